@@ -1,0 +1,37 @@
+"""jaxdp: a data-parallel trainer for JAX. The config decides the numbers; the hardware only decides the speed."""
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Public names load on first use, so that `jaxdp --help` and a config error need no jax.
+_HOME = {
+    "init": "jaxdp.distributed.context",
+    "current": "jaxdp.distributed.context",
+    "Context": "jaxdp.distributed.context",
+    **dict.fromkeys(
+        [
+            "allreduce",
+            "allgather",
+            "reduce",
+            "reduce_scatter",
+            "broadcast",
+            "gather",
+            "scatter",
+            "send",
+            "recv",
+            "all_to_all",
+        ],
+        "jaxdp.distributed.collectives",
+    ),
+    "UsageError": "jaxdp.errors",
+    "DistributedError": "jaxdp.errors",
+}
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'jaxdp' has no attribute {name!r}")
