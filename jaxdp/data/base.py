@@ -1,0 +1,157 @@
+"""A data set is a length and a read: any rows, in any order, as stacked arrays."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxdp.errors import UsageError
+
+PROBES = 64  # examples that a fingerprint covers: enough to tell two sets apart, few enough for slow storage
+_NEEDS_X64 = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
+
+
+class Dataset(Protocol):
+    """A random-access source of examples; called from one thread at a time, not always the main one.
+
+    A data set may also have these attributes:
+
+    - `transform(batch, key, train) -> batch`, run on the device on one microbatch, a dict of arrays[example, ...]:
+      normalization in both modes; augmentation where `train` is true, keyed by the microbatch's `key` (None where
+      `train` is false). It must be traceable by JAX.
+    - `classes: int`, the number of labels, and `input_shape: tuple[int, ...]`, the shape of one example's inputs.
+    """
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """The examples at indices[k] int64, which may repeat: each value [k, ...]; standard keys are "inputs" and
+        "labels". The same index always gives the same example."""
+        ...
+
+
+class Arrays:
+    """Examples in memory: arrays by key, `Arrays(inputs=x, labels=y)`, of equal length or UsageError."""
+
+    def __init__(self, **arrays: Any):
+        self.arrays = {key: _array(repr(key), value) for key, value in arrays.items()}
+        shapes = {key: value.shape for key, value in self.arrays.items()}
+        if not shapes or not all(shapes.values()):
+            raise UsageError(f"data: arrays with one entry an example are needed, not {shapes}")
+        if len({shape[0] for shape in shapes.values()}) > 1:
+            raise UsageError(f"data: arrays differ in their number of examples: {shapes}; give each the same length")
+
+    def __len__(self) -> int:
+        return len(next(iter(self.arrays.values())))
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        return {key: value[indices] for key, value in self.arrays.items()}
+
+
+class Examples:
+    """Stacks the examples of any sized sequence: a list of dicts, a map-style data set, a memory map.
+
+    source[i] is a dict, a pair (inputs, labels), or one array. Python numbers in it become int32 where they fit, as
+    in JAX. Every example must be like the first one: UsageError names the first that is not. Other attributes of
+    `source` are not looked at: what is called `transform` elsewhere means something else.
+    """
+
+    def __init__(self, source: Any):
+        self.source = source
+        self.spec = {key: (value.shape, value.dtype) for key, value in self._example(0).items()}
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        stacked = {key: np.empty((len(indices), *shape), dtype) for key, (shape, dtype) in self.spec.items()}
+        for place, index in enumerate(indices.tolist()):
+            example = self._example(index)
+            if example.keys() != self.spec.keys():
+                raise UsageError(f"data: example {index} has keys {sorted(example)}, example 0 has {sorted(self.spec)}")
+            for key, value in example.items():
+                if (value.shape, value.dtype) != self.spec[key]:
+                    shape, dtype = self.spec[key]
+                    raise UsageError(
+                        f"data: example {index} has {key!r} of shape {value.shape} {value.dtype}, example 0 has "
+                        f"{shape} {dtype}; make them alike (crop, pad or cast)"
+                    )
+                stacked[key][place] = value
+        return stacked
+
+    def _example(self, index: int) -> dict[str, np.ndarray]:
+        item = self.source[index]
+        if isinstance(item, tuple):
+            if len(item) != 2:
+                raise UsageError(f"data: example {index} is a tuple of {len(item)}; give (inputs, labels) or a dict")
+            item = dict(zip(("inputs", "labels"), item))
+        elif not isinstance(item, Mapping):
+            item = {"inputs": item}
+        return {key: _array(f"{key!r} of example {index}", value) for key, value in item.items()}
+
+
+def check_split(split: str) -> None:
+    if split not in ("train", "test"):
+        raise UsageError(f"data.args.split: {split!r} is neither 'train' nor 'test'")
+
+
+def as_dataset(source: Any) -> Dataset:
+    """`source` itself if it has `read`; else arrays in memory, or a sequence of examples, wrapped.
+
+    In memory: a dict of arrays, a tuple of two arrays (inputs, labels), or one array (inputs); the first dim counts
+    examples. Any other sized sequence is taken as `Examples`. Raises UsageError for what is none of these, or empty.
+    """
+    try:
+        size = len(source)
+    except TypeError:
+        raise UsageError(
+            f"data: {type(source).__name__} has no length; give a source with __len__ and __getitem__ or read "
+            "(a stream has to be indexed first: batches are drawn by number)"
+        ) from None
+    if not size:
+        raise UsageError("data: the data set is empty; give it at least one example")
+    if hasattr(source, "read"):
+        return source
+    if isinstance(source, Mapping):
+        return Arrays(**source)
+    if isinstance(source, tuple) and size == 2 and all(getattr(part, "shape", ()) for part in source):
+        return Arrays(inputs=source[0], labels=source[1])
+    if hasattr(source, "__dlpack__"):  # an array proper; those that stand for a file are read by the example
+        return Arrays(inputs=source)
+    if hasattr(source, "__getitem__"):
+        return Examples(source)
+    raise UsageError(f"data: {type(source).__name__} has neither read nor __getitem__; give it one of them")
+
+
+def check_dtypes(dataset: Dataset, x64: bool) -> None:
+    """Raises UsageError where the first example holds 64-bit values and JAX would cut them to 32 (`x64` is false)."""
+    for key, value in dataset.read(np.zeros(1, np.int64)).items():
+        if not x64 and (narrow := _NEEDS_X64.get(np.asarray(value).dtype.name)):
+            raise UsageError(
+                f"data: {key!r} is {np.asarray(value).dtype}, which JAX would cut to 32 bits; cast to {narrow}, or "
+                "set precision.params: float64, which enables 64-bit"
+            )
+
+
+def fingerprint(dataset: Dataset) -> str:
+    """16 hex digits of SHA-256 over the class name, the length and at most 64 evenly spread examples: keys, dtypes,
+    shapes and little-endian bytes. Equal for two runs that read the same data; it does not read the whole set."""
+    size = len(dataset)
+    count = min(PROBES, size)
+    digest = hashlib.sha256(f"{type(getattr(dataset, 'source', dataset)).__name__} {size}".encode())
+    for key, value in sorted(dataset.read(np.arange(count, dtype=np.int64) * size // count).items()):
+        value = np.asarray(value)
+        digest.update(f"\n{key} {value.dtype.name} {value.shape}\n".encode())
+        digest.update(value.astype(value.dtype.newbyteorder("<")).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _array(name: str, value: Any) -> np.ndarray:
+    """`value` as an array of numbers. Python integers have no width, so that int32 is no loss where they fit."""
+    array = np.asarray(value)
+    if array.dtype.kind not in "biufc" and not array.dtype.name.startswith(("bfloat16", "float", "int", "uint")):
+        raise UsageError(f"data: {name} is {array.dtype}, not numbers; encode it before it is read")
+    if not hasattr(value, "dtype") and array.dtype == np.int64 and (array == array.astype(np.int32)).all():
+        return array.astype(np.int32)
+    return array

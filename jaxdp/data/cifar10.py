@@ -1,0 +1,96 @@
+"""CIFAR-10 from its published Python batches."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxdp.data.base import Arrays, check_split
+from jaxdp.data.unpickle import load_arrays
+from jaxdp.errors import UsageError
+
+FOLDER = "cifar-10-batches-py"
+FILES = {"train": tuple(f"data_batch_{number}" for number in range(1, 6)), "test": ("test_batch",)}
+# Of the training pixels in [0, 1], by channel.
+MEAN = (0.4914, 0.4822, 0.4465)
+STD = (0.2470, 0.2435, 0.2616)
+
+
+class CIFAR10(Arrays):
+    """50,000 and 10,000 images: "inputs" uint8 [32, 32, 3], "labels" int32 in [0, 10).
+
+    A. Krizhevsky 2009, "Learning Multiple Layers of Features from Tiny Images",
+    https://www.cs.toronto.edu/~kriz/cifar.html. root: the folder `cifar-10-batches-py`, or the one above it.
+    augment: in training, random crops of the image padded by 4 zeros, and mirroring. Raises UsageError naming a file
+    that is missing, damaged, or holds anything but arrays and numbers: nothing in a file is ever executed.
+    """
+
+    classes = 10
+    input_shape = (32, 32, 3)
+
+    def __init__(self, root: str, split: str = "train", augment: bool = True):
+        check_split(split)
+        folder = _find(root, FILES[split])
+        batches = [_read_batch(folder / name) for name in FILES[split]]
+        images = np.empty((sum(len(labels) for _, labels in batches), *self.input_shape), np.uint8)
+        filled = 0
+        for planes, labels in batches:  # each file's planes are red, green, blue, row by row
+            images[filled : filled + len(labels)] = planes.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+            filled += len(labels)
+        super().__init__(inputs=images, labels=np.concatenate([labels for _, labels in batches]))
+        self.augment = augment
+
+    def transform(self, batch: dict[str, Any], key: Any, train: bool) -> dict[str, Any]:
+        """Pixels to float32 of mean 0 and variance 1 by channel over the training set; see `Dataset`."""
+        from jax import random
+
+        from jaxdp.data.augment import random_crop, random_flip, standardize
+
+        images = batch["inputs"]
+        if train and self.augment:
+            moved, mirrored = random.split(key)
+            images = random_flip(random_crop(images, moved, padding=4), mirrored)
+        return {**batch, "inputs": standardize(images, MEAN, STD)}
+
+
+def _find(root: str, names: tuple[str, ...]) -> Path:
+    for folder in (Path(root).expanduser(), Path(root).expanduser() / FOLDER):
+        missing = [name for name in names if not (folder / name).is_file()]
+        if not missing:
+            return folder
+        if len(missing) < len(names):
+            raise UsageError(
+                f"data.args.root: {folder} lacks {', '.join(missing)}; unpack cifar-10-python.tar.gz again"
+            )
+    raise UsageError(
+        f"data.args.root: no CIFAR-10 batches in {root!r} (nor in its {FOLDER!r}): fetch cifar-10-python.tar.gz from "
+        "https://www.cs.toronto.edu/~kriz/cifar.html and unpack it there"
+    )
+
+
+def _read_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(planes[n, 3072] uint8, labels[n] int32)"""
+    try:
+        content = load_arrays(path)
+    except Exception as error:  # an unpickler fails in many ways on what is no pickle
+        cause = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
+        raise UsageError(f"data.args.root: cannot read {path}: {cause}; fetch the file again") from error
+    found = content if isinstance(content, dict) else {}
+    planes, labels = (found.get(name, found.get(name.encode())) for name in ("data", "labels"))
+    if planes is None or labels is None:
+        raise UsageError(f"data.args.root: {path} is not a CIFAR-10 batch: it has no 'data' and 'labels'")
+    if not isinstance(planes, np.ndarray) or planes.dtype != np.uint8 or planes.shape[1:] != (3072,):
+        shape = f"{planes.shape} {planes.dtype}" if isinstance(planes, np.ndarray) else type(planes).__name__
+        raise UsageError(f"data.args.root: 'data' in {path} is {shape}, not [n, 3072] uint8")
+    try:
+        numbers = np.asarray(labels)
+    except ValueError as error:
+        raise UsageError(f"data.args.root: 'labels' in {path}: {error}") from error
+    if numbers.shape != planes.shape[:1] or numbers.dtype.kind not in "iu":
+        raise UsageError(
+            f"data.args.root: 'labels' in {path} is {numbers.shape} {numbers.dtype}, not one integer for each of "
+            f"{len(planes)} images"
+        )
+    if numbers.size and (numbers.min() < 0 or numbers.max() > 9):
+        raise UsageError(f"data.args.root: 'labels' in {path} run from {numbers.min()} to {numbers.max()}, not 0 to 9")
+    return planes, numbers.astype(np.int32)

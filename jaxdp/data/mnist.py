@@ -1,0 +1,112 @@
+"""MNIST and its look-alikes, in the IDX files in which they are published, gzipped or not."""
+
+import gzip
+import zlib
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jaxdp.data.base import Arrays, check_split
+from jaxdp.errors import UsageError
+
+
+def read_idx(path: Path, dims: int) -> np.ndarray:
+    """A uint8 array with `dims` dims from an IDX file (big-endian; the format is at http://yann.lecun.com/exdb/mnist).
+
+    Raises UsageError, naming the file, where it is not such a file, is cut short or too long.
+    """
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            data = file.read()
+    except (OSError, EOFError, zlib.error) as error:
+        raise UsageError(f"data.args.root: cannot read {path}: {error}; fetch the file again") from error
+    magic = bytes([0, 0, 8, dims])
+    header = 4 + 4 * dims
+    if len(data) < header or data[:4] != magic:
+        raise UsageError(
+            f"data.args.root: {path} is not an IDX file of bytes with {dims} dims: it starts with "
+            f"{data[:4].hex() or 'nothing'}, not {magic.hex()}; fetch the file again"
+        )
+    shape = np.frombuffer(data, ">u4", dims, offset=4).tolist()
+    size = int(np.prod(shape, dtype=object))
+    if len(data) != header + size:
+        raise UsageError(
+            f"data.args.root: {path} holds {len(data) - header:,} bytes of data, its header says {size:,} ({shape}); "
+            "fetch the file again"
+        )
+    return np.frombuffer(data, np.uint8, offset=header).reshape(shape)
+
+
+class MNIST(Arrays):
+    """60,000 and 10,000 images: "inputs" uint8 [28, 28, 1], "labels" int32 in [0, 10).
+
+    Y. LeCun, C. Cortes, C. Burges, http://yann.lecun.com/exdb/mnist. root: the folder with the four files, or the
+    one above it. augment: random shifts by up to two pixels in training. Raises UsageError naming a file that is
+    missing, damaged, or does not fit the other.
+    """
+
+    classes = 10
+    input_shape = (28, 28, 1)
+    title: ClassVar[str] = "MNIST"
+    home: ClassVar[str] = "https://storage.googleapis.com/cvdf-datasets/mnist"
+    folders: ClassVar[tuple[str, ...]] = ("", "mnist", "MNIST/raw", "raw")
+    mean: ClassVar[float] = 0.1307  # of the training pixels in [0, 1], as published with PyTorch's examples
+    std: ClassVar[float] = 0.3081
+    flips: ClassVar[bool] = False
+
+    def __init__(self, root: str, split: str = "train", augment: bool = False):
+        check_split(split)
+        stem = {"train": "train", "test": "t10k"}[split]
+        image_file, label_file = self._find(root, f"{stem}-images", 3), self._find(root, f"{stem}-labels", 1)
+        images, labels = read_idx(image_file, 3), read_idx(label_file, 1)
+        if images.shape[1:] != self.input_shape[:2]:
+            raise UsageError(f"data.args.root: {image_file} holds images of {images.shape[1:]}, not (28, 28)")
+        if len(images) != len(labels):
+            raise UsageError(
+                f"data.args.root: {image_file} holds {len(images):,} images, {label_file} {len(labels):,} labels; "
+                "they are not of one set"
+            )
+        if labels.size and labels.max() >= self.classes:
+            raise UsageError(f"data.args.root: {label_file} holds label {labels.max()}; labels are 0 to 9")
+        super().__init__(inputs=images[..., None], labels=labels.astype(np.int32))
+        self.augment = augment
+
+    @classmethod
+    def _find(cls, root: str, stem: str, dims: int) -> Path:
+        names = [f"{stem}{mark}idx{dims}-ubyte{end}" for mark in "-." for end in ("", ".gz")]
+        for folder in cls.folders:
+            for name in names:
+                if (path := Path(root).expanduser() / folder / name).is_file():
+                    return path
+        raise UsageError(
+            f"data.args.root: no {cls.title} file {names[1]!r} in {root!r}; fetch the four files from {cls.home} and "
+            "put them there"
+        )
+
+    def transform(self, batch: dict[str, Any], key: Any, train: bool) -> dict[str, Any]:
+        """Pixels to float32 of mean 0 and variance 1 over the training set; see `Dataset`."""
+        from jax import random
+
+        from jaxdp.data.augment import random_crop, random_flip, standardize
+
+        images = batch["inputs"]
+        if train and self.augment:
+            moved, mirrored = random.split(key)
+            images = random_crop(images, moved, padding=2)
+            images = random_flip(images, mirrored) if self.flips else images
+        return {**batch, "inputs": standardize(images, self.mean, self.std)}
+
+
+class FashionMNIST(MNIST):
+    """As `MNIST`, of articles of clothing; augment also mirrors them.
+
+    H. Xiao, K. Rasul, R. Vollgraf 2017, "Fashion-MNIST", https://github.com/zalandoresearch/fashion-mnist.
+    """
+
+    title = "Fashion-MNIST"
+    home = "https://github.com/zalandoresearch/fashion-mnist"
+    folders = ("", "fashion-mnist", "FashionMNIST/raw", "raw")
+    mean = 0.2860
+    std = 0.3530
+    flips = True
