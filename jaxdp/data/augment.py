@@ -37,5 +37,7 @@ def standardize(
     images: jax.Array, mean: float | tuple[float, ...], std: float | tuple[float, ...], top: float = 255
 ) -> jax.Array:
     """images[..., c] with values in [0, top] to float32 `(images / top - mean) / std`, by channel."""
-    scaled = images.astype(jnp.float32) / top
-    return (scaled - np.asarray(mean, np.float32)) / np.asarray(std, np.float32)
+    # One subtraction, then one product: nothing that a compiler may contract to a fused multiply-add or turn into a
+    # reciprocal, so that every program that this ends up in gives the same bits.
+    middle, scale = top * np.asarray(mean), 1 / (top * np.asarray(std))
+    return (images.astype(jnp.float32) - middle.astype(np.float32)) * scale.astype(np.float32)

@@ -9,6 +9,7 @@ import numpy as np
 from jaxdp.errors import UsageError
 
 PROBES = 64  # examples that a fingerprint covers: enough to tell two sets apart, few enough for slow storage
+EMPTY = "data: the data set is empty; give it at least one example"
 _NEEDS_X64 = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
 
 
@@ -32,7 +33,7 @@ class Dataset(Protocol):
 
 
 class Arrays:
-    """Examples in memory: arrays by key, `Arrays(inputs=x, labels=y)`, of equal length or UsageError."""
+    """Examples in memory: arrays by key, `Arrays(inputs=x, labels=y)`, of equal length, not 0, or UsageError."""
 
     def __init__(self, **arrays: Any):
         self.arrays = {key: _array(repr(key), value) for key, value in arrays.items()}
@@ -41,6 +42,8 @@ class Arrays:
             raise UsageError(f"data: arrays with one entry an example are needed, not {shapes}")
         if len({shape[0] for shape in shapes.values()}) > 1:
             raise UsageError(f"data: arrays differ in their number of examples: {shapes}; give each the same length")
+        if not len(self):
+            raise UsageError(EMPTY)
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
@@ -50,7 +53,7 @@ class Arrays:
 
 
 class Examples:
-    """Stacks the examples of any sized sequence: a list of dicts, a map-style data set, a memory map.
+    """Stacks the examples of any sized sequence: a list of dicts, a map-style data set, an array in a file.
 
     source[i] is a dict, a pair (inputs, labels), or one array. Python numbers in it become int32 where they fit, as
     in JAX. Every example must be like the first one: UsageError names the first that is not. Other attributes of
@@ -110,7 +113,7 @@ def as_dataset(source: Any) -> Dataset:
             "(a stream has to be indexed first: batches are drawn by number)"
         ) from None
     if not size:
-        raise UsageError("data: the data set is empty; give it at least one example")
+        raise UsageError(EMPTY)
     if hasattr(source, "read"):
         return source
     if isinstance(source, Mapping):
@@ -149,7 +152,10 @@ def fingerprint(dataset: Dataset) -> str:
 
 def _array(name: str, value: Any) -> np.ndarray:
     """`value` as an array of numbers. Python integers have no width, so that int32 is no loss where they fit."""
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise UsageError(f"data: {name} is ragged; pad it to one shape before it is read") from None
     if array.dtype.kind not in "biufc" and not array.dtype.name.startswith(("bfloat16", "float", "int", "uint")):
         raise UsageError(f"data: {name} is {array.dtype}, not numbers; encode it before it is read")
     if not hasattr(value, "dtype") and array.dtype == np.int64 and (array == array.astype(np.int32)).all():

@@ -1,0 +1,193 @@
+"""What is accepted as a data set, and what is said of that which is not."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxdp.data.base import Arrays, Examples, as_dataset, check_dtypes, fingerprint
+from jaxdp.errors import UsageError
+
+X = np.arange(24, dtype=np.float32).reshape(6, 4)
+Y = np.arange(6, dtype=np.int32)
+
+
+class MapStyle:
+    """As in other libraries: a length, one example at a time, and a `transform` that is none of ours."""
+
+    transform = "not ours"
+
+    def __init__(self, items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+
+def read(source, indices=(4, 0, 4)):
+    return as_dataset(source).read(np.array(indices))
+
+
+def same(got, **want):
+    assert got.keys() == want.keys()
+    for key, value in want.items():
+        assert got[key].dtype == value.dtype
+        np.testing.assert_array_equal(got[key], value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        Arrays(inputs=X, labels=Y),
+        {"inputs": X, "labels": Y},
+        (X, Y),
+        [{"inputs": x, "labels": y} for x, y in zip(X, Y)],
+        [(x, y) for x, y in zip(X, Y)],
+        [(x, int(y)) for x, y in zip(X, Y)],  # a Python number becomes what JAX makes of it
+        tuple((x, y) for x, y in zip(X, Y)),
+        MapStyle([(x, y) for x, y in zip(X, Y)]),
+    ],
+)
+def test_the_same_examples_in_every_form(source):
+    same(read(source), inputs=X[[4, 0, 4]], labels=Y[[4, 0, 4]])
+    assert len(as_dataset(source)) == 6
+    check_dtypes(as_dataset(source), x64=False)
+    assert not hasattr(as_dataset(source), "transform")
+    same(read(source, np.zeros(0, np.int64)), inputs=X[:0], labels=Y[:0])
+
+
+def test_one_array_or_a_list_of_them_is_the_inputs():
+    import jax.numpy as jnp
+
+    for source in (X, list(X), MapStyle(list(X)), jnp.asarray(X)):
+        same(read(source), inputs=X[[4, 0, 4]])
+    same(read([[1, 2], [3, 4]], [1]), inputs=np.array([[3, 4]], np.int32))
+
+
+def test_an_object_with_read_is_taken_as_it_is():
+    dataset = Arrays(inputs=X)
+    assert as_dataset(dataset) is dataset
+
+
+def test_a_memory_map_is_not_read_whole(tmp_path):
+    np.save(tmp_path / "x.npy", X)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    dataset = as_dataset((mapped, Y))
+    assert np.shares_memory(dataset.arrays["inputs"], mapped)
+    same(dataset.read(np.array([5])), inputs=X[5:], labels=Y[5:])
+
+
+class Unlike(MapStyle):
+    def __init__(self, odd):
+        super().__init__([{"inputs": np.zeros((28, 28), np.uint8), "labels": np.int32(1)} for _ in range(20)])
+        self.items[17] = odd
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        (
+            {"inputs": np.zeros((28, 27), np.uint8), "labels": np.int32(1)},
+            r"example 17 has 'inputs' of shape \(28, 27\) uint8, example 0 has \(28, 28\) uint8",
+        ),
+        (
+            {"inputs": np.zeros((28, 28), np.float32), "labels": np.int32(1)},
+            r"example 17 has 'inputs' of shape \(28, 28\) float32, example 0 has \(28, 28\) uint8",
+        ),
+        (
+            {"inputs": np.zeros((28, 28), np.uint8)},
+            r"example 17 has keys \['inputs'\], example 0 has \['inputs', 'labels'\]",
+        ),
+        ((1, 2, 3), r"example 17 is a tuple of 3; give \(inputs, labels\) or a dict"),
+        ({"inputs": np.zeros((28, 28), np.uint8), "labels": "cat"}, "'labels' of example 17 is <U3, not numbers"),
+        ({"inputs": np.zeros((28, 28), np.uint8), "labels": None}, "'labels' of example 17 is object, not numbers"),
+        ({"inputs": np.zeros((28, 28), np.uint8), "labels": [[1], [2, 3]]}, "'labels' of example 17 is ragged"),
+    ],
+)
+def test_an_example_unlike_the_first_is_named(odd, said):
+    dataset = as_dataset(Unlike(odd))
+    dataset.read(np.arange(17))
+    with pytest.raises(UsageError, match=said):
+        dataset.read(np.arange(20))
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ((x for x in X), "generator has no length"),
+        (5, "int has no length"),
+        ([], "the data set is empty"),
+        (X[:0], "the data set is empty"),
+        ((X, Y[:0]), r"differ in their number of examples: .*\(6, 4\).*\(0,\)"),
+        ({"inputs": X[:0], "labels": Y[:0]}, "the data set is empty"),
+        ({"inputs": X, "labels": 3}, "one entry an example"),
+        ({1, 2}, "set has neither read nor __getitem__"),
+        ((X, np.array(["a"] * 6)), "'labels' is <U1, not numbers"),
+    ],
+)
+def test_what_is_no_data_set_is_refused(source, said):
+    with pytest.raises(UsageError, match=said):
+        as_dataset(source)
+
+
+@pytest.mark.parametrize("kind", ["int64", "uint64", "float64", "complex128"])
+def test_64_bit_data_needs_x64(kind):
+    dataset = as_dataset((X, Y.astype(kind)))
+    check_dtypes(dataset, x64=True)
+    with pytest.raises(UsageError, match=f"'labels' is {kind}, .*cast to .*precision.params: float64"):
+        check_dtypes(dataset, x64=False)
+    assert dataset.read(np.arange(2))["labels"].dtype == kind
+
+
+def test_python_integers_too_wide_for_32_bits_stay_as_they_are():
+    assert read([2**40, 1], [0])["inputs"].tolist() == [2**40]
+    with pytest.raises(UsageError, match=r"example 1 has 'inputs' of shape .* int64, example 0 has .* int32"):
+        read([1, 2**40], [1])
+    with pytest.raises(UsageError, match=r"'inputs' is float64, .*float32"):
+        check_dtypes(as_dataset([0.1, 0.2]), x64=False)
+
+
+def test_half_precision_and_bools_are_numbers():
+    for kind in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.float16, np.bool_, np.int8):
+        same(read(X.astype(kind)), inputs=X[[4, 0, 4]].astype(kind))
+        fingerprint(as_dataset(X.astype(kind)))
+
+
+def test_the_fingerprint_tells_data_apart():
+    base = fingerprint(Arrays(inputs=X, labels=Y))
+    assert base == fingerprint(Arrays(labels=Y.copy(), inputs=X.copy())) == fingerprint(as_dataset((X, Y)))
+    assert len(base) == 16 and int(base, 16) >= 0
+    assert base == fingerprint(Arrays(inputs=X.astype(">f4"), labels=Y)), "the byte order is not the data"
+    changed = X.copy()
+    changed[5, 3] += 1
+
+    class Other(Arrays):
+        pass
+
+    others = [
+        Arrays(inputs=changed, labels=Y),
+        Arrays(inputs=X[:5], labels=Y[:5]),
+        Arrays(inputs=X.view(np.int32), labels=Y),
+        Arrays(inputs=X.reshape(6, 2, 2), labels=Y),
+        Arrays(images=X, labels=Y),
+        Other(inputs=X, labels=Y),
+        as_dataset([(x, y) for x, y in zip(X, Y)]),
+    ]
+    assert len({base, *map(fingerprint, others)}) == 8
+
+
+def test_a_fingerprint_reads_at_most_64_evenly_spread_examples():
+    asked = []
+
+    class Counting(Examples):
+        def read(self, indices):
+            asked.append(indices)
+            return super().read(indices)
+
+    fingerprint(Counting(range(1000)))
+    (indices,) = asked
+    assert len(indices) == 64 and indices[0] == 0 and set(np.diff(indices)) == {15, 16}
+    fingerprint(Counting(range(3)))
+    assert asked[1].tolist() == [0, 1, 2]

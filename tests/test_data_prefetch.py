@@ -1,0 +1,185 @@
+"""Prefetch: in order, bounded, its faults handed over, and gone when it is left. read_batch: rows, shapes, masks."""
+
+import threading
+import time
+import traceback
+
+import numpy as np
+import pytest
+
+from jaxdp.data import prefetch as module
+from jaxdp.data.base import Arrays, Examples
+from jaxdp.data.cursor import Cursor
+from jaxdp.data.prefetch import prefetch, read_batch
+from jaxdp.errors import UsageError
+
+
+def readers():
+    return [thread for thread in threading.enumerate() if thread.name == "jaxdp-prefetch"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    assert not readers()
+    yield
+    assert not readers()
+
+
+def wait_until(condition):
+    end = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 7])
+def test_every_item_in_order(depth):
+    with prefetch(lambda step: step * step, 3, 20, depth) as items:
+        assert list(items) == [step * step for step in range(3, 20)]
+        assert next(items, None) is None
+    with prefetch(lambda step: step, 5, 5, depth) as items:
+        assert list(items) == []
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_at_most_depth_items_are_made_ahead(depth):
+    made = []
+    with prefetch(lambda step: made.append(step) or step, 0, 100, depth) as items:
+        for taken in range(1, 6):
+            wait_until(lambda taken=taken: len(made) == taken - 1 + depth)
+            time.sleep(0.02)
+            assert len(made) == taken - 1 + depth
+            assert next(items) == taken - 1
+    assert len(made) <= 5 + depth
+
+
+def test_without_depth_items_are_made_when_asked_for_and_here():
+    made = []
+    with prefetch(lambda step: made.append(threading.current_thread()) or step, 0, 100, depth=0) as items:
+        assert made == [] and next(items) == 0 and made == [threading.current_thread()]
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt, SystemExit])
+def test_a_fault_arrives_after_the_items_before_it_as_the_same_object(depth, kind):
+    fault = kind("disk on fire")
+
+    def broken_reader(step):
+        if step == 2:
+            raise fault
+        return step
+
+    got = []
+    with pytest.raises(kind) as caught, prefetch(broken_reader, 0, 9, depth) as items:
+        for item in items:
+            got.append(item)
+    assert got == [0, 1] and caught.value is fault
+    assert "broken_reader" in [frame.name for frame in traceback.extract_tb(fault.__traceback__)]
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_stray_stop_iteration_does_not_end_the_run_quietly(depth):
+    def make(step):
+        return next(iter([]))
+
+    with pytest.raises(RuntimeError, match="StopIteration"), prefetch(make, 0, 9, depth) as items:
+        list(items)
+
+
+def test_leaving_early_frees_a_reader_that_waits_for_room():
+    with prefetch(lambda step: step, 0, 10**9, depth=1) as items:
+        assert next(items) == 0
+        (thread,) = readers()
+        time.sleep(0.05)
+        start = time.monotonic()
+    assert time.monotonic() - start < 1 and not thread.is_alive()
+    assert next(items, "over") == "over"
+
+
+def test_a_consumers_fault_ends_the_reader_too():
+    with pytest.raises(ZeroDivisionError), prefetch(lambda step: step, 0, 10**9) as items:
+        1 / next(items)
+
+
+def test_a_fault_not_asked_for_is_not_raised_on_leaving():
+    raised = threading.Event()
+
+    def make(step):
+        raised.set()
+        raise OSError
+
+    with prefetch(make, 0, 9):
+        assert raised.wait(5)
+
+
+def test_a_read_that_hangs_does_not_keep_the_run_from_ending(monkeypatch):
+    monkeypatch.setattr(module, "GRACE_S", 0.1)
+    hung, freed = threading.Event(), threading.Event()
+
+    def make(step):
+        hung.set()
+        freed.wait(30)
+
+    start = time.monotonic()
+    with prefetch(make, 0, 9):
+        assert hung.wait(5)
+        (thread,) = readers()
+    assert time.monotonic() - start < 2 and thread.daemon
+    freed.set()
+    thread.join(5)
+
+
+# --- read_batch ------------------------------------------------------------------------------------------------------
+
+X = np.arange(40, dtype=np.float32).reshape(10, 2, 2)
+Y = np.arange(10, dtype=np.int32)
+
+
+class Recorder(Arrays):
+    def read(self, indices):
+        self.asked = indices
+        return super().read(indices)
+
+
+def test_a_batch_is_the_cursors_rows_and_their_mask():
+    dataset, cursor = Recorder(inputs=X, labels=Y), Cursor(10, 6, 2, seed=1)
+    for step in range(4):
+        indices, mask = cursor.rows(step, [1, -1, 0])
+        batch = read_batch(dataset, cursor, step, [1, -1, 0])
+        assert batch.keys() == {"inputs", "labels", "mask"}
+        assert batch["inputs"].dtype == np.float32 and batch["labels"].dtype == np.int32
+        np.testing.assert_array_equal(batch["inputs"], X[indices])
+        np.testing.assert_array_equal(batch["labels"], indices)
+        np.testing.assert_array_equal(batch["mask"], mask.astype(np.float32), strict=True)
+        assert len(dataset.asked) == len(set(dataset.asked.tolist())), "padding is read once"
+    assert read_batch(dataset, cursor, 0, [])["inputs"].shape == (0, 3, 2, 2)
+    assert read_batch(Examples(list(X)), cursor, 0, [])["inputs"].shape == (0, 3, 2, 2)
+
+
+@pytest.mark.parametrize("kind", ["bool", "int32", "float32", "float64", "uint8"])
+def test_the_data_sets_own_mask_is_kept_in_its_shape(kind):
+    tokens = (np.arange(50).reshape(10, 5) % 3 > 0).astype(kind)
+    cursor = Cursor(10, 6, 2, seed=1)
+    indices, mask = cursor.rows(1, [0, 1])
+    got = read_batch(Arrays(inputs=X, mask=tokens), cursor, 1, [0, 1])["mask"]
+    assert got.shape == (2, 3, 5) and got.dtype == ("float64" if kind == "float64" else "float32")
+    np.testing.assert_array_equal(got, tokens[indices] * mask[..., None])
+    by_row = read_batch(Arrays(inputs=X, mask=tokens[:, 1]), cursor, 1, [0, 1])["mask"]
+    np.testing.assert_array_equal(by_row, tokens[:, 1][indices] * mask)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([X], "Broken.read gave a list; return a dict of arrays"),
+        ({"inputs": X[:2]}, r"Broken.read gave 'inputs' of shape \(2, 2, 2\) for 6 indices"),
+        ({"inputs": X[:6], "labels": 3}, r"Broken.read gave 'labels' of shape \(\) for 6 indices"),
+    ],
+)
+def test_a_read_that_breaks_the_contract_is_named(given, said):
+    class Broken(Arrays):
+        def read(self, indices):
+            return given
+
+    with pytest.raises(UsageError, match=said):
+        read_batch(Broken(inputs=X), Cursor(10, 6, 2, seed=1), 0, [0, 1])
