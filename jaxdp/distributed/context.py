@@ -1,0 +1,203 @@
+"""The context is what a process knows of the others: who it is, how many there are, and how to ask them something."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import jax
+
+from jaxdp.distributed import coordination, gpus, hosts, rendezvous
+from jaxdp.distributed.gpus import bind
+from jaxdp.distributed.launchers import World, discover
+from jaxdp.errors import DistributedError, UsageError
+
+__all__ = ["Context", "bind", "current", "init", "leave", "shutdown"]
+TIMEOUT = 60.0
+
+
+@dataclass(frozen=True)
+class Context:
+    """One process of a job.
+
+    local_rank, local_size: among the processes on this host. root_rank: the rank that prints and saves. hosts[rank]:
+    the host names. launcher: what started the processes; "none" for one process by itself.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    launcher: str = "none"
+    hosts: tuple[str, ...] = ("",)
+    root_rank: int = 0
+
+    @property
+    def is_root(self) -> bool:
+        return self.rank == self.root_rank
+
+    @property
+    def local_devices(self) -> list[jax.Device]:
+        """This process's devices. The first look opens them, so look after `init`."""
+        return jax.local_devices()
+
+    def exchange(self, name: str, text: str, timeout: float = 60.0) -> list[str]:
+        """Every rank's short `text`, by rank. DistributedError names a rank that did not come in `timeout` seconds."""
+        return coordination.exchange(name, text, self.rank, range(self.size), timeout)
+
+    def barrier(self, name: str = "", timeout: float = 60.0) -> None:
+        """Waits until every rank is here. DistributedError names those that did not come in `timeout` seconds."""
+        self.exchange(f"barrier {name}".strip(), "", timeout)
+
+    def agree(self, error: str | None, timeout: float = 60.0) -> None:
+        """Where any rank brings an error, every rank raises the lowest such rank's, as UsageError for it to print."""
+        for rank, text in enumerate(self.exchange("agree", error or "", timeout)):
+            if text:
+                raise UsageError(f"rank {rank} (host {self.hosts[rank]}): {text}" if self.size > 1 else text, rank=rank)
+
+    def check_same(self, name: str, facts: Mapping[str, str], timeout: float = 60.0) -> None:
+        """UsageError on every rank, for rank 0 to print, where some rank's `facts` are not those of rank 0.
+
+        It names the first such rank, the fact and both values.
+        """
+        texts = self.exchange(f"check_same {name}", json.dumps(dict(facts)), timeout)
+        first = json.loads(texts[0])
+        for rank, text in enumerate(texts):
+            other = json.loads(text)
+            for fact in dict.fromkeys([*first, *other]):
+                if first.get(fact) != other.get(fact):
+                    raise UsageError(
+                        f"{name}: rank {rank} (host {self.hosts[rank]}) has {fact}={other.get(fact)}, but rank 0 "
+                        f"(host {self.hosts[0]}) has {fact}={first.get(fact)}: they must be the same",
+                        rank=0,
+                    )
+
+    def broadcast(self, tree: Any) -> Any:
+        """`tree` as `root_rank` has it, bit for bit: a pytree of arrays of the same structure on every rank."""
+        from jaxdp.distributed import collectives
+
+        leaves, structure = jax.tree.flatten(tree)
+        return jax.tree.unflatten(structure, collectives.broadcast(leaves, self.root_rank))
+
+
+_current: Context | None = None
+_arguments: dict[str, Any] = {}
+
+
+def current() -> Context:
+    """The context that `init` made; a process by itself where it was not called."""
+    return _current or Context(hosts=(hosts.hostname(),))
+
+
+def init(
+    coordinator: str | None = None,
+    rank: int | None = None,
+    size: int | None = None,
+    local_rank: int | None = None,
+    local_size: int | None = None,
+    init_method: str | None = None,
+    timeout: float | None = None,
+) -> Context:
+    """Joins the job that this process belongs to; call it before anything touches a device.
+
+    Who it is comes from the arguments, else from its launcher's variables (`launchers.discover`), else it is alone, and
+    then nothing of `jax.distributed` is touched. coordinator: "host:port" of rank 0; init_method: "tcp://host:port" or
+    "env://", as in torch.distributed. timeout: seconds, for the meeting and for noticing a dead process; JAXDP_TIMEOUT,
+    or 60. A second call returns the same context.
+
+    Raises UsageError (variables, addresses, host names, versions or sizes that differ, other arguments the second
+    time) and DistributedError (a process that did not come). After it, in a job of several processes, an uncaught
+    exception ends this process at once: JAX would wait for the others, and they for it.
+    """
+    global _current, _arguments
+    arguments = {k: v for k, v in locals().items() if v is not None}
+    if _current is not None:
+        if arguments and arguments != _arguments:
+            raise UsageError(f"init({arguments}), but this process already joined with init({_arguments})")
+        return _current
+    world = discover(
+        coordinator=coordinator,
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        init_method=init_method,
+    )
+    if world.size == 1:
+        context = Context(launcher=world.launcher, hosts=(hosts.hostname(),))
+    else:
+        context = _join(world, _seconds(timeout))
+    _current, _arguments = context, arguments
+    return context
+
+
+def _seconds(timeout: float | None) -> float:
+    text = os.environ.get("JAXDP_TIMEOUT") or str(TIMEOUT)
+    try:
+        seconds = float(text) if timeout is None else timeout
+        if not seconds > 0:
+            raise ValueError
+    except ValueError:
+        raise UsageError(f"JAXDP_TIMEOUT={text!r} (or timeout={timeout}) is not a number of seconds above 0") from None
+    return seconds
+
+
+def _join(world: World, timeout: float) -> Context:
+    count, visible = gpus.count(), gpus.visible_devices()
+    facts = {
+        **{package: importlib.metadata.version(package) for package in ("jaxdp", "jax", "jaxlib")},
+        "python": ".".join(map(str, sys.version_info[:2])),
+        "gloo": count == 0,
+        "visible": visible,
+    }
+    _hook(world)
+    meeting, hellos = rendezvous.meet(world, facts, timeout)
+    counted = hosts.local_ranks(hellos, world.rank)
+    local_rank = counted[0] if world.local_rank is None else world.local_rank
+    local_size = counted[1] if world.local_size is None else world.local_size
+    here = [h["visible"] for h in hellos if hosts.key(h) == hosts.key(hellos[world.rank])]
+    shared = gpus.sharers(local_size, count, visible, here)
+    if shared > 1:  # each would reserve three quarters of the GPU
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.75 / shared:.3f}")
+    devices = bind(local_rank, local_size, count, visible, here)
+    rendezvous.hand_over(world, meeting, timeout)
+    coordination.connect(meeting, world.rank, world.size, timeout, devices)
+    names = tuple(h["host"] for h in hellos)
+    return Context(world.rank, world.size, local_rank, local_size, world.launcher, names)
+
+
+def _hook(world: World) -> None:
+    """An uncaught exception is printed (once, where all ranks raise the same), and ends the process at once."""
+    before = sys.excepthook
+
+    def ends(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if not isinstance(error, UsageError | DistributedError):
+            before(kind, error, trace)
+        elif error.rank in (None, world.rank):
+            print(f"error: {error}", file=sys.stderr)
+        leave(2 if isinstance(error, UsageError) else 1)
+
+    sys.excepthook = ends
+
+
+def shutdown() -> None:
+    """Leaves the job together with the others. Nothing to do for a process by itself."""
+    global _current
+    if coordination.client() is not None:
+        coordination.disconnect()
+    _current = None
+
+
+def leave(code: int, grace: float = 2.0) -> NoReturn:
+    """Ends this process now, flushed, without waiting for the others in JAX's barrier at exit.
+
+    For all ranks to call together; rank 0 goes last, after `grace` seconds at most.
+    """
+    context = current()
+    coordination.leave(code, context.rank, context.size, grace)
+    raise AssertionError("os._exit returned")

@@ -1,0 +1,131 @@
+"""The coordination service carries short texts between processes by a deadline; JAX's private parts stay in here."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxdp.errors import DistributedError
+
+_turns: collections.Counter[str] = collections.Counter()
+_lock = threading.Lock()
+SLICE = 0.5  # seconds: a wait is cut into these, so that Python's signal handlers run in between
+
+
+def client() -> Any:
+    """JAX's client of the coordination service; None where this process is alone. The one private name we use."""
+    from jax._src.distributed import global_state
+
+    return global_state.client
+
+
+def connect(coordinator: str, rank: int, size: int, timeout: float, devices: Sequence[int] | None) -> None:
+    """Starts (rank 0) and joins JAX's distributed runtime: collectives over Gloo on CPU, no preemption service.
+
+    timeout: seconds for connecting and for noticing that a process has died; leaving waits for the others for 20 s at
+    most. Must come before the first use of a device.
+    """
+    for option, value in {"jax_enable_preemption_service": False, "jax_cpu_collectives_implementation": "gloo"}.items():
+        with contextlib.suppress(AttributeError):  # an option of another release
+            jax.config.update(option, value)
+    jax.distributed.initialize(
+        coordinator,
+        size,
+        rank,
+        local_device_ids=devices,
+        cluster_detection_method="deactivate",
+        initialization_timeout=max(1, round(timeout)),
+        heartbeat_timeout_seconds=max(10, round(timeout)),
+        shutdown_timeout_seconds=max(1, min(20, round(timeout))),
+    )
+
+
+def disconnect() -> None:
+    """Leaves JAX's distributed runtime, together with the others."""
+    jax.distributed.shutdown()
+
+
+def _get(key: str, deadline: float) -> str | None:
+    """The value of `key`, as soon as it is there; None at the deadline."""
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return client().blocking_key_value_get(key, max(1, int(1000 * min(left, SLICE))))
+        except jax.errors.JaxRuntimeError as error:
+            if not str(error).startswith("DEADLINE_EXCEEDED"):
+                raise DistributedError(f"the coordination service is gone, so rank 0 is: {error}") from None
+            if left <= SLICE:
+                return None
+
+
+def _came(base: str, members: Sequence[int]) -> list[int]:
+    there = {key.rpartition("/")[2] for key, _ in client().key_value_dir_get(f"{base}/")}
+    return [m for m in members if str(m) in there]
+
+
+def exchange(name: str, text: str, rank: int, members: Sequence[int], timeout: float) -> list[str]:
+    """Every member's `text`, in the order of `members`; all of them must call this with the same name and members.
+
+    The first member collects and publishes, so that all hear the same. Raises DistributedError that names who did not
+    come within `timeout` seconds. Calls of one name are told apart by their number; use few names, many times.
+    """
+    if len(members) == 1:
+        return [text]
+    channel = f"jaxdp/{name}/{'.'.join(map(str, members))}"
+    with _lock:
+        turn = _turns[channel]
+        _turns[channel] += 1
+    base, leader, deadline = f"{channel}/{turn}", members[0], time.monotonic() + timeout
+    client().key_value_set(f"{base}/{rank}", text)
+    if rank == leader:
+        texts = [_get(f"{base}/{m}", deadline) for m in members]
+        missing = [m for m, t in zip(members, texts) if t is None]
+        kinds = list(dict.fromkeys(texts))  # the texts are mostly equal, and published once
+        verdict: dict[str, Any] = (
+            {"missing": missing} if missing else {"kinds": kinds, "of": [kinds.index(t) for t in texts]}
+        )
+        client().key_value_set(f"{base}/all", json.dumps(verdict))
+        if turn and not missing:  # that all are here means that all have read the turn before
+            client().key_value_delete(f"{channel}/{turn - 1}/")
+    else:
+        published = _get(f"{base}/all", deadline + 5.0)  # the leader's own deadline comes first, as a rule
+        if published is None:
+            came = _came(base, members)
+            raise _absent(name, [m for m in members if m not in came], timeout, None)
+        verdict = json.loads(published)
+    if "missing" in verdict:
+        raise _absent(name, verdict["missing"], timeout, leader)
+    return [verdict["kinds"][i] for i in verdict["of"]]
+
+
+def _absent(name: str, missing: Sequence[int], timeout: float, speaker: int | None) -> DistributedError:
+    who = f"rank {', '.join(map(str, missing))}" if missing else "an answer"
+    return DistributedError(f"{who} did not come to {name!r} within {timeout:g} s", rank=speaker)
+
+
+def leave(code: int, rank: int = 0, size: int = 1, grace: float = 2.0) -> None:
+    """Ends this process now, with what it printed and without JAX's barrier at exit, which waits for the others.
+
+    Rank 0 holds the coordination service, and the others are aborted when that goes: it leaves last, or after `grace`
+    seconds.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    if size > 1 and client() is not None:
+        with contextlib.suppress(Exception):
+            if rank != 0:
+                client().key_value_set(f"jaxdp/left/{rank}", "")
+            deadline = time.monotonic() + grace
+            while rank == 0 and time.monotonic() < deadline and len(_came("jaxdp/left", range(size))) < size - 1:
+                time.sleep(0.02)
+    os._exit(code)

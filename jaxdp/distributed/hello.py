@@ -1,0 +1,236 @@
+"""Before JAX connects, every process says hello to rank 0 and hears who else came: JAX itself would abort, not say.
+
+A missing process, a world size that differs or a wrong address ends JAX's own connection with a C++ abort. So rank 0
+listens on the coordinator's port first, with the standard library's HTTP server: each rank posts what it is, the answer
+comes when all are there, and is the same for all. Then rank 0 hands the port to JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import http.server
+import json
+import socket
+import socketserver
+import threading
+import time
+from typing import Any
+
+from jaxdp.errors import DistributedError, UsageError
+
+PATH = "/jaxdp/hello"
+# What rank 0's process and any other must have in common; in the order in which a difference is reported.
+COMMON = {
+    "size": "world size",
+    "jaxdp": "jaxdp version",
+    "jax": "JAX version",
+    "jaxlib": "jaxlib version",
+    "python": "Python version",
+}
+Hello = dict[str, Any]
+
+
+def difference(first: Hello, other: Hello) -> str | None:
+    """One line that says where `other` differs from rank 0's hello; None where they agree."""
+    for field, label in COMMON.items():
+        if first.get(field) != other.get(field):
+            return (
+                f"rank {other['rank']} (host {other['host']}) has {label} {other.get(field)}, but rank 0 "
+                f"(host {first['host']}) has {first.get(field)}: start every process of the job with the same"
+            )
+    return None
+
+
+class _Meeting:
+    """Who has come; the verdict, once there is one."""
+
+    def __init__(self, own: Hello):
+        self.own, self.arrived, self.verdict = own, {0: own}, ""
+        self.changed = threading.Condition()
+        self.answering = 0
+
+    def join(self, hello: Hello) -> None:
+        with self.changed:
+            rank, before = hello["rank"], self.arrived.get(hello["rank"])
+            error = difference(self.own, hello)
+            if not error and before and (before["host"], before["pid"]) != (hello["host"], hello["pid"]):
+                error = (
+                    f"two processes say they are rank {rank}: {before['pid']} on host {before['host']} and "
+                    f"{hello['pid']} on host {hello['host']}: give every process its own rank"
+                )
+            self.arrived[rank] = hello
+            if error:
+                self.decide({"error": error})
+            elif len(self.arrived) == self.own["size"]:
+                self.decide({"hellos": [self.arrived[r] for r in range(self.own["size"])]})
+
+    def decide(self, verdict: dict[str, Any]) -> None:
+        with self.changed:
+            self.verdict = self.verdict or json.dumps(verdict)
+            self.changed.notify_all()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    timeout = 10
+    server: Server
+
+    def do_GET(self) -> None:
+        own = self.server.meeting.own
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps([own["boot"], own["host"], own["pid"]]).encode())
+
+    def do_POST(self) -> None:
+        meeting = self.server.meeting
+        try:
+            hello = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            int(hello["rank"]), hello["host"], hello["pid"]
+        except (ValueError, TypeError, KeyError):
+            self.send_error(400)
+            return
+        with meeting.changed:
+            meeting.answering += 1
+        try:
+            # The head of the answer goes out at once: the other side then knows that this is the right server.
+            self.send_response(200)
+            self.end_headers()
+            meeting.join(hello)
+            with meeting.changed:
+                meeting.changed.wait_for(lambda: meeting.verdict)
+            self.wfile.write(meeting.verdict.encode())
+        finally:
+            with meeting.changed:
+                meeting.answering -= 1
+                meeting.changed.notify_all()
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 1024
+
+    def __init__(self, port: int, own: Hello, family: socket.AddressFamily):
+        self.address_family, self.meeting = family, _Meeting(own)
+        super().__init__(("::" if family == socket.AF_INET6 else "", port), _Handler, bind_and_activate=False)
+        try:
+            if family == socket.AF_INET6:
+                self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            self.server_bind()
+            self.server_activate()
+        except OSError:
+            self.server_close()
+            raise
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+    def __exit__(self, *args: Any) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, *args: Any) -> None:
+        pass  # a rank that hung up; the meeting's deadline names it
+
+
+def listen(port: int, own: Hello) -> Server:
+    """Rank 0's server, as a context that closes it. UsageError where the port is taken: JAX would crash on it."""
+    families = [socket.AF_INET6, socket.AF_INET] if socket.has_ipv6 else [socket.AF_INET]
+    problem = None
+    for family in families:
+        try:
+            return Server(port, own, family)
+        except OSError as error:
+            problem = error
+    raise UsageError(
+        f"rank 0 cannot listen on port {port} of {own['host']} ({problem}): choose another coordinator port"
+    )
+
+
+def leads_back(host: str, port: int, own: Hello) -> bool:
+    """Whether what answers at that address is this very process, as through a forwarded port or a service's address."""
+    line = http.client.HTTPConnection(host, port, timeout=3.0)
+    try:
+        line.request("GET", PATH)
+        return bool(json.loads(line.getresponse().read()) == [own["boot"], own["host"], own["pid"]])
+    except (OSError, http.client.HTTPException, json.JSONDecodeError):
+        return False
+    finally:
+        line.close()
+
+
+def gather(server: Server, own: Hello, timeout: float) -> list[Hello]:
+    """Rank 0's side: waits for all hellos. Raises what every rank raises, with rank=0."""
+    meeting = server.meeting
+    with meeting.changed:
+        if own["size"] > 1 and not meeting.changed.wait_for(lambda: meeting.verdict, timeout):
+            missing = [r for r in range(own["size"]) if r not in meeting.arrived]
+            meeting.decide({"missing": missing, "timeout": timeout})
+    with meeting.changed:
+        meeting.changed.wait_for(lambda: meeting.answering == 0, 2.0)
+    return _verdict(json.loads(meeting.verdict), own)
+
+
+def _verdict(verdict: dict[str, Any], own: Hello) -> list[Hello]:
+    if "error" in verdict:
+        raise UsageError(verdict["error"], rank=0)
+    if "missing" in verdict:
+        names = ", ".join(map(str, verdict["missing"]))
+        raise DistributedError(
+            f"rank {names} of {own['size']} did not come within {verdict['timeout']:g} s: see whether it was started "
+            "and what it printed (JAXDP_TIMEOUT sets how long to wait, in seconds)",
+            rank=0,
+        )
+    return verdict["hellos"]
+
+
+def attend(host: str, port: int, own: Hello, timeout: float) -> list[Hello]:
+    """The other ranks' side: keeps trying until rank 0 is there. Raises what rank 0 says, or that it is not there."""
+    began, strange, problem = time.monotonic(), 0, "not tried"
+    while (left := began + timeout - time.monotonic()) > 0:
+        line, connected = http.client.HTTPConnection(host, port, timeout=min(left, 5.0)), False
+        try:
+            line.connect()
+            connected = True
+            sock = line.sock  # the answer keeps it open after `line` has let go of it
+            sock.settimeout(5.0)
+            line.request("POST", PATH, json.dumps(own))
+            answer = line.getresponse()
+            if answer.status != 200:
+                raise http.client.HTTPException(f"HTTP status {answer.status}")
+            sock.settimeout(left + 10.0)  # rank 0's own deadline comes first, and says who is missing
+            return _verdict(json.loads(answer.read()), own)
+        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+            problem = str(error) or type(error).__name__
+            strange += connected  # nothing listening is not strange yet; something that does not answer as rank 0 is
+        finally:
+            line.close()
+        if strange >= 3:
+            raise UsageError(
+                f"rank {own['rank']}: what listens at the coordinator's address {host}:{port} is not rank 0 of this "
+                f"job ({problem}): another program has that port; choose another"
+            )
+        time.sleep(0.1 if not strange else 1.0)
+    raise DistributedError(
+        f"rank {own['rank']} (host {own['host']}) found no rank 0 at the coordinator's address {host}:{port} within "
+        f"{timeout:g} s ({problem}): see whether rank 0 was started there (JAXDP_TIMEOUT sets how long to wait)"
+    )
+
+
+def speaks_grpc(host: str, port: int, timeout: float = 2.0) -> bool:
+    """Whether what listens there is JAX's coordinator: gRPC answers the preface of HTTP/2 with a SETTINGS frame."""
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout) as line:
+        line.settimeout(timeout)
+        line.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
+        return line.recv(9)[3:4] == b"\4"
+    return False
+
+
+def await_grpc(host: str, port: int, who: str, timeout: float) -> None:
+    """Waits until rank 0 has handed the port to JAX; DistributedError where that does not happen."""
+    deadline = time.monotonic() + timeout
+    while not speaks_grpc(host, port):
+        if time.monotonic() > deadline:
+            raise DistributedError(f"{who}: rank 0 went away from {host}:{port} after all had come")
+        time.sleep(0.02)

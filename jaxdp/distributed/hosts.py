@@ -1,0 +1,124 @@
+"""A host is a name and the addresses it resolves to: others can reach it there, or nowhere."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import random
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxdp.errors import UsageError
+
+
+def hostname() -> str:
+    """What this host calls itself."""
+    return socket.gethostname()
+
+
+def resolve(name: str) -> list[str]:
+    """The addresses of `name`, IPv4 first; empty where it does not resolve."""
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return []
+    return sorted((str(a).partition("%")[0] for a in found), key=lambda a: (":" in a, a))
+
+
+def is_loopback(addr: str) -> bool:
+    return ipaddress.ip_address(addr).is_loopback
+
+
+def identity() -> dict[str, Any]:
+    """What tells this host from the others: its name, its addresses, its kernel's boot id; and the process."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    name = socket.gethostname()
+    return {
+        "host": name,
+        "addresses": resolve(name),
+        "boot": boot.read_text().strip() if boot.exists() else "",
+        "pid": os.getpid(),
+    }
+
+
+def outward() -> str | None:
+    """The address this host uses towards others, where its own name does not tell; None where it has no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # a datagram socket sends nothing by connecting
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def free_port() -> int:
+    """A port nobody listens on, outside the range that the kernel hands out to outgoing connections."""
+    try:
+        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    except (OSError, ValueError):
+        low, high = 32768, 60999
+    ports = [*range(max(high + 1, 20000), 65536)] or [*range(20000, low)]
+    for port in random.SystemRandom().sample(ports, min(len(ports), 200)):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise UsageError(f"rank 0 found no free port among {ports[0]} to {ports[-1]} on {socket.gethostname()}")
+
+
+def is_own(host: str) -> bool:
+    """Whether this process could listen at `host`."""
+    for addr in resolve(host):
+        with socket.socket(socket.AF_INET6 if ":" in addr else socket.AF_INET) as probe:
+            try:
+                probe.bind((addr, 0))
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def key(hello: dict[str, Any]) -> tuple[str, str]:
+    """Equal for two processes on one host. Names alone are not: cloned machines share them, and pods share a kernel."""
+    return hello["host"], hello["boot"]
+
+
+def meeting_address(hellos: Sequence[dict[str, Any]], port: int) -> str:
+    """Where all of them reach rank 0: the loopback where there is one host, else an address of rank 0's name."""
+    if len({key(h) for h in hellos}) == 1:
+        return f"127.0.0.1:{port}"
+    usable = [a for a in hellos[0]["addresses"] if not is_loopback(a)] + [hellos[0].get("outward")]
+    if not usable[0]:
+        raise UsageError(f"rank 0's host {hellos[0]['host']} has no address that the other hosts can reach", rank=0)
+    return f"[{usable[0]}]:{port}" if ":" in usable[0] else f"{usable[0]}:{port}"
+
+
+def check_reachable(hellos: Sequence[dict[str, Any]]) -> None:
+    """Gloo (collectives on CPU) advertises whatever the host name resolves to: refuse names that others cannot use."""
+    several = len({key(h) for h in hellos}) > 1
+    for rank, hello in enumerate(hellos):
+        host, addresses = hello["host"], hello["addresses"]
+        if not hello["gloo"]:
+            continue
+        if not addresses:
+            raise UsageError(
+                f"rank {rank}: its host name {host} does not resolve, and Gloo would advertise it: "
+                f"add {host} to /etc/hosts there, with {'its network address' if several else '127.0.0.1'}",
+                rank=0,
+            )
+        if several and all(is_loopback(a) for a in addresses):
+            raise UsageError(
+                f"rank {rank}: its host name {host} resolves to {', '.join(addresses)}, and Gloo would advertise that "
+                f"to the other hosts: in /etc/hosts of {host}, give {host} its network address",
+                rank=0,
+            )
+
+
+def local_ranks(hellos: Sequence[dict[str, Any]], rank: int) -> tuple[int, int]:
+    """(local_rank, local_size) of `rank`, by counting the processes on its host."""
+    here = [r for r, h in enumerate(hellos) if key(h) == key(hellos[rank])]
+    return here.index(rank), len(here)

@@ -1,0 +1,280 @@
+"""A launcher is a set of environment variables: from them alone a process learns which one of how many it is."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from jaxdp.errors import UsageError
+
+Env = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class World:
+    """Which process this is.
+
+    local_rank, local_size: among the processes on this host; None where the launcher does not say.
+    coordinator: "host:port" at which rank 0 serves; None where the processes have another way to agree on it (MPI).
+    """
+
+    rank: int
+    size: int
+    local_rank: int | None = None
+    local_size: int | None = None
+    launcher: str = "none"
+    coordinator: str | None = None
+
+
+class Launcher(Protocol):
+    """Recognizes its own variables; raises UsageError where they are there and do not make sense."""
+
+    def detect(self, env: Env) -> World | None: ...
+
+
+def _integer(env: Env, name: str, least: int = 0) -> int:
+    try:
+        number = int(env[name])
+    except ValueError:
+        raise UsageError(f"{name}={env[name]!r} is not a whole number: set it to one, or unset it") from None
+    if number < least:
+        raise UsageError(f"{name}={number} is less than {least}: set it to {least} or more, or unset it")
+    return number
+
+
+def _optional(env: Env, name: str | None, least: int = 0) -> int | None:
+    return _integer(env, name, least) if name and env.get(name) else None
+
+
+def _partners(env: Env, launcher: str, names: tuple[str, ...]) -> None:
+    missing = [n for n in names if not env.get(n)]
+    if missing:
+        there = ", ".join(f"{n}={env[n]}" for n in names if env.get(n))
+        raise UsageError(f"{', '.join(missing)} is not set, but {there} is ({launcher}): set all of them, or none")
+
+
+def _within(rank: int, rank_name: str, size: int, size_name: str) -> None:
+    if rank >= size:
+        raise UsageError(f"{rank_name}={rank}, but {size_name}={size}: ranks run from 0 to {size - 1}")
+
+
+def address(text: str, name: str) -> str:
+    """`text` ("host:port", "tcp://host:port", "[v6]:port") as "host:port"; UsageError names `name` and the value."""
+    plain = text.removeprefix("tcp://").rstrip("/")
+    host, _, port = plain.rpartition(":")
+    v6 = host.startswith("[") and host.endswith("]")
+    if not host or "/" in plain or (":" in host and not v6):
+        raise UsageError(f"{name}={text!r} has no port: write it as host:port, such as 10.0.0.1:12355")
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(f"{name}={text!r}: the port {port!r} is not a number from 1 to 65535")
+    return plain
+
+
+@dataclass(frozen=True)
+class Variables:
+    """A launcher that says everything in variables of its own. `trigger`: any of them makes it this launcher."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str | None = None
+    local_size: str | None = None
+    trigger: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    coordinator: Callable[[Env], str | None] = lambda env: None
+    unless: Callable[[Env], bool] = lambda env: False
+
+    def detect(self, env: Env) -> World | None:
+        if not any(env.get(n) for n in self.trigger or (self.rank, self.size)) or self.unless(env):
+            return None
+        _partners(env, self.name, (self.rank, self.size, *self.also))
+        rank, size = _integer(env, self.rank), _integer(env, self.size, 1)
+        _within(rank, self.rank, size, self.size)
+        local_rank, local_size = _optional(env, self.local_rank), _optional(env, self.local_size, 1)
+        if local_rank is not None and local_size is not None:
+            _within(local_rank, str(self.local_rank), local_size, str(self.local_size))
+        return World(rank, size, local_rank, local_size, self.name, self.coordinator(env))
+
+
+def _under_srun(env: Env) -> bool:
+    """srun --mpi=pmi2 sets PMI_RANK as well, but has no mpirun whose library could be used: it is Slurm's step."""
+    return "MPI_LOCALRANKID" not in env and env.get("SLURM_STEP_NUM_TASKS") == env.get("PMI_SIZE")
+
+
+def _elastic(env: Env) -> str:
+    """torchrun's agent itself listens on MASTER_PORT, where it keeps its store: the next port is ours."""
+    port = _integer(env, "MASTER_PORT", 1) + (env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    host = env["MASTER_ADDR"]
+    return address(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", "MASTER_ADDR:MASTER_PORT")
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list: `node[003-007,9],login` gives node003, `r[1-2]n[3,4]` gives r1n3."""
+    first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodelist)
+    if not first or nodelist.count("[") != nodelist.count("]"):
+        raise UsageError(f"SLURM_STEP_NODELIST={nodelist!r} is not a node list such as node[003-007,9]")
+    return re.sub(r"\[([^,\]-]*)[^\]]*\]", r"\1", first[0])
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Slurm's `2(x3),1` as [2, 2, 2, 1]."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if not match:
+            raise UsageError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not a list such as 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+class Slurm:
+    """`srun`: only inside a job step, since a batch script by itself is one process whatever --ntasks says."""
+
+    name = "slurm"
+
+    def detect(self, env: Env) -> World | None:
+        if not env.get("SLURM_STEP_NUM_TASKS"):
+            return None
+        _partners(env, self.name, ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"))
+        rank, size = _integer(env, "SLURM_PROCID"), _integer(env, "SLURM_STEP_NUM_TASKS", 1)
+        _within(rank, "SLURM_PROCID", size, "SLURM_STEP_NUM_TASKS")
+        if size == 1:
+            return World(rank, size, 0, 1, self.name)
+        _partners(env, self.name, ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"))
+        local_size = None
+        if env.get("SLURM_STEP_TASKS_PER_NODE") and env.get("SLURM_NODEID"):
+            counts, node = tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"]), _integer(env, "SLURM_NODEID")
+            _within(node, "SLURM_NODEID", len(counts), "the number of nodes in SLURM_STEP_TASKS_PER_NODE")
+            local_size = counts[node]
+        # Ports above 61000 are not handed out to outgoing connections; two steps of a job get different ones.
+        port = 61440 + (_integer(env, "SLURM_JOB_ID") * 8 + (_optional(env, "SLURM_STEP_ID") or 0)) % 4096
+        host = first_host(env["SLURM_STEP_NODELIST"])
+        return World(rank, size, _optional(env, "SLURM_LOCALID"), local_size, self.name, f"{host}:{port}")
+
+
+@dataclass(frozen=True)
+class Kubernetes:
+    """An Indexed Job, or a Job of a JobSet, of JAXDP_NUM_PROCESSES pods: pod i is <job>-<i>, and pod 0 serves."""
+
+    name: str = "kubernetes"
+    port: int = 12355
+    full_name: Callable[[], str] = field(default=socket.getfqdn)
+
+    def detect(self, env: Env) -> World | None:
+        if not env.get("JOB_COMPLETION_INDEX") or not env.get("JAXDP_NUM_PROCESSES"):
+            return None
+        rank, size = _integer(env, "JOB_COMPLETION_INDEX"), _integer(env, "JAXDP_NUM_PROCESSES", 1)
+        _within(rank, "JOB_COMPLETION_INDEX", size, "JAXDP_NUM_PROCESSES")
+        if size == 1 or env.get("JAXDP_COORDINATOR"):
+            return World(rank, size, launcher=self.name)
+        pod, _, rest = (env.get("HOSTNAME") or self.full_name()).partition(".")
+        full, _, domain = self.full_name().partition(".")
+        job, _, index = pod.rpartition("-")
+        if not job or index != str(rank):
+            raise UsageError(
+                f"the pod's host name {pod!r} is not <job>-{rank}, so pod 0's cannot be derived: "
+                f"set JAXDP_COORDINATOR to host:port of the pod with JOB_COMPLETION_INDEX 0"
+            )
+        subdomain = rest or (domain if full == pod else "")
+        host = f"{job}-0.{subdomain}" if subdomain else f"{job}-0"
+        return World(rank, size, launcher=self.name, coordinator=f"{host}:{self.port}")
+
+
+TORCHRUN = Variables(
+    "torchrun",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    also=("MASTER_ADDR", "MASTER_PORT"),
+    coordinator=_elastic,
+    # Clusters export MASTER_ADDR, and others RANK or WORLD_SIZE, for everybody: one of them alone says nothing.
+    unless=lambda env: sum(bool(env.get(n)) for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")) < 2,
+)
+
+# In the order of precedence, the innermost first: mpirun and torchrun's agent inside a Slurm step are what started
+# this process, and the step's variables describe something else.
+LAUNCHERS: tuple[Launcher, ...] = (
+    Variables(
+        "jaxdp",
+        "JAXDP_PROCESS_ID",
+        "JAXDP_NUM_PROCESSES",
+        "JAXDP_LOCAL_RANK",
+        "JAXDP_LOCAL_SIZE",
+        unless=lambda env: bool(env.get("JOB_COMPLETION_INDEX")) and not env.get("JAXDP_PROCESS_ID"),
+    ),
+    replace(TORCHRUN, trigger=("TORCHELASTIC_RUN_ID",)),
+    Variables(
+        "openmpi",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Variables("hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", unless=_under_srun),
+    Slurm(),
+    TORCHRUN,
+    Kubernetes(),
+)
+
+
+def _explicit(rank: int | None, size: int | None, local_rank: int | None, local_size: int | None) -> World | None:
+    if rank is None and size is None:
+        return None
+    if rank is None or size is None:
+        raise UsageError(f"init(rank={rank}, size={size}): give both, or neither")
+    if size < 1 or not 0 <= rank < size:
+        raise UsageError(f"init(rank={rank}, size={size}): ranks run from 0 to size - 1")
+    if local_rank is not None and local_size is not None and not 0 <= local_rank < local_size:
+        raise UsageError(f"init(local_rank={local_rank}, local_size={local_size}): they run from 0 to local_size - 1")
+    return World(rank, size, local_rank, local_size, "explicit")
+
+
+def discover(
+    env: Env | None = None,
+    *,
+    coordinator: str | None = None,
+    rank: int | None = None,
+    size: int | None = None,
+    local_rank: int | None = None,
+    local_size: int | None = None,
+    init_method: str | None = None,
+) -> World:
+    """Which process this is: from the arguments, else from the first launcher that knows its variables, else alone.
+
+    coordinator, init_method="tcp://host:port", JAXDP_COORDINATOR: where rank 0 serves, whatever the launcher says.
+    init_method="env://": torchrun's variables and no others. Raises UsageError on malformed or partial variables.
+    """
+    env = os.environ if env is None else env
+    given = coordinator and address(coordinator, "coordinator")
+    world = _explicit(rank, size, local_rank, local_size)
+    if init_method == "env://":
+        world = world or TORCHRUN.detect(env)
+        if world is None:
+            raise UsageError("init_method='env://', but RANK and WORLD_SIZE are not set: start it with torchrun")
+    elif init_method is not None and init_method.startswith("tcp://"):
+        given = given or address(init_method, "init_method")
+    elif init_method is not None:
+        raise UsageError(f"init_method={init_method!r} is neither 'tcp://host:port' nor 'env://'")
+    if env.get("JAXDP_COORDINATOR") and not given:
+        given = address(env["JAXDP_COORDINATOR"], "JAXDP_COORDINATOR")
+    world = world or next(filter(None, (launcher.detect(env) for launcher in LAUNCHERS)), None)
+    if world is None and given:
+        raise UsageError(
+            f"the coordinator is {given}, but nothing says which process this is: "
+            "set JAXDP_PROCESS_ID and JAXDP_NUM_PROCESSES, or use mpirun, srun or torchrun"
+        )
+    world = world or World(0, 1)
+    if world.size > 1 and not (given or world.coordinator or world.launcher in ("openmpi", "hydra")):
+        fix = "init(coordinator=...)" if world.launcher == "explicit" else "JAXDP_COORDINATOR"
+        raise UsageError(f"{world.size} processes ({world.launcher}) need to meet: set {fix} to rank 0's host:port")
+    return replace(
+        world,
+        coordinator=given or world.coordinator,
+        local_rank=world.local_rank if local_rank is None else local_rank,
+        local_size=world.local_size if local_size is None else local_size,
+    )

@@ -1,0 +1,117 @@
+"""mpirun gives ranks but no meeting place: MPI itself carries the one exchange that agrees on it, and is then done."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxdp.distributed.launchers import World
+from jaxdp.errors import DistributedError, UsageError
+
+# The programs that start ranks, and the library of each family: mpi4py loads one of them at run time.
+STARTERS = {"hydra_pmi_proxy", "mpiexec.hydra", "mpirun", "mpiexec", "prterun", "prted", "orterun", "orted"}
+LIBRARY = {"openmpi": "libmpi.so.40", "hydra": "libmpi.so.12"}
+FAMILY = {"openmpi": "Open MPI", "hydra": "MPICH or Intel MPI"}
+SLOT = 2048  # bytes that each rank contributes to the exchange
+
+
+def _ancestors() -> Iterator[Path]:
+    """The executables of this process's parents, nearest first, as far as /proc shows them."""
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            yield Path(f"/proc/{pid}/exe").resolve()
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            return
+
+
+def beside_mpirun(soname: str) -> Path | None:
+    """The MPI library that belongs to the mpirun this process was started by; None where it is not beside it."""
+    starters = [p for p in _ancestors() if p.name in STARTERS]
+    starters += [Path(p).resolve() for name in ("mpirun", "mpiexec") if (p := shutil.which(name))]
+    for starter in starters:
+        lib = starter.parent.parent / "lib"
+        for folder in (lib, lib / "release", lib.with_name("lib64"), *sorted(lib.glob("*-linux-gnu"))):
+            if (folder / soname).exists():
+                return folder / soname
+    return None
+
+
+def load(world: World) -> Any:
+    """mpi4py.MPI on the library of this mpirun; UsageError where there is none, or the wrong one."""
+    # One process per host says so; all of them see the same installation.
+    speaker = world.rank if not world.local_rank else world.rank - world.local_rank
+    soname = LIBRARY[world.launcher]
+    if "MPI4PY_LIBMPI" not in os.environ and (path := beside_mpirun(soname)):
+        os.environ["MPI4PY_LIBMPI"] = str(path)
+    try:
+        if "mpi4py.MPI" not in sys.modules:
+            # Initialized below, where a deadline guards it; finalized below as well, not at exit, where it could hang.
+            rc = importlib.import_module("mpi4py").rc
+            rc.initialize = rc.finalize = False
+        return importlib.import_module("mpi4py.MPI")
+    except ModuleNotFoundError:
+        raise UsageError(
+            f"mpirun started {world.size} processes but mpi4py is not installed: pip install 'jaxdp[mpi]'", speaker
+        ) from None
+    except (ImportError, RuntimeError) as error:
+        line = str(error).splitlines()[0]
+        raise UsageError(
+            f"mpi4py cannot load an MPI library ({line}): set MPI4PY_LIBMPI to the {soname} that belongs to this "
+            f"mpirun ({FAMILY[world.launcher]})",
+            speaker,
+        ) from None
+
+
+def exchange(world: World, own: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
+    """Every rank's `own`, by rank. MPI is finalized afterwards unless the program had initialized it itself.
+
+    Raises UsageError where mpi4py is missing or loads another MPI than mpirun's, DistributedError past the deadline.
+    """
+    # Loading and MPI_Init are C code that may wait for ever: this timer needs no interpreter to end the process.
+    faulthandler.dump_traceback_later(timeout + 5.0, exit=True)
+    try:
+        mpi = load(world)
+        ours = not mpi.Is_initialized()
+        if ours:
+            mpi.Init_thread(mpi.THREAD_SERIALIZED)
+        try:
+            return _allgather(mpi, world, own, timeout)
+        finally:
+            if ours:
+                mpi.Finalize()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _allgather(mpi: Any, world: World, own: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
+    everyone = mpi.COMM_WORLD
+    if everyone.size != world.size:
+        library = mpi.Get_library_version().splitlines()[0].strip()
+        raise UsageError(
+            f"mpirun ({FAMILY[world.launcher]}) started {world.size} processes, but mpi4py sees {everyone.size}, since "
+            f"it loaded {library!r}: set MPI4PY_LIBMPI to the {LIBRARY[world.launcher]} that belongs to this mpirun",
+            rank=0,
+        )
+    text = json.dumps(own).encode()
+    if len(text) > SLOT:
+        text = json.dumps({**own, "addresses": own["addresses"][:4]}).encode()
+    received = bytearray(SLOT * everyone.size)
+    request = everyone.Iallgather(text.ljust(SLOT), [received, mpi.BYTE])
+    deadline = time.monotonic() + timeout
+    while not request.Test():
+        if time.monotonic() > deadline:
+            raise DistributedError(
+                f"rank {world.rank}: some rank of mpirun's {world.size} did not come in {timeout:g} s"
+            )
+        time.sleep(0.001)
+    return [json.loads(received[r * SLOT : (r + 1) * SLOT]) for r in range(everyone.size)]
