@@ -96,7 +96,7 @@ class Cursor:
         """The number of real rows in this step's batch: `batch_size`, or fewer in an epoch's last."""
         return min(self.batch_size, self.size - self._batch(step)[1])
 
-    def rows(self, step: int, slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def rows(self, step: int, slots: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The examples of some microbatches: (indices[slot, E] int64, mask[slot, E] bool).
 
         slots: microbatch numbers in [0, microbatches), or -1 for an empty slot. A place without a row repeats the

@@ -83,7 +83,7 @@ def prefetch(make: Callable[[int], T], start: int, stop: int, depth: int = 2) ->
         thread.join(GRACE_S)
 
 
-def read_batch(dataset: Dataset, cursor: Cursor, step: int, slots: Sequence[int]) -> dict[str, np.ndarray]:
+def read_batch(dataset: Dataset, cursor: Cursor, step: int, slots: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
     """The step's rows in `slots`, in one `dataset.read`: each value [slot, E, ...], and "mask"[slot, E] float32.
 
     The mask is 1 for a real row and 0 for padding (see `Cursor.rows`). Where the dataset gives a "mask" of its own

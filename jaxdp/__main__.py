@@ -1,0 +1,3 @@
+from jaxdp.cli import main
+
+main()

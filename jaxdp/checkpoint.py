@@ -1,0 +1,39 @@
+"""A checkpoint is the logical state under checkpoints/STEP, written by Orbax and the same for every strategy."""
+
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from jaxdp.step import TrainState
+
+
+class Checkpoints:
+    """The checkpoints of one run directory. directory: shared by all processes; keep: how many of the last to keep."""
+
+    def __init__(self, directory: pathlib.Path, keep: int = 3):
+        self.directory, self.keep = directory.resolve(), keep
+
+    def steps(self) -> list[int]:
+        """The steps that are wholly there, in order."""
+        found = self.directory.glob("*") if self.directory.is_dir() else []
+        return sorted(int(p.name) for p in found if p.name.isdigit() and ocp.is_orbax_checkpoint(p))
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Writes an exported state; returns when it is durable. Every process must call."""
+        ocp.save(self.directory / str(step), _tree(state), overwrite=True)
+        if jax.process_index() == 0:
+            for old in self.steps()[: -self.keep]:
+                shutil.rmtree(self.directory / str(old))
+
+    def restore(self, step: int, abstract: TrainState) -> TrainState:
+        """The state saved at `step`, placed as `abstract` says. Every process must call."""
+        restored = ocp.load(self.directory / str(step), _tree(abstract))
+        return abstract.replace(**restored)
+
+
+def _tree(state: TrainState) -> dict[str, Any]:
+    tree = {"step": state.step, "params": state.params, "model_state": state.model_state, "opt_state": state.opt_state}
+    return tree if state.carry is None else {**tree, "carry": state.carry}

@@ -1,0 +1,174 @@
+"""The command line: `jaxdp VERB --config FILE [--key value ...]`; nothing here needs jax until the config is right."""
+
+import dataclasses
+import os
+import pathlib
+import sys
+import time
+import traceback
+from typing import Any, NoReturn, get_type_hints
+
+from jaxdp import __version__
+from jaxdp.config import Config, check_key, flatten, resolve
+from jaxdp.distributed import launchers
+from jaxdp.errors import DistributedError, UsageError
+
+VERBS = {
+    "train": "train a model, or go on where the run directory stands",
+    "eval": "evaluate the last checkpoint of a run directory",
+}
+
+USAGE = """usage: jaxdp VERB [--config FILE] [--key value ...]
+
+{verbs}
+
+  jaxdp train --config configs/digits.yaml
+  jaxdp train --config configs/digits.yaml --optimizer.lr 3e-4 --parallel.backend pjit
+  mpirun -np 2 jaxdp train --config configs/digits.yaml
+  jaxdp eval --config configs/digits.yaml
+
+`jaxdp VERB --help` lists every key with its default. `python train.py` is `jaxdp train`.
+"""
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Exit codes: 0 done, 2 bad usage or config, 1 anything else."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        verbs = "\n".join(f"  {verb:8} {text}" for verb, text in VERBS.items())
+        print(USAGE.format(verbs=verbs), end="")
+        sys.exit(0 if argv else 2)
+    if argv[0] == "--version":
+        print(__version__)
+        sys.exit(0)
+    if argv[0] not in VERBS:
+        _refuse(UsageError(f"jaxdp: unknown verb {argv[0]!r}; known: {', '.join(VERBS)}"))
+    try:
+        _run(argv[0], argv[1:])
+    except UsageError as error:
+        _refuse(error)
+    except DistributedError as error:
+        _say_once(error)
+        _leave(1)
+    except KeyboardInterrupt:
+        _leave(130)
+    except SystemExit:
+        raise
+    except BaseException:
+        rank = _rank()
+        print(f"jaxdp: rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        _leave(1)
+    sys.exit(0)
+
+
+def _run(verb: str, argv: list[str]) -> None:
+    config: Config | None = None
+    error: str | None = None
+    try:
+        config, path = load(argv, verb)
+    except UsageError as e:
+        if launchers.discover().size == 1:
+            raise
+        error = str(e)  # the others may have a right config: the handshake tells them why this rank cannot
+    import jaxdp
+
+    context = jaxdp.init()
+    context.agree(error)
+    assert config is not None
+    from jaxdp import build
+
+    getattr(build, verb)(config, path, context)
+
+
+def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None]:
+    """(the checked config, the config file's path) from command-line arguments; `UsageError` where they are wrong."""
+    import argparse
+
+    import jsonargparse
+
+    parser = jsonargparse.ArgumentParser(
+        prog=f"jaxdp {verb}",
+        description=VERBS[verb].capitalize() + ".",
+        exit_on_error=False,
+        default_env=False,
+    )
+    parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help="the YAML file of the run")
+    parser.add_class_arguments(Config, None, as_group=False)
+    _check_arguments(argv)
+    try:
+        space = parser.parse_args(argv)
+    except (argparse.ArgumentError, TypeError, ValueError, KeyError) as error:
+        raise UsageError(_one_line(str(error))) from None
+    files = [str(f) for f in space.pop("config") or []]
+    config = _to_dataclass(Config, space.as_dict())
+    return resolve(config), (files[-1] if files else None)
+
+
+def _check_arguments(argv: list[str]) -> None:
+    """Unknown keys, on the command line and in config files, with the nearest known one."""
+    import yaml
+
+    for i, arg in enumerate(argv):
+        if not arg.startswith("--"):
+            continue
+        key, _, value = arg[2:].partition("=")
+        if key == "config":
+            value = value or (argv[i + 1] if i + 1 < len(argv) else "")
+            if not value:
+                raise UsageError("--config: no file given")
+            file = pathlib.Path(value)
+            if not file.is_file():
+                raise UsageError(f"--config: no file {value!r}; give the path of a YAML file, e.g. configs/digits.yaml")
+            try:
+                content = yaml.safe_load(file.read_text())
+            except (yaml.YAMLError, UnicodeDecodeError) as error:
+                raise UsageError(f"{value}: not YAML: {_one_line(str(error))}") from None
+            if not isinstance(content, dict):
+                raise UsageError(f"{value}: a config is a YAML mapping, this is {type(content).__name__}")
+            for name in flatten(content):
+                check_key(str(name), value)
+        elif key not in ("help", "print_config"):
+            check_key(key, "command line")
+
+
+def _one_line(text: str) -> str:
+    text = " ".join(text.replace("Parser key ", "").split())
+    return text.replace("<class '", "").replace("'>", "").replace("typing.Literal", "one of ")
+
+
+def _to_dataclass(cls: Any, values: dict[str, Any]) -> Any:
+    hints = get_type_hints(cls)
+    made = {}
+    for field in dataclasses.fields(cls):
+        value = values[field.name]
+        kinds = (hints[field.name], *getattr(hints[field.name], "__args__", ()))
+        kind = next((k for k in kinds if dataclasses.is_dataclass(k)), None)
+        made[field.name] = _to_dataclass(kind, value) if kind is not None and isinstance(value, dict) else value
+    return cls(**made)
+
+
+def _rank() -> int:
+    try:
+        return launchers.discover().rank
+    except UsageError:
+        return 0
+
+
+def _refuse(error: UsageError) -> NoReturn:
+    _say_once(error)
+    _leave(2)
+
+
+def _say_once(error: UsageError | DistributedError) -> None:
+    """Prints the error on the one rank that should; the others give it time before they end, and the job with them."""
+    if error.rank is None or error.rank == _rank():
+        print(f"jaxdp: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(1.0)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process now: a normal exit would wait in JAX's shutdown barrier for ranks that may never come."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,324 @@
+"""The config is a tree of typed dataclasses, and the only schema; each field says what it decides.
+
+A field that changes the numbers of a run (loss curve, parameters) is made with `numbers`, one that changes only its
+speed, memory or output with `speed`. `changed_numbers` compares two configs by that mark. No jax is imported here.
+"""
+
+import dataclasses
+import difflib
+import pathlib
+from typing import Any, Literal, get_type_hints
+
+from jaxdp.errors import UsageError
+
+
+def _field(decides: str, default: Any) -> Any:
+    if isinstance(default, (list, dict)) or dataclasses.is_dataclass(default):
+        make = (lambda: type(default)(default)) if not dataclasses.is_dataclass(default) else (lambda: default)
+        return dataclasses.field(default_factory=make, metadata={"decides": decides})
+    return dataclasses.field(default=default, metadata={"decides": decides})
+
+
+def numbers(default: Any) -> Any:
+    """A field that changes what is computed."""
+    return _field("numbers", default)
+
+
+def speed(default: Any) -> Any:
+    """A field that changes only how fast, where, or what is written about it."""
+    return _field("speed", default)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Something pluggable.
+
+    Args:
+        target: a built-in name, or the dotted path of any importable class or function
+        args: its arguments, checked against its signature; --X.args.NAME VALUE sets one
+    """
+
+    target: str = numbers("")
+    args: dict[str, Any] = numbers({})
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """The optimizer and its learning-rate schedule.
+
+    Args:
+        target: sgd, adam, adamw, lamb, adafactor, lion, or the dotted path of a function that returns
+            an Optax transformation
+        lr: the peak learning rate
+        schedule: its shape after the warm-up
+        warmup_steps: updates of linear warm-up from zero
+        schedule_steps: the update at which the schedule ends; null means the last one
+        final_lr: where the schedule ends, as a fraction of lr
+        weight_decay: its strength
+        no_decay: parameters whose path matches one of these regular expressions are not decayed
+        clip_norm: gradients are scaled down to this global norm; null leaves them
+        args: more arguments of the target (momentum, b1, b2, eps, ...)
+    """
+
+    target: str = numbers("adamw")
+    lr: float = numbers(1e-3)
+    schedule: Literal["constant", "cosine", "linear", "one_cycle"] = numbers("cosine")
+    warmup_steps: int = numbers(0)
+    schedule_steps: int | None = numbers(None)
+    final_lr: float = numbers(0.0)
+    weight_decay: float = numbers(0.0)
+    no_decay: list[str] = numbers([r"(^|/)(bias|scale)$"])
+    clip_norm: float | None = numbers(None)
+    args: dict[str, Any] = numbers({})
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallel:
+    """How the work is spread over the devices; none of it changes the numbers.
+
+    Args:
+        backend: pmap, or jit over a mesh
+        zero: ZeRO stage; only 0 (everything whole) so far
+        reduction: xla sums leaf by leaf, bucket packs leaves into few large operands; auto takes bucket where CPU
+            processes talk, else xla
+        bucket_mb: size of a bucket in MB
+        shard_size: devices in one sharding group; only null so far
+        accumulate: a device's microbatches all at once (vmap) or one after the other (loop, the memory of
+            one); auto takes vmap
+        devices: use only the first so many devices of a single process; null uses all
+    """
+
+    backend: Literal["pmap", "pjit"] = speed("pmap")
+    zero: int = speed(0)
+    reduction: Literal["auto", "xla", "bucket", "exact"] = speed("auto")
+    bucket_mb: float = speed(25.0)
+    shard_size: int | None = speed(None)
+    accumulate: Literal["auto", "vmap", "loop"] = speed("auto")
+    devices: int | None = speed(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """Number formats.
+
+    Args:
+        params: parameters and optimizer state
+        compute: the forward and backward pass; left out, as params
+        reduce: gradients while they are summed over devices; left out, as params
+        matmul: jax_default_matmul_precision
+        loss_scale: only null so far
+    """
+
+    params: Literal["float32", "float64"] = numbers("float32")
+    compute: Literal["float32", "float64", "bfloat16"] | None = numbers(None)
+    reduce: Literal["float32", "float64", "bfloat16"] | None = numbers(None)
+    matmul: Literal["default", "high", "highest"] = numbers("default")
+    loss_scale: float | None = numbers(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Eval:
+    """Evaluation: every example exactly once.
+
+    Args:
+        every: updates between evaluations; null evaluates only at the end
+        data: what to evaluate on; null means the test split of the training data, where it has one
+    """
+
+    every: int | None = speed(None)
+    data: Target | None = speed(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Log:
+    """What is written while training.
+
+    Args:
+        every: updates between two lines
+    """
+
+    every: int = speed(50)
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """A trace for TensorBoard or Perfetto, in the run directory.
+
+    Args:
+        start: the first update traced; null traces none
+        steps: how many
+    """
+
+    start: int | None = speed(None)
+    steps: int = speed(5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """Checkpoints, in the run directory; there is always one at the end.
+
+    Args:
+        every: updates between two; null saves only at the end
+        every_minutes: only null so far
+        keep: how many of the last are kept
+        best: only null so far
+    """
+
+    every: int | None = speed(None)
+    every_minutes: float | None = speed(None)
+    keep: int = speed(3)
+    best: str | None = speed(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One training run.
+
+    Args:
+        seed: decides initialization, data order, dropout and augmentation
+        run_dir: where everything goes; null means runs/NAME of the config. Running again there resumes
+        steps: updates to make (or give epochs)
+        epochs: passes over the training data (or give steps)
+        batch_size: examples per update, over all devices
+        microbatches: how many pieces a batch is dealt into; at least the number of devices
+        init_from: only null so far
+    """
+
+    seed: int = numbers(0)
+    run_dir: str | None = speed(None)
+    steps: int | None = numbers(None)
+    epochs: float | None = numbers(None)
+    batch_size: int = numbers(128)
+    microbatches: int = numbers(8)
+    init_from: str | None = numbers(None)
+    model: Target = numbers(Target())
+    data: Target = numbers(Target())
+    loss: Target = numbers(Target("SoftmaxCrossEntropy"))
+    optimizer: Optimizer = numbers(Optimizer())
+    parallel: Parallel = speed(Parallel())
+    precision: Precision = numbers(Precision())
+    eval: Eval = speed(Eval())
+    log: Log = speed(Log())
+    profile: Profile = speed(Profile())
+    checkpoint: Checkpoint = speed(Checkpoint())
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """{dotted key: value} of a config or of a dict; dicts of arguments count as one level more."""
+    items = dataclasses.asdict(tree) if dataclasses.is_dataclass(tree) and not isinstance(tree, type) else tree
+    flat: dict[str, Any] = {}
+    for name, value in items.items():
+        key = f"{prefix}{name}"
+        flat |= flatten(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
+    return flat
+
+
+def decides(key: str) -> str:
+    """'numbers' or 'speed' for a dotted key."""
+    cls: Any = Config
+    mark = "numbers"
+    for part in key.split("."):
+        fields = {f.name: f for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
+        if part not in fields:
+            break
+        mark = fields[part].metadata["decides"]
+        cls = get_type_hints(cls)[part]
+    return mark
+
+
+def changed_numbers(before: dict[str, Any], after: "Config") -> list[str]:
+    """One line per key that changes the numbers and differs: `key: before -> after`."""
+    old, new = flatten(before), flatten(after)
+    keys = [k for k in {**old, **new} if decides(k) == "numbers" and old.get(k) != new.get(k)]
+    return [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in keys]
+
+
+def known_keys(cls: Any = Config, prefix: str = "") -> dict[str, bool]:
+    """{dotted key: whether any key may follow it}."""
+    keys: dict[str, bool] = {}
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        kind = next(
+            (
+                k
+                for k in (hints[field.name], *getattr(hints[field.name], "__args__", ()))
+                if dataclasses.is_dataclass(k)
+            ),
+            None,
+        )
+        keys[f"{prefix}{field.name}"] = field.name == "args"
+        if kind is not None:
+            keys |= known_keys(kind, f"{prefix}{field.name}.")
+    return keys
+
+
+def check_key(key: str, where: str) -> None:
+    """Raises `UsageError` with the nearest known key, where `key` is not one."""
+    known = known_keys()
+    if key in known or any(free and key.startswith(f"{k}.") for k, free in known.items()):
+        return
+    leaf = {k.rsplit(".", 1)[-1]: k for k in reversed(known)}
+    near = difflib.get_close_matches(key, known, 1, 0.6) or [
+        leaf[m] for m in difflib.get_close_matches(key.rsplit(".", 1)[-1], leaf, 1, 0.7)
+    ]
+    hint = f"did you mean {near[0]!r}?" if near else "`train.py --help` lists the keys"
+    raise UsageError(f"{where}: unknown key {key!r}; {hint}")
+
+
+def _at_least(key: str, value: float | None, least: float) -> None:
+    if value is not None and value < least:
+        raise UsageError(f"{key}: {value} is too small; it must be at least {least}")
+
+
+def _not_yet(key: str, value: Any, only: Any) -> None:
+    if value != only:
+        raise UsageError(f"{key}: {value!r} is not supported yet; use {'null' if only is None else only}")
+
+
+def resolve(config: Config) -> Config:
+    """The checked config with everything that was left out and follows from the rest filled in."""
+    check(config)
+    dtypes = config.precision
+    compute, reduce = dtypes.compute or dtypes.params, dtypes.reduce or dtypes.params
+    return dataclasses.replace(config, precision=dataclasses.replace(dtypes, compute=compute, reduce=reduce))
+
+
+def check(config: Config) -> None:
+    """Raises `UsageError` that names the first field whose value cannot work."""
+    if (config.steps is None) == (config.epochs is None):
+        raise UsageError(f"steps: {config.steps} with epochs: {config.epochs}; give one of the two, e.g. steps: 1000")
+    for key, least in {
+        "steps": 1, "batch_size": 1, "microbatches": 1, "seed": 0, "optimizer.warmup_steps": 0, "optimizer.lr": 0,
+        "optimizer.schedule_steps": 1, "optimizer.weight_decay": 0, "eval.every": 1, "log.every": 1, "profile.start": 0,
+        "profile.steps": 1, "checkpoint.every": 1, "checkpoint.keep": 1, "parallel.devices": 1,
+    }.items():  # fmt: skip
+        _at_least(key, _get(config, key), least)
+    for key in ("epochs", "optimizer.clip_norm", "parallel.bucket_mb"):
+        if (value := _get(config, key)) is not None and not value > 0:
+            raise UsageError(f"{key}: {value} must be greater than 0")
+    if config.seed >= 2**32:
+        raise UsageError(f"seed: {config.seed} does not fit 32 bits; use one below {2**32}")
+    for key in ("model", "data", "loss", "optimizer"):
+        if not _get(config, key).target:
+            raise UsageError(f"{key}.target: missing; name a built-in or a dotted path, e.g. {key}: {{target: ...}}")
+    for key, only in {
+        "parallel.zero": 0, "parallel.shard_size": None, "precision.loss_scale": None, "init_from": None,
+        "checkpoint.every_minutes": None, "checkpoint.best": None,
+    }.items():  # fmt: skip
+        _not_yet(key, _get(config, key), only)
+    if config.parallel.reduction == "exact":
+        raise UsageError("parallel.reduction: 'exact' is not supported yet; use auto, xla or bucket")
+    if "float64" in (config.precision.compute, config.precision.reduce) and config.precision.params != "float64":
+        raise UsageError(f"precision.params: {config.precision.params!r} with float64 elsewhere; set it to float64 too")
+
+
+def _get(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def run_dir(config: Config, path: str | None) -> pathlib.Path:
+    """The run directory: as given, or runs/NAME after the config file."""
+    return pathlib.Path(config.run_dir or f"runs/{pathlib.Path(path).stem if path else 'run'}")

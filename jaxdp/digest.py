@@ -1,0 +1,35 @@
+"""The digest of a run: one SHA-256 over its parameters, so that two runs can be compared by a string."""
+
+import hashlib
+import json
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdp.optim import path_string
+
+
+def params_sha256(params: Any) -> str:
+    """SHA-256 over the leaves in path order, each as path, dtype, shape and little-endian bytes, leaf by leaf.
+
+    params: global arrays, replicated or split; every process must call.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    digest = hashlib.sha256()
+    for path, leaf in sorted((path_string(path), leaf) for path, leaf in leaves):
+        value = host(leaf)
+        digest.update(json.dumps([path, str(value.dtype), list(value.shape)]).encode())
+        digest.update(np.ascontiguousarray(value.astype(value.dtype.newbyteorder("<"), copy=False)).tobytes())
+    return digest.hexdigest()
+
+
+def host(leaf: jax.Array) -> np.ndarray:
+    """A whole array on the host; one that is split over processes is gathered by all of them."""
+    if leaf.is_fully_replicated:
+        return np.asarray(leaf.addressable_data(0))
+    if leaf.is_fully_addressable:
+        return np.asarray(leaf)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))

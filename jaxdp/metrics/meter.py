@@ -1,0 +1,76 @@
+"""The meter turns device metrics into records in a thread of its own, so that the loop never waits for the device."""
+
+import queue
+import threading
+import time
+from typing import Any
+
+import jax
+
+from jaxdp.metrics.writer import Record, Writer
+
+AHEAD = 2  # intervals that the loop may be ahead of the device before it waits
+
+
+class Meter:
+    """Writes a train record every `every` updates and at update `last`.
+
+    examples: per update, for the throughput. An update's time is from one record's completion on the device to the
+    next, without compilation and without what runs between `pause` and the next update.
+    """
+
+    def __init__(self, writer: Writer, every: int, last: int, examples: int):
+        self.writer, self.every, self.last, self.examples = writer, every, last, examples
+        self.since: tuple[int, float] | None = None  # (update, when it was done) where the clock last started
+        self.fault: BaseException | None = None
+        self.queue: queue.Queue[tuple[int, Any]] = queue.Queue(AHEAD)
+        threading.Thread(target=self._work, name="meter", daemon=True).start()
+
+    def update(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        if self.since is None:
+            jax.block_until_ready(metrics)  # compilation and first run: the clock starts after them
+            self.since = (step, time.perf_counter())
+        if step % self.every == 0 or step == self.last:
+            self.queue.put((step, metrics))
+        self._raise()
+
+    def flush(self) -> None:
+        """Waits until everything is written."""
+        self.queue.join()
+        self._raise()
+
+    def pause(self) -> None:
+        """Flushes, and starts the clock anew with the next update."""
+        self.flush()
+        self.since = None
+
+    def _raise(self) -> None:
+        if self.fault is not None:
+            raise self.fault
+
+    def _work(self) -> None:
+        while True:
+            step, metrics = self.queue.get()
+            try:
+                if self.fault is None:
+                    self._record(step, jax.device_get(metrics))
+            except BaseException as fault:
+                self.fault = fault
+            finally:
+                self.queue.task_done()
+
+    def _record(self, step: int, metrics: dict[str, Any]) -> None:
+        now = time.perf_counter()
+        record: Record = {"step": step, "split": "train", **{k: float(v) for k, v in sorted(metrics.items())}}
+        assert self.since is not None
+        if step > self.since[0]:
+            seconds = (now - self.since[1]) / (step - self.since[0])
+            record |= {"step_time_ms": 1e3 * seconds, "examples_per_s": self.examples / seconds}
+            self.since = (step, now)
+        if record.pop("disagreeing_state", 0):
+            raise RuntimeError(
+                f"update {step}: integers of the model state differ between microbatches; a counter must not depend on "
+                "the examples (keep such state as a float, or under 'carry')"
+            )
+        record.pop("weight", None)
+        self.writer.write(record)

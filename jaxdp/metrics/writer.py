@@ -1,0 +1,46 @@
+"""A writer takes records, one dict of numbers each, and says; where it goes is its own affair."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+Record = dict[str, Any]
+
+
+class Writer(Protocol):
+    def write(self, record: Record) -> None:
+        """A record with `step`, `split` ('train', 'eval', 'final') and numbers by name."""
+
+    def say(self, text: str) -> None:
+        """A line for people."""
+
+    def close(self) -> None:
+        """Nothing follows."""
+
+
+class Nothing:
+    """What the ranks other than root write."""
+
+    def write(self, record: Record) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Many:
+    """All of several writers."""
+
+    def __init__(self, writers: Sequence[Writer]):
+        self.writers = writers
+
+    def write(self, record: Record) -> None:
+        for writer in self.writers:
+            writer.write(record)
+
+    def say(self, text: str) -> None:
+        for writer in self.writers:
+            writer.say(text)
+
+    def close(self) -> None:
+        for writer in self.writers:
+            writer.close()

@@ -1,0 +1,57 @@
+"""A model is two pure functions; adapters make them from Flax modules, and anybody can write them by hand.
+
+    init(key, batch) -> (params, model_state)
+    apply(params, model_state, batch, key, train) -> (outputs, model_state)
+
+batch: one microbatch, {name: [example, ...]}; "inputs" goes to the module's first argument, and "mask" [example]
+(True for real examples) or any other entry to an argument of that name. model_state is a nested dict; floats in it are
+averaged over microbatches by weight, integers must agree, and what stands under its top-level key "carry"
+([example, ...]) belongs to the examples and stays with them.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+CARRY = "carry"
+
+
+class Model(NamedTuple):
+    init: Callable[..., tuple[Any, Any]]
+    apply: Callable[..., tuple[Any, Any]]
+
+
+def call_arguments(call: Callable, batch: dict[str, Any], train: bool) -> tuple[tuple, dict[str, Any]]:
+    """(positional, keyword) arguments of a module's `__call__(x, mask, train, ...)` out of a batch, by name.
+
+    The first argument takes the entry of its own name, else "inputs". `train`/`training` get the mode,
+    `deterministic` its opposite, unless the batch has such entries. Raises ValueError where one has no source.
+    """
+    modes = {"train": train, "training": train, "deterministic": not train}
+    positional: list[Any] = []
+    keywords: dict[str, Any] = {}
+    parameters = [p for p in inspect.signature(call).parameters.values() if p.name != "self"]
+    for i, p in enumerate(parameters):
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            continue
+        source = p.name if p.name in batch else "inputs" if i == 0 and p.name not in modes else None
+        if source is not None and source not in batch:
+            raise ValueError(
+                f"model: its first argument {p.name!r} finds neither {p.name!r} nor 'inputs' among the data's "
+                f"{sorted(batch)}"
+            )
+        if source is not None:
+            value = batch[source]
+        elif p.name in modes:
+            value = modes[p.name]
+        elif p.default is not p.empty:
+            continue
+        else:
+            raise ValueError(f"model: nothing to give to its argument {p.name!r}; the data has {sorted(batch)}")
+        if p.kind is p.KEYWORD_ONLY:
+            keywords[p.name] = value
+        elif i == len(positional):
+            positional.append(value)
+        else:
+            keywords[p.name] = value
+    return tuple(positional), keywords

@@ -1,0 +1,41 @@
+"""A small convolutional network with BatchNorm, for images of a few dozen pixels."""
+
+import itertools
+from collections.abc import Sequence
+
+import jax
+from flax import nnx
+
+from jaxdp.models.layers import ConvBN
+
+
+class CNN(nnx.Module):
+    """3x3 ConvBN blocks, each after the first halving the image, mean over the pixels, dropout, a linear classifier.
+
+    x[example, height, width, channel] -> logits [example, class]. input_shape and num_classes come from the data.
+    """
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        num_classes: int,
+        widths: Sequence[int] = (16, 32, 64),
+        dropout: float = 0.0,
+        sync: bool = False,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        channels = [input_shape[-1], *widths]
+        self.blocks = nnx.List(
+            [
+                ConvBN(a, b, 3, 1 if i == 0 else 2, sync=sync, rngs=rngs)
+                for i, (a, b) in enumerate(itertools.pairwise(channels))
+            ]
+        )
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.head = nnx.Linear(channels[-1], num_classes, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(self.dropout(x.mean((1, 2))))

@@ -1,0 +1,46 @@
+"""Convolution, BatchNorm and ReLU as one block, with padding examples kept out of the statistics."""
+
+from collections.abc import Sequence
+
+import jax
+from flax import nnx
+
+from jaxdp.axes import DATA
+
+
+class ConvBN(nnx.Module):
+    """relu(norm(conv(x))). x[example, height, width, channel], mask[example] True for real examples.
+
+    Without a convolution bias: the norm takes it away again, and its gradient would be rounding noise.
+    sync: statistics over all devices (of one microbatch each) instead of one; the numbers then depend on how many.
+    """
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, *, sync: bool = False, rngs: nnx.Rngs):
+        pad = (kernel - 1) // 2
+        self.conv = nnx.Conv(
+            inputs,
+            outputs,
+            (kernel, kernel),
+            strides=stride,
+            padding=((pad, pad), (pad, pad)),
+            use_bias=False,
+            kernel_init=nnx.initializers.he_normal(),
+            rngs=rngs,
+        )
+        self.norm = nnx.BatchNorm(outputs, momentum=0.9, axis_name=DATA if sync else None, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        return nnx.relu(self.norm(self.conv(x), mask=None if mask is None else mask.reshape(-1, 1, 1, 1)))
+
+
+class Residual(nnx.Module):
+    """x + block(block(x))."""
+
+    def __init__(self, blocks: Sequence[ConvBN]):
+        self.blocks = nnx.List(blocks)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        y = x
+        for block in self.blocks:
+            y = block(y, mask)
+        return x + y

@@ -1,0 +1,35 @@
+"""A multi-layer perceptron over flattened inputs."""
+
+import itertools
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from flax import nnx
+
+
+class MLP(nnx.Module):
+    """Linear, ReLU and dropout per hidden layer, then a linear classifier. [example, ...] -> logits [example, class].
+
+    input_shape and num_classes are taken from the data where they are left out.
+    """
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        num_classes: int,
+        hidden: Sequence[int] = (128,),
+        dropout: float = 0.0,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        widths = [int(np.prod(input_shape)), *hidden]
+        self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(widths)])
+        self.head = nnx.Linear(widths[-1], num_classes, rngs=rngs)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x.reshape(x.shape[0], -1)
+        for layer in self.layers:
+            x = self.dropout(nnx.relu(layer(x)))
+        return self.head(x)

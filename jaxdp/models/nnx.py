@@ -1,0 +1,84 @@
+"""Flax NNX modules as pure functions: split once by variable kind, merge in every call."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxdp.models.base import CARRY, Model, call_arguments
+
+
+class Carry(nnx.Variable):
+    """State that belongs to an example [example, ...], such as an LSTM's; it travels with the batch."""
+
+
+def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
+    """The model of a function that makes an NNX module from `nnx.Rngs`.
+
+    params and model_state are nested dicts by attribute path. Every RNG stream of the module restarts in each call
+    from the key of the microbatch, so that dropout does not depend on where or when it is computed.
+    """
+    module = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    module.train()
+    train_def, *states = nnx.split(module, nnx.Param, nnx.RngState, Carry, ...)
+    module.eval()
+    eval_def = nnx.graphdef(module)
+    kinds = [nnx.to_flat_state(state) for state in states]
+    params_kind, rng_kind, carry_kind, rest_kind = kinds
+
+    def init(key: jax.Array, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
+        made = nnx.split(make(nnx.Rngs(key)), nnx.Param, nnx.RngState, Carry, ...)[1:]
+        params, _, carry, rest = (_to_dict(nnx.to_flat_state(state)) for state in made)
+        return params, ({**rest, CARRY: carry} if carry_kind else rest)
+
+    def apply(params: Any, model_state: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool):
+        rngs = [(path, v.replace(_restart(v, key, i))) for i, (path, v) in enumerate(rng_kind)]
+        module = nnx.merge(
+            train_def if train else eval_def,
+            _to_state(params_kind, params),
+            nnx.from_flat_state(rngs),
+            _to_state(carry_kind, model_state.get(CARRY, {})),
+            _to_state(rest_kind, model_state),
+            copy=True,
+        )
+        args, kwargs = call_arguments(module.__call__, batch, train)
+        outputs = module(*args, **kwargs)
+        new = dict(nnx.to_flat_state(nnx.state(module)))
+        rest = _to_dict([(path, new[path]) for path, _ in rest_kind])
+        carry = _to_dict([(path, new[path]) for path, _ in carry_kind])
+        new_state = {**rest, CARRY: carry} if carry_kind else rest
+        # Running averages keep the dtype that they are stored in, whatever the module computes in.
+        return outputs, jax.tree.map(lambda old, new: new.astype(old.dtype), model_state, new_state)
+
+    return Model(init, apply)
+
+
+def _restart(variable: nnx.Variable, key: jax.Array, i: int) -> jax.Array:
+    """The value of the i-th RNG variable: a key of its own, or a count of zero."""
+    if issubclass(variable.type, nnx.RngKey):
+        new = jax.random.fold_in(key, i)
+        shape = variable.get_value().shape
+        return jax.random.split(new, shape) if shape else new
+    return jnp.zeros(variable.get_value().shape, variable.get_value().dtype)
+
+
+def _to_dict(flat: Any) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, variable in flat:
+        node = tree
+        for part in path[:-1]:
+            node = node.setdefault(str(part), {})
+        node[str(path[-1])] = variable.get_value()
+    return tree
+
+
+def _to_state(kinds: Any, tree: dict[str, Any]) -> nnx.State:
+    flat = []
+    for path, variable in kinds:
+        value: Any = tree
+        for part in path:
+            value = value[str(part)]
+        flat.append((path, variable.replace(value)))
+    return nnx.from_flat_state(flat)

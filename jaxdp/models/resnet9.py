@@ -1,0 +1,90 @@
+"""ResNet-9 for 32x32 images, in the shape of the Needle course project and in that of the DAWNBench entries."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxdp.models.layers import ConvBN, Residual
+
+
+class ResNet9(nnx.Module):
+    """x[example, height, width, channel] -> logits [example, class].
+
+    variant 'needle': ConvBN 16 (7x7, stride 4), 32 (stride 2), residual 32 x2, 64 (stride 2), 128 (stride 2), residual
+    128 x2, linear 128, linear: strides make it cheap (CMU 10-414 homework 4). 'dawnbench': ConvBN w, 2w with pooling
+    and a residual, 4w with pooling, 8w with pooling and a residual, global max pooling, linear, logits / 8 (David Page,
+    "How to train your ResNet", 2018). width: channels of the first block, 16 and 64 where it is left out.
+    """
+
+    def __init__(
+        self,
+        input_shape: Sequence[int] = (32, 32, 3),
+        num_classes: int = 10,
+        variant: str = "needle",
+        width: int | None = None,
+        sync: bool = False,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        if variant not in VARIANTS:
+            raise ValueError(f"model.args.variant: {variant!r} is not known; use one of {', '.join(VARIANTS)}")
+
+        def block(inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> ConvBN:
+            return ConvBN(inputs, outputs, kernel, stride, sync=sync, rngs=rngs)
+
+        self.body, self.head, self.scale = VARIANTS[variant](block, tuple(input_shape), num_classes, width, rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        for layer in self.body:
+            x = layer(x, mask) if isinstance(layer, ConvBN | Residual) else layer(x)
+        x = x.reshape(x.shape[0], -1)
+        for layer in self.head[:-1]:
+            x = nnx.relu(layer(x))
+        return self.head[-1](x) * self.scale
+
+
+def _needle(block: Callable, shape: tuple[int, ...], classes: int, width: int | None, rngs: nnx.Rngs):
+    w = width or 16
+    body = [
+        block(shape[-1], w, 7, 4),
+        block(w, 2 * w, 3, 2),
+        Residual([block(2 * w, 2 * w), block(2 * w, 2 * w)]),
+        block(2 * w, 4 * w, 3, 2),
+        block(4 * w, 8 * w, 3, 2),
+        Residual([block(8 * w, 8 * w), block(8 * w, 8 * w)]),
+    ]
+    pixels = int(np.prod([-(-side // 32) for side in shape[:2]]))
+    head = [nnx.Linear(pixels * 8 * w, 8 * w, rngs=rngs), nnx.Linear(8 * w, classes, rngs=rngs)]
+    return nnx.List(body), nnx.List(head), 1.0
+
+
+def _dawnbench(block: Callable, shape: tuple[int, ...], classes: int, width: int | None, rngs: nnx.Rngs):
+    w = width or 64
+    body = [
+        block(shape[-1], w),
+        block(w, 2 * w),
+        halve,
+        Residual([block(2 * w, 2 * w), block(2 * w, 2 * w)]),
+        block(2 * w, 4 * w),
+        halve,
+        block(4 * w, 8 * w),
+        halve,
+        Residual([block(8 * w, 8 * w), block(8 * w, 8 * w)]),
+        brightest,
+    ]
+    return nnx.List(body), nnx.List([nnx.Linear(8 * w, classes, use_bias=False, rngs=rngs)]), 0.125
+
+
+def halve(x: jax.Array) -> jax.Array:
+    """Maximum over 2x2 pixels."""
+    return nnx.max_pool(x, (2, 2), strides=(2, 2))
+
+
+def brightest(x: jax.Array) -> jax.Array:
+    """Maximum over all pixels."""
+    return x.max((1, 2))
+
+
+VARIANTS = {"needle": _needle, "dawnbench": _dawnbench}

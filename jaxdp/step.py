@@ -1,0 +1,263 @@
+"""The step is a pair of pure functions that contain no strategy and no collective.
+
+    grads(view, batch[slot, example, ...], slots[slot], gather) -> Sums     one replica's share of the microbatches
+    apply(state, sums, total) -> (state, metrics)                           the one division, the optimizer
+
+Everything in `Sums` adds up over microbatches and replicas, and is divided once, by the global weight. A strategy
+reaches inside through two hooks only: `gather` makes split parameters whole, `total` completes a scalar that was
+summed over a split tree. On one device both are the identity.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from jaxdp.losses import LossFn
+from jaxdp.models.base import CARRY, Model
+from jaxdp.precision import Policy, cast_floats
+
+Tree = Any
+Batch = dict[str, jax.Array]
+
+
+class TrainState(struct.PyTreeNode):
+    """All that an update changes, in logical shapes: step [], trees, and carry[microbatch, example, ...] or None."""
+
+    step: jax.Array
+    params: Tree
+    model_state: Tree
+    opt_state: Tree
+    carry: Tree = None
+
+    @property
+    def view(self) -> "View":
+        return View(self.step, self.params, self.model_state, self.carry)
+
+
+class View(NamedTuple):
+    """What a replica needs of the state to compute its sums; carry[slot, example, ...]."""
+
+    step: jax.Array
+    params: Tree
+    model_state: Tree
+    carry: Tree = None
+
+
+class Sums(NamedTuple):
+    """What adds up over microbatches and replicas; `carry` alone does not, it stays with its slots."""
+
+    grads: Tree
+    loss: jax.Array
+    weight: jax.Array
+    metrics: dict[str, jax.Array]
+    model_state: Tree  # floats: value x weight; integers: `Change`
+    carry: Tree = None
+
+
+class Change(NamedTuple):
+    """The change of an integer of the model state, over the microbatches that had rows: their number, sum, squares.
+
+    The microbatches agree exactly where parts x squares = sum^2 (equality in the Cauchy-Schwarz inequality).
+    """
+
+    parts: jax.Array
+    sum: jax.Array
+    squares: jax.Array
+
+
+class Step(NamedTuple):
+    grads: Callable[..., Sums]
+    apply: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
+    evaluate: Callable[..., Sums]
+
+
+def identity(x: Any) -> Any:
+    return x
+
+
+def microbatch_key(seed: int, step: jax.Array, microbatch: jax.Array) -> jax.Array:
+    """fold_in(fold_in(key, step), microbatch): the key of everything random in one microbatch."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), microbatch)
+
+
+def init_state(
+    model: Model, tx: optax.GradientTransformation, policy: Policy, seed: int, microbatches: int, example: Batch
+) -> TrainState:
+    """The state before the first update; example: one microbatch [example, ...] of the data (values don't matter)."""
+    params, model_state = model.init(jax.random.key(seed), policy.inputs(example))
+    params = cast_floats(params, policy.params)
+    model_state, carry = split_carry(cast_floats(model_state, policy.state))
+    if carry is not None:
+        carry = jax.tree.map(lambda x: jnp.broadcast_to(x, (microbatches, *x.shape)), carry)
+    return TrainState(jnp.zeros((), jnp.int32), params, model_state, tx.init(params), carry)
+
+
+def split_carry(model_state: Tree) -> tuple[Tree, Tree]:
+    """(the model's own state, what belongs to its examples: the top-level entry 'carry')."""
+    if isinstance(model_state, dict) and CARRY in model_state:
+        return {k: v for k, v in model_state.items() if k != CARRY}, model_state[CARRY]
+    return model_state, None
+
+
+def make_step(
+    model: Model,
+    loss: LossFn,
+    tx: optax.GradientTransformation,
+    *,
+    seed: int = 0,
+    policy: Policy | None = None,
+    clip_norm: float | None = None,
+    accumulate: str = "vmap",
+    transform: Callable[[Batch, jax.Array, bool], Batch] | None = None,
+    schedule: Callable[[jax.Array], jax.Array] | None = None,
+) -> Step:
+    """The step of a model, a loss and an Optax transformation.
+
+    accumulate: 'vmap' computes a replica's microbatches at once, 'loop' one after the other.
+    transform: (batch, key, train) -> batch, run on each microbatch before the model (normalization, augmentation).
+    schedule: reported as `lr` in the metrics.
+    """
+    policy = policy or Policy()
+    accumulation = {"vmap": _at_once, "loop": _one_by_one}[accumulate]
+
+    def microbatch(view: View, batch: Batch, slot: jax.Array, train: bool) -> tuple[jax.Array, Sums]:
+        """The sums of one microbatch, without gradients; a microbatch without rows adds nothing."""
+        key, augment_key = jax.random.split(microbatch_key(seed, view.step, slot))
+        mask = batch["mask"]
+        real = jnp.any(mask != 0)
+        # Padding repeats a real example, so that a microbatch without rows can be computed like any other, and weighs
+        # nothing. Were it masked inside the model, BatchNorm would divide 0 by 0.
+        seen = jnp.logical_or(mask != 0, jnp.logical_not(real))
+        if transform is not None:
+            batch = transform(batch, augment_key, train)
+        state = view.model_state if view.carry is None else {**view.model_state, CARRY: view.carry}
+        params = cast_floats(view.params, policy.compute)
+        inputs = policy.inputs({**batch, "mask": seen})
+        outputs, new_state = model.apply(params, state, inputs, key, train)
+        outputs = policy.outputs(outputs)
+        total, weight, metrics = loss(outputs, {**batch, "mask": mask.astype(policy.state)})
+        new_state, carry = split_carry(new_state)
+        dtype = total.dtype
+        weight = weight.astype(dtype)
+        sums = Sums(
+            grads=None,
+            loss=total,
+            weight=weight,
+            metrics=jax.tree.map(lambda x: x.astype(dtype), metrics),
+            model_state=jax.tree.map(lambda old, new: _weigh(old, new, weight, real), view.model_state, new_state),
+            carry=jax.tree.map(lambda old, new: jnp.where(real, new.astype(old.dtype), old), view.carry, carry),
+        )
+        sums = jax.tree.map(lambda x: jnp.where(real, x, jnp.zeros_like(x)), sums._replace(carry=None))._replace(
+            carry=sums.carry
+        )
+        return sums.loss, sums
+
+    def grads(view: View, batch: Batch, slots: jax.Array, gather: Callable = identity) -> Sums:
+        def total(params: Tree, *piece: Any) -> tuple[jax.Array, Sums]:
+            carry, batch, slot = piece
+            return microbatch(view._replace(params=gather(params), carry=carry), batch, slot, True)
+
+        return accumulation(total, view.params, (view.carry, batch, slots))
+
+    def evaluate(view: View, batch: Batch, slots: jax.Array, gather: Callable = identity) -> Sums:
+        carry = jax.tree.map(jnp.zeros_like, view.carry)
+
+        def one(piece: Any) -> Sums:
+            carry, batch, slot = piece
+            sums = microbatch(view._replace(params=gather(view.params), carry=carry), batch, slot, False)[1]
+            return sums._replace(model_state=None, carry=None)
+
+        every = jax.vmap(one) if accumulate == "vmap" else lambda pieces: jax.lax.map(one, pieces)
+        return jax.tree.map(lambda x: x.sum(0), every((carry, batch, slots)))
+
+    def apply(state: TrainState, sums: Sums, total: Callable = identity) -> tuple[TrainState, dict[str, jax.Array]]:
+        weight = jnp.where(sums.weight > 0, sums.weight, jnp.ones_like(sums.weight))
+        mean = jax.tree.map(lambda g, p: (g / weight.astype(g.dtype)).astype(p.dtype), sums.grads, state.params)
+        norm = jnp.sqrt(total(_sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(mean))))
+        bad = total(_sum(jnp.sum(~jnp.isfinite(g)).astype(jnp.float32) for g in jax.tree.leaves(mean)))
+        if clip_norm is not None:
+            scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+            mean = jax.tree.map(lambda g: g * scale.astype(g.dtype), mean)
+        updates, opt_state = tx.update(mean, state.opt_state, state.params)
+        model_state, disagreeing = _settle(state.model_state, sums.model_state, sums.weight)
+        metrics = {
+            "loss": sums.loss / weight,
+            **{name: value / weight for name, value in sums.metrics.items()},
+            "grad_norm": norm,
+            "nonfinite_grads": bad,
+            "weight": sums.weight,
+        }
+        if disagreeing is not None:
+            metrics["disagreeing_state"] = disagreeing
+        if schedule is not None:
+            metrics["lr"] = jnp.asarray(schedule(state.step), jnp.float32)
+        state = state.replace(
+            step=state.step + 1,
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            model_state=model_state,
+            carry=sums.carry,
+        )
+        return state, metrics
+
+    return Step(grads, apply, evaluate)
+
+
+def _at_once(total: Callable, params: Tree, pieces: Tree) -> Sums:
+    """The gradient of the sum over slots: one product per weight, not one gradient per slot."""
+
+    def all_slots(params: Tree) -> tuple[jax.Array, Sums]:
+        loss, sums = jax.vmap(lambda *piece: total(params, *piece))(*pieces)
+        summed = jax.tree.map(lambda x: x.sum(0), sums._replace(carry=None))
+        return loss.sum(), summed._replace(carry=sums.carry)
+
+    (_, sums), grads = jax.value_and_grad(all_slots, has_aux=True)(params)
+    return sums._replace(grads=grads)
+
+
+def _one_by_one(total: Callable, params: Tree, pieces: Tree) -> Sums:
+    """Gradient accumulation: the activations of one slot at a time."""
+
+    def slot(piece: Tree) -> Sums:
+        (_, sums), grads = jax.value_and_grad(total, has_aux=True)(params, *piece)
+        return sums._replace(grads=grads)
+
+    def add(sums: Sums, piece: Tree) -> tuple[Sums, Tree]:
+        new = slot(piece)
+        return jax.tree.map(jnp.add, sums, new._replace(carry=None)), new.carry
+
+    shapes = jax.eval_shape(slot, jax.tree.map(lambda x: x[0], pieces))._replace(carry=None)
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    sums, carry = jax.lax.scan(add, zero, pieces)
+    return sums._replace(carry=carry)
+
+
+def _weigh(old: jax.Array, new: jax.Array, weight: jax.Array, real: jax.Array) -> jax.Array | Change:
+    """A model-state leaf as something that adds up."""
+    if jnp.issubdtype(old.dtype, jnp.floating):
+        return new.astype(weight.dtype) * weight
+    change = jnp.where(real, new.astype(jnp.int32) - old.astype(jnp.int32), 0)
+    return Change(real.astype(jnp.int32), change, change * change)
+
+
+def _settle(old: Tree, sums: Tree, weight: jax.Array) -> tuple[Tree, jax.Array | None]:
+    """(the model state after the update, how many integers of it the microbatches disagree on or None)."""
+    disagreeing = []
+
+    def settle(old: jax.Array, new: jax.Array | Change) -> jax.Array:
+        if not isinstance(new, Change):
+            return jnp.where(weight > 0, new / jnp.where(weight > 0, weight, 1), old).astype(old.dtype)
+        disagreeing.append(jnp.sum(new.parts * new.squares != new.sum * new.sum))
+        change = new.sum // jnp.maximum(new.parts, 1)
+        return (old.astype(jnp.int32) + change).astype(old.dtype)
+
+    settled = jax.tree.map(settle, old, sums)
+    return settled, (sum(disagreeing, jnp.zeros((), jnp.int32)) if disagreeing else None)
+
+
+def _sum(values: Any) -> jax.Array:
+    return sum(values, jnp.zeros((), jnp.float32))

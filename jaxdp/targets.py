@@ -1,0 +1,90 @@
+"""A target is a built-in name or a dotted path, and arguments that fit its signature; what does not fit says so."""
+
+import difflib
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxdp.errors import UsageError
+
+
+def locate(key: str, target: str, table: Mapping[str, Any]) -> Any:
+    """The object that `key`.target names: a row of `table` (an object or its dotted path), or an importable path."""
+    entry = table.get(target, target)
+    if not isinstance(entry, str):
+        return entry
+    module, _, name = entry.rpartition(".")
+    if not module:
+        near = difflib.get_close_matches(target, table, 1, 0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"built in: {', '.join(table)}"
+        raise UsageError(f"{key}.target: {target!r} is neither built in nor a dotted path; {hint}")
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise UsageError(f"{key}.target: {target!r} cannot be imported: it needs {error.name!r}") from error
+        raise UsageError(
+            f"{key}.target: {target!r} cannot be imported: no module {error.name!r}; is it installed, or its folder "
+            "on PYTHONPATH?"
+        ) from None
+    if not hasattr(found, name):
+        near = difflib.get_close_matches(name, dir(found), 1, 0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"{key}.target: module {module!r} has no {name!r}{hint}")
+    return getattr(found, name)
+
+
+def parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters that are still to be given. Of a class, its __init__'s: a metaclass may hide them."""
+    if isinstance(target, functools.partial):
+        left = list(parameters(target.func).items())[len(target.args) :]
+        return {n: p for n, p in left if n not in target.keywords}
+    if isinstance(target, type):
+        make = getattr(target, "__init__")  # noqa: B009  # mypy takes target.__init__ for an instance's
+        return dict(list(inspect.signature(make).parameters.items())[1:]) if make is not object.__init__ else {}
+    return dict(inspect.signature(target).parameters)
+
+
+def bind(key: str, target: Any, args: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """`target` with its arguments, as a function of what is left.
+
+    given: values for arguments of these names that the config leaves out, where the target takes them.
+    Raises UsageError that names an argument it does not take, or one that is missing.
+    """
+    name = getattr(target, "__name__", str(target))
+    if not callable(target):
+        raise UsageError(f"{key}.target: {name} is {type(target).__name__}, not a class or a function")
+    known = parameters(target)
+    takes = {n for n, p in known.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        for arg in args:
+            if arg not in takes:
+                near = difflib.get_close_matches(arg, takes, 1, 0.5)
+                hint = f"did you mean {near[0]!r}?" if near else f"it takes: {', '.join(sorted(takes)) or 'none'}"
+                raise UsageError(f"{key}.args.{arg}: {name} takes no such argument; {hint}")
+    filled = {k: v for k, v in (given or {}).items() if k in takes}
+    return functools.partial(target, **{**filled, **args})
+
+
+def call(key: str, make: Callable[..., Any]) -> Any:
+    """What a bound target gives; an argument that is missing, or what it finds wrong with one, is a `UsageError`."""
+    require(key, make)
+    try:
+        return make()
+    except UsageError:
+        raise
+    except (TypeError, ValueError) as error:
+        name = getattr(getattr(make, "func", make), "__name__", str(make))
+        args = getattr(make, "keywords", {})
+        shown = ", ".join(f"{k}={v!r}" for k, v in args.items())
+        raise UsageError(f"{key}.args: {name}({shown}) failed: {type(error).__name__}: {error}") from error
+
+
+def require(key: str, make: Callable[..., Any], *given: str) -> None:
+    """Raises UsageError for the first argument of a bound target without a value, other than those `given`."""
+    for arg, p in parameters(make).items():
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and arg not in given:
+            name = getattr(getattr(make, "func", make), "__name__", str(make))
+            raise UsageError(f"{key}.args.{arg}: {name} needs it; set {key}.args.{arg}")
