@@ -79,10 +79,10 @@ class Context:
 
     def broadcast(self, tree: Any) -> Any:
         """`tree` as `root_rank` has it, bit for bit: a pytree of arrays of the same structure on every rank."""
-        from jaxdp.distributed import collectives
+        from jaxdp.distributed.collectives import broadcast
 
         leaves, structure = jax.tree.flatten(tree)
-        return jax.tree.unflatten(structure, collectives.broadcast(leaves, self.root_rank))
+        return jax.tree.unflatten(structure, broadcast(leaves, self.root_rank))
 
 
 _current: Context | None = None

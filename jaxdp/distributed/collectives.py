@@ -1,0 +1,269 @@
+"""Eager collectives between processes, on one array or a list; what cannot work is an error on every rank, not a hang.
+
+Every function takes an array or a list of arrays, NumPy's or JAX's, and gives jax.Arrays, of a list a list; a list
+travels as one transfer per element type. A rank is a process, and its arrays live on its first device. `groups`, such
+as [[0, 1], [2, 3]], are disjoint sets of ranks that each work by themselves, of any sizes; a rank in none works alone.
+What is only moved keeps its bits (-0.0, NaN payloads). 64-bit NumPy arrays are refused unless jax_enable_x64 is set.
+
+Before anything is sent, the ranks that take part compare what they bring. Raises UsageError where one rank's arguments
+cannot work (on every member, naming that rank), DistributedError where the ranks disagree on operation, shapes or types
+(naming the ranks and both sides), or where one does not come within JAXDP_TIMEOUT seconds (60).
+
+The operations are those of NCCL, and of RAF (github.com/awslabs/raf), whose `rank_list` is `groups` here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp.distributed import coordination, kernels
+from jaxdp.distributed.context import current
+from jaxdp.errors import DistributedError, UsageError
+
+Arrays = Any  # an array, or a list of arrays
+Groups = Sequence[Sequence[int]] | None
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a rank brings to a call. `arrays`: a type and a shape each; None where only the root's count."""
+
+    op: str
+    arrays: list[str] | None
+    is_list: bool = False
+    x64: bool = False
+    error: str | None = None
+
+    def __str__(self) -> str:
+        arrays = "nothing" if self.arrays is None else ", ".join(self.arrays) or "no arrays"
+        return f"{self.op} of {arrays}{' (x64 enabled)' if self.x64 else ''}"
+
+
+def members_of(rank: int, size: int, groups: Groups) -> tuple[int, ...]:
+    """The ranks that `rank` works with, in the order of its group; UsageError where `groups` are not disjoint ranks."""
+    if groups is None:
+        return tuple(range(size))
+    listed = [r for group in groups for r in group]
+    outside = [r for r in listed if not (isinstance(r, int | np.integer) and 0 <= r < size)]
+    if outside:
+        raise UsageError(f"groups={groups}: {outside[0]} is not a rank; ranks run from 0 to {size - 1}")
+    twice = [r for r in listed if listed.count(r) > 1]
+    if twice:
+        raise UsageError(f"groups={groups}: rank {twice[0]} is there twice; a rank belongs to one group at most")
+    return next((tuple(map(int, group)) for group in groups if rank in group), (rank,))
+
+
+def _array(x: Any) -> jax.Array | np.ndarray:
+    if isinstance(x, jax.Array):
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            raise UsageError(f"an array of {x.dtype} cannot be sent: pass jax.random.key_data of it")
+        if x.is_fully_addressable and len(x.devices()) == 1:
+            return x
+        if x.is_fully_replicated:
+            return x.addressable_data(0)
+        if x.is_fully_addressable:
+            return np.asarray(x)
+        raise UsageError(f"an array[{x.shape}] that is split over processes is no process's own: pass its local part")
+    if isinstance(x, bool | int | float | complex):
+        return jnp.asarray(x)
+    array = np.asarray(x)
+    if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
+        raise UsageError(
+            f"{array.dtype} would be cut to {jax.dtypes.canonicalize_dtype(array.dtype)}: "
+            "set JAX_ENABLE_X64=1, or cast the array yourself"
+        )
+    return array
+
+
+def _described(x: jax.Array | np.ndarray) -> str:
+    return f"{x.dtype.name}[{','.join(map(str, x.shape))}]"
+
+
+def _zeros(text: str) -> np.ndarray:
+    name, _, dims = text[:-1].partition("[")
+    return np.zeros([int(d) for d in dims.split(",") if d], jnp.dtype(name))
+
+
+def _timeout() -> float:
+    return float(os.environ.get("JAXDP_TIMEOUT") or 60.0)
+
+
+def _compare(name: str, rank: int, members: tuple[int, ...], own: Signature, lead: int | None) -> Signature:
+    """The signature of all members; with `lead` that member's, and the others may bring nothing."""
+    texts = coordination.exchange(name, json.dumps(asdict(own)), rank, members, _timeout())
+    theirs = [Signature(**json.loads(t)) for t in texts]
+    first = theirs[0 if lead is None else lead]
+    for member, one in zip(members, theirs):
+        if one.error:
+            raise UsageError(f"rank {member}: {one.op}: {one.error}", rank=member)
+    for one in theirs:
+        free = lead is not None and one.arrays is None and (one.op, one.x64) == (first.op, first.x64)
+        if one != first and not free:
+            same = [m for m, s in zip(members, theirs) if s == one]
+            others = [m for m, s in zip(members, theirs) if s == first]
+            raise DistributedError(
+                f"rank {_names(others)}: {first}; rank {_names(same)}: {one}: all ranks that take part must bring "
+                "the same",
+                rank=members[0],
+            )
+    return first
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _call(
+    op: str,
+    kernel: Callable[..., list[jax.Array]],
+    x: Arrays,
+    groups: Groups = None,
+    static: tuple[Any, ...] = (),
+    check: Callable[[np.ndarray | jax.Array, int], str | None] = lambda x, n: None,
+    lead: int | None = None,
+    members: tuple[int, ...] | None = None,
+) -> Any:
+    """One collective: judge what this rank brings, compare, run. `lead`: the member whose arrays count, the root."""
+    context = current()
+    members = members_of(context.rank, context.size, groups) if members is None else members
+    is_list = isinstance(x, list | tuple)
+    arrays, error = None, None
+    if lead is None or x is not None:
+        try:
+            arrays = [_array(a) for a in (x if is_list else [x])]
+            error = next(filter(None, (check(a, len(members)) for a in arrays)), None)
+        except (UsageError, TypeError) as problem:
+            error = str(problem)
+    if lead is not None and members.index(context.rank) == lead and x is None:
+        error = f"rank {context.rank} is the root and brings nothing"
+    described = None if arrays is None else [_described(a) for a in arrays]
+    own = Signature(op, described, is_list, jax.dtypes.canonicalize_dtype(np.int64) == np.int64, error)
+    agreed = _compare("collective", context.rank, members, own, lead)
+    if arrays is None:
+        arrays = [_zeros(text) for text in agreed.arrays or []]
+    out = kernels.run(kernel, arrays, context.rank, members, *static)
+    return out if agreed.is_list else out[0]
+
+
+def _reducible(op: str) -> Callable[[Any, int], str | None]:
+    def check(x: Any, members: int) -> str | None:
+        if op not in kernels.REDUCTIONS:
+            return f"op={op!r} is not one of {', '.join(kernels.REDUCTIONS)}"
+        if op == "avg" and not jnp.issubdtype(x.dtype, jnp.inexact):
+            return f"the average of {x.dtype} is not one: cast it to a float, or take the sum"
+        if op in ("min", "max") and jnp.issubdtype(x.dtype, jnp.complexfloating):
+            return f"{x.dtype} has no order"
+        return None
+
+    return check
+
+
+def _divisible(x: Any, members: int) -> str | None:
+    if x.ndim and x.shape[0] % members == 0:
+        return None
+    return f"dim 0 of {_described(x)} cannot be split into {members} equal chunks, one for each rank"
+
+
+def _rank(value: int, name: str) -> int:
+    size = current().size
+    if not 0 <= value < size:
+        raise UsageError(f"{name}={value} is not a rank; ranks run from 0 to {size - 1}")
+    return value
+
+
+def allreduce(x: Arrays, op: str = "sum", groups: Groups = None) -> Arrays:
+    """x reduced over the ranks by op (sum, prod, min, max, avg), on every rank.
+
+    Halves are reduced in float32 and rounded once; integers wrap around; bool is or (sum, max) and and (prod, min);
+    NaN stays NaN. UsageError: avg of integers, min or max of complex numbers.
+    """
+    return _call(f"allreduce({op})", kernels.allreduce, x, groups, (op,), _reducible(op))
+
+
+def reduce(x: Arrays, root: int = 0, op: str = "sum") -> Arrays:
+    """x reduced over all ranks by op, on rank `root`; the others get None (of a list, a list of None)."""
+    root = _rank(root, "root")
+    out = _call(f"reduce({op}, root={root})", kernels.allreduce, x, None, (op,), _reducible(op))
+    return _only(out, root)
+
+
+def _only(out: Arrays, root: int) -> Arrays:
+    if current().rank == root:
+        return out
+    return [None] * len(out) if isinstance(out, list) else None
+
+
+def reduce_scatter(x: Arrays, op: str = "sum", groups: Groups = None) -> Arrays:
+    """x[n * k, ...] reduced over the n ranks of the group, of which the i-th gets chunk i: [k, ...].
+
+    UsageError where n does not divide dim 0. RAF's `reduce_scatter([x0, x1])`, which gives rank i the reduction of the
+    i-th array, is `reduce_scatter(concatenate([x0, x1]))`; here a list is several arrays, each split.
+    """
+    check = lambda a, n: _reducible(op)(a, n) or _divisible(a, n)
+    return _call(f"reduce_scatter({op})", kernels.reduce_scatter, x, groups, (op,), check)
+
+
+def allgather(x: Arrays, axis: int = 0, groups: Groups = None) -> Arrays:
+    """The ranks' x one after the other along dim `axis`, on every rank; scalars become [n]."""
+    return _call(f"allgather(axis={axis})", kernels.allgather, x, groups, (axis,), _has_axis(axis))
+
+
+def gather(x: Arrays, root: int = 0, axis: int = 0) -> Arrays:
+    """The ranks' x one after the other along dim `axis`, on rank `root`; the others get None (a list of None)."""
+    root = _rank(root, "root")
+    out = _call(f"gather(axis={axis}, root={root})", kernels.allgather, x, None, (axis,), _has_axis(axis))
+    return _only(out, root)
+
+
+def _has_axis(axis: int) -> Callable[[Any, int], str | None]:
+    return lambda x, n: None if -max(x.ndim, 1) <= axis < max(x.ndim, 1) else f"{_described(x)} has no dim {axis}"
+
+
+def broadcast(x: Arrays, root: int = 0) -> Arrays:
+    """Rank root's x, on every rank, bit for bit. The others may pass None; what they pass else must be alike."""
+    root = _rank(root, "root")
+    return _call(f"broadcast(root={root})", kernels.broadcast, x, static=(root,), lead=root)
+
+
+def scatter(x: Arrays, root: int = 0) -> Arrays:
+    """Chunk r of rank root's x[n * k, ...], on rank r: [k, ...], bit for bit. The others may pass None."""
+    root = _rank(root, "root")
+    return _call(f"scatter(root={root})", kernels.scatter, x, None, (root,), _divisible, lead=root)
+
+
+def all_to_all(x: Arrays, groups: Groups = None) -> Arrays:
+    """Chunk j of x[n * k, ...] goes to the group's j-th rank; the result[n * k, ...] has chunk i from its i-th rank."""
+    return _call("all_to_all", kernels.all_to_all, x, groups, (), _divisible)
+
+
+def send(x: Arrays, dst: int) -> None:
+    """x to rank dst, which calls `recv` of this rank; returns when it has done so.
+
+    Two ranks that send to each other first wait for each other: let one receive first, or use `all_to_all`.
+    """
+    _pair(x, _rank(dst, "dst"), sends=True)
+
+
+def recv(src: int) -> Arrays:
+    """What rank src sends to this rank, bit for bit: an array, or a list where it sent one."""
+    return _pair(None, _rank(src, "src"), sends=False)
+
+
+def _pair(x: Arrays, peer: int, sends: bool) -> Arrays:
+    rank = current().rank
+    if peer == rank:
+        raise UsageError(f"rank {rank} cannot {'send to' if sends else 'receive from'} itself")
+    members = (min(rank, peer), max(rank, peer))
+    sender = members.index(rank if sends else peer)
+    op = f"send from rank {members[sender]} to rank {members[1 - sender]}"
+    out = _call(op, kernels.send, x, static=(sender,), lead=sender, members=members)
+    return None if sends else out
