@@ -37,10 +37,15 @@ def _extreme(native: Callable[[Array, str], Array], combine: Callable[..., Array
     return lambda x: native(x, AXIS) if jnp.issubdtype(x.dtype, jnp.integer) else gathered(x)
 
 
+def _divided(total: Array) -> Array:
+    """By the number of members. XLA turns division by a scalar into a product with its reciprocal: 5/3 off by a bit."""
+    return total / lax.optimization_barrier(jnp.full_like(total, lax.axis_size(AXIS)))
+
+
 # What each operation does to one buffer of accumulators; bool goes as 0 and 1.
 REDUCTIONS: dict[str, Transfer] = {
     "sum": lambda x: lax.psum(x, AXIS),
-    "avg": lambda x: lax.psum(x, AXIS) / lax.axis_size(AXIS),
+    "avg": lambda x: _divided(lax.psum(x, AXIS)),
     "prod": _gathered(functools.partial(jnp.prod, promote_integers=False)),
     "min": _extreme(lax.pmin, jnp.min),
     "max": _extreme(lax.pmax, jnp.max),
@@ -67,19 +72,28 @@ def _scattered(op: str, buffer: Array) -> Array:
     # Over Gloo, reduce-scatter dies after 30 s whatever the timeout (jax#40831) and was wrong at 24 devices (#40830).
     if op in ("sum", "avg") and jax.default_backend() != "cpu":
         mine = lax.psum_scatter(buffer, AXIS)
-        return (mine / lax.axis_size(AXIS) if op == "avg" else mine)[None]
+        return (_divided(mine) if op == "avg" else mine)[None]
     return lax.dynamic_slice_in_dim(REDUCTIONS[op](buffer), lax.axis_index(AXIS), 1)
 
 
-def _moved(transfer: Transfer, rows: int, arrays: list[Array]) -> list[Array]:
-    """Like `fused`, on bits: per array its part [rows', element...], in its own type."""
-    back = fused(transfer, [to_bits(x) for x in arrays], rows)
-    out = []
-    for x, y in zip(arrays, back):
-        tail = (2,) if jnp.issubdtype(x.dtype, jnp.complexfloating) else ()
-        columns = y.shape[1] // 2 if tail else y.shape[1]
-        out.append(from_bits(y.reshape(y.shape[0], columns, *tail), x.dtype))
-    return out
+def _moved(
+    transfer: Transfer, rows: int, arrays: list[Array], finish: Callable[[Array, tuple[int, ...]], Array]
+) -> list[Array]:
+    """Like `fused`, on bits. `finish(part, shape of the array)` shapes what came back; only then is it numbers again.
+
+    Numbers are never copied: XLA's code for CPUs quiets a signaling NaN when it copies a bfloat16.
+    """
+    sent = [to_bits(x) for x in arrays]  # of a complex array two, so there is a list of them for each
+    back = iter(fused(transfer, [part for parts in sent for part in parts], rows))
+    return [from_bits([finish(next(back), x.shape) for _ in parts], x.dtype) for x, parts in zip(arrays, sent)]
+
+
+def _whole(part: Array, shape: tuple[int, ...]) -> Array:
+    return part.reshape(shape)
+
+
+def _chunk(part: Array, shape: tuple[int, ...]) -> Array:
+    return part.reshape(shape[0] // lax.axis_size(AXIS), *shape[1:])
 
 
 def allreduce(arrays: list[Array], op: str) -> list[Array]:
@@ -94,36 +108,30 @@ def reduce_scatter(arrays: list[Array], op: str) -> list[Array]:
 
 
 def allgather(arrays: list[Array], axis: int) -> list[Array]:
-    parts = _moved(lambda b: lax.all_gather(b[0], AXIS), 1, arrays)
-    out = []
-    for x, y in zip(arrays, parts):
-        stacked = y.reshape(lax.axis_size(AXIS), *x.shape)
-        out.append(jnp.concatenate(list(stacked), axis) if x.ndim else stacked)
-    return out
+    def finish(part: Array, shape: tuple[int, ...]) -> Array:
+        return jnp.concatenate(list(part.reshape(lax.axis_size(AXIS), *shape)), axis) if shape else part[:, 0]
+
+    return _moved(lambda b: lax.all_gather(b[0], AXIS), 1, arrays, finish)
 
 
 def broadcast(arrays: list[Array], root: int) -> list[Array]:
     def transfer(bits: Array) -> Array:  # all others add zeros, and integers add without rounding
         return lax.psum(jnp.where(lax.axis_index(AXIS) == root, bits, jnp.zeros_like(bits)), AXIS)
 
-    return [y.reshape(x.shape) for x, y in zip(arrays, _moved(transfer, 1, arrays))]
+    return _moved(transfer, 1, arrays, _whole)
 
 
 def all_to_all(arrays: list[Array]) -> list[Array]:
-    n = lax.axis_size(AXIS)
-    return [y.reshape(x.shape) for x, y in zip(arrays, _moved(lambda b: lax.all_to_all(b, AXIS, 0, 0), n, arrays))]
+    return _moved(lambda b: lax.all_to_all(b, AXIS, 0, 0), lax.axis_size(AXIS), arrays, _whole)
 
 
 def scatter(arrays: list[Array], root: int) -> list[Array]:
-    n = lax.axis_size(AXIS)
-    parts = _moved(lambda b: lax.all_to_all(b, AXIS, 0, 0)[root][None], n, arrays)
-    return [y.reshape(x.shape[0] // n, *x.shape[1:]) for x, y in zip(arrays, parts)]
+    return _moved(lambda b: lax.all_to_all(b, AXIS, 0, 0)[root][None], lax.axis_size(AXIS), arrays, _chunk)
 
 
 def send(arrays: list[Array], root: int) -> list[Array]:
     """From member `root` of two to the other, which alone gets something."""
-    parts = _moved(lambda b: lax.ppermute(b, AXIS, [(root, 1 - root)]), 1, arrays)
-    return [y.reshape(x.shape) for x, y in zip(arrays, parts)]
+    return _moved(lambda b: lax.ppermute(b, AXIS, [(root, 1 - root)]), 1, arrays, _whole)
 
 
 @functools.cache
@@ -135,7 +143,7 @@ def _mesh(members: tuple[int, ...]) -> Mesh:
 @functools.cache
 def _program(kernel: Callable[..., list[Array]], members: tuple[int, ...], static: tuple[Any, ...]) -> Any:
     def replica(arrays: list[Array]) -> list[Array]:
-        return kernel([x[0] for x in arrays], *static)
+        return kernel([x.reshape(x.shape[1:]) for x in arrays], *static)
 
     spec = PartitionSpec(AXIS)
     # Outputs differ between members and are only ever looked at locally; so no dim has to be made for the axis.

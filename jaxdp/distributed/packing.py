@@ -10,21 +10,18 @@ from jax import Array, lax
 UINT = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
-def to_bits(x: Array) -> Array:
-    """x[...] as unsigned integers of its width; a complex x gets a trailing dim of 2. No bit is changed."""
+def to_bits(x: Array) -> list[Array]:
+    """x[...] as unsigned integers of its width, bit for bit; of a complex x two, its real and its imaginary part."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag], axis=-1)
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint8)
-    return lax.bitcast_convert_type(x, UINT[x.dtype.itemsize])
+        return [*to_bits(x.real), *to_bits(x.imag)]
+    return [x.astype(jnp.uint8) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(x, UINT[x.dtype.itemsize])]
 
 
-def from_bits(bits: Array, dtype: jnp.dtype) -> Array:
+def from_bits(bits: list[Array], dtype: jnp.dtype) -> Array:
     """The inverse of `to_bits`."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        pair = lax.bitcast_convert_type(bits, jnp.finfo(dtype).dtype)
-        return lax.complex(pair[..., 0], pair[..., 1])
-    return bits.astype(dtype) if dtype == jnp.bool_ else lax.bitcast_convert_type(bits, dtype)
+        return lax.complex(*(lax.bitcast_convert_type(b, jnp.finfo(dtype).dtype) for b in bits))
+    return bits[0].astype(dtype) if dtype == jnp.bool_ else lax.bitcast_convert_type(bits[0], dtype)
 
 
 def fused(transfer: Callable[[Array], Array], arrays: Sequence[Array], rows: int) -> list[Array]:
