@@ -8,6 +8,7 @@ reaches inside through two hooks only: `gather` makes split parameters whole, `t
 summed over a split tree. On one device both are the identity.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -149,7 +150,7 @@ def make_step(
             weight=weight,
             metrics=jax.tree.map(lambda x: x.astype(dtype), metrics),
             model_state=jax.tree.map(lambda old, new: _weigh(old, new, weight, real), view.model_state, new_state),
-            carry=jax.tree.map(lambda old, new: jnp.where(real, new.astype(old.dtype), old), view.carry, carry),
+            carry=jax.tree.map(functools.partial(_keep, mask), view.carry, carry),
         )
         sums = jax.tree.map(lambda x: jnp.where(real, x, jnp.zeros_like(x)), sums._replace(carry=None))._replace(
             carry=sums.carry
@@ -234,6 +235,12 @@ def _one_by_one(total: Callable, params: Tree, pieces: Tree) -> Sums:
     zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     sums, carry = jax.lax.scan(add, zero, pieces)
     return sums._replace(carry=carry)
+
+
+def _keep(mask: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+    """A leaf of the carry [example, ...]: that of a place without an example stays as it was."""
+    real = jnp.any(mask.reshape(mask.shape[0], -1) != 0, axis=-1)
+    return jnp.where(real.reshape(-1, *(1,) * (old.ndim - 1)), new.astype(old.dtype), old)
 
 
 def _weigh(old: jax.Array, new: jax.Array, weight: jax.Array, real: jax.Array) -> jax.Array | Change:

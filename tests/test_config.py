@@ -1,0 +1,123 @@
+"""A config is typed, complete and says what is wrong with it in one line."""
+
+import pathlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxdp import config as schema
+from jaxdp.cli import load
+from jaxdp.errors import UsageError
+
+CONFIGS = sorted((pathlib.Path(__file__).parent.parent / "configs").glob("*.yaml"))
+DIGITS = ["--config", str(next(c for c in CONFIGS if c.name == "digits.yaml"))]
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda f: f.stem)
+def test_shipped_configs_load_and_say_how_they_are_run(file):
+    config, path = load(["--config", str(file)])
+    assert schema.run_dir(config, path) == pathlib.Path("runs") / file.stem
+    head = file.read_text().split("\nmodel:")[0]
+    assert f"configs/{file.name}" in head and ("easured" in head or "accuracy" in head)
+
+
+def test_the_contract_of_keys_and_defaults():
+    config, _ = load(["--steps", "5", "--model.target", "MLP", "--data.target", "Digits"])
+    flat = schema.flatten(config)
+    want = {
+        "seed": 0, "run_dir": None, "steps": 5, "epochs": None, "batch_size": 128, "microbatches": 8,
+        "init_from": None, "model.target": "MLP", "model.args": {}, "data.target": "Digits", "data.args": {},
+        "loss.target": "SoftmaxCrossEntropy", "optimizer.target": "adamw", "optimizer.lr": 1e-3,
+        "optimizer.schedule": "cosine", "optimizer.warmup_steps": 0, "optimizer.weight_decay": 0.0,
+        "optimizer.clip_norm": None, "parallel.backend": "pmap", "parallel.zero": 0, "parallel.reduction": "auto",
+        "parallel.bucket_mb": 25.0, "parallel.shard_size": None, "parallel.accumulate": "auto",
+        "precision.params": "float32", "precision.compute": "float32", "precision.reduce": "float32",
+        "precision.matmul": "default", "precision.loss_scale": None, "eval.every": None, "log.every": 50,
+        "profile.start": None, "profile.steps": 5, "checkpoint.every": None, "checkpoint.every_minutes": None,
+        "checkpoint.keep": 3, "checkpoint.best": None,
+    }  # fmt: skip
+    assert {k: flat[k] for k in want} == want
+
+
+def test_arguments_on_the_command_line_override_the_file():
+    config, _ = load([*DIGITS, "--model.args.hidden", "[64, 32]", "--optimizer.lr", "3e-4", "--model.args.dropout=0.5"])
+    assert config.model.args == {"hidden": [64, 32], "dropout": 0.5}
+    assert config.optimizer.lr == 3e-4
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--modle.target", "MLP"], ["'modle.target'", "did you mean 'model.target'"]),
+        (["--optimizer.learning_rate", "1"], ["unknown key 'optimizer.learning_rate'"]),
+        (["--parallel.bakend", "pjit"], ["did you mean 'parallel.backend'"]),
+        (["--model.arg.width", "3"], ["unknown key 'model.arg.width'"]),
+        (["--batch_size", "many"], ["batch_size", "int", "many"]),
+        (["--batch_size", "0"], ["batch_size: 0", "at least 1"]),
+        (["--optimizer.lr", "-1"], ["optimizer.lr: -1.0"]),
+        (["--optimizer.clip_norm", "0"], ["optimizer.clip_norm: 0.0", "greater than 0"]),
+        (["--parallel.backend", "tpu"], ["parallel.backend", "'pmap', 'pjit'", "tpu"]),
+        (["--parallel.zero", "1"], ["parallel.zero: 1 is not supported yet"]),
+        (["--parallel.reduction", "exact"], ["parallel.reduction: 'exact' is not supported yet"]),
+        (["--steps", "10"], ["steps: 10", "epochs: 60", "one of the two"]),
+        (["--seed", "-1"], ["seed: -1"]),
+        (["--config", "nowhere.yaml"], ["--config: no file 'nowhere.yaml'"]),
+        (["--config"], ["--config: no file given"]),
+        (["extra"], ["extra"]),
+        (["--precision.compute", "float64"], ["precision.params: 'float32'", "float64"]),
+    ],
+)
+def test_bad_arguments_are_one_clear_line(argv, words):
+    with pytest.raises(UsageError) as error:
+        load([*DIGITS, *argv])
+    text = str(error.value)
+    assert all(w in text for w in words) and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("modle: {target: MLP}", ["'modle.target'", "'model.target'"]),
+        ("model: {target: MLP, arg: {a: 1}}", ["'model.arg.a'"]),
+        ("batch_size: [1, 2", ["not YAML"]),
+        ("- a\n- b", ["mapping", "list"]),
+        ("batch_size: {a: 1}", ["'batch_size.a'"]),
+        ("microbatches: none", ["microbatches", "none"]),
+        ("steps: 3", ["model.target: missing"]),
+        ("", ["mapping"]),
+        ("model: MLP\nsteps: 3", ["model"]),
+    ],
+)
+def test_bad_files_are_one_clear_line(tmp_path, text, words):
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError) as error:
+        load(["--config", str(file)])
+    assert all(w in str(error.value) for w in words) and "\n" not in str(error.value)
+
+
+def test_every_field_says_what_it_decides():
+    for key, value in {
+        "seed": "numbers", "batch_size": "numbers", "microbatches": "numbers", "model.args.width": "numbers",
+        "parallel.backend": "speed", "parallel.zero": "speed", "log.every": "speed", "run_dir": "speed",
+        "precision.compute": "numbers", "optimizer.lr": "numbers", "eval.every": "speed",
+    }.items():  # fmt: skip
+        assert schema.decides(key) == value, key
+    assert {schema.decides(k) for k in schema.known_keys()} == {"numbers", "speed"}
+
+
+def test_a_change_of_speed_is_no_change_of_numbers():
+    import dataclasses
+
+    before = dataclasses.asdict(load(DIGITS)[0])
+    assert schema.changed_numbers(before, load([*DIGITS, "--parallel.backend", "pjit", "--log.every", "7"])[0]) == []
+    changed = schema.changed_numbers(before, load([*DIGITS, "--seed", "7", "--model.args.hidden", "[3]"])[0])
+    assert changed == ["seed: 0 -> 7", "model.args.hidden: [256, 256] -> [3]"]
+
+
+@given(st.text(min_size=1, max_size=20))
+def test_any_unknown_key_is_refused(key):
+    if key not in schema.known_keys():
+        with pytest.raises(UsageError, match="unknown key"):
+            schema.check_key(key, "test")
