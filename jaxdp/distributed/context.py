@@ -17,8 +17,9 @@ from jaxdp.distributed.gpus import bind
 from jaxdp.distributed.launchers import World, discover
 from jaxdp.errors import DistributedError, UsageError
 
-__all__ = ["Context", "bind", "current", "init", "leave", "shutdown"]
+__all__ = ["Context", "bind", "current", "fail", "init", "leave", "shutdown"]
 TIMEOUT = 60.0
+GRACE = 2.0  # seconds that a process which ends waits for others that end as well
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Context:
 
 
 _current: Context | None = None
+_joining: World | None = None
 _arguments: dict[str, Any] = {}
 
 
@@ -155,6 +157,8 @@ def _join(world: World, timeout: float) -> Context:
         "gloo": count == 0,
         "visible": visible,
     }
+    global _joining
+    _joining = world
     _hook(world)
     meeting, hellos = rendezvous.meet(world, facts, timeout)
     counted = hosts.local_ranks(hellos, world.rank)
@@ -172,17 +176,29 @@ def _join(world: World, timeout: float) -> Context:
 
 
 def _hook(world: World) -> None:
-    """An uncaught exception is printed (once, where all ranks raise the same), and ends the process at once."""
+    """An uncaught exception ends this process at once: JAX would wait for the others at exit, and they for it."""
     before = sys.excepthook
 
     def ends(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if not isinstance(error, UsageError | DistributedError):
             before(kind, error, trace)
-        elif error.rank in (None, world.rank):
-            print(f"error: {error}", file=sys.stderr)
-        leave(2 if isinstance(error, UsageError) else 1)
+        _end(error, world.rank, world.size)
 
     sys.excepthook = ends
+
+
+def _end(error: BaseException, rank: int, size: int) -> NoReturn:
+    speaker = error.rank if isinstance(error, UsageError | DistributedError) else None
+    if isinstance(error, UsageError | DistributedError) and speaker in (None, rank):
+        print(f"error: {error}", file=sys.stderr)
+    coordination.leave(2 if isinstance(error, UsageError) else 1, rank, size, speaker, GRACE)
+    raise AssertionError("os._exit returned")
+
+
+def fail(error: UsageError | DistributedError) -> NoReturn:
+    """Prints `error` on the rank that should, and ends this process: exit code 2 for UsageError, 1 otherwise."""
+    world = _current or _joining or Context()
+    _end(error, world.rank, world.size)
 
 
 def shutdown() -> None:
@@ -193,11 +209,11 @@ def shutdown() -> None:
     _current = None
 
 
-def leave(code: int, grace: float = 2.0) -> NoReturn:
+def leave(code: int, speaker: int | None = None) -> NoReturn:
     """Ends this process now, flushed, without waiting for the others in JAX's barrier at exit.
 
-    For all ranks to call together; rank 0 goes last, after `grace` seconds at most.
+    speaker: a rank that prints for all of them, and is waited for; rank 0 waits for all, for GRACE seconds at most.
     """
     context = current()
-    coordination.leave(code, context.rank, context.size, grace)
+    coordination.leave(code, context.rank, context.size, speaker, GRACE)
     raise AssertionError("os._exit returned")

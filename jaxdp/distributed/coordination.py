@@ -54,8 +54,8 @@ def disconnect() -> None:
     jax.distributed.shutdown()
 
 
-def _get(key: str, deadline: float) -> str | None:
-    """The value of `key`, as soon as it is there; None at the deadline."""
+def _get(key: str, deadline: float, members: Sequence[int]) -> str | None:
+    """The value of `key`, as soon as it is there; None at the deadline. DistributedError where a member has left."""
     while True:
         left = deadline - time.monotonic()
         try:
@@ -65,6 +65,9 @@ def _get(key: str, deadline: float) -> str | None:
                 raise DistributedError(f"the coordination service is gone, so rank 0 is: {error}") from None
             if left <= SLICE:
                 return None
+            if gone := _came("jaxdp/left", members):
+                names = ", ".join(map(str, gone))
+                raise DistributedError(f"rank {names} has left the job: see what it printed") from None
 
 
 def _came(base: str, members: Sequence[int]) -> list[int]:
@@ -87,7 +90,7 @@ def exchange(name: str, text: str, rank: int, members: Sequence[int], timeout: f
     base, leader, deadline = f"{channel}/{turn}", members[0], time.monotonic() + timeout
     client().key_value_set(f"{base}/{rank}", text)
     if rank == leader:
-        texts = [_get(f"{base}/{m}", deadline) for m in members]
+        texts = [_get(f"{base}/{m}", deadline, members) for m in members]
         missing = [m for m, t in zip(members, texts) if t is None]
         kinds = list(dict.fromkeys(texts))  # the texts are mostly equal, and published once
         verdict: dict[str, Any] = (
@@ -97,13 +100,14 @@ def exchange(name: str, text: str, rank: int, members: Sequence[int], timeout: f
         if turn and not missing:  # that all are here means that all have read the turn before
             client().key_value_delete(f"{channel}/{turn - 1}/")
     else:
-        published = _get(f"{base}/all", deadline + 5.0)  # the leader's own deadline comes first, as a rule
+        published = _get(f"{base}/all", deadline + 5.0, members)  # the leader's own deadline comes first, as a rule
         if published is None:
             came = _came(base, members)
             raise _absent(name, [m for m in members if m not in came], timeout, None)
         verdict = json.loads(published)
     if "missing" in verdict:
-        raise _absent(name, verdict["missing"], timeout, leader)
+        # One that comes too late hears of it here, when the others have long said so.
+        raise _absent(name, verdict["missing"], timeout, None if rank in verdict["missing"] else leader)
     return [verdict["kinds"][i] for i in verdict["of"]]
 
 
@@ -112,20 +116,24 @@ def _absent(name: str, missing: Sequence[int], timeout: float, speaker: int | No
     return DistributedError(f"{who} did not come to {name!r} within {timeout:g} s", rank=speaker)
 
 
-def leave(code: int, rank: int = 0, size: int = 1, grace: float = 2.0) -> None:
+def leave(code: int, rank: int, size: int, speaker: int | None, grace: float) -> None:
     """Ends this process now, with what it printed and without JAX's barrier at exit, which waits for the others.
 
-    Rank 0 holds the coordination service, and the others are aborted when that goes: it leaves last, or after `grace`
-    seconds.
+    A launcher kills all when one has ended. So those for whom `speaker` prints wait until it has; and rank 0, whose
+    end takes the coordination service away and aborts the others, goes last. Neither waits longer than `grace` seconds.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    if size > 1 and client() is not None:
+    if size > 1:
+        awaited = set(range(size)) if rank == 0 else {rank if speaker is None else speaker}
         with contextlib.suppress(Exception):
-            if rank != 0:
+            if client() is None:  # the meeting itself failed
+                time.sleep(0.0 if awaited == {rank} or rank == speaker else grace / 2)
+            else:
                 client().key_value_set(f"jaxdp/left/{rank}", "")
-            deadline = time.monotonic() + grace
-            while rank == 0 and time.monotonic() < deadline and len(_came("jaxdp/left", range(size))) < size - 1:
-                time.sleep(0.02)
+                deadline = time.monotonic() + grace
+                while not awaited <= set(_came("jaxdp/left", range(size))) and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                time.sleep(0.05 if rank == 0 else 0.0)
     os._exit(code)
