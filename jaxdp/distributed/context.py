@@ -190,7 +190,7 @@ def _hook(world: World) -> None:
 def _end(error: BaseException, rank: int, size: int) -> NoReturn:
     speaker = error.rank if isinstance(error, UsageError | DistributedError) else None
     if isinstance(error, UsageError | DistributedError) and speaker in (None, rank):
-        print(f"error: {error}", file=sys.stderr)
+        print(f"jaxdp: {error}", file=sys.stderr)
     coordination.leave(2 if isinstance(error, UsageError) else 1, rank, size, speaker, GRACE)
     raise AssertionError("os._exit returned")
 

@@ -178,7 +178,7 @@ def _verdict(verdict: dict[str, Any], own: Hello) -> list[Hello]:
     if "missing" in verdict:
         names = ", ".join(map(str, verdict["missing"]))
         raise DistributedError(
-            f"rank {names} of {own['size']} did not come within {verdict['timeout']:g} s: see whether it was started "
+            f"rank {names} of {own['size']} did not come within {verdict['timeout']:.3g} s: see whether it was started "
             "and what it printed (JAXDP_TIMEOUT sets how long to wait, in seconds)",
             rank=0,
         )
@@ -214,7 +214,7 @@ def attend(host: str, port: int, own: Hello, timeout: float) -> list[Hello]:
         time.sleep(0.1 if not strange else 1.0)
     raise DistributedError(
         f"rank {own['rank']} (host {own['host']}) found no rank 0 at the coordinator's address {host}:{port} within "
-        f"{timeout:g} s ({problem}): see whether rank 0 was started there (JAXDP_TIMEOUT sets how long to wait)"
+        f"{timeout:.3g} s ({problem}): see whether rank 0 was started there (JAXDP_TIMEOUT sets how long to wait)"
     )
 
 

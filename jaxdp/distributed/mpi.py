@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,9 @@ def exchange(world: World, own: dict[str, Any], timeout: float) -> list[dict[str
         mpi = load(world)
         ours = not mpi.Is_initialized()
         if ours:
-            mpi.Init_thread(mpi.THREAD_SERIALIZED)
+            with warnings.catch_warnings():  # of another MPI's variables: said better below
+                warnings.simplefilter("ignore", RuntimeWarning)
+                mpi.Init_thread(mpi.THREAD_SERIALIZED)
         try:
             return _allgather(mpi, world, own, timeout)
         finally:
@@ -96,7 +99,7 @@ def exchange(world: World, own: dict[str, Any], timeout: float) -> list[dict[str
 def _allgather(mpi: Any, world: World, own: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
     everyone = mpi.COMM_WORLD
     if everyone.size != world.size:
-        library = mpi.Get_library_version().splitlines()[0].strip()
+        library = mpi.Get_library_version().splitlines()[0].strip(" \0")
         raise UsageError(
             f"mpirun ({FAMILY[world.launcher]}) started {world.size} processes, but mpi4py sees {everyone.size}, since "
             f"it loaded {library!r}: set MPI4PY_LIBMPI to the {LIBRARY[world.launcher]} that belongs to this mpirun",
