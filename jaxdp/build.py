@@ -1,7 +1,6 @@
 """Config -> Run: the only file that sees both sides. Everything below it takes plain arguments."""
 
 import dataclasses
-import functools
 import hashlib
 import math
 import pathlib
@@ -25,7 +24,7 @@ from jaxdp.errors import UsageError
 from jaxdp.losses import LOSSES, LossFn
 from jaxdp.metrics.console import Console
 from jaxdp.metrics.jsonl import JsonLines, read
-from jaxdp.metrics.writer import Many, Nothing, Writer
+from jaxdp.metrics.writer import Many, Nothing, Record, Writer
 from jaxdp.models import MODELS, as_model
 from jaxdp.models.base import Model
 from jaxdp.optim import OPTIMIZERS, make_optimizer, make_schedule
@@ -38,6 +37,7 @@ from jaxdp.step import TrainState, init_state, make_step
 from jaxdp.targets import bind, call, locate, parameters, require
 
 T = TypeVar("T")
+SLOW = 600.0  # seconds that one rank may take longer than another to read its data
 
 
 def train(config: Config, path: str | None, context: Context) -> None:
@@ -48,19 +48,23 @@ def train(config: Config, path: str | None, context: Context) -> None:
     start = resume_step(directory, config, context)
     if start > run.steps:
         raise UsageError(f"steps: {run.steps}, but {str(directory)!r} has already made {start}; give more", rank=0)
-    if start == run.steps and finished(directory):
+    final = [record for record in read(directory / "metrics.jsonl") if record.get("split") == "final"]
+    if start == run.steps and final:
         if context.is_root:
             print(f"finished: {directory} is at its last step {start}; nothing to do (another --run_dir starts anew)")
+            print(summary(final[-1], directory))
         return
     run = dataclasses.replace(run, start=start, profile=make_profile(config, directory, start, run.steps))
     writer = start_writer(directory, config, context, run)
     run = dataclasses.replace(run, writer=writer)
     final_record = loop.fit(run)
-    writer.say(
-        "".join(f"{name} {final_record[name]:.4f}  " for name in ("loss", "accuracy") if name in final_record)
-        + f"params_sha256 {final_record['params_sha256'][:16]}  files in {directory}"
-    )
+    writer.say(summary(final_record, directory))
     writer.close()
+
+
+def summary(final: Record, directory: pathlib.Path) -> str:
+    numbers = [f"{name} {final[name]:.4f}" for name in ("loss", "accuracy") if name in final]
+    return "  ".join([*numbers, f"params_sha256 {final['params_sha256'][:16]}", f"files in {directory}"])
 
 
 def eval(config: Config, path: str | None, context: Context) -> None:
@@ -83,10 +87,6 @@ def share(directory: pathlib.Path, context: Context) -> None:
     context.agree(rundir.make(directory) if context.is_root else None)
     nonce = context.exchange("run_dir", rundir.nonce(directory) if context.is_root else "")[context.root_rank]
     context.agree(rundir.is_shared(directory, nonce))
-
-
-def finished(directory: pathlib.Path) -> bool:
-    return any(record.get("split") == "final" for record in read(directory / "metrics.jsonl"))
 
 
 def resume_step(directory: pathlib.Path, config: Config, context: Context) -> int:
@@ -190,7 +190,7 @@ def together(context: Context, make: Callable[[], T]) -> T:
         made, problem = make(), None
     except UsageError as error:
         made, problem = None, str(error)
-    context.agree(problem)
+    context.agree(problem, SLOW)
     return cast(T, made)
 
 
@@ -229,7 +229,7 @@ def make_model(config: Config, target: Any, dataset: Dataset) -> Model:
     bound = bind("model", target, config.model.args, {k: v for k, v in known.items() if v is not None})
     if isinstance(target, type) and issubclass(target, nnx.Module):
         require("model", bound, "rngs")
-        return call("model", functools.partial(as_model, lambda rngs: bound(rngs=rngs)))
+        return call("model", bound, lambda: as_model(lambda rngs: bound(rngs=rngs)))
     return as_model(call("model", bound))
 
 
@@ -299,7 +299,7 @@ def start_writer(directory: pathlib.Path, config: Config, context: Context, run:
     shapes = jax.eval_shape(run.make_state)
     begin = f"goes on after step {run.start}" if run.start else "starts"
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.params))
-    writer = Many([JsonLines(directory / "metrics.jsonl", run.start), Console(run.steps, run.start)])
+    writer = Many([JsonLines(directory / "metrics.jsonl", run.start), Console(run.steps, run.start, context.size == 1)])
     writer.say(
         f"{config.model.target} {count:,} parameters; {config.data.target} {len(run.train.dataset):,} examples; "
         f"batch {config.batch_size} in {config.microbatches} microbatches; {config.optimizer.target}\n"

@@ -1,10 +1,8 @@
 """The command line: `jaxdp VERB --config FILE [--key value ...]`; nothing here needs jax until the config is right."""
 
 import dataclasses
-import os
 import pathlib
 import sys
-import time
 import traceback
 from typing import Any, NoReturn, get_type_hints
 
@@ -45,19 +43,12 @@ def main(argv: list[str] | None = None) -> NoReturn:
         _refuse(UsageError(f"jaxdp: unknown verb {argv[0]!r}; known: {', '.join(VERBS)}"))
     try:
         _run(argv[0], argv[1:])
-    except UsageError as error:
+    except (UsageError, DistributedError) as error:
         _refuse(error)
-    except DistributedError as error:
-        _say_once(error)
-        _leave(1)
-    except KeyboardInterrupt:
-        _leave(130)
-    except SystemExit:
+    except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException:
-        rank = _rank()
-        print(f"jaxdp: rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        _leave(1)
+        _crash()
     sys.exit(0)
 
 
@@ -147,28 +138,24 @@ def _to_dataclass(cls: Any, values: dict[str, Any]) -> Any:
     return cls(**made)
 
 
-def _rank() -> int:
-    try:
-        return launchers.discover().rank
-    except UsageError:
-        return 0
+def _refuse(error: UsageError | DistributedError) -> NoReturn:
+    """One line, on the one rank that should say it; code 2 for bad input, 1 for a process that failed another."""
+    if "jaxdp.distributed.context" in sys.modules:
+        from jaxdp.distributed import context
+
+        context.fail(error)
+    print(f"jaxdp: {error}", file=sys.stderr, flush=True)
+    sys.exit(2 if isinstance(error, UsageError) else 1)
 
 
-def _refuse(error: UsageError) -> NoReturn:
-    _say_once(error)
-    _leave(2)
+def _crash() -> NoReturn:
+    """The traceback, with the rank that it is from, and the end of the process: its peers must not wait for it."""
+    trace = traceback.format_exc()
+    if "jaxdp.distributed.context" not in sys.modules:
+        print(trace, file=sys.stderr, flush=True)
+        sys.exit(1)
+    from jaxdp.distributed import context
 
-
-def _say_once(error: UsageError | DistributedError) -> None:
-    """Prints the error on the one rank that should; the others give it time before they end, and the job with them."""
-    if error.rank is None or error.rank == _rank():
-        print(f"jaxdp: {error}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(1.0)
-
-
-def _leave(code: int) -> NoReturn:
-    """Ends the process now: a normal exit would wait in JAX's shutdown barrier for ranks that may never come."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    here = context.current()
+    print(f"{trace}jaxdp: rank {here.rank} (host {here.hosts[here.rank]}) failed", file=sys.stderr, flush=True)
+    context.leave(1)

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxdp.errors import UsageError
+
 LossFn = Callable[[Any, dict[str, jax.Array]], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
 
 
@@ -28,7 +30,7 @@ class SoftmaxCrossEntropy:
     def __call__(self, outputs: jax.Array, batch: dict[str, jax.Array]):
         labels = batch["labels"]
         if outputs.shape[:-1] != labels.shape:
-            raise ValueError(
+            raise UsageError(
                 f"loss: outputs {outputs.shape} do not fit labels {labels.shape}; the model must return logits "
                 f"[{', '.join(map(str, labels.shape))}, classes]"
             )
@@ -47,7 +49,7 @@ class MeanSquaredError:
     def __call__(self, outputs: jax.Array, batch: dict[str, jax.Array]):
         labels = batch["labels"].astype(outputs.dtype)
         if outputs.shape != labels.shape:
-            raise ValueError(f"loss: outputs {outputs.shape} do not fit labels {labels.shape}")
+            raise UsageError(f"loss: outputs {outputs.shape} do not fit labels {labels.shape}")
         losses = jnp.mean(jnp.square(outputs - labels).reshape(outputs.shape[0], -1), axis=-1)
         mask = batch["mask"].astype(losses.dtype)
         return jnp.sum(losses * mask), jnp.sum(mask), {}

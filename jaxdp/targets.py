@@ -68,16 +68,17 @@ def bind(key: str, target: Any, args: Mapping[str, Any], given: Mapping[str, Any
     return functools.partial(target, **{**filled, **args})
 
 
-def call(key: str, make: Callable[..., Any]) -> Any:
-    """What a bound target gives; an argument that is missing, or what it finds wrong with one, is a `UsageError`."""
-    require(key, make)
+def call(key: str, bound: Callable[..., Any], make: Callable[[], Any] | None = None) -> Any:
+    """What a bound target gives (or `make` of it); what it finds wrong with an argument is a `UsageError`."""
+    if make is None:
+        require(key, bound)
     try:
-        return make()
+        return (make or bound)()
     except UsageError:
         raise
     except (TypeError, ValueError) as error:
-        name = getattr(getattr(make, "func", make), "__name__", str(make))
-        args = getattr(make, "keywords", {})
+        name = getattr(getattr(bound, "func", bound), "__name__", str(bound))
+        args = getattr(bound, "keywords", {})
         shown = ", ".join(f"{k}={v!r}" for k, v in args.items())
         raise UsageError(f"{key}.args: {name}({shown}) failed: {type(error).__name__}: {error}") from error
 

@@ -12,14 +12,15 @@ NAMES = {"step_time_ms": "ms/step", "examples_per_s": "examples/s", "grad_norm":
 class Console:
     """Lines to standard output, with time left; on a terminal a bar below them.
 
-    steps: the last update of the run; start: the one it begins after.
+    steps: the last update of the run; start: the one it begins after; alone: there are no other processes (some
+    launchers give each of theirs a terminal of its own, which the person does not see as one).
     """
 
-    def __init__(self, steps: int, start: int = 0):
+    def __init__(self, steps: int, start: int = 0, alone: bool = True):
         self.steps = steps
         self.began = time.monotonic()
         self.start = start
-        self.bar = _bar(steps, start) if sys.stdout.isatty() else None
+        self.bar = _bar(steps, start) if alone and sys.stdout.isatty() else None
 
     def write(self, record: Record) -> None:
         step, split = record["step"], record["split"]

@@ -13,6 +13,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from jaxdp.errors import UsageError
+
 CARRY = "carry"
 
 
@@ -25,7 +27,7 @@ def call_arguments(call: Callable, batch: dict[str, Any], train: bool) -> tuple[
     """(positional, keyword) arguments of a module's `__call__(x, mask, train, ...)` out of a batch, by name.
 
     The first argument takes the entry of its own name, else "inputs". `train`/`training` get the mode,
-    `deterministic` its opposite, unless the batch has such entries. Raises ValueError where one has no source.
+    `deterministic` its opposite, unless the batch has such entries. Raises UsageError where one has no source.
     """
     modes = {"train": train, "training": train, "deterministic": not train}
     positional: list[Any] = []
@@ -36,7 +38,7 @@ def call_arguments(call: Callable, batch: dict[str, Any], train: bool) -> tuple[
             continue
         source = p.name if p.name in batch else "inputs" if i == 0 and p.name not in modes else None
         if source is not None and source not in batch:
-            raise ValueError(
+            raise UsageError(
                 f"model: its first argument {p.name!r} finds neither {p.name!r} nor 'inputs' among the data's "
                 f"{sorted(batch)}"
             )
@@ -47,7 +49,7 @@ def call_arguments(call: Callable, batch: dict[str, Any], train: bool) -> tuple[
         elif p.default is not p.empty:
             continue
         else:
-            raise ValueError(f"model: nothing to give to its argument {p.name!r}; the data has {sorted(batch)}")
+            raise UsageError(f"model: nothing to give to its argument {p.name!r}; the data has {sorted(batch)}")
         if p.kind is p.KEYWORD_ONLY:
             keywords[p.name] = value
         elif i == len(positional):

@@ -1,0 +1,47 @@
+# make train: environment and the main job on the embedded data.  make test: environment and the test suite.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ifeq ($(shell id -u),0)  # mpirun refuses root unless told
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+export PRTE_ALLOW_RUN_AS_ROOT := 1
+export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+endif
+
+.PHONY: train test test-all lint format clean
+
+train: $(VENV)/.base
+	$(BIN)/python train.py --config configs/digits.yaml
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -m "not slow" --durations=10
+
+# The full products too.
+test-all: test
+	$(BIN)/python -m pytest -m slow -n 2 --durations=3
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.base: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q -e .
+	@touch $@
+
+# MPICH has a folder of its own: its mpirun would take the place of Open MPI's.
+$(VENV)/.test: $(VENV)/.base
+	$(BIN)/python -m pip install -q -e '.[mpi,test]'
+	$(BIN)/python -m pip install -q --no-deps --ignore-installed --prefix .mpich mpich
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .mpich runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

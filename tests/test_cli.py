@@ -1,0 +1,277 @@
+"""The command as people use it: training, resuming, refusing, alone and under mpirun."""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from launch import mpirun, processes
+
+ROOT = pathlib.Path(__file__).parent.parent
+CNN = ["--model", "{target: CNN, args: {widths: [4, 8], dropout: 0.1}}"]
+
+
+def jaxdp(*argv, cwd=ROOT, code=0, devices=1, env=None):
+    import os
+
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *map(str, argv)], cwd=cwd, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", **(env or {})},
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def records(run_dir, split=None):
+    lines = [json.loads(line) for line in (pathlib.Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    return [r for r in lines if split is None or r["split"] == split]
+
+
+def write(tmp_path, text):
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    return file
+
+
+SMALL = """
+model: {target: CNN, args: {widths: [4, 8], dropout: 0.1}}
+data: {target: Digits, args: {augment: true}}
+steps: 30
+batch_size: 60
+optimizer: {target: adamw, lr: 1.0e-2, weight_decay: 0.1, clip_norm: 1.0}
+log: {every: 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """One process, one device: what everything else must equal."""
+    folder = tmp_path_factory.mktemp("single")
+    jaxdp("--config", write(folder, SMALL), "--run_dir", folder / "run")
+    return folder / "run"
+
+
+def curve(run_dir):
+    return np.array([r["loss"] for r in records(run_dir, "train")])
+
+
+def assert_same_curve(run_dir, reference):
+    ours, theirs = curve(run_dir), curve(reference)
+    assert len(ours) == len(theirs) == 30
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    final, want = records(run_dir, "final")[0], records(reference, "final")[0]
+    assert final["loss"] == pytest.approx(want["loss"], rel=1e-5)
+    assert final["accuracy"] == pytest.approx(want["accuracy"], abs=1e-6)
+
+
+def test_the_run_directory_holds_what_the_contract_says(single):
+    env = json.loads((single / "env.json").read_text())
+    assert env["versions"]["jax"] and env["topology"]["processes"] == 1 and env["launcher"] == "none"
+    assert "target: CNN" in (single / "config.yaml").read_text()
+    train, final = records(single, "train"), records(single, "final")
+    assert [r["step"] for r in train] == list(range(1, 31))
+    assert {"loss", "accuracy", "lr", "grad_norm", "nonfinite_grads"} <= set(train[0])
+    assert {"step_time_ms", "examples_per_s"} <= set(train[-1])
+    assert len(final) == 1 and re.fullmatch("[0-9a-f]{64}", final[0]["params_sha256"])
+    assert final[0]["step"] == 30 and 0 < final[0]["accuracy"] <= 1
+    assert train[-1]["loss"] < train[0]["loss"]
+    assert (single / "checkpoints" / "30").is_dir()
+
+
+@pytest.mark.parametrize(("backend", "devices"), [("pjit", 8), ("pmap", 3)])
+def test_devices_and_backend_change_nothing(single, tmp_path, backend, devices):
+    jaxdp(
+        "--config", write(tmp_path, SMALL), "--run_dir", tmp_path / "run", "--parallel.backend", backend,
+        "--parallel.accumulate", "loop", devices=devices,
+    )  # fmt: skip
+    assert_same_curve(tmp_path / "run", single)
+
+
+def test_the_same_run_gives_the_same_digest_and_a_finished_one_says_so(single, tmp_path):
+    config = write(tmp_path, SMALL)
+    out = jaxdp("--config", config, "--run_dir", tmp_path / "run").stdout
+    digest = [records(d, "final")[0]["params_sha256"] for d in (single, tmp_path / "run")]
+    assert digest[0] == digest[1] and digest[0][:16] in out
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert "finished" in jaxdp("--config", config, "--run_dir", tmp_path / "run").stdout
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_goes_on_where_it_stands_under_the_other_backend(single, tmp_path):
+    """Stopped after 20 updates on one device under pmap, goes on with 4 under pjit: the same curve, no line twice."""
+    config = write(tmp_path, SMALL)
+    argv = ["--config", config, "--run_dir", tmp_path / "run", "--optimizer.schedule_steps", 30]
+    jaxdp(*argv, "--steps", 20, "--checkpoint.every", 10)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 25, "split": "train", "loss": 99.0}\n{"step": 26, "spl')  # written before a crash
+    out = jaxdp(*argv, "--parallel.backend", "pjit", devices=4).stdout
+    assert "goes on after step 20" in out
+    assert_same_curve(tmp_path / "run", single)
+    evaluated = subprocess.run(
+        [sys.executable, "-m", "jaxdp", "eval", *map(str, argv)], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    accuracy = records(tmp_path / "run", "final")[0]["accuracy"]
+    assert evaluated.returncode == 0 and f"accuracy {accuracy:.4f}" in evaluated.stdout
+    refused = jaxdp(*argv, "--seed", 5, code=2).stderr
+    assert "seed: 0 -> 5" in refused and refused.count("\n") == 1
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["10", "20", "30"]
+
+
+def test_a_class_outside_the_package_trains_by_its_path(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import numpy as np, flax.linen as nn, optax, jax.numpy as jnp\n"
+        "class Net(nn.Module):\n"
+        "    width: int = 8\n"
+        "    @nn.compact\n"
+        "    def __call__(self, x):\n"
+        "        return nn.Dense(1)(nn.tanh(nn.Dense(self.width)(x)))[:, 0]\n"
+        "class Data:\n"
+        "    def __init__(self, n, split='train'):\n"
+        "        self.x = np.random.default_rng(split == 'train').normal(size=(n, 3)).astype(np.float32)\n"
+        "    def __len__(self): return len(self.x)\n"
+        "    def __getitem__(self, i): return self.x[i], self.x[i].sum()\n"
+        "def loss(outputs, batch, scale=1.0):\n"
+        "    mask = batch['mask']\n"
+        "    return scale * jnp.sum(mask * (outputs - batch['labels']) ** 2), jnp.sum(mask), {}\n"
+        "def tx(learning_rate, decay=0.9):\n"
+        "    return optax.rmsprop(learning_rate, decay)\n"
+    )
+    config = write(
+        tmp_path,
+        "model: {target: mine.Net, args: {width: 16}}\ndata: {target: mine.Data, args: {n: 101}}\n"
+        "loss: {target: mine.loss, args: {scale: 0.5}}\noptimizer: {target: mine.tx, lr: 0.02, args: {decay: 0.99}}\n"
+        "epochs: 40\nbatch_size: 16\nlog: {every: 10}\n",
+    )
+    jaxdp("--config", config, cwd=tmp_path, devices=2)
+    losses = [r["loss"] for r in records(tmp_path / "runs" / "config")]
+    assert losses[-1] < 0.2 * losses[0]
+
+
+BAD = {
+    "unknown key": (["--modle.target", "MLP"], "did you mean 'model.target'"),
+    "wrong type": (["--batch_size", "many"], "batch_size"),
+    "target that is not there": (["--model.target", "nowhere.Net"], "model.target: 'nowhere.Net' cannot be imported"),
+    "misspelled target": (["--model.target", "CNM"], "did you mean 'CNN'"),
+    "target without such a name": (["--loss.target", "jaxdp.losses.Hinge"], "has no 'Hinge'"),
+    "unknown argument": (["--model.args.widhts", "[3]"], "model.args.widhts: CNN takes no such argument; did you mean"),
+    "wrong argument": (["--model.args.widths", "3"], "widths=3, dropout=0.1) failed: TypeError"),
+    "unknown optimizer argument": (["--optimizer.args.b7", "3"], "optimizer.args.b7: adamw takes no such argument"),
+    "missing argument": (["--data.target", "CIFAR10", "--data.args", "{}"], "data.args.root: CIFAR10 needs it"),
+    "missing data": (["--data.target", "MNIST", "--data.args", "{root: /nowhere}"], "data.args.root"),
+    "too many devices": (["--microbatches", "2"], "set microbatches to 3"),
+    "devices that are not there": (["--parallel.devices", "9"], "parallel.devices: 9, but there are 3"),
+    "labels that do not fit": (["--loss.target", "MeanSquaredError"], "loss: outputs"),
+    "warm-up longer than the run": (["--optimizer.warmup_steps", "30"], "optimizer.warmup_steps: 30"),
+    "a run directory that is a file": (["--run_dir", "pyproject.toml"], "run_dir: cannot write in 'pyproject.toml'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_code_2(case, tmp_path):
+    argv, words = BAD[case]
+    run_dir = tmp_path / "run"
+    done = jaxdp("--config", write(tmp_path, SMALL), "--run_dir", run_dir, *argv, code=2, devices=3)
+    assert words in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("jaxdp: ")
+    assert "Traceback" not in done.stderr
+    assert case == "labels that do not fit" or not run_dir.exists()  # nothing is left of a run that never began
+
+
+def test_int64_data_without_x64_is_refused(tmp_path):
+    (tmp_path / "wide.py").write_text(
+        "import numpy as np\ndef data():\n    return [(np.zeros((4, 4, 1), np.float32), np.int64(1))] * 8\n"
+    )
+    config = write(tmp_path, SMALL.replace("{target: Digits, args: {augment: true}}", "{target: wide.data}"))
+    done = jaxdp("--config", config, "--model.args.num_classes", 3, cwd=tmp_path, code=2)
+    assert "'labels' is int64" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_help_reads_well():
+    for argv in (["-m", "jaxdp", "--help"], ["train.py", "--help"]):
+        done = subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and done.stdout.startswith("usage: ") and not done.stderr
+    for key in ("--optimizer.clip_norm", "--parallel.backend {pmap,pjit}", "--microbatches", "over all devices"):
+        assert key in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxdp", "trian"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and "unknown verb 'trian'" in done.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("which", "np_", "devices", "backend"),
+    [
+        ("openmpi5", 2, 1, "pmap"), ("openmpi5", 4, 1, "pjit"), ("openmpi5", 2, 2, "pmap"), ("openmpi5", 2, 2, "pjit"),
+        ("mpich", 2, 1, "pjit"), ("openmpi4", 2, 1, "pmap"),
+    ],
+)  # fmt: skip
+def test_processes_change_nothing(single, tmp_path, which, np_, devices, backend):
+    argv = [
+        "train.py",
+        "--config",
+        write(tmp_path, SMALL),
+        "--run_dir",
+        tmp_path / "run",
+        "--parallel.backend",
+        backend,
+    ]
+    done = mpirun(np_, list(map(str, argv)), which, devices=devices)
+    assert done.returncode == 0, done.output
+    assert not done.left
+    assert_same_curve(tmp_path / "run", single)
+    assert done.stdout.count("final 30/30") == 1  # rank 0 alone prints
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("which", ["openmpi5", "mpich"])
+def test_bad_input_under_mpirun_is_said_once(tmp_path, which):
+    config = write(tmp_path, SMALL)
+    for argv, words in ((["--modle.target", "X"], "did you mean"), (["--microbatches", "1"], "set microbatches to 2")):
+        done = mpirun(
+            2, ["train.py", "--config", str(config), "--run_dir", str(tmp_path / "r"), *argv], which, timeout=60
+        )
+        assert done.returncode == 2, done.output
+        assert done.stderr.count("jaxdp: ") == 1 and words in done.stderr and "Traceback" not in done.stderr
+        assert not done.left and done.seconds < 30
+
+
+def ranks(tmp_path, argvs, timeout=60.0):
+    """Two processes with arguments of their own, as two hosts might have: told apart by their rank."""
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    script = tmp_path / "each.py"
+    script.write_text(
+        "import json, os, sys\nfrom jaxdp.cli import main\n"
+        "main(['train', *json.loads(sys.argv[1])[int(os.environ['JAXDP_PROCESS_ID'])]])\n"
+    )
+    env = {"JAXDP_COORDINATOR": f"127.0.0.1:{port}", "JAXDP_NUM_PROCESSES": "2"}
+    each = [env | {"JAXDP_PROCESS_ID": str(r)} for r in range(2)]
+    return processes([str(script), json.dumps([list(map(str, a)) for a in argvs])], each, timeout)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ([], ["--modle.target", "X"], "rank 1"),
+        ([], ["--seed", "3"], "seed"),
+        ([], ["--data.target", "MNIST", "--data.args", "{root: /nowhere}"], "rank 1"),
+        ([], ["--run_dir", "OTHER"], "run_dir"),
+    ],
+    ids=["config error on one", "configs that differ", "data missing on one", "run directory not shared"],
+)
+def test_ranks_that_differ_are_named_once(tmp_path, first, second, words):
+    base = ["--config", write(tmp_path, SMALL), "--run_dir", tmp_path / "run"]
+    second = [str(tmp_path / "other") if a == "OTHER" else a for a in second]
+    done = ranks(tmp_path, [[*base, *first], [*base, *second]])
+    errors = "".join(d.stderr for d in done)
+    assert [d.returncode for d in done] == [2, 2], errors
+    assert errors.count("jaxdp: ") == 1 and words in errors and "Traceback" not in errors
+    assert max(d.seconds for d in done) < 30 and not done[0].left
