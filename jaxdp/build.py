@@ -57,9 +57,10 @@ def train(config: Config, path: str | None, context: Context) -> None:
     run = dataclasses.replace(run, start=start, profile=make_profile(config, directory, start, run.steps))
     writer = start_writer(directory, config, context, run)
     run = dataclasses.replace(run, writer=writer)
-    final_record = loop.fit(run)
-    writer.say(summary(final_record, directory))
-    writer.close()
+    try:
+        writer.say(summary(loop.fit(run), directory))
+    finally:
+        writer.close()
 
 
 def summary(final: Record, directory: pathlib.Path) -> str:

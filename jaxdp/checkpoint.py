@@ -19,7 +19,8 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """The steps that are wholly there, in order."""
         found = self.directory.glob("*") if self.directory.is_dir() else []
-        return sorted(int(p.name) for p in found if p.name.isdigit() and ocp.is_orbax_checkpoint(p))
+        # Orbax takes an empty directory for a checkpoint; the file that marks one is written with its commit.
+        return sorted(int(p.name) for p in found if p.name.isdigit() and (p / "orbax.checkpoint").is_file())
 
     def save(self, step: int, state: TrainState) -> None:
         """Writes an exported state; returns when it is durable. Every process must call."""

@@ -79,7 +79,8 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None]:
 
     parser = jsonargparse.ArgumentParser(
         prog=f"jaxdp {verb}",
-        description=VERBS[verb].capitalize() + ".",
+        usage=f"jaxdp {verb} --config FILE [--key value ...]",
+        description=f"{VERBS[verb].capitalize()}. Every key below may stand in the YAML file, and on the command line.",
         exit_on_error=False,
         default_env=False,
     )
@@ -91,6 +92,10 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None]:
     except (argparse.ArgumentError, TypeError, ValueError, KeyError) as error:
         raise UsageError(_one_line(str(error))) from None
     files = [str(f) for f in space.pop("config") or []]
+    given = {arg.partition("=")[0] for arg in argv}
+    for key, other in (("steps", "epochs"), ("epochs", "steps")):
+        if f"--{key}" in given and f"--{other}" not in given:  # the command line overrides the file
+            space[other] = None
     config = _to_dataclass(Config, space.as_dict())
     return resolve(config), (files[-1] if files else None)
 

@@ -43,6 +43,38 @@ class Target:
 
 
 @dataclasses.dataclass(frozen=True)
+class ModelTarget(Target):
+    """The model.
+
+    Args:
+        target: MLP, CNN, ResNet9, or the dotted path of any Flax module (NNX or Linen) or function that makes a model
+        args: its arguments, checked against its signature; --model.args.NAME VALUE sets one
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class DataTarget(Target):
+    """The training data.
+
+    Args:
+        target: Digits (embedded), CIFAR10, MNIST, FashionMNIST, or the dotted path of any sized sequence of examples
+        args: its arguments, e.g. root, the folder of the files; --data.args.NAME VALUE sets one
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class LossTarget(Target):
+    """The loss.
+
+    Args:
+        target: SoftmaxCrossEntropy, MeanSquaredError, or the dotted path of a class or function
+        args: its arguments; --loss.args.NAME VALUE sets one
+    """
+
+    target: str = numbers("SoftmaxCrossEntropy")
+
+
+@dataclasses.dataclass(frozen=True)
 class Optimizer:
     """The optimizer and its learning-rate schedule.
 
@@ -191,9 +223,9 @@ class Config:
     batch_size: int = numbers(128)
     microbatches: int = numbers(8)
     init_from: str | None = numbers(None)
-    model: Target = numbers(Target())
-    data: Target = numbers(Target())
-    loss: Target = numbers(Target("SoftmaxCrossEntropy"))
+    model: ModelTarget = numbers(ModelTarget())
+    data: DataTarget = numbers(DataTarget())
+    loss: LossTarget = numbers(LossTarget())
     optimizer: Optimizer = numbers(Optimizer())
     parallel: Parallel = speed(Parallel())
     precision: Precision = numbers(Precision())

@@ -43,7 +43,9 @@ def test_the_contract_of_keys_and_defaults():
 def test_arguments_on_the_command_line_override_the_file():
     config, _ = load([*DIGITS, "--model.args.hidden", "[64, 32]", "--optimizer.lr", "3e-4", "--model.args.dropout=0.5"])
     assert config.model.args == {"hidden": [64, 32], "dropout": 0.5}
-    assert config.optimizer.lr == 3e-4
+    assert config.optimizer.lr == 3e-4 and config.epochs == 60
+    config, _ = load([*DIGITS, "--steps", "7"])
+    assert (config.steps, config.epochs) == (7, None)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def test_arguments_on_the_command_line_override_the_file():
         (["--parallel.backend", "tpu"], ["parallel.backend", "'pmap', 'pjit'", "tpu"]),
         (["--parallel.zero", "1"], ["parallel.zero: 1 is not supported yet"]),
         (["--parallel.reduction", "exact"], ["parallel.reduction: 'exact' is not supported yet"]),
-        (["--steps", "10"], ["steps: 10", "epochs: 60", "one of the two"]),
+        (["--steps", "10", "--epochs", "2"], ["steps: 10", "epochs: 2", "one of the two"]),
         (["--seed", "-1"], ["seed: -1"]),
         (["--config", "nowhere.yaml"], ["--config: no file 'nowhere.yaml'"]),
         (["--config"], ["--config: no file given"]),
