@@ -123,3 +123,12 @@ def test_any_unknown_key_is_refused(key):
     if key not in schema.known_keys():
         with pytest.raises(UsageError, match="unknown key"):
             schema.check_key(key, "test")
+
+
+def test_the_readme_shows_the_config_that_is_shipped():
+    readme = (CONFIGS[0].parent.parent / "README.md").read_text()
+    assert pathlib.Path(DIGITS[1]).read_text() in readme
+    commands = [line for line in readme.splitlines() if "--config configs/" in line]
+    assert all(
+        pathlib.Path(CONFIGS[0].parent.parent / line.split("--config ")[1].split()[0]).is_file() for line in commands
+    )
