@@ -123,11 +123,11 @@ def _names(ranks: Sequence[int]) -> str:
 
 
 def _call(
-    op: str,
-    kernel: Callable[..., list[jax.Array]],
+    label: str,
+    name: str,
+    argument: Any,
     x: Arrays,
     groups: Groups = None,
-    static: tuple[Any, ...] = (),
     check: Callable[[np.ndarray | jax.Array, int], str | None] = lambda x, n: None,
     lead: int | None = None,
     members: tuple[int, ...] | None = None,
@@ -146,11 +146,11 @@ def _call(
     if lead is not None and members.index(context.rank) == lead and x is None:
         error = f"rank {context.rank} is the root and brings nothing"
     described = None if arrays is None else [_described(a) for a in arrays]
-    own = Signature(op, described, is_list, jax.dtypes.canonicalize_dtype(np.int64) == np.int64, error)
+    own = Signature(label, described, is_list, jax.dtypes.canonicalize_dtype(np.int64) == np.int64, error)
     agreed = _compare("collective", context.rank, members, own, lead)
     if arrays is None:
         arrays = [_zeros(text) for text in agreed.arrays or []]
-    out = kernels.run(kernel, arrays, context.rank, members, *static)
+    out = kernels.run(name, argument, arrays, context.rank, members)
     return out if agreed.is_list else out[0]
 
 
@@ -186,13 +186,13 @@ def allreduce(x: Arrays, op: str = "sum", groups: Groups = None) -> Arrays:
     Halves are reduced in float32 and rounded once; integers wrap around; bool is or (sum, max) and and (prod, min);
     NaN stays NaN. UsageError: avg of integers, min or max of complex numbers.
     """
-    return _call(f"allreduce({op})", kernels.allreduce, x, groups, (op,), _reducible(op))
+    return _call(f"allreduce({op})", "allreduce", op, x, groups, _reducible(op))
 
 
 def reduce(x: Arrays, root: int = 0, op: str = "sum") -> Arrays:
     """x reduced over all ranks by op, on rank `root`; the others get None (of a list, a list of None)."""
     root = _rank(root, "root")
-    out = _call(f"reduce({op}, root={root})", kernels.allreduce, x, None, (op,), _reducible(op))
+    out = _call(f"reduce({op}, root={root})", "allreduce", op, x, None, _reducible(op))
     return _only(out, root)
 
 
@@ -209,18 +209,18 @@ def reduce_scatter(x: Arrays, op: str = "sum", groups: Groups = None) -> Arrays:
     i-th array, is `reduce_scatter(concatenate([x0, x1]))`; here a list is several arrays, each split.
     """
     check = lambda a, n: _reducible(op)(a, n) or _divisible(a, n)
-    return _call(f"reduce_scatter({op})", kernels.reduce_scatter, x, groups, (op,), check)
+    return _call(f"reduce_scatter({op})", "reduce_scatter", op, x, groups, check)
 
 
 def allgather(x: Arrays, axis: int = 0, groups: Groups = None) -> Arrays:
     """The ranks' x one after the other along dim `axis`, on every rank; scalars become [n]."""
-    return _call(f"allgather(axis={axis})", kernels.allgather, x, groups, (axis,), _has_axis(axis))
+    return _call(f"allgather(axis={axis})", "allgather", axis, x, groups, _has_axis(axis))
 
 
 def gather(x: Arrays, root: int = 0, axis: int = 0) -> Arrays:
     """The ranks' x one after the other along dim `axis`, on rank `root`; the others get None (a list of None)."""
     root = _rank(root, "root")
-    out = _call(f"gather(axis={axis}, root={root})", kernels.allgather, x, None, (axis,), _has_axis(axis))
+    out = _call(f"gather(axis={axis}, root={root})", "allgather", axis, x, None, _has_axis(axis))
     return _only(out, root)
 
 
@@ -231,18 +231,18 @@ def _has_axis(axis: int) -> Callable[[Any, int], str | None]:
 def broadcast(x: Arrays, root: int = 0) -> Arrays:
     """Rank root's x, on every rank, bit for bit. The others may pass None; what they pass else must be alike."""
     root = _rank(root, "root")
-    return _call(f"broadcast(root={root})", kernels.broadcast, x, static=(root,), lead=root)
+    return _call(f"broadcast(root={root})", "broadcast", root, x, lead=root)
 
 
 def scatter(x: Arrays, root: int = 0) -> Arrays:
     """Chunk r of rank root's x[n * k, ...], on rank r: [k, ...], bit for bit. The others may pass None."""
     root = _rank(root, "root")
-    return _call(f"scatter(root={root})", kernels.scatter, x, None, (root,), _divisible, lead=root)
+    return _call(f"scatter(root={root})", "scatter", root, x, None, _divisible, lead=root)
 
 
 def all_to_all(x: Arrays, groups: Groups = None) -> Arrays:
     """Chunk j of x[n * k, ...] goes to the group's j-th rank; the result[n * k, ...] has chunk i from its i-th rank."""
-    return _call("all_to_all", kernels.all_to_all, x, groups, (), _divisible)
+    return _call("all_to_all", "all_to_all", None, x, groups, _divisible)
 
 
 def send(x: Arrays, dst: int) -> None:
@@ -264,6 +264,6 @@ def _pair(x: Arrays, peer: int, sends: bool) -> Arrays:
         raise UsageError(f"rank {rank} cannot {'send to' if sends else 'receive from'} itself")
     members = (min(rank, peer), max(rank, peer))
     sender = members.index(rank if sends else peer)
-    op = f"send from rank {members[sender]} to rank {members[1 - sender]}"
-    out = _call(op, kernels.send, x, static=(sender,), lead=sender, members=members)
+    label = f"send from rank {members[sender]} to rank {members[1 - sender]}"
+    out = _call(label, "send", sender, x, lead=sender, members=members)
     return None if sends else out

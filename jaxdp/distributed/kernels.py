@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxdp.distributed.packing import from_bits, fused, to_bits
+from jaxdp.distributed.packing import Part, from_bits, pack, to_bits, unpack
 
 AXIS = "rank"
 Transfer = Callable[[Array], Array]  # buffer[rows, element] -> buffer[rows', element]
@@ -53,18 +53,17 @@ REDUCTIONS: dict[str, Transfer] = {
 BOOLEAN = {"sum": "max", "prod": "min", "min": "min", "max": "max"}  # or, and, and, or: as NumPy adds and multiplies
 
 
-def _reduce_into(op: str, rows: int, finish: Callable[[str, Array], Array]) -> Callable[..., list[Array]]:
-    def run(arrays: list[Array]) -> list[Array]:
-        out: list[Array] = [*arrays]
-        for flag in (False, True):  # bool has another operation than the numbers
-            mine = [i for i, x in enumerate(arrays) if (x.dtype == jnp.bool_) == flag]
-            kind = BOOLEAN.get(op, op) if flag else op
-            wide = [arrays[i].astype(jnp.uint8 if flag else accumulator(arrays[i].dtype)) for i in mine]
-            for i, y in zip(mine, fused(lambda b, kind=kind: finish(kind, b), wide, rows)):  # type: ignore[misc]
-                out[i] = y.astype(arrays[i].dtype)
-        return out
+def _reduced(op: str, buffer: Array, transfer: Callable[[str, Array], Array]) -> Array:
+    if buffer.dtype == jnp.bool_:
+        return transfer(BOOLEAN[op], buffer.astype(jnp.uint8)).astype(jnp.bool_)
+    return transfer(op, buffer.astype(accumulator(buffer.dtype))).astype(buffer.dtype)
 
-    return run
+
+def _moved(buffer: Array, transfer: Transfer) -> Array:
+    """`transfer` on the bits of the buffer; of a complex one, on those of each half."""
+    bits = to_bits(buffer)
+    back = transfer(bits) if bits.ndim == 2 else jnp.stack([transfer(half) for half in bits])
+    return from_bits(back, buffer.dtype)
 
 
 def _scattered(op: str, buffer: Array) -> Array:
@@ -76,62 +75,39 @@ def _scattered(op: str, buffer: Array) -> Array:
     return lax.dynamic_slice_in_dim(REDUCTIONS[op](buffer), lax.axis_index(AXIS), 1)
 
 
-def _moved(
-    transfer: Transfer, rows: int, arrays: list[Array], finish: Callable[[Array, tuple[int, ...]], Array]
-) -> list[Array]:
-    """Like `fused`, on bits. `finish(part, shape of the array)` shapes what came back; only then is it numbers again.
-
-    Numbers are never copied: XLA's code for CPUs quiets a signaling NaN when it copies a bfloat16.
-    """
-    sent = [to_bits(x) for x in arrays]  # of a complex array two, so there is a list of them for each
-    back = iter(fused(transfer, [part for parts in sent for part in parts], rows))
-    return [from_bits([finish(next(back), x.shape) for _ in parts], x.dtype) for x, parts in zip(arrays, sent)]
+def _masked_sum(bits: Array, root: int) -> Array:
+    """Row for row what `root` has: all others add zeros, and integers add without rounding."""
+    return lax.psum(jnp.where(lax.axis_index(AXIS) == root, bits, jnp.zeros_like(bits)), AXIS)
 
 
-def _whole(part: Array, shape: tuple[int, ...]) -> Array:
-    return part.reshape(shape)
+# Each on one buffer[rows, element] of this replica, with the operation's own argument.
+KERNELS: dict[str, Callable[[Array, Any], Array]] = {
+    "allreduce": lambda x, op: _reduced(op, x, lambda kind, b: REDUCTIONS[kind](b)),
+    "reduce_scatter": lambda x, op: _reduced(op, x, _scattered),
+    "allgather": lambda x, _: _moved(x, lambda b: lax.all_gather(b[0], AXIS)),
+    "broadcast": lambda x, root: _moved(x, lambda b: _masked_sum(b, root)),
+    "all_to_all": lambda x, _: _moved(x, lambda b: lax.all_to_all(b, AXIS, 0, 0)),
+    "scatter": lambda x, root: _moved(x, lambda b: lax.all_to_all(b, AXIS, 0, 0)[root][None]),
+    "send": lambda x, root: _moved(x, lambda b: lax.ppermute(b, AXIS, [(root, 1 - root)])),
+}
+CHUNKED = ("reduce_scatter", "all_to_all", "scatter")  # dim 0 of what comes in is dealt to the members
+REDUCING = ("allreduce", "reduce_scatter")  # the others only move
 
 
-def _chunk(part: Array, shape: tuple[int, ...]) -> Array:
-    return part.reshape(shape[0] // lax.axis_size(AXIS), *shape[1:])
+def _finish(name: str, argument: Any, members: int) -> Callable[[Part, tuple[int, ...]], Part]:
+    """What shapes a part[rows', element] that came back, from the shape of the array that went in."""
+    if name in ("reduce_scatter", "scatter"):
+        return lambda part, shape: part.reshape(shape[0] // members, *shape[1:])
+    if name == "allgather":
 
+        def finish(part: Part, shape: tuple[int, ...]) -> Part:
+            axis = argument % max(len(shape), 1)
+            apart = part.reshape(members, *(shape or (1,)))
+            dims = [*shape[:axis], members * (shape[axis] if shape else 1), *shape[axis + 1 :]]
+            return (np if isinstance(part, np.ndarray) else jnp).moveaxis(apart, 0, axis).reshape(dims)
 
-def allreduce(arrays: list[Array], op: str) -> list[Array]:
-    run = _reduce_into(op, 1, lambda kind, b: REDUCTIONS[kind](b))
-    return [y.reshape(x.shape) for x, y in zip(arrays, run(arrays))]
-
-
-def reduce_scatter(arrays: list[Array], op: str) -> list[Array]:
-    n = lax.axis_size(AXIS)
-    run = _reduce_into(op, n, _scattered)
-    return [y.reshape(x.shape[0] // n, *x.shape[1:]) for x, y in zip(arrays, run(arrays))]
-
-
-def allgather(arrays: list[Array], axis: int) -> list[Array]:
-    def finish(part: Array, shape: tuple[int, ...]) -> Array:
-        return jnp.concatenate(list(part.reshape(lax.axis_size(AXIS), *shape)), axis) if shape else part[:, 0]
-
-    return _moved(lambda b: lax.all_gather(b[0], AXIS), 1, arrays, finish)
-
-
-def broadcast(arrays: list[Array], root: int) -> list[Array]:
-    def transfer(bits: Array) -> Array:  # all others add zeros, and integers add without rounding
-        return lax.psum(jnp.where(lax.axis_index(AXIS) == root, bits, jnp.zeros_like(bits)), AXIS)
-
-    return _moved(transfer, 1, arrays, _whole)
-
-
-def all_to_all(arrays: list[Array]) -> list[Array]:
-    return _moved(lambda b: lax.all_to_all(b, AXIS, 0, 0), lax.axis_size(AXIS), arrays, _whole)
-
-
-def scatter(arrays: list[Array], root: int) -> list[Array]:
-    return _moved(lambda b: lax.all_to_all(b, AXIS, 0, 0)[root][None], lax.axis_size(AXIS), arrays, _chunk)
-
-
-def send(arrays: list[Array], root: int) -> list[Array]:
-    """From member `root` of two to the other, which alone gets something."""
-    return _moved(lambda b: lax.ppermute(b, AXIS, [(root, 1 - root)]), 1, arrays, _whole)
+        return finish
+    return lambda part, shape: part.reshape(shape)
 
 
 @functools.cache
@@ -141,30 +117,26 @@ def _mesh(members: tuple[int, ...]) -> Mesh:
 
 
 @functools.cache
-def _program(kernel: Callable[..., list[Array]], members: tuple[int, ...], static: tuple[Any, ...]) -> Any:
-    def replica(arrays: list[Array]) -> list[Array]:
-        return kernel([x.reshape(x.shape[1:]) for x in arrays], *static)
+def _program(name: str, argument: Any, members: tuple[int, ...]) -> Any:
+    def replica(buffers: list[Array]) -> list[Array]:
+        return [KERNELS[name](b, argument) for b in buffers]
 
     spec = PartitionSpec(AXIS)
-    # Outputs differ between members and are only ever looked at locally; so no dim has to be made for the axis.
+    # What comes out differs between members and is only looked at locally, so no dim is made for the axis.
     mapped = jax.shard_map(replica, mesh=_mesh(members), in_specs=spec, out_specs=PartitionSpec(), check_vma=False)
     return jax.jit(mapped)
 
 
-def run(
-    kernel: Callable[..., list[Array]],
-    arrays: Sequence[Array | np.ndarray],
-    rank: int,
-    members: tuple[int, ...],
-    *static: Any,
-) -> list[Array]:
-    """This rank's results of `kernel(arrays, *static)`, which every one of `members` runs at the same time.
+def run(name: str, argument: Any, arrays: Sequence[Part], rank: int, members: tuple[int, ...]) -> list[Array]:
+    """This rank's results of collective `name`, which every one of `members` runs at the same time.
 
     arrays: this rank's, of the same shapes and types as every member's. A rank is its first device.
     """
-    mesh = _mesh(members)
+    mesh, rows, as_bytes = _mesh(members), len(members) if name in CHUNKED else 1, name not in REDUCING
     device = mesh.devices.flat[members.index(rank)]
     sharding = NamedSharding(mesh, PartitionSpec(AXIS))
-    local = jax.device_put([x[None] for x in arrays], device)
-    whole = [jax.make_array_from_single_device_arrays((len(members), *x.shape[1:]), sharding, [x]) for x in local]
-    return [y.addressable_data(0) for y in _program(kernel, members, static)(whole)]
+    local = jax.device_put(pack(arrays, rows, device, as_bytes), device)
+    whole = [jax.make_array_from_single_device_arrays((len(members) * rows, b.shape[1]), sharding, [b]) for b in local]
+    back = [y.addressable_data(0) for y in _program(name, argument, members)(whole)]
+    parts = unpack(back, arrays, rows, device, as_bytes, _finish(name, argument, len(members)))
+    return jax.device_put(parts, device)

@@ -75,13 +75,14 @@ def reductions(dtypes):
         mine, part = every[rank], slice(2 * rank, 2 * rank + 2)
         for dtype, got, want in zip(names, jaxdp.allreduce(mine, op), wants):
             equal(got, want, f"allreduce {op} {dtype}")
-        for dtype, got, want in zip(names, jaxdp.reduce_scatter([jnp.asarray(x) for x in mine], op), wants):
-            equal(got, want[part], f"reduce_scatter {op} {dtype}")
-        for got, want in zip(jaxdp.reduce(mine, root=1, op=op), wants):
-            if rank == 1:
-                equal(got, want, f"reduce {op}")
-            else:
-                assert got is None
+        if op in ("sum", "max", "avg"):  # the rest is one path with these
+            for dtype, got, want in zip(names, jaxdp.reduce_scatter([jnp.asarray(x) for x in mine], op), wants):
+                equal(got, want[part], f"reduce_scatter {op} {dtype}")
+    for got, want in zip(jaxdp.reduce(mine[:2], root=1, op="avg"), wants):
+        if rank == 1:
+            equal(got, want, "reduce")
+        else:
+            assert got is None
 
 
 def equal(got, want, what):
@@ -99,14 +100,13 @@ def moves(dtypes):
     mine_of = lambda x: x[2 * rank : 2 * rank + 2]
     results = {
         "allgather": (jaxdp.allgather(mine), [np.concatenate(x) for x in zip(*every)]),
-        "axis": (jaxdp.allgather(mine, axis=-1), [np.concatenate(x, 1) for x in zip(*every)]),
         "broadcast": (jaxdp.broadcast(mine if rank == 2 else None, root=2), every[2]),
         "scatter": (jaxdp.scatter(mine if rank == 3 else None, root=3), [mine_of(x) for x in every[3]]),
         "all_to_all": (jaxdp.all_to_all(mine), [np.concatenate([mine_of(x) for x in xs]) for xs in zip(*every)]),
     }
-    gathered = jaxdp.gather(mine, root=1, axis=1)
+    gathered = jaxdp.gather(mine, root=1, axis=-1)
     if rank == 1:
-        results["gather"] = gathered, results["axis"][1]
+        results["gather"] = gathered, [np.concatenate(x, 1) for x in zip(*every)]
     else:
         assert gathered == [None] * len(mine)
     if rank == 0:
@@ -243,10 +243,11 @@ def refused():
         call = (lambda: jaxdp.send(one, 2)) if rank == 0 else (lambda: jaxdp.send(one, 0))
         fails(distributed, call, "send from rank 0 to rank 2", "send from rank 2 to rank 0")
     # a rank that comes too late is named, on itself as well; and then the next call works
-    os.environ["JAXDP_TIMEOUT"] = "1"
+    os.environ["JAXDP_TIMEOUT"] = "2"
+    context.barrier("start together")
     if rank == 1:
-        time.sleep(1.5)
-    fails(distributed, lambda: jaxdp.allreduce(one), "rank 1 did not come", "1 s")
+        time.sleep(3.0)
+    fails(distributed, lambda: jaxdp.allreduce(one), "rank 1 did not come", "2 s")
     os.environ["JAXDP_TIMEOUT"] = "30"
     same(jaxdp.allreduce(one), 4 * one, "after errors")
 
@@ -261,9 +262,10 @@ def context_itself():
     context.check_same("run", {"config": "a", "data": "b"})
     facts = {"config": "a", "data": "c" if rank >= 1 else "b"}
     fails(usage, lambda: context.check_same("run", facts), "run: rank 1", "data=c", "data=b", speaker=0)
+    context.barrier("start together")
     if rank in (1, 2):
-        time.sleep(1.5)
-    fails(distributed, lambda: context.barrier("few", timeout=1.0), "rank 1, 2 did not come", "few")
+        time.sleep(3.0)
+    fails(distributed, lambda: context.barrier("few", timeout=2.0), "rank 1, 2 did not come", "few")
     context.barrier("all", timeout=30.0)
     assert jaxdp.init() is context
     fails(usage, lambda: jaxdp.init(rank=9, size=10), "already joined")
