@@ -207,6 +207,27 @@ def test_a_rank_that_fails_ends_the_job():
     assert "jaxdp: rank 1 has left the job" in jobs[0].stderr and "F1" not in jobs[0].stderr, jobs[0].output
 
 
+@pytest.mark.parametrize("which", ["openmpi5", "mpich"])
+def test_what_all_ranks_know_is_printed_by_one(which):
+    script = "import jaxdp; c = jaxdp.init(); c.agree('no such file: x' if c.rank else None)"
+    job = mpirun(3, ["-c", script], which, timeout=30)
+    (line,) = errors(job)
+    assert job.returncode == 2 and line.startswith("jaxdp: rank 1 (host ") and line.endswith("no such file: x")
+
+
+def test_a_rank_that_never_calls_mpi_init():
+    script = "import os, time; os.environ['OMPI_COMM_WORLD_RANK'] == '1' and time.sleep(60); import jaxdp; jaxdp.init()"
+    job = mpirun(2, ["-c", script], env={"JAXDP_TIMEOUT": "2"}, timeout=30)
+    assert job.returncode == 1 and job.seconds < 15 and not job.left, job.output
+    assert "in waits_until_every_rank_calls_mpi_init" in job.stderr, job.output
+
+
+def test_init_after_the_devices_were_used():
+    script = "import jax; jax.devices(); import jaxdp; jaxdp.init(rank=0, size=2, coordinator='localhost:1')"
+    (job,) = processes(["-c", script], [{}])
+    assert job.returncode == 1 and "jaxdp.init() comes too late" in job.stderr, job.output
+
+
 def test_two_hosts(tmp_path):
     require("openmpi5")
     with TwoHosts(tmp_path) as hosts:

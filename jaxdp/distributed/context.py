@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import sys
@@ -11,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import jax
+import jaxlib
 
+import jaxdp
 from jaxdp.distributed import coordination, gpus, hosts, rendezvous
 from jaxdp.distributed.gpus import bind
 from jaxdp.distributed.launchers import World, discover
@@ -130,6 +131,11 @@ def init(
         local_size=local_size,
         init_method=init_method,
     )
+    if world.size > 1 and (coordination.opened() or coordination.client() is not None):
+        raise UsageError(
+            "jaxdp.init() comes too late to join other processes: JAX's devices are in use, or jax.distributed is "
+            "initialized; call it first"
+        )
     if world.size == 1:
         context = Context(launcher=world.launcher, hosts=(hosts.hostname(),))
     else:
@@ -152,7 +158,7 @@ def _seconds(timeout: float | None) -> float:
 def _join(world: World, timeout: float) -> Context:
     count, visible = gpus.count(), gpus.visible_devices()
     facts = {
-        **{package: importlib.metadata.version(package) for package in ("jaxdp", "jax", "jaxlib")},
+        **{package.__name__: package.__version__ for package in (jaxdp, jax, jaxlib)},
         "python": ".".join(map(str, sys.version_info[:2])),
         "gloo": count == 0,
         "visible": visible,
@@ -190,7 +196,7 @@ def _hook(world: World) -> None:
 def _end(error: BaseException, rank: int, size: int) -> NoReturn:
     speaker = error.rank if isinstance(error, UsageError | DistributedError) else None
     if isinstance(error, UsageError | DistributedError) and speaker in (None, rank):
-        print(f"jaxdp: {error}", file=sys.stderr)
+        sys.stderr.write(f"jaxdp: {error}\n")  # in one piece, among what other ranks write
     coordination.leave(2 if isinstance(error, UsageError) else 1, rank, size, speaker, GRACE)
     raise AssertionError("os._exit returned")
 

@@ -22,10 +22,17 @@ SLICE = 0.5  # seconds: a wait is cut into these, so that Python's signal handle
 
 
 def client() -> Any:
-    """JAX's client of the coordination service; None where this process is alone. The one private name we use."""
+    """JAX's client of the coordination service; None where this process is alone."""
     from jax._src.distributed import global_state
 
     return global_state.client
+
+
+def opened() -> bool:
+    """Whether JAX has opened its devices, after which it cannot join other processes."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
 
 
 def connect(coordinator: str, rank: int, size: int, timeout: float, devices: Sequence[int] | None) -> None:

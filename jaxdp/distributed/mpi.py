@@ -79,14 +79,12 @@ def exchange(world: World, own: dict[str, Any], timeout: float) -> list[dict[str
     Raises UsageError where mpi4py is missing or loads another MPI than mpirun's, DistributedError past the deadline.
     """
     # Loading and MPI_Init are C code that may wait for ever: this timer needs no interpreter to end the process.
-    faulthandler.dump_traceback_later(timeout + 5.0, exit=True)
+    faulthandler.dump_traceback_later(timeout + 2.0, exit=True)
     try:
         mpi = load(world)
         ours = not mpi.Is_initialized()
         if ours:
-            with warnings.catch_warnings():  # of another MPI's variables: said better below
-                warnings.simplefilter("ignore", RuntimeWarning)
-                mpi.Init_thread(mpi.THREAD_SERIALIZED)
+            waits_until_every_rank_calls_mpi_init(mpi)
         try:
             return _allgather(mpi, world, own, timeout)
         finally:
@@ -94,6 +92,13 @@ def exchange(world: World, own: dict[str, Any], timeout: float) -> list[dict[str
                 mpi.Finalize()
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def waits_until_every_rank_calls_mpi_init(mpi: Any) -> None:
+    """MPI_Init. Past the deadline its name is what the user reads, in the traceback that the timer prints."""
+    with warnings.catch_warnings():  # about another MPI's variables: said better afterwards
+        warnings.simplefilter("ignore", RuntimeWarning)
+        mpi.Init_thread(mpi.THREAD_SERIALIZED)
 
 
 def _allgather(mpi: Any, world: World, own: dict[str, Any], timeout: float) -> list[dict[str, Any]]:

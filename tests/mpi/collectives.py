@@ -4,6 +4,7 @@ Prints `rank R: OK N` with the number of comparisons; the first that fails raise
 """
 
 import os
+import sys
 import time
 import warnings
 
@@ -294,4 +295,4 @@ for part in (
     if os.environ.get("TIMES") and rank == 0:
         print(f"{part.__name__} {time.monotonic() - began:.2f} s", flush=True)
 context.barrier("done")
-print(f"rank {rank}: OK {done}", flush=True)
+sys.stdout.write(f"rank {rank}: OK {done}\n")

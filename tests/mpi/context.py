@@ -10,18 +10,15 @@ import jaxdp
 context = jaxdp.init(**json.loads(sys.argv[1]) if len(sys.argv) > 1 else {})
 total = float(np.asarray(jaxdp.allreduce(np.float32(context.rank + 1))))
 context.barrier("done", timeout=30.0)
-print(
-    json.dumps(
-        {
-            "rank": context.rank,
-            "size": context.size,
-            "local_rank": context.local_rank,
-            "local_size": context.local_size,
-            "launcher": context.launcher,
-            "hosts": len(set(context.hosts)),
-            "is_root": context.is_root,
-            "devices": len(context.local_devices),
-            "total": total,
-        }
-    )
-)
+line = {
+    "rank": context.rank,
+    "size": context.size,
+    "local_rank": context.local_rank,
+    "local_size": context.local_size,
+    "launcher": context.launcher,
+    "hosts": len(set(context.hosts)),
+    "is_root": context.is_root,
+    "devices": len(context.local_devices),
+    "total": total,
+}
+sys.stdout.write(json.dumps(line) + "\n")  # in one piece: print writes the end of the line by itself
