@@ -130,13 +130,7 @@ def make_run(config: Config, directory: pathlib.Path, context: Context) -> loop.
     cursor = Cursor(len(dataset), config.batch_size, config.microbatches, config.seed)
     steps = config.steps or math.ceil((config.epochs or 0) * cursor.steps_per_epoch)
     opt = config.optimizer
-    horizon = opt.schedule_steps or steps
-    if opt.warmup_steps >= horizon and opt.warmup_steps:
-        raise UsageError(
-            f"optimizer.warmup_steps: {opt.warmup_steps} leaves nothing of the schedule's {horizon}; make it smaller",
-            rank=0,
-        )
-    schedule = make_schedule(opt.schedule, opt.lr, horizon, opt.warmup_steps, opt.final_lr)
+    schedule = make_schedule(opt.schedule, opt.lr, opt.schedule_steps or steps, opt.warmup_steps, opt.final_lr)
     dtypes = config.precision
     numbers = policy(dtypes.params, dtypes.compute or dtypes.params, dtypes.reduce or dtypes.params)
     tx = make_tx(config, schedule)

@@ -165,7 +165,6 @@ BAD = {
     "too many devices": (["--microbatches", "2"], "set microbatches to 3"),
     "devices that are not there": (["--parallel.devices", "9"], "parallel.devices: 9, but there are 3"),
     "labels that do not fit": (["--loss.target", "MeanSquaredError"], "loss: outputs"),
-    "warm-up longer than the run": (["--optimizer.warmup_steps", "30"], "optimizer.warmup_steps: 30"),
     "a run directory that is a file": (["--run_dir", "pyproject.toml"], "run_dir: cannot write in 'pyproject.toml'"),
 }
 
