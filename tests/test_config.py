@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from jaxdp import config as schema
 from jaxdp.cli import load
+from jaxdp.config import check
 from jaxdp.errors import UsageError
 
 CONFIGS = sorted((pathlib.Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -24,7 +25,7 @@ def test_shipped_configs_load_and_say_how_they_are_run(file):
 
 def test_the_contract_of_keys_and_defaults():
     config, _ = load(["--steps", "5", "--model.target", "MLP", "--data.target", "Digits"])
-    flat = schema.flatten(config)
+    flat = check.flatten(config)
     want = {
         "seed": 0, "run_dir": None, "steps": 5, "epochs": None, "batch_size": 128, "microbatches": 8,
         "init_from": None, "model.target": "MLP", "model.args": {}, "data.target": "Digits", "data.args": {},
@@ -105,24 +106,24 @@ def test_every_field_says_what_it_decides():
         "parallel.backend": "speed", "parallel.zero": "speed", "log.every": "speed", "run_dir": "speed",
         "precision.compute": "numbers", "optimizer.lr": "numbers", "eval.every": "speed",
     }.items():  # fmt: skip
-        assert schema.decides(key) == value, key
-    assert {schema.decides(k) for k in schema.known_keys()} == {"numbers", "speed"}
+        assert check.decides(key) == value, key
+    assert {check.decides(k) for k in check.known_keys()} == {"numbers", "speed"}
 
 
 def test_a_change_of_speed_is_no_change_of_numbers():
     import dataclasses
 
     before = dataclasses.asdict(load(DIGITS)[0])
-    assert schema.changed_numbers(before, load([*DIGITS, "--parallel.backend", "pjit", "--log.every", "7"])[0]) == []
-    changed = schema.changed_numbers(before, load([*DIGITS, "--seed", "7", "--model.args.hidden", "[3]"])[0])
+    assert check.changed_numbers(before, load([*DIGITS, "--parallel.backend", "pjit", "--log.every", "7"])[0]) == []
+    changed = check.changed_numbers(before, load([*DIGITS, "--seed", "7", "--model.args.hidden", "[3]"])[0])
     assert changed == ["seed: 0 -> 7", "model.args.hidden: [256, 256] -> [3]"]
 
 
 @given(st.text(min_size=1, max_size=20))
 def test_any_unknown_key_is_refused(key):
-    if key not in schema.known_keys():
+    if key not in check.known_keys():
         with pytest.raises(UsageError, match="unknown key"):
-            schema.check_key(key, "test")
+            check.check_key(key, "test")
 
 
 def test_the_readme_shows_the_config_that_is_shipped():

@@ -7,7 +7,8 @@ import traceback
 from typing import Any, NoReturn, get_type_hints
 
 from jaxdp import __version__
-from jaxdp.config import Config, check_key, flatten, resolve
+from jaxdp.config import Config
+from jaxdp.config.check import check_key, flatten, resolve
 from jaxdp.distributed import launchers
 from jaxdp.errors import DistributedError, UsageError
 
@@ -66,9 +67,9 @@ def _run(verb: str, argv: list[str]) -> None:
     context = jaxdp.init()
     context.agree(error)
     assert config is not None
-    from jaxdp import build
+    from jaxdp.cli import verbs
 
-    getattr(build, verb)(config, path, context)
+    getattr(verbs, verb)(config, path, context)
 
 
 def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None]:

@@ -1,0 +1,121 @@
+"""What each verb of the command does, between a checked config and the loop."""
+
+import dataclasses
+import math
+import pathlib
+
+import jax
+
+from jaxdp import config as schema
+from jaxdp import loop, rundir
+from jaxdp.build import make_profile, make_run
+from jaxdp.checkpoint import Checkpoints
+from jaxdp.config import Config
+from jaxdp.config.check import changed_numbers
+from jaxdp.distributed.context import Context
+from jaxdp.errors import UsageError
+from jaxdp.metrics.console import Console
+from jaxdp.metrics.jsonl import JsonLines, read
+from jaxdp.metrics.writer import Many, Nothing, Record, Writer
+
+
+def train(config: Config, path: str | None, context: Context) -> None:
+    """The verb `train`: makes the run directory, then trains to the last update."""
+    directory = schema.run_dir(config, path)
+    run = make_run(config, directory, context)
+    share(directory, context)
+    start = resume_step(directory, config, context)
+    if start > run.steps:
+        raise UsageError(f"steps: {run.steps}, but {str(directory)!r} has already made {start}; give more", rank=0)
+    final = [record for record in read(directory / "metrics.jsonl") if record.get("split") == "final"]
+    if start == run.steps and final:
+        if context.is_root:
+            print(f"finished: {directory} is at its last step {start}; nothing to do (another --run_dir starts anew)")
+            print(summary(final[-1], directory))
+        return
+    run = dataclasses.replace(run, start=start, profile=make_profile(config, directory, start, run.steps))
+    writer = start_writer(directory, config, context, run)
+    run = dataclasses.replace(run, writer=writer)
+    try:
+        writer.say(summary(loop.fit(run), directory))
+    finally:
+        writer.close()
+
+
+def summary(final: Record, directory: pathlib.Path) -> str:
+    numbers = [f"{name} {final[name]:.4f}" for name in ("loss", "accuracy") if name in final]
+    return "  ".join([*numbers, f"params_sha256 {final['params_sha256'][:16]}", f"files in {directory}"])
+
+
+def eval(config: Config, path: str | None, context: Context) -> None:
+    """The verb `eval`: evaluates the last checkpoint of the run directory, and prints the result."""
+    directory = schema.run_dir(config, path)
+    saved = Checkpoints(directory / "checkpoints").steps()
+    step = int(context.exchange("eval", str(saved[-1] if saved else 0))[0])
+    if not step:
+        raise UsageError(f"run_dir: no checkpoint in {str(directory)!r}; train first, or name another", rank=0)
+    run = make_run(config, directory, context)
+    if run.eval is None:
+        raise UsageError("eval.data: the data has no test split; name what to evaluate on", rank=0)
+    record = loop.evaluate(run, run.strategy.lower(run.step), loop.restore(run, step))
+    if context.is_root:
+        Console(step).write({"step": step, "split": "eval", **record})
+
+
+def share(directory: pathlib.Path, context: Context) -> None:
+    """Makes the run directory on rank 0, and checks that every rank sees the same one."""
+    context.agree(rundir.make(directory) if context.is_root else None)
+    nonce = context.exchange("run_dir", rundir.nonce(directory) if context.is_root else "")[context.root_rank]
+    context.agree(rundir.is_shared(directory, nonce))
+
+
+def resume_step(directory: pathlib.Path, config: Config, context: Context) -> int:
+    """The checkpoint to go on from (0 for none); UsageError where the config would change its numbers."""
+    previous = rundir.saved_config(directory)
+    context.barrier("config read")  # before rank 0 may write it anew
+    saved = Checkpoints(directory / "checkpoints").steps()
+    start = int(context.exchange("resume", str(saved[-1] if saved else 0))[context.root_rank])
+    if start and previous is not None:
+        changed = changed_numbers(previous, config)
+        if config.optimizer.schedule == "constant" or config.optimizer.schedule_steps is not None:
+            changed = [c for c in changed if not c.startswith(("steps:", "epochs:"))]
+        if changed:
+            raise UsageError(
+                f"{changed[0]}: {str(directory)!r} was trained to step {start} with another value, and this "
+                f"one changes the numbers{f' (and {len(changed) - 1} more)' if changed[1:] else ''}; put it back, or "
+                "choose another --run_dir",
+                rank=0,
+            )
+    return start
+
+
+def start_writer(directory: pathlib.Path, config: Config, context: Context, run: loop.Run) -> Writer:
+    """Writes config.yaml and env.json, and opens the writers; a rank other than root writes nothing."""
+    if not context.is_root:
+        return Nothing()
+    devices = run.strategy.devices
+    rundir.write_config(directory, dataclasses.asdict(config))
+    rundir.write_env(
+        directory,
+        {
+            "devices": {"count": len(devices), "kind": devices[0].device_kind, "platform": devices[0].platform},
+            "topology": {
+                "processes": context.size,
+                "local_processes": context.local_size,
+                "hosts": list(context.hosts),
+            },
+            "launcher": context.launcher,
+            "backend": config.parallel.backend,
+        },
+    )
+    shapes = jax.eval_shape(run.make_state)
+    begin = f"goes on after step {run.start}" if run.start else "starts"
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.params))
+    writer = Many([JsonLines(directory / "metrics.jsonl", run.start), Console(run.steps, run.start, context.size == 1)])
+    writer.say(
+        f"{config.model.target} {count:,} parameters; {config.data.target} {len(run.train.dataset):,} examples; "
+        f"batch {config.batch_size} in {config.microbatches} microbatches; {config.optimizer.target}\n"
+        f"{len(devices)} x {devices[0].device_kind} in {context.size} process{'es' * (context.size > 1)} "
+        f"({context.launcher}), {config.parallel.backend}; {begin} in {directory}"
+    )
+    return writer
