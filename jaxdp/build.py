@@ -26,7 +26,6 @@ from jaxdp.models import MODELS, as_model
 from jaxdp.models.base import Model
 from jaxdp.optim import OPTIMIZERS, make_optimizer, make_schedule
 from jaxdp.parallel import STRATEGIES
-from jaxdp.parallel.base import slot_table
 from jaxdp.parallel.reduction import make_reduction
 from jaxdp.precision import policy
 from jaxdp.profile import Profile
@@ -52,25 +51,30 @@ def make_run(config: Config, directory: pathlib.Path, context: Context) -> loop.
     (dataset, eval_set), model, loss = together(context, lambda: make_parts(config))
     context.check_same("the run", facts(config, dataset))
 
-    devices = choose_devices(config, context)
-    slot_table(config.microbatches, len(devices))  # more devices than microbatches: said before anything is built
+    dtypes = config.precision
+    numbers = policy(dtypes.params, dtypes.compute or dtypes.params, dtypes.reduce or dtypes.params)
+    strategy = STRATEGIES[config.parallel.backend](
+        config.microbatches,
+        make_reduction(config.parallel.reduction, config.parallel.bucket_mb),
+        None if dtypes.reduce == dtypes.params else numbers.reduce,
+        choose_devices(config, context),
+    )
     cursor = Cursor(len(dataset), config.batch_size, config.microbatches, config.seed)
     steps = config.steps or math.ceil((config.epochs or 0) * cursor.steps_per_epoch)
     opt = config.optimizer
     schedule = make_schedule(opt.schedule, opt.lr, opt.schedule_steps or steps, opt.warmup_steps, opt.final_lr)
-    dtypes = config.precision
-    numbers = policy(dtypes.params, dtypes.compute or dtypes.params, dtypes.reduce or dtypes.params)
     tx = make_tx(config, schedule)
     step = make_step(
-        model, loss, tx, seed=config.seed, policy=numbers, clip_norm=opt.clip_norm, schedule=schedule,
+        model,
+        loss,
+        tx,
+        seed=config.seed,
+        policy=numbers,
+        clip_norm=opt.clip_norm,
         accumulate="vmap" if config.parallel.accumulate == "auto" else config.parallel.accumulate,
         transform=getattr(dataset, "transform", None),
-    )  # fmt: skip
-    strategy = STRATEGIES[config.parallel.backend](
-        config.microbatches,
-        make_reduction(config.parallel.reduction, config.parallel.bucket_mb),
-        None if config.precision.reduce == config.precision.params else numbers.reduce,
-        devices,
+        eval_transform=getattr(eval_set, "transform", None),
+        schedule=schedule,
     )
     example = probe(dataset, cursor)
 
@@ -146,7 +150,8 @@ def make_data(config: Config) -> tuple[Dataset, Dataset | None]:
 
 def make_model(config: Config, target: Any, dataset: Dataset) -> Model:
     """A Flax module, or whatever else a target gives, as a `Model`; it may take input_shape and num_classes."""
-    shape = next(iter(dataset.read(np.zeros(1, np.int64)).values())).shape[1:]
+    first = dataset.read(np.zeros(1, np.int64))
+    shape = first.get("inputs", next(iter(first.values()))).shape[1:]
     known = {"input_shape": getattr(dataset, "input_shape", shape), "num_classes": getattr(dataset, "classes", None)}
     bound = bind("model", target, config.model.args, {k: v for k, v in known.items() if v is not None})
     if isinstance(target, type) and issubclass(target, nnx.Module):

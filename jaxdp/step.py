@@ -23,6 +23,7 @@ from jaxdp.precision import Policy, cast_floats
 
 Tree = Any
 Batch = dict[str, jax.Array]
+Transform = Callable[[Batch, jax.Array, bool], Batch]  # (batch, key, train) -> batch
 
 
 class TrainState(struct.PyTreeNode):
@@ -113,13 +114,14 @@ def make_step(
     policy: Policy | None = None,
     clip_norm: float | None = None,
     accumulate: str = "vmap",
-    transform: Callable[[Batch, jax.Array, bool], Batch] | None = None,
+    transform: Transform | None = None,
+    eval_transform: Transform | None = None,
     schedule: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Step:
     """The step of a model, a loss and an Optax transformation.
 
     accumulate: 'vmap' computes a replica's microbatches at once, 'loop' one after the other.
-    transform: (batch, key, train) -> batch, run on each microbatch before the model (normalization, augmentation).
+    transform: run on each microbatch before the model (normalization, augmentation); eval_transform: in evaluation.
     schedule: reported as `lr` in the metrics.
     """
     policy = policy or Policy()
@@ -133,8 +135,9 @@ def make_step(
         # Padding repeats a real example, so that a microbatch without rows can be computed like any other, and weighs
         # nothing. Were it masked inside the model, BatchNorm would divide 0 by 0.
         seen = jnp.logical_or(mask != 0, jnp.logical_not(real))
-        if transform is not None:
-            batch = transform(batch, augment_key, train)
+        prepare = transform if train else eval_transform
+        if prepare is not None:
+            batch = prepare(batch, augment_key, train)
         state = view.model_state if view.carry is None else {**view.model_state, CARRY: view.carry}
         params = cast_floats(view.params, policy.compute)
         inputs = policy.inputs({**batch, "mask": seen})
