@@ -1,9 +1,10 @@
 """Eager collectives between processes, on one array or a list; what cannot work is an error on every rank, not a hang.
 
-Every function takes an array or a list of arrays, NumPy's or JAX's, and gives jax.Arrays, of a list a list; a list
-travels as one transfer per element type. A rank is a process, and its arrays live on its first device. `groups`, such
-as [[0, 1], [2, 3]], are disjoint sets of ranks that each work by themselves, of any sizes; a rank in none works alone.
-What is only moved keeps its bits (-0.0, NaN payloads). 64-bit NumPy arrays are refused unless jax_enable_x64 is set.
+Every function takes an array or a list of arrays, NumPy's or JAX's, and gives jax.Arrays, of a list a list. A list
+travels as one: by one transfer where it is only moved, by one for each element type where it is reduced. A rank is a
+process, and its arrays live on its first device. `groups`, such as [[0, 1], [2, 3]], are disjoint sets of ranks that
+each work by themselves, of any sizes; a rank in none works alone. What is only moved keeps its bits (-0.0, NaN
+payloads). 64-bit NumPy arrays are refused unless jax_enable_x64 is set.
 
 Before anything is sent, the ranks that take part compare what they bring. Raises UsageError where one rank's arguments
 cannot work (on every member, naming that rank), DistributedError where the ranks disagree on operation, shapes or types
@@ -14,112 +15,19 @@ The operations are those of NCCL, and of RAF (github.com/awslabs/raf), whose `ra
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.distributed import coordination, kernels
+from jaxdp.distributed import kernels
 from jaxdp.distributed.context import current
-from jaxdp.errors import DistributedError, UsageError
+from jaxdp.distributed.signature import Groups, Signature, as_array, compare, described, members_of, zeros
+from jaxdp.errors import UsageError
 
 Arrays = Any  # an array, or a list of arrays
-Groups = Sequence[Sequence[int]] | None
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Signature:
-    """What a rank brings to a call. `arrays`: a type and a shape each; None where only the root's count."""
-
-    op: str
-    arrays: list[str] | None
-    is_list: bool = False
-    x64: bool = False
-    error: str | None = None
-
-    def __str__(self) -> str:
-        arrays = "nothing" if self.arrays is None else ", ".join(self.arrays) or "no arrays"
-        return f"{self.op} of {arrays}{' (x64 enabled)' if self.x64 else ''}"
-
-
-def members_of(rank: int, size: int, groups: Groups) -> tuple[int, ...]:
-    """The ranks that `rank` works with, in the order of its group; UsageError where `groups` are not disjoint ranks."""
-    if groups is None:
-        return tuple(range(size))
-    listed = [r for group in groups for r in group]
-    outside = [r for r in listed if not (isinstance(r, int | np.integer) and 0 <= r < size)]
-    if outside:
-        raise UsageError(f"groups={groups}: {outside[0]} is not a rank; ranks run from 0 to {size - 1}")
-    twice = [r for r in listed if listed.count(r) > 1]
-    if twice:
-        raise UsageError(f"groups={groups}: rank {twice[0]} is there twice; a rank belongs to one group at most")
-    return next((tuple(map(int, group)) for group in groups if rank in group), (rank,))
-
-
-def _array(x: Any) -> jax.Array | np.ndarray:
-    if isinstance(x, jax.Array):
-        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            raise UsageError(f"an array of {x.dtype} cannot be sent: pass jax.random.key_data of it")
-        if x.is_fully_addressable and len(x.devices()) == 1:
-            return x
-        if x.is_fully_replicated:
-            return x.addressable_data(0)
-        if x.is_fully_addressable:
-            return np.asarray(x)
-        raise UsageError(f"an array[{x.shape}] that is split over processes is no process's own: pass its local part")
-    if isinstance(x, bool | int | float | complex):
-        return jnp.asarray(x)
-    array = np.asarray(x)
-    if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
-        raise UsageError(
-            f"{array.dtype} would be cut to {jax.dtypes.canonicalize_dtype(array.dtype)}: "
-            "set JAX_ENABLE_X64=1, or cast the array yourself"
-        )
-    return array
-
-
-def _described(x: jax.Array | np.ndarray) -> str:
-    return f"{x.dtype.name}[{','.join(map(str, x.shape))}]"
-
-
-def _zeros(text: str) -> np.ndarray:
-    name, _, dims = text[:-1].partition("[")
-    return np.zeros([int(d) for d in dims.split(",") if d], jnp.dtype(name))
-
-
-def _timeout() -> float:
-    return float(os.environ.get("JAXDP_TIMEOUT") or 60.0)
-
-
-def _compare(name: str, rank: int, members: tuple[int, ...], own: Signature, lead: int | None) -> Signature:
-    """The signature of all members; with `lead` that member's, and the others may bring nothing."""
-    texts = coordination.exchange(name, json.dumps(asdict(own)), rank, members, _timeout())
-    theirs = [Signature(**json.loads(t)) for t in texts]
-    first = theirs[0 if lead is None else lead]
-    for member, one in zip(members, theirs):
-        if one.error:
-            raise UsageError(f"rank {member}: {one.op}: {one.error}", rank=member)
-    for one in theirs:
-        free = lead is not None and one.arrays is None and (one.op, one.x64) == (first.op, first.x64)
-        if one != first and not free:
-            same = [m for m, s in zip(members, theirs) if s == one]
-            others = [m for m, s in zip(members, theirs) if s == first]
-            raise DistributedError(
-                f"rank {_names(others)}: {first}; rank {_names(same)}: {one}: all ranks that take part must bring "
-                "the same",
-                rank=members[0],
-            )
-    return first
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 def _call(
@@ -139,17 +47,17 @@ def _call(
     arrays, error = None, None
     if lead is None or x is not None:
         try:
-            arrays = [_array(a) for a in (x if is_list else [x])]
+            arrays = [as_array(a) for a in (x if is_list else [x])]
             error = next(filter(None, (check(a, len(members)) for a in arrays)), None)
         except (UsageError, TypeError) as problem:
             error = str(problem)
     if lead is not None and members.index(context.rank) == lead and x is None:
         error = f"rank {context.rank} is the root and brings nothing"
-    described = None if arrays is None else [_described(a) for a in arrays]
-    own = Signature(label, described, is_list, jax.dtypes.canonicalize_dtype(np.int64) == np.int64, error)
-    agreed = _compare("collective", context.rank, members, own, lead)
+    brought = None if arrays is None else [described(a) for a in arrays]
+    own = Signature(label, brought, is_list, jax.dtypes.canonicalize_dtype(np.int64) == np.int64, error)
+    agreed = compare("collective", context.rank, members, own, lead)
     if arrays is None:
-        arrays = [_zeros(text) for text in agreed.arrays or []]
+        arrays = [zeros(text) for text in agreed.arrays or []]
     out = kernels.run(name, argument, arrays, context.rank, members)
     return out if agreed.is_list else out[0]
 
@@ -170,7 +78,7 @@ def _reducible(op: str) -> Callable[[Any, int], str | None]:
 def _divisible(x: Any, members: int) -> str | None:
     if x.ndim and x.shape[0] % members == 0:
         return None
-    return f"dim 0 of {_described(x)} cannot be split into {members} equal chunks, one for each rank"
+    return f"dim 0 of {described(x)} cannot be split into {members} equal chunks, one for each rank"
 
 
 def _rank(value: int, name: str) -> int:
@@ -225,7 +133,7 @@ def gather(x: Arrays, root: int = 0, axis: int = 0) -> Arrays:
 
 
 def _has_axis(axis: int) -> Callable[[Any, int], str | None]:
-    return lambda x, n: None if -max(x.ndim, 1) <= axis < max(x.ndim, 1) else f"{_described(x)} has no dim {axis}"
+    return lambda x, n: None if -max(x.ndim, 1) <= axis < max(x.ndim, 1) else f"{described(x)} has no dim {axis}"
 
 
 def broadcast(x: Arrays, root: int = 0) -> Arrays:

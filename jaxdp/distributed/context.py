@@ -80,11 +80,15 @@ class Context:
                     )
 
     def broadcast(self, tree: Any) -> Any:
-        """`tree` as `root_rank` has it, bit for bit: a pytree of arrays of the same structure on every rank."""
+        """`tree` as `root_rank` has it, bit for bit: a pytree of arrays or keys, of one structure on all ranks."""
         from jaxdp.distributed.collectives import broadcast
 
         leaves, structure = jax.tree.flatten(tree)
-        return jax.tree.unflatten(structure, broadcast(leaves, self.root_rank))
+        is_key = [isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
+        sent = broadcast([jax.random.key_data(x) if k else x for x, k in zip(leaves, is_key)], self.root_rank)
+        kinds = [jax.random.key_impl(x) if k else None for x, k in zip(leaves, is_key)]
+        whole = [jax.random.wrap_key_data(x, impl=kind) if kind else x for x, kind in zip(sent, kinds)]
+        return jax.tree.unflatten(structure, whole)
 
 
 _current: Context | None = None

@@ -38,8 +38,8 @@ def opened() -> bool:
 def connect(coordinator: str, rank: int, size: int, timeout: float, devices: Sequence[int] | None) -> None:
     """Starts (rank 0) and joins JAX's distributed runtime: collectives over Gloo on CPU, no preemption service.
 
-    timeout: seconds for connecting and for noticing that a process has died; leaving waits for the others for 20 s at
-    most. Must come before the first use of a device.
+    timeout: seconds for connecting. A process that has died is noticed within half of it (between 10 and 30 s), and
+    leaving waits for the others for 20 s at most. Must come before the first use of a device.
     """
     for option, value in {"jax_enable_preemption_service": False, "jax_cpu_collectives_implementation": "gloo"}.items():
         with contextlib.suppress(AttributeError):  # an option of another release
@@ -51,7 +51,7 @@ def connect(coordinator: str, rank: int, size: int, timeout: float, devices: Seq
         local_device_ids=devices,
         cluster_detection_method="deactivate",
         initialization_timeout=max(1, round(timeout)),
-        heartbeat_timeout_seconds=max(10, round(timeout)),
+        heartbeat_timeout_seconds=max(10, min(30, round(timeout / 2))),
         shutdown_timeout_seconds=max(1, min(20, round(timeout))),
     )
 

@@ -194,7 +194,7 @@ def attend(host: str, port: int, own: Hello, timeout: float) -> list[Hello]:
             line.connect()
             connected = True
             sock = line.sock  # the answer keeps it open after `line` has let go of it
-            sock.settimeout(5.0)
+            sock.settimeout(min(left, 5.0))
             line.request("POST", PATH, json.dumps(own))
             answer = line.getresponse()
             if answer.status != 200:

@@ -5,99 +5,13 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
+from jaxdp.distributed.world import Env, Launcher, Variables, World, address, integer, optional, partners, within
 from jaxdp.errors import UsageError
 
-Env = Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class World:
-    """Which process this is.
-
-    local_rank, local_size: among the processes on this host; None where the launcher does not say.
-    coordinator: "host:port" at which rank 0 serves; None where the processes have another way to agree on it (MPI).
-    """
-
-    rank: int
-    size: int
-    local_rank: int | None = None
-    local_size: int | None = None
-    launcher: str = "none"
-    coordinator: str | None = None
-
-
-class Launcher(Protocol):
-    """Recognizes its own variables; raises UsageError where they are there and do not make sense."""
-
-    def detect(self, env: Env) -> World | None: ...
-
-
-def _integer(env: Env, name: str, least: int = 0) -> int:
-    try:
-        number = int(env[name])
-    except ValueError:
-        raise UsageError(f"{name}={env[name]!r} is not a whole number: set it to one, or unset it") from None
-    if number < least:
-        raise UsageError(f"{name}={number} is less than {least}: set it to {least} or more, or unset it")
-    return number
-
-
-def _optional(env: Env, name: str | None, least: int = 0) -> int | None:
-    return _integer(env, name, least) if name and env.get(name) else None
-
-
-def _partners(env: Env, launcher: str, names: tuple[str, ...]) -> None:
-    missing = [n for n in names if not env.get(n)]
-    if missing:
-        there = ", ".join(f"{n}={env[n]}" for n in names if env.get(n))
-        raise UsageError(f"{', '.join(missing)} is not set, but {there} is ({launcher}): set all of them, or none")
-
-
-def _within(rank: int, rank_name: str, size: int, size_name: str) -> None:
-    if rank >= size:
-        raise UsageError(f"{rank_name}={rank}, but {size_name}={size}: ranks run from 0 to {size - 1}")
-
-
-def address(text: str, name: str) -> str:
-    """`text` ("host:port", "tcp://host:port", "[v6]:port") as "host:port"; UsageError names `name` and the value."""
-    plain = text.removeprefix("tcp://").rstrip("/")
-    host, _, port = plain.rpartition(":")
-    v6 = host.startswith("[") and host.endswith("]")
-    if not host or "/" in plain or (":" in host and not v6):
-        raise UsageError(f"{name}={text!r} has no port: write it as host:port, such as 10.0.0.1:12355")
-    if not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UsageError(f"{name}={text!r}: the port {port!r} is not a number from 1 to 65535")
-    return plain
-
-
-@dataclass(frozen=True)
-class Variables:
-    """A launcher that says everything in variables of its own. `trigger`: any of them makes it this launcher."""
-
-    name: str
-    rank: str
-    size: str
-    local_rank: str | None = None
-    local_size: str | None = None
-    trigger: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()
-    coordinator: Callable[[Env], str | None] = lambda env: None
-    unless: Callable[[Env], bool] = lambda env: False
-
-    def detect(self, env: Env) -> World | None:
-        if not any(env.get(n) for n in self.trigger or (self.rank, self.size)) or self.unless(env):
-            return None
-        _partners(env, self.name, (self.rank, self.size, *self.also))
-        rank, size = _integer(env, self.rank), _integer(env, self.size, 1)
-        _within(rank, self.rank, size, self.size)
-        local_rank, local_size = _optional(env, self.local_rank), _optional(env, self.local_size, 1)
-        if local_rank is not None and local_size is not None:
-            _within(local_rank, str(self.local_rank), local_size, str(self.local_size))
-        return World(rank, size, local_rank, local_size, self.name, self.coordinator(env))
+__all__ = ["LAUNCHERS", "Kubernetes", "Slurm", "Variables", "World", "address", "discover"]
 
 
 def _under_srun(env: Env) -> bool:
@@ -107,7 +21,7 @@ def _under_srun(env: Env) -> bool:
 
 def _elastic(env: Env) -> str:
     """torchrun's agent itself listens on MASTER_PORT, where it keeps its store: the next port is ours."""
-    port = _integer(env, "MASTER_PORT", 1) + (env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    port = integer(env, "MASTER_PORT", 1) + (env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
     host = env["MASTER_ADDR"]
     return address(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", "MASTER_ADDR:MASTER_PORT")
 
@@ -139,21 +53,21 @@ class Slurm:
     def detect(self, env: Env) -> World | None:
         if not env.get("SLURM_STEP_NUM_TASKS"):
             return None
-        _partners(env, self.name, ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"))
-        rank, size = _integer(env, "SLURM_PROCID"), _integer(env, "SLURM_STEP_NUM_TASKS", 1)
-        _within(rank, "SLURM_PROCID", size, "SLURM_STEP_NUM_TASKS")
+        partners(env, self.name, ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"))
+        rank, size = integer(env, "SLURM_PROCID"), integer(env, "SLURM_STEP_NUM_TASKS", 1)
+        within(rank, "SLURM_PROCID", size, "SLURM_STEP_NUM_TASKS")
         if size == 1:
             return World(rank, size, 0, 1, self.name)
-        _partners(env, self.name, ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"))
+        partners(env, self.name, ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"))
         local_size = None
         if env.get("SLURM_STEP_TASKS_PER_NODE") and env.get("SLURM_NODEID"):
-            counts, node = tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"]), _integer(env, "SLURM_NODEID")
-            _within(node, "SLURM_NODEID", len(counts), "the number of nodes in SLURM_STEP_TASKS_PER_NODE")
+            counts, node = tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"]), integer(env, "SLURM_NODEID")
+            within(node, "SLURM_NODEID", len(counts), "the number of nodes in SLURM_STEP_TASKS_PER_NODE")
             local_size = counts[node]
         # Ports above 61000 are not handed out to outgoing connections; two steps of a job get different ones.
-        port = 61440 + (_integer(env, "SLURM_JOB_ID") * 8 + (_optional(env, "SLURM_STEP_ID") or 0)) % 4096
+        port = 61440 + (integer(env, "SLURM_JOB_ID") * 8 + (optional(env, "SLURM_STEP_ID") or 0)) % 4096
         host = first_host(env["SLURM_STEP_NODELIST"])
-        return World(rank, size, _optional(env, "SLURM_LOCALID"), local_size, self.name, f"{host}:{port}")
+        return World(rank, size, optional(env, "SLURM_LOCALID"), local_size, self.name, f"{host}:{port}")
 
 
 @dataclass(frozen=True)
@@ -167,8 +81,8 @@ class Kubernetes:
     def detect(self, env: Env) -> World | None:
         if not env.get("JOB_COMPLETION_INDEX") or not env.get("JAXDP_NUM_PROCESSES"):
             return None
-        rank, size = _integer(env, "JOB_COMPLETION_INDEX"), _integer(env, "JAXDP_NUM_PROCESSES", 1)
-        _within(rank, "JOB_COMPLETION_INDEX", size, "JAXDP_NUM_PROCESSES")
+        rank, size = integer(env, "JOB_COMPLETION_INDEX"), integer(env, "JAXDP_NUM_PROCESSES", 1)
+        within(rank, "JOB_COMPLETION_INDEX", size, "JAXDP_NUM_PROCESSES")
         if size == 1 or env.get("JAXDP_COORDINATOR"):
             return World(rank, size, launcher=self.name)
         pod, _, rest = (env.get("HOSTNAME") or self.full_name()).partition(".")

@@ -144,8 +144,10 @@ def lists():
         first, second = jaxdp.recv(2)
         same(first, np.arange(3, dtype=np.int8), "recv list")
         same(second, np.float32(-0.0), "recv list")
-    tree = {"w": np.full((2, 2), rank, np.float32), "n": [np.int32(rank)]}
+    tree = {"w": np.full((2, 2), rank, np.float32), "n": [np.int32(rank)], "key": jax.random.key(rank)}
     got = context.broadcast(tree)
+    assert got["key"].dtype == tree["key"].dtype
+    same(jax.random.key_data(got["key"]), jax.random.key_data(jax.random.key(0)), "key")
     same(got["w"], np.zeros((2, 2), np.float32), "tree")
     same(got["n"][0], np.int32(0), "tree")
 
@@ -243,19 +245,19 @@ def refused():
     if rank in (0, 2):
         call = (lambda: jaxdp.send(one, 2)) if rank == 0 else (lambda: jaxdp.send(one, 0))
         fails(distributed, call, "send from rank 0 to rank 2", "send from rank 2 to rank 0")
-    # a rank that comes too late is named, on itself as well; and then the next call works
+    # ranks that come too late are named, on themselves as well; and then the next call works
     os.environ["JAXDP_TIMEOUT"] = "2"
     context.barrier("start together")
-    if rank == 1:
+    if rank in (1, 2):
         time.sleep(3.0)
-    fails(distributed, lambda: jaxdp.allreduce(one), "rank 1 did not come", "2 s")
+    fails(distributed, lambda: jaxdp.allreduce(one), "rank 1, 2 did not come", "2 s")
     os.environ["JAXDP_TIMEOUT"] = "30"
     same(jaxdp.allreduce(one), 4 * one, "after errors")
 
 
 def context_itself():
     assert context.exchange("names", f"I am {rank}") == [f"I am {r}" for r in range(size)]
-    usage, distributed = jaxdp.UsageError, jaxdp.DistributedError
+    usage = jaxdp.UsageError
     context.agree(None)
     fails(
         usage, lambda: context.agree("no such file" if rank >= 2 else None), "rank 2 (host ", "no such file", speaker=2
@@ -263,10 +265,6 @@ def context_itself():
     context.check_same("run", {"config": "a", "data": "b"})
     facts = {"config": "a", "data": "c" if rank >= 1 else "b"}
     fails(usage, lambda: context.check_same("run", facts), "run: rank 1", "data=c", "data=b", speaker=0)
-    context.barrier("start together")
-    if rank in (1, 2):
-        time.sleep(3.0)
-    fails(distributed, lambda: context.barrier("few", timeout=2.0), "rank 1, 2 did not come", "few")
     context.barrier("all", timeout=30.0)
     assert jaxdp.init() is context
     fails(usage, lambda: jaxdp.init(rank=9, size=10), "already joined")

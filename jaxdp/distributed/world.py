@@ -1,0 +1,97 @@
+"""A world is which process this is and of how many; it is read from variables that must make sense together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from jaxdp.errors import UsageError
+
+Env = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class World:
+    """Which process this is.
+
+    local_rank, local_size: among the processes on this host; None where the launcher does not say.
+    coordinator: "host:port" at which rank 0 serves; None where the processes have another way to agree on it (MPI).
+    """
+
+    rank: int
+    size: int
+    local_rank: int | None = None
+    local_size: int | None = None
+    launcher: str = "none"
+    coordinator: str | None = None
+
+
+class Launcher(Protocol):
+    """Recognizes its own variables; raises UsageError where they are there and do not make sense."""
+
+    def detect(self, env: Env) -> World | None: ...
+
+
+def integer(env: Env, name: str, least: int = 0) -> int:
+    try:
+        number = int(env[name])
+    except ValueError:
+        raise UsageError(f"{name}={env[name]!r} is not a whole number: set it to one, or unset it") from None
+    if number < least:
+        raise UsageError(f"{name}={number} is less than {least}: set it to {least} or more, or unset it")
+    return number
+
+
+def optional(env: Env, name: str | None, least: int = 0) -> int | None:
+    return integer(env, name, least) if name and env.get(name) else None
+
+
+def partners(env: Env, launcher: str, names: tuple[str, ...]) -> None:
+    missing = [n for n in names if not env.get(n)]
+    if missing:
+        there = ", ".join(f"{n}={env[n]}" for n in names if env.get(n))
+        raise UsageError(f"{', '.join(missing)} is not set, but {there} is ({launcher}): set all of them, or none")
+
+
+def within(rank: int, rank_name: str, size: int, size_name: str) -> None:
+    if rank >= size:
+        raise UsageError(f"{rank_name}={rank}, but {size_name}={size}: ranks run from 0 to {size - 1}")
+
+
+def address(text: str, name: str) -> str:
+    """`text` ("host:port", "tcp://host:port", "[v6]:port") as "host:port"; UsageError names `name` and the value."""
+    plain = text.removeprefix("tcp://").rstrip("/")
+    host, _, port = plain.rpartition(":")
+    v6 = host.startswith("[") and host.endswith("]")
+    if not host or "/" in plain or (":" in host and not v6):
+        raise UsageError(f"{name}={text!r} has no port: write it as host:port, such as 10.0.0.1:12355")
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(f"{name}={text!r}: the port {port!r} is not a number from 1 to 65535")
+    return plain
+
+
+@dataclass(frozen=True)
+class Variables:
+    """A launcher that says everything in variables of its own. `trigger`: any of them makes it this launcher."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str | None = None
+    local_size: str | None = None
+    trigger: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    coordinator: Callable[[Env], str | None] = lambda env: None
+    unless: Callable[[Env], bool] = lambda env: False
+
+    def detect(self, env: Env) -> World | None:
+        if not any(env.get(n) for n in self.trigger or (self.rank, self.size)) or self.unless(env):
+            return None
+        partners(env, self.name, (self.rank, self.size, *self.also))
+        rank, size = integer(env, self.rank), integer(env, self.size, 1)
+        within(rank, self.rank, size, self.size)
+        local_rank, local_size = optional(env, self.local_rank), optional(env, self.local_size, 1)
+        if local_rank is not None and local_size is not None:
+            within(local_rank, str(self.local_rank), local_size, str(self.local_size))
+        return World(rank, size, local_rank, local_size, self.name, self.coordinator(env))
