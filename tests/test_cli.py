@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import socket
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from launch import mpirun, processes
+from two_hosts import TwoHosts
 
 ROOT = pathlib.Path(__file__).parent.parent
 CNN = ["--model", "{target: CNN, args: {widths: [4, 8], dropout: 0.1}}"]
@@ -238,10 +240,18 @@ def test_bad_input_under_mpirun_is_said_once(tmp_path, which):
         assert not done.left and done.seconds < 30
 
 
-def ranks(tmp_path, argvs, timeout=60.0):
-    """Two processes with arguments of their own, as two hosts might have: told apart by their rank."""
-    import socket
+@pytest.mark.mpi
+def test_two_hosts_change_nothing(single, tmp_path):
+    argv = ["train.py", "--config", str(write(tmp_path, SMALL)), "--run_dir", str(tmp_path / "run")]
+    with TwoHosts(tmp_path) as hosts:
+        done = hosts.mpirun(argv, timeout=120)
+    assert done.returncode == 0, done.output
+    assert json.loads((tmp_path / "run" / "env.json").read_text())["topology"]["hosts"] == hosts.names
+    assert_same_curve(tmp_path / "run", single)
 
+
+def ranks(tmp_path, argvs, timeout=60.0, prefixes=None):
+    """Two processes with arguments of their own, as two hosts might have: told apart by their rank."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -252,7 +262,7 @@ def ranks(tmp_path, argvs, timeout=60.0):
     )
     env = {"JAXDP_COORDINATOR": f"127.0.0.1:{port}", "JAXDP_NUM_PROCESSES": "2"}
     each = [env | {"JAXDP_PROCESS_ID": str(r)} for r in range(2)]
-    return processes([str(script), json.dumps([list(map(str, a)) for a in argvs])], each, timeout)
+    return processes([str(script), json.dumps([list(map(str, a)) for a in argvs])], each, timeout, 1, prefixes)
 
 
 @pytest.mark.mpi
@@ -262,14 +272,27 @@ def ranks(tmp_path, argvs, timeout=60.0):
         ([], ["--modle.target", "X"], "rank 1"),
         ([], ["--seed", "3"], "seed"),
         ([], ["--data.target", "MNIST", "--data.args", "{root: /nowhere}"], "rank 1"),
-        ([], ["--run_dir", "OTHER"], "run_dir"),
     ],
-    ids=["config error on one", "configs that differ", "data missing on one", "run directory not shared"],
+    ids=["config error on one", "configs that differ", "data missing on one"],
 )
 def test_ranks_that_differ_are_named_once(tmp_path, first, second, words):
     base = ["--config", write(tmp_path, SMALL), "--run_dir", tmp_path / "run"]
-    second = [str(tmp_path / "other") if a == "OTHER" else a for a in second]
-    done = ranks(tmp_path, [[*base, *first], [*base, *second]])
+    refused_once(ranks(tmp_path, [[*base, *first], [*base, *second]]), words)
+
+
+@pytest.mark.mpi
+def test_a_run_directory_that_is_not_shared(tmp_path):
+    """Rank 1 has a file system of its own at the same path, as a host without the network mount would."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    alone = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(run_dir)]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("mounting in a namespace of one's own is not permitted here")
+    base = ["--config", write(tmp_path, SMALL), "--run_dir", run_dir]
+    refused_once(ranks(tmp_path, [base, base], prefixes=[[], alone]), "is not the directory that rank 0 writes to")
+
+
+def refused_once(done, words):
     errors = "".join(d.stderr for d in done)
     assert [d.returncode for d in done] == [2, 2], errors
     assert errors.count("jaxdp: ") == 1 and words in errors and "Traceback" not in errors
