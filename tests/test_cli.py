@@ -114,7 +114,11 @@ def test_a_run_goes_on_where_it_stands_under_the_other_backend(single, tmp_path)
     assert "goes on after step 20" in out
     assert_same_curve(tmp_path / "run", single)
     evaluated = subprocess.run(
-        [sys.executable, "-m", "jaxdp", "eval", *map(str, argv)], cwd=ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-m", "jaxdp", "eval", "--run_dir", str(tmp_path / "run")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     accuracy = records(tmp_path / "run", "final")[0]["accuracy"]
     assert evaluated.returncode == 0 and f"accuracy {accuracy:.4f}" in evaluated.stdout

@@ -24,7 +24,7 @@ USAGE = """usage: jaxdp VERB [--config FILE] [--key value ...]
   jaxdp train --config configs/digits.yaml
   jaxdp train --config configs/digits.yaml --optimizer.lr 3e-4 --parallel.backend pjit
   mpirun -np 2 jaxdp train --config configs/digits.yaml
-  jaxdp eval --config configs/digits.yaml
+  jaxdp eval --run_dir runs/digits
 
 `jaxdp VERB --help` lists every key with its default. `python train.py` is `jaxdp train`.
 """
@@ -87,6 +87,7 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None]:
     )
     parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help="the YAML file of the run")
     parser.add_class_arguments(Config, None, as_group=False)
+    argv = _with_saved_config(argv) if verb == "eval" else argv
     _check_arguments(argv)
     try:
         space = parser.parse_args(argv)
@@ -99,6 +100,13 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None]:
             space[other] = None
     config = _to_dataclass(Config, space.as_dict())
     return resolve(config), (files[-1] if files else None)
+
+
+def _with_saved_config(argv: list[str]) -> list[str]:
+    """`eval --run_dir DIR` alone takes the config that the run left there."""
+    given = {arg.partition("=")[0]: arg.partition("=")[2] or value for arg, value in zip(argv, [*argv[1:], ""])}
+    saved = pathlib.Path(given.get("--run_dir", "")) / "config.yaml"
+    return ["--config", str(saved), *argv] if "--config" not in given and saved.is_file() else argv
 
 
 def _check_arguments(argv: list[str]) -> None:
