@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import toys
 from jaxdp.axes import DATA
+from jaxdp.data.base import Arrays
+from jaxdp.data.cursor import Cursor
+from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
 from jaxdp.parallel.base import data_mesh, slot_table
 from jaxdp.parallel.reduction import REDUCTIONS, make_reduction, pack
@@ -78,3 +82,18 @@ def test_shares_differ_by_at_most_one(devices):
 def test_more_devices_than_microbatches_says_what_to_set():
     with pytest.raises(UsageError, match="microbatches: 8 cannot be dealt to 9 devices; set microbatches to 9"):
         slot_table(8, 9)
+
+
+@pytest.mark.parametrize("backend", ["pmap", "pjit"])
+def test_a_bucketed_step_is_one_all_reduce_of_one_operand(backend):
+    """Gradients, loss, weight, metrics and BatchNorm's averages travel together."""
+    examples = toys.data(20)
+    _, state, _, strategy, program = toys.train(
+        toys.MODELS["resnet"](), examples, backend=backend, devices=4, reduction="bucket", bucket_mb=25.0, steps=0
+    )
+    state = strategy.adopt(jax.device_put(state, strategy.abstract(lambda: state).step.sharding))
+    batch = read_batch(Arrays(**examples), Cursor(20, 20, 8, 0), 0, strategy.local_slots)
+    text = program.parts["update"].lower(state, strategy.put(batch)).compile().as_text()
+    calls = [m.group(1) for m in re.finditer(r" all-reduce(?:-start)?\(([^)]*)\)", text)]
+    assert len(calls) == 1 and "," not in calls[0]
+    assert not re.search(r" (all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\(", text)

@@ -91,13 +91,14 @@ def train(
     batch_size=20,
     dtype="float32",
     loss=None,
+    bucket_mb=0.001,
 ):
     """(initial state, final exported state, metrics of each update, strategy, program)"""
     tx, clip = OPTIMIZERS[optimizer][0](), OPTIMIZERS[optimizer][1]
     step = make_step(
         model, loss or SoftmaxCrossEntropy(), tx, policy=policy(dtype), clip_norm=clip, accumulate=accumulate
     )
-    strategy = STRATEGIES[backend](microbatches, make_reduction(reduction, 0.001), None, jax.devices()[:devices])
+    strategy = STRATEGIES[backend](microbatches, make_reduction(reduction, bucket_mb), None, jax.devices()[:devices])
     dataset = Arrays(**examples)
     cursor = Cursor(len(dataset), batch_size, microbatches, 0, shuffle=False)
     example = {k: v[: cursor.examples_per_microbatch] for k, v in examples.items()}
