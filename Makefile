@@ -15,7 +15,7 @@ train: $(VENV)/.base
 	$(BIN)/python train.py --config configs/digits.yaml
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not slow" --durations=10
+	$(BIN)/python -m pytest -m "not slow" -rs --durations=10
 
 # The full products too.
 test-all: test
