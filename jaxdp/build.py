@@ -9,27 +9,27 @@ from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
-from flax import nnx
 
 from jaxdp import loop
 from jaxdp.checkpoint import Checkpoints
-from jaxdp.config import Config
+from jaxdp.config import Config, Target
 from jaxdp.config.check import flatten
 from jaxdp.data import SOURCES
 from jaxdp.data.base import Dataset, as_dataset, check_dtypes, fingerprint
 from jaxdp.data.cursor import Cursor
+from jaxdp.data.prefetch import read_batch
 from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
 from jaxdp.losses import LOSSES, LossFn
 from jaxdp.metrics.writer import Nothing
 from jaxdp.models import MODELS, as_model
 from jaxdp.models.base import Model
-from jaxdp.optim import OPTIMIZERS, make_optimizer, make_schedule
+from jaxdp.optim import OPTIMIZERS, make_optimizer, make_schedule, path_string
 from jaxdp.parallel import STRATEGIES
 from jaxdp.parallel.reduction import make_reduction
 from jaxdp.precision import policy
 from jaxdp.profile import Profile
-from jaxdp.step import TrainState, init_state, make_step
+from jaxdp.step import Step, TrainState, init_state, make_step
 from jaxdp.targets import bind, call, locate, parameters, require
 
 T = TypeVar("T")
@@ -76,14 +76,16 @@ def make_run(config: Config, directory: pathlib.Path, context: Context) -> loop.
         eval_transform=getattr(eval_set, "transform", None),
         schedule=schedule,
     )
-    example = probe(dataset, cursor)
+    example = dataset.read(np.zeros(1, np.int64))
 
     def make_state() -> TrainState:
-        inputs = {k: jax.numpy.asarray(v) for k, v in example.items()}
+        places = cursor.examples_per_microbatch
+        inputs = {k: jax.numpy.broadcast_to(v[0], (places, *v.shape[1:])) for k, v in example.items()}
         if hasattr(dataset, "transform"):
             inputs = dataset.transform(inputs, jax.random.key(0), False)
         return init_state(model, tx, numbers, config.seed, config.microbatches, inputs)
 
+    together(context, lambda: rehearse(step, make_state, read_batch(dataset, cursor, 0, [0])))
     source = None
     if eval_set is not None:
         source = loop.Source(eval_set, Cursor(len(eval_set), config.batch_size, config.microbatches, 0, shuffle=False))
@@ -132,32 +134,40 @@ def make_parts(config: Config) -> tuple[tuple[Dataset, Dataset | None], Model, L
 
 def make_data(config: Config) -> tuple[Dataset, Dataset | None]:
     """(the training set, what to evaluate on or None)."""
-    cls = locate("data", config.data.target, SOURCES)
-    splits = "split" in parameters(cls) and "split" not in config.data.args
-    dataset = as_dataset(call("data", bind("data", cls, config.data.args, {"split": "train"})))
-    check_dtypes(dataset, config.precision.params == "float64")
+    x64 = config.precision.params == "float64"
+    found = locate("data", config.data.target, SOURCES)
+    splits = callable(found) and "split" in parameters(found) and "split" not in config.data.args
+    dataset = read_set("data", config.data, "train", x64)
     if config.eval.data is not None:
-        other = locate("eval.data", config.eval.data.target, SOURCES)
-        eval_set: Any = call("eval.data", bind("eval.data", other, config.eval.data.args, {"split": "test"}))
-    elif splits:
-        eval_set = call("data", bind("data", cls, config.data.args, {"split": "test"}))
-    else:
-        return dataset, None
-    eval_set = as_dataset(eval_set)
-    check_dtypes(eval_set, config.precision.params == "float64")
-    return dataset, eval_set
+        return dataset, read_set("eval.data", config.eval.data, "test", x64)
+    return dataset, read_set("data", config.data, "test", x64) if splits else None
+
+
+def read_set(key: str, target: Target, split: str, x64: bool) -> Dataset:
+    """The data set that a target makes, or is: the path of a sized sequence of examples will do."""
+    found = locate(key, target.target, SOURCES)
+    if not callable(found) and not hasattr(found, "__len__"):
+        raise UsageError(
+            f"{key}.target: {target.target!r} is {type(found).__name__}, neither examples nor what makes them"
+        )
+    made = call(key, bind(key, found, target.args, {"split": split})) if callable(found) else found
+    dataset = as_dataset(made)
+    check_dtypes(dataset, x64)
+    return dataset
 
 
 def make_model(config: Config, target: Any, dataset: Dataset) -> Model:
     """A Flax module, or whatever else a target gives, as a `Model`; it may take input_shape and num_classes."""
     first = dataset.read(np.zeros(1, np.int64))
     shape = first.get("inputs", next(iter(first.values()))).shape[1:]
-    known = {"input_shape": getattr(dataset, "input_shape", shape), "num_classes": getattr(dataset, "classes", None)}
-    bound = bind("model", target, config.model.args, {k: v for k, v in known.items() if v is not None})
-    if isinstance(target, type) and issubclass(target, nnx.Module):
+    known = {"input_shape": getattr(dataset, "input_shape", shape), "num_classes": getattr(dataset, "classes", 0)}
+    bound = bind("model", target, config.model.args, {k: v for k, v in known.items() if v})
+    if (wanted := bound.keywords.get("num_classes")) is not None and wanted < known["num_classes"]:
+        raise UsageError(f"model.args.num_classes: {wanted}, but the data has {known['num_classes']} classes")
+    if "rngs" in parameters(bound):  # an NNX class, or a function that makes its module
         require("model", bound, "rngs")
         return call("model", bound, lambda: as_model(lambda rngs: bound(rngs=rngs)))
-    return as_model(call("model", bound))
+    return call("model", bound, lambda: as_model(call("model", bound)))
 
 
 def make_loss(config: Config) -> LossFn:
@@ -171,6 +181,9 @@ def make_tx(config: Config, schedule: Any) -> Any:
     opt = config.optimizer
     target = locate("optimizer", opt.target, OPTIMIZERS)
     bind("optimizer", target, opt.args)
+    for arg, own in {"learning_rate": "lr", "weight_decay": "weight_decay", "mask": "no_decay"}.items():
+        if arg in opt.args:
+            raise UsageError(f"optimizer.args.{arg}: it is set by optimizer.{own}; set that")
     try:
         return make_optimizer(target, schedule, opt.weight_decay, opt.no_decay, **opt.args)
     except (TypeError, ValueError) as error:
@@ -190,9 +203,20 @@ def choose_devices(config: Config, context: Context) -> list[jax.Device]:
     return devices[:wanted]
 
 
-def probe(dataset: Dataset, cursor: Cursor) -> dict[str, np.ndarray]:
-    """One microbatch [example, ...] in the shape and dtype of the data, for initialization by shape."""
-    return dataset.read(np.zeros(cursor.examples_per_microbatch, np.int64))
+def rehearse(step: Step, make_state: Callable[[], TrainState], batch: dict[str, np.ndarray]) -> None:
+    """Traces one update of one microbatch, by shape alone: what does not fit is said before anything is made."""
+    state = jax.eval_shape(make_state)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
+        if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
+            raise UsageError(f"model: parameter {path_string(path)!r} is {leaf.dtype}; only floats have a gradient")
+        if not leaf.size:
+            raise UsageError(f"model: parameter {path_string(path)!r} has shape {leaf.shape}; it holds nothing")
+
+    def update(state: TrainState, batch: Any) -> Any:
+        view = state.view._replace(carry=jax.tree.map(lambda x: x[:1], state.carry))
+        return step.apply(state, step.grads(view, batch, jax.numpy.zeros(1, jax.numpy.int32)))
+
+    jax.eval_shape(update, state, batch)
 
 
 def facts(config: Config, dataset: Dataset) -> dict[str, str]:

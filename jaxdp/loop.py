@@ -53,11 +53,16 @@ def fit(run: Run) -> Record:
     """Trains to the last update, evaluates, saves; returns the final record."""
     program = run.strategy.lower(run.step)
     state = restore(run, run.start) if run.start else run.strategy.init(run.make_state)
-    meter = Meter(run.writer, run.log_every, run.steps, run.train.cursor.batch_size)
-    with prefetch(lambda step: run.train.batch(step, run.strategy), run.start, run.steps) as batches:
+    examples = run.train.cursor.size / run.train.cursor.steps_per_epoch
+    metrics: dict[str, jax.Array] = {}
+    with (
+        Meter(run.writer, run.log_every, run.steps, examples) as meter,
+        prefetch(lambda step: run.train.batch(step, run.strategy), run.start, run.steps) as batches,
+    ):
         for step, batch in enumerate(batches, run.start + 1):
-            with run.profile.trace(step):
-                state, metrics = program.update(state, batch)
+            run.profile.before(step)
+            state, metrics = program.update(state, batch)
+            run.profile.after(step, metrics)
             meter.update(step, metrics)
             if step < run.steps and _due(step, run.eval_every) and run.eval:
                 meter.pause()
@@ -65,15 +70,18 @@ def fit(run: Run) -> Record:
             if step < run.steps and _due(step, run.save_every):
                 meter.pause()
                 save(run, step, state)
-    meter.flush()
+        meter.flush()
     save(run, run.steps, state)
-    return finish(run, program, state)
+    return finish(run, program, state, metrics)
 
 
-def finish(run: Run, program: Program, state: TrainState) -> Record:
-    """The final record: the last evaluation, and the digest of the parameters."""
+def finish(run: Run, program: Program, state: TrainState, metrics: dict[str, jax.Array]) -> Record:
+    """The final record: the last evaluation (with nothing to evaluate on, the last update's loss), and the digest."""
     final: Record = {"step": run.steps, "split": "final"}
-    final |= evaluate(run, program, state) if run.eval else {}
+    if run.eval:
+        final |= evaluate(run, program, state)
+    elif metrics:
+        final["loss"] = float(metrics["loss"])
     final["params_sha256"] = params_sha256(run.strategy.export(state).params)
     run.writer.write(final)
     return final

@@ -28,7 +28,7 @@ class SoftmaxCrossEntropy:
         self.label_smoothing = label_smoothing
 
     def __call__(self, outputs: jax.Array, batch: dict[str, jax.Array]):
-        labels = batch["labels"]
+        labels = _labels(batch)
         if outputs.shape[:-1] != labels.shape:
             raise UsageError(
                 f"loss: outputs {outputs.shape} do not fit labels {labels.shape}; the model must return logits "
@@ -44,22 +44,36 @@ class SoftmaxCrossEntropy:
 
 
 class MeanSquaredError:
-    """The squared error, averaged over an example's own dims. outputs and batch["labels"]: [example, ...]."""
+    """The squared error, averaged over the dims that the mask has not: an example's, or a token's own.
+
+    outputs and batch["labels"]: [example, ...]; batch["mask"]: its leading dims.
+    """
 
     def __call__(self, outputs: jax.Array, batch: dict[str, jax.Array]):
-        labels = batch["labels"].astype(outputs.dtype)
+        labels = _labels(batch).astype(outputs.dtype)
         if outputs.shape != labels.shape:
             raise UsageError(f"loss: outputs {outputs.shape} do not fit labels {labels.shape}")
-        losses = jnp.mean(jnp.square(outputs - labels).reshape(outputs.shape[0], -1), axis=-1)
-        mask = batch["mask"].astype(losses.dtype)
+        errors, dims = jnp.square(outputs - labels), min(batch["mask"].ndim, outputs.ndim)
+        losses = jnp.mean(errors.reshape(*errors.shape[:dims], -1), axis=-1)
+        mask = _fit(batch["mask"], losses)
         return jnp.sum(losses * mask), jnp.sum(mask), {}
 
 
 def _fit(mask: jax.Array, losses: jax.Array) -> jax.Array:
     """mask [example] or [example, token] as the shape and dtype of losses."""
+    if mask.shape != losses.shape[: mask.ndim]:
+        raise UsageError(f"loss: the data's mask {mask.shape} does not fit the losses {losses.shape}, dim by dim")
     return jnp.broadcast_to(mask.reshape(mask.shape + (1,) * (losses.ndim - mask.ndim)), losses.shape).astype(
         losses.dtype
     )
+
+
+def _labels(batch: dict[str, jax.Array]) -> jax.Array:
+    if "labels" not in batch:
+        raise UsageError(
+            f"loss: it needs 'labels', and the data has {sorted(batch)}; name them so, or use another loss"
+        )
+    return batch["labels"]
 
 
 LOSSES = {"SoftmaxCrossEntropy": SoftmaxCrossEntropy, "MeanSquaredError": MeanSquaredError}

@@ -1,8 +1,7 @@
 """A profile is a window of updates traced for TensorBoard or Perfetto."""
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -15,12 +14,13 @@ class Profile:
     start: int | None = None
     steps: int = 5
 
-    @contextlib.contextmanager
-    def trace(self, step: int) -> Iterator[None]:
-        """Around update `step` (1 is the first)."""
+    def before(self, step: int) -> None:
+        """Ahead of update `step` (1 is the first)."""
         if self.start is not None and step == self.start + 1:
             jax.profiler.start_trace(self.directory)
-        yield
+
+    def after(self, step: int, outputs: Any) -> None:
+        """After update `step`; waits for its outputs where the trace ends."""
         if self.start is not None and step == self.start + self.steps:
-            jax.effects_barrier()
+            jax.block_until_ready(outputs)
             jax.profiler.stop_trace()

@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from jaxdp.errors import UsageError
+
 PACKAGES = ("jaxdp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4py")
 
 
@@ -19,6 +21,7 @@ def make(directory: pathlib.Path) -> str | None:
     """Makes the directory and a nonce in it; returns what is wrong, or None."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        (directory / "checkpoints").mkdir(exist_ok=True)
         (directory / ".nonce").write_text(secrets.token_hex(16))
     except OSError as error:
         return f"run_dir: cannot write in {str(directory)!r}: {error.strerror}; choose another with --run_dir"
@@ -45,10 +48,20 @@ def is_shared(directory: pathlib.Path, nonce: str, timeout: float = 10.0) -> str
     )
 
 
-def saved_config(directory: pathlib.Path) -> dict[str, Any] | None:
-    """The config of the run that is there, or None."""
+def saved_config(directory: pathlib.Path) -> dict[str, Any]:
+    """The config of the run that is there; UsageError where it is missing or no config."""
     file = directory / "config.yaml"
-    return yaml.safe_load(file.read_text()) if file.exists() else None
+    try:
+        saved = yaml.safe_load(file.read_text())
+        problem = None if isinstance(saved, dict) else "it is no mapping"
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        problem = " ".join(str(error).split())
+    if problem:
+        raise UsageError(
+            f"run_dir: {str(directory)!r} has checkpoints, but its config.yaml cannot be read ({problem}), so nobody "
+            "can tell whether they are of this config; put it back, or choose another --run_dir"
+        )
+    return saved
 
 
 def write_config(directory: pathlib.Path, config: dict[str, Any]) -> None:

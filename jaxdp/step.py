@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from jaxdp.errors import UsageError
 from jaxdp.losses import LossFn
 from jaxdp.models.base import CARRY, Model
 from jaxdp.precision import Policy, cast_floats
@@ -143,7 +144,7 @@ def make_step(
         inputs = policy.inputs({**batch, "mask": seen})
         outputs, new_state = model.apply(params, state, inputs, key, train)
         outputs = policy.outputs(outputs)
-        total, weight, metrics = loss(outputs, {**batch, "mask": mask.astype(policy.state)})
+        total, weight, metrics = _three(loss(outputs, {**batch, "mask": mask.astype(policy.state)}))
         new_state, carry = split_carry(new_state)
         dtype = total.dtype
         weight = weight.astype(dtype)
@@ -238,6 +239,25 @@ def _one_by_one(total: Callable, params: Tree, pieces: Tree) -> Sums:
     zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     sums, carry = jax.lax.scan(add, zero, pieces)
     return sums._replace(carry=carry)
+
+
+def _three(result: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """What a loss returned, if it is what a loss returns."""
+    scalar = lambda x: getattr(x, "shape", None) == ()
+    if not (
+        isinstance(result, tuple)
+        and len(result) == 3
+        and scalar(result[0])
+        and scalar(result[1])
+        and isinstance(result[2], dict)
+        and all(map(scalar, result[2].values()))
+    ):
+        got = jax.tree.map(lambda x: f"{getattr(x, 'dtype', type(x).__name__)}{list(getattr(x, 'shape', ()))}", result)
+        raise UsageError(
+            f"loss: it returned {got}; a loss returns (sum [], weight [], {{name: sum []}}), e.g. the losses times "
+            "batch['mask'] summed, and batch['mask'] summed"
+        )
+    return result
 
 
 def _keep(mask: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:

@@ -20,6 +20,8 @@ def locate(key: str, target: str, table: Mapping[str, Any]) -> Any:
         near = difflib.get_close_matches(target, table, 1, 0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"built in: {', '.join(table)}"
         raise UsageError(f"{key}.target: {target!r} is neither built in nor a dotted path; {hint}")
+    if not all(part.isidentifier() for part in entry.split(".")):
+        raise UsageError(f"{key}.target: {target!r} is not a dotted path, such as package.module.Name")
     try:
         found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -30,7 +32,8 @@ def locate(key: str, target: str, table: Mapping[str, Any]) -> Any:
             "on PYTHONPATH?"
         ) from None
     if not hasattr(found, name):
-        near = difflib.get_close_matches(name, dir(found), 1, 0.5)
+        offered = [n for n, v in vars(found).items() if not n.startswith("_") and callable(v)]
+        near = difflib.get_close_matches(name, offered, 1, 0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UsageError(f"{key}.target: module {module!r} has no {name!r}{hint}")
     return getattr(found, name)
@@ -47,7 +50,9 @@ def parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(target).parameters)
 
 
-def bind(key: str, target: Any, args: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+def bind(
+    key: str, target: Any, args: Mapping[str, Any], given: Mapping[str, Any] | None = None
+) -> functools.partial[Any]:
     """`target` with its arguments, as a function of what is left.
 
     given: values for arguments of these names that the config leaves out, where the target takes them.
@@ -64,6 +69,10 @@ def bind(key: str, target: Any, args: Mapping[str, Any], given: Mapping[str, Any
                 near = difflib.get_close_matches(arg, takes, 1, 0.5)
                 hint = f"did you mean {near[0]!r}?" if near else f"it takes: {', '.join(sorted(takes)) or 'none'}"
                 raise UsageError(f"{key}.args.{arg}: {name} takes no such argument; {hint}")
+    for arg, value in args.items():
+        default = getattr(known.get(arg), "default", None)
+        if isinstance(value, str) and isinstance(default, int | float):
+            raise UsageError(f"{key}.args.{arg}: {value!r} is a text, not like {name}'s default, {default!r}")
     filled = {k: v for k, v in (given or {}).items() if k in takes}
     return functools.partial(target, **{**filled, **args})
 

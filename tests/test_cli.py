@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -171,6 +172,12 @@ BAD = {
     "too many devices": (["--microbatches", "2"], "set microbatches to 3"),
     "devices that are not there": (["--parallel.devices", "9"], "parallel.devices: 9, but there are 3"),
     "labels that do not fit": (["--loss.target", "MeanSquaredError"], "loss: outputs"),
+    "target that is no path": (["--model.target", ".foo.bar"], "model.target: '.foo.bar' is not a dotted path"),
+    "target that is a number": (["--data.target", "math.pi", "--data.args", "{}"], "data.target: 'math.pi' is float"),
+    "target that is no model": (["--model.target", "os.getcwd", "--model.args", "{}"], "neither a Flax module"),
+    "argument of another type": (["--model.args.dropout", "much"], "model.args.dropout: 'much' is a text"),
+    "too few classes": (["--model.args.num_classes", "4"], "model.args.num_classes: 4, but the data has 10"),
+    "argument with a key of its own": (["--optimizer.args.weight_decay", "1"], "set by optimizer.weight_decay"),
     "a run directory that is a file": (["--run_dir", "pyproject.toml"], "run_dir: cannot write in 'pyproject.toml'"),
 }
 
@@ -182,7 +189,7 @@ def test_bad_input_is_one_line_and_code_2(case, tmp_path):
     done = jaxdp("--config", write(tmp_path, SMALL), "--run_dir", run_dir, *argv, code=2, devices=3)
     assert words in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("jaxdp: ")
     assert "Traceback" not in done.stderr
-    assert case == "labels that do not fit" or not run_dir.exists()  # nothing is left of a run that never began
+    assert not run_dir.exists()  # nothing is left of a run that never began
 
 
 def test_int64_data_without_x64_is_refused(tmp_path):
@@ -192,6 +199,38 @@ def test_int64_data_without_x64_is_refused(tmp_path):
     config = write(tmp_path, SMALL.replace("{target: Digits, args: {augment: true}}", "{target: wide.data}"))
     done = jaxdp("--config", config, "--model.args.num_classes", 3, cwd=tmp_path, code=2)
     assert "'labels' is int64" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_damaged_run_directories_are_refused_in_one_line(single, tmp_path):
+    config = write(tmp_path, SMALL)
+    for text, words in (("a: [", "config.yaml cannot be read"), ("- 1", "it is no mapping"), (None, "No such file")):
+        run_dir = tmp_path / f"run{words[:2]}"
+        shutil.copytree(single, run_dir)
+        (run_dir / "config.yaml").unlink()
+        if text is not None:
+            (run_dir / "config.yaml").write_text(text)
+        done = jaxdp("--config", config, "--run_dir", run_dir, code=2)
+        assert words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    shutil.copytree(single, tmp_path / "torn")
+    with (tmp_path / "torn" / "metrics.jsonl").open("ab") as file:
+        file.write(b'3\n[1]\n\xff\xfe\n{"step":')
+    assert "finished" in jaxdp("--config", config, "--run_dir", tmp_path / "torn").stdout
+    (tmp_path / "file").mkdir()
+    (tmp_path / "file" / "checkpoints").write_text("")
+    assert "cannot write" in jaxdp("--config", config, "--run_dir", tmp_path / "file", code=2).stderr
+    other = [sys.executable, "-m", "jaxdp", "eval", "--run_dir", str(single), "--model.args.widths", "[2]"]
+    done = subprocess.run(other, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and "model.args.widths: [4, 8] -> [2]" in done.stderr
+
+
+def test_a_sized_sequence_is_data_by_its_path(tmp_path):
+    (tmp_path / "rows.py").write_text(
+        "import numpy as np\nROWS = [{'inputs': np.ones((4, 4, 1), np.float32), 'labels': i % 3} for i in range(9)]\n"
+    )
+    config = write(tmp_path, SMALL.replace("{target: Digits, args: {augment: true}}", "{target: rows.ROWS}"))
+    jaxdp("--config", config, "--model.args.num_classes", 3, "--steps", 2, cwd=tmp_path)
+    final = records(tmp_path / "runs" / "config", "final")[0]
+    assert final["loss"] == records(tmp_path / "runs" / "config", "train")[-1]["loss"]  # nothing to evaluate on
 
 
 def test_help_reads_well():
@@ -252,6 +291,25 @@ def test_two_hosts_change_nothing(single, tmp_path):
     assert done.returncode == 0, done.output
     assert json.loads((tmp_path / "run" / "env.json").read_text())["topology"]["hosts"] == hosts.names
     assert_same_curve(tmp_path / "run", single)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("fault", ["OSError('the disk is gone')", "SystemExit(0)"])
+def test_a_rank_that_fails_ends_the_job_in_seconds(tmp_path, fault):
+    (tmp_path / "failing.py").write_text(
+        "import jaxdp\nfrom jaxdp.data.digits import Digits\n"
+        "class Data(Digits):\n"
+        "    def read(self, indices):\n"
+        "        if jaxdp.current().rank == 1 and 1000 in indices:\n"
+        f"            raise {fault}\n"
+        "        return super().read(indices)\n"
+    )
+    config = write(tmp_path, SMALL.replace("{target: Digits, args: {augment: true}}", "{target: failing.Data}"))
+    argv = ["train.py", "--config", str(config), "--run_dir", str(tmp_path / "run"), "--steps", "60"]
+    done = mpirun(2, argv, env={"PYTHONPATH": str(tmp_path)}, timeout=60)
+    assert done.returncode == 1, done.output
+    assert "rank 1 " in done.stderr and done.seconds < 20 and not done.left
+    assert ("the disk is gone" in done.stderr) == fault.startswith("OSError")
 
 
 def ranks(tmp_path, argvs, timeout=60.0, prefixes=None):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import toys
@@ -14,7 +15,7 @@ from jaxdp.data.base import Arrays
 from jaxdp.data.cursor import Cursor
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
-from jaxdp.parallel.base import data_mesh, slot_table
+from jaxdp.parallel.base import data_mesh, from_first, slot_table
 from jaxdp.parallel.reduction import REDUCTIONS, make_reduction, pack
 
 MESH = data_mesh(jax.devices()[:4])
@@ -69,6 +70,13 @@ def test_buckets_are_last_leaf_first_of_one_dtype_within_the_limit():
 
 def test_auto_is_xla_in_one_process():
     assert make_reduction("auto").reduce.__qualname__ == REDUCTIONS["xla"]().reduce.__qualname__
+
+
+def test_the_initial_sync_keeps_types_and_bits():
+    tree = {"f": jnp.array([1.5, jnp.inf]), "b": jnp.array([True, False]), "i": jnp.arange(3, dtype=jnp.int8)}
+    got = from_first(jax.device_put(tree, NamedSharding(MESH, P())), MESH)
+    jax.tree.map(np.testing.assert_array_equal, got, tree)
+    assert jax.tree.map(lambda x: x.dtype, got) == jax.tree.map(lambda x: x.dtype, tree)
 
 
 @pytest.mark.parametrize("devices", range(1, 17))

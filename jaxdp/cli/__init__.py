@@ -1,14 +1,14 @@
 """The command line: `jaxdp VERB --config FILE [--key value ...]`; nothing here needs jax until the config is right."""
 
-import dataclasses
 import pathlib
+import re
 import sys
 import traceback
 from typing import Any, NoReturn, get_type_hints
 
 from jaxdp import __version__
 from jaxdp.config import Config
-from jaxdp.config.check import check_key, flatten, resolve
+from jaxdp.config.check import check_key, check_structure, expected, inner, known_keys, resolve
 from jaxdp.distributed import launchers
 from jaxdp.errors import DistributedError, UsageError
 
@@ -46,7 +46,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
         _run(argv[0], argv[1:])
     except (UsageError, DistributedError) as error:
         _refuse(error)
-    except (SystemExit, KeyboardInterrupt):
+    except SystemExit as error:
+        _exit_alone(error)
+    except KeyboardInterrupt:
         raise
     except BaseException:
         _crash()
@@ -125,31 +127,42 @@ def _check_arguments(argv: list[str]) -> None:
             if not file.is_file():
                 raise UsageError(f"--config: no file {value!r}; give the path of a YAML file, e.g. configs/digits.yaml")
             try:
-                content = yaml.safe_load(file.read_text())
-            except (yaml.YAMLError, UnicodeDecodeError) as error:
+                content = yaml.load(file.read_text(), _loader(value))
+            except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
                 raise UsageError(f"{value}: not YAML: {_one_line(str(error))}") from None
             if not isinstance(content, dict):
                 raise UsageError(f"{value}: a config is a YAML mapping, this is {type(content).__name__}")
-            for name in flatten(content):
-                check_key(str(name), value)
+            check_structure(content, value)
         elif key not in ("help", "print_config"):
             check_key(key, "command line")
 
 
+def _loader(file: str) -> Any:
+    """YAML's safe loader, but a key that is there twice is refused: the last would win in silence."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value]
+            if twice := [k for k in keys if keys.count(k) > 1]:
+                raise UsageError(f"{file}: line {node.start_mark.line + 1}: the key {twice[0]!r} is there twice")
+            return super().construct_mapping(node, deep)
+
+    return Loader
+
+
 def _one_line(text: str) -> str:
-    text = " ".join(text.replace("Parser key ", "").split())
-    return text.replace("<class '", "").replace("'>", "").replace("typing.Literal", "one of ")
+    """The parser's message as one line: key, value, and what the value should be."""
+    key = re.search(r'(?:key|for) "([\w.]+)"', text)
+    value = re.search(r"(?:Got|Given) value: *(.+?) *(?:\n|$)", text)
+    if key and value and key.group(1) in known_keys():
+        return f"{key.group(1)}: {value.group(1)!r} is not {expected(key.group(1))}"
+    return " ".join(text.replace('in "<unicode string>", ', "").split())
 
 
 def _to_dataclass(cls: Any, values: dict[str, Any]) -> Any:
-    hints = get_type_hints(cls)
-    made = {}
-    for field in dataclasses.fields(cls):
-        value = values[field.name]
-        kinds = (hints[field.name], *getattr(hints[field.name], "__args__", ()))
-        kind = next((k for k in kinds if dataclasses.is_dataclass(k)), None)
-        made[field.name] = _to_dataclass(kind, value) if kind is not None and isinstance(value, dict) else value
-    return cls(**made)
+    kinds = {name: inner(hint) for name, hint in get_type_hints(cls).items()}
+    return cls(**{k: _to_dataclass(kinds[k], v) if kinds[k] and isinstance(v, dict) else v for k, v in values.items()})
 
 
 def _refuse(error: UsageError | DistributedError) -> NoReturn:
@@ -160,6 +173,18 @@ def _refuse(error: UsageError | DistributedError) -> NoReturn:
         context.fail(error)
     print(f"jaxdp: {error}", file=sys.stderr, flush=True)
     sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+def _exit_alone(error: SystemExit) -> NoReturn:
+    """Something of the user's called sys.exit; other ranks would wait for this one."""
+    if "jaxdp.distributed.context" in sys.modules:
+        from jaxdp.distributed import context
+
+        here = context.current()
+        if here.size > 1:
+            print(f"jaxdp: rank {here.rank} called sys.exit({error.code!r})", file=sys.stderr, flush=True)
+            context.leave(error.code if isinstance(error.code, int) and error.code else 1)
+    raise error
 
 
 def _crash() -> NoReturn:

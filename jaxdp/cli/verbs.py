@@ -8,7 +8,7 @@ import jax
 
 from jaxdp import config as schema
 from jaxdp import loop, rundir
-from jaxdp.build import make_profile, make_run
+from jaxdp.build import make_profile, make_run, together
 from jaxdp.checkpoint import Checkpoints
 from jaxdp.config import Config
 from jaxdp.config.check import changed_numbers
@@ -54,6 +54,7 @@ def eval(config: Config, path: str | None, context: Context) -> None:
     step = int(context.exchange("eval", str(saved[-1] if saved else 0))[0])
     if not step:
         raise UsageError(f"run_dir: no checkpoint in {str(directory)!r}; train first, or name another", rank=0)
+    together(context, lambda: check_same_numbers(directory, config, step))
     run = make_run(config, directory, context)
     if run.eval is None:
         raise UsageError("eval.data: the data has no test split; name what to evaluate on", rank=0)
@@ -71,22 +72,24 @@ def share(directory: pathlib.Path, context: Context) -> None:
 
 def resume_step(directory: pathlib.Path, config: Config, context: Context) -> int:
     """The checkpoint to go on from (0 for none); UsageError where the config would change its numbers."""
-    previous = rundir.saved_config(directory)
-    context.barrier("config read")  # before rank 0 may write it anew
     saved = Checkpoints(directory / "checkpoints").steps()
     start = int(context.exchange("resume", str(saved[-1] if saved else 0))[context.root_rank])
-    if start and previous is not None:
-        changed = changed_numbers(previous, config)
-        if config.optimizer.schedule == "constant" or config.optimizer.schedule_steps is not None:
-            changed = [c for c in changed if not c.startswith(("steps:", "epochs:"))]
-        if changed:
-            raise UsageError(
-                f"{changed[0]}: {str(directory)!r} was trained to step {start} with another value, and this "
-                f"one changes the numbers{f' (and {len(changed) - 1} more)' if changed[1:] else ''}; put it back, or "
-                "choose another --run_dir",
-                rank=0,
-            )
+    if start:
+        together(context, lambda: check_same_numbers(directory, config, start))  # before rank 0 writes it anew
     return start
+
+
+def check_same_numbers(directory: pathlib.Path, config: Config, step: int) -> None:
+    """UsageError where the run that is there was trained with other values of what changes the numbers."""
+    changed = changed_numbers(rundir.saved_config(directory), config)
+    if config.optimizer.schedule == "constant" or config.optimizer.schedule_steps is not None:
+        changed = [c for c in changed if not c.startswith(("steps:", "epochs:"))]
+    if changed:
+        more = f" (and {len(changed) - 1} more)" if changed[1:] else ""
+        raise UsageError(
+            f"{changed[0]}: {str(directory)!r} was trained to step {step} with another value, and this one changes the "
+            f"numbers{more}; put it back, or choose another --run_dir"
+        )
 
 
 def start_writer(directory: pathlib.Path, config: Config, context: Context, run: loop.Run) -> Writer:

@@ -2,10 +2,32 @@
 
 import dataclasses
 import difflib
-from typing import Any, get_type_hints
+import math
+import re
+import types
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jaxdp.config import Config
 from jaxdp.errors import UsageError
+
+WORDS = {int: "an integer", float: "a number", str: "a text", dict: "a mapping", list: "a list"}
+AT_LEAST = {
+    "steps": 1, "batch_size": 1, "microbatches": 1, "seed": 0, "optimizer.warmup_steps": 0, "optimizer.lr": 0,
+    "optimizer.schedule_steps": 1, "optimizer.weight_decay": 0, "optimizer.final_lr": 0, "eval.every": 1,
+    "log.every": 1, "profile.start": 0, "profile.steps": 1, "checkpoint.every": 1, "checkpoint.keep": 1,
+    "parallel.devices": 1,
+}  # fmt: skip
+AT_MOST = {"seed": 2**32 - 1, "batch_size": 2**31 - 1, "microbatches": 2**20, "steps": 2**31 - 1, "epochs": 2**31 - 1}
+ABOVE_ZERO = ("epochs", "optimizer.clip_norm", "parallel.bucket_mb")
+NOT_YET = {
+    "parallel.zero": 0, "parallel.shard_size": None, "precision.loss_scale": None, "init_from": None,
+    "checkpoint.every_minutes": None, "checkpoint.best": None,
+}  # fmt: skip
+
+
+def inner(hint: Any) -> Any:
+    """The dataclass in a type hint, alone or with null; None where there is none."""
+    return next((k for k in (hint, *get_args(hint)) if dataclasses.is_dataclass(k)), None)
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -27,40 +49,31 @@ def decides(key: str) -> str:
         if part not in fields:
             break
         mark = fields[part].metadata["decides"]
-        cls = get_type_hints(cls)[part]
+        cls = inner(get_type_hints(cls)[part])
     return mark
 
 
-def changed_numbers(before: dict[str, Any], after: "Config") -> list[str]:
+def changed_numbers(before: dict[str, Any], after: Config) -> list[str]:
     """One line per key that changes the numbers and differs: `key: before -> after`."""
     old, new = flatten(before), flatten(after)
     keys = [k for k in {**old, **new} if decides(k) == "numbers" and old.get(k) != new.get(k)]
     return [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in keys]
 
 
-def known_keys(cls: Any = Config, prefix: str = "") -> dict[str, bool]:
-    """{dotted key: whether any key may follow it}."""
-    keys: dict[str, bool] = {}
-    hints = get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        kind = next(
-            (
-                k
-                for k in (hints[field.name], *getattr(hints[field.name], "__args__", ()))
-                if dataclasses.is_dataclass(k)
-            ),
-            None,
-        )
-        keys[f"{prefix}{field.name}"] = field.name == "args"
-        if kind is not None:
-            keys |= known_keys(kind, f"{prefix}{field.name}.")
+def known_keys(cls: Any = Config, prefix: str = "") -> dict[str, Any]:
+    """{dotted key: type hint}."""
+    keys: dict[str, Any] = {}
+    for name, hint in get_type_hints(cls).items():
+        keys[f"{prefix}{name}"] = hint
+        if inner(hint) is not None:
+            keys |= known_keys(inner(hint), f"{prefix}{name}.")
     return keys
 
 
 def check_key(key: str, where: str) -> None:
-    """Raises `UsageError` with the nearest known key, where `key` is not one."""
+    """Raises `UsageError` with the nearest known key, where `key` is not one (any may follow after `args`)."""
     known = known_keys()
-    if key in known or any(free and key.startswith(f"{k}.") for k, free in known.items()):
+    if key in known or any(get_origin(hint) is dict and key.startswith(f"{k}.") for k, hint in known.items()):
         return
     leaf = {k.rsplit(".", 1)[-1]: k for k in reversed(known)}
     near = difflib.get_close_matches(key, known, 1, 0.6) or [
@@ -70,14 +83,35 @@ def check_key(key: str, where: str) -> None:
     raise UsageError(f"{where}: unknown key {key!r}; {hint}")
 
 
-def _at_least(key: str, value: float | None, least: float) -> None:
-    if value is not None and value < least:
-        raise UsageError(f"{key}: {value} is too small; it must be at least {least}")
+def expected(key: str) -> str:
+    """What the value of a known key is, in words."""
+    hint = known_keys()[key]
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    words = []
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            words.append(f"one of {', '.join(get_args(kind))}")
+        elif kind is not type(None):
+            words.append("a mapping" if inner(kind) else WORDS[get_origin(kind) or kind])
+    return " or ".join([*words, "null"] if type(None) in kinds else words)
 
 
-def _not_yet(key: str, value: Any, only: Any) -> None:
-    if value != only:
-        raise UsageError(f"{key}: {value!r} is not supported yet; use {'null' if only is None else only}")
+def check_structure(values: dict[str, Any], where: str, prefix: str = "") -> None:
+    """Raises `UsageError` for an unknown key, and for a scalar where a mapping belongs, or the like."""
+    known = known_keys()
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if not isinstance(name, str) or ("." in name and name not in known):
+            raise UsageError(f"{where}: {key!r} is no key; keys are words, one inside the other")
+        check_key(key, where)
+        hint = known[key]
+        if value is None and type(None) in get_args(hint):
+            continue
+        mapping, listing = inner(hint) is not None or get_origin(hint) is dict, get_origin(hint) is list
+        if value is None or isinstance(value, dict) != mapping or isinstance(value, list) != listing:
+            raise UsageError(f"{where}: {key}: {value!r} is not {expected(key)}")
+        if inner(hint) is not None:
+            check_structure(value, where, f"{key}.")
 
 
 def resolve(config: Config) -> Config:
@@ -92,33 +126,31 @@ def check(config: Config) -> None:
     """Raises `UsageError` that names the first field whose value cannot work."""
     if (config.steps is None) == (config.epochs is None):
         raise UsageError(f"steps: {config.steps} with epochs: {config.epochs}; give one of the two, e.g. steps: 1000")
-    for key, least in {
-        "steps": 1, "batch_size": 1, "microbatches": 1, "seed": 0, "optimizer.warmup_steps": 0, "optimizer.lr": 0,
-        "optimizer.schedule_steps": 1, "optimizer.weight_decay": 0, "eval.every": 1, "log.every": 1, "profile.start": 0,
-        "profile.steps": 1, "checkpoint.every": 1, "checkpoint.keep": 1, "parallel.devices": 1,
-    }.items():  # fmt: skip
-        _at_least(key, _get(config, key), least)
-    for key in ("epochs", "optimizer.clip_norm", "parallel.bucket_mb"):
-        if (value := _get(config, key)) is not None and not value > 0:
-            raise UsageError(f"{key}: {value} must be greater than 0")
-    if config.seed >= 2**32:
-        raise UsageError(f"seed: {config.seed} does not fit 32 bits; use one below {2**32}")
+    flat = flatten(config)
+    for key, value in flat.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"{key}: {value} is not a finite number")
+    for key, least in AT_LEAST.items():
+        if flat[key] is not None and flat[key] < least:
+            raise UsageError(f"{key}: {flat[key]} is too small; it must be at least {least}")
+    for key, most in AT_MOST.items():
+        if flat[key] is not None and flat[key] > most:
+            raise UsageError(f"{key}: {flat[key]} is too large; it must be at most {most}")
+    for key in ABOVE_ZERO:
+        if flat[key] is not None and not flat[key] > 0:
+            raise UsageError(f"{key}: {flat[key]} must be greater than 0")
     for key in ("model", "data", "loss", "optimizer"):
-        if not _get(config, key).target:
+        if not flat[f"{key}.target"]:
             raise UsageError(f"{key}.target: missing; name a built-in or a dotted path, e.g. {key}: {{target: ...}}")
-    for key, only in {
-        "parallel.zero": 0, "parallel.shard_size": None, "precision.loss_scale": None, "init_from": None,
-        "checkpoint.every_minutes": None, "checkpoint.best": None,
-    }.items():  # fmt: skip
-        _not_yet(key, _get(config, key), only)
+    for key, only in NOT_YET.items():
+        if flat[key] != only:
+            raise UsageError(f"{key}: {flat[key]!r} is not supported yet; use {'null' if only is None else only}")
+    for pattern in config.optimizer.no_decay:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise UsageError(f"optimizer.no_decay: {pattern!r} is not a regular expression: {error}") from None
     if config.parallel.reduction == "exact":
         raise UsageError("parallel.reduction: 'exact' is not supported yet; use auto, xla or bucket")
     if "float64" in (config.precision.compute, config.precision.reduce) and config.precision.params != "float64":
         raise UsageError(f"precision.params: {config.precision.params!r} with float64 elsewhere; set it to float64 too")
-
-
-def _get(config: Config, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value

@@ -30,11 +30,13 @@ class JsonLines:
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
     """The records of a metrics file, without a last line that was cut short; empty where there is no file."""
     records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except json.JSONDecodeError:
             continue
+        if isinstance(record, dict):
+            records.append(record)
     return records
 
 

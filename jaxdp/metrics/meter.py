@@ -1,5 +1,6 @@
 """The meter turns device metrics into records in a thread of its own, so that the loop never waits for the device."""
 
+import contextlib
 import queue
 import threading
 import time
@@ -15,16 +16,23 @@ AHEAD = 2  # intervals that the loop may be ahead of the device before it waits
 class Meter:
     """Writes a train record every `every` updates and at update `last`.
 
-    examples: per update, for the throughput. An update's time is from one record's completion on the device to the
-    next, without compilation and without what runs between `pause` and the next update.
+    examples: per update on average, for the throughput. An update's time is from one record's completion on the
+    device to the next, without compilation and without what runs between `pause` and the next update.
     """
 
-    def __init__(self, writer: Writer, every: int, last: int, examples: int):
+    def __init__(self, writer: Writer, every: int, last: int, examples: float):
         self.writer, self.every, self.last, self.examples = writer, every, last, examples
         self.since: tuple[int, float] | None = None  # (update, when it was done) where the clock last started
         self.fault: BaseException | None = None
-        self.queue: queue.Queue[tuple[int, Any]] = queue.Queue(AHEAD)
+        self.queue: queue.Queue[tuple[int, Any] | None] = queue.Queue(AHEAD)
         threading.Thread(target=self._work, name="meter", daemon=True).start()
+
+    def __enter__(self) -> "Meter":
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        with contextlib.suppress(queue.Full):  # a device that hangs must not keep the run from ending
+            self.queue.put(None, timeout=1.0)
 
     def update(self, step: int, metrics: dict[str, jax.Array]) -> None:
         if self.since is None:
@@ -49,11 +57,10 @@ class Meter:
             raise self.fault
 
     def _work(self) -> None:
-        while True:
-            step, metrics = self.queue.get()
+        while (item := self.queue.get()) is not None:
             try:
                 if self.fault is None:
-                    self._record(step, jax.device_get(metrics))
+                    self._record(item[0], jax.device_get(item[1]))
             except BaseException as fault:
                 self.fault = fault
             finally:

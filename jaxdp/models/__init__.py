@@ -11,7 +11,7 @@ MODELS = {
 
 def as_model(made: Any) -> Any:
     """A `Model` from a `Model`, a Flax Linen module, or a function of `nnx.Rngs` that makes a Flax NNX module."""
-    from flax import linen
+    from flax import linen, nnx
 
     from jaxdp.models.base import Model
     from jaxdp.models.linen import from_linen
@@ -21,6 +21,8 @@ def as_model(made: Any) -> Any:
         return made
     if isinstance(made, linen.Module):
         return from_linen(made)
+    if isinstance(made, nnx.Module):
+        raise ValueError(f"{type(made).__name__} is made already; name its class, or a function that takes rngs")
     if callable(made):
         return from_nnx(made)
-    raise ValueError(f"model: {type(made).__name__} is neither a Flax module nor a jaxdp.models.base.Model")
+    raise ValueError(f"{type(made).__name__} is neither a Flax module nor a jaxdp.models.base.Model")

@@ -24,7 +24,7 @@ class Model(NamedTuple):
 
 
 def call_arguments(call: Callable, batch: dict[str, Any], train: bool) -> tuple[tuple, dict[str, Any]]:
-    """(positional, keyword) arguments of a module's `__call__(x, mask, train, ...)` out of a batch, by name.
+    """(positional, keyword) arguments of a bound `__call__(x, mask, train, ...)` out of a batch, by name.
 
     The first argument takes the entry of its own name, else "inputs". `train`/`training` get the mode,
     `deterministic` its opposite, unless the batch has such entries. Raises UsageError where one has no source.
@@ -32,9 +32,10 @@ def call_arguments(call: Callable, batch: dict[str, Any], train: bool) -> tuple[
     modes = {"train": train, "training": train, "deterministic": not train}
     positional: list[Any] = []
     keywords: dict[str, Any] = {}
-    parameters = [p for p in inspect.signature(call).parameters.values() if p.name != "self"]
-    for i, p in enumerate(parameters):
+    for i, p in enumerate(inspect.signature(call).parameters.values()):
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            if i == 0 and "inputs" in batch:  # a Sequential's __call__(*args)
+                positional.append(batch["inputs"])
             continue
         source = p.name if p.name in batch else "inputs" if i == 0 and p.name not in modes else None
         if source is not None and source not in batch:

@@ -16,13 +16,13 @@ def from_linen(module: linen.Module) -> Model:
     """
 
     def init(key: jax.Array, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
-        args, kwargs = call_arguments(type(module).__call__, batch, False)
+        args, kwargs = call_arguments(module.__call__, batch, False)
         variables = dict(module.init({"params": key, "dropout": jax.random.fold_in(key, 1)}, *args, **kwargs))
         variables.pop("intermediates", None)
         return variables.pop("params", {}), variables
 
     def apply(params: Any, model_state: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool):
-        args, kwargs = call_arguments(type(module).__call__, batch, train)
+        args, kwargs = call_arguments(module.__call__, batch, train)
         rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         mutable = list(model_state) if model_state and (train or "carry" in model_state) else False
         variables = {"params": params, **model_state}

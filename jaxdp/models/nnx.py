@@ -20,7 +20,7 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     params and model_state are nested dicts by attribute path. Every RNG stream of the module restarts in each call
     from the key of the microbatch, so that dropout does not depend on where or when it is computed.
     """
-    module = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    module = nnx.eval_shape(lambda: _unfix(make(nnx.Rngs(0))))
     module.train()
     train_def, *states = nnx.split(module, nnx.Param, nnx.RngState, Carry, ...)
     module.eval()
@@ -29,7 +29,7 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     params_kind, rng_kind, carry_kind, rest_kind = kinds
 
     def init(key: jax.Array, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
-        made = nnx.split(make(nnx.Rngs(key)), nnx.Param, nnx.RngState, Carry, ...)[1:]
+        made = nnx.split(_unfix(make(nnx.Rngs(key))), nnx.Param, nnx.RngState, Carry, ...)[1:]
         params, _, carry, rest = (_to_dict(nnx.to_flat_state(state)) for state in made)
         return params, ({**rest, CARRY: carry} if carry_kind else rest)
 
@@ -53,6 +53,14 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         return outputs, jax.tree.map(lambda old, new: new.astype(old.dtype), model_state, new_state)
 
     return Model(init, apply)
+
+
+def _unfix(module: nnx.Module) -> nnx.Module:
+    """Lets an `nnx.Embed` compute in the dtype it is given, as every other layer does: it fixes its parameters' own."""
+    for _, part in nnx.iter_modules(module):
+        if isinstance(part, nnx.Embed) and part.dtype == part.param_dtype:
+            part.dtype = None
+    return module
 
 
 def _restart(variable: nnx.Variable, key: jax.Array, i: int) -> jax.Array:

@@ -58,6 +58,18 @@ class Strategy(Protocol):
         """The inverse of `export`."""
 
 
+def abstract_whole(make: Callable[[], TrainState], mesh: Mesh) -> TrainState:
+    """The state's shapes and dtypes, replicated over the mesh."""
+    whole = NamedSharding(mesh, P())
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), jax.eval_shape(make))
+
+
+def make_whole(make: Callable[[], TrainState], mesh: Mesh) -> TrainState:
+    """The state, replicated over the mesh and the same on every device."""
+    state = jax.jit(make, out_shardings=NamedSharding(mesh, P()))()
+    return from_first(state, mesh) if jax.process_count() > 1 else state
+
+
 def slot_table(microbatches: int, devices: int) -> np.ndarray:
     """table[device, slot]: consecutive microbatches, shares that differ by at most one, -1 where a slot has none.
 
@@ -66,7 +78,7 @@ def slot_table(microbatches: int, devices: int) -> np.ndarray:
     if devices > microbatches:
         raise UsageError(
             f"microbatches: {microbatches} cannot be dealt to {devices} devices; set microbatches to {devices} or "
-            f"more (this changes the numbers), or use {microbatches} devices or fewer",
+            f"more (this changes the numbers), or use at most {microbatches} of the devices",
             rank=0,
         )
     table = np.full((devices, -(-microbatches // devices)), -1, np.int32)
@@ -118,6 +130,7 @@ def from_first(tree: Any, mesh: Mesh) -> Any:
 
     def first(tree: Any) -> Any:
         here = jax.lax.axis_index(DATA) == 0
-        return jax.lax.psum(jax.tree.map(lambda x: jnp.where(here, x, jnp.zeros_like(x)), tree), DATA)
+        sent = jax.lax.psum(jax.tree.map(lambda x: jnp.where(here, x, jnp.zeros_like(x)), tree), DATA)
+        return jax.tree.map(lambda x, y: y.astype(x.dtype), tree, sent)  # a sum of booleans is an integer
 
     return jax.jit(jax.shard_map(first, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))(tree)

@@ -10,7 +10,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdp.axes import DATA
-from jaxdp.parallel.base import Program, collect, data_mesh, deal, from_first, ordered_devices, reducer, slot_table
+from jaxdp.parallel.base import (
+    Program,
+    abstract_whole,
+    collect,
+    data_mesh,
+    deal,
+    make_whole,
+    ordered_devices,
+    reducer,
+    slot_table,
+)
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.step import Batch, Step, Sums, TrainState, View
 
@@ -35,11 +45,10 @@ class PJit:
         self.reduce = reducer(reduction, reduce_dtype)
 
     def abstract(self, make: Callable[[], TrainState]) -> TrainState:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.whole), jax.eval_shape(make))
+        return abstract_whole(make, self.mesh)
 
     def init(self, make: Callable[[], TrainState]) -> TrainState:
-        state = jax.jit(make, out_shardings=self.whole)()
-        return self.adopt(from_first(state, self.mesh) if jax.process_count() > 1 else state)
+        return self.adopt(make_whole(make, self.mesh))
 
     def put(self, batch: dict[str, np.ndarray]) -> Batch:
         return {k: jax.make_array_from_process_local_data(self.split, x) for k, x in batch.items()}

@@ -10,7 +10,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdp.axes import DATA
-from jaxdp.parallel.base import Program, collect, data_mesh, deal, from_first, ordered_devices, reducer, slot_table
+from jaxdp.parallel.base import (
+    Program,
+    abstract_whole,
+    collect,
+    data_mesh,
+    deal,
+    make_whole,
+    ordered_devices,
+    reducer,
+    slot_table,
+)
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.step import Batch, Step, TrainState
 
@@ -44,13 +54,10 @@ class PMap:
         self.reduce = reducer(reduction, reduce_dtype)
 
     def abstract(self, make: Callable[[], TrainState]) -> TrainState:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.everywhere), jax.eval_shape(make)
-        )
+        return abstract_whole(make, self.mesh)
 
     def init(self, make: Callable[[], TrainState]) -> TrainState:
-        state = jax.jit(make, out_shardings=self.everywhere)()
-        return self.adopt(from_first(state, self.mesh) if jax.process_count() > 1 else state)
+        return self.adopt(make_whole(make, self.mesh))
 
     def put(self, batch: dict[str, np.ndarray]) -> Batch:
         return {k: jax.device_put(x.reshape(*self.per_device, *x.shape[1:]), self.split_here) for k, x in batch.items()}
@@ -67,7 +74,9 @@ class PMap:
         def evaluate(state: TrainState, batch: Batch) -> Any:
             return self.reduce(step.evaluate(state.view, batch, slots()))
 
+        # Over several processes pmap takes all devices in their own order, which must be ours.
         devices = None if jax.process_count() > 1 else self.devices
+        assert devices is not None or self.devices == jax.devices(), (self.devices, jax.devices())
         options: dict[str, Any] = {"axis_name": DATA, "in_axes": (AXES, 0), "devices": devices}
         return Program(
             jax.pmap(update, out_axes=(AXES, None), donate_argnums=0, **options),

@@ -1,0 +1,142 @@
+"""Adapters: whatever a Flax module is made of trains, and the same on one device and on eight."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import toys
+from jaxdp.errors import UsageError
+from jaxdp.losses import MeanSquaredError, SoftmaxCrossEntropy
+from jaxdp.models import as_model
+
+
+class Tied(nnx.Module):
+    """Token embeddings, shared with the output; a list, a dict and two RNG streams inside."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(11, 8, rngs=rngs)
+        self.parts = nnx.Dict(a=nnx.List([nnx.Linear(8, 8, rngs=rngs)]), b=nnx.LayerNorm(8, rngs=rngs))
+        self.first, self.second = nnx.Dropout(0.2, rngs=rngs.fork()), nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, inputs):
+        x = self.second(nnx.relu(self.parts["a"][0](self.first(self.embed(inputs)))))
+        return self.embed.attend(self.parts["b"](x))
+
+
+class LinenTied(linen.Module):
+    @linen.compact
+    def __call__(this, tokens, deterministic: bool):  # no argument is called self
+        embed = linen.Embed(11, 8)
+        x = linen.Dropout(0.2, deterministic=deterministic)(linen.relu(linen.Dense(8)(embed(tokens))))
+        return embed.attend(x)
+
+
+def tokens(size=40):
+    rng = np.random.default_rng(1)
+    inputs = rng.integers(11, size=(size, 6)).astype(np.int32)
+    mask = rng.integers(2, size=(size, 6)).astype(np.float32)
+    return {"inputs": inputs, "labels": np.roll(inputs, -1, 1), "mask": mask}
+
+
+@pytest.mark.parametrize("model", [as_model(Tied), as_model(LinenTied())], ids=["nnx", "linen"])
+def test_embeddings_and_token_masks_are_the_same_on_any_devices(model):
+    with jax.enable_x64(True):
+        states = [
+            toys.train(model, tokens(), backend=backend, devices=n, steps=5, batch_size=16, dtype="float64")[1]
+            for backend, n in (("pmap", 1), ("pmap", 8), ("pjit", 3))
+        ]
+    assert states[0].params["embed" if "embed" in states[0].params else "Embed_0"]["embedding"].dtype == np.float64
+    for state in states[1:]:
+        assert toys.relative_error(state.params, states[0].params)[0] < 1e-12
+
+
+def test_an_embedding_computes_in_the_policys_dtype():
+    """Flax fixes an Embed's dtype to float32; in float64 that would cost eight digits."""
+    model, batch = as_model(Tied), tokens(4)
+    params, state = model.init(jax.random.key(0), batch)
+    for dtype in (jnp.bfloat16, jnp.float32):
+        cast = jax.tree.map(lambda x, d=dtype: x.astype(d), params)
+        assert model.apply(cast, state, batch, jax.random.key(0), False)[0].dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda rngs: nnx.Sequential(nnx.Linear(32, 8, rngs=rngs), nnx.relu, nnx.Linear(8, toys.CLASSES, rngs=rngs)),
+        linen.Sequential([linen.Dense(8), linen.relu, linen.Dense(toys.CLASSES)]),
+    ],
+    ids=["nnx", "linen"],
+)
+def test_sequential_modules_get_the_inputs(made):
+    examples = toys.data(24)
+    examples["inputs"] = examples["inputs"].reshape(24, -1)
+    _, _, metrics, *_ = toys.train(as_model(made), examples, devices=2, steps=20, batch_size=24)
+    assert metrics[-1]["loss"] < 0.9 * metrics[0]["loss"]
+
+
+class Flags(nnx.Module):
+    """Boolean and integer state beside the parameters."""
+
+    def __init__(self, rngs):
+        self.head = nnx.Linear(32, toys.CLASSES, rngs=rngs)
+        self.flag, self.calls = nnx.Variable(jnp.array([True, False])), nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return self.head(x.reshape(len(x), -1)) * self.flag[0]
+
+
+@pytest.mark.parametrize("backend", ["pmap", "pjit"])
+def test_boolean_and_integer_state_keep_their_types(backend):
+    _, state, *_ = toys.train(as_model(Flags), toys.data(24), backend=backend, devices=4, steps=3)
+    assert state.model_state["flag"].dtype == bool and state.model_state["flag"].tolist() == [True, False]
+    assert state.model_state["calls"].dtype == np.int32 and state.model_state["calls"] == 3
+
+
+def test_an_error_averages_over_what_the_mask_has_not():
+    rng = np.random.default_rng(0)
+    outputs, labels = rng.normal(size=(5, 4, 3)), rng.normal(size=(5, 4, 3))
+    squares = (outputs - labels) ** 2
+    for mask, per in (
+        (np.array([1.0, 0, 1, 1, 0]), squares.mean((1, 2))),
+        (rng.integers(2, size=(5, 4)), squares.mean(2)),
+    ):
+        total, weight, _ = MeanSquaredError()(
+            jnp.asarray(outputs), {"labels": labels, "mask": jnp.asarray(mask, float)}
+        )
+        np.testing.assert_allclose(total, (per * mask).sum(), rtol=1e-5)
+        assert weight == mask.sum()
+    with pytest.raises(UsageError, match="mask"):
+        MeanSquaredError()(jnp.zeros((5, 4)), {"labels": jnp.zeros((5, 4)), "mask": jnp.zeros((5, 3))})
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda outputs, batch: jnp.mean(outputs),
+        lambda outputs, batch: (jnp.sum(outputs), len(outputs), {}),
+        lambda outputs, batch: (outputs, jnp.sum(batch["mask"]), {}),
+        lambda outputs, batch: (jnp.sum(outputs), jnp.sum(batch["mask"]), {"a": outputs}),
+        lambda outputs, batch: (jnp.sum(outputs), jnp.sum(batch["mask"])),
+    ],
+    ids=["mean", "number as weight", "vector", "vector metric", "no metrics"],
+)
+def test_a_loss_that_is_none_says_what_it_returned(loss):
+    with pytest.raises(UsageError, match=r"loss: it returned .* a loss returns \(sum \[\], weight \[\]"):
+        toys.train(toys.MODELS["mlp"](), toys.data(24), loss=loss, steps=1)
+
+
+def test_missing_labels_and_arguments_without_a_source_are_named():
+    with pytest.raises(UsageError, match="it needs 'labels', and the data has"):
+        SoftmaxCrossEntropy()(jnp.zeros((2, 3)), {"mask": jnp.ones(2)})
+
+    class Wants(nnx.Module):
+        def __init__(self, rngs): ...
+
+        def __call__(self, x, context):
+            return x
+
+    with pytest.raises(UsageError, match="nothing to give to its argument 'context'; the data has"):
+        toys.train(as_model(Wants), toys.data(24), steps=1)
