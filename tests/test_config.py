@@ -57,6 +57,8 @@ def test_arguments_on_the_command_line_override_the_file():
         (["--parallel.bakend", "pjit"], ["did you mean 'parallel.backend'"]),
         (["--model.arg.width", "3"], ["unknown key 'model.arg.width'"]),
         (["--batch_size", "many"], ["batch_size: 'many' is not an integer"]),
+        (["--model", "MLP"], ["model: 'MLP' is not a mapping; set its keys, as in --model.target VALUE"]),
+        (["--parallel=pmap"], ["parallel: 'pmap' is not a mapping; set its keys, as in --parallel.backend VALUE"]),
         (["--epochs", "many"], ["epochs: 'many' is not a number or null"]),
         (["--log.every", "1.5"], ["log.every: '1.5' is not an integer"]),
         (["--optimizer.lr", ".nan"], ["optimizer.lr: nan is not a finite number"]),

@@ -119,8 +119,8 @@ def _check_arguments(argv: list[str]) -> None:
         if not arg.startswith("--"):
             continue
         key, _, value = arg[2:].partition("=")
+        value = value or (argv[i + 1] if i + 1 < len(argv) else "")
         if key == "config":
-            value = value or (argv[i + 1] if i + 1 < len(argv) else "")
             if not value:
                 raise UsageError("--config: no file given")
             file = pathlib.Path(value)
@@ -135,6 +135,10 @@ def _check_arguments(argv: list[str]) -> None:
             check_structure(content, value)
         elif key not in ("help", "print_config"):
             check_key(key, "command line")
+            part = inner(known_keys().get(key))
+            if part is not None and not value.startswith("{") and value != "null":
+                first = next(iter(get_type_hints(part)))
+                raise UsageError(f"{key}: {value!r} is not {expected(key)}; set its keys, as in --{key}.{first} VALUE")
 
 
 def _loader(file: str) -> Any:
