@@ -154,12 +154,10 @@ def make_step(
             weight=weight,
             metrics=jax.tree.map(lambda x: x.astype(dtype), metrics),
             model_state=jax.tree.map(lambda old, new: _weigh(old, new, weight, real), view.model_state, new_state),
-            carry=jax.tree.map(functools.partial(_keep, mask), view.carry, carry),
         )
-        sums = jax.tree.map(lambda x: jnp.where(real, x, jnp.zeros_like(x)), sums._replace(carry=None))._replace(
-            carry=sums.carry
-        )
-        return sums.loss, sums
+        sums = jax.tree.map(lambda x: jnp.where(real, x, jnp.zeros_like(x)), sums)
+        carry = jax.tree.map(functools.partial(_keep, mask), view.carry, carry)
+        return sums.loss, sums._replace(carry=carry)
 
     def grads(view: View, batch: Batch, slots: jax.Array, gather: Callable = identity) -> Sums:
         def total(params: Tree, *piece: Any) -> tuple[jax.Array, Sums]:

@@ -86,6 +86,11 @@ def test_bad_arguments_are_one_clear_line(argv, words):
     assert all(w in text for w in words) and "\n" not in text
 
 
+def test_no_arguments_at_all_say_what_to_give():
+    with pytest.raises(UsageError, match="no file given"):
+        load([])
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

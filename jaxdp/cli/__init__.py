@@ -90,6 +90,8 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None]:
     parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help="the YAML file of the run")
     parser.add_class_arguments(Config, None, as_group=False)
     argv = _with_saved_config(argv) if verb == "eval" else argv
+    if not argv:
+        raise UsageError(f"--config: no file given; e.g. jaxdp {verb} --config configs/digits.yaml")
     _check_arguments(argv)
     try:
         space = parser.parse_args(argv)
