@@ -187,7 +187,9 @@ def make_tx(config: Config, schedule: Any) -> Any:
     try:
         return make_optimizer(target, schedule, opt.weight_decay, opt.no_decay, **opt.args)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"optimizer.args: {opt.target} with {opt.args} failed: {error}") from error
+        raise UsageError(
+            f"optimizer.args: {opt.target} with {opt.args} failed: {' '.join(str(error).split())}"
+        ) from error
 
 
 def choose_devices(config: Config, context: Context) -> list[jax.Device]:

@@ -47,7 +47,10 @@ def parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     if isinstance(target, type):
         make = getattr(target, "__init__")  # noqa: B009  # mypy takes target.__init__ for an instance's
         return dict(list(inspect.signature(make).parameters.items())[1:]) if make is not object.__init__ else {}
-    return dict(inspect.signature(target).parameters)
+    try:
+        return dict(inspect.signature(target).parameters)
+    except ValueError:  # some functions written in C tell nothing of themselves
+        return {}
 
 
 def bind(
@@ -56,7 +59,7 @@ def bind(
     """`target` with its arguments, as a function of what is left.
 
     given: values for arguments of these names that the config leaves out, where the target takes them.
-    Raises UsageError that names an argument it does not take, or one that is missing.
+    Raises UsageError that names an argument it does not take, or one of another type than its default.
     """
     name = getattr(target, "__name__", str(target))
     if not callable(target):
@@ -89,7 +92,11 @@ def call(key: str, bound: Callable[..., Any], make: Callable[[], Any] | None = N
         name = getattr(getattr(bound, "func", bound), "__name__", str(bound))
         args = getattr(bound, "keywords", {})
         shown = ", ".join(f"{k}={v!r}" for k, v in args.items())
-        raise UsageError(f"{key}.args: {name}({shown}) failed: {type(error).__name__}: {error}") from error
+        raise UsageError(f"{key}.args: {name}({shown}) failed: {type(error).__name__}: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def require(key: str, make: Callable[..., Any], *given: str) -> None:
