@@ -83,9 +83,9 @@ def _divisible(x: Any, members: int) -> str | None:
 
 def _rank(value: int, name: str) -> int:
     size = current().size
-    if not 0 <= value < size:
-        raise UsageError(f"{name}={value} is not a rank; ranks run from 0 to {size - 1}")
-    return value
+    if not (isinstance(value, int | np.integer) and 0 <= value < size):
+        raise UsageError(f"{name}={value!r} is not a rank; ranks run from 0 to {size - 1}")
+    return int(value)
 
 
 def allreduce(x: Arrays, op: str = "sum", groups: Groups = None) -> Arrays:

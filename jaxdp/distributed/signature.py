@@ -37,7 +37,10 @@ def members_of(rank: int, size: int, groups: Groups) -> tuple[int, ...]:
     """The ranks that `rank` works with, in the order of its group; UsageError where `groups` are not disjoint ranks."""
     if groups is None:
         return tuple(range(size))
-    listed = [r for group in groups for r in group]
+    try:
+        listed = [r for group in groups for r in group]
+    except TypeError:
+        raise UsageError(f"groups={groups!r}: give lists of ranks, such as [[0, 1], [2, 3]]") from None
     outside = [r for r in listed if not (isinstance(r, int | np.integer) and 0 <= r < size)]
     if outside:
         raise UsageError(f"groups={groups}: {outside[0]} is not a rank; ranks run from 0 to {size - 1}")
@@ -62,6 +65,10 @@ def as_array(x: Any) -> jax.Array | np.ndarray:
     if isinstance(x, bool | int | float | complex):
         return jnp.asarray(x)
     array = np.asarray(x)
+    if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == bool):
+        raise UsageError(
+            f"{type(x).__name__} of {array.dtype} cannot be sent: bring numbers, or a list of arrays of them"
+        )
     if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
         raise UsageError(
             f"{array.dtype} would be cut to {jax.dtypes.canonicalize_dtype(array.dtype)}: "

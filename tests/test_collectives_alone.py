@@ -1,0 +1,38 @@
+"""Collectives of one process: what they give without others, and what they refuse."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxdp
+
+
+def test_alone_every_collective_gives_back_what_it_got():
+    x = np.arange(6.0, dtype=np.float32).reshape(2, 3)
+    for f in (jaxdp.allreduce, jaxdp.allgather, jaxdp.reduce, jaxdp.reduce_scatter, jaxdp.broadcast, jaxdp.gather):
+        np.testing.assert_array_equal(f(x), x)
+    for f in (jaxdp.scatter, jaxdp.all_to_all):
+        np.testing.assert_array_equal(f([x, jnp.ones(4, jnp.bfloat16)])[0], x)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: jaxdp.allreduce(np.array(["a"])), "cannot be sent"),
+        (lambda: jaxdp.allreduce({"a": 1}), "cannot be sent"),
+        (lambda: jaxdp.allreduce(None), "cannot be sent"),
+        (lambda: jaxdp.allreduce(np.ones(2, np.int64) << 40), "int64 would be cut to int32"),
+        (lambda: jaxdp.allreduce(np.ones(2, np.float32), op="mean"), "is not one of"),
+        (lambda: jaxdp.allreduce(np.ones(2, np.int32), op="avg"), "the average of int32"),
+        (lambda: jaxdp.reduce(np.ones(2, np.float32), root="a"), "root='a' is not a rank"),
+        (lambda: jaxdp.broadcast(np.ones(2, np.float32), root=1), "root=1 is not a rank"),
+        (lambda: jaxdp.allgather(np.ones(2, np.float32), axis=1), "has no dim 1"),
+        (lambda: jaxdp.allreduce(np.ones(2, np.float32), groups=[0, 1]), "give lists of ranks"),
+        (lambda: jaxdp.allreduce(np.ones(2, np.float32), groups=[[0, 1]]), "1 is not a rank"),
+        (lambda: jaxdp.send(np.ones(2, np.float32), 0), "cannot send to itself"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_words(call, words):
+    with pytest.raises(jaxdp.UsageError) as error:
+        call()
+    assert words in str(error.value)
