@@ -87,6 +87,16 @@ def slot_table(microbatches: int, devices: int) -> np.ndarray:
     return table
 
 
+def own_slots(table: np.ndarray) -> jax.Array:
+    """Inside a strategy's program: the microbatch of each slot of the replica that runs it."""
+    return jnp.asarray(table)[jax.lax.axis_index(DATA)]
+
+
+def of_this_process(devices: Sequence[jax.Device]) -> list[int]:
+    """The indices of this process's devices."""
+    return [i for i, d in enumerate(devices) if d.process_index == jax.process_index()]
+
+
 def ordered_devices(devices: Sequence[jax.Device] | None) -> list[jax.Device]:
     """All devices (or those given), each process's together."""
     return sorted(devices or jax.devices(), key=lambda d: (d.process_index, d.id))

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -17,7 +16,9 @@ from jaxdp.parallel.base import (
     data_mesh,
     deal,
     make_whole,
+    of_this_process,
     ordered_devices,
+    own_slots,
     reducer,
     slot_table,
 )
@@ -38,8 +39,7 @@ class PJit:
         self.devices = ordered_devices(devices)
         self.table = slot_table(microbatches, len(self.devices))
         self.mesh = data_mesh(self.devices)
-        here = [i for i, d in enumerate(self.devices) if d.process_index == jax.process_index()]
-        self.local_slots = self.table[here].reshape(-1)
+        self.local_slots = self.table[of_this_process(self.devices)].reshape(-1)
         self.whole = NamedSharding(self.mesh, P())
         self.split = NamedSharding(self.mesh, P(DATA))
         self.reduce = reducer(reduction, reduce_dtype)
@@ -54,11 +54,6 @@ class PJit:
         return {k: jax.make_array_from_process_local_data(self.split, x) for k, x in batch.items()}
 
     def lower(self, step: Step) -> Program:
-        table = self.table
-
-        def slots() -> jax.Array:
-            return jnp.asarray(table)[jax.lax.axis_index(DATA)]
-
         def over_devices(f: Callable[[View, Batch], Sums]) -> Callable[[TrainState, Batch], Sums]:
             whole: Any = P()
             view = View(whole, whole, whole, P(DATA))
@@ -66,8 +61,8 @@ class PJit:
             mapped = jax.shard_map(f, mesh=self.mesh, in_specs=(view, P(DATA)), out_specs=out, check_vma=False)
             return lambda state, batch: mapped(state.view, batch)
 
-        grads = over_devices(lambda view, batch: self.reduce(step.grads(view, batch, slots())))
-        evaluate = over_devices(lambda view, batch: self.reduce(step.evaluate(view, batch, slots())))
+        grads = over_devices(lambda view, batch: self.reduce(step.grads(view, batch, own_slots(self.table))))
+        evaluate = over_devices(lambda view, batch: self.reduce(step.evaluate(view, batch, own_slots(self.table))))
 
         def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
             return step.apply(state, grads(state, batch))

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -17,7 +16,9 @@ from jaxdp.parallel.base import (
     data_mesh,
     deal,
     make_whole,
+    of_this_process,
     ordered_devices,
+    own_slots,
     reducer,
     slot_table,
 )
@@ -42,8 +43,8 @@ class PMap:
     ):
         self.devices = ordered_devices(devices)
         self.table = slot_table(microbatches, len(self.devices))
-        local = [d for d in self.devices if d.process_index == jax.process_index()]
-        here = [i for i, d in enumerate(self.devices) if d in local]
+        here = of_this_process(self.devices)
+        local = [self.devices[i] for i in here]
         self.local_slots = self.table[here].reshape(-1)
         self.per_device = (len(local), self.table.shape[1])
         self.mesh = data_mesh(self.devices)
@@ -63,16 +64,11 @@ class PMap:
         return {k: jax.device_put(x.reshape(*self.per_device, *x.shape[1:]), self.split_here) for k, x in batch.items()}
 
     def lower(self, step: Step) -> Program:
-        table = self.table
-
-        def slots() -> jax.Array:
-            return jnp.asarray(table)[jax.lax.axis_index(DATA)]
-
         def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-            return step.apply(state, self.reduce(step.grads(state.view, batch, slots())))
+            return step.apply(state, self.reduce(step.grads(state.view, batch, own_slots(self.table))))
 
         def evaluate(state: TrainState, batch: Batch) -> Any:
-            return self.reduce(step.evaluate(state.view, batch, slots()))
+            return self.reduce(step.evaluate(state.view, batch, own_slots(self.table)))
 
         # Over several processes pmap takes all devices in their own order, which must be ours.
         devices = None if jax.process_count() > 1 else self.devices
