@@ -160,9 +160,13 @@ def make_model(config: Config, target: Any, dataset: Dataset) -> Model:
     """A Flax module, or whatever else a target gives, as a `Model`; it may take input_shape and num_classes."""
     first = dataset.read(np.zeros(1, np.int64))
     shape = first.get("inputs", next(iter(first.values()))).shape[1:]
-    known = {"input_shape": getattr(dataset, "input_shape", shape), "num_classes": getattr(dataset, "classes", 0)}
+    known: dict[str, Any] = {
+        "input_shape": getattr(dataset, "input_shape", shape),
+        "num_classes": getattr(dataset, "classes", 0),
+    }
     bound = bind("model", target, config.model.args, {k: v for k, v in known.items() if v})
-    if (wanted := bound.keywords.get("num_classes")) is not None and wanted < known["num_classes"]:
+    wanted = bound.keywords.get("num_classes")
+    if isinstance(wanted, int) and wanted < known["num_classes"]:
         raise UsageError(f"model.args.num_classes: {wanted}, but the data has {known['num_classes']} classes")
     if "rngs" in parameters(bound):  # an NNX class, or a function that makes its module
         require("model", bound, "rngs")
@@ -180,16 +184,12 @@ def make_loss(config: Config) -> LossFn:
 def make_tx(config: Config, schedule: Any) -> Any:
     opt = config.optimizer
     target = locate("optimizer", opt.target, OPTIMIZERS)
-    bind("optimizer", target, opt.args)
+    bound = bind("optimizer", target, opt.args)
     for arg, own in {"learning_rate": "lr", "weight_decay": "weight_decay", "mask": "no_decay"}.items():
         if arg in opt.args:
             raise UsageError(f"optimizer.args.{arg}: it is set by optimizer.{own}; set that")
-    try:
-        return make_optimizer(target, schedule, opt.weight_decay, opt.no_decay, **opt.args)
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"optimizer.args: {opt.target} with {opt.args} failed: {' '.join(str(error).split())}"
-        ) from error
+    make = lambda: make_optimizer(target, schedule, opt.weight_decay, opt.no_decay, **opt.args)
+    return call("optimizer", bound, make)
 
 
 def choose_devices(config: Config, context: Context) -> list[jax.Device]:

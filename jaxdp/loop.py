@@ -71,7 +71,8 @@ def fit(run: Run) -> Record:
                 meter.pause()
                 save(run, step, state)
         meter.flush()
-    save(run, run.steps, state)
+    if run.start < run.steps:  # else it is what was restored
+        save(run, run.steps, state)
     return finish(run, program, state, metrics)
 
 

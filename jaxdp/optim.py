@@ -1,5 +1,6 @@
 """An optimizer is an Optax transformation: a table row that names its parts, behind one learning-rate schedule."""
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -8,25 +9,26 @@ from typing import Any
 import jax
 import optax
 
+from jaxdp.errors import UsageError
+
 Schedule = Callable[[Any], Any]
 
 
 def _decay_first(tx: Callable) -> Callable:
     """L2 decay added to the gradient, as PyTorch's SGD and Adam have it, for a transformation without its own."""
 
+    @functools.wraps(tx)
     def make(learning_rate: Schedule, weight_decay: float = 0.0, mask: Any = None, **args: Any):
         decay = [optax.add_decayed_weights(weight_decay, mask)] if weight_decay else []
         return optax.chain(*decay, tx(learning_rate, **args))
 
-    make.__signature__ = inspect.signature(tx)  # type: ignore[attr-defined]
     return make
 
 
+@functools.wraps(optax.adafactor)
 def _adafactor(learning_rate: Schedule, weight_decay: float = 0.0, mask: Any = None, **args: Any):
     return optax.adafactor(learning_rate, weight_decay_rate=weight_decay or None, weight_decay_mask=mask, **args)
 
-
-_adafactor.__signature__ = inspect.signature(optax.adafactor)  # type: ignore[attr-defined]
 
 OPTIMIZERS: dict[str, Callable] = {
     "sgd": _decay_first(optax.sgd),
@@ -96,7 +98,7 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """The transformation that `make(learning_rate, weight_decay=, mask=, ...)` gives, with a decay mask by path.
 
-    Raises ValueError where `make` takes no weight decay and some was asked for.
+    Raises UsageError where `make` takes no weight decay and some was asked for.
     """
     names = inspect.signature(make).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in names.values())
@@ -105,7 +107,7 @@ def make_optimizer(
         if make in OPTIMIZERS.values() or "mask" in names:
             args["mask"] = decay_mask(no_decay)
     elif weight_decay and not open_ended:
-        raise ValueError(f"optimizer.weight_decay: {weight_decay} but {make.__name__} takes none; set it to 0")
+        raise UsageError(f"optimizer.weight_decay: {weight_decay} but {make.__name__} takes none; set it to 0")
     elif weight_decay:
         args["weight_decay"] = weight_decay
     if "learning_rate" in names or open_ended:

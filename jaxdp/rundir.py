@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, one_line
 
 PACKAGES = ("jaxdp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4py")
 
@@ -55,7 +55,7 @@ def saved_config(directory: pathlib.Path) -> dict[str, Any]:
         saved = yaml.safe_load(file.read_text())
         problem = None if isinstance(saved, dict) else "it is no mapping"
     except (OSError, ValueError, yaml.YAMLError) as error:
-        problem = " ".join(str(error).split())
+        problem = one_line(error)
     if problem:
         raise UsageError(
             f"run_dir: {str(directory)!r} has checkpoints, but its config.yaml cannot be read ({problem}), so nobody "

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, one_line
 
 
 def locate(key: str, target: str, table: Mapping[str, Any]) -> Any:
@@ -92,11 +92,7 @@ def call(key: str, bound: Callable[..., Any], make: Callable[[], Any] | None = N
         name = getattr(getattr(bound, "func", bound), "__name__", str(bound))
         args = getattr(bound, "keywords", {})
         shown = ", ".join(f"{k}={v!r}" for k, v in args.items())
-        raise UsageError(f"{key}.args: {name}({shown}) failed: {type(error).__name__}: {_one_line(error)}") from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+        raise UsageError(f"{key}.args: {name}({shown}) failed: {type(error).__name__}: {one_line(error)}") from error
 
 
 def require(key: str, make: Callable[..., Any], *given: str) -> None:

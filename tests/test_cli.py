@@ -167,6 +167,12 @@ BAD = {
     "unknown argument": (["--model.args.widhts", "[3]"], "model.args.widhts: CNN takes no such argument; did you mean"),
     "wrong argument": (["--model.args.widths", "3"], "widths=3, dropout=0.1) failed: TypeError"),
     "unknown optimizer argument": (["--optimizer.args.b7", "3"], "optimizer.args.b7: adamw takes no such argument"),
+    "unknown argument of sgd": (["--optimizer.target", "sgd", "--optimizer.args.b7", "3"], "b7: sgd takes no such"),
+    "decay that is not taken": (
+        ["--optimizer.target", "optax.rmsprop"],
+        "optimizer.weight_decay: 0.1 but rmsprop takes none",
+    ),
+    "classes that are no number": (["--model.args.num_classes", "abc"], "model.args"),
     "missing argument": (["--data.target", "CIFAR10", "--data.args", "{}"], "data.args.root: CIFAR10 needs it"),
     "missing data": (["--data.target", "MNIST", "--data.args", "{root: /nowhere}"], "data.args.root"),
     "too many devices": (["--microbatches", "2"], "set microbatches to 3"),

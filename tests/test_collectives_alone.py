@@ -15,6 +15,12 @@ def test_alone_every_collective_gives_back_what_it_got():
         np.testing.assert_array_equal(f([x, jnp.ones(4, jnp.bfloat16)])[0], x)
 
 
+def test_a_timeout_that_is_none_is_refused(monkeypatch):
+    monkeypatch.setenv("JAXDP_TIMEOUT", "soon")
+    with pytest.raises(jaxdp.UsageError, match="JAXDP_TIMEOUT='soon'"):
+        jaxdp.allreduce(np.ones(2, np.float32))
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

@@ -10,7 +10,7 @@ from jaxdp import __version__
 from jaxdp.config import Config
 from jaxdp.config.check import check_key, check_structure, expected, inner, known_keys, resolve
 from jaxdp.distributed import launchers
-from jaxdp.errors import DistributedError, UsageError
+from jaxdp.errors import DistributedError, UsageError, one_line
 
 VERBS = {
     "train": "train a model, or go on where the run directory stands",
@@ -96,7 +96,7 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None]:
     try:
         space = parser.parse_args(argv)
     except (argparse.ArgumentError, TypeError, ValueError, KeyError) as error:
-        raise UsageError(_one_line(str(error))) from None
+        raise UsageError(_explain(str(error))) from None
     files = [str(f) for f in space.pop("config") or []]
     given = {arg.partition("=")[0] for arg in argv}
     for key, other in (("steps", "epochs"), ("epochs", "steps")):
@@ -131,7 +131,7 @@ def _check_arguments(argv: list[str]) -> None:
             try:
                 content = yaml.load(file.read_text(), _loader(value))
             except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-                raise UsageError(f"{value}: not YAML: {_one_line(str(error))}") from None
+                raise UsageError(f"{value}: not YAML: {_explain(str(error))}") from None
             if not isinstance(content, dict):
                 raise UsageError(f"{value}: a config is a YAML mapping, this is {type(content).__name__}")
             check_structure(content, value)
@@ -157,13 +157,13 @@ def _loader(file: str) -> Any:
     return Loader
 
 
-def _one_line(text: str) -> str:
+def _explain(text: str) -> str:
     """The parser's message as one line: key, value, and what the value should be."""
     key = re.search(r'(?:key|for) "([\w.]+)"', text)
     value = re.search(r"(?:Got|Given) value: *(.+?) *(?:\n|$)", text)
     if key and value and key.group(1) in known_keys():
         return f"{key.group(1)}: {value.group(1)!r} is not {expected(key.group(1))}"
-    return " ".join(text.replace('in "<unicode string>", ', "").split())
+    return one_line(text.replace('in "<unicode string>", ', ""))
 
 
 def _to_dataclass(cls: Any, values: dict[str, Any]) -> Any:

@@ -50,8 +50,7 @@ def summary(final: Record, directory: pathlib.Path) -> str:
 def eval(config: Config, path: str | None, context: Context) -> None:
     """The verb `eval`: evaluates the last checkpoint of the run directory, and prints the result."""
     directory = schema.run_dir(config, path)
-    saved = Checkpoints(directory / "checkpoints").steps()
-    step = int(context.exchange("eval", str(saved[-1] if saved else 0))[0])
+    step = last_step(directory, context)
     if not step:
         raise UsageError(f"run_dir: no checkpoint in {str(directory)!r}; train first, or name another", rank=0)
     together(context, lambda: check_same_numbers(directory, config, step))
@@ -70,10 +69,15 @@ def share(directory: pathlib.Path, context: Context) -> None:
     context.agree(rundir.is_shared(directory, nonce))
 
 
+def last_step(directory: pathlib.Path, context: Context) -> int:
+    """The last checkpoint that rank 0 sees; 0 where there is none."""
+    saved = Checkpoints(directory / "checkpoints").steps()
+    return int(context.exchange("last step", str(saved[-1] if saved else 0))[context.root_rank])
+
+
 def resume_step(directory: pathlib.Path, config: Config, context: Context) -> int:
     """The checkpoint to go on from (0 for none); UsageError where the config would change its numbers."""
-    saved = Checkpoints(directory / "checkpoints").steps()
-    start = int(context.exchange("resume", str(saved[-1] if saved else 0))[context.root_rank])
+    start = last_step(directory, context)
     if start:
         together(context, lambda: check_same_numbers(directory, config, start))  # before rank 0 writes it anew
     return start

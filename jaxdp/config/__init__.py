@@ -4,15 +4,15 @@ A field that changes the numbers of a run (loss curve, parameters) is made with 
 speed, memory or output with `speed`; `config.check` reads these marks. No jax is imported here.
 """
 
+import copy
 import dataclasses
 import pathlib
 from typing import Any, Literal
 
 
 def _field(decides: str, default: Any) -> Any:
-    if isinstance(default, (list, dict)) or dataclasses.is_dataclass(default):
-        make = (lambda: type(default)(default)) if not dataclasses.is_dataclass(default) else (lambda: default)
-        return dataclasses.field(default_factory=make, metadata={"decides": decides})
+    if isinstance(default, list | dict) or dataclasses.is_dataclass(default):
+        return dataclasses.field(default_factory=lambda: copy.copy(default), metadata={"decides": decides})
     return dataclasses.field(default=default, metadata={"decides": decides})
 
 

@@ -19,7 +19,6 @@ from jaxdp.distributed.launchers import World, discover
 from jaxdp.errors import DistributedError, UsageError
 
 __all__ = ["Context", "bind", "current", "fail", "init", "leave", "shutdown"]
-TIMEOUT = 60.0
 GRACE = 2.0  # seconds that a process which ends waits for others that end as well
 
 
@@ -127,36 +126,13 @@ def init(
         if arguments and arguments != _arguments:
             raise UsageError(f"init({arguments}), but this process already joined with init({_arguments})")
         return _current
-    world = discover(
-        coordinator=coordinator,
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        init_method=init_method,
-    )
-    if world.size > 1 and (coordination.opened() or coordination.client() is not None):
-        raise UsageError(
-            "jaxdp.init() comes too late to join other processes: JAX's devices are in use, or jax.distributed is "
-            "initialized; call it first"
-        )
+    world = discover(**{k: v for k, v in arguments.items() if k != "timeout"})
     if world.size == 1:
         context = Context(launcher=world.launcher, hosts=(hosts.hostname(),))
     else:
-        context = _join(world, _seconds(timeout))
+        context = _join(world, coordination.seconds(timeout))
     _current, _arguments = context, arguments
     return context
-
-
-def _seconds(timeout: float | None) -> float:
-    text = os.environ.get("JAXDP_TIMEOUT") or str(TIMEOUT)
-    try:
-        seconds = float(text) if timeout is None else timeout
-        if not seconds > 0:
-            raise ValueError
-    except ValueError:
-        raise UsageError(f"JAXDP_TIMEOUT={text!r} (or timeout={timeout}) is not a number of seconds above 0") from None
-    return seconds
 
 
 def _join(world: World, timeout: float) -> Context:

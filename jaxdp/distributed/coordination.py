@@ -14,11 +14,24 @@ from typing import Any
 
 import jax
 
-from jaxdp.errors import DistributedError
+from jaxdp.errors import DistributedError, UsageError
 
 _turns: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
+TIMEOUT = 60.0  # seconds
 SLICE = 0.5  # seconds: a wait is cut into these, so that Python's signal handlers run in between
+
+
+def seconds(timeout: float | None = None) -> float:
+    """How long to wait for others: `timeout`, else JAXDP_TIMEOUT, else 60; UsageError where that is no time."""
+    text = os.environ.get("JAXDP_TIMEOUT") or str(TIMEOUT)
+    try:
+        seconds = float(text) if timeout is None else timeout
+        if not seconds > 0:
+            raise ValueError
+    except ValueError:
+        raise UsageError(f"JAXDP_TIMEOUT={text!r} (or timeout={timeout}) is not a number of seconds above 0") from None
+    return seconds
 
 
 def client() -> Any:

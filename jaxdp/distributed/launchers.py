@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from jaxdp.distributed.world import Env, Launcher, Variables, World, address, integer, optional, partners, within
+from jaxdp.distributed.world import MPI, Env, Launcher, Variables, World, address, integer, optional, partners, within
 from jaxdp.errors import UsageError
 
 __all__ = ["LAUNCHERS", "Kubernetes", "Slurm", "Variables", "World", "address", "discover"]
@@ -183,7 +183,7 @@ def discover(
             "set JAXDP_PROCESS_ID and JAXDP_NUM_PROCESSES, or use mpirun, srun or torchrun"
         )
     world = world or World(0, 1)
-    if world.size > 1 and not (given or world.coordinator or world.launcher in ("openmpi", "hydra")):
+    if world.size > 1 and not (given or world.coordinator or world.launcher in MPI):
         fix = "init(coordinator=...)" if world.launcher == "explicit" else "JAXDP_COORDINATOR"
         raise UsageError(f"{world.size} processes ({world.launcher}) need to meet: set {fix} to rank 0's host:port")
     return replace(

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 
 from jaxdp.distributed import hello, hosts, mpi
 from jaxdp.distributed.hello import Hello
-from jaxdp.distributed.launchers import World
+from jaxdp.distributed.world import MPI, World
 from jaxdp.errors import UsageError
-
-MPI_LAUNCHERS = ("openmpi", "hydra")
 
 
 def _split(coordinator: str) -> tuple[str, int]:
@@ -30,7 +28,7 @@ def meet(world: World, facts: Mapping[str, object], timeout: float) -> tuple[str
     own: Hello = {"rank": world.rank, "size": world.size, **hosts.identity(), **facts}
     if world.coordinator is not None:
         coordinator = world.coordinator
-    elif world.launcher in MPI_LAUNCHERS:
+    elif world.launcher in MPI:
         port = hosts.free_port() if world.rank == 0 else 0
         everyone = mpi.exchange(world, {**own, "port": port, "outward": hosts.outward()}, timeout)
         hosts.check_reachable(everyone)

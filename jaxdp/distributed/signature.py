@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -88,13 +87,9 @@ def zeros(text: str) -> np.ndarray:
     return np.zeros([int(d) for d in dims.split(",") if d], jnp.dtype(name))
 
 
-def _timeout() -> float:
-    return float(os.environ.get("JAXDP_TIMEOUT") or 60.0)
-
-
 def compare(name: str, rank: int, members: tuple[int, ...], own: Signature, lead: int | None) -> Signature:
     """The signature of all members; with `lead` that member's, and the others may bring nothing."""
-    texts = coordination.exchange(name, json.dumps(asdict(own)), rank, members, _timeout())
+    texts = coordination.exchange(name, json.dumps(asdict(own)), rank, members, coordination.seconds())
     theirs = [Signature(**json.loads(t)) for t in texts]
     first = theirs[0 if lead is None else lead]
     for member, one in zip(members, theirs):

@@ -9,6 +9,7 @@ from typing import Protocol
 from jaxdp.errors import UsageError
 
 Env = Mapping[str, str]
+MPI = ("openmpi", "hydra")  # the launchers whose ranks agree on an address through MPI itself
 
 
 @dataclass(frozen=True)
