@@ -127,6 +127,11 @@ def init(
             raise UsageError(f"init({arguments}), but this process already joined with init({_arguments})")
         return _current
     world = discover(**{k: v for k, v in arguments.items() if k != "timeout"})
+    if world.size > 1 and (coordination.opened() or coordination.client() is not None):
+        raise UsageError(
+            "jaxdp.init() comes too late to join other processes: JAX's devices are in use, or jax.distributed is "
+            "initialized; call it first"
+        )
     if world.size == 1:
         context = Context(launcher=world.launcher, hosts=(hosts.hostname(),))
     else:

@@ -139,21 +139,25 @@ def _absent(name: str, missing: Sequence[int], timeout: float, speaker: int | No
 def leave(code: int, rank: int, size: int, speaker: int | None, grace: float) -> None:
     """Ends this process now, with what it printed and without JAX's barrier at exit, which waits for the others.
 
-    A launcher kills all when one has ended. So those for whom `speaker` prints wait until it has; and rank 0, whose
-    end takes the coordination service away and aborts the others, goes last. Neither waits longer than `grace` seconds.
+    A launcher kills all when one has ended, and may then report the kill instead of `code`. So where all end by the
+    same error, which `speaker` prints, they end at the same moment. Where one ends by itself, rank 0, whose end takes
+    the coordination service away and aborts the others, goes last. Nobody waits longer than `grace` seconds.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
     if size > 1:
-        awaited = set(range(size)) if rank == 0 else {rank if speaker is None else speaker}
         with contextlib.suppress(Exception):
             if client() is None:  # the meeting itself failed
-                time.sleep(0.0 if awaited == {rank} or rank == speaker else grace / 2)
+                time.sleep(0.0 if rank == speaker or (rank and speaker is None) else grace / 2)
             else:
                 client().key_value_set(f"jaxdp/left/{rank}", "")
-                deadline = time.monotonic() + grace
-                while not awaited <= set(_came("jaxdp/left", range(size))) and time.monotonic() < deadline:
-                    time.sleep(0.02)
-                time.sleep(0.05 if rank == 0 else 0.0)
+                if speaker is not None:
+                    client().wait_at_barrier("jaxdp/leave", int(1000 * grace))
+                    client().shutdown()  # all are here: a client that is shut down outlives rank 0's service
+                elif rank == 0:
+                    deadline = time.monotonic() + grace
+                    while len(_came("jaxdp/left", range(size))) < size and time.monotonic() < deadline:
+                        time.sleep(0.02)
+                    time.sleep(0.05)
     os._exit(code)
