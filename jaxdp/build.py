@@ -24,11 +24,12 @@ from jaxdp.losses import LOSSES, LossFn
 from jaxdp.metrics.writer import Nothing
 from jaxdp.models import MODELS, as_model
 from jaxdp.models.base import Model
-from jaxdp.optim import OPTIMIZERS, make_optimizer, make_schedule, path_string
+from jaxdp.optim import OPTIMIZERS, make_optimizer, make_schedule
 from jaxdp.parallel import STRATEGIES
 from jaxdp.parallel.reduction import make_reduction
 from jaxdp.precision import policy
 from jaxdp.profile import Profile
+from jaxdp.split import path_string
 from jaxdp.step import Step, TrainState, init_state, make_step
 from jaxdp.targets import bind, call, locate, parameters, require
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdp.optim import path_string
+from jaxdp.split import path_string
 
 
 def params_sha256(params: Any) -> str:

@@ -10,6 +10,7 @@ import jax
 import optax
 
 from jaxdp.errors import UsageError
+from jaxdp.split import path_string
 
 Schedule = Callable[[Any], Any]
 
@@ -86,11 +87,6 @@ def decay_mask(no_decay: Sequence[str]) -> Callable[[Any], Any]:
         )
 
     return mask
-
-
-def path_string(path: Any) -> str:
-    """A key path as a/b/c."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def make_optimizer(

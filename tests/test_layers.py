@@ -11,11 +11,11 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 # Each may import what stands in rows above its own (and the leaves each other).
 LAYERS = [
     {"errors", "axes", "config", "precision", "losses", "optim", "profile", "targets", "rundir", "digest"}
-    | {"models", "data", "metrics", "distributed"},
+    | {"models", "data", "metrics", "distributed", "split", "hlo", "hardware"},
     {"step"},
     {"parallel"},
     {"checkpoint"},
-    {"loop"},
+    {"loop", "plan", "verify"},
     {"build"},
     {"cli"},
     {"__main__", "__init__"},

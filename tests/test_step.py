@@ -19,8 +19,8 @@ from jaxdp.models.base import Model
 from jaxdp.models.cnn import CNN
 from jaxdp.models.nnx import Carry
 from jaxdp.models.resnet9 import ResNet9
-from jaxdp.optim import path_string
 from jaxdp.precision import Policy
+from jaxdp.split import path_string
 from jaxdp.step import init_state, make_step
 
 

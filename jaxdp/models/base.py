@@ -19,8 +19,11 @@ CARRY = "carry"
 
 
 class Model(NamedTuple):
+    """blocks: paths (a/b) of parameters that `scan_blocks` runs, every leaf stacked [block, ...]."""
+
     init: Callable[..., tuple[Any, Any]]
     apply: Callable[..., tuple[Any, Any]]
+    blocks: tuple[str, ...] = ()
 
 
 def call_arguments(call: Callable, batch: dict[str, Any], train: bool) -> tuple[tuple, dict[str, Any]]:

@@ -8,10 +8,35 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdp.models.base import CARRY, Model, call_arguments
+from jaxdp.models.scan import scan_blocks
 
 
 class Carry(nnx.Variable):
     """State that belongs to an example [example, ...], such as an LSTM's; it travels with the batch."""
+
+
+class Blocks(nnx.Module):
+    """`count` modules of one shape, one after the other: x -> module(x, *args), each with parameters of its own.
+
+    make: a function of `nnx.Rngs` that makes one. Their variables are stacked [block, ...], and scanned, so that
+    compilation takes the time of one, and ZeRO-3 has one at a time whole (`scan_blocks`).
+    """
+
+    def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], count: int, *, rngs: nnx.Rngs):
+        self.stack = nnx.vmap(make)(rngs.fork(split=count))
+        self.path = ""  # in the model; `from_nnx` fills it in
+
+    def __call__(self, x: Any, *args: Any) -> Any:
+        graph, params, rest = nnx.split(self.stack, nnx.Param, ...)
+        kinds = nnx.to_flat_state(params)
+
+        def block(params: Any, x: Any, rest: nnx.State) -> tuple[Any, nnx.State]:
+            module = nnx.merge(graph, _to_state(kinds, params), rest, copy=True)
+            return module(x, *args), nnx.state(module, nnx.Not(nnx.Param))
+
+        x, rest = scan_blocks(block, _to_dict(kinds), x, rest, path=self.path)
+        nnx.update(self.stack, rest)
+        return x
 
 
 def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
@@ -21,6 +46,9 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     from the key of the microbatch, so that dropout does not depend on where or when it is computed.
     """
     module = nnx.eval_shape(lambda: _unfix(make(nnx.Rngs(0))))
+    stacks = [(path, part) for path, part in nnx.iter_modules(module) if isinstance(part, Blocks)]
+    for path, part in stacks:
+        part.path = "/".join(map(str, (*path, "stack")))
     module.train()
     train_def, *states = nnx.split(module, nnx.Param, nnx.RngState, Carry, ...)
     module.eval()
@@ -52,7 +80,7 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         # Running averages keep the dtype that they are stored in, whatever the module computes in.
         return outputs, jax.tree.map(lambda old, new: new.astype(old.dtype), model_state, new_state)
 
-    return Model(init, apply)
+    return Model(init, apply, tuple(part.path for _, part in stacks))
 
 
 def _unfix(module: nnx.Module) -> nnx.Module:

@@ -1,0 +1,61 @@
+"""Blocks of one shape, stacked and scanned: one compiled body for all, and one block's parameters whole at a time.
+
+The parameters of the blocks are stacked along a first dim [block, ...]. What runs the model (the step) decides how a
+block's parameters become whole and what its backward pass keeps; alone, `scan_blocks` is `jax.lax.scan`.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Tree = Any
+BlockGather = Callable[[str, jax.Array, Tree], Tree]  # (path, index of the block, its parameters) -> whole ones
+
+policies = jax.checkpoint_policies
+REMAT: dict[str, Callable[[Callable], Callable]] = {
+    "none": lambda f: f,
+    "full": lambda f: jax.checkpoint(f, prevent_cse=False),
+    "dots": lambda f: jax.checkpoint(f, prevent_cse=False, policy=policies.dots_saveable),
+    "dots_no_batch": lambda f: jax.checkpoint(f, prevent_cse=False, policy=policies.dots_with_no_batch_dims_saveable),
+}
+"""What a backward pass computes again: nothing; everything; all but matrix products; all but those with weights."""
+
+
+class _Hooks(NamedTuple):
+    gather: BlockGather = lambda path, index, params: params
+    remat: Callable[[Callable], Callable] = REMAT["none"]
+
+
+_hooks = contextvars.ContextVar("hooks", default=_Hooks())
+
+
+@contextlib.contextmanager
+def block_hooks(gather: BlockGather, remat: Callable[[Callable], Callable]) -> Iterator[None]:
+    """While a model is traced inside: how a block's parameters are made whole, and what is computed again."""
+    token = _hooks.set(_Hooks(gather, remat))
+    try:
+        yield
+    finally:
+        _hooks.reset(token)
+
+
+def scan_blocks(
+    block: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]], params: Tree, x: Tree, xs: Tree = None, *, path: str
+) -> tuple[Tree, Tree]:
+    """(x, y) -> block(params[i], x, xs[i]) for one block after the other: (the last x, every y stacked).
+
+    params, xs: leaves [block, ...]. path: where `params` stand in the model's parameters, as a/b; a `Model` names it
+    among its `blocks`.
+    """
+    hooks = _hooks.get()
+
+    def body(x: Tree, piece: tuple[jax.Array, Tree, Tree]) -> tuple[Tree, Tree]:
+        index, params, xs = piece
+        return block(hooks.gather(path, index, params), x, xs)
+
+    count = jax.tree.leaves(params)[0].shape[0]
+    return jax.lax.scan(hooks.remat(body), x, (jnp.arange(count), params, xs))
