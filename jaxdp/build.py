@@ -26,6 +26,7 @@ from jaxdp.models import MODELS, as_model
 from jaxdp.models.base import Model
 from jaxdp.optim import OPTIMIZERS, make_optimizer, make_schedule
 from jaxdp.parallel import STRATEGIES
+from jaxdp.parallel.base import slot_table
 from jaxdp.parallel.reduction import make_reduction
 from jaxdp.precision import policy
 from jaxdp.profile import Profile
@@ -54,12 +55,8 @@ def make_run(config: Config, directory: pathlib.Path, context: Context) -> loop.
 
     dtypes = config.precision
     numbers = policy(dtypes.params, dtypes.compute or dtypes.params, dtypes.reduce or dtypes.params)
-    strategy = STRATEGIES[config.parallel.backend](
-        config.microbatches,
-        make_reduction(config.parallel.reduction, config.parallel.bucket_mb),
-        None if dtypes.reduce == dtypes.params else numbers.reduce,
-        choose_devices(config, context),
-    )
+    devices = choose_devices(config, context)
+    slot_table(config.microbatches, len(devices))
     cursor = Cursor(len(dataset), config.batch_size, config.microbatches, config.seed)
     steps = config.steps or math.ceil((config.epochs or 0) * cursor.steps_per_epoch)
     opt = config.optimizer
@@ -87,13 +84,19 @@ def make_run(config: Config, directory: pathlib.Path, context: Context) -> loop.
         return init_state(model, tx, numbers, config.seed, config.microbatches, inputs)
 
     together(context, lambda: rehearse(step, make_state, read_batch(dataset, cursor, 0, [0])))
+    strategy = STRATEGIES[config.parallel.backend](
+        make_state,
+        config.microbatches,
+        make_reduction(config.parallel.reduction, config.parallel.bucket_mb),
+        None if dtypes.reduce == dtypes.params else numbers.reduce,
+        devices,
+    )
     source = None
     if eval_set is not None:
         source = loop.Source(eval_set, Cursor(len(eval_set), config.batch_size, config.microbatches, 0, shuffle=False))
     return loop.Run(
         strategy=strategy,
         step=step,
-        make_state=make_state,
         train=loop.Source(dataset, cursor),
         eval=source,
         steps=steps,

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,7 +35,6 @@ class Run:
 
     strategy: Strategy
     step: Step
-    make_state: Callable[[], TrainState]
     train: Source
     eval: Source | None
     steps: int
@@ -52,7 +50,7 @@ class Run:
 def fit(run: Run) -> Record:
     """Trains to the last update, evaluates, saves; returns the final record."""
     program = run.strategy.lower(run.step)
-    state = restore(run, run.start) if run.start else run.strategy.init(run.make_state)
+    state = restore(run, run.start) if run.start else run.strategy.init()
     examples = run.train.cursor.size / run.train.cursor.steps_per_epoch
     metrics: dict[str, jax.Array] = {}
     with (
@@ -111,7 +109,7 @@ def save(run: Run, step: int, state: TrainState) -> None:
 
 
 def restore(run: Run, step: int) -> TrainState:
-    return run.strategy.adopt(run.checkpoints.restore(step, run.strategy.abstract(run.make_state)))
+    return run.strategy.adopt(run.checkpoints.restore(step, run.strategy.abstract()))
 
 
 def _due(step: int, every: int | None) -> bool:

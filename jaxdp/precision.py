@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 
 def cast_floats(tree: Any, dtype: Any) -> Any:
@@ -33,3 +34,33 @@ class Policy(NamedTuple):
 def policy(params: str, compute: str, reduce: str) -> Policy:
     """The policy of three dtype names."""
     return Policy(jnp.dtype(params), jnp.dtype(compute), jnp.dtype(reduce))
+
+
+class LossScale(struct.PyTreeNode):
+    """value []: what the loss is multiplied by; good []: updates without overflow since it last changed."""
+
+    value: jax.Array
+    good: jax.Array
+
+
+class LossScaling(NamedTuple):
+    """The loss, multiplied so that gradients do not vanish in float16 (Micikevicius et al., arXiv 1710.03740).
+
+    An update whose gradients overflow is skipped. Where `dynamic`, the scale is then halved, not below 1, and doubled
+    after `interval` updates without overflow.
+    """
+
+    initial: float = 2.0**15
+    dynamic: bool = True
+    interval: int = 2000
+
+    def init(self) -> LossScale:
+        return LossScale(jnp.asarray(self.initial, jnp.float32), jnp.zeros((), jnp.int32))
+
+    def adjust(self, scale: LossScale, finite: jax.Array) -> LossScale:
+        if not self.dynamic:
+            return scale
+        good = jnp.where(finite, scale.good + 1, 0)
+        grown = good >= self.interval
+        value = jnp.where(grown, scale.value * 2, jnp.where(finite, scale.value, scale.value / 2))
+        return LossScale(jnp.clip(value, 1.0, 2.0**126), jnp.where(grown, 0, good))

@@ -4,12 +4,13 @@
     apply(state, sums, total) -> (state, metrics)                           the one division, the optimizer
 
 Everything in `Sums` adds up over microbatches and replicas, and is divided once, by the global weight. A strategy
-reaches inside through two hooks only: `gather` makes split parameters whole, `total` completes a scalar that was
-summed over a split tree. On one device both are the identity.
+reaches inside through two hooks only: `gather` makes split parameters whole (and gradients what the strategy wants),
+`total` measures a tree that may be split. On one device, a strategy needs neither.
 """
 
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,33 +21,47 @@ from flax import struct
 from jaxdp.errors import UsageError
 from jaxdp.losses import LossFn
 from jaxdp.models.base import CARRY, Model
-from jaxdp.precision import Policy, cast_floats
+from jaxdp.models.scan import BlockGather, block_hooks
+from jaxdp.models.scan import remat as rematerialize
+from jaxdp.precision import LossScale, LossScaling, Policy, cast_floats
+from jaxdp.split import path_string
 
 Tree = Any
 Batch = dict[str, jax.Array]
 Transform = Callable[[Batch, jax.Array, bool], Batch]  # (batch, key, train) -> batch
+# (parameters, compute dtype) -> (whole ones of that dtype, what makes those of a block whole inside `scan_blocks`)
+Gather = Callable[[Tree, Any], tuple[Tree, BlockGather]]
+# (measure, tree) -> measure(the whole tree), where measure(tree) adds up over the tree's parts
+Total = Callable[[Callable[[Tree], jax.Array], Tree], jax.Array]
 
 
 class TrainState(struct.PyTreeNode):
-    """All that an update changes, in logical shapes: step [], trees, and carry[microbatch, example, ...] or None."""
+    """All that an update changes, in logical shapes: step [], trees, and carry[microbatch, example, ...].
+
+    ema: the average of the parameters. It, loss_scale and carry are None where they are not in use.
+    """
 
     step: jax.Array
     params: Tree
     model_state: Tree
     opt_state: Tree
+    ema: Tree = None
+    loss_scale: LossScale | None = None
     carry: Tree = None
 
     @property
     def view(self) -> "View":
-        return View(self.step, self.params, self.model_state, self.carry)
+        scale = None if self.loss_scale is None else self.loss_scale.value
+        return View(self.step, self.params, self.model_state, scale, self.carry)
 
 
 class View(NamedTuple):
-    """What a replica needs of the state to compute its sums; carry[slot, example, ...]."""
+    """What a replica needs of the state to compute its sums; loss_scale [] or None, carry[slot, example, ...]."""
 
     step: jax.Array
     params: Tree
     model_state: Tree
+    loss_scale: Any = None
     carry: Tree = None
 
 
@@ -73,13 +88,32 @@ class Change(NamedTuple):
 
 
 class Step(NamedTuple):
+    """trainable(tree like the parameters) -> the same with None for frozen leaves: the structure of the gradients."""
+
     grads: Callable[..., Sums]
     apply: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[..., Sums]
+    trainable: Callable[[Tree], Tree]
 
 
-def identity(x: Any) -> Any:
-    return x
+def plain_gather(params: Tree, dtype: Any) -> tuple[Tree, BlockGather]:
+    return cast_floats(params, dtype), lambda path, index, params: params
+
+
+def plain_total(measure: Callable[[Tree], jax.Array], tree: Tree) -> jax.Array:
+    return measure(tree)
+
+
+def thaw(frozen: Sequence[str]) -> Callable[[Tree], Tree]:
+    """tree -> the same with None for each leaf whose path (a/b/c) matches one of the expressions."""
+    patterns = [re.compile(p) for p in frozen]
+    keep = lambda path, x: None if any(p.search(path_string(path)) for p in patterns) else x
+    return lambda tree: jax.tree_util.tree_map_with_path(keep, tree) if patterns else tree
+
+
+def merge(trainable: Tree, whole: Tree) -> Tree:
+    """`trainable`, with the leaves of `whole` where it has None."""
+    return jax.tree.map(lambda a, b: b if a is None else a, trainable, whole, is_leaf=lambda x: x is None)
 
 
 def microbatch_key(seed: int, step: jax.Array, microbatch: jax.Array) -> jax.Array:
@@ -88,7 +122,16 @@ def microbatch_key(seed: int, step: jax.Array, microbatch: jax.Array) -> jax.Arr
 
 
 def init_state(
-    model: Model, tx: optax.GradientTransformation, policy: Policy, seed: int, microbatches: int, example: Batch
+    model: Model,
+    tx: optax.GradientTransformation,
+    policy: Policy,
+    seed: int,
+    microbatches: int,
+    example: Batch,
+    *,
+    frozen: Sequence[str] = (),
+    ema: bool = False,
+    loss_scaling: LossScaling | None = None,
 ) -> TrainState:
     """The state before the first update; example: one microbatch [example, ...] of the data (values don't matter)."""
     params, model_state = model.init(jax.random.key(seed), policy.inputs(example))
@@ -96,7 +139,15 @@ def init_state(
     model_state, carry = split_carry(cast_floats(model_state, policy.state))
     if carry is not None:
         carry = jax.tree.map(lambda x: jnp.broadcast_to(x, (microbatches, *x.shape)), carry)
-    return TrainState(jnp.zeros((), jnp.int32), params, model_state, tx.init(params), carry)
+    return TrainState(
+        jnp.zeros((), jnp.int32),
+        params,
+        model_state,
+        tx.init(thaw(frozen)(params)),
+        ema=jax.tree.map(jnp.copy, params) if ema else None,
+        loss_scale=loss_scaling.init() if loss_scaling else None,
+        carry=carry,
+    )
 
 
 def split_carry(model_state: Tree) -> tuple[Tree, Tree]:
@@ -115,6 +166,10 @@ def make_step(
     policy: Policy | None = None,
     clip_norm: float | None = None,
     accumulate: str = "vmap",
+    remat: str = "none",
+    frozen: Sequence[str] = (),
+    ema_decay: float | None = None,
+    loss_scaling: LossScaling | None = None,
     transform: Transform | None = None,
     eval_transform: Transform | None = None,
     schedule: Callable[[jax.Array], jax.Array] | None = None,
@@ -122,14 +177,18 @@ def make_step(
     """The step of a model, a loss and an Optax transformation.
 
     accumulate: 'vmap' computes a replica's microbatches at once, 'loop' one after the other.
+    remat: what the backward pass computes again (`REMAT`): of each block, or of a model without blocks as a whole.
+    frozen: parameters whose path matches one of these expressions have no gradient and no optimizer state.
+    ema_decay: of the running average of the parameters, ema = decay x ema + (1 - decay) x params after each update.
     transform: run on each microbatch before the model (normalization, augmentation); eval_transform: in evaluation.
     schedule: reported as `lr` in the metrics.
     """
     policy = policy or Policy()
     accumulation = {"vmap": _at_once, "loop": _one_by_one}[accumulate]
+    trainable = thaw(frozen)
 
-    def microbatch(view: View, batch: Batch, slot: jax.Array, train: bool) -> tuple[jax.Array, Sums]:
-        """The sums of one microbatch, without gradients; a microbatch without rows adds nothing."""
+    def microbatch(view: View, batch: Batch, slot: jax.Array, train: bool, gather: Gather) -> tuple[jax.Array, Sums]:
+        """(the scaled loss, the sums) of one microbatch, without gradients; one without rows adds nothing."""
         key, augment_key = jax.random.split(microbatch_key(seed, view.step, slot))
         mask = batch["mask"]
         real = jnp.any(mask != 0)
@@ -140,9 +199,12 @@ def make_step(
         if prepare is not None:
             batch = prepare(batch, augment_key, train)
         state = view.model_state if view.carry is None else {**view.model_state, CARRY: view.carry}
-        params = cast_floats(view.params, policy.compute)
+        params, block_gather = gather(view.params, policy.compute)
         inputs = policy.inputs({**batch, "mask": seen})
-        outputs, new_state = model.apply(params, state, inputs, key, train)
+        again = remat if train else "none"
+        forward = rematerialize("none" if model.blocks else again, lambda *args: model.apply(*args, train))
+        with block_hooks(block_gather, again):
+            outputs, new_state = forward(params, state, inputs, key)
         outputs = policy.outputs(outputs)
         total, weight, metrics = _three(loss(outputs, {**batch, "mask": mask.astype(policy.state)}))
         new_state, carry = split_carry(new_state)
@@ -157,36 +219,48 @@ def make_step(
         )
         sums = jax.tree.map(lambda x: jnp.where(real, x, jnp.zeros_like(x)), sums)
         carry = jax.tree.map(functools.partial(_keep, mask), view.carry, carry)
-        return sums.loss, sums._replace(carry=carry)
+        loss_scaled = sums.loss if view.loss_scale is None else sums.loss * view.loss_scale.astype(dtype)
+        return loss_scaled, sums._replace(carry=carry)
 
-    def grads(view: View, batch: Batch, slots: jax.Array, gather: Callable = identity) -> Sums:
+    def grads(view: View, batch: Batch, slots: jax.Array, gather: Gather = plain_gather) -> Sums:
         def total(params: Tree, *piece: Any) -> tuple[jax.Array, Sums]:
             carry, batch, slot = piece
-            return microbatch(view._replace(params=gather(params), carry=carry), batch, slot, True)
+            here = view._replace(params=merge(params, view.params), carry=carry)
+            return microbatch(here, batch, slot, True, gather)
 
-        return accumulation(total, view.params, (view.carry, batch, slots))
+        return accumulation(total, trainable(view.params), (view.carry, batch, slots))
 
-    def evaluate(view: View, batch: Batch, slots: jax.Array, gather: Callable = identity) -> Sums:
+    def evaluate(view: View, batch: Batch, slots: jax.Array, gather: Gather = plain_gather) -> Sums:
         carry = jax.tree.map(jnp.zeros_like, view.carry)
 
         def one(piece: Any) -> Sums:
             carry, batch, slot = piece
-            sums = microbatch(view._replace(params=gather(view.params), carry=carry), batch, slot, False)[1]
+            sums = microbatch(view._replace(carry=carry), batch, slot, False, gather)[1]
             return sums._replace(model_state=None, carry=None)
 
         every = jax.vmap(one) if accumulate == "vmap" else lambda pieces: jax.lax.map(one, pieces)
         return jax.tree.map(lambda x: x.sum(0), every((carry, batch, slots)))
 
-    def apply(state: TrainState, sums: Sums, total: Callable = identity) -> tuple[TrainState, dict[str, jax.Array]]:
+    def apply(state: TrainState, sums: Sums, total: Total = plain_total) -> tuple[TrainState, dict[str, jax.Array]]:
+        params = trainable(state.params)
         weight = jnp.where(sums.weight > 0, sums.weight, jnp.ones_like(sums.weight))
-        mean = jax.tree.map(lambda g, p: (g / weight.astype(g.dtype)).astype(p.dtype), sums.grads, state.params)
-        norm = jnp.sqrt(total(_sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(mean))))
-        bad = total(_sum(jnp.sum(~jnp.isfinite(g)).astype(jnp.float32) for g in jax.tree.leaves(mean)))
+        divisor = weight if state.loss_scale is None else weight * state.loss_scale.value.astype(weight.dtype)
+        mean = jax.tree.map(lambda g, p: (g / divisor.astype(g.dtype)).astype(p.dtype), sums.grads, params)
+        squares, bad = total(_squares_and_bad, mean)
+        norm = jnp.sqrt(squares)
         if clip_norm is not None:
             scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
             mean = jax.tree.map(lambda g: g * scale.astype(g.dtype), mean)
-        updates, opt_state = tx.update(mean, state.opt_state, state.params)
+        updates, opt_state = tx.update(mean, state.opt_state, params)
         model_state, disagreeing = _settle(state.model_state, sums.model_state, sums.weight)
+        new = state.replace(
+            params=merge(optax.apply_updates(params, updates), state.params),
+            opt_state=opt_state,
+            model_state=model_state,
+            carry=sums.carry,
+        )
+        if ema_decay is not None:
+            new = new.replace(ema=jax.tree.map(lambda e, p: e + (1 - ema_decay) * (p - e), state.ema, new.params))
         metrics = {
             "loss": sums.loss / weight,
             **{name: value / weight for name, value in sums.metrics.items()},
@@ -198,16 +272,14 @@ def make_step(
             metrics["disagreeing_state"] = disagreeing
         if schedule is not None:
             metrics["lr"] = jnp.asarray(schedule(state.step), jnp.float32)
-        state = state.replace(
-            step=state.step + 1,
-            params=optax.apply_updates(state.params, updates),
-            opt_state=opt_state,
-            model_state=model_state,
-            carry=sums.carry,
-        )
-        return state, metrics
+        if loss_scaling is not None and state.loss_scale is not None:
+            finite = bad == 0
+            new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
+            new = new.replace(loss_scale=loss_scaling.adjust(state.loss_scale, finite))
+            metrics |= {"loss_scale": state.loss_scale.value, "skipped": (~finite).astype(jnp.int32)}
+        return new.replace(step=state.step + 1), metrics
 
-    return Step(grads, apply, evaluate)
+    return Step(grads, apply, evaluate, trainable)
 
 
 def _at_once(total: Callable, params: Tree, pieces: Tree) -> Sums:
@@ -287,5 +359,9 @@ def _settle(old: Tree, sums: Tree, weight: jax.Array) -> tuple[Tree, jax.Array |
     return settled, (sum(disagreeing, jnp.zeros((), jnp.int32)) if disagreeing else None)
 
 
-def _sum(values: Any) -> jax.Array:
-    return sum(values, jnp.zeros((), jnp.float32))
+def _squares_and_bad(tree: Tree) -> jax.Array:
+    """[2]: the sum of squares, and how many elements are not finite; at least in float32."""
+    leaves = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in jax.tree.leaves(tree)]
+    zero = jnp.zeros((), jnp.float32)
+    squares = sum((jnp.sum(jnp.square(x)) for x in leaves), zero)
+    return jnp.stack([squares, sum((jnp.sum(~jnp.isfinite(x)) for x in leaves), zero).astype(squares.dtype)])

@@ -40,13 +40,13 @@ def make_run(tmp_path, model=None, backend="pmap", devices=1, train=None, held_o
     model, examples = model or toys.MODELS["resnet"](), toys.data(60)
     tx = optax.adam(1e-2)
     cursor = Cursor(60, 20, 8, 0)
+    make = lambda: init_state(model, tx, Policy(), 0, 8, {k: v[:3] for k, v in examples.items()})
     eval_source = None
     if held_out is not None:
         eval_source = loop.Source(Arrays(**held_out), Cursor(len(held_out["labels"]), 20, 8, 0, shuffle=False))
     return loop.Run(
-        strategy=STRATEGIES[backend](8, make_reduction("xla"), None, jax.devices()[:devices]),
+        strategy=STRATEGIES[backend](make, 8, make_reduction("xla"), None, jax.devices()[:devices]),
         step=make_step(model, SoftmaxCrossEntropy(), tx),
-        make_state=lambda: init_state(model, tx, Policy(), 0, 8, {k: v[:3] for k, v in examples.items()}),
         train=loop.Source(train or Arrays(**examples), cursor),
         eval=eval_source,
         writer=Kept(),
@@ -60,7 +60,7 @@ def test_evaluation_counts_every_example_once(tmp_path, backend, devices):
     model, held_out = toys.MODELS["resnet"](), toys.data(33, seed=5)  # batches of 20 and 13
     run = make_run(tmp_path, model, backend, devices, held_out=held_out, eval_every=3)
     final = loop.fit(run)
-    state = run.checkpoints.restore(6, run.strategy.abstract(run.make_state))
+    state = run.checkpoints.restore(6, run.strategy.abstract())
     batch = {**held_out, "mask": np.ones(33, bool)}
     logits, _ = model.apply(state.params, state.model_state, batch, jax.random.key(0), False)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, held_out["labels"])
@@ -96,7 +96,7 @@ def test_carried_state_resumes_under_another_strategy(tmp_path):
     loop.fit(make_run(tmp_path / "parts", counting(), "pmap", 3, steps=4))
     parts = make_run(tmp_path / "parts", counting(), "pjit", 8, start=4)
     loop.fit(parts)
-    a, b = (r.checkpoints.restore(6, r.strategy.abstract(r.make_state)) for r in (whole, parts))
+    a, b = (r.checkpoints.restore(6, r.strategy.abstract()) for r in (whole, parts))
     assert toys.relative_error(a, b)[0] < 1e-5
     assert int(a.step) == int(b.step) == 6
     assert float(jnp.abs(a.carry["seen"]).max()) > 0

@@ -99,7 +99,7 @@ def test_a_bucketed_step_is_one_all_reduce_of_one_operand(backend):
     _, state, _, strategy, program = toys.train(
         toys.MODELS["resnet"](), examples, backend=backend, devices=4, reduction="bucket", bucket_mb=25.0, steps=0
     )
-    state = strategy.adopt(jax.device_put(state, strategy.abstract(lambda: state).step.sharding))
+    state = strategy.adopt(jax.device_put(state, strategy.abstract().step.sharding))
     batch = read_batch(Arrays(**examples), Cursor(20, 20, 8, 0), 0, strategy.local_slots)
     text = program.parts["update"].lower(state, strategy.put(batch)).compile().as_text()
     calls = [m.group(1) for m in re.finditer(r" all-reduce(?:-start)?\(([^)]*)\)", text)]

@@ -92,18 +92,27 @@ def train(
     dtype="float32",
     loss=None,
     bucket_mb=0.001,
+    layout=None,
 ):
     """(initial state, final exported state, metrics of each update, strategy, program)"""
     tx, clip = OPTIMIZERS[optimizer][0](), OPTIMIZERS[optimizer][1]
     step = make_step(
         model, loss or SoftmaxCrossEntropy(), tx, policy=policy(dtype), clip_norm=clip, accumulate=accumulate
     )
-    strategy = STRATEGIES[backend](microbatches, make_reduction(reduction, bucket_mb), None, jax.devices()[:devices])
     dataset = Arrays(**examples)
     cursor = Cursor(len(dataset), batch_size, microbatches, 0, shuffle=False)
     example = {k: v[: cursor.examples_per_microbatch] for k, v in examples.items()}
     make = lambda: init_state(model, tx, policy(dtype), 0, microbatches, example)
-    state = strategy.init(make)
+    strategy = STRATEGIES[backend](
+        make,
+        microbatches,
+        make_reduction(reduction, bucket_mb),
+        None,
+        jax.devices()[:devices],
+        blocks=model.blocks,
+        **(layout or {}),
+    )
+    state = strategy.init()
     first = jax.tree.map(np.array, strategy.export(state))
     program, metrics = strategy.lower(step), []
     for i in range(steps):

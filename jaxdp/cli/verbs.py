@@ -115,9 +115,8 @@ def start_writer(directory: pathlib.Path, config: Config, context: Context, run:
             "backend": config.parallel.backend,
         },
     )
-    shapes = jax.eval_shape(run.make_state)
     begin = f"goes on after step {run.start}" if run.start else "starts"
-    count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.params))
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(run.strategy.shapes.params))
     writer = Many([JsonLines(directory / "metrics.jsonl", run.start), Console(run.steps, run.start, context.size == 1)])
     writer.say(
         f"{config.model.target} {count:,} parameters; {config.data.target} {len(run.train.dataset):,} examples; "

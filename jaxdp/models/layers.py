@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
-from jaxdp.axes import DATA
+from jaxdp.axes import data_axes
 
 
 class ConvBN(nnx.Module):
@@ -27,9 +27,12 @@ class ConvBN(nnx.Module):
             kernel_init=nnx.initializers.he_normal(),
             rngs=rngs,
         )
-        self.norm = nnx.BatchNorm(outputs, momentum=0.9, axis_name=DATA if sync else None, rngs=rngs)
+        self.norm = nnx.BatchNorm(outputs, momentum=0.9, rngs=rngs)
+        self.sync = sync
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        if self.sync:
+            self.norm.axis_name = data_axes()  # type: ignore[assignment]  # several names are as good as one
         return nnx.relu(self.norm(self.conv(x), mask=None if mask is None else mask.reshape(-1, 1, 1, 1)))
 
 

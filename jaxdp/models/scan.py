@@ -16,26 +16,34 @@ Tree = Any
 BlockGather = Callable[[str, jax.Array, Tree], Tree]  # (path, index of the block, its parameters) -> whole ones
 
 policies = jax.checkpoint_policies
-REMAT: dict[str, Callable[[Callable], Callable]] = {
-    "none": lambda f: f,
-    "full": lambda f: jax.checkpoint(f, prevent_cse=False),
-    "dots": lambda f: jax.checkpoint(f, prevent_cse=False, policy=policies.dots_saveable),
-    "dots_no_batch": lambda f: jax.checkpoint(f, prevent_cse=False, policy=policies.dots_with_no_batch_dims_saveable),
+REMAT: dict[str, Any] = {
+    "none": policies.everything_saveable,
+    "full": policies.nothing_saveable,
+    "dots": policies.dots_saveable,
+    "dots_no_batch": policies.dots_with_no_batch_dims_saveable,
 }
 """What a backward pass computes again: nothing; everything; all but matrix products; all but those with weights."""
 
 
+def remat(name: str, f: Callable, in_scan: bool = False) -> Callable:
+    """`f`, whose backward pass computes again what the policy does not keep."""
+    if name == "none":
+        return f
+    return jax.checkpoint(f, policy=REMAT[name], prevent_cse=not in_scan)
+
+
 class _Hooks(NamedTuple):
     gather: BlockGather = lambda path, index, params: params
-    remat: Callable[[Callable], Callable] = REMAT["none"]
+    remat: str = "none"
 
 
-_hooks = contextvars.ContextVar("hooks", default=_Hooks())
+PLAIN = _Hooks()
+_hooks = contextvars.ContextVar("hooks", default=PLAIN)
 
 
 @contextlib.contextmanager
-def block_hooks(gather: BlockGather, remat: Callable[[Callable], Callable]) -> Iterator[None]:
-    """While a model is traced inside: how a block's parameters are made whole, and what is computed again."""
+def block_hooks(gather: BlockGather, remat: str) -> Iterator[None]:
+    """While a model is traced inside: how a block's parameters are made whole, and the name of the remat policy."""
     token = _hooks.set(_Hooks(gather, remat))
     try:
         yield
@@ -58,4 +66,4 @@ def scan_blocks(
         return block(hooks.gather(path, index, params), x, xs)
 
     count = jax.tree.leaves(params)[0].shape[0]
-    return jax.lax.scan(hooks.remat(body), x, (jnp.arange(count), params, xs))
+    return jax.lax.scan(remat(hooks.remat, body, in_scan=True), x, (jnp.arange(count), params, xs))

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jaxdp.axes import DATA
+from jaxdp.axes import DATA, FLAT, REPLICA, SHARD, Axes
 from jaxdp.errors import UsageError
+from jaxdp.parallel.layout import Share
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.precision import cast_floats
-from jaxdp.step import Batch, Step, Sums, TrainState
+from jaxdp.split import WHOLE, spec
+from jaxdp.step import Batch, Step, Sums, Total, TrainState, merge
 
 
 class Program(NamedTuple):
@@ -31,25 +32,36 @@ class Program(NamedTuple):
 
 
 class Strategy(Protocol):
-    """What the loop and the checkpoint know of a backend.
+    """What the loop and the checkpoint know of a backend; made for the state that a function gives.
 
-    local_slots: the microbatch (or -1, none) of each slot of this process's devices, in the order `put` takes them.
+    shapes: that state's. local_slots: the microbatch (or -1, none) of each slot of this process's devices, in the
+    order `put` takes them.
     """
 
     devices: list[jax.Device]
+    shapes: TrainState
     local_slots: np.ndarray
 
-    def abstract(self, make: Callable[[], TrainState]) -> TrainState:
+    def check(self, tx: Any, params: Any) -> None:
+        """UsageError where the optimizer cannot work on the slices that this strategy gives it."""
+
+    def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the exported state, as a checkpoint holds it."""
 
-    def init(self, make: Callable[[], TrainState]) -> TrainState:
-        """The state, made in its place."""
+    def share(self) -> Share:
+        """How much of the state is split."""
+
+    def init(self) -> TrainState:
+        """The state before the first update, made in its place: what is split is never whole on a device."""
 
     def put(self, batch: dict[str, np.ndarray]) -> Batch:
         """This process's slots [slot, example, ...] on their devices."""
 
     def lower(self, step: Step) -> Program:
         """The step as programs over all devices."""
+
+    def averaged(self, state: TrainState) -> TrainState:
+        """The state with its `ema` for parameters, to evaluate."""
 
     def export(self, state: TrainState) -> TrainState:
         """Global arrays in logical shapes, the same for every strategy."""
@@ -58,16 +70,23 @@ class Strategy(Protocol):
         """The inverse of `export`."""
 
 
-def abstract_whole(make: Callable[[], TrainState], mesh: Mesh) -> TrainState:
-    """The state's shapes and dtypes, replicated over the mesh."""
-    whole = NamedSharding(mesh, P())
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), jax.eval_shape(make))
+def abstract_state(shapes: TrainState, mesh: Mesh, dims: TrainState, axis: str) -> TrainState:
+    """The state's shapes and dtypes, placed: each leaf split along its dim over a mesh axis, or whole."""
+    place = lambda x, d: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec(d, axis)))
+    return jax.tree.map(place, shapes, dims)
 
 
-def make_whole(make: Callable[[], TrainState], mesh: Mesh) -> TrainState:
-    """The state, replicated over the mesh and the same on every device."""
-    state = jax.jit(make, out_shardings=NamedSharding(mesh, P()))()
-    return from_first(state, mesh) if jax.process_count() > 1 else state
+def make_state(
+    make: Callable[[], TrainState], abstract: TrainState, mesh: Mesh, dims: TrainState, axes: Axes
+) -> TrainState:
+    """The state, born in its place, and the same on every device that has the same part."""
+    state = jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))()
+    return from_first(state, mesh, dims, axes) if jax.process_count() > 1 else state
+
+
+def same(tree: Any) -> Any:
+    """To be jitted with another placement."""
+    return tree
 
 
 def slot_table(microbatches: int, devices: int) -> np.ndarray:
@@ -87,9 +106,9 @@ def slot_table(microbatches: int, devices: int) -> np.ndarray:
     return table
 
 
-def own_slots(table: np.ndarray) -> jax.Array:
+def own_slots(table: np.ndarray, axes: Axes = FLAT) -> jax.Array:
     """Inside a strategy's program: the microbatch of each slot of the replica that runs it."""
-    return jnp.asarray(table)[jax.lax.axis_index(DATA)]
+    return jnp.asarray(table)[jax.lax.axis_index(axes.all)]
 
 
 def of_this_process(devices: Sequence[jax.Device]) -> list[int]:
@@ -102,21 +121,49 @@ def ordered_devices(devices: Sequence[jax.Device] | None) -> list[jax.Device]:
     return sorted(devices or jax.devices(), key=lambda d: (d.process_index, d.id))
 
 
-def data_mesh(devices: Sequence[jax.Device]) -> Mesh:
-    return Mesh(np.array(devices), (DATA,), axis_types=(AxisType.Auto,))
+def data_mesh(devices: Sequence[jax.Device], group: int | None = None) -> Mesh:
+    """One axis over all; or, in groups of `group` neighbours, the axes of `Axes(SHARD, REPLICA)`."""
+    if group is None:
+        return Mesh(np.array(devices), (DATA,), axis_types=(AxisType.Auto,))
+    return Mesh(np.array(devices).reshape(-1, group), (REPLICA, SHARD), axis_types=(AxisType.Auto,) * 2)
 
 
-def reducer(reduction: Reduction, dtype: Any = None) -> Callable[[Sums], Sums]:
-    """Sums of one replica -> sums of all; gradients travel as `dtype` where one is given."""
+def reducer(
+    reduction: Reduction, axes: Axes = FLAT, dtype: Any = None, dims: Any = None, scattered: bool = False
+) -> Callable[[Sums], Sums]:
+    """Sums of one replica -> sums of all; gradients travel as `dtype` where one is given.
+
+    dims: gradients with a dim come as this device's slice along it; None leaves all whole. scattered: such slices are
+    there already, summed.
+    """
 
     def reduce(sums: Sums) -> Sums:
         grads = sums.grads
         sent = grads if dtype is None else cast_floats(grads, dtype)
-        total = reduction.reduce(sums._replace(grads=sent, carry=None), DATA)
-        back = jax.tree.map(lambda x, g: x.astype(g.dtype), total.grads, grads)
+        along = jax.tree.map(lambda _: WHOLE, grads) if dims is None else dims
+        split = jax.tree.map(lambda x, d: None if d == WHOLE else x, sent, along)
+        whole = jax.tree.map(lambda x, d: x if d == WHOLE else None, sent, along)
+        if scattered:
+            split = jax.tree.map(lambda x, d: None if d == WHOLE else x, grads, along)
+        else:
+            split = reduction.scatter(split, jax.tree.map(lambda d: None if d == WHOLE else d, along), axes)
+        total = reduction.reduce(sums._replace(grads=whole, carry=None), axes.all)
+        summed = merge(total.grads, split)
+        back = jax.tree.map(lambda x, g: x.astype(g.dtype), summed, grads)
         return total._replace(grads=back, carry=sums.carry)
 
     return reduce
+
+
+def totaller(dims: Any, axis: str) -> Total:
+    """`total` inside a strategy's program: a tree's measure, where leaves with a dim are slices along it."""
+
+    def total(measure: Callable[[Any], jax.Array], tree: Any) -> jax.Array:
+        once = jax.lax.axis_index(axis) == 0
+        own = jax.tree.map(lambda x, d: jnp.where(once, x, jnp.zeros_like(x)) if d == WHOLE else x, tree, dims)
+        return jax.lax.psum(measure(own), axis)
+
+    return total
 
 
 def deal(table: np.ndarray, carry: Any, sharding: NamedSharding) -> Any:
@@ -131,16 +178,21 @@ def collect(table: np.ndarray, carry: Any, sharding: NamedSharding) -> Any:
     return jax.jit(lambda c: jax.tree.map(lambda x: x[index], c), out_shardings=sharding)(carry)
 
 
-def from_first(tree: Any, mesh: Mesh) -> Any:
-    """Replicated arrays, each device's made equal to the first device's: the initial-weight sync.
+def from_first(tree: Any, mesh: Mesh, dims: Any = None, axes: Axes = FLAT) -> Any:
+    """Arrays, the same on every device that has the same part: the first one's. The initial-weight sync.
 
     Every process computes the initial state from the same seed, but processors of different kinds may round
-    differently.
+    differently. dims: the dim that each leaf is split along; None where all are whole.
     """
+    dims = jax.tree.map(lambda _: WHOLE, tree) if dims is None else dims
+    specs = jax.tree.map(lambda d: spec(d, axes.shard), dims)
 
-    def first(tree: Any) -> Any:
-        here = jax.lax.axis_index(DATA) == 0
-        sent = jax.lax.psum(jax.tree.map(lambda x: jnp.where(here, x, jnp.zeros_like(x)), tree), DATA)
-        return jax.tree.map(lambda x, y: y.astype(x.dtype), tree, sent)  # a sum of booleans is an integer
+    def sync(x: jax.Array, d: int) -> jax.Array:
+        over = axes.all if d == WHOLE else axes.replica
+        if over is None:
+            return x
+        sent = jax.lax.psum(jnp.where(jax.lax.axis_index(over) == 0, x, jnp.zeros_like(x)), over)
+        return sent.astype(x.dtype)  # a sum of booleans is an integer
 
-    return jax.jit(jax.shard_map(first, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))(tree)
+    f = lambda tree: jax.tree.map(sync, tree, dims)
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False))(tree)

@@ -1,4 +1,4 @@
-"""One `jax.jit` over a mesh of all devices, with the reduction written out in a `shard_map`."""
+"""One `jax.jit` over a mesh of all devices: state in a ZeRO layout, with the reductions written out in `shard_map`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,74 +8,159 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdp.axes import DATA
+from jaxdp.axes import FLAT, REPLICA, SHARD, Axes
+from jaxdp.errors import UsageError
 from jaxdp.parallel.base import (
     Program,
-    abstract_whole,
+    abstract_state,
     collect,
     data_mesh,
     deal,
-    make_whole,
+    make_state,
     of_this_process,
     ordered_devices,
     own_slots,
     reducer,
+    same,
     slot_table,
+    totaller,
 )
+from jaxdp.parallel.layout import ZERO, Share, make_gather, share, state_dims
 from jaxdp.parallel.reduction import Reduction
-from jaxdp.step import Batch, Step, Sums, TrainState, View
+from jaxdp.split import spec
+from jaxdp.step import Batch, Step, Sums, TrainState, View, plain_total
 
 
 class PJit:
-    """State whole on every device of a mesh (NamedSharding), batches split along its one axis."""
+    """State laid out over a mesh (NamedSharding), batches split along all its axes.
+
+    zero: the stage. shard_size: the devices that share one copy of the split state; None means all. accumulator:
+    'split' sums the gradients of stages 2 and 3 over the devices slot by slot, 'whole' once after all slots. blocks:
+    paths of the parameters that are stacked [block, ...].
+    """
 
     def __init__(
         self,
+        make: Callable[[], TrainState],
         microbatches: int,
         reduction: Reduction,
         reduce_dtype: Any = None,
         devices: Sequence[jax.Device] | None = None,
+        *,
+        zero: int = 0,
+        shard_size: int | None = None,
+        accumulator: str = "split",
+        blocks: tuple[str, ...] = (),
     ):
         self.devices = ordered_devices(devices)
         self.table = slot_table(microbatches, len(self.devices))
-        self.mesh = data_mesh(self.devices)
+        self.layout, self.blocks = ZERO[zero], blocks
+        self.parts = group_size(shard_size, len(self.devices))
+        hybrid = self.parts < len(self.devices)
+        self.axes = Axes(SHARD, REPLICA) if hybrid else FLAT
+        self.mesh = data_mesh(self.devices, self.parts) if hybrid else data_mesh(self.devices)
         self.local_slots = self.table[of_this_process(self.devices)].reshape(-1)
         self.whole = NamedSharding(self.mesh, P())
-        self.split = NamedSharding(self.mesh, P(DATA))
-        self.reduce = reducer(reduction, reduce_dtype)
+        self.split = NamedSharding(self.mesh, P(self.axes.all))
+        self.reduction, self.reduce_dtype = reduction, reduce_dtype
+        self.split_grads = self.layout.grads and accumulator == "split"
+        self.make, self.shapes = make, jax.eval_shape(make)
+        self.dims = state_dims(self.shapes, self.layout, self.parts, blocks)
 
-    def abstract(self, make: Callable[[], TrainState]) -> TrainState:
-        return abstract_whole(make, self.mesh)
+    def check(self, tx: Any, params: Any) -> None:
+        """Any optimizer works: it sees whole arrays."""
 
-    def init(self, make: Callable[[], TrainState]) -> TrainState:
-        return self.adopt(make_whole(make, self.mesh))
+    def abstract(self) -> TrainState:
+        return abstract_state(self.shapes, self.mesh, self.dims, self.axes.shard)
+
+    def share(self) -> Share:
+        return share(self.shapes, self.dims)
+
+    def init(self) -> TrainState:
+        return self.adopt(make_state(self.make, self.abstract(), self.mesh, self.dims, self.axes))
 
     def put(self, batch: dict[str, np.ndarray]) -> Batch:
         return {k: jax.make_array_from_process_local_data(self.split, x) for k, x in batch.items()}
 
     def lower(self, step: Step) -> Program:
-        def over_devices(f: Callable[[View, Batch], Sums]) -> Callable[[TrainState, Batch], Sums]:
-            whole: Any = P()
-            view = View(whole, whole, whole, P(DATA))
-            out = Sums(whole, whole, whole, whole, whole, P(DATA))
-            mapped = jax.shard_map(f, mesh=self.mesh, in_specs=(view, P(DATA)), out_specs=out, check_vma=False)
+        whole: Any = P()
+        dims, shard = self.dims, self.axes.shard
+        split_dims = state_dims(self.shapes, ZERO[3], self.parts, self.blocks).params  # of slices, whatever is split
+        grad_dims = step.trainable(split_dims) if self.layout.opt_state else None
+        specs = lambda dims: jax.tree.map(lambda d: spec(d, shard), dims)
+        grad_specs = whole if grad_dims is None else specs(grad_dims)
+        over_devices = P(self.axes.all)
+        view = View(whole, specs(dims.params), whole, whole, over_devices)
+        map_over = lambda f, i, o: jax.shard_map(f, mesh=self.mesh, in_specs=i, out_specs=o, check_vma=False)
+
+        def replica(f: Callable[..., Sums], split_grads: bool, reduce: Callable[[Sums], Sums], grads: Any) -> Any:
+            """One of the step's functions on each device's share, and the sums of all."""
+
+            def run(view: View, batch: Batch) -> Sums:
+                params, gather = make_gather(
+                    view.params,
+                    split_dims,
+                    split_params=self.layout.params,
+                    split_grads=split_grads,
+                    reduction=self.reduction,
+                    axes=self.axes,
+                    blocks=self.blocks,
+                    trainable=step.trainable,
+                    reduce_dtype=self.reduce_dtype,
+                )
+                return reduce(f(view._replace(params=params), batch, own_slots(self.table, self.axes), gather))
+
+            mapped = map_over(run, (view, over_devices), Sums(grads, whole, whole, whole, whole, over_devices))
             return lambda state, batch: mapped(state.view, batch)
 
-        grads = over_devices(lambda view, batch: self.reduce(step.grads(view, batch, own_slots(self.table))))
-        evaluate = over_devices(lambda view, batch: self.reduce(step.evaluate(view, batch, own_slots(self.table))))
+        reduce = reducer(self.reduction, self.axes, self.reduce_dtype, grad_dims, self.split_grads)
+        grads = replica(step.grads, self.split_grads, reduce, grad_specs)
+        evaluate = replica(step.evaluate, False, reducer(self.reduction, self.axes), whole)
+        place = lambda tree, dims: jax.tree.map(
+            lambda x, d: jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec(d, shard))), tree, dims
+        )
+        gather_params = map_over(
+            lambda params: self.reduction.gather(params, split_dims, shard), (specs(split_dims),), whole
+        )
+
+        def total(measure: Callable[[Any], jax.Array], tree: Any) -> jax.Array:
+            return map_over(lambda tree: totaller(grad_dims, shard)(measure, tree), (grad_specs,), whole)(tree)
 
         def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-            return step.apply(state, grads(state, batch))
+            sums = grads(state, batch)
+            if not self.layout.opt_state:
+                return step.apply(state, sums, plain_total)
+            state, metrics = step.apply(state.replace(params=place(state.params, split_dims)), sums, total)
+            params = place(state.params, split_dims)
+            return state.replace(params=params if self.layout.params else gather_params(params)), metrics
 
-        whole: Any = self.whole
-        state = TrainState(whole, whole, whole, whole, self.split)
+        shardings = jax.tree.map(lambda d: NamedSharding(self.mesh, spec(d, shard)), dims)
+        shardings = shardings.replace(carry=jax.tree.map(lambda _: self.split, self.shapes.carry))
         return Program(
-            jax.jit(update, donate_argnums=0, out_shardings=(state, whole)),
+            jax.jit(update, donate_argnums=0, out_shardings=(shardings, self.whole)),
             jax.jit(evaluate, out_shardings=self.whole),
         )
+
+    def averaged(self, state: TrainState) -> TrainState:
+        shardings = jax.tree.map(lambda x: x.sharding, state.params)
+        return state.replace(params=jax.jit(same, out_shardings=shardings)(state.ema))
 
     def export(self, state: TrainState) -> TrainState:
         return state if state.carry is None else state.replace(carry=collect(self.table, state.carry, self.whole))
 
     def adopt(self, state: TrainState) -> TrainState:
         return state if state.carry is None else state.replace(carry=deal(self.table, state.carry, self.split))
+
+
+def group_size(shard_size: int | None, devices: int) -> int:
+    """The devices of one sharding group. Raises UsageError where groups of this size do not make up all."""
+    if shard_size is None:
+        return devices
+    if not 1 < shard_size <= devices or devices % shard_size:
+        fits = [k for k in range(2, devices + 1) if devices % k == 0]
+        raise UsageError(
+            f"parallel.shard_size: {shard_size} does not split {devices} devices into equal groups; "
+            f"{f'use one of {fits}' if fits else 'leave it null'}",
+            rank=0,
+        )
+    return shard_size

@@ -8,39 +8,53 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdp.axes import DATA
+from jaxdp.axes import DATA, FLAT
+from jaxdp.errors import UsageError
 from jaxdp.parallel.base import (
     Program,
-    abstract_whole,
+    abstract_state,
     collect,
     data_mesh,
     deal,
-    make_whole,
+    make_state,
     of_this_process,
     ordered_devices,
     own_slots,
     reducer,
+    same,
     slot_table,
+    totaller,
 )
+from jaxdp.parallel.layout import ZERO, Share, share, state_dims, whole_shape
 from jaxdp.parallel.reduction import Reduction
-from jaxdp.step import Batch, Step, TrainState
-
-AXES = TrainState(None, None, None, None, 0)  # type: ignore[arg-type]  # only the carry differs between devices
+from jaxdp.split import WHOLE, spec, take
+from jaxdp.step import Batch, Step, TrainState, plain_total
 
 
 class PMap:
     """State whole on every local device, held once per process; each device computes the whole update.
 
-    Every replica divides the same psum by the same weight (`lax.pmean` with weights), so all stay equal.
+    Every replica divides the same psum by the same weight (`lax.pmean` with weights), so all stay equal. zero: 1 gives
+    each device a slice of the optimizer state, and of the update; for elementwise optimizers. Other arguments as
+    those of `PJit`.
     """
 
     def __init__(
         self,
+        make: Callable[[], TrainState],
         microbatches: int,
         reduction: Reduction,
         reduce_dtype: Any = None,
         devices: Sequence[jax.Device] | None = None,
+        *,
+        zero: int = 0,
+        shard_size: int | None = None,
+        accumulator: str = "split",
+        blocks: tuple[str, ...] = (),
     ):
+        if zero > 1 or shard_size is not None:
+            key, value = ("zero", zero) if zero > 1 else ("shard_size", shard_size)
+            raise UsageError(f"parallel.{key}: {value} does not work under pmap; set parallel.backend to pjit", rank=0)
         self.devices = ordered_devices(devices)
         self.table = slot_table(microbatches, len(self.devices))
         here = of_this_process(self.devices)
@@ -52,46 +66,94 @@ class PMap:
         self.here = NamedSharding(data_mesh(local), P())
         self.split_everywhere = NamedSharding(self.mesh, P(DATA))
         self.split_here = NamedSharding(data_mesh(local), P(DATA))
-        self.reduce = reducer(reduction, reduce_dtype)
+        self.reduction, self.reduce_dtype = reduction, reduce_dtype
+        self.layout, self.blocks = ZERO[zero], blocks
+        self.make, self.shapes = make, jax.eval_shape(make)
+        self.dims = state_dims(self.shapes, self.layout, len(self.devices), blocks)
 
-    def abstract(self, make: Callable[[], TrainState]) -> TrainState:
-        return abstract_whole(make, self.mesh)
+    def check(self, tx: Any, params: Any) -> None:
+        if self.layout.opt_state and len(self.devices) > 1:
+            from jaxdp.optim import check_elementwise
 
-    def init(self, make: Callable[[], TrainState]) -> TrainState:
-        return self.adopt(make_whole(make, self.mesh))
+            check_elementwise(tx, params, blocks=self.blocks)
+
+    def abstract(self) -> TrainState:
+        return abstract_state(self.shapes, self.mesh, self.dims, DATA)
+
+    def share(self) -> Share:
+        return share(self.shapes, self.dims)
+
+    def init(self) -> TrainState:
+        return self.adopt(make_state(self.make, self.abstract(), self.mesh, self.dims, FLAT))
 
     def put(self, batch: dict[str, np.ndarray]) -> Batch:
         return {k: jax.device_put(x.reshape(*self.per_device, *x.shape[1:]), self.split_here) for k, x in batch.items()}
 
     def lower(self, step: Step) -> Program:
+        parts = len(self.devices)
+        split_dims = state_dims(self.shapes, ZERO[3], parts, self.blocks).params  # of slices, whatever is split
+        grad_dims = step.trainable(split_dims) if self.layout.opt_state else None
+        reduce = reducer(self.reduction, dtype=self.reduce_dtype, dims=grad_dims)
+
         def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-            return step.apply(state, self.reduce(step.grads(state.view, batch, own_slots(self.table))))
+            sums = reduce(step.grads(state.view, batch, own_slots(self.table)))
+            if grad_dims is None:
+                return step.apply(state, sums, plain_total)
+            index = jax.lax.axis_index(DATA)
+            own = jax.tree.map(lambda x, d: take(x, d, index, parts), state.params, split_dims)
+            state, metrics = step.apply(state.replace(params=own), sums, totaller(grad_dims, DATA))
+            return state.replace(params=self.reduction.gather(state.params, split_dims, DATA)), metrics
 
         def evaluate(state: TrainState, batch: Batch) -> Any:
-            return self.reduce(step.evaluate(state.view, batch, own_slots(self.table)))
+            return reducer(self.reduction)(step.evaluate(state.view, batch, own_slots(self.table)))
 
         # Over several processes pmap takes all devices in their own order, which must be ours.
         devices = None if jax.process_count() > 1 else self.devices
         assert devices is not None or self.devices == jax.devices(), (self.devices, jax.devices())
-        options: dict[str, Any] = {"axis_name": DATA, "in_axes": (AXES, 0), "devices": devices}
+        in_state = jax.tree.map(lambda d: None if d == WHOLE else 0, self.dims).replace(
+            carry=0
+        )  # which differ by device
+        options: dict[str, Any] = {"axis_name": DATA, "in_axes": (in_state, 0), "devices": devices}
         return Program(
-            jax.pmap(update, out_axes=(AXES, None), donate_argnums=0, **options),
+            jax.pmap(update, out_axes=(in_state, None), donate_argnums=0, **options),
             jax.pmap(evaluate, out_axes=None, **options),
         )
 
+    def averaged(self, state: TrainState) -> TrainState:
+        ema = self.export(state).ema
+        whole = jax.jit(same, out_shardings=self.everywhere)(ema)
+        return state.replace(params=jax.tree.map(lambda x: _of_buffers(x.shape, self.here, x), whole))
+
     def export(self, state: TrainState) -> TrainState:
-        whole = _rewrap(state.replace(carry=None), self.everywhere)
+        whole = jax.tree.map(self._everywhere, state.replace(carry=None), self.dims.replace(carry=None))
         if state.carry is None:
             return whole
         carry = jax.tree.map(self._join, state.carry)
         return whole.replace(carry=collect(self.table, carry, self.everywhere))
 
     def adopt(self, state: TrainState) -> TrainState:
-        here = _rewrap(state.replace(carry=None), self.here)
+        here = jax.tree.map(self._here, state.replace(carry=None), self.dims.replace(carry=None))
         if state.carry is None:
             return here
         carry = deal(self.table, state.carry, self.split_everywhere)
         return here.replace(carry=jax.tree.map(self._part, carry))
+
+    def _everywhere(self, x: jax.Array, dim: int) -> jax.Array:
+        """The same buffers as a global array: whole, or [local device, ...slice] along its dim; nothing moves."""
+        if dim == WHOLE:
+            return _of_buffers(x.shape, self.everywhere, x)
+        slices = [s.data.reshape(s.data.shape[1:]) for s in x.addressable_shards]
+        place = NamedSharding(self.mesh, spec(dim, DATA))
+        shape = whole_shape(slices[0], dim, len(self.devices))
+        return jax.make_array_from_single_device_arrays(shape, place, slices)
+
+    def _here(self, x: jax.Array, dim: int) -> jax.Array:
+        """The inverse of `_everywhere`."""
+        if dim == WHOLE:
+            return _of_buffers(x.shape, self.here, x)
+        slices = [s.data[None] for s in x.addressable_shards]
+        shape = (len(slices), *slices[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, self.split_here, slices)
 
     def _join(self, x: jax.Array) -> jax.Array:
         """[local device, slot, ...] on this process's devices -> [device x slot, ...] over all."""
@@ -106,9 +168,6 @@ class PMap:
         return jax.make_array_from_single_device_arrays(shape, self.split_here, shards)
 
 
-def _rewrap(tree: Any, sharding: NamedSharding) -> Any:
-    """The same replicated buffers as arrays of another sharding: nothing moves."""
-    return jax.tree.map(
-        lambda x: jax.make_array_from_single_device_arrays(x.shape, sharding, [s.data for s in x.addressable_shards]),
-        tree,
-    )
+def _of_buffers(shape: tuple[int, ...], sharding: NamedSharding, x: jax.Array) -> jax.Array:
+    """The same replicated buffers as an array of another sharding."""
+    return jax.make_array_from_single_device_arrays(shape, sharding, [s.data for s in x.addressable_shards])

@@ -1,42 +1,126 @@
-"""A reduction adds one tree up over a mesh axis; the kinds differ only in how many operands they put on the wire."""
+"""A reduction adds trees up over the devices and joins slices; the kinds differ only in how many operands they move.
 
+    reduce(tree, axes)          every leaf summed over the axes, whole on every device
+    scatter(tree, dims, axes)   the same, but a leaf with a dim comes as this device's slice along it, others are left
+    gather(tree, dims, axis)    slices along their dims -> whole leaves, others are left
+
+`dims` is a tree like the first, with WHOLE for a leaf that is not split; see `jaxdp.split`.
+"""
+
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxdp.axes import Axes
+from jaxdp.split import WHOLE, take
+
+Tree = Any
+
 
 class Reduction(NamedTuple):
-    """reduce(tree, axis_name) -> the tree summed over the axis, whole on every device."""
-
-    reduce: Callable[[Any, str], Any]
-
-
-def xla(bucket_mb: float = 25.0) -> Reduction:
-    """One psum over the leaves as they are; XLA's combiner may fuse them."""
-    return Reduction(lambda tree, axis: jax.lax.psum(tree, axis))
+    reduce: Callable[[Tree, Any], Tree]
+    scatter: Callable[[Tree, Tree, Axes], Tree]
+    gather: Callable[[Tree, Tree, str], Tree]
 
 
-def bucket(bucket_mb: float = 25.0) -> Reduction:
+def xla(bucket_mb: float = 25.0, safe: bool = False) -> Reduction:
+    """One operation per leaf, over the leaves as they are; XLA's combiner may fuse them."""
+
+    def scatter_one(x: jax.Array, dim: int, axes: Axes) -> jax.Array:
+        if dim == WHOLE:
+            return x
+        if safe:
+            return take(jax.lax.psum(x, axes.all), dim, jax.lax.axis_index(axes.shard), jax.lax.axis_size(axes.shard))
+        part = jax.lax.psum_scatter(x, axes.shard, scatter_dimension=dim, tiled=True)
+        return part if axes.replica is None else jax.lax.psum(part, axes.replica)
+
+    def gather_one(x: jax.Array, dim: int, axis: str) -> jax.Array:
+        return x if dim == WHOLE else jax.lax.all_gather(x, axis, axis=dim, tiled=True)
+
+    return Reduction(
+        jax.lax.psum,
+        lambda tree, dims, axes: jax.tree.map(lambda x, d: scatter_one(x, d, axes), tree, dims),
+        lambda tree, dims, axis: jax.tree.map(lambda x, d: gather_one(x, d, axis), tree, dims),
+    )
+
+
+def bucket(bucket_mb: float = 25.0, safe: bool = False) -> Reduction:
     """Leaves packed into one operand per bucket of at most `bucket_mb` (10^6 bytes) and dtype, last leaves first.
 
     Backward passes finish the last layers' gradients first, so the first buckets can leave early (PyTorch DDP, Li et
     al. 2020, section 3.2.1). A leaf larger than a bucket has one to itself.
     """
+    limit = int(bucket_mb * 1e6)
 
-    def reduce(tree: Any, axis: str) -> Any:
+    def reduce(tree: Tree, axes: Any) -> Tree:
         leaves, treedef = jax.tree.flatten(tree)
         summed: list[Any] = [None] * len(leaves)
-        for indices in pack([(x.dtype, x.size * x.dtype.itemsize) for x in leaves], int(bucket_mb * 1e6)):
-            flat = jax.lax.psum(jnp.concatenate([jnp.ravel(leaves[i]) for i in indices]), axis)
-            start = 0
-            for i in indices:
-                summed[i] = flat[start : start + leaves[i].size].reshape(leaves[i].shape)
-                start += leaves[i].size
+        for indices in pack(_sizes(leaves), limit):
+            flat = jax.lax.psum(jnp.concatenate([jnp.ravel(leaves[i]) for i in indices]), axes)
+            for i, piece in zip(indices, _cut(flat, [leaves[i].size for i in indices])):
+                summed[i] = piece.reshape(leaves[i].shape)
         return jax.tree.unflatten(treedef, summed)
 
-    return Reduction(reduce)
+    def scatter(tree: Tree, dims: Tree, axes: Axes) -> Tree:
+        parts, index = jax.lax.axis_size(axes.shard), jax.lax.axis_index(axes.shard)
+
+        def exchange(rows: jax.Array) -> jax.Array:
+            """[part, n], summed over all devices -> this device's row [n]."""
+            if safe:
+                return jax.lax.dynamic_index_in_dim(jax.lax.psum(rows, axes.all), index, keepdims=False)
+            row = jax.lax.psum_scatter(rows, axes.shard, scatter_dimension=0)
+            return row if axes.replica is None else jax.lax.psum(row, axes.replica)
+
+        def slices(x: jax.Array, dim: int) -> jax.Array:
+            """A whole leaf as [part, ...slice]."""
+            cut = x.reshape(*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])
+            return jnp.moveaxis(cut, dim, 0)
+
+        def pieces(chosen: list[tuple[jax.Array, int]]) -> list[jax.Array]:
+            cut = [slices(x, d) for x, d in chosen]
+            row = exchange(jnp.concatenate([x.reshape(parts, -1) for x in cut], axis=1))
+            sizes = [x.size // parts for x in cut]
+            return [piece.reshape(x.shape[1:]) for piece, x in zip(_cut(row, sizes), cut)]
+
+        return _packed(tree, dims, limit, pieces)
+
+    def gather(tree: Tree, dims: Tree, axis: str) -> Tree:
+        def pieces(chosen: list[tuple[jax.Array, int]]) -> list[jax.Array]:
+            rows = jax.lax.all_gather(jnp.concatenate([jnp.ravel(x) for x, _ in chosen]), axis)
+            whole = []
+            for (x, dim), columns in zip(chosen, _cut(rows, [x.size for x, _ in chosen])):
+                joined = jnp.moveaxis(columns.reshape(-1, *x.shape), 0, dim)
+                whole.append(joined.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :]))
+            return whole
+
+        return _packed(tree, dims, limit, pieces)
+
+    return Reduction(reduce, scatter, gather)
+
+
+def _packed(tree: Tree, dims: Tree, limit: int, pieces: Callable[[list[tuple[Any, int]]], list[Any]]) -> Tree:
+    """The split leaves bucket by bucket through `pieces`, the others as they are."""
+    leaves, treedef = jax.tree.flatten(tree)
+    along = jax.tree.leaves(jax.tree.map(lambda _, d: d, tree, dims))
+    split = [i for i, d in enumerate(along) if d != WHOLE]
+    for indices in pack(_sizes([leaves[i] for i in split]), limit):
+        chosen = [split[i] for i in indices]
+        for i, new in zip(chosen, pieces([(leaves[i], along[i]) for i in chosen])):
+            leaves[i] = new
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _sizes(leaves: list[Any]) -> list[tuple[Any, int]]:
+    return [(x.dtype, x.size * x.dtype.itemsize) for x in leaves]
+
+
+def _cut(flat: jax.Array, sizes: list[int]) -> list[jax.Array]:
+    """The last dim of an array, cut into pieces of these sizes."""
+    starts = itertools.accumulate(sizes, initial=0)
+    return [flat[..., start : start + size] for start, size in zip(starts, sizes)]
 
 
 def pack(leaves: list[tuple[Any, int]], limit: int) -> list[list[int]]:
@@ -53,12 +137,17 @@ def pack(leaves: list[tuple[Any, int]], limit: int) -> list[list[int]]:
     return full + [indices for indices, _ in filling.values()]
 
 
-REDUCTIONS: dict[str, Callable[[float], Reduction]] = {"xla": xla, "bucket": bucket}
+REDUCTIONS: dict[str, Callable[..., Reduction]] = {"xla": xla, "bucket": bucket}
 
 
 def make_reduction(name: str, bucket_mb: float = 25.0) -> Reduction:
     """The named reduction; 'auto' is bucket where CPU processes talk over Gloo (XLA's combined all-reduce of many
-    operands is slow there), else xla."""
+    operands is slow there), else xla.
+
+    Over Gloo a scatter is an all-reduce and a slice: its own reduce-scatter dies after 30 s whatever the timeout, and
+    was reported wrong (jax#40831, jax#40830).
+    """
+    gloo = jax.process_count() > 1 and jax.default_backend() == "cpu"
     if name == "auto":
-        name = "bucket" if jax.process_count() > 1 and jax.default_backend() == "cpu" else "xla"
-    return REDUCTIONS[name](bucket_mb)
+        name = "bucket" if gloo else "xla"
+    return REDUCTIONS[name](bucket_mb, safe=gloo)

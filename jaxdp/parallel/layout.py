@@ -1,0 +1,155 @@
+"""A layout says which trees are split over the devices: the ZeRO stages are a table of four.
+
+Rajbhandari et al., arXiv 1910.02054. Splitting goes leaf by leaf, by the rule of `jaxdp.split`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxdp.axes import Axes
+from jaxdp.parallel.reduction import Reduction
+from jaxdp.precision import cast_floats
+from jaxdp.split import WHOLE, path_string, split_dims, take
+from jaxdp.step import Gather, TrainState, merge, plain_gather
+
+Tree = Any
+
+
+class Layout(NamedTuple):
+    """grads: split while they are accumulated. They always are when the optimizer sees them, if its state is."""
+
+    params: bool = False
+    grads: bool = False
+    opt_state: bool = False
+
+
+ZERO = (
+    Layout(),
+    Layout(opt_state=True),
+    Layout(opt_state=True, grads=True),
+    Layout(opt_state=True, grads=True, params=True),
+)
+
+
+class Share(NamedTuple):
+    """How much of parameters and optimizer state is split; whole: leaves that no dim splits."""
+
+    split_bytes: int
+    total_bytes: int
+    whole: int
+
+
+def state_dims(state: TrainState, layout: Layout, parts: int, blocks: tuple[str, ...]) -> Any:
+    """A TrainState of the dim that each leaf is split along, or WHOLE; the carry is the strategy's own."""
+    split = lambda tree, wanted: split_dims(tree, parts if wanted else 1, blocks)
+    return TrainState(
+        step=split(state.step, False),
+        params=split(state.params, layout.params),
+        model_state=split(state.model_state, False),
+        opt_state=split(state.opt_state, layout.opt_state),
+        ema=split(state.ema, layout.opt_state),
+        loss_scale=split(state.loss_scale, False),
+        carry=split(state.carry, False),
+    )
+
+
+def share(state: TrainState, dims: Any) -> Share:
+    """The share of params, opt_state and ema that is split."""
+    trees = lambda s: jax.tree.leaves((s.params, s.opt_state, s.ema))
+    sizes = [(math.prod(x.shape) * x.dtype.itemsize, d) for x, d in zip(trees(state), trees(dims))]
+    return Share(
+        sum(size for size, d in sizes if d != WHOLE), sum(size for size, _ in sizes), sum(d == WHOLE for _, d in sizes)
+    )
+
+
+def make_gather(
+    params: Tree,
+    dims: Tree,
+    *,
+    split_params: bool,
+    split_grads: bool,
+    reduction: Reduction,
+    axes: Axes,
+    blocks: tuple[str, ...],
+    trainable: Callable[[Tree], Tree],
+    reduce_dtype: Any = None,
+) -> tuple[Tree, Gather]:
+    """(what to differentiate with respect to, the `gather` that makes whole parameters of it), inside a shard_map.
+
+    params: this device's, slices along `dims` where `split_params`. Gradients come as slices summed over all devices
+    where `split_grads`, else whole and not summed. The first tree has the shapes of these gradients; its values are
+    not read, so that it costs nothing: the parameters are `params`, one block at a time where the model scans blocks.
+    """
+    if not split_params and not split_grads:
+        return params, plain_gather
+    parts = jax.lax.axis_size(axes.shard)
+    sent_dims = trainable(dims)
+    if split_params == split_grads:
+        handle = params
+    elif split_grads:
+        index = jax.lax.axis_index(axes.shard)
+        handle = jax.tree.map(lambda x, d: take(x, d, index, parts), params, dims)
+    else:
+        handle = jax.tree.map(lambda x, d: jnp.zeros(whole_shape(x, d, parts), x.dtype), params, dims)
+
+    def lend(handle: Tree, source: Tree, dims: Tree, sent_dims: Tree, dtype: Any) -> Tree:
+        """The whole of `source`, in the compute dtype, with gradients for `handle`."""
+
+        @jax.custom_vjp
+        def whole(handle: Tree, source: Tree) -> Tree:
+            source = cast_floats(source, dtype)
+            return reduction.gather(source, dims, axes.shard) if split_params else source
+
+        def forward(handle: Tree, source: Tree) -> tuple[Tree, None]:
+            return whole(handle, source), None
+
+        def backward(_: None, grads: Tree) -> tuple[Tree, None]:
+            if split_grads:
+                sent = jax.tree.map(lambda g, d: None if d is None else g, grads, sent_dims)
+                sent = _like(sent, handle) if reduce_dtype is None else cast_floats(sent, reduce_dtype)
+                grads = merge(reduction.scatter(sent, sent_dims, axes), jax.tree.map(jnp.zeros_like, handle))
+            return _like(grads, handle), None
+
+        whole.defvjp(forward, backward)
+        return whole(handle, source)
+
+    def gather(handle: Tree, dtype: Any) -> tuple[Tree, Any]:
+        inside, outside = _cut(handle, blocks)
+        source, along, sent = (_cut(tree, blocks)[1] for tree in (params, dims, sent_dims))
+        whole = lend(outside, source, along, sent, dtype)
+
+        def block(path: str, index: jax.Array, piece: Tree) -> Tree:
+            own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), _below(params, path))
+            along, sent = (jax.tree.map(lambda d: d - (d >= 0), _below(tree, path)) for tree in (dims, sent_dims))
+            return lend(piece, own, along, sent, dtype)
+
+        return merge(whole, inside), block
+
+    return handle, gather
+
+
+def whole_shape(x: Any, dim: int, parts: int) -> tuple[int, ...]:
+    return tuple(size * parts if d == dim else size for d, size in enumerate(x.shape))
+
+
+def _cut(tree: Tree, blocks: tuple[str, ...]) -> tuple[Tree, Tree]:
+    """(the leaves of blocks, all others), each with None in place of the other."""
+    heads = tuple(f"{path}/" for path in blocks)
+    inside = lambda path: f"{path_string(path)}/".startswith(heads) if heads else False
+    pick = lambda wanted: jax.tree_util.tree_map_with_path(lambda p, x: x if inside(p) == wanted else None, tree)
+    return pick(True), pick(False)
+
+
+def _below(tree: Tree, path: str) -> Tree:
+    for part in path.split("/"):
+        tree = tree[part]
+    return tree
+
+
+def _like(tree: Tree, other: Tree) -> Tree:
+    """The leaves of a tree in the dtypes of another that may have more."""
+    return jax.tree.map(lambda x, y: None if x is None else x.astype(y.dtype), tree, other, is_leaf=lambda x: x is None)
