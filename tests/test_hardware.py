@@ -1,0 +1,169 @@
+"""The model of links and peaks gives what its formulas say, and a file of figures is checked."""
+
+import math
+
+import pytest
+import yaml
+
+from jaxdp.errors import UsageError
+from jaxdp.hardware import HARDWARE, Hardware, collective_seconds, load_hardware, update_seconds
+from jaxdp.hlo import WIRE, Collective
+
+HW = Hardware("toy", {"float32": 1e12}, 1e9, 1e10, 8, 100.0, 0.5, 10.0, 3.0, 0.5, "made up")  # bytes/s and s by hand
+
+
+def seconds(kind, size, n, g=None):
+    return collective_seconds(HW, kind, size, n, g)
+
+
+@pytest.mark.parametrize(
+    "kind, n, want",
+    [
+        ("reduce-scatter", 4, 3 * 0.5 + 3 / 4 * 800 / 100),
+        ("all-gather", 8, 7 * 0.5 + 7 / 8 * 800 / 100),
+        ("all-reduce", 2, 2 * 0.5 + 800 / 100),  # log2(2) = 1 = n - 1
+        ("all-reduce", 8, 6 * 0.5 + 14 / 8 * 800 / 100),  # 6 steps of the trees, not 14 of the ring
+        ("all-reduce", 5, 6 * 0.5 + 8 / 5 * 800 / 100),
+        ("all-to-all", 4, 3 * (0.5 + 200 / 100)),
+        ("collective-permute", 8, 0.5 + 800 / 100),
+        ("collective-broadcast", 8, 3 * 0.5 + 800 / 100),
+    ],
+)
+def test_inside_a_host(kind, n, want):
+    assert seconds(kind, 800, n) == pytest.approx(want)
+
+
+@pytest.mark.parametrize(
+    "kind, n, g, want",
+    [
+        ("reduce-scatter", 16, 8, 7 * 0.5 + 7 / 8 * 8 + 3.0 + 1 / 2 * 100 / 10),
+        ("all-gather", 16, 4, 3 * 0.5 + 3 / 4 * 8 + 3 * 3.0 + 3 / 4 * 200 / 10),
+        ("all-gather", 2, 1, 3.0 + 1 / 2 * 800 / 10),
+        ("all-reduce", 16, 8, 6 * 0.5 + 14 / 8 * 8 + 2 * 3.0 + 2 / 2 * 100 / 10),
+        ("all-reduce", 32, 8, 6 * 0.5 + 14 / 8 * 8 + 4 * 3.0 + 6 / 4 * 100 / 10),
+        ("all-to-all", 16, 8, 7 * (0.5 + 50 / 100) + 8 * (3.0 + 50 / 10)),
+        ("collective-permute", 2, 1, 3.0 + 800 / 10),
+        ("collective-broadcast", 16, 8, 3 * 0.5 + 3.0 + 800 / 10),
+    ],
+)
+def test_across_hosts(kind, n, g, want):
+    assert seconds(kind, 800, n, g) == pytest.approx(want)
+
+
+@pytest.mark.parametrize("kind", WIRE)
+def test_every_kind_has_a_cost_and_alone_it_is_free(kind):
+    assert seconds(kind, 800, 1) == 0
+    assert 0 < seconds(kind, 800, 8) < seconds(kind, 1600, 8)
+    assert seconds(kind, 800, 8, 8) < seconds(kind, 800, 8, 4)  # the network is slower
+
+
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather_but_for_latency():
+    still = HW._replace(intra_latency=0.0, inter_latency=0.0)
+    parts = [collective_seconds(still, kind, 800, 16, 8) for kind in ("reduce-scatter", "all-gather")]
+    assert collective_seconds(still, "all-reduce", 800, 16, 8) == pytest.approx(sum(parts))
+
+
+def test_a_group_takes_a_whole_host_unless_told():
+    assert seconds("all-gather", 800, 16) == seconds("all-gather", 800, 16, 8)
+    assert seconds("all-gather", 800, 4) == seconds("all-gather", 800, 4, 4)
+
+
+def test_a_wrong_kind_or_group():
+    with pytest.raises(ValueError, match="kind: 'psum' is no collective; known: all-reduce"):
+        seconds("psum", 1, 8)
+    for g in (0, 9):
+        with pytest.raises(ValueError, match=f"devices_in_group_per_host: {g} of a group of 8"):
+            seconds("all-reduce", 1, 8, g)
+
+
+def test_an_update_lies_between_two_bounds():
+    group = (tuple(range(8)),)
+    moved = [
+        (Collective("all-reduce", 1, 800, "float32", 8, group), 8),
+        (Collective("collective-permute", 3, 100, "float32", 8, group), 8),
+    ]
+    communication = 6 * 0.5 + 14 + 3 * (0.5 + 1)
+    got = update_seconds(HW, 5e12, "float32", moved, traffic=2e10)
+    assert got == pytest.approx(
+        {"compute": 12, "communication": communication, "no_overlap": 12 + communication, "full_overlap": communication}
+    )
+    assert update_seconds(HW, 5e12, "float32", [])["full_overlap"] == 10
+    with pytest.raises(UsageError, match=r"hardware.flops.bfloat16: 'toy' has no peak for it; it has: float32"):
+        update_seconds(HW, 1.0, "bfloat16", [])
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_the_table_is_sane(name):
+    hw = load_hardware(name)
+    assert hw.name == name and "data sheet" in hw.source
+    assert hw.flops["bfloat16"] > hw.flops["tensorfloat32"] > hw.flops["float32"] > 1e13
+    assert hw.intra_bandwidth > hw.inter_bandwidth and hw.intra_latency < hw.inter_latency
+    assert 0 < hw.efficiency <= 1
+
+
+def test_published_figures():
+    h100 = HARDWARE["h100-nvlink-ib400"]
+    assert (h100.flops["bfloat16"], h100.memory, h100.intra_bandwidth, h100.inter_bandwidth) == (
+        pytest.approx(989.4e12),
+        80e9,
+        450e9,
+        50e9,
+    )
+    # A gigabyte of gradients over two hosts: 3.9 ms on NVLink, 2.5 ms on the network, a few microseconds of steps.
+    assert collective_seconds(h100, "all-reduce", 1e9, 16) == pytest.approx(6.39e-3 + 19.4e-6, rel=1e-3)
+
+
+def written(tmp_path, **fields):
+    file = tmp_path / "hw.yaml"
+    given = {**HW._asdict(), **fields}
+    file.write_text(yaml.safe_dump({k: v for k, v in given.items() if v != "left out"}))
+    return str(file)
+
+
+def test_a_file_is_what_it_says(tmp_path):
+    assert load_hardware(written(tmp_path)) == HW
+    assert load_hardware(written(tmp_path, memory="80e9", inter_latency=0)).memory == 80e9  # YAML's 80e9 is a text
+    assert isinstance(load_hardware(written(tmp_path, devices_per_host=4.0)).devices_per_host, int)
+
+
+@pytest.mark.parametrize(
+    "field, value, says",
+    [
+        ("memory", "left out", r"hardware.memory: .* leaves it out; give a value, such as 8"),
+        ("flops", "left out", r"hardware.flops: .* leaves it out; give a value, such as \{'bfloat16'"),
+        ("intra_bandwith", 1.0, r"hardware.intra_bandwith: .*; did you mean 'intra_bandwidth'\?"),
+        ("colour", 1.0, r"hardware.colour: .* which nothing reads; drop it"),
+        ("memory", "lots", r"hardware.memory: 'lots' is not a positive number; give one, such as 8e\+10"),
+        ("memory", 0, r"hardware.memory: 0 is not a positive number"),
+        ("memory", True, r"hardware.memory: True is not a positive number"),
+        ("inter_latency", -1e-6, r"hardware.inter_latency: -1e-06 is not"),
+        ("inter_bandwidth", math.inf, r"hardware.inter_bandwidth: inf is not"),
+        ("flops", 1e12, r"hardware.flops: 1000000000000.0 is no mapping"),
+        ("flops", {"bfloat16": "fast"}, r"hardware.flops.bfloat16: 'fast' is not a positive number; .* 9.894e\+14"),
+        ("efficiency", 50, r"hardware.efficiency: 50 is more than the peak; give a share of it, such as 0.5"),
+        ("devices_per_host", 2.5, r"hardware.devices_per_host: 2.5 is not a whole number; give one, such as 8"),
+        ("source", 7, r"hardware.source: 7 is no text"),
+    ],
+)
+def test_a_wrong_field_is_named(tmp_path, field, value, says):
+    with pytest.raises(UsageError, match=says) as error:
+        load_hardware(written(tmp_path, **{field: value}))
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_name_suggests_the_nearest(tmp_path):
+    with pytest.raises(
+        UsageError, match=r"hardware: 'h200' is neither a file nor known; did you mean 'h200-nvlink-ib400'"
+    ):
+        load_hardware("h200")
+    with pytest.raises(UsageError, match="known: h100-nvlink-ib400, h200"):
+        load_hardware(str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize("text", ["", "- a\n- b\n", "flops: [1, 2\n"])
+def test_a_file_that_is_no_mapping(tmp_path, text):
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=r"hardware: '.*bad.yaml' (holds no fields|cannot be read)") as error:
+        load_hardware(str(file))
+    assert "\n" not in str(error.value)
