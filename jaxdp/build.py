@@ -1,10 +1,12 @@
 """Config -> Run: the only file that sees both sides. Everything below it takes plain arguments."""
 
+import difflib
 import hashlib
 import math
 import pathlib
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
@@ -28,7 +30,7 @@ from jaxdp.optim import OPTIMIZERS, make_optimizer, make_schedule
 from jaxdp.parallel import STRATEGIES
 from jaxdp.parallel.base import slot_table
 from jaxdp.parallel.reduction import make_reduction
-from jaxdp.precision import policy
+from jaxdp.precision import LossScaling, policy
 from jaxdp.profile import Profile
 from jaxdp.split import path_string
 from jaxdp.step import Step, TrainState, init_state, make_step
@@ -59,9 +61,10 @@ def make_run(config: Config, directory: pathlib.Path, context: Context) -> loop.
     slot_table(config.microbatches, len(devices))
     cursor = Cursor(len(dataset), config.batch_size, config.microbatches, config.seed)
     steps = config.steps or math.ceil((config.epochs or 0) * cursor.steps_per_epoch)
-    opt = config.optimizer
+    opt, parallel = config.optimizer, config.parallel
     schedule = make_schedule(opt.schedule, opt.lr, opt.schedule_steps or steps, opt.warmup_steps, opt.final_lr)
-    tx = make_tx(config, schedule)
+    tx = make_tx(config, schedule, model.blocks)
+    scaling = make_scaling(config)
     step = make_step(
         model,
         loss,
@@ -69,7 +72,11 @@ def make_run(config: Config, directory: pathlib.Path, context: Context) -> loop.
         seed=config.seed,
         policy=numbers,
         clip_norm=opt.clip_norm,
-        accumulate="vmap" if config.parallel.accumulate == "auto" else config.parallel.accumulate,
+        accumulate="vmap" if parallel.accumulate == "auto" else parallel.accumulate,
+        remat=choose_remat(config, model),
+        frozen=opt.frozen,
+        ema_decay=opt.ema,
+        loss_scaling=scaling,
         transform=getattr(dataset, "transform", None),
         eval_transform=getattr(eval_set, "transform", None),
         schedule=schedule,
@@ -81,16 +88,35 @@ def make_run(config: Config, directory: pathlib.Path, context: Context) -> loop.
         inputs = {k: jax.numpy.broadcast_to(v[0], (places, *v.shape[1:])) for k, v in example.items()}
         if hasattr(dataset, "transform"):
             inputs = dataset.transform(inputs, jax.random.key(0), False)
-        return init_state(model, tx, numbers, config.seed, config.microbatches, inputs)
+        return init_state(
+            model,
+            tx,
+            numbers,
+            config.seed,
+            config.microbatches,
+            inputs,
+            frozen=opt.frozen,
+            ema=opt.ema is not None,
+            loss_scaling=scaling,
+        )
 
-    together(context, lambda: rehearse(step, make_state, read_batch(dataset, cursor, 0, [0])))
-    strategy = STRATEGIES[config.parallel.backend](
+    def check() -> None:
+        rehearse(step, make_state, read_batch(dataset, cursor, 0, [0]))
+        check_paths(config, jax.eval_shape(make_state).params)
+
+    together(context, check)
+    strategy = STRATEGIES[parallel.backend](
         make_state,
         config.microbatches,
-        make_reduction(config.parallel.reduction, config.parallel.bucket_mb),
+        make_reduction(parallel.reduction, parallel.bucket_mb),
         None if dtypes.reduce == dtypes.params else numbers.reduce,
         devices,
+        zero=parallel.zero,
+        shard_size=parallel.shard_size,
+        accumulator=parallel.accumulator,
+        blocks=model.blocks,
     )
+    together(context, lambda: strategy.check(tx, step.trainable(strategy.shapes.params)))
     source = None
     if eval_set is not None:
         source = loop.Source(eval_set, Cursor(len(eval_set), config.batch_size, config.microbatches, 0, shuffle=False))
@@ -105,6 +131,7 @@ def make_run(config: Config, directory: pathlib.Path, context: Context) -> loop.
         log_every=config.log.every,
         eval_every=config.eval.every,
         save_every=config.checkpoint.every,
+        averaged=config.eval.ema,
     )
 
 
@@ -185,14 +212,42 @@ def make_loss(config: Config) -> LossFn:
     return call("loss", bound) if isinstance(factory, type) else bound
 
 
-def make_tx(config: Config, schedule: Any) -> Any:
+def make_scaling(config: Config) -> LossScaling | None:
+    scale, interval = config.precision.loss_scale, config.precision.loss_scale_interval
+    if scale is None:
+        return None
+    return LossScaling(interval=interval) if scale == "dynamic" else LossScaling(float(scale), dynamic=False)
+
+
+def choose_remat(config: Config, model: Model) -> str:
+    """The named policy; by itself, stage 3 gathers the parameters of a block again rather than keep them whole."""
+    if config.parallel.remat == "auto":
+        return "full" if config.parallel.zero == 3 and model.blocks else "none"
+    return config.parallel.remat
+
+
+def check_paths(config: Config, params: Any) -> None:
+    """UsageError for an expression that is meant for parameters and matches none, or freezes all of them."""
+    paths = [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    for name in ("frozen", "lr_scale"):
+        for pattern in getattr(config.optimizer, name):
+            if not any(re.search(pattern, path) for path in paths):
+                near = (difflib.get_close_matches(pattern, paths, 1, 0.1) or paths)[0]
+                raise UsageError(f"optimizer.{name}: {pattern!r} matches no parameter; a path is such as {near!r}")
+    if all(any(re.search(pattern, path) for pattern in config.optimizer.frozen) for path in paths):
+        raise UsageError(f"optimizer.frozen: {config.optimizer.frozen!r} leaves nothing to train")
+
+
+def make_tx(config: Config, schedule: Any, blocks: Sequence[str] = ()) -> Any:
     opt = config.optimizer
     target = locate("optimizer", opt.target, OPTIMIZERS)
     bound = bind("optimizer", target, opt.args)
     for arg, own in {"learning_rate": "lr", "weight_decay": "weight_decay", "mask": "no_decay"}.items():
         if arg in opt.args:
             raise UsageError(f"optimizer.args.{arg}: it is set by optimizer.{own}; set that")
-    make = lambda: make_optimizer(target, schedule, opt.weight_decay, opt.no_decay, **opt.args)
+    make = lambda: make_optimizer(
+        target, schedule, opt.weight_decay, opt.no_decay, lr_scale=opt.lr_scale, blocks=blocks, **opt.args
+    )
     return call("optimizer", bound, make)
 
 

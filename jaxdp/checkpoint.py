@@ -1,5 +1,6 @@
 """A checkpoint is the logical state under checkpoints/STEP, written by Orbax and the same for every strategy."""
 
+import dataclasses
 import pathlib
 import shutil
 from typing import Any
@@ -36,5 +37,6 @@ class Checkpoints:
 
 
 def _tree(state: TrainState) -> dict[str, Any]:
-    tree = {"step": state.step, "params": state.params, "model_state": state.model_state, "opt_state": state.opt_state}
-    return tree if state.carry is None else {**tree, "carry": state.carry}
+    """The fields that are in use, by name."""
+    fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+    return {name: tree for name, tree in fields.items() if tree is not None}

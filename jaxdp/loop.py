@@ -31,7 +31,10 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The built objects that the loop uses. start: the update to go on after, 0 for a new run."""
+    """The built objects that the loop uses. start: the update to go on after, 0 for a new run.
+
+    averaged: what is evaluated is the running average of the parameters.
+    """
 
     strategy: Strategy
     step: Step
@@ -45,6 +48,7 @@ class Run:
     eval_every: int | None = None
     save_every: int | None = None
     profile: Profile = Profile()
+    averaged: bool = False
 
 
 def fit(run: Run) -> Record:
@@ -90,6 +94,7 @@ def evaluate(run: Run, program: Program, state: TrainState) -> Record:
     """The loss and metrics over the evaluation set, every example exactly once."""
     assert run.eval is not None
     source, totals = run.eval, collections.defaultdict[str, float](float)
+    state = run.strategy.averaged(state) if run.averaged else state
     ahead: collections.deque[Any] = collections.deque()
     with prefetch(lambda step: source.batch(step, run.strategy), 0, source.cursor.steps_per_epoch) as batches:
         for batch in batches:

@@ -76,7 +76,7 @@ class Optimizer:
     """The optimizer and its learning-rate schedule.
 
     Args:
-        target: sgd, adam, adamw, lamb, adafactor, lion, or the dotted path of a function that returns
+        target: sgd, adam, adamw, lamb, adafactor, lion, muon, or the dotted path of a function that returns
             an Optax transformation
         lr: the peak learning rate
         schedule: its shape after the warm-up
@@ -86,6 +86,10 @@ class Optimizer:
         weight_decay: its strength
         no_decay: parameters whose path matches one of these regular expressions are not decayed
         clip_norm: gradients are scaled down to this global norm; null leaves them
+        frozen: parameters whose path matches one of these regular expressions stay as they are
+        lr_scale: regular expression to factor; the learning rate of a parameter is multiplied by the factor of the
+            first one that its path matches
+        ema: decay of a running average of the parameters, such as 0.999; null keeps none (see eval.ema)
         args: more arguments of the target (momentum, b1, b2, eps, ...)
     """
 
@@ -98,6 +102,9 @@ class Optimizer:
     weight_decay: float = numbers(0.0)
     no_decay: list[str] = numbers([r"(^|/)(bias|scale)$"])
     clip_norm: float | None = numbers(None)
+    frozen: list[str] = numbers([])
+    lr_scale: dict[str, float] = numbers({})
+    ema: float | None = numbers(None)
     args: dict[str, Any] = numbers({})
 
 
@@ -107,11 +114,16 @@ class Parallel:
 
     Args:
         backend: pmap, or jit over a mesh
-        zero: ZeRO stage; only 0 (everything whole) so far
+        zero: ZeRO stage: 1 splits the optimizer state over the devices, 2 the gradients too, 3 the parameters too;
+            pmap has 0 and 1
         reduction: xla sums leaf by leaf, bucket packs leaves into few large operands; auto takes bucket where CPU
             processes talk, else xla
         bucket_mb: size of a bucket in MB
-        shard_size: devices in one sharding group; only null so far
+        shard_size: devices that share one copy of what is split, such as those of a host; null means all
+        accumulator: gradients of stages 2 and 3 are summed over devices slot by slot (split) or once, after all slots
+            (whole: less on the wire under accumulate loop, more memory)
+        remat: what the backward pass computes again, block by block: none, full, all but matrix products (dots), all
+            but those with weights (dots_no_batch); auto is none, and full where stage 3 gathers blocks
         accumulate: a device's microbatches all at once (vmap) or one after the other (loop, the memory of
             one); auto takes vmap
         devices: use only the first so many devices of a single process; null uses all
@@ -122,6 +134,8 @@ class Parallel:
     reduction: Literal["auto", "xla", "bucket", "exact"] = speed("auto")
     bucket_mb: float = speed(25.0)
     shard_size: int | None = speed(None)
+    accumulator: Literal["split", "whole"] = speed("split")
+    remat: Literal["auto", "none", "full", "dots", "dots_no_batch"] = speed("auto")
     accumulate: Literal["auto", "vmap", "loop"] = speed("auto")
     devices: int | None = speed(None)
 
@@ -135,14 +149,17 @@ class Precision:
         compute: the forward and backward pass; left out, as params
         reduce: gradients while they are summed over devices; left out, as params
         matmul: jax_default_matmul_precision
-        loss_scale: only null so far
+        loss_scale: the loss is multiplied by it, and an update that overflows is skipped: a number stays, dynamic
+            halves then, and grows; left out, dynamic where compute is float16, else none
+        loss_scale_interval: updates without overflow after which a dynamic scale doubles
     """
 
-    params: Literal["float32", "float64"] = numbers("float32")
-    compute: Literal["float32", "float64", "bfloat16"] | None = numbers(None)
-    reduce: Literal["float32", "float64", "bfloat16"] | None = numbers(None)
+    params: Literal["float32", "float64", "bfloat16"] = numbers("float32")
+    compute: Literal["float32", "float64", "bfloat16", "float16"] | None = numbers(None)
+    reduce: Literal["float32", "float64", "bfloat16", "float16"] | None = numbers(None)
     matmul: Literal["default", "high", "highest"] = numbers("default")
-    loss_scale: float | None = numbers(None)
+    loss_scale: float | Literal["dynamic"] | None = numbers(None)
+    loss_scale_interval: int = numbers(2000)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,10 +169,12 @@ class Eval:
     Args:
         every: updates between evaluations; null evaluates only at the end
         data: what to evaluate on; null means the test split of the training data, where it has one
+        ema: evaluate the running average of the parameters (optimizer.ema)
     """
 
     every: int | None = speed(None)
     data: Target | None = speed(None)
+    ema: bool = speed(False)
 
 
 @dataclasses.dataclass(frozen=True)

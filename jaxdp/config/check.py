@@ -10,18 +10,24 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from jaxdp.config import Config
 from jaxdp.errors import UsageError
 
-WORDS = {int: "an integer", float: "a number", str: "a text", dict: "a mapping", list: "a list"}
+WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", dict: "a mapping", list: "a list"}
 AT_LEAST = {
     "steps": 1, "batch_size": 1, "microbatches": 1, "seed": 0, "optimizer.warmup_steps": 0, "optimizer.lr": 0,
     "optimizer.schedule_steps": 1, "optimizer.weight_decay": 0, "optimizer.final_lr": 0, "eval.every": 1,
     "log.every": 1, "profile.start": 0, "profile.steps": 1, "checkpoint.every": 1, "checkpoint.keep": 1,
-    "parallel.devices": 1,
+    "parallel.devices": 1, "parallel.zero": 0, "parallel.shard_size": 2, "precision.loss_scale_interval": 1,
 }  # fmt: skip
-AT_MOST = {"seed": 2**32 - 1, "batch_size": 2**31 - 1, "microbatches": 2**20, "steps": 2**31 - 1, "epochs": 2**31 - 1}
-ABOVE_ZERO = ("epochs", "optimizer.clip_norm", "parallel.bucket_mb")
+AT_MOST = {
+    "seed": 2**32 - 1,
+    "batch_size": 2**31 - 1,
+    "microbatches": 2**20,
+    "steps": 2**31 - 1,
+    "epochs": 2**31 - 1,
+    "parallel.zero": 3,
+}
+ABOVE_ZERO = ("epochs", "optimizer.clip_norm", "parallel.bucket_mb", "precision.loss_scale", "optimizer.ema")
 NOT_YET = {
-    "parallel.zero": 0, "parallel.shard_size": None, "precision.loss_scale": None, "init_from": None,
-    "checkpoint.every_minutes": None, "checkpoint.best": None,
+    "init_from": None, "checkpoint.every_minutes": None, "checkpoint.best": None,
 }  # fmt: skip
 
 
@@ -119,7 +125,9 @@ def resolve(config: Config) -> Config:
     check(config)
     dtypes = config.precision
     compute, reduce = dtypes.compute or dtypes.params, dtypes.reduce or dtypes.params
-    return dataclasses.replace(config, precision=dataclasses.replace(dtypes, compute=compute, reduce=reduce))
+    scale = "dynamic" if compute == "float16" and dtypes.loss_scale is None else dtypes.loss_scale
+    dtypes = dataclasses.replace(dtypes, compute=compute, reduce=reduce, loss_scale=scale)
+    return dataclasses.replace(config, precision=dtypes)
 
 
 def check(config: Config) -> None:
@@ -137,7 +145,7 @@ def check(config: Config) -> None:
         if flat[key] is not None and flat[key] > most:
             raise UsageError(f"{key}: {flat[key]} is too large; it must be at most {most}")
     for key in ABOVE_ZERO:
-        if flat[key] is not None and not flat[key] > 0:
+        if isinstance(flat[key], int | float) and not flat[key] > 0:
             raise UsageError(f"{key}: {flat[key]} must be greater than 0")
     for key in ("model", "data", "loss", "optimizer"):
         if not flat[f"{key}.target"]:
@@ -145,11 +153,28 @@ def check(config: Config) -> None:
     for key, only in NOT_YET.items():
         if flat[key] != only:
             raise UsageError(f"{key}: {flat[key]!r} is not supported yet; use {'null' if only is None else only}")
-    for pattern in config.optimizer.no_decay:
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError) as error:
-            raise UsageError(f"optimizer.no_decay: {pattern!r} is not a regular expression: {error}") from None
+    opt, parallel = config.optimizer, config.parallel
+    for name in ("no_decay", "frozen", "lr_scale"):
+        for pattern in getattr(opt, name):
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError) as error:
+                raise UsageError(f"optimizer.{name}: {pattern!r} is not a regular expression: {error}") from None
+    for pattern, factor in opt.lr_scale.items():
+        if not isinstance(factor, int | float) or isinstance(factor, bool) or not 0 <= factor < math.inf:
+            raise UsageError(
+                f"optimizer.lr_scale: {pattern!r} has {factor!r}; give a factor of at least 0, such as 0.1"
+            )
+    if opt.ema is not None and opt.ema >= 1:
+        raise UsageError(f"optimizer.ema: {opt.ema} must be below 1, such as 0.999")
+    if config.eval.ema and opt.ema is None:
+        raise UsageError("eval.ema: True, but no average is kept; set optimizer.ema, such as 0.999")
+    if parallel.shard_size is not None and not parallel.zero:
+        raise UsageError(f"parallel.shard_size: {parallel.shard_size} with zero: 0, which splits nothing; set zero")
+    if parallel.backend == "pmap" and (parallel.zero > 1 or parallel.shard_size is not None):
+        name = "zero" if parallel.zero > 1 else "shard_size"
+        value = getattr(parallel, name)
+        raise UsageError(f"parallel.{name}: {value} does not work under pmap; set parallel.backend to pjit")
     if config.parallel.reduction == "exact":
         raise UsageError("parallel.reduction: 'exact' is not supported yet; use auto, xla or bucket")
     if "float64" in (config.precision.compute, config.precision.reduce) and config.precision.params != "float64":

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdp.axes import DATA, FLAT
 from jaxdp.errors import UsageError
+from jaxdp.optim import check_elementwise
 from jaxdp.parallel.base import (
     Program,
     abstract_state,
@@ -73,8 +74,6 @@ class PMap:
 
     def check(self, tx: Any, params: Any) -> None:
         if self.layout.opt_state and len(self.devices) > 1:
-            from jaxdp.optim import check_elementwise
-
             check_elementwise(tx, params, blocks=self.blocks)
 
     def abstract(self) -> TrainState:
