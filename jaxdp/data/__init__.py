@@ -8,6 +8,7 @@ SOURCES = {
     "Digits": "jaxdp.data.digits.Digits",
     "FashionMNIST": "jaxdp.data.mnist.FashionMNIST",
     "MNIST": "jaxdp.data.mnist.MNIST",
+    "PythonSource": "jaxdp.data.python_source.PythonSource",
 }
 __all__ = ["SOURCES", *SOURCES]
 

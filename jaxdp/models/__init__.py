@@ -5,6 +5,7 @@ from typing import Any
 MODELS = {
     "MLP": "jaxdp.models.mlp.MLP",
     "CNN": "jaxdp.models.cnn.CNN",
+    "GPT": "jaxdp.models.gpt.GPT",
     "ResNet9": "jaxdp.models.resnet9.ResNet9",
 }
 

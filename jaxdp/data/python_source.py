@@ -1,0 +1,66 @@
+"""The Python that runs this brings its own text: the source of its standard library, byte by byte."""
+
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from jaxdp.data.base import check_split
+from jaxdp.errors import UsageError
+
+# Tests, what was installed beside the library, and what the build of this one Python wrote.
+SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+BUILT = ("config-", "_sysconfigdata", "sitecustomize")
+
+
+class PythonSource:
+    """The bytes of the standard library's .py files: "inputs" and "labels" int32 [length] in [0, 256), one byte apart.
+
+    About one file in 20, chosen by its path, is the test split. The files of a split follow one another by path, a
+    zero byte between two; example i is bytes length i to length (i + 1), its labels those one later. The last bytes,
+    too few for another example, are left out. About 10 MB; the text, and so every number, differs between versions of
+    Python. max_mb: only so many MB (10^6 bytes) from the start. Raises UsageError where there is no source to read.
+    """
+
+    classes = 256
+
+    def __init__(self, split: str = "train", length: int = 128, max_mb: float | None = None):
+        check_split(split)
+        if length < 1:
+            raise UsageError(f"data.args.length: {length} is too small; it must be at least 1")
+        if max_mb is not None and not max_mb > 0:
+            raise UsageError(f"data.args.max_mb: {max_mb} must be greater than 0, or null for all")
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = [path for path in _files(root) if _in_test(path.relative_to(root)) == (split == "test")]
+        if not files:
+            raise UsageError(f"data: no Python source in {str(root)!r}; use a Python whose library is not packed")
+        text = np.frombuffer(b"\0".join(path.read_bytes() for path in files), np.uint8)
+        text = text[: None if max_mb is None else int(max_mb * 1e6)]
+        if len(text) <= length:
+            raise UsageError(f"data.args.length: {length}, but there are {len(text):,} bytes; make it smaller")
+        self.windows = np.lib.stride_tricks.sliding_window_view(text, length + 1)[::length]  # a view of the text
+        self.input_shape = (length,)
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        rows = self.windows[indices].astype(np.int32)
+        return {"inputs": rows[:, :-1], "labels": rows[:, 1:]}
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The library's own .py files, in an order that does not depend on the file system."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.name in SKIPPED or path.name.startswith(BUILT):
+            continue
+        if path.is_dir():
+            yield from _files(path)
+        elif path.suffix == ".py":
+            yield path
+
+
+def _in_test(path: Path) -> bool:
+    return zlib.crc32(path.as_posix().encode()) % 20 == 0

@@ -1,0 +1,89 @@
+"""Causal attention: every token looks at itself and those before it, by a table of implementations."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxdp.errors import UsageError
+
+Rotation = tuple[jax.Array, jax.Array]  # cosines and sines [token, 1, half the width of a head]
+
+
+class Attention(nnx.Module):
+    """Every token looks at itself and those before it; x[example, token, dim]."""
+
+    def __init__(
+        self,
+        dim: int,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        linear: Callable,
+        key: Callable,
+        back: Callable,
+        attend: Callable,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        self.query = linear(dim, heads * width, rngs=rngs)
+        self.key = key(dim, kv_heads * width, rngs=rngs)
+        self.value = linear(dim, kv_heads * width, rngs=rngs)
+        self.back = back(heads * width, dim, rngs=rngs)
+        self.width, self.attend = width, attend
+
+    def __call__(self, x: jax.Array, turn: Rotation | None) -> jax.Array:
+        query, key, value = (
+            y.reshape(*x.shape[:2], -1, self.width) for y in (self.query(x), self.key(x), self.value(x))
+        )
+        if turn is not None:
+            query, key = rotate(query, turn), rotate(key, turn)
+        return self.back(self.attend(query, key, value).reshape(*x.shape[:2], -1))
+
+
+def rotation(tokens: int, width: int, base: float, dtype: Any) -> Rotation:
+    """The angle of token t in pair i is t / base^(2i / width)."""
+    angles = np.outer(np.arange(tokens), base ** (-np.arange(0, width, 2) / width))[:, None]
+    return jnp.asarray(np.cos(angles), dtype), jnp.asarray(np.sin(angles), dtype)
+
+
+def rotate(x: jax.Array, turn: Rotation) -> jax.Array:
+    """x[example, token, head, width] with dims i and i + width / 2 turned as a pair, as GPT-NeoX does."""
+    cosine, sine = turn
+    first, second = jnp.split(x.astype(cosine.dtype), 2, -1)
+    return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], -1).astype(x.dtype)
+
+
+def causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """softmax(query key' / sqrt(width)) value over each token and those before it, softmax in float32 at least.
+
+    query[example, token, head, width]; key and value of a divisor of the heads -> like query. jax.nn's own
+    (dot_product_attention) does its softmax in float32 in float64 too.
+    """
+    example, tokens, heads, width = query.shape
+    query = query.reshape(example, tokens, key.shape[2], -1, width)
+    scores = jnp.einsum("etkgw,eskw->ekgts", query, key).astype(wide(query.dtype)) / math.sqrt(width)
+    weights = jax.nn.softmax(jnp.where(jnp.tri(tokens, dtype=bool), scores, -jnp.inf)).astype(value.dtype)
+    return jnp.einsum("ekgts,eskw->etkgw", weights, value).reshape(example, tokens, heads, width)
+
+
+def fused(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """As `causal`, by cuDNN's kernel that never has all scores in memory (Dao et al., arXiv 2205.14135)."""
+    if query.dtype != jnp.bfloat16 or jax.default_backend() != "gpu":
+        raise UsageError(
+            f"model.args.attention: 'cudnn' takes bfloat16 on an NVIDIA GPU, not {query.dtype} on "
+            f"{jax.default_backend()}; use xla, or precision.compute: bfloat16"
+        )
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+
+
+def wide(dtype: Any) -> Any:
+    """float32, or `dtype` where that is wider."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+ATTENTION: dict[str, Callable] = {"xla": causal, "cudnn": fused}

@@ -1,0 +1,266 @@
+"""GPT against a transformer of plain loops in NumPy, and the published sizes of GPT-2 and Llama."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import toys
+from jaxdp.errors import UsageError
+from jaxdp.models import as_model
+from jaxdp.models.attention import fused
+from jaxdp.models.gpt import GPT, look_up
+
+# `Blocks` splits its keys by rngs.fork(split=), which Flax 0.12.6 renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:The 'split' argument of 'fork':DeprecationWarning")
+
+VOCABULARY, LENGTH = 11, 6
+SMALL = {"input_shape": (LENGTH,), "num_classes": VOCABULARY, "layers": 3, "heads": 4, "dim": 16, "hidden": 24}
+LLAMA = {"norm": "rms", "mlp": "swiglu", "positions": "rotary", "tied": False, "bias": False}
+VARIANTS = {
+    "gpt2": {},
+    "llama": {**LLAMA, "kv_heads": 2, "rotary_base": 100.0},
+    "between": {"norm": "rms", "positions": "rotary", "kv_heads": 1},
+}
+KEY = jax.random.key(0)
+
+
+def model(**args):
+    return as_model(lambda rngs: GPT(**{**SMALL, **args}, rngs=rngs))
+
+
+def tokens(examples=2, seed=0, dtype=np.int32):
+    return {"inputs": np.random.default_rng(seed).integers(VOCABULARY, size=(examples, LENGTH)).astype(dtype)}
+
+
+def draw(made, dtype=np.float32):
+    """Parameters without an initial 0 or 1 among them."""
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(made.init, KEY, tokens())[0]
+    return jax.tree.map(lambda x: jnp.asarray(0.3 * (rng.normal(size=x.shape) + (x.ndim < 3)), dtype), shapes)
+
+
+def logits(made, params, batch, train=False, key=KEY):
+    return made.apply(params, {}, batch, key, train)[0]
+
+
+# --- the numbers -----------------------------------------------------------------------------------------------------
+
+
+def oracle(p, tokens, heads=4, norm="layer", mlp="gelu", kv_heads=None, rotary_base=1e4, **_):
+    """The logits of one row of tokens by loops over blocks, heads and tokens, from the papers; NumPy alone."""
+
+    def normalize(x, p):
+        if norm == "rms":
+            return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * p["scale"]
+        x = x - x.mean(-1, keepdims=True)
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * p["scale"] + p["bias"]
+
+    def linear(x, p):
+        return x @ p["kernel"] + p.get("bias", 0)
+
+    def turned(vector, place):
+        half = len(vector) // 2
+        pairs = vector[:half] + 1j * vector[half:]
+        pairs = pairs * np.exp(1j * place * rotary_base ** (-np.arange(half) / half))
+        return np.concatenate([pairs.real, pairs.imag])
+
+    def attention(x, p):
+        query, key, value = (linear(x, p[name]) for name in ("query", "key", "value"))
+        width, out = query.shape[1] // heads, np.zeros_like(query)
+        for h in range(heads):
+            own = slice(h * width, (h + 1) * width)
+            shared = h * (kv_heads or heads) // heads
+            theirs = slice(shared * width, (shared + 1) * width)
+            for t in range(len(x)):
+                q, ks = query[t, own], key[: t + 1, theirs]
+                if rotary:
+                    q, ks = turned(q, t), np.array([turned(k, s) for s, k in enumerate(ks)])
+                weights = np.exp(ks @ q / np.sqrt(width))
+                out[t, own] = weights / weights.sum() @ value[: t + 1, theirs]
+        return linear(out, p["back"])
+
+    def feed(x, p):
+        if mlp == "swiglu":
+            gate = linear(x, p["gate"])
+            return linear(gate / (1 + np.exp(-gate)) * linear(x, p["up"]), p["back"])
+        up = linear(x, p["up"])
+        return linear(0.5 * up * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3))), p["back"])
+
+    p, rotary = jax.tree.map(np.asarray, p), "positions" not in p
+    x = p["embed"]["embedding"][tokens]
+    if not rotary:
+        x = x + p["positions"][: len(x)]
+    for i in range(3):
+        block = jax.tree.map(lambda leaf, i=i: leaf[i], p["blocks"]["stack"])
+        x = x + attention(normalize(x, block["norm1"]), block["attention"])
+        x = x + feed(normalize(x, block["norm2"]), block["mlp"])
+    return normalize(x, p["norm"]) @ (p["head"]["kernel"] if "head" in p else p["embed"]["embedding"].T)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_are_those_of_plain_loops(name):
+    made, batch = model(**VARIANTS[name]), tokens()
+    with jax.enable_x64(True):
+        params = draw(made, np.float64)
+        got = jax.jit(lambda p: logits(made, p, batch))(params)
+        assert got.dtype == np.float64 and got.shape == (2, LENGTH, VOCABULARY)
+        want = np.stack([oracle(params, row, **VARIANTS[name]) for row in batch["inputs"]])
+        assert np.abs(want).max() > 0.5
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_dtypes_are_those_of_the_parameters(name):
+    made, batch = model(**VARIANTS[name]), tokens()
+    params = draw(made)
+    with jax.numpy_dtype_promotion("strict"):
+        exact = logits(made, params, batch)
+    assert exact.dtype == jnp.float32
+    np.testing.assert_array_equal(exact, logits(made, params, tokens(dtype=np.uint8)))
+    rough = logits(made, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch)
+    assert rough.dtype == jnp.bfloat16
+    np.testing.assert_allclose(rough.astype(np.float32), exact, rtol=0, atol=0.1 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_later_token_leaves_earlier_logits(name):
+    made, batch = model(**VARIANTS[name]), tokens(1)
+    params = draw(made)
+    run = jax.jit(lambda inputs: logits(made, params, {"inputs": inputs}))
+    before = run(batch["inputs"])
+    for place in range(LENGTH):
+        changed = batch["inputs"].copy()
+        changed[0, place] = (changed[0, place] + 1) % VOCABULARY
+        after = run(changed)
+        np.testing.assert_array_equal(after[0, :place], before[0, :place])
+        assert (np.abs(after[0, place:] - before[0, place:]).max(-1) > 1e-4).all()
+
+
+def test_scanned_blocks_are_a_loop_over_their_slices():
+    module = GPT(**SMALL, dropout=0.3, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(module.blocks.stack)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, LENGTH, 16)), jnp.float32)
+    want = x
+    for i in range(3):
+        want = nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], state))(want, None)
+    np.testing.assert_allclose(module.blocks(x, None), want, atol=1e-6)
+
+
+def test_the_embedding_s_gradient_is_that_of_differences():
+    """Tied: what comes through the look-up and through the logits adds up."""
+    made, batch = model(), tokens()
+    with jax.enable_x64(True):
+        params = draw(made, np.float64)
+        weights = np.random.default_rng(3).normal(size=(2, LENGTH, VOCABULARY))
+        step = np.random.default_rng(4).normal(size=(VOCABULARY, 16))
+
+        @jax.jit
+        def total(embedding):
+            return jnp.sum(weights * logits(made, {**params, "embed": {"embedding": embedding}}, batch))
+
+        at = params["embed"]["embedding"]
+        slope = (total(at + 1e-5 * step) - total(at - 1e-5 * step)) / 2e-5
+        np.testing.assert_allclose(jnp.sum(jax.grad(total)(at) * step), slope, rtol=1e-7)
+
+
+def test_a_common_token_keeps_its_gradient_in_bfloat16():
+    """A sum in bfloat16 stops at 256 ones."""
+    gradient = jax.grad(lambda e: jnp.sum(look_up(e, jnp.zeros((4, 250), jnp.uint8))))(jnp.ones((3, 2), jnp.bfloat16))
+    assert gradient.dtype == jnp.bfloat16 and gradient.tolist() == [[1000, 1000], [0, 0], [0, 0]]
+
+
+def test_dropout_follows_the_key_and_is_off_in_evaluation():
+    made, plain, batch = model(dropout=0.5), model(), tokens()
+    params = draw(made)
+    run = jax.jit(lambda key, train: logits(made, params, batch, train, key), static_argnums=1)
+    first, again, other = run(KEY, True), run(KEY, True), run(jax.random.key(1), True)
+    np.testing.assert_array_equal(first, again)
+    assert not np.allclose(first, other) and not np.allclose(first, run(KEY, False))
+    np.testing.assert_allclose(run(KEY, False), logits(plain, params, batch), atol=1e-6)
+
+
+def test_training_is_the_same_on_any_devices():
+    batch = tokens(24)
+    examples = {**batch, "labels": np.roll(batch["inputs"], -1, 1)}
+    made = model(layers=2, dropout=0.1, **VARIANTS["llama"])
+    with jax.enable_x64(True):
+        one, four = (
+            toys.train(made, examples, backend=backend, devices=n, steps=3, batch_size=12, dtype="float64")
+            for backend, n in (("pmap", 1), ("pjit", 4))
+        )
+    assert four[2][-1]["loss"] < four[2][0]["loss"]
+    assert toys.relative_error(four[1].params, one[1].params)[0] < 1e-10
+
+
+# --- sizes, initialization, errors -----------------------------------------------------------------------------------
+
+
+def shapes(**args):
+    made = as_model(lambda rngs: GPT(**args, rngs=rngs))
+    assert made.blocks == ("blocks/stack",)
+    return jax.eval_shape(made.init, KEY, {"inputs": np.zeros((1, 4), np.int32)})[0]
+
+
+def test_gpt2_has_its_published_size_but_for_the_biases_of_keys():
+    params = shapes(input_shape=(1024,), num_classes=50257)
+    assert sum(x.size for x in jax.tree.leaves(params)) == 124_439_808 - 12 * 768
+    assert "bias" not in params["blocks"]["stack"]["attention"]["key"]
+    params = shapes(input_shape=(1024,), num_classes=50304)
+    assert sum(x.size for x in jax.tree.leaves(params)) == 124_466_688
+    # Under a rotation a bias of the keys is no constant, and stays.
+    turned = shapes(input_shape=(1024,), num_classes=50304, positions="rotary")
+    assert "bias" in turned["blocks"]["stack"]["attention"]["key"]
+
+
+def test_llama_7b_has_its_published_size():
+    params = shapes(input_shape=(2048,), num_classes=32000, layers=32, heads=32, dim=4096, **LLAMA)
+    assert sum(x.size for x in jax.tree.leaves(params)) == 6_738_415_616
+    assert params["blocks"]["stack"]["mlp"]["gate"]["kernel"].shape == (32, 4096, 11008)
+
+
+def test_initial_weights_are_gpt2s():
+    params = jax.jit(model(dim=64, hidden=256, layers=8).init)(KEY, tokens())[0]
+    stack = params["blocks"]["stack"]
+    for leaf in (params["embed"]["embedding"], params["positions"], stack["attention"]["query"]["kernel"]):
+        assert np.std(leaf) == pytest.approx(0.02, rel=0.1) and abs(np.mean(leaf)) < 0.003
+    for part in ("attention", "mlp"):
+        kernel = stack[part]["back"]["kernel"]
+        assert np.std(kernel) == pytest.approx(0.005, rel=0.05) and not np.array_equal(kernel[0], kernel[1])
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"dim": 18}, "model.args.dim: 18 does not divide by heads: 4"),
+        ({"kv_heads": 3}, "model.args.heads: 4 does not divide by kv_heads: 3"),
+        ({"kv_heads": 0}, "model.args.kv_heads: 0 is too small"),
+        ({"layers": 0}, "model.args.layers: 0 is too small"),
+        ({"norm": "batch"}, "model.args.norm: 'batch' is not known; use one of layer, rms"),
+        ({"mlp": "relu"}, "model.args.mlp: 'relu' is not known; use one of gelu, swiglu"),
+        ({"positions": "alibi"}, "model.args.positions: 'alibi' is not known; use one of learned, rotary"),
+        ({"attention": "auto"}, "model.args.attention: 'auto' is not known; use one of xla, cudnn"),
+        ({"positions": "rotary", "dim": 12}, "model.args.heads: 4 of 3 dims cannot rotate by pairs"),
+        ({"dropout": 1.0}, r"model.args.dropout: 1.0 is not in \[0, 1\)"),
+        ({"input_shape": (8, 8, 1)}, r"model.args.input_shape: \(8, 8, 1\) is not \(length,\)"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(args, words):
+    with pytest.raises(UsageError, match=words):
+        model(**args)
+
+
+def test_inputs_that_do_not_fit_are_named():
+    made = model()
+    params = draw(made)
+    for inputs, words in (
+        (np.zeros((2, 3), np.float32), r"reads integers \[example, token\], not float32\[2, 3\]"),
+        (np.zeros((2, 3, 1), np.int32), r"not int32\[2, 3, 1\]"),
+        (np.zeros((2, LENGTH + 1), np.int32), "7 tokens, but learned positions for 6"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            logits(made, params, {"inputs": inputs})
+    heads = jnp.zeros((1, 2, 4, 8), jnp.float32)
+    with pytest.raises(UsageError, match="'cudnn' takes bfloat16 on an NVIDIA GPU, not float32 on cpu"):
+        fused(heads, heads, heads)
