@@ -1,18 +1,16 @@
-"""An optimizer is an Optax transformation: a table row that names its parts, behind one learning-rate schedule."""
+"""The optimizers by name, each with decoupled weight decay, or L2 decay where PyTorch's of that name has it."""
 
 import functools
 import inspect
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import optax
 
 from jaxdp.errors import UsageError
-from jaxdp.split import path_string
-
-Schedule = Callable[[Any], Any]
+from jaxdp.optim.muon import muon
+from jaxdp.optim.paths import decay_mask, scale_by_path
+from jaxdp.optim.schedule import Schedule
 
 
 def _decay_first(tx: Callable) -> Callable:
@@ -38,74 +36,46 @@ OPTIMIZERS: dict[str, Callable] = {
     "lamb": optax.lamb,
     "lion": optax.lion,
     "adafactor": _adafactor,
+    "muon": muon,
 }
+"""make(learning_rate, weight_decay, mask, [blocks], ...) -> transformation.
 
-
-def _constant(lr: float, steps: int, final: float) -> Schedule:
-    return optax.constant_schedule(lr)
-
-
-def _cosine(lr: float, steps: int, final: float) -> Schedule:
-    return optax.cosine_decay_schedule(lr, max(steps, 1), alpha=final)
-
-
-def _linear(lr: float, steps: int, final: float) -> Schedule:
-    return optax.linear_schedule(lr, lr * final, max(steps, 1))
-
-
-def _one_cycle(lr: float, steps: int, final: float) -> Schedule:
-    return optax.linear_onecycle_schedule(max(steps, 1), lr)
-
-
-SCHEDULES: dict[str, Callable[[float, int, float], Schedule]] = {
-    "constant": _constant,
-    "cosine": _cosine,
-    "linear": _linear,
-    "one_cycle": _one_cycle,
-}
-
-
-def make_schedule(name: str, lr: float, steps: int, warmup_steps: int = 0, final: float = 0.0) -> Schedule:
-    """The learning rate by update: a linear warm-up from 0, then the named shape until `steps`.
-
-    final: the fraction of lr at which cosine and linear end. one_cycle rises over the first 30 % and falls (Smith,
-    arXiv 1708.07120).
-    """
-    main = SCHEDULES[name](lr, steps - warmup_steps, final)
-    if not warmup_steps:
-        return main
-    return optax.join_schedules([optax.linear_schedule(0.0, lr, warmup_steps), main], [warmup_steps])
-
-
-def decay_mask(no_decay: Sequence[str]) -> Callable[[Any], Any]:
-    """params -> the same tree of booleans: False where a leaf's path (a/b/c) matches one of the expressions."""
-    patterns = [re.compile(p) for p in no_decay]
-
-    def mask(params: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: not any(p.search(path_string(path)) for p in patterns), params
-        )
-
-    return mask
+On a stack of blocks [block, ...], muon works block by block; lamb has one trust ratio, and adafactor one clipping and
+one scale by the parameters, for the whole stack, as Optax has them for any leaf.
+"""
 
 
 def make_optimizer(
-    make: Callable, schedule: Schedule, weight_decay: float = 0.0, no_decay: Sequence[str] = (), **args: Any
+    make: Callable,
+    schedule: Schedule,
+    weight_decay: float = 0.0,
+    no_decay: Sequence[str] = (),
+    *,
+    lr_scale: Mapping[str, float] = {},
+    blocks: Sequence[str] = (),
+    **args: Any,
 ) -> optax.GradientTransformation:
     """The transformation that `make(learning_rate, weight_decay=, mask=, ...)` gives, with a decay mask by path.
 
+    lr_scale: learning rates by path, as factors; see `scale_by_path`.
+    blocks: paths (a/b) below which leaves are stacked [block, ...], for a `make` that takes `blocks`.
     Raises UsageError where `make` takes no weight decay and some was asked for.
     """
     names = inspect.signature(make).parameters
+    takes = {*names, *inspect.signature(make, follow_wrapped=False).parameters}  # a row adds to what it wraps
     open_ended = any(p.kind is p.VAR_KEYWORD for p in names.values())
-    if make in OPTIMIZERS.values() or "weight_decay" in names:
+    if "blocks" in takes:
+        args["blocks"] = blocks
+    if "weight_decay" in takes:
         args["weight_decay"] = weight_decay
-        if make in OPTIMIZERS.values() or "mask" in names:
+        if "mask" in takes:
             args["mask"] = decay_mask(no_decay)
     elif weight_decay and not open_ended:
         raise UsageError(f"optimizer.weight_decay: {weight_decay} but {make.__name__} takes none; set it to 0")
     elif weight_decay:
         args["weight_decay"] = weight_decay
     if "learning_rate" in names or open_ended:
-        return make(learning_rate=schedule, **args)
-    return make(schedule, **args)
+        tx = make(learning_rate=schedule, **args)
+    else:
+        tx = make(schedule, **args)
+    return optax.chain(tx, scale_by_path(lr_scale)) if lr_scale else tx
