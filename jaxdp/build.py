@@ -222,7 +222,7 @@ def make_scaling(config: Config) -> LossScaling | None:
 def choose_remat(config: Config, model: Model) -> str:
     """The named policy; by itself, stage 3 gathers the parameters of a block again rather than keep them whole."""
     if config.parallel.remat == "auto":
-        return "full" if config.parallel.zero == 3 and model.blocks else "none"
+        return "dots_no_batch" if config.parallel.zero == 3 and model.blocks else "none"
     return config.parallel.remat
 
 

@@ -97,7 +97,7 @@ class Step(NamedTuple):
 
 
 def plain_gather(params: Tree, dtype: Any) -> tuple[Tree, BlockGather]:
-    return cast_floats(params, dtype), lambda path, index, params: params
+    return cast_floats(params, dtype), BlockGather()
 
 
 def plain_total(measure: Callable[[Tree], jax.Array], tree: Tree) -> jax.Array:

@@ -17,14 +17,14 @@ DIGITS = ["--config", str(next(c for c in CONFIGS if c.name == "digits.yaml"))]
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda f: f.stem)
 def test_shipped_configs_load_and_say_how_they_are_run(file):
-    config, path = load(["--config", str(file)])
+    config, path, _ = load(["--config", str(file)])
     assert schema.run_dir(config, path) == pathlib.Path("runs") / file.stem
     head = file.read_text().split("\nmodel:")[0]
     assert f"configs/{file.name}" in head and ("easured" in head or "accuracy" in head)
 
 
 def test_the_contract_of_keys_and_defaults():
-    config, _ = load(["--steps", "5", "--model.target", "MLP", "--data.target", "Digits"])
+    config, *_ = load(["--steps", "5", "--model.target", "MLP", "--data.target", "Digits"])
     flat = check.flatten(config)
     want = {
         "seed": 0, "run_dir": None, "steps": 5, "epochs": None, "batch_size": 128, "microbatches": 8,
@@ -42,10 +42,12 @@ def test_the_contract_of_keys_and_defaults():
 
 
 def test_arguments_on_the_command_line_override_the_file():
-    config, _ = load([*DIGITS, "--model.args.hidden", "[64, 32]", "--optimizer.lr", "3e-4", "--model.args.dropout=0.5"])
+    config, *_ = load(
+        [*DIGITS, "--model.args.hidden", "[64, 32]", "--optimizer.lr", "3e-4", "--model.args.dropout=0.5"]
+    )
     assert config.model.args == {"hidden": [64, 32], "dropout": 0.5}
     assert config.optimizer.lr == 3e-4 and config.epochs == 60
-    config, _ = load([*DIGITS, "--steps", "7"])
+    config, *_ = load([*DIGITS, "--steps", "7"])
     assert (config.steps, config.epochs) == (7, None)
 
 
@@ -69,7 +71,18 @@ def test_arguments_on_the_command_line_override_the_file():
         (["--optimizer.lr", "-1"], ["optimizer.lr: -1.0"]),
         (["--optimizer.clip_norm", "0"], ["optimizer.clip_norm: 0.0", "greater than 0"]),
         (["--parallel.backend", "tpu"], ["parallel.backend: 'tpu' is not one of pmap, pjit"]),
-        (["--parallel.zero", "1"], ["parallel.zero: 1 is not supported yet"]),
+        (["--parallel.zero", "4"], ["parallel.zero: 4 is too large; it must be at most 3"]),
+        (["--parallel.zero", "2"], ["parallel.zero: 2 does not work under pmap; set parallel.backend to pjit"]),
+        (["--parallel.zero", "1", "--parallel.shard_size", "2"], ["parallel.shard_size: 2 does not work under pmap"]),
+        (["--parallel.shard_size", "2"], ["parallel.shard_size: 2 with zero: 0"]),
+        (["--parallel.remat", "some"], ["parallel.remat: 'some' is not one of auto, none, full"]),
+        (["--precision.loss_scale", "often"], ["precision.loss_scale: 'often' is not a number or one of dynamic"]),
+        (["--precision.loss_scale", "0"], ["precision.loss_scale: 0.0 must be greater than 0"]),
+        (["--optimizer.ema", "1"], ["optimizer.ema: 1.0 must be below 1"]),
+        (["--eval.ema", "true"], ["eval.ema: True, but no average is kept; set optimizer.ema"]),
+        (["--eval.ema", "perhaps"], ["eval.ema: 'perhaps' is not true or false"]),
+        (["--optimizer.frozen", "['[']"], ["optimizer.frozen: '[' is not a regular expression"]),
+        (["--optimizer.lr_scale", "{head: -1}"], ["optimizer.lr_scale: 'head' has -1.0; give a factor"]),
         (["--parallel.reduction", "exact"], ["parallel.reduction: 'exact' is not supported yet"]),
         (["--steps", "10", "--epochs", "2"], ["steps: 10", "epochs: 2", "one of the two"]),
         (["--seed", "-1"], ["seed: -1"]),

@@ -12,9 +12,6 @@ from jaxdp.models import as_model
 from jaxdp.models.attention import fused
 from jaxdp.models.gpt import GPT, look_up
 
-# `Blocks` splits its keys by rngs.fork(split=), which Flax 0.12.6 renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:The 'split' argument of 'fork':DeprecationWarning")
-
 VOCABULARY, LENGTH = 11, 6
 SMALL = {"input_shape": (LENGTH,), "num_classes": VOCABULARY, "layers": 3, "heads": 4, "dim": 16, "hidden": 24}
 LLAMA = {"norm": "rms", "mlp": "swiglu", "positions": "rotary", "tied": False, "bias": False}

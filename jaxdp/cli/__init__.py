@@ -1,9 +1,11 @@
 """The command line: `jaxdp VERB --config FILE [--key value ...]`; nothing here needs jax until the config is right."""
 
+import os
 import pathlib
 import re
 import sys
 import traceback
+from collections.abc import Collection
 from typing import Any, NoReturn, get_type_hints
 
 from jaxdp import __version__
@@ -15,7 +17,27 @@ from jaxdp.errors import DistributedError, UsageError, one_line
 VERBS = {
     "train": "train a model, or go on where the run directory stands",
     "eval": "evaluate the last checkpoint of a run directory",
+    "plan": "say what a run would need and move on N devices, without them",
+    "verify": "prove that many devices train what one device would",
 }
+# Options of a verb beside the keys of the config: name to (type, default, help).
+OPTIONS: dict[str, dict[str, tuple[Any, Any, str]]] = {
+    "plan": {
+        "devices": (int, 8, "how many devices to plan for"),
+        "zero": (str, "config", "the ZeRO stage: 0 to 3, all, or the one of the config"),
+        "memory": (str, None, "of one device, such as 80GB; left out, that of the hardware"),
+        "hardware": (str, "h100-nvlink-ib400", "a name, or a YAML file of one's own"),
+        "json": (bool, False, "print JSON"),
+    },
+    "verify": {
+        "devices": (int, 8, "simulate so many CPU devices, where there are not as many real ones"),
+        "updates": (int, 3, "how many updates to compare"),
+        "tolerance": (float, None, "largest relative error allowed; left out, 1e-10 in float64, 1e-5 in float32"),
+        "json": (bool, False, "print JSON"),
+    },
+}
+MOST = 2048  # simulated devices: JAX fails beyond
+ALONE = ("plan", "verify")  # verbs of one process, on simulated devices where there are no real ones
 
 USAGE = """usage: jaxdp VERB [--config FILE] [--key value ...]
 
@@ -25,6 +47,8 @@ USAGE = """usage: jaxdp VERB [--config FILE] [--key value ...]
   jaxdp train --config configs/digits.yaml --optimizer.lr 3e-4 --parallel.backend pjit
   mpirun -np 2 jaxdp train --config configs/digits.yaml
   jaxdp eval --run_dir runs/digits
+  jaxdp plan --config configs/gpt2_124m.yaml --devices 1024 --zero all
+  jaxdp verify --config configs/digits.yaml
 
 `jaxdp VERB --help` lists every key with its default. `python train.py` is `jaxdp train`.
 """
@@ -58,8 +82,15 @@ def main(argv: list[str] | None = None) -> NoReturn:
 def _run(verb: str, argv: list[str]) -> None:
     config: Config | None = None
     error: str | None = None
+    if verb in ALONE:
+        config, path, options = load(argv, verb)
+        simulate(options["devices"])
+        from jaxdp.cli import verbs
+
+        getattr(verbs, verb)(config, options)
+        return
     try:
-        config, path = load(argv, verb)
+        config, path, _ = load(argv, verb)
     except UsageError as e:
         if launchers.discover().size == 1:
             raise
@@ -74,8 +105,18 @@ def _run(verb: str, argv: list[str]) -> None:
     getattr(verbs, verb)(config, path, context)
 
 
-def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None]:
-    """(the checked config, the config file's path) from command-line arguments; `UsageError` where they are wrong."""
+def simulate(devices: int) -> None:
+    """So many devices for JAX's CPU backend, unless XLA_FLAGS says otherwise; before JAX starts."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={min(devices, MOST)}".strip()
+
+
+def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict[str, Any]]:
+    """(the checked config, the config file's path, the verb's own options) from command-line arguments.
+
+    Raises `UsageError` where they are wrong.
+    """
     import argparse
 
     import jsonargparse
@@ -88,11 +129,15 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None]:
         default_env=False,
     )
     parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help="the YAML file of the run")
+    own = OPTIONS.get(verb, {})
+    for name, (kind, default, text) in own.items():
+        how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
+        parser.add_argument(f"--{name}", default=default, help=text, **how)
     parser.add_class_arguments(Config, None, as_group=False)
     argv = _with_saved_config(argv) if verb == "eval" else argv
     if not argv:
         raise UsageError(f"--config: no file given; e.g. jaxdp {verb} --config configs/digits.yaml")
-    _check_arguments(argv)
+    _check_arguments(argv, own)
     try:
         space = parser.parse_args(argv)
     except (argparse.ArgumentError, TypeError, ValueError, KeyError) as error:
@@ -102,8 +147,12 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None]:
     for key, other in (("steps", "epochs"), ("epochs", "steps")):
         if f"--{key}" in given and f"--{other}" not in given:  # the command line overrides the file
             space[other] = None
-    config = _to_dataclass(Config, space.as_dict())
-    return resolve(config), (files[-1] if files else None)
+    values = space.as_dict()
+    options = {name: values.pop(name) for name in own}
+    if options.get("devices", 1) < 1 or options.get("updates", 1) < 1:
+        name = "devices" if options["devices"] < 1 else "updates"
+        raise UsageError(f"--{name}: {options[name]} is too small; it must be at least 1")
+    return resolve(_to_dataclass(Config, values)), (files[-1] if files else None), options
 
 
 def _with_saved_config(argv: list[str]) -> list[str]:
@@ -113,8 +162,8 @@ def _with_saved_config(argv: list[str]) -> list[str]:
     return ["--config", str(saved), *argv] if "--config" not in given and saved.is_file() else argv
 
 
-def _check_arguments(argv: list[str]) -> None:
-    """Unknown keys, on the command line and in config files, with the nearest known one."""
+def _check_arguments(argv: list[str], own: Collection[str]) -> None:
+    """Unknown keys, on the command line and in config files, with the nearest known one; `own`: a verb's options."""
     import yaml
 
     for i, arg in enumerate(argv):
@@ -135,7 +184,7 @@ def _check_arguments(argv: list[str]) -> None:
             if not isinstance(content, dict):
                 raise UsageError(f"{value}: a config is a YAML mapping, this is {type(content).__name__}")
             check_structure(content, value)
-        elif key not in ("help", "print_config"):
+        elif key not in ("help", "print_config", *own):
             check_key(key, "command line")
             part = inner(known_keys().get(key))
             if part is not None and not value.startswith("{") and value != "null":

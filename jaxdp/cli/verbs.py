@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import pathlib
+from typing import Any
 
 import jax
 
@@ -125,3 +126,13 @@ def start_writer(directory: pathlib.Path, config: Config, context: Context, run:
         f"({context.launcher}), {config.parallel.backend}; {begin} in {directory}"
     )
     return writer
+
+
+def plan(config: Config, options: dict[str, Any]) -> None:
+    """The verb `plan`."""
+    raise UsageError("plan: not there yet")
+
+
+def verify(config: Config, options: dict[str, Any]) -> None:
+    """The verb `verify`."""
+    raise UsageError("verify: not there yet")

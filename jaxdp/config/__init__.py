@@ -44,7 +44,7 @@ class ModelTarget(Target):
     """The model.
 
     Args:
-        target: MLP, CNN, ResNet9, or the dotted path of any Flax module (NNX or Linen) or function that makes a model
+        target: MLP, CNN, ResNet9, GPT, or the dotted path of any Flax module (NNX or Linen) or function that makes a model
         args: its arguments, checked against its signature; --model.args.NAME VALUE sets one
     """
 
@@ -54,7 +54,8 @@ class DataTarget(Target):
     """The training data.
 
     Args:
-        target: Digits (embedded), CIFAR10, MNIST, FashionMNIST, or the dotted path of any sized sequence of examples
+        target: Digits (embedded), PythonSource (the standard library's own), CIFAR10, MNIST, FashionMNIST, or the dotted
+            path of any sized sequence of examples
         args: its arguments, e.g. root, the folder of the files; --data.args.NAME VALUE sets one
     """
 
@@ -123,7 +124,8 @@ class Parallel:
         accumulator: gradients of stages 2 and 3 are summed over devices slot by slot (split) or once, after all slots
             (whole: less on the wire under accumulate loop, more memory)
         remat: what the backward pass computes again, block by block: none, full, all but matrix products (dots), all
-            but those with weights (dots_no_batch); auto is none, and full where stage 3 gathers blocks
+            but those with weights (dots_no_batch); auto is none, and dots_no_batch where stage 3
+            gathers blocks
         accumulate: a device's microbatches all at once (vmap) or one after the other (loop, the memory of
             one); auto takes vmap
         devices: use only the first so many devices of a single process; null uses all

@@ -23,7 +23,7 @@ class Blocks(nnx.Module):
     """
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], count: int, *, rngs: nnx.Rngs):
-        self.stack = nnx.vmap(make)(rngs.fork(split=count))
+        self.stack = nnx.vmap(make)(rngs.split(count))
         self.path = ""  # in the model; `from_nnx` fills it in
 
     def __call__(self, x: Any, *args: Any) -> Any:

@@ -10,10 +10,16 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 Tree = Any
-BlockGather = Callable[[str, jax.Array, Tree], Tree]  # (path, index of the block, its parameters) -> whole ones
+
+
+class BlockGather(NamedTuple):
+    """How a block's parameters become whole: whole(path, one piece of stack(path, the blocks' parameters))."""
+
+    stack: Callable[[str, Tree], Tree] = lambda path, params: params
+    whole: Callable[[str, Tree], Tree] = lambda path, piece: piece
+
 
 policies = jax.checkpoint_policies
 REMAT: dict[str, Any] = {
@@ -33,7 +39,7 @@ def remat(name: str, f: Callable, in_scan: bool = False) -> Callable:
 
 
 class _Hooks(NamedTuple):
-    gather: BlockGather = lambda path, index, params: params
+    gather: BlockGather = BlockGather()
     remat: str = "none"
 
 
@@ -61,9 +67,8 @@ def scan_blocks(
     """
     hooks = _hooks.get()
 
-    def body(x: Tree, piece: tuple[jax.Array, Tree, Tree]) -> tuple[Tree, Tree]:
-        index, params, xs = piece
-        return block(hooks.gather(path, index, params), x, xs)
+    def body(x: Tree, piece: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+        params, xs = piece
+        return block(hooks.gather.whole(path, params), x, xs)
 
-    count = jax.tree.leaves(params)[0].shape[0]
-    return jax.lax.scan(remat(hooks.remat, body, in_scan=True), x, (jnp.arange(count), params, xs))
+    return jax.lax.scan(remat(hooks.remat, body, in_scan=True), x, (hooks.gather.stack(path, params), xs))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdp.axes import Axes
+from jaxdp.models.scan import BlockGather
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.precision import cast_floats
 from jaxdp.split import WHOLE, path_string, split_dims, take
@@ -99,7 +100,6 @@ def make_gather(
     def lend(handle: Tree, source: Tree, dims: Tree, sent_dims: Tree, dtype: Any) -> Tree:
         """The whole of `source`, in the compute dtype, with gradients for `handle`."""
 
-        @jax.custom_vjp
         def whole(handle: Tree, source: Tree) -> Tree:
             source = cast_floats(source, dtype)
             return reduction.gather(source, dims, axes.shard) if split_params else source
@@ -114,20 +114,20 @@ def make_gather(
                 grads = merge(reduction.scatter(sent, sent_dims, axes), jax.tree.map(jnp.zeros_like, handle))
             return _like(grads, handle), None
 
-        whole.defvjp(forward, backward)
-        return whole(handle, source)
+        lent = jax.custom_vjp(whole)
+        lent.defvjp(forward, backward)
+        return lent(handle, source)
 
-    def gather(handle: Tree, dtype: Any) -> tuple[Tree, Any]:
+    def gather(handle: Tree, dtype: Any) -> tuple[Tree, BlockGather]:
         inside, outside = _cut(handle, blocks)
         source, along, sent = (_cut(tree, blocks)[1] for tree in (params, dims, sent_dims))
         whole = lend(outside, source, along, sent, dtype)
 
-        def block(path: str, index: jax.Array, piece: Tree) -> Tree:
-            own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), _below(params, path))
+        def one(path: str, piece: tuple[Tree, Tree]) -> Tree:
             along, sent = (jax.tree.map(lambda d: d - (d >= 0), _below(tree, path)) for tree in (dims, sent_dims))
-            return lend(piece, own, along, sent, dtype)
+            return lend(*piece, along, sent, dtype)
 
-        return merge(whole, inside), block
+        return merge(whole, inside), BlockGather(lambda path, stack: (stack, _below(params, path)), one)
 
     return handle, gather
 

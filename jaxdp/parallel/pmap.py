@@ -106,16 +106,11 @@ class PMap:
         def evaluate(state: TrainState, batch: Batch) -> Any:
             return reducer(self.reduction)(step.evaluate(state.view, batch, own_slots(self.table)))
 
-        # Over several processes pmap takes all devices in their own order, which must be ours.
-        devices = None if jax.process_count() > 1 else self.devices
-        assert devices is not None or self.devices == jax.devices(), (self.devices, jax.devices())
-        in_state = jax.tree.map(lambda d: None if d == WHOLE else 0, self.dims).replace(
-            carry=0
-        )  # which differ by device
-        options: dict[str, Any] = {"axis_name": DATA, "in_axes": (in_state, 0), "devices": devices}
+        varies = jax.tree.leaves(jax.tree.map(lambda d: d != WHOLE, self.dims).replace(carry=self._carried(True)))
+        treedef = jax.tree.structure(self.shapes)
         return Program(
-            jax.pmap(update, out_axes=(in_state, None), donate_argnums=0, **options),
-            jax.pmap(evaluate, out_axes=None, **options),
+            _Mapped(update, treedef, varies, self.devices, changes=True),
+            _Mapped(evaluate, treedef, varies, self.devices, changes=False),
         )
 
     def averaged(self, state: TrainState) -> TrainState:
@@ -136,6 +131,9 @@ class PMap:
             return here
         carry = deal(self.table, state.carry, self.split_everywhere)
         return here.replace(carry=jax.tree.map(self._part, carry))
+
+    def _carried(self, value: Any) -> Any:
+        return jax.tree.map(lambda _: value, self.shapes.carry)
 
     def _everywhere(self, x: jax.Array, dim: int) -> jax.Array:
         """The same buffers as a global array: whole, or [local device, ...slice] along its dim; nothing moves."""
@@ -165,6 +163,47 @@ class PMap:
         shards = [s.data[None] for s in x.addressable_shards]
         shape = (*self.per_device, *x.shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self.split_here, shards)
+
+
+class _Mapped:
+    """`pmap` of f(state, batch) -> (state, metrics), or sums: state goes in and out as two tuples of leaves, those that
+    differ between devices and those that do not, because `pmap` over several processes wants its axes hashable."""
+
+    def __init__(self, f: Callable, treedef: Any, varies: list[bool], devices: list[jax.Device], changes: bool):
+        self.treedef, self.varies, self.changes = treedef, varies, changes
+
+        def run(own: tuple, shared: tuple, batch: Batch) -> Any:
+            out = f(self._join(own, shared), batch)
+            return (*self._cut(out[0]), out[1]) if changes else out
+
+        # Over several processes pmap takes all devices in their own order, which must be ours.
+        chosen = None if jax.process_count() > 1 else devices
+        assert chosen is not None or devices == jax.devices(), (devices, jax.devices())
+        self.mapped = jax.pmap(
+            run,
+            axis_name=DATA,
+            in_axes=(0, None, 0),
+            out_axes=(0, None, None) if changes else None,
+            donate_argnums=(0, 1) if changes else (),
+            devices=chosen,
+        )
+
+    def __call__(self, state: TrainState, batch: Batch) -> Any:
+        out = self.mapped(*self._cut(state), batch)
+        return (self._join(*out[:2]), out[2]) if self.changes else out
+
+    def lower(self, state: TrainState, batch: Batch) -> Any:
+        return self.mapped.lower(*self._cut(state), batch)
+
+    def _cut(self, state: TrainState) -> tuple[tuple, tuple]:
+        leaves = jax.tree.leaves(state)
+        return tuple(x for x, v in zip(leaves, self.varies) if v), tuple(
+            x for x, v in zip(leaves, self.varies) if not v
+        )
+
+    def _join(self, own: tuple, shared: tuple) -> TrainState:
+        own_left, shared_left = iter(own), iter(shared)
+        return jax.tree.unflatten(self.treedef, [next(own_left if v else shared_left) for v in self.varies])
 
 
 def _of_buffers(shape: tuple[int, ...], sharding: NamedSharding, x: jax.Array) -> jax.Array:
