@@ -44,7 +44,7 @@ class ModelTarget(Target):
     """The model.
 
     Args:
-        target: MLP, CNN, ResNet9, GPT, or the dotted path of any Flax module (NNX or Linen) or function that makes a model
+        target: MLP, CNN, ResNet9, GPT, or the dotted path of any Flax module (NNX or Linen) or function that makes one
         args: its arguments, checked against its signature; --model.args.NAME VALUE sets one
     """
 
@@ -54,8 +54,8 @@ class DataTarget(Target):
     """The training data.
 
     Args:
-        target: Digits (embedded), PythonSource (the standard library's own), CIFAR10, MNIST, FashionMNIST, or the dotted
-            path of any sized sequence of examples
+        target: Digits (embedded), PythonSource (the standard library's own), CIFAR10, MNIST, FashionMNIST, or the
+            dotted path of any sized sequence of examples
         args: its arguments, e.g. root, the folder of the files; --data.args.NAME VALUE sets one
     """
 

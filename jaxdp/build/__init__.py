@@ -1,0 +1,115 @@
+"""Config -> Run: the only place that sees both sides. Everything below it takes plain arguments."""
+
+import hashlib
+import pathlib
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import jax
+import numpy as np
+
+from jaxdp import loop
+from jaxdp.build.parts import Parts, check_paths, make_parts, make_strategy, make_the_step, set_jax, state_maker
+from jaxdp.checkpoint import Checkpoints
+from jaxdp.config import Config
+from jaxdp.config.check import flatten
+from jaxdp.data.base import Dataset, fingerprint
+from jaxdp.data.cursor import Cursor
+from jaxdp.data.prefetch import read_batch
+from jaxdp.distributed.context import Context
+from jaxdp.errors import UsageError
+from jaxdp.metrics.writer import Nothing
+from jaxdp.parallel.base import slot_table
+from jaxdp.profile import Profile
+from jaxdp.split import path_string
+from jaxdp.step import Step, TrainState
+
+T = TypeVar("T")
+SLOW = 600.0  # seconds that one rank may take longer than another to read its data
+
+
+def make_run(config: Config, directory: pathlib.Path, context: Context) -> loop.Run:
+    """The built objects of a config, nothing of them computed yet; writes nothing."""
+    set_jax(config)
+    parts = together(context, lambda: make_parts(config))
+    context.check_same("the run", facts(config, parts.dataset))
+    devices = choose_devices(config, context)
+    slot_table(config.microbatches, len(devices))
+    step, make_state = make_the_step(config, parts), state_maker(config, parts)
+    together(context, lambda: rehearse(config, parts, step, make_state))
+    strategy = make_strategy(config, parts, make_state, devices)
+    together(context, lambda: strategy.check(parts.tx, step.trainable(strategy.shapes.params)))
+    source = None
+    if parts.eval_set is not None:
+        cursor = Cursor(len(parts.eval_set), config.batch_size, config.microbatches, 0, shuffle=False)
+        source = loop.Source(parts.eval_set, cursor)
+    return loop.Run(
+        strategy=strategy,
+        step=step,
+        train=loop.Source(parts.dataset, parts.cursor),
+        eval=source,
+        steps=parts.steps,
+        writer=Nothing(),
+        checkpoints=Checkpoints(directory / "checkpoints", config.checkpoint.keep),
+        log_every=config.log.every,
+        eval_every=config.eval.every,
+        save_every=config.checkpoint.every,
+        averaged=config.eval.ema,
+    )
+
+
+def make_profile(config: Config, directory: pathlib.Path, start: int, steps: int) -> Profile:
+    """The traced window, where it lies in what is left to do."""
+    first = config.profile.start
+    if first is None or not start <= first < steps:
+        return Profile()
+    return Profile(str(directory / "profile"), first, min(config.profile.steps, steps - first))
+
+
+def together(context: Context, make: Callable[[], T]) -> T:
+    """What `make` gives on this rank; where it is refused on any, every rank raises the `UsageError` of the lowest."""
+    try:
+        made, problem = make(), None
+    except UsageError as error:
+        made, problem = None, str(error)
+    context.agree(problem, SLOW)
+    return cast(T, made)
+
+
+def choose_devices(config: Config, context: Context) -> list[jax.Device]:
+    devices, wanted = jax.devices(), config.parallel.devices
+    if wanted is None:
+        return devices
+    if context.size > 1 and wanted != len(devices):
+        raise UsageError(
+            f"parallel.devices: {wanted}, but {context.size} processes use all {len(devices)}; leave it null", rank=0
+        )
+    if wanted > len(devices):
+        raise UsageError(f"parallel.devices: {wanted}, but there are {len(devices)}; make it smaller")
+    return devices[:wanted]
+
+
+def rehearse(config: Config, parts: Parts, step: Step, make_state: Callable[[], TrainState]) -> None:
+    """Traces one update of one microbatch, by shape alone: what does not fit is said before anything is made."""
+    state = jax.eval_shape(make_state)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
+        if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
+            raise UsageError(f"model: parameter {path_string(path)!r} is {leaf.dtype}; only floats have a gradient")
+        if not leaf.size:
+            raise UsageError(f"model: parameter {path_string(path)!r} has shape {leaf.shape}; it holds nothing")
+
+    def update(state: TrainState, batch: Any) -> Any:
+        view = state.view._replace(carry=jax.tree.map(lambda x: x[:1], state.carry))
+        return step.apply(state, step.grads(view, batch, jax.numpy.zeros(1, jax.numpy.int32)))
+
+    jax.eval_shape(update, state, read_batch(parts.dataset, parts.cursor, 0, np.zeros(1, np.int32)))
+    check_paths(config, state.params)
+
+
+def facts(config: Config, dataset: Dataset) -> dict[str, str]:
+    """What must be equal on every rank: every config key, the package's code, the data."""
+    keys = {k: repr(v) for k, v in flatten(config).items()}
+    code = hashlib.sha256()
+    for file in sorted(pathlib.Path(__file__).parent.parent.rglob("*.py")):
+        code.update(file.read_bytes())
+    return {**keys, "the jaxdp package's code": code.hexdigest()[:16], "data fingerprint": fingerprint(dataset)}

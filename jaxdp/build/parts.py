@@ -1,0 +1,233 @@
+"""The parts that a config names: data, model, loss, optimizer, the step and its state; each usable by itself."""
+
+import difflib
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from jaxdp.config import Config, Target
+from jaxdp.data import SOURCES
+from jaxdp.data.base import Dataset, as_dataset, check_dtypes
+from jaxdp.data.cursor import Cursor
+from jaxdp.errors import UsageError
+from jaxdp.losses import LOSSES, LossFn
+from jaxdp.models import MODELS, as_model
+from jaxdp.models.base import Model
+from jaxdp.optim import OPTIMIZERS, make_optimizer, make_schedule
+from jaxdp.parallel import STRATEGIES, Strategy
+from jaxdp.parallel.reduction import make_reduction
+from jaxdp.precision import LossScaling, Policy, policy
+from jaxdp.split import path_string
+from jaxdp.step import Step, TrainState, init_state, make_step
+from jaxdp.targets import bind, call, locate, parameters, require
+
+
+class Parts(NamedTuple):
+    """What a config names, made. eval_set: what to evaluate on, or None. cursor: the order of the training data."""
+
+    dataset: Dataset
+    eval_set: Dataset | None
+    model: Model
+    loss: LossFn
+    cursor: Cursor
+    steps: int
+    schedule: Callable[[Any], Any]
+    tx: optax.GradientTransformation
+    policy: Policy
+    scaling: LossScaling | None
+
+
+def set_jax(config: Config) -> None:
+    """What a config decides of JAX's own settings; before anything is made."""
+    if config.precision.params == "float64":
+        jax.config.update("jax_enable_x64", True)
+    jax.config.update(
+        "jax_default_matmul_precision", None if config.precision.matmul == "default" else config.precision.matmul
+    )
+    settings = jax.config.values
+    if not settings["jax_threefry_partitionable"] or settings["jax_default_prng_impl"] != "threefry2x32":
+        raise UsageError("jax_default_prng_impl: keys must be partitionable threefry, or numbers depend on the devices")
+    if "" not in sys.path:  # a target may be a module in the folder that the command runs in
+        sys.path.insert(0, "")
+
+
+def make_parts(config: Config) -> Parts:
+    """Everything that the config names. Names are checked before any data is read."""
+    target = locate("model", config.model.target, MODELS)
+    bind("model", target, config.model.args)
+    loss = make_loss(config)
+    make_tx(config, lambda step: 0.0)
+    dataset, eval_set = make_data(config)
+    model = make_model(config, target, dataset)
+    cursor = Cursor(len(dataset), config.batch_size, config.microbatches, config.seed)
+    steps = config.steps or math.ceil((config.epochs or 0) * cursor.steps_per_epoch)
+    opt, dtypes = config.optimizer, config.precision
+    schedule = make_schedule(opt.schedule, opt.lr, opt.schedule_steps or steps, opt.warmup_steps, opt.final_lr)
+    return Parts(
+        dataset,
+        eval_set,
+        model,
+        loss,
+        cursor,
+        steps,
+        schedule,
+        make_tx(config, schedule, model.blocks),
+        policy(dtypes.params, dtypes.compute or dtypes.params, dtypes.reduce or dtypes.params),
+        make_scaling(config),
+    )
+
+
+def make_the_step(config: Config, parts: Parts) -> Step:
+    opt, accumulate = config.optimizer, config.parallel.accumulate
+    return make_step(
+        parts.model,
+        parts.loss,
+        parts.tx,
+        seed=config.seed,
+        policy=parts.policy,
+        clip_norm=opt.clip_norm,
+        accumulate="vmap" if accumulate == "auto" else accumulate,
+        remat=choose_remat(config, parts.model),
+        frozen=opt.frozen,
+        ema_decay=opt.ema,
+        loss_scaling=parts.scaling,
+        transform=getattr(parts.dataset, "transform", None),
+        eval_transform=getattr(parts.eval_set, "transform", None),
+        schedule=parts.schedule,
+    )
+
+
+def state_maker(config: Config, parts: Parts) -> Callable[[], TrainState]:
+    """A function that makes the state before the first update."""
+    example, places = parts.dataset.read(np.zeros(1, np.int64)), parts.cursor.examples_per_microbatch
+
+    def make_state() -> TrainState:
+        inputs = {k: jax.numpy.broadcast_to(v[0], (places, *v.shape[1:])) for k, v in example.items()}
+        if hasattr(parts.dataset, "transform"):
+            inputs = parts.dataset.transform(inputs, jax.random.key(0), False)
+        return init_state(
+            parts.model,
+            parts.tx,
+            parts.policy,
+            config.seed,
+            config.microbatches,
+            inputs,
+            frozen=config.optimizer.frozen,
+            ema=config.optimizer.ema is not None,
+            loss_scaling=parts.scaling,
+        )
+
+    return make_state
+
+
+def make_strategy(
+    config: Config, parts: Parts, make_state: Callable[[], TrainState], devices: Sequence[jax.Device], **more: Any
+) -> Strategy:
+    """The strategy that `parallel` asks for; more: arguments of its own."""
+    parallel, dtypes = config.parallel, config.precision
+    return STRATEGIES[parallel.backend](
+        make_state,
+        config.microbatches,
+        make_reduction(parallel.reduction, parallel.bucket_mb),
+        None if dtypes.reduce == dtypes.params else parts.policy.reduce,
+        devices,
+        zero=parallel.zero,
+        shard_size=parallel.shard_size,
+        accumulator=parallel.accumulator,
+        blocks=parts.model.blocks,
+        **more,
+    )
+
+
+def make_data(config: Config) -> tuple[Dataset, Dataset | None]:
+    """(the training set, what to evaluate on or None)."""
+    x64 = config.precision.params == "float64"
+    found = locate("data", config.data.target, SOURCES)
+    splits = callable(found) and "split" in parameters(found) and "split" not in config.data.args
+    dataset = read_set("data", config.data, "train", x64)
+    if config.eval.data is not None:
+        return dataset, read_set("eval.data", config.eval.data, "test", x64)
+    return dataset, read_set("data", config.data, "test", x64) if splits else None
+
+
+def read_set(key: str, target: Target, split: str, x64: bool) -> Dataset:
+    """The data set that a target makes, or is: the path of a sized sequence of examples will do."""
+    found = locate(key, target.target, SOURCES)
+    if not callable(found) and not hasattr(found, "__len__"):
+        raise UsageError(
+            f"{key}.target: {target.target!r} is {type(found).__name__}, neither examples nor what makes them"
+        )
+    made = call(key, bind(key, found, target.args, {"split": split})) if callable(found) else found
+    dataset = as_dataset(made)
+    check_dtypes(dataset, x64)
+    return dataset
+
+
+def make_model(config: Config, target: Any, dataset: Dataset) -> Model:
+    """A Flax module, or whatever else a target gives, as a `Model`; it may take input_shape and num_classes."""
+    first = dataset.read(np.zeros(1, np.int64))
+    shape = first.get("inputs", next(iter(first.values()))).shape[1:]
+    known: dict[str, Any] = {
+        "input_shape": getattr(dataset, "input_shape", shape),
+        "num_classes": getattr(dataset, "classes", 0),
+    }
+    bound = bind("model", target, config.model.args, {k: v for k, v in known.items() if v})
+    wanted = bound.keywords.get("num_classes")
+    if isinstance(wanted, int) and wanted < known["num_classes"]:
+        raise UsageError(f"model.args.num_classes: {wanted}, but the data has {known['num_classes']} classes")
+    if "rngs" in parameters(bound):  # an NNX class, or a function that makes its module
+        require("model", bound, "rngs")
+        return call("model", bound, lambda: as_model(lambda rngs: bound(rngs=rngs)))
+    return call("model", bound, lambda: as_model(call("model", bound)))
+
+
+def make_loss(config: Config) -> LossFn:
+    """A class is made; a function is the loss itself, with its arguments set."""
+    factory = locate("loss", config.loss.target, LOSSES)
+    bound = bind("loss", factory, config.loss.args)
+    return call("loss", bound) if isinstance(factory, type) else bound
+
+
+def make_tx(config: Config, schedule: Any, blocks: Sequence[str] = ()) -> Any:
+    opt = config.optimizer
+    target = locate("optimizer", opt.target, OPTIMIZERS)
+    bound = bind("optimizer", target, opt.args)
+    for arg, own in {"learning_rate": "lr", "weight_decay": "weight_decay", "mask": "no_decay"}.items():
+        if arg in opt.args:
+            raise UsageError(f"optimizer.args.{arg}: it is set by optimizer.{own}; set that")
+    make = lambda: make_optimizer(
+        target, schedule, opt.weight_decay, opt.no_decay, lr_scale=opt.lr_scale, blocks=blocks, **opt.args
+    )
+    return call("optimizer", bound, make)
+
+
+def make_scaling(config: Config) -> LossScaling | None:
+    scale, interval = config.precision.loss_scale, config.precision.loss_scale_interval
+    if scale is None:
+        return None
+    return LossScaling(interval=interval) if scale == "dynamic" else LossScaling(float(scale), dynamic=False)
+
+
+def choose_remat(config: Config, model: Model) -> str:
+    """The named policy; by itself, stage 3 gathers the parameters of a block again rather than keep them whole."""
+    if config.parallel.remat == "auto":
+        return "dots_no_batch" if config.parallel.zero == 3 and model.blocks else "none"
+    return config.parallel.remat
+
+
+def check_paths(config: Config, params: Any) -> None:
+    """UsageError for an expression that is meant for parameters and matches none, or freezes all of them."""
+    paths = [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    for name in ("frozen", "lr_scale"):
+        for pattern in getattr(config.optimizer, name):
+            if not any(re.search(pattern, path) for path in paths):
+                near = (difflib.get_close_matches(pattern, paths, 1, 0.1) or paths)[0]
+                raise UsageError(f"optimizer.{name}: {pattern!r} matches no parameter; a path is such as {near!r}")
+    if all(any(re.search(pattern, path) for pattern in config.optimizer.frozen) for path in paths):
+        raise UsageError(f"optimizer.frozen: {config.optimizer.frozen!r} leaves nothing to train")
