@@ -6,9 +6,20 @@ import numpy as np
 import optax
 import pytest
 
-from jaxdp.optim import OPTIMIZERS, SCHEDULES, decay_mask, make_optimizer, make_schedule
+from jaxdp.errors import UsageError
+from jaxdp.optim import (
+    OPTIMIZERS,
+    SCHEDULES,
+    decay_mask,
+    make_optimizer,
+    make_schedule,
+    matrices,
+    scale_by_path,
+    unmatched,
+)
 
 PARAMS = {"layer": {"kernel": jnp.full((4, 4), 2.0), "bias": jnp.full(4, 2.0)}, "norm": {"scale": jnp.ones(4) * 2}}
+RNG = np.random.default_rng(0)
 NO_DECAY = [r"(^|/)(bias|scale)$"]
 
 
@@ -53,3 +64,95 @@ def test_any_optax_transformation_is_a_target():
     assert float(updates["layer"]["bias"][0]) < 0
     with pytest.raises(ValueError, match=r"weight_decay: 0\.1 but rmsprop takes none"):
         make_optimizer(optax.rmsprop, optax.constant_schedule(0.1), 0.1)
+
+
+def test_learning_rates_go_by_path_the_first_expression_counts():
+    grads = jax.tree.map(jnp.ones_like, PARAMS)
+    tx = scale_by_path({"kernel$": 0.5, "^layer/": 0.25, "^layer/bias": 7.0, "nowhere": 3.0})
+    updates, _ = jax.jit(tx.update)(grads, tx.init(PARAMS))
+    got = jax.tree.map(lambda u: float(u.ravel()[0]), updates)
+    assert got == {"layer": {"kernel": 0.5, "bias": 0.25}, "norm": {"scale": 1.0}}
+    half = jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads)
+    assert {u.dtype.name for u in jax.tree.leaves(tx.update(half, tx.init(half))[0])} == {"bfloat16"}
+    assert unmatched(["kernel$", "nowhere", "^bias", "(^|/)bias"], PARAMS) == ["nowhere", "^bias"]
+    with pytest.raises(UsageError, match=r"lr_scale: '\(' is not a regular expression"):
+        scale_by_path({"(": 1.0})
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adafactor"])  # its decay knows no lr
+def test_a_scaled_learning_rate_is_another_learning_rate_decay_included(name):
+    plain, half, all_half = (
+        make_optimizer(OPTIMIZERS[name], optax.constant_schedule(lr), 0.1, NO_DECAY, lr_scale=scale)
+        for lr, scale in ((0.02, {}), (0.02, {"norm|kernel": 0.5}), (0.01, {}))
+    )
+    grads = jax.tree.map(lambda p: jnp.cos(jnp.arange(p.size, dtype=p.dtype)).reshape(p.shape), PARAMS)
+    of = lambda tx: tx.update(grads, tx.init(PARAMS), PARAMS)[0]
+    assert jax.tree.structure(plain.init(PARAMS)) == jax.tree.structure(all_half.init(PARAMS))
+    for path, got in jax.tree_util.tree_leaves_with_path(of(half)):
+        want = dict(jax.tree_util.tree_leaves_with_path(of(plain if path[-1].key == "bias" else all_half)))[path]
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+STACKED = {
+    "embed": {"embedding": RNG.normal(size=(10, 4)).astype(np.float32)},
+    "blocks": {
+        "kernel": RNG.normal(size=(3, 4, 6)).astype(np.float32),
+        "scale": RNG.normal(size=(3, 4)).astype(np.float32),
+    },
+    "head": {"kernel": RNG.normal(size=(4, 10)).astype(np.float32), "bias": np.zeros(10, np.float32)},
+    "conv": RNG.normal(size=(3, 3, 2, 4)).astype(np.float32),
+}
+
+
+def train_muon(params, blocks, **args):
+    tx = make_optimizer(OPTIMIZERS["muon"], optax.constant_schedule(0.1), 0.1, NO_DECAY, blocks=blocks, **args)
+
+    @jax.jit
+    def update(params, state):
+        updates, state = tx.update(jax.tree.map(jnp.sin, params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for _ in range(3):
+        params, state = update(params, state)
+    return params
+
+
+def test_muon_takes_matrices_stacked_or_not():
+    found = matrices(["blocks"])(STACKED)
+    assert found["blocks"] == {"kernel": (1, 2), "scale": None}
+    assert found["head"] == {"kernel": (0, 1), "bias": None}
+    assert found["embed"]["embedding"] is found["conv"] is None
+    assert matrices()(STACKED)["blocks"] == {"kernel": None, "scale": (0, 1)}  # it has to be told
+
+
+def test_muon_updates_a_stack_block_by_block():
+    block = lambda i: jax.tree.map(lambda x: x[i], STACKED["blocks"])
+    apart = {**STACKED, "blocks": [block(i) for i in range(3)]}
+    got, want = train_muon(STACKED, ["blocks"]), train_muon(apart, [])
+    blocks = jax.tree.map(lambda *xs: np.stack(xs), *want.pop("blocks"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, {**want, "blocks": blocks})
+
+
+def test_muons_matrices_are_optaxs_and_the_rest_is_adamw():
+    got = train_muon(STACKED, ["blocks"])
+    decay = decay_mask(NO_DECAY)
+    head = {"head": {"kernel": STACKED["head"]["kernel"]}}
+    rest = {"embed": STACKED["embed"], "conv": STACKED["conv"], "head": {"bias": np.zeros(10, np.float32)}}
+    for params, tx in (
+        (head, optax.contrib.muon(0.1, weight_decay=0.1, weight_decay_mask=decay)),
+        (rest, optax.adamw(0.1, weight_decay=0.1, mask=decay, nesterov=True)),
+    ):
+        state, update = tx.init(params), jax.jit(tx.update)
+        for _ in range(3):
+            updates, state = update(jax.tree.map(jnp.sin, params), state, params)
+            params = optax.apply_updates(params, updates)
+        for path, want in jax.tree_util.tree_leaves_with_path(params):
+            own = dict(jax.tree_util.tree_leaves_with_path(got))[path]
+            np.testing.assert_allclose(own, want, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
+
+
+def test_arguments_reach_muon():
+    a, b = train_muon(STACKED, ["blocks"]), train_muon(STACKED, ["blocks"], consistent_rms=0.2)
+    assert float(jnp.abs(a["head"]["kernel"] - b["head"]["kernel"]).max()) > 1e-3
+    np.testing.assert_array_equal(a["conv"], b["conv"])
