@@ -1,5 +1,6 @@
 """Config -> Run: the only place that sees both sides. Everything below it takes plain arguments."""
 
+import dataclasses
 import hashlib
 import pathlib
 from collections.abc import Callable
@@ -19,7 +20,9 @@ from jaxdp.data.prefetch import read_batch
 from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
 from jaxdp.metrics.writer import Nothing
+from jaxdp.parallel import STAGES
 from jaxdp.parallel.base import slot_table
+from jaxdp.plan import Case
 from jaxdp.profile import Profile
 from jaxdp.split import path_string
 from jaxdp.step import Step, TrainState
@@ -56,6 +59,30 @@ def make_run(config: Config, directory: pathlib.Path, context: Context) -> loop.
         save_every=config.checkpoint.every,
         averaged=config.eval.ema,
     )
+
+
+def make_case(config: Config, parts: Parts, zero: int, slots: int, devices: int, split_as: int) -> Case:
+    """What a stage would run on so many devices with `slots` microbatches each; leaves split as `split_as` would."""
+    own, stages = config.parallel, [name for name, stages in STAGES.items() if zero in stages]
+    backend: Any = own.backend if own.backend in stages else stages[0]
+    parallel = dataclasses.replace(own, backend=backend, zero=zero, shard_size=own.shard_size if zero else None)
+    config = dataclasses.replace(config, microbatches=slots * devices, parallel=parallel)
+    group = parallel.shard_size or devices
+    strategy = make_strategy(
+        config,
+        parts,
+        state_maker(config, parts),
+        jax.devices()[:devices],
+        split_as=split_as if group == devices else group,
+    )
+    step = make_the_step(config, parts)
+    if zero == own.zero:
+        strategy.check(parts.tx, step.trainable(strategy.shapes.params))
+    places = parts.cursor.examples_per_microbatch
+    first = parts.dataset.read(np.zeros(1, np.int64))
+    example = {k: jax.ShapeDtypeStruct((places, *v.shape[1:]), v.dtype) for k, v in first.items()}
+    example.setdefault("mask", jax.ShapeDtypeStruct((places,), np.dtype(np.float32)))
+    return Case(strategy, step, cast(Any, example), zero > 1 and parallel.accumulator == "split")
 
 
 def make_profile(config: Config, directory: pathlib.Path, start: int, steps: int) -> Profile:

@@ -84,6 +84,8 @@ def _run(verb: str, argv: list[str]) -> None:
     error: str | None = None
     if verb in ALONE:
         config, path, options = load(argv, verb)
+        if verb == "plan":  # for devices that are not there: the CPU's compiler will do
+            os.environ["JAX_PLATFORMS"] = "cpu"
         simulate(options["devices"])
         from jaxdp.cli import verbs
 
@@ -109,7 +111,8 @@ def simulate(devices: int) -> None:
     """So many devices for JAX's CPU backend, unless XLA_FLAGS says otherwise; before JAX starts."""
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={min(devices, MOST)}".strip()
+        count = devices if devices <= MOST else MOST // 2  # a plan for more is scaled from two of at most that many
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={count}".strip()
 
 
 def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict[str, Any]]:

@@ -10,6 +10,7 @@ import jax
 from jaxdp import config as schema
 from jaxdp import loop, rundir
 from jaxdp.build import make_profile, make_run, together
+from jaxdp.build.parts import make_parts, set_jax
 from jaxdp.checkpoint import Checkpoints
 from jaxdp.config import Config
 from jaxdp.config.check import changed_numbers
@@ -129,8 +130,11 @@ def start_writer(directory: pathlib.Path, config: Config, context: Context, run:
 
 
 def plan(config: Config, options: dict[str, Any]) -> None:
-    """The verb `plan`."""
-    raise UsageError("plan: not there yet")
+    """The verb `plan`: what an update needs, moves and takes, stage by stage, and the stage to choose."""
+    from jaxdp.cli.planning import report
+
+    set_jax(config)
+    print(report(config, make_parts(config), options))
 
 
 def verify(config: Config, options: dict[str, Any]) -> None:

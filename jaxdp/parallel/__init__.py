@@ -7,5 +7,7 @@ from jaxdp.parallel.pjit import PJit
 from jaxdp.parallel.pmap import PMap
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {"pmap": PMap, "pjit": PJit}
+STAGES = {"pmap": (0, 1), "pjit": (0, 1, 2, 3)}
+"""The ZeRO stages of each."""
 
-__all__ = ["STRATEGIES", "PJit", "PMap", "Program", "Strategy"]
+__all__ = ["STAGES", "STRATEGIES", "PJit", "PMap", "Program", "Strategy"]

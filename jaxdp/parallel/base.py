@@ -34,12 +34,19 @@ class Program(NamedTuple):
 class Strategy(Protocol):
     """What the loop and the checkpoint know of a backend; made for the state that a function gives.
 
-    shapes: that state's. local_slots: the microbatch (or -1, none) of each slot of this process's devices, in the
+    shapes: that state's; dims: along which its leaves are split into `parts`; slices: those of gradients and updates,
+    where any state is split. blocks: paths of parameters that are stacked [block, ...]. table: the microbatch, or -1,
+    of [device, slot]. local_slots: the microbatch (or -1, none) of each slot of this process's devices, in the
     order `put` takes them.
     """
 
     devices: list[jax.Device]
+    parts: int
+    blocks: tuple[str, ...]
     shapes: TrainState
+    dims: Any
+    slices: Any
+    table: np.ndarray
     local_slots: np.ndarray
 
     def check(self, tx: Any, params: Any) -> None:
@@ -62,6 +69,9 @@ class Strategy(Protocol):
 
     def averaged(self, state: TrainState) -> TrainState:
         """The state with its `ema` for parameters, to evaluate."""
+
+    def arguments(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
+        """The shapes of what a program takes, for microbatches like `example` {name: [example, ...]}; to compile it."""
 
     def export(self, state: TrainState) -> TrainState:
         """Global arrays in logical shapes, the same for every strategy."""

@@ -37,11 +37,12 @@ ZERO = (
 
 
 class Share(NamedTuple):
-    """How much of parameters and optimizer state is split; whole: leaves that no dim splits."""
+    """How much of parameters and optimizer state is split; whole: leaves that the layout splits and no dim does."""
 
     split_bytes: int
     total_bytes: int
     whole: int
+    whole_bytes: int
 
 
 def state_dims(state: TrainState, layout: Layout, parts: int, blocks: tuple[str, ...]) -> Any:
@@ -58,13 +59,18 @@ def state_dims(state: TrainState, layout: Layout, parts: int, blocks: tuple[str,
     )
 
 
-def share(state: TrainState, dims: Any) -> Share:
-    """The share of params, opt_state and ema that is split."""
-    trees = lambda s: jax.tree.leaves((s.params, s.opt_state, s.ema))
-    sizes = [(math.prod(x.shape) * x.dtype.itemsize, d) for x, d in zip(trees(state), trees(dims))]
-    return Share(
-        sum(size for size, d in sizes if d != WHOLE), sum(size for size, _ in sizes), sum(d == WHOLE for _, d in sizes)
-    )
+def share(state: TrainState, dims: Any, layout: Layout) -> Share:
+    """The share of params, opt_state and ema that is split; a count of an optimizer is no leaf to split."""
+    arrays = lambda tree, like: [x for x, s in zip(jax.tree.leaves(tree), jax.tree.leaves(like)) if s.shape]
+    bytes_of = lambda tree: [math.prod(x.shape) * x.dtype.itemsize for x in arrays(tree, tree)]
+    trees = lambda s: [(s.params, layout.params), ((s.opt_state, s.ema), layout.opt_state)]
+    split = whole = left = 0
+    for (tree, wanted), (along, _) in zip(trees(state), trees(dims)):
+        sizes = list(zip(bytes_of(tree), arrays(along, tree)))
+        split += sum(size for size, d in sizes if d != WHOLE)
+        stayed = [size for size, d in sizes if d == WHOLE and wanted]
+        left, whole = left + sum(stayed), whole + len(stayed)
+    return Share(split, sum(bytes_of((state.params, state.opt_state, state.ema))), whole, left)
 
 
 def make_gather(

@@ -36,7 +36,8 @@ class PJit:
 
     zero: the stage. shard_size: the devices that share one copy of the split state; None means all. accumulator:
     'split' sums the gradients of stages 2 and 3 over the devices slot by slot, 'whole' once after all slots. blocks:
-    paths of the parameters that are stacked [block, ...].
+    paths of the parameters that are stacked [block, ...]. split_as: leaves are split as this many parts would be, a
+    multiple of ours; to plan for more devices than there are.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class PJit:
         shard_size: int | None = None,
         accumulator: str = "split",
         blocks: tuple[str, ...] = (),
+        split_as: int | None = None,
     ):
         self.devices = ordered_devices(devices)
         self.table = slot_table(microbatches, len(self.devices))
@@ -65,7 +67,9 @@ class PJit:
         self.reduction, self.reduce_dtype = reduction, reduce_dtype
         self.split_grads = self.layout.grads and accumulator == "split"
         self.make, self.shapes = make, jax.eval_shape(make)
-        self.dims = state_dims(self.shapes, self.layout, self.parts, blocks)
+        self.dims = state_dims(self.shapes, self.layout, split_as or self.parts, blocks)
+        whole_split = state_dims(self.shapes, ZERO[3], split_as or self.parts, blocks)
+        self.slices: Any = whole_split.params  # the dims of gradients and updates, where any state is split
 
     def check(self, tx: Any, params: Any) -> None:
         """Any optimizer works: it sees whole arrays."""
@@ -74,7 +78,7 @@ class PJit:
         return abstract_state(self.shapes, self.mesh, self.dims, self.axes.shard)
 
     def share(self) -> Share:
-        return share(self.shapes, self.dims)
+        return share(self.shapes, self.dims, self.layout)
 
     def init(self) -> TrainState:
         return self.adopt(make_state(self.make, self.abstract(), self.mesh, self.dims, self.axes))
@@ -85,7 +89,7 @@ class PJit:
     def lower(self, step: Step) -> Program:
         whole: Any = P()
         dims, shard = self.dims, self.axes.shard
-        split_dims = state_dims(self.shapes, ZERO[3], self.parts, self.blocks).params  # of slices, whatever is split
+        split_dims = self.slices
         grad_dims = step.trainable(split_dims) if self.layout.opt_state else None
         specs = lambda dims: jax.tree.map(lambda d: spec(d, shard), dims)
         grad_specs = whole if grad_dims is None else specs(grad_dims)
@@ -144,6 +148,13 @@ class PJit:
     def averaged(self, state: TrainState) -> TrainState:
         shardings = jax.tree.map(lambda x: x.sharding, state.params)
         return state.replace(params=jax.jit(same, out_shardings=shardings)(state.ema))
+
+    def arguments(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
+        slots = self.table.size
+        state = self.abstract()
+        place = lambda x, shape: jax.ShapeDtypeStruct(shape, x.dtype, sharding=self.split)
+        carry = jax.tree.map(lambda x: place(x, (slots, *x.shape[1:])), self.shapes.carry)
+        return state.replace(carry=carry), {k: place(x, (slots, *x.shape)) for k, x in example.items()}
 
     def export(self, state: TrainState) -> TrainState:
         return state if state.carry is None else state.replace(carry=collect(self.table, state.carry, self.whole))

@@ -52,6 +52,7 @@ class PMap:
         shard_size: int | None = None,
         accumulator: str = "split",
         blocks: tuple[str, ...] = (),
+        split_as: int | None = None,
     ):
         if zero > 1 or shard_size is not None:
             key, value = ("zero", zero) if zero > 1 else ("shard_size", shard_size)
@@ -68,9 +69,11 @@ class PMap:
         self.split_everywhere = NamedSharding(self.mesh, P(DATA))
         self.split_here = NamedSharding(data_mesh(local), P(DATA))
         self.reduction, self.reduce_dtype = reduction, reduce_dtype
-        self.layout, self.blocks = ZERO[zero], blocks
+        self.layout, self.blocks, self.parts = ZERO[zero], blocks, len(self.devices)
         self.make, self.shapes = make, jax.eval_shape(make)
-        self.dims = state_dims(self.shapes, self.layout, len(self.devices), blocks)
+        self.dims = state_dims(self.shapes, self.layout, split_as or len(self.devices), blocks)
+        whole_split = state_dims(self.shapes, ZERO[3], split_as or len(self.devices), blocks)
+        self.slices: Any = whole_split.params  # the dims of gradients and updates, where any state is split
 
     def check(self, tx: Any, params: Any) -> None:
         if self.layout.opt_state and len(self.devices) > 1:
@@ -80,7 +83,7 @@ class PMap:
         return abstract_state(self.shapes, self.mesh, self.dims, DATA)
 
     def share(self) -> Share:
-        return share(self.shapes, self.dims)
+        return share(self.shapes, self.dims, self.layout)
 
     def init(self) -> TrainState:
         return self.adopt(make_state(self.make, self.abstract(), self.mesh, self.dims, FLAT))
@@ -90,7 +93,7 @@ class PMap:
 
     def lower(self, step: Step) -> Program:
         parts = len(self.devices)
-        split_dims = state_dims(self.shapes, ZERO[3], parts, self.blocks).params  # of slices, whatever is split
+        split_dims = self.slices
         grad_dims = step.trainable(split_dims) if self.layout.opt_state else None
         reduce = reducer(self.reduction, dtype=self.reduce_dtype, dims=grad_dims)
 
@@ -117,6 +120,19 @@ class PMap:
         ema = self.export(state).ema
         whole = jax.jit(same, out_shardings=self.everywhere)(ema)
         return state.replace(params=jax.tree.map(lambda x: _of_buffers(x.shape, self.here, x), whole))
+
+    def arguments(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
+        local, slots = self.per_device
+
+        def own(x: Any, dim: int) -> Any:
+            """[local device, ...slice] of what is split; what is whole as it is."""
+            slice_ = (n // len(self.devices) if d == dim else n for d, n in enumerate(x.shape))
+            return jax.ShapeDtypeStruct(x.shape if dim == WHOLE else (local, *slice_), x.dtype)
+
+        state = jax.tree.map(own, self.shapes.replace(carry=None), self.dims.replace(carry=None))
+        stack = lambda x, shape: jax.ShapeDtypeStruct((local, slots, *shape), x.dtype)
+        carry = jax.tree.map(lambda x: stack(x, x.shape[1:]), self.shapes.carry)
+        return state.replace(carry=carry), {k: stack(x, x.shape) for k, x in example.items()}
 
     def export(self, state: TrainState) -> TrainState:
         whole = jax.tree.map(self._everywhere, state.replace(carry=None), self.dims.replace(carry=None))

@@ -1,0 +1,169 @@
+"""The verb `plan`: from a config to a table, or JSON."""
+
+import json
+import math
+import re
+from typing import Any
+
+import jax
+
+from jaxdp.build import make_case, rehearse
+from jaxdp.build.parts import Parts, make_the_step, state_maker
+from jaxdp.config import Config
+from jaxdp.errors import UsageError
+from jaxdp.hardware import Hardware, load_hardware
+from jaxdp.hlo import summarize
+from jaxdp.parallel.pjit import group_size
+from jaxdp.plan import Plan, make_plan, predict, recommend
+
+UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
+    """The plan of every stage asked for, as text or JSON."""
+    devices, hardware = options["devices"], load_hardware(options["hardware"])
+    limit = hardware.memory if options["memory"] is None else read_bytes(options["memory"])
+    group_size(config.parallel.shard_size, devices)
+    make_state = state_maker(config, parts)
+    rehearse(config, parts, make_the_step(config, parts), make_state)
+    slots = math.ceil(max(config.microbatches, devices) / devices)
+    stages = read_stages(options["zero"], config.parallel.zero)
+    plans = [
+        make_plan(
+            lambda n, zero=zero: make_case(config, parts, zero, slots, n, devices),  # type: ignore[misc]
+            zero,
+            devices,
+            config.parallel.shard_size if zero else None,
+        )
+        for zero in stages
+    ]
+    dtype = rate(config, hardware)
+    seconds = [predict(p, hardware, dtype) if dtype in hardware.flops else None for p in plans]
+    best = recommend(plans, limit)
+    examples = slots * devices * parts.cursor.examples_per_microbatch
+    notes = remarks(config, plans, hardware, dtype, slots, devices, examples)
+    shapes = jax.eval_shape(make_state)
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.params))
+    title = (
+        f"{config.model.target} {count:,} parameters; {config.data.target}; {config.optimizer.target}; "
+        f"{config.precision.params} state, {config.precision.compute} compute",
+        f"{devices:,} devices ({hardware.name}), {slots} microbatch{'es' * (slots > 1)} of "
+        f"{parts.cursor.examples_per_microbatch} on each: {examples:,} examples an update",
+    )
+    if options["json"]:
+        found = [
+            {**as_dict(p), "seconds": s, "examples_per_s": examples / s["no_overlap"] if s else None}
+            for p, s in zip(plans, seconds)
+        ]
+        whole = {"model": config.model.target, "parameters": count, "devices": devices, "hardware": hardware._asdict()}
+        last = {"memory": limit, "plans": found, "recommended": None if best is None else best.zero, "notes": notes}
+        return json.dumps({**whole, "examples": examples, "slots": slots, **last}, indent=1)
+    return "\n".join([*title, "", *table(plans, seconds, examples), "", verdict(plans, best, limit), "", *notes])
+
+
+def table(plans: list[Plan], seconds: list[Any], examples: int) -> list[str]:
+    """Aligned lines: one column a stage."""
+    kinds = sorted({kind for p in plans for kind in summarize(list(p.collectives))})
+    totals = [summarize(list(p.collectives)) for p in plans]
+    moved = lambda t, kind: f"{t[kind].count} x, {size(t[kind].bytes)}" if kind in t else "-"
+    ms = lambda s, key: f"{1e3 * s[key]:.3g} ms" if s else "-"
+    rows = [
+        ("per device", [f"zero {p.zero}" for p in plans]),
+        ("  split", [f"{100 * p.share.split_bytes / max(p.share.total_bytes, 1):.1f} %" for p in plans]),
+        *((f"  {name}", [size(getattr(p.memory, name)) for p in plans]) for name in plans[0].memory._fields[:-1]),
+        ("  peak", [size(p.memory.peak) for p in plans]),
+        ("an update moves", [""] * len(plans)),
+        *((f"  {kind}", [moved(t, kind) for t in totals]) for kind in kinds),
+        ("an update takes", [""] * len(plans)),
+        ("  compute", [ms(s, "compute") for s in seconds]),
+        ("  communication", [ms(s, "communication") for s in seconds]),
+        ("  one after the other", [ms(s, "no_overlap") for s in seconds]),
+        ("  overlapped", [ms(s, "full_overlap") for s in seconds]),
+        ("  examples/s", [f"{examples / s['no_overlap']:,.0f}" if s else "-" for s in seconds]),
+        ("  efficiency", [f"{s['efficiency']:.2f} to {s['efficiency_overlap']:.2f}" if s else "-" for s in seconds]),
+    ]
+    widths = [max(len(cells[i]) for _, cells in rows) for i in range(len(plans))]
+    first = max(len(name) for name, _ in rows)
+    return [
+        f"{name:{first}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths)).rstrip()
+        for name, cells in rows
+    ]
+
+
+def verdict(plans: list[Plan], best: Plan | None, limit: float) -> str:
+    if best is None:
+        least = min(plans, key=lambda p: p.memory.peak)
+        return (
+            f"nothing fits {size(limit)}: zero {least.zero} needs {size(least.memory.peak)}; take more devices, "
+            "parallel.accumulate loop with more microbatches, parallel.remat full, or smaller batches"
+        )
+    return f"zero {best.zero} is the lowest stage that fits {size(limit)} (peak {size(best.memory.peak)})"
+
+
+def remarks(
+    config: Config, plans: list[Plan], hardware: Hardware, dtype: str, slots: int, devices: int, examples: int
+) -> list[str]:
+    """What a reader must know to trust the figures."""
+    notes = [
+        "activations, peak and counts are XLA's for CPU: it holds attention scores T x T that a fused kernel does not,",
+        "  computes bfloat16 in float32, and does not merge collectives as on a GPU; collectives have their own dtypes",
+        f"times: {hardware.efficiency:.0%} of {hardware.name}'s {dtype} peak, latency and bandwidth of its links; not "
+        "measured",
+    ]
+    if dtype not in hardware.flops:
+        notes[-1] = f"no times: {hardware.name} states no rate for {dtype}"
+    if devices > config.microbatches:
+        notes.append(
+            f"microbatches: {config.microbatches} cannot be dealt to {devices:,} devices; planned with microbatches "
+            f"{slots * devices:,} and batch_size {examples:,}, which changes the numbers"
+        )
+    for p in plans:
+        if p.scaled_from:
+            notes.append(f"zero {p.zero}: scaled from programs for {' and '.join(map(str, p.scaled_from))} devices")
+        if p.gathered_whole:
+            notes.append("zero 3: this model does not scan blocks, so that all its parameters are whole at once")
+        if p.share.whole and p.zero:
+            left = f"{p.share.whole} leaves of {size(p.share.whole_bytes)}"
+            notes.append(f"zero {p.zero}: {left} stay whole, for {devices:,} devices split no dim of theirs evenly")
+    return notes
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    total = {kind: t._asdict() for kind, t in summarize(list(plan.collectives)).items()}
+    share = {**plan.share._asdict(), "split": plan.share.split_bytes / max(plan.share.total_bytes, 1)}
+    simple = {k: v for k, v in plan._asdict().items() if k not in ("collectives", "memory", "share")}
+    return {**simple, "memory": plan.memory._asdict(), "share": share, "collectives": total}
+
+
+def rate(config: Config, hardware: Hardware) -> str:
+    """The row of the hardware's rates: that of the compute dtype; float32 products are TF32 unless asked otherwise."""
+    compute = config.precision.compute or config.precision.params
+    if compute == "float32" and config.precision.matmul == "default" and "tensorfloat32" in hardware.flops:
+        return "tensorfloat32"
+    return compute
+
+
+def read_stages(text: str, own: int) -> list[int]:
+    if text == "config":
+        return [own]
+    if text == "all":
+        return [0, 1, 2, 3]
+    if text not in ("0", "1", "2", "3"):
+        raise UsageError(f"--zero: {text!r} is not 0, 1, 2, 3, all or config")
+    return [int(text)]
+
+
+def read_bytes(text: str) -> float:
+    """80GB, 80 GiB, 80e9 -> bytes."""
+    found = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMGT]?I?B)?", text.strip().upper().replace("E", "e"))
+    if not found or not float(found[1]):
+        raise UsageError(f"--memory: {text!r} is no number of bytes, such as 80GB")
+    return float(found[1]) * UNITS[found[2] if found[2] and found[2] != "B" else ""]
+
+
+def size(n: float) -> str:
+    """Bytes for people: 1.23 GB."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n >= scale:
+            return f"{n / scale:.3g} {unit}" if n < 999.5 * scale else f"{n / scale:.0f} {unit}"
+    return f"{n:.0f} B"

@@ -1,0 +1,164 @@
+"""A plan is what the compiler says of one update on devices that are not there, and a stated model of the hardware.
+
+Programs are compiled for simulated CPU devices from shapes alone: no parameter is made. Beyond what can be simulated,
+two smaller programs, split as the large one would be, are scaled: every figure is a + b/devices.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxdp.errors import UsageError
+from jaxdp.flops import count_flops
+from jaxdp.hardware import Hardware, update_seconds
+from jaxdp.hlo import Collective, collectives
+from jaxdp.parallel.base import Strategy
+from jaxdp.parallel.layout import Share
+from jaxdp.split import WHOLE
+from jaxdp.step import Batch, Step
+
+SIMULATED = 2048  # devices that JAX can simulate
+SCALED = 1024  # and the most that are, where a plan for more is scaled
+
+
+class Case(NamedTuple):
+    """A strategy over simulated devices and what it runs; example: one microbatch's shapes {name: [example, ...]}."""
+
+    strategy: Strategy
+    step: Step
+    example: Batch
+    accumulate_split: bool  # gradients are split while they are accumulated
+
+
+class Memory(NamedTuple):
+    """Bytes per device. activations: the compiler's temporaries without the gradients; peak: all at once."""
+
+    params: float
+    grads: float
+    opt_state: float
+    model_state: float
+    batch: float
+    activations: float
+    peak: float
+
+
+class Plan(NamedTuple):
+    """One update of one stage. slots: microbatches of a device; flops: of a device's products."""
+
+    zero: int
+    devices: int
+    slots: int
+    memory: Memory
+    share: Share
+    gathered_whole: bool  # stage 3, and the model does not scan blocks
+    collectives: tuple[Collective, ...]
+    flops: float
+    scaled_from: tuple[int, ...]  # the numbers of devices that were compiled, where these are not all
+
+
+def make_plan(case: Callable[[int], Case], zero: int, devices: int, group: int | None = None) -> Plan:
+    """The plan for `devices`, from case(n) for n simulated ones split as `devices` would be.
+
+    group: the devices of a sharding group, None for all. Raises UsageError where more devices than can be simulated
+    are no multiple of two numbers of devices that can be compiled.
+    """
+    if devices <= SIMULATED:
+        return _measure(case(devices), zero, devices)
+    fits = [n for n in range(2, SCALED + 1) if devices % n == 0 and (group is None or (n % group == 0 and n > group))]
+    if len(fits) < 2:
+        raise UsageError(
+            f"--devices: {devices} is more than the {SIMULATED} that can be simulated, and not a multiple of two "
+            f"smaller numbers to scale from; use a rounder one, such as {2 ** math.ceil(math.log2(devices))}"
+        )
+    small, large = (_measure(case(n), zero, n) for n in fits[-2:])
+    return scale(small, large, devices)
+
+
+def scale(small: Plan, large: Plan, devices: int) -> Plan:
+    """The plan of more devices from those of two smaller numbers: each figure is a + b/devices."""
+    a, b = small.devices, large.devices
+
+    def at(x: float, y: float) -> float:
+        slope = (x - y) / (1 / a - 1 / b)
+        return max(0.0, y + slope * (1 / devices - 1 / b))
+
+    pairs = list(zip(small.collectives, large.collectives, strict=True))
+    assert all((x.kind, x.count) == (y.kind, y.count) for x, y in pairs)
+    grown = [
+        y._replace(
+            bytes=round(at(x.bytes, y.bytes)),
+            group_size=y.group_size if x.group_size == y.group_size else y.group_size * devices // b,
+        )
+        for x, y in pairs
+    ]
+    memory = Memory(*(at(x, y) for x, y in zip(small.memory, large.memory)))
+    return large._replace(devices=devices, memory=memory, collectives=tuple(grown), scaled_from=(a, b))
+
+
+def _measure(case: Case, zero: int, devices: int) -> Plan:
+    strategy = case.strategy
+    program = strategy.lower(case.step)
+    state, batch = strategy.arguments(case.example)
+    lowered = program.parts["update"].lower(state, batch)
+    compiled = lowered.compile()
+    used = compiled.memory_analysis()
+    dims, shapes, n = strategy.dims, strategy.shapes, strategy.parts
+    grads = case.step.trainable(shapes.params)
+    grad_dims = case.step.trainable(strategy.slices) if case.accumulate_split else None
+    sizes = {
+        "params": held(shapes.params, dims.params, n),
+        "grads": held(grads, grad_dims, n),
+        "opt_state": held((shapes.opt_state, shapes.ema), (dims.opt_state, dims.ema), n),
+        "model_state": held(shapes.model_state, None, n) + held(shapes.carry, None, n) / devices,
+        "batch": sum(math.prod(x.shape) * x.dtype.itemsize for x in batch.values()) / devices,
+    }
+    return Plan(
+        zero,
+        devices,
+        strategy.table.shape[1],
+        Memory(
+            **sizes,
+            activations=max(0, used.temp_size_in_bytes - sizes["grads"]),
+            peak=used.argument_size_in_bytes
+            + used.temp_size_in_bytes
+            + max(0, used.output_size_in_bytes - used.alias_size_in_bytes),
+        ),
+        strategy.share(),
+        zero == 3 and not strategy.blocks,
+        tuple(collectives(compiled.as_text(), lowered.as_text())),
+        count_flops(jax.make_jaxpr(program.update)(state, batch)),
+        (),
+    )
+
+
+def held(tree: Any, dims: Any, parts: int) -> int:
+    """Bytes of one device's part of a tree of shapes that is split along `dims` into `parts`; None: whole."""
+    along = jax.tree.map(lambda _: WHOLE, tree) if dims is None else dims
+    size = lambda x, d: math.prod(x.shape) * x.dtype.itemsize // (1 if d == WHOLE else parts)
+    return sum(jax.tree.leaves(jax.tree.map(size, tree, along)))
+
+
+def predict(plan: Plan, hardware: Hardware, dtype: str) -> dict[str, float]:
+    """Seconds of one update on named hardware (`update_seconds`), and the efficiency of scaling to so many devices.
+
+    efficiency: the time of one device with the same work and no communication, over that of an update; without any
+    overlap, and `efficiency_overlap` with all communication that computation can hide hidden.
+    """
+    memory = plan.memory
+    traffic = 2 * (memory.params + memory.opt_state) + memory.grads  # each read and written once, gradients read
+    calls = [(c, c.per_block(hardware.devices_per_host)) for c in plan.collectives]
+    calls = [(c, min(g, hardware.devices_per_host, c.group_size)) for c, g in calls]
+    seconds = update_seconds(hardware, plan.flops, dtype, calls, traffic)
+    alone = seconds["compute"]
+    return {
+        **seconds,
+        "efficiency": alone / seconds["no_overlap"],
+        "efficiency_overlap": alone / seconds["full_overlap"],
+    }
+
+
+def recommend(plans: Sequence[Plan], memory: float) -> Plan | None:
+    """The lowest stage that fits into `memory` bytes, None where none does."""
+    return next((p for p in sorted(plans, key=lambda p: p.zero) if p.memory.peak <= memory), None)
