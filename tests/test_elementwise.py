@@ -104,7 +104,7 @@ def test_stacked_blocks_and_other_dtypes():
         "blocks": {"kernel": jax.ShapeDtypeStruct((8, 6, 4), jnp.bfloat16)},
         "phase": jax.ShapeDtypeStruct((4,), np.complex64),
         "conv": jax.ShapeDtypeStruct((3, 3, 512, 512), np.float16),
-        "steps": jax.ShapeDtypeStruct((4,), np.int32),
+        "age": jax.ShapeDtypeStruct((4,), np.int32),
     }
     check_elementwise(optax.sgd(0.1, 0.9), params, 2, ["blocks"])
     with pytest.raises(UsageError, match="not elementwise"):

@@ -99,7 +99,8 @@ def _updates(tx: Any, treedef: Any, leaves: list[_Leaf], x64: bool) -> Iterator[
             for part, factor in (x, scale), (_half(x, dim, step % 2), LOUDER):
                 np.multiply(part, factor, out=part, casting="unsafe")
         if step == len(SCALES):  # in one place only: what then skips the update does so for that slice alone
-            next(x for x, dim in zip(arrays, dims, strict=True) if dim != WHOLE).flat[0] *= np.nan
+            for x in [x for x, dim in zip(arrays, dims, strict=True) if dim != WHOLE and x.dtype.kind in "fc"][:1]:
+                x.flat[0] *= np.nan
         halves = [[_half(x, dim, i) for x, dim in zip(arrays, dims, strict=True)] for i in range(2)]
         return [[treedef.unflatten(arrays)], [treedef.unflatten(half) for half in halves]]
 
