@@ -124,7 +124,10 @@ def remarks(
             notes.append("zero 3: this model does not scan blocks, so that all its parameters are whole at once")
         if p.share.whole and p.zero:
             left = f"{p.share.whole} leaves of {size(p.share.whole_bytes)}"
-            notes.append(f"zero {p.zero}: {left} stay whole, for {devices:,} devices split no dim of theirs evenly")
+            notes.append(
+                f"zero {p.zero}: {left} stay whole, for no dim of theirs divides evenly; parallel.shard_size, such as "
+                f"{hardware.devices_per_host}, splits in smaller groups"
+            )
     return notes
 
 

@@ -119,12 +119,17 @@ def start_writer(directory: pathlib.Path, config: Config, context: Context, run:
     )
     begin = f"goes on after step {run.start}" if run.start else "starts"
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(run.strategy.shapes.params))
+    layout, share = "", run.strategy.share()
+    if run.strategy.parts > 1 and config.parallel.zero:
+        split = share.split_bytes / max(share.total_bytes, 1)
+        whole = f", {share.whole} leaves that do not divide stay whole" if share.whole else ""
+        layout = f" zero {config.parallel.zero}: {split:.1%} of the state split in {run.strategy.parts}{whole};"
     writer = Many([JsonLines(directory / "metrics.jsonl", run.start), Console(run.steps, run.start, context.size == 1)])
     writer.say(
         f"{config.model.target} {count:,} parameters; {config.data.target} {len(run.train.dataset):,} examples; "
         f"batch {config.batch_size} in {config.microbatches} microbatches; {config.optimizer.target}\n"
         f"{len(devices)} x {devices[0].device_kind} in {context.size} process{'es' * (context.size > 1)} "
-        f"({context.launcher}), {config.parallel.backend}; {begin} in {directory}"
+        f"({context.launcher}), {config.parallel.backend};{layout} {begin} in {directory}"
     )
     return writer
 
