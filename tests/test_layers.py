@@ -11,7 +11,7 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 # Each may import what stands in rows above its own (and the leaves each other).
 LAYERS = [
     {"errors", "axes", "config", "precision", "losses", "optim", "profile", "targets", "rundir", "digest"}
-    | {"models", "data", "metrics", "distributed", "split", "hlo", "hardware"},
+    | {"models", "data", "metrics", "distributed", "split", "hlo", "hardware", "flops"},
     {"step"},
     {"parallel"},
     {"checkpoint"},

@@ -77,7 +77,7 @@ class PMap:
 
     def check(self, tx: Any, params: Any) -> None:
         if self.layout.opt_state and len(self.devices) > 1:
-            check_elementwise(tx, params, blocks=self.blocks)
+            check_elementwise(tx, params, len(self.devices), self.blocks)
 
     def abstract(self) -> TrainState:
         return abstract_state(self.shapes, self.mesh, self.dims, DATA)
