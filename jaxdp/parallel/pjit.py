@@ -28,7 +28,7 @@ from jaxdp.parallel.base import (
 from jaxdp.parallel.layout import ZERO, Share, make_gather, share, state_dims
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.split import spec
-from jaxdp.step import Batch, Step, Sums, TrainState, View, plain_total
+from jaxdp.step import Batch, Step, Sums, TrainState, View, merge, plain_total
 
 
 class PJit:
@@ -123,9 +123,7 @@ class PJit:
         place = lambda tree, dims: jax.tree.map(
             lambda x, d: jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec(d, shard))), tree, dims
         )
-        gather_params = map_over(
-            lambda params: self.reduction.gather(params, split_dims, shard), (specs(split_dims),), whole
-        )
+        joined = map_over(lambda params: self.reduction.gather(params, grad_dims, shard), (grad_specs,), whole)
 
         def total(measure: Callable[[Any], jax.Array], tree: Any) -> jax.Array:
             return map_over(lambda tree: totaller(grad_dims, shard)(measure, tree), (grad_specs,), whole)(tree)
@@ -134,9 +132,12 @@ class PJit:
             sums = grads(state, batch)
             if not self.layout.opt_state:
                 return step.apply(state, sums, plain_total)
-            state, metrics = step.apply(state.replace(params=place(state.params, split_dims)), sums, total)
+            before = state.params
+            state, metrics = step.apply(state.replace(params=place(before, split_dims)), sums, total)
             params = place(state.params, split_dims)
-            return state.replace(params=params if self.layout.params else gather_params(params)), metrics
+            if not self.layout.params:  # they were whole: what was frozen still is
+                params = merge(joined(step.trainable(params)), before)
+            return state.replace(params=params), metrics
 
         shardings = jax.tree.map(lambda d: NamedSharding(self.mesh, spec(d, shard)), dims)
         shardings = shardings.replace(carry=jax.tree.map(lambda _: self.split, self.shapes.carry))

@@ -29,7 +29,7 @@ from jaxdp.parallel.base import (
 from jaxdp.parallel.layout import ZERO, Share, share, state_dims, whole_shape
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.split import WHOLE, spec, take
-from jaxdp.step import Batch, Step, TrainState, plain_total
+from jaxdp.step import Batch, Step, TrainState, merge, plain_total
 
 
 class PMap:
@@ -102,9 +102,11 @@ class PMap:
             if grad_dims is None:
                 return step.apply(state, sums, plain_total)
             index = jax.lax.axis_index(DATA)
-            own = jax.tree.map(lambda x, d: take(x, d, index, parts), state.params, split_dims)
+            before = state.params
+            own = jax.tree.map(lambda x, d: take(x, d, index, parts), before, split_dims)
             state, metrics = step.apply(state.replace(params=own), sums, totaller(grad_dims, DATA))
-            return state.replace(params=self.reduction.gather(state.params, split_dims, DATA)), metrics
+            joined = self.reduction.gather(step.trainable(state.params), grad_dims, DATA)
+            return state.replace(params=merge(joined, before)), metrics
 
         def evaluate(state: TrainState, batch: Batch) -> Any:
             return reducer(self.reduction)(step.evaluate(state.view, batch, own_slots(self.table)))
