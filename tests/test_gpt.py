@@ -261,3 +261,13 @@ def test_inputs_that_do_not_fit_are_named():
     heads = jnp.zeros((1, 2, 4, 8), jnp.float32)
     with pytest.raises(UsageError, match="'cudnn' takes bfloat16 on an NVIDIA GPU, not float32 on cpu"):
         fused(heads, heads, heads)
+
+
+def test_blocks_of_their_own_compute_what_scanned_ones_do():
+    scanned, chained = model(), model(scan=False)
+    params = draw(scanned)
+    stack = params["blocks"]["stack"]
+    each = {str(i): jax.tree.map(lambda x, i=i: x[i], stack) for i in range(SMALL["layers"])}
+    own = {**params, "blocks": {"modules": each}}
+    np.testing.assert_allclose(logits(scanned, params, tokens()), logits(chained, own, tokens()), rtol=1e-5, atol=1e-6)
+    assert chained.blocks == () and scanned.blocks == ("blocks/stack",)
