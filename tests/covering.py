@@ -3,19 +3,18 @@
 import itertools
 
 
-def pairwise(**factors):
-    """A list of {factor: value}; greedy, deterministic."""
-    names = list(factors)
-    pairs = {(a, x, b, y) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]}
+def pairwise(allowed=lambda row: True, **factors):
+    """A list of {factor: value}; greedy, deterministic. allowed: which rows there are."""
+    everything = product(allowed, **factors)
+    covered = [{(a, row[a], b, row[b]) for a, b in itertools.combinations(factors, 2)} for row in everything]
+    pairs = set().union(*covered)
     rows = []
-    everything = [dict(zip(names, values)) for values in itertools.product(*factors.values())]
-    covered = lambda row: {(a, row[a], b, row[b]) for a, b in itertools.combinations(names, 2)}
     while pairs:
-        best = max(everything, key=lambda row: len(covered(row) & pairs))
-        rows.append(best)
-        pairs -= covered(best)
+        best = max(range(len(everything)), key=lambda i: len(covered[i] & pairs))
+        rows.append(everything[best])
+        pairs -= covered[best]
     return rows
 
 
-def product(**factors):
-    return [dict(zip(factors, values)) for values in itertools.product(*factors.values())]
+def product(allowed=lambda row: True, **factors):
+    return [row for values in itertools.product(*factors.values()) if allowed(row := dict(zip(factors, values)))]

@@ -84,3 +84,17 @@ def resnet(params, state, x, key, places):
     y, b = _conv_bn(p["1"], s["1"], y)
     x = (x + y).mean((1, 2))
     return dense(params["head"], x), {"stem": first, "residual": {"blocks": {"0": a, "1": b}}}
+
+
+def blocks(params, state, x, key, places):
+    """Tokens of the inputs, embedded and averaged, through residual blocks one after the other."""
+    x = x.reshape(len(x), -1)
+    x = params["embed"]["embedding"][jnp.clip(jnp.floor(2 * x + 4), 0, 7).astype(int)].mean(1)
+    stack = params["blocks"]["stack"]
+    for i in range(len(stack["up"]["bias"])):
+        up, down = ({name: leaf[i] for name, leaf in stack[part].items()} for part in ("up", "down"))
+        x = x + dense(down, jnp.maximum(dense(up, x), 0))
+    return dense(params["head"], x), state
+
+
+FORWARD = {"mlp": mlp, "resnet": resnet, "dropout": dropout_mlp, "blocks": blocks}

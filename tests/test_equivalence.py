@@ -21,7 +21,6 @@ from jaxdp.losses import MeanSquaredError, SoftmaxCrossEntropy
 from jaxdp.models import as_model
 from jaxdp.step import init_state, make_step
 
-FORWARD = {"mlp": oracle.mlp, "resnet": oracle.resnet, "dropout": oracle.dropout_mlp}
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 STEPS = 10
 FACTORS = {
@@ -51,7 +50,7 @@ def judged(model, optimizer, microbatches, dtype):
     tx, clip = toys.OPTIMIZERS[optimizer]
     tx = optax.chain(optax.clip_by_global_norm(clip), tx()) if clip else tx()
     return oracle.train(
-        FORWARD[model], first.params, first.model_state, tx, toys.data(dtype=dtype),
+        oracle.FORWARD[model], first.params, first.model_state, tx, toys.data(dtype=dtype),
         steps=STEPS, batch_size=20, microbatches=microbatches,
     )  # fmt: skip
 
@@ -98,7 +97,7 @@ def test_the_oracle_moves_the_parameters():
 def test_every_strategy_agrees_with_jit_of_apply_and_grads_on_one_device(row):
     model, examples = toys.MODELS[row["model"]](), toys.data(dtype="float64")
     with jax.enable_x64(True):
-        step = make_step(model, SoftmaxCrossEntropy(), optax.sgd(0.05, 0.9), policy=toys.policy("float64"))
+        step = make_step(model, SoftmaxCrossEntropy(), optax.sgd(0.05, 0.9), policy=toys.uniform("float64"))
         dataset, cursor = Arrays(**examples), Cursor(53, 20, 8, 0, shuffle=False)
         first, got, *_ = toys.train(
             model, examples, optimizer="momentum", dtype="float64", **{k: v for k, v in row.items() if k != "model"}
@@ -176,7 +175,7 @@ def test_a_losss_sums_over_any_split_are_those_of_the_whole(order, mask, seed):
 def test_gradients_are_computed_without_implicit_promotion(model):
     examples = toys.data()
     for dtype in ("float32", "bfloat16")[: 1 if model == "resnet" else 2]:  # Flax's BatchNorm promotes bfloat16 itself
-        policy = toys.policy("float32")._replace(compute=jnp.dtype(dtype))
+        policy = toys.uniform("float32")._replace(compute=jnp.dtype(dtype))
         step = make_step(toys.MODELS[model](), SoftmaxCrossEntropy(), optax.sgd(0.1), policy=policy)
         state = init_state(toys.MODELS[model](), optax.sgd(0.1), policy, 0, 8, {k: v[:3] for k, v in examples.items()})
         batch = read_batch(Arrays(**examples), Cursor(53, 20, 8, 0), 0, np.arange(8))

@@ -14,12 +14,15 @@ from jaxdp.models import as_model
 from jaxdp.models.base import Model
 from jaxdp.models.layers import ConvBN, Residual
 from jaxdp.models.mlp import MLP
+from jaxdp.models.nnx import Blocks
+from jaxdp.optim import OPTIMIZERS as TABLE
 from jaxdp.parallel import STRATEGIES
 from jaxdp.parallel.reduction import make_reduction
 from jaxdp.precision import Policy
 from jaxdp.step import init_state, make_step
 
-SHAPE, CLASSES = (4, 4, 2), 3
+SHAPE, CLASSES, WIDTH = (4, 4, 2), 3, 24
+STACK = ("blocks/stack",)
 
 
 class ResNet(nnx.Module):
@@ -34,6 +37,31 @@ class ResNet(nnx.Module):
     def __call__(self, x, mask):
         mask = mask if self.use_mask else None
         return self.head(self.residual(self.stem(x, mask), mask).mean((1, 2)))
+
+
+class Block(nnx.Module):
+    """x + down(relu(up(x)))"""
+
+    def __init__(self, rngs, dropout):
+        self.up, self.down = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs), nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dropout(self.down(nnx.relu(self.up(x))))
+
+
+class Stacked(nnx.Module):
+    """The inputs as tokens, embedded and averaged, and three stacked blocks: all dims but the classes split by 8 or 3,
+    and the stack's own by 3."""
+
+    def __init__(self, rngs, dropout=0.0):
+        self.embed = nnx.Embed(8, WIDTH, rngs=rngs)
+        self.blocks = Blocks(lambda rngs: Block(rngs, dropout), 3, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        tokens = jnp.clip(jnp.floor(2 * x.reshape(len(x), -1) + 4), 0, 7).astype(jnp.int32)
+        return self.head(self.blocks(self.embed(tokens).mean(1)))
 
 
 def dropout_model(key_of=lambda key: key) -> Model:
@@ -57,6 +85,7 @@ MODELS = {
     "mlp": lambda: as_model(lambda rngs: MLP(SHAPE, CLASSES, (8,), rngs=rngs)),
     "resnet": lambda: as_model(ResNet),
     "dropout": dropout_model,
+    "blocks": lambda **args: as_model(lambda rngs: Stacked(rngs, **args)),
 }
 
 
@@ -67,17 +96,22 @@ def data(size=53, seed=0, dtype=np.float32):
     return {"inputs": inputs.astype(dtype), "labels": labels}
 
 
-def policy(dtype):
+def uniform(dtype):
+    """The policy of one dtype."""
     return Policy(jnp.dtype(dtype), jnp.dtype(dtype), jnp.dtype(dtype))
 
 
-OPTIMIZERS = {
+OPTIMIZERS = {  # (transformation, clip_norm)
     "adamw": (lambda: optax.adamw(1e-2, weight_decay=0.1), 0.5),
     "momentum": (lambda: optax.sgd(0.05, 0.9), None),
+    "lion": (lambda: optax.lion(1e-3, weight_decay=0.1), 0.5),
+    "lamb": (lambda: optax.lamb(1e-2, weight_decay=0.1), 0.5),
+    "adafactor": (lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8, weight_decay_rate=1e-3), 0.5),
+    "muon": (lambda: TABLE["muon"](1e-2, weight_decay=0.1, blocks=STACK), 0.5),
 }
 
 
-def train(
+def build(
     model,
     examples,
     *,
@@ -87,36 +121,52 @@ def train(
     accumulate="vmap",
     reduction="xla",
     optimizer="adamw",
-    steps=10,
     batch_size=20,
     dtype="float32",
     loss=None,
     bucket_mb=0.001,
     layout=None,
+    policy=None,
+    reduce_dtype=None,
+    frozen=(),
+    ema=None,
+    scaling=None,
+    **options,
 ):
-    """(initial state, final exported state, metrics of each update, strategy, program)"""
-    tx, clip = OPTIMIZERS[optimizer][0](), OPTIMIZERS[optimizer][1]
+    """(strategy, step, i -> the batch of update i on its devices); layout: more arguments of the strategy; options: of
+    `make_step`; optimizer: a name, or (transformation, clip_norm)."""
+    tx, clip = optimizer if isinstance(optimizer, tuple) else (OPTIMIZERS[optimizer][0](), OPTIMIZERS[optimizer][1])
+    policy = policy or uniform(dtype)
     step = make_step(
-        model, loss or SoftmaxCrossEntropy(), tx, policy=policy(dtype), clip_norm=clip, accumulate=accumulate
-    )
+        model, loss or SoftmaxCrossEntropy(), tx, policy=policy, clip_norm=clip, accumulate=accumulate, frozen=frozen,
+        ema_decay=ema, loss_scaling=scaling, **options,
+    )  # fmt: skip
     dataset = Arrays(**examples)
     cursor = Cursor(len(dataset), batch_size, microbatches, 0, shuffle=False)
     example = {k: v[: cursor.examples_per_microbatch] for k, v in examples.items()}
-    make = lambda: init_state(model, tx, policy(dtype), 0, microbatches, example)
+    make = lambda: init_state(
+        model, tx, policy, 0, microbatches, example, frozen=frozen, ema=ema is not None, loss_scaling=scaling
+    )
     strategy = STRATEGIES[backend](
         make,
         microbatches,
         make_reduction(reduction, bucket_mb),
-        None,
+        reduce_dtype,
         jax.devices()[:devices],
         blocks=model.blocks,
         **(layout or {}),
     )
+    return strategy, step, lambda i: strategy.put(read_batch(dataset, cursor, i, strategy.local_slots))
+
+
+def train(model, examples, *, steps=10, **settings):
+    """(initial state, final exported state, metrics of each update, strategy, program); settings: as `build`."""
+    strategy, step, batch = build(model, examples, **settings)
     state = strategy.init()
     first = jax.tree.map(np.array, strategy.export(state))
     program, metrics = strategy.lower(step), []
     for i in range(steps):
-        state, m = program.update(state, strategy.put(read_batch(dataset, cursor, i, strategy.local_slots)))
+        state, m = program.update(state, batch(i))
         metrics.append(jax.device_get(m))
     return first, jax.tree.map(np.array, strategy.export(state)), metrics, strategy, program
 
