@@ -109,6 +109,7 @@ def state_maker(config: Config, parts: Parts) -> Callable[[], TrainState]:
 
     def make_state() -> TrainState:
         inputs = {k: jax.numpy.broadcast_to(v[0], (places, *v.shape[1:])) for k, v in example.items()}
+        inputs.setdefault("mask", jax.numpy.ones(places, bool))
         if hasattr(parts.dataset, "transform"):
             inputs = parts.dataset.transform(inputs, jax.random.key(0), False)
         return init_state(
