@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import pathlib
+import sys
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jaxdp import config as schema
 from jaxdp import loop, rundir
 from jaxdp.build import make_profile, make_run, together
 from jaxdp.build.parts import make_parts, set_jax
+from jaxdp.build.subject import make_subject
 from jaxdp.checkpoint import Checkpoints
 from jaxdp.config import Config
 from jaxdp.config.check import changed_numbers
@@ -143,5 +145,11 @@ def plan(config: Config, options: dict[str, Any]) -> None:
 
 
 def verify(config: Config, options: dict[str, Any]) -> None:
-    """The verb `verify`."""
-    raise UsageError("verify: not there yet")
+    """The verb `verify`: exits with code 1 where many devices do not train what one device would."""
+    from jaxdp.cli.verifying import report
+
+    set_jax(config)
+    text, verified = report(config, make_subject(config), options)
+    print(text)
+    if not verified:
+        sys.exit(1)

@@ -221,6 +221,21 @@ class Checkpoint:
 
 
 @dataclasses.dataclass(frozen=True)
+class Verify:
+    """What `jaxdp verify` makes smaller; nothing else reads it.
+
+    Args:
+        model_args: arguments that take the place of those in model.args, such as layers and dim
+        data_args: the same for data.args, such as length
+        strategies: try only so many of them, the config's own first; null tries all it takes
+    """
+
+    model_args: dict[str, Any] = speed({})
+    data_args: dict[str, Any] = speed({})
+    strategies: int | None = speed(None)
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """One training run.
 
@@ -251,6 +266,7 @@ class Config:
     log: Log = speed(Log())
     profile: Profile = speed(Profile())
     checkpoint: Checkpoint = speed(Checkpoint())
+    verify: Verify = speed(Verify())
 
 
 def run_dir(config: Config, path: str | None) -> pathlib.Path:

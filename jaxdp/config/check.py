@@ -16,6 +16,7 @@ AT_LEAST = {
     "optimizer.schedule_steps": 1, "optimizer.weight_decay": 0, "optimizer.final_lr": 0, "eval.every": 1,
     "log.every": 1, "profile.start": 0, "profile.steps": 1, "checkpoint.every": 1, "checkpoint.keep": 1,
     "parallel.devices": 1, "parallel.zero": 0, "parallel.shard_size": 2, "precision.loss_scale_interval": 1,
+    "verify.strategies": 1,
 }  # fmt: skip
 AT_MOST = {
     "seed": 2**32 - 1,

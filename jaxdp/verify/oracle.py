@@ -1,0 +1,201 @@
+"""What training means, in plain loops: real rows, sums of weighted losses, one division, the optimizer as it is.
+
+None of the step's code, no sharding, no padding; a fault that the step and its judge had in common could not be seen.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxdp.axes import DATA
+from jaxdp.models.base import CARRY
+from jaxdp.precision import cast_floats
+from jaxdp.split import path_string
+from jaxdp.verify.subject import Subject, Tree, Trial
+
+Batch = dict[str, Any]
+
+
+class Start(NamedTuple):
+    """What belongs to examples (an LSTM's state) is under the model state's "carry"."""
+
+    params: Tree
+    model_state: Tree
+
+
+class Trained(NamedTuple):
+    """carry[microbatch, example, ...]; curve: {metric: [update]}; grads: the mean gradient of each update, unclipped.
+
+    disagreeing: paths of integers of the model state that the microbatches changed in different ways.
+    """
+
+    params: Tree
+    model_state: Tree
+    opt_state: Tree
+    ema: Tree
+    carry: Tree
+    curve: dict[str, np.ndarray]
+    grads: list[Tree]
+    disagreeing: frozenset[str]
+
+
+class Oracle(NamedTuple):
+    """forward(params, state, batch, key) -> (outputs, what the loss gets, new state), of one microbatch.
+
+    value(trainable, frozen, state, batch, key) -> ((loss, (weight, metrics, new state)), gradients of the first).
+    judge(outputs, batch) -> (loss, weight, metrics).
+    """
+
+    forward: Callable[..., tuple[Any, Batch, Tree]]
+    value: Callable[..., Any]
+    judge: Callable[..., tuple[Any, Any, dict[str, Any]]]
+
+
+def plain(f: Callable) -> Callable:
+    return f
+
+
+def bind(device: jax.Device) -> Callable[[Callable], Callable]:
+    """f -> the same where the axis of all devices is named, and has one: what asks for it runs nowhere else."""
+    mesh = Mesh(np.array([device]), (DATA,), axis_types=(AxisType.Auto,))
+    return lambda f: jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+
+
+def make_oracle(subject: Subject, one: Callable[[Callable], Callable] = plain) -> Oracle:
+    """one: what makes a function of one device, `plain` or by `bind`."""
+
+    def forward(params: Tree, state: Tree, batch: Batch, key: jax.Array) -> tuple[Any, Batch, Tree]:
+        key, augment_key = jax.random.split(key)
+        mask = batch["mask"]
+        if subject.transform is not None:
+            batch = subject.transform(batch, augment_key, True)
+        inputs = {**cast_floats(batch, jnp.float64), "mask": mask != 0}
+        outputs, state = subject.model.apply(params, state, inputs, key, True)
+        return cast_floats(outputs, jnp.float64), {**batch, "mask": mask.astype(jnp.float64)}, state
+
+    def value(trainable: Tree, frozen: Tree, state: Tree, batch: Batch, key: jax.Array) -> Any:
+        def loss(trainable: Tree) -> Any:
+            outputs, judged, new = forward(join(trainable, frozen), state, batch, key)
+            total, weight, metrics = subject.loss(outputs, judged)
+            return total, (weight, metrics, new)
+
+        return jax.value_and_grad(loss, has_aux=True)(trainable)
+
+    judge = lambda *args: subject.loss(*args)
+    return Oracle(jax.jit(one(forward)), jax.jit(one(value)), jax.jit(one(judge)))
+
+
+@functools.lru_cache(maxsize=4)
+def make_update(tx: optax.GradientTransformation, clip_norm: float | None) -> Callable[..., tuple[Tree, Tree]]:
+    """update(trainable, opt_state, mean gradients) -> (trainable, opt_state)"""
+
+    def update(trainable: Tree, opt_state: Tree, grads: Tree) -> tuple[Tree, Tree]:
+        if clip_norm is not None:
+            norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+            grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip_norm / norm), grads)
+        updates, opt_state = tx.update(grads, opt_state, trainable)
+        return optax.apply_updates(trainable, updates), opt_state
+
+    return jax.jit(update)
+
+
+def start(subject: Subject, trial: Trial) -> Start:
+    """The parameters and model state before the first update, in float64."""
+    made = jax.jit(subject.model.init)(jax.random.key(subject.seed), cast_floats(trial.example, jnp.float64))
+    return Start(*cast_floats(made, jnp.float64))
+
+
+def key_of(subject: Subject, update: int, microbatch: int) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(subject.seed), update), microbatch)
+
+
+def train(
+    subject: Subject, oracle: Oracle, trial: Trial, start: Start, tx: optax.GradientTransformation, frozen: list[str]
+) -> Trained:
+    """One update for each batch of the trial; tx and frozen expressions: those of the subject, or made of them."""
+    update = make_update(tx, subject.clip_norm)
+    params, (state, first) = start.params, without_carry(start.model_state)
+    carry = [first] * trial.microbatches
+    thawed, rest = divide(params, frozen)
+    opt_state = tx.init(thawed)
+    ema, curve, history, disagreeing = params, list[dict[str, float]](), list[Tree](), set[str]()
+
+    for i, batch in enumerate(trial.batches):
+        found = []
+        for m in range(trial.microbatches):
+            piece = {k: v[m] for k, v in batch.items()}
+            if not (piece["mask"] != 0).any():
+                continue  # a data set's own mask may leave out every token
+            whole = state if carry[m] is None else {**state, CARRY: carry[m]}
+            (loss, (weight, metrics, new)), grads = oracle.value(thawed, rest, whole, piece, key_of(subject, i, m))
+            new, carry[m] = without_carry(new)
+            found.append(({"loss": loss, **metrics}, float(weight), grads, new))
+        total = sum(weight for _, weight, *_ in found)
+        grads = weighted([(g, 1 / total) for *_, g, _ in found])
+        history.append(grads)
+        means = {name: sum(float(sums[name]) for sums, *_ in found) / total for name in found[0][0]}
+        norm = math.sqrt(sum(float(jnp.sum(g * g)) for g in jax.tree.leaves(grads)))
+        curve.append({**means, "grad_norm": norm, "weight": total})
+        state, differ = average(state, [(new, weight / total) for _, weight, _, new in found])
+        disagreeing |= differ
+        thawed, opt_state = update(thawed, opt_state, grads)
+        params = join(thawed, rest)
+        if subject.ema_decay is not None:
+            ema = weighted([(ema, subject.ema_decay), (params, 1 - subject.ema_decay)])
+    stacked = None if first is None else jax.tree.map(lambda *x: jnp.stack(x), *carry)
+    return Trained(
+        params,
+        state,
+        opt_state,
+        None if subject.ema_decay is None else ema,
+        stacked,
+        {name: np.array([metrics[name] for metrics in curve]) for name in curve[0]},
+        history,
+        frozenset(disagreeing),
+    )
+
+
+def weighted(trees: list[tuple[Tree, float]]) -> Tree:
+    """The sum of trees, each times its factor."""
+    factors = [factor for _, factor in trees]
+    return jax.tree.map(lambda *x: sum(a * factor for a, factor in zip(x, factors)), *[tree for tree, _ in trees])
+
+
+def average(old: Tree, new: list[tuple[Tree, float]]) -> tuple[Tree, set[str]]:
+    """(the model state after an update, the paths of what disagrees): floats by weight, integers as all have them."""
+    disagreeing = set[str]()
+
+    def one(path: Any, old: jax.Array, *all_new: jax.Array) -> jax.Array:
+        if jnp.issubdtype(old.dtype, jnp.floating):
+            return jnp.asarray(sum(x * share for x, (_, share) in zip(all_new, new)))
+        if any((x != all_new[0]).any() for x in all_new):
+            disagreeing.add(path_string(path))
+        return all_new[0]
+
+    return jax.tree_util.tree_map_with_path(one, old, *[tree for tree, _ in new]), disagreeing
+
+
+def divide(params: Tree, frozen: list[str]) -> tuple[Tree, Tree]:
+    """(what is trained, what is frozen), each with None in place of the other."""
+    fixed = lambda path: any(re.search(pattern, path_string(path)) for pattern in frozen)
+    pick = lambda wanted: jax.tree_util.tree_map_with_path(lambda p, x: x if fixed(p) == wanted else None, params)
+    return pick(False), pick(True)
+
+
+def join(one: Tree, other: Tree) -> Tree:
+    return jax.tree.map(lambda a, b: b if a is None else a, one, other, is_leaf=lambda x: x is None)
+
+
+def without_carry(state: Tree) -> tuple[Tree, Tree]:
+    if isinstance(state, dict) and CARRY in state:
+        return {k: v for k, v in state.items() if k != CARRY}, state[CARRY]
+    return state, None

@@ -1,0 +1,315 @@
+"""`jaxdp verify` passes what is right, and names the cause of what is not."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import oracle as plain_oracle
+import toys
+from jaxdp.build.subject import make_subject
+from jaxdp.cli import load
+from jaxdp.data.base import Arrays
+from jaxdp.data.cursor import Cursor
+from jaxdp.data.prefetch import read_batch
+from jaxdp.errors import UsageError
+from jaxdp.losses import SoftmaxCrossEntropy
+from jaxdp.parallel import STAGES
+from jaxdp.parallel.reduction import REDUCTIONS, xla
+from jaxdp.verify import Row, Subject, as_json, as_text, verify
+from jaxdp.verify.compare import difference, find_reference
+from jaxdp.verify.machine import check_memory, settings
+from jaxdp.verify.matrix import cover, means_something, pairs
+from jaxdp.verify.oracle import Start, Trained, make_oracle, train
+from jaxdp.verify.subject import Trial, make_trial
+
+ROOT = pathlib.Path(__file__).parent.parent
+CONFIG = """
+model: {target: planted.Net}
+data: {target: Digits}
+steps: 10
+batch_size: 60
+optimizer: {target: adamw, lr: 1.0e-2}
+verify: {strategies: 1}
+"""
+PLANTED = '''
+import jax, jax.numpy as jnp, numpy as np, optax
+from flax import linen as nn
+
+def losses(outputs, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(outputs, batch["labels"]) * batch["mask"]
+
+def scalar(outputs, batch):
+    return jnp.mean(losses(outputs, batch))
+
+def mean(outputs, batch):
+    return jnp.mean(losses(outputs, batch)), jnp.sum(batch["mask"]), {}
+
+def mean_of_means(outputs, batch):
+    weight = jnp.sum(batch["mask"])
+    return jnp.sum(losses(outputs, batch)) / jnp.maximum(weight, 1), jnp.minimum(weight, 1), {}
+
+def unmasked(outputs, batch):
+    each = optax.softmax_cross_entropy_with_integer_labels(outputs, batch["labels"])
+    return jnp.sum(each), jnp.sum(batch["mask"]), {}
+
+def mean_metric(outputs, batch):
+    right = (jnp.argmax(outputs, -1) == batch["labels"]).astype(outputs.dtype)
+    return jnp.sum(losses(outputs, batch)), jnp.sum(batch["mask"]), {"accuracy": jnp.mean(right)}
+
+def contrastive(outputs, batch):
+    mask = batch["mask"]
+    other = jnp.sum(outputs * mask[:, None], 0)
+    return jnp.sum(jnp.sum((outputs - other) ** 2, -1) * mask), jnp.sum(mask), {}
+
+class Restless:
+    """Augments where it reads."""
+    def __len__(self):
+        return 100
+    def __getitem__(self, i):
+        return {"inputs": np.random.rand(4, 4, 1).astype(np.float32), "labels": i % 10}
+
+class Net(nn.Module):
+    fault: str = ""
+    @nn.compact
+    def __call__(self, x, mask, train: bool):
+        x = nn.Dense(16)(x.reshape(len(x), -1))
+        if self.fault in ("sync", "unmasked", "noise", "part"):
+            norm = nn.BatchNorm(use_running_average=not train, axis_name="data" if self.fault == "sync" else None)
+            y = norm(x) if self.fault == "unmasked" else norm(x, mask=mask[:, None])
+            x = jnp.concatenate([y[:, :8], x[:, 8:]], 1) if self.fault == "part" else y
+        x = nn.relu(x)
+        if self.fault == "device" and train:
+            key = jax.random.fold_in(self.make_rng("dropout"), jax.lax.axis_index("data"))
+            x = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x * 2, 0)
+        if self.fault == "numpy" and train:
+            x = x * np.random.rand(x.shape[-1])
+        if self.fault == "count" and train:
+            x = x / jax.lax.psum(1, "data")
+        if self.fault == "axis" and train:
+            x = x - jax.lax.pmean(x, "batch")
+        if self.fault == "narrow":
+            x = nn.Dense(16, dtype=jnp.float32)(x)
+        if self.fault == "integer":
+            seen = self.variable("stats", "seen", lambda: jnp.zeros((), jnp.int32))
+            seen.value = seen.value + jnp.sum(x > 1).astype(jnp.int32)
+        return nn.Dense(10)(x)
+'''
+FAULTS = {
+    "a loss that is a scalar": (["--loss.target", "planted.scalar"], r"the loss returns float64\[\], a mean perhaps"),
+    "a mean": (["--loss.target", "planted.mean"], "the loss returns a mean instead of a sum"),
+    "a mean of means": (["--loss.target", "planted.mean_of_means"], "a mean of means"),
+    "a loss without the mask": (["--loss.target", "planted.unmasked"], r"counts examples whose batch\['mask'\] is 0"),
+    "a metric": (["--loss.target", "planted.mean_metric"], "metric 'accuracy' that is a mean"),
+    "a contrastive loss": (["--loss.target", "planted.contrastive"], "depends on the others that it comes with"),
+    "dropout by device": (["--model.args.fault", "device"], r"which device it is on \(axis_index at .*planted.py:\d"),
+    "BatchNorm over devices": (["--model.args.fault", "sync"], r"communicates .*\(psum at .*planted.py:\d+\), as "),
+    "our own BatchNorm over devices": (
+        ["--model", "{target: CNN, args: {widths: [4], sync: true}}"], r"\(psum at .*jaxdp/models/layers.py:\d+\)",
+    ),
+    "a number of devices": (["--model.args.fault", "count"], r"how many devices there are .*planted.py:\d+"),
+    "NumPy's randomness": (["--model.args.fault", "numpy"], r"differs at .*planted.py:\d+\): it draws from a gen"),
+    "an axis that is not there": (["--model.args.fault", "axis"], "names an axis that is not there .'batch'."),
+    "unmasked BatchNorm": (["--model.args.fault", "unmasked"], "counts padded examples: .*Norm_0/(mean|var) differs"),
+    "integers that differ": (["--model.args.fault", "integer"], "microbatches disagree on stats/seen"),
+    "LAMB on slices": (
+        ["--optimizer.target", "lamb", "--parallel.zero", "1"], "config asks for is refused: .*it is not elementwise",
+    ),
+    "data that changes": (["--data.target", "planted.Restless"], "the data is not a function of the index: 'inputs'"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def judged(tmp_path, monkeypatch):
+    """A function of command-line arguments: the report on the planted model, on four devices."""
+    (tmp_path / "planted.py").write_text(PLANTED)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "planted", raising=False)
+
+    def run(*argv, devices=4, **more):
+        config = load(["--config", str(tmp_path / "config.yaml"), *argv], "verify")[0]
+        return verify(make_subject(config), jax.devices()[:devices], most=config.verify.strategies, **more)
+
+    return run
+
+
+def command(*argv, cwd, code):
+    argv = [sys.executable, "-m", "jaxdp", "verify", *map(str, argv)]
+    env = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def test_a_good_config_is_verified_by_the_command(tmp_path):
+    argv = ["--config", ROOT / "configs" / "digits_cnn.yaml", "--model.args.widths", "[4, 8]", "--optimizer.ema", "0.9"]
+    done = command(*argv, "--devices", 4, "--updates", 2, "--verify.strategies", 3, "--json", cwd=tmp_path, code=0)
+    found = json.loads(done.stdout)
+    assert found["verified"] and found["causes"] == [] and found["error"] < 1e-12 and found["devices"] == 4
+    assert [c["verdict"] for c in found["checks"]] == ["ok"] * 5
+    assert [r["strategy"] and r["strategy"]["backend"] for r in found["rows"]] == [None, "pmap", "pjit", "pmap"]
+    assert set(found["groups"]) == {"params/blocks", "params/head", "model_state", "opt_state", "ema", "curve"}
+    assert done.stderr.count("\n") >= 4 + len(found["checks"])
+
+
+def test_a_fault_ends_the_command_with_code_1_and_the_cause_in_the_last_line(tmp_path):
+    (tmp_path / "planted.py").write_text(PLANTED)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    done = command("--config", "config.yaml", "--loss.target", "planted.scalar", cwd=tmp_path, code=1)
+    assert done.stdout.splitlines()[-1].startswith("not verified: the loss returns float64[], a mean perhaps")
+    assert "tolerance" in command("--config", "config.yaml", "--tolerance", "tiny", cwd=tmp_path, code=2).stderr
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_caught_and_its_cause_named(judged, fault):
+    argv, cause = FAULTS[fault]
+    report = judged(*argv, updates=2)
+    assert not report.verified
+    assert re.search(cause, report.causes[0]), report.causes
+    assert as_text(report, "title").splitlines()[-1].startswith("not verified: ")
+    assert json.loads(json.dumps(as_json(report)))["verified"] is False
+
+
+def test_what_is_right_passes_and_what_is_worth_knowing_is_said(judged):
+    report = judged("--optimizer.target", "lamb", updates=1)
+    assert report.verified and {c.name: c.verdict for c in report.checks}["optimizer"] == "note"
+    report = judged("--model.args.fault", "narrow", updates=2)
+    assert report.verified and report.tolerance == 1e-5 and report.largest.error > 1e-9
+    note = next(c for c in report.checks if c.name == "precision")
+    assert "the model computes in float32 at " in note.text and "planted.py:" in note.text
+
+
+def test_a_gradient_of_rounding_noise_is_set_apart_and_named(judged):
+    report = judged("--model.args.fault", "noise")
+    assert report.verified and set(report.noise) == {"Dense_0/bias"} and not report.shaky
+    assert "set apart, not judged: Dense_0/bias" in as_text(report, "title")
+    assert report.largest.error < 1e-12
+    report = judged("--model.args.fault", "part")  # half of this bias goes into the norm, and the other half does not
+    mean = "model_state/batch_stats/BatchNorm_0/mean"
+    assert report.verified and not report.noise and set(report.shaky) == {"params/Dense_0/bias", mean}
+
+
+def test_what_only_fails_in_some_strategies_is_told_by_what_they_have_in_common(judged, monkeypatch):
+    good = xla()
+    lossy = good._replace(reduce=lambda tree, axes: jax.tree.map(lambda x: 0.5 * x, good.reduce(tree, axes)))
+    monkeypatch.setitem(REDUCTIONS, "bucket", lambda *args, **more: lossy)
+    report = judged("--optimizer.target", "sgd", "--verify.strategies", "4", updates=1)
+    assert not report.verified and "only reduction bucket" in report.causes[0]
+    assert {r.row.reduction for r in report.failed} == {"bucket"}
+
+
+def recurrent():
+    """A model of every kind of state: a float, an integer, one that belongs to the examples; dropout too."""
+    base = toys.dropout_model()
+
+    def init(key, batch):
+        x = batch["inputs"]
+        state = {"mean": jnp.zeros(()), "calls": jnp.zeros((), jnp.int32), "carry": {"seen": jnp.zeros(x.shape)}}
+        return base.init(key, batch)[0], state
+
+    def apply(params, state, batch, key, train):
+        x = batch["inputs"] + 0.5 * state["carry"]["seen"]
+        outputs, _ = base.apply(params, {}, {**batch, "inputs": x}, key, train)
+        new = {"mean": 0.9 * state["mean"] + 0.1 * jnp.mean(outputs), "calls": state["calls"] + 1}
+        return outputs, {**new, "carry": {"seen": x}}
+
+    return base._replace(init=init, apply=apply)
+
+
+def subject(model, dataset=None, **more):
+    base = {"make_tx": lambda rate: optax.adamw(0.01 * rate, weight_decay=0.1), "own": Row(0, next(iter(STAGES)))}
+    return Subject(model, SoftmaxCrossEntropy(), dataset=dataset or Arrays(**toys.data()), **{**base, **more})
+
+
+def test_every_kind_of_state_is_compared():
+    more = {"batch_size": 16, "clip_norm": 0.5, "ema_decay": 0.9, "frozen": ("head/bias",)}
+    report = verify(subject(recurrent(), **more), jax.devices()[:4], most=3)
+    # The mean over a microbatch counts padding, which the check of padding finds; everything else agrees.
+    assert [c.verdict for c in report.checks] == ["ok", "ok", "ok", "FAILED", "ok"] and len(report.causes) == 1
+    assert not report.failed and report.largest.error < 1e-13
+    assert set(report.groups) == {"params/layers", "params/head", "model_state", "opt_state", "ema", "carry", "curve"}
+
+
+@pytest.mark.parametrize("model", ["mlp", "resnet", "dropout"])
+def test_the_oracle_agrees_with_one_that_shares_nothing_with_it(model):
+    forward = {"mlp": plain_oracle.mlp, "resnet": plain_oracle.resnet, "dropout": plain_oracle.dropout_mlp}[model]
+    data = toys.data(48, dtype="float64")
+    with settings(jax.devices()[0]):
+        made, tx = toys.MODELS[model](), optax.adamw(1e-2, weight_decay=0.1)
+        cursor = Cursor(48, 16, 8, 0, shuffle=False)
+        batches = [read_batch(Arrays(**data), cursor, i, np.arange(8)) for i in range(3)]
+        params, state = made.init(jax.random.key(0), {"inputs": jnp.zeros((2, *toys.SHAPE)), "mask": jnp.ones(2, bool)})
+        params, state = jax.tree.map(lambda x: x.astype(jnp.float64), (params, state))
+        one = subject(made, Arrays(**data))
+        got = train(one, make_oracle(one), Trial(batches, {}), Start(params, state), tx, [])
+        want = plain_oracle.train(forward, params, state, tx, data, steps=3, batch_size=16, microbatches=8)
+        assert toys.relative_error((got.params, got.model_state), want)[0] < 1e-12
+
+
+def test_every_value_of_every_factor_meets_every_stage():
+    devices, own = jax.devices()[:8], Row(8, "pjit", 3, "bucket", "loop", "whole", 2)
+    rows = cover(own, devices)
+    assert rows[0] == own and len(rows) <= 18 and len(set(rows)) == len(rows) and all(map(means_something, rows))
+    met = set().union(*map(pairs, rows))
+    stages = {(name, zero) for name, zeros in STAGES.items() for zero in zeros}
+    for factor, values in {"devices": (8, 3), "reduction": tuple(REDUCTIONS), "accumulate": ("vmap", "loop")}.items():
+        assert {(("stage", s), (factor, v)) for s in stages for v in values} <= met
+    split = {(("stage", ("pjit", zero)), ("accumulator", a)) for zero in (2, 3) for a in ("split", "whole")}
+    groups = {(("stage", ("pjit", zero)), ("shard_size", n)) for zero in (1, 2, 3) for n in (None, 4)}
+    assert split | groups <= met
+    assert cover(Row(1, "pmap"), devices[:1])[0].devices == 1
+
+
+def test_training_that_amplifies_rounding_is_slowed_down():
+    """One update takes a difference 1e6 x rate times as far."""
+
+    def trained(params, rate, frozen):
+        value = {"a": 1.0 + (params["a"] - 1.0) * 1e6 * rate}
+        return Trained(value, {}, {}, None, None, {"loss": np.ones(1)}, [value], frozenset())
+
+    found = find_reference(trained, lambda rate: rate, {"a": np.ones(3)}, [], 1e-15, 1e-10)
+    assert found.rate == 0.001 and found.tx == 0.001 and not found.noise and not found.shaky
+
+
+def test_errors_are_relative_in_the_norm_of_a_leaf():
+    one = np.array([3.0, 4.0])
+    assert difference(one + np.array([0.0, 5e-3]), one) == pytest.approx(1e-3)
+    assert difference(one * 0, one * 0) == 0 and difference(one, one * 0) == np.inf
+    assert difference(np.array([np.nan, 4.0]), one) == np.inf and difference(None, one) == np.inf
+    assert difference(np.array([1, 2]), np.array([1, 3])) == np.inf
+
+
+def test_what_is_too_large_or_too_small_is_refused_with_what_to_set(monkeypatch):
+    small = subject(toys.MODELS["mlp"]())
+    with settings(jax.devices()[0]):
+        trial = make_trial(small, 4, 1)
+        monkeypatch.setattr("jaxdp.verify.machine.available", lambda: 1e3)
+        with pytest.raises(UsageError, match=r"verify.model_args: 291 parameters need .* --verify.model_args.layers 2"):
+            check_memory(small, trial, jax.devices()[:4])
+    few = subject(toys.MODELS["mlp"](), Arrays(**toys.data(5)))
+    with pytest.raises(UsageError, match="data: 5 examples cannot be dealt to 8 microbatches"):
+        verify(few, jax.devices()[:4])
+    wrong = subject(toys.MODELS["mlp"](), own=Row(0, "pjit", 1, shard_size=3))
+    with pytest.raises(UsageError, match=r"parallel.shard_size: 3 does not split 4 devices"):
+        verify(wrong, jax.devices()[:4])
+
+
+def test_language_models_are_verified_small():
+    for file in sorted((ROOT / "configs").glob("*.yaml")):
+        if "PythonSource" not in file.read_text():
+            continue
+        config = load(["--config", str(file)], "verify")[0]
+        made = make_subject(config)
+        example = {"inputs": jnp.zeros((2, *made.dataset.input_shape), jnp.int32)}
+        params = jax.eval_shape(made.model.init, jax.random.key(0), example)[0]
+        assert sum(x.size for x in jax.tree.leaves(params)) < 1e6, file
+        assert made.dataset.input_shape == (32,)
