@@ -129,7 +129,7 @@ def test_every_optimizer_agrees_with_one_device(row):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", product(fits, **OPTIMIZED), ids=name)
+@pytest.mark.parametrize("row", product(fits, **OPTIMIZED | {"place": ("8", "8/4")}), ids=name)
 def test_every_optimizer_agrees_with_one_device_in_every_layout(row):
     check_optimizer(**row)
 
