@@ -167,6 +167,22 @@ def test_float16_learns_as_float32_does(layout):
     assert 1e-6 < difference.max() < 2e-3
 
 
+def test_what_overflows_does_not_depend_on_the_devices():
+    """Microbatches one after the other, on the verge of overflow. (All at once a device adds its microbatches up in
+    float16, and what is too large for that depends on how many they are.)"""
+    settings = {"optimizer": "momentum", "policy": F16, "scaling": LossScaling(interval=4), "accumulate": "loop"}
+    one, eight = (
+        toys.train(toys.MODELS["blocks"](), toys.data(), **settings, steps=16, **where)[2]
+        for where in ({"devices": 1}, {"devices": 8, **LAYOUTS["pjit-3"]})
+    )
+    scales, skipped = ([[float(m[name]) for m in metrics] for metrics in (one, eight)] for name in WATCHED)
+    assert scales[0] == scales[1] and skipped[0] == skipped[1] and sum(skipped[0]) > 2
+    np.testing.assert_allclose(losses(eight), losses(one), rtol=1e-5)
+
+
+WATCHED = ("loss_scale", "skipped")
+
+
 class Faint(SoftmaxCrossEntropy):
     """A loss whose gradients are below float16's smallest number, 6e-8."""
 

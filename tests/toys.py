@@ -51,8 +51,7 @@ class Block(nnx.Module):
 
 
 class Stacked(nnx.Module):
-    """The inputs as tokens, embedded and averaged, and three stacked blocks: all dims but the classes split by 8 or 3,
-    and the stack's own by 3."""
+    """The inputs as tokens, embedded and averaged, and three stacked blocks: widths split by 8, and by 3."""
 
     def __init__(self, rngs, dropout=0.0):
         self.embed = nnx.Embed(8, WIDTH, rngs=rngs)
