@@ -20,7 +20,7 @@ from jaxdp.split import WHOLE
 from jaxdp.step import Batch, Step
 
 SIMULATED = 2048  # devices that JAX can simulate
-SCALED = 1024  # and the most that are, where a plan for more is scaled
+SCALED = 1024  # a plan for more is scaled from two of at most so many, where they will do
 
 
 class Case(NamedTuple):
@@ -66,7 +66,15 @@ def make_plan(case: Callable[[int], Case], zero: int, devices: int, group: int |
     """
     if devices <= SIMULATED:
         return _measure(case(devices), zero, devices)
-    fits = [n for n in range(2, SCALED + 1) if devices % n == 0 and (group is None or (n % group == 0 and n > group))]
+    groups = lambda n: devices % n == 0 and (group is None or (n % group == 0 and n > group))
+    fits = [n for n in range(2, SIMULATED + 1) if groups(n)]
+    few = [n for n in fits if n <= SCALED]
+    fits = few if len(few) > 1 else fits
+    if len(fits) < 2 and group is not None:
+        raise UsageError(
+            f"parallel.shard_size: {group} makes too few groups of the {SIMULATED} devices that can be simulated; plan "
+            "with a smaller one"
+        )
     if len(fits) < 2:
         raise UsageError(
             f"--devices: {devices} is more than the {SIMULATED} that can be simulated, and not a multiple of two "

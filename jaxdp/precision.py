@@ -1,5 +1,6 @@
 """A precision policy names the dtype of parameters, of the computation and of reductions, and casts between them."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -46,16 +47,22 @@ class LossScale(struct.PyTreeNode):
 class LossScaling(NamedTuple):
     """The loss, multiplied so that gradients do not vanish in float16 (Micikevicius et al., arXiv 1710.03740).
 
-    An update whose gradients overflow is skipped. Where `dynamic`, the scale is then halved, not below 1, and doubled
-    after `interval` updates without overflow.
+    It is the mean loss that is scaled: losses add up over `weight` examples or tokens an update, a constant, so that
+    what overflows does not depend on the size of a batch. An update whose gradients overflow is skipped. Where
+    `dynamic`, the scale is then halved, not below 1, and doubled after `interval` updates without overflow.
     """
 
     initial: float = 2.0**15
     dynamic: bool = True
     interval: int = 2000
+    weight: float = 1.0
 
     def init(self) -> LossScale:
         return LossScale(jnp.asarray(self.initial, jnp.float32), jnp.zeros((), jnp.int32))
+
+    def factor(self, value: jax.Array) -> jax.Array:
+        """What a sum of losses is multiplied by: a power of two of the scale's value, so that nothing is rounded."""
+        return value * 2.0 ** -round(math.log2(self.weight))
 
     def adjust(self, scale: LossScale, finite: jax.Array) -> LossScale:
         if not self.dynamic:

@@ -21,7 +21,7 @@ from flax import struct
 from jaxdp.errors import UsageError
 from jaxdp.losses import LossFn
 from jaxdp.models.base import CARRY, Model
-from jaxdp.models.scan import BlockGather, block_hooks
+from jaxdp.models.scan import BlockGather, as_they_are, block_hooks
 from jaxdp.models.scan import remat as rematerialize
 from jaxdp.precision import LossScale, LossScaling, Policy, cast_floats
 from jaxdp.split import path_string
@@ -97,7 +97,7 @@ class Step(NamedTuple):
 
 
 def plain_gather(params: Tree, dtype: Any) -> tuple[Tree, BlockGather]:
-    return cast_floats(params, dtype), BlockGather()
+    return cast_floats(params, dtype), as_they_are
 
 
 def plain_total(measure: Callable[[Tree], jax.Array], tree: Tree) -> jax.Array:
@@ -135,7 +135,7 @@ def init_state(
 ) -> TrainState:
     """The state before the first update; example: one microbatch [example, ...] of the data (values don't matter)."""
     params, model_state = model.init(jax.random.key(seed), policy.inputs(example))
-    params = cast_floats(params, policy.params)
+    params = cast_floats(jax.tree.map(jnp.asarray, params), policy.params)
     model_state, carry = split_carry(cast_floats(model_state, policy.state))
     if carry is not None:
         carry = jax.tree.map(lambda x: jnp.broadcast_to(x, (microbatches, *x.shape)), carry)
@@ -144,7 +144,7 @@ def init_state(
         params,
         model_state,
         tx.init(thaw(frozen)(params)),
-        ema=jax.tree.map(jnp.copy, params) if ema else None,
+        ema=jax.tree.map(jnp.copy, cast_floats(params, policy.state)) if ema else None,  # small steps need precision
         loss_scale=loss_scaling.init() if loss_scaling else None,
         carry=carry,
     )
@@ -219,7 +219,9 @@ def make_step(
         )
         sums = jax.tree.map(lambda x: jnp.where(real, x, jnp.zeros_like(x)), sums)
         carry = jax.tree.map(functools.partial(_keep, mask), view.carry, carry)
-        loss_scaled = sums.loss if view.loss_scale is None else sums.loss * view.loss_scale.astype(dtype)
+        loss_scaled = sums.loss
+        if loss_scaling is not None:
+            loss_scaled = sums.loss * loss_scaling.factor(view.loss_scale).astype(dtype)
         return loss_scaled, sums._replace(carry=carry)
 
     def grads(view: View, batch: Batch, slots: jax.Array, gather: Gather = plain_gather) -> Sums:
@@ -244,8 +246,16 @@ def make_step(
     def apply(state: TrainState, sums: Sums, total: Total = plain_total) -> tuple[TrainState, dict[str, jax.Array]]:
         params = trainable(state.params)
         weight = jnp.where(sums.weight > 0, sums.weight, jnp.ones_like(sums.weight))
-        divisor = weight if state.loss_scale is None else weight * state.loss_scale.value.astype(weight.dtype)
-        mean = jax.tree.map(lambda g, p: (g / divisor.astype(g.dtype)).astype(p.dtype), sums.grads, params)
+        divisor = weight
+        if loss_scaling is not None and state.loss_scale is not None:
+            divisor = weight * loss_scaling.factor(state.loss_scale.value).astype(weight.dtype)
+
+        def divide(g: jax.Array, p: jax.Array) -> jax.Array:
+            """In at least float32: bfloat16 would round the weight itself."""
+            wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+            return (wide / divisor.astype(wide.dtype)).astype(p.dtype)
+
+        mean = jax.tree.map(divide, sums.grads, params)
         squares, bad = total(_squares_and_bad, mean)
         norm = jnp.sqrt(squares)
         if clip_norm is not None:
@@ -260,7 +270,9 @@ def make_step(
             carry=sums.carry,
         )
         if ema_decay is not None:
-            new = new.replace(ema=jax.tree.map(lambda e, p: e + (1 - ema_decay) * (p - e), state.ema, new.params))
+            new = new.replace(
+                ema=jax.tree.map(lambda e, p: e + (1 - ema_decay) * (p.astype(e.dtype) - e), state.ema, new.params)
+            )
         metrics = {
             "loss": sums.loss / weight,
             **{name: value / weight for name, value in sums.metrics.items()},

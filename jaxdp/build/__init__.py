@@ -18,7 +18,7 @@ from jaxdp.data.base import Dataset, fingerprint
 from jaxdp.data.cursor import Cursor
 from jaxdp.data.prefetch import read_batch
 from jaxdp.distributed.context import Context
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, one_line
 from jaxdp.metrics.writer import Nothing
 from jaxdp.parallel import STAGES
 from jaxdp.parallel.base import slot_table
@@ -66,7 +66,11 @@ def make_case(config: Config, parts: Parts, zero: int, slots: int, devices: int,
     own, stages = config.parallel, [name for name, stages in STAGES.items() if zero in stages]
     backend: Any = own.backend if own.backend in stages else stages[0]
     parallel = dataclasses.replace(own, backend=backend, zero=zero, shard_size=own.shard_size if zero else None)
-    config = dataclasses.replace(config, microbatches=slots * devices, parallel=parallel)
+    if devices != split_as or devices > config.microbatches:
+        config = dataclasses.replace(config, microbatches=slots * devices)
+    config = dataclasses.replace(config, parallel=parallel)
+    if devices > len(jax.devices()):
+        raise UsageError(f"--devices: {devices}, but only {len(jax.devices())} could be simulated")
     group = parallel.shard_size or devices
     strategy = make_strategy(
         config,
@@ -129,6 +133,14 @@ def rehearse(config: Config, parts: Parts, step: Step, make_state: Callable[[], 
         view = state.view._replace(carry=jax.tree.map(lambda x: x[:1], state.carry))
         return step.apply(state, step.grads(view, batch, jax.numpy.zeros(1, jax.numpy.int32)))
 
+    try:
+        trained = step.trainable(state.params)
+        jax.eval_shape(parts.tx.update, trained, state.opt_state, trained)
+    except TypeError as error:
+        raise UsageError(
+            f"optimizer.target: {config.optimizer.target!r} cannot be used: its update needs more than gradients, "
+            f"state and parameters ({one_line(error)})"
+        ) from None
     jax.eval_shape(update, state, read_batch(parts.dataset, parts.cursor, 0, np.zeros(1, np.int32)))
     check_paths(config, state.params)
 

@@ -79,7 +79,7 @@ def make_parts(config: Config) -> Parts:
         schedule,
         make_tx(config, schedule, model.blocks),
         policy(dtypes.params, dtypes.compute or dtypes.params, dtypes.reduce or dtypes.params),
-        make_scaling(config),
+        make_scaling(config, dataset),
     )
 
 
@@ -208,11 +208,16 @@ def make_tx(config: Config, schedule: Any, blocks: Sequence[str] = ()) -> Any:
     return call("optimizer", bound, make)
 
 
-def make_scaling(config: Config) -> LossScaling | None:
+def make_scaling(config: Config, dataset: Dataset) -> LossScaling | None:
+    """The weight of an update is that of a full batch: its labels, one or more an example."""
     scale, interval = config.precision.loss_scale, config.precision.loss_scale_interval
     if scale is None:
         return None
-    return LossScaling(interval=interval) if scale == "dynamic" else LossScaling(float(scale), dynamic=False)
+    labels = np.asarray(dataset.read(np.zeros(1, np.int64)).get("labels", 0)).size
+    weight = float(config.batch_size * max(labels, 1))
+    if scale == "dynamic":
+        return LossScaling(interval=interval, weight=weight)
+    return LossScaling(float(scale), dynamic=False, weight=weight)
 
 
 def choose_remat(config: Config, model: Model) -> str:

@@ -84,8 +84,10 @@ def _run(verb: str, argv: list[str]) -> None:
     error: str | None = None
     if verb in ALONE:
         config, path, options = load(argv, verb)
-        if verb == "plan":  # for devices that are not there: the CPU's compiler will do
+        if verb == "plan":  # for devices that are not there: the CPU's compiler will do, and need not try hard
             os.environ["JAX_PLATFORMS"] = "cpu"
+            flags = re.sub(r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", ""))
+            os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
         simulate(options["devices"])
         from jaxdp.cli import verbs
 
@@ -111,7 +113,7 @@ def simulate(devices: int) -> None:
     """So many devices for JAX's CPU backend, unless XLA_FLAGS says otherwise; before JAX starts."""
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" not in flags:
-        count = devices if devices <= MOST else MOST // 2  # a plan for more is scaled from two of at most that many
+        count = min(devices, MOST)  # a plan for more is scaled
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={count}".strip()
 
 

@@ -40,14 +40,15 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     dtype = rate(config, hardware)
     seconds = [predict(p, hardware, dtype) if dtype in hardware.flops else None for p in plans]
     best = recommend(plans, limit)
-    examples = slots * devices * parts.cursor.examples_per_microbatch
+    own, uneven = devices <= config.microbatches, 0 < config.microbatches % devices < config.microbatches
+    examples = config.batch_size if own else slots * devices * parts.cursor.examples_per_microbatch
     notes = remarks(config, plans, hardware, dtype, slots, devices, examples)
     shapes = jax.eval_shape(make_state)
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.params))
     title = (
         f"{config.model.target} {count:,} parameters; {config.data.target}; {config.optimizer.target}; "
         f"{config.precision.params} state, {config.precision.compute} compute",
-        f"{devices:,} devices ({hardware.name}), {slots} microbatch{'es' * (slots > 1)} of "
+        f"{devices:,} devices ({hardware.name}), {'up to ' * uneven}{slots} microbatch{'es' * (slots > 1)} of "
         f"{parts.cursor.examples_per_microbatch} on each: {examples:,} examples an update",
     )
     if options["json"]:
@@ -124,10 +125,9 @@ def remarks(
             notes.append("zero 3: this model does not scan blocks, so that all its parameters are whole at once")
         if p.share.whole and p.zero:
             left = f"{p.share.whole} leaves of {size(p.share.whole_bytes)}"
-            notes.append(
-                f"zero {p.zero}: {left} stay whole, for no dim of theirs divides evenly; parallel.shard_size, such as "
-                f"{hardware.devices_per_host}, splits in smaller groups"
-            )
+            group = max(k for k in range(1, hardware.devices_per_host + 1) if devices % k == 0)
+            hint = f"; parallel.shard_size {group} splits in smaller groups" if 1 < group < devices else ""
+            notes.append(f"zero {p.zero}: {left} stay whole, for no dim of theirs divides evenly{hint}")
     return notes
 
 
@@ -158,8 +158,8 @@ def read_stages(text: str, own: int) -> list[int]:
 
 def read_bytes(text: str) -> float:
     """80GB, 80 GiB, 80e9 -> bytes."""
-    found = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMGT]?I?B)?", text.strip().upper().replace("E", "e"))
-    if not found or not float(found[1]):
+    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([KMGT]?I?B)?", text.strip().upper().replace("E", "e"))
+    if not found or not 0 < float(found[1]) < math.inf:
         raise UsageError(f"--memory: {text!r} is no number of bytes, such as 80GB")
     return float(found[1]) * UNITS[found[2] if found[2] and found[2] != "B" else ""]
 

@@ -151,8 +151,8 @@ class Precision:
         compute: the forward and backward pass; left out, as params
         reduce: gradients while they are summed over devices; left out, as params
         matmul: jax_default_matmul_precision
-        loss_scale: the loss is multiplied by it, and an update that overflows is skipped: a number stays, dynamic
-            halves then, and grows; left out, dynamic where compute is float16, else none
+        loss_scale: the mean loss is multiplied by it, and an update that overflows is skipped: a number stays, dynamic
+            halves then, and grows; left out, dynamic where compute or reduce is float16, else none
         loss_scale_interval: updates without overflow after which a dynamic scale doubles
     """
 

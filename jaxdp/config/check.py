@@ -25,6 +25,7 @@ AT_MOST = {
     "steps": 2**31 - 1,
     "epochs": 2**31 - 1,
     "parallel.zero": 3,
+    "precision.loss_scale": 2**126,
 }
 ABOVE_ZERO = ("epochs", "optimizer.clip_norm", "parallel.bucket_mb", "precision.loss_scale", "optimizer.ema")
 NOT_YET = {
@@ -126,7 +127,8 @@ def resolve(config: Config) -> Config:
     check(config)
     dtypes = config.precision
     compute, reduce = dtypes.compute or dtypes.params, dtypes.reduce or dtypes.params
-    scale = "dynamic" if compute == "float16" and dtypes.loss_scale is None else dtypes.loss_scale
+    half = "float16" in (compute, reduce)
+    scale = "dynamic" if half and dtypes.loss_scale is None else dtypes.loss_scale
     dtypes = dataclasses.replace(dtypes, compute=compute, reduce=reduce, loss_scale=scale)
     return dataclasses.replace(config, precision=dtypes)
 
@@ -143,7 +145,7 @@ def check(config: Config) -> None:
         if flat[key] is not None and flat[key] < least:
             raise UsageError(f"{key}: {flat[key]} is too small; it must be at least {least}")
     for key, most in AT_MOST.items():
-        if flat[key] is not None and flat[key] > most:
+        if isinstance(flat[key], int | float) and flat[key] > most:
             raise UsageError(f"{key}: {flat[key]} is too large; it must be at most {most}")
     for key in ABOVE_ZERO:
         if isinstance(flat[key], int | float) and not flat[key] > 0:

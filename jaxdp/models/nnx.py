@@ -34,7 +34,7 @@ class Blocks(nnx.Module):
             module = nnx.merge(graph, _to_state(kinds, params), rest, copy=True)
             return module(x, *args), nnx.state(module, nnx.Not(nnx.Param))
 
-        x, rest = scan_blocks(block, _to_dict(kinds), x, rest, path=self.path)
+        x, rest = scan_blocks(block, _to_dict(kinds), x, rest)
         nnx.update(self.stack, rest)
         return x
 

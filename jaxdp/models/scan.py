@@ -14,11 +14,12 @@ import jax
 Tree = Any
 
 
-class BlockGather(NamedTuple):
-    """How a block's parameters become whole: whole(path, one piece of stack(path, the blocks' parameters))."""
+# stacked parameters -> (what to scan in their place, what makes the parameters of one block of a piece of it)
+BlockGather = Callable[[Tree], tuple[Tree, Callable[[Tree], Tree]]]
 
-    stack: Callable[[str, Tree], Tree] = lambda path, params: params
-    whole: Callable[[str, Tree], Tree] = lambda path, piece: piece
+
+def as_they_are(params: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
+    return params, lambda piece: piece
 
 
 policies = jax.checkpoint_policies
@@ -39,7 +40,7 @@ def remat(name: str, f: Callable, in_scan: bool = False) -> Callable:
 
 
 class _Hooks(NamedTuple):
-    gather: BlockGather = BlockGather()
+    gather: BlockGather = as_they_are
     remat: str = "none"
 
 
@@ -58,17 +59,18 @@ def block_hooks(gather: BlockGather, remat: str) -> Iterator[None]:
 
 
 def scan_blocks(
-    block: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]], params: Tree, x: Tree, xs: Tree = None, *, path: str
+    block: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]], params: Tree, x: Tree, xs: Tree = None
 ) -> tuple[Tree, Tree]:
     """(x, y) -> block(params[i], x, xs[i]) for one block after the other: (the last x, every y stacked).
 
-    params, xs: leaves [block, ...]. path: where `params` stand in the model's parameters, as a/b; a `Model` names it
-    among its `blocks`.
+    params, xs: leaves [block, ...]. Where a `Model` names their place among its `blocks`, and they come as they were
+    given to it, one block's at a time is made whole; of what was changed before, or taken from a jit of one's own, all.
     """
     hooks = _hooks.get()
+    stack, whole = hooks.gather(params)
 
     def body(x: Tree, piece: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
         params, xs = piece
-        return block(hooks.gather.whole(path, params), x, xs)
+        return block(whole(params), x, xs)
 
-    return jax.lax.scan(remat(hooks.remat, body, in_scan=True), x, (hooks.gather.stack(path, params), xs))
+    return jax.lax.scan(remat(hooks.remat, body, in_scan=True), x, (stack, xs))

@@ -68,8 +68,14 @@ def make_optimizer(
         args["blocks"] = blocks
     if "weight_decay" in takes:
         args["weight_decay"] = weight_decay
-        if "mask" in takes:
-            args["mask"] = decay_mask(no_decay)
+        own = next((name for name in ("mask", "weight_decay_mask") if name in takes), None)
+        if own is not None:
+            args[own] = decay_mask(no_decay)
+        elif weight_decay and no_decay:
+            raise UsageError(
+                f"optimizer.no_decay: {make.__name__} takes no mask and would decay all parameters; set no_decay to [] "
+                "or weight_decay to 0"
+            )
     elif weight_decay and not open_ended:
         raise UsageError(f"optimizer.weight_decay: {weight_decay} but {make.__name__} takes none; set it to 0")
     elif weight_decay:

@@ -94,6 +94,11 @@ def make_state(
     return from_first(state, mesh, dims, axes) if jax.process_count() > 1 else state
 
 
+def like(tree: Any, other: Any) -> Any:
+    """The leaves in the dtypes of another tree's."""
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, other)
+
+
 def same(tree: Any) -> Any:
     """To be jitted with another placement."""
     return tree
@@ -201,6 +206,8 @@ def from_first(tree: Any, mesh: Mesh, dims: Any = None, axes: Axes = FLAT) -> An
         over = axes.all if d == WHOLE else axes.replica
         if over is None:
             return x
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(sync(jax.random.key_data(x), d), impl=jax.random.key_impl(x))
         sent = jax.lax.psum(jnp.where(jax.lax.axis_index(over) == 0, x, jnp.zeros_like(x)), over)
         return sent.astype(x.dtype)  # a sum of booleans is an integer
 

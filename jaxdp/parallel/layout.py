@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdp.axes import Axes
-from jaxdp.models.scan import BlockGather
+from jaxdp.models.scan import BlockGather, as_they_are
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.precision import cast_floats
 from jaxdp.split import WHOLE, path_string, split_dims, take
@@ -125,15 +125,28 @@ def make_gather(
         return lent(handle, source)
 
     def gather(handle: Tree, dtype: Any) -> tuple[Tree, BlockGather]:
-        inside, outside = _cut(handle, blocks)
-        source, along, sent = (_cut(tree, blocks)[1] for tree in (params, dims, sent_dims))
-        whole = lend(outside, source, along, sent, dtype)
+        (inside, outside), *others = (_cut(tree, blocks) for tree in (handle, params, dims, sent_dims))
+        whole = lend(outside, others[0][1], others[1][1], others[2][1], dtype)
+        lent = {}  # id of an array that the model gets -> (the array, what it is made of)
 
-        def one(path: str, piece: tuple[Tree, Tree]) -> Tree:
-            along, sent = (jax.tree.map(lambda d: d - (d >= 0), _below(tree, path)) for tree in (dims, sent_dims))
-            return lend(*piece, along, sent, dtype)
+        def stack_of(handle: Any, source: Any, dim: int, sent: int | None) -> jax.Array:
+            """A stack as a whole, which costs nothing where nobody reads it: where it goes to `scan_blocks` alone."""
+            (array,) = lend([handle], [source], [dim], [sent], dtype)
+            lent[id(array)] = (array, handle, source, dim, sent)
+            return array
 
-        return merge(whole, inside), BlockGather(lambda path, stack: (stack, _below(params, path)), one)
+        stacks = jax.tree.map(stack_of, inside, *(tree for tree, _ in others))
+
+        def of_blocks(stacked: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
+            leaves, treedef = jax.tree.flatten(stacked)
+            if not all(id(x) in lent for x in leaves):  # not what the model was given: whole, and to be taken as it is
+                return as_they_are(stacked)
+            _, handles, sources, along, sent = zip(*(lent[id(x)] for x in leaves))
+            inner = lambda dims: [d if d is None or d < 0 else d - 1 for d in dims]
+            one = lambda piece: jax.tree.unflatten(treedef, lend(piece[0], piece[1], inner(along), inner(sent), dtype))
+            return (list(handles), list(sources)), one
+
+        return merge(whole, stacks), of_blocks
 
     return handle, gather
 
@@ -148,12 +161,6 @@ def _cut(tree: Tree, blocks: tuple[str, ...]) -> tuple[Tree, Tree]:
     inside = lambda path: f"{path_string(path)}/".startswith(heads) if heads else False
     pick = lambda wanted: jax.tree_util.tree_map_with_path(lambda p, x: x if inside(p) == wanted else None, tree)
     return pick(True), pick(False)
-
-
-def _below(tree: Tree, path: str) -> Tree:
-    for part in path.split("/"):
-        tree = tree[part]
-    return tree
 
 
 def _like(tree: Tree, other: Tree) -> Tree:

@@ -16,6 +16,7 @@ from jaxdp.parallel.base import (
     collect,
     data_mesh,
     deal,
+    like,
     make_state,
     of_this_process,
     ordered_devices,
@@ -148,7 +149,7 @@ class PJit:
 
     def averaged(self, state: TrainState) -> TrainState:
         shardings = jax.tree.map(lambda x: x.sharding, state.params)
-        return state.replace(params=jax.jit(same, out_shardings=shardings)(state.ema))
+        return state.replace(params=jax.jit(same, out_shardings=shardings)(like(state.ema, state.params)))
 
     def arguments(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
         slots = self.table.size

@@ -17,6 +17,7 @@ from jaxdp.parallel.base import (
     collect,
     data_mesh,
     deal,
+    like,
     make_state,
     of_this_process,
     ordered_devices,
@@ -120,7 +121,7 @@ class PMap:
 
     def averaged(self, state: TrainState) -> TrainState:
         ema = self.export(state).ema
-        whole = jax.jit(same, out_shardings=self.everywhere)(ema)
+        whole = jax.jit(same, out_shardings=self.everywhere)(like(ema, state.params))
         return state.replace(params=jax.tree.map(lambda x: _of_buffers(x.shape, self.here, x), whole))
 
     def arguments(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
