@@ -146,8 +146,9 @@ def plan(config: Config, options: dict[str, Any]) -> None:
 
 def verify(config: Config, options: dict[str, Any]) -> None:
     """The verb `verify`: exits with code 1 where many devices do not train what one device would."""
-    from jaxdp.cli.verifying import report
+    from jaxdp.cli.verifying import compile_quickly, report
 
+    compile_quickly()
     set_jax(config)
     text, verified = report(config, make_subject(config), options)
     print(text)

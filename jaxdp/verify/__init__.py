@@ -51,10 +51,10 @@ def verify(
         report.parameters = sum(x.size for x in jax.tree.leaves(begin.params))
         oracle = make_oracle(subject, one)
         report.checks.append(check_loss(subject, oracle, trial, begin, found.tolerance))
+        report.checks.append(check_optimizer(subject, begin.params))
         if any(check.verdict == FAILED for check in report.checks):
             return judge(report)  # whatever is trained with it would be as wrong
         report.checks.append(check_padding(subject, oracle, trial, begin, found.random, found.tolerance))
-        report.checks.append(check_optimizer(subject, begin.params))
         for check in report.checks:
             say(f"{check.name}: {check.verdict}")
         reference = find_reference(

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, one_line
 from jaxdp.models.base import CARRY
 from jaxdp.optim import check_elementwise
 from jaxdp.split import path_string
@@ -81,8 +81,14 @@ def leaf_norms(tree: Tree) -> dict[str, float]:
 
 
 def check_optimizer(subject: Subject, params: Tree) -> Check:
+    """Whether it can be used at all, and on slices of the parameters."""
+    tx = subject.make_tx(1.0)
     try:
-        check_elementwise(subject.make_tx(1.0), params, blocks=subject.model.blocks)
+        jax.eval_shape(lambda params: tx.update(params, tx.init(params), params), params)
+        check_elementwise(tx, params, blocks=subject.model.blocks)
+    except TypeError as error:
+        text = f"the optimizer's update needs more than gradients, state and parameters: {one_line(error)}"
+        return Check("optimizer", FAILED, text)
     except UsageError as error:
         return Check("optimizer", NOTE, str(error).removeprefix("optimizer: "))
     return Check("optimizer", OK, "elementwise: it works on slices of the parameters as on the whole")

@@ -56,7 +56,9 @@ def difference(got: np.ndarray | None, want: np.ndarray | None) -> float:
     finite = np.isfinite(want)
     if not np.array_equal(np.isfinite(got), finite):
         return np.inf
-    size, apart = np.linalg.norm(want[finite]), np.linalg.norm(got[finite] - want[finite])
+    got, want = got[finite], want[finite]
+    top = max(np.abs(got).max(initial=0.0), np.abs(want).max(initial=0.0)) or 1.0  # or their squares may overflow
+    size, apart = np.linalg.norm(want / top), np.linalg.norm(got / top - want / top)
     return float(apart / size) if size else np.inf if apart else 0.0
 
 

@@ -1,6 +1,7 @@
 """The verdict, with its cause where one can be told: what stands in the code, or what all that fails has in common."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -63,14 +64,14 @@ class Report:
 def judge(report: Report, reference: Reference | None = None) -> Report:
     """The report with its causes; no reference: nothing could be trained."""
     causes = [check.text for check in report.checks if check.verdict == FAILED]
+    untrainable: list[str] = []
     if reference is not None:
         report.rate, report.noise, report.shaky = reference.rate, reference.noise, reference.shaky
-        causes += faults_of(reference, report)
+        untrainable = faults_of(reference, report)
     own = next((r for r in report.results if r.row is not None), None)
     if own is not None and own.refused:
         causes.append(f"the strategy that the config asks for is refused: {own.problem}")
-    if report.failed:
-        causes += explain(report)
+    causes += untrainable or (explain(report) if report.failed else [])
     report.causes = list(dict.fromkeys(causes))
     return report
 
@@ -95,39 +96,41 @@ def explain(report: Report) -> list[str]:
     """The likely cause of what differs, most certain first."""
     if report.findings:
         return list(map(str, report.findings))
-    if any(check.verdict == FAILED for check in report.checks):
-        return []
     problems = [r.problem for r in report.failed if r.problem]
     if problems:
         return [f"{len(problems)} of {len(report.results)} strategies failed: {problems[0]}"]
-    common = in_common(report.failed, report.passed)
-    told = ", ".join(f"{name} {value}" for name, value in common.items())
-    optimizer = next((c for c in report.checks if c.name == "optimizer" and c.verdict == NOTE), None)
     if report.results[0] in report.failed:
         return [
             "even without a strategy the step differs from the oracle: something depends on more than its arguments, "
             "such as a global, or a random generator of its own"
         ]
-    if "zero" in common and optimizer is not None:
-        return [f"only {told} differs, where the optimizer sees slices: {optimizer.text}"]
-    if "zero" in common:
-        return [f"only {told} differs, where state is split: the optimizer may look at more than single elements"]
-    if not [r for r in report.passed if r.row is not None and r.row.devices > 1]:
+    many = lambda results: any(r.row is not None and r.row.devices > 1 for r in results)
+    if many(report.failed) and not many(report.passed):
         return ["one device agrees and many do not: something depends on how many devices there are"]
-    return [f"only {told} differs" if told else "no single setting is common to all that differ"]
+    common = in_common(report.failed, report.passed)
+    told = f"only {', '.join(f'{name} {value}' for name, value in common.items())} differs"
+    optimizer = next((c for c in report.checks if c.name == "optimizer" and c.verdict == NOTE), None)
+    if "zero" in common and optimizer is not None:
+        return [f"{told}, where the optimizer sees slices: {optimizer.text}"]
+    if common.get("zero"):
+        return [f"{told}, where state is split: the optimizer may look at more than single elements"]
+    return [told if common else "no setting is common to all that differ, and to nothing that agrees"]
 
 
 def in_common(failed: list[Result], passed: list[Result]) -> dict[str, Any]:
-    """The settings that everything which failed has, and nothing that passed."""
-    rows = [r.row for r in failed if r.row is not None]
+    """The fewest settings that everything which failed has together, and nothing that passed."""
+    bad = [r.row for r in failed if r.row is not None]
     good = [r.row for r in passed if r.row is not None]
-    shared = {
-        name: values.pop() for name in Row._fields if rows and len(values := {getattr(row, name) for row in rows}) == 1
-    }
-    alone = {k: v for k, v in shared.items() if all(getattr(row, k) != v for row in good)}
-    if alone or not shared:
-        return alone
-    return shared if not any(all(getattr(row, k) == v for k, v in shared.items()) for row in good) else {}
+    take = lambda row, names: {name: getattr(row, name) for name in names}
+    for names in sorted(SETTINGS, key=len):
+        shared = take(bad[0], names)
+        if all(take(row, names) == shared for row in bad) and all(take(row, names) != shared for row in good):
+            return shared
+    return {}
+
+
+ORDER = ("zero", "backend", "reduction", "accumulate", "devices", "accumulator", "shard_size")
+SETTINGS = [names for size in (1, 2, 3) for names in itertools.combinations(ORDER, size)]
 
 
 def _finite(x: float) -> bool:

@@ -24,18 +24,9 @@ def choose_devices(number: int, microbatches: int) -> list[jax.Device]:
 
 @contextlib.contextmanager
 def settings(device: jax.Device) -> Iterator[None]:
-    """float64 and exact products, on this device where nothing else is said.
-
-    On simulated devices programs are compiled with few optimizations: compiling is what takes the time there.
-    """
-    quick = "jax_disable_most_optimizations"
-    before = jax.config.values[quick]
+    """float64 and exact products, on this device where nothing else is said."""
     with jax.enable_x64(True), jax.default_matmul_precision("highest"), jax.default_device(device):
-        jax.config.update(quick, before or device.platform == "cpu")
-        try:
-            yield
-        finally:
-            jax.config.update(quick, before)
+        yield
 
 
 def check_memory(subject: Subject, trial: Trial, devices: Sequence[jax.Device]) -> None:
