@@ -140,8 +140,9 @@ def test_a_static_scale_stays_and_skips_too():
     assert_same_bits(contents(states[2]), contents(states[1]))
 
 
-@pytest.mark.parametrize("scaling", [LossScaling(2.0**10), LossScaling(2.0**10, dynamic=False)])
+@pytest.mark.parametrize("scaling", [LossScaling(2.0**10), LossScaling(2.0**10, dynamic=False, weight=20)])
 def test_a_scale_that_is_a_power_of_two_changes_no_float32_number(scaling):
+    """Nor does the weight that makes it one of the mean loss: a power of two is taken of that too."""
     plain, scaled = (run(4, toys.MODELS["blocks"](), toys.data(), scaling=s)[0][-1] for s in (None, scaling))
     assert_same_bits((scaled.params, scaled.opt_state), (plain.params, plain.opt_state))
 
@@ -157,14 +158,14 @@ def float32_losses():
 
 @pytest.mark.parametrize("layout", ["pmap-1", "pjit-0", "pjit-3"])
 def test_float16_learns_as_float32_does(layout):
-    """To 2e-3 of the loss: float16 rounds by up to 2^-11 = 5e-4, over a few layers and 12 updates."""
+    """To 5e-3 of the loss: float16 rounds by up to 2^-11 = 5e-4, and 12 updates add up what that does."""
     _, metrics, *_ = run(
         12, toys.MODELS["blocks"](), toys.data(), optimizer="momentum", policy=F16, scaling=LossScaling(2.0**10),
         **LAYOUTS[layout],
     )  # fmt: skip
     assert not any(m["skipped"] for m in metrics)
     difference = np.abs(losses(metrics) / float32_losses() - 1)
-    assert 1e-6 < difference.max() < 2e-3
+    assert 1e-6 < difference.max() < 5e-3
 
 
 def test_what_overflows_does_not_depend_on_the_devices():
@@ -351,28 +352,20 @@ def test_what_is_computed_again_is_not_kept():
     assert temporaries[-1] < 0.5 * temporaries[0]
 
 
-@functools.cache
-def all_bfloat16(accumulate):
-    """On one device."""
-    return toys.train(toys.MODELS["blocks"](), toys.data(), **ALL_BFLOAT16, accumulate=accumulate, steps=4)
-
-
-ALL_BFLOAT16 = {"optimizer": "momentum", "policy": toys.uniform("bfloat16"), "microbatches": 16}
-
-
 @pytest.mark.parametrize("layout", ["pmap-1", "pjit-2", "pjit-3"])
 def test_parameters_may_be_bfloat16(layout):
-    """All of the state, and sums of gradients, in bfloat16: what another order of these sums may change is what it
-    changes on one device, within a factor of 2."""
-    states, metrics, *_ = run(
-        4, toys.MODELS["blocks"](), toys.data(), **ALL_BFLOAT16, accumulate="loop", **LAYOUTS[layout]
-    )
+    """All of the state, and sums of gradients, in bfloat16: 16 microbatches added up in another order may round, by up
+    to 2^-9, 16 times."""
+    settings = {"optimizer": "momentum", "policy": toys.uniform("bfloat16"), "microbatches": 16, "accumulate": "loop"}
+    states, metrics, *_ = run(4, toys.MODELS["blocks"](), toys.data(), ema=0.999, **settings, **LAYOUTS[layout])
     assert {x.dtype.name for x in jax.tree.leaves((states[-1].params, states[-1].opt_state))} == {"bfloat16"}
-    one, other = all_bfloat16("loop"), all_bfloat16("vmap")
-    rounding = toys.relative_error(other[1].params, one[1].params)[0]
-    assert rounding < 0.05
-    assert toys.relative_error(states[-1].params, one[1].params)[0] < 2 * rounding
-    np.testing.assert_allclose(losses(metrics), losses(one[2]), rtol=1e-2)
+    want = states[0].ema
+    for state in states[1:]:  # biases are all movement, and a bfloat16 would not move by a thousandth of a step
+        want = jax.tree.map(lambda e, p: e + 0.001 * (p.astype(np.float32) - e), want, state.params)
+    assert toys.relative_error(states[-1].ema, want)[0] < 2**-8  # XLA may take the parameters before they are rounded
+    _, one, want, *_ = toys.train(toys.MODELS["blocks"](), toys.data(), **settings, steps=4)
+    assert toys.relative_error(states[-1].params, one.params)[0] < 2**-5
+    np.testing.assert_allclose(losses(metrics), losses(want), rtol=1e-2)
     assert losses(metrics)[3] < losses(metrics)[0]
 
 

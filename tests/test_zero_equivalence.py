@@ -123,7 +123,7 @@ def check_optimizer(optimizer, **row):
     np.testing.assert_allclose(metrics, want_metrics, rtol=1e-12)
 
 
-@pytest.mark.parametrize("row", pairwise(fits, **OPTIMIZED), ids=name)
+@pytest.mark.parametrize("row", pairwise(fits, **OPTIMIZED | {"zero": (1, 2, 3)}), ids=name)
 def test_every_optimizer_agrees_with_one_device(row):
     check_optimizer(**row)
 
@@ -143,8 +143,8 @@ def test_the_optimizers_move_the_parameters_and_adafactor_factors():
     assert rows["embed"]["embedding"].shape == (8,) and rows["blocks"]["stack"]["up"]["kernel"].shape == (3, 24)
 
 
-STAGES = [("pjit", "8", 0, "split"), ("pjit", "8", 1, "split"), ("pjit", "8/4", 2, "whole"), ("pmap", "8", 1, "split")]
-STAGES += [("pjit", place, zero, "split") for place in ("8", "8/2") for zero in (2, 3)]
+STAGES = [("pmap", "8", 1, "split"), ("pjit", "8", 1, "split"), ("pjit", "8/4", 2, "whole")]
+STAGES += [("pjit", "8", 2, "split"), ("pjit", "8/2", 3, "split")]
 BF16 = Policy(jnp.float32, jnp.bfloat16, jnp.float32)
 
 
@@ -163,12 +163,12 @@ def narrow_alone(accumulate, policy):
 @pytest.mark.parametrize("stage", STAGES, ids=str)
 def test_bfloat16_agrees_with_bfloat16_on_one_device(stage):
     """One microbatch after the other, bfloat16 rounds inside a microbatch only: what adds up is float32, and agrees as
-    float32 does. All at once, a device adds its microbatches up in bfloat16; how many those are may change what the
-    order of the sum changes on one device, within a factor of 2."""
+    float32 does. All at once, a device adds its microbatches up in bfloat16, so that it matters how many they are: by
+    less than it matters, on one device, that it is bfloat16."""
     one = {a: narrow_alone(a, BF16) for a in ("loop", "vmap")}
-    rounding = toys.relative_error(one["vmap"], one["loop"])[0]
-    assert 1e-3 < rounding < toys.relative_error(one["loop"], narrow_alone("loop", None))[0] < 0.1
-    for accumulate, tolerance in ("loop", 1e-5), ("vmap", 2 * rounding):
+    cost = toys.relative_error(one["vmap"], narrow_alone("vmap", None))[0]
+    assert 1e-2 < cost < 1e-1
+    for accumulate, tolerance in ("loop", 1e-5), ("vmap", cost):
         error, where = toys.relative_error(narrow(accumulate, *stage, policy=BF16), one[accumulate])
         assert error <= tolerance, f"{accumulate} {where}: {error:.2e} > {tolerance:.1e}"
 
