@@ -43,12 +43,11 @@ def verify(
         require(own, devices)
         trial = make_trial(subject, len(devices), updates)
         found = survey(subject, trial, tolerance)
-        report = Report(subject, trial, list(devices), found.tolerance, found.findings, found.checks)
+        report = Report(subject, trial, found.parameters, list(devices), found.tolerance, found.findings, found.checks)
         if not found.runs:
             return judge(report)
         check_memory(subject, trial, devices)
         begin, one = start(subject, trial), bind(devices[0]) if found.findings else plain
-        report.parameters = sum(x.size for x in jax.tree.leaves(begin.params))
         oracle = make_oracle(subject, one)
         report.checks.append(check_loss(subject, oracle, trial, begin, found.tolerance))
         report.checks.append(check_optimizer(subject, begin.params))

@@ -23,11 +23,11 @@ class Report:
 
     subject: Subject
     trial: Trial
+    parameters: int
     devices: list[jax.Device]
     tolerance: float
     findings: list[Finding]
     checks: list[Check]
-    parameters: int = 0
     results: list[Result] = dataclasses.field(default_factory=list)
     rate: float = 1.0
     noise: dict[str, float] = dataclasses.field(default_factory=dict)

@@ -4,7 +4,6 @@ None of the step's code, no sharding, no padding; a fault that the step and its 
 """
 
 import functools
-import math
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -118,6 +117,7 @@ def key_of(subject: Subject, update: int, microbatch: int) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(subject.seed), update), microbatch)
 
 
+@np.errstate(over="ignore", invalid="ignore")  # what is not finite is told of in the verdict
 def train(
     subject: Subject, oracle: Oracle, trial: Trial, start: Start, tx: optax.GradientTransformation, frozen: list[str]
 ) -> Trained:
@@ -128,60 +128,62 @@ def train(
     thawed, rest = divide(params, frozen)
     opt_state = tx.init(thawed)
     ema, curve, history, disagreeing = params, list[dict[str, float]](), list[Tree](), set[str]()
-
     for i, batch in enumerate(trial.batches):
-        found = []
+        sums: list[tuple[dict[str, float], float]] = []
+        grads: list[Tree] = []
+        states: list[Tree] = []
         for m in range(trial.microbatches):
             piece = {k: v[m] for k, v in batch.items()}
             if not (piece["mask"] != 0).any():
                 continue  # a data set's own mask may leave out every token
             whole = state if carry[m] is None else {**state, CARRY: carry[m]}
-            (loss, (weight, metrics, new)), grads = oracle.value(thawed, rest, whole, piece, key_of(subject, i, m))
+            found = jax.device_get(oracle.value(thawed, rest, whole, piece, key_of(subject, i, m)))
+            (loss, (weight, metrics, new)), gradient = found
             new, carry[m] = without_carry(new)
-            found.append(({"loss": loss, **metrics}, float(weight), grads, new))
-        total = sum(weight for _, weight, *_ in found)
-        grads = weighted([(g, 1 / total) for *_, g, _ in found])
-        history.append(grads)
-        means = {name: sum(float(sums[name]) for sums, *_ in found) / total for name in found[0][0]}
-        norm = math.sqrt(sum(float(jnp.sum(g * g)) for g in jax.tree.leaves(grads)))
+            sums.append(({"loss": loss, **metrics}, weight))
+            grads.append(gradient)
+            states.append(new)
+        total = sum(weight for _, weight in sums)
+        mean = weighted(grads, [1 / total] * len(grads))
+        means = {name: sum(one[name] for one, _ in sums) / total for name in sums[0][0]}
+        norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(mean)))
         curve.append({**means, "grad_norm": norm, "weight": total})
-        state, differ = average(state, [(new, weight / total) for _, weight, _, new in found])
+        history.append(mean)
+        state, differ = average(states, [weight / total for _, weight in sums])
         disagreeing |= differ
-        thawed, opt_state = update(thawed, opt_state, grads)
+        thawed, opt_state = update(thawed, opt_state, mean)
         params = join(thawed, rest)
         if subject.ema_decay is not None:
-            ema = weighted([(ema, subject.ema_decay), (params, 1 - subject.ema_decay)])
-    stacked = None if first is None else jax.tree.map(lambda *x: jnp.stack(x), *carry)
+            ema = weighted([ema, params], [subject.ema_decay, 1 - subject.ema_decay])
     return Trained(
         params,
         state,
         opt_state,
         None if subject.ema_decay is None else ema,
-        stacked,
+        None if first is None else jax.tree.map(lambda *x: np.stack(x), *carry),
         {name: np.array([metrics[name] for metrics in curve]) for name in curve[0]},
         history,
         frozenset(disagreeing),
     )
 
 
-def weighted(trees: list[tuple[Tree, float]]) -> Tree:
+def weighted(trees: list[Tree], factors: list[float]) -> Tree:
     """The sum of trees, each times its factor."""
-    factors = [factor for _, factor in trees]
-    return jax.tree.map(lambda *x: sum(a * factor for a, factor in zip(x, factors)), *[tree for tree, _ in trees])
+    return jax.tree.map(lambda *x: sum(np.asarray(a) * factor for a, factor in zip(x, factors)), *trees)
 
 
-def average(old: Tree, new: list[tuple[Tree, float]]) -> tuple[Tree, set[str]]:
-    """(the model state after an update, the paths of what disagrees): floats by weight, integers as all have them."""
+def average(states: list[Tree], shares: list[float]) -> tuple[Tree, set[str]]:
+    """(the model state after an update, the paths of what disagrees): floats by share, integers as all have them."""
     disagreeing = set[str]()
 
-    def one(path: Any, old: jax.Array, *all_new: jax.Array) -> jax.Array:
-        if jnp.issubdtype(old.dtype, jnp.floating):
-            return jnp.asarray(sum(x * share for x, (_, share) in zip(all_new, new)))
-        if any((x != all_new[0]).any() for x in all_new):
+    def one(path: Any, *leaves: np.ndarray) -> np.ndarray:
+        if jnp.issubdtype(leaves[0].dtype, jnp.floating):
+            return np.asarray(sum(x * share for x, share in zip(leaves, shares)))
+        if any((x != leaves[0]).any() for x in leaves):
             disagreeing.add(path_string(path))
-        return all_new[0]
+        return leaves[0]
 
-    return jax.tree_util.tree_map_with_path(one, old, *[tree for tree, _ in new]), disagreeing
+    return jax.tree_util.tree_map_with_path(one, *states), disagreeing
 
 
 def divide(params: Tree, frozen: list[str]) -> tuple[Tree, Tree]:

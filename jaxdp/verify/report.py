@@ -29,8 +29,8 @@ def as_text(report: Report, title: str, wide: bool = False) -> str:
         groups = [[name, f"{w.error:.1e}", w.leaf, name_of(row)] for name, (w, row) in report.groups.items()]
         lines += ["", *table(["group", "error", "of the leaf", "worst under"], groups, wide)]
     for what, leaves in (
-        ("gradient is rounding noise, frozen here", report.noise),
-        ("rounding moves it", report.shaky),
+        ("the gradient is rounding noise, and frozen here", report.noise),
+        ("rounding alone moves it too far", report.shaky),
     ):
         shown = [f"{leaf} ({error:.0e})" for leaf, error in sorted(leaves.items(), key=lambda item: -item[1])]
         if shown:
@@ -57,10 +57,8 @@ def verdict(report: Report) -> str:
             f"verified: {len(report.results) - refused} ways to train agree with the oracle{more}; largest relative "
             f"error {report.largest.error:.1e}, of {report.largest.leaf}; allowed {report.tolerance:g}"
         )
-    many = (
-        f"{len(report.failed)} of {len(report.results)} ways to train differ from the oracle: " if report.failed else ""
-    )
-    return f"not verified: {many}{'; '.join(report.causes)}"
+    many = f"{len(report.failed)} of {len(report.results)} ways to train differ from the oracle: "
+    return f"not verified: {many if report.failed else ''}{'; '.join(report.causes)}"
 
 
 def cells_of(row: Row | None) -> list[str]:

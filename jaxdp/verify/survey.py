@@ -1,5 +1,6 @@
 """Data, model and loss are traced one after the other, for what they ask of their surroundings."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,13 +16,13 @@ from jaxdp.verify.subject import Subject, Trial
 from jaxdp.verify.trace import Finding, Traced, trace
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}  # by what is computed in
-DATA, MODEL, LOSS = "the data's transform", "the model", "the loss"
+DATA, INIT, MODEL, LOSS = "the data's transform", "the model's init", "the model", "the loss"
 WRONG = ("impure", "unbound")  # kinds of findings that cannot be right, whatever the strategies give
 
 
 class Survey(NamedTuple):
     """findings: what may make numbers depend on devices. random: data or model draw random numbers. epsilon: the last
-    digit of what is computed in. runs: it can be trained at all."""
+    digit of what is computed in. runs: it can be trained at all. parameters: how many, where init can be traced."""
 
     findings: list[Finding]
     checks: list[Check]
@@ -29,6 +30,7 @@ class Survey(NamedTuple):
     epsilon: float
     tolerance: float
     runs: bool
+    parameters: int
 
 
 def survey(subject: Subject, trial: Trial, tolerance: float | None) -> Survey:
@@ -52,7 +54,9 @@ def survey(subject: Subject, trial: Trial, tolerance: float | None) -> Survey:
         checks.append(Check("precision", NOTE, text))
     random = any(one.random for part, one in traced.items() if part in (DATA, MODEL))
     runs = LOSS in traced and traced[LOSS].out is not None
-    return Survey(findings, checks, random, float(jnp.finfo(dtype).eps), allowed, runs)
+    made = traced[INIT].out if INIT in traced else None
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(made[0])) if made is not None else 0
+    return Survey(findings, checks, random, float(jnp.finfo(dtype).eps), allowed, runs, count)
 
 
 def look(subject: Subject, trial: Trial) -> Iterator[Traced | Check]:
@@ -62,7 +66,7 @@ def look(subject: Subject, trial: Trial) -> Iterator[Traced | Check]:
     prepare = subject.transform or (lambda batch, key, train: batch)
     data = trace(DATA, lambda batch, key: prepare(batch, key, True), batch, key)
     yield data
-    made = trace("the model's init", subject.model.init, key, wide(trial.example), mapped=False)
+    made = trace(INIT, subject.model.init, key, wide(trial.example), mapped=False)
     yield made
     if data.out is None or made.out is None:
         return
