@@ -234,7 +234,7 @@ def subject(model, dataset=None, **more):
 
 def test_every_kind_of_state_is_compared():
     more = {"batch_size": 16, "clip_norm": 0.5, "ema_decay": 0.9, "frozen": ("head/bias",)}
-    report = verify(subject(recurrent(), **more), jax.devices()[:4], most=3)
+    report = verify(subject(recurrent(), **more), jax.devices()[:4], most=2)
     # The mean over a microbatch counts padding, which the check of padding finds; everything else agrees.
     assert [c.verdict for c in report.checks] == ["ok", "ok", "ok", "ok", "FAILED"] and len(report.causes) == 1
     assert not report.failed and report.largest.error < 1e-13
