@@ -36,6 +36,17 @@ ZERO = (
 )
 
 
+def of_params(state: TrainState, dims: Any) -> Any:
+    """The dims of the optimizer state, but whole what is not of a parameter: a coefficient is none of its slices."""
+    shapes = {f"/{path_string(p)}": x.shape for p, x in jax.tree_util.tree_leaves_with_path(state.params)}
+
+    def own(path: Any, x: Any, dim: int) -> int:
+        here = f"/{path_string(path)}"
+        return dim if any(here.endswith(p) and x.shape == shape for p, shape in shapes.items()) else WHOLE
+
+    return jax.tree_util.tree_map_with_path(own, state.opt_state, dims)
+
+
 class Share(NamedTuple):
     """How much of parameters and optimizer state is split; whole: leaves that the layout splits and no dim does."""
 

@@ -27,7 +27,7 @@ from jaxdp.parallel.base import (
     slot_table,
     totaller,
 )
-from jaxdp.parallel.layout import ZERO, Share, share, state_dims, whole_shape
+from jaxdp.parallel.layout import ZERO, Share, of_params, share, state_dims, whole_shape
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.split import WHOLE, spec, take
 from jaxdp.step import Batch, Step, TrainState, merge, plain_total
@@ -73,6 +73,7 @@ class PMap:
         self.layout, self.blocks, self.parts = ZERO[zero], blocks, len(self.devices)
         self.make, self.shapes = make, jax.eval_shape(make)
         self.dims = state_dims(self.shapes, self.layout, split_as or len(self.devices), blocks)
+        self.dims = self.dims.replace(opt_state=of_params(self.shapes, self.dims.opt_state))
         whole_split = state_dims(self.shapes, ZERO[3], split_as or len(self.devices), blocks)
         self.slices: Any = whole_split.params  # the dims of gradients and updates, where any state is split
 
