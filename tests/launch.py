@@ -45,6 +45,7 @@ class Finished(subprocess.CompletedProcess):
 def environment(env: Mapping[str, str | None] | None, devices: int) -> dict[str, str]:
     """This process's environment without any launcher's variables; on CPU, with that many simulated devices."""
     base = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES) and k not in LAUNCHER_NAMES}
+    base.pop("NPROC", None)  # ours, for our own devices
     base |= AS_ROOT | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",

@@ -12,6 +12,7 @@ from jaxdp import __version__
 from jaxdp.config import Config
 from jaxdp.config.check import check_key, check_structure, expected, inner, known_keys, resolve
 from jaxdp.distributed import launchers
+from jaxdp.environment import enough_threads, simulate
 from jaxdp.errors import DistributedError, UsageError, one_line
 
 VERBS = {
@@ -36,7 +37,6 @@ OPTIONS: dict[str, dict[str, tuple[Any, Any, str]]] = {
         "json": (bool, False, "print JSON"),
     },
 }
-MOST = 2048  # simulated devices: JAX fails beyond
 ALONE = ("plan", "verify")  # verbs of one process, on simulated devices where there are no real ones
 
 USAGE = """usage: jaxdp VERB [--config FILE] [--key value ...]
@@ -89,6 +89,8 @@ def _run(verb: str, argv: list[str]) -> None:
             flags = re.sub(r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", ""))
             os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
         simulate(options["devices"])
+        if verb == "verify":
+            enough_threads()
         from jaxdp.cli import verbs
 
         getattr(verbs, verb)(config, options)
@@ -99,6 +101,7 @@ def _run(verb: str, argv: list[str]) -> None:
         if launchers.discover().size == 1:
             raise
         error = str(e)  # the others may have a right config: the handshake tells them why this rank cannot
+    enough_threads()
     import jaxdp
 
     context = jaxdp.init()
@@ -107,14 +110,6 @@ def _run(verb: str, argv: list[str]) -> None:
     from jaxdp.cli import verbs
 
     getattr(verbs, verb)(config, path, context)
-
-
-def simulate(devices: int) -> None:
-    """So many devices for JAX's CPU backend, unless XLA_FLAGS says otherwise; before JAX starts."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_force_host_platform_device_count" not in flags:
-        count = min(devices, MOST)  # a plan for more is scaled
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={count}".strip()
 
 
 def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict[str, Any]]:

@@ -1,11 +1,11 @@
 """The verb `verify`: from a config to a report."""
 
 import json
-import os
 import sys
 from typing import Any
 
 from jaxdp.config import Config
+from jaxdp.environment import add_flag
 from jaxdp.verify import Subject, as_json, as_text, choose_devices, verify
 
 
@@ -15,9 +15,7 @@ def compile_quickly() -> None:
     A verification compiles much and computes little: a GPT took 33 s of processor time so, 42 with all, 27 with none; a
     CNN 27, 38 and 61.
     """
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_backend_optimization_level" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=1".strip()
+    add_flag("--xla_backend_optimization_level=1")
 
 
 def report(config: Config, subject: Subject, options: dict[str, Any]) -> tuple[str, bool]:
