@@ -36,7 +36,7 @@ def main() -> None:
         strategy = make_strategy(asked, parts, make_state, jax.devices())
         batch = strategy.put(read_batch(parts.dataset, parts.cursor, 0, strategy.local_slots))
         program, state = strategy.lower(step), strategy.init()
-        found = collectives(program.parts["update"].lower(state, batch).compile().as_text())
+        found = collectives(program.lowered(state, batch)["update"].compile().as_text())
         moved[name] = {kind: [t.count, t.bytes] for kind, t in summarize(found).items()}
         state, metrics = program.update(state, batch)
         runs[name] = [program, state, batch, jax.block_until_ready(metrics)["loss"]]

@@ -109,9 +109,11 @@ def _measure(case: Case, zero: int, devices: int) -> Plan:
     strategy = case.strategy
     program = strategy.lower(case.step)
     state, batch = strategy.arguments(case.example)
-    lowered = program.parts["update"].lower(state, batch)
-    compiled = lowered.compile()
-    used = compiled.memory_analysis()
+    lowered = program.lowered(state, batch)
+    compiled = {name: part.compile() for name, part in lowered.items()}
+    used = [part.memory_analysis() for part in compiled.values()]
+    slots = strategy.table.shape[1]
+    found = [c for name in lowered for c in collectives(compiled[name].as_text(), lowered[name].as_text())]
     dims, shapes, n = strategy.dims, strategy.shapes, strategy.parts
     grads = case.step.trainable(shapes.params)
     grad_dims = case.step.trainable(strategy.slices) if case.accumulate_split else None
@@ -125,17 +127,19 @@ def _measure(case: Case, zero: int, devices: int) -> Plan:
     return Plan(
         zero,
         devices,
-        strategy.table.shape[1],
+        slots,
         Memory(
             **sizes,
-            activations=max(0, used.temp_size_in_bytes - sizes["grads"]),
-            peak=used.argument_size_in_bytes
-            + used.temp_size_in_bytes
-            + max(0, used.output_size_in_bytes - used.alias_size_in_bytes),
+            activations=max(0, used[0].temp_size_in_bytes - sizes["grads"]),
+            peak=max(
+                u.argument_size_in_bytes + u.temp_size_in_bytes + max(0, u.output_size_in_bytes - u.alias_size_in_bytes)
+                for u in used
+            ),
         ),
         strategy.share(),
         zero == 3 and not strategy.blocks,
-        tuple(collectives(compiled.as_text(), lowered.as_text())),
+        # The length of a loop that only the run knows is that over the slots, which exact mode writes so.
+        tuple(c if c.exact else c._replace(count=c.count * slots, exact=True) for c in found),
         count_flops(jax.make_jaxpr(program.update)(state, batch)),
         (),
     )

@@ -176,7 +176,7 @@ def make_step(
 ) -> Step:
     """The step of a model, a loss and an Optax transformation.
 
-    accumulate: 'vmap' computes a replica's microbatches at once, 'loop' one after the other.
+    accumulate: 'vmap' computes a replica's microbatches at once, 'loop' one after the other; 'one' is given only one.
     remat: what the backward pass computes again (`REMAT`): of each block, or of a model without blocks as a whole.
     frozen: parameters whose path matches one of these expressions have no gradient and no optimizer state.
     ema_decay: of the running average of the parameters, ema = decay x ema + (1 - decay) x params after each update.
@@ -184,7 +184,7 @@ def make_step(
     schedule: reported as `lr` in the metrics.
     """
     policy = policy or Policy()
-    accumulation = {"vmap": _at_once, "loop": _one_by_one}[accumulate]
+    accumulation = {"vmap": _at_once, "loop": _one_by_one, "one": _only}[accumulate]
     trainable = thaw(frozen)
 
     def microbatch(view: View, batch: Batch, slot: jax.Array, train: bool, gather: Gather) -> tuple[jax.Array, Sums]:
@@ -240,8 +240,11 @@ def make_step(
             sums = microbatch(view._replace(carry=carry), batch, slot, False, gather)[1]
             return sums._replace(model_state=None, carry=None)
 
+        pieces = (carry, batch, slots)
+        if accumulate == "one":
+            return one(_first(pieces))
         every = jax.vmap(one) if accumulate == "vmap" else lambda pieces: jax.lax.map(one, pieces)
-        return jax.tree.map(lambda x: x.sum(0), every((carry, batch, slots)))
+        return jax.tree.map(lambda x: x.sum(0), every(pieces))
 
     def apply(state: TrainState, sums: Sums, total: Total = plain_total) -> tuple[TrainState, dict[str, jax.Array]]:
         params = trainable(state.params)
@@ -306,6 +309,12 @@ def _at_once(total: Callable, params: Tree, pieces: Tree) -> Sums:
     return sums._replace(grads=grads)
 
 
+def _only(total: Callable, params: Tree, pieces: Tree) -> Sums:
+    """Of one slot."""
+    (_, sums), grads = jax.value_and_grad(total, has_aux=True)(params, *_first(pieces))
+    return sums._replace(grads=grads, carry=jax.tree.map(lambda x: x[None], sums.carry))
+
+
 def _one_by_one(total: Callable, params: Tree, pieces: Tree) -> Sums:
     """Gradient accumulation: the activations of one slot at a time."""
 
@@ -317,10 +326,14 @@ def _one_by_one(total: Callable, params: Tree, pieces: Tree) -> Sums:
         new = slot(piece)
         return jax.tree.map(jnp.add, sums, new._replace(carry=None)), new.carry
 
-    shapes = jax.eval_shape(slot, jax.tree.map(lambda x: x[0], pieces))._replace(carry=None)
+    shapes = jax.eval_shape(slot, _first(pieces))._replace(carry=None)
     zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     sums, carry = jax.lax.scan(add, zero, pieces)
     return sums._replace(carry=carry)
+
+
+def _first(pieces: Tree) -> Tree:
+    return jax.tree.map(lambda x: x[0], pieces)
 
 
 def _three(result: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:

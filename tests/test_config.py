@@ -83,7 +83,19 @@ def test_arguments_on_the_command_line_override_the_file():
         (["--eval.ema", "perhaps"], ["eval.ema: 'perhaps' is not true or false"]),
         (["--optimizer.frozen", "['[']"], ["optimizer.frozen: '[' is not a regular expression"]),
         (["--optimizer.lr_scale", "{head: -1}"], ["optimizer.lr_scale: 'head' has -1.0; give a factor"]),
-        (["--parallel.reduction", "exact"], ["parallel.reduction: 'exact' is not supported yet"]),
+        (
+            ["--parallel.reduction", "exact", "--parallel.accumulate", "vmap"],
+            ["parallel.accumulate: vmap with reduction: exact", "leave it auto"],
+        ),
+        (
+            ["--parallel.reduction", "exact", "--precision.reduce", "bfloat16"],
+            ["precision.reduce: bfloat16 with reduction: exact", "leave it null"],
+        ),
+        (
+            ["--parallel.reduction", "exact", "--microbatches", "12", "--parallel.backend", "pjit"]
+            + ["--parallel.zero", "3"],
+            ["microbatches: 12 is not a power of two", "accumulator to whole", "microbatches to 16"],
+        ),
         (["--steps", "10", "--epochs", "2"], ["steps: 10", "epochs: 2", "one of the two"]),
         (["--seed", "-1"], ["seed: -1"]),
         (["--config", "nowhere.yaml"], ["--config: no file 'nowhere.yaml'"]),

@@ -10,7 +10,19 @@ import jaxdp
 ROOT = pathlib.Path(jaxdp.__file__).parent
 # Each may import what stands in rows above its own (and the leaves each other).
 LAYERS = [
-    {"errors", "axes", "environment", "config", "precision", "losses", "optim", "profile", "targets", "rundir", "digest"}
+    {
+        "errors",
+        "axes",
+        "environment",
+        "config",
+        "precision",
+        "losses",
+        "optim",
+        "profile",
+        "targets",
+        "rundir",
+        "digest",
+    }
     | {"models", "data", "metrics", "distributed", "split", "hlo", "hardware", "flops"},
     {"step"},
     {"parallel"},

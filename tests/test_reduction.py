@@ -101,7 +101,7 @@ def test_a_bucketed_step_is_one_all_reduce_of_one_operand(backend):
     )
     state = strategy.adopt(jax.device_put(state, strategy.abstract().step.sharding))
     batch = read_batch(Arrays(**examples), Cursor(20, 20, 8, 0), 0, strategy.local_slots)
-    text = program.parts["update"].lower(state, strategy.put(batch)).compile().as_text()
+    text = program.lowered(state, strategy.put(batch))["update"].compile().as_text()
     calls = [m.group(1) for m in re.finditer(r" all-reduce(?:-start)?\(([^)]*)\)", text)]
     assert len(calls) == 1 and "," not in calls[0]
     assert not re.search(r" (all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\(", text)

@@ -144,7 +144,7 @@ def compiled(**settings):
 @functools.cache
 def _compiled(**settings):
     strategy, step, arguments = build(**settings)
-    lowered = strategy.lower(step).parts["update"].lower(*arguments)
+    lowered = strategy.lower(step).lowered(*arguments)["update"]
     program = lowered.compile()
     found = collectives(program.as_text(), lowered.as_text())
     return Compiled(found, program.memory_analysis(), size(strategy.shapes.params), strategy)
@@ -271,7 +271,7 @@ def gradient_bytes(strategy, step, arguments):
         seen.append(size(sums.grads))
         return sums
 
-    strategy.lower(step._replace(grads=grads)).parts["update"].lower(*arguments)
+    strategy.lower(step._replace(grads=grads)).lowered(*arguments)["update"]
     return seen[-1]
 
 

@@ -20,7 +20,7 @@ from jaxdp.data.prefetch import read_batch
 from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError, one_line
 from jaxdp.metrics.writer import Nothing
-from jaxdp.parallel import STAGES
+from jaxdp.parallel import STAGES, Strategy
 from jaxdp.parallel.base import slot_table
 from jaxdp.plan import Case
 from jaxdp.profile import Profile
@@ -41,7 +41,7 @@ def make_run(config: Config, directory: pathlib.Path, context: Context) -> loop.
     step, make_state = make_the_step(config, parts), state_maker(config, parts)
     together(context, lambda: rehearse(config, parts, step, make_state))
     strategy = make_strategy(config, parts, make_state, devices)
-    together(context, lambda: strategy.check(parts.tx, step.trainable(strategy.shapes.params)))
+    together(context, lambda: check_optimizer(config, strategy, parts.tx, step))
     source = None
     if parts.eval_set is not None:
         cursor = Cursor(len(parts.eval_set), config.batch_size, config.microbatches, 0, shuffle=False)
@@ -81,7 +81,7 @@ def make_case(config: Config, parts: Parts, zero: int, slots: int, devices: int,
     )
     step = make_the_step(config, parts)
     if zero == own.zero:
-        strategy.check(parts.tx, step.trainable(strategy.shapes.params))
+        check_optimizer(config, strategy, parts.tx, step)
     places = parts.cursor.examples_per_microbatch
     first = parts.dataset.read(np.zeros(1, np.int64))
     example = {k: jax.ShapeDtypeStruct((places, *v.shape[1:]), v.dtype) for k, v in first.items()}
@@ -118,6 +118,15 @@ def choose_devices(config: Config, context: Context) -> list[jax.Device]:
     if wanted > len(devices):
         raise UsageError(f"parallel.devices: {wanted}, but there are {len(devices)}; make it smaller")
     return devices[:wanted]
+
+
+def check_optimizer(config: Config, strategy: Strategy, tx: Any, step: Step) -> None:
+    """UsageError, with its name, where the optimizer cannot do what the strategy asks of it."""
+    try:
+        strategy.check(tx, step.trainable(strategy.shapes.params))
+    except UsageError as error:
+        named = f"optimizer.target: {config.optimizer.target}: "
+        raise UsageError(str(error).replace("optimizer: ", named, 1), rank=error.rank) from None
 
 
 def rehearse(config: Config, parts: Parts, step: Step, make_state: Callable[[], TrainState]) -> None:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import optax
 
+from jaxdp import environment
 from jaxdp.config import Config, Target
 from jaxdp.data import SOURCES
 from jaxdp.data.base import Dataset, as_dataset, check_dtypes
@@ -47,6 +48,8 @@ def set_jax(config: Config) -> None:
     """What a config decides of JAX's own settings; before anything is made."""
     if config.precision.params == "float64":
         jax.config.update("jax_enable_x64", True)
+    if config.parallel.reduction == "exact":
+        environment.check_exact(config.microbatches)
     jax.config.update(
         "jax_default_matmul_precision", None if config.precision.matmul == "default" else config.precision.matmul
     )
@@ -84,7 +87,7 @@ def make_parts(config: Config) -> Parts:
 
 
 def make_the_step(config: Config, parts: Parts) -> Step:
-    opt, accumulate = config.optimizer, config.parallel.accumulate
+    opt = config.optimizer
     return make_step(
         parts.model,
         parts.loss,
@@ -92,7 +95,7 @@ def make_the_step(config: Config, parts: Parts) -> Step:
         seed=config.seed,
         policy=parts.policy,
         clip_norm=opt.clip_norm,
-        accumulate="vmap" if accumulate == "auto" else accumulate,
+        accumulate=choose_accumulate(config),
         remat=choose_remat(config, parts.model),
         frozen=opt.frozen,
         ema_decay=opt.ema,
@@ -220,10 +223,20 @@ def make_scaling(config: Config, dataset: Dataset) -> LossScaling | None:
     return LossScaling(float(scale), dynamic=False, weight=weight)
 
 
+def choose_accumulate(config: Config) -> str:
+    """The named way; exact mode takes slots one by one, and adds them up itself."""
+    own = config.parallel
+    if own.reduction == "exact":
+        return "one"
+    return "vmap" if own.accumulate == "auto" else own.accumulate
+
+
 def choose_remat(config: Config, model: Model) -> str:
-    """The named policy; by itself, stage 3 gathers the parameters of a block again rather than keep them whole."""
-    if config.parallel.remat == "auto":
-        return "dots_no_batch" if config.parallel.zero == 3 and model.blocks else "none"
+    """The named policy; by itself, stage 3 gathers the parameters of a block again rather than keep them whole, and
+    exact mode does in all stages what it does in one."""
+    own = config.parallel
+    if own.remat == "auto":
+        return "dots_no_batch" if (own.zero == 3 or own.reduction == "exact") and model.blocks else "none"
     return config.parallel.remat
 
 

@@ -5,7 +5,7 @@ import dataclasses
 
 import jax
 
-from jaxdp.build.parts import check_paths, choose_remat, make_parts, make_tx, state_maker
+from jaxdp.build.parts import check_paths, choose_accumulate, choose_remat, make_parts, make_tx, state_maker
 from jaxdp.config import Config
 from jaxdp.verify import Row, Subject
 
@@ -35,7 +35,7 @@ def make_subject(config: Config) -> Subject:
             backend=parallel.backend,
             zero=parallel.zero,
             reduction="xla" if parallel.reduction == "auto" else parallel.reduction,
-            accumulate="vmap" if parallel.accumulate == "auto" else parallel.accumulate,
+            accumulate=choose_accumulate(config),
             accumulator=parallel.accumulator,
             shard_size=parallel.shard_size,
         ),

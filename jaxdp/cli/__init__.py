@@ -8,11 +8,10 @@ import traceback
 from collections.abc import Collection
 from typing import Any, NoReturn, get_type_hints
 
-from jaxdp import __version__
+from jaxdp import __version__, environment
 from jaxdp.config import Config
 from jaxdp.config.check import check_key, check_structure, expected, inner, known_keys, resolve
 from jaxdp.distributed import launchers
-from jaxdp.environment import enough_threads, simulate
 from jaxdp.errors import DistributedError, UsageError, one_line
 
 VERBS = {
@@ -88,9 +87,8 @@ def _run(verb: str, argv: list[str]) -> None:
             os.environ["JAX_PLATFORMS"] = "cpu"
             flags = re.sub(r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", ""))
             os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
-        simulate(options["devices"])
-        if verb == "verify":
-            enough_threads()
+        environment.simulate(options["devices"])
+        set_threads(config, simulated=verb == "verify")
         from jaxdp.cli import verbs
 
         getattr(verbs, verb)(config, options)
@@ -101,7 +99,7 @@ def _run(verb: str, argv: list[str]) -> None:
         if launchers.discover().size == 1:
             raise
         error = str(e)  # the others may have a right config: the handshake tells them why this rank cannot
-    enough_threads()
+    set_threads(config)
     import jaxdp
 
     context = jaxdp.init()
@@ -110,6 +108,14 @@ def _run(verb: str, argv: list[str]) -> None:
     from jaxdp.cli import verbs
 
     getattr(verbs, verb)(config, path, context)
+
+
+def set_threads(config: Config | None, simulated: bool = True) -> None:
+    """Before JAX starts; simulated: for simulated devices that are to run."""
+    if config is not None and config.parallel.reduction == "exact":
+        environment.exact(config.microbatches)
+    if simulated:
+        environment.enough_threads()
 
 
 def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict[str, Any]]:

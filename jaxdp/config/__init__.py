@@ -118,16 +118,17 @@ class Parallel:
         zero: ZeRO stage: 1 splits the optimizer state over the devices, 2 the gradients too, 3 the parameters too;
             pmap has 0 and 1
         reduction: xla sums leaf by leaf, bucket packs leaves into few large operands; auto takes bucket where CPU
-            processes talk, else xla
+            processes talk, else xla; exact gives the same bits on any number of devices (docs/exact.md), a power of
+            two that divides microbatches
         bucket_mb: size of a bucket in MB
         shard_size: devices that share one copy of what is split, such as those of a host; null means all
         accumulator: gradients of stages 2 and 3 are summed over devices slot by slot (split) or once, after all slots
             (whole: less on the wire under accumulate loop, more memory)
         remat: what the backward pass computes again, block by block: none, full, all but matrix products (dots), all
-            but those with weights (dots_no_batch); auto is none, and dots_no_batch where stage 3
-            gathers blocks
+            but those with weights (dots_no_batch); auto is none, and dots_no_batch where stage 3 gathers blocks or
+            the reduction is exact and there are blocks
         accumulate: a device's microbatches all at once (vmap) or one after the other (loop, the memory of
-            one); auto takes vmap
+            one); auto takes vmap, and loop where the reduction is exact
         devices: use only the first so many devices of a single process; null uses all
     """
 

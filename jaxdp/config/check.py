@@ -178,7 +178,29 @@ def check(config: Config) -> None:
         name = "zero" if parallel.zero > 1 else "shard_size"
         value = getattr(parallel, name)
         raise UsageError(f"parallel.{name}: {value} does not work under pmap; set parallel.backend to pjit")
-    if config.parallel.reduction == "exact":
-        raise UsageError("parallel.reduction: 'exact' is not supported yet; use auto, xla or bucket")
+    if parallel.reduction == "exact":
+        check_exact(config)
     if "float64" in (config.precision.compute, config.precision.reduce) and config.precision.params != "float64":
         raise UsageError(f"precision.params: {config.precision.params!r} with float64 elsewhere; set it to float64 too")
+
+
+def check_exact(config: Config) -> None:
+    """Raises `UsageError` for what rounds in another way on another number of devices."""
+    parallel, dtypes = config.parallel, config.precision
+    if parallel.accumulate == "vmap":
+        raise UsageError(
+            "parallel.accumulate: vmap with reduction: exact adds up in another order on every number of devices; "
+            "leave it auto"
+        )
+    if dtypes.reduce not in (None, dtypes.params):
+        raise UsageError(
+            f"precision.reduce: {dtypes.reduce} with reduction: exact would round between devices and not inside one; "
+            "leave it null, which is that of the parameters"
+        )
+    slot_by_slot = parallel.zero > 1 and parallel.accumulator == "split"
+    if slot_by_slot and config.microbatches & (config.microbatches - 1):
+        raise UsageError(
+            f"microbatches: {config.microbatches} is not a power of two, which reduction: exact needs where zero: "
+            f"{parallel.zero} sums gradients slot by slot; set parallel.accumulator to whole, or microbatches to "
+            f"{2 ** round(math.log2(config.microbatches))} (this changes the numbers)"
+        )

@@ -31,7 +31,12 @@ BUDGET = 2**19  # elements of all wide leaves together
 
 
 def check_elementwise(
-    tx: optax.GradientTransformation, params: Tree, parts: int = 2, blocks: Sequence[str] = ()
+    tx: optax.GradientTransformation,
+    params: Tree,
+    parts: int = 2,
+    blocks: Sequence[str] = (),
+    advice: str = "under pmap use an elementwise one, such as sgd, adam, adamw or lion (and clip before it), or the "
+    "backend pjit",
 ) -> None:
     """Raises UsageError where `tx` updates slices of `params` in another way than the whole, or fails on them.
 
@@ -49,10 +54,7 @@ def check_elementwise(
     leaves = [_Leaf(path_string(p), tuple(x.shape), x.dtype, dim) for (p, x), dim in zip(found, dims, strict=True)]
     problem = _problem(tx, treedef, tuple(leaves), jax.config.values["jax_enable_x64"])
     if problem is not None:
-        raise UsageError(
-            f"optimizer: {problem}; under pmap use an elementwise one, such as sgd, adam, adamw or lion (and clip "
-            "before it), or the backend pjit"
-        )
+        raise UsageError(f"optimizer: {problem}; {advice}")
 
 
 class _Leaf(NamedTuple):

@@ -1,5 +1,6 @@
 """A data-parallel strategy is a placement of the state plus the one reduction between `grads` and `apply`."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -10,11 +11,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxdp.axes import DATA, FLAT, REPLICA, SHARD, Axes
 from jaxdp.errors import UsageError
+from jaxdp.parallel.exact import add_up
+from jaxdp.parallel.exact import total as exact_total
 from jaxdp.parallel.layout import Share
 from jaxdp.parallel.reduction import Reduction
+from jaxdp.parallel.rounding import as_written, pin, running
 from jaxdp.precision import cast_floats
 from jaxdp.split import WHOLE, spec
-from jaxdp.step import Batch, Step, Sums, Total, TrainState, merge
+from jaxdp.step import Batch, Gather, Step, Sums, Total, TrainState, View, merge, plain_total
 
 
 class Program(NamedTuple):
@@ -26,9 +30,31 @@ class Program(NamedTuple):
     update: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[[TrainState, Batch], Sums]
 
-    @property
-    def parts(self) -> dict[str, Any]:
-        return self._asdict()
+    def lowered(self, state: TrainState, batch: Batch) -> dict[str, Any]:
+        """The compiled parts of an update, lowered for such arguments: `update`, or `grads` and `apply`."""
+        if isinstance(self.update, TwoParts):
+            return self.update.lowered(state, batch)
+        return {"update": self.update.lower(state, batch)}  # type: ignore[attr-defined]
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoParts:
+    """An update as two programs: in one, XLA fuses the end of the reduction into the optimizer, and rounds otherwise.
+
+    grads(state, batch) -> Sums over all devices; apply(state, sums) -> (state, metrics), donating the state.
+    between(the first, lowered) -> the shapes of the sums as the second gets them.
+    """
+
+    grads: Any
+    apply: Any
+    between: Callable[[Any], Sums]
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        return self.apply(state, self.grads(state, batch))
+
+    def lowered(self, state: TrainState, batch: Batch) -> dict[str, Any]:
+        grads = self.grads.lower(state, batch)
+        return {"grads": grads, "apply": self.apply.lower(state, self.between(grads))}
 
 
 class Strategy(Protocol):
@@ -104,9 +130,10 @@ def same(tree: Any) -> Any:
     return tree
 
 
-def slot_table(microbatches: int, devices: int) -> np.ndarray:
+def slot_table(microbatches: int, devices: int, strided: bool = False) -> np.ndarray:
     """table[device, slot]: consecutive microbatches, shares that differ by at most one, -1 where a slot has none.
 
+    strided: microbatch = slot x devices + device, where devices divide microbatches.
     Raises UsageError where there are more devices than microbatches.
     """
     if devices > microbatches:
@@ -115,6 +142,8 @@ def slot_table(microbatches: int, devices: int) -> np.ndarray:
             f"more (this changes the numbers), or use at most {microbatches} of the devices",
             rank=0,
         )
+    if strided:
+        return np.arange(microbatches, dtype=np.int32).reshape(-1, devices).T
     table = np.full((devices, -(-microbatches // devices)), -1, np.int32)
     for row, share in zip(table, np.array_split(np.arange(microbatches), devices)):
         row[: len(share)] = share
@@ -170,10 +199,55 @@ def reducer(
     return reduce
 
 
-def totaller(dims: Any, axis: str) -> Total:
-    """`total` inside a strategy's program: a tree's measure, where leaves with a dim are slices along it."""
+def over_slots(
+    f: Callable[..., Sums],
+    reduce: Callable[[Sums], Sums],
+    table: np.ndarray,
+    axes: Axes,
+    exact: bool = False,
+    per_slot: bool = False,
+) -> Callable[[View, Batch, Gather], Sums]:
+    """Inside a strategy's program: one of the step's functions on this device's slots, and the sums of all devices.
+
+    exact: by the tree of `jaxdp.parallel.exact`. per_slot: then reduced slot by slot.
+    """
+
+    def at_once(view: View, batch: Batch, gather: Gather) -> Sums:
+        return reduce(f(view, batch, own_slots(table, axes), gather))
+
+    def by_tree(view: View, batch: Batch, gather: Gather) -> Sums:
+        live = running(view.step)
+
+        def one(carry: Any, batch: Batch, slot: jax.Array) -> Sums:
+            sums = f(view._replace(carry=carry), batch, slot, gather)
+            return reduce(pin(sums, live)) if per_slot else sums
+
+        apart = lambda sums: (sums._replace(carry=None), sums.carry)
+        sums, carry = add_up(one, (view.carry, batch, own_slots(table, axes)), live, apart)
+        return (sums if per_slot else reduce(sums))._replace(carry=carry)
+
+    return by_tree if exact else at_once
+
+
+def applier(apply: Callable[..., Any], exact: bool) -> Callable[..., Any]:
+    """f(state, ...) of a strategy's program; exact: with every operation rounded as it is written."""
+    if not exact:
+        return apply
+    return lambda state, *more: as_written(apply, running(state.step))(state, *more)
+
+
+def totaller(dims: Any, axis: str, pieces: Any = None, update: jax.Array | None = None) -> Total:
+    """`total` inside a strategy's program: a tree's measure, where leaves with a dim are slices along it.
+
+    dims: None where all leaves are whole. pieces: see `exact.total`, in update number `update`.
+    """
+    if dims is None and pieces is None:
+        return plain_total
 
     def total(measure: Callable[[Any], jax.Array], tree: Any) -> jax.Array:
+        if pieces is not None and update is not None:
+            along = jax.tree.map(lambda _: WHOLE, tree) if dims is None else dims
+            return exact_total(measure, tree, along, pieces, axis, running(update))
         once = jax.lax.axis_index(axis) == 0
         own = jax.tree.map(lambda x, d: jnp.where(once, x, jnp.zeros_like(x)) if d == WHOLE else x, tree, dims)
         return jax.lax.psum(measure(own), axis)

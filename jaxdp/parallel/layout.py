@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxdp.axes import Axes
 from jaxdp.models.scan import BlockGather, as_they_are
 from jaxdp.parallel.reduction import Reduction
+from jaxdp.parallel.rounding import pin
 from jaxdp.precision import cast_floats
 from jaxdp.split import WHOLE, path_string, split_dims, take
 from jaxdp.step import Gather, TrainState, merge, plain_gather
@@ -56,9 +57,12 @@ class Share(NamedTuple):
     whole_bytes: int
 
 
-def state_dims(state: TrainState, layout: Layout, parts: int, blocks: tuple[str, ...]) -> Any:
-    """A TrainState of the dim that each leaf is split along, or WHOLE; the carry is the strategy's own."""
-    split = lambda tree, wanted: split_dims(tree, parts if wanted else 1, blocks)
+def state_dims(state: TrainState, layout: Layout, parts: int, blocks: tuple[str, ...], most: int = 1) -> Any:
+    """A TrainState of the dim that each leaf is split along, or WHOLE; the carry is the strategy's own.
+
+    most: see `split_dim`.
+    """
+    split = lambda tree, wanted: split_dims(tree, parts if wanted else 1, blocks, most)
     return TrainState(
         step=split(state.step, False),
         params=split(state.params, layout.params),
@@ -95,12 +99,14 @@ def make_gather(
     blocks: tuple[str, ...],
     trainable: Callable[[Tree], Tree],
     reduce_dtype: Any = None,
+    live: jax.Array | None = None,
 ) -> tuple[Tree, Gather]:
     """(what to differentiate with respect to, the `gather` that makes whole parameters of it), inside a shard_map.
 
     params: this device's, slices along `dims` where `split_params`. Gradients come as slices summed over all devices
     where `split_grads`, else whole and not summed. The first tree has the shapes of these gradients; its values are
     not read, so that it costs nothing: the parameters are `params`, one block at a time where the model scans blocks.
+    live: with it, gradients are pinned before they are reduced (see `jaxdp.parallel.rounding`).
     """
     if not split_params and not split_grads:
         return params, plain_gather
@@ -117,23 +123,24 @@ def make_gather(
     def lend(handle: Tree, source: Tree, dims: Tree, sent_dims: Tree, dtype: Any) -> Tree:
         """The whole of `source`, in the compute dtype, with gradients for `handle`."""
 
-        def whole(handle: Tree, source: Tree) -> Tree:
+        def whole(handle: Tree, source: Tree, live: jax.Array | None) -> Tree:
             source = cast_floats(source, dtype)
             return reduction.gather(source, dims, axes.shard) if split_params else source
 
-        def forward(handle: Tree, source: Tree) -> tuple[Tree, None]:
-            return whole(handle, source), None
+        def forward(handle: Tree, source: Tree, live: jax.Array | None) -> tuple[Tree, jax.Array | None]:
+            return whole(handle, source, live), live
 
-        def backward(_: None, grads: Tree) -> tuple[Tree, None]:
+        def backward(live: jax.Array | None, grads: Tree) -> tuple[Tree, None, None]:
             if split_grads:
                 sent = jax.tree.map(lambda g, d: None if d is None else g, grads, sent_dims)
                 sent = _like(sent, handle) if reduce_dtype is None else cast_floats(sent, reduce_dtype)
+                sent = sent if live is None else pin(sent, live)
                 grads = merge(reduction.scatter(sent, sent_dims, axes), jax.tree.map(jnp.zeros_like, handle))
-            return _like(grads, handle), None
+            return _like(grads, handle), None, None
 
         lent = jax.custom_vjp(whole)
         lent.defvjp(forward, backward)
-        return lent(handle, source)
+        return lent(handle, source, live)
 
     def gather(handle: Tree, dtype: Any) -> tuple[Tree, BlockGather]:
         (inside, outside), *others = (_cut(tree, blocks) for tree in (handle, params, dims, sent_dims))

@@ -10,9 +10,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdp.axes import FLAT, REPLICA, SHARD, Axes
 from jaxdp.errors import UsageError
+from jaxdp.optim import check_elementwise
 from jaxdp.parallel.base import (
     Program,
+    TwoParts,
     abstract_state,
+    applier,
     collect,
     data_mesh,
     deal,
@@ -20,16 +23,18 @@ from jaxdp.parallel.base import (
     make_state,
     of_this_process,
     ordered_devices,
-    own_slots,
+    over_slots,
     reducer,
     same,
     slot_table,
     totaller,
 )
+from jaxdp.parallel.exact import check_devices, largest, pieces_of
 from jaxdp.parallel.layout import ZERO, Share, make_gather, share, state_dims
 from jaxdp.parallel.reduction import Reduction
+from jaxdp.parallel.rounding import running
 from jaxdp.split import spec
-from jaxdp.step import Batch, Step, Sums, TrainState, View, merge, plain_total
+from jaxdp.step import Batch, Step, Sums, Total, TrainState, View, merge
 
 
 class PJit:
@@ -56,8 +61,12 @@ class PJit:
         split_as: int | None = None,
     ):
         self.devices = ordered_devices(devices)
-        self.table = slot_table(microbatches, len(self.devices))
         self.layout, self.blocks = ZERO[zero], blocks
+        self.split_grads = self.layout.grads and accumulator == "split"
+        self.most = largest(microbatches) if reduction.exact else 1
+        if reduction.exact:
+            check_devices(microbatches, len(self.devices), self.split_grads)
+        self.table = slot_table(microbatches, len(self.devices), reduction.exact and self.split_grads)
         self.parts = group_size(shard_size, len(self.devices))
         hybrid = self.parts < len(self.devices)
         self.axes = Axes(SHARD, REPLICA) if hybrid else FLAT
@@ -66,14 +75,18 @@ class PJit:
         self.whole = NamedSharding(self.mesh, P())
         self.split = NamedSharding(self.mesh, P(self.axes.all))
         self.reduction, self.reduce_dtype = reduction, reduce_dtype
-        self.split_grads = self.layout.grads and accumulator == "split"
         self.make, self.shapes = make, jax.eval_shape(make)
-        self.dims = state_dims(self.shapes, self.layout, split_as or self.parts, blocks)
-        whole_split = state_dims(self.shapes, ZERO[3], split_as or self.parts, blocks)
+        self.dims = state_dims(self.shapes, self.layout, split_as or self.parts, blocks, self.most)
+        whole_split = state_dims(self.shapes, ZERO[3], split_as or self.parts, blocks, self.most)
         self.slices: Any = whole_split.params  # the dims of gradients and updates, where any state is split
 
     def check(self, tx: Any, params: Any) -> None:
-        """Any optimizer works: it sees whole arrays."""
+        """Any optimizer works: it sees whole arrays. But one that looks beyond an element rounds by how they lie."""
+        if self.reduction.exact and self.layout.opt_state and self.most > 1:
+            advice = (
+                "with reduction: exact, ZeRO needs an elementwise one, such as sgd, adam, adamw or lion, or zero: 0"
+            )
+            check_elementwise(tx, params, self.most, self.blocks, advice)
 
     def abstract(self) -> TrainState:
         return abstract_state(self.shapes, self.mesh, self.dims, self.axes.shard)
@@ -97,9 +110,11 @@ class PJit:
         over_devices = P(self.axes.all)
         view = View(whole, specs(dims.params), whole, whole, over_devices)
         map_over = lambda f, i, o: jax.shard_map(f, mesh=self.mesh, in_specs=i, out_specs=o, check_vma=False)
+        exact = self.reduction.exact
 
         def replica(f: Callable[..., Sums], split_grads: bool, reduce: Callable[[Sums], Sums], grads: Any) -> Any:
             """One of the step's functions on each device's share, and the sums of all."""
+            share = over_slots(f, reduce, self.table, self.axes, exact, self.split_grads)
 
             def run(view: View, batch: Batch) -> Sums:
                 params, gather = make_gather(
@@ -112,8 +127,9 @@ class PJit:
                     blocks=self.blocks,
                     trainable=step.trainable,
                     reduce_dtype=self.reduce_dtype,
+                    live=running(view.step) if exact else None,
                 )
-                return reduce(f(view._replace(params=params), batch, own_slots(self.table, self.axes), gather))
+                return share(view._replace(params=params), batch, gather)
 
             mapped = map_over(run, (view, over_devices), Sums(grads, whole, whole, whole, whole, over_devices))
             return lambda state, batch: mapped(state.view, batch)
@@ -126,13 +142,23 @@ class PJit:
         )
         joined = map_over(lambda params: self.reduction.gather(params, grad_dims, shard), (grad_specs,), whole)
 
-        def total(measure: Callable[[Any], jax.Array], tree: Any) -> jax.Array:
-            return map_over(lambda tree: totaller(grad_dims, shard)(measure, tree), (grad_specs,), whole)(tree)
+        measured_in = pieces_of(step.trainable(self.shapes.params), self.blocks, self.most) if exact else None
 
-        def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-            sums = grads(state, batch)
-            if not self.layout.opt_state:
-                return step.apply(state, sums, plain_total)
+        def total_of(update: jax.Array) -> Total:
+            """`total` in update number `update`."""
+            if grad_dims is None:
+                return totaller(None, shard, measured_in, update)
+
+            def total(measure: Callable[[Any], jax.Array], tree: Any) -> jax.Array:
+                local = lambda tree, update: totaller(grad_dims, shard, measured_in, update)(measure, tree)
+                return map_over(local, (grad_specs, whole), whole)(tree, update)
+
+            return total
+
+        def apply(state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, jax.Array]]:
+            total = total_of(state.step)
+            if grad_dims is None:
+                return step.apply(state, sums, total)
             before = state.params
             state, metrics = step.apply(state.replace(params=place(before, split_dims)), sums, total)
             params = place(state.params, split_dims)
@@ -142,10 +168,23 @@ class PJit:
 
         shardings = jax.tree.map(lambda d: NamedSharding(self.mesh, spec(d, shard)), dims)
         shardings = shardings.replace(carry=jax.tree.map(lambda _: self.split, self.shapes.carry))
-        return Program(
-            jax.jit(update, donate_argnums=0, out_shardings=(shardings, self.whole)),
-            jax.jit(evaluate, out_shardings=self.whole),
-        )
+        evaluation = jax.jit(evaluate, out_shardings=self.whole)
+        results = (shardings, self.whole)
+        if not exact:
+            update = lambda state, batch: apply(state, grads(state, batch))
+            return Program(jax.jit(update, donate_argnums=0, out_shardings=results), evaluation)
+
+        def between(lowered: Any) -> Sums:
+            sums = lowered.out_info
+            placed = lambda tree, place: jax.tree.map(
+                lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, p)), tree, place
+            )
+            all_whole = lambda tree: jax.tree.map(lambda _: whole, tree)
+            places = all_whole(sums) if grad_dims is None else all_whole(sums)._replace(grads=grad_specs)
+            return placed(sums, places._replace(carry=jax.tree.map(lambda _: over_devices, sums.carry)))
+
+        parts = (jax.jit(grads), jax.jit(applier(apply, exact), donate_argnums=0, out_shardings=results))
+        return Program(TwoParts(*parts, between), evaluation)
 
     def averaged(self, state: TrainState) -> TrainState:
         shardings = jax.tree.map(lambda x: x.sharding, state.params)

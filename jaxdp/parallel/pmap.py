@@ -1,5 +1,6 @@
 """`jax.pmap` over each process's devices, with `psum` over the axis of all: the classic data-parallel loop."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,9 @@ from jaxdp.errors import UsageError
 from jaxdp.optim import check_elementwise
 from jaxdp.parallel.base import (
     Program,
+    TwoParts,
     abstract_state,
+    applier,
     collect,
     data_mesh,
     deal,
@@ -21,16 +24,17 @@ from jaxdp.parallel.base import (
     make_state,
     of_this_process,
     ordered_devices,
-    own_slots,
+    over_slots,
     reducer,
     same,
     slot_table,
     totaller,
 )
+from jaxdp.parallel.exact import check_devices, largest, pieces_of
 from jaxdp.parallel.layout import ZERO, Share, of_params, share, state_dims, whole_shape
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.split import WHOLE, spec, take
-from jaxdp.step import Batch, Step, TrainState, merge, plain_total
+from jaxdp.step import Batch, Step, Sums, TrainState, merge, plain_gather
 
 
 class PMap:
@@ -59,6 +63,9 @@ class PMap:
             key, value = ("zero", zero) if zero > 1 else ("shard_size", shard_size)
             raise UsageError(f"parallel.{key}: {value} does not work under pmap; set parallel.backend to pjit", rank=0)
         self.devices = ordered_devices(devices)
+        if reduction.exact:
+            check_devices(microbatches, len(self.devices), per_slot=False)
+        self.most = largest(microbatches) if reduction.exact else 1
         self.table = slot_table(microbatches, len(self.devices))
         here = of_this_process(self.devices)
         local = [self.devices[i] for i in here]
@@ -72,14 +79,15 @@ class PMap:
         self.reduction, self.reduce_dtype = reduction, reduce_dtype
         self.layout, self.blocks, self.parts = ZERO[zero], blocks, len(self.devices)
         self.make, self.shapes = make, jax.eval_shape(make)
-        self.dims = state_dims(self.shapes, self.layout, split_as or len(self.devices), blocks)
+        self.dims = state_dims(self.shapes, self.layout, split_as or len(self.devices), blocks, self.most)
         self.dims = self.dims.replace(opt_state=of_params(self.shapes, self.dims.opt_state))
-        whole_split = state_dims(self.shapes, ZERO[3], split_as or len(self.devices), blocks)
+        whole_split = state_dims(self.shapes, ZERO[3], split_as or len(self.devices), blocks, self.most)
         self.slices: Any = whole_split.params  # the dims of gradients and updates, where any state is split
 
     def check(self, tx: Any, params: Any) -> None:
-        if self.layout.opt_state and len(self.devices) > 1:
-            check_elementwise(tx, params, len(self.devices), self.blocks)
+        parts = max(len(self.devices), self.most)
+        if self.layout.opt_state and parts > 1:
+            check_elementwise(tx, params, parts, self.blocks)
 
     def abstract(self) -> TrainState:
         return abstract_state(self.shapes, self.mesh, self.dims, DATA)
@@ -94,31 +102,45 @@ class PMap:
         return {k: jax.device_put(x.reshape(*self.per_device, *x.shape[1:]), self.split_here) for k, x in batch.items()}
 
     def lower(self, step: Step) -> Program:
-        parts = len(self.devices)
+        parts, exact = len(self.devices), self.reduction.exact
         split_dims = self.slices
         grad_dims = step.trainable(split_dims) if self.layout.opt_state else None
+        pieces = pieces_of(step.trainable(self.shapes.params), self.blocks, self.most) if exact else None
         reduce = reducer(self.reduction, dtype=self.reduce_dtype, dims=grad_dims)
+        sums_of = over_slots(step.grads, reduce, self.table, FLAT, exact)
+        evaluation_of = over_slots(step.evaluate, reducer(self.reduction), self.table, FLAT, exact)
 
-        def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-            sums = reduce(step.grads(state.view, batch, own_slots(self.table)))
+        def grads(state: TrainState, batch: Batch) -> Sums:
+            return sums_of(state.view, batch, plain_gather)
+
+        def apply(state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, jax.Array]]:
+            total = totaller(grad_dims, DATA, pieces, state.step)
             if grad_dims is None:
-                return step.apply(state, sums, plain_total)
+                return step.apply(state, sums, total)
             index = jax.lax.axis_index(DATA)
             before = state.params
             own = jax.tree.map(lambda x, d: take(x, d, index, parts), before, split_dims)
-            state, metrics = step.apply(state.replace(params=own), sums, totaller(grad_dims, DATA))
+            state, metrics = step.apply(state.replace(params=own), sums, total)
             joined = self.reduction.gather(step.trainable(state.params), grad_dims, DATA)
             return state.replace(params=merge(joined, before)), metrics
 
-        def evaluate(state: TrainState, batch: Batch) -> Any:
-            return reducer(self.reduction)(step.evaluate(state.view, batch, own_slots(self.table)))
+        def evaluate(state: TrainState, batch: Batch) -> Sums:
+            return evaluation_of(state.view, batch, plain_gather)
 
-        varies = jax.tree.leaves(jax.tree.map(lambda d: d != WHOLE, self.dims).replace(carry=self._carried(True)))
-        treedef = jax.tree.structure(self.shapes)
-        return Program(
-            _Mapped(update, treedef, varies, self.devices, changes=True),
-            _Mapped(evaluate, treedef, varies, self.devices, changes=False),
-        )
+        split = lambda tree: jax.tree.map(lambda d: d != WHOLE, tree)
+        of_state = split(self.dims).replace(carry=True)
+        yes: Any = True
+        no: Any = False
+        of_sums = Sums(split(grad_dims) if self.layout.opt_state else no, no, no, no, no, yes)
+        mapped = functools.partial(_Mapped, devices=self.devices)
+        results = (of_state, False)
+        evaluation = mapped(evaluate, (of_state, True), False)
+        if not exact:
+            update = lambda state, batch: apply(state, grads(state, batch))
+            return Program(mapped(update, (of_state, True), results, donate=True), evaluation)
+        first = mapped(grads, (of_state, True), of_sums)
+        second = mapped(applier(apply, exact), (of_state, of_sums), results, donate=True)
+        return Program(TwoParts(first, second, first.result_shapes), evaluation)
 
     def averaged(self, state: TrainState) -> TrainState:
         ema = self.export(state).ema
@@ -186,15 +208,25 @@ class PMap:
 
 
 class _Mapped:
-    """`pmap` of f(state, batch) -> (state, metrics), or sums: state goes in and out as two tuples of leaves, those that
-    differ between devices and those that do not, because `pmap` over several processes wants its axes hashable."""
+    """`pmap` of f(state, other): every tree goes in and comes out as two tuples of leaves, those that differ between
+    devices and those that do not, because `pmap` over several processes wants its axes hashable.
 
-    def __init__(self, f: Callable, treedef: Any, varies: list[bool], devices: list[jax.Device], changes: bool):
-        self.treedef, self.varies, self.changes = treedef, varies, changes
+    takes, gives: of each argument, and of the result, a tree (or a prefix of one) of which leaves differ. donate: the
+    first argument.
+    """
 
-        def run(own: tuple, shared: tuple, batch: Batch) -> Any:
-            out = f(self._join(own, shared), batch)
-            return (*self._cut(out[0]), out[1]) if changes else out
+    def __init__(
+        self, f: Callable, takes: tuple[Any, Any], gives: Any, devices: list[jax.Device], donate: bool = False
+    ):
+        self.takes, self.gives = [_Parted(varies) for varies in takes], _Parted(gives)
+
+        def run(_: jax.Array, *parts: tuple) -> tuple[tuple, tuple]:
+            first, second = self.takes
+            return self.gives.cut(f(first.join(*parts[:2]), second.join(*parts[2:])))
+
+        local = [devices[i] for i in of_this_process(devices)]
+        places = NamedSharding(data_mesh(local), P(DATA))
+        self.anchor = jax.device_put(np.zeros(len(local), bool), places)  # pmap wants something that is mapped
 
         # Over several processes pmap takes all devices in their own order, which must be ours.
         chosen = None if jax.process_count() > 1 else devices
@@ -202,26 +234,38 @@ class _Mapped:
         self.mapped = jax.pmap(
             run,
             axis_name=DATA,
-            in_axes=(0, None, 0),
-            out_axes=(0, None, None) if changes else None,
-            donate_argnums=(0, 1) if changes else (),
+            in_axes=(0, 0, None, 0, None),
+            out_axes=(0, None),
+            donate_argnums=(1, 2) if donate else (),
             devices=chosen,
         )
 
-    def __call__(self, state: TrainState, batch: Batch) -> Any:
-        out = self.mapped(*self._cut(state), batch)
-        return (self._join(*out[:2]), out[2]) if self.changes else out
+    def __call__(self, *arguments: Any) -> Any:
+        return self.gives.join(*self.mapped(self.anchor, *self._cut(arguments)))
 
-    def lower(self, state: TrainState, batch: Batch) -> Any:
-        return self.mapped.lower(*self._cut(state), batch)
+    def lower(self, *arguments: Any) -> Any:
+        return self.mapped.lower(self.anchor, *self._cut(arguments))
 
-    def _cut(self, state: TrainState) -> tuple[tuple, tuple]:
-        leaves = jax.tree.leaves(state)
-        return tuple(x for x, v in zip(leaves, self.varies) if v), tuple(
-            x for x, v in zip(leaves, self.varies) if not v
-        )
+    def result_shapes(self, lowered: Any) -> Any:
+        return self.gives.join(*lowered.out_info)
 
-    def _join(self, own: tuple, shared: tuple) -> TrainState:
+    def _cut(self, arguments: Sequence[Any]) -> list[tuple]:
+        return [part for parted, tree in zip(self.takes, arguments, strict=True) for part in parted.cut(tree)]
+
+
+class _Parted:
+    """Trees of one structure as two tuples of leaves: (those that vary, the others)."""
+
+    def __init__(self, varies: Any):
+        self.prefix = varies
+
+    def cut(self, tree: Any) -> tuple[tuple, tuple]:
+        leaves, self.treedef = jax.tree.flatten(tree)
+        self.varies = jax.tree.leaves(jax.tree.broadcast(self.prefix, tree))
+        pick = lambda wanted: tuple(x for x, v in zip(leaves, self.varies, strict=True) if v == wanted)
+        return pick(True), pick(False)
+
+    def join(self, own: tuple, shared: tuple) -> Any:
         own_left, shared_left = iter(own), iter(shared)
         return jax.tree.unflatten(self.treedef, [next(own_left if v else shared_left) for v in self.varies])
 

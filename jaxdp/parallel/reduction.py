@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdp.axes import Axes
+from jaxdp.parallel.exact import halve, sum_all
 from jaxdp.split import WHOLE, take
 
 Tree = Any
@@ -24,6 +25,7 @@ class Reduction(NamedTuple):
     reduce: Callable[[Tree, Any], Tree]
     scatter: Callable[[Tree, Tree, Axes], Tree]
     gather: Callable[[Tree, Tree, str], Tree]
+    exact: bool = False  # added up in the same order on any number of devices
 
 
 def xla(bucket_mb: float = 25.0, safe: bool = False) -> Reduction:
@@ -53,26 +55,45 @@ def bucket(bucket_mb: float = 25.0, safe: bool = False) -> Reduction:
     Backward passes finish the last layers' gradients first, so the first buckets can leave early (PyTorch DDP, Li et
     al. 2020, section 3.2.1). A leaf larger than a bucket has one to itself.
     """
-    limit = int(bucket_mb * 1e6)
+
+    def exchange(rows: jax.Array, axes: Axes) -> jax.Array:
+        if safe:
+            index = jax.lax.axis_index(axes.shard)
+            return jax.lax.dynamic_index_in_dim(jax.lax.psum(rows, axes.all), index, keepdims=False)
+        row = jax.lax.psum_scatter(rows, axes.shard, scatter_dimension=0)
+        return row if axes.replica is None else jax.lax.psum(row, axes.replica)
+
+    return _in_buckets(int(bucket_mb * 1e6), jax.lax.psum, exchange)
+
+
+def exact(bucket_mb: float = 25.0, safe: bool = False) -> Reduction:
+    """Buckets too, but summed by recursive halving, neighbours first: the tree of `jaxdp.parallel.exact`."""
+
+    def exchange(rows: jax.Array, axes: Axes) -> jax.Array:
+        row = halve(rows, axes.shard)
+        return row if axes.replica is None else sum_all(row, axes.replica)
+
+    return _in_buckets(int(bucket_mb * 1e6), sum_all, exchange)._replace(exact=True)
+
+
+def _in_buckets(
+    limit: int,
+    add_up: Callable[[jax.Array, Any], jax.Array],
+    exchange: Callable[[jax.Array, Axes], jax.Array],
+) -> Reduction:
+    """add_up(flat [n], axes) -> the sum over them [n]; exchange(rows [part, n], axes) -> this device's row of it."""
 
     def reduce(tree: Tree, axes: Any) -> Tree:
         leaves, treedef = jax.tree.flatten(tree)
         summed: list[Any] = [None] * len(leaves)
         for indices in pack(_sizes(leaves), limit):
-            flat = jax.lax.psum(jnp.concatenate([jnp.ravel(leaves[i]) for i in indices]), axes)
+            flat = add_up(jnp.concatenate([jnp.ravel(leaves[i]) for i in indices]), axes)
             for i, piece in zip(indices, _cut(flat, [leaves[i].size for i in indices])):
                 summed[i] = piece.reshape(leaves[i].shape)
         return jax.tree.unflatten(treedef, summed)
 
     def scatter(tree: Tree, dims: Tree, axes: Axes) -> Tree:
-        parts, index = jax.lax.axis_size(axes.shard), jax.lax.axis_index(axes.shard)
-
-        def exchange(rows: jax.Array) -> jax.Array:
-            """[part, n], summed over all devices -> this device's row [n]."""
-            if safe:
-                return jax.lax.dynamic_index_in_dim(jax.lax.psum(rows, axes.all), index, keepdims=False)
-            row = jax.lax.psum_scatter(rows, axes.shard, scatter_dimension=0)
-            return row if axes.replica is None else jax.lax.psum(row, axes.replica)
+        parts = jax.lax.axis_size(axes.shard)
 
         def slices(x: jax.Array, dim: int) -> jax.Array:
             """A whole leaf as [part, ...slice]."""
@@ -81,7 +102,7 @@ def bucket(bucket_mb: float = 25.0, safe: bool = False) -> Reduction:
 
         def pieces(chosen: list[tuple[jax.Array, int]]) -> list[jax.Array]:
             cut = [slices(x, d) for x, d in chosen]
-            row = exchange(jnp.concatenate([x.reshape(parts, -1) for x in cut], axis=1))
+            row = exchange(jnp.concatenate([x.reshape(parts, -1) for x in cut], axis=1), axes)
             sizes = [x.size // parts for x in cut]
             return [piece.reshape(x.shape[1:]) for piece, x in zip(_cut(row, sizes), cut)]
 
@@ -137,7 +158,7 @@ def pack(leaves: list[tuple[Any, int]], limit: int) -> list[list[int]]:
     return full + [indices for indices, _ in filling.values()]
 
 
-REDUCTIONS: dict[str, Callable[..., Reduction]] = {"xla": xla, "bucket": bucket}
+REDUCTIONS: dict[str, Callable[..., Reduction]] = {"xla": xla, "bucket": bucket, "exact": exact}
 
 
 def make_reduction(name: str, bucket_mb: float = 25.0) -> Reduction:

@@ -1,0 +1,80 @@
+"""A function of which every operation is rounded as it is written, in whatever program it is compiled.
+
+A compiler may keep a product unrounded for the addition behind it, and divide by a scalar, or multiply by its
+reciprocal; which of the two, it decides by what else is in the program. Both are put out of its reach here. The
+interpreter follows "Writing custom interpreters in JAX" (JAX documentation).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+Tree = Any
+PRODUCTS = {"mul", "square", "integer_pow"}
+SAME = {"convert_element_type", "copy", "reshape", "squeeze", "broadcast_in_dim"}  # of a uniform array: one again
+BITS: dict[int, Any] = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+
+
+def running(step: jax.Array) -> jax.Array:
+    """True, but not to the compiler."""
+    return step >= 0
+
+
+def pin(tree: Tree, live: jax.Array) -> Tree:
+    """The same values, rounded as they stand; live: see `running`."""
+
+    def one(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize not in BITS:
+            return x
+        kind = BITS[x.dtype.itemsize]
+        zero = jnp.where(live, 0, 1).astype(kind)
+        return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, kind) ^ zero, x.dtype)
+
+    return jax.tree.map(one, tree)
+
+
+def as_written(f: Callable, live: jax.Array) -> Callable:
+    """f, with products pinned, and what is divided by a scalar multiplied by its pinned reciprocal."""
+
+    def run(*args: Any) -> Any:
+        closed, shape = jax.make_jaxpr(f, return_shape=True)(*args)
+        out = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), live)
+        return jax.tree.unflatten(jax.tree.structure(shape), out)
+
+    return run
+
+
+def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], live: jax.Array) -> list[Any]:
+    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    uniform: dict[Any, Any] = {}  # a variable whose entries are all equal -> their value []
+
+    def read(x: Any) -> Any:
+        return x.val if isinstance(x, Literal) else values[x]
+
+    def scalar(x: Any) -> Any:
+        """What all entries are, or None."""
+        if isinstance(x, Literal) or not x.aval.shape:
+            return jnp.asarray(read(x), x.aval.dtype)
+        return uniform.get(x)
+
+    for eqn in jaxpr.eqns:
+        name, inputs = eqn.primitive.name, [read(x) for x in eqn.invars]
+        floating = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating) if eqn.outvars else False
+        divisor = scalar(eqn.invars[1]) if name == "div" and floating and eqn.outvars[0].aval.shape else None
+        if name in ("jit", "pjit"):
+            inner = eqn.params["jaxpr"]
+            out = _evaluate(inner.jaxpr, inner.consts, inputs, live)
+        elif divisor is not None:
+            out = [pin(inputs[0] * pin(1 / divisor, live), live)]
+        else:
+            found = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+            out = list(found) if eqn.primitive.multiple_results else [found]
+            if name in PRODUCTS and floating:
+                out = [pin(out[0], live)]
+        values.update(zip(eqn.outvars, out, strict=True))
+        if name in SAME and scalar(eqn.invars[0]) is not None:
+            uniform[eqn.outvars[0]] = scalar(eqn.invars[0]).astype(eqn.outvars[0].aval.dtype)
+    return [read(x) for x in jaxpr.outvars]
