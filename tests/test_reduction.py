@@ -41,7 +41,7 @@ def test_a_reduction_is_the_sum_over_devices(name, bucket_mb):
     got = f(tree)
     want = jax.tree.map(lambda x: x.astype(np.float64).sum(0), tree)
     assert jax.tree.map(lambda x: x.dtype.name, got) == jax.tree.map(lambda x: x.dtype.name, tree)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=2e-2), got, want)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=2e-2, atol=3e-2), got, want)
     np.testing.assert_allclose(got["a"], want["a"], rtol=1e-5, atol=1e-6)
 
 
