@@ -92,7 +92,7 @@ def test_arguments_on_the_command_line_override_the_file():
             ["precision.reduce: bfloat16 with reduction: exact", "leave it null"],
         ),
         (
-            "--parallel.reduction exact --microbatches 12 --parallel.backend pjit --parallel.zero 3".split(),
+            ["--parallel.reduction=exact", "--microbatches=12", "--parallel.backend=pjit", "--parallel.zero=3"],
             ["microbatches: 12 is not a power of two", "accumulator to whole", "microbatches to 16"],
         ),
         (["--steps", "10", "--epochs", "2"], ["steps: 10", "epochs: 2", "one of the two"]),
