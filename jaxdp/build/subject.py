@@ -9,17 +9,23 @@ from jaxdp.build.parts import check_paths, choose_accumulate, choose_remat, make
 from jaxdp.config import Config
 from jaxdp.verify import Row, Subject
 
-__all__ = ["make_subject"]
+__all__ = ["make_subject", "smaller"]
+
+
+def smaller(config: Config) -> Config:
+    """The config with the arguments that are for its verification."""
+    own = config.verify
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, args={**config.model.args, **own.model_args}),
+        data=dataclasses.replace(config.data, args={**config.data.args, **own.data_args}),
+    )
 
 
 def make_subject(config: Config) -> Subject:
     """The config's own model, data, loss and optimizer, the latter at a constant learning rate."""
     own, opt = config.verify, config.optimizer
-    config = dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, args={**config.model.args, **own.model_args}),
-        data=dataclasses.replace(config.data, args={**config.data.args, **own.data_args}),
-    )
+    config = smaller(config)
     parts, parallel = make_parts(config), config.parallel
     if not own.model_args:
         with contextlib.suppress(NameError):  # of an axis, which is what verification finds

@@ -6,6 +6,7 @@ import re
 import sys
 import traceback
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, NoReturn, get_type_hints
 
 from jaxdp import __version__, environment
@@ -32,6 +33,7 @@ OPTIONS: dict[str, dict[str, tuple[Any, Any, str]]] = {
     "verify": {
         "devices": (int, 8, "simulate so many CPU devices, where there are not as many real ones"),
         "updates": (int, 3, "how many updates to compare"),
+        "exact": (bool, False, "compare bits instead: what reduction: exact gives on 1, 2, 4, ... devices"),
         "tolerance": (float, None, "largest relative error allowed; left out, 1e-10 in float64, 1e-5 in float32"),
         "json": (bool, False, "print JSON"),
     },
@@ -88,6 +90,8 @@ def _run(verb: str, argv: list[str]) -> None:
             flags = re.sub(r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", ""))
             os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
         environment.simulate(options["devices"])
+        if options.get("exact"):
+            config = replace(config, parallel=replace(config.parallel, reduction="exact"))
         set_threads(config, simulated=verb == "verify")
         from jaxdp.cli import verbs
 

@@ -1,6 +1,7 @@
 """A data-parallel strategy is a placement of the state plus the one reduction between `grads` and `apply`."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -233,7 +234,12 @@ def applier(apply: Callable[..., Any], exact: bool) -> Callable[..., Any]:
     """f(state, ...) of a strategy's program; exact: with every operation rounded as it is written."""
     if not exact:
         return apply
-    return lambda state, *more: as_written(apply, running(state.step))(state, *more)
+
+    @functools.wraps(apply)
+    def run(state: TrainState, *more: Any) -> Any:
+        return as_written(apply, running(state.step))(state, *more)
+
+    return run
 
 
 def totaller(dims: Any, axis: str, pieces: Any = None, update: jax.Array | None = None) -> Total:

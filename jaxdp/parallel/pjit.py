@@ -132,7 +132,12 @@ class PJit:
                 return share(view._replace(params=params), batch, gather)
 
             mapped = map_over(run, (view, over_devices), Sums(grads, whole, whole, whole, whole, over_devices))
-            return lambda state, batch: mapped(state.view, batch)
+
+            def share_of(state: TrainState, batch: Batch) -> Sums:
+                return mapped(state.view, batch)
+
+            share_of.__name__ = f.__name__
+            return share_of
 
         reduce = reducer(self.reduction, self.axes, self.reduce_dtype, grad_dims, self.split_grads)
         grads = replica(step.grads, self.split_grads, reduce, grad_specs)
@@ -170,8 +175,11 @@ class PJit:
         shardings = shardings.replace(carry=jax.tree.map(lambda _: self.split, self.shapes.carry))
         evaluation = jax.jit(evaluate, out_shardings=self.whole)
         results = (shardings, self.whole)
+
+        def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+            return apply(state, grads(state, batch))
+
         if not exact:
-            update = lambda state, batch: apply(state, grads(state, batch))
             return Program(jax.jit(update, donate_argnums=0, out_shardings=results), evaluation)
 
         def between(lowered: Any) -> Sums:

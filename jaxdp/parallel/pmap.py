@@ -135,8 +135,11 @@ class PMap:
         mapped = functools.partial(_Mapped, devices=self.devices)
         results = (of_state, False)
         evaluation = mapped(evaluate, (of_state, True), False)
+
+        def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+            return apply(state, grads(state, batch))
+
         if not exact:
-            update = lambda state, batch: apply(state, grads(state, batch))
             return Program(mapped(update, (of_state, True), results, donate=True), evaluation)
         first = mapped(grads, (of_state, True), of_sums)
         second = mapped(applier(apply, exact), (of_state, of_sums), results, donate=True)

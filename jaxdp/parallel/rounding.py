@@ -5,6 +5,7 @@ reciprocal; which of the two, it decides by what else is in the program. Both ar
 interpreter follows "Writing custom interpreters in JAX" (JAX documentation).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ def pin(tree: Tree, live: jax.Array) -> Tree:
 def as_written(f: Callable, live: jax.Array) -> Callable:
     """f, with products pinned, and what is divided by a scalar multiplied by its pinned reciprocal."""
 
+    @functools.wraps(f)
     def run(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(f, return_shape=True)(*args)
         out = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), live)

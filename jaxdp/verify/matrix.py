@@ -25,8 +25,8 @@ def cover(own: Row, devices: Sequence[jax.Device]) -> list[Row]:
     factors: list[Sequence[Any]] = [
         counts,
         [(name, zero) for name, stages in STAGES.items() for zero in stages],
-        list(REDUCTIONS),
-        ("vmap", "loop"),
+        [name for name in REDUCTIONS if name != "exact" or own.reduction == "exact"],
+        ("vmap", "loop", "one"),
         ("split", "whole"),
         groups,
     ]
@@ -49,6 +49,8 @@ def pairs(row: Row) -> set[tuple[Any, ...]]:
 def means_something(row: Row) -> bool:
     """Whether each factor that is set decides anything."""
     layout = ZERO[row.zero]
+    if (row.accumulate == "one") != (row.reduction == "exact"):
+        return False
     return (row.accumulator == "split" or layout.grads) and (row.shard_size is None or layout.opt_state)
 
 
