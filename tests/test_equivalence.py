@@ -30,7 +30,7 @@ FACTORS = {
     "accumulate": ("vmap", "loop"),
     "model": ("mlp", "resnet", "dropout"),
     "optimizer": ("adamw", "momentum"),
-    "reduction": ("xla", "bucket"),
+    "reduction": ("xla", "bucket", "exact"),
     "dtype": ("float32", "float64"),
 }
 
@@ -72,7 +72,12 @@ def name(row):
     return "-".join(str(v) for v in row.values())
 
 
-@pytest.mark.parametrize("row", pairwise(**FACTORS), ids=name)
+def exact_or_not(row):
+    """Exact mode adds up slot by slot, on powers of two."""
+    return row["reduction"] != "exact" or (row["devices"] != 3 and row["accumulate"] == "loop")
+
+
+@pytest.mark.parametrize("row", pairwise(exact_or_not, **FACTORS), ids=name)
 def test_every_strategy_agrees_with_the_oracle(row):
     check(**row)
 

@@ -21,7 +21,7 @@ FACTORS = {
     "place": PLACES,
     "accumulator": ("split", "whole"),
     "accumulate": ("vmap", "loop"),
-    "reduction": ("xla", "bucket"),
+    "reduction": ("xla", "bucket", "exact"),
     "model": ("mlp", "resnet", "dropout", "blocks"),
     "microbatches": (8, 16),
     "optimizer": ("adamw", "momentum"),
@@ -30,7 +30,10 @@ FACTORS = {
 
 
 def allowed(row):
-    """pmap has the stages 0 and 1 over all devices; only gradients that may be split come split or whole."""
+    """pmap has the stages 0 and 1 over all devices; only gradients that may be split come split or whole; exact mode
+    adds up slot by slot, on powers of two."""
+    if row.get("reduction") == "exact" and (row["place"] == "3" or row["accumulate"] == "vmap"):
+        return False
     if row["backend"] == "pmap" and (row["zero"] > 1 or "/" in row["place"]):
         return False
     return row["zero"] > 1 or row["accumulator"] == "split"

@@ -80,6 +80,35 @@ def dropout_model(key_of=lambda key: key) -> Model:
     return Model(init, apply)
 
 
+def lstm_model(width=12) -> Model:
+    """An LSTM over the rows of an image that goes on where its place of the last batch ended, as two plain functions."""
+    inputs = SHAPE[1] * SHAPE[2]
+
+    def init(key, batch):
+        one, two = jax.random.split(key)
+        draw = lambda key, *shape: jax.random.normal(key, shape) / shape[0] ** 0.5
+        gates = {"kernel": draw(one, inputs + width, 4 * width), "bias": jnp.zeros(4 * width)}
+        head = {"kernel": draw(two, width, CLASSES), "bias": jnp.zeros(CLASSES)}
+        last = jnp.zeros((len(batch["inputs"]), width))
+        return {"gates": gates, "head": head}, {"carry": {"cell": last, "hidden": last}}
+
+    def apply(params, model_state, batch, key, train):
+        def step(carry, x):
+            cell, hidden = carry
+            mixed = jnp.concatenate([x, hidden], 1) @ params["gates"]["kernel"] + params["gates"]["bias"]
+            take_in, forget, give, new = jnp.split(mixed, 4, 1)
+            cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(take_in) * jnp.tanh(new)
+            return (cell, jax.nn.sigmoid(give) * jnp.tanh(cell)), None
+
+        rows = batch["inputs"].reshape(*batch["inputs"].shape[:2], inputs).swapaxes(0, 1)
+        carry = jax.lax.stop_gradient((model_state["carry"]["cell"], model_state["carry"]["hidden"]))
+        (cell, hidden), _ = jax.lax.scan(step, carry, rows)
+        outputs = hidden @ params["head"]["kernel"] + params["head"]["bias"]
+        return outputs, {"carry": {"cell": cell, "hidden": hidden}}
+
+    return Model(init, apply)
+
+
 MODELS = {
     "mlp": lambda: as_model(lambda rngs: MLP(SHAPE, CLASSES, (8,), rngs=rngs)),
     "resnet": lambda: as_model(ResNet),
@@ -136,6 +165,7 @@ def build(
     `make_step`; optimizer: a name, or (transformation, clip_norm)."""
     tx, clip = optimizer if isinstance(optimizer, tuple) else (OPTIMIZERS[optimizer][0](), OPTIMIZERS[optimizer][1])
     policy = policy or uniform(dtype)
+    accumulate = "one" if reduction == "exact" else accumulate
     step = make_step(
         model, loss or SoftmaxCrossEntropy(), tx, policy=policy, clip_norm=clip, accumulate=accumulate, frozen=frozen,
         ema_decay=ema, loss_scaling=scaling, **options,
