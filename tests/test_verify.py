@@ -171,6 +171,28 @@ def test_a_fault_ends_the_command_with_code_1_and_the_cause_in_the_last_line(tmp
     assert "tolerance" in command("--config", "config.yaml", "--tolerance", "tiny", cwd=tmp_path, code=2).stderr
 
 
+def test_exact_prints_a_digest_of_every_way_to_train_and_a_verdict(tmp_path):
+    (tmp_path / "planted.py").write_text(PLANTED)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    argv = ["--config", "config.yaml", "--exact", "--devices", 2, "--updates", 2]
+    found = json.loads(command(*argv, "--optimizer.clip_norm", 1, "--json", cwd=tmp_path, code=0).stdout)
+    assert found["exact"] and {(r["strategy"]["devices"], r["strategy"]["zero"]) for r in found["rows"]} >= {
+        (1, 0), *((2, zero) for zero in range(4))
+    }  # fmt: skip
+    assert len({r["params_sha256"] for r in found["rows"]}) == len({r["state_sha256"] for r in found["rows"]}) == 1
+    assert all(re.fullmatch("[0-9a-f]{64}", r["params_sha256"]) and not r["problem"] for r in found["rows"])
+
+    done = command(*argv, "--model.args.fault", "device", "--optimizer.target", "lamb", cwd=tmp_path, code=1)
+    refused = [line for line in done.stdout.splitlines() if "refused" in line and "zero" not in line.split()[:3]]
+    assert sum("optimizer.target: lamb: it is not elementwise" in line for line in refused) >= 7
+    assert "FAILED: differs from update 1 on, in params/" in done.stdout
+    assert re.match(
+        r"not exact: 2 of 3 ways to train differ from the first \(\d+ more refused\)", done.stdout.splitlines()[-1]
+    )
+    said = command(*argv[:3], "--microbatches", 12, "--precision.reduce", "bfloat16", cwd=tmp_path, code=2).stderr
+    assert said.startswith("jaxdp: precision.reduce: bfloat16 with reduction: exact") and said.count("\n") == 1
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_caught_and_its_cause_named(judged, fault):
     argv, cause = FAULTS[fault]
@@ -263,12 +285,16 @@ def test_every_value_of_every_factor_meets_every_stage():
     assert rows[0] == own and len(rows) <= 18 and len(set(rows)) == len(rows) and all(map(means_something, rows))
     met = set().union(*map(pairs, rows))
     stages = {(name, zero) for name, zeros in STAGES.items() for zero in zeros}
-    for factor, values in {"devices": (8, 3), "reduction": tuple(REDUCTIONS), "accumulate": ("vmap", "loop")}.items():
+    for factor, values in {"devices": (8, 3), "reduction": ("xla", "bucket"), "accumulate": ("vmap", "loop")}.items():
         assert {(("stage", s), (factor, v)) for s in stages for v in values} <= met
     split = {(("stage", ("pjit", zero)), ("accumulator", a)) for zero in (2, 3) for a in ("split", "whole")}
     groups = {(("stage", ("pjit", zero)), ("shard_size", n)) for zero in (1, 2, 3) for n in (None, 4)}
     assert split | groups <= met
     assert cover(Row(1, "pmap"), devices[:1])[0].devices == 1
+    own = Row(8, "pjit", 3, "exact", "one")
+    rows = cover(own, devices)
+    assert rows[0] == own and all(map(means_something, rows)) and {row.reduction for row in rows} == set(REDUCTIONS)
+    assert all((row.accumulate == "one") == (row.reduction == "exact") for row in rows)
 
 
 def test_training_that_amplifies_rounding_is_slowed_down():

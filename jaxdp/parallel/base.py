@@ -16,7 +16,7 @@ from jaxdp.parallel.exact import add_up
 from jaxdp.parallel.exact import total as exact_total
 from jaxdp.parallel.layout import Share
 from jaxdp.parallel.reduction import Reduction
-from jaxdp.parallel.rounding import as_written, pin, running
+from jaxdp.parallel.rounding import BITS, as_written, pin, running
 from jaxdp.precision import cast_floats
 from jaxdp.split import WHOLE, spec
 from jaxdp.step import Batch, Gather, Step, Sums, Total, TrainState, View, merge, plain_total
@@ -288,8 +288,13 @@ def from_first(tree: Any, mesh: Mesh, dims: Any = None, axes: Axes = FLAT) -> An
             return x
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(sync(jax.random.key_data(x), d), impl=jax.random.key_impl(x))
-        sent = jax.lax.psum(jnp.where(jax.lax.axis_index(over) == 0, x, jnp.zeros_like(x)), over)
-        return sent.astype(x.dtype)  # a sum of booleans is an integer
+        if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize in BITS:  # as they are: -0.0 + 0.0 is 0.0
+            return jax.lax.bitcast_convert_type(
+                sync(jax.lax.bitcast_convert_type(x, BITS[x.dtype.itemsize]), d), x.dtype
+            )
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.int32)) if x.dtype.itemsize < 4 else x  # as all backends add up
+        sent = jax.lax.psum(jnp.where(jax.lax.axis_index(over) == 0, wide, jnp.zeros_like(wide)), over)
+        return sent.astype(x.dtype)
 
     f = lambda tree: jax.tree.map(sync, tree, dims)
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False))(tree)

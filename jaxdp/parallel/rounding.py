@@ -16,6 +16,7 @@ from jax.extend.core import Literal
 Tree = Any
 PRODUCTS = {"mul", "square", "integer_pow"}
 SAME = {"convert_element_type", "copy", "reshape", "squeeze", "broadcast_in_dim"}  # of a uniform array: one again
+CALLS = {"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat", "remat2"}
 BITS: dict[int, Any] = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
@@ -38,7 +39,10 @@ def pin(tree: Tree, live: jax.Array) -> Tree:
 
 
 def as_written(f: Callable, live: jax.Array) -> Callable:
-    """f, with products pinned, and what is divided by a scalar multiplied by its pinned reciprocal."""
+    """f, with products pinned, and what is divided by a scalar multiplied by its pinned reciprocal.
+
+    Loops, and what is mapped over devices, are left as they are.
+    """
 
     @functools.wraps(f)
     def run(*args: Any) -> Any:
@@ -47,6 +51,10 @@ def as_written(f: Callable, live: jax.Array) -> Callable:
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
     return run
+
+
+def _branch(closed: Any, live: jax.Array) -> Callable[..., list[Any]]:
+    return lambda *args: _evaluate(closed.jaxpr, closed.consts, args, live)
 
 
 def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], live: jax.Array) -> list[Any]:
@@ -66,9 +74,12 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], live: jax.
         name, inputs = eqn.primitive.name, [read(x) for x in eqn.invars]
         floating = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating) if eqn.outvars else False
         divisor = scalar(eqn.invars[1]) if name == "div" and floating and eqn.outvars[0].aval.shape else None
-        if name in ("jit", "pjit"):
-            inner = eqn.params["jaxpr"]
-            out = _evaluate(inner.jaxpr, inner.consts, inputs, live)
+        if name in CALLS:
+            inner = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr") if key in eqn.params)
+            out = _evaluate(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), inputs, live)
+        elif name == "cond":
+            branches = [_branch(inner, live) for inner in eqn.params["branches"]]
+            out = jax.lax.switch(inputs[0], branches, *inputs[1:])
         elif divisor is not None:
             out = [pin(inputs[0] * pin(1 / divisor, live), live)]
         else:

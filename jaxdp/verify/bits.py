@@ -49,7 +49,9 @@ def rows_of(most: int) -> list[Row]:
         for accumulator in (("split", "whole") if ZERO[zero].grads else ("split",))
     ]
     fewer = [2**i for i in range(most.bit_length() - 1)]
-    rows = [Row(n, b, z, "exact", "one", a, k) for i, n in enumerate(fewer) for b, z, a, k in ways[i :: len(fewer)]]
+    rows = [
+        Row(n, b, z, "exact", "one", a, k) for i, n in enumerate(fewer) for b, z, a, k in ways[i :: max(len(fewer), 3)]
+    ]
     if most > 2:
         ways += [("pjit", zero, "split", most // 2) for zero in (1, 3)]
     return rows + [Row(most, b, z, "exact", "one", a, k) for b, z, a, k in ways]
@@ -101,6 +103,7 @@ def difference(first: Bits, other: Bits) -> str:
     update = next((i + 1 for i, (a, b) in enumerate(zip(first.curve, other.curve)) if a != b), None)
     when = f"from update {update} on" if update else "in the state alone"
     leaves = [leaf for leaf, digest in first.leaves.items() if other.leaves.get(leaf) != digest]
+    leaves.sort(key=lambda leaf: not leaf.startswith("params/"))
     more = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
     return f"{when}, in {', '.join(leaves[:3])}{more}"
 

@@ -1,0 +1,132 @@
+"""What the same bits on any number of devices cost: reduction exact against bucket, side by side.
+
+    python benchmarks/exact.py --config configs/gpt_3m.yaml [--processes 2] [--devices 1] [--key value ...]
+
+Each way to train is a job of its own, since exact mode sets JAX's environment; all wait while one of them makes a few
+updates, in turn. Prints bytes that a device sends per update, as the compiled programs say, and the medians.
+processes: over mpirun; devices: simulated, of each process. Other arguments go to the config.
+"""
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+WAYS = {"bucket": "vmap", "bucket, loop": "loop", "exact": "auto"}
+REPEATS, UPDATES = 9, 4
+
+
+def work(way: str, argv: list[str]) -> None:
+    """One job: compiles, then makes a few updates for every line on standard input, and prints how long they took."""
+    from jaxdp import environment
+    from jaxdp.cli import load
+
+    config, *_ = load(argv)
+    reduction = way.partition(",")[0]
+    asked = dataclasses.replace(config.parallel, reduction=reduction, accumulate=WAYS[way])
+    config = dataclasses.replace(config, parallel=asked)
+    if reduction == "exact":
+        environment.exact(config.microbatches)
+    environment.enough_threads()
+
+    import jax
+
+    import jaxdp
+    from jaxdp.build.parts import make_parts, make_strategy, make_the_step, set_jax, state_maker
+    from jaxdp.data.prefetch import read_batch
+    from jaxdp.hlo import collectives
+
+    context = jaxdp.init()
+    set_jax(config)
+    parts = make_parts(config)
+    strategy = make_strategy(config, parts, state_maker(config, parts), jax.devices())
+    program, state = strategy.lower(make_the_step(config, parts)), strategy.init()
+    batch = strategy.put(read_batch(parts.dataset, parts.cursor, 0, strategy.local_slots))
+    sent, slots = 0.0, strategy.table.shape[1]
+    for lowered in program.lowered(state, batch).values():
+        for c in collectives(lowered.compile().as_text(), lowered.as_text()):
+            sent += c.ring * (1 if c.exact else slots)  # the loop over slots: only the run knows its length
+    state, metrics = program.update(state, batch)
+    found = {"sent": sent, "loss": float(metrics["loss"]), "devices": len(jax.devices()), "jax": jax.__version__}
+    if context.is_root:
+        print(json.dumps(found), flush=True)
+    while True:
+        line = sys.stdin.readline().strip() if context.is_root else ""
+        if context.exchange("go", line)[context.root_rank] != "go":
+            break
+        began = time.perf_counter()
+        for _ in range(UPDATES):
+            state, metrics = program.update(state, batch)
+        jax.block_until_ready((state, metrics))
+        if context.is_root:
+            print(json.dumps(1e3 * (time.perf_counter() - began) / UPDATES), flush=True)
+
+
+def take(argv: list[str], name: str, default: int) -> int:
+    """The value of --name, taken out of the arguments."""
+    if f"--{name}" not in argv:
+        return default
+    i = argv.index(f"--{name}")
+    _, value = argv.pop(i), argv.pop(i)
+    return int(value)
+
+
+def main(argv: list[str]) -> None:
+    processes, devices = take(argv, "processes", 1), take(argv, "devices", 1)
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
+    jobs, found = {}, {}
+    for way in WAYS:
+        launch = ["mpirun", "-np", str(processes), "--bind-to", "none", "--oversubscribe"] if processes > 1 else []
+        command = [*launch, sys.executable, __file__, "work", way, *argv]
+        jobs[way] = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "XLA_FLAGS": flags}
+        )
+        found[way] = answer(jobs[way])
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    for repeat in range(REPEATS):
+        for way in list(WAYS)[:: 1 if repeat % 2 else -1]:
+            tell(jobs[way], "go")
+            times[way].append(answer(jobs[way]))
+    for job in jobs.values():
+        tell(job, "stop")
+        job.wait()
+    median = {way: statistics.median(t) for way, t in times.items()}
+    result = {
+        "arguments": " ".join(argv),
+        "processes": processes,
+        "devices": found["exact"]["devices"],
+        "sent_bytes": {way: round(f["sent"]) for way, f in found.items()},
+        "sent_ratio": round(found["exact"]["sent"] / found["bucket"]["sent"], 4) if found["bucket"]["sent"] else None,
+        "loss": {way: f["loss"] for way, f in found.items()},
+        "median_ms": {way: round(m, 2) for way, m in median.items()},
+        "updates_per_s": {way: round(1e3 / m, 2) for way, m in median.items()},
+        "speed_ratio": {way: round(median[way] / median["exact"], 3) for way in ("bucket", "bucket, loop")},
+        "jax": found["exact"]["jax"],
+    }
+    print(json.dumps(result))
+
+
+def tell(job: subprocess.Popen, line: str) -> None:
+    assert job.stdin is not None
+    job.stdin.write(f"{line}\n")
+    job.stdin.flush()
+
+
+def answer(job: subprocess.Popen) -> Any:
+    """The next line of JSON; Gloo also prints."""
+    assert job.stdout is not None
+    for line in job.stdout:
+        if line.lstrip("-").startswith(("{", *"0123456789")):
+            return json.loads(line)
+    raise SystemExit(f"a job ended with code {job.wait()}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["work"]:
+        work(sys.argv[2], sys.argv[3:])
+    else:
+        main(sys.argv[1:])
