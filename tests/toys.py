@@ -81,7 +81,7 @@ def dropout_model(key_of=lambda key: key) -> Model:
 
 
 def lstm_model(width=12) -> Model:
-    """An LSTM over the rows of an image that goes on where its place of the last batch ended, as two plain functions."""
+    """An LSTM over the rows of an image, as two plain functions; a place goes on where it ended in the last batch."""
     inputs = SHAPE[1] * SHAPE[2]
 
     def init(key, batch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import os
 import pathlib
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -160,4 +161,6 @@ def facts(config: Config, dataset: Dataset) -> dict[str, str]:
     code = hashlib.sha256()
     for file in sorted(pathlib.Path(__file__).parent.parent.rglob("*.py")):
         code.update(file.read_bytes())
+    if config.parallel.reduction == "exact":
+        keys["NPROC"] = os.environ.get("NPROC", "")
     return {**keys, "the jaxdp package's code": code.hexdigest()[:16], "data fingerprint": fingerprint(dataset)}
