@@ -16,7 +16,7 @@ from jaxdp.parallel.exact import add_up
 from jaxdp.parallel.exact import total as exact_total
 from jaxdp.parallel.layout import Share
 from jaxdp.parallel.reduction import Reduction
-from jaxdp.parallel.rounding import BITS, as_written, pin, running
+from jaxdp.parallel.rounding import BITS, as_written, running, settle
 from jaxdp.precision import cast_floats
 from jaxdp.split import WHOLE, spec
 from jaxdp.step import Batch, Gather, Step, Sums, Total, TrainState, View, merge, plain_total
@@ -221,7 +221,7 @@ def over_slots(
 
         def one(carry: Any, batch: Batch, slot: jax.Array) -> Sums:
             sums = f(view._replace(carry=carry), batch, slot, gather)
-            return reduce(pin(sums, live)) if per_slot else sums
+            return reduce(settle(sums, live)) if per_slot else sums
 
         apart = lambda sums: (sums._replace(carry=None), sums.carry)
         sums, carry = add_up(one, (view.carry, batch, own_slots(table, axes)), live, apart)

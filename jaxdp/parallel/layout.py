@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxdp.axes import Axes
 from jaxdp.models.scan import BlockGather, as_they_are
 from jaxdp.parallel.reduction import Reduction
-from jaxdp.parallel.rounding import pin
+from jaxdp.parallel.rounding import settle
 from jaxdp.precision import cast_floats
 from jaxdp.split import WHOLE, path_string, split_dims, take
 from jaxdp.step import Gather, TrainState, merge, plain_gather
@@ -106,7 +106,7 @@ def make_gather(
     params: this device's, slices along `dims` where `split_params`. Gradients come as slices summed over all devices
     where `split_grads`, else whole and not summed. The first tree has the shapes of these gradients; its values are
     not read, so that it costs nothing: the parameters are `params`, one block at a time where the model scans blocks.
-    live: with it, gradients are pinned before they are reduced (see `jaxdp.parallel.rounding`).
+    live: with it, what was gathered settles, and gradients before they are reduced (`jaxdp.parallel.rounding`).
     """
     if not split_params and not split_grads:
         return params, plain_gather
@@ -125,7 +125,10 @@ def make_gather(
 
         def whole(handle: Tree, source: Tree, live: jax.Array | None) -> Tree:
             source = cast_floats(source, dtype)
-            return reduction.gather(source, dims, axes.shard) if split_params else source
+            if not split_params:
+                return source
+            gathered = reduction.gather(source, dims, axes.shard)
+            return gathered if live is None else settle(gathered, live)
 
         def forward(handle: Tree, source: Tree, live: jax.Array | None) -> tuple[Tree, jax.Array | None]:
             return whole(handle, source, live), live
@@ -134,7 +137,7 @@ def make_gather(
             if split_grads:
                 sent = jax.tree.map(lambda g, d: None if d is None else g, grads, sent_dims)
                 sent = _like(sent, handle) if reduce_dtype is None else cast_floats(sent, reduce_dtype)
-                sent = sent if live is None else pin(sent, live)
+                sent = sent if live is None else settle(sent, live)
                 grads = merge(reduction.scatter(sent, sent_dims, axes), jax.tree.map(jnp.zeros_like, handle))
             return _like(grads, handle), None, None
 
