@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.errors import UsageError
-from jaxdp.parallel.rounding import pin
+from jaxdp.parallel.rounding import pin, settle
 from jaxdp.split import WHOLE, split_dims, take
 from jaxdp.split import pieces as cuts
 
@@ -170,8 +170,8 @@ def _each(measure: Callable, leaves: list[tuple[jax.Array, int]], number: int, l
     there = max(2, number)
 
     def piece(i: Any) -> list[jax.Array]:
-        """A leaf that cannot be cut is one of two."""
-        return [take(x, max(dim, 0), i, there) for x, dim in leaves]
+        """A leaf that cannot be cut is one of two; settled, for the sum over a slice depends on what it is cut from."""
+        return settle([take(x, max(dim, 0), i, there) for x, dim in leaves], live)
 
     like = jax.eval_shape(lambda: measure(piece(0)))
     put = lambda i, found: jax.lax.dynamic_update_index_in_dim(found, measure(piece(i)), i, 0)
