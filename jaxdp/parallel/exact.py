@@ -65,7 +65,7 @@ def add_up(f: Callable[..., Tree], pieces: Tree, live: jax.Array, keep: Callable
 
     def slot(i: jax.Array, carried: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
         levels, stays = carried
-        new, own = keep(f(*_at(pieces, i)))
+        new, own = keep(f(*settle(_at(pieces, i), live)))
         waiting = lambda level: jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, level, keepdims=False), levels)
         plus = lambda level, new: jax.tree.map(jnp.add, waiting(level), new)
         new = jax.lax.fori_loop(0, jnp.asarray(stop)[i], plus, new)

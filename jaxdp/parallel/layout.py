@@ -106,9 +106,10 @@ def make_gather(
     params: this device's, slices along `dims` where `split_params`. Gradients come as slices summed over all devices
     where `split_grads`, else whole and not summed. The first tree has the shapes of these gradients; its values are
     not read, so that it costs nothing: the parameters are `params`, one block at a time where the model scans blocks.
-    live: with it, what was gathered settles, and gradients before they are reduced (`jaxdp.parallel.rounding`).
+    live: with it, what was gathered settles, and gradients before they are reduced (`jaxdp.parallel.rounding`); and so
+    do a block's in any layout, so that the block is the same program in all.
     """
-    if not split_params and not split_grads:
+    if not split_params and not split_grads and live is None:
         return params, plain_gather
     parts = jax.lax.axis_size(axes.shard)
     sent_dims = trainable(dims)
@@ -120,24 +121,23 @@ def make_gather(
     else:
         handle = jax.tree.map(lambda x, d: jnp.zeros(whole_shape(x, d, parts), x.dtype), params, dims)
 
-    def lend(handle: Tree, source: Tree, dims: Tree, sent_dims: Tree, dtype: Any) -> Tree:
+    def lend(handle: Tree, source: Tree, dims: Tree, sent_dims: Tree, dtype: Any, block: bool = False) -> Tree:
         """The whole of `source`, in the compute dtype, with gradients for `handle`."""
+        stand = lambda tree, wanted, live: settle(tree, live) if live is not None and (wanted or block) else tree
 
         def whole(handle: Tree, source: Tree, live: jax.Array | None) -> Tree:
             source = cast_floats(source, dtype)
-            if not split_params:
-                return source
-            gathered = reduction.gather(source, dims, axes.shard)
-            return gathered if live is None else settle(gathered, live)
+            gathered = reduction.gather(source, dims, axes.shard) if split_params else source
+            return stand(gathered, split_params, live)
 
         def forward(handle: Tree, source: Tree, live: jax.Array | None) -> tuple[Tree, jax.Array | None]:
             return whole(handle, source, live), live
 
         def backward(live: jax.Array | None, grads: Tree) -> tuple[Tree, None, None]:
+            grads = stand(grads, split_grads, live)
             if split_grads:
                 sent = jax.tree.map(lambda g, d: None if d is None else g, grads, sent_dims)
                 sent = _like(sent, handle) if reduce_dtype is None else cast_floats(sent, reduce_dtype)
-                sent = sent if live is None else settle(sent, live)
                 grads = merge(reduction.scatter(sent, sent_dims, axes), jax.tree.map(jnp.zeros_like, handle))
             return _like(grads, handle), None, None
 
@@ -164,7 +164,9 @@ def make_gather(
                 return as_they_are(stacked)
             _, handles, sources, along, sent = zip(*(lent[id(x)] for x in leaves))
             inner = lambda dims: [d if d is None or d < 0 else d - 1 for d in dims]
-            one = lambda piece: jax.tree.unflatten(treedef, lend(piece[0], piece[1], inner(along), inner(sent), dtype))
+            one = lambda piece: jax.tree.unflatten(
+                treedef, lend(piece[0], piece[1], inner(along), inner(sent), dtype, True)
+            )
             return (list(handles), list(sources)), one
 
         return merge(whole, stacks), of_blocks

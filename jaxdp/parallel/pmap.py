@@ -31,10 +31,11 @@ from jaxdp.parallel.base import (
     totaller,
 )
 from jaxdp.parallel.exact import check_devices, largest, pieces_of
-from jaxdp.parallel.layout import ZERO, Share, of_params, share, state_dims, whole_shape
+from jaxdp.parallel.layout import ZERO, Share, make_gather, of_params, share, state_dims, whole_shape
 from jaxdp.parallel.reduction import Reduction
+from jaxdp.parallel.rounding import running
 from jaxdp.split import WHOLE, spec, take
-from jaxdp.step import Batch, Step, Sums, TrainState, merge, plain_gather
+from jaxdp.step import Batch, Gather, Step, Sums, TrainState, View, merge
 
 
 class PMap:
@@ -110,8 +111,23 @@ class PMap:
         sums_of = over_slots(step.grads, reduce, self.table, FLAT, exact)
         evaluation_of = over_slots(step.evaluate, reducer(self.reduction), self.table, FLAT, exact)
 
+        def gathered(view: View) -> tuple[View, Gather]:
+            params, gather = make_gather(
+                view.params,
+                split_dims,
+                split_params=False,
+                split_grads=False,
+                reduction=self.reduction,
+                axes=FLAT,
+                blocks=self.blocks,
+                trainable=step.trainable,
+                live=running(view.step) if exact else None,
+            )
+            return view._replace(params=params), gather
+
         def grads(state: TrainState, batch: Batch) -> Sums:
-            return sums_of(state.view, batch, plain_gather)
+            view, gather = gathered(state.view)
+            return sums_of(view, batch, gather)
 
         def apply(state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, jax.Array]]:
             total = totaller(grad_dims, DATA, pieces, state.step)
@@ -125,7 +141,8 @@ class PMap:
             return state.replace(params=merge(joined, before)), metrics
 
         def evaluate(state: TrainState, batch: Batch) -> Sums:
-            return evaluation_of(state.view, batch, plain_gather)
+            view, gather = gathered(state.view)
+            return evaluation_of(view, batch, gather)
 
         split = lambda tree: jax.tree.map(lambda d: d != WHOLE, tree)
         of_state = split(self.dims).replace(carry=True)
