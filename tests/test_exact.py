@@ -538,7 +538,6 @@ def test_what_is_not_elementwise_is_refused_by_name_where_anything_is_split(opti
     assert backend == "pmap" or refusal(model, optimizer, backend, zero, 8, "loop", "bucket") is None
 
 
-@pytest.mark.xfail(strict=True, reason="`check_elementwise` asks what 8 parts would split, not what these devices do")
 @pytest.mark.parametrize(("backend", "zero"), PLACES)
 def test_what_is_not_elementwise_is_refused_where_only_few_devices_split_anything(backend, zero):
     assert "not elementwise" in str(refusal(NARROW, "lamb", backend, zero, devices=2))

@@ -86,7 +86,7 @@ class PJit:
             advice = (
                 "with reduction: exact, ZeRO needs an elementwise one, such as sgd, adam, adamw or lion, or zero: 0"
             )
-            check_elementwise(tx, params, self.most, self.blocks, advice)
+            check_elementwise(tx, params, 2, self.blocks, advice)  # what any number of devices splits
 
     def abstract(self) -> TrainState:
         return abstract_state(self.shapes, self.mesh, self.dims, self.axes.shard)

@@ -86,7 +86,7 @@ class PMap:
         self.slices: Any = whole_split.params  # the dims of gradients and updates, where any state is split
 
     def check(self, tx: Any, params: Any) -> None:
-        parts = max(len(self.devices), self.most)
+        parts = 2 if self.most > 1 else len(self.devices)  # exact: what any number of devices splits
         if self.layout.opt_state and parts > 1:
             check_elementwise(tx, params, parts, self.blocks)
 
