@@ -3,8 +3,8 @@
     python benchmarks/exact.py --config configs/gpt_3m.yaml [--processes 2] [--devices 1] [--key value ...]
 
 Each way to train is a job of its own, since exact mode sets JAX's environment; all wait while one of them makes a few
-updates, in turn. Prints bytes that a device sends per update, as the compiled programs say, and the medians.
-processes: over mpirun; devices: simulated, of each process. Other arguments go to the config.
+updates, in turn. Prints the medians and, of one process, the bytes that a device sends per update, as the compiled
+programs say. processes: over mpirun; devices: simulated, of each process. Other arguments go to the config.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ def work(way: str, argv: list[str]) -> None:
     program, state = strategy.lower(make_the_step(config, parts)), strategy.init()
     batch = strategy.put(read_batch(parts.dataset, parts.cursor, 0, strategy.local_slots))
     sent, slots = 0.0, strategy.table.shape[1]
-    for lowered in program.lowered(state, batch).values():
+    for lowered in program.lowered(state, batch).values() if context.size == 1 else ():
         for c in collectives(lowered.compile().as_text(), lowered.as_text()):
             sent += c.ring * (1 if c.exact else slots)  # the loop over slots: only the run knows its length
     state, metrics = program.update(state, batch)
@@ -78,13 +78,12 @@ def take(argv: list[str], name: str, default: int) -> int:
 def main(argv: list[str]) -> None:
     processes, devices = take(argv, "processes", 1), take(argv, "devices", 1)
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
+    env = {**os.environ, "XLA_FLAGS": flags, "JAXDP_TIMEOUT": "3600"}
     jobs, found = {}, {}
     for way in WAYS:
         launch = ["mpirun", "-np", str(processes), "--bind-to", "none", "--oversubscribe"] if processes > 1 else []
         command = [*launch, sys.executable, __file__, "work", way, *argv]
-        jobs[way] = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "XLA_FLAGS": flags}
-        )
+        jobs[way] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         found[way] = answer(jobs[way])
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     for repeat in range(REPEATS):
