@@ -17,6 +17,7 @@ from jaxdp import environment
 environment.exact(8)
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jaxdp
@@ -27,6 +28,9 @@ from jaxdp.data.augment import random_crop, random_flip
 from jaxdp.digest import host
 from jaxdp.models import as_model
 from jaxdp.models.gpt import GPT
+from jaxdp.models.mlp import MLP
+from jaxdp.models.resnet9 import ResNet9
+from jaxdp.precision import LossScaling, Policy
 
 STEPS, BATCH, EXAMPLES = 6, 20, 46  # batches of 20, 20 and 6 rows: two of the 8 microbatches then have none
 SUMS = {"exact": ("exact", "one"), "vmap": ("bucket", "vmap"), "loop": ("bucket", "loop")}
@@ -46,15 +50,35 @@ def text(vocabulary=11, length=6):
 
 
 def gpt(rngs):
-    return GPT((6,), 11, layers=3, heads=2, dim=16, hidden=20, dropout=0.2, rngs=rngs)
+    return GPT((6,), 11, layers=3, heads=2, dim=16, hidden=20, bias=False, dropout=0.2, rngs=rngs)
 
 
+def wide(rngs):
+    """Products that XLA deals out over threads."""
+    return MLP(toys.SHAPE, toys.CLASSES, (1000, 604), 0.1, rngs=rngs)
+
+
+def pictures():
+    rng = np.random.default_rng(0)
+    images = rng.normal(size=(EXAMPLES, 32, 32, 3)).astype(np.float32)
+    return {"inputs": images, "labels": rng.integers(10, size=EXAMPLES).astype(np.int32)}
+
+
+BF16, F16 = (Policy(jnp.dtype("float32"), jnp.dtype(name), jnp.dtype("float32")) for name in ("bfloat16", "float16"))
 MODELS = {  # (model, examples, more of `toys.build`)
     "dropout": lambda: (toys.MODELS["dropout"](), toys.data(EXAMPLES), {}),
     "resnet": lambda: (toys.MODELS["resnet"](), toys.data(EXAMPLES), {"transform": augment}),
     "blocks": lambda: (toys.MODELS["blocks"](dropout=0.2), toys.data(EXAMPLES), {"remat": "dots_no_batch"}),
     "gpt": lambda: (as_model(gpt), text(), {"remat": "dots_no_batch"}),
     "lstm": lambda: (toys.lstm_model(), toys.data(EXAMPLES), {}),
+    "twelve": lambda: (toys.MODELS["dropout"](), toys.data(EXAMPLES), {"microbatches": 12}),
+    "sixteen": lambda: (toys.MODELS["blocks"](), toys.data(EXAMPLES), {"microbatches": 16, "remat": "full"}),
+    "bfloat16": lambda: (toys.MODELS["blocks"](dropout=0.2), toys.data(EXAMPLES), {"policy": BF16}),
+    "float16": lambda: (toys.MODELS["dropout"](), toys.data(EXAMPLES), {"policy": F16, "scaling": LossScaling()}),
+    "float64": lambda: (toys.lstm_model(), toys.data(EXAMPLES, dtype="float64"), {"dtype": "float64"}),
+    "frozen": lambda: (toys.MODELS["blocks"](), toys.data(EXAMPLES), {"frozen": ("embed", "up/bias")}),
+    "wide": lambda: (as_model(wide), toys.data(1200), {"batch_size": 500}),
+    "conv": lambda: (as_model(ResNet9), pictures(), {"transform": augment}),
 }
 
 
@@ -64,9 +88,10 @@ def train(row):
     devices, _, shard_size = place.partition("/")
     layout = {"zero": int(zero), "accumulator": accumulator} | ({"shard_size": int(shard_size)} if shard_size else {})
     reduction, accumulate = SUMS[how]
+    options = {"batch_size": BATCH} | options
     strategy, step, batch = toys.build(
         model, examples, backend=backend, devices=int(devices), reduction=reduction, accumulate=accumulate,
-        optimizer=optimizer, batch_size=BATCH, ema=0.9, layout=layout, **options,
+        optimizer=optimizer, ema=0.9, layout=layout, **options,
     )  # fmt: skip
     state, program, curve = strategy.init(), strategy.lower(step), []
     for i in range(STEPS):
@@ -81,6 +106,9 @@ def train(row):
 if __name__ == "__main__":
     warnings.simplefilter("error")
     context = jaxdp.init()
-    trained = {row: train(row) for row in sys.argv[1:]}
+    trained = {}
+    for row in sys.argv[1:]:
+        with jax.enable_x64(row.startswith("float64")):
+            trained[row] = train(row)
     if context.is_root:
         print(json.dumps(trained))
