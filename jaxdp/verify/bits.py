@@ -53,7 +53,8 @@ def rows_of(most: int) -> list[Row]:
         Row(n, b, z, "exact", "one", a, k) for i, n in enumerate(fewer) for b, z, a, k in ways[i :: max(len(fewer), 3)]
     ]
     if most > 2:
-        ways += [("pjit", zero, "split", most // 2) for zero in (1, 3)]
+        widest = max(STAGES, key=lambda name: STAGES[name])  # the one that can also split in groups
+        ways += [(widest, zero, "split", most // 2) for zero in (1, 3)]
     return rows + [Row(most, b, z, "exact", "one", a, k) for b, z, a, k in ways]
 
 
