@@ -15,6 +15,7 @@ from jax.extend.core import Literal
 
 Tree = Any
 PRODUCTS = {"mul", "square", "integer_pow"}
+SUMS = {"reduce_sum", "reduce_prod", "dot_general", "cumsum", "cumprod", "cumlogsumexp", "reduce_window_sum"}
 SAME = {"convert_element_type", "copy", "reshape", "squeeze", "broadcast_in_dim"}  # of a uniform array: one again
 CALLS = {"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat", "remat2"}
 BITS: dict[int, Any] = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
@@ -48,7 +49,7 @@ def settle(tree: Tree, live: jax.Array) -> Tree:
 
 
 def as_written(f: Callable, live: jax.Array) -> Callable:
-    """f, with products pinned, and what is divided by a scalar multiplied by its pinned reciprocal.
+    """f, with products pinned, what is divided by a scalar multiplied by its pinned reciprocal, and sums by themselves.
 
     Loops, and what is mapped over devices, are left as they are.
     """
@@ -92,8 +93,10 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], live: jax.
         elif divisor is not None:
             out = [pin(inputs[0] * pin(1 / divisor, live), live)]
         else:
+            inputs = settle(inputs, live) if name in SUMS and floating else inputs
             found = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
             out = list(found) if eqn.primitive.multiple_results else [found]
+            out = settle(out, live) if name in SUMS and floating else out
             if name in PRODUCTS and floating:
                 out = [pin(out[0], live)]
         values.update(zip(eqn.outvars, out, strict=True))
