@@ -29,7 +29,6 @@ from jaxdp.digest import host
 from jaxdp.models import as_model
 from jaxdp.models.gpt import GPT
 from jaxdp.models.mlp import MLP
-from jaxdp.models.resnet9 import ResNet9
 from jaxdp.precision import LossScaling, Policy
 
 STEPS, BATCH, EXAMPLES = 6, 20, 46  # batches of 20, 20 and 6 rows: two of the 8 microbatches then have none
@@ -58,12 +57,6 @@ def wide(rngs):
     return MLP(toys.SHAPE, toys.CLASSES, (1000, 604), 0.1, rngs=rngs)
 
 
-def pictures():
-    rng = np.random.default_rng(0)
-    images = rng.normal(size=(EXAMPLES, 32, 32, 3)).astype(np.float32)
-    return {"inputs": images, "labels": rng.integers(10, size=EXAMPLES).astype(np.int32)}
-
-
 BF16, F16 = (Policy(jnp.dtype("float32"), jnp.dtype(name), jnp.dtype("float32")) for name in ("bfloat16", "float16"))
 MODELS = {  # (model, examples, more of `toys.build`)
     "dropout": lambda: (toys.MODELS["dropout"](), toys.data(EXAMPLES), {}),
@@ -78,7 +71,6 @@ MODELS = {  # (model, examples, more of `toys.build`)
     "float64": lambda: (toys.lstm_model(), toys.data(EXAMPLES, dtype="float64"), {"dtype": "float64"}),
     "frozen": lambda: (toys.MODELS["blocks"](), toys.data(EXAMPLES), {"frozen": ("embed", "up/bias")}),
     "wide": lambda: (as_model(wide), toys.data(1200), {"batch_size": 500}),
-    "conv": lambda: (as_model(ResNet9), pictures(), {"transform": augment}),
 }
 
 
