@@ -1,42 +1,361 @@
-"""A checkpoint is the logical state under checkpoints/STEP, written by Orbax and the same for every strategy."""
+"""A checkpoint is the logical state under checkpoints/STEP, written by Orbax, and whole once its manifest is there.
 
+Saving is asynchronous: the caller waits for the copy to the host, every process writes its shards, Orbax commits by a
+rename, and then the manifest, with a checksum of every file, is renamed in. "Saved" is said after that. Reading starts
+with the checksums; a checkpoint that fails them is set aside, and the one before it is taken.
+"""
+
+import contextlib
 import dataclasses
+import json
+import logging
+import math
 import pathlib
 import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from jaxdp import manifest
+from jaxdp.distributed import coordination
+from jaxdp.distributed.context import Context, current
+from jaxdp.errors import UsageError, one_line
+from jaxdp.manifest import Damaged
+from jaxdp.split import path_string
 from jaxdp.step import TrainState
+
+LOWER_IS_BETTER = ("loss", "perplexity")
+TIMEOUT = 1200.0  # seconds for the files of one save
+_MARK = "orbax.checkpoint"  # Orbax writes it into what is its own
+_TEMPORARY = ".orbax-checkpoint-tmp"
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass
+class Failure:
+    """A save that did not become durable. reason: one line; nothing that was saved before is touched."""
+
+    step: int
+    reason: str
 
 
 class Checkpoints:
-    """The checkpoints of one run directory. directory: shared by all processes; keep: how many of the last to keep."""
+    """The checkpoints of one run directory, shared by all processes, which must make the same calls.
 
-    def __init__(self, directory: pathlib.Path, keep: int = 3):
-        self.directory, self.keep = directory.resolve(), keep
+    keep: how many of the last stay; keep_every: those of its multiples stay too; best: so does the best one by this
+    number of the evaluation (`loss` and `perplexity`: the lowest; others: the highest). context: the processes; the
+    current ones where it is left out.
+    """
+
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        keep: int = 3,
+        *,
+        keep_every: int | None = None,
+        best: str | None = None,
+        context: Context | None = None,
+    ):
+        self.directory, self.keep, self.keep_every, self.best = directory.resolve(), keep, keep_every, best
+        self.context = context or current()
+        self.last = 0  # the step that was last begun to be saved, or is known to be there
+        self._failure: Failure | None = None
+        self._thread: threading.Thread | None = None
+        self._turn = 0
+        self._lock = threading.Lock()
+        self._notes: dict[int, dict[str, Any]] = {}
+        logging.getLogger("absl").addFilter(_not_about_saving)
 
     def steps(self) -> list[int]:
-        """The steps that are wholly there, in order."""
-        found = self.directory.glob("*") if self.directory.is_dir() else []
-        # Orbax takes an empty directory for a checkpoint; the file that marks one is written with its commit.
-        return sorted(int(p.name) for p in found if p.name.isdigit() and (p / "orbax.checkpoint").is_file())
+        """The steps that say they are whole, in order; see `latest` for those that are."""
+        return [step for step in _numbered(self.directory) if (self.directory / str(step) / manifest.NAME).is_file()]
 
-    def save(self, step: int, state: TrainState) -> None:
-        """Writes an exported state; returns when it is durable. Every process must call."""
-        ocp.save(self.directory / str(step), _tree(state), overwrite=True)
-        if jax.process_index() == 0:
-            for old in self.steps()[: -self.keep]:
-                shutil.rmtree(self.directory / str(old))
+    def meta(self, step: int) -> dict[str, Any]:
+        """What was saved with the state at `step`. Raises Damaged."""
+        return manifest.read(self.directory / str(step))["meta"]
+
+    def best_step(self) -> int | None:
+        """The step whose evaluation was best by `best`; the earliest of equals. None without one."""
+        found: tuple[float, int] | None = None
+        for step in self.steps():
+            with contextlib.suppress(Damaged):
+                value = self.meta(step).get("metrics", {}).get(self.best)
+                if isinstance(value, int | float) and math.isfinite(value):
+                    found = min(filter(None, (found, (value * _sign(self.best), step))))
+        return found[1] if found else None
+
+    def is_best(self, metrics: Mapping[str, float]) -> bool:
+        """Whether an evaluation is better than that of every checkpoint that is there."""
+        if self.best is None or not math.isfinite(metrics.get(self.best, math.nan)):
+            return False
+        step, sign = self.best_step() if self.context.is_root else None, _sign(self.best)
+        better = step is None or metrics[self.best] * sign < self.meta(step)["metrics"][self.best] * sign
+        return self.context.exchange("best", str(better))[self.context.root_rank] == "True"
+
+    def annotate(self, step: int, more: Mapping[str, Any]) -> None:
+        """Adds to what is saved with `step`, whether that is durable yet or not; nothing where it is not saved."""
+        if step != self.last or not self.context.is_root:
+            return
+        folder = self.directory / str(step)
+        with self._lock:
+            if (folder / manifest.NAME).is_file():
+                found = manifest.read(folder)
+                manifest.write(folder, found["files"], {**found["meta"], **more})
+            else:
+                self._notes[step] = dict(more)
+
+    def save(self, step: int, state: TrainState, meta: Mapping[str, Any], say: Say = print) -> None:
+        """Begins to save an exported state; returns once it is copied, so that the state may be donated.
+
+        meta: JSON that is kept with it. say: told on root when the checkpoint is durable, or could not be made. A save
+        that is still under way is waited for first. `wait` tells how it ended.
+        """
+        self.wait()
+        if step == self.last and self._failure is None:
+            return
+        self.last, self._failure = step, None
+        self._turn += 1
+        if self.context.is_root and self.context.size > 1 and self._turn > 2:
+            coordination.forget(f"jaxdp/save/{self._turn - 2}/")
+        self._clean()
+        tree = _tree(state)
+        meta = {"step": step, **meta, "state": _spec(tree)}
+        try:
+            with _options():
+                response: Any = ocp.save_async(self.directory / str(step), tree, overwrite=True)
+        except (OSError, ValueError, TimeoutError) as error:
+            self._failed(step, one_line(error), say)
+            if self.context.size > 1:
+                coordination.post(self._key("failed"), f"rank {self.context.rank}: {one_line(error)}")
+            return
+        self._thread = threading.Thread(
+            target=self._finish, args=(step, response, meta, say), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> Failure | None:
+        """Waits for the save that is under way; why it failed, or None."""
+        if self._thread is not None:
+            while self._thread.is_alive():
+                self._thread.join(0.2)  # in pieces: signals are handled in between
+            self._thread = None
+        return self._failure
+
+    def latest(self, say: Say = print, tidy: bool = True) -> int:
+        """The last step that is whole, every byte of it checked; 0 without one. All processes share the reading.
+
+        What is damaged or was not finished is set aside under another name, which `say` is told on root; not so where
+        tidy is false, since the directory may be another run's.
+        Raises UsageError where files cannot be read.
+        """
+        root = self.context.is_root
+        refused: set[int] = set()
+        if root and tidy:
+            self._set_unfinished_aside(say)
+        while True:
+            step, files, problem = 0, {}, ""
+            if root:
+                step = max((s for s in self.steps() if s not in refused), default=0)
+                try:
+                    files = manifest.read(self.directory / str(step))["files"] if step else {}
+                except Damaged as error:
+                    problem = str(error)
+            asked = json.dumps([step, files, problem])
+            step, files, problem = json.loads(self.context.exchange("checkpoint", asked)[self.context.root_rank])
+            if not step:
+                return 0
+            here = "" if problem else self._check_share(step, files)
+            found = problem or next(filter(None, self.context.exchange("checked", here, timeout=TIMEOUT)), "")
+            if found.startswith("cannot read"):
+                raise UsageError(f"run_dir: {found}; see to its permissions", rank=self.context.root_rank)
+            if not found:
+                self.last = step
+                return step
+            if root:
+                refused.add(step)
+                self._set_aside(step, "damaged" if tidy else None, f"checkpoint {step} is damaged: {found}", say)
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:
-        """The state saved at `step`, placed as `abstract` says. Every process must call."""
-        restored = ocp.load(self.directory / str(step), _tree(abstract))
+        """The state saved at `step`, placed as `abstract` says. UsageError where its leaves are not those of ours."""
+        tree = _tree(abstract)
+        saved, ours = self.meta(step)["state"], _spec(tree)
+        for path in sorted({**saved, **ours}):
+            if saved.get(path) != ours.get(path):
+                raise UsageError(
+                    f"run_dir: checkpoint {step} has {_words(path, saved)}, but this config makes {_words(path, ours)}; "
+                    "resume with the config and code that it was saved with, or choose another --run_dir",
+                    rank=self.context.root_rank,
+                )
+        restored = ocp.load(self.directory / str(step), tree)
         return abstract.replace(**restored)
+
+    def _finish(self, step: int, response: Any, meta: Mapping[str, Any], say: Say) -> None:
+        """In a thread: from Orbax's writing to a durable checkpoint, or to a failure that all processes know of."""
+        try:
+            self._await(response)
+            names = manifest.list_files(self.directory / str(step)) if self.context.is_root else []
+            names = json.loads(self._share("files", json.dumps(names))[self.context.root_rank])
+            own = names[self.context.rank :: self.context.size]
+            parts = self._share("digests", json.dumps(manifest.digests(self.directory / str(step), own)))
+            if self.context.is_root:
+                files = {name: entry for part in parts for name, entry in json.loads(part).items()}
+                with self._lock:
+                    manifest.write(self.directory / str(step), files, {**meta, **self._notes.pop(step, {})})
+                self._prune()
+            self._share("durable", "")
+            if self.context.is_root:
+                say(f"saved step {step}")
+        except _PeerFailed as failure:
+            self._failed(step, str(failure), say)
+        except BaseException as error:  # whatever it is, the run goes on, and the next occasion tries again
+            reason = _reason(error)
+            if self.context.size > 1:
+                with contextlib.suppress(Exception):
+                    coordination.post(self._key("failed"), f"rank {self.context.rank}: {reason}")
+            self._failed(step, reason, say)
+
+    def _await(self, response: Any) -> None:
+        """Until Orbax has committed on this process; _PeerFailed as soon as another could not."""
+        deadline = time.monotonic() + TIMEOUT
+        while True:
+            try:
+                return response.result(timeout=0.2)
+            except TimeoutError:
+                if (failed := self._peer_failed()) is not None:
+                    raise _PeerFailed(failed) from None
+                if time.monotonic() > deadline:
+                    raise
+
+    def _share(self, name: str, text: str) -> list[str]:
+        """Every process's text. Unlike `Context.exchange` it ends when another process could not save."""
+        context = self.context
+        if context.size == 1:
+            return [text]
+        coordination.post(self._key(f"{name}/{context.rank}"), text)
+        deadline = time.monotonic() + TIMEOUT
+        texts = []
+        for rank in range(context.size):
+            while (found := coordination.peek(self._key(f"{name}/{rank}"), 0.2)) is None:
+                if (failed := self._peer_failed()) is not None:
+                    raise _PeerFailed(failed)
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"rank {rank} has not written its part after {TIMEOUT:g} s")
+            texts.append(found)
+        return texts
+
+    def _peer_failed(self) -> str | None:
+        return coordination.peek(self._key("failed")) if self.context.size > 1 else None
+
+    def _key(self, name: str) -> str:
+        return f"jaxdp/save/{self._turn}/{name}"
+
+    def _failed(self, step: int, reason: str, say: Say) -> None:
+        self._failure = Failure(step, reason)
+        if self.context.is_root:
+            self._clean(step)
+            kept = self.steps()
+            say(
+                f"checkpoint {step} could not be saved: {reason}; "
+                + (f"the last one is {kept[-1]}, " if kept else "there is none yet, ")
+                + "and the next occasion tries again"
+            )
+
+    def _clean(self, step: int | None = None) -> None:
+        """Removes what saves that failed have left, or that of `step`: it takes the room that the next one needs."""
+        if not self.context.is_root:
+            return
+        for left in self.directory.glob(f"{'*' if step is None else step}{_TEMPORARY}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        if step is not None and not (self.directory / str(step) / manifest.NAME).exists():
+            shutil.rmtree(self.directory / str(step), ignore_errors=True)
+
+    def _prune(self) -> None:
+        steps = self.steps()
+        stay = set(steps[-self.keep :]) | {s for s in steps if self.keep_every and s % self.keep_every == 0}
+        stay.add(self.best_step() or 0)
+        for old in set(steps) - stay:
+            with contextlib.suppress(OSError):
+                (self.directory / str(old) / manifest.NAME).unlink()  # first: half of a checkpoint is none
+                shutil.rmtree(self.directory / str(old), ignore_errors=True)
+
+    def _set_unfinished_aside(self, say: Say) -> None:
+        with contextlib.suppress(OSError):
+            self._clean()
+        for step in _numbered(self.directory):
+            folder = self.directory / str(step)
+            if not (folder / manifest.NAME).is_file() and (folder / _MARK).is_file():
+                self._set_aside(step, "unfinished", f"checkpoint {step} was not finished: no {manifest.NAME}", say)
+
+    def _set_aside(self, step: int, word: str | None, why: str, say: Say) -> None:
+        if word is None:
+            return say(f"{why}; it is not used")
+        aside = next(
+            p
+            for i in range(1, 10**6)
+            if not (p := self.directory / f"{step}.{word}{f'-{i}' if i > 1 else ''}").exists()
+        )
+        try:
+            (self.directory / str(step)).rename(aside)
+            say(f"{why}; set aside as {aside.name}")
+        except OSError as error:
+            say(f"{why}; it is not used (and cannot be renamed: {error.strerror})")
+
+    def _check_share(self, step: int, files: Mapping[str, Any]) -> str:
+        """What is wrong with this process's share of the files, or nothing."""
+        own = dict(list(files.items())[self.context.rank :: self.context.size])
+        try:
+            manifest.check(self.directory / str(step), own)
+        except PermissionError as error:
+            return f"cannot read {error.filename!r}"
+        except Damaged as error:
+            return str(error)
+        return ""
+
+
+class _PeerFailed(Exception):
+    """Another process could not save; says which, and why."""
+
+
+def _numbered(directory: pathlib.Path) -> list[int]:
+    found = directory.iterdir() if directory.is_dir() else iter(())
+    return sorted(int(p.name) for p in found if p.name.isdecimal() and str(int(p.name)) == p.name and p.is_dir())
+
+
+def _sign(metric: str | None) -> int:
+    return 1 if metric in LOWER_IS_BETTER else -1
+
+
+def _reason(error: BaseException) -> str:
+    text = one_line(error) or type(error).__name__
+    return "no space left on the device" if "No space left" in text else text[:300]
 
 
 def _tree(state: TrainState) -> dict[str, Any]:
     """The fields that are in use, by name."""
     fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
     return {name: tree for name, tree in fields.items() if tree is not None}
+
+
+def _spec(tree: Any) -> dict[str, Any]:
+    """{path: [dtype, shape]}."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {path_string(path): [str(x.dtype), list(x.shape)] for path, x in leaves}
+
+
+def _words(path: str, spec: Mapping[str, Any]) -> str:
+    return f"{path} {spec[path][0]}{spec[path][1]}" if path in spec else f"no {path}"
+
+
+def _options() -> Any:
+    context = ocp.Context()
+    context.asynchronous.timeout_secs = int(TIMEOUT)
+    return context
+
+
+def _not_about_saving(record: logging.LogRecord) -> bool:
+    """Orbax logs a failed write with several tracebacks; we say it in a line."""
+    return "_SignalingThread" not in str(record.msg)

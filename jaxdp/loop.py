@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -33,7 +35,8 @@ class Source:
 class Run:
     """The built objects that the loop uses. start: the update to go on after, 0 for a new run.
 
-    averaged: what is evaluated is the running average of the parameters.
+    evaluated: the evaluation that is due after update `start` was made before. averaged: what is evaluated is the
+    running average of the parameters. meta: what is saved with every checkpoint.
     """
 
     strategy: Strategy
@@ -44,15 +47,24 @@ class Run:
     writer: Writer
     checkpoints: Checkpoints
     start: int = 0
+    evaluated: bool = False
     log_every: int = 50
     eval_every: int | None = None
     save_every: int | None = None
     profile: Profile = Profile()
     averaged: bool = False
+    meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class SaveFailed(RuntimeError):
+    """The state after the last update is not saved."""
 
 
 def fit(run: Run) -> Record:
-    """Trains to the last update, evaluates, saves; returns the final record."""
+    """Trains to the last update, evaluates, saves; returns the final record.
+
+    Raises SaveFailed where the last state could not be saved.
+    """
     program = run.strategy.lower(run.step)
     state = restore(run, run.start) if run.start else run.strategy.init()
     examples = run.train.cursor.size / run.train.cursor.steps_per_epoch
@@ -61,30 +73,51 @@ def fit(run: Run) -> Record:
         Meter(run.writer, run.log_every, run.steps, examples) as meter,
         prefetch(lambda step: run.train.batch(step, run.strategy), run.start, run.steps) as batches,
     ):
+        if run.start and run.start < run.steps and run.eval and _due(run.start, run.eval_every) and not run.evaluated:
+            between(run, program, run.start, state)
         for step, batch in enumerate(batches, run.start + 1):
             run.profile.before(step)
             state, metrics = program.update(state, batch)
             run.profile.after(step, metrics)
             meter.update(step, metrics)
-            if step < run.steps and _due(step, run.eval_every) and run.eval:
+            if step < run.steps and (_due(step, run.eval_every) or _due(step, run.save_every)):
                 meter.pause()
-                run.writer.write({"step": step, "split": "eval", **evaluate(run, program, state)})
-            if step < run.steps and _due(step, run.save_every):
-                meter.pause()
-                save(run, step, state)
+                between(run, program, step, state)
         meter.flush()
-    if run.start < run.steps:  # else it is what was restored
-        save(run, run.steps, state)
     return finish(run, program, state, metrics)
 
 
+def between(run: Run, program: Program, step: int, state: TrainState) -> None:
+    """What is due after update `step`: a checkpoint, written while the evaluation runs, or because that was the best."""
+    if _due(step, run.save_every):
+        save(run, step, state)
+    if run.eval and _due(step, run.eval_every):
+        found = judge(run, program, step, state)
+        run.writer.write({"step": step, "split": "eval", **found})
+
+
+def judge(run: Run, program: Program, step: int, state: TrainState) -> Record:
+    """Evaluates the state, and keeps with its checkpoint what was found."""
+    found = evaluate(run, program, state)
+    if run.checkpoints.is_best(found):
+        save(run, step, state)
+    numbers = {name: value for name, value in found.items() if math.isfinite(value)}
+    run.checkpoints.annotate(step, {"metrics": numbers, "evaluated": True})
+    return found
+
+
 def finish(run: Run, program: Program, state: TrainState, metrics: dict[str, jax.Array]) -> Record:
-    """The final record: the last evaluation (with nothing to evaluate on, the last update's loss), and the digest."""
+    """The last checkpoint, and the final record: the last evaluation (with nothing to evaluate on, the last update's
+    loss), and the digest."""
     final: Record = {"step": run.steps, "split": "final"}
+    if run.start < run.steps:  # else it is what was restored
+        save(run, run.steps, state)
     if run.eval:
-        final |= evaluate(run, program, state)
+        final |= judge(run, program, run.steps, state)
     elif metrics:
         final["loss"] = float(metrics["loss"])
+    if failure := run.checkpoints.wait():
+        raise SaveFailed(f"checkpoint {failure.step} could not be saved: {failure.reason}; the run is not finished")
     final["params_sha256"] = params_sha256(run.strategy.export(state).params)
     run.writer.write(final)
     return final
@@ -109,8 +142,8 @@ def evaluate(run: Run, program: Program, state: TrainState) -> Record:
 
 
 def save(run: Run, step: int, state: TrainState) -> None:
-    run.checkpoints.save(step, run.strategy.export(state))
-    run.writer.say(f"saved step {step}")
+    """Begins a checkpoint; it is durable when the writer says so."""
+    run.checkpoints.save(step, run.strategy.export(state), run.meta, run.writer.say)
 
 
 def restore(run: Run, step: int) -> TrainState:

@@ -1,18 +1,18 @@
 """The run directory is shared by all processes and says what ran, with which versions, and how it went."""
 
+import fcntl
 import importlib.metadata
 import json
 import os
 import pathlib
 import platform
 import secrets
+import socket
 import sys
 import time
-from typing import Any
+from typing import IO, Any
 
 import yaml
-
-from jaxdp.errors import UsageError, one_line
 
 PACKAGES = ("jaxdp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4py")
 
@@ -48,20 +48,25 @@ def is_shared(directory: pathlib.Path, nonce: str, timeout: float = 10.0) -> str
     )
 
 
-def saved_config(directory: pathlib.Path) -> dict[str, Any]:
-    """The config of the run that is there; UsageError where it is missing or no config."""
-    file = directory / "config.yaml"
+def lock(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
+    """Takes the directory for this process, as long as it lives: (what to hold on to, None) or (None, what is wrong).
+
+    A POSIX lock: the kernel drops it with the process, NFS passes it on, and a forked child does not inherit it.
+    """
+    file = (directory / ".lock").open("a+")
     try:
-        saved = yaml.safe_load(file.read_text())
-        problem = None if isinstance(saved, dict) else "it is no mapping"
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        problem = one_line(error)
-    if problem:
-        raise UsageError(
-            f"run_dir: {str(directory)!r} has checkpoints, but its config.yaml cannot be read ({problem}), so nobody "
-            "can tell whether they are of this config; put it back, or choose another --run_dir"
-        )
-    return saved
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        owner = file.read().strip() or "another process"
+        file.close()
+        return None, f"run_dir: {str(directory)!r} is in use by {owner}; wait for its end, or choose another --run_dir"
+    except OSError:  # a file system without locks
+        return file, None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    file.flush()
+    return file, None
 
 
 def write_config(directory: pathlib.Path, config: dict[str, Any]) -> None:
@@ -71,12 +76,17 @@ def write_config(directory: pathlib.Path, config: dict[str, Any]) -> None:
 def write_env(directory: pathlib.Path, facts: dict[str, Any]) -> None:
     """env.json: versions, and the facts given (devices, topology, launcher)."""
     env = {
-        "versions": {"python": platform.python_version(), **{p: _version(p) for p in PACKAGES}},
+        "versions": versions(),
         "platform": platform.platform(),
         "argv": sys.argv,
         **facts,
     }
     _replace(directory / "env.json", json.dumps(env, indent=2) + "\n")
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python and the packages that decide what is computed."""
+    return {"python": platform.python_version(), **{p: _version(p) for p in PACKAGES}}
 
 
 def _version(package: str) -> str | None:

@@ -22,6 +22,7 @@ LAYERS = [
         "targets",
         "rundir",
         "digest",
+        "manifest",
     }
     | {"models", "data", "metrics", "distributed", "split", "hlo", "hardware", "flops"},
     {"step"},

@@ -25,6 +25,7 @@ from jaxdp.parallel import STAGES, Strategy
 from jaxdp.parallel.base import slot_table
 from jaxdp.plan import Case
 from jaxdp.profile import Profile
+from jaxdp.rundir import versions
 from jaxdp.split import path_string
 from jaxdp.step import Step, TrainState
 
@@ -54,11 +55,24 @@ def make_run(config: Config, directory: pathlib.Path, context: Context) -> loop.
         eval=source,
         steps=parts.steps,
         writer=Nothing(),
-        checkpoints=Checkpoints(directory / "checkpoints", config.checkpoint.keep),
+        checkpoints=Checkpoints(
+            directory / "checkpoints",
+            config.checkpoint.keep,
+            keep_every=config.checkpoint.keep_every,
+            best=config.checkpoint.best,
+            context=context,
+        ),
         log_every=config.log.every,
         eval_every=config.eval.every,
         save_every=config.checkpoint.every,
         averaged=config.eval.ema,
+        meta={
+            "config": dataclasses.asdict(config),
+            "versions": versions(),
+            "microbatches": config.microbatches,
+            "data_fingerprint": fingerprint(parts.dataset),
+            "saved_by": {"processes": context.size, "devices": len(devices), "backend": config.parallel.backend},
+        },
     )
 
 

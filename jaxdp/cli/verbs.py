@@ -4,7 +4,7 @@ import dataclasses
 import math
 import pathlib
 import sys
-from typing import Any
+from typing import IO, Any
 
 import jax
 
@@ -13,7 +13,6 @@ from jaxdp import loop, rundir
 from jaxdp.build import make_profile, make_run, together
 from jaxdp.build.parts import make_parts, set_jax
 from jaxdp.build.subject import make_subject
-from jaxdp.checkpoint import Checkpoints
 from jaxdp.config import Config
 from jaxdp.config.check import changed_numbers
 from jaxdp.distributed.context import Context
@@ -27,23 +26,26 @@ def train(config: Config, path: str | None, context: Context) -> None:
     """The verb `train`: makes the run directory, then trains to the last update."""
     directory = schema.run_dir(config, path)
     run = make_run(config, directory, context)
-    share(directory, context)
-    start = resume_step(directory, config, context)
+    held = share(directory, context)
+    start, found = resume_step(run, config, context)
     if start > run.steps:
         raise UsageError(f"steps: {run.steps}, but {str(directory)!r} has already made {start}; give more", rank=0)
     final = [record for record in read(directory / "metrics.jsonl") if record.get("split") == "final"]
-    if start == run.steps and final:
+    if start == run.steps and context.exchange("final", str(bool(final)))[context.root_rank] == "True":
         if context.is_root:
             print(f"finished: {directory} is at its last step {start}; nothing to do (another --run_dir starts anew)")
             print(summary(final[-1], directory))
         return
-    run = dataclasses.replace(run, start=start, profile=make_profile(config, directory, start, run.steps))
+    profile = make_profile(config, directory, start, run.steps)
+    run = dataclasses.replace(run, start=start, evaluated=found.get("evaluated", False), profile=profile)
     writer = start_writer(directory, config, context, run)
     run = dataclasses.replace(run, writer=writer)
     try:
         writer.say(summary(loop.fit(run), directory))
     finally:
         writer.close()
+        if held:
+            held.close()
 
 
 def summary(final: Record, directory: pathlib.Path) -> str:
@@ -54,11 +56,10 @@ def summary(final: Record, directory: pathlib.Path) -> str:
 def eval(config: Config, path: str | None, context: Context) -> None:
     """The verb `eval`: evaluates the last checkpoint of the run directory, and prints the result."""
     directory = schema.run_dir(config, path)
-    step = last_step(directory, context)
+    run = make_run(config, directory, context)
+    step, _ = resume_step(run, config, context, tidy=False)
     if not step:
         raise UsageError(f"run_dir: no checkpoint in {str(directory)!r}; train first, or name another", rank=0)
-    together(context, lambda: check_same_numbers(directory, config, step))
-    run = make_run(config, directory, context)
     if run.eval is None:
         raise UsageError("eval.data: the data has no test split; name what to evaluate on", rank=0)
     record = loop.evaluate(run, run.strategy.lower(run.step), loop.restore(run, step))
@@ -66,37 +67,44 @@ def eval(config: Config, path: str | None, context: Context) -> None:
         Console(step).write({"step": step, "split": "eval", **record})
 
 
-def share(directory: pathlib.Path, context: Context) -> None:
-    """Makes the run directory on rank 0, and checks that every rank sees the same one."""
-    context.agree(rundir.make(directory) if context.is_root else None)
+def share(directory: pathlib.Path, context: Context) -> IO[str] | None:
+    """Makes the run directory on rank 0 and locks it, and checks that every rank sees the same one."""
+    held, problem = None, rundir.make(directory) if context.is_root else None
+    if context.is_root and not problem:
+        held, problem = rundir.lock(directory)
+    context.agree(problem)
     nonce = context.exchange("run_dir", rundir.nonce(directory) if context.is_root else "")[context.root_rank]
     context.agree(rundir.is_shared(directory, nonce))
+    return held
 
 
-def last_step(directory: pathlib.Path, context: Context) -> int:
-    """The last checkpoint that rank 0 sees; 0 where there is none."""
-    saved = Checkpoints(directory / "checkpoints").steps()
-    return int(context.exchange("last step", str(saved[-1] if saved else 0))[context.root_rank])
+def resume_step(
+    run: loop.Run, config: Config, context: Context, tidy: bool = True
+) -> tuple[int, dict[str, Any]]:
+    """(the checkpoint to go on from, what was saved with it), or (0, {}).
+
+    UsageError where the config or the data would change its numbers, unless it is forced.
+    """
+    checkpoints = run.checkpoints
+    start = checkpoints.latest(print, tidy)
+    if not start:
+        return 0, {}
+    found = checkpoints.meta(start)
+    if not config.resume.force:
+        together(context, lambda: check_same_numbers(found, run, config, start))
+    return start, found
 
 
-def resume_step(directory: pathlib.Path, config: Config, context: Context) -> int:
-    """The checkpoint to go on from (0 for none); UsageError where the config would change its numbers."""
-    start = last_step(directory, context)
-    if start:
-        together(context, lambda: check_same_numbers(directory, config, start))  # before rank 0 writes it anew
-    return start
-
-
-def check_same_numbers(directory: pathlib.Path, config: Config, step: int) -> None:
+def check_same_numbers(found: dict[str, Any], run: loop.Run, config: Config, step: int) -> None:
     """UsageError where the run that is there was trained with other values of what changes the numbers."""
-    changed = changed_numbers(rundir.saved_config(directory), config)
-    if config.optimizer.schedule == "constant" or config.optimizer.schedule_steps is not None:
-        changed = [c for c in changed if not c.startswith(("steps:", "epochs:"))]
+    changed = changed_numbers(found["config"], config)
+    if found["data_fingerprint"] != run.meta["data_fingerprint"]:
+        changed.append(f"data fingerprint: {found['data_fingerprint']} -> {run.meta['data_fingerprint']}")
     if changed:
-        more = f" (and {len(changed) - 1} more)" if changed[1:] else ""
         raise UsageError(
-            f"{changed[0]}: {str(directory)!r} was trained to step {step} with another value, and this one changes the "
-            f"numbers{more}; put it back, or choose another --run_dir"
+            f"{'; '.join(changed[:8])}{f' (and {len(changed) - 8} more)' if changed[8:] else ''}: this run was trained "
+            f"to step {step} with the former, and it changes the numbers; put it back, choose another --run_dir, or "
+            "go on all the same with --resume.force true"
         )
 
 

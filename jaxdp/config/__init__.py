@@ -206,19 +206,48 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """Checkpoints, in the run directory; there is always one at the end.
+    """Checkpoints, in the run directory; there is always one at the end, and one on preemption.
 
     Args:
-        every: updates between two; null saves only at the end
-        every_minutes: only null so far
+        every: updates between two; null saves none in between
+        every_minutes: minutes between two, beside `every`
         keep: how many of the last are kept
-        best: only null so far
+        keep_every: those after every so many updates are kept too, such as 10000
+        best: the best one by this number of the evaluation, such as accuracy, is kept too; loss and perplexity are
+            best when low, others when high
     """
 
     every: int | None = speed(None)
     every_minutes: float | None = speed(None)
     keep: int = speed(3)
+    keep_every: int | None = speed(None)
     best: str | None = speed(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Resume:
+    """Running again in the same directory goes on where it stands.
+
+    Args:
+        force: go on although the config now has other values that change the numbers
+    """
+
+    force: bool = speed(False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Watchdog:
+    """What ends a run that does not move, and names what slows it down.
+
+    Args:
+        step_timeout: seconds that an update may take (compilation apart) before all processes write down where they
+            are and the run ends; null waits for ever
+        straggler_factor: a process whose own work between updates, such as waiting for its data, takes so many times
+            that of the others is named in the metrics
+    """
+
+    step_timeout: float | None = speed(600.0)
+    straggler_factor: float = speed(2.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,6 +296,8 @@ class Config:
     log: Log = speed(Log())
     profile: Profile = speed(Profile())
     checkpoint: Checkpoint = speed(Checkpoint())
+    resume: Resume = speed(Resume())
+    watchdog: Watchdog = speed(Watchdog())
     verify: Verify = speed(Verify())
 
 

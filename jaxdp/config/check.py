@@ -16,7 +16,7 @@ AT_LEAST = {
     "optimizer.schedule_steps": 1, "optimizer.weight_decay": 0, "optimizer.final_lr": 0, "eval.every": 1,
     "log.every": 1, "profile.start": 0, "profile.steps": 1, "checkpoint.every": 1, "checkpoint.keep": 1,
     "parallel.devices": 1, "parallel.zero": 0, "parallel.shard_size": 2, "precision.loss_scale_interval": 1,
-    "verify.strategies": 1,
+    "verify.strategies": 1, "checkpoint.keep_every": 1, "watchdog.straggler_factor": 1,
 }  # fmt: skip
 AT_MOST = {
     "seed": 2**32 - 1,
@@ -27,10 +27,10 @@ AT_MOST = {
     "parallel.zero": 3,
     "precision.loss_scale": 2**126,
 }
-ABOVE_ZERO = ("epochs", "optimizer.clip_norm", "parallel.bucket_mb", "precision.loss_scale", "optimizer.ema")
-NOT_YET = {
-    "init_from": None, "checkpoint.every_minutes": None, "checkpoint.best": None,
-}  # fmt: skip
+ABOVE_ZERO = ("epochs", "optimizer.clip_norm", "parallel.bucket_mb", "precision.loss_scale", "optimizer.ema",
+              "checkpoint.every_minutes", "watchdog.step_timeout")
+NOT_YET = {"init_from": None}
+WHERE = ("data.args.root", "data.args.path")  # where data lies does not change the numbers: its fingerprint is compared
 
 
 def inner(hint: Any) -> Any:
@@ -62,9 +62,15 @@ def decides(key: str) -> str:
 
 
 def changed_numbers(before: dict[str, Any], after: Config) -> list[str]:
-    """One line per key that changes the numbers and differs: `key: before -> after`."""
+    """One line per key that changes the numbers and differs: `key: before -> after`.
+
+    More steps change nothing where the schedule has a horizon of its own.
+    """
     old, new = flatten(before), flatten(after)
-    keys = [k for k in {**old, **new} if decides(k) == "numbers" and old.get(k) != new.get(k)]
+    free = set(WHERE)
+    if after.optimizer.schedule == "constant" or after.optimizer.schedule_steps is not None:
+        free |= {"steps", "epochs"}
+    keys = [k for k in {**old, **new} if k not in free and decides(k) == "numbers" and old.get(k) != new.get(k)]
     return [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in keys]
 
 

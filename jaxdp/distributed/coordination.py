@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jaxdp.errors import DistributedError, UsageError
+from jaxdp.errors import DistributedError, UsageError, one_line
 
 _turns: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
@@ -88,6 +88,33 @@ def _get(key: str, deadline: float, members: Sequence[int]) -> str | None:
             if gone := _came("jaxdp/left", members):
                 names = ", ".join(map(str, gone))
                 raise DistributedError(f"rank {names} has left the job: see what it printed") from None
+
+
+def post(key: str, text: str) -> None:
+    """Makes `text` known under `key`; what is there already stays."""
+    try:
+        client().key_value_set(key, text)
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith("ALREADY_EXISTS"):
+            raise DistributedError(f"the coordination service is gone, so rank 0 is: {one_line(error)}") from None
+
+
+def peek(key: str, patience: float = 0.0) -> str | None:
+    """What is known under `key`, waiting for it `patience` seconds; None where nothing is."""
+    try:
+        if patience:
+            return client().blocking_key_value_get(key, max(1, int(1000 * patience)))
+        return client().key_value_try_get(key)
+    except jax.errors.JaxRuntimeError as error:
+        if str(error).startswith(("DEADLINE_EXCEEDED", "NOT_FOUND")):
+            return None
+        raise DistributedError(f"the coordination service is gone, so rank 0 is: {one_line(error)}") from None
+
+
+def forget(prefix: str) -> None:
+    """Removes all keys that begin so."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        client().key_value_delete(prefix)
 
 
 def _came(base: str, members: Sequence[int]) -> list[int]:

@@ -1,0 +1,104 @@
+"""A manifest says that a checkpoint is whole: every file of it with its size and SHA-256, and what was saved with it.
+
+It is written last, under another name, and renamed in: a directory without one is no checkpoint. It carries a digest of
+itself, so that a flipped bit in it is seen too.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+NAME = "manifest.json"
+FORMAT = 1
+Files = dict[str, tuple[int, str]]  # relative path to (bytes, SHA-256)
+
+
+class Damaged(ValueError):
+    """A checkpoint that is not what was saved; the text says which file, and how it differs."""
+
+
+def list_files(directory: pathlib.Path) -> list[str]:
+    """The relative paths of all files under `directory`, sorted, without the manifest."""
+    found = (p for p in directory.rglob("*") if p.is_file())
+    return sorted(str(p.relative_to(directory)) for p in found if p.name.split(".tmp")[0] != NAME)
+
+
+def digest(file: pathlib.Path, patience: float = 0.0) -> tuple[int, str]:
+    """(bytes, SHA-256) of a file; patience: seconds to wait for it to show up, on a network file system that lags."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            with file.open("rb") as f:
+                return os.fstat(f.fileno()).st_size, hashlib.file_digest(f, "sha256").hexdigest()
+        except FileNotFoundError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
+
+
+def digests(directory: pathlib.Path, names: Sequence[str], patience: float = 10.0) -> Files:
+    return {name: digest(directory / name, patience) for name in names}
+
+
+def write(directory: pathlib.Path, files: Mapping[str, Sequence[Any]], meta: Mapping[str, Any]) -> None:
+    """Renames the manifest in, durably: the files first, then their directories, then the manifest."""
+    for name in files:
+        _flush(directory / name)
+    for folder in sorted({(directory / name).parent for name in files}):
+        _flush(folder)
+    body = {"format": FORMAT, "files": {k: list(v) for k, v in sorted(files.items())}, "meta": dict(meta)}
+    new = directory / f"{NAME}.tmp{os.getpid()}"
+    with new.open("w") as f:
+        f.write(json.dumps({"sha256": _own(body), **body}, indent=1) + "\n")
+        f.flush()
+        os.fsync(f.fileno())
+    new.replace(directory / NAME)
+    _flush(directory)
+    _flush(directory.parent)
+
+
+def read(directory: pathlib.Path) -> dict[str, Any]:
+    """The manifest's `files` and `meta`. Raises Damaged where there is none, or not the one that was written."""
+    try:
+        found = json.loads((directory / NAME).read_text())
+        body = {k: v for k, v in found.items() if k != "sha256"}
+        stated = found["sha256"]
+    except FileNotFoundError:
+        raise Damaged(f"it has no {NAME}: the save was not finished") from None
+    except (OSError, ValueError, AttributeError, KeyError) as error:
+        raise Damaged(f"its {NAME} cannot be read: {str(error) or type(error).__name__}") from None
+    if stated != _own(body):
+        raise Damaged(f"its {NAME} has changed since it was written")
+    if body["format"] != FORMAT:
+        raise Damaged(f"its format is {body['format']}; this version of jaxdp reads {FORMAT}")
+    return body
+
+
+def check(directory: pathlib.Path, files: Mapping[str, Sequence[Any]]) -> None:
+    """Raises Damaged with the first of `files` that is missing, or has another size or checksum."""
+    for name, (size, sha256) in files.items():
+        try:
+            found = digest(directory / name)
+        except OSError as error:
+            raise Damaged(f"{name}: {error.strerror or error}") from None
+        if found[0] != size:
+            raise Damaged(f"{name} has {found[0]:,} bytes instead of {size:,}")
+        if found[1] != sha256:
+            raise Damaged(f"{name} has changed since it was written")
+
+
+def _own(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _flush(path: pathlib.Path) -> None:
+    """To the disk, not only to the kernel."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
