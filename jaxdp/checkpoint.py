@@ -80,21 +80,30 @@ class Checkpoints:
 
     def best_step(self) -> int | None:
         """The step whose evaluation was best by `best`; the earliest of equals. None without one."""
-        found: tuple[float, int] | None = None
-        for step in self.steps():
-            with contextlib.suppress(Damaged):
-                value = self.meta(step).get("metrics", {}).get(self.best)
-                if isinstance(value, int | float) and math.isfinite(value):
-                    found = min(filter(None, (found, (value * _sign(self.best), step))))
-        return found[1] if found else None
+        values = self._values()
+        return min(values, key=lambda step: (values[step] * _sign(self.best), step)) if values else None
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
-        """Whether an evaluation is better than that of every checkpoint that is there."""
+        """Whether an evaluation is better than that of every checkpoint that there is."""
         if self.best is None or not math.isfinite(metrics.get(self.best, math.nan)):
             return False
-        step, sign = self.best_step() if self.context.is_root else None, _sign(self.best)
-        better = step is None or metrics[self.best] * sign < self.meta(step)["metrics"][self.best] * sign
+        sign, values = _sign(self.best), self._values() if self.context.is_root else {}
+        better = all(metrics[self.best] * sign < value * sign for value in values.values())
         return self.context.exchange("best", str(better))[self.context.root_rank] == "True"
+
+    def _values(self) -> dict[int, float]:
+        """The number that `best` names, of every checkpoint that has it, written yet or not."""
+        found = {}
+        with self._lock:
+            metas = dict(self._notes)
+            for step in self.steps():
+                with contextlib.suppress(Damaged):
+                    metas[step] = self.meta(step)
+        for step, meta in metas.items():
+            value = meta.get("metrics", {}).get(self.best)
+            if isinstance(value, int | float) and math.isfinite(value):
+                found[step] = value
+        return found
 
     def annotate(self, step: int, more: Mapping[str, Any]) -> None:
         """Adds to what is saved with `step`, whether that is durable yet or not; nothing where it is not saved."""

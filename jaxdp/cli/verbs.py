@@ -78,9 +78,7 @@ def share(directory: pathlib.Path, context: Context) -> IO[str] | None:
     return held
 
 
-def resume_step(
-    run: loop.Run, config: Config, context: Context, tidy: bool = True
-) -> tuple[int, dict[str, Any]]:
+def resume_step(run: loop.Run, config: Config, context: Context, tidy: bool = True) -> tuple[int, dict[str, Any]]:
     """(the checkpoint to go on from, what was saved with it), or (0, {}).
 
     UsageError where the config or the data would change its numbers, unless it is forced.

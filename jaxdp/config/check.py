@@ -27,8 +27,15 @@ AT_MOST = {
     "parallel.zero": 3,
     "precision.loss_scale": 2**126,
 }
-ABOVE_ZERO = ("epochs", "optimizer.clip_norm", "parallel.bucket_mb", "precision.loss_scale", "optimizer.ema",
-              "checkpoint.every_minutes", "watchdog.step_timeout")
+ABOVE_ZERO = (
+    "epochs",
+    "optimizer.clip_norm",
+    "parallel.bucket_mb",
+    "precision.loss_scale",
+    "optimizer.ema",
+    "checkpoint.every_minutes",
+    "watchdog.step_timeout",
+)
 NOT_YET = {"init_from": None}
 WHERE = ("data.args.root", "data.args.path")  # where data lies does not change the numbers: its fingerprint is compared
 
