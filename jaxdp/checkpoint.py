@@ -166,7 +166,8 @@ class Checkpoints:
         if root and tidy:
             self._set_unfinished_aside(say)
         while True:
-            step, files, problem = 0, {}, ""
+            step, problem = 0, ""
+            files: dict[str, Any] = {}
             if root:
                 step = max((s for s in self.steps() if s not in refused), default=0)
                 try:
@@ -195,8 +196,8 @@ class Checkpoints:
         for path in sorted({**saved, **ours}):
             if saved.get(path) != ours.get(path):
                 raise UsageError(
-                    f"run_dir: checkpoint {step} has {_words(path, saved)}, but this config makes {_words(path, ours)}; "
-                    "resume with the config and code that it was saved with, or choose another --run_dir",
+                    f"run_dir: checkpoint {step} has {_words(path, saved)}, but this config makes {_words(path, ours)};"
+                    " resume with the config and code that it was saved with, or choose another --run_dir",
                     rank=self.context.root_rank,
                 )
         restored = ocp.load(self.directory / str(step), tree)

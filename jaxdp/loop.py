@@ -88,7 +88,7 @@ def fit(run: Run) -> Record:
 
 
 def between(run: Run, program: Program, step: int, state: TrainState) -> None:
-    """What is due after update `step`: a checkpoint, written while the evaluation runs, or because that was the best."""
+    """What is due after update `step`: a checkpoint, and an evaluation, which runs while that is written."""
     if _due(step, run.save_every):
         save(run, step, state)
     if run.eval and _due(step, run.eval_every):

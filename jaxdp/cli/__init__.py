@@ -75,8 +75,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
         _exit_alone(error)
     except KeyboardInterrupt:
         raise
-    except BaseException:
-        _crash()
+    except BaseException as error:
+        _crash(error)
     sys.exit(0)
 
 
@@ -247,19 +247,16 @@ def _exit_alone(error: SystemExit) -> NoReturn:
 
         here = context.current()
         if here.size > 1:
-            print(f"jaxdp: rank {here.rank} called sys.exit({error.code!r})", file=sys.stderr, flush=True)
-            context.leave(error.code if isinstance(error.code, int) and error.code else 1)
+            code = error.code if isinstance(error.code, int) and error.code else 1
+            context.fail(DistributedError(f"rank {here.rank} called sys.exit({error.code!r})"), code)
     raise error
 
 
-def _crash() -> NoReturn:
-    """The traceback, with the rank that it is from, and the end of the process: its peers must not wait for it."""
-    trace = traceback.format_exc()
+def _crash(error: BaseException) -> NoReturn:
+    """The traceback, with the rank that it is from, and the end of the job: the others must not wait for this one."""
     if "jaxdp.distributed.context" not in sys.modules:
-        print(trace, file=sys.stderr, flush=True)
+        traceback.print_exc()
         sys.exit(1)
     from jaxdp.distributed import context
 
-    here = context.current()
-    print(f"{trace}jaxdp: rank {here.rank} (host {here.hosts[here.rank]}) failed", file=sys.stderr, flush=True)
-    context.leave(1)
+    context.crash(error)

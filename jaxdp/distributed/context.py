@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -13,12 +14,12 @@ import jax
 import jaxlib
 
 import jaxdp
-from jaxdp.distributed import coordination, gpus, hosts, rendezvous
+from jaxdp.distributed import coordination, gpus, hosts, rendezvous, sentinel
 from jaxdp.distributed.gpus import bind
 from jaxdp.distributed.launchers import World, discover
 from jaxdp.errors import DistributedError, UsageError
 
-__all__ = ["Context", "bind", "current", "fail", "init", "leave", "shutdown"]
+__all__ = ["Context", "bind", "crash", "current", "fail", "init", "leave", "shutdown"]
 GRACE = 2.0  # seconds that a process which ends waits for others that end as well
 
 
@@ -163,6 +164,7 @@ def _join(world: World, timeout: float) -> Context:
     rendezvous.hand_over(world, meeting, timeout)
     coordination.connect(meeting, world.rank, world.size, timeout, devices)
     names = tuple(h["host"] for h in hellos)
+    sentinel.start(world.rank, world.size, names, local_rank, 2 / 3 * coordination.heartbeat(timeout))
     return Context(world.rank, world.size, local_rank, local_size, world.launcher, names)
 
 
@@ -171,6 +173,8 @@ def _hook(world: World) -> None:
     before = sys.excepthook
 
     def ends(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if sentinel.current() is not None and not isinstance(error, UsageError | DistributedError):
+            crash(error)
         if not isinstance(error, UsageError | DistributedError):
             before(kind, error, trace)
         _end(error, world.rank, world.size)
@@ -178,24 +182,39 @@ def _hook(world: World) -> None:
     sys.excepthook = ends
 
 
-def _end(error: BaseException, rank: int, size: int) -> NoReturn:
+def _end(error: BaseException, rank: int, size: int, code: int | None = None) -> NoReturn:
     speaker = error.rank if isinstance(error, UsageError | DistributedError) else None
+    code = code or (2 if isinstance(error, UsageError) else 1)
+    own = sentinel.current()
+    if own is not None and speaker is None:  # the others do not know of it
+        own.ending.set()
+        own.claim(f"{own.name(rank)}: {error}", code)
     if isinstance(error, UsageError | DistributedError) and speaker in (None, rank):
         sys.stderr.write(f"jaxdp: {error}\n")  # in one piece, among what other ranks write
-    coordination.leave(2 if isinstance(error, UsageError) else 1, rank, size, speaker, GRACE)
+    coordination.leave(code, rank, size, speaker, GRACE)
     raise AssertionError("os._exit returned")
 
 
-def fail(error: UsageError | DistributedError) -> NoReturn:
-    """Prints `error` on the rank that should, and ends this process: exit code 2 for UsageError, 1 otherwise."""
+def crash(error: BaseException) -> NoReturn:
+    """Ends this process by an error that nobody expected: rank, host and traceback are printed once for the job."""
+    code = sentinel.crash(error, "".join(traceback.format_exception(error)))
+    world = _current or Context()
+    coordination.leave(code, world.rank, world.size, None, 0.0)
+    raise AssertionError("os._exit returned")
+
+
+def fail(error: UsageError | DistributedError, code: int | None = None) -> NoReturn:
+    """Prints `error` on the rank that should, and ends this process: by `code`, or 2 for UsageError and 1 otherwise."""
     world = _current or _joining or Context()
-    _end(error, world.rank, world.size)
+    _end(error, world.rank, world.size, code)
 
 
 def shutdown() -> None:
     """Leaves the job together with the others. Nothing to do for a process by itself."""
     global _current
     if coordination.client() is not None:
+        if (own := sentinel.current()) is not None:
+            own.stop()
         coordination.disconnect()
     _current = None
 
@@ -206,5 +225,7 @@ def leave(code: int, speaker: int | None = None) -> NoReturn:
     speaker: a rank that prints for all of them, and is waited for; rank 0 waits for all, for GRACE seconds at most.
     """
     context = current()
+    if (own := sentinel.current()) is not None:
+        own.ending.set()
     coordination.leave(code, context.rank, context.size, speaker, GRACE)
     raise AssertionError("os._exit returned")

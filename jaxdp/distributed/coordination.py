@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from jaxdp.distributed import service
 from jaxdp.errors import DistributedError, UsageError, one_line
 
 _turns: collections.Counter[str] = collections.Counter()
@@ -51,22 +52,28 @@ def opened() -> bool:
 def connect(coordinator: str, rank: int, size: int, timeout: float, devices: Sequence[int] | None) -> None:
     """Starts (rank 0) and joins JAX's distributed runtime: collectives over Gloo on CPU, no preemption service.
 
-    timeout: seconds for connecting. A process that has died is noticed within half of it (between 10 and 30 s), and
-    leaving waits for the others for 20 s at most. Must come before the first use of a device.
+    timeout: seconds for connecting. Leaving waits for the others for 20 s at most. Must come before the first use of a
+    device.
     """
     for option, value in {"jax_enable_preemption_service": False, "jax_cpu_collectives_implementation": "gloo"}.items():
         with contextlib.suppress(AttributeError):  # an option of another release
             jax.config.update(option, value)
-    jax.distributed.initialize(
-        coordinator,
-        size,
-        rank,
-        local_device_ids=devices,
-        cluster_detection_method="deactivate",
-        initialization_timeout=max(1, round(timeout)),
-        heartbeat_timeout_seconds=max(10, min(30, round(timeout / 2))),
-        shutdown_timeout_seconds=max(1, min(20, round(timeout))),
-    )
+    with service.apart():
+        jax.distributed.initialize(
+            coordinator,
+            size,
+            rank,
+            local_device_ids=devices,
+            cluster_detection_method="deactivate",
+            initialization_timeout=max(1, round(timeout)),
+            heartbeat_timeout_seconds=heartbeat(timeout),
+            shutdown_timeout_seconds=max(1, min(20, round(timeout))),
+        )
+
+
+def heartbeat(timeout: float) -> int:
+    """Seconds after which JAX aborts the job for a process that is silent; the sentinel names it before."""
+    return max(10, min(30, round(timeout / 2)))
 
 
 def disconnect() -> None:
@@ -108,6 +115,22 @@ def peek(key: str, patience: float = 0.0) -> str | None:
     except jax.errors.JaxRuntimeError as error:
         if str(error).startswith(("DEADLINE_EXCEEDED", "NOT_FOUND")):
             return None
+        raise DistributedError(f"the coordination service is gone, so rank 0 is: {one_line(error)}") from None
+
+
+def put(key: str, text: str) -> None:
+    """Makes `text` known under `key`, in the place of what is there."""
+    try:
+        client().key_value_set(key, text, allow_overwrite=True)
+    except jax.errors.JaxRuntimeError as error:
+        raise DistributedError(f"the coordination service is gone, so rank 0 is: {one_line(error)}") from None
+
+
+def directory(prefix: str) -> dict[str, str]:
+    """All that is known under keys that begin so."""
+    try:
+        return dict(client().key_value_dir_get(prefix))
+    except jax.errors.JaxRuntimeError as error:
         raise DistributedError(f"the coordination service is gone, so rank 0 is: {one_line(error)}") from None
 
 
