@@ -39,7 +39,7 @@ class Service:
             raise RuntimeError(f"the coordination service could not start at {address} (code {self.child.wait()})")
 
     def shutdown(self) -> None:
-        self.child.communicate()
+        self.child.communicate("all have left\n")
 
 
 @contextlib.contextmanager
@@ -78,9 +78,9 @@ def main(address: str, size: str, heartbeat: str, shutdown: str) -> None:
         address, int(size), heartbeat_timeout=int(heartbeat), shutdown_timeout=int(shutdown)
     )
     print("ready", flush=True)
-    sys.stdin.read()  # rank 0 is done, or gone
-    port, deadline = int(address.rpartition(":")[2]), time.monotonic() + LINGER
-    while connections(port) and time.monotonic() < deadline:
+    port, orderly = int(address.rpartition(":")[2]), sys.stdin.read()  # until rank 0 says so, or is gone
+    deadline = time.monotonic() + LINGER
+    while not orderly and connections(port) and time.monotonic() < deadline:
         time.sleep(0.1)
     del service
     os._exit(0)
