@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ class Source:
 class Run:
     """The built objects that the loop uses. start: the update to go on after, 0 for a new run.
 
-    averaged: what is evaluated is the running average of the parameters.
+    begin: the state of a new run. averaged: what is evaluated is the running average of the parameters.
     """
 
     strategy: Strategy
@@ -49,12 +50,13 @@ class Run:
     save_every: int | None = None
     profile: Profile = Profile()
     averaged: bool = False
+    begin: Callable[["Run"], TrainState] = lambda run: run.strategy.init()
 
 
 def fit(run: Run) -> Record:
     """Trains to the last update, evaluates, saves; returns the final record."""
     program = run.strategy.lower(run.step)
-    state = restore(run, run.start) if run.start else run.strategy.init()
+    state = restore(run, run.start) if run.start else run.begin(run)
     examples = run.train.cursor.size / run.train.cursor.steps_per_epoch
     metrics: dict[str, jax.Array] = {}
     with (

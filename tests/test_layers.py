@@ -23,10 +23,12 @@ LAYERS = [
         "rundir",
         "digest",
     }
+    | {"transfer", "safetensors_file"}
     | {"models", "data", "metrics", "distributed", "split", "hlo", "hardware", "flops"},
     {"step"},
     {"parallel"},
     {"checkpoint"},
+    {"weights", "begin"},
     {"loop", "plan", "verify"},
     {"build"},
     {"cli"},
