@@ -35,8 +35,11 @@ class Weights(NamedTuple):
 def locate(path: str) -> pathlib.Path:
     """The checkpoint or file that `init_from` names; of a run directory, the last checkpoint."""
     place = pathlib.Path(path)
-    if not place.exists():
-        raise UsageError(f"init_from: {path!r} does not exist; {GIVE}")
+    try:
+        place.stat()
+    except (OSError, ValueError) as error:
+        problem = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be opened ({one_line(error)})"
+        raise UsageError(f"init_from: {path!r} {problem}; {GIVE}") from None
     if place.is_file():
         if place.suffix != ".safetensors":
             raise UsageError(f"init_from: {path!r} is no .safetensors file; {GIVE}")

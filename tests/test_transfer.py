@@ -351,6 +351,8 @@ def test_every_place_that_holds_nothing_is_refused(tmp_path, small, monkeypatch)
     ocp.save(tmp_path / "other", {"weights": jnp.ones(3)})
     for path, message in {
         "nix": "'nix' does not exist; give a run directory, one of its checkpoints (.../checkpoints/STEP) or a .safe",
+        5000 * "x": f"'{5000 * 'x'}' cannot be opened ([Errno 36] File name too long",
+        "weights.npz/a": "'weights.npz/a' cannot be opened (",
         "empty": "'empty' holds no checkpoint; give a run",
         "empty/checkpoints/3": "'empty/checkpoints/3' holds no checkpoint; give",
         "weights.npz": "'weights.npz' is no .safetensors file; give",
