@@ -62,7 +62,7 @@ class Checkpoints:
     ):
         self.directory, self.keep, self.keep_every, self.best = directory.resolve(), keep, keep_every, best
         self.context = context or current()
-        self.last = 0  # the step that was last begun to be saved, or is known to be there
+        self.last: int | None = None  # the step that was last begun to be saved, or is known to be there
         self._failure: Failure | None = None
         self._thread: threading.Thread | None = None
         self._turn = 0

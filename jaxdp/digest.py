@@ -13,7 +13,7 @@ from jaxdp.split import path_string
 def params_sha256(params: Any) -> str:
     """SHA-256 over the leaves in path order, each as path, dtype, shape and little-endian bytes, leaf by leaf.
 
-    params: global arrays, replicated or split; every process must call.
+    params: global arrays, replicated or split; every process must call. NumPy's do as well.
     """
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     digest = hashlib.sha256()
@@ -24,8 +24,10 @@ def params_sha256(params: Any) -> str:
     return digest.hexdigest()
 
 
-def host(leaf: jax.Array) -> np.ndarray:
+def host(leaf: jax.Array | np.ndarray) -> np.ndarray:
     """A whole array on the host; one that is split over processes is gathered by all of them."""
+    if isinstance(leaf, np.ndarray):
+        return leaf
     if leaf.is_fully_replicated:
         return np.asarray(leaf.addressable_data(0))
     if leaf.is_fully_addressable:

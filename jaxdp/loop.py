@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -35,8 +35,8 @@ class Source:
 class Run:
     """The built objects that the loop uses. start: the update to go on after, 0 for a new run.
 
-    evaluated: the evaluation that is due after update `start` was made before. averaged: what is evaluated is the
-    running average of the parameters. meta: what is saved with every checkpoint.
+    begin: the state of a new run. evaluated: the evaluation that is due after update `start` was made before.
+    averaged: what is evaluated is the running average of the parameters. meta: what is saved with every checkpoint.
     """
 
     strategy: Strategy
@@ -53,6 +53,7 @@ class Run:
     save_every: int | None = None
     profile: Profile = Profile()
     averaged: bool = False
+    begin: Callable[["Run"], TrainState] = lambda run: run.strategy.init()
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -66,7 +67,7 @@ def fit(run: Run) -> Record:
     Raises SaveFailed where the last state could not be saved.
     """
     program = run.strategy.lower(run.step)
-    state = restore(run, run.start) if run.start else run.strategy.init()
+    state = restore(run, run.start) if run.start else run.begin(run)
     examples = run.train.cursor.size / run.train.cursor.steps_per_epoch
     metrics: dict[str, jax.Array] = {}
     with (

@@ -3,12 +3,9 @@
 import itertools
 import json
 import os
-import pathlib
 import random
 import shutil
 import subprocess
-import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +21,7 @@ from jaxdp.parallel import STRATEGIES
 from jaxdp.parallel.reduction import make_reduction
 from jaxdp.precision import LossScaling, Policy
 from jaxdp.split import path_string
-from jaxdp.step import init_state, make_step
+from jaxdp.step import init_state
 from test_step import counting
 
 WAYS = [("pmap", 0), ("pmap", 1), ("pjit", 0), ("pjit", 1), ("pjit", 2), ("pjit", 3)]

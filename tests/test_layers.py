@@ -24,10 +24,12 @@ LAYERS = [
         "digest",
         "manifest",
     }
+    | {"transfer", "safetensors_file"}
     | {"models", "data", "metrics", "distributed", "split", "hlo", "hardware", "flops"},
     {"step"},
     {"parallel"},
     {"checkpoint"},
+    {"weights", "begin"},
     {"loop", "plan", "verify"},
     {"build"},
     {"cli"},

@@ -70,8 +70,7 @@ def make_parts(config: Config) -> Parts:
     model = make_model(config, target, dataset)
     cursor = Cursor(len(dataset), config.batch_size, config.microbatches, config.seed)
     steps = config.steps or math.ceil((config.epochs or 0) * cursor.steps_per_epoch)
-    opt, dtypes = config.optimizer, config.precision
-    schedule = make_schedule(opt.schedule, opt.lr, opt.schedule_steps or steps, opt.warmup_steps, opt.final_lr)
+    dtypes, schedule = config.precision, schedule_of(config, steps)
     return Parts(
         dataset,
         eval_set,
@@ -196,6 +195,12 @@ def make_loss(config: Config) -> LossFn:
     factory = locate("loss", config.loss.target, LOSSES)
     bound = bind("loss", factory, config.loss.args)
     return call("loss", bound) if isinstance(factory, type) else bound
+
+
+def schedule_of(config: Config, steps: int) -> Callable[[Any], Any]:
+    """The learning rate of an update, of a run of so many."""
+    opt = config.optimizer
+    return make_schedule(opt.schedule, opt.lr, opt.schedule_steps or steps, opt.warmup_steps, opt.final_lr)
 
 
 def make_tx(config: Config, schedule: Any, blocks: Sequence[str] = ()) -> Any:

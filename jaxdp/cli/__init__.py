@@ -1,17 +1,18 @@
 """The command line: `jaxdp VERB --config FILE [--key value ...]`; nothing here needs jax until the config is right."""
 
+import difflib
 import os
 import pathlib
 import re
 import sys
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, get_type_hints
 
 from jaxdp import __version__, environment
 from jaxdp.config import Config
-from jaxdp.config.check import check_key, check_structure, expected, inner, known_keys, resolve
+from jaxdp.config.check import WORDS, check_key, check_structure, expected, inner, known_keys, resolve
 from jaxdp.distributed import launchers
 from jaxdp.errors import DistributedError, UsageError, one_line
 
@@ -20,6 +21,7 @@ VERBS = {
     "eval": "evaluate the last checkpoint of a run directory",
     "plan": "say what a run would need and move on N devices, without them",
     "verify": "prove that many devices train what one device would",
+    "export": "write the parameters of a checkpoint to a .safetensors file",
 }
 # Options of a verb beside the keys of the config: name to (type, default, help).
 OPTIONS: dict[str, dict[str, tuple[Any, Any, str]]] = {
@@ -37,8 +39,15 @@ OPTIONS: dict[str, dict[str, tuple[Any, Any, str]]] = {
         "tolerance": (float, None, "largest relative error allowed; left out, 1e-10 in float64, 1e-5 in float32"),
         "json": (bool, False, "print JSON"),
     },
+    "export": {
+        "run_dir": (str, None, "the directory of the run"),
+        "output": (str, None, "the file to write; left out, export.safetensors in the run directory"),
+        "step": (int, None, "the checkpoint of this update; left out, the last"),
+        "ema": (bool, False, "write the running average of the parameters instead"),
+    },
 }
 ALONE = ("plan", "verify")  # verbs of one process, on simulated devices where there are no real ones
+WITHOUT_CONFIG = ("export",)  # verbs of one process that have their options, and no config
 
 USAGE = """usage: jaxdp VERB [--config FILE] [--key value ...]
 
@@ -50,6 +59,7 @@ USAGE = """usage: jaxdp VERB [--config FILE] [--key value ...]
   jaxdp eval --run_dir runs/digits
   jaxdp plan --config configs/gpt2_124m.yaml --devices 1024 --zero all
   jaxdp verify --config configs/digits.yaml
+  jaxdp export --run_dir runs/digits
 
 `jaxdp VERB --help` lists every key with its default. `python train.py` is `jaxdp train`.
 """
@@ -83,6 +93,13 @@ def main(argv: list[str] | None = None) -> NoReturn:
 def _run(verb: str, argv: list[str]) -> None:
     config: Config | None = None
     error: str | None = None
+    if verb in WITHOUT_CONFIG:
+        options = load_options(argv, verb)
+        os.environ["JAX_PLATFORMS"] = "cpu"  # a training job may have all of a GPU
+        from jaxdp.cli import verbs
+
+        getattr(verbs, verb)(options)
+        return
     if verb in ALONE:
         config, path, options = load(argv, verb)
         if verb == "plan":  # for devices that are not there: the CPU's compiler will do, and need not try hard
@@ -140,9 +157,7 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
     )
     parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help="the YAML file of the run")
     own = OPTIONS.get(verb, {})
-    for name, (kind, default, text) in own.items():
-        how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
-        parser.add_argument(f"--{name}", default=default, help=text, **how)
+    _add_options(parser, own)
     parser.add_class_arguments(Config, None, as_group=False)
     argv = _with_saved_config(argv) if verb == "eval" else argv
     if not argv:
@@ -163,6 +178,41 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
         name = "devices" if options["devices"] < 1 else "updates"
         raise UsageError(f"--{name}: {options[name]} is too small; it must be at least 1")
     return resolve(_to_dataclass(Config, values)), (files[-1] if files else None), options
+
+
+def load_options(argv: list[str], verb: str) -> dict[str, Any]:
+    """The options of a verb without a config. Raises `UsageError` where they are wrong."""
+    import argparse
+
+    import jsonargparse
+
+    own = OPTIONS[verb]
+    usage = f"jaxdp {verb} [--option value ...]"
+    text = f"{VERBS[verb].capitalize()}."
+    parser = jsonargparse.ArgumentParser(
+        prog=f"jaxdp {verb}", usage=usage, description=text, exit_on_error=False, default_env=False
+    )
+    _add_options(parser, own)
+    for arg in argv:
+        name = arg[2:].partition("=")[0]
+        if arg.startswith("--") and name not in ("help", *own):
+            near = difflib.get_close_matches(name, own, 1, 0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(own)}"
+            raise UsageError(f"command line: unknown option {name!r}; {hint}")
+    try:
+        return parser.parse_args(argv).as_dict()
+    except (argparse.ArgumentError, TypeError, ValueError, KeyError) as error:
+        key = re.search(r'(?:key|for|Option) "?(\w+)"?', str(error))
+        value = re.search(r"(?:Got|Given) value: *(.+?) *(?:\n|$)", str(error))
+        if key and value and key[1] in own:
+            raise UsageError(f"--{key[1]}: {value[1]!r} is not {WORDS[own[key[1]][0]]}") from None
+        raise UsageError(one_line(error)) from None
+
+
+def _add_options(parser: Any, own: Mapping[str, tuple[Any, Any, str]]) -> None:
+    for name, (kind, default, text) in own.items():
+        how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
+        parser.add_argument(f"--{name}", default=default, help=text, **how)
 
 
 def _with_saved_config(argv: list[str]) -> list[str]:

@@ -13,6 +13,7 @@ from jaxdp import loop, rundir
 from jaxdp.build import make_profile, make_run, together
 from jaxdp.build.parts import make_parts, set_jax
 from jaxdp.build.subject import make_subject
+from jaxdp.build.warm import warm
 from jaxdp.config import Config
 from jaxdp.config.check import changed_numbers
 from jaxdp.distributed.context import Context
@@ -38,6 +39,8 @@ def train(config: Config, path: str | None, context: Context) -> None:
         return
     profile = make_profile(config, directory, start, run.steps)
     run = dataclasses.replace(run, start=start, evaluated=found.get("evaluated", False), profile=profile)
+    if not start and config.init_from is not None:
+        run = warm(run, config, context)
     writer = start_writer(directory, config, context, run)
     run = dataclasses.replace(run, writer=writer)
     try:
@@ -163,3 +166,10 @@ def verify(config: Config, options: dict[str, Any]) -> None:
     print(text)
     if not verified:
         sys.exit(1)
+
+
+def export(options: dict[str, Any]) -> None:
+    """The verb `export`: writes the parameters of a checkpoint to a file."""
+    from jaxdp.cli import exporting
+
+    print(exporting.export(options))

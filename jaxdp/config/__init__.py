@@ -110,6 +110,24 @@ class Optimizer:
 
 
 @dataclasses.dataclass(frozen=True)
+class Init:
+    """What a run takes from init_from. Expressions go by path; BatchNorm's averages are below model_state/.
+
+    Args:
+        rename: regular expression to replacement, as re.sub takes them; the first that is found in a path of the source
+            changes it
+        load: parameters whose path matches one of these regular expressions are loaded, where the source has them
+        skip: but none whose path matches one of these
+        ema: take the source's running average of the parameters
+    """
+
+    rename: dict[str, str] = numbers({})
+    load: list[str] = numbers([".*"])
+    skip: list[str] = numbers([])
+    ema: bool = numbers(False)
+
+
+@dataclasses.dataclass(frozen=True)
 class Parallel:
     """How the work is spread over the devices; none of it changes the numbers.
 
@@ -276,7 +294,8 @@ class Config:
         epochs: passes over the training data (or give steps)
         batch_size: examples per update, over all devices
         microbatches: how many pieces a batch is dealt into; at least the number of devices
-        init_from: only null so far
+        init_from: start from the parameters of another run's directory, of one of its checkpoints, or of a .safetensors
+            file (docs/finetune.md); null initializes them
     """
 
     seed: int = numbers(0)
@@ -286,6 +305,7 @@ class Config:
     batch_size: int = numbers(128)
     microbatches: int = numbers(8)
     init_from: str | None = numbers(None)
+    init: Init = numbers(Init())
     model: ModelTarget = numbers(ModelTarget())
     data: DataTarget = numbers(DataTarget())
     loss: LossTarget = numbers(LossTarget())

@@ -7,7 +7,7 @@ import re
 import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from jaxdp.config import Config
+from jaxdp.config import Config, Init
 from jaxdp.errors import UsageError
 
 WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", dict: "a mapping", list: "a list"}
@@ -36,7 +36,6 @@ ABOVE_ZERO = (
     "checkpoint.every_minutes",
     "watchdog.step_timeout",
 )
-NOT_YET = {"init_from": None}
 WHERE = ("data.args.root", "data.args.path")  # where data lies does not change the numbers: its fingerprint is compared
 
 
@@ -73,12 +72,21 @@ def changed_numbers(before: dict[str, Any], after: Config) -> list[str]:
 
     More steps change nothing where the schedule has a horizon of its own.
     """
-    old, new = flatten(before), flatten(after)
+    old, new = flatten(filled(before, dataclasses.asdict(Config()))), flatten(after)
     free = set(WHERE)
     if after.optimizer.schedule == "constant" or after.optimizer.schedule_steps is not None:
         free |= {"steps", "epochs"}
     keys = [k for k in {**old, **new} if k not in free and decides(k) == "numbers" and old.get(k) != new.get(k)]
     return [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in keys]
+
+
+def filled(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """A saved config with the defaults of keys that are younger than it."""
+    own = {
+        k: filled(v, defaults[k]) if isinstance(v, dict) and isinstance(defaults.get(k), dict) else v
+        for k, v in saved.items()
+    }
+    return {**{k: v for k, v in defaults.items() if k not in saved}, **own}
 
 
 def known_keys(cls: Any = Config, prefix: str = "") -> dict[str, Any]:
@@ -166,9 +174,6 @@ def check(config: Config) -> None:
     for key in ("model", "data", "loss", "optimizer"):
         if not flat[f"{key}.target"]:
             raise UsageError(f"{key}.target: missing; name a built-in or a dotted path, e.g. {key}: {{target: ...}}")
-    for key, only in NOT_YET.items():
-        if flat[key] != only:
-            raise UsageError(f"{key}: {flat[key]!r} is not supported yet; use {'null' if only is None else only}")
     opt, parallel = config.optimizer, config.parallel
     for name in ("no_decay", "frozen", "lr_scale"):
         for pattern in getattr(opt, name):
@@ -181,6 +186,7 @@ def check(config: Config) -> None:
             raise UsageError(
                 f"optimizer.lr_scale: {pattern!r} has {factor!r}; give a factor of at least 0, such as 0.1"
             )
+    check_init(config)
     if opt.ema is not None and opt.ema >= 1:
         raise UsageError(f"optimizer.ema: {opt.ema} must be below 1, such as 0.999")
     if config.eval.ema and opt.ema is None:
@@ -195,6 +201,23 @@ def check(config: Config) -> None:
         check_exact(config)
     if "float64" in (config.precision.compute, config.precision.reduce) and config.precision.params != "float64":
         raise UsageError(f"precision.params: {config.precision.params!r} with float64 elsewhere; set it to float64 too")
+
+
+def check_init(config: Config) -> None:
+    """Raises `UsageError` for expressions that are none, and for what has nothing to work on."""
+    own = config.init
+    for name in ("rename", "load", "skip"):
+        for pattern in getattr(own, name):
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError) as error:
+                raise UsageError(f"init.{name}: {pattern!r} is not a regular expression: {error}") from None
+    for pattern, replacement in own.rename.items():
+        if not isinstance(replacement, str):
+            raise UsageError(f"init.rename: {pattern!r} has {replacement!r}; give a text to replace it by")
+    if config.init_from is None and own != Init():
+        name, value = next((k, v) for k, v in vars(own).items() if v != getattr(Init(), k))
+        raise UsageError(f"init.{name}: {value!r}, but nothing is loaded; set init_from")
 
 
 def check_exact(config: Config) -> None:

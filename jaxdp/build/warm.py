@@ -1,0 +1,43 @@
+"""Config -> a run that begins with another's parameters: what does not fit is said before anything is read."""
+
+import dataclasses
+import pathlib
+
+import jax
+
+from jaxdp.begin import begin_with
+from jaxdp.build import together
+from jaxdp.build.parts import make_tx, schedule_of
+from jaxdp.config import Config
+from jaxdp.distributed.context import Context
+from jaxdp.loop import Run
+from jaxdp.step import TrainState
+from jaxdp.transfer import describe, match, named
+from jaxdp.weights import locate, open_weights
+
+__all__ = ["warm"]
+
+
+def warm(run: Run, config: Config, context: Context) -> Run:
+    """The run, to begin as `init_from` and `init` say. Raises UsageError, on every rank, where it cannot."""
+    path, own, strategy = config.init_from, config.init, run.strategy
+    assert path is not None
+    found = together(context, lambda: str(locate(path)))
+    place = pathlib.Path(
+        context.exchange("init_from", found)[context.root_rank]
+    )  # the last of a run that still goes on
+    weights = together(context, lambda: open_weights(place, own.ema))
+    context.check_same("init_from", weights.facts)
+    shapes = named(strategy.shapes.params, strategy.shapes.model_state)
+    ours = {name: x for name, x in shapes.items() if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)}
+    matched = together(
+        context,
+        lambda: match(ours, weights.arrays, weights.title, rename=own.rename, load=own.load, skip=own.skip),
+    )
+    tx = make_tx(config, schedule_of(config, run.steps), strategy.blocks)
+
+    def begin(run: Run) -> TrainState:
+        run.writer.say(describe(matched, ours, weights.title))
+        return begin_with(run.strategy, matched.pairs, weights.read, tx, run.step.trainable)
+
+    return dataclasses.replace(run, begin=begin)

@@ -1,0 +1,63 @@
+"""The verb `export`: a checkpoint's parameters as one file that other programs read."""
+
+import json
+import math
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from jaxdp import manifest, safetensors_file
+from jaxdp.checkpoint import Checkpoints
+from jaxdp.cli.planning import size
+from jaxdp.digest import params_sha256
+from jaxdp.errors import UsageError, one_line
+from jaxdp.transfer import MODEL_STATE
+from jaxdp.weights import FORMAT, from_checkpoint
+
+
+def export(options: dict[str, Any]) -> str:
+    """Writes the file; returns what was written, for people. Nothing is built: the checkpoint knows what it holds."""
+    if not options["run_dir"]:
+        raise UsageError("--run_dir: missing; give the directory of a run, e.g. --run_dir runs/digits")
+    directory = pathlib.Path(options["run_dir"])
+    step = choose_step(directory, options["step"])
+    output = choose_output(directory, options["output"])
+    place = directory / "checkpoints" / str(step)
+    weights = from_checkpoint(place, options["ema"], "--run_dir", "--ema")
+    arrays = weights.read({name: np.broadcast_to(np.zeros((), x.dtype), x.shape) for name, x in weights.arrays.items()})
+    params = {name: x for name, x in arrays.items() if not name.startswith(MODEL_STATE)}
+    digest = params_sha256(params)
+    metadata = {"format": FORMAT, "step": str(step), "params_sha256": digest, "ema": str(options["ema"]).lower()}
+    metadata["config"] = json.dumps(manifest.read(place)["meta"]["config"])
+    try:
+        safetensors_file.write(output, arrays, metadata)
+    except (OSError, safetensors_file.SafetensorError) as error:
+        raise UsageError(f"--output: {str(output)!r} cannot be written ({one_line(error)}); choose another") from None
+    elements = sum(math.prod(x.shape) for x in params.values())
+    state = len(arrays) - len(params)
+    return (
+        f"{len(params)} parameters{' (running average)' * options['ema']}, {elements:,} elements"
+        f"{f', {state} arrays of the model state' * bool(state)}; from {place}; {size(output.stat().st_size)}\n"
+        f"params_sha256 {digest[:16]}  written to {output}"
+    )
+
+
+def choose_step(directory: pathlib.Path, wanted: int | None) -> int:
+    steps = Checkpoints(directory / "checkpoints").steps()
+    if not steps:
+        problem = "no checkpoint in it" if directory.is_dir() else "no such directory"
+        raise UsageError(f"--run_dir: {str(directory)!r}: {problem}; train first, or name another")
+    if wanted is not None and wanted not in steps:
+        raise UsageError(f"--step: {wanted} is not in {str(directory)!r}; use one of {', '.join(map(str, steps))}")
+    return steps[-1] if wanted is None else wanted
+
+
+def choose_output(directory: pathlib.Path, wanted: str | None) -> pathlib.Path:
+    output = pathlib.Path(wanted) if wanted else directory / "export.safetensors"
+    if output.suffix != ".safetensors":
+        raise UsageError(f"--output: {str(output)!r} does not end in .safetensors; init_from would not know it")
+    if output.is_dir() or not output.parent.is_dir():
+        problem = "is a directory" if output.is_dir() else f"is in {str(output.parent)!r}, which does not exist"
+        raise UsageError(f"--output: {str(output)!r} {problem}; give the path of a file")
+    return output
