@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxdp.distributed import coordination
@@ -23,7 +23,8 @@ from jaxdp.errors import DistributedError, one_line
 
 BEAT = 1.0  # seconds
 LOOKS = 4  # in a beat, for faults
-FAULT = "jaxdp/fault"
+CALLS = "jaxdp/call/"  # what all processes are to hear
+FAULT = f"{CALLS}fault"
 # What JAX says on a process whose collective, or coordination service, has lost another process.
 CONSEQUENCES = ("gloo", "nccl", "connection", "coordination", "peer", "socket", "heartbeat", "unhealthy")
 
@@ -35,6 +36,7 @@ class Sentinel:
         self.rank, self.size, self.hosts, self.local_rank, self.silence = rank, size, hosts, local_rank, silence
         self.note: dict[str, Any] = {}
         self.ending = threading.Event()
+        self._listeners: list[Callable[[dict[str, str]], None]] = []
         self._heard = 0  # beats since the service last answered
 
     def start(self) -> None:
@@ -53,6 +55,10 @@ class Sentinel:
             with contextlib.suppress(Exception):
                 coordination.post(f"jaxdp/left/{self.rank}", "")
         self._threads[0].join(2.0)
+
+    def subscribe(self, listener: Callable[[dict[str, str]], None]) -> None:
+        """`listener` is given all calls, a few times a second, in the sentinel's thread; it must not wait."""
+        self._listeners.append(listener)
 
     def name(self, rank: int) -> str:
         return f"rank {rank} (host {self.hosts[rank]})"
@@ -113,11 +119,13 @@ class Sentinel:
 
     def _hear(self) -> None:
         """Ends this process where another has claimed a fault."""
-        found = coordination.peek(FAULT)
+        calls = coordination.directory(CALLS)
         self._heard = 0
-        if found is None or self.ending.is_set():
+        for listener in self._listeners:
+            listener(calls)
+        if FAULT not in calls or self.ending.is_set():
             return
-        fault = json.loads(found)
+        fault = json.loads(calls[FAULT])
         if fault["rank"] != self.rank:
             time.sleep(0.3)  # the one that failed prints first
             self.end(fault["text"], fault["code"], fault["rank"])

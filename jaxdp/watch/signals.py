@@ -1,0 +1,60 @@
+"""SIGTERM, SIGUSR1 and SIGINT ask a run to save and end; they are heard at once, also in a compilation or a collective.
+
+Python runs a signal's handler between two instructions of the main thread, which may be inside XLA for minutes. So the
+interpreter writes the number to a socket as it comes in (`signal.set_wakeup_fd`), and a thread reads it there.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+_heard: list[str] = []
+_listeners: list[Callable[[str], None]] = []
+_lock = threading.Lock()
+_socket: socket.socket | None = None
+
+
+def listen() -> None:
+    """From now on the signals end nothing by themselves, but a second SIGINT does, at once. In the main thread."""
+    global _socket
+    if _socket is not None:
+        return
+    ours, _socket = socket.socketpair()
+    _socket.setblocking(False)
+    for number in NUMBERS:
+        signal.signal(number, lambda number, frame: None)
+    signal.set_wakeup_fd(_socket.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_read, args=(ours,), name="signals", daemon=True).start()
+
+
+def subscribe(listener: Callable[[str], None]) -> None:
+    """`listener` is told the name of every signal, in a thread, and first of those that have come already."""
+    with _lock:
+        _listeners.append(listener)
+        before = list(_heard)
+    for name in before:
+        listener(name)
+
+
+def _read(ours: socket.socket) -> None:
+    while received := ours.recv(1):
+        if received[0] not in NUMBERS:
+            continue
+        name = signal.Signals(received[0]).name
+        if name == "SIGINT" and "SIGINT" in _heard:
+            sys.stderr.write("jaxdp: a second SIGINT: ends at once; what was said to be saved is\n")
+            sys.stderr.flush()
+            os._exit(1)
+        with _lock:
+            _heard.append(name)
+            listeners = list(_listeners)
+        if name == "SIGINT":
+            sys.stderr.write("jaxdp: SIGINT: saves, then ends; once more ends at once\n")
+            sys.stderr.flush()
+        for listener in listeners:
+            listener(name)

@@ -1,0 +1,192 @@
+"""The watchdog sees to it that a run moves: where it stands still, every process writes down where it is, and it ends.
+
+Progress is what the device has finished and the points that the run has passed. A process whose first call of a program
+compiles, or that saves or restores, is waited for by all.
+"""
+
+import collections
+import contextlib
+import faulthandler
+import json
+import pathlib
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jaxdp.distributed import coordination
+from jaxdp.distributed.context import Context
+from jaxdp.distributed.sentinel import CALLS, Sentinel, current
+from jaxdp.errors import DistributedError
+
+LOOK = 0.25  # seconds between looks
+ANSWERS = 4.0  # seconds that the others have to write down where they are
+STUCK = f"{CALLS}stuck"
+
+
+class Watchdog:
+    """Of one process. timeout: seconds without progress; None: for ever. directory: gets stacks/rank_N.txt."""
+
+    def __init__(self, context: Context, directory: pathlib.Path, timeout: float | None):
+        self.context, self.directory, self.timeout = context, directory, timeout
+        self.where = "begins"
+        self.passed = 0
+        self.own_ms = 0.0  # a running mean of this process's own work between two updates
+        self._progress = time.monotonic()
+        self._patient = 0
+        self._sent: collections.deque[tuple[jax.Array, Callable[[], None]]] = collections.deque()
+        self._answered = False
+        self._tasks: list[Callable[[], None]] = []
+        self._sentinel: Sentinel | None = current()
+        if self._sentinel is not None:
+            self._sentinel.subscribe(self._hear)
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ending.set()
+        self._thread.join(2.0)
+
+    def at(self, where: str) -> None:
+        """This process is here now; that is progress."""
+        self.where = where
+        self.passed += 1
+        self._progress = time.monotonic()
+
+    def sent(self, result: jax.Array, then: Callable[[], None]) -> None:
+        """A result that the device will have; that will be progress, and `then` is called in the watchdog's thread."""
+        self._sent.append((result, then))
+
+    @contextlib.contextmanager
+    def patience(self, where: str) -> Iterator[None]:
+        """Inside, this process does something that may take long."""
+        self.at(where)
+        self._patient += 1
+        self._note()
+        try:
+            yield
+        finally:
+            self._patient -= 1
+            self._note()
+            self.at(where)
+
+    def often(self, task: Callable[[], None]) -> None:
+        """`task` is called at every look."""
+        self._tasks.append(task)
+
+    def worked(self, seconds: float) -> None:
+        """What this process itself needed between two updates: to wait for its data, mostly."""
+        self.own_ms = 0.9 * self.own_ms + 100.0 * seconds if self.own_ms else 1e3 * seconds
+
+    def straggler(self, factor: float, step_ms: float) -> dict[str, float]:
+        """{straggler: its rank, straggler_ms} where a process's own work takes `factor` times that of the others.
+
+        Not named where it is less than a tenth of the update's time.
+        """
+        if self._sentinel is None:
+            return {}
+        with contextlib.suppress(DistributedError):
+            own = {rank: beat.get("own_ms", 0.0) for rank, beat in self._sentinel.beats().items()}
+            slowest = max(own, key=lambda rank: own[rank], default=None)
+            if slowest is not None and len(own) > 1:
+                others = statistics.median(ms for rank, ms in own.items() if rank != slowest)
+                if own[slowest] > factor * others and own[slowest] > 0.1 * step_ms:
+                    return {"straggler": slowest, "straggler_ms": own[slowest]}
+        return {}
+
+    def _note(self) -> None:
+        if self._sentinel is not None:
+            self._sentinel.note = {"patient": bool(self._patient), "own_ms": round(self.own_ms, 3)}
+
+    def _work(self) -> None:
+        while not self._ending.wait(LOOK):
+            self._note()
+            last = None
+            while self._sent and self._sent[0][0].is_ready():
+                last = self._sent.popleft()[1]
+                self._progress = time.monotonic()
+            if last is not None:
+                last()
+            for task in self._tasks:
+                task()
+            still = time.monotonic() - self._progress
+            if self.timeout is not None and still > self.timeout and not self._patient:
+                with contextlib.suppress(DistributedError):
+                    self._stuck(still)
+
+    def _stuck(self, still: float) -> None:
+        own = self._sentinel
+        if own is not None and any(beat.get("patient") for rank, beat in own.beats().items()):
+            return
+        text = f"nothing has moved for {still:.0f} s (watchdog.step_timeout: {self.timeout:g})"
+        if own is None:
+            self._write_stacks()
+            sys.stderr.write(f"jaxdp: {text}: {self._position()['where']}; stacks in {self.directory / 'stacks'}\n")
+            sys.stderr.flush()
+            coordination.leave(1, 0, 1, None, 0.0)
+        assert own is not None
+        coordination.post(STUCK, json.dumps({"rank": self.context.rank}))
+        if json.loads(coordination.peek(STUCK) or "{}").get("rank") != self.context.rank:
+            time.sleep(2 * ANSWERS)  # another process has seen it first, and says it
+            return
+        deadline = time.monotonic() + ANSWERS
+        answers: dict[int, dict[str, Any]] = {}
+        while len(answers) < self.context.size and time.monotonic() < deadline:
+            found = coordination.directory("jaxdp/stuck/")
+            answers = {int(key.rpartition("/")[2]): json.loads(value) for key, value in found.items()}
+            time.sleep(0.1)
+        text = f"{text}: {verdict(answers, self.context)}; stacks in {self.directory / 'stacks'}"
+        if own.claim(text):
+            own.end(text, 1, own.rank)
+
+    def _hear(self, calls: dict[str, str]) -> None:
+        """In the sentinel's thread: where some process has called that nothing moves, this one answers."""
+        if STUCK in calls and not self._answered:
+            self._answered = True
+            self._write_stacks()
+            coordination.post(f"jaxdp/stuck/{self.context.rank}", json.dumps(self._position()))
+
+    def _position(self) -> dict[str, Any]:
+        return {"passed": self.passed, "where": f"{self.where} ({innermost(self.where)})"}
+
+    def _write_stacks(self) -> None:
+        with contextlib.suppress(OSError):
+            (self.directory / "stacks").mkdir(exist_ok=True)
+            with (self.directory / "stacks" / f"rank_{self.context.rank}.txt").open("w") as file:
+                file.write(f"rank {self.context.rank} on {self.context.hosts[self.context.rank]}: {self.where}\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+
+
+def verdict(answers: dict[int, dict[str, Any]], context: Context) -> str:
+    """Who is behind: those that do not answer, else those that have passed the fewest points."""
+    name = lambda rank: f"rank {rank} (host {context.hosts[rank]})"
+    missing = [rank for rank in range(context.size) if rank not in answers]
+    if missing:
+        names = ", ".join(map(name, missing))
+        return f"{names} {'does' if len(missing) == 1 else 'do'} not answer, no stacks: stopped, dead or cut off"
+    least = min(a["passed"] for a in answers.values())
+    behind = [rank for rank, a in sorted(answers.items()) if a["passed"] == least]
+    if len(behind) == len(answers):
+        return f"all are at the same point, such as {name(0)}: {answers[0]['where']}"
+    others = next(rank for rank in sorted(answers) if rank not in behind)
+    return (
+        f"{', '.join(map(name, behind))} is behind: {answers[behind[0]]['where']}; "
+        f"{name(others)}: {answers[others]['where']}"
+    )
+
+
+def innermost(where: str) -> str:
+    """The line that the main thread is at; or the reader's, where that is what it waits for."""
+    threads = {thread.name: thread.ident for thread in threading.enumerate()}
+    ident = threads.get("jaxdp-prefetch") if "data" in where else None
+    frame = sys._current_frames().get(ident or threading.main_thread().ident or 0)
+    if frame is None:
+        return "?"
+    code = frame.f_code
+    return f"{pathlib.Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
