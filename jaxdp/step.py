@@ -19,6 +19,8 @@ import optax
 from flax import struct
 
 from jaxdp.errors import UsageError
+from jaxdp.guard import Guard, Spike, judge
+from jaxdp.guard import start as start_guard
 from jaxdp.losses import LossFn
 from jaxdp.models.base import CARRY, Model
 from jaxdp.models.scan import BlockGather, as_they_are, block_hooks
@@ -38,7 +40,8 @@ Total = Callable[[Callable[[Tree], jax.Array], Tree], jax.Array]
 class TrainState(struct.PyTreeNode):
     """All that an update changes, in logical shapes: step [], trees, and carry[microbatch, example, ...].
 
-    ema: the average of the parameters. It, loss_scale and carry are None where they are not in use.
+    ema: the average of the parameters. It, loss_scale and carry are None where they are not in use. guard: of updates
+    that were not taken; `step` counts these too.
     """
 
     step: jax.Array
@@ -48,6 +51,7 @@ class TrainState(struct.PyTreeNode):
     ema: Tree = None
     loss_scale: LossScale | None = None
     carry: Tree = None
+    guard: Guard = struct.field(default_factory=start_guard)
 
     @property
     def view(self) -> "View":
@@ -132,6 +136,7 @@ def init_state(
     frozen: Sequence[str] = (),
     ema: bool = False,
     loss_scaling: LossScaling | None = None,
+    spike: Spike | None = None,
 ) -> TrainState:
     """The state before the first update; example: one microbatch [example, ...] of the data (values don't matter)."""
     params, model_state = model.init(jax.random.key(seed), policy.inputs(example))
@@ -147,6 +152,7 @@ def init_state(
         ema=jax.tree.map(jnp.copy, cast_floats(params, policy.state)) if ema else None,  # small steps need precision
         loss_scale=loss_scaling.init() if loss_scaling else None,
         carry=carry,
+        guard=start_guard(spike),
     )
 
 
@@ -173,6 +179,8 @@ def make_step(
     transform: Transform | None = None,
     eval_transform: Transform | None = None,
     schedule: Callable[[jax.Array], jax.Array] | None = None,
+    max_nonfinite: int = 10,
+    spike: Spike | None = None,
 ) -> Step:
     """The step of a model, a loss and an Optax transformation.
 
@@ -182,6 +190,8 @@ def make_step(
     ema_decay: of the running average of the parameters, ema = decay x ema + (1 - decay) x params after each update.
     transform: run on each microbatch before the model (normalization, augmentation); eval_transform: in evaluation.
     schedule: reported as `lr` in the metrics.
+    max_nonfinite: so many updates in a row whose loss or gradients are not finite halt (`jaxdp.guard`); until then each
+    is skipped. spike: what is done about a loss that is too large.
     """
     policy = policy or Policy()
     accumulation = {"vmap": _at_once, "loop": _one_by_one, "one": _only}[accumulate]
@@ -266,6 +276,12 @@ def make_step(
             mean = jax.tree.map(lambda g: g * scale.astype(g.dtype), mean)
         updates, opt_state = tx.update(mean, state.opt_state, params)
         model_state, disagreeing = _settle(state.model_state, sums.model_state, sums.weight)
+        loss = sums.loss / weight
+        finite = (bad == 0) & jnp.isfinite(loss)
+        expected: Any = False
+        if loss_scaling is not None and state.loss_scale is not None:
+            expected = jnp.isfinite(loss) & loss_scaling.can_fall(state.loss_scale)
+        taken, guard = judge(state.guard, state.step + 1, loss, finite, expected, max_nonfinite, spike)
         new = state.replace(
             params=merge(optax.apply_updates(params, updates), state.params),
             opt_state=opt_state,
@@ -277,22 +293,26 @@ def make_step(
                 ema=jax.tree.map(lambda e, p: e + (1 - ema_decay) * (p.astype(e.dtype) - e), state.ema, new.params)
             )
         metrics = {
-            "loss": sums.loss / weight,
+            "loss": loss,
             **{name: value / weight for name, value in sums.metrics.items()},
             "grad_norm": norm,
             "nonfinite_grads": bad,
             "weight": sums.weight,
+            "skipped": (~taken).astype(jnp.int32),
+            "skipped_updates": guard.skipped,
+            "halted": guard.halted,
         }
         if disagreeing is not None:
             metrics["disagreeing_state"] = disagreeing
         if schedule is not None:
-            metrics["lr"] = jnp.asarray(schedule(state.step), jnp.float32)
+            metrics["lr"] = jnp.asarray(schedule(state.step - state.guard.skipped), jnp.float32)
+        new = _where(taken, new, state)
+        running = state.guard.halted == 0
         if loss_scaling is not None and state.loss_scale is not None:
-            finite = bad == 0
-            new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
-            new = new.replace(loss_scale=loss_scaling.adjust(state.loss_scale, finite))
-            metrics |= {"loss_scale": state.loss_scale.value, "skipped": (~finite).astype(jnp.int32)}
-        return new.replace(step=state.step + 1), metrics
+            metrics["loss_scale"] = state.loss_scale.value
+            adjusted = loss_scaling.adjust(state.loss_scale, bad == 0)
+            new = new.replace(loss_scale=_where(running, adjusted, state.loss_scale))
+        return new.replace(step=state.step + running.astype(state.step.dtype), guard=guard), metrics
 
     return Step(grads, apply, evaluate, trainable)
 
@@ -367,6 +387,11 @@ def _weigh(old: jax.Array, new: jax.Array, weight: jax.Array, real: jax.Array) -
         return new.astype(weight.dtype) * weight
     change = jnp.where(real, new.astype(jnp.int32) - old.astype(jnp.int32), 0)
     return Change(real.astype(jnp.int32), change, change * change)
+
+
+def _where(condition: jax.Array, yes: Tree, no: Tree) -> Tree:
+    """One tree or the other, as a whole; what is one array in both is left alone."""
+    return jax.tree.map(lambda a, b: a if a is b else jnp.where(condition, a, b), yes, no)
 
 
 def _settle(old: Tree, sums: Tree, weight: jax.Array) -> tuple[Tree, jax.Array | None]:

@@ -22,6 +22,7 @@ LAYERS = [
         "targets",
         "rundir",
         "digest",
+        "guard",
     }
     | {"models", "data", "metrics", "distributed", "split", "hlo", "hardware", "flops"},
     {"step"},

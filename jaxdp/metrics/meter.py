@@ -80,4 +80,5 @@ class Meter:
                 "the examples (keep such state as a float, or under 'carry')"
             )
         record.pop("weight", None)
+        record.pop("halted", None)
         self.writer.write(record)
