@@ -42,7 +42,8 @@ class Guard(struct.PyTreeNode):
     """Integers []; updates are numbered from 1, and 0 is none.
 
     in_a_row: updates that were not finite since the last good one, `since` the first of them. skipped: all that were
-    not taken, `spikes` those of a finite loss. halted: why (NONFINITE, SPIKE), and at which update. level: with `Spike`.
+    not taken; spikes: those of them whose loss was too large. halted: why (NONFINITE, SPIKE), halted_at: where; a spike
+    halts with `since` there too. level: None without `Spike`.
     """
 
     in_a_row: jax.Array = struct.field(default_factory=_nothing)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from jaxdp import inplace
 from jaxdp.errors import UsageError
 from jaxdp.guard import Guard, Spike, judge
 from jaxdp.guard import start as start_guard
@@ -274,7 +275,6 @@ def make_step(
         if clip_norm is not None:
             scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
             mean = jax.tree.map(lambda g: g * scale.astype(g.dtype), mean)
-        updates, opt_state = tx.update(mean, state.opt_state, params)
         model_state, disagreeing = _settle(state.model_state, sums.model_state, sums.weight)
         loss = sums.loss / weight
         finite = (bad == 0) & jnp.isfinite(loss)
@@ -282,16 +282,18 @@ def make_step(
         if loss_scaling is not None and state.loss_scale is not None:
             expected = jnp.isfinite(loss) & loss_scaling.can_fall(state.loss_scale)
         taken, guard = judge(state.guard, state.step + 1, loss, finite, expected, max_nonfinite, spike)
+        mean = inplace.where(taken, mean, jax.tree.map(jnp.zeros_like, mean))
+        updates, opt_state = inplace.update(tx, taken, mean, state.opt_state, params)
+        moved = inplace.where(taken, optax.apply_updates(params, updates), params)
         new = state.replace(
-            params=merge(optax.apply_updates(params, updates), state.params),
+            params=merge(moved, state.params),
             opt_state=opt_state,
-            model_state=model_state,
-            carry=sums.carry,
+            model_state=inplace.where(taken, model_state, state.model_state),
+            carry=inplace.where(taken, sums.carry, state.carry),
         )
         if ema_decay is not None:
-            new = new.replace(
-                ema=jax.tree.map(lambda e, p: e + (1 - ema_decay) * (p.astype(e.dtype) - e), state.ema, new.params)
-            )
+            average = lambda e, p: e + (1 - ema_decay) * (p.astype(e.dtype) - e)
+            new = new.replace(ema=inplace.where(taken, jax.tree.map(average, state.ema, new.params), state.ema))
         metrics = {
             "loss": loss,
             **{name: value / weight for name, value in sums.metrics.items()},
@@ -306,12 +308,11 @@ def make_step(
             metrics["disagreeing_state"] = disagreeing
         if schedule is not None:
             metrics["lr"] = jnp.asarray(schedule(state.step - state.guard.skipped), jnp.float32)
-        new = _where(taken, new, state)
         running = state.guard.halted == 0
         if loss_scaling is not None and state.loss_scale is not None:
             metrics["loss_scale"] = state.loss_scale.value
             adjusted = loss_scaling.adjust(state.loss_scale, bad == 0)
-            new = new.replace(loss_scale=_where(running, adjusted, state.loss_scale))
+            new = new.replace(loss_scale=inplace.where(running, adjusted, state.loss_scale))
         return new.replace(step=state.step + running.astype(state.step.dtype), guard=guard), metrics
 
     return Step(grads, apply, evaluate, trainable)
@@ -387,11 +388,6 @@ def _weigh(old: jax.Array, new: jax.Array, weight: jax.Array, real: jax.Array) -
         return new.astype(weight.dtype) * weight
     change = jnp.where(real, new.astype(jnp.int32) - old.astype(jnp.int32), 0)
     return Change(real.astype(jnp.int32), change, change * change)
-
-
-def _where(condition: jax.Array, yes: Tree, no: Tree) -> Tree:
-    """One tree or the other, as a whole; what is one array in both is left alone."""
-    return jax.tree.map(lambda a, b: a if a is b else jnp.where(condition, a, b), yes, no)
 
 
 def _settle(old: Tree, sums: Tree, weight: jax.Array) -> tuple[Tree, jax.Array | None]:

@@ -23,6 +23,7 @@ LAYERS = [
         "rundir",
         "digest",
         "guard",
+        "inplace",
     }
     | {"models", "data", "metrics", "distributed", "split", "hlo", "hardware", "flops"},
     {"step"},
