@@ -1,4 +1,4 @@
-"""The two ways a run can be refused: the user's input is wrong, or the other processes are."""
+"""What ends a run in one line: the user's input is wrong, another process is, or the run itself."""
 
 
 class _Said(Exception):
@@ -18,6 +18,10 @@ class UsageError(_Said, ValueError):
 
 class DistributedError(_Said, RuntimeError):
     """A process that did not come, left, or disagreed in the middle of a run; names the rank. Exit code 1."""
+
+
+class RunFailed(_Said, RuntimeError):
+    """The run itself cannot go on: one line, said by rank 0. Exit code 1."""
 
 
 def one_line(text: object) -> str:

@@ -1,22 +1,29 @@
 """The loop, read from top to bottom: restore, update, log, evaluate, save."""
 
 import collections
+import contextlib
 import dataclasses
+import json
 import math
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxdp.checkpoint import Checkpoints
 from jaxdp.data.cursor import Cursor
 from jaxdp.data.prefetch import prefetch, read_batch
 from jaxdp.digest import params_sha256
+from jaxdp.errors import RunFailed
+from jaxdp.guard import NONFINITE
 from jaxdp.metrics.meter import Meter
 from jaxdp.metrics.writer import Record, Writer
 from jaxdp.parallel.base import Program, Strategy
 from jaxdp.profile import Profile
 from jaxdp.step import Batch, Step, TrainState
+from jaxdp.watch import Nobody, Stopped, Watch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +42,9 @@ class Source:
 class Run:
     """The built objects that the loop uses. start: the update to go on after, 0 for a new run.
 
-    begin: the state of a new run. evaluated: the evaluation that is due after update `start` was made before.
-    averaged: what is evaluated is the running average of the parameters. meta: what is saved with every checkpoint.
+    begin: the state of a new run. evaluated: the evaluation that is due after update `start` was made before. offset:
+    batches that were left out because of spikes, in `rollbacks` of at most `max_rollbacks`. averaged: what is evaluated
+    is the running average of the parameters. meta: what is saved with every checkpoint. directory: of the run.
     """
 
     strategy: Strategy
@@ -46,7 +54,11 @@ class Run:
     steps: int
     writer: Writer
     checkpoints: Checkpoints
+    watch: Watch = Nobody()
     start: int = 0
+    offset: int = 0
+    rollbacks: int = 0
+    max_rollbacks: int = 3
     evaluated: bool = False
     log_every: int = 50
     eval_every: int | None = None
@@ -55,73 +67,155 @@ class Run:
     averaged: bool = False
     begin: Callable[["Run"], TrainState] = lambda run: run.strategy.init()
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    directory: pathlib.Path = pathlib.Path()
 
 
-class SaveFailed(RuntimeError):
-    """The state after the last update is not saved."""
+@dataclasses.dataclass
+class Position:
+    """How far a run has come: the state after update `step`, whose metrics are on the device."""
+
+    step: int
+    state: TrainState
+    metrics: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
 def fit(run: Run) -> Record:
     """Trains to the last update, evaluates, saves; returns the final record.
 
-    Raises SaveFailed where the last state could not be saved.
+    Raises Stopped where the run is preempted, with its state saved, and RunFailed where it cannot go on: the last state
+    cannot be saved, or too many updates in a row are not finite.
     """
     program = run.strategy.lower(run.step)
-    state = restore(run, run.start) if run.start else run.begin(run)
+    with run.watch.patience("makes the state"):
+        state = restore(run, run.start) if run.start else run.begin(run)
+    at = Position(run.start, state)
+    while True:
+        try:
+            advance(run, program, at)
+            return finish(run, program, at)
+        except Stopped as stop:
+            if stop.kind == "preempt":
+                hand_over(run, at, stop)
+                raise
+            run, at = roll_back(run, at)
+
+
+def advance(run: Run, program: Program, at: Position) -> None:
+    """Every update that is left, and what is due between them."""
     examples = run.train.cursor.size / run.train.cursor.steps_per_epoch
-    metrics: dict[str, jax.Array] = {}
+    batch_of = lambda step: run.train.batch(step + run.offset, run.strategy)
     with (
-        Meter(run.writer, run.log_every, run.steps, examples) as meter,
-        prefetch(lambda step: run.train.batch(step, run.strategy), run.start, run.steps) as batches,
+        Meter(run.writer, run.log_every, run.steps, examples, run.watch.straggler) as meter,
+        prefetch(batch_of, at.step, run.steps) as batches,
     ):
-        if run.start and run.start < run.steps and run.eval and _due(run.start, run.eval_every) and not run.evaluated:
-            between(run, program, run.start, state)
-        for step, batch in enumerate(batches, run.start + 1):
+        if run.eval and 0 < at.step < run.steps and _due(at.step, run.eval_every) and not run.evaluated:
+            between(run, program, at)
+        for step, batch in run.watch.reading(batches, at.step):
             run.profile.before(step)
-            state, metrics = program.update(state, batch)
-            run.profile.after(step, metrics)
-            meter.update(step, metrics)
-            if step < run.steps and (_due(step, run.eval_every) or _due(step, run.save_every)):
+            at.state, at.metrics = run.watch.together(f"update {step}", program.update, at.state, batch)
+            at.step = step
+            run.watch.sent(at.metrics)
+            run.profile.after(step, at.metrics)
+            meter.update(step, at.metrics)
+            asked = run.watch.save_is_asked()
+            if step < run.steps and (asked or _due(step, run.eval_every) or _due(step, run.save_every)):
                 meter.pause()
-                between(run, program, step, state)
+                between(run, program, at, asked)
         meter.flush()
-    return finish(run, program, state, metrics)
 
 
-def between(run: Run, program: Program, step: int, state: TrainState) -> None:
-    """What is due after update `step`: a checkpoint, and an evaluation, which runs while that is written."""
-    if _due(step, run.save_every):
-        save(run, step, state)
-    if run.eval and _due(step, run.eval_every):
-        found = judge(run, program, step, state)
-        run.writer.write({"step": step, "split": "eval", **found})
+def between(run: Run, program: Program, at: Position, asked: bool = False) -> None:
+    """What is due between two updates: a checkpoint, and an evaluation, which runs while that is written."""
+    if asked or _due(at.step, run.save_every):
+        save(run, at)
+    if run.eval and _due(at.step, run.eval_every):
+        found = judge(run, program, at)
+        run.writer.write({"step": at.step, "split": "eval", **found})
 
 
-def judge(run: Run, program: Program, step: int, state: TrainState) -> Record:
+def judge(run: Run, program: Program, at: Position) -> Record:
     """Evaluates the state, and keeps with its checkpoint what was found."""
-    found = evaluate(run, program, state)
+    found = evaluate(run, program, at.state)
     if run.checkpoints.is_best(found):
-        save(run, step, state)
+        save(run, at)
     numbers = {name: value for name, value in found.items() if math.isfinite(value)}
-    run.checkpoints.annotate(step, {"metrics": numbers, "evaluated": True})
+    run.checkpoints.annotate(at.step, {"metrics": numbers, "evaluated": True})
     return found
 
 
-def finish(run: Run, program: Program, state: TrainState, metrics: dict[str, jax.Array]) -> Record:
+def finish(run: Run, program: Program, at: Position) -> Record:
     """The last checkpoint, and the final record: the last evaluation (with nothing to evaluate on, the last update's
     loss), and the digest."""
     final: Record = {"step": run.steps, "split": "final"}
     if run.start < run.steps:  # else it is what was restored
-        save(run, run.steps, state)
+        save(run, at)
     if run.eval:
-        final |= judge(run, program, run.steps, state)
-    elif metrics:
-        final["loss"] = float(metrics["loss"])
-    if failure := run.checkpoints.wait():
-        raise SaveFailed(f"checkpoint {failure.step} could not be saved: {failure.reason}; the run is not finished")
-    final["params_sha256"] = params_sha256(run.strategy.export(state).params)
+        final |= judge(run, program, at)
+    elif at.metrics:
+        final["loss"] = float(at.metrics["loss"])
+    settle(run)
+    with run.watch.patience("makes the digest"):
+        final["params_sha256"] = params_sha256(run.strategy.export(at.state).params)
     run.writer.write(final)
     return final
+
+
+def hand_over(run: Run, at: Position, stop: Stopped) -> None:
+    """Preempted: saves what there is, for the next job to go on from."""
+    if at.step > run.start:
+        save(run, at)
+    settle(run)
+    kept = run.checkpoints.last
+    state = f"saved step {kept}" if kept else "nothing to save yet"
+    run.writer.say(f"preempted by {stop}, after update {at.step}: {state}; the same command goes on from there")
+
+
+def roll_back(run: Run, at: Position) -> tuple[Run, Position]:
+    """Halted by the guard: goes on from the last checkpoint with the data after the spike.
+
+    Raises RunFailed where it was no spike, but updates that are not finite, or one spike too many.
+    """
+    guard = jax.device_get(at.state.guard)
+    first, last = int(guard.since), int(guard.halted_at)
+    file = write_batches(run, first, last)
+    if int(guard.halted) == NONFINITE:
+        kept = run.checkpoints.last
+        raise RunFailed(
+            f"updates {first} to {last} were not finite, {int(guard.in_a_row)} in a row (nonfinite.max_consecutive); "
+            f"none of them was made, {f'checkpoint {kept}' if kept else 'no checkpoint'} is the last; the indices of "
+            f"their examples are in {file}",
+            rank=0,
+        )
+    if run.rollbacks >= run.max_rollbacks:
+        raise RunFailed(
+            f"the loss of update {last} is a spike, and the run was rolled back {run.rollbacks} times already "
+            f"(spike.max_rollbacks); the indices of its examples are in {file}",
+            rank=0,
+        )
+    run.checkpoints.wait()
+    step = run.checkpoints.latest(run.writer.say, tidy=False)
+    with run.watch.patience("restores"):
+        state = restore(run, step) if step else run.begin(run)
+    run.writer.rewind(step)
+    run.writer.say(f"the loss of update {last} is a spike: back to step {step}, on with the data after it")
+    offset = run.offset + last - step
+    run = dataclasses.replace(run, start=step, offset=offset, rollbacks=run.rollbacks + 1, evaluated=True)
+    return run, Position(step, state)
+
+
+def write_batches(run: Run, first: int, last: int) -> pathlib.Path:
+    """halted.json: the indices of the examples of updates `first` to `last`."""
+    file = run.directory / "halted.json"
+    cursor = run.train.cursor
+    slots = np.arange(cursor.microbatches)
+    batches = {}
+    for update in range(first, last + 1):
+        indices, rows = cursor.rows(update - 1 + run.offset, slots)
+        batches[update] = np.sort(indices[rows]).tolist()
+    if run.checkpoints.context.is_root:
+        with contextlib.suppress(OSError):
+            file.write_text(json.dumps({"updates": batches}) + "\n")
+    return file
 
 
 def evaluate(run: Run, program: Program, state: TrainState) -> Record:
@@ -131,8 +225,8 @@ def evaluate(run: Run, program: Program, state: TrainState) -> Record:
     state = run.strategy.averaged(state) if run.averaged else state
     ahead: collections.deque[Any] = collections.deque()
     with prefetch(lambda step: source.batch(step, run.strategy), 0, source.cursor.steps_per_epoch) as batches:
-        for batch in batches:
-            sums = program.evaluate(state, batch)
+        for number, batch in enumerate(batches):
+            sums = run.watch.together(f"evaluation, batch {number}", program.evaluate, state, batch)
             ahead.append({"loss": sums.loss, "weight": sums.weight, **sums.metrics})
             if len(ahead) > 2:  # bounded: at most this many batches wait on the device
                 _add(totals, ahead.popleft())
@@ -142,9 +236,26 @@ def evaluate(run: Run, program: Program, state: TrainState) -> Record:
     return {name: value / weight for name, value in totals.items()}
 
 
-def save(run: Run, step: int, state: TrainState) -> None:
-    """Begins a checkpoint; it is durable when the writer says so."""
-    run.checkpoints.save(step, run.strategy.export(state), run.meta, run.writer.say)
+def save(run: Run, at: Position) -> None:
+    """Begins a checkpoint; it is durable when the writer says so. Raises Stopped where the guard has halted: a state
+    that stands still is none to keep."""
+    with run.watch.patience(f"saves step {at.step}"):
+        if int(at.state.guard.halted):
+            raise Stopped("halt", "", run.checkpoints.context.rank)
+        more = {"offset": run.offset, "rollbacks": run.rollbacks}
+        run.checkpoints.save(at.step, run.strategy.export(at.state), {**run.meta, **more}, run.writer.say)
+
+
+def settle(run: Run) -> None:
+    """Waits until what is being saved is durable. Raises RunFailed where it could not be saved."""
+    with run.watch.patience("waits for the checkpoint"):
+        failure = run.checkpoints.wait()
+    if failure:
+        raise RunFailed(
+            f"checkpoint {failure.step} could not be saved: {failure.reason}; mend that, and run the same command: it "
+            f"goes on from the last one",
+            rank=0,
+        )
 
 
 def restore(run: Run, step: int) -> TrainState:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+LEAST = 1.0  # a dynamic loss scale does not fall below it
+
 
 def cast_floats(tree: Any, dtype: Any) -> Any:
     """The tree with its floating leaves as `dtype`; integers, booleans and keys as they are."""
@@ -70,4 +72,8 @@ class LossScaling(NamedTuple):
         good = jnp.where(finite, scale.good + 1, 0)
         grown = good >= self.interval
         value = jnp.where(grown, scale.value * 2, jnp.where(finite, scale.value, scale.value / 2))
-        return LossScale(jnp.clip(value, 1.0, 2.0**126), jnp.where(grown, 0, good))
+        return LossScale(jnp.clip(value, LEAST, 2.0**126), jnp.where(grown, 0, good))
+
+    def can_fall(self, scale: LossScale) -> jax.Array:
+        """Whether an overflow may be the scale's, which then falls; of a scale that stays it should not be."""
+        return (scale.value > LEAST) & self.dynamic

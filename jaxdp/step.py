@@ -18,7 +18,10 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from jaxdp import inplace
 from jaxdp.errors import UsageError
+from jaxdp.guard import Guard, Spike, judge
+from jaxdp.guard import start as start_guard
 from jaxdp.losses import LossFn
 from jaxdp.models.base import CARRY, Model
 from jaxdp.models.scan import BlockGather, as_they_are, block_hooks
@@ -38,7 +41,8 @@ Total = Callable[[Callable[[Tree], jax.Array], Tree], jax.Array]
 class TrainState(struct.PyTreeNode):
     """All that an update changes, in logical shapes: step [], trees, and carry[microbatch, example, ...].
 
-    ema: the average of the parameters. It, loss_scale and carry are None where they are not in use.
+    ema: the average of the parameters. It, loss_scale and carry are None where they are not in use. guard: of updates
+    that were not taken; `step` counts these too.
     """
 
     step: jax.Array
@@ -48,6 +52,7 @@ class TrainState(struct.PyTreeNode):
     ema: Tree = None
     loss_scale: LossScale | None = None
     carry: Tree = None
+    guard: Guard = struct.field(default_factory=start_guard)
 
     @property
     def view(self) -> "View":
@@ -132,6 +137,7 @@ def init_state(
     frozen: Sequence[str] = (),
     ema: bool = False,
     loss_scaling: LossScaling | None = None,
+    spike: Spike | None = None,
 ) -> TrainState:
     """The state before the first update; example: one microbatch [example, ...] of the data (values don't matter)."""
     params, model_state = model.init(jax.random.key(seed), policy.inputs(example))
@@ -147,6 +153,7 @@ def init_state(
         ema=jax.tree.map(jnp.copy, cast_floats(params, policy.state)) if ema else None,  # small steps need precision
         loss_scale=loss_scaling.init() if loss_scaling else None,
         carry=carry,
+        guard=start_guard(spike),
     )
 
 
@@ -173,6 +180,8 @@ def make_step(
     transform: Transform | None = None,
     eval_transform: Transform | None = None,
     schedule: Callable[[jax.Array], jax.Array] | None = None,
+    max_nonfinite: int = 10,
+    spike: Spike | None = None,
 ) -> Step:
     """The step of a model, a loss and an Optax transformation.
 
@@ -182,6 +191,8 @@ def make_step(
     ema_decay: of the running average of the parameters, ema = decay x ema + (1 - decay) x params after each update.
     transform: run on each microbatch before the model (normalization, augmentation); eval_transform: in evaluation.
     schedule: reported as `lr` in the metrics.
+    max_nonfinite: so many updates in a row whose loss or gradients are not finite halt (`jaxdp.guard`); until then each
+    is skipped. spike: what is done about a loss that is too large.
     """
     policy = policy or Policy()
     accumulation = {"vmap": _at_once, "loop": _one_by_one, "one": _only}[accumulate]
@@ -264,35 +275,45 @@ def make_step(
         if clip_norm is not None:
             scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
             mean = jax.tree.map(lambda g: g * scale.astype(g.dtype), mean)
-        updates, opt_state = tx.update(mean, state.opt_state, params)
         model_state, disagreeing = _settle(state.model_state, sums.model_state, sums.weight)
+        loss = sums.loss / weight
+        finite = (bad == 0) & jnp.isfinite(loss)
+        expected: Any = False
+        if loss_scaling is not None and state.loss_scale is not None:
+            expected = jnp.isfinite(loss) & loss_scaling.can_fall(state.loss_scale)
+        taken, guard = judge(state.guard, state.step + 1, loss, finite, expected, max_nonfinite, spike)
+        mean = inplace.where(taken, mean, jax.tree.map(jnp.zeros_like, mean))
+        updates, opt_state = inplace.update(tx, taken, mean, state.opt_state, params)
+        moved = inplace.where(taken, optax.apply_updates(params, updates), params)
         new = state.replace(
-            params=merge(optax.apply_updates(params, updates), state.params),
+            params=merge(moved, state.params),
             opt_state=opt_state,
-            model_state=model_state,
-            carry=sums.carry,
+            model_state=inplace.where(taken, model_state, state.model_state),
+            carry=inplace.where(taken, sums.carry, state.carry),
         )
         if ema_decay is not None:
-            new = new.replace(
-                ema=jax.tree.map(lambda e, p: e + (1 - ema_decay) * (p.astype(e.dtype) - e), state.ema, new.params)
-            )
+            average = lambda e, p: e + (1 - ema_decay) * (p.astype(e.dtype) - e)
+            new = new.replace(ema=inplace.where(taken, jax.tree.map(average, state.ema, new.params), state.ema))
         metrics = {
-            "loss": sums.loss / weight,
+            "loss": loss,
             **{name: value / weight for name, value in sums.metrics.items()},
             "grad_norm": norm,
             "nonfinite_grads": bad,
             "weight": sums.weight,
+            "skipped": (~taken).astype(jnp.int32),
+            "skipped_updates": guard.skipped,
+            "halted": guard.halted,
         }
         if disagreeing is not None:
             metrics["disagreeing_state"] = disagreeing
         if schedule is not None:
-            metrics["lr"] = jnp.asarray(schedule(state.step), jnp.float32)
+            metrics["lr"] = jnp.asarray(schedule(state.step - state.guard.skipped), jnp.float32)
+        running = state.guard.halted == 0
         if loss_scaling is not None and state.loss_scale is not None:
-            finite = bad == 0
-            new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
-            new = new.replace(loss_scale=loss_scaling.adjust(state.loss_scale, finite))
-            metrics |= {"loss_scale": state.loss_scale.value, "skipped": (~finite).astype(jnp.int32)}
-        return new.replace(step=state.step + 1), metrics
+            metrics["loss_scale"] = state.loss_scale.value
+            adjusted = loss_scaling.adjust(state.loss_scale, bad == 0)
+            new = new.replace(loss_scale=inplace.where(running, adjusted, state.loss_scale))
+        return new.replace(step=state.step + running.astype(state.step.dtype), guard=guard), metrics
 
     return Step(grads, apply, evaluate, trainable)
 

@@ -38,6 +38,8 @@ def test_the_contract_of_keys_and_defaults():
         "profile.start": None, "profile.steps": 5, "checkpoint.every": None, "checkpoint.every_minutes": None,
         "checkpoint.keep": 3, "checkpoint.keep_every": None, "checkpoint.best": None, "resume.force": False,
         "watchdog.step_timeout": 600.0, "watchdog.straggler_factor": 2.0,
+        "nonfinite.max_consecutive": 10, "spike.factor": None,
+        "spike.decay": 0.98, "spike.after": 100, "spike.action": "skip", "spike.max_rollbacks": 3,
     }  # fmt: skip
     assert {k: flat[k] for k in want} == want
 
@@ -80,6 +82,14 @@ def test_arguments_on_the_command_line_override_the_file():
         (["--precision.loss_scale", "often"], ["precision.loss_scale: 'often' is not a number or one of dynamic"]),
         (["--precision.loss_scale", "0"], ["precision.loss_scale: 0.0 must be greater than 0"]),
         (["--optimizer.ema", "1"], ["optimizer.ema: 1.0 must be below 1"]),
+        (["--nonfinite.max_consecutive", "0"], ["nonfinite.max_consecutive: 0 is too small", "at least 1"]),
+        (["--spike.factor", "1"], ["spike.factor: 1.0 must be greater than 1"]),
+        (["--spike.factor", "-2"], ["spike.factor: -2.0 must be greater than 1"]),
+        (["--spike.decay", "1"], ["spike.decay: 1.0 must be below 1"]),
+        (["--spike.decay", "0"], ["spike.decay: 0.0 must be greater than 0"]),
+        (["--spike.after", "0"], ["spike.after: 0 is too small", "at least 1"]),
+        (["--spike.action", "stop"], ["spike.action: 'stop' is not one of skip, rollback"]),
+        (["--spike.max_rollbacks", "-1"], ["spike.max_rollbacks: -1 is too small", "at least 0"]),
         (["--eval.ema", "true"], ["eval.ema: True, but no average is kept; set optimizer.ema"]),
         (["--eval.ema", "perhaps"], ["eval.ema: 'perhaps' is not true or false"]),
         (["--optimizer.frozen", "['[']"], ["optimizer.frozen: '[' is not a regular expression"]),
@@ -151,6 +161,7 @@ def test_every_field_says_what_it_decides():
         "seed": "numbers", "batch_size": "numbers", "microbatches": "numbers", "model.args.width": "numbers",
         "parallel.backend": "speed", "parallel.zero": "speed", "log.every": "speed", "run_dir": "speed",
         "precision.compute": "numbers", "optimizer.lr": "numbers", "eval.every": "speed",
+        "nonfinite.max_consecutive": "speed", "spike.factor": "numbers", "spike.max_rollbacks": "numbers",
     }.items():  # fmt: skip
         assert check.decides(key) == value, key
     assert {check.decides(k) for k in check.known_keys()} == {"numbers", "speed"}

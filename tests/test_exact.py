@@ -166,7 +166,9 @@ TWELVE = ("pmap-0-4-split", "pmap-1-2-split", "pjit-1-4/2-split", "pjit-2-4-whol
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["sixteen", "bfloat16", "float16", "float64", "frozen", "wide", "twelve"])
+@pytest.mark.parametrize(
+    "variant", ["sixteen", "bfloat16", "float16", "float64", "frozen", "guarded", "wide", "twelve"]
+)
 def test_other_dtypes_sizes_and_numbers_of_microbatches_are_the_same_on_any_number_of_devices(variant):
     got = run(rows_of(variant, TWELVE if variant == "twelve" else SAMPLE))
     assert not (wrong := differing(alone(variant) | got)), wrong

@@ -23,6 +23,10 @@ LAYERS = [
         "rundir",
         "digest",
         "manifest",
+        "guard",
+        "inplace",
+        "watch",
+        "signals",
     }
     | {"transfer", "safetensors_file"}
     | {"models", "data", "metrics", "distributed", "split", "hlo", "hardware", "flops"},

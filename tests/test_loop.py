@@ -33,6 +33,9 @@ class Kept:
     def say(self, text):
         self.said.append(text)
 
+    def rewind(self, step):
+        self.records = [r for r in self.records if r["step"] <= step]
+
     def close(self): ...
 
 

@@ -159,6 +159,7 @@ def build(
     frozen=(),
     ema=None,
     scaling=None,
+    spike=None,
     **options,
 ):
     """(strategy, step, i -> the batch of update i on its devices); layout: more arguments of the strategy; options: of
@@ -168,14 +169,13 @@ def build(
     accumulate = "one" if reduction == "exact" else accumulate
     step = make_step(
         model, loss or SoftmaxCrossEntropy(), tx, policy=policy, clip_norm=clip, accumulate=accumulate, frozen=frozen,
-        ema_decay=ema, loss_scaling=scaling, **options,
+        ema_decay=ema, loss_scaling=scaling, spike=spike, **options,
     )  # fmt: skip
     dataset = Arrays(**examples)
     cursor = Cursor(len(dataset), batch_size, microbatches, 0, shuffle=False)
     example = {k: v[: cursor.examples_per_microbatch] for k, v in examples.items()}
-    make = lambda: init_state(
-        model, tx, policy, 0, microbatches, example, frozen=frozen, ema=ema is not None, loss_scaling=scaling
-    )
+    kept = {"frozen": frozen, "ema": ema is not None, "loss_scaling": scaling, "spike": spike}
+    make = lambda: init_state(model, tx, policy, 0, microbatches, example, **kept)
     strategy = STRATEGIES[backend](
         make,
         microbatches,

@@ -66,6 +66,8 @@ def make_run(config: Config, directory: pathlib.Path, context: Context) -> loop.
         eval_every=config.eval.every,
         save_every=config.checkpoint.every,
         averaged=config.eval.ema,
+        max_rollbacks=config.spike.max_rollbacks,
+        directory=directory,
         meta={
             "config": dataclasses.asdict(config),
             "versions": versions(),

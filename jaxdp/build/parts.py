@@ -17,6 +17,7 @@ from jaxdp.data import SOURCES
 from jaxdp.data.base import Dataset, as_dataset, check_dtypes
 from jaxdp.data.cursor import Cursor
 from jaxdp.errors import UsageError
+from jaxdp.guard import Spike
 from jaxdp.losses import LOSSES, LossFn
 from jaxdp.models import MODELS, as_model
 from jaxdp.models.base import Model
@@ -42,6 +43,7 @@ class Parts(NamedTuple):
     tx: optax.GradientTransformation
     policy: Policy
     scaling: LossScaling | None
+    spike: Spike | None
 
 
 def set_jax(config: Config) -> None:
@@ -82,6 +84,7 @@ def make_parts(config: Config) -> Parts:
         make_tx(config, schedule, model.blocks),
         policy(dtypes.params, dtypes.compute or dtypes.params, dtypes.reduce or dtypes.params),
         make_scaling(config, dataset),
+        make_spike(config),
     )
 
 
@@ -102,6 +105,8 @@ def make_the_step(config: Config, parts: Parts) -> Step:
         transform=getattr(parts.dataset, "transform", None),
         eval_transform=getattr(parts.eval_set, "transform", None),
         schedule=parts.schedule,
+        max_nonfinite=config.nonfinite.max_consecutive,
+        spike=parts.spike,
     )
 
 
@@ -124,6 +129,7 @@ def state_maker(config: Config, parts: Parts) -> Callable[[], TrainState]:
             frozen=config.optimizer.frozen,
             ema=config.optimizer.ema is not None,
             loss_scaling=parts.scaling,
+            spike=parts.spike,
         )
 
     return make_state
@@ -226,6 +232,11 @@ def make_scaling(config: Config, dataset: Dataset) -> LossScaling | None:
     if scale == "dynamic":
         return LossScaling(interval=interval, weight=weight)
     return LossScaling(float(scale), dynamic=False, weight=weight)
+
+
+def make_spike(config: Config) -> Spike | None:
+    own = config.spike
+    return None if own.factor is None else Spike(own.factor, own.decay, own.after, own.action)
 
 
 def choose_accumulate(config: Config) -> str:

@@ -10,12 +10,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, get_type_hints
 
-from jaxdp import __version__, environment
+from jaxdp import __version__, environment, signals
 from jaxdp.config import Config
 from jaxdp.config.check import WORDS, check_key, check_structure, expected, inner, known_keys, resolve
 from jaxdp.distributed import launchers
-from jaxdp.errors import DistributedError, UsageError, one_line
+from jaxdp.errors import DistributedError, RunFailed, UsageError, one_line
 
+PREEMPTED = 75  # the exit code that asks to be started again (sysexits.h: EX_TEMPFAIL)
 VERBS = {
     "train": "train a model, or go on where the run directory stands",
     "eval": "evaluate the last checkpoint of a run directory",
@@ -66,7 +67,7 @@ USAGE = """usage: jaxdp VERB [--config FILE] [--key value ...]
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-    """Exit codes: 0 done, 2 bad usage or config, 1 anything else."""
+    """Exit codes: 0 done, 2 bad usage or config, 75 preempted after a good save, 1 anything else."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         verbs = "\n".join(f"  {verb:8} {text}" for verb, text in VERBS.items())
@@ -79,7 +80,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         _refuse(UsageError(f"jaxdp: unknown verb {argv[0]!r}; known: {', '.join(VERBS)}"))
     try:
         _run(argv[0], argv[1:])
-    except (UsageError, DistributedError) as error:
+    except (UsageError, DistributedError, RunFailed) as error:
         _refuse(error)
     except SystemExit as error:
         _exit_alone(error)
@@ -114,6 +115,8 @@ def _run(verb: str, argv: list[str]) -> None:
 
         getattr(verbs, verb)(config, options)
         return
+    if verb == "train":
+        signals.listen()
     try:
         config, path, _ = load(argv, verb)
     except UsageError as e:
@@ -127,8 +130,13 @@ def _run(verb: str, argv: list[str]) -> None:
     context.agree(error)
     assert config is not None
     from jaxdp.cli import verbs
+    from jaxdp.distributed.context import leave
+    from jaxdp.watch import Stopped
 
-    getattr(verbs, verb)(config, path, context)
+    try:
+        getattr(verbs, verb)(config, path, context)
+    except Stopped:
+        leave(PREEMPTED, speaker=0)
 
 
 def set_threads(config: Config | None, simulated: bool = True) -> None:
@@ -280,7 +288,7 @@ def _to_dataclass(cls: Any, values: dict[str, Any]) -> Any:
     return cls(**{k: _to_dataclass(kinds[k], v) if kinds[k] and isinstance(v, dict) else v for k, v in values.items()})
 
 
-def _refuse(error: UsageError | DistributedError) -> NoReturn:
+def _refuse(error: UsageError | DistributedError | RunFailed) -> NoReturn:
     """One line, on the one rank that should say it; code 2 for bad input, 1 for a process that failed another."""
     if "jaxdp.distributed.context" in sys.modules:
         from jaxdp.distributed import context

@@ -21,6 +21,7 @@ from jaxdp.errors import UsageError
 from jaxdp.metrics.console import Console
 from jaxdp.metrics.jsonl import JsonLines, read
 from jaxdp.metrics.writer import Many, Nothing, Record, Writer
+from jaxdp.watch import Guarded
 
 
 def train(config: Config, path: str | None, context: Context) -> None:
@@ -38,14 +39,29 @@ def train(config: Config, path: str | None, context: Context) -> None:
             print(summary(final[-1], directory))
         return
     profile = make_profile(config, directory, start, run.steps)
-    run = dataclasses.replace(run, start=start, evaluated=found.get("evaluated", False), profile=profile)
+    run = dataclasses.replace(
+        run,
+        start=start,
+        evaluated=found.get("evaluated", False),
+        offset=found.get("offset", 0),
+        rollbacks=found.get("rollbacks", 0),
+        profile=profile,
+    )
     if not start and config.init_from is not None:
         run = warm(run, config, context)
     writer = start_writer(directory, config, context, run)
-    run = dataclasses.replace(run, writer=writer)
+    watch = Guarded(
+        context,
+        directory,
+        config.watchdog.step_timeout,
+        config.watchdog.straggler_factor,
+        config.checkpoint.every_minutes,
+    )
+    run = dataclasses.replace(run, writer=writer, watch=watch)
     try:
         writer.say(summary(loop.fit(run), directory))
     finally:
+        watch.stop()
         writer.close()
         if held:
             held.close()

@@ -184,6 +184,38 @@ class Precision:
 
 
 @dataclasses.dataclass(frozen=True)
+class Nonfinite:
+    """Updates whose loss or gradients are not finite: each is skipped, and leaves everything as it was.
+
+    Args:
+        max_consecutive: so many of them in a row end the run
+    """
+
+    max_consecutive: int = speed(10)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spike:
+    """Updates whose loss is finite but too large.
+
+    Args:
+        factor: times the running mean of the losses before; more than that is a spike. null looks for none. It means
+            little for losses that pass through zero
+        decay: of the running mean
+        after: good updates before anything is a spike
+        action: the update is left out (skip), or the run goes back to a checkpoint and leaves out the batches since
+            (rollback)
+        max_rollbacks: one more ends the run
+    """
+
+    factor: float | None = numbers(None)
+    decay: float = numbers(0.98)
+    after: int = numbers(100)
+    action: Literal["skip", "rollback"] = numbers("skip")
+    max_rollbacks: int = numbers(3)
+
+
+@dataclasses.dataclass(frozen=True)
 class Eval:
     """Evaluation: every example exactly once.
 
@@ -312,6 +344,8 @@ class Config:
     optimizer: Optimizer = numbers(Optimizer())
     parallel: Parallel = speed(Parallel())
     precision: Precision = numbers(Precision())
+    nonfinite: Nonfinite = speed(Nonfinite())
+    spike: Spike = numbers(Spike())
     eval: Eval = speed(Eval())
     log: Log = speed(Log())
     profile: Profile = speed(Profile())

@@ -17,6 +17,7 @@ AT_LEAST = {
     "log.every": 1, "profile.start": 0, "profile.steps": 1, "checkpoint.every": 1, "checkpoint.keep": 1,
     "parallel.devices": 1, "parallel.zero": 0, "parallel.shard_size": 2, "precision.loss_scale_interval": 1,
     "verify.strategies": 1, "checkpoint.keep_every": 1, "watchdog.straggler_factor": 1,
+    "nonfinite.max_consecutive": 1, "spike.after": 1, "spike.max_rollbacks": 0,
 }  # fmt: skip
 AT_MOST = {
     "seed": 2**32 - 1,
@@ -26,6 +27,8 @@ AT_MOST = {
     "epochs": 2**31 - 1,
     "parallel.zero": 3,
     "precision.loss_scale": 2**126,
+    "nonfinite.max_consecutive": 2**31 - 1,
+    "spike.after": 2**31 - 1,
 }
 ABOVE_ZERO = (
     "epochs",
@@ -33,6 +36,7 @@ ABOVE_ZERO = (
     "parallel.bucket_mb",
     "precision.loss_scale",
     "optimizer.ema",
+    "spike.decay",
     "checkpoint.every_minutes",
     "watchdog.step_timeout",
 )
@@ -189,6 +193,10 @@ def check(config: Config) -> None:
     check_init(config)
     if opt.ema is not None and opt.ema >= 1:
         raise UsageError(f"optimizer.ema: {opt.ema} must be below 1, such as 0.999")
+    if config.spike.decay >= 1:
+        raise UsageError(f"spike.decay: {config.spike.decay} must be below 1, such as 0.98")
+    if config.spike.factor is not None and config.spike.factor <= 1:
+        raise UsageError(f"spike.factor: {config.spike.factor} must be greater than 1, such as 3")
     if config.eval.ema and opt.ema is None:
         raise UsageError("eval.ema: True, but no average is kept; set optimizer.ema, such as 0.999")
     if parallel.shard_size is not None and not parallel.zero:

@@ -17,7 +17,7 @@ import jaxdp
 from jaxdp.distributed import coordination, gpus, hosts, rendezvous, sentinel
 from jaxdp.distributed.gpus import bind
 from jaxdp.distributed.launchers import World, discover
-from jaxdp.errors import DistributedError, UsageError
+from jaxdp.errors import DistributedError, RunFailed, UsageError
 
 __all__ = ["Context", "bind", "crash", "current", "fail", "init", "leave", "shutdown"]
 GRACE = 2.0  # seconds that a process which ends waits for others that end as well
@@ -173,9 +173,9 @@ def _hook(world: World) -> None:
     before = sys.excepthook
 
     def ends(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if sentinel.current() is not None and not isinstance(error, UsageError | DistributedError):
+        if sentinel.current() is not None and not isinstance(error, UsageError | DistributedError | RunFailed):
             crash(error)
-        if not isinstance(error, UsageError | DistributedError):
+        if not isinstance(error, UsageError | DistributedError | RunFailed):
             before(kind, error, trace)
         _end(error, world.rank, world.size)
 
@@ -183,13 +183,13 @@ def _hook(world: World) -> None:
 
 
 def _end(error: BaseException, rank: int, size: int, code: int | None = None) -> NoReturn:
-    speaker = error.rank if isinstance(error, UsageError | DistributedError) else None
+    speaker = error.rank if isinstance(error, UsageError | DistributedError | RunFailed) else None
     code = code or (2 if isinstance(error, UsageError) else 1)
     own = sentinel.current()
     if own is not None and speaker is None:  # the others do not know of it
         own.ending.set()
         own.claim(f"{own.name(rank)}: {error}", code)
-    if isinstance(error, UsageError | DistributedError) and speaker in (None, rank):
+    if isinstance(error, UsageError | DistributedError | RunFailed) and speaker in (None, rank):
         sys.stderr.write(f"jaxdp: {error}\n")  # in one piece, among what other ranks write
     coordination.leave(code, rank, size, speaker, GRACE)
     raise AssertionError("os._exit returned")
@@ -203,7 +203,7 @@ def crash(error: BaseException) -> NoReturn:
     raise AssertionError("os._exit returned")
 
 
-def fail(error: UsageError | DistributedError, code: int | None = None) -> NoReturn:
+def fail(error: UsageError | DistributedError | RunFailed, code: int | None = None) -> NoReturn:
     """Prints `error` on the rank that should, and ends this process: by `code`, or 2 for UsageError and 1 otherwise."""
     world = _current or _joining or Context()
     _end(error, world.rank, world.size, code)

@@ -27,6 +27,8 @@ class Console:
         parts = [f"{NAMES.get(k, k)} {_number(k, record[k])}" for k in SHOWN if k in record]
         if record.get("nonfinite_grads"):
             parts.append(f"non-finite gradients {record['nonfinite_grads']:.0f}")
+        if record.get("skipped_updates"):
+            parts.append(f"skipped {record['skipped_updates']:.0f}")
         if split == "train" and step < self.steps:
             parts.append(f"left {self._left(step)}")
         self.say(f"{split:5} {step:>{len(str(self.steps))}}/{self.steps}  " + "  ".join(parts))
@@ -38,6 +40,8 @@ class Console:
             self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         else:
             print(text, flush=True)
+
+    def rewind(self, step: int) -> None: ...
 
     def close(self) -> None:
         if self.bar:

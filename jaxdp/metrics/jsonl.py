@@ -1,30 +1,44 @@
 """metrics.jsonl: one JSON object per line, flushed as written; a resumed run goes on where its checkpoint stands."""
 
+import contextlib
 import json
 import math
 import pathlib
-from typing import Any
+from typing import IO, Any
 
 from jaxdp.metrics.writer import Record
 
 
 class JsonLines:
-    """Appends to `path`; lines of steps after `keep_until`, and a torn last line, are dropped first."""
+    """Appends to `path`; lines of steps after `keep_until`, and a torn last line, are dropped first.
+
+    What cannot be written, since the disk is full, is kept and written later.
+    """
 
     def __init__(self, path: pathlib.Path, keep_until: int = 0):
-        kept = [line for line in read(path) if 0 < line.get("step", 0) <= keep_until and line.get("split") != "final"]
-        new = path.with_suffix(".tmp")
+        self.path, self.pending = path, b""
+        self.file: IO[bytes] | None = None
+        self.rewind(keep_until)
+
+    def rewind(self, step: int) -> None:
+        self.close()
+        kept = [line for line in read(self.path) if 0 < line.get("step", 0) <= step and line.get("split") != "final"]
+        new = self.path.with_suffix(".tmp")
         new.write_text("".join(_dump(line) for line in kept))
-        new.replace(path)
-        self.file = path.open("a", buffering=1)
+        new.replace(self.path)
+        self.file = self.path.open("ab", buffering=0)
 
     def write(self, record: Record) -> None:
-        self.file.write(_dump(record))
+        self.pending += _dump(record).encode()
+        with contextlib.suppress(OSError):
+            while self.pending and self.file is not None:
+                self.pending = self.pending[self.file.write(self.pending) :]
 
     def say(self, text: str) -> None: ...
 
     def close(self) -> None:
-        self.file.close()
+        if self.file is not None:
+            self.file.close()
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:

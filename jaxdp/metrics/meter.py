@@ -4,24 +4,34 @@ import contextlib
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jaxdp.metrics.writer import Record, Writer
 
+LAST_WORDS = 2.0  # seconds
 AHEAD = 2  # intervals that the loop may be ahead of the device before it waits
 
 
 class Meter:
     """Writes a train record every `every` updates and at update `last`.
 
-    examples: per update on average, for the throughput. An update's time is from one record's completion on the
-    device to the next, without compilation and without what runs between `pause` and the next update.
+    examples: per update on average, for the throughput. more(milliseconds of an update): what else a record says. An
+    update's time is from one record's completion on the device to the next, without compilation and without what runs
+    between `pause` and the next update.
     """
 
-    def __init__(self, writer: Writer, every: int, last: int, examples: float):
-        self.writer, self.every, self.last, self.examples = writer, every, last, examples
+    def __init__(
+        self,
+        writer: Writer,
+        every: int,
+        last: int,
+        examples: float,
+        more: Callable[[float], Record] = lambda milliseconds: {},
+    ):
+        self.writer, self.every, self.last, self.examples, self.more = writer, every, last, examples, more
         self.since: tuple[int, float] | None = None  # (update, when it was done) where the clock last started
         self.fault: BaseException | None = None
         self.queue: queue.Queue[tuple[int, Any] | None] = queue.Queue(AHEAD)
@@ -31,6 +41,10 @@ class Meter:
         return self
 
     def __exit__(self, *args: Any) -> None:
+        if any(args):  # what is ready is written, also where the run ends by an error
+            deadline = time.monotonic() + LAST_WORDS
+            while self.queue.unfinished_tasks and time.monotonic() < deadline:
+                time.sleep(0.01)
         with contextlib.suppress(queue.Full):  # a device that hangs must not keep the run from ending
             self.queue.put(None, timeout=1.0)
 
@@ -73,6 +87,7 @@ class Meter:
         if step > self.since[0]:
             seconds = (now - self.since[1]) / (step - self.since[0])
             record |= {"step_time_ms": 1e3 * seconds, "examples_per_s": self.examples / seconds}
+            record |= self.more(1e3 * seconds)
             self.since = (step, now)
         if record.pop("disagreeing_state", 0):
             raise RuntimeError(
@@ -80,4 +95,5 @@ class Meter:
                 "the examples (keep such state as a float, or under 'carry')"
             )
         record.pop("weight", None)
+        record.pop("halted", None)
         self.writer.write(record)

@@ -13,6 +13,9 @@ class Writer(Protocol):
     def say(self, text: str) -> None:
         """A line for people."""
 
+    def rewind(self, step: int) -> None:
+        """What was written of updates after `step` does not hold: they are made anew."""
+
     def close(self) -> None:
         """Nothing follows."""
 
@@ -23,6 +26,8 @@ class Nothing:
     def write(self, record: Record) -> None: ...
 
     def say(self, text: str) -> None: ...
+
+    def rewind(self, step: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -40,6 +45,10 @@ class Many:
     def say(self, text: str) -> None:
         for writer in self.writers:
             writer.say(text)
+
+    def rewind(self, step: int) -> None:
+        for writer in self.writers:
+            writer.rewind(step)
 
     def close(self) -> None:
         for writer in self.writers:

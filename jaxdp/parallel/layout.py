@@ -71,6 +71,7 @@ def state_dims(state: TrainState, layout: Layout, parts: int, blocks: tuple[str,
         ema=split(state.ema, layout.opt_state),
         loss_scale=split(state.loss_scale, False),
         carry=split(state.carry, False),
+        guard=split(state.guard, False),
     )
 
 

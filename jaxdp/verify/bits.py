@@ -91,6 +91,7 @@ def train(make: Make, row: Row, batches: Sequence[int]) -> Bits:
         curve.append(params_sha256(metrics))
     exported = strategy.export(state)
     whole = {"params": exported.params, "model_state": exported.model_state, "opt_state": exported.opt_state}
+    whole["guard"] = exported.guard
     whole |= {name: x for name in ("ema", "carry") if (x := getattr(exported, name)) is not None}
     leaves = jax.tree_util.tree_leaves_with_path(whole)
     by_leaf = {path_string(path): params_sha256(leaf) for path, leaf in leaves}

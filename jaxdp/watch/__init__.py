@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from jaxdp import signals
 from jaxdp.distributed.context import Context
 from jaxdp.errors import DistributedError
-from jaxdp.watch import signals
 from jaxdp.watch.agreement import Agreement
 from jaxdp.watch.watchdog import Watchdog
 

@@ -38,7 +38,7 @@ class Watchdog:
         self.own_ms = 0.0  # a running mean of this process's own work between two updates
         self._progress = time.monotonic()
         self._patient = 0
-        self._sent: collections.deque[tuple[jax.Array, Callable[[], None]]] = collections.deque()
+        self._sent: collections.deque[tuple[Any, Callable[[], None]]] = collections.deque()
         self._answered = False
         self._tasks: list[Callable[[], None]] = []
         self._sentinel: Sentinel | None = current()

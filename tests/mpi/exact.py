@@ -26,6 +26,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import toys
 from jaxdp.data.augment import random_crop, random_flip
 from jaxdp.digest import host
+from jaxdp.guard import Spike
 from jaxdp.models import as_model
 from jaxdp.models.gpt import GPT
 from jaxdp.models.mlp import MLP
@@ -57,6 +58,13 @@ def wide(rngs):
     return MLP(toys.SHAPE, toys.CLASSES, (1000, 604), 0.1, rngs=rngs)
 
 
+def broken():
+    """An example of the second batch is not a number."""
+    examples = toys.data(EXAMPLES)
+    examples["inputs"][BATCH + 5, 0, 0, 0] = np.nan
+    return examples
+
+
 BF16, F16 = (Policy(jnp.dtype("float32"), jnp.dtype(name), jnp.dtype("float32")) for name in ("bfloat16", "float16"))
 MODELS = {  # (model, examples, more of `toys.build`)
     "dropout": lambda: (toys.MODELS["dropout"](), toys.data(EXAMPLES), {}),
@@ -70,6 +78,7 @@ MODELS = {  # (model, examples, more of `toys.build`)
     "float16": lambda: (toys.MODELS["dropout"](), toys.data(EXAMPLES), {"policy": F16, "scaling": LossScaling()}),
     "float64": lambda: (toys.lstm_model(), toys.data(EXAMPLES, dtype="float64"), {"dtype": "float64"}),
     "frozen": lambda: (toys.MODELS["blocks"](), toys.data(EXAMPLES), {"frozen": ("embed", "up/bias")}),
+    "guarded": lambda: (toys.MODELS["dropout"](), broken(), {"spike": Spike(1.02, decay=0.5, after=1)}),
     "wide": lambda: (as_model(wide), toys.data(1200), {"batch_size": 500}),
 }
 
