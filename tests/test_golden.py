@@ -1,4 +1,4 @@
-"""A checkpoint of format 1, made by tests/golden/make_golden.py, stays readable: every leaf bit for bit, and the run goes on."""
+"""A checkpoint of format 1, made by tests/golden/make_golden.py, stays readable bit for bit, and its run goes on."""
 
 import json
 import os

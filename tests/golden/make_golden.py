@@ -51,7 +51,7 @@ def train(folder):
     argv = [sys.executable, str(ROOT / "train.py"), "--config", str(HERE / "golden.yaml"), "--run_dir", "golden"]
     argv += ["--parallel.backend", "pjit", "--parallel.zero", "3"]
     both = [subprocess.Popen(argv, cwd=folder, env=env | {"JAXDP_PROCESS_ID": str(rank)}) for rank in range(2)]
-    if any([process.wait() for process in both]):
+    if sum(process.wait() != 0 for process in both):
         sys.exit("the run failed")
 
 

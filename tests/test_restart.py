@@ -1,0 +1,169 @@
+"""The loops of docs/restart.md, as they stand there, around runs that are preempted and killed: the same bits in the end."""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from launch import ROOT, environment, require
+
+PAGE = (ROOT / "docs" / "restart.md").read_text()
+ONE_LINE, LIMITED, SLURM = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+COMMAND = "jaxdp train --config run.yaml"
+# Exact, so that one process and two end in the same bits; slow, so that there is time to stop it.
+CONFIG = """
+model: {target: MLP, args: {hidden: [16]}}
+data: {target: slow_digits.SlowDigits}
+steps: 150
+batch_size: 32
+parallel: {reduction: exact}
+log: {every: 1}
+checkpoint: {every: 20}
+"""
+SLOW = """import time
+from jaxdp.data.digits import Digits
+
+
+class SlowDigits(Digits):
+    def read(self, indices):
+        time.sleep(0.01)
+        return super().read(indices)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("restart")
+    (folder / "slow_digits.py").write_text(SLOW)
+    (folder / "run.yaml").write_text(CONFIG)
+    return folder
+
+
+class Loop:
+    """A shell with a loop of the page; the run that it starts is `launch train.py` in place of `jaxdp train`."""
+
+    def __init__(self, script, folder, name, launch=()):
+        self.run_dir = folder / name
+        train = [
+            *launch,
+            sys.executable,
+            str(ROOT / "train.py"),
+            "--config",
+            "run.yaml",
+            "--run_dir",
+            str(self.run_dir),
+        ]
+        assert COMMAND in script
+        env = environment({"PYTHONPATH": str(folder)}, 1)
+        self.shell = subprocess.Popen(
+            ["bash", "-c", script.replace(COMMAND, " ".join(train))], cwd=folder, env=env, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+    def step(self):
+        with contextlib.suppress(OSError, IndexError, json.JSONDecodeError):
+            return json.loads((self.run_dir / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+        return 0
+
+    def child(self, of=None):
+        """What the shell runs: the run, or mpirun."""
+        of = of or self.shell.pid
+        return int(pathlib.Path(f"/proc/{of}/task/{of}/children").read_text().split()[0])
+
+    def signal_at(self, step, number):
+        """To the shell's child, as soon as the run has made so many updates."""
+        deadline = time.monotonic() + 60
+        while self.step() < step:
+            assert self.shell.poll() is None and time.monotonic() < deadline, self.output()
+            time.sleep(0.01)
+        os.kill(self.child(), number)
+
+    def output(self):
+        if self.shell.poll() is None and time.monotonic():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self.shell.communicate(timeout=60)[0]
+            os.killpg(self.shell.pid, signal.SIGKILL)
+        return self.shell.communicate()[0]
+
+    def digest(self):
+        return json.loads((self.run_dir / "metrics.jsonl").read_text().splitlines()[-1])["params_sha256"]
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    """What the run ends in when nothing happens to it."""
+    loop = Loop(ONE_LINE, folder, "reference")
+    assert "params_sha256" in loop.output() and loop.shell.returncode == 0
+    return loop.digest()
+
+
+def check(loop, reference, preempted, begun):
+    out = loop.output()
+    assert loop.shell.returncode == 0, out
+    assert out.count("preempted by ") == preempted and out.count("; goes on after step") == begun, out
+    assert loop.digest() == reference
+    lines = [json.loads(line) for line in (loop.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["split"] == "train"] == list(range(1, 151))
+    return out
+
+
+def test_the_line_starts_a_preempted_run_again(folder, reference):
+    loop = Loop(ONE_LINE, folder, "line")
+    loop.signal_at(15, signal.SIGTERM)
+    loop.signal_at(70, signal.SIGUSR1)
+    check(loop, reference, preempted=2, begun=2)
+
+
+def test_the_script_starts_a_killed_run_again_too(folder, reference):
+    loop = Loop(LIMITED, folder, "script")
+    loop.signal_at(50, signal.SIGKILL)
+    loop.signal_at(90, signal.SIGTERM)
+    check(loop, reference, preempted=1, begun=2)
+
+
+def test_the_script_gives_up():
+    """After five faults; at once where the config is bad."""
+    for code, runs in ((1, 6), (2, 1)):
+        script = LIMITED.replace(COMMAND, f"(echo run; exit {code})").replace("sleep 1", ":")
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=20)
+        assert done.returncode == code and done.stdout.count("run") == runs
+
+
+def test_interrupting_the_script_saves_and_ends(folder):
+    loop = Loop(LIMITED, folder, "interrupted")
+    deadline = time.monotonic() + 60
+    while loop.step() < 15 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.killpg(loop.shell.pid, signal.SIGINT)  # as a terminal does
+    out = loop.output()
+    assert loop.shell.returncode == 130 and "preempted by SIGINT" in out and out.count("starts in") == 1
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("which, number", [("openmpi5", signal.SIGUSR1), ("mpich", signal.SIGTERM)])
+def test_the_line_around_mpirun(folder, reference, which, number):
+    free = [] if which == "mpich" else ["--bind-to", "none", "--oversubscribe"]
+    loop = Loop(ONE_LINE, folder, which, [require(which), *free, "-np", "2"])
+    loop.signal_at(40, number)
+    check(loop, reference, preempted=1, begun=1)
+
+
+def test_the_manifests_are_yaml_and_ignore_75():
+    service, job = yaml.safe_load_all(re.search(r"```yaml\n(apiVersion.*?)```", PAGE, re.DOTALL)[1])
+    spec = job["spec"]
+    assert (
+        service["metadata"]["name"] == spec["template"]["spec"]["subdomain"] == service["spec"]["selector"]["job-name"]
+    )
+    assert (
+        spec["completions"] == spec["parallelism"] == int(spec["template"]["spec"]["containers"][0]["env"][0]["value"])
+    )
+    ignored = [r["onExitCodes"]["values"] for r in spec["podFailurePolicy"]["rules"] if "onExitCodes" in r]
+    assert ignored == [[75], [2]] and spec["template"]["spec"]["restartPolicy"] == "Never"
