@@ -1,4 +1,4 @@
-"""The loops of docs/restart.md, as they stand there, around runs that are preempted and killed: the same bits in the end."""
+"""The loops of docs/restart.md, as they stand there, around runs that are preempted and killed: the same bits at the end."""
 
 import contextlib
 import json
@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 
 import pytest
 import yaml
 
 from launch import ROOT, environment, require
+from launch import _survivors as survivors
 
 PAGE = (ROOT / "docs" / "restart.md").read_text()
 ONE_LINE, LIMITED, SLURM = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
@@ -52,17 +54,10 @@ class Loop:
 
     def __init__(self, script, folder, name, launch=()):
         self.run_dir = folder / name
-        train = [
-            *launch,
-            sys.executable,
-            str(ROOT / "train.py"),
-            "--config",
-            "run.yaml",
-            "--run_dir",
-            str(self.run_dir),
-        ]
+        train = [*launch, sys.executable, str(ROOT / "train.py"), "--config", "run.yaml", "--run_dir", name]
         assert COMMAND in script
-        env = environment({"PYTHONPATH": str(folder)}, 1)
+        self.mark = uuid.uuid4().hex
+        env = environment({"PYTHONPATH": str(folder)}, 1) | {"JAXDP_TEST_JOB": self.mark}
         self.shell = subprocess.Popen(
             ["bash", "-c", script.replace(COMMAND, " ".join(train))], cwd=folder, env=env, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
@@ -73,10 +68,10 @@ class Loop:
             return json.loads((self.run_dir / "metrics.jsonl").read_text().splitlines()[-1])["step"]
         return 0
 
-    def child(self, of=None):
+    def child(self):
         """What the shell runs: the run, or mpirun."""
-        of = of or self.shell.pid
-        return int(pathlib.Path(f"/proc/{of}/task/{of}/children").read_text().split()[0])
+        shell = self.shell.pid
+        return int(pathlib.Path(f"/proc/{shell}/task/{shell}/children").read_text().split()[0])
 
     def signal_at(self, step, number):
         """To the shell's child, as soon as the run has made so many updates."""
@@ -87,11 +82,14 @@ class Loop:
         os.kill(self.child(), number)
 
     def output(self):
-        if self.shell.poll() is None and time.monotonic():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return self.shell.communicate(timeout=60)[0]
+        """All that was printed, at the end; nothing of it runs on."""
+        try:
+            out = self.shell.communicate(timeout=60)[0]
+        except subprocess.TimeoutExpired:
             os.killpg(self.shell.pid, signal.SIGKILL)
-        return self.shell.communicate()[0]
+            out = "not ended after 60 s"
+        assert not (left := survivors(self.mark)), (out, left)
+        return out
 
     def digest(self):
         return json.loads((self.run_dir / "metrics.jsonl").read_text().splitlines()[-1])["params_sha256"]
@@ -158,12 +156,8 @@ def test_the_line_around_mpirun(folder, reference, which, number):
 
 def test_the_manifests_are_yaml_and_ignore_75():
     service, job = yaml.safe_load_all(re.search(r"```yaml\n(apiVersion.*?)```", PAGE, re.DOTALL)[1])
-    spec = job["spec"]
-    assert (
-        service["metadata"]["name"] == spec["template"]["spec"]["subdomain"] == service["spec"]["selector"]["job-name"]
-    )
-    assert (
-        spec["completions"] == spec["parallelism"] == int(spec["template"]["spec"]["containers"][0]["env"][0]["value"])
-    )
-    ignored = [r["onExitCodes"]["values"] for r in spec["podFailurePolicy"]["rules"] if "onExitCodes" in r]
-    assert ignored == [[75], [2]] and spec["template"]["spec"]["restartPolicy"] == "Never"
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    assert service["metadata"]["name"] == pod["subdomain"] == service["spec"]["selector"]["job-name"]
+    assert spec["completions"] == spec["parallelism"] == int(pod["containers"][0]["env"][0]["value"])
+    rules = {r["action"]: r["onExitCodes"]["values"] for r in spec["podFailurePolicy"]["rules"] if "onExitCodes" in r}
+    assert rules == {"Ignore": [75], "FailJob": [2]} and pod["restartPolicy"] == "Never"
