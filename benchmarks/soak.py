@@ -33,7 +33,7 @@ PROCESSES = 2
 MOMENTS = {"training": 0.7, "starting": 0.15, "saving": 0.15}  # shares of the kills
 VICTIMS = {"rank 0": 0.4, "rank 1": 0.4, "all": 0.2}
 GONE = 60.0  # seconds that a job may live on after a kill
-STILL = 180.0  # seconds without a line, after which a life counts as stuck
+STILL = 300.0  # seconds without a line, after which a life counts as stuck
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "JAXDP_PROCESS_ID")
 AS_ROOT = [f"{p}_ALLOW_RUN_AS_ROOT{s}" for p in ("OMPI", "PRTE") for s in ("", "_CONFIRM")]
 SLOW_DATA = '''"""Digits that take their time, so that a run of a small model lasts."""
@@ -183,6 +183,7 @@ class Soak:
         text = CONFIG.format(sleep=args.sleep_ms / 1e3, eval_every=5 * args.save_every, **vars(args))
         (folder / "soak.yaml").write_text(text)
         self.said = 0
+        self.job: Job | None = None  # the last that was started
         self.restarts: list[float] = []  # seconds from the start of a life to its first new update
 
     def start(self, name):
@@ -194,7 +195,8 @@ class Soak:
             "mpich": [mpirun, "-np", str(PROCESSES)],
             "hand": [],
         }[self.args.launcher]
-        return Job([*before, *train], self.folder, self.args.launcher)
+        self.job = Job([*before, *train], self.folder, self.args.launcher)
+        return self.job
 
     def left_alone(self):
         """The uninterrupted run; (seconds until its first update was made, of an update, in all; updates that are made
@@ -400,11 +402,16 @@ def main():
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / "killed").exists():
             parser.error(f"--work: there is a run in {folder} already")
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        soak = Soak(args, folder.resolve())
         try:
-            result = Soak(args, folder.resolve()).run()
+            result = soak.run()
         except Wrong as wrong:
             show(f"WRONG: {wrong}")
             sys.exit(1)
+        finally:
+            if soak.job is not None:
+                soak.job.kill("all")
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     show(json.dumps(result))

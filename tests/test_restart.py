@@ -1,4 +1,4 @@
-"""The loops of docs/restart.md, as they stand there, around runs that are preempted and killed: the same bits at the end."""
+"""The loops of docs/restart.md, as they stand there, around runs that are stopped and killed: the same bits result."""
 
 import contextlib
 import json
