@@ -256,10 +256,9 @@ class Soak:
 
     def saves(self):
         """Whether a save is under way, or was when the job died: a directory of one that is no checkpoint yet."""
-        folders = (self.folder / "killed" / "checkpoints").glob("[0-9]*")
-        return any(
-            not (p / "manifest.json").exists() and not p.name.endswith(("damaged", "unfinished")) for p in folders
-        )
+        folders = list((self.folder / "killed" / "checkpoints").glob("[0-9]*"))
+        written = [p for p in folders if p.name.isdecimal() and not (p / "manifest.json").exists()]
+        return bool(written) or any("orbax-checkpoint-tmp" in p.name for p in folders)
 
     def check(self, kill):
         """A killed life against what the next one will find."""

@@ -18,7 +18,7 @@ from launch import ROOT, environment, require
 from launch import _survivors as survivors
 
 PAGE = (ROOT / "docs" / "restart.md").read_text()
-ONE_LINE, LIMITED, SLURM = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+ONE_LINE, LIMITED, SRUN, MPIRUN = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
 COMMAND = "jaxdp train --config run.yaml"
 # Exact, so that one process and two end in the same bits; slow, so that there is time to stop it.
 CONFIG = """
@@ -73,12 +73,16 @@ class Loop:
         shell = self.shell.pid
         return int(pathlib.Path(f"/proc/{shell}/task/{shell}/children").read_text().split()[0])
 
-    def signal_at(self, step, number):
-        """To the shell's child, as soon as the run has made so many updates."""
+    def wait_for(self, step):
+        """Until the run has made so many updates."""
         deadline = time.monotonic() + 60
         while self.step() < step:
             assert self.shell.poll() is None and time.monotonic() < deadline, self.output()
             time.sleep(0.01)
+
+    def signal_at(self, step, number):
+        """To the shell's child, as soon as the run has made so many updates."""
+        self.wait_for(step)
         os.kill(self.child(), number)
 
     def output(self):
@@ -137,21 +141,32 @@ def test_the_script_gives_up():
 
 def test_interrupting_the_script_saves_and_ends(folder):
     loop = Loop(LIMITED, folder, "interrupted")
-    deadline = time.monotonic() + 60
-    while loop.step() < 15 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    loop.wait_for(15)
     os.killpg(loop.shell.pid, signal.SIGINT)  # as a terminal does
     out = loop.output()
     assert loop.shell.returncode == 130 and "preempted by SIGINT" in out and out.count("starts in") == 1
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("which, number", [("openmpi5", signal.SIGUSR1), ("mpich", signal.SIGTERM)])
+@pytest.mark.parametrize("which, number", [("openmpi5", signal.SIGUSR1), ("mpich", signal.SIGUSR1)])
 def test_the_line_around_mpirun(folder, reference, which, number):
     free = [] if which == "mpich" else ["--bind-to", "none", "--oversubscribe"]
     loop = Loop(ONE_LINE, folder, which, [require(which), *free, "-np", "2"])
     loop.signal_at(40, number)
     check(loop, reference, preempted=1, begun=1)
+
+
+@pytest.mark.parametrize("script", [SRUN, MPIRUN], ids=["srun", "mpirun"])
+def test_the_batch_scripts_put_the_job_back(folder, script):
+    """Without Slurm: it signals what the script runs (srun), or the script (mpirun)."""
+    launch = "srun " if script == SRUN else "mpirun --map-by ppr:8:node --bind-to none "
+    assert launch in script
+    stub = 'SLURM_JOB_ID=7; scontrol() { echo "scontrol: $*"; }\n'
+    loop = Loop(stub + script.replace(launch, ""), folder, launch.split()[0])
+    loop.wait_for(15)
+    os.kill(loop.child() if script == SRUN else loop.shell.pid, signal.SIGUSR1)
+    out = loop.output()
+    assert loop.shell.returncode == 75 and "preempted by SIGUSR1" in out and out.endswith("scontrol: requeue 7\n"), out
 
 
 def test_the_manifests_are_yaml_and_ignore_75():
