@@ -32,6 +32,7 @@ LOWER_IS_BETTER = ("loss", "perplexity")
 TIMEOUT = 1200.0  # seconds for the files of one save
 _MARK = "orbax.checkpoint"  # Orbax writes it into what is its own
 _TEMPORARY = ".orbax-checkpoint-tmp"
+_GOING = ".pruned"
 Say = Callable[[str], None]
 
 
@@ -107,13 +108,15 @@ class Checkpoints:
 
     def annotate(self, step: int, more: Mapping[str, Any]) -> None:
         """Adds to what is saved with `step`, whether that is durable yet or not; nothing where it is not saved."""
-        if step != self.last or not self.context.is_root:
+        if step != self.last or self._failure is not None or not self.context.is_root:
             return
         folder = self.directory / str(step)
         with self._lock:
             if (folder / manifest.NAME).is_file():
-                found = manifest.read(folder)
-                manifest.write(folder, found["files"], {**found["meta"], **more})
+                with contextlib.suppress(OSError, Damaged):  # the manifest that is there stands
+                    found = manifest.read(folder)
+                    if any(found["meta"].get(name) != value for name, value in more.items()):
+                        manifest.write(folder, found["files"], {**found["meta"], **more})
             else:
                 self._notes[step] = dict(more)
 
@@ -174,14 +177,18 @@ class Checkpoints:
                     files = manifest.read(self.directory / str(step))["files"] if step else {}
                 except Damaged as error:
                     problem = str(error)
+                except OSError as error:
+                    problem = f"cannot read {error.filename!r}: {error.strerror}"
             asked = json.dumps([step, files, problem])
-            step, files, problem = json.loads(self.context.exchange("checkpoint", asked)[self.context.root_rank])
+            answers = self.context.exchange("checkpoint", asked, timeout=TIMEOUT)
+            step, files, problem = json.loads(answers[self.context.root_rank])
             if not step:
+                self.last = None
                 return 0
             here = "" if problem else self._check_share(step, files)
             found = problem or next(filter(None, self.context.exchange("checked", here, timeout=TIMEOUT)), "")
             if found.startswith("cannot read"):
-                raise UsageError(f"run_dir: {found}; see to its permissions", rank=self.context.root_rank)
+                raise UsageError(f"run_dir: {found}; mend that first", rank=self.context.root_rank)
             if not found:
                 self.last = step
                 return step
@@ -192,7 +199,8 @@ class Checkpoints:
     def restore(self, step: int, abstract: TrainState) -> TrainState:
         """The state saved at `step`, placed as `abstract` says. UsageError where its leaves are not those of ours."""
         tree = _tree(abstract)
-        saved, ours = self.meta(step)["state"], _spec(tree)
+        own = json.dumps(self.meta(step)["state"]) if self.context.is_root else ""
+        saved, ours = json.loads(self.context.exchange("state", own)[self.context.root_rank]), _spec(tree)
         for path in sorted({**saved, **ours}):
             if saved.get(path) != ours.get(path):
                 raise UsageError(
@@ -214,11 +222,13 @@ class Checkpoints:
             if self.context.is_root:
                 files = {name: entry for part in parts for name, entry in json.loads(part).items()}
                 with self._lock:
-                    manifest.write(self.directory / str(step), files, {**meta, **self._notes.pop(step, {})})
-                self._prune()
+                    manifest.write(self.directory / str(step), files, {**meta, **self._notes.get(step, {})})
+                    self._notes.pop(step, None)
+                self._prune(step)
             self._share("durable", "")
-            if self.context.is_root:
-                say(f"saved step {step}")
+            with contextlib.suppress(Exception):  # standard output may be closed; the checkpoint is there
+                if self.context.is_root:
+                    say(f"saved step {step}")
         except _PeerFailed as failure:
             self._failed(step, str(failure), say)
         except BaseException as error:  # whatever it is, the run goes on, and the next occasion tries again
@@ -265,6 +275,8 @@ class Checkpoints:
 
     def _failed(self, step: int, reason: str, say: Say) -> None:
         self._failure = Failure(step, reason)
+        with self._lock:
+            self._notes.pop(step, None)
         if self.context.is_root:
             self._clean(step)
             kept = self.steps()
@@ -278,19 +290,20 @@ class Checkpoints:
         """Removes what saves that failed have left, or that of `step`: it takes the room that the next one needs."""
         if not self.context.is_root:
             return
-        for left in self.directory.glob(f"{'*' if step is None else step}{_TEMPORARY}*"):
+        name = "*" if step is None else str(step)
+        for left in [*self.directory.glob(f"{name}{_TEMPORARY}*"), *self.directory.glob(f"{name}{_GOING}")]:
             shutil.rmtree(left, ignore_errors=True)
         if step is not None and not (self.directory / str(step) / manifest.NAME).exists():
             shutil.rmtree(self.directory / str(step), ignore_errors=True)
 
-    def _prune(self) -> None:
-        steps = self.steps()
+    def _prune(self, saved: int) -> None:
+        steps = [step for step in self.steps() if step <= saved]  # a later one is none that the run goes on from
         stay = set(steps[-self.keep :]) | {s for s in steps if self.keep_every and s % self.keep_every == 0}
         stay.add(self.best_step() or 0)
         for old in set(steps) - stay:
-            with contextlib.suppress(OSError):
-                (self.directory / str(old) / manifest.NAME).unlink()  # first: half of a checkpoint is none
-                shutil.rmtree(self.directory / str(old), ignore_errors=True)
+            with contextlib.suppress(OSError):  # by a name that says it is going: half of a checkpoint is none
+                going = (self.directory / str(old)).rename(self.directory / f"{old}{_GOING}")
+                shutil.rmtree(going, ignore_errors=True)
 
     def _set_unfinished_aside(self, say: Say) -> None:
         with contextlib.suppress(OSError):
@@ -318,9 +331,9 @@ class Checkpoints:
         """What is wrong with this process's share of the files, or nothing."""
         own = dict(list(files.items())[self.context.rank :: self.context.size])
         try:
-            manifest.check(self.directory / str(step), own)
-        except PermissionError as error:
-            return f"cannot read {error.filename!r}"
+            manifest.check(self.directory / str(step), own, 0.0 if self.context.is_root else 10.0)
+        except OSError as error:
+            return f"cannot read {error.filename!r}: {error.strerror}"
         except Damaged as error:
             return str(error)
         return ""

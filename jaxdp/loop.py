@@ -72,11 +72,16 @@ class Run:
 
 @dataclasses.dataclass
 class Position:
-    """How far a run has come: the state after update `step`, whose metrics are on the device."""
+    """How far a run has come: the state after update `step`, whose metrics are on the device.
+
+    judged: the step that was last evaluated; found: what came out, as far as it is finite.
+    """
 
     step: int
     state: TrainState
     metrics: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    judged: int = -1
+    found: Record = dataclasses.field(default_factory=dict)
 
 
 def fit(run: Run) -> Record:
@@ -88,16 +93,17 @@ def fit(run: Run) -> Record:
     program = run.strategy.lower(run.step)
     with run.watch.patience("makes the state"):
         state = restore(run, run.start) if run.start else run.begin(run)
-    at = Position(run.start, state)
+    at = Position(run.start, state, judged=run.start if run.evaluated else -1)
     while True:
         try:
             advance(run, program, at)
             return finish(run, program, at)
         except Stopped as stop:
+            if int(at.state.guard.halted):  # else it was said of updates that are rolled back already
+                run, at = roll_back(run, at)
             if stop.kind == "preempt":
                 hand_over(run, at, stop)
                 raise
-            run, at = roll_back(run, at)
 
 
 def advance(run: Run, program: Program, at: Position) -> None:
@@ -108,7 +114,7 @@ def advance(run: Run, program: Program, at: Position) -> None:
         Meter(run.writer, run.log_every, run.steps, examples, run.watch.straggler) as meter,
         prefetch(batch_of, at.step, run.steps) as batches,
     ):
-        if run.eval and 0 < at.step < run.steps and _due(at.step, run.eval_every) and not run.evaluated:
+        if run.eval and 0 < at.step < run.steps and _due(at.step, run.eval_every) and at.judged != at.step:
             between(run, program, at)
         for step, batch in run.watch.reading(batches, at.step):
             run.profile.before(step)
@@ -129,17 +135,18 @@ def between(run: Run, program: Program, at: Position, asked: bool = False) -> No
     if asked or _due(at.step, run.save_every):
         save(run, at)
     if run.eval and _due(at.step, run.eval_every):
-        found = judge(run, program, at)
-        run.writer.write({"step": at.step, "split": "eval", **found})
+        judge(run, program, at, "eval")
 
 
-def judge(run: Run, program: Program, at: Position) -> Record:
-    """Evaluates the state, and keeps with its checkpoint what was found."""
+def judge(run: Run, program: Program, at: Position, split: str | None = None) -> Record:
+    """Evaluates the state, writes it as a record of `split`, and keeps with the checkpoint what was found."""
     found = evaluate(run, program, at.state)
+    if split is not None:
+        run.writer.write({"step": at.step, "split": split, **found})
+    at.judged, at.found = at.step, {name: value for name, value in found.items() if math.isfinite(value)}
     if run.checkpoints.is_best(found):
         save(run, at)
-    numbers = {name: value for name, value in found.items() if math.isfinite(value)}
-    run.checkpoints.annotate(at.step, {"metrics": numbers, "evaluated": True})
+    run.checkpoints.annotate(at.step, {"metrics": at.found, "evaluated": True})
     return found
 
 
@@ -175,11 +182,14 @@ def roll_back(run: Run, at: Position) -> tuple[Run, Position]:
 
     Raises RunFailed where it was no spike, but updates that are not finite, or one spike too many.
     """
+    run.profile.stop()
     guard = jax.device_get(at.state.guard)
     first, last = int(guard.since), int(guard.halted_at)
+    with run.watch.patience("waits for the checkpoint"):
+        run.checkpoints.wait()
     file = write_batches(run, first, last)
     if int(guard.halted) == NONFINITE:
-        kept = run.checkpoints.last
+        kept = max(run.checkpoints.steps(), default=0)
         raise RunFailed(
             f"updates {first} to {last} were not finite, {int(guard.in_a_row)} in a row (nonfinite.max_consecutive); "
             f"none of them was made, {f'checkpoint {kept}' if kept else 'no checkpoint'} is the last; the indices of "
@@ -192,15 +202,14 @@ def roll_back(run: Run, at: Position) -> tuple[Run, Position]:
             f"(spike.max_rollbacks); the indices of its examples are in {file}",
             rank=0,
         )
-    run.checkpoints.wait()
-    step = run.checkpoints.latest(run.writer.say, tidy=False)
     with run.watch.patience("restores"):
+        step = run.checkpoints.latest(run.writer.say)
         state = restore(run, step) if step else run.begin(run)
     run.writer.rewind(step)
     run.writer.say(f"the loss of update {last} is a spike: back to step {step}, on with the data after it")
     offset = run.offset + last - step
-    run = dataclasses.replace(run, start=step, offset=offset, rollbacks=run.rollbacks + 1, evaluated=True)
-    return run, Position(step, state)
+    run = dataclasses.replace(run, start=step, offset=offset, rollbacks=run.rollbacks + 1, profile=Profile())
+    return run, Position(step, state, judged=step)
 
 
 def write_batches(run: Run, first: int, last: int) -> pathlib.Path:
@@ -242,7 +251,9 @@ def save(run: Run, at: Position) -> None:
     with run.watch.patience(f"saves step {at.step}"):
         if int(at.state.guard.halted):
             raise Stopped("halt", "", run.checkpoints.context.rank)
-        more = {"offset": run.offset, "rollbacks": run.rollbacks}
+        more: Record = {"offset": run.offset, "rollbacks": run.rollbacks}
+        if at.judged == at.step:
+            more |= {"metrics": at.found, "evaluated": True}
         run.checkpoints.save(at.step, run.strategy.export(at.state), {**run.meta, **more}, run.writer.say)
 
 

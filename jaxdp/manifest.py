@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxdp.errors import UsageError
+
 NAME = "manifest.json"
 FORMAT = 1
 Files = dict[str, tuple[int, str]]  # relative path to (bytes, SHA-256)
@@ -52,38 +54,52 @@ def write(directory: pathlib.Path, files: Mapping[str, Sequence[Any]], meta: Map
         _flush(folder)
     body = {"format": FORMAT, "files": {k: list(v) for k, v in sorted(files.items())}, "meta": dict(meta)}
     new = directory / f"{NAME}.tmp{os.getpid()}"
-    with new.open("w") as f:
-        f.write(json.dumps({"sha256": _own(body), **body}, indent=1) + "\n")
-        f.flush()
-        os.fsync(f.fileno())
-    new.replace(directory / NAME)
+    try:
+        with new.open("w") as f:
+            f.write(json.dumps({"sha256": _own(body), **body}, indent=1) + "\n")
+            f.flush()
+            os.fsync(f.fileno())
+        new.replace(directory / NAME)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
     _flush(directory)
     _flush(directory.parent)
 
 
 def read(directory: pathlib.Path) -> dict[str, Any]:
-    """The manifest's `files` and `meta`. Raises Damaged where there is none, or not the one that was written."""
+    """The manifest's `files` and `meta`.
+
+    Raises Damaged where there is none, or not the one that was written; OSError where it cannot be read; UsageError
+    where it is of a later version.
+    """
     try:
         found = json.loads((directory / NAME).read_text())
         body = {k: v for k, v in found.items() if k != "sha256"}
         stated = found["sha256"]
     except FileNotFoundError:
         raise Damaged(f"it has no {NAME}: the save was not finished") from None
-    except (OSError, ValueError, AttributeError, KeyError) as error:
+    except (ValueError, AttributeError, KeyError, IsADirectoryError) as error:
         raise Damaged(f"its {NAME} cannot be read: {str(error) or type(error).__name__}") from None
     if stated != _own(body):
         raise Damaged(f"its {NAME} has changed since it was written")
     if body["format"] != FORMAT:
-        raise Damaged(f"its format is {body['format']}; this version of jaxdp reads {FORMAT}")
+        raise UsageError(
+            f"run_dir: checkpoint {str(directory)!r} has format {body['format']}, and this jaxdp reads {FORMAT}; use"
+            " the version that it was saved with"
+        )
     return body
 
 
-def check(directory: pathlib.Path, files: Mapping[str, Sequence[Any]]) -> None:
-    """Raises Damaged with the first of `files` that is missing, or has another size or checksum."""
+def check(directory: pathlib.Path, files: Mapping[str, Sequence[Any]], patience: float = 0.0) -> None:
+    """Raises Damaged with the first of `files` that is missing, or has another size or checksum.
+
+    OSError where one cannot be read, which is no damage.
+    """
     for name, (size, sha256) in files.items():
         try:
-            found = digest(directory / name)
-        except OSError as error:
+            found = digest(directory / name, patience)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             raise Damaged(f"{name}: {error.strerror or error}") from None
         if found[0] != size:
             raise Damaged(f"{name} has {found[0]:,} bytes instead of {size:,}")

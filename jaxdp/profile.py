@@ -1,5 +1,6 @@
 """A profile is a window of updates traced for TensorBoard or Perfetto."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -24,3 +25,9 @@ class Profile:
         if self.start is not None and step == self.start + self.steps:
             jax.block_until_ready(outputs)
             jax.profiler.stop_trace()
+
+    def stop(self) -> None:
+        """Ends a trace that is under way."""
+        if self.start is not None:
+            with contextlib.suppress(RuntimeError):
+                jax.profiler.stop_trace()

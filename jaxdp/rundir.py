@@ -17,15 +17,17 @@ import yaml
 PACKAGES = ("jaxdp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4py")
 
 
-def make(directory: pathlib.Path) -> str | None:
-    """Makes the directory and a nonce in it; returns what is wrong, or None."""
+def make(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
+    """Makes the directory, takes it for this process, and leaves a nonce in it: (what to hold on to, what is wrong)."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "checkpoints").mkdir(exist_ok=True)
-        (directory / ".nonce").write_text(secrets.token_hex(16))
+        held, problem = lock(directory)
+        if not problem:
+            (directory / ".nonce").write_text(secrets.token_hex(16))
     except OSError as error:
-        return f"run_dir: cannot write in {str(directory)!r}: {error.strerror}; choose another with --run_dir"
-    return None
+        return None, f"run_dir: cannot write in {str(directory)!r}: {error.strerror}; choose another with --run_dir"
+    return held, problem
 
 
 def nonce(directory: pathlib.Path) -> str:

@@ -29,7 +29,20 @@ def listen() -> None:
     for number in NUMBERS:
         signal.signal(number, lambda number, frame: None)
     signal.set_wakeup_fd(_socket.fileno(), warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=_forget)
     threading.Thread(target=_read, args=(ours,), name="signals", daemon=True).start()
+
+
+def _forget() -> None:
+    """A forked child, such as a worker of a loader, dies of its signals as before, and they are not ours."""
+    signal.set_wakeup_fd(-1)
+    for number in NUMBERS:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def unsubscribe(listener: Callable[[str], None]) -> None:
+    with _lock:
+        _listeners.remove(listener)
 
 
 def subscribe(listener: Callable[[str], None]) -> None:

@@ -9,9 +9,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -91,16 +92,17 @@ def mpirun(
     timeout: float = 120.0,
     devices: int = 1,
     options: Sequence[str] = (),
+    during: Callable[[subprocess.Popen], None] | None = None,
 ) -> Finished:
     """`mpirun -np NP python ARGV...`, in the repository's root.
 
     env: variables to set, or with None to unset. timeout: seconds, after which all of it is killed. devices: simulated
-    CPU devices of each process. options: more of mpirun's own.
+    CPU devices of each process. options: more of mpirun's own. during: called with mpirun's process, in a thread.
     """
     program = require(which)
     free = [] if which == "mpich" else ["--bind-to", "none", "--oversubscribe"]
     command = [program, *free, *options, "-np", str(np), sys.executable, *argv]
-    return together([(command, env or {})], timeout, devices)[0]
+    return together([(command, env or {})], timeout, devices, during)[0]
 
 
 def processes(
@@ -116,7 +118,10 @@ def processes(
 
 
 def together(
-    commands: Sequence[tuple[list[str], Mapping[str, str | None]]], timeout: float, devices: int = 1
+    commands: Sequence[tuple[list[str], Mapping[str, str | None]]],
+    timeout: float,
+    devices: int = 1,
+    during: Callable[[subprocess.Popen], None] | None = None,
 ) -> list[Finished]:
     """Runs the commands at the same time and waits for all; at `timeout` seconds they are killed."""
     mark = uuid.uuid4().hex
@@ -134,6 +139,8 @@ def together(
         )
         for command, env in commands
     ]
+    if during is not None:
+        threading.Thread(target=during, args=(running[0],), daemon=True).start()
     done = []
     for process, (command, _) in zip(running, commands):
         try:

@@ -39,17 +39,17 @@ class Kept:
     def close(self): ...
 
 
-def make_run(tmp_path, model=None, backend="pmap", devices=1, train=None, held_out=None, **settings):
+def make_run(tmp_path, model=None, backend="pmap", devices=1, train=None, held_out=None, spike=None, **settings):
     model, examples = model or toys.MODELS["resnet"](), toys.data(60)
     tx = optax.adam(1e-2)
     cursor = Cursor(60, 20, 8, 0)
-    make = lambda: init_state(model, tx, Policy(), 0, 8, {k: v[:3] for k, v in examples.items()})
+    make = lambda: init_state(model, tx, Policy(), 0, 8, {k: v[:3] for k, v in examples.items()}, spike=spike)
     eval_source = None
     if held_out is not None:
         eval_source = loop.Source(Arrays(**held_out), Cursor(len(held_out["labels"]), 20, 8, 0, shuffle=False))
     return loop.Run(
         strategy=STRATEGIES[backend](make, 8, make_reduction("xla"), None, jax.devices()[:devices]),
-        step=make_step(model, SoftmaxCrossEntropy(), tx),
+        step=make_step(model, SoftmaxCrossEntropy(), tx, spike=spike),
         train=loop.Source(train or Arrays(**examples), cursor),
         eval=eval_source,
         writer=Kept(),

@@ -1,6 +1,7 @@
 """What each verb of the command does, between a checked config and the loop."""
 
 import dataclasses
+import json
 import math
 import pathlib
 import sys
@@ -88,9 +89,7 @@ def eval(config: Config, path: str | None, context: Context) -> None:
 
 def share(directory: pathlib.Path, context: Context) -> IO[str] | None:
     """Makes the run directory on rank 0 and locks it, and checks that every rank sees the same one."""
-    held, problem = None, rundir.make(directory) if context.is_root else None
-    if context.is_root and not problem:
-        held, problem = rundir.lock(directory)
+    held, problem = rundir.make(directory) if context.is_root else (None, None)
     context.agree(problem)
     nonce = context.exchange("run_dir", rundir.nonce(directory) if context.is_root else "")[context.root_rank]
     context.agree(rundir.is_shared(directory, nonce))
@@ -106,7 +105,8 @@ def resume_step(run: loop.Run, config: Config, context: Context, tidy: bool = Tr
     start = checkpoints.latest(print, tidy)
     if not start:
         return 0, {}
-    found = checkpoints.meta(start)
+    own = json.dumps(checkpoints.meta(start)) if context.is_root else ""
+    found = json.loads(context.exchange("meta", own)[context.root_rank])  # one process's reading is all's
     if not config.resume.force:
         together(context, lambda: check_same_numbers(found, run, config, start))
     return start, found
@@ -139,6 +139,7 @@ def start_writer(directory: pathlib.Path, config: Config, context: Context, run:
                 "processes": context.size,
                 "local_processes": context.local_size,
                 "hosts": list(context.hosts),
+                "pids": list(context.pids),
             },
             "launcher": context.launcher,
             "backend": config.parallel.backend,

@@ -28,7 +28,8 @@ class Context:
     """One process of a job.
 
     local_rank, local_size: among the processes on this host. root_rank: the rank that prints and saves. hosts[rank]:
-    the host names. launcher: what started the processes; "none" for one process by itself.
+    the host names; pids[rank]: the processes' numbers there. launcher: what started the processes; "none" for one
+    process by itself.
     """
 
     rank: int = 0
@@ -38,6 +39,7 @@ class Context:
     launcher: str = "none"
     hosts: tuple[str, ...] = ("",)
     root_rank: int = 0
+    pids: tuple[int, ...] = ()
 
     @property
     def is_root(self) -> bool:
@@ -134,7 +136,7 @@ def init(
             "initialized; call it first"
         )
     if world.size == 1:
-        context = Context(launcher=world.launcher, hosts=(hosts.hostname(),))
+        context = Context(launcher=world.launcher, hosts=(hosts.hostname(),), pids=(os.getpid(),))
     else:
         context = _join(world, coordination.seconds(timeout))
     _current, _arguments = context, arguments
@@ -165,7 +167,8 @@ def _join(world: World, timeout: float) -> Context:
     coordination.connect(meeting, world.rank, world.size, timeout, devices)
     names = tuple(h["host"] for h in hellos)
     sentinel.start(world.rank, world.size, names, local_rank, 2 / 3 * coordination.heartbeat(timeout))
-    return Context(world.rank, world.size, local_rank, local_size, world.launcher, names)
+    pids = tuple(h["pid"] for h in hellos)
+    return Context(world.rank, world.size, local_rank, local_size, world.launcher, names, pids=pids)
 
 
 def _hook(world: World) -> None:
@@ -215,6 +218,7 @@ def shutdown() -> None:
     if coordination.client() is not None:
         if (own := sentinel.current()) is not None:
             own.stop()
+        sentinel.forget()
         coordination.disconnect()
     _current = None
 

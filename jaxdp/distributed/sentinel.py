@@ -68,7 +68,7 @@ class Sentinel:
         if self.size == 1:
             return True
         own = json.dumps({"rank": self.rank, "text": text, "code": code})
-        with contextlib.suppress(DistributedError):
+        with contextlib.suppress(DistributedError, AttributeError):
             coordination.post(FAULT, own)
             return coordination.peek(FAULT) == own
         return True
@@ -160,6 +160,12 @@ def start(rank: int, size: int, hosts: Sequence[str], local_rank: int, silence: 
     global _sentinel
     _sentinel = Sentinel(rank, size, hosts, local_rank, silence)
     _sentinel.start()
+
+
+def forget() -> None:
+    """This process has left the others."""
+    global _sentinel
+    _sentinel = None
 
 
 def current() -> Sentinel | None:

@@ -22,10 +22,12 @@ class JsonLines:
 
     def rewind(self, step: int) -> None:
         self.close()
+        self.pending = b""
         kept = [line for line in read(self.path) if 0 < line.get("step", 0) <= step and line.get("split") != "final"]
         new = self.path.with_suffix(".tmp")
-        new.write_text("".join(_dump(line) for line in kept))
-        new.replace(self.path)
+        with contextlib.suppress(OSError):  # a full disk: lines that do not hold stay, rather than none
+            new.write_text("".join(_dump(line) for line in kept))
+            new.replace(self.path)
         self.file = self.path.open("ab", buffering=0)
 
     def write(self, record: Record) -> None:

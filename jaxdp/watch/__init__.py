@@ -89,7 +89,7 @@ class Guarded:
         self._done = time.perf_counter()
         if minutes is not None and context.is_root:
             self.watchdog.often(lambda: self._save_by_time(60.0 * minutes))
-        signals.subscribe(lambda name: self._request("preempt", name))
+        signals.subscribe(self._preempt)
 
     def together(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
         while (request := self.agreement.point()) is not None:
@@ -141,7 +141,11 @@ class Guarded:
         return self.watchdog.straggler(self.factor, step_ms)
 
     def stop(self) -> None:
+        signals.unsubscribe(self._preempt)
         self.watchdog.stop()
+
+    def _preempt(self, name: str) -> None:
+        self._request("preempt", name)
 
     def _save_by_time(self, seconds: float) -> None:
         if time.monotonic() - self._since > seconds:

@@ -70,14 +70,14 @@ class Agreement:
 
     def _call(self) -> None:
         with self._changed:
-            wanted = self._wanted[0] if self._wanted and not self._held else None
+            wanted, turn = self._wanted[0] if self._wanted and not self._held else None, self._round
         if wanted is not None:
-            coordination.post(f"{CALLS}agree/{self._round}", json.dumps(wanted))
+            coordination.post(f"{CALLS}agree/{turn}", json.dumps(wanted))
 
     def _hear(self, calls: dict[str, str]) -> None:
         """In the sentinel's thread: what has been called."""
-        text = calls.get(f"{CALLS}agree/{self._round}")
         with self._changed:
+            text = calls.get(f"{CALLS}agree/{self._round}")
             if text is None or self._held:
                 return
             self._held = True

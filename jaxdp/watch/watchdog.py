@@ -104,14 +104,20 @@ class Watchdog:
             self._sentinel.note = {"patient": bool(self._patient), "own_ms": round(self.own_ms, 3)}
 
     def _work(self) -> None:
+        looked = time.monotonic()
         while not self._ending.wait(LOOK):
+            now = time.monotonic()
+            if now - looked > 8 * LOOK:  # the job was suspended, and time stood still for it
+                self._progress = now
+            looked = now
             self._note()
             last = None
             while self._sent and self._sent[0][0].is_ready():
                 last = self._sent.popleft()[1]
                 self._progress = time.monotonic()
             if last is not None:
-                last()
+                with contextlib.suppress(jax.errors.JaxRuntimeError):  # the main thread meets it too, and says it
+                    last()
             for task in self._tasks:
                 task()
             still = time.monotonic() - self._progress
@@ -121,8 +127,10 @@ class Watchdog:
 
     def _stuck(self, still: float) -> None:
         own = self._sentinel
-        if own is not None and any(beat.get("patient") for rank, beat in own.beats().items()):
-            return
+        if own is not None:
+            patient = {rank for rank, beat in own.beats().items() if beat.get("patient")}
+            if patient and patient - set(own.silent()):
+                return
         text = f"nothing has moved for {still:.0f} s (watchdog.step_timeout: {self.timeout:g})"
         if own is None:
             self._write_stacks()

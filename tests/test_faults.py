@@ -1,0 +1,339 @@
+"""Faults, each in a real process tree: how it ends, how soon, what is said, and that nothing saved is lost."""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import launch
+from jaxdp.metrics.jsonl import read
+
+pytestmark = pytest.mark.mpi
+HERE = pathlib.Path(__file__).parent
+CONFIG = """
+model: {target: MLP, args: {hidden: [16]}}
+data: {target: faulty.Faulty}
+steps: 60
+batch_size: 72
+microbatches: 4
+optimizer: {target: adamw, lr: 1.0e-2}
+log: {every: 5}
+eval: {every: 25}
+checkpoint: {every: 10}
+"""
+DONE, PREEMPTED = 0, 75
+BOTH = ["openmpi5", "mpich"]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("config") / "faulty.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def argv(config, run_dir, what="none", rank=0, at=0, where="train", more=()):
+    fault = {"what": what, "rank": rank, "at": at, "where": where, "run_dir": run_dir}
+    keys = [f"--data.args={json.dumps(fault, default=str)}"]
+    return ["train.py", "--config", str(config), "--run_dir", str(run_dir), *keys, "--resume.force", "true", *more]
+
+
+def job(config, run_dir, what="none", which="openmpi5", np_=2, more=(), timeout=90, **fault):
+    env = {"PYTHONPATH": str(HERE / "mpi")}
+    return launch.mpirun(np_, argv(config, run_dir, what, more=more, **fault), which, env, timeout)
+
+
+def final(run_dir):
+    return [r for r in read(run_dir / "metrics.jsonl") if r["split"] == "final"]
+
+
+def kept(run_dir):
+    return sorted(int(p.name) for p in (run_dir / "checkpoints").iterdir() if (p / "manifest.json").is_file())
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(config, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    done = job(config, run_dir)
+    assert done.returncode == DONE and not done.left, done.output
+    return final(run_dir)[0], {r["step"]: r["loss"] for r in read(run_dir / "metrics.jsonl") if r["split"] == "train"}
+
+
+def killed(rank):
+    """What is said of a rank that was killed: by the others, by Open MPI, or by MPICH, which names its process."""
+    return rf"rank {rank} \(host \S+\) has gone: killed|process rank {rank} with[^(]*signal 9|PID \d+ RUNNING[^)]*: 9\n"
+
+
+# what, where it is in the run, what someone says of it (under either launcher), the exit code (None: a failure's)
+SEQUENCE = [
+    ("SIGKILL", {"rank": 1, "at": 17}, killed(1), None),
+    ("die in a save", {"rank": 0, "at": 2}, killed(0), None),
+    ("SIGTERM", {"rank": 1, "at": 9}, r"preempted by SIGTERM on rank 1, after update (\d+): saved step \1", PREEMPTED),
+    (
+        "raise",
+        {"rank": 1, "at": 12},
+        r"ValueError: the loader fails\njaxdp: rank 1 \(host .*\) failed: ValueError",
+        None,
+    ),
+    ("SIGKILL", {"rank": 0, "at": 2, "where": "test"}, killed(0), None),
+    ("SIGUSR1,SIGTERM", {"rank": 0, "at": 8}, r"preempted by SIG\w+ on rank 0", PREEMPTED),
+]
+
+
+@pytest.mark.parametrize("which", BOTH)
+def test_a_run_that_suffers_everything_ends_in_the_same_string(config, uninterrupted, tmp_path, which):
+    """One run: after each fault the same command goes on, no more than one interval back."""
+    run_dir, reached = tmp_path / "run", 0
+    for what, fault, words, code in SEQUENCE:
+        done = job(config, run_dir, what, which, **fault)
+        assert not done.left, done.output
+        assert re.search(words, done.output), done.output
+        assert done.returncode == code if code is not None else done.returncode not in (DONE, 2, PREEMPTED), done.output
+        assert done.seconds < 40 and done.output.count("Traceback (most") == (what == "raise"), done.output
+        said = [int(n) for n in re.findall(r"saved step (\d+)\n", done.stdout)]
+        began = re.search(r"goes on after step (\d+)", done.stdout)
+        assert int(began.group(1) if began else 0) == reached, done.output
+        reached = max(kept(run_dir), default=0)
+        assert set(said[-3:]) <= set(kept(run_dir)) or reached == 0, (said, kept(run_dir))
+    done = job(config, run_dir, which=which)
+    assert done.returncode == DONE and not done.left, done.output
+    assert final(run_dir)[0]["params_sha256"] == uninterrupted[0]["params_sha256"]
+    assert final(run_dir)[0]["loss"] == uninterrupted[0]["loss"]
+    lines = [(r["split"], r["step"]) for r in read(run_dir / "metrics.jsonl")]
+    assert sorted(lines) == sorted(
+        [("train", s) for s in range(5, 61, 5)] + [("eval", 25), ("eval", 50), ("final", 60)]
+    )
+    losses = {r["step"]: r["loss"] for r in read(run_dir / "metrics.jsonl") if r["split"] == "train"}
+    assert losses == uninterrupted[1]
+
+
+@pytest.mark.parametrize("which", BOTH)
+def test_a_stopped_process_is_named_by_the_watchdog(config, tmp_path, which):
+    done = job(config, tmp_path, "SIGSTOP", which, rank=1, at=15, more=["--watchdog.step_timeout", "3"])
+    assert done.returncode not in (DONE, 2, PREEMPTED, 124) and not done.left, done.output
+    watched = re.search(r"nothing has moved for 3 s .*rank 1 \(host .*\) does not answer", done.stderr)
+    silent = re.search(r"rank 1 \(host .*\) has not been heard from for 20 s", done.stderr)  # where it was in a save
+    assert (watched and (tmp_path / "stacks" / "rank_0.txt").is_file()) or silent, done.output
+    assert done.seconds < 45
+
+
+def test_a_rank_that_sleeps_in_its_loader_is_behind(config, tmp_path):
+    done = job(config, tmp_path, "sleep", "mpich", rank=1, at=15, more=["--watchdog.step_timeout", "3"])
+    assert done.returncode == 1 and not done.left and done.seconds < 40, done.output
+    assert re.search(
+        r"rank 1 \(host .*\) is behind: waits for the data of update \d+ \(faulty.py:\d+ in fault\)", done.stderr
+    ), done.output
+    stacks = (tmp_path / "stacks" / "rank_1.txt").read_text()
+    assert "faulty.py" in stacks and (tmp_path / "stacks" / "rank_0.txt").is_file()
+
+
+def test_a_straggler_is_named_in_the_metrics(config, tmp_path):
+    done = job(config, tmp_path, "slow", rank=1, at=1)
+    assert done.returncode == DONE, done.output
+    named = [r["straggler"] for r in read(tmp_path / "metrics.jsonl") if "straggler" in r]
+    assert len(named) > 3 and set(named) == {1}
+
+
+def test_an_exception_in_the_loss_or_the_evaluation_ends_all(config, tmp_path):
+    done = job(config, tmp_path / "loss", which="mpich", more=["--loss.target", "faulty.FailsInLoss"])
+    assert done.returncode == 1 and not done.left and done.seconds < 30, done.output
+    assert "the loss fails" in done.stderr and done.output.count("Traceback (most") == 1
+    done = job(config, tmp_path / "eval", "raise", rank=1, at=2, where="test")
+    assert done.returncode == 1 and not done.left and done.seconds < 30, done.output
+    assert "rank 1" in done.stderr and done.output.count("Traceback (most") == 1 and kept(tmp_path / "eval") == [10, 20]
+
+
+def test_no_number_that_is_not_finite_gets_into_the_state(config, tmp_path):
+    done = job(config, tmp_path / "one", "nan", rank=1, at=7)
+    assert done.returncode == DONE and "skipped 1" in done.stdout, done.output
+    assert read(tmp_path / "one" / "metrics.jsonl")[-2]["skipped_updates"] == 1
+    done = job(config, tmp_path / "all", "nan from now on", rank=0, at=14, more=["--nonfinite.max_consecutive", "4"])
+    assert done.returncode == 1 and "Traceback" not in done.output, done.output
+    assert "updates 14 to 17 were not finite, 4 in a row" in done.stderr and kept(tmp_path / "all") == [10]
+    found = json.loads((tmp_path / "all" / "halted.json").read_text())["updates"]
+    assert list(found) == ["14", "15", "16", "17"] and {len(v) for v in found.values()} == {72}
+    done = job(config, tmp_path / "all")  # the data is mended
+    assert done.returncode == DONE and "goes on after step 10" in done.stdout, done.output
+
+
+def outside(config, run_dir, act, which="openmpi5", np_=2, more=()):
+    """A job to which `act(its mpirun)` happens once it trains."""
+
+    def wait_and_act(process):
+        deadline = time.monotonic() + 60
+        while not read(run_dir / "metrics.jsonl") and time.monotonic() < deadline:
+            time.sleep(0.02)
+        act(process)
+
+    env = {"PYTHONPATH": str(HERE / "mpi")}
+    arguments = argv(config, run_dir, more=["--steps", "100000", *more])
+    return launch.mpirun(np_, arguments, which, env, 90, during=wait_and_act)
+
+
+@pytest.mark.parametrize(("which", "number"), [("openmpi5", signal.SIGUSR1), ("mpich", signal.SIGTERM)])
+def test_a_signal_to_mpirun_preempts(config, tmp_path, which, number):
+    done = outside(config, tmp_path, lambda mpirun: mpirun.send_signal(number), which)
+    assert done.returncode == PREEMPTED and not done.left, done.output
+    assert re.search(rf"preempted by {number.name} on rank \d, after update (\d+): saved step \1", done.stdout)
+
+
+def test_sigterm_to_open_mpi_promises_the_last_save(config, tmp_path):
+    done = outside(config, tmp_path, lambda mpirun: mpirun.send_signal(signal.SIGTERM))
+    assert done.returncode not in (DONE, 2) and not done.left, done.output
+    said = [int(n) for n in re.findall(r"saved step (\d+)\n", done.stdout)]
+    assert set(said[-3:]) <= set(kept(tmp_path))
+
+
+def alone(config, run_dir, *more, env=None, code=0, during=None):
+    """One process, without a launcher."""
+    command = [sys.executable, *argv(config, run_dir, more=more)]
+    environment = launch.environment({"PYTHONPATH": str(HERE / "mpi"), **(env or {})}, 1)
+    process = subprocess.Popen(
+        command, cwd=launch.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    if during:
+        threading.Thread(target=during, args=(process,), daemon=True).start()
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == code, out + err
+    return out, err
+
+
+def trained(run_dir):
+    return lambda: bool(read(run_dir / "metrics.jsonl"))
+
+
+def when(condition, act):
+    def during(process):
+        deadline = time.monotonic() + 60
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        act(process)
+
+    return during
+
+
+def test_two_interrupts_leave_at_once(config, tmp_path):
+    def twice(process):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+
+    # It waits in its loader, so that the first cannot be followed yet.
+    keys = ["--data.args", json.dumps({"what": "sleep", "at": 8}), "--steps", "1000"]
+    _, err = alone(config, tmp_path, *keys, code=1, during=when(trained(tmp_path), twice))
+    assert "SIGINT: saves, then ends" in err and "a second SIGINT: ends at once" in err and "Traceback" not in err
+
+
+def test_preempted_before_the_first_update(config, tmp_path):
+    began = lambda: (tmp_path / "env.json").is_file()
+    out, _ = alone(config, tmp_path, code=75, during=when(began, lambda p: p.send_signal(signal.SIGTERM)))
+    assert "preempted by SIGTERM" in out and ("nothing to save yet" in out or "saved step" in out)
+
+
+def test_two_runs_in_one_directory(config, tmp_path):
+    second = []
+
+    def try_another(process):
+        _, err = alone(config, tmp_path, "--steps", "100000", code=2)
+        second.append(err)
+        process.send_signal(signal.SIGTERM)
+
+    alone(config, tmp_path, "--steps", "100000", code=75, during=when(trained(tmp_path), try_another))
+    assert re.fullmatch(r"jaxdp: run_dir: '.*' is in use by process \d+ on \S+ since .*; wait .*\n", second[0]), second
+
+
+def test_a_full_disk_under_the_run_directory(config, tmp_path):
+    """Saves fail, the run goes on, and the first one that finds room is kept."""
+    if os.geteuid():
+        pytest.skip("a small file system needs root to be mounted")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {made.stderr.strip()}")
+    try:
+        (disk / "ballast").write_bytes(bytes(1024))
+
+        def fill(process):
+            with contextlib.suppress(OSError), (disk / "ballast").open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+            deadline = time.monotonic() + 30
+            while "could not be saved" not in log.read_text() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            (disk / "ballast").unlink()
+
+        log = tmp_path / "log"
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                [sys.executable, *argv(config, disk / "run", more=["--steps", "300"])], cwd=launch.ROOT,
+                env=launch.environment({"PYTHONPATH": str(HERE / "mpi")}, 1), stdout=file, stderr=file,
+            )  # fmt: skip
+            when(lambda: "saved step 10\n" in log.read_text(), fill)(process)
+            assert process.wait(90) == 0, log.read_text()
+        text = log.read_text()
+        failed = [int(n) for n in re.findall(r"checkpoint (\d+) could not be saved: no space left on the device", text)]
+        assert failed and "Traceback" not in text, text
+        assert re.search(rf"could not be saved: .*; the last one is {failed[0] - 10}, ", text), text
+        assert kept(disk / "run") == [280, 290, 300]
+        steps = [r["step"] for r in read(disk / "run" / "metrics.jsonl") if r["split"] == "train"]
+        assert steps == list(range(5, 301, 5))  # what could not be written was written later
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_symlinked_run_directory_and_a_torn_last_line(config, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    alone(config, tmp_path / "link", "--steps", "20")
+    with (tmp_path / "real" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 25, "split": "tra')
+    out, _ = alone(config, tmp_path / "real", "--steps", "40")
+    assert "goes on after step 20" in out
+    steps = [r["step"] for r in read(tmp_path / "link" / "metrics.jsonl") if r["split"] == "train"]
+    assert steps == list(range(5, 41, 5))
+
+
+def test_damage_is_said_and_the_run_goes_on_from_the_one_before(config, tmp_path, uninterrupted):
+    alone(config, tmp_path, "--steps", "40", "--optimizer.schedule_steps", "60")
+    data = max((tmp_path / "checkpoints" / "40").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
+    content = bytearray(data.read_bytes())
+    content[100] ^= 1
+    data.write_bytes(content)
+    out, _ = alone(config, tmp_path, "--optimizer.schedule_steps", "60")
+    assert "checkpoint 40 is damaged" in out and "set aside as 40.damaged" in out and "goes on after step 30" in out
+    assert final(tmp_path)[0]["loss"] == pytest.approx(uninterrupted[0]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("jump", [1e7, -1e7])
+def test_a_clock_that_jumps_changes_nothing(config, tmp_path, jump):
+    """What is measured uses the monotonic clock; checkpoints are known by their step, not by their dates."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import time\nreal, began = time.time, time.monotonic()\n"
+        f"time.time = lambda: real() + ({jump} if time.monotonic() - began > 2.0 else 0)\n"
+    )
+    alone(config, tmp_path / "run", "--steps", "400", env={"PYTHONPATH": f"{tmp_path}:{HERE / 'mpi'}"})
+    os.utime(tmp_path / "run" / "checkpoints" / "380", (4e9, 4e9))
+    assert kept(tmp_path / "run") == [380, 390, 400] and final(tmp_path / "run")
+    assert "finished" in alone(config, tmp_path / "run", "--steps", "400")[0]
+
+
+def test_a_config_that_changes_the_numbers_says_which(config, tmp_path):
+    alone(config, tmp_path, "--steps", "20")
+    command = ["train.py", "--config", str(config), "--run_dir", str(tmp_path), "--data.args={}"]
+    environment = launch.environment({"PYTHONPATH": str(HERE / "mpi")}, 1)
+    refused = subprocess.run(
+        [sys.executable, *command, "--seed", "3", "--optimizer.lr", "0.5"],
+        cwd=launch.ROOT, env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert "seed: 0 -> 3; " in refused.stderr and "optimizer.lr: 0.01 -> 0.5" in refused.stderr
+    assert "--resume.force true" in refused.stderr
