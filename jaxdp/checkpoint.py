@@ -7,11 +7,13 @@ with the checksums; a checkpoint that fails them is set aside, and the one befor
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
 import pathlib
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -69,7 +71,7 @@ class Checkpoints:
         self._turn = 0
         self._lock = threading.Lock()
         self._notes: dict[int, dict[str, Any]] = {}
-        logging.getLogger("absl").addFilter(_not_about_saving)
+        _hush()
 
     def steps(self) -> list[int]:
         """The steps that say they are whole, in order; see `latest` for those that are."""
@@ -379,6 +381,15 @@ def _options() -> Any:
     return context
 
 
+@functools.cache
+def _hush() -> None:
+    """Orbax tells of a failed write with several tracebacks, and its writer of the loop that it closed; we say it in a
+    line."""
+    logging.getLogger("absl").addFilter(_not_about_saving)
+    before = sys.unraisablehook
+    closed = lambda found: isinstance(found.exc_value, RuntimeError) and str(found.exc_value) == "Event loop is closed"
+    sys.unraisablehook = lambda found: None if closed(found) else before(found)
+
+
 def _not_about_saving(record: logging.LogRecord) -> bool:
-    """Orbax logs a failed write with several tracebacks; we say it in a line."""
     return "_SignalingThread" not in str(record.msg)

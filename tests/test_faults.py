@@ -15,6 +15,7 @@ import pytest
 
 import launch
 from jaxdp.metrics.jsonl import read
+from two_hosts import TwoHosts
 
 pytestmark = pytest.mark.mpi
 HERE = pathlib.Path(__file__).parent
@@ -192,20 +193,6 @@ def test_sigterm_to_open_mpi_promises_the_last_save(config, tmp_path):
     assert set(said[-3:]) <= set(kept(tmp_path))
 
 
-def alone(config, run_dir, *more, env=None, code=0, during=None):
-    """One process, without a launcher."""
-    command = [sys.executable, *argv(config, run_dir, more=more)]
-    environment = launch.environment({"PYTHONPATH": str(HERE / "mpi"), **(env or {})}, 1)
-    process = subprocess.Popen(
-        command, cwd=launch.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    if during:
-        threading.Thread(target=during, args=(process,), daemon=True).start()
-    out, err = process.communicate(timeout=90)
-    assert process.returncode == code, out + err
-    return out, err
-
-
 def trained(run_dir):
     return lambda: bool(read(run_dir / "metrics.jsonl"))
 
@@ -218,6 +205,65 @@ def when(condition, act):
         act(process)
 
     return during
+
+
+def cut_once_it_trains(hosts, run_dir, host):
+    return when(trained(run_dir), lambda process: hosts.cut(host))
+
+
+def test_a_cut_cable_between_two_hosts_is_named_on_both_sides(config, tmp_path):
+    """Without a launcher each side says what it can see: the other has gone silent, or cannot be reached."""
+    with TwoHosts(tmp_path) as hosts:
+        env = {"PYTHONPATH": str(HERE / "mpi"), "JAXDP_COORDINATOR": f"{hosts.address(0)}:29555"}
+        commands = [
+            (
+                [*prefix, sys.executable, *argv(config, tmp_path / "run", more=["--steps", "100000"])],
+                {**env, "JAXDP_NUM_PROCESSES": "2", "JAXDP_PROCESS_ID": str(rank)},
+            )
+            for rank, prefix in enumerate(hosts.prefixes)
+        ]
+        began = []
+
+        def cut(process):
+            cut_once_it_trains(hosts, tmp_path / "run", 1)(process)
+            began.append(time.monotonic())
+
+        first, second = launch.together(commands, 120, during=cut)
+        assert time.monotonic() - began[0] < 45 and not first.left, first.output + second.output
+        assert first.returncode == 1 and second.returncode == 1, first.output + second.output
+        name = [rf"rank {rank} \(host {host}\)" for rank, host in enumerate(hosts.names)]
+        assert re.search(
+            rf"jaxdp: {name[1]} has not been heard from for 20 s: killed, stopped, or cut off", first.stderr
+        )
+        assert re.search(rf"jaxdp: {name[1]} ends: {name[0]} cannot be reached for 20 s: the network", second.stderr)
+    assert kept(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_cut_cable_ends_open_mpi_where_it_is_told_to_look(config, tmp_path):
+    """By itself mpirun waits minutes for its daemon on the lost host; it names the host, and ends with code 0."""
+    look = [("time", 5), ("intvl", 2), ("probes", 3)]
+    options = [x for name, n in look for x in ("--prtemca", f"oob_tcp_keepalive_{name}", str(n))]
+    with TwoHosts(tmp_path) as hosts:
+        more, env = ["--steps", "100000"], {"PYTHONPATH": str(HERE / "mpi")}
+        cut = cut_once_it_trains(hosts, tmp_path / "run", 1)
+        done = hosts.mpirun(argv(config, tmp_path / "run", more=more), 100, env, cut, options)
+        assert done.returncode != 124 and done.seconds < 70, done.output
+        assert re.search(rf"lost communication[^.]*on node {hosts.names[1]}", done.output), done.output
+
+
+def alone(config, run_dir, *more, env=None, code=0, during=None):
+    """One process, without a launcher."""
+    command = [sys.executable, *argv(config, run_dir, more=more)]
+    environment = launch.environment({"PYTHONPATH": str(HERE / "mpi"), **(env or {})}, 1)
+    process = subprocess.Popen(
+        command, cwd=launch.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    if during:
+        threading.Thread(target=during, args=(process,), daemon=True).start()
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == code, out + err
+    return out, err
 
 
 def test_two_interrupts_leave_at_once(config, tmp_path):
