@@ -8,6 +8,7 @@ with the checksums; a checkpoint that fails them is set aside, and the one befor
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import math
@@ -36,6 +37,7 @@ _MARK = "orbax.checkpoint"  # Orbax writes it into what is its own
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _GOING = ".pruned"
 Say = Callable[[str], None]
+_turns = itertools.count(1)  # of all saves of this process, in the same order on all
 
 
 @dataclasses.dataclass
@@ -132,7 +134,7 @@ class Checkpoints:
         if step == self.last and self._failure is None:
             return
         self.last, self._failure = step, None
-        self._turn += 1
+        self._turn = next(_turns)
         if self.context.is_root and self.context.size > 1 and self._turn > 2:
             coordination.forget(f"jaxdp/save/{self._turn - 2}/")
         self._clean()
