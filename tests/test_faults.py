@@ -296,44 +296,65 @@ def test_two_runs_in_one_directory(config, tmp_path):
     assert re.fullmatch(r"jaxdp: run_dir: '.*' is in use by process \d+ on \S+ since .*; wait .*\n", second[0]), second
 
 
-def test_a_full_disk_under_the_run_directory(config, tmp_path):
-    """Saves fail, the run goes on, and the first one that finds room is kept."""
+@contextlib.contextmanager
+def small_disk(folder):
+    """A file system of 2 MB."""
     if os.geteuid():
-        pytest.skip("a small file system needs root to be mounted")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, text=True)
+        pytest.skip("a file system of one's own needs root to be mounted")
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, text=True)
     if made.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {made.stderr.strip()}")
     try:
-        (disk / "ballast").write_bytes(bytes(1024))
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def logged(config, run_dir, log, meanwhile, *more):
+    """One process whose output goes to a file; `meanwhile` is called when its first checkpoint is there."""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *argv(config, run_dir, more=more)], cwd=launch.ROOT,
+            env=launch.environment({"PYTHONPATH": str(HERE / "mpi")}, 1), stdout=file, stderr=file,
+        )  # fmt: skip
+        when(lambda: "saved step 10\n" in log.read_text(), meanwhile)(process)
+        code = process.wait(90)
+    text = log.read_text()
+    assert "Traceback" not in text, text
+    return code, text
+
+
+def test_a_full_disk_under_the_run_directory(config, tmp_path):
+    """Saves fail, the run goes on, and the first one that finds room is kept."""
+    log = tmp_path / "log"
+    with small_disk(tmp_path / "disk") as disk:
 
         def fill(process):
             with contextlib.suppress(OSError), (disk / "ballast").open("wb", buffering=0) as file:
                 while True:
                     file.write(bytes(4096))
-            deadline = time.monotonic() + 30
-            while "could not be saved" not in log.read_text() and time.monotonic() < deadline:
-                time.sleep(0.02)
-            (disk / "ballast").unlink()
+            when(lambda: "could not be saved" in log.read_text(), lambda process: (disk / "ballast").unlink())(process)
 
-        log = tmp_path / "log"
-        with log.open("w") as file:
-            process = subprocess.Popen(
-                [sys.executable, *argv(config, disk / "run", more=["--steps", "300"])], cwd=launch.ROOT,
-                env=launch.environment({"PYTHONPATH": str(HERE / "mpi")}, 1), stdout=file, stderr=file,
-            )  # fmt: skip
-            when(lambda: "saved step 10\n" in log.read_text(), fill)(process)
-            assert process.wait(90) == 0, log.read_text()
-        text = log.read_text()
+        code, text = logged(config, disk / "run", log, fill, "--steps", "300")
         failed = [int(n) for n in re.findall(r"checkpoint (\d+) could not be saved: no space left on the device", text)]
-        assert failed and "Traceback" not in text, text
+        assert code == 0 and failed, text
         assert re.search(rf"could not be saved: .*; the last one is {failed[0] - 10}, ", text), text
         assert kept(disk / "run") == [280, 290, 300]
         steps = [r["step"] for r in read(disk / "run" / "metrics.jsonl") if r["split"] == "train"]
         assert steps == list(range(5, 301, 5))  # what could not be written was written later
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_run_directory_that_becomes_read_only(config, tmp_path):
+    with small_disk(tmp_path / "disk") as disk:
+        remount = lambda how: subprocess.run(["mount", "-o", f"remount,{how}", disk], check=True)
+        alone(config, disk / "run", "--steps", "20")
+        remount("ro")
+        _, err = alone(config, disk / "run", "--steps", "40", code=2)
+        assert re.fullmatch(r"jaxdp: run_dir: cannot write in '.*': Read-only file system; choose .*\n", err)
+        remount("rw")
+        out, _ = alone(config, disk / "run", "--steps", "40")
+        assert "goes on after step 20" in out and kept(disk / "run")[-1] == 40
 
 
 def test_a_symlinked_run_directory_and_a_torn_last_line(config, tmp_path):
