@@ -12,7 +12,8 @@ from jaxdp.metrics.writer import Record
 class JsonLines:
     """Appends to `path`; lines of steps after `keep_until`, and a torn last line, are dropped first.
 
-    evaluated: the evaluation after update `keep_until` will not be made again, and so its line stays too. What cannot be written, since the disk is full, is kept and written later.
+    evaluated: the evaluation after update `keep_until` will not be made again, and so its line stays too. What cannot
+    be written, since the disk is full, is kept and written later.
     """
 
     def __init__(self, path: pathlib.Path, keep_until: int = 0, evaluated: bool = True):
