@@ -126,6 +126,14 @@ def test_a_stopped_process_is_named_by_the_watchdog(config, tmp_path, which):
     assert done.seconds < 45
 
 
+def test_a_sigterm_that_a_peer_cannot_answer_is_no_preemption(config, tmp_path):
+    """Some launchers send SIGTERM to all when one has died: nobody is to wait for it."""
+    done = job(config, tmp_path, "stop the next, then SIGTERM", "mpich", rank=0, at=17)
+    assert done.returncode not in (DONE, 2, PREEMPTED, 124) and not done.left and done.seconds < 40, done.output
+    words = r"rank 0 \(host \S+\) got SIGTERM, but rank 1 \(host \S+\) did not answer within 2 s: dying, and this is no"
+    assert re.search(words, done.stderr) and "Traceback" not in done.output, done.output
+
+
 def test_a_rank_that_sleeps_in_its_loader_is_behind(config, tmp_path):
     done = job(config, tmp_path, "sleep", "mpich", rank=1, at=15, more=["--watchdog.step_timeout", "3"])
     assert done.returncode == 1 and not done.left and done.seconds < 40, done.output
