@@ -14,8 +14,10 @@ endif
 train: $(VENV)/.base
 	$(BIN)/python train.py --config configs/digits.yaml
 
+# Jobs of several processes are bounded in time, and run by themselves.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not slow" -rs --durations=10
+	$(BIN)/python -m pytest -m "not slow and not mpi" -n 2 --dist loadfile -rs --durations=10
+	$(BIN)/python -m pytest -m "not slow and mpi" -rs --durations=10
 
 # The full products too.
 test-all: test

@@ -7,11 +7,14 @@ with the checksums; a checkpoint that fails them is set aside, and the one befor
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import json
 import logging
 import math
 import pathlib
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -34,6 +37,7 @@ _MARK = "orbax.checkpoint"  # Orbax writes it into what is its own
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _GOING = ".pruned"
 Say = Callable[[str], None]
+_turns = itertools.count(1)  # of all saves of this process, in the same order on all
 
 
 @dataclasses.dataclass
@@ -69,7 +73,7 @@ class Checkpoints:
         self._turn = 0
         self._lock = threading.Lock()
         self._notes: dict[int, dict[str, Any]] = {}
-        logging.getLogger("absl").addFilter(_not_about_saving)
+        _hush()
 
     def steps(self) -> list[int]:
         """The steps that say they are whole, in order; see `latest` for those that are."""
@@ -130,7 +134,7 @@ class Checkpoints:
         if step == self.last and self._failure is None:
             return
         self.last, self._failure = step, None
-        self._turn += 1
+        self._turn = next(_turns)
         if self.context.is_root and self.context.size > 1 and self._turn > 2:
             coordination.forget(f"jaxdp/save/{self._turn - 2}/")
         self._clean()
@@ -379,6 +383,15 @@ def _options() -> Any:
     return context
 
 
+@functools.cache
+def _hush() -> None:
+    """Orbax tells of a failed write with several tracebacks, and its writer of the loop that it closed; we say it in a
+    line."""
+    logging.getLogger("absl").addFilter(_not_about_saving)
+    before = sys.unraisablehook
+    closed = lambda found: isinstance(found.exc_value, RuntimeError) and str(found.exc_value) == "Event loop is closed"
+    sys.unraisablehook = lambda found: None if closed(found) else before(found)
+
+
 def _not_about_saving(record: logging.LogRecord) -> bool:
-    """Orbax logs a failed write with several tracebacks; we say it in a line."""
     return "_SignalingThread" not in str(record.msg)

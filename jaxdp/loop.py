@@ -44,7 +44,8 @@ class Run:
 
     begin: the state of a new run. evaluated: the evaluation that is due after update `start` was made before. offset:
     batches that were left out because of spikes, in `rollbacks` of at most `max_rollbacks`. averaged: what is evaluated
-    is the running average of the parameters. meta: what is saved with every checkpoint. directory: of the run.
+    is the running average of the parameters. asynchronous: training goes on while a checkpoint is written. meta: what
+    is saved with every checkpoint. directory: of the run.
     """
 
     strategy: Strategy
@@ -63,6 +64,7 @@ class Run:
     log_every: int = 50
     eval_every: int | None = None
     save_every: int | None = None
+    asynchronous: bool = True
     profile: Profile = Profile()
     averaged: bool = False
     begin: Callable[["Run"], TrainState] = lambda run: run.strategy.init()
@@ -255,6 +257,8 @@ def save(run: Run, at: Position) -> None:
         if at.judged == at.step:
             more |= {"metrics": at.found, "evaluated": True}
         run.checkpoints.save(at.step, run.strategy.export(at.state), {**run.meta, **more}, run.writer.say)
+        if not run.asynchronous:
+            run.checkpoints.wait()
 
 
 def settle(run: Run) -> None:

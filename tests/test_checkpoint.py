@@ -1,5 +1,6 @@
 """Checkpoints: whole or not at all, asynchronous, the same for every strategy, and damage is seen before it is read."""
 
+import hashlib
 import itertools
 import json
 import os
@@ -13,9 +14,11 @@ import numpy as np
 import optax
 import pytest
 
+import launch
 import toys
 from jaxdp import manifest
 from jaxdp.checkpoint import Checkpoints
+from jaxdp.digest import host as host_array
 from jaxdp.errors import UsageError
 from jaxdp.parallel import STRATEGIES
 from jaxdp.parallel.reduction import make_reduction
@@ -290,6 +293,32 @@ def check_pairs(tmp_path, chosen, model):
         for target in (t for s, t in chosen if s == source):
             restored = of[target].adopt(checkpoints.restore(1, of[target].abstract()))
             assert equal(host(of[target], restored), reference), (source, target)
+
+
+def digest(state):
+    """One string for all leaves of an exported state; every process must call."""
+    leaves = sorted((path_string(p), host_array(x)) for p, x in jax.tree_util.tree_leaves_with_path(state))
+    return hashlib.sha256(b"".join(f"{p}{x.dtype}{x.shape}".encode() + x.tobytes() for p, x in leaves)).hexdigest()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("which", "devices"), [("openmpi5", 1), pytest.param("mpich", 2, marks=pytest.mark.slow)])
+def test_two_processes_restore_what_one_saved_and_the_other_way_round(tmp_path, which, devices):
+    model = toys.MODELS["mlp"]()
+    one = strategy(("pjit", 3), 8, model)
+    placed = jax.tree.map(
+        lambda x, like: jax.device_put(x, like.sharding), toys_noise(host(one, one.init())), one.abstract()
+    )
+    checkpoints = Checkpoints(tmp_path / "one")
+    checkpoints.save(1, placed, META, lambda text: None)
+    assert checkpoints.wait() is None
+    done = launch.mpirun(2, ["tests/mpi/pairs.py", str(tmp_path), digest(placed)], which, devices=devices)
+    assert done.returncode == 0 and f"6 ways on {2 * devices} devices" in done.stdout, done.output
+    back = [(WAYS[(i + 3) % 6], 2 ** (i % 4)) for i in range(6)]
+    for (backend, zero), (way, count) in zip(WAYS, back):
+        own, saved_by_two = strategy(way, count, model), Checkpoints(tmp_path / f"{2 * devices}-{backend}{zero}")
+        assert saved_by_two.latest() == 1
+        assert digest(own.export(own.adopt(saved_by_two.restore(1, own.abstract())))) == digest(placed)
 
 
 def toys_noise(tree):

@@ -15,6 +15,7 @@ import pytest
 
 import launch
 from jaxdp.metrics.jsonl import read
+from two_hosts import TwoHosts
 
 pytestmark = pytest.mark.mpi
 HERE = pathlib.Path(__file__).parent
@@ -125,6 +126,14 @@ def test_a_stopped_process_is_named_by_the_watchdog(config, tmp_path, which):
     assert done.seconds < 45
 
 
+def test_a_sigterm_that_a_peer_cannot_answer_is_no_preemption(config, tmp_path):
+    """Some launchers send SIGTERM to all when one has died: nobody is to wait for it."""
+    done = job(config, tmp_path, "stop the next, then SIGTERM", "mpich", rank=0, at=17)
+    assert done.returncode not in (DONE, 2, PREEMPTED, 124) and not done.left and done.seconds < 40, done.output
+    words = r"rank 0 \(host \S+\) got SIGTERM, but rank 1 \(host \S+\) did not answer within 2 s: dying, and this is no"
+    assert re.search(words, done.stderr) and "Traceback" not in done.output, done.output
+
+
 def test_a_rank_that_sleeps_in_its_loader_is_behind(config, tmp_path):
     done = job(config, tmp_path, "sleep", "mpich", rank=1, at=15, more=["--watchdog.step_timeout", "3"])
     assert done.returncode == 1 and not done.left and done.seconds < 40, done.output
@@ -192,20 +201,6 @@ def test_sigterm_to_open_mpi_promises_the_last_save(config, tmp_path):
     assert set(said[-3:]) <= set(kept(tmp_path))
 
 
-def alone(config, run_dir, *more, env=None, code=0, during=None):
-    """One process, without a launcher."""
-    command = [sys.executable, *argv(config, run_dir, more=more)]
-    environment = launch.environment({"PYTHONPATH": str(HERE / "mpi"), **(env or {})}, 1)
-    process = subprocess.Popen(
-        command, cwd=launch.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    if during:
-        threading.Thread(target=during, args=(process,), daemon=True).start()
-    out, err = process.communicate(timeout=90)
-    assert process.returncode == code, out + err
-    return out, err
-
-
 def trained(run_dir):
     return lambda: bool(read(run_dir / "metrics.jsonl"))
 
@@ -218,6 +213,65 @@ def when(condition, act):
         act(process)
 
     return during
+
+
+def cut_once_it_trains(hosts, run_dir, host):
+    return when(lambda: (run_dir / "checkpoints").is_dir() and kept(run_dir), lambda process: hosts.cut(host))
+
+
+def test_a_cut_cable_between_two_hosts_is_named_on_both_sides(config, tmp_path):
+    """Without a launcher each side says what it can see: the other has gone silent, or cannot be reached."""
+    with TwoHosts(tmp_path) as hosts:
+        env = {"PYTHONPATH": str(HERE / "mpi"), "JAXDP_COORDINATOR": f"{hosts.address(0)}:29555"}
+        commands = [
+            (
+                [*prefix, sys.executable, *argv(config, tmp_path / "run", more=["--steps", "100000"])],
+                {**env, "JAXDP_NUM_PROCESSES": "2", "JAXDP_PROCESS_ID": str(rank)},
+            )
+            for rank, prefix in enumerate(hosts.prefixes)
+        ]
+        began = []
+
+        def cut(process):
+            cut_once_it_trains(hosts, tmp_path / "run", 1)(process)
+            began.append(time.monotonic())
+
+        first, second = launch.together(commands, 120, during=cut)
+        assert time.monotonic() - began[0] < 45 and not first.left, first.output + second.output
+        assert first.returncode == 1 and second.returncode == 1, first.output + second.output
+        name = [rf"rank {rank} \(host {host}\)" for rank, host in enumerate(hosts.names)]
+        assert re.search(
+            rf"jaxdp: {name[1]} has not been heard from for 20 s: killed, stopped, or cut off", first.stderr
+        )
+        assert re.search(rf"jaxdp: {name[1]} ends: {name[0]} cannot be reached for 20 s: the network", second.stderr)
+    assert kept(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_cut_cable_ends_open_mpi_where_it_is_told_to_look(config, tmp_path):
+    """By itself mpirun waits minutes for its daemon on the lost host; it names the host, and ends with code 0."""
+    look = [("time", 5), ("intvl", 2), ("probes", 3)]
+    options = [x for name, n in look for x in ("--prtemca", f"oob_tcp_keepalive_{name}", str(n))]
+    with TwoHosts(tmp_path) as hosts:
+        more, env = ["--steps", "100000"], {"PYTHONPATH": str(HERE / "mpi")}
+        cut = cut_once_it_trains(hosts, tmp_path / "run", 1)
+        done = hosts.mpirun(argv(config, tmp_path / "run", more=more), 100, env, cut, options)
+        assert done.returncode != 124 and done.seconds < 70, done.output
+        assert re.search(rf"lost communication[\s\S]*on node {hosts.names[1]}", done.output), done.output
+
+
+def alone(config, run_dir, *more, env=None, code=0, during=None):
+    """One process, without a launcher."""
+    command = [sys.executable, *argv(config, run_dir, more=more)]
+    environment = launch.environment({"PYTHONPATH": str(HERE / "mpi"), **(env or {})}, 1)
+    process = subprocess.Popen(
+        command, cwd=launch.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    if during:
+        threading.Thread(target=during, args=(process,), daemon=True).start()
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == code, out + err
+    return out, err
 
 
 def test_two_interrupts_leave_at_once(config, tmp_path):
@@ -250,44 +304,65 @@ def test_two_runs_in_one_directory(config, tmp_path):
     assert re.fullmatch(r"jaxdp: run_dir: '.*' is in use by process \d+ on \S+ since .*; wait .*\n", second[0]), second
 
 
-def test_a_full_disk_under_the_run_directory(config, tmp_path):
-    """Saves fail, the run goes on, and the first one that finds room is kept."""
+@contextlib.contextmanager
+def small_disk(folder):
+    """A file system of 2 MB."""
     if os.geteuid():
-        pytest.skip("a small file system needs root to be mounted")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, text=True)
+        pytest.skip("a file system of one's own needs root to be mounted")
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, text=True)
     if made.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {made.stderr.strip()}")
     try:
-        (disk / "ballast").write_bytes(bytes(1024))
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def logged(config, run_dir, log, meanwhile, *more):
+    """One process whose output goes to a file; `meanwhile` is called when its first checkpoint is there."""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *argv(config, run_dir, more=more)], cwd=launch.ROOT,
+            env=launch.environment({"PYTHONPATH": str(HERE / "mpi")}, 1), stdout=file, stderr=file,
+        )  # fmt: skip
+        when(lambda: "saved step 10\n" in log.read_text(), meanwhile)(process)
+        code = process.wait(90)
+    text = log.read_text()
+    assert "Traceback" not in text, text
+    return code, text
+
+
+def test_a_full_disk_under_the_run_directory(config, tmp_path):
+    """Saves fail, the run goes on, and the first one that finds room is kept."""
+    log = tmp_path / "log"
+    with small_disk(tmp_path / "disk") as disk:
 
         def fill(process):
             with contextlib.suppress(OSError), (disk / "ballast").open("wb", buffering=0) as file:
                 while True:
                     file.write(bytes(4096))
-            deadline = time.monotonic() + 30
-            while "could not be saved" not in log.read_text() and time.monotonic() < deadline:
-                time.sleep(0.02)
-            (disk / "ballast").unlink()
+            when(lambda: "could not be saved" in log.read_text(), lambda process: (disk / "ballast").unlink())(process)
 
-        log = tmp_path / "log"
-        with log.open("w") as file:
-            process = subprocess.Popen(
-                [sys.executable, *argv(config, disk / "run", more=["--steps", "300"])], cwd=launch.ROOT,
-                env=launch.environment({"PYTHONPATH": str(HERE / "mpi")}, 1), stdout=file, stderr=file,
-            )  # fmt: skip
-            when(lambda: "saved step 10\n" in log.read_text(), fill)(process)
-            assert process.wait(90) == 0, log.read_text()
-        text = log.read_text()
+        code, text = logged(config, disk / "run", log, fill, "--steps", "300")
         failed = [int(n) for n in re.findall(r"checkpoint (\d+) could not be saved: no space left on the device", text)]
-        assert failed and "Traceback" not in text, text
+        assert code == 0 and failed, text
         assert re.search(rf"could not be saved: .*; the last one is {failed[0] - 10}, ", text), text
         assert kept(disk / "run") == [280, 290, 300]
         steps = [r["step"] for r in read(disk / "run" / "metrics.jsonl") if r["split"] == "train"]
         assert steps == list(range(5, 301, 5))  # what could not be written was written later
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_run_directory_that_becomes_read_only(config, tmp_path):
+    with small_disk(tmp_path / "disk") as disk:
+        remount = lambda how: subprocess.run(["mount", "-o", f"remount,{how}", disk], check=True)
+        alone(config, disk / "run", "--steps", "20")
+        remount("ro")
+        _, err = alone(config, disk / "run", "--steps", "40", code=2)
+        assert re.fullmatch(r"jaxdp: run_dir: cannot write in '.*': Read-only file system; choose .*\n", err)
+        remount("rw")
+        out, _ = alone(config, disk / "run", "--steps", "40")
+        assert "goes on after step 20" in out and kept(disk / "run")[-1] == 40
 
 
 def test_a_symlinked_run_directory_and_a_torn_last_line(config, tmp_path):

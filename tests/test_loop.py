@@ -122,6 +122,9 @@ def test_a_resumed_metrics_file_has_no_torn_or_later_lines(tmp_path):
     lines.close()
     assert [r["step"] for r in read(file)] == [1, 2, 3]
     assert float(read(file)[2]["loss"]) == np.inf
+    file.write_text("".join(f'{{"step": {n}, "split": "{split}"}}\n' for n in (2, 4) for split in ("train", "eval")))
+    JsonLines(file, keep_until=4, evaluated=False).close()  # it will be made again
+    assert [(r["step"], r["split"]) for r in read(file)] == [(2, "train"), (2, "eval"), (4, "train")]
 
 
 def test_the_digest_is_of_path_dtype_shape_and_bytes():

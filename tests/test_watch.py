@@ -197,7 +197,7 @@ def test_a_process_that_stands_still_ends_itself(tmp_path):
     threading.Timer(1.0, process.send_signal, [signal.SIGSTOP]).start()
     threading.Timer(6.0, process.send_signal, [signal.SIGCONT]).start()
     began = time.monotonic()
-    out, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 1 and time.monotonic() - began > 8.5
     assert "jaxdp: nothing has moved for 3 s (watchdog.step_timeout: 3): update 7 (<string>:" in err
     assert "time.sleep" not in err and "<string>" in (tmp_path / "stacks" / "rank_0.txt").read_text()

@@ -8,7 +8,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
@@ -21,6 +21,7 @@ host=$1; shift
 exec ip netns exec "$host" unshare --uts sh -c 'hostname "$0"; eval "$*"' "$host" "$@"
 """
 
+PASSED_ON = ("JAX_PLATFORMS", "XLA_FLAGS", "JAXDP_TIMEOUT", "JAXDP_TEST_JOB")
 _count = itertools.count()
 
 
@@ -46,14 +47,25 @@ class TwoHosts:
         quote = 'hostname "$0"; exec "$@"'
         return [["ip", "netns", "exec", n, "unshare", "--uts", "sh", "-c", quote, n] for n in self.names]
 
-    def mpirun(self, argv: Sequence[str], timeout: float = 60.0) -> Finished:
-        """One rank on each host, started by Open MPI 5 from the first."""
+    def cut(self, host: int) -> None:
+        """Unplugs a host's cable."""
+        _run("ip", "-n", self.names[host], "link", "set", "eth0", "down")
+
+    def mpirun(
+        self,
+        argv: Sequence[str],
+        timeout: float = 60.0,
+        env: Mapping[str, str | None] | None = None,
+        during: Callable[[subprocess.Popen], None] | None = None,
+        options: Sequence[str] = (),
+    ) -> Finished:
+        """One rank on each host, started by Open MPI 5 from the first. during, options: as in `launch.mpirun`."""
         program = require("openmpi5")
         agent = ["--prtemca", "plm_ssh_agent", str(self.enter)]
         hosts = ["--host", ",".join(f"{n}:1" for n in self.names), "--bind-to", "none"]
-        exported = [x for n in ("JAX_PLATFORMS", "XLA_FLAGS", "JAXDP_TIMEOUT", "JAXDP_TEST_JOB") for x in ("-x", n)]
-        command = [*self.prefixes[0], program, *agent, *hosts, *exported, "-np", "2", sys.executable, *argv]
-        return together([(command, {})], timeout)[0]
+        exported = [x for n in (*PASSED_ON, *(env or {})) for x in ("-x", n)]
+        command = [*self.prefixes[0], program, *agent, *hosts, *options, *exported, "-np", "2", sys.executable, *argv]
+        return together([(command, env or {})], timeout, during=during)[0]
 
     def __enter__(self) -> TwoHosts:
         if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):

@@ -65,6 +65,7 @@ def make_run(config: Config, directory: pathlib.Path, context: Context) -> loop.
         log_every=config.log.every,
         eval_every=config.eval.every,
         save_every=config.checkpoint.every,
+        asynchronous=config.checkpoint.asynchronous,
         averaged=config.eval.ema,
         max_rollbacks=config.spike.max_rollbacks,
         directory=directory,

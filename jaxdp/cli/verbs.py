@@ -152,7 +152,12 @@ def start_writer(directory: pathlib.Path, config: Config, context: Context, run:
         split = share.split_bytes / max(share.total_bytes, 1)
         whole = f", {share.whole} leaves that do not divide stay whole" if share.whole else ""
         layout = f" zero {config.parallel.zero}: {split:.1%} of the state split in {run.strategy.parts}{whole};"
-    writer = Many([JsonLines(directory / "metrics.jsonl", run.start), Console(run.steps, run.start, context.size == 1)])
+    writer = Many(
+        [
+            JsonLines(directory / "metrics.jsonl", run.start, run.evaluated),
+            Console(run.steps, run.start, context.size == 1),
+        ]
+    )
     writer.say(
         f"{config.model.target} {count:,} parameters; {config.data.target} {len(run.train.dataset):,} examples; "
         f"batch {config.batch_size} in {config.microbatches} microbatches; {config.optimizer.target}\n"

@@ -261,6 +261,7 @@ class Checkpoint:
     Args:
         every: updates between two; null saves none in between
         every_minutes: minutes between two, beside `every`
+        asynchronous: it is written while training goes on; else training waits until it is there
         keep: how many of the last are kept
         keep_every: those after every so many updates are kept too, such as 10000
         best: the best one by this number of the evaluation, such as accuracy, is kept too; loss and perplexity are
@@ -269,6 +270,7 @@ class Checkpoint:
 
     every: int | None = speed(None)
     every_minutes: float | None = speed(None)
+    asynchronous: bool = speed(True)
     keep: int = speed(3)
     keep_every: int | None = speed(None)
     best: str | None = speed(None)

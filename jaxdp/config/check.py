@@ -106,7 +106,9 @@ def known_keys(cls: Any = Config, prefix: str = "") -> dict[str, Any]:
 def check_key(key: str, where: str) -> None:
     """Raises `UsageError` with the nearest known key, where `key` is not one (any may follow after `args`)."""
     known = known_keys()
-    if key in known or any(get_origin(hint) is dict and key.startswith(f"{k}.") for k, hint in known.items()):
+    if key in known or any(
+        get_origin(hint) is dict and key.startswith(f"{k}.") and key[-1] != "." for k, hint in known.items()
+    ):
         return
     leaf = {k.rsplit(".", 1)[-1]: k for k in reversed(known)}
     near = difflib.get_close_matches(key, known, 1, 0.6) or [

@@ -166,7 +166,7 @@ def _join(world: World, timeout: float) -> Context:
     rendezvous.hand_over(world, meeting, timeout)
     coordination.connect(meeting, world.rank, world.size, timeout, devices)
     names = tuple(h["host"] for h in hellos)
-    sentinel.start(world.rank, world.size, names, local_rank, 2 / 3 * coordination.heartbeat(timeout))
+    sentinel.start(world.rank, world.size, names, local_rank, coordination.silence(timeout))
     pids = tuple(h["pid"] for h in hellos)
     return Context(world.rank, world.size, local_rank, local_size, world.launcher, names, pids=pids)
 

@@ -66,14 +66,14 @@ def connect(coordinator: str, rank: int, size: int, timeout: float, devices: Seq
             local_device_ids=devices,
             cluster_detection_method="deactivate",
             initialization_timeout=max(1, round(timeout)),
-            heartbeat_timeout_seconds=heartbeat(timeout),
+            heartbeat_timeout_seconds=round(3 * silence(timeout)),  # it counts from a beat that may be half as old
             shutdown_timeout_seconds=max(1, min(20, round(timeout))),
         )
 
 
-def heartbeat(timeout: float) -> int:
-    """Seconds after which JAX aborts the job for a process that is silent; the sentinel names it before."""
-    return max(10, min(30, round(timeout / 2)))
+def silence(timeout: float) -> float:
+    """Seconds after which a process that is not heard of is named as gone (`sentinel`): 20, less for short timeouts."""
+    return max(7.0, min(20.0, timeout / 3))
 
 
 def disconnect() -> None:

@@ -12,18 +12,20 @@ from jaxdp.metrics.writer import Record
 class JsonLines:
     """Appends to `path`; lines of steps after `keep_until`, and a torn last line, are dropped first.
 
-    What cannot be written, since the disk is full, is kept and written later.
+    evaluated: the evaluation after update `keep_until` will not be made again, and so its line stays too. What cannot
+    be written, since the disk is full, is kept and written later.
     """
 
-    def __init__(self, path: pathlib.Path, keep_until: int = 0):
+    def __init__(self, path: pathlib.Path, keep_until: int = 0, evaluated: bool = True):
         self.path, self.pending = path, b""
         self.file: IO[bytes] | None = None
-        self.rewind(keep_until)
+        self.rewind(keep_until, evaluated)
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, evaluated: bool = True) -> None:
         self.close()
         self.pending = b""
-        kept = [line for line in read(self.path) if 0 < line.get("step", 0) <= step and line.get("split") != "final"]
+        last = {"final": 0, "eval": step if evaluated else step - 1}
+        kept = [line for line in read(self.path) if 0 < line.get("step", 0) <= last.get(line.get("split", ""), step)]
         new = self.path.with_suffix(".tmp")
         with contextlib.suppress(OSError):  # a full disk: lines that do not hold stay, rather than none
             new.write_text("".join(_dump(line) for line in kept))

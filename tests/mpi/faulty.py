@@ -45,6 +45,10 @@ class Faulty(Digits):
             for name in self.what.split(","):
                 os.kill(os.getpid(), getattr(signal, name))
                 time.sleep(0.05)
+        elif self.what == "stop the next, then SIGTERM":
+            context = jaxdp.current()
+            os.kill(context.pids[(context.rank + 1) % context.size], signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGTERM)
         elif self.what == "raise":
             raise ValueError("the loader fails")
         elif self.what == "sleep":
