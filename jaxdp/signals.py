@@ -26,11 +26,17 @@ def listen() -> None:
         return
     ours, _socket = socket.socketpair()
     _socket.setblocking(False)
-    for number in NUMBERS:
-        signal.signal(number, lambda number, frame: None)
+    heed()
     signal.set_wakeup_fd(_socket.fileno(), warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=_forget)
     threading.Thread(target=_read, args=(ours,), name="signals", daemon=True).start()
+
+
+def heed() -> None:
+    """Once `listen` was called: takes the signals again from a library, such as MPICH, whose start takes SIGUSR1."""
+    if _socket is not None:
+        for number in NUMBERS:
+            signal.signal(number, lambda number, frame: None)
 
 
 def _forget() -> None:

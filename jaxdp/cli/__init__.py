@@ -127,6 +127,7 @@ def _run(verb: str, argv: list[str]) -> None:
     import jaxdp
 
     context = jaxdp.init()
+    signals.heed()
     context.agree(error)
     assert config is not None
     from jaxdp.cli import verbs
