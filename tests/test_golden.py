@@ -59,14 +59,21 @@ def test_it_holds_all_that_a_state_may_have():
 
 @pytest.mark.parametrize("argv, devices", [([], 1), (["--parallel.backend", "pjit", "--parallel.zero", "3"], 4)])
 def test_the_run_goes_on_from_it(copied, argv, devices):
-    """The losses of the updates after it, as they were when it was made; other processors round otherwise."""
+    """The losses of the updates after it, as they were when it was made; other processors round otherwise.
+
+    An evaluation that was written, but of which the checkpoint does not know, is made again, and written once.
+    """
+    with (copied / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": STEP, "split": "eval", "loss": 99.0}) + "\n")
+    argv = [*argv, "--eval.every", str(STEP)]
     env = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "PYTHONPATH": str(GOLDEN)}
     command = [sys.executable, str(TRAIN), "--config", str(GOLDEN / "golden.yaml"), "--run_dir", str(copied), *argv]
     done = subprocess.run(command, cwd=TRAIN.parent, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"goes on after step {STEP}" in done.stdout
     lines = [json.loads(line) for line in (copied / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [*range(1, 21), 20]
+    assert [line["step"] for line in lines] == [*range(1, 11), 10, *range(11, 21), 20]
+    assert [line["loss"] < 3 for line in lines if line["split"] == "eval"] == [True]
     losses = {str(line["step"]): line["loss"] for line in lines if line["split"] == "train" and line["step"] > STEP}
     assert losses == pytest.approx(EXPECTED["losses"], rel=1e-5)
     assert lines[-1]["loss"] == pytest.approx(EXPECTED["final"]["loss"], rel=1e-5)
