@@ -8,6 +8,7 @@ with the checksums; a checkpoint that fails them is set aside, and the one befor
 import contextlib
 import dataclasses
 import functools
+import functools
 import itertools
 import json
 import logging
@@ -21,6 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
 from jaxdp import manifest
@@ -71,6 +73,7 @@ class Checkpoints:
         self._failure: Failure | None = None
         self._thread: threading.Thread | None = None
         self._turn = 0
+        self._copies: Any = None
         self._lock = threading.Lock()
         self._notes: dict[int, dict[str, Any]] = {}
         _hush()
@@ -139,6 +142,9 @@ class Checkpoints:
             coordination.forget(f"jaxdp/save/{self._turn - 2}/")
         self._clean()
         tree = _tree(state)
+        if jax.default_backend() == "cpu":  # Orbax would read them in place, and the next update copy them instead
+            self._copies = _copy(self._copies, tree)
+            tree = self._copies
         meta = {"step": step, **meta, "state": _spec(tree)}
         try:
             with _options():
@@ -375,6 +381,12 @@ def _spec(tree: Any) -> dict[str, Any]:
 
 def _words(path: str, spec: Mapping[str, Any]) -> str:
     return f"{path} {spec[path][0]}{spec[path][1]}" if path in spec else f"no {path}"
+
+
+@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+def _copy(room: Any, tree: Any) -> Any:
+    """room: copies that are needed no more, whose memory is taken; None makes new ones."""
+    return jax.tree.map(jnp.copy, tree)
 
 
 def _options() -> Any:
