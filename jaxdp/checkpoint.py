@@ -8,7 +8,6 @@ with the checksums; a checkpoint that fails them is set aside, and the one befor
 import contextlib
 import dataclasses
 import functools
-import functools
 import itertools
 import json
 import logging
@@ -143,8 +142,8 @@ class Checkpoints:
         self._clean()
         tree = _tree(state)
         if jax.default_backend() == "cpu":  # Orbax would read them in place, and the next update copy them instead
-            self._copies = _copy(self._copies, tree)
-            tree = self._copies
+            room = self._copies if _spec(self._copies) == _spec(tree) else None
+            self._copies = tree = _copy(room, tree)
         meta = {"step": step, **meta, "state": _spec(tree)}
         try:
             with _options():
