@@ -119,6 +119,7 @@ def test_an_ordinary_sum_does_not_pass_for_exact(trained):
         assert [row for row, _ in differing({row: trained[row] for row in (one, more)})] == [more]
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_two_processes_of_two_devices_are_one_device(trained):
     exact = {row: trained[row] for model in MODELS for row in rows_of(model, COVER[model])}

@@ -31,7 +31,6 @@ eval: {every: 25}
 checkpoint: {every: 10}
 """
 DONE, PREEMPTED = 0, 75
-BOTH = ["openmpi5", "mpich"]
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +88,7 @@ SEQUENCE = [
 ]
 
 
-@pytest.mark.parametrize("which", BOTH)
+@pytest.mark.parametrize("which", [pytest.param("openmpi5", marks=pytest.mark.slow), "mpich"])
 def test_a_run_that_suffers_everything_ends_in_the_same_string(config, uninterrupted, tmp_path, which):
     """One run: after each fault the same command goes on, no more than one interval back."""
     run_dir, reached = tmp_path / "run", 0
@@ -116,7 +115,7 @@ def test_a_run_that_suffers_everything_ends_in_the_same_string(config, uninterru
     assert losses == uninterrupted[1]
 
 
-@pytest.mark.parametrize("which", BOTH)
+@pytest.mark.parametrize("which", ["openmpi5", pytest.param("mpich", marks=pytest.mark.slow)])
 def test_a_stopped_process_is_named_by_the_watchdog(config, tmp_path, which):
     done = job(config, tmp_path, "SIGSTOP", which, rank=1, at=15, more=["--watchdog.step_timeout", "3"])
     assert done.returncode not in (DONE, 2, PREEMPTED, 124) and not done.left, done.output
