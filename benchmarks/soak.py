@@ -59,7 +59,7 @@ batch_size: 64
 optimizer: {{target: adam, lr: 1.0e-3, ema: 0.99}}
 log: {{every: 1}}
 eval: {{every: {eval_every}}}
-checkpoint: {{every: {save_every}}}
+checkpoint: {{every: {save_every}, asynchronous: {asynchronous}}}
 """
 
 
@@ -180,7 +180,12 @@ class Soak:
     def __init__(self, args, folder):
         self.args, self.folder, self.random = args, folder, random.Random(args.seed)
         (folder / "slow_digits.py").write_text(SLOW_DATA)
-        text = CONFIG.format(sleep=args.sleep_ms / 1e3, eval_every=5 * args.save_every, **vars(args))
+        text = CONFIG.format(
+            sleep=args.sleep_ms / 1e3,
+            eval_every=5 * args.save_every,
+            **vars(args),
+            asynchronous=str(not args.wait).lower(),
+        )
         (folder / "soak.yaml").write_text(text)
         self.said = 0
         self.job: Job | None = None  # the last that was started
@@ -263,10 +268,12 @@ class Soak:
     def check(self, kill):
         """A killed life against what the next one will find."""
         kill.on_disk = self.on_disk()
-        every = self.args.save_every
+        most = (
+            self.args.save_every if self.args.wait else 2 * self.args.save_every - 1
+        )  # a save waits for the one before
         if kill.on_disk < kill.said:
             raise Wrong(f"step {kill.said} was said to be saved, and {kill.on_disk} is the last that is there")
-        if kill.begun is not None and kill.reached - kill.on_disk >= 2 * every:  # a save waits for the one before
+        if kill.begun is not None and kill.reached - kill.on_disk > most:
             raise Wrong(f"update {kill.reached} was made, and {kill.on_disk} is the last checkpoint")
 
     def run(self):
@@ -388,6 +395,7 @@ def main():
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--steps", type=int, default=None, help="of the run; left out, 120 a kill")
     parser.add_argument("--save_every", type=int, default=100)
+    parser.add_argument("--wait", action="store_true", help="for every save: checkpoint.asynchronous: false")
     parser.add_argument("--sleep_ms", type=float, default=8.0, help="that reading a batch takes")
     parser.add_argument("--launcher", choices=["openmpi", "mpich", "hand"], default="openmpi")
     parser.add_argument("--mpirun", default=None, help="its path; left out, the one beside this Python")
