@@ -125,6 +125,8 @@ class Checkpoints:
                         manifest.write(folder, found["files"], {**found["meta"], **more})
             else:
                 self._notes[step] = dict(more)
+                return
+        self._prune(step)  # the best may be another now
 
     def save(self, step: int, state: TrainState, meta: Mapping[str, Any], say: Say = print) -> None:
         """Begins to save an exported state; returns once it is copied, so that the state may be donated.

@@ -198,6 +198,16 @@ def test_bad_input_is_one_line_and_code_2(case, tmp_path):
     assert not run_dir.exists()  # nothing is left of a run that never began
 
 
+def test_the_best_checkpoint_is_by_a_number_that_there_is_and_is_kept(tmp_path):
+    argv = ["--config", write(tmp_path, SMALL), "--run_dir", tmp_path / "run", "--eval.every", 5]
+    refused = jaxdp(*argv, "--checkpoint.best", "acuracy", code=2).stderr
+    assert refused == "jaxdp: checkpoint.best: 'acuracy' is not among the numbers of an evaluation: accuracy, loss\n"
+    jaxdp(*argv, "--checkpoint.best", "loss", "--checkpoint.keep", 1)
+    losses = {r["step"]: r["loss"] for r in records(tmp_path / "run", "eval") + records(tmp_path / "run", "final")}
+    best = min(losses, key=losses.get)
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == sorted({str(best), "30"})
+
+
 def test_int64_data_without_x64_is_refused(tmp_path):
     (tmp_path / "wide.py").write_text(
         "import numpy as np\ndef data():\n    return [(np.zeros((4, 4, 1), np.float32), np.int64(1))] * 8\n"

@@ -168,8 +168,22 @@ def rehearse(config: Config, parts: Parts, step: Step, make_state: Callable[[], 
             f"optimizer.target: {config.optimizer.target!r} cannot be used: its update needs more than gradients, "
             f"state and parameters ({one_line(error)})"
         ) from None
-    jax.eval_shape(update, state, read_batch(parts.dataset, parts.cursor, 0, np.zeros(1, np.int32)))
+    batch = read_batch(parts.dataset, parts.cursor, 0, np.zeros(1, np.int32))
+    _, metrics = jax.eval_shape(update, state, batch)
     check_paths(config, state.params)
+    check_best(config, parts, set(metrics))
+
+
+def check_best(config: Config, parts: Parts, metrics: set[str]) -> None:
+    """UsageError where `checkpoint.best` is none of the numbers of an evaluation."""
+    best, of_updates = config.checkpoint.best, {"grad_norm", "nonfinite_grads", "weight", "lr", "loss_scale"}
+    if best is None:
+        return
+    if parts.eval_set is None:
+        raise UsageError(f"checkpoint.best: {best!r}, but the data has no test split; set eval.data, or leave it null")
+    known = sorted(n for n in metrics - of_updates if not n.startswith(("skipped", "halted", "disagreeing")))
+    if best not in known:
+        raise UsageError(f"checkpoint.best: {best!r} is not among the numbers of an evaluation: {', '.join(known)}")
 
 
 def facts(config: Config, dataset: Dataset) -> dict[str, str]:
