@@ -21,7 +21,7 @@ test: $(VENV)/.test
 
 # The full products too.
 test-all: test
-	$(BIN)/python -m pytest -m slow -n 2 --durations=3
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadgroup --durations=3
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -95,6 +95,8 @@ def trained():
     return {row: got for job in done for row, got in read(job).items()}
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("trained")
 def test_every_model_is_the_same_on_any_number_of_devices_in_every_stage(trained):
     exact = {row: got for row, got in trained.items() if row.endswith("-exact")}
     assert not (wrong := differing(exact)), wrong
@@ -113,6 +115,8 @@ def test_the_cover_has_each_model_on_1_2_and_8_devices_and_in_every_stage():
     assert everywhere == set(WAYS) and set(split) == set(MODELS)
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("trained")
 def test_an_ordinary_sum_does_not_pass_for_exact(trained):
     """The same rows, but for the reduction: what is compared does see another order of adding up."""
     for one, more in FAULTS.values():
@@ -121,6 +125,7 @@ def test_an_ordinary_sum_does_not_pass_for_exact(trained):
 
 @pytest.mark.slow
 @pytest.mark.mpi
+@pytest.mark.xdist_group("trained")
 def test_two_processes_of_two_devices_are_one_device(trained):
     exact = {row: trained[row] for model in MODELS for row in rows_of(model, COVER[model])}
     together = run([f"{row}-adamw-exact" for row in PROCESSES], devices=2, processes=2, timeout=240)
