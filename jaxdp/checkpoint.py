@@ -94,13 +94,15 @@ class Checkpoints:
         """Whether an evaluation is better than that of every checkpoint that there is."""
         if self.best is None or not math.isfinite(metrics.get(self.best, math.nan)):
             return False
-        sign, values = _sign(self.best), self._values() if self.context.is_root else {}
-        better = all(metrics[self.best] * sign < value * sign for value in values.values())
-        return self.context.exchange("best", str(better))[self.context.root_rank] == "True"
+        name, sign = self.best, _sign(self.best)
+        better = lambda: all(metrics[name] * sign < value * sign for value in self._values().values())
+        return self.context.of_root("best", better)
 
     def _values(self) -> dict[int, float]:
         """The number that `best` names, of every checkpoint that has it, written yet or not."""
-        found = {}
+        found: dict[int, float] = {}
+        if self.best is None:
+            return found
         with self._lock:
             metas = dict(self._notes)
             for step in self.steps():
@@ -151,9 +153,7 @@ class Checkpoints:
             with _options():
                 response: Any = ocp.save_async(self.directory / str(step), tree, overwrite=True)
         except (OSError, ValueError, TimeoutError) as error:
-            self._failed(step, one_line(error), say)
-            if self.context.size > 1:
-                coordination.post(self._key("failed"), f"rank {self.context.rank}: {one_line(error)}")
+            self._give_up(step, error, say)
             return
         self._thread = threading.Thread(
             target=self._finish, args=(step, response, meta, say), name="checkpoint", daemon=True
@@ -175,24 +175,11 @@ class Checkpoints:
         tidy is false, since the directory may be another run's.
         Raises UsageError where files cannot be read.
         """
-        root = self.context.is_root
         refused: set[int] = set()
-        if root and tidy:
+        if self.context.is_root and tidy:
             self._set_unfinished_aside(say)
         while True:
-            step, problem = 0, ""
-            files: dict[str, Any] = {}
-            if root:
-                step = max((s for s in self.steps() if s not in refused), default=0)
-                try:
-                    files = manifest.read(self.directory / str(step))["files"] if step else {}
-                except Damaged as error:
-                    problem = str(error)
-                except OSError as error:
-                    problem = f"cannot read {error.filename!r}: {error.strerror}"
-            asked = json.dumps([step, files, problem])
-            answers = self.context.exchange("checkpoint", asked, timeout=TIMEOUT)
-            step, files, problem = json.loads(answers[self.context.root_rank])
+            step, files, problem = self.context.of_root("checkpoint", lambda: self._candidate(refused), TIMEOUT)
             if not step:
                 self.last = None
                 return 0
@@ -203,15 +190,24 @@ class Checkpoints:
             if not found:
                 self.last = step
                 return step
-            if root:
-                refused.add(step)
+            refused.add(step)
+            if self.context.is_root:
                 self._set_aside(step, "damaged" if tidy else None, f"checkpoint {step} is damaged: {found}", say)
+
+    def _candidate(self, refused: set[int]) -> tuple[int, dict[str, Any], str]:
+        """(the last step that is not refused or 0, its files, what is wrong with its manifest)."""
+        step = max((s for s in self.steps() if s not in refused), default=0)
+        try:
+            return step, manifest.read(self.directory / str(step))["files"] if step else {}, ""
+        except Damaged as error:
+            return step, {}, str(error)
+        except OSError as error:
+            return step, {}, _unreadable(error)
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:
         """The state saved at `step`, placed as `abstract` says. UsageError where its leaves are not those of ours."""
         tree = _tree(abstract)
-        own = json.dumps(self.meta(step)["state"]) if self.context.is_root else ""
-        saved, ours = json.loads(self.context.exchange("state", own)[self.context.root_rank]), _spec(tree)
+        saved, ours = self.context.of_root("state", lambda: self.meta(step)["state"]), _spec(tree)
         for path in sorted({**saved, **ours}):
             if saved.get(path) != ours.get(path):
                 raise UsageError(
@@ -232,6 +228,7 @@ class Checkpoints:
             parts = self._share("digests", json.dumps(manifest.digests(self.directory / str(step), own)))
             if self.context.is_root:
                 files = {name: entry for part in parts for name, entry in json.loads(part).items()}
+                manifest.flush(self.directory / str(step), files)
                 with self._lock:
                     manifest.write(self.directory / str(step), files, {**meta, **self._notes.get(step, {})})
                     self._notes.pop(step, None)
@@ -243,11 +240,15 @@ class Checkpoints:
         except _PeerFailed as failure:
             self._failed(step, str(failure), say)
         except BaseException as error:  # whatever it is, the run goes on, and the next occasion tries again
-            reason = _reason(error)
-            if self.context.size > 1:
-                with contextlib.suppress(Exception):
-                    coordination.post(self._key("failed"), f"rank {self.context.rank}: {reason}")
-            self._failed(step, reason, say)
+            self._give_up(step, error, say)
+
+    def _give_up(self, step: int, error: BaseException, say: Say) -> None:
+        """This process cannot save, and tells the others."""
+        reason = _reason(error)
+        if self.context.size > 1:
+            with contextlib.suppress(Exception):
+                coordination.post(self._key("failed"), f"rank {self.context.rank}: {reason}")
+        self._failed(step, reason, say)
 
     def _await(self, response: Any) -> None:
         """Until Orbax has committed on this process; _PeerFailed as soon as another could not."""
@@ -344,7 +345,7 @@ class Checkpoints:
         try:
             manifest.check(self.directory / str(step), own, 0.0 if self.context.is_root else 10.0)
         except OSError as error:
-            return f"cannot read {error.filename!r}: {error.strerror}"
+            return _unreadable(error)
         except Damaged as error:
             return str(error)
         return ""
@@ -366,6 +367,10 @@ def _sign(metric: str | None) -> int:
 def _reason(error: BaseException) -> str:
     text = one_line(error) or type(error).__name__
     return "no space left on the device" if "No space left" in text else text[:300]
+
+
+def _unreadable(error: OSError) -> str:
+    return f"cannot read {error.filename!r}: {error.strerror}"
 
 
 def _tree(state: TrainState) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What ends a run in one line: the user's input is wrong, another process is, or the run itself."""
 
 
-class _Said(Exception):
+class Said(Exception):
     """An error that one rank prints for all.
 
     rank: the one that should, where every rank raises the same error; None where only the rank that raises it knows.
@@ -12,15 +12,15 @@ class _Said(Exception):
         self.rank = rank
 
 
-class UsageError(_Said, ValueError):
+class UsageError(Said, ValueError):
     """Bad input: one line that names the field, its value and the fix. The command exits with code 2."""
 
 
-class DistributedError(_Said, RuntimeError):
+class DistributedError(Said, RuntimeError):
     """A process that did not come, left, or disagreed in the middle of a run; names the rank. Exit code 1."""
 
 
-class RunFailed(_Said, RuntimeError):
+class RunFailed(Said, RuntimeError):
     """The run itself cannot go on: one line, said by rank 0. Exit code 1."""
 
 

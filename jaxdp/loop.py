@@ -268,7 +268,7 @@ def settle(run: Run) -> None:
     if failure:
         raise RunFailed(
             f"checkpoint {failure.step} could not be saved: {failure.reason}; mend that, and run the same command: it "
-            f"goes on from the last one",
+            "goes on from the last one",
             rank=0,
         )
 

@@ -9,7 +9,7 @@ import json
 import os
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxdp.errors import UsageError
@@ -46,12 +46,14 @@ def digests(directory: pathlib.Path, names: Sequence[str], patience: float = 10.
     return {name: digest(directory / name, patience) for name in names}
 
 
+def flush(directory: pathlib.Path, names: Collection[str]) -> None:
+    """Files to the disk, then their directories: before a manifest says that they are there."""
+    for path in [*(directory / name for name in names), *sorted({(directory / name).parent for name in names})]:
+        _flush(path)
+
+
 def write(directory: pathlib.Path, files: Mapping[str, Sequence[Any]], meta: Mapping[str, Any]) -> None:
-    """Renames the manifest in, durably: the files first, then their directories, then the manifest."""
-    for name in files:
-        _flush(directory / name)
-    for folder in sorted({(directory / name).parent for name in files}):
-        _flush(folder)
+    """Renames the manifest in, durably; `files` are flushed."""
     body = {"format": FORMAT, "files": {k: list(v) for k, v in sorted(files.items())}, "meta": dict(meta)}
     new = directory / f"{NAME}.tmp{os.getpid()}"
     try:

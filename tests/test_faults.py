@@ -154,7 +154,8 @@ def test_an_exception_in_the_loss_or_the_evaluation_ends_all(config, tmp_path):
     done = job(config, tmp_path / "loss", which="mpich", more=["--loss.target", "faulty.FailsInLoss"])
     assert done.returncode == 1 and not done.left and done.seconds < 30, done.output
     assert "the loss fails" in done.stderr and done.output.count("Traceback (most") == 1
-    done = job(config, tmp_path / "eval", "raise", rank=1, at=2, where="test")
+    more = ["--checkpoint.asynchronous", "false"]  # the save of step 20 is then over
+    done = job(config, tmp_path / "eval", "raise", rank=1, at=2, where="test", more=more)
     assert done.returncode == 1 and not done.left and done.seconds < 30, done.output
     assert "rank 1" in done.stderr and done.output.count("Traceback (most") == 1 and kept(tmp_path / "eval") == [10, 20]
 

@@ -52,9 +52,9 @@ def folder(tmp_path_factory):
 class Loop:
     """A shell with a loop of the page; the run that it starts is `launch train.py` in place of `jaxdp train`."""
 
-    def __init__(self, script, folder, name, launch=()):
+    def __init__(self, script, folder, name, launch=(), more=()):
         self.run_dir = folder / name
-        train = [*launch, sys.executable, str(ROOT / "train.py"), "--config", "run.yaml", "--run_dir", name]
+        train = [*launch, sys.executable, str(ROOT / "train.py"), "--config", "run.yaml", "--run_dir", name, *more]
         assert COMMAND in script
         self.mark = uuid.uuid4().hex
         env = environment({"PYTHONPATH": str(folder)}, 1) | {"JAXDP_TEST_JOB": self.mark}
@@ -140,7 +140,7 @@ def test_the_script_gives_up():
 
 
 def test_interrupting_the_script_saves_and_ends(folder):
-    loop = Loop(LIMITED, folder, "interrupted")
+    loop = Loop(LIMITED, folder, "interrupted", more=["--steps", "3000"])
     loop.wait_for(15)
     os.killpg(loop.shell.pid, signal.SIGINT)  # as a terminal does
     out = loop.output()

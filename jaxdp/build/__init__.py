@@ -15,7 +15,7 @@ from jaxdp.build.parts import Parts, check_paths, make_parts, make_strategy, mak
 from jaxdp.checkpoint import Checkpoints
 from jaxdp.config import Config
 from jaxdp.config.check import flatten
-from jaxdp.data.base import Dataset, fingerprint
+from jaxdp.data.base import fingerprint
 from jaxdp.data.cursor import Cursor
 from jaxdp.data.prefetch import read_batch
 from jaxdp.distributed.context import Context
@@ -37,7 +37,8 @@ def make_run(config: Config, directory: pathlib.Path, context: Context) -> loop.
     """The built objects of a config, nothing of them computed yet; writes nothing."""
     set_jax(config)
     parts = together(context, lambda: make_parts(config))
-    context.check_same("the run", facts(config, parts.dataset))
+    data = fingerprint(parts.dataset)
+    context.check_same("the run", facts(config, data))
     devices = choose_devices(config, context)
     slot_table(config.microbatches, len(devices))
     step, make_state = make_the_step(config, parts), state_maker(config, parts)
@@ -73,7 +74,7 @@ def make_run(config: Config, directory: pathlib.Path, context: Context) -> loop.
             "config": dataclasses.asdict(config),
             "versions": versions(),
             "microbatches": config.microbatches,
-            "data_fingerprint": fingerprint(parts.dataset),
+            "data_fingerprint": data,
             "saved_by": {"processes": context.size, "devices": len(devices), "backend": config.parallel.backend},
         },
     )
@@ -186,12 +187,12 @@ def check_best(config: Config, parts: Parts, metrics: set[str]) -> None:
         raise UsageError(f"checkpoint.best: {best!r} is not among the numbers of an evaluation: {', '.join(known)}")
 
 
-def facts(config: Config, dataset: Dataset) -> dict[str, str]:
-    """What must be equal on every rank: every config key, the package's code, the data."""
+def facts(config: Config, data: str) -> dict[str, str]:
+    """What must be equal on every rank: every config key, the package's code, the data's fingerprint."""
     keys = {k: repr(v) for k, v in flatten(config).items()}
     code = hashlib.sha256()
     for file in sorted(pathlib.Path(__file__).parent.parent.rglob("*.py")):
         code.update(file.read_bytes())
     if config.parallel.reduction == "exact":
         keys["NPROC"] = os.environ.get("NPROC", "")
-    return {**keys, "the jaxdp package's code": code.hexdigest()[:16], "data fingerprint": fingerprint(dataset)}
+    return {**keys, "the jaxdp package's code": code.hexdigest()[:16], "data fingerprint": data}

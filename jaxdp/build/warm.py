@@ -23,9 +23,7 @@ def warm(run: Run, config: Config, context: Context) -> Run:
     path, own, strategy = config.init_from, config.init, run.strategy
     assert path is not None
     found = together(context, lambda: str(locate(path)))
-    place = pathlib.Path(
-        context.exchange("init_from", found)[context.root_rank]
-    )  # the last of a run that still goes on
+    place = pathlib.Path(context.of_root("init_from", lambda: found))  # the last of a run that still goes on
     weights = together(context, lambda: open_weights(place, own.ema))
     context.check_same("init_from", weights.facts)
     shapes = named(strategy.shapes.params, strategy.shapes.model_state)

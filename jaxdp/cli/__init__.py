@@ -14,7 +14,7 @@ from jaxdp import __version__, environment, signals
 from jaxdp.config import Config
 from jaxdp.config.check import WORDS, check_key, check_structure, expected, inner, known_keys, resolve
 from jaxdp.distributed import launchers
-from jaxdp.errors import DistributedError, RunFailed, UsageError, one_line
+from jaxdp.errors import DistributedError, Said, UsageError, one_line
 
 PREEMPTED = 75  # the exit code that asks to be started again (sysexits.h: EX_TEMPFAIL)
 VERBS = {
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         _refuse(UsageError(f"jaxdp: unknown verb {argv[0]!r}; known: {', '.join(VERBS)}"))
     try:
         _run(argv[0], argv[1:])
-    except (UsageError, DistributedError, RunFailed) as error:
+    except Said as error:
         _refuse(error)
     except SystemExit as error:
         _exit_alone(error)
@@ -289,7 +289,7 @@ def _to_dataclass(cls: Any, values: dict[str, Any]) -> Any:
     return cls(**{k: _to_dataclass(kinds[k], v) if kinds[k] and isinstance(v, dict) else v for k, v in values.items()})
 
 
-def _refuse(error: UsageError | DistributedError | RunFailed) -> NoReturn:
+def _refuse(error: Said) -> NoReturn:
     """One line, on the one rank that should say it; code 2 for bad input, 1 for a process that failed another."""
     if "jaxdp.distributed.context" in sys.modules:
         from jaxdp.distributed import context

@@ -1,7 +1,6 @@
 """What each verb of the command does, between a checked config and the loop."""
 
 import dataclasses
-import json
 import math
 import pathlib
 import sys
@@ -34,7 +33,7 @@ def train(config: Config, path: str | None, context: Context) -> None:
     if start > run.steps:
         raise UsageError(f"steps: {run.steps}, but {str(directory)!r} has already made {start}; give more", rank=0)
     final = [record for record in read(directory / "metrics.jsonl") if record.get("split") == "final"]
-    if start == run.steps and context.exchange("final", str(bool(final)))[context.root_rank] == "True":
+    if start == run.steps and context.of_root("final", lambda: bool(final)):
         if context.is_root:
             print(f"finished: {directory} is at its last step {start}; nothing to do (another --run_dir starts anew)")
             print(summary(final[-1], directory))
@@ -91,7 +90,7 @@ def share(directory: pathlib.Path, context: Context) -> IO[str] | None:
     """Makes the run directory on rank 0 and locks it, and checks that every rank sees the same one."""
     held, problem = rundir.make(directory) if context.is_root else (None, None)
     context.agree(problem)
-    nonce = context.exchange("run_dir", rundir.nonce(directory) if context.is_root else "")[context.root_rank]
+    nonce = context.of_root("run_dir", lambda: rundir.nonce(directory))
     context.agree(rundir.is_shared(directory, nonce))
     return held
 
@@ -105,8 +104,7 @@ def resume_step(run: loop.Run, config: Config, context: Context, tidy: bool = Tr
     start = checkpoints.latest(print, tidy)
     if not start:
         return 0, {}
-    own = json.dumps(checkpoints.meta(start)) if context.is_root else ""
-    found = json.loads(context.exchange("meta", own)[context.root_rank])  # one process's reading is all's
+    found = context.of_root("meta", lambda: checkpoints.meta(start))
     if not config.resume.force:
         together(context, lambda: check_same_numbers(found, run, config, start))
     return start, found

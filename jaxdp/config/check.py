@@ -40,6 +40,7 @@ ABOVE_ZERO = (
     "checkpoint.every_minutes",
     "watchdog.step_timeout",
 )
+BELOW_ONE = {"optimizer.ema": 0.999, "spike.decay": 0.98}  # with a value that makes sense
 WHERE = ("data.args.root", "data.args.path")  # where data lies does not change the numbers: its fingerprint is compared
 
 
@@ -181,22 +182,16 @@ def check(config: Config) -> None:
         if not flat[f"{key}.target"]:
             raise UsageError(f"{key}.target: missing; name a built-in or a dotted path, e.g. {key}: {{target: ...}}")
     opt, parallel = config.optimizer, config.parallel
-    for name in ("no_decay", "frozen", "lr_scale"):
-        for pattern in getattr(opt, name):
-            try:
-                re.compile(pattern)
-            except (re.error, TypeError) as error:
-                raise UsageError(f"optimizer.{name}: {pattern!r} is not a regular expression: {error}") from None
+    check_patterns(config, "optimizer", "no_decay", "frozen", "lr_scale")
     for pattern, factor in opt.lr_scale.items():
         if not isinstance(factor, int | float) or isinstance(factor, bool) or not 0 <= factor < math.inf:
             raise UsageError(
                 f"optimizer.lr_scale: {pattern!r} has {factor!r}; give a factor of at least 0, such as 0.1"
             )
     check_init(config)
-    if opt.ema is not None and opt.ema >= 1:
-        raise UsageError(f"optimizer.ema: {opt.ema} must be below 1, such as 0.999")
-    if config.spike.decay >= 1:
-        raise UsageError(f"spike.decay: {config.spike.decay} must be below 1, such as 0.98")
+    for key, fit in BELOW_ONE.items():
+        if flat[key] is not None and flat[key] >= 1:
+            raise UsageError(f"{key}: {flat[key]} must be below 1, such as {fit}")
     if config.spike.factor is not None and config.spike.factor <= 1:
         raise UsageError(f"spike.factor: {config.spike.factor} must be greater than 1, such as 3")
     if config.eval.ema and opt.ema is None:
@@ -213,15 +208,20 @@ def check(config: Config) -> None:
         raise UsageError(f"precision.params: {config.precision.params!r} with float64 elsewhere; set it to float64 too")
 
 
-def check_init(config: Config) -> None:
-    """Raises `UsageError` for expressions that are none, and for what has nothing to work on."""
-    own = config.init
-    for name in ("rename", "load", "skip"):
-        for pattern in getattr(own, name):
+def check_patterns(config: Config, section: str, *names: str) -> None:
+    """Raises `UsageError` for what is no regular expression in these keys of a section."""
+    for name in names:
+        for pattern in getattr(getattr(config, section), name):
             try:
                 re.compile(pattern)
             except (re.error, TypeError) as error:
-                raise UsageError(f"init.{name}: {pattern!r} is not a regular expression: {error}") from None
+                raise UsageError(f"{section}.{name}: {pattern!r} is not a regular expression: {error}") from None
+
+
+def check_init(config: Config) -> None:
+    """Raises `UsageError` for expressions that are none, and for what has nothing to work on."""
+    own = config.init
+    check_patterns(config, "init", "rename", "load", "skip")
     for pattern, replacement in own.rename.items():
         if not isinstance(replacement, str):
             raise UsageError(f"init.rename: {pattern!r} has {replacement!r}; give a text to replace it by")

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ import jaxdp
 from jaxdp.distributed import coordination, gpus, hosts, rendezvous, sentinel
 from jaxdp.distributed.gpus import bind
 from jaxdp.distributed.launchers import World, discover
-from jaxdp.errors import DistributedError, RunFailed, UsageError
+from jaxdp.errors import Said, UsageError
 
 __all__ = ["Context", "bind", "crash", "current", "fail", "init", "leave", "shutdown"]
 GRACE = 2.0  # seconds that a process which ends waits for others that end as well
@@ -50,9 +50,17 @@ class Context:
         """This process's devices. The first look opens them, so look after `init`."""
         return jax.local_devices()
 
+    def title(self, rank: int) -> str:
+        """How a rank is named to people: with its host."""
+        return hosts.title(rank, self.hosts[rank])
+
     def exchange(self, name: str, text: str, timeout: float = 60.0) -> list[str]:
         """Every rank's short `text`, by rank. DistributedError names a rank that did not come in `timeout` seconds."""
         return coordination.exchange(name, text, self.rank, range(self.size), timeout)
+
+    def of_root(self, name: str, make: Callable[[], Any], timeout: float = 60.0) -> Any:
+        """What `make` gives on root, on every rank: JSON. One process's view of the files is then that of all."""
+        return json.loads(self.exchange(name, json.dumps(make()) if self.is_root else "", timeout)[self.root_rank])
 
     def barrier(self, name: str = "", timeout: float = 60.0) -> None:
         """Waits until every rank is here. DistributedError names those that did not come in `timeout` seconds."""
@@ -62,7 +70,7 @@ class Context:
         """Where any rank brings an error, every rank raises the lowest such rank's, as UsageError for it to print."""
         for rank, text in enumerate(self.exchange("agree", error or "", timeout)):
             if text:
-                raise UsageError(f"rank {rank} (host {self.hosts[rank]}): {text}" if self.size > 1 else text, rank=rank)
+                raise UsageError(f"{self.title(rank)}: {text}" if self.size > 1 else text, rank=rank)
 
     def check_same(self, name: str, facts: Mapping[str, str], timeout: float = 60.0) -> None:
         """UsageError on every rank, for rank 0 to print, where some rank's `facts` are not those of rank 0.
@@ -76,8 +84,8 @@ class Context:
             for fact in dict.fromkeys([*first, *other]):
                 if first.get(fact) != other.get(fact):
                     raise UsageError(
-                        f"{name}: rank {rank} (host {self.hosts[rank]}) has {fact}={other.get(fact)}, but rank 0 "
-                        f"(host {self.hosts[0]}) has {fact}={first.get(fact)}: they must be the same",
+                        f"{name}: {self.title(rank)} has {fact}={other.get(fact)}, but {self.title(0)} has "
+                        f"{fact}={first.get(fact)}: they must be the same",
                         rank=0,
                     )
 
@@ -176,9 +184,9 @@ def _hook(world: World) -> None:
     before = sys.excepthook
 
     def ends(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if sentinel.current() is not None and not isinstance(error, UsageError | DistributedError | RunFailed):
-            crash(error)
-        if not isinstance(error, UsageError | DistributedError | RunFailed):
+        if not isinstance(error, Said):
+            if sentinel.current() is not None:
+                crash(error)
             before(kind, error, trace)
         _end(error, world.rank, world.size)
 
@@ -186,13 +194,13 @@ def _hook(world: World) -> None:
 
 
 def _end(error: BaseException, rank: int, size: int, code: int | None = None) -> NoReturn:
-    speaker = error.rank if isinstance(error, UsageError | DistributedError | RunFailed) else None
+    speaker = error.rank if isinstance(error, Said) else None
     code = code or (2 if isinstance(error, UsageError) else 1)
     own = sentinel.current()
     if own is not None and speaker is None:  # the others do not know of it
         own.ending.set()
         own.claim(f"{own.name(rank)}: {error}", code)
-    if isinstance(error, UsageError | DistributedError | RunFailed) and speaker in (None, rank):
+    if isinstance(error, Said) and speaker in (None, rank):
         sys.stderr.write(f"jaxdp: {error}\n")  # in one piece, among what other ranks write
     coordination.leave(code, rank, size, speaker, GRACE)
     raise AssertionError("os._exit returned")
@@ -206,7 +214,7 @@ def crash(error: BaseException) -> NoReturn:
     raise AssertionError("os._exit returned")
 
 
-def fail(error: UsageError | DistributedError | RunFailed, code: int | None = None) -> NoReturn:
+def fail(error: Said, code: int | None = None) -> NoReturn:
     """Prints `error` on the rank that should, and ends this process: by `code`, or 2 for UsageError and 1 otherwise."""
     world = _current or _joining or Context()
     _end(error, world.rank, world.size, code)

@@ -89,7 +89,7 @@ def _get(key: str, deadline: float, members: Sequence[int]) -> str | None:
             return client().blocking_key_value_get(key, max(1, int(1000 * min(left, SLICE))))
         except jax.errors.JaxRuntimeError as error:
             if not str(error).startswith("DEADLINE_EXCEEDED"):
-                raise DistributedError(f"the coordination service is gone, so rank 0 is: {error}") from None
+                raise _gone(error) from None
             if left <= SLICE:
                 return None
             if gone := _came("jaxdp/left", members):
@@ -103,7 +103,7 @@ def post(key: str, text: str) -> None:
         client().key_value_set(key, text)
     except jax.errors.JaxRuntimeError as error:
         if not str(error).startswith("ALREADY_EXISTS"):
-            raise DistributedError(f"the coordination service is gone, so rank 0 is: {one_line(error)}") from None
+            raise _gone(error) from None
 
 
 def peek(key: str, patience: float = 0.0) -> str | None:
@@ -115,7 +115,7 @@ def peek(key: str, patience: float = 0.0) -> str | None:
     except jax.errors.JaxRuntimeError as error:
         if str(error).startswith(("DEADLINE_EXCEEDED", "NOT_FOUND")):
             return None
-        raise DistributedError(f"the coordination service is gone, so rank 0 is: {one_line(error)}") from None
+        raise _gone(error) from None
 
 
 def put(key: str, text: str) -> None:
@@ -123,7 +123,7 @@ def put(key: str, text: str) -> None:
     try:
         client().key_value_set(key, text, allow_overwrite=True)
     except jax.errors.JaxRuntimeError as error:
-        raise DistributedError(f"the coordination service is gone, so rank 0 is: {one_line(error)}") from None
+        raise _gone(error) from None
 
 
 def directory(prefix: str) -> dict[str, str]:
@@ -131,7 +131,12 @@ def directory(prefix: str) -> dict[str, str]:
     try:
         return dict(client().key_value_dir_get(prefix))
     except jax.errors.JaxRuntimeError as error:
-        raise DistributedError(f"the coordination service is gone, so rank 0 is: {one_line(error)}") from None
+        raise _gone(error) from None
+
+
+def by_rank(prefix: str) -> dict[int, str]:
+    """What ranks have made known under prefix/RANK."""
+    return {int(key.rpartition("/")[2]): text for key, text in directory(f"{prefix}/").items()}
 
 
 def forget(prefix: str) -> None:
@@ -140,9 +145,13 @@ def forget(prefix: str) -> None:
         client().key_value_delete(prefix)
 
 
+def _gone(error: Exception) -> DistributedError:
+    return DistributedError(f"the coordination service is gone, so rank 0 is: {one_line(error)}")
+
+
 def _came(base: str, members: Sequence[int]) -> list[int]:
-    there = {key.rpartition("/")[2] for key, _ in client().key_value_dir_get(f"{base}/")}
-    return [m for m in members if str(m) in there]
+    there = by_rank(base)
+    return [m for m in members if m in there]
 
 
 def exchange(name: str, text: str, rank: int, members: Sequence[int], timeout: float) -> list[str]:

@@ -17,6 +17,7 @@ import threading
 import time
 from typing import Any
 
+from jaxdp.distributed.hosts import title
 from jaxdp.errors import DistributedError, UsageError
 
 PATH = "/jaxdp/hello"
@@ -36,8 +37,8 @@ def difference(first: Hello, other: Hello) -> str | None:
     for field, label in COMMON.items():
         if first.get(field) != other.get(field):
             return (
-                f"rank {other['rank']} (host {other['host']}) has {label} {other.get(field)}, but rank 0 "
-                f"(host {first['host']}) has {first.get(field)}: start every process of the job with the same"
+                f"{title(other['rank'], other['host'])} has {label} {other.get(field)}, but "
+                f"{title(0, first['host'])} has {first.get(field)}: start every process of the job with the same"
             )
     return None
 
@@ -213,7 +214,7 @@ def attend(host: str, port: int, own: Hello, timeout: float) -> list[Hello]:
             )
         time.sleep(0.1 if not strange else 1.0)
     raise DistributedError(
-        f"rank {own['rank']} (host {own['host']}) found no rank 0 at the coordinator's address {host}:{port} within "
+        f"{title(own['rank'], own['host'])} found no rank 0 at the coordinator's address {host}:{port} within "
         f"{timeout:.3g} s ({problem}): see whether rank 0 was started there (JAXDP_TIMEOUT sets how long to wait)"
     )
 

@@ -13,6 +13,11 @@ from typing import Any
 from jaxdp.errors import UsageError
 
 
+def title(rank: int, host: str) -> str:
+    """How a rank is named to people."""
+    return f"rank {rank} (host {host})"
+
+
 def hostname() -> str:
     """What this host calls itself."""
     return socket.gethostname()

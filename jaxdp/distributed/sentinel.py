@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxdp.distributed import coordination
+from jaxdp.distributed import coordination, hosts
 from jaxdp.errors import DistributedError, one_line
 
 BEAT = 1.0  # seconds
@@ -60,8 +60,8 @@ class Sentinel:
         """`listener` is given all calls, a few times a second, in the sentinel's thread; it must not wait."""
         self._listeners.append(listener)
 
-    def name(self, rank: int) -> str:
-        return f"rank {rank} (host {self.hosts[rank]})"
+    def name(self, *ranks: int) -> str:
+        return ", ".join(hosts.title(rank, self.hosts[rank]) for rank in ranks)
 
     def claim(self, text: str, code: int = 1) -> bool:
         """Names what ends the job, unless another has done so before: whether this is the text that all will hear."""
@@ -75,16 +75,14 @@ class Sentinel:
 
     def beats(self) -> dict[int, dict[str, Any]]:
         """The last beat of every process that has made one: `n`, and its note."""
-        found = coordination.directory("jaxdp/alive/")
-        return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found.items()}
+        return {rank: json.loads(text) for rank, text in coordination.by_rank("jaxdp/alive").items()}
 
     def silent(self, seconds: float = 3 * BEAT) -> list[int]:
         """The processes that make no beat in so many seconds, and have not said that they leave."""
         before = self.beats()
         time.sleep(seconds)
-        after, left = self.beats(), coordination.directory("jaxdp/left/")
-        gone = {int(key.rpartition("/")[2]) for key in left}
-        return [r for r, beat in before.items() if r not in gone and r != self.rank and after.get(r) == beat]
+        after, left = self.beats(), coordination.by_rank("jaxdp/left")
+        return [r for r, beat in before.items() if r not in left and r != self.rank and after.get(r) == beat]
 
     def _look_around(self) -> None:
         watched = sorted({(self.rank - 1) % self.size, (self.rank + 1) % self.size} - {self.rank})
@@ -111,9 +109,8 @@ class Sentinel:
 
     def _accuse(self) -> None:
         if missing := self.silent():
-            names = ", ".join(map(self.name, missing))
-            verb = "has" if len(missing) == 1 else "have"
-            text = f"{names} {verb} not been heard from for {self.silence:.0f} s: killed, stopped, or cut off"
+            who = f"{self.name(*missing)} {has(missing)}"
+            text = f"{who} not been heard from for {self.silence:.0f} s: killed, stopped, or cut off"
             if self.claim(text):
                 self.end(text, 1, self.rank)
 
@@ -151,6 +148,10 @@ class Sentinel:
             with contextlib.suppress(Exception):
                 stream.flush()
         os._exit(code)
+
+
+def has(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
 
 
 _sentinel: Sentinel | None = None
@@ -195,9 +196,7 @@ def crash(error: BaseException, trace: str) -> int:
         with contextlib.suppress(DistributedError):
             missing = own.silent()  # meanwhile the listener ends us, if the fault was claimed
             if missing:
-                names = ", ".join(map(own.name, missing))
-                gone = f"{names} {'has' if len(missing) == 1 else 'have'} gone: killed, stopped, or cut off"
-                text, trace = gone, ""
+                text, trace = f"{own.name(*missing)} {has(missing)} gone: killed, stopped, or cut off", ""
     if own.claim(text):
         own.ending.set()
         sys.stderr.write(f"{trace}jaxdp: {text}\n")

@@ -81,12 +81,11 @@ class Guarded:
         minutes: float | None = None,
     ):
         self.agreement = Agreement(context)
-        self.watchdog = Watchdog(context, directory, timeout)
+        self.watchdog = Watchdog(context, directory, timeout, self._finished)
         self.factor = straggler_factor
         self._called: set[int] = set()
         self._save = False
         self._since = time.monotonic()
-        self._done = time.perf_counter()
         if minutes is not None and context.is_root:
             self.watchdog.often(lambda: self._save_by_time(60.0 * minutes))
         signals.subscribe(self._preempt)
@@ -103,17 +102,10 @@ class Guarded:
             with self.watchdog.patience(f"{what} (compiles)"):
                 result = f(*args)
             self._called.add(id(f))
-        self._done = time.perf_counter()
         return result
 
     def sent(self, result: dict[str, Any]) -> None:
-        halted = result.get("halted")
-
-        def then() -> None:
-            if halted is not None and int(halted):
-                self._request("halt", "")
-
-        self.watchdog.sent(result["loss"], then)
+        self.watchdog.sent(result)
 
     def reading(self, batches: Iterator[Any], start: int) -> Iterator[tuple[int, Any]]:
         step = start
@@ -143,6 +135,10 @@ class Guarded:
     def stop(self) -> None:
         signals.unsubscribe(self._preempt)
         self.watchdog.stop()
+
+    def _finished(self, metrics: dict[str, Any]) -> None:
+        if int(metrics["halted"]):
+            self._request("halt", "")
 
     def _preempt(self, name: str) -> None:
         self._request("preempt", name)

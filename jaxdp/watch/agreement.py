@@ -93,17 +93,16 @@ class Agreement:
         assert own is not None
         while not own.ending.is_set():
             try:
-                found = coordination.directory(f"jaxdp/agree/{turn}/")
+                found = coordination.by_rank(f"jaxdp/agree/{turn}")
                 if len(found) == size:
                     with self._changed:
                         self._decided = (max(map(int, found.values())), request)
                         self._changed.notify_all()
                     return
                 if time.monotonic() - began > limit:
-                    there = {int(key.rpartition("/")[2]) for key in found}
-                    missing = [r for r in own.silent(1.5) if r not in there]
+                    missing = [r for r in own.silent(1.5) if r not in found]
                     if missing:
-                        names = ", ".join(map(own.name, missing))
+                        names = own.name(*missing)
                         text = (
                             f"{own.name(request['rank'])} got {request['why'] or request['kind']}, but {names} did not "
                             f"answer within {limit:g} s: dying, and this is no preemption; the last save stands"

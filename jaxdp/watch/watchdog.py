@@ -29,16 +29,26 @@ STUCK = f"{CALLS}stuck"
 
 
 class Watchdog:
-    """Of one process. timeout: seconds without progress; None: for ever. directory: gets stacks/rank_N.txt."""
+    """Of one process. timeout: seconds without progress; None: for ever. directory: gets stacks/rank_N.txt.
 
-    def __init__(self, context: Context, directory: pathlib.Path, timeout: float | None):
+    finished: is given the metrics of the last update that the device has finished, in the watchdog's thread.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        directory: pathlib.Path,
+        timeout: float | None,
+        finished: Callable[[dict[str, Any]], None] = lambda metrics: None,
+    ):
+        self.finished = finished
         self.context, self.directory, self.timeout = context, directory, timeout
         self.where = "begins"
         self.passed = 0
         self.own_ms = 0.0  # a running mean of this process's own work between two updates
         self._progress = time.monotonic()
         self._patient = 0
-        self._sent: collections.deque[tuple[Any, Callable[[], None]]] = collections.deque()
+        self._sent: collections.deque[dict[str, Any]] = collections.deque()
         self._answered = False
         self._tasks: list[Callable[[], None]] = []
         self._sentinel: Sentinel | None = current()
@@ -58,9 +68,9 @@ class Watchdog:
         self.passed += 1
         self._progress = time.monotonic()
 
-    def sent(self, result: jax.Array, then: Callable[[], None]) -> None:
-        """A result that the device will have; that will be progress, and `then` is called in the watchdog's thread."""
-        self._sent.append((result, then))
+    def sent(self, metrics: dict[str, Any]) -> None:
+        """What the device will have after an update; that will be progress."""
+        self._sent.append(metrics)
 
     @contextlib.contextmanager
     def patience(self, where: str) -> Iterator[None]:
@@ -112,12 +122,12 @@ class Watchdog:
             looked = now
             self._note()
             last = None
-            while self._sent and self._sent[0][0].is_ready():
-                last = self._sent.popleft()[1]
+            while self._sent and self._sent[0]["loss"].is_ready():
+                last = self._sent.popleft()
                 self._progress = time.monotonic()
             if last is not None:
                 with contextlib.suppress(jax.errors.JaxRuntimeError):  # the main thread meets it too, and says it
-                    last()
+                    self.finished(last)
             for task in self._tasks:
                 task()
             still = time.monotonic() - self._progress
@@ -145,8 +155,7 @@ class Watchdog:
         deadline = time.monotonic() + ANSWERS
         answers: dict[int, dict[str, Any]] = {}
         while len(answers) < self.context.size and time.monotonic() < deadline:
-            found = coordination.directory("jaxdp/stuck/")
-            answers = {int(key.rpartition("/")[2]): json.loads(value) for key, value in found.items()}
+            answers = {rank: json.loads(text) for rank, text in coordination.by_rank("jaxdp/stuck").items()}
             time.sleep(0.1)
         text = f"{text}: {verdict(answers, self.context)}; stacks in {self.directory / 'stacks'}"
         if own.claim(text):
@@ -173,7 +182,7 @@ class Watchdog:
 
 def verdict(answers: dict[int, dict[str, Any]], context: Context) -> str:
     """Who is behind: those that do not answer, else those that have passed the fewest points."""
-    name = lambda rank: f"rank {rank} (host {context.hosts[rank]})"
+    name = context.title
     missing = [rank for rank in range(context.size) if rank not in answers]
     if missing:
         names = ", ".join(map(name, missing))
