@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxdp.checkpoint import Checkpoints
-from jaxdp.data.cursor import Cursor
+from jaxdp.data.cursor import Order
 from jaxdp.data.prefetch import prefetch, read_batch
 from jaxdp.digest import params_sha256
 from jaxdp.errors import RunFailed
@@ -31,7 +31,7 @@ class Source:
     """A dataset and the order it is read in."""
 
     dataset: Any
-    cursor: Cursor
+    cursor: Order
 
     def batch(self, step: int, strategy: Strategy) -> Batch:
         """This process's share of batch `step`, on its devices."""
@@ -44,8 +44,8 @@ class Run:
 
     begin: the state of a new run. evaluated: the evaluation that is due after update `start` was made before. offset:
     batches that were left out because of spikes, in `rollbacks` of at most `max_rollbacks`. averaged: what is evaluated
-    is the running average of the parameters. asynchronous: training goes on while a checkpoint is written. meta: what
-    is saved with every checkpoint. directory: of the run.
+    is the running average of the parameters. derive: of the means of a record, what else it says. asynchronous:
+    training goes on while a checkpoint is written. meta: what is saved with every checkpoint. directory: of the run.
     """
 
     strategy: Strategy
@@ -67,6 +67,7 @@ class Run:
     asynchronous: bool = True
     profile: Profile = Profile()
     averaged: bool = False
+    derive: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda means: {}
     begin: Callable[["Run"], TrainState] = lambda run: run.strategy.init()
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     directory: pathlib.Path = pathlib.Path()
@@ -113,7 +114,7 @@ def advance(run: Run, program: Program, at: Position) -> None:
     examples = run.train.cursor.size / run.train.cursor.steps_per_epoch
     batch_of = lambda step: run.train.batch(step + run.offset, run.strategy)
     with (
-        Meter(run.writer, run.log_every, run.steps, examples, run.watch.straggler) as meter,
+        Meter(run.writer, run.log_every, run.steps, examples, run.watch.straggler, run.derive) as meter,
         prefetch(batch_of, at.step, run.steps) as batches,
     ):
         if run.eval and 0 < at.step < run.steps and _due(at.step, run.eval_every) and at.judged != at.step:
@@ -238,13 +239,16 @@ def evaluate(run: Run, program: Program, state: TrainState) -> Record:
     with prefetch(lambda step: source.batch(step, run.strategy), 0, source.cursor.steps_per_epoch) as batches:
         for number, batch in enumerate(batches):
             sums = run.watch.together(f"evaluation, batch {number}", program.evaluate, state, batch)
+            if sums.carry is not None:
+                state = state.replace(carry=sums.carry)
             ahead.append({"loss": sums.loss, "weight": sums.weight, **sums.metrics})
             if len(ahead) > 2:  # bounded: at most this many batches wait on the device
                 _add(totals, ahead.popleft())
     for sums in ahead:
         _add(totals, sums)
     weight = totals.pop("weight") or 1.0
-    return {name: value / weight for name, value in totals.items()}
+    means = {name: value / weight for name, value in totals.items()}
+    return means | dict(run.derive(means))
 
 
 def save(run: Run, at: Position) -> None:

@@ -2,45 +2,90 @@
 
     (outputs, batch) -> (loss_sum [], weight [], {metric: sum []})
 
-`batch["mask"]` is 1.0 for a real example (or token) and 0.0 for padding; metrics are divided by the same weight.
+`batch["mask"]` is 1.0 for a real example (or token) and 0.0 for padding; metrics are divided by the same weight. A loss
+may have attributes:
+
+- `scope`: "example", or "global" where an example's loss depends on the others: it then gets the whole batch of an
+  update at once, from all devices, and must weigh by the mask what is padding.
+- `reads_logits`: it takes `Logits` that are not computed yet; else it gets them computed.
+- `derive(means) -> numbers`: of the means over a batch or a data set, {name: float}, what else to report.
 """
 
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxdp.errors import UsageError
+from jaxdp.logits import Logits, whole
+from jaxdp.targets import bind, call, locate
 
+Numbers = dict[str, float]
 LossFn = Callable[[Any, dict[str, jax.Array]], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
 
 
 class SoftmaxCrossEntropy:
-    """Cross-entropy of integer labels, in nats, with accuracy.
+    """Cross-entropy, in nats, with accuracy.
 
-    outputs: logits [..., classes]; batch["labels"]: integers [...]; batch["mask"]: [...] or its leading dims.
+    outputs: logits [..., classes], or `Logits`; batch["labels"]: integers [...], or probabilities [..., classes], as
+    `Mixup` makes them (their largest counts as the label); batch["mask"]: [...] or its leading dims.
     label_smoothing: the share of probability spread evenly over all classes (Szegedy et al., arXiv 1512.00567).
+    top_k: also report, as top5_accuracy, how often the label is among the 5 largest logits, and so on.
     """
 
-    def __init__(self, label_smoothing: float = 0.0):
-        self.label_smoothing = label_smoothing
+    reads_logits = True
 
-    def __call__(self, outputs: jax.Array, batch: dict[str, jax.Array]):
+    def __init__(self, label_smoothing: float = 0.0, top_k: Sequence[int] = ()):
+        if not 0 <= label_smoothing < 1:
+            raise UsageError(f"loss.args.label_smoothing: {label_smoothing} is not in [0, 1); make it smaller")
+        if isinstance(top_k, int) or not all(isinstance(k, int) and k >= 1 for k in top_k):
+            raise UsageError(f"loss.args.top_k: {top_k!r} is not a list of positive integers, such as [1, 5]")
+        self.label_smoothing, self.top_k = label_smoothing, tuple(top_k)
+
+    def __call__(self, outputs: jax.Array | Logits, batch: dict[str, jax.Array]):
         labels = _labels(batch)
-        if outputs.shape[:-1] != labels.shape:
+        shape = jnp.shape(outputs) if not isinstance(outputs, Logits) else outputs.shape
+        soft = jnp.issubdtype(labels.dtype, jnp.floating) and labels.shape == shape
+        if not soft and (shape[:-1] != labels.shape or not jnp.issubdtype(labels.dtype, jnp.integer)):
             raise UsageError(
-                f"loss: outputs {outputs.shape} do not fit labels {labels.shape}; the model must return logits "
-                f"[{', '.join(map(str, labels.shape))}, classes]"
+                f"loss: outputs {shape} do not fit labels {labels.shape} of {labels.dtype}; the model must return "
+                f"logits [{', '.join([*map(str, labels.shape), 'classes'])}], and labels are integers"
             )
-        losses = optax.softmax_cross_entropy_with_integer_labels(outputs, labels)
+        if isinstance(outputs, Logits) and not soft:
+            terms = outputs.map(self._terms, labels)
+        else:
+            terms = self._terms(whole(outputs), labels)
+        mask = fit_mask(batch["mask"], terms["loss"])
+        sums = {name: jnp.sum(value * mask) for name, value in terms.items()}
+        return sums.pop("loss"), jnp.sum(mask), sums
+
+    def _terms(self, logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
+        """{loss, accuracy, ...} of each row [...], from logits [..., classes]."""
+        log_sum = jax.nn.logsumexp(logits, axis=-1)
+        if labels.shape == logits.shape:
+            losses = log_sum - jnp.sum(labels.astype(logits.dtype) * logits, axis=-1)
+            labels = jnp.argmax(labels, axis=-1)
+        else:
+            losses = log_sum - _of_label(logits, labels)
         if self.label_smoothing:
-            uniform = -jnp.mean(jax.nn.log_softmax(outputs), axis=-1)
-            losses = (1 - self.label_smoothing) * losses + self.label_smoothing * uniform
-        mask = _fit(batch["mask"], losses)
-        correct = (jnp.argmax(outputs, axis=-1).astype(labels.dtype) == labels).astype(losses.dtype)
-        return jnp.sum(losses * mask), jnp.sum(mask), {"accuracy": jnp.sum(correct * mask)}
+            losses += self.label_smoothing * (log_sum - jnp.mean(logits, axis=-1) - losses)
+        right = (jnp.argmax(logits, axis=-1).astype(labels.dtype) == labels).astype(losses.dtype)
+        terms = {"loss": losses, "accuracy": right}
+        if self.top_k:
+            larger = jnp.sum(logits > _of_label(logits, labels)[..., None], axis=-1)
+            terms |= {f"top{k}_accuracy": (larger < k).astype(losses.dtype) for k in self.top_k}
+        return terms
+
+
+class CausalLM(SoftmaxCrossEntropy):
+    """The next token's cross-entropy, in nats a token, with perplexity, its exponential; labels [example, token]."""
+
+    def derive(self, means: Mapping[str, float]) -> Numbers:
+        """{perplexity}: infinite where it is too large for a float."""
+        return {"perplexity": math.exp(min(means["loss"], 709.0)) if means["loss"] < 709 else math.inf}
 
 
 class MeanSquaredError:
@@ -55,11 +100,104 @@ class MeanSquaredError:
             raise UsageError(f"loss: outputs {outputs.shape} do not fit labels {labels.shape}")
         errors, dims = jnp.square(outputs - labels), min(batch["mask"].ndim, outputs.ndim)
         losses = jnp.mean(errors.reshape(*errors.shape[:dims], -1), axis=-1)
-        mask = _fit(batch["mask"], losses)
+        mask = fit_mask(batch["mask"], losses)
         return jnp.sum(losses * mask), jnp.sum(mask), {}
 
 
-def _fit(mask: jax.Array, losses: jax.Array) -> jax.Array:
+class Contrastive:
+    """Each example's two embeddings find each other among those of the whole batch (CLIP, arXiv 2103.00020).
+
+    outputs: a pair of [example, dim], of which directions count; batch["mask"]: [example]. The loss is the mean of both
+    directions' cross-entropies, in nats, over cosines / temperature; accuracy: how often the nearest is the right one.
+    What an example is told from are all others of the update, on whatever devices they are.
+    """
+
+    scope = "global"
+
+    def __init__(self, temperature: float = 0.07):
+        if not temperature > 0:
+            raise UsageError(f"loss.args.temperature: {temperature} must be greater than 0, such as 0.07")
+        self.temperature = temperature
+
+    def __call__(self, outputs: tuple[jax.Array, jax.Array], batch: dict[str, jax.Array]):
+        if not isinstance(outputs, tuple | list) or len(outputs) != 2 or outputs[0].shape != outputs[1].shape:
+            shapes = jax.tree.map(jnp.shape, outputs)
+            raise UsageError(f"loss: outputs {shapes} are no pair of embeddings [example, dim]; return two such arrays")
+        first, second = map(_direction, outputs)
+        mask = batch["mask"]
+        cosines = first @ second.T / self.temperature
+        logits = jnp.where(mask != 0, cosines, -jnp.inf)
+        right = jnp.arange(len(mask))
+        losses, hits = jnp.zeros_like(mask), jnp.zeros_like(mask)
+        for scores in (logits, jnp.where(mask != 0, cosines.T, -jnp.inf)):
+            own = jnp.where(mask != 0, jnp.diagonal(cosines), 0)
+            losses += 0.5 * (jax.nn.logsumexp(scores, axis=-1) - own)
+            hits += 0.5 * (jnp.argmax(scores, axis=-1) == right)
+        return jnp.sum(losses * mask), jnp.sum(mask), {"accuracy": jnp.sum(hits * mask)}
+
+
+class MultiTask:
+    """Several losses of one model, added up by their weights.
+
+    tasks: {name: {target, args, weight, outputs, labels}}; a task's loss gets outputs[outputs] of the model, a dict,
+    and batch[labels] as labels; both keys are the task's name where left out, and weight is 1. A task counts as the
+    mean over its own elements; these are the examples of the mask, or so many of each. Metrics are NAME_loss,
+    NAME_accuracy and so on.
+    """
+
+    def __init__(self, tasks: Mapping[str, Mapping[str, Any]]):
+        if not tasks:
+            raise UsageError("loss.args.tasks: it is empty; give {name: {target: ...}}")
+        self.tasks = {}
+        for name, task in tasks.items():
+            key = f"loss.args.tasks.{name}"
+            if not isinstance(task, Mapping) or "target" not in task:
+                raise UsageError(f"{key}: {task!r} names no loss; give {{target: SoftmaxCrossEntropy}}, or another")
+            if unknown := task.keys() - {"target", "args", "weight", "outputs", "labels"}:
+                raise UsageError(f"{key}.{min(unknown)}: not known; use target, args, weight, outputs, labels")
+            loss = make_loss(task["target"], task.get("args", {}), key)
+            if attribute(loss, "scope", "example") == "global":
+                raise UsageError(f"{key}.target: {task['target']} couples examples; it cannot be one of several tasks")
+            weight = task.get("weight", 1.0)
+            if not isinstance(weight, int | float):
+                raise UsageError(f"{key}.weight: {weight!r} is not a number")
+            self.tasks[name] = (loss, float(weight), task.get("outputs", name), task.get("labels", name))
+
+    def __call__(self, outputs: Mapping[str, Any], batch: dict[str, jax.Array]):
+        weight = jnp.sum(batch["mask"])
+        total, metrics = jnp.zeros_like(weight), dict[str, jax.Array]()
+        for name, (loss, factor, output, labels) in self.tasks.items():
+            if not isinstance(outputs, Mapping) or output not in outputs:
+                has = sorted(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
+                raise UsageError(f"loss.args.tasks.{name}: no outputs {output!r}; the model returns {has}")
+            if labels not in batch:
+                raise UsageError(f"loss.args.tasks.{name}: no labels {labels!r}; the data has {sorted(batch)}")
+            own, elements, more = apply_loss(loss, outputs[output], {**batch, "labels": batch[labels]})
+            share = weight / jnp.where(elements > 0, elements, 1)
+            total += factor * share * own
+            metrics |= {f"{name}_{k}": share * v for k, v in {"loss": own, **more}.items()}
+        return total, weight, metrics
+
+
+def apply_loss(loss: LossFn, outputs: Any, batch: dict[str, jax.Array]) -> Any:
+    """loss(outputs, batch), with logits computed before where it does not compute them itself."""
+    return loss(outputs if attribute(loss, "reads_logits", False) else whole(outputs), batch)
+
+
+def make_loss(target: str, args: Mapping[str, Any], key: str = "loss") -> LossFn:
+    """A class is made; a function is the loss itself, with its arguments set. Raises UsageError."""
+    factory = locate(key, target, LOSSES)
+    bound = bind(key, factory, args)
+    return call(key, bound) if isinstance(factory, type) else bound
+
+
+def attribute(loss: LossFn, name: str, default: Any) -> Any:
+    """An attribute of a loss, also where it is a function with some arguments set."""
+    own = loss.func if isinstance(loss, functools.partial) else loss
+    return getattr(own, name, default)
+
+
+def fit_mask(mask: jax.Array, losses: jax.Array) -> jax.Array:
     """mask [example] or [example, token] as the shape and dtype of losses."""
     if mask.shape != losses.shape[: mask.ndim]:
         raise UsageError(f"loss: the data's mask {mask.shape} does not fit the losses {losses.shape}, dim by dim")
@@ -76,4 +214,20 @@ def _labels(batch: dict[str, jax.Array]) -> jax.Array:
     return batch["labels"]
 
 
-LOSSES = {"SoftmaxCrossEntropy": SoftmaxCrossEntropy, "MeanSquaredError": MeanSquaredError}
+def _of_label(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+
+
+def _direction(x: jax.Array) -> jax.Array:
+    """x / |x| along the last dim; of zeros, zeros."""
+    squares = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.maximum(squares, jnp.finfo(x.dtype).tiny))
+
+
+LOSSES: dict[str, Any] = {
+    "SoftmaxCrossEntropy": SoftmaxCrossEntropy,
+    "CausalLM": CausalLM,
+    "MeanSquaredError": MeanSquaredError,
+    "Contrastive": Contrastive,
+    "MultiTask": MultiTask,
+}

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxdp.logits import Logits
+
 LEAST = 1.0  # a dynamic loss scale does not fall below it
 
 
@@ -31,7 +33,9 @@ class Policy(NamedTuple):
         return cast_floats(batch, self.compute)
 
     def outputs(self, outputs: Any) -> Any:
-        return cast_floats(outputs, self.state)
+        """What a loss gets; logits that it computes itself it makes of that kind."""
+        lazy = lambda x: isinstance(x, Logits)
+        return jax.tree.map(lambda x: x if lazy(x) else cast_floats(x, self.state), outputs, is_leaf=lazy)
 
 
 def policy(params: str, compute: str, reduce: str) -> Policy:

@@ -1,11 +1,12 @@
 """The step is a pair of pure functions that contain no strategy and no collective.
 
-    grads(view, batch[slot, example, ...], slots[slot], gather) -> Sums     one replica's share of the microbatches
-    apply(state, sums, total) -> (state, metrics)                           the one division, the optimizer
+    grads(view, batch[slot, example, ...], slots[slot], gather, join) -> Sums  one replica's share of the microbatches
+    apply(state, sums, total) -> (state, metrics)                              the one division, the optimizer
 
 Everything in `Sums` adds up over microbatches and replicas, and is divided once, by the global weight. A strategy
-reaches inside through two hooks only: `gather` makes split parameters whole (and gradients what the strategy wants),
-`total` measures a tree that may be split. On one device, a strategy needs neither.
+reaches inside through three hooks only: `gather` makes split parameters whole (and gradients what the strategy wants),
+`join` brings the slots of all replicas together for a loss that couples examples, `total` measures a tree that may be
+split. On one device, a strategy needs none.
 """
 
 import functools
@@ -22,8 +23,8 @@ from jaxdp import inplace
 from jaxdp.errors import UsageError
 from jaxdp.guard import Guard, Spike, judge
 from jaxdp.guard import start as start_guard
-from jaxdp.losses import LossFn
-from jaxdp.models.base import CARRY, Model
+from jaxdp.losses import LossFn, apply_loss, attribute
+from jaxdp.models.base import CARRY, RESET, Model
 from jaxdp.models.scan import BlockGather, as_they_are, block_hooks
 from jaxdp.models.scan import remat as rematerialize
 from jaxdp.precision import LossScale, LossScaling, Policy, cast_floats
@@ -34,6 +35,8 @@ Batch = dict[str, jax.Array]
 Transform = Callable[[Batch, jax.Array, bool], Batch]  # (batch, key, train) -> batch
 # (parameters, compute dtype) -> (whole ones of that dtype, what makes those of a block whole inside `scan_blocks`)
 Gather = Callable[[Tree, Any], tuple[Tree, BlockGather]]
+# leaves [slot, ...] of a replica -> those of all microbatches, in their order
+Join = Callable[[Tree], Tree]
 # (measure, tree) -> measure(the whole tree), where measure(tree) adds up over the tree's parts
 Total = Callable[[Callable[[Tree], jax.Array], Tree], jax.Array]
 
@@ -92,17 +95,34 @@ class Change(NamedTuple):
     squares: jax.Array
 
 
+class Coupled(NamedTuple):
+    """What a loss over the whole batch tells a slot [slot, ...]: its share of the sums, and d loss / d its outputs."""
+
+    loss: jax.Array
+    weight: jax.Array
+    metrics: dict[str, jax.Array]
+    cotangents: Tree
+
+
 class Step(NamedTuple):
-    """trainable(tree like the parameters) -> the same with None for frozen leaves: the structure of the gradients."""
+    """trainable(tree like the parameters) -> the same with None for frozen leaves: the structure of the gradients.
+
+    couples: the loss of an example depends on the others of the batch.
+    """
 
     grads: Callable[..., Sums]
     apply: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[..., Sums]
     trainable: Callable[[Tree], Tree]
+    couples: bool = False
 
 
 def plain_gather(params: Tree, dtype: Any) -> tuple[Tree, BlockGather]:
     return cast_floats(params, dtype), as_they_are
+
+
+def plain_join(tree: Tree) -> Tree:
+    return tree
 
 
 def plain_total(measure: Callable[[Tree], jax.Array], tree: Tree) -> jax.Array:
@@ -198,27 +218,47 @@ def make_step(
     accumulation = {"vmap": _at_once, "loop": _one_by_one, "one": _only}[accumulate]
     trainable = thaw(frozen)
 
-    def microbatch(view: View, batch: Batch, slot: jax.Array, train: bool, gather: Gather) -> tuple[jax.Array, Sums]:
-        """(the scaled loss, the sums) of one microbatch, without gradients; one without rows adds nothing."""
+    couples = attribute(loss, "scope", "example") == "global"
+    if couples and accumulate == "one":
+        raise UsageError(
+            "parallel.reduction: exact adds up microbatch by microbatch, and this loss couples the examples of all; "
+            "use xla or bucket"
+        )
+
+    def forward(view: View, batch: Batch, slot: jax.Array, train: bool, gather: Gather) -> tuple[Tree, Batch, Tree]:
+        """(outputs, what the loss gets, new model state) of one microbatch."""
         key, augment_key = jax.random.split(microbatch_key(seed, view.step, slot))
         mask = batch["mask"]
-        real = jnp.any(mask != 0)
-        # Padding repeats a real example, so that a microbatch without rows can be computed like any other, and weighs
-        # nothing. Were it masked inside the model, BatchNorm would divide 0 by 0.
-        seen = jnp.logical_or(mask != 0, jnp.logical_not(real))
         prepare = transform if train else eval_transform
         if prepare is not None:
             batch = prepare(batch, augment_key, train)
-        state = view.model_state if view.carry is None else {**view.model_state, CARRY: view.carry}
+        state = view.model_state
+        if view.carry is not None:
+            state = {**state, CARRY: begin_anew(view.carry, batch.get(RESET))}
+        # Padding repeats a real example, so that a microbatch without rows can be computed like any other, and weighs
+        # nothing. Were it masked inside the model, BatchNorm would divide 0 by 0.
+        seen = jnp.logical_or(mask != 0, jnp.logical_not(jnp.any(mask != 0)))
         params, block_gather = gather(view.params, policy.compute)
         inputs = policy.inputs({**batch, "mask": seen})
         again = remat if train else "none"
-        forward = rematerialize("none" if model.blocks else again, lambda *args: model.apply(*args, train))
+        run = rematerialize("none" if model.blocks else again, lambda *args: model.apply(*args, train))
         with block_hooks(block_gather, again):
-            outputs, new_state = forward(params, state, inputs, key)
-        outputs = policy.outputs(outputs)
-        total, weight, metrics = _three(loss(outputs, {**batch, "mask": mask.astype(policy.state)}))
+            outputs, new_state = run(params, state, inputs, key)
+        return policy.outputs(outputs), {**batch, "mask": mask.astype(policy.state)}, new_state
+
+    def microbatch(
+        view: View, batch: Batch, slot: jax.Array, coupled: Coupled | None, train: bool, gather: Gather
+    ) -> tuple[jax.Array, Sums]:
+        """(the scaled loss, the sums) of one microbatch, without gradients; one without rows adds nothing."""
+        real = jnp.any(batch["mask"] != 0)
+        outputs, judged, new_state = forward(view, batch, slot, train, gather)
         new_state, carry = split_carry(new_state)
+        if coupled is None:
+            total, weight, metrics = _three(apply_loss(loss, outputs, judged))
+            scaled = total
+        else:
+            total, weight, metrics, cotangents = coupled
+            scaled = _inner(outputs, cotangents).astype(total.dtype) if train else total
         dtype = total.dtype
         weight = weight.astype(dtype)
         sums = Sums(
@@ -228,34 +268,76 @@ def make_step(
             metrics=jax.tree.map(lambda x: x.astype(dtype), metrics),
             model_state=jax.tree.map(lambda old, new: _weigh(old, new, weight, real), view.model_state, new_state),
         )
-        sums = jax.tree.map(lambda x: jnp.where(real, x, jnp.zeros_like(x)), sums)
-        carry = jax.tree.map(functools.partial(_keep, mask), view.carry, carry)
-        loss_scaled = sums.loss
+        only_real = lambda x: jnp.where(real, x, jnp.zeros_like(x))
+        sums, scaled = jax.tree.map(only_real, (sums, scaled))
+        before = begin_anew(view.carry, batch.get(RESET))
+        carry = jax.tree.map(functools.partial(_keep, batch["mask"]), before, carry)
         if loss_scaling is not None:
-            loss_scaled = sums.loss * loss_scaling.factor(view.loss_scale).astype(dtype)
-        return loss_scaled, sums._replace(carry=carry)
+            scaled = scaled * loss_scaling.factor(view.loss_scale).astype(dtype)
+        return scaled, sums._replace(carry=carry)
 
-    def grads(view: View, batch: Batch, slots: jax.Array, gather: Gather = plain_gather) -> Sums:
-        def total(params: Tree, *piece: Any) -> tuple[jax.Array, Sums]:
+    def couple(view: View, batch: Batch, slots: jax.Array, train: bool, gather: Gather, join: Join) -> Coupled | None:
+        """The first of two passes of a loss over the whole batch: outputs of all slots, and what the loss says of them.
+
+        The second computes each slot again, with these cotangents for its loss (GradCache, arXiv 2101.06983).
+        """
+        if not couples:
+            return None
+
+        def one(piece: Any) -> tuple[Tree, Batch]:
             carry, batch, slot = piece
+            return forward(view._replace(carry=carry), batch, slot, train, gather)[:2]
+
+        every = jax.vmap(one) if accumulate == "vmap" else lambda pieces: jax.lax.map(one, pieces)
+        outputs, judged = join(every((view.carry, batch, slots)))
+        rows = judged["mask"].reshape(len(judged["mask"]), -1).sum(-1)
+
+        def whole(outputs: Tree) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
+            flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (outputs, judged))
+            total, weight, metrics = _three(apply_loss(loss, *flat))
+            return total, (weight, metrics)
+
+        if train:
+            (total, (weight, metrics)), found = jax.value_and_grad(whole, has_aux=True, allow_int=True)(outputs)
+            cotangents = jax.tree.map(lambda x, c: c if _is_float(x) else x, outputs, found)
+        else:
+            (total, (weight, metrics)), cotangents = whole(outputs), None
+        index = jnp.maximum(slots, 0)
+        share = (rows / jnp.maximum(rows.sum(), 1))[index].astype(total.dtype)
+        each = lambda x: x.astype(total.dtype) * share
+        own = jax.tree.map(lambda x: x[index], cotangents)
+        return jax.lax.stop_gradient(Coupled(each(total), each(weight), jax.tree.map(each, metrics), own))
+
+    def grads(
+        view: View, batch: Batch, slots: jax.Array, gather: Gather = plain_gather, join: Join = plain_join
+    ) -> Sums:
+        def total(params: Tree, *piece: Any) -> tuple[jax.Array, Sums]:
+            carry, batch, slot, coupled = piece
             here = view._replace(params=merge(params, view.params), carry=carry)
-            return microbatch(here, batch, slot, True, gather)
+            return microbatch(here, batch, slot, coupled, True, gather)
 
-        return accumulation(total, trainable(view.params), (view.carry, batch, slots))
+        coupled = couple(view, batch, slots, True, gather, join)
+        return accumulation(total, trainable(view.params), (view.carry, batch, slots, coupled))
 
-    def evaluate(view: View, batch: Batch, slots: jax.Array, gather: Gather = plain_gather) -> Sums:
-        carry = jax.tree.map(jnp.zeros_like, view.carry)
+    def evaluate(
+        view: View, batch: Batch, slots: jax.Array, gather: Gather = plain_gather, join: Join = plain_join
+    ) -> Sums:
+        """The carry goes on from batch to batch where the batches say where it begins anew; else each begins with 0."""
+        goes_on = RESET in batch
+        carry = view.carry if goes_on else jax.tree.map(jnp.zeros_like, view.carry)
 
         def one(piece: Any) -> Sums:
-            carry, batch, slot = piece
-            sums = microbatch(view._replace(carry=carry), batch, slot, False, gather)[1]
-            return sums._replace(model_state=None, carry=None)
+            carry, batch, slot, coupled = piece
+            sums = microbatch(view._replace(carry=carry), batch, slot, coupled, False, gather)[1]
+            return sums._replace(model_state=None, carry=sums.carry if goes_on else None)
 
-        pieces = (carry, batch, slots)
+        pieces = (carry, batch, slots, couple(view._replace(carry=carry), batch, slots, False, gather, join))
         if accumulate == "one":
-            return one(_first(pieces))
+            sums = one(_first(pieces))
+            return sums._replace(carry=jax.tree.map(lambda x: x[None], sums.carry))
         every = jax.vmap(one) if accumulate == "vmap" else lambda pieces: jax.lax.map(one, pieces)
-        return jax.tree.map(lambda x: x.sum(0), every(pieces))
+        sums = every(pieces)
+        return jax.tree.map(lambda x: x.sum(0), sums._replace(carry=None))._replace(carry=sums.carry)
 
     def apply(state: TrainState, sums: Sums, total: Total = plain_total) -> tuple[TrainState, dict[str, jax.Array]]:
         params = trainable(state.params)
@@ -315,7 +397,7 @@ def make_step(
             new = new.replace(loss_scale=inplace.where(running, adjusted, state.loss_scale))
         return new.replace(step=state.step + running.astype(state.step.dtype), guard=guard), metrics
 
-    return Step(grads, apply, evaluate, trainable)
+    return Step(grads, apply, evaluate, trainable, couples)
 
 
 def _at_once(total: Callable, params: Tree, pieces: Tree) -> Sums:
@@ -374,6 +456,23 @@ def _three(result: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
             "batch['mask'] summed, and batch['mask'] summed"
         )
     return result
+
+
+def begin_anew(carry: Tree, reset: jax.Array | None) -> Tree:
+    """Leaves [example, ...], zero where reset[example] is true; as they are without it."""
+    if reset is None:
+        return carry
+    return jax.tree.map(lambda x: jnp.where(reset.reshape(-1, *(1,) * (x.ndim - 1)) != 0, jnp.zeros_like(x), x), carry)
+
+
+def _inner(outputs: Tree, cotangents: Tree) -> jax.Array:
+    """The sum of the products of all floats."""
+    pairs = zip(jax.tree.leaves(outputs), jax.tree.leaves(cotangents))
+    return sum((jnp.sum(x * y) for x, y in pairs if _is_float(x)), jnp.zeros(()))
+
+
+def _is_float(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _keep(mask: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:

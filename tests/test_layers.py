@@ -28,7 +28,7 @@ LAYERS = [
         "watch",
         "signals",
     }
-    | {"transfer", "safetensors_file"}
+    | {"transfer", "safetensors_file", "logits"}
     | {"models", "data", "metrics", "distributed", "split", "hlo", "hardware", "flops"},
     {"step"},
     {"parallel"},

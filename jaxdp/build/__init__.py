@@ -1,5 +1,6 @@
 """Config -> Run: the only place that sees both sides. Everything below it takes plain arguments."""
 
+import collections
 import dataclasses
 import hashlib
 import os
@@ -11,15 +12,24 @@ import jax
 import numpy as np
 
 from jaxdp import loop
-from jaxdp.build.parts import Parts, check_paths, make_parts, make_strategy, make_the_step, set_jax, state_maker
+from jaxdp.build.parts import (
+    Parts,
+    check_paths,
+    make_order,
+    make_parts,
+    make_strategy,
+    make_the_step,
+    set_jax,
+    state_maker,
+)
 from jaxdp.checkpoint import Checkpoints
 from jaxdp.config import Config
 from jaxdp.config.check import flatten
 from jaxdp.data.base import fingerprint
-from jaxdp.data.cursor import Cursor
 from jaxdp.data.prefetch import read_batch
 from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError, one_line
+from jaxdp.losses import attribute
 from jaxdp.metrics.writer import Nothing
 from jaxdp.parallel import STAGES, Strategy
 from jaxdp.parallel.base import slot_table
@@ -47,8 +57,7 @@ def make_run(config: Config, directory: pathlib.Path, context: Context) -> loop.
     together(context, lambda: check_optimizer(config, strategy, parts.tx, step))
     source = None
     if parts.eval_set is not None:
-        cursor = Cursor(len(parts.eval_set), config.batch_size, config.microbatches, 0, shuffle=False)
-        source = loop.Source(parts.eval_set, cursor)
+        source = loop.Source(parts.eval_set, make_order(config, parts.eval_set, parts.sequential, shuffle=False))
     return loop.Run(
         strategy=strategy,
         step=step,
@@ -68,6 +77,7 @@ def make_run(config: Config, directory: pathlib.Path, context: Context) -> loop.
         save_every=config.checkpoint.every,
         asynchronous=config.checkpoint.asynchronous,
         averaged=config.eval.ema,
+        derive=attribute(parts.loss, "derive", lambda means: {}),
         max_rollbacks=config.spike.max_rollbacks,
         directory=directory,
         meta={
@@ -182,6 +192,7 @@ def check_best(config: Config, parts: Parts, metrics: set[str]) -> None:
         return
     if parts.eval_set is None:
         raise UsageError(f"checkpoint.best: {best!r}, but the data has no test split; set eval.data, or leave it null")
+    metrics |= set(attribute(parts.loss, "derive", lambda means: {})(collections.defaultdict(float)))
     known = sorted(n for n in metrics - of_updates if not n.startswith(("skipped", "halted", "disagreeing")))
     if best not in known:
         raise UsageError(f"checkpoint.best: {best!r} is not among the numbers of an evaluation: {', '.join(known)}")

@@ -15,10 +15,11 @@ from jaxdp import environment
 from jaxdp.config import Config, Target
 from jaxdp.data import SOURCES
 from jaxdp.data.base import Dataset, as_dataset, check_dtypes
-from jaxdp.data.cursor import Cursor
+from jaxdp.data.cursor import Cursor, Order, Streams
+from jaxdp.data.transforms import TRANSFORMS, as_transform, both
 from jaxdp.errors import UsageError
 from jaxdp.guard import Spike
-from jaxdp.losses import LOSSES, LossFn
+from jaxdp.losses import LossFn, make_loss
 from jaxdp.models import MODELS, as_model
 from jaxdp.models.base import Model
 from jaxdp.optim import OPTIMIZERS, make_optimizer, make_schedule
@@ -26,24 +27,30 @@ from jaxdp.parallel import STRATEGIES, Strategy
 from jaxdp.parallel.reduction import make_reduction
 from jaxdp.precision import LossScaling, Policy, policy
 from jaxdp.split import path_string
-from jaxdp.step import Step, TrainState, init_state, make_step
+from jaxdp.step import Batch, Step, TrainState, Transform, init_state, make_step, split_carry
 from jaxdp.targets import bind, call, locate, parameters, require
 
 
 class Parts(NamedTuple):
-    """What a config names, made. eval_set: what to evaluate on, or None. cursor: the order of the training data."""
+    """What a config names, made. eval_set: what to evaluate on, or None. cursor: the order of the training data.
+
+    sequential: of both. transform, eval_transform: what is run on their microbatches, on the device, or None.
+    """
 
     dataset: Dataset
     eval_set: Dataset | None
     model: Model
     loss: LossFn
-    cursor: Cursor
+    cursor: Order
     steps: int
     schedule: Callable[[Any], Any]
     tx: optax.GradientTransformation
     policy: Policy
     scaling: LossScaling | None
     spike: Spike | None
+    sequential: bool
+    transform: Transform | None
+    eval_transform: Transform | None
 
 
 def set_jax(config: Config) -> None:
@@ -66,11 +73,15 @@ def make_parts(config: Config) -> Parts:
     """Everything that the config names. Names are checked before any data is read."""
     target = locate("model", config.model.target, MODELS)
     bind("model", target, config.model.args)
-    loss = make_loss(config)
+    loss = make_loss(config.loss.target, config.loss.args)
+    own = make_transform(config)
     make_tx(config, lambda step: 0.0)
     dataset, eval_set = make_data(config)
     model = make_model(config, target, dataset)
-    cursor = Cursor(len(dataset), config.batch_size, config.microbatches, config.seed)
+    transform = both(getattr(dataset, "transform", None), own)
+    eval_transform = both(getattr(eval_set, "transform", None), own)
+    sequential = is_sequential(config, model, dataset, transform)
+    cursor = make_order(config, dataset, sequential)
     steps = config.steps or math.ceil((config.epochs or 0) * cursor.steps_per_epoch)
     dtypes, schedule = config.precision, schedule_of(config, steps)
     return Parts(
@@ -85,6 +96,9 @@ def make_parts(config: Config) -> Parts:
         policy(dtypes.params, dtypes.compute or dtypes.params, dtypes.reduce or dtypes.params),
         make_scaling(config, dataset),
         make_spike(config),
+        sequential,
+        transform,
+        eval_transform,
     )
 
 
@@ -102,8 +116,8 @@ def make_the_step(config: Config, parts: Parts) -> Step:
         frozen=opt.frozen,
         ema_decay=opt.ema,
         loss_scaling=parts.scaling,
-        transform=getattr(parts.dataset, "transform", None),
-        eval_transform=getattr(parts.eval_set, "transform", None),
+        transform=parts.transform,
+        eval_transform=parts.eval_transform,
         schedule=parts.schedule,
         max_nonfinite=config.nonfinite.max_consecutive,
         spike=parts.spike,
@@ -115,10 +129,7 @@ def state_maker(config: Config, parts: Parts) -> Callable[[], TrainState]:
     example, places = parts.dataset.read(np.zeros(1, np.int64)), parts.cursor.examples_per_microbatch
 
     def make_state() -> TrainState:
-        inputs = {k: jax.numpy.broadcast_to(v[0], (places, *v.shape[1:])) for k, v in example.items()}
-        inputs.setdefault("mask", jax.numpy.ones(places, bool))
-        if hasattr(parts.dataset, "transform"):
-            inputs = parts.dataset.transform(inputs, jax.random.key(0), False)
+        inputs = first_microbatch(example, places, parts.transform)
         return init_state(
             parts.model,
             parts.tx,
@@ -196,11 +207,38 @@ def make_model(config: Config, target: Any, dataset: Dataset) -> Model:
     return call("model", bound, lambda: as_model(call("model", bound)))
 
 
-def make_loss(config: Config) -> LossFn:
-    """A class is made; a function is the loss itself, with its arguments set."""
-    factory = locate("loss", config.loss.target, LOSSES)
-    bound = bind("loss", factory, config.loss.args)
-    return call("loss", bound) if isinstance(factory, type) else bound
+def make_transform(config: Config) -> Transform | None:
+    """What the config asks to be run on microbatches."""
+    own = config.data.transform
+    if own is None:
+        return None
+    found = locate("data.transform", own.target, TRANSFORMS)
+    bound = bind("data.transform", found, own.args)
+    made = call("data.transform", bound) if isinstance(found, type) else bound
+    return as_transform(made)
+
+
+def is_sequential(config: Config, model: Model, dataset: Dataset, transform: Transform | None) -> bool:
+    """Whether rows go on from batch to batch: as the config says, else where the model carries something."""
+    if config.data.order is not None:
+        return config.data.order == "sequential"
+    example = dataset.read(np.zeros(1, np.int64))
+    state = jax.eval_shape(lambda: model.init(jax.random.key(0), first_microbatch(example, 1, transform))[1])
+    return split_carry(state)[1] is not None
+
+
+def first_microbatch(example: dict[str, np.ndarray], places: int, transform: Transform | None) -> Batch:
+    """Copies of an example [1, ...], as the model gets them."""
+    inputs: Batch = {k: jax.numpy.broadcast_to(v[0], (places, *v.shape[1:])) for k, v in example.items()}
+    inputs.setdefault("mask", jax.numpy.ones(places, bool))
+    return inputs if transform is None else transform(inputs, jax.random.key(0), True)
+
+
+def make_order(config: Config, dataset: Dataset, sequential: bool, shuffle: bool = True) -> Order:
+    """Which examples each microbatch of each step holds."""
+    if sequential:
+        return Streams(len(dataset), config.batch_size, config.microbatches)
+    return Cursor(len(dataset), config.batch_size, config.microbatches, config.seed if shuffle else 0, shuffle)
 
 
 def schedule_of(config: Config, steps: int) -> Callable[[Any], Any]:

@@ -36,6 +36,8 @@ def make_subject(config: Config) -> Subject:
         loss=parts.loss,
         make_tx=lambda factor: make_tx(config, lambda step: factor * opt.lr, parts.model.blocks),
         dataset=parts.dataset,
+        transform=parts.transform,
+        sequential=parts.sequential,
         own=Row(
             devices=parallel.devices or 0,
             backend=parallel.backend,

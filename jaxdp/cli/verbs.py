@@ -68,7 +68,7 @@ def train(config: Config, path: str | None, context: Context) -> None:
 
 
 def summary(final: Record, directory: pathlib.Path) -> str:
-    numbers = [f"{name} {final[name]:.4f}" for name in ("loss", "accuracy") if name in final]
+    numbers = [f"{name} {final[name]:.4f}" for name in ("loss", "accuracy", "perplexity") if name in final]
     return "  ".join([*numbers, f"params_sha256 {final['params_sha256'][:16]}", f"files in {directory}"])
 
 

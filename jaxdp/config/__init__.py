@@ -57,7 +57,16 @@ class DataTarget(Target):
         target: Digits (embedded), PythonSource (the standard library's own), CIFAR10, MNIST, FashionMNIST, or the
             dotted path of any sized sequence of examples
         args: its arguments, e.g. root, the folder of the files; --data.args.NAME VALUE sets one
+        order: shuffled anew for each epoch, or sequential: each row of a batch goes on in the same row of the next, for
+            models that carry state from batch to batch; null means sequential for such models, else shuffled
+        transform: run on the device: Mixup, or the dotted path of a function (example, key) -> example of training
+            examples, or (example, key, train) -> example of all
+        workers: processes that read the data; 0 reads it in a thread
     """
+
+    order: Literal["shuffled", "sequential"] | None = numbers(None)
+    transform: Target | None = numbers(None)
+    workers: int = speed(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +74,8 @@ class LossTarget(Target):
     """The loss.
 
     Args:
-        target: SoftmaxCrossEntropy, MeanSquaredError, or the dotted path of a class or function
+        target: SoftmaxCrossEntropy, CausalLM (with perplexity), MeanSquaredError, Contrastive, MultiTask, or the dotted
+            path of a class or function
         args: its arguments; --loss.args.NAME VALUE sets one
     """
 

@@ -17,7 +17,7 @@ AT_LEAST = {
     "log.every": 1, "profile.start": 0, "profile.steps": 1, "checkpoint.every": 1, "checkpoint.keep": 1,
     "parallel.devices": 1, "parallel.zero": 0, "parallel.shard_size": 2, "precision.loss_scale_interval": 1,
     "verify.strategies": 1, "checkpoint.keep_every": 1, "watchdog.straggler_factor": 1,
-    "nonfinite.max_consecutive": 1, "spike.after": 1, "spike.max_rollbacks": 0,
+    "nonfinite.max_consecutive": 1, "spike.after": 1, "spike.max_rollbacks": 0, "data.workers": 0,
 }  # fmt: skip
 AT_MOST = {
     "seed": 2**32 - 1,

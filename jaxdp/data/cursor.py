@@ -6,6 +6,7 @@ neither skips nor repeats an example: which rows a process reads follows from th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -62,19 +63,20 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
 
 
 @dataclass(frozen=True)
-class Cursor:
+class Order:
     """Which examples each microbatch of each step holds.
 
-    size: examples in the set. batch_size: examples per update over all devices. microbatches: the pieces that a batch
-    is dealt into, round-robin: row r belongs to microbatch `r % microbatches`, at place `r // microbatches`. The last
-    batch of an epoch holds what is left. Raises UsageError where one of them is not positive.
+    sequential: a row of one batch goes on in the same row of the next. size: examples in the set. batch_size: examples
+    per update over all devices. microbatches: the pieces that a batch is dealt into, round-robin: row r belongs to
+    microbatch `r % microbatches`, at place `r // microbatches`. The last batch of an epoch holds what is left. Raises
+    UsageError where one of them is not positive.
     """
 
     size: int
     batch_size: int
     microbatches: int
-    seed: int
-    shuffle: bool = True
+
+    sequential: ClassVar[bool] = False
 
     def __post_init__(self):
         if self.size < 1:
@@ -96,6 +98,10 @@ class Cursor:
         """The number of real rows in this step's batch: `batch_size`, or fewer in an epoch's last."""
         return min(self.batch_size, self.size - self._batch(step)[1])
 
+    def begins(self, step: int) -> bool:
+        """Whether this step's batch is the first of an epoch."""
+        return not self._batch(step)[1]
+
     def rows(self, step: int, slots: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The examples of some microbatches: (indices[slot, E] int64, mask[slot, E] bool).
 
@@ -105,11 +111,13 @@ class Cursor:
         dealt = np.asarray(slots, np.int64).reshape(-1, 1)
         if ((dealt < -1) | (dealt >= self.microbatches)).any():
             raise ValueError(f"slots: {list(slots)} are not all in [-1, {self.microbatches})")
-        epoch, first = self._batch(step)
         row = np.arange(self.examples_per_microbatch) * self.microbatches + dealt
         mask = (dealt >= 0) & (row < self.examples(step))
-        position = np.where(mask, first + row, first)
-        return (permute(position, self.size, self.seed, epoch) if self.shuffle else position), mask
+        return self._examples(step, np.where(mask, row, 0)), mask
+
+    def _examples(self, step: int, rows: np.ndarray) -> np.ndarray:
+        """The examples of some rows of the step's batch."""
+        raise NotImplementedError
 
     def _batch(self, step: int) -> tuple[int, int]:
         """(epoch, position of the batch's first row in the epoch's order)."""
@@ -117,3 +125,31 @@ class Cursor:
             raise ValueError(f"step: {step} is negative")
         epoch, batch = divmod(step, self.steps_per_epoch)
         return epoch, batch * self.batch_size
+
+
+@dataclass(frozen=True)
+class Cursor(Order):
+    """Batches of an order that is drawn anew for each epoch, from the seed; or, not shuffled, of that of the set."""
+
+    seed: int = 0
+    shuffle: bool = True
+
+    def _examples(self, step: int, rows: np.ndarray) -> np.ndarray:
+        epoch, first = self._batch(step)
+        position = first + rows
+        return permute(position, self.size, self.seed, epoch) if self.shuffle else position
+
+
+@dataclass(frozen=True)
+class Streams(Order):
+    """Batches of which row r is always the r-th of `batch_size` consecutive parts of the set, read in order.
+
+    For models that carry state from batch to batch (truncated back-propagation through time). Parts differ by at most
+    one example, the longer ones first, so that each epoch reads every example once.
+    """
+
+    sequential: ClassVar[bool] = True
+
+    def _examples(self, step: int, rows: np.ndarray) -> np.ndarray:
+        length, longer = divmod(self.size, self.batch_size)
+        return rows * length + np.minimum(rows, longer) + self._batch(step)[1] // self.batch_size

@@ -13,8 +13,9 @@ from typing import TypeVar
 import numpy as np
 
 from jaxdp.data.base import Dataset
-from jaxdp.data.cursor import Cursor
+from jaxdp.data.cursor import Order
 from jaxdp.errors import UsageError
+from jaxdp.models.base import RESET
 
 T = TypeVar("T")
 GRACE_S = 10.0  # a read that hangs on a lost file system must not keep a run from ending
@@ -83,12 +84,13 @@ def prefetch(make: Callable[[int], T], start: int, stop: int, depth: int = 2) ->
         thread.join(GRACE_S)
 
 
-def read_batch(dataset: Dataset, cursor: Cursor, step: int, slots: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+def read_batch(dataset: Dataset, cursor: Order, step: int, slots: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
     """The step's rows in `slots`, in one `dataset.read`: each value [slot, E, ...], and "mask"[slot, E] float32.
 
-    The mask is 1 for a real row and 0 for padding (see `Cursor.rows`). Where the dataset gives a "mask" of its own
-    (of tokens, say), it is multiplied by ours, in its own shape. Raises UsageError where `read` gives something other
-    than a dict of arrays with one entry an index.
+    The mask is 1 for a real row and 0 for padding (see `Order.rows`). Where the dataset gives a "mask" of its own (of
+    tokens, say), it is multiplied by ours, in its own shape. Of a sequential order there is also "reset"[slot, E] bool:
+    where what the model carries begins anew, at an epoch's begin and where the dataset says so. Raises UsageError where
+    `read` gives something other than a dict of arrays with one entry an index.
     """
     indices, rows = cursor.rows(step, slots)
     if rows.all():
@@ -102,6 +104,9 @@ def read_batch(dataset: Dataset, cursor: Cursor, step: int, slots: Sequence[int]
     if own is not None:
         kind = own.dtype if np.issubdtype(own.dtype, np.floating) else np.float32
         mask = own.astype(kind) * rows.reshape(*rows.shape, *[1] * (own.ndim - 2))
+    if cursor.sequential:
+        begin = np.full(rows.shape, cursor.begins(step))
+        batch[RESET] = begin | (batch[RESET].reshape(rows.shape) != 0) if RESET in batch else begin
     return {**batch, "mask": mask}
 
 

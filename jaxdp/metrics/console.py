@@ -5,7 +5,7 @@ import time
 
 from jaxdp.metrics.writer import Record
 
-SHOWN = ("loss", "accuracy", "lr", "grad_norm", "step_time_ms", "examples_per_s")
+SHOWN = ("loss", "accuracy", "perplexity", "lr", "grad_norm", "step_time_ms", "examples_per_s")
 NAMES = {"step_time_ms": "ms/step", "examples_per_s": "examples/s", "grad_norm": "|grad|"}
 
 

@@ -4,7 +4,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,8 @@ AHEAD = 2  # intervals that the loop may be ahead of the device before it waits
 class Meter:
     """Writes a train record every `every` updates and at update `last`.
 
-    examples: per update on average, for the throughput. more(milliseconds of an update): what else a record says. An
+    examples: per update on average, for the throughput. more(milliseconds of an update), derive(means): what else a
+    record says. An
     update's time is from one record's completion on the device to the next, without compilation and without what runs
     between `pause` and the next update.
     """
@@ -30,8 +31,10 @@ class Meter:
         last: int,
         examples: float,
         more: Callable[[float], Record] = lambda milliseconds: {},
+        derive: Callable[[Record], Mapping[str, float]] = lambda means: {},
     ):
-        self.writer, self.every, self.last, self.examples, self.more = writer, every, last, examples, more
+        self.writer, self.every, self.last, self.examples = writer, every, last, examples
+        self.more, self.derive = more, derive
         self.since: tuple[int, float] | None = None  # (update, when it was done) where the clock last started
         self.fault: BaseException | None = None
         self.queue: queue.Queue[tuple[int, Any] | None] = queue.Queue(AHEAD)
@@ -82,7 +85,8 @@ class Meter:
 
     def _record(self, step: int, metrics: dict[str, Any]) -> None:
         now = time.perf_counter()
-        record: Record = {"step": step, "split": "train", **{k: float(v) for k, v in sorted(metrics.items())}}
+        means = {k: float(v) for k, v in sorted(metrics.items())}
+        record: Record = {"step": step, "split": "train", **means, **self.derive(means)}
         assert self.since is not None
         if step > self.since[0]:
             seconds = (now - self.since[1]) / (step - self.since[0])

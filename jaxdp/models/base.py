@@ -6,7 +6,7 @@
 batch: one microbatch, {name: [example, ...]}; "inputs" goes to the module's first argument, and "mask" [example]
 (True for real examples) or any other entry to an argument of that name. model_state is a nested dict; floats in it are
 averaged over microbatches by weight, integers must agree, and what stands under its top-level key "carry"
-([example, ...]) belongs to the examples and stays with them.
+([example, ...]) belongs to the examples and stays with them; it begins with zeros.
 """
 
 import inspect
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from jaxdp.errors import UsageError
 
 CARRY = "carry"
+RESET = "reset"  # the entry of a batch [example] that says where the carry begins anew, with zeros
 
 
 class Model(NamedTuple):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdp.errors import UsageError
+from jaxdp.logits import Logits
 from jaxdp.models.attention import ATTENTION, Attention, Rotation, rotation, wide
 from jaxdp.models.nnx import Blocks
 
@@ -18,14 +19,15 @@ EPSILON = 1e-5
 
 
 class GPT(nnx.Module):
-    """tokens[example, token] integers -> logits [example, token, vocabulary], each from the tokens up to its own.
+    """tokens[example, token] integers -> `Logits` [example, token, vocabulary], each from the tokens up to its own.
 
     The defaults are the smallest GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"):
     pre-norm blocks, weights normal(0.02), in the projections back into the stream / sqrt(2 layers). Llama (Touvron et
     al., arXiv 2302.13971) is norm: rms, mlp: swiglu, positions: rotary, tied: false, bias: false.
 
-    input_shape: (length,), the context, and num_classes, the vocabulary, come from the data where they are left out; a
-    vocabulary may be larger than the data's, as 50304 = 393 x 128 for GPT-2's 50257 tokens. kv_heads: of keys and
+    input_shape: (length,), the context, and num_classes, the vocabulary, come from the data where they are left out.
+    vocabulary_multiple: the embedding (and an untied head) has rows for a multiple of it, as 50304 = 393 x 128 for
+    GPT-2's 50257 tokens, since products of such sizes are faster; the rows beyond have no logits. kv_heads: of keys and
     values; fewer than heads is grouped-query attention (Ainslie et al., arXiv 2305.13245). hidden: width of the MLP,
     else 4 dim, and for swiglu 8/3 dim up to a multiple of 256. positions: learned, or rotary (Su et al., arXiv
     2104.09864), which has no longest context. tied: logits by the embedding's own matrix. dropout: of the embedding
@@ -54,6 +56,7 @@ class GPT(nnx.Module):
         dropout: float = 0.0,
         attention: str = "xla",
         scan: bool = True,
+        vocabulary_multiple: int = 128,
         *,
         rngs: nnx.Rngs,
     ):
@@ -64,7 +67,7 @@ class GPT(nnx.Module):
         kv_heads = heads if kv_heads is None else kv_heads
         hidden = MLPS[mlp].hidden(dim) if hidden is None else hidden
         sizes = {"num_classes": num_classes, "layers": layers, "heads": heads, "dim": dim, "kv_heads": kv_heads}
-        for name, size in {**sizes, "hidden": hidden}.items():
+        for name, size in {**sizes, "hidden": hidden, "vocabulary_multiple": vocabulary_multiple}.items():
             _require(size >= 1, name, size, "is too small; it must be at least 1")
         _require(len(input_shape) == 1, "input_shape", input_shape, "is not (length,); use data of tokens")
         _require(dim % heads == 0, "dim", dim, f"does not divide by heads: {heads}; change either")
@@ -73,6 +76,7 @@ class GPT(nnx.Module):
         _require(not rotary or width % 2 == 0, "heads", heads, f"of {width} dims cannot rotate by pairs; change it")
         _require(0 <= dropout < 1, "dropout", dropout, "is not in [0, 1); make it smaller")
 
+        rows = -(-num_classes // vocabulary_multiple) * vocabulary_multiple
         normal = nnx.initializers.normal
         linear = functools.partial(nnx.Linear, use_bias=bias, kernel_init=normal(DEVIATION))
         back = functools.partial(linear, kernel_init=normal(DEVIATION / math.sqrt(2 * layers)))
@@ -89,15 +93,15 @@ class GPT(nnx.Module):
                 nnx.Dropout(dropout, rngs=rngs),
             )
 
-        self.embed = nnx.Embed(num_classes, dim, embedding_init=normal(DEVIATION), rngs=rngs)
+        self.embed = nnx.Embed(rows, dim, embedding_init=normal(DEVIATION), rngs=rngs)
         self.positions = None if rotary else nnx.Param(normal(DEVIATION)(rngs(), (*input_shape, dim), jnp.float32))
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
         self.blocks = Blocks(block, layers, rngs=rngs) if scan else Chain([block(rngs) for _ in range(layers)])
         self.norm = NORMS[norm](dim, bias, rngs)
-        self.head = None if tied else linear(dim, num_classes, use_bias=False, rngs=rngs)
-        self.width, self.base = width, rotary_base
+        self.head = None if tied else linear(dim, rows, use_bias=False, rngs=rngs)
+        self.width, self.base, self.classes = width, rotary_base, num_classes
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: jax.Array) -> Logits:
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise UsageError(f"model: GPT reads integers [example, token], not {tokens.dtype}{list(tokens.shape)}")
         x = look_up(self.embed.embedding[...], tokens)
@@ -109,7 +113,8 @@ class GPT(nnx.Module):
         else:
             x = x + self.positions[: tokens.shape[1]]
         x = self.norm(self.blocks(self.dropout(x), turn))
-        return self.embed.attend(x) if self.head is None else self.head(x)
+        kernel = self.embed.embedding[...] if self.head is None else self.head.kernel[...].T
+        return Logits(x, kernel.astype(x.dtype), self.classes)
 
 
 class Block(nnx.Module):

@@ -19,7 +19,7 @@ from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.rounding import BITS, as_written, running, settle
 from jaxdp.precision import cast_floats
 from jaxdp.split import WHOLE, spec
-from jaxdp.step import Batch, Gather, Step, Sums, Total, TrainState, View, merge, plain_total
+from jaxdp.step import Batch, Gather, Join, Step, Sums, Total, TrainState, View, merge, plain_total
 
 
 class Program(NamedTuple):
@@ -200,6 +200,17 @@ def reducer(
     return reduce
 
 
+def joiner(table: np.ndarray, axes: Axes) -> Join:
+    """Inside a strategy's program: the slots of all devices, [microbatch, ...], on each."""
+
+    def gather(x: jax.Array) -> jax.Array:
+        small = jnp.issubdtype(x.dtype, jnp.bool_) or (jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4)
+        sent = x.astype(jnp.int32) if small else x  # as all backends take them
+        return jax.lax.all_gather(sent, axes.all, tiled=True)[_order(table)].astype(x.dtype)
+
+    return lambda tree: jax.tree.map(gather, tree)
+
+
 def over_slots(
     f: Callable[..., Sums],
     reduce: Callable[[Sums], Sums],
@@ -214,7 +225,7 @@ def over_slots(
     """
 
     def at_once(view: View, batch: Batch, gather: Gather) -> Sums:
-        return reduce(f(view, batch, own_slots(table, axes), gather))
+        return reduce(f(view, batch, own_slots(table, axes), gather, joiner(table, axes)))
 
     def by_tree(view: View, batch: Batch, gather: Gather) -> Sums:
         live = running(view.step)
@@ -269,8 +280,13 @@ def deal(table: np.ndarray, carry: Any, sharding: NamedSharding) -> Any:
 
 def collect(table: np.ndarray, carry: Any, sharding: NamedSharding) -> Any:
     """The inverse of `deal`."""
-    index = np.argsort(np.where(table.reshape(-1) < 0, table.size, table.reshape(-1)), kind="stable")[: table.max() + 1]
+    index = _order(table)
     return jax.jit(lambda c: jax.tree.map(lambda x: x[index], c), out_shardings=sharding)(carry)
+
+
+def _order(table: np.ndarray) -> np.ndarray:
+    """Where each microbatch is among [device x slot]."""
+    return np.argsort(np.where(table.reshape(-1) < 0, table.size, table.reshape(-1)), kind="stable")[: table.max() + 1]
 
 
 def from_first(tree: Any, mesh: Mesh, dims: Any = None, axes: Axes = FLAT) -> Any:

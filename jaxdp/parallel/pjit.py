@@ -173,7 +173,9 @@ class PJit:
 
         shardings = jax.tree.map(lambda d: NamedSharding(self.mesh, spec(d, shard)), dims)
         shardings = shardings.replace(carry=jax.tree.map(lambda _: self.split, self.shapes.carry))
-        evaluation = jax.jit(evaluate, out_shardings=self.whole)
+        everywhere: Any = self.whole
+        evaluated = Sums(everywhere, everywhere, everywhere, everywhere, everywhere, self.split)
+        evaluation = jax.jit(evaluate, out_shardings=evaluated)
         results = (shardings, self.whole)
 
         def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:

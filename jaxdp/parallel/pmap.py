@@ -151,7 +151,7 @@ class PMap:
         of_sums = Sums(split(grad_dims) if self.layout.opt_state else no, no, no, no, no, yes)
         mapped = functools.partial(_Mapped, devices=self.devices)
         results = (of_state, False)
-        evaluation = mapped(evaluate, (of_state, True), False)
+        evaluation = mapped(evaluate, (of_state, True), Sums(no, no, no, no, no, yes))
 
         def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
             return apply(state, grads(state, batch))

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from jaxdp.errors import one_line
+from jaxdp.losses import apply_loss
 from jaxdp.verify.checks import FAILED, NOTE, OK, Check
 from jaxdp.verify.oracle import Oracle, Start, key_of
 from jaxdp.verify.subject import Subject, Trial
@@ -17,6 +18,8 @@ ROWS = 8  # examples that the loss is split over
 
 def check_loss(subject: Subject, oracle: Oracle, trial: Trial, start: Start, tolerance: float) -> Check:
     """What its sums are, over the model's own outputs for a few examples."""
+    if subject.couples:
+        return Check("loss", NOTE, "it couples examples (scope: global): it is compared over whole batches only")
     outputs, batch = some_rows(subject, oracle, trial, start)
     failed = lambda text: Check("loss", FAILED, f"the loss {text}")
     size = len(batch["mask"])
@@ -95,7 +98,7 @@ def some_rows(subject: Subject, oracle: Oracle, trial: Trial, start: Start) -> t
 def check_form(subject: Subject, outputs: Any, batch: dict[str, Any]) -> Check | None:
     """What a loss returns that is not (scalar, scalar, {name: scalar}); outputs and batch: shapes."""
     returned: list[Any] = []
-    bound(lambda outputs, batch: returned.append(subject.loss(outputs, batch)))(outputs, batch)
+    bound(lambda outputs, batch: returned.append(apply_loss(subject.loss, outputs, batch)))(outputs, batch)
     result = returned[0]
     scalar = lambda x: getattr(x, "shape", None) == ()
     three = isinstance(result, tuple) and len(result) == 3 and isinstance(result[2], dict)

@@ -16,7 +16,8 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxdp.axes import DATA
-from jaxdp.models.base import CARRY
+from jaxdp.losses import apply_loss
+from jaxdp.models.base import CARRY, RESET
 from jaxdp.precision import cast_floats
 from jaxdp.split import path_string
 from jaxdp.verify.subject import Subject, Tree, Trial
@@ -51,11 +52,13 @@ class Oracle(NamedTuple):
     """forward(params, state, batch, key) -> (outputs, what the loss gets, new state), of one microbatch.
 
     value(trainable, frozen, state, batch, key) -> ((loss, (weight, metrics, new state)), gradients of the first).
-    judge(outputs, batch) -> (loss, weight, metrics).
+    together: the same of lists of states, batches and keys, with one loss over them all. judge(outputs, batch) ->
+    (loss, weight, metrics).
     """
 
     forward: Callable[..., tuple[Any, Batch, Tree]]
     value: Callable[..., Any]
+    together: Callable[..., Any]
     judge: Callable[..., tuple[Any, Any, dict[str, Any]]]
 
 
@@ -84,13 +87,23 @@ def make_oracle(subject: Subject, one: Callable[[Callable], Callable] = plain) -
     def value(trainable: Tree, frozen: Tree, state: Tree, batch: Batch, key: jax.Array) -> Any:
         def loss(trainable: Tree) -> Any:
             outputs, judged, new = forward(join(trainable, frozen), state, batch, key)
-            total, weight, metrics = subject.loss(outputs, judged)
+            total, weight, metrics = judge(outputs, judged)
             return total, (weight, metrics, new)
 
         return jax.value_and_grad(loss, has_aux=True)(trainable)
 
-    judge = lambda *args: subject.loss(*args)
-    return Oracle(jax.jit(one(forward)), jax.jit(one(value)), jax.jit(one(judge)))
+    def together(trainable: Tree, frozen: Tree, *pieces: list[Any]) -> Any:
+        def loss(trainable: Tree) -> Any:
+            found = [forward(join(trainable, frozen), *piece) for piece in zip(*pieces, strict=True)]
+            outputs, judged, new = zip(*found, strict=True)
+            every = lambda trees: jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
+            total, weight, metrics = judge(every(outputs), every(judged))
+            return total, (weight, metrics, list(new))
+
+        return jax.value_and_grad(loss, has_aux=True)(trainable)
+
+    judge = functools.partial(apply_loss, subject.loss)
+    return Oracle(jax.jit(one(forward)), jax.jit(one(value)), jax.jit(one(together)), jax.jit(one(judge)))
 
 
 @functools.lru_cache(maxsize=4)
@@ -132,16 +145,24 @@ def train(
         sums: list[tuple[dict[str, float], float]] = []
         grads: list[Tree] = []
         states: list[Tree] = []
-        for m in range(trial.microbatches):
-            piece = {k: v[m] for k, v in batch.items()}
-            if not (piece["mask"] != 0).any():
-                continue  # a data set's own mask may leave out every token
-            whole = state if carry[m] is None else {**state, CARRY: carry[m]}
-            found = jax.device_get(oracle.value(thawed, rest, whole, piece, key_of(subject, i, m)))
-            (loss, (weight, metrics, new)), gradient = found
+        every = [{k: v[m] for k, v in batch.items()} for m in range(trial.microbatches)]
+        real = [m for m, piece in enumerate(every) if (piece["mask"] != 0).any()]  # a data set may mask every token
+        whole = [state if carry[m] is None else {**state, CARRY: anew(carry[m], every[m])} for m in real]
+        pieces, keys = [every[m] for m in real], [key_of(subject, i, m) for m in real]
+        if subject.couples:
+            (loss, (weight, metrics, news)), gradient = jax.device_get(
+                oracle.together(thawed, rest, whole, pieces, keys)
+            )
+            sums, grads = [({"loss": loss, **metrics}, weight)], [gradient]
+            rows = [float(np.sum(piece["mask"])) for piece in pieces]
+            shares = [weight * own / sum(rows) for own in rows]
+        else:
+            each = [jax.device_get(oracle.value(thawed, rest, *piece)) for piece in zip(whole, pieces, keys)]
+            sums = [({"loss": loss, **metrics}, weight) for (loss, (weight, metrics, _)), _ in each]
+            grads, news = [gradient for _, gradient in each], [new for (_, (_, _, new)), _ in each]
+            shares = [weight for _, weight in sums]
+        for m, new in zip(real, news, strict=True):
             new, carry[m] = without_carry(new)
-            sums.append(({"loss": loss, **metrics}, weight))
-            grads.append(gradient)
             states.append(new)
         total = sum(weight for _, weight in sums)
         mean = weighted(grads, [1 / total] * len(grads))
@@ -149,7 +170,7 @@ def train(
         norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(mean)))
         curve.append({**means, "grad_norm": norm, "weight": total})
         history.append(mean)
-        state, differ = average(states, [weight / total for _, weight in sums])
+        state, differ = average(states, [share / total for share in shares])
         disagreeing |= differ
         thawed, opt_state = update(thawed, opt_state, mean)
         params = join(thawed, rest)
@@ -195,6 +216,13 @@ def divide(params: Tree, frozen: list[str]) -> tuple[Tree, Tree]:
 
 def join(one: Tree, other: Tree) -> Tree:
     return jax.tree.map(lambda a, b: b if a is None else a, one, other, is_leaf=lambda x: x is None)
+
+
+def anew(carry: Tree, piece: Batch) -> Tree:
+    """What the examples of a microbatch carry into it: zeros where they begin anew."""
+    if RESET not in piece:
+        return carry
+    return jax.tree.map(lambda x: np.stack([y * (not new) for y, new in zip(np.asarray(x), piece[RESET])]), carry)
 
 
 def without_carry(state: Tree) -> tuple[Tree, Tree]:

@@ -10,10 +10,10 @@ import numpy as np
 import optax
 
 from jaxdp.data.base import Dataset
-from jaxdp.data.cursor import Cursor
+from jaxdp.data.cursor import Cursor, Order, Streams
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
-from jaxdp.losses import LossFn
+from jaxdp.losses import LossFn, attribute
 from jaxdp.models.base import Model
 from jaxdp.step import Transform
 
@@ -38,8 +38,9 @@ class Row(NamedTuple):
 class Subject:
     """The parts of a run, as a script would make them; `own` is the strategy that the run itself would use.
 
-    make_tx: factor -> the optimizer at that much of its peak learning rate, from the first update on: those of a
-    warm-up would change next to nothing. remat: the policy of a ZeRO stage.
+    transform: run on each microbatch. sequential: rows go on from batch to batch. make_tx: factor -> the optimizer at
+    that much of its peak learning rate, from the first update on: those of a warm-up would change next to nothing.
+    remat: the policy of a ZeRO stage.
     """
 
     model: Model
@@ -47,6 +48,8 @@ class Subject:
     make_tx: Callable[[float], optax.GradientTransformation]
     dataset: Dataset
     own: Row
+    transform: Transform | None = None
+    sequential: bool = False
     seed: int = 0
     batch_size: int = 32
     microbatches: int = 8
@@ -56,8 +59,8 @@ class Subject:
     remat: Callable[[int], str] = lambda zero: "none"
 
     @property
-    def transform(self) -> Transform | None:
-        return getattr(self.dataset, "transform", None)
+    def couples(self) -> bool:
+        return attribute(self.loss, "scope", "example") == "global"
 
 
 class Trial(NamedTuple):
@@ -93,11 +96,15 @@ def make_trial(subject: Subject, devices: int, updates: int) -> Trial:
         raise UsageError(f"data: {size} examples cannot be dealt to {microbatches} microbatches; give it more")
     places = min(wanted, size // microbatches)
     batch_size = microbatches * places
-    cursor = Cursor(size - size % batch_size, batch_size, microbatches, subject.seed)
+    whole = size - size % batch_size
+    if subject.sequential:
+        cursor: Order = Streams(whole, batch_size, microbatches)
+    else:
+        cursor = Cursor(whole, batch_size, microbatches, subject.seed)
     batches = [read_batch(subject.dataset, cursor, i, np.arange(microbatches)) for i in range(updates)]
     first = subject.dataset.read(np.zeros(1, np.int64))
     example: Any = {k: jnp.broadcast_to(v[0], (places, *v.shape[1:])) for k, v in first.items()}
     example.setdefault("mask", jnp.ones(places, bool))
     if subject.transform is not None:
-        example = subject.transform(example, jax.random.key(0), False)
+        example = subject.transform(example, jax.random.key(0), True)
     return Trial(batches, example)

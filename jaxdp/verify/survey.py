@@ -1,5 +1,6 @@
 """Data, model and loss are traced one after the other, for what they ask of their surroundings."""
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.losses import apply_loss
 from jaxdp.precision import cast_floats
 from jaxdp.verify.checks import FAILED, NOTE, OK, SUSPECT, Check
 from jaxdp.verify.loss import check_form
@@ -79,7 +81,7 @@ def look(subject: Subject, trial: Trial) -> Iterator[Traced | Check]:
     if (form := check_form(subject, wide(model.out[0]), judged)) is not None:
         yield form
         return
-    yield trace(LOSS, lambda *args: subject.loss(*args), wide(model.out[0]), judged)
+    yield trace(LOSS, functools.partial(apply_loss, subject.loss), wide(model.out[0]), judged)
 
 
 def about(findings: list[Finding]) -> Check:
