@@ -7,7 +7,7 @@ import optax
 from flax import nnx
 
 from jaxdp.data.base import Arrays
-from jaxdp.data.cursor import Cursor
+from jaxdp.data.cursor import Cursor, Streams
 from jaxdp.data.prefetch import read_batch
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models import as_model
@@ -160,6 +160,7 @@ def build(
     ema=None,
     scaling=None,
     spike=None,
+    sequential=False,
     **options,
 ):
     """(strategy, step, i -> the batch of update i on its devices); layout: more arguments of the strategy; options: of
@@ -172,7 +173,10 @@ def build(
         ema_decay=ema, loss_scaling=scaling, spike=spike, **options,
     )  # fmt: skip
     dataset = Arrays(**examples)
-    cursor = Cursor(len(dataset), batch_size, microbatches, 0, shuffle=False)
+    if sequential:
+        cursor = Streams(len(dataset), batch_size, microbatches)
+    else:
+        cursor = Cursor(len(dataset), batch_size, microbatches, 0, shuffle=False)
     example = {k: v[: cursor.examples_per_microbatch] for k, v in examples.items()}
     kept = {"frozen": frozen, "ema": ema is not None, "loss_scaling": scaling, "spike": spike}
     make = lambda: init_state(model, tx, policy, 0, microbatches, example, **kept)

@@ -37,10 +37,8 @@ class Mixup:
             return batch
         inputs = batch["inputs"]
         if not jnp.issubdtype(inputs.dtype, jnp.floating):
-            raise UsageError(
-                f"data.transform: Mixup mixes floats, and the inputs are {inputs.dtype}; scale them before"
-            )
-        share = jax.random.beta(key, self.alpha, self.alpha, dtype=jnp.float32)
+            raise UsageError(f"data.transform: Mixup mixes floats, not {inputs.dtype}; scale the inputs before")
+        share = jax.random.beta(key, self.alpha, self.alpha, dtype=jnp.promote_types(inputs.dtype, jnp.float32))
         # Real examples stand before padding; the first is mixed with the last of them.
         real = jnp.sum(batch["mask"].reshape(len(inputs), -1).any(-1))
         places = jnp.arange(len(inputs))

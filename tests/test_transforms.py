@@ -1,0 +1,65 @@
+"""Transforms of one's own: a key for each example, Mixup, and what is no transform."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import toys
+from jaxdp.data.transforms import Mixup, as_transform, both
+from jaxdp.errors import UsageError
+
+KEY = jax.random.key(3)
+
+
+def noisy(example, key):
+    return {**example, "inputs": example["inputs"] + jax.random.normal(key, example["inputs"].shape)}
+
+
+def test_each_example_has_a_key_of_its_own_and_evaluation_none():
+    batch = {"inputs": jnp.zeros((5, 3)), "labels": jnp.arange(5), "mask": jnp.ones(5)}
+    transform = as_transform(noisy)
+    found = transform(batch, KEY, True)
+    want = [jax.random.normal(jax.random.fold_in(KEY, i), (3,)) for i in range(5)]
+    np.testing.assert_allclose(found["inputs"], want, rtol=1e-6)
+    np.testing.assert_array_equal(found["mask"], batch["mask"])
+    assert transform(batch, KEY, False) is batch
+    scaled = as_transform(lambda example, key, train: {**example, "inputs": example["inputs"] + (1 if train else 2)})
+    assert (
+        float(scaled(batch, KEY, False)["inputs"][0, 0]) == 2 and float(scaled(batch, KEY, True)["inputs"][0, 0]) == 1
+    )
+
+
+def test_mixup_mixes_real_examples_with_real_ones():
+    batch = {"inputs": jnp.eye(5), "labels": jnp.arange(5), "mask": jnp.asarray([1.0, 1, 1, 0, 0])}
+    found = Mixup(classes=5)(batch, KEY, True)
+    np.testing.assert_allclose(found["inputs"], found["labels"], rtol=1e-6)
+    share = float(found["labels"][1, 1])
+    want = share * np.eye(3) + (1 - share) * np.roll(np.eye(3), 1, axis=0)[[0, 1, 2]]
+    np.testing.assert_allclose(found["labels"][:3, :3], want, atol=1e-6)
+    np.testing.assert_array_equal(found["inputs"][3:], np.eye(5)[3:])
+    assert 0 < share < 1 and Mixup(classes=5)(batch, KEY, False) is batch
+    with pytest.raises(UsageError, match="Mixup mixes floats, not uint8"):
+        Mixup(classes=5)({**batch, "inputs": jnp.zeros((5, 2), jnp.uint8)}, KEY, True)
+
+
+def test_they_train_the_same_on_any_devices():
+    transform = both(as_transform(noisy), Mixup(classes=toys.CLASSES))
+    with jax.enable_x64(True):
+        states = [
+            toys.train(
+                toys.MODELS["mlp"](), toys.data(53, dtype=np.float64), steps=4, dtype="float64", transform=transform,
+                backend=backend, devices=devices,
+            )[1]
+            for backend, devices in (("pmap", 1), ("pjit", 8))
+        ]  # fmt: skip
+    for state in states[1:]:
+        assert toys.relative_error(state.params, states[0].params)[0] < 1e-12
+
+
+def test_what_is_no_transform():
+    with pytest.raises(UsageError, match=r"data.transform.target: .* takes 1 arguments; it must be \(example, key\)"):
+        as_transform(lambda example: example)
+    batch = {"inputs": jnp.zeros((5, 3)), "mask": jnp.ones(5)}
+    with pytest.raises(UsageError, match=r"it returned .*; return the example, a dict of arrays"):
+        as_transform(lambda example, key: example["inputs"])(batch, KEY, True)
