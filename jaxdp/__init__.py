@@ -25,6 +25,7 @@ _HOME = {
         ],
         "jaxdp.distributed.collectives",
     ),
+    "fit": "jaxdp.script",
     "UsageError": "jaxdp.errors",
     "DistributedError": "jaxdp.errors",
 }

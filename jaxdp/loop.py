@@ -88,7 +88,12 @@ class Position:
 
 
 def fit(run: Run) -> Record:
-    """Trains to the last update, evaluates, saves; returns the final record.
+    """Trains to the last update, evaluates, saves; returns the final record. Raises what `complete` raises."""
+    return complete(run)[0]
+
+
+def complete(run: Run) -> tuple[Record, TrainState]:
+    """As `fit`; and the state after the last update, as the strategy has it.
 
     Raises Stopped where the run is preempted, with its state saved, and RunFailed where it cannot go on: the last state
     cannot be saved, or too many updates in a row are not finite.
@@ -100,7 +105,7 @@ def fit(run: Run) -> Record:
     while True:
         try:
             advance(run, program, at)
-            return finish(run, program, at)
+            return finish(run, program, at), at.state
         except Stopped as stop:
             if int(at.state.guard.halted):  # else it was said of updates that are rolled back already
                 run, at = roll_back(run, at)

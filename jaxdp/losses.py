@@ -184,9 +184,11 @@ def apply_loss(loss: LossFn, outputs: Any, batch: dict[str, jax.Array]) -> Any:
     return loss(outputs if attribute(loss, "reads_logits", False) else whole(outputs), batch)
 
 
-def make_loss(target: str, args: Mapping[str, Any], key: str = "loss") -> LossFn:
+def make_loss(
+    target: str, args: Mapping[str, Any], key: str = "loss", table: Mapping[str, Any] | None = None
+) -> LossFn:
     """A class is made; a function is the loss itself, with its arguments set. Raises UsageError."""
-    factory = locate(key, target, LOSSES)
+    factory = locate(key, target, LOSSES if table is None else table)
     bound = bind(key, factory, args)
     return call(key, bound) if isinstance(factory, type) else bound
 

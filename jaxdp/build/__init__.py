@@ -13,6 +13,8 @@ import numpy as np
 
 from jaxdp import loop
 from jaxdp.build.parts import (
+    NOTHING,
+    Given,
     Parts,
     check_paths,
     make_order,
@@ -43,10 +45,10 @@ T = TypeVar("T")
 SLOW = 600.0  # seconds that one rank may take longer than another to read its data
 
 
-def make_run(config: Config, directory: pathlib.Path, context: Context) -> loop.Run:
-    """The built objects of a config, nothing of them computed yet; writes nothing."""
+def make_run(config: Config, directory: pathlib.Path, context: Context, given: Given = NOTHING) -> loop.Run:
+    """The built objects of a config, nothing of them computed yet; writes nothing. given: see `make_parts`."""
     set_jax(config)
-    parts = together(context, lambda: make_parts(config))
+    parts = together(context, lambda: make_parts(config, given))
     data = fingerprint(parts.dataset)
     context.check_same("the run", facts(config, data))
     devices = choose_devices(config, context)

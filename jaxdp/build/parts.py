@@ -4,7 +4,7 @@ import difflib
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jaxdp.data.cursor import Cursor, Order, Streams
 from jaxdp.data.transforms import TRANSFORMS, as_transform, both
 from jaxdp.errors import UsageError
 from jaxdp.guard import Spike
-from jaxdp.losses import LossFn, make_loss
+from jaxdp.losses import LOSSES, LossFn, make_loss
 from jaxdp.models import MODELS, as_model
 from jaxdp.models.base import Model
 from jaxdp.optim import OPTIMIZERS, make_optimizer, make_schedule
@@ -29,6 +29,9 @@ from jaxdp.precision import LossScaling, Policy, policy
 from jaxdp.split import path_string
 from jaxdp.step import Batch, Step, TrainState, Transform, init_state, make_step, split_carry
 from jaxdp.targets import bind, call, locate, parameters, require
+
+Given = Mapping[str, Mapping[str, Any]]
+NOTHING: Given = {}
 
 
 class Parts(NamedTuple):
@@ -43,7 +46,7 @@ class Parts(NamedTuple):
     loss: LossFn
     cursor: Order
     steps: int
-    schedule: Callable[[Any], Any]
+    schedule: Callable[[Any], Any] | None
     tx: optax.GradientTransformation
     policy: Policy
     scaling: LossScaling | None
@@ -69,14 +72,19 @@ def set_jax(config: Config) -> None:
         sys.path.insert(0, "")
 
 
-def make_parts(config: Config) -> Parts:
-    """Everything that the config names. Names are checked before any data is read."""
-    target = locate("model", config.model.target, MODELS)
+def make_parts(config: Config, given: Given = NOTHING) -> Parts:
+    """Everything that the config names. Names are checked before any data is read.
+
+    given: objects by section and name, that a script brings beside what is built in or importable.
+    """
+    table = lambda section, own: {**own, **given.get(section, {})}
+    target = locate("model", config.model.target, table("model", MODELS))
     bind("model", target, config.model.args)
-    loss = make_loss(config.loss.target, config.loss.args)
-    own = make_transform(config)
-    make_tx(config, lambda step: 0.0)
-    dataset, eval_set = make_data(config)
+    loss = make_loss(config.loss.target, config.loss.args, table=table("loss", LOSSES))
+    own = make_transform(config, table("data.transform", TRANSFORMS))
+    optimizers = table("optimizer", OPTIMIZERS)
+    make_tx(config, lambda step: 0.0, table=optimizers)
+    dataset, eval_set = make_data(config, table("data", SOURCES), table("eval.data", SOURCES))
     model = make_model(config, target, dataset)
     transform = both(getattr(dataset, "transform", None), own)
     eval_transform = both(getattr(eval_set, "transform", None), own)
@@ -84,6 +92,7 @@ def make_parts(config: Config) -> Parts:
     cursor = make_order(config, dataset, sequential)
     steps = config.steps or math.ceil((config.epochs or 0) * cursor.steps_per_epoch)
     dtypes, schedule = config.precision, schedule_of(config, steps)
+    named = config.optimizer.target in OPTIMIZERS or "optimizer" not in given
     return Parts(
         dataset,
         eval_set,
@@ -91,8 +100,8 @@ def make_parts(config: Config) -> Parts:
         loss,
         cursor,
         steps,
-        schedule,
-        make_tx(config, schedule, model.blocks),
+        schedule if named else None,
+        make_tx(config, schedule, model.blocks, optimizers),
         policy(dtypes.params, dtypes.compute or dtypes.params, dtypes.reduce or dtypes.params),
         make_scaling(config, dataset),
         make_spike(config),
@@ -165,20 +174,22 @@ def make_strategy(
     )
 
 
-def make_data(config: Config) -> tuple[Dataset, Dataset | None]:
+def make_data(
+    config: Config, sources: Mapping[str, Any] = SOURCES, eval_sources: Mapping[str, Any] = SOURCES
+) -> tuple[Dataset, Dataset | None]:
     """(the training set, what to evaluate on or None)."""
     x64 = config.precision.params == "float64"
-    found = locate("data", config.data.target, SOURCES)
+    found = locate("data", config.data.target, sources)
     splits = callable(found) and "split" in parameters(found) and "split" not in config.data.args
-    dataset = read_set("data", config.data, "train", x64)
+    dataset = read_set("data", config.data, "train", x64, sources)
     if config.eval.data is not None:
-        return dataset, read_set("eval.data", config.eval.data, "test", x64)
-    return dataset, read_set("data", config.data, "test", x64) if splits else None
+        return dataset, read_set("eval.data", config.eval.data, "test", x64, eval_sources)
+    return dataset, read_set("data", config.data, "test", x64, sources) if splits else None
 
 
-def read_set(key: str, target: Target, split: str, x64: bool) -> Dataset:
+def read_set(key: str, target: Target, split: str, x64: bool, sources: Mapping[str, Any]) -> Dataset:
     """The data set that a target makes, or is: the path of a sized sequence of examples will do."""
-    found = locate(key, target.target, SOURCES)
+    found = locate(key, target.target, sources)
     if not callable(found) and not hasattr(found, "__len__"):
         raise UsageError(
             f"{key}.target: {target.target!r} is {type(found).__name__}, neither examples nor what makes them"
@@ -207,12 +218,12 @@ def make_model(config: Config, target: Any, dataset: Dataset) -> Model:
     return call("model", bound, lambda: as_model(call("model", bound)))
 
 
-def make_transform(config: Config) -> Transform | None:
+def make_transform(config: Config, table: Mapping[str, Any] = TRANSFORMS) -> Transform | None:
     """What the config asks to be run on microbatches."""
     own = config.data.transform
     if own is None:
         return None
-    found = locate("data.transform", own.target, TRANSFORMS)
+    found = locate("data.transform", own.target, table)
     bound = bind("data.transform", found, own.args)
     made = call("data.transform", bound) if isinstance(found, type) else bound
     return as_transform(made)
@@ -247,9 +258,9 @@ def schedule_of(config: Config, steps: int) -> Callable[[Any], Any]:
     return make_schedule(opt.schedule, opt.lr, opt.schedule_steps or steps, opt.warmup_steps, opt.final_lr)
 
 
-def make_tx(config: Config, schedule: Any, blocks: Sequence[str] = ()) -> Any:
+def make_tx(config: Config, schedule: Any, blocks: Sequence[str] = (), table: Mapping[str, Any] = OPTIMIZERS) -> Any:
     opt = config.optimizer
-    target = locate("optimizer", opt.target, OPTIMIZERS)
+    target = locate("optimizer", opt.target, table)
     bound = bind("optimizer", target, opt.args)
     for arg, own in {"learning_rate": "lr", "weight_decay": "weight_decay", "mask": "no_decay"}.items():
         if arg in opt.args:

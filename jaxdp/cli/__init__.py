@@ -13,6 +13,7 @@ from typing import Any, NoReturn, get_type_hints
 from jaxdp import __version__, environment, signals
 from jaxdp.config import Config
 from jaxdp.config.check import WORDS, check_key, check_structure, expected, inner, known_keys, resolve
+from jaxdp.config.reading import explain, to_dataclass
 from jaxdp.distributed import launchers
 from jaxdp.errors import DistributedError, Said, UsageError, one_line
 
@@ -175,7 +176,7 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
     try:
         space = parser.parse_args(argv)
     except (argparse.ArgumentError, TypeError, ValueError, KeyError) as error:
-        raise UsageError(_explain(str(error))) from None
+        raise UsageError(explain(str(error))) from None
     files = [str(f) for f in space.pop("config") or []]
     given = {arg.partition("=")[0] for arg in argv}
     for key, other in (("steps", "epochs"), ("epochs", "steps")):
@@ -186,7 +187,7 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
     if options.get("devices", 1) < 1 or options.get("updates", 1) < 1:
         name = "devices" if options["devices"] < 1 else "updates"
         raise UsageError(f"--{name}: {options[name]} is too small; it must be at least 1")
-    return resolve(_to_dataclass(Config, values)), (files[-1] if files else None), options
+    return resolve(to_dataclass(Config, values)), (files[-1] if files else None), options
 
 
 def load_options(argv: list[str], verb: str) -> dict[str, Any]:
@@ -249,7 +250,7 @@ def _check_arguments(argv: list[str], own: Collection[str]) -> None:
             try:
                 content = yaml.load(file.read_text(), _loader(value))
             except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-                raise UsageError(f"{value}: not YAML: {_explain(str(error))}") from None
+                raise UsageError(f"{value}: not YAML: {explain(str(error))}") from None
             if not isinstance(content, dict):
                 raise UsageError(f"{value}: a config is a YAML mapping, this is {type(content).__name__}")
             check_structure(content, value)
@@ -273,20 +274,6 @@ def _loader(file: str) -> Any:
             return super().construct_mapping(node, deep)
 
     return Loader
-
-
-def _explain(text: str) -> str:
-    """The parser's message as one line: key, value, and what the value should be."""
-    key = re.search(r'(?:key|for) "([\w.]+)"', text)
-    value = re.search(r"(?:Got|Given) value: *(.+?) *(?:\n|$)", text)
-    if key and value and key.group(1) in known_keys():
-        return f"{key.group(1)}: {value.group(1)!r} is not {expected(key.group(1))}"
-    return one_line(text.replace('in "<unicode string>", ', ""))
-
-
-def _to_dataclass(cls: Any, values: dict[str, Any]) -> Any:
-    kinds = {name: inner(hint) for name, hint in get_type_hints(cls).items()}
-    return cls(**{k: _to_dataclass(kinds[k], v) if kinds[k] and isinstance(v, dict) else v for k, v in values.items()})
 
 
 def _refuse(error: Said) -> NoReturn:

@@ -11,7 +11,7 @@ import jax
 from jaxdp import config as schema
 from jaxdp import loop, rundir
 from jaxdp.build import make_profile, make_run, together
-from jaxdp.build.parts import make_parts, set_jax
+from jaxdp.build.parts import NOTHING, Given, make_parts, set_jax
 from jaxdp.build.subject import make_subject
 from jaxdp.build.warm import warm
 from jaxdp.config import Config
@@ -21,13 +21,19 @@ from jaxdp.errors import UsageError
 from jaxdp.metrics.console import Console
 from jaxdp.metrics.jsonl import JsonLines, read
 from jaxdp.metrics.writer import Many, Nothing, Record, Writer
+from jaxdp.step import TrainState
 from jaxdp.watch import Guarded
 
 
-def train(config: Config, path: str | None, context: Context) -> None:
-    """The verb `train`: makes the run directory, then trains to the last update."""
+def train(
+    config: Config, path: str | None, context: Context, given: Given = NOTHING, keep: bool = False
+) -> tuple[Record, TrainState | None]:
+    """The verb `train`: makes the run directory, then trains to the last update; returns the final record.
+
+    keep: returns the state too, exported. given: see `make_parts`.
+    """
     directory = schema.run_dir(config, path)
-    run = make_run(config, directory, context)
+    run = make_run(config, directory, context, given)
     held = share(directory, context)
     start, found = resume_step(run, config, context)
     if start > run.steps:
@@ -37,7 +43,9 @@ def train(config: Config, path: str | None, context: Context) -> None:
         if context.is_root:
             print(f"finished: {directory} is at its last step {start}; nothing to do (another --run_dir starts anew)")
             print(summary(final[-1], directory))
-        return
+        if held:
+            held.close()
+        return final[-1], run.checkpoints.restore(start, run.strategy.abstract()) if keep else None
     profile = make_profile(config, directory, start, run.steps)
     run = dataclasses.replace(
         run,
@@ -59,7 +67,9 @@ def train(config: Config, path: str | None, context: Context) -> None:
     )
     run = dataclasses.replace(run, writer=writer, watch=watch)
     try:
-        writer.say(summary(loop.fit(run), directory))
+        record, state = loop.complete(run)
+        writer.say(summary(record, directory))
+        return record, run.strategy.export(state) if keep else None
     finally:
         watch.stop()
         writer.close()

@@ -1,0 +1,41 @@
+"""A config from values that a person gave: what does not fit is said in one line, with what would."""
+
+import re
+from typing import Any, get_type_hints
+
+from jaxdp.config import Config
+from jaxdp.config.check import check_structure, expected, inner, known_keys, resolve
+from jaxdp.errors import UsageError, one_line
+
+
+def from_mapping(values: dict[str, Any], where: str) -> Config:
+    """The checked config of nested dicts, as they stand in a YAML file; where: what to call it in an error.
+
+    Raises `UsageError` for an unknown key, with the nearest known one, and for a value of another kind.
+    """
+    import argparse
+
+    import jsonargparse
+
+    check_structure(values, where)
+    parser = jsonargparse.ArgumentParser(exit_on_error=False, default_env=False)
+    parser.add_class_arguments(Config, None, as_group=False)
+    try:
+        space = parser.parse_object(values)
+    except (argparse.ArgumentError, TypeError, ValueError, KeyError) as error:
+        raise UsageError(explain(str(error))) from None
+    return resolve(to_dataclass(Config, space.as_dict()))
+
+
+def explain(text: str) -> str:
+    """The parser's message as one line: key, value, and what the value should be."""
+    key = re.search(r'(?:key|for) "([\w.]+)"', text)
+    value = re.search(r"(?:Got|Given) value: *(.+?) *(?:\n|$)", text)
+    if key and value and key.group(1) in known_keys():
+        return f"{key.group(1)}: {value.group(1)!r} is not {expected(key.group(1))}"
+    return one_line(text.replace('in "<unicode string>", ', ""))
+
+
+def to_dataclass(cls: Any, values: dict[str, Any]) -> Any:
+    kinds = {name: inner(hint) for name, hint in get_type_hints(cls).items()}
+    return cls(**{k: to_dataclass(kinds[k], v) if kinds[k] and isinstance(v, dict) else v for k, v in values.items()})

@@ -1,0 +1,128 @@
+"""`fit`: a run of one's own objects from a script, with the keys of a config as arguments."""
+
+import inspect
+import pathlib
+import threading
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxdp import environment, signals
+from jaxdp.config import Config
+from jaxdp.config.reading import from_mapping
+from jaxdp.errors import UsageError
+
+SECTIONS = ("model", "data", "loss", "optimizer")
+
+
+class Fitted(NamedTuple):
+    """What a run came to.
+
+    final: the last record: loss, metrics, params_sha256. params, model_state: trees of NumPy arrays, the same on every
+    rank. run_dir: where metrics.jsonl and the checkpoints are.
+    """
+
+    final: dict[str, Any]
+    params: Any
+    model_state: Any
+    run_dir: pathlib.Path
+
+
+def fit(
+    model: Any,
+    data: Any,
+    loss: Any = "SoftmaxCrossEntropy",
+    optimizer: Any = "adamw",
+    *,
+    eval_data: Any = None,
+    transform: Any = None,
+    run_dir: str | pathlib.Path,
+    **config: Any,
+) -> Fitted:
+    """Trains, as `jaxdp train` does with a config, on all devices of all processes; goes on where `run_dir` stands.
+
+        jaxdp.fit(Net, (images, labels), steps=1000, batch_size=64, optimizer={"target": "adamw", "lr": 3e-4},
+                  run_dir="runs/net")
+
+    model: a Flax or Equinox class or function that makes a module, a Linen module, a pair (init, apply) of functions.
+    data: a pair (inputs, labels) of arrays, a dict of arrays, a sized sequence of examples, a Dataset. loss: a function
+    or object (outputs, batch) -> (sum, weight, metric sums). optimizer: an Optax transformation. Each of them may also
+    be a name as in a config, or {"target": name or object, "args": {...}, ...}. eval_data: what to evaluate on; by
+    itself the test split of a data set that has one. transform: see `data.transform`. The other arguments are keys of a
+    config, with dicts for its sections: steps or epochs, batch_size, microbatches, parallel={"zero": 1}, eval={"every":
+    100} (docs/own_model.md; `jaxdp train --help` lists all).
+
+    Under mpirun every process calls it. Raises UsageError for what does not fit, before anything is trained. A signal
+    that preempts ends the script with exit code 75, after a save.
+    """
+    given: dict[str, dict[str, Any]] = {}
+    values = dict(config)
+    for section, value in zip(SECTIONS, (model, data, loss, optimizer)):
+        values[section] = name_it(given, section, value)
+    if eval_data is not None:
+        values["eval"] = {**values.get("eval", {}), "data": name_it(given, "eval.data", eval_data)}
+    if transform is not None:
+        values["data"] = {**values["data"], "transform": name_it(given, "data.transform", transform)}
+    return run(from_mapping({**values, "run_dir": str(run_dir)}, "fit"), given)
+
+
+def run(config: Config, given: Mapping[str, Mapping[str, Any]]) -> Fitted:
+    """Trains what a config says, with the objects that it names."""
+    if config.parallel.reduction == "exact":
+        environment.exact(config.microbatches)
+    environment.enough_threads()
+    if threading.current_thread() is threading.main_thread():
+        signals.listen()
+    import jaxdp
+
+    context = jaxdp.init()
+    signals.heed()
+    import jax
+
+    from jaxdp.cli import verbs
+    from jaxdp.distributed.context import leave
+    from jaxdp.watch import Stopped
+
+    try:
+        final, state = verbs.train(config, None, context, given, keep=True)
+    except Stopped:
+        leave(75, speaker=0)
+    assert state is not None
+    params, model_state = jax.device_get(jax.tree.map(whole, (state.params, state.model_state)))
+    return Fitted(final, params, model_state, pathlib.Path(str(config.run_dir)))
+
+
+def whole(x: Any) -> Any:
+    """An array that every process can read."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return x
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
+
+
+def name_it(given: dict[str, dict[str, Any]], section: str, value: Any) -> dict[str, Any]:
+    """The section of a config that names an object, which is put among those that are given."""
+    if isinstance(value, str):
+        return {"target": value}
+    rest: dict[str, Any] = {}
+    if isinstance(value, Mapping) and "target" in value:
+        rest, value = {k: v for k, v in value.items() if k != "target"}, value["target"]
+        if isinstance(value, str):
+            return {"target": value, **rest}
+    makes = isinstance(value, type) or inspect.isroutine(value)
+    named = value if makes else type(value)
+    name = f"{named.__module__}.{named.__qualname__}".removeprefix("builtins.")
+    if section == "optimizer":
+        if not hasattr(value, "update"):
+            raise UsageError(f"optimizer: {name} is no Optax transformation; give one, such as optax.adam(1e-3)")
+        name = "optax"
+    if section == "optimizer" or (section == "model" and not makes):
+        value = _as_it_is(value)
+    given[section] = {name: value}
+    return {"target": name, **rest}
+
+
+def _as_it_is(value: Any) -> Any:
+    """What makes it, of nothing (or of a learning rate, which it has its own of)."""
+    return lambda *ignored: value
