@@ -20,11 +20,12 @@ import optax
 from flax import struct
 
 from jaxdp import inplace
+from jaxdp.data.cursor import RESET
 from jaxdp.errors import UsageError
 from jaxdp.guard import Guard, Spike, judge
 from jaxdp.guard import start as start_guard
 from jaxdp.losses import LossFn, apply_loss, attribute
-from jaxdp.models.base import CARRY, RESET, Model
+from jaxdp.models.base import CARRY, Model
 from jaxdp.models.scan import BlockGather, as_they_are, block_hooks
 from jaxdp.models.scan import remat as rematerialize
 from jaxdp.precision import LossScale, LossScaling, Policy, cast_floats

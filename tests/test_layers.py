@@ -28,7 +28,7 @@ LAYERS = [
         "watch",
         "signals",
     }
-    | {"transfer", "safetensors_file", "logits"}
+    | {"transfer", "safetensors_file", "logits", "generate"}
     | {"models", "data", "metrics", "distributed", "split", "hlo", "hardware", "flops"},
     {"step"},
     {"parallel"},

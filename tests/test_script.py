@@ -54,7 +54,7 @@ BAD = {
     "loss='MeanSquaredError'": "loss: outputs (4, 2) do not fit labels (4,)",
     "loss=lambda outputs, batch: outputs.mean()": "loss: it returned float32[]; a loss returns (sum [], weight []",
     "eval_data=(x[:0], y[:0])": "data: the data set is empty",
-    "data=iter(x)": "data.target: 'generator' is",
+    "data=iter(x)": "data.target: 'iterator' is",
     "optimizer={'target': optax.sgd(1.0), 'weight_decay': 0.1}": "optimizer.weight_decay: 0.1 but",
 }
 

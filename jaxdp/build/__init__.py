@@ -17,6 +17,7 @@ from jaxdp.build.parts import (
     Given,
     Parts,
     check_paths,
+    facts_of,
     make_order,
     make_parts,
     make_strategy,
@@ -87,6 +88,7 @@ def make_run(config: Config, directory: pathlib.Path, context: Context, given: G
             "versions": versions(),
             "microbatches": config.microbatches,
             "data_fingerprint": data,
+            "data": facts_of(parts.dataset),
             "saved_by": {"processes": context.size, "devices": len(devices), "backend": config.parallel.backend},
         },
     )

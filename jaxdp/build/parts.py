@@ -85,7 +85,7 @@ def make_parts(config: Config, given: Given = NOTHING) -> Parts:
     optimizers = table("optimizer", OPTIMIZERS)
     make_tx(config, lambda step: 0.0, table=optimizers)
     dataset, eval_set = make_data(config, table("data", SOURCES), table("eval.data", SOURCES))
-    model = make_model(config, target, dataset)
+    model = make_model(config, target, facts_of(dataset))
     transform = both(getattr(dataset, "transform", None), own)
     eval_transform = both(getattr(eval_set, "transform", None), own)
     sequential = is_sequential(config, model, dataset, transform)
@@ -200,14 +200,21 @@ def read_set(key: str, target: Target, split: str, x64: bool, sources: Mapping[s
     return dataset
 
 
-def make_model(config: Config, target: Any, dataset: Dataset) -> Model:
-    """A Flax module, or whatever else a target gives, as a `Model`; it may take input_shape and num_classes."""
+def facts_of(dataset: Dataset) -> dict[str, Any]:
+    """What a model may want to know: input_shape and num_classes, of text the tokenizer's spec; all JSON."""
     first = dataset.read(np.zeros(1, np.int64))
     shape = first.get("inputs", next(iter(first.values()))).shape[1:]
-    known: dict[str, Any] = {
-        "input_shape": getattr(dataset, "input_shape", shape),
-        "num_classes": getattr(dataset, "classes", 0),
+    tokenizer = getattr(dataset, "tokenizer", None)
+    return {
+        "input_shape": list(getattr(dataset, "input_shape", shape)),
+        "num_classes": int(getattr(dataset, "classes", 0)),
+        "tokenizer": None if tokenizer is None else tokenizer.spec(),
     }
+
+
+def make_model(config: Config, target: Any, data: Mapping[str, Any]) -> Model:
+    """A Flax module, or whatever else a target gives, as a `Model`; it may take input_shape and num_classes."""
+    known = {"input_shape": tuple(data["input_shape"]), "num_classes": data["num_classes"]}
     bound = bind("model", target, config.model.args, {k: v for k, v in known.items() if v})
     wanted = bound.keywords.get("num_classes")
     if isinstance(wanted, int) and wanted < known["num_classes"]:

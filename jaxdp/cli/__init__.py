@@ -24,6 +24,7 @@ VERBS = {
     "plan": "say what a run would need and move on N devices, without them",
     "verify": "prove that many devices train what one device would",
     "export": "write the parameters of a checkpoint to a .safetensors file",
+    "sample": "print text that a language model goes on with",
 }
 # Options of a verb beside the keys of the config: name to (type, default, help).
 OPTIONS: dict[str, dict[str, tuple[Any, Any, str]]] = {
@@ -47,9 +48,19 @@ OPTIONS: dict[str, dict[str, tuple[Any, Any, str]]] = {
         "step": (int, None, "the checkpoint of this update; left out, the last"),
         "ema": (bool, False, "write the running average of the parameters instead"),
     },
+    "sample": {
+        "run_dir": (str, None, "the directory of the run"),
+        "prompt": (str, "\n", "the text to go on from"),
+        "tokens": (int, 256, "how many tokens to draw"),
+        "temperature": (float, 0.8, "logits are divided by it; 0 takes the most probable token"),
+        "top_k": (int, None, "draw from so many of the most probable tokens; left out, from all"),
+        "seed": (int, 0, "of what is drawn"),
+        "step": (int, None, "the checkpoint of this update; left out, the last"),
+        "ema": (bool, False, "take the running average of the parameters"),
+    },
 }
 ALONE = ("plan", "verify")  # verbs of one process, on simulated devices where there are no real ones
-WITHOUT_CONFIG = ("export",)  # verbs of one process that have their options, and no config
+WITHOUT_CONFIG = ("export", "sample")  # verbs of one process that have their options, and no config
 
 USAGE = """usage: jaxdp VERB [--config FILE] [--key value ...]
 
@@ -62,6 +73,7 @@ USAGE = """usage: jaxdp VERB [--config FILE] [--key value ...]
   jaxdp plan --config configs/gpt2_124m.yaml --devices 1024 --zero all
   jaxdp verify --config configs/digits.yaml
   jaxdp export --run_dir runs/digits
+  jaxdp sample --run_dir runs/python_gpt --prompt "def "
 
 `jaxdp VERB --help` lists every key with its default. `python train.py` is `jaxdp train`.
 """

@@ -203,3 +203,10 @@ def export(options: dict[str, Any]) -> None:
     from jaxdp.cli import exporting
 
     print(exporting.export(options))
+
+
+def sample(options: dict[str, Any]) -> None:
+    """The verb `sample`: prints a prompt, and what a checkpoint's model goes on with."""
+    from jaxdp.cli import sampling
+
+    print(sampling.sample(options))

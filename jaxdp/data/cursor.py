@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxdp.errors import UsageError
 
+RESET = "reset"  # the entry of a batch [example] that says where what the model carries begins anew, with zeros
 _WORD = (1 << 64) - 1
 # A Feistel network is a permutation with any number of rounds; ten, as in NIST SP 800-38G (FF1), make small and odd
 # domains look uniform too.

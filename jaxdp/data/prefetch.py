@@ -13,9 +13,8 @@ from typing import TypeVar
 import numpy as np
 
 from jaxdp.data.base import Dataset
-from jaxdp.data.cursor import Order
+from jaxdp.data.cursor import RESET, Order
 from jaxdp.errors import UsageError
-from jaxdp.models.base import RESET
 
 T = TypeVar("T")
 GRACE_S = 10.0  # a read that hangs on a lost file system must not keep a run from ending

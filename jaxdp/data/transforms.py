@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxdp.data.cursor import RESET
 from jaxdp.errors import UsageError
-from jaxdp.models.base import RESET
 
 Batch = dict[str, jax.Array]
 Transform = Callable[[Batch, jax.Array, bool], Batch]  # (batch, key, train) -> batch

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from jaxdp.errors import UsageError
 
 CARRY = "carry"
-RESET = "reset"  # the entry of a batch [example] that says where the carry begins anew, with zeros
 
 
 class Model(NamedTuple):

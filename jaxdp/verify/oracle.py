@@ -16,8 +16,9 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxdp.axes import DATA
+from jaxdp.data.cursor import RESET
 from jaxdp.losses import apply_loss
-from jaxdp.models.base import CARRY, RESET
+from jaxdp.models.base import CARRY
 from jaxdp.precision import cast_floats
 from jaxdp.split import path_string
 from jaxdp.verify.subject import Subject, Tree, Trial

@@ -1,0 +1,67 @@
+"""The verb `sample`: text from a checkpoint, which knows itself its model and its tokenizer."""
+
+import math
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdp import manifest
+from jaxdp.build.parts import make_model, set_jax
+from jaxdp.cli.exporting import choose_step
+from jaxdp.config.reading import from_mapping
+from jaxdp.data.tokenizers import from_spec
+from jaxdp.errors import UsageError
+from jaxdp.generate import drawing, generate
+from jaxdp.models import MODELS
+from jaxdp.precision import cast_floats
+from jaxdp.split import path_string
+from jaxdp.targets import locate
+from jaxdp.transfer import MODEL_STATE
+from jaxdp.weights import from_checkpoint
+
+
+def sample(options: dict[str, Any]) -> str:
+    """The prompt, and what follows. Raises UsageError where there is no checkpoint of a language model, or for a prompt
+    that its tokenizer does not know."""
+    check(options)
+    directory = pathlib.Path(options["run_dir"])
+    place = directory / "checkpoints" / str(choose_step(directory, options["step"]))
+    weights = from_checkpoint(place, options["ema"], "--run_dir", "--ema")
+    meta = manifest.read(place)["meta"]
+    data = meta.get("data") or {}
+    if not data.get("tokenizer"):
+        raise UsageError(f"--run_dir: {str(directory)!r} was not trained on text with a tokenizer; name another")
+    config = from_mapping(meta["config"], str(place))
+    set_jax(config)
+    tokenizer = from_spec(data["tokenizer"])
+    prompt = tokenizer.encode(options["prompt"])
+    if not len(prompt):
+        raise UsageError("--prompt: '' has no tokens; give at least one character")
+    model = make_model(config, locate("model", config.model.target, MODELS), data)
+    context = data["input_shape"][0]
+    example = {"inputs": np.zeros((1, context), np.int32), "mask": np.ones(1, bool)}
+    params, state = jax.eval_shape(model.init, jax.random.key(0), example)
+    carry = state.pop("carry", None) if isinstance(state, dict) else None
+    found = weights.read({name: np.broadcast_to(np.zeros((), x.dtype), x.shape) for name, x in weights.arrays.items()})
+    put = lambda tree, prefix="": jax.tree_util.tree_map_with_path(
+        lambda path, x: found[prefix + path_string(path)], tree
+    )
+    params, state = cast_floats(put(params), config.precision.compute), put(state, MODEL_STATE)
+    if carry is not None:
+        state = {**state, "carry": jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), carry)}
+    draw = drawing(options["temperature"], options["top_k"])
+    tokens = generate(model, params, state, prompt.tolist(), options["tokens"], context, draw, options["seed"])
+    return options["prompt"] + tokenizer.decode(tokens)
+
+
+def check(options: dict[str, Any]) -> None:
+    if not options["run_dir"]:
+        raise UsageError("--run_dir: missing; give the directory of a run, e.g. --run_dir runs/python_gpt")
+    for name in ("tokens", "top_k"):
+        if options[name] is not None and options[name] < 1:
+            raise UsageError(f"--{name}: {options[name]} is too small; it must be at least 1")
+    temperature = options["temperature"]
+    if not 0 <= temperature < math.inf:
+        raise UsageError(f"--temperature: {temperature} is not at least 0; 1 draws from what the model expects")
