@@ -26,6 +26,11 @@ _HOME = {
         "jaxdp.distributed.collectives",
     ),
     "fit": "jaxdp.script",
+    "partition_dataset": "jaxdp.own_loop.partition",
+    "DistributedSampler": "jaxdp.own_loop.sampler",
+    "broadcast_parameters": "jaxdp.own_loop.parameters",
+    "distributed_optimizer": "jaxdp.own_loop.optimizer",
+    "allreduce_metrics": "jaxdp.own_loop.metrics",
     "UsageError": "jaxdp.errors",
     "DistributedError": "jaxdp.errors",
 }

@@ -32,7 +32,7 @@ LAYERS = [
     | {"models", "data", "metrics", "distributed", "split", "hlo", "hardware", "flops"},
     {"step"},
     {"parallel"},
-    {"checkpoint"},
+    {"checkpoint", "own_loop"},
     {"weights", "begin"},
     {"loop", "plan", "verify"},
     {"build"},

@@ -111,7 +111,8 @@ def _finish(name: str, argument: Any, members: int) -> Callable[[Part, tuple[int
 
 
 @functools.cache
-def _mesh(members: tuple[int, ...]) -> Mesh:
+def ranks_mesh(members: tuple[int, ...]) -> Mesh:
+    """The first device of each of these ranks, along AXIS."""
     first = {r: min((d for d in jax.devices() if d.process_index == r), key=lambda d: d.id) for r in members}
     return Mesh(np.array([first[r] for r in members]), (AXIS,))
 
@@ -123,7 +124,7 @@ def _program(name: str, argument: Any, members: tuple[int, ...]) -> Any:
 
     spec = PartitionSpec(AXIS)
     # What comes out differs between members and is only looked at locally, so no dim is made for the axis.
-    mapped = jax.shard_map(replica, mesh=_mesh(members), in_specs=spec, out_specs=PartitionSpec(), check_vma=False)
+    mapped = jax.shard_map(replica, mesh=ranks_mesh(members), in_specs=spec, out_specs=PartitionSpec(), check_vma=False)
     return jax.jit(mapped)
 
 
@@ -132,7 +133,7 @@ def run(name: str, argument: Any, arrays: Sequence[Part], rank: int, members: tu
 
     arrays: this rank's, of the same shapes and types as every member's. A rank is its first device.
     """
-    mesh, rows, as_bytes = _mesh(members), len(members) if name in CHUNKED else 1, name not in REDUCING
+    mesh, rows, as_bytes = ranks_mesh(members), len(members) if name in CHUNKED else 1, name not in REDUCING
     device = mesh.devices.flat[members.index(rank)]
     sharding = NamedSharding(mesh, PartitionSpec(AXIS))
     local = jax.device_put(pack(arrays, rows, device, as_bytes), device)
