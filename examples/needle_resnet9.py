@@ -4,40 +4,45 @@
     mpirun -np 2 --bind-to none python examples/needle_resnet9.py cifar-10-batches-py        (--fake needs no files)
 
 Its four calls are these: `init`, `partition_dataset`, `broadcast_parameters` and the distributed optimizer. Each rank
-normalizes by its own part of a batch; at the end rank 0's running averages go to all, as its buffers do in PyTorch.
+normalizes by its own part of a batch; at the end rank 0's running averages go to all, as DDP's buffers do in PyTorch.
 
-    epoch 0: 10.1 s, test accuracy 0.5221
+    epoch 0: 8.9 s, test accuracy 0.5175        # one process on 2 CPU cores, 2 s of it compilation
 """
 
 import argparse
 import time
 
+import jax
 import numpy as np
 import optax
-from flax import nnx
 
 import jaxdp
 from jaxdp.data.augment import standardize
 from jaxdp.data.base import Arrays
 from jaxdp.data.cifar10 import CIFAR10, MEAN, STD
+from jaxdp.models import as_model
 from jaxdp.models.resnet9 import ResNet9
 
 BATCH = 128
+model = as_model(lambda rngs: ResNet9(rngs=rngs))  # (init, apply): a Flax module as pure functions
 
 
-def loss_of(model, batch):
-    logits = model(standardize(batch["inputs"], MEAN, STD))
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+def logits_of(params, averages, batch, train):
+    return model.apply(params, averages, {"inputs": standardize(batch["inputs"], MEAN, STD)}, jax.random.key(0), train)
 
 
-@nnx.jit
-def backward(model, batch):
-    return nnx.value_and_grad(loss_of)(model, batch)
+@jax.jit
+def backward(params, averages, batch):
+    def loss_of(params):
+        logits, new = logits_of(params, averages, batch, train=True)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean(), new
+
+    return jax.value_and_grad(loss_of, has_aux=True)(params)
 
 
-@nnx.jit
-def right(model, batch):
-    return (model(standardize(batch["inputs"], MEAN, STD)).argmax(-1) == batch["labels"]).sum()
+@jax.jit
+def right(params, averages, batch):
+    return (logits_of(params, averages, batch, train=False)[0].argmax(-1) == batch["labels"]).sum()
 
 
 def read(folder, split):
@@ -61,21 +66,21 @@ def main() -> None:
     context = jaxdp.init()
     train = jaxdp.partition_dataset(read(args.folder, "train"), BATCH)
     test = jaxdp.partition_dataset(read(args.folder, "test"), 1000, shuffle=False)
-    model = ResNet9(rngs=nnx.Rngs(0))
-    nnx.update(model, jaxdp.broadcast_parameters(nnx.state(model)))
+    params, averages = jaxdp.broadcast_parameters(model.init(jax.random.key(0), {}))
     adamw = optax.adamw(optax.linear_schedule(1e-2, 0.0, args.epochs * len(train)), weight_decay=1e-2)
-    optimizer = nnx.Optimizer(model, jaxdp.distributed_optimizer(adamw), wrt=nnx.Param)
+    tx = jaxdp.distributed_optimizer(adamw)
+    state, apply_updates = tx.init(params), jax.jit(optax.apply_updates)
 
     for epoch in range(args.epochs):
         began = time.monotonic()
-        model.train()
         for batch in train:
-            _, grads = backward(model, batch)
-            optimizer.update(model, grads, weight=len(batch["labels"]))
+            (_, averages), grads = backward(params, averages, batch)
+            updates, state = tx.update(grads, state, params, weight=len(batch["labels"]))
+            params = apply_updates(params, updates)
+        jax.block_until_ready(params)
         seconds = time.monotonic() - began
-        nnx.update(model, jaxdp.broadcast_parameters(nnx.state(model, nnx.BatchStat)))
-        model.eval()
-        counts = np.array([(right(model, batch), len(batch["labels"])) for batch in test]).sum(0)
+        averages = jaxdp.broadcast_parameters(averages)
+        counts = np.array([(right(params, averages, batch), len(batch["labels"])) for batch in test]).sum(0)
         mean = jaxdp.allreduce_metrics({"accuracy": counts[0] / counts[1]}, weight=counts[1])
         if context.is_root:
             print(f"epoch {epoch}: {seconds:.1f} s, test accuracy {mean['accuracy']:.4f}")

@@ -36,7 +36,12 @@ class DistributedSampler:
         self.size = context.size if size is None else size
         if not 0 <= self.rank < self.size:
             raise UsageError(f"rank: {self.rank} is not in [0, {self.size}), the ranks of size {self.size}; give both")
-        self.examples = dataset_or_size if isinstance(dataset_or_size, int) else len(dataset_or_size)
+        try:
+            self.examples = len(dataset_or_size) if isinstance(dataset_or_size, Sized) else int(dataset_or_size)
+        except TypeError:
+            raise UsageError(
+                f"dataset_or_size: {type(dataset_or_size).__name__} has no length; give a number"
+            ) from None
         if self.examples < 1:
             raise UsageError(f"dataset_or_size: {self.examples} examples; give at least one")
         self.shuffle, self.seed, self.drop_last, self.epoch = shuffle, seed, drop_last, 0
