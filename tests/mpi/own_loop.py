@@ -41,13 +41,13 @@ def plain():
     """The losses of a loop that knows nothing of jaxdp but the order of the examples."""
     params, (x, y) = weights(0), data()
     state, curve = adam.init(params), []
-    backward = jax.jit(jax.value_and_grad(lambda *args: losses_of(*args).mean()))
+    backward, update = jax.jit(jax.value_and_grad(lambda *args: losses_of(*args).mean())), jax.jit(adam.update)
     sampler = jaxdp.DistributedSampler(EXAMPLES, seed=SEED, rank=0, size=1)
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         for rows in sampler.batches(BATCH):
             loss, grads = backward(params, x[rows], y[rows])
-            updates, state = adam.update(grads, state, params)
+            updates, state = update(grads, state, params)
             params = optax.apply_updates(params, updates)
             curve.append(float(loss))
     return curve
