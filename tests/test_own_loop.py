@@ -307,3 +307,11 @@ def test_metrics_alone_are_floats():
     got = jaxdp.allreduce_metrics({"a": jnp.float32(0.5), "b": [np.int64(3)], "c": jnp.ones((1,))}, weight=7)
     assert got == {"a": 0.5, "b": [3.0], "c": 1.0} and all(type(x) is float for x in jax.tree.leaves(got))
     assert np.isnan(jaxdp.allreduce_metrics(2.0, weight=0))
+
+
+def test_who_was_started_with_others_must_join_them(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    for call in (lambda: jaxdp.partition_dataset(np.zeros(4), 2), lambda: jaxdp.DistributedSampler(4)):
+        with pytest.raises(jaxdp.UsageError, match=r"jaxdp.init\(\) was not called, and there are 2 processes"):
+            call()

@@ -111,6 +111,15 @@ def current() -> Context:
     return _current or Context(hosts=(hosts.hostname(),))
 
 
+def joined() -> Context:
+    """As `current`; UsageError where a launcher started several processes, and this one has not joined them."""
+    if _current is None and (size := discover().size) > 1:
+        raise UsageError(
+            f"jaxdp.init() was not called, and there are {size} processes: each would train alone; call it"
+        )
+    return current()
+
+
 def init(
     coordinator: str | None = None,
     rank: int | None = None,

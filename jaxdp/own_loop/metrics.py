@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxdp.distributed import coordination
-from jaxdp.distributed.context import current
+from jaxdp.distributed.context import joined
 from jaxdp.errors import UsageError
 from jaxdp.split import path_string
 
@@ -24,7 +24,7 @@ def allreduce_metrics(metrics: Any, weight: Any = 1.0) -> Any:
     Raises UsageError on every rank where one brings something else; DistributedError where one does not come within
     JAXDP_TIMEOUT seconds (60).
     """
-    context = current()
+    context = joined()
     paths, structure = jax.tree_util.tree_flatten_with_path(metrics)
     own: dict[str, Any] = {"names": [path_string(path) or "metrics" for path, _ in paths]}
     try:

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdp.distributed import kernels
-from jaxdp.distributed.context import current
+from jaxdp.distributed.context import joined
 from jaxdp.distributed.signature import Signature, as_array, compare, described
 from jaxdp.errors import UsageError
 from jaxdp.parallel.reduction import make_reduction
@@ -95,7 +95,7 @@ def mean_over_ranks(grads: Tree, weight: Any) -> Tree:
     number = None if weight is None else float(weight)
     if number is not None and not 0 <= number < math.inf:
         raise UsageError(f"weight: {number} is not a number of examples; give 0 or more")
-    context = current()
+    context = joined()
     if context.size == 1:
         return jax.tree.map(lambda g: jnp.zeros_like(g) if _is_float(g) else g, grads) if number == 0 else grads
     leaves, structure = jax.tree.flatten(grads)

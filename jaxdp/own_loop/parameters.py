@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.distributed.collectives import broadcast
-from jaxdp.distributed.context import current
+from jaxdp.distributed.context import joined
 from jaxdp.distributed.signature import as_array, described
 from jaxdp.split import path_string
 
@@ -31,7 +31,7 @@ def broadcast_parameters(tree: Tree, root_rank: int = 0) -> Tree:
     # In the order of their paths, which is the same whatever containers the ranks keep them in.
     names = [path_string(path) for path, _ in paths]
     sent = sorted((i for i, x in enumerate(leaves) if isinstance(x, NUMBERS)), key=names.__getitem__)
-    current().check_same("broadcast_parameters", {names[i]: _kind(leaves[i]) for i in sent})
+    joined().check_same("broadcast_parameters", {names[i]: _kind(leaves[i]) for i in sent})
     received = broadcast([_bits(leaves[i]) for i in sent], root_rank)
     for i, bits in zip(sent, received):
         leaves[i] = _as_brought(leaves[i], bits)

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxdp.data.base import Examples, as_dataset
 from jaxdp.data.cursor import Cursor
-from jaxdp.distributed.context import current
+from jaxdp.distributed.context import joined
 from jaxdp.errors import UsageError
 
 Rows = dict[str, np.ndarray]
@@ -17,7 +17,7 @@ class Partition:
     """This rank's rows of every batch, an epoch each time it is iterated over; made by `partition_dataset`."""
 
     def __init__(self, dataset: Any, batch_size: int, seed: int, shuffle: bool, devices: int | None):
-        context, each = current(), 1 if devices is None else devices
+        context, each = joined(), 1 if devices is None else devices
         self.dataset = as_dataset(dataset)
         self.form = _form(dataset, self.dataset)
         self.cursor = Cursor(len(self.dataset), batch_size, context.size * each, seed, shuffle)
@@ -73,7 +73,7 @@ def partition_dataset(
         raise UsageError(f"devices: {devices} is not positive; set it to jax.local_device_count()")
     made = Partition(dataset, batch_size, seed, shuffle, devices)
     facts = {"examples": len(made.dataset), "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
-    current().check_same("partition_dataset", {k: str(v) for k, v in {**facts, "devices": devices}.items()})
+    joined().check_same("partition_dataset", {k: str(v) for k, v in {**facts, "devices": devices}.items()})
     return made
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxdp.data.cursor import Cursor, permute
-from jaxdp.distributed.context import current
+from jaxdp.distributed.context import joined
 from jaxdp.errors import UsageError
 
 
@@ -31,7 +31,7 @@ class DistributedSampler:
         rank: int | None = None,
         size: int | None = None,
     ):
-        context = current()
+        context = joined()
         self.rank = context.rank if rank is None else rank
         self.size = context.size if size is None else size
         if not 0 <= self.rank < self.size:
