@@ -313,5 +313,5 @@ def test_who_was_started_with_others_must_join_them(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     for call in (lambda: jaxdp.partition_dataset(np.zeros(4), 2), lambda: jaxdp.DistributedSampler(4)):
-        with pytest.raises(jaxdp.UsageError, match=r"jaxdp.init\(\) was not called, and there are 2 processes"):
+        with pytest.raises(jaxdp.UsageError, match=r"call jaxdp.init\(\) first: there are 2 processes"):
             call()
