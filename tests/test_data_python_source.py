@@ -28,7 +28,7 @@ def test_it_is_the_library_of_this_python():
     train, test = PythonSource(), PythonSource(split="test", length=64)
     assert len(train) * 128 > 5_000_000 and 0.02 < len(test) * 64 / (len(train) * 128) < 0.1
     assert (train.classes, train.input_shape, test.input_shape) == (256, (128,), (64,))
-    assert train.windows.dtype == np.uint8 and train.windows.base is not None
+    assert train.shards[0].dtype == np.uint8
     got = train.read(np.array([3, 0, 3]))
     assert got["inputs"].shape == got["labels"].shape == (3, 128)
     assert got["inputs"].dtype == got["labels"].dtype == np.int32

@@ -94,9 +94,14 @@ class Examples:
         return {key: _array(f"{key!r} of example {index}", value) for key, value in item.items()}
 
 
-def check_split(split: str) -> None:
-    if split not in ("train", "test"):
-        raise UsageError(f"data.args.split: {split!r} is neither 'train' nor 'test'")
+def check_split(split: str, known: tuple[str, ...] = ("train", "test")) -> None:
+    """UsageError where `split` is not one of those that are known."""
+    if split not in known:
+        names = [repr(name) for name in known]
+        raise UsageError(
+            f"data.args.split: {split!r} is {'neither' if len(known) == 2 else 'none of'} "
+            f"{' nor '.join(names) if len(known) == 2 else ', '.join(names)}"
+        )
 
 
 def as_dataset(source: Any) -> Dataset:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxdp.data.base import check_split
+from jaxdp.data.windows import Windows
 from jaxdp.errors import UsageError
 
 # Tests, what was installed beside the library, and what the build of this one Python wrote.
@@ -15,7 +16,7 @@ SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-package
 BUILT = ("config-", "_sysconfigdata", "sitecustomize")
 
 
-class PythonSource:
+class PythonSource(Windows):
     """The bytes of the standard library's .py files: "inputs" and "labels" int32 [length] in [0, 256), one byte apart.
 
     About one file in 20, chosen by its path, is the test split. The files of a split follow one another by path, a
@@ -24,12 +25,8 @@ class PythonSource:
     Python. max_mb: only so many MB (10^6 bytes) from the start. Raises UsageError where there is no source to read.
     """
 
-    classes = 256
-
     def __init__(self, split: str = "train", length: int = 128, max_mb: float | None = None):
         check_split(split)
-        if length < 1:
-            raise UsageError(f"data.args.length: {length} is too small; it must be at least 1")
         if max_mb is not None and not max_mb > 0:
             raise UsageError(f"data.args.max_mb: {max_mb} must be greater than 0, or null for all")
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -38,17 +35,7 @@ class PythonSource:
             raise UsageError(f"data: no Python source in {str(root)!r}; use a Python whose library is not packed")
         text = np.frombuffer(b"\0".join(path.read_bytes() for path in files), np.uint8)
         text = text[: None if max_mb is None else int(max_mb * 1e6)]
-        if len(text) <= length:
-            raise UsageError(f"data.args.length: {length}, but there are {len(text):,} bytes; make it smaller")
-        self.windows = np.lib.stride_tricks.sliding_window_view(text, length + 1)[::length]  # a view of the text
-        self.input_shape = (length,)
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        rows = self.windows[indices].astype(np.int32)
-        return {"inputs": rows[:, :-1], "labels": rows[:, 1:]}
+        super().__init__([text], length, classes=256, unit="bytes")
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -1,0 +1,99 @@
+"""Text files as windows of tokens: one file cut in two, or the three files of the Penn Treebank."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxdp.data.base import check_split
+from jaxdp.data.tokenizers import Words, make_tokenizer
+from jaxdp.data.windows import Windows, check_fraction, smallest
+from jaxdp.errors import UsageError
+
+
+class TextFile(Windows):
+    """A UTF-8 text: "inputs" and "labels" int32 [length], one token apart; see `Windows`.
+
+    The last `test_fraction` of its characters is the test split, as in nanoGPT's `shakespeare_char`. tokenizer: byte,
+    char (the characters of this file), words, the path of a tokenizer.json, a name of tiktoken, or a spec; see
+    `jaxdp.data.tokenizers`. max_mb: only so many MB (10^6 bytes) from the start. `tokenizer` and `classes`, the size
+    of its vocabulary, are attributes. Raises UsageError for a file that is missing, empty, not UTF-8 (with the
+    position of the byte), or shorter than one example.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        split: str = "train",
+        length: int = 256,
+        stride: int | None = None,
+        tokenizer: str | Mapping[str, Any] = "byte",
+        test_fraction: float = 0.1,
+        max_mb: float | None = None,
+    ):
+        check_split(split)
+        check_fraction(test_fraction)
+        text = read_text(path, max_mb)
+        cut = int(len(text) * (1 - test_fraction))
+        self.tokenizer = make_tokenizer(tokenizer, lambda: text)
+        tokens = self.tokenizer.encode(text[cut:] if split == "test" else text[:cut])
+        super().__init__(
+            [tokens.astype(smallest(self.tokenizer.size), copy=False)], length, stride, self.tokenizer.size, [str(path)]
+        )
+
+
+class PennTreebank(Windows):
+    """The Penn Treebank of language models: "inputs" and "labels" int32 [length] in [0, 10,000), one word apart.
+
+    Files ptb.train.txt, ptb.valid.txt and ptb.test.txt as T. Mikolov prepared them (http://www.fit.vutbr.cz/~imikolov/
+    rnnlm): the vocabulary is the train file's, by order of appearance, <eos> ends each line, and <unk> stands for
+    rare words. root: the folder of the files, or one above it. vocabulary: words of your own in their place, for a
+    folder without the train file. Raises UsageError naming a file that is missing.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        split: str = "train",
+        length: int = 35,
+        stride: int | None = None,
+        vocabulary: list[str] | None = None,
+    ):
+        check_split(split, ("train", "valid", "test"))
+        self.tokenizer = Words(vocabulary) if vocabulary else Words.of(read_text(_ptb(root, "train")))
+        path = _ptb(root, split)
+        tokens = self.tokenizer.encode(read_text(path))
+        super().__init__(
+            [tokens.astype(smallest(self.tokenizer.size))], length, stride, self.tokenizer.size, [str(path)]
+        )
+
+
+def read_text(path: str | Path, max_mb: float | None = None) -> str:
+    """A UTF-8 file, of at most so many MB (10^6 bytes); a character that is cut there is left out."""
+    if max_mb is not None and not max_mb > 0:
+        raise UsageError(f"data.args.max_mb: {max_mb} must be greater than 0, or null for all")
+    file = Path(path).expanduser()
+    try:
+        with file.open("rb") as opened:
+            content = opened.read() if max_mb is None else opened.read(int(max_mb * 1e6))
+    except OSError as error:
+        raise UsageError(f"data.args.path: cannot read {str(path)!r}: {error.strerror}; give a text file") from None
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        if max_mb is not None and error.reason == "unexpected end of data" and error.end == len(content):
+            return content[: error.start].decode()
+        raise UsageError(
+            f"data.args.path: {str(path)!r} is not UTF-8: byte {error.start:,} is {content[error.start]:#04x}; convert "
+            "it, e.g. with iconv -t utf-8"
+        ) from None
+
+
+def _ptb(root: str, split: str) -> Path:
+    name = f"ptb.{split}.txt"
+    for folder in ("", "data", "simple-examples/data"):
+        if (path := Path(root).expanduser() / folder / name).is_file():
+            return path
+    raise UsageError(
+        f"data.args.root: no {name!r} in {root!r}; fetch the files of the Penn Treebank for language models and put "
+        "them there"
+    )

@@ -1,0 +1,249 @@
+"""A tokenizer turns text into numbers and back, and its spec, a JSON object, is enough to make it again elsewhere."""
+
+import difflib
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from jaxdp.errors import UsageError, one_line
+
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # what published vocabularies call it
+
+
+class Tokenizer(Protocol):
+    """size: of the vocabulary; every number is below it. end_of_text: the token that ends a document, where it has one.
+
+    encode(text) gives integers [token]; decode(ids) the text again; spec() what `from_spec` makes it from.
+    """
+
+    size: int
+    end_of_text: int | None
+
+    def encode(self, text: str) -> np.ndarray: ...
+
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+    def spec(self) -> dict[str, Any]: ...
+
+
+class Byte:
+    """The bytes of UTF-8. Byte 0, which no text has, ends a document."""
+
+    kind: ClassVar[str] = "byte"
+    size = 256
+    end_of_text: int | None = 0
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(errors="surrogatepass"), np.uint8)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """What is not UTF-8, such as half a character, becomes U+FFFD."""
+        return bytes(int(i) for i in ids).decode(errors="replace")
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": self.kind}
+
+
+class Char:
+    """One token a character; alphabet: the characters, in the order of their tokens, each once.
+
+    U+0000, where the alphabet has it, ends a document.
+    """
+
+    kind: ClassVar[str] = "char"
+
+    def __init__(self, alphabet: str):
+        if not alphabet:
+            raise UsageError("data.args.tokenizer: char has an empty alphabet; give it a text that is not empty")
+        self.alphabet, self.size = alphabet, len(alphabet)
+        codes = _codes(alphabet)
+        self._order = np.argsort(codes, kind="stable")
+        self._codes = codes[self._order]
+        self.end_of_text = alphabet.index("\0") if "\0" in alphabet else None
+
+    @classmethod
+    def of(cls, text: str) -> "Char":
+        """The characters of a text by their code points, as in nanoGPT's `shakespeare_char`."""
+        return cls("".join(map(chr, np.unique(_codes(text)).tolist())))
+
+    def encode(self, text: str) -> np.ndarray:
+        codes = _codes(text)
+        places = np.minimum(np.searchsorted(self._codes, codes), self.size - 1)
+        unknown = np.flatnonzero(self._codes[places] != codes)
+        if len(unknown):
+            at = int(unknown[0])
+            raise UsageError(
+                f"data.args.tokenizer: character {text[at]!r} at {at:,} (line {text.count(chr(10), 0, at) + 1:,}) is "
+                f"not in the alphabet of {self.size}; take another tokenizer, such as byte, or leave the character out"
+            )
+        return self._order[places]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(self.alphabet[int(i)] for i in ids)
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": self.kind, "alphabet": self.alphabet}
+
+
+class Words:
+    """The words between spaces, and <eos> at the end of each line; vocabulary: the words, in the order of their tokens.
+
+    As the Penn Treebank is read for language models (Mikolov et al. 2010; PyTorch's `word_language_model`). A word
+    that is not in the vocabulary is <unk> where that is, else a UsageError.
+    """
+
+    kind: ClassVar[str] = "words"
+    end_of_text: int | None = None  # <eos> ends a sentence
+
+    def __init__(self, vocabulary: Iterable[str]):
+        self.vocabulary = list(vocabulary)
+        self.size = len(self.vocabulary)
+        self._numbers = {word: number for number, word in enumerate(self.vocabulary)}
+
+    @classmethod
+    def of(cls, text: str) -> "Words":
+        """The words of a text by their order of appearance."""
+        return cls(dict.fromkeys(_words(text)))
+
+    def encode(self, text: str) -> np.ndarray:
+        words = _words(text)
+        unknown = self._numbers.get("<unk>")
+        ids = [self._numbers.get(word, unknown) for word in words]
+        if unknown is None and None in ids:
+            at = ids.index(None)
+            raise UsageError(
+                f"data.args.tokenizer: word {words[at]!r} (line {words[:at].count('<eos>') + 1:,}) is not in the "
+                f"vocabulary of {self.size:,}, which has no '<unk>' either; leave it out, or put '<unk>' for it"
+            )
+        return np.array(ids, np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(self.vocabulary[int(i)] for i in ids).replace(" <eos> ", "\n").replace(" <eos>", "\n")
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": self.kind, "vocabulary": self.vocabulary}
+
+
+class File:
+    """A `tokenizer.json` of the `tokenizers` library; no special token is added to a text by itself."""
+
+    kind: ClassVar[str] = "file"
+
+    def __init__(self, path: str | Path, sha256: str | None = None):
+        self.path = Path(path).expanduser()
+        library = _library("tokenizers")
+        try:
+            content = self.path.read_bytes()
+            self._tokenizer = library.Tokenizer.from_str(content.decode())
+        except FileNotFoundError:
+            raise UsageError(f"data.args.tokenizer: no file {str(path)!r}; give the path of a tokenizer.json") from None
+        except Exception as error:  # the library raises plain Exceptions for what is no tokenizer
+            raise UsageError(f"data.args.tokenizer: {str(path)!r} is not a tokenizer.json: {one_line(error)}") from None
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        if sha256 not in (None, self.sha256):
+            raise UsageError(f"data.args.tokenizer: {str(path)!r} is not the file that was used before; put it back")
+        self.size = self._tokenizer.get_vocab_size()
+        self.end_of_text = next((i for name in ENDS if (i := self._tokenizer.token_to_id(name)) is not None), None)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": self.kind, "path": str(self.path), "sha256": self.sha256}
+
+    def __reduce__(self) -> tuple:
+        return File, (self.path, self.sha256)
+
+
+class Named:
+    """A vocabulary of the `tiktoken` library by its name, such as gpt2; fetched once, then kept by tiktoken."""
+
+    kind: ClassVar[str] = "named"
+
+    def __init__(self, name: str):
+        library = _library("tiktoken")
+        known = library.list_encoding_names()
+        if name not in known:
+            near = difflib.get_close_matches(name, ["byte", "char", "words", *known], 1, 0.5)
+            hint = f"did you mean {near[0]!r}?" if near else "give byte, char, a tokenizer.json"
+            raise UsageError(f"data.args.tokenizer: {name!r} is not known; {hint} or one of {', '.join(known)}")
+        try:
+            self._encoding = library.get_encoding(name)
+        except Exception as error:  # of the network, in many ways
+            raise UsageError(
+                f"data.args.tokenizer: {name!r} could not be fetched ({type(error).__name__}); run once with a "
+                "network, or set TIKTOKEN_CACHE_DIR to a folder where it is"
+            ) from error
+        self.name, self.size = name, self._encoding.n_vocab
+        self.end_of_text = self._encoding._special_tokens.get("<|endoftext|>")
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._encoding.encode_ordinary(text), np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._encoding.decode([int(i) for i in ids])
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": self.kind, "name": self.name}
+
+    def __reduce__(self) -> tuple:
+        return Named, (self.name,)
+
+
+KINDS: dict[str, Callable[..., Any]] = {"byte": Byte, "char": Char, "words": Words, "file": File, "named": Named}
+
+
+def make_tokenizer(name: str | Mapping[str, Any], text: Callable[[], str] | None = None) -> Tokenizer:
+    """The tokenizer called byte, char or words, that of a `tokenizer.json`, of tiktoken by name, or of a spec.
+
+    text: gives what char and words take their alphabet or vocabulary from. Raises UsageError where there is none.
+    """
+    if not isinstance(name, str):
+        return from_spec(name)
+    if name == "byte":
+        return Byte()
+    if name in ("char", "words"):
+        if text is None:
+            raise UsageError(f"data.args.tokenizer: {name!r} needs a text to take its vocabulary from; give a spec")
+        return Char.of(text()) if name == "char" else Words.of(text())
+    return File(name) if name.endswith(".json") else Named(name)
+
+
+def from_spec(spec: Mapping[str, Any], folder: str | Path = ".") -> Tokenizer:
+    """The tokenizer that `spec()` described; folder: where a relative path begins."""
+    found = dict(spec)
+    kind = found.pop("kind", None)
+    if "path" in found:
+        found["path"] = Path(folder) / Path(found["path"]).expanduser()
+    try:
+        return KINDS[kind](**found)
+    except (KeyError, TypeError):
+        raise UsageError(
+            f"data.args.tokenizer: {one_line(dict(spec))[:200]} is no spec; its kind is one of {', '.join(KINDS)}"
+        ) from None
+
+
+def _codes(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")
+
+
+def _words(text: str) -> list[str]:
+    lines = text.removesuffix("\n").split("\n") if text else []
+    return [word for line in lines for word in (*line.split(), "<eos>")]
+
+
+def _library(name: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        raise UsageError(
+            f"data.args.tokenizer: it needs the package {name!r}; pip install 'jaxdp[bpe]', or take byte or char"
+        ) from None
