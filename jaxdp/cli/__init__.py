@@ -1,6 +1,7 @@
 """The command line: `jaxdp VERB --config FILE [--key value ...]`; nothing here needs jax until the config is right."""
 
 import difflib
+import importlib
 import os
 import pathlib
 import re
@@ -25,6 +26,7 @@ VERBS = {
     "verify": "prove that many devices train what one device would",
     "export": "write the parameters of a checkpoint to a .safetensors file",
     "sample": "print text that a language model goes on with",
+    "data": "make shards of tokens from text (jaxdp data tokenize)",
 }
 # Options of a verb beside the keys of the config: name to (type, default, help).
 OPTIONS: dict[str, dict[str, tuple[Any, Any, str]]] = {
@@ -58,9 +60,17 @@ OPTIONS: dict[str, dict[str, tuple[Any, Any, str]]] = {
         "step": (int, None, "the checkpoint of this update; left out, the last"),
         "ema": (bool, False, "take the running average of the parameters"),
     },
+    "data": {
+        "output": (str, None, "the folder to make"),
+        "tokenizer": (str, "gpt2", "byte, char, the path of a tokenizer.json, or a name of tiktoken"),
+        "split": (float, 0.01, "the share of each input, its last, that is for validation"),
+        "shard_tokens": (int, 100_000_000, "tokens in a shard"),
+    },
 }
+# Arguments of a verb that have no name on the command line: name to how many (as argparse's nargs).
+ARGUMENTS: dict[str, dict[str, str]] = {"data": {"action": "?", "inputs": "*"}}
 ALONE = ("plan", "verify")  # verbs of one process, on simulated devices where there are no real ones
-WITHOUT_CONFIG = ("export", "sample")  # verbs of one process that have their options, and no config
+WITHOUT_CONFIG = {"export": "verbs", "sample": "verbs", "data": "tokenizing"}  # verbs of one process: a module each
 
 USAGE = """usage: jaxdp VERB [--config FILE] [--key value ...]
 
@@ -74,6 +84,7 @@ USAGE = """usage: jaxdp VERB [--config FILE] [--key value ...]
   jaxdp verify --config configs/digits.yaml
   jaxdp export --run_dir runs/digits
   jaxdp sample --run_dir runs/python_gpt --prompt "def "
+  jaxdp data tokenize text.txt --output tokens --tokenizer gpt2
 
 `jaxdp VERB --help` lists every key with its default. `python train.py` is `jaxdp train`.
 """
@@ -110,9 +121,7 @@ def _run(verb: str, argv: list[str]) -> None:
     if verb in WITHOUT_CONFIG:
         options = load_options(argv, verb)
         os.environ["JAX_PLATFORMS"] = "cpu"  # a training job may have all of a GPU
-        from jaxdp.cli import verbs
-
-        getattr(verbs, verb)(options)
+        getattr(importlib.import_module(f"jaxdp.cli.{WITHOUT_CONFIG[verb]}"), verb)(options)
         return
     if verb in ALONE:
         config, path, options = load(argv, verb)
@@ -208,13 +217,16 @@ def load_options(argv: list[str], verb: str) -> dict[str, Any]:
 
     import jsonargparse
 
-    own = OPTIONS[verb]
-    usage = f"jaxdp {verb} [--option value ...]"
+    own, places = OPTIONS[verb], ARGUMENTS.get(verb, {})
+    usage = " ".join([f"jaxdp {verb}", *(f"{name.upper()}{'...' * (n == '*')}" for name, n in places.items())])
+    usage += " [--option value ...]"
     text = f"{VERBS[verb].capitalize()}."
     parser = jsonargparse.ArgumentParser(
         prog=f"jaxdp {verb}", usage=usage, description=text, exit_on_error=False, default_env=False
     )
     _add_options(parser, own)
+    for name, many in places.items():
+        parser.add_argument(name, nargs=many)
     for arg in argv:
         name = arg[2:].partition("=")[0]
         if arg.startswith("--") and name not in ("help", *own):
@@ -222,13 +234,25 @@ def load_options(argv: list[str], verb: str) -> dict[str, Any]:
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(own)}"
             raise UsageError(f"command line: unknown option {name!r}; {hint}")
     try:
-        return parser.parse_args(argv).as_dict()
+        return parser.parse_args(_options_first(argv, own)).as_dict()
     except (argparse.ArgumentError, TypeError, ValueError, KeyError) as error:
         key = re.search(r'(?:key|for|Option) "?(\w+)"?', str(error))
         value = re.search(r"(?:Got|Given) value: *(.+?) *(?:\n|$)", str(error))
         if key and value and key[1] in own:
             raise UsageError(f"--{key[1]}: {value[1]!r} is not {WORDS[own[key[1]][0]]}") from None
         raise UsageError(one_line(error)) from None
+
+
+def _options_first(argv: list[str], own: Mapping[str, tuple[Any, Any, str]]) -> list[str]:
+    """argparse takes arguments without a name from one place only."""
+    options: list[str] = []
+    rest: list[str] = []
+    left = iter(argv)
+    for arg in left:
+        (options if arg.startswith("-") else rest).append(arg)
+        if arg[2:] in own and own[arg[2:]][0] is not bool:
+            options += [value for value in [next(left, None)] if value is not None]
+    return [*options, *rest]
 
 
 def _add_options(parser: Any, own: Mapping[str, tuple[Any, Any, str]]) -> None:

@@ -1,0 +1,125 @@
+"""Text becomes shards of tokens: read as a stream, written beside the output, and renamed in when all is there."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from jaxdp.data.documents import boundary, pieces
+from jaxdp.data.token_file import META
+from jaxdp.data.tokenizers import Char, File, Tokenizer, make_tokenizer
+from jaxdp.errors import UsageError
+
+FORMAT = 1
+
+
+class Writer:
+    """Tokens to files KIND_000000.bin, KIND_000001.bin, ... of `size` tokens each, the last of fewer."""
+
+    def __init__(self, folder: Path, kind: str, dtype: np.dtype, size: int):
+        self.folder, self.kind, self.dtype, self.size = folder, kind, dtype, size
+        self.shards: dict[str, int] = {}
+        self._file: IO[bytes] | None = None
+
+    def write(self, tokens: np.ndarray) -> None:
+        while len(tokens):
+            if self._file is None:
+                name = f"{self.kind}_{len(self.shards):06}.bin"
+                self._file, self.shards[name] = (self.folder / name).open("wb"), 0
+            name = next(reversed(self.shards))
+            part = tokens[: self.size - self.shards[name]]
+            self._file.write(part.astype(self.dtype).tobytes())
+            self.shards[name] += len(part)
+            tokens = tokens[len(part) :]
+            if self.shards[name] == self.size:
+                self.close()
+
+    def close(self) -> None:
+        """What is written reaches the disk."""
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+
+def tokenize(inputs: Sequence[Path], output: Path, tokenizer: str, split: float, shard_tokens: int) -> dict[str, Any]:
+    """Writes the folder `output`; returns the content of its tokens.json.
+
+    inputs: .txt and .jsonl files; see `documents.pieces`. Of each, the last `split` of its bytes, from a line or a
+    document on, is for validation. The tokenizer's end_of_text follows each document of a .jsonl file, stands where a
+    text has <|endoftext|>, and between two files. Tokens are little-endian uint16, or uint32 where the vocabulary is
+    larger. shard_tokens: tokens in a shard. tokenizer: as `make_tokenizer` takes it; char takes its alphabet from all
+    inputs, which are read twice then, with U+0000 as end_of_text where there are several documents.
+    """
+    made = Char(alphabet(inputs)) if tokenizer == "char" else make_tokenizer(tokenizer)
+    partial = output.parent / f".{output.name}.partial{os.getpid()}"
+    partial.mkdir(parents=True)
+    try:
+        meta = _write(inputs, partial, made, split, shard_tokens)
+        partial.rename(output)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return meta
+
+
+def alphabet(inputs: Sequence[Path]) -> str:
+    """The characters of all inputs by their code points; with U+0000 where a document ends before the last."""
+    found: set[str] = set()
+    for tokens, ends in _texts([(path, 0, path.stat().st_size) for path in inputs]):
+        found.update(tokens, "\0" * ends)
+    return "".join(sorted(found))
+
+
+def _write(inputs: Sequence[Path], folder: Path, tokenizer: Tokenizer, split: float, shard_tokens: int) -> dict:
+    dtype = np.dtype("<u2" if tokenizer.size <= 1 << 16 else "<u4")
+    cuts = [boundary(path, split) for path in inputs]
+    ranges = {
+        "train": [(path, 0, cut) for path, cut in zip(inputs, cuts)],
+        "val": [(path, cut, path.stat().st_size) for path, cut in zip(inputs, cuts)],
+    }
+    end = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype)
+    writers = {kind: Writer(folder, kind, dtype, shard_tokens) for kind in ranges}
+    for kind, writer in writers.items():
+        for text, ends in _texts(ranges[kind]):
+            writer.write(tokenizer.encode(text))
+            if ends:
+                writer.write(end)
+        writer.close()
+    counts = {kind: sum(writer.shards.values()) for kind, writer in writers.items()}
+    if not any(counts.values()):
+        raise UsageError(f"INPUT: {', '.join(map(repr, map(str, inputs)))} hold no text; give files that are not empty")
+    spec = tokenizer.spec()
+    if isinstance(tokenizer, File):  # the folder is whole by itself
+        shutil.copyfile(tokenizer.path, folder / "tokenizer.json")
+        spec["path"] = "tokenizer.json"
+    meta = {
+        "format": FORMAT,
+        "tokenizer": spec,
+        "vocabulary": tokenizer.size,
+        "dtype": dtype.name,
+        "end_of_text": tokenizer.end_of_text,
+        "counts": counts,
+        "shards": {name: count for writer in writers.values() for name, count in writer.shards.items()},
+    }
+    with (folder / META).open("w") as file:
+        file.write(json.dumps(meta, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return meta
+
+
+def _texts(ranges: Sequence[tuple[Path, int, int]]) -> Iterator[tuple[str, bool]]:
+    """The text in parts of files, and whether a document ends behind it: as it says, or as another file follows."""
+    filled = [part for part in ranges if part[1] < part[2]]
+    for number, (path, start, stop) in enumerate(filled):
+        ends = True
+        for text, ends in pieces(path, start, stop, "INPUT"):
+            yield text, ends
+        if not ends and number + 1 < len(filled):
+            yield "", True
