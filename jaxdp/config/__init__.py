@@ -54,8 +54,9 @@ class DataTarget(Target):
     """The training data.
 
     Args:
-        target: Digits (embedded), PythonSource (the standard library's own), CIFAR10, MNIST, FashionMNIST, or the
-            dotted path of any sized sequence of examples
+        target: Digits (embedded), PythonSource (the standard library's own), CIFAR10, MNIST, FashionMNIST, TextFile,
+            TokenFile, PennTreebank, Documents, ImageFolder, HuggingFace, or the dotted path of any sized sequence of
+            examples (docs/data.md)
         args: its arguments, e.g. root, the folder of the files; --data.args.NAME VALUE sets one
         order: shuffled anew for each epoch, or sequential: each row of a batch goes on in the same row of the next, for
             models that carry state from batch to batch; null means sequential for such models, else shuffled

@@ -6,9 +6,15 @@ from typing import Any
 SOURCES = {
     "CIFAR10": "jaxdp.data.cifar10.CIFAR10",
     "Digits": "jaxdp.data.digits.Digits",
+    "Documents": "jaxdp.data.packing.Documents",
     "FashionMNIST": "jaxdp.data.mnist.FashionMNIST",
+    "HuggingFace": "jaxdp.data.hugging_face.HuggingFace",
+    "ImageFolder": "jaxdp.data.image_folder.ImageFolder",
     "MNIST": "jaxdp.data.mnist.MNIST",
+    "PennTreebank": "jaxdp.data.text.PennTreebank",
     "PythonSource": "jaxdp.data.python_source.PythonSource",
+    "TextFile": "jaxdp.data.text.TextFile",
+    "TokenFile": "jaxdp.data.token_file.TokenFile",
 }
 __all__ = ["SOURCES", *SOURCES]
 

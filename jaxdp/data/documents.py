@@ -51,7 +51,7 @@ def _lines(file: BinaryIO, path: Path, stop: int, key: str) -> Iterator[Piece]:
             except (ValueError, KeyError, TypeError) as error:
                 problem = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else "is no JSON object with a 'text'"
                 raise UsageError(
-                    f'{key}: {str(path)!r}: the line at byte {at:,} {problem}; each line is such as {{"text": "..."}}'
+                    f'{key}: {str(path)!r}: the line at byte {at:,} {problem}; a line is such as {{"text": "..."}}'
                 ) from None
             yield Piece(text, True)
         at += len(content)

@@ -1,0 +1,84 @@
+"""A data set that Hugging Face's `datasets` saved to disk, by its columns."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from jaxdp.data.base import check_split
+from jaxdp.errors import UsageError, one_line
+
+SPLITS = {"train": ("train",), "test": ("test", "validation", "valid", "val")}
+KEYS = ("inputs", "labels")
+
+
+class HuggingFace:
+    """Rows of a folder that `save_to_disk` wrote: each of `columns` is a key of an example.
+
+    path: the folder, of one data set or of several by split; test is also found as validation. A folder of one set is
+    that set in every split: name another as eval.data. columns: key to column, e.g. `{inputs: image, labels: label}`;
+    by itself the columns called inputs and labels. int64 becomes int32 where the values fit. `classes` is that of the
+    labels' column, where it is a ClassLabel. Needs the package `datasets`. Raises UsageError naming a column that is
+    not there, or a row that is not numbers of the first one's shape.
+    """
+
+    def __init__(self, path: str, split: str = "train", columns: Mapping[str, str] | None = None):
+        check_split(split)
+        try:
+            import datasets
+        except ModuleNotFoundError:
+            raise UsageError("data.target: HuggingFace needs `datasets`; pip install 'jaxdp[datasets]'") from None
+        try:
+            found = datasets.load_from_disk(str(Path(path).expanduser()))
+        except (FileNotFoundError, ValueError, OSError) as error:
+            raise UsageError(
+                f"data.args.path: cannot load {path!r} ({one_line(error)}); give a folder that save_to_disk wrote"
+            ) from None
+        if isinstance(found, datasets.DatasetDict):
+            name = next((name for name in SPLITS[split] if name in found), None)
+            if name is None:
+                raise UsageError(f"data.args.path: {path!r} has no split {split!r}, only {', '.join(found)}")
+            found = found[name]
+        self.columns = dict(columns or {key: key for key in KEYS if key in found.column_names})
+        for key, column in self.columns.items() or [("inputs", "inputs")]:
+            if column not in found.column_names:
+                raise UsageError(
+                    f"data.args.columns.{key}: no column {column!r}; it is one of {', '.join(found.column_names)}"
+                )
+        feature = found.features[self.columns["labels"]] if "labels" in self.columns else None
+        self.source = found.select_columns([*dict.fromkeys(self.columns.values())]).with_format("numpy")
+        self.spec = {key: (value.shape[1:], value.dtype) for key, value in self._rows([0]).items()}
+        if isinstance(feature, datasets.ClassLabel):
+            self.classes = feature.num_classes
+        if "inputs" in self.spec:
+            self.input_shape = self.spec["inputs"][0]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        if not len(indices):
+            return {key: np.empty((0, *shape), dtype) for key, (shape, dtype) in self.spec.items()}
+        rows = self._rows(indices.tolist())
+        if any((value.shape[1:], value.dtype) != self.spec[key] for key, value in rows.items()):
+            for index in indices.tolist():
+                for key, value in self._rows([index]).items():
+                    if (value.shape[1:], value.dtype) != self.spec[key]:
+                        shape, dtype = self.spec[key]
+                        raise UsageError(
+                            f"data: row {index} has {self.columns[key]!r} of shape {value.shape[1:]} {value.dtype}, "
+                            f"row 0 has {shape} {dtype}; make them alike (pad, crop or cast with `map`)"
+                        )
+        return rows
+
+    def _rows(self, indices: list[int]) -> dict[str, np.ndarray]:
+        found = self.source[indices]
+        return {key: _narrow(np.asarray(found[column]), column) for key, column in self.columns.items()}
+
+
+def _narrow(value: np.ndarray, column: str) -> np.ndarray:
+    if value.dtype.kind not in "biufO" and value.dtype.name != "bfloat16":
+        raise UsageError(f"data.args.columns: {column!r} holds {value.dtype}, not numbers; encode it with `map` first")
+    if value.dtype == np.int64 and (value == value.astype(np.int32)).all():
+        return value.astype(np.int32)
+    return value

@@ -1,0 +1,119 @@
+"""Images in folders named by their class, decoded when they are read."""
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxdp.data.base import check_split
+from jaxdp.data.windows import check_fraction
+from jaxdp.errors import UsageError, one_line
+
+ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"}
+FOLDERS = {"train": ("train",), "test": ("test", "val", "valid", "validation")}
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's training pixels in [0, 1], by channel
+
+
+class ImageFolder:
+    """Images by class: "inputs" uint8 [size, size, 3], "labels" int32, the place of the class among the sorted names.
+
+    root: a folder with train/CLASS/* and test/CLASS/* (or val/CLASS/*); or with CLASS/*, of which about a
+    `test_fraction`, chosen by the hash of CLASS/NAME, is the test split: another image changes nothing for the rest.
+    An image is turned as its camera says, made RGB, resized so that its shorter side is `size` (bilinear, with
+    antialiasing), and cut to the middle. On the device, `transform` standardizes it by mean and std, of [0, 1] by
+    channel and ImageNet's by themselves. augment: in training, mirrored by chance. `names` are the classes' names.
+
+    Needs Pillow. Raises UsageError for a folder without images, for test classes that are not train's, and, when it is
+    read, for an image that cannot be decoded, with its path.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        split: str = "train",
+        size: int = 224,
+        augment: bool = False,
+        test_fraction: float = 0.1,
+        mean: tuple[float, ...] = MEAN,
+        std: tuple[float, ...] = STD,
+    ):
+        check_split(split)
+        check_fraction(test_fraction)
+        if size < 1:
+            raise UsageError(f"data.args.size: {size} is too small; it must be at least 1")
+        _pillow()
+        top = Path(root).expanduser()
+        folders = {name: next((top / n for n in FOLDERS[name] if (top / n).is_dir()), None) for name in FOLDERS}
+        divided = None in folders.values()
+        found = images(folders["train"] or top if divided else folders[split])
+        self.names = sorted(found if divided else images(folders["train"]))
+        if unknown := sorted(set(found) - set(self.names)):
+            raise UsageError(
+                f"data.args.root: class {unknown[0]!r} is in {str(folders[split])!r}, but has no images to train on"
+            )
+        files = [(path, label) for label, name in enumerate(self.names) for path in found.get(name, [])]
+        if divided:
+            files = [file for file in files if held_out(file[0], test_fraction) == (split == "test")]
+        if not files:
+            what = f"no image for {split} in its classes" if found else "no folder of images"
+            raise UsageError(f"data.args.root: {what} in {root!r}; images are in {root}/CLASS or {root}/{split}/CLASS")
+        self.files = [path for path, _ in files]
+        self.labels = np.array([label for _, label in files], np.int32)
+        self.classes, self.input_shape = len(self.names), (size, size, 3)
+        self.size, self.augment, self.mean, self.std = size, augment, tuple(mean), tuple(std)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        inputs = np.empty((len(indices), *self.input_shape), np.uint8)
+        for place, index in enumerate(indices.tolist()):
+            inputs[place] = decode(self.files[index], self.size)
+        return {"inputs": inputs, "labels": self.labels[indices]}
+
+    def transform(self, batch: dict[str, Any], key: Any, train: bool) -> dict[str, Any]:
+        """Pixels to float32 of mean 0 and variance 1 by channel, as mean and std say; see `Dataset`."""
+        from jaxdp.data.augment import random_flip, standardize
+
+        inputs = random_flip(batch["inputs"], key) if train and self.augment else batch["inputs"]
+        return {**batch, "inputs": standardize(inputs, self.mean, self.std)}
+
+
+def images(folder: Path | None) -> dict[str, list[Path]]:
+    """The image files of each subfolder, at any depth, that has some; sorted by path."""
+    if folder is None or not folder.is_dir():
+        return {}
+    found = {
+        place.name: sorted(path for path in place.rglob("*") if path.suffix.lower() in ENDINGS)
+        for place in sorted(folder.iterdir())
+        if place.is_dir() and not place.name.startswith(".")
+    }
+    return {name: paths for name, paths in found.items() if paths}
+
+
+def held_out(path: Path, fraction: float) -> bool:
+    return zlib.crc32(f"{path.parent.name}/{path.name}".encode()) < fraction * 2**32
+
+
+def decode(path: Path, size: int) -> np.ndarray:
+    """An image file as uint8 [size, size, 3]."""
+    pillow, turned = _pillow()
+    try:
+        with pillow.open(path) as opened:
+            image = turned(opened).convert("RGB")
+            scale = size / min(image.size)
+            shape = [max(size, round(side * scale)) for side in image.size]
+            image = image.resize(shape, pillow.Resampling.BILINEAR)
+    except Exception as error:  # what is no image fails in many ways
+        raise UsageError(f"data: cannot read image {str(path)!r}: {one_line(error)}; replace or remove it") from error
+    left, top = ((side - size) // 2 for side in image.size)
+    return np.asarray(image.crop((left, top, left + size, top + size)))
+
+
+def _pillow() -> tuple[Any, Any]:
+    try:
+        from PIL import Image, ImageOps
+    except ModuleNotFoundError:
+        raise UsageError("data.target: ImageFolder needs Pillow; pip install 'jaxdp[images]'") from None
+    return Image, ImageOps.exif_transpose
