@@ -53,17 +53,61 @@ def write_mnist(folder, rows=7, zipped=True, mark="-"):
     return written
 
 
-@pytest.fixture
-def roots(tmp_path):
-    write_cifar(tmp_path / "cifar", protocol=2)
-    write_mnist(tmp_path / "mnist")
-    return {"CIFAR10": tmp_path / "cifar", "MNIST": tmp_path / "mnist", "FashionMNIST": tmp_path / "mnist"}
+def write_text(folder):
+    folder.mkdir()
+    words = [f"word{i}" for i in RNG.integers(0, 50, 10_000)]
+    lines = "\n".join(" ".join(words[i : i + 10]) for i in range(0, len(words), 10))
+    for split in ("train", "valid", "test"):
+        (folder / f"ptb.{split}.txt").write_text(lines)
+    (folder / "documents.txt").write_text(lines.replace("\n", "<|endoftext|>"))
+    RNG.integers(0, 50257, 60_000).astype("<u2").tofile(folder / "tokens.bin")
+
+
+def write_images(folder):
+    pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed (pip install 'jaxdp[images]')")
+    for split in ("train", "test"):
+        for name in ("cat", "dog"):
+            (folder / split / name).mkdir(parents=True)
+            for i in range(3):
+                pixels = RNG.integers(0, 256, (20, 30, 3), np.uint8)
+                pillow.fromarray(pixels).save(folder / split / name / f"{i}.png")
+
+
+def write_hugging_face(folder):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed (pip install 'jaxdp[datasets]')")
+    features = datasets.Features({"inputs": datasets.Array2D((4, 3), "uint8"), "labels": datasets.ClassLabel(3)})
+    rows = {"inputs": RNG.integers(0, 256, (8, 4, 3), np.uint8), "labels": RNG.integers(0, 3, 8)}
+    made = datasets.Dataset.from_dict(rows, features=features)
+    datasets.DatasetDict({"train": made, "test": made}).save_to_disk(str(folder))
+
+
+WRITE = {  # what a source is made of; those that are not here need nothing
+    "CIFAR10": ("", lambda folder: write_cifar(folder, protocol=2)),
+    "MNIST": ("", write_mnist),
+    "FashionMNIST": ("", write_mnist),
+    "TextFile": ("ptb.test.txt", write_text),
+    "PennTreebank": ("", write_text),
+    "TokenFile": ("tokens.bin", write_text),
+    "Documents": ("documents.txt", write_text),
+    "ImageFolder": ("", write_images),
+    "HuggingFace": ("", write_hugging_face),
+}
+
+
+def make(name, folder, **args):
+    """The source `name` of what is in a folder, which is written first where it is not there."""
+    if name not in WRITE:
+        return getattr(jaxdp.data, name)(**args)
+    file, write = WRITE[name]
+    if not (folder / name).exists():
+        write(folder / name)
+    return getattr(jaxdp.data, name)(str(folder / name / file), **args)
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("name", jaxdp.data.SOURCES)
-def test_every_source_keeps_the_contract(name, split, roots):
-    source = getattr(jaxdp.data, name)(*([str(roots[name])] if name in roots else []), split=split)
+def test_every_source_keeps_the_contract(name, split, tmp_path):
+    source = make(name, tmp_path, split=split)
     got = source.read(np.array([3, 0, 3]))
     assert got["inputs"].shape == (3, *source.input_shape) and got["inputs"].dtype in (np.uint8, np.int32)
     assert got["labels"].shape in ((3,), got["inputs"].shape) and got["labels"].dtype == np.int32
@@ -73,10 +117,10 @@ def test_every_source_keeps_the_contract(name, split, roots):
 
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("name", OF_IMAGES)
-def test_images_are_scaled_and_in_training_moved_by_a_key(name, split, roots):
+def test_images_are_scaled_and_in_training_moved_by_a_key(name, split, tmp_path):
     import jax
 
-    source = getattr(jaxdp.data, name)(*([str(roots[name])] if name in roots else []), split=split, augment=True)
+    source = make(name, tmp_path, split=split, augment=True)
     rows = source.read(np.arange(5))
     batch = {**rows, "mask": np.ones(5, np.float32)}
     with jax.numpy_dtype_promotion("strict"):
@@ -95,9 +139,10 @@ def test_images_are_scaled_and_in_training_moved_by_a_key(name, split, roots):
 
 
 @pytest.mark.parametrize("name", jaxdp.data.SOURCES)
-def test_a_split_is_train_or_test(name, roots):
-    with pytest.raises(UsageError, match=r"data.args.split: 'valid' is neither 'train' nor 'test'"):
-        getattr(jaxdp.data, name)(*([str(roots[name])] if name in roots else []), split="valid")
+def test_a_split_is_train_or_test(name, tmp_path):
+    words = "none of 'train', 'valid', 'test'" if name == "PennTreebank" else "neither 'train' nor 'test'"
+    with pytest.raises(UsageError, match=f"data.args.split: 'all' is {words}"):
+        make(name, tmp_path, split="all")
 
 
 def test_sources_load_without_jax():

@@ -49,9 +49,7 @@ class ImageFolder:
         found = images(folders["train"] or top if divided else folders[split])
         self.names = sorted(found if divided else images(folders["train"]))
         if unknown := sorted(set(found) - set(self.names)):
-            raise UsageError(
-                f"data.args.root: class {unknown[0]!r} is in {str(folders[split])!r}, but has no images to train on"
-            )
+            raise UsageError(f"data.args.root: {str(folders[split])!r} has class {unknown[0]!r}, which train lacks")
         files = [(path, label) for label, name in enumerate(self.names) for path in found.get(name, [])]
         if divided:
             files = [file for file in files if held_out(file[0], test_fraction) == (split == "test")]

@@ -1,5 +1,6 @@
 """Text becomes shards of tokens: read as a stream, written beside the output, and renamed in when all is there."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -86,11 +87,11 @@ def _write(inputs: Sequence[Path], folder: Path, tokenizer: Tokenizer, split: fl
     end = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype)
     writers = {kind: Writer(folder, kind, dtype, shard_tokens) for kind in ranges}
     for kind, writer in writers.items():
-        for text, ends in _texts(ranges[kind]):
-            writer.write(tokenizer.encode(text))
-            if ends:
-                writer.write(end)
-        writer.close()
+        with contextlib.closing(writer):
+            for text, ends in _texts(ranges[kind]):
+                writer.write(tokenizer.encode(text))
+                if ends:
+                    writer.write(end)
     counts = {kind: sum(writer.shards.values()) for kind, writer in writers.items()}
     if not any(counts.values()):
         raise UsageError(f"INPUT: {', '.join(map(repr, map(str, inputs)))} hold no text; give files that are not empty")

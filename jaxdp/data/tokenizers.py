@@ -2,6 +2,7 @@
 
 import difflib
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -121,7 +122,7 @@ class Words:
         return np.array(ids, np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return " ".join(self.vocabulary[int(i)] for i in ids).replace(" <eos> ", "\n").replace(" <eos>", "\n")
+        return re.sub(" ?<eos> ?", "\n", " ".join(self.vocabulary[int(i)] for i in ids))
 
     def spec(self) -> dict[str, Any]:
         return {"kind": self.kind, "vocabulary": self.vocabulary}
