@@ -114,13 +114,7 @@ def test_columns_of_a_saved_data_set_by_split(tmp_path, datasets):
     row = datasets.List(datasets.Value("float32"), 3)
     made = datasets.Dataset.from_dict(
         {"x": x, "kind": y, "text": ["words"] * 9},
-        features=datasets.Features(
-            {
-                "x": datasets.List(datasets.Value("float32"), 3),
-                "kind": datasets.ClassLabel(4),
-                "text": datasets.Value("string"),
-            }
-        ),
+        features=datasets.Features({"x": row, "kind": datasets.ClassLabel(4), "text": datasets.Value("string")}),
     )
     parts = datasets.DatasetDict({"train": made.select(range(6)), "validation": made.select(range(6, 9))})
     parts.save_to_disk(str(tmp_path / "parts"))

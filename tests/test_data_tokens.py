@@ -138,6 +138,11 @@ def test_documents_are_separated_by_the_token_that_ends_them(tmp_path):
         (lambda p: raw(p, TOKENS), {"split": "val"}, r"data.args.split: 'val' is neither"),
         (lambda p: raw(p, TOKENS), {"documents": "split"}, r"data.args.documents: 'split' is neither"),
         (lambda p: (p.parent / "tokens.json").write_text("{") and raw(p, TOKENS), {}, r"cannot read '.*tokens.json'"),
+        (
+            lambda p: (p.parent / "tokens.json").write_text("{}") and raw(p, TOKENS),
+            {},
+            r"its format is not 1; write it",
+        ),
     ],
 )
 def test_a_bad_file_is_named(tmp_path, make, args, words):

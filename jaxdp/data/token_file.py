@@ -1,5 +1,6 @@
 """Files of tokens are mapped, not read: a set of any size starts at once, and costs the pages that are looked at."""
 
+import functools
 import glob
 import json
 import mmap
@@ -11,11 +12,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxdp.data.base import check_split
-from jaxdp.data.tokenizers import from_spec
+from jaxdp.data.tokenizers import Tokenizer, from_spec
 from jaxdp.data.windows import Windows, cut
 from jaxdp.errors import UsageError, one_line
 
-META = "tokens.json"  # what `jaxdp data tokenize` writes beside its shards
+META, FORMAT = "tokens.json", 1  # what `jaxdp data tokenize` writes beside its shards
 HEADER = 256 * 4  # llm.c's: 256 int32, of which the first three are magic, version and number of tokens
 MAGIC: dict[int, tuple[int, np.dtype, int]] = {  # to version, dtype, vocabulary
     20240520: (1, np.dtype("<u2"), 50257),
@@ -79,10 +80,15 @@ class TokenFile(Windows):
                 "data.args.end_of_text: documents are to be separated, but by which token? e.g. 50256, GPT-2's"
             )
         self.part = None if whole else (test_fraction, split == "test")
-        self.tokenizer = from_spec(meta["tokenizer"], files[0].parent) if "tokenizer" in meta else None
+        self.tokenizer_spec, self._folder = meta.get("tokenizer"), files[0].parent
         own = vocabulary or meta.get("vocabulary") or max(shard.vocabulary for shard in self.files) or GPT2
         names = [str(file) for file in files]
         super().__init__(self._map(), length, stride, own, names, ends if documents == "separate" else None)
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """Made when it is asked for: to train, no library of a tokenizer is needed, nor a network."""
+        return None if self.tokenizer_spec is None else from_spec(self.tokenizer_spec, self._folder)
 
     def _map(self) -> list[np.ndarray]:
         shards = [map_shard(shard) for shard in self.files]
@@ -132,8 +138,8 @@ def read_meta(folder: Path) -> Mapping[str, Any]:
         return {}
     try:
         found = json.loads(path.read_text())
-        if not isinstance(found, dict):
-            raise ValueError("it is no JSON object")
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise ValueError(f"its format is not {FORMAT}")
     except (OSError, ValueError) as error:
         raise UsageError(f"data.args.path: cannot read {str(path)!r}: {one_line(error)}; write it again") from None
     return found

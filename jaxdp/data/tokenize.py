@@ -11,11 +11,9 @@ from typing import IO, Any
 import numpy as np
 
 from jaxdp.data.documents import boundary, pieces
-from jaxdp.data.token_file import META
+from jaxdp.data.token_file import FORMAT, META
 from jaxdp.data.tokenizers import Char, File, Tokenizer, make_tokenizer
 from jaxdp.errors import UsageError
-
-FORMAT = 1
 
 
 class Writer:
