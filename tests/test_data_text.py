@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxdp.data import Documents, PennTreebank, TextFile
+from jaxdp.data import windows as module
 from jaxdp.data.base import check_dtypes, fingerprint
 from jaxdp.data.packing import pack
 from jaxdp.data.tokenizers import Byte, Char, File, Named, Words, from_spec, make_tokenizer
@@ -68,11 +69,18 @@ def test_a_cut_shares_the_tokens_out(fraction):
     assert train + test == list(range(100)) and len(train) == int(100 * (1 - fraction))
 
 
-def test_a_token_beyond_the_vocabulary_is_named_with_its_place():
-    shards = [np.zeros(20, np.uint16), np.r_[np.zeros(33), 300, np.zeros(20)].astype(np.uint16)]
-    windows = Windows(shards, 4, classes=300, names=["a.bin", "b.bin"])
+def test_a_token_beyond_the_vocabulary_is_named_with_its_place(monkeypatch):
+    """At once, or, where there are many tokens, when it is read."""
+    shards = [np.zeros(20, np.uint16), np.r_[np.zeros(33), 300, np.zeros(20)].astype(np.uint16), np.zeros(0, np.uint16)]
+    words = r"data.args.vocabulary: b.bin: token 33 is 300, and the vocabulary has 300; give a larger one"
+    make = lambda classes: Windows(shards, 4, classes=classes, names=["a.bin", "b.bin", "c.bin"])
+    with pytest.raises(UsageError, match=words):
+        make(300)
+    make(301).read(np.arange(12))
+    monkeypatch.setattr(module, "SMALL", 50)
+    windows = make(300)
     windows.read(np.arange(12))
-    with pytest.raises(UsageError, match=r"data.args.vocabulary: b.bin: token 33 is 300, and the vocabulary has 300; "):
+    with pytest.raises(UsageError, match=words):
         windows.read(np.arange(len(windows)))
 
 

@@ -141,7 +141,7 @@ def test_documents_are_separated_by_the_token_that_ends_them(tmp_path):
         (
             lambda p: (p.parent / "tokens.json").write_text("{}") and raw(p, TOKENS),
             {},
-            r"its format is not 1; write it",
+            r"its format is not 1;",
         ),
     ],
 )
@@ -154,9 +154,8 @@ def test_a_bad_file_is_named(tmp_path, make, args, words):
 def test_a_vocabulary_that_is_too_small_and_a_path_that_is_not_there(tmp_path):
     path = raw(tmp_path / "x.bin", TOKENS)
     first = int(np.argmax(TOKENS >= 900))
-    source = TokenFile(path, length=4, vocabulary=900)
     with pytest.raises(UsageError, match=rf"vocabulary: .*x.bin: token {first} is {TOKENS[first]}, and .* has 900"):
-        source.read(np.arange(len(source)))
+        TokenFile(path, length=4, vocabulary=900)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=r"data.args.path: no .bin file in '.*empty'; `jaxdp data tokenize` makes"):
         TokenFile(str(tmp_path / "empty"))
@@ -176,6 +175,17 @@ def test_a_file_of_20_gb_starts_at_once(tmp_path):
     found = source.read(np.array([0, 9_000_000_000 // 8]))
     assert time.perf_counter() - start < 2
     assert len(source) == (10**10 - 9) // 8 + 1 and found["inputs"].tolist() == [[0] * 8, list(range(1, 9))]
+
+
+def test_a_config_takes_both_splits_and_the_vocabulary(tmp_path):
+    from jaxdp.build.parts import make_data
+    from jaxdp.config import Config, DataTarget
+
+    raw(tmp_path / "train.bin", TOKENS[:400])
+    raw(tmp_path / "val.bin", TOKENS[400:])
+    target = DataTarget("TokenFile", {"path": str(tmp_path), "length": 4, "vocabulary": 1000})
+    train, test = make_data(Config(data=target, steps=1))
+    assert (len(train), len(test), train.classes) == (99, 24, 1000)
 
 
 # --- jaxdp data tokenize ---------------------------------------------------------------------------------------------

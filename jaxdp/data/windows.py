@@ -7,6 +7,8 @@ import numpy as np
 
 from jaxdp.errors import UsageError
 
+SMALL = 1 << 24  # tokens that are looked at before anything begins; of more, each window is when it is read
+
 
 class Windows:
     """Windows of tokens: "inputs" and "labels" int32 [length], one token apart.
@@ -40,6 +42,9 @@ class Windows:
             longest = max(map(len, self.shards), default=0)
             raise UsageError(f"data.args.length: {length}, but there are {longest:,} {unit}; make it smaller")
         self._views = self._view()
+        if sum(map(len, self.shards)) <= SMALL:
+            for owner, tokens in enumerate(self.shards):
+                self._check(tokens[None], np.zeros(1, np.int64), owner)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -89,7 +94,7 @@ class Windows:
 
     def _check(self, found: np.ndarray, firsts: np.ndarray, owner: int) -> None:
         """UsageError for the first token that is not in the vocabulary; a model would give it another's weights."""
-        if not self.classes or self.classes > np.iinfo(found.dtype).max or found.max() < self.classes:
+        if not self.classes or self.classes > np.iinfo(found.dtype).max or found.max(initial=0) < self.classes:
             return
         row, place = np.argwhere(found >= self.classes)[0]
         where = f"{self.names[owner]}: " if self.names else ""
