@@ -114,9 +114,7 @@ def current() -> Context:
 def joined() -> Context:
     """As `current`; UsageError where a launcher started several processes, and this one has not joined them."""
     if _current is None and (size := discover().size) > 1:
-        raise UsageError(
-            f"jaxdp.init() was not called, and there are {size} processes: each would train alone; call it"
-        )
+        raise UsageError(f"call jaxdp.init() first: there are {size} processes, and each would train alone")
     return current()
 
 
