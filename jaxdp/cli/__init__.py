@@ -317,7 +317,8 @@ def _refuse(error: Said) -> NoReturn:
     if "jaxdp.distributed.context" in sys.modules:
         from jaxdp.distributed import context
 
-        context.fail(error)
+        if not context.alone():
+            context.fail(error)
     print(f"jaxdp: {error}", file=sys.stderr, flush=True)
     sys.exit(2 if isinstance(error, UsageError) else 1)
 

@@ -111,6 +111,11 @@ def current() -> Context:
     return _current or Context(hosts=(hosts.hostname(),))
 
 
+def alone() -> bool:
+    """Whether no other process waits for this one, or could."""
+    return (_current or _joining or Context()).size == 1
+
+
 def joined() -> Context:
     """As `current`; UsageError where a launcher started several processes, and this one has not joined them."""
     if _current is None and (size := discover().size) > 1:
