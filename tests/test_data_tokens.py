@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxdp.cli import load_options
+from jaxdp.cli.tokenizing import data
 from jaxdp.data import TextFile, TokenFile
 from jaxdp.data import documents as module
 from jaxdp.data.base import check_dtypes, fingerprint
@@ -246,16 +248,25 @@ def test_the_command_makes_what_token_file_reads(tmp_path):
         (("tokenize", "{poem}", "--out", "x"), "command line: unknown option 'out'; did you mean 'output'?"),
     ],
 )
-def test_a_bad_command_is_refused_in_one_line(tmp_path, capsys, argv, words):
-    from jaxdp.cli import main
-
+def test_a_bad_command_is_refused_in_one_line(tmp_path, argv, words):
     (tmp_path / "poem.txt").write_text(POEM)
     places = {"poem": tmp_path / "poem.txt", "new": tmp_path / "new"}
-    with pytest.raises(SystemExit) as exit:
-        main(["data", *(arg.format(**places) for arg in argv)])
-    said = capsys.readouterr().err
-    assert exit.value.code == 2 and said.count("\n") == 1 and words in said
+    with pytest.raises(UsageError) as caught:
+        data(load_options([arg.format(**places) for arg in argv], "data"))
+    assert "\n" not in str(caught.value) and str(caught.value).startswith(words)
     assert sorted(os.listdir(tmp_path)) == ["poem.txt"]
+
+
+def test_what_is_refused_ends_with_code_2_and_needs_no_jax(tmp_path):
+    said = command("tokenize", "none.txt", code=2).stderr
+    assert said == "jaxdp: INPUT: no file 'none.txt'; give .txt or .jsonl files\n"
+    (tmp_path / "poem.txt").write_text(POEM)
+    code = (
+        "import sys; from jaxdp.cli import load_options; from jaxdp.cli.tokenizing import data\n"
+        "data(load_options(sys.argv[1:], 'data')); assert 'jax' not in sys.modules"
+    )
+    argv = ["tokenize", str(tmp_path / "poem.txt"), "--output", str(tmp_path / "out"), "--tokenizer", "byte"]
+    subprocess.run([sys.executable, "-c", code, *argv], check=True, timeout=60, capture_output=True)
 
 
 def test_a_run_that_fails_leaves_no_output(tmp_path):
