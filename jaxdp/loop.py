@@ -6,7 +6,8 @@ import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 
 from jaxdp.checkpoint import Checkpoints
 from jaxdp.data.cursor import Order
-from jaxdp.data.prefetch import prefetch, read_batch
+from jaxdp.data.workers import prefetch_in_workers
 from jaxdp.digest import params_sha256
 from jaxdp.errors import RunFailed
 from jaxdp.guard import NONFINITE
@@ -28,14 +29,17 @@ from jaxdp.watch import Nobody, Stopped, Watch
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A dataset and the order it is read in."""
+    """A dataset and the order it is read in, by a thread, or by so many processes."""
 
     dataset: Any
     cursor: Order
+    workers: int = 0
 
-    def batch(self, step: int, strategy: Strategy) -> Batch:
-        """This process's share of batch `step`, on its devices."""
-        return strategy.put(read_batch(self.dataset, self.cursor, step, strategy.local_slots))
+    def batches(self, start: int, stop: int, strategy: Strategy) -> AbstractContextManager[Iterator[Batch]]:
+        """This process's share of batches `start` to `stop - 1`, on its devices, read ahead."""
+        return prefetch_in_workers(
+            self.dataset, self.cursor, strategy.local_slots, start, stop, self.workers, then=strategy.put
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +121,9 @@ def complete(run: Run) -> tuple[Record, TrainState]:
 def advance(run: Run, program: Program, at: Position) -> None:
     """Every update that is left, and what is due between them."""
     examples = run.train.cursor.size / run.train.cursor.steps_per_epoch
-    batch_of = lambda step: run.train.batch(step + run.offset, run.strategy)
     with (
         Meter(run.writer, run.log_every, run.steps, examples, run.watch.straggler, run.derive) as meter,
-        prefetch(batch_of, at.step, run.steps) as batches,
+        run.train.batches(at.step + run.offset, run.steps + run.offset, run.strategy) as batches,
     ):
         if run.eval and 0 < at.step < run.steps and _due(at.step, run.eval_every) and at.judged != at.step:
             between(run, program, at)
@@ -241,7 +244,7 @@ def evaluate(run: Run, program: Program, state: TrainState) -> Record:
     source, totals = run.eval, collections.defaultdict[str, float](float)
     state = run.strategy.averaged(state) if run.averaged else state
     ahead: collections.deque[Any] = collections.deque()
-    with prefetch(lambda step: source.batch(step, run.strategy), 0, source.cursor.steps_per_epoch) as batches:
+    with source.batches(0, source.cursor.steps_per_epoch, run.strategy) as batches:
         for number, batch in enumerate(batches):
             sums = run.watch.together(f"evaluation, batch {number}", program.evaluate, state, batch)
             if sums.carry is not None:

@@ -58,13 +58,15 @@ def make_run(config: Config, directory: pathlib.Path, context: Context, given: G
     together(context, lambda: rehearse(config, parts, step, make_state))
     strategy = make_strategy(config, parts, make_state, devices)
     together(context, lambda: check_optimizer(config, strategy, parts.tx, step))
-    source = None
+    source, workers = None, config.data.workers
     if parts.eval_set is not None:
-        source = loop.Source(parts.eval_set, make_order(config, parts.eval_set, parts.sequential, shuffle=False))
+        source = loop.Source(
+            parts.eval_set, make_order(config, parts.eval_set, parts.sequential, shuffle=False), workers
+        )
     return loop.Run(
         strategy=strategy,
         step=step,
-        train=loop.Source(parts.dataset, parts.cursor),
+        train=loop.Source(parts.dataset, parts.cursor, workers),
         eval=source,
         steps=parts.steps,
         writer=Nothing(),

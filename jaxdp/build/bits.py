@@ -10,7 +10,7 @@ from jaxdp.build.parts import make_parts, make_strategy, make_the_step, set_jax,
 from jaxdp.build.subject import smaller
 from jaxdp.config import Config
 from jaxdp.config.check import check_exact
-from jaxdp.loop import Source
+from jaxdp.data.prefetch import read_batch
 from jaxdp.parallel.exact import largest
 from jaxdp.verify import Row
 from jaxdp.verify.bits import Make
@@ -42,8 +42,8 @@ def make_bits(config: Config, devices: int, updates: int) -> tuple[Make, int, li
         step = make_the_step(here, parts)
         strategy = make_strategy(here, parts, state_maker(here, parts), there[: row.devices])
         check_optimizer(here, strategy, parts.tx, step)
-        source = Source(parts.dataset, parts.cursor)
-        return strategy, step, lambda i: source.batch(i, strategy)
+        read = lambda i: read_batch(parts.dataset, parts.cursor, i, strategy.local_slots)
+        return strategy, step, lambda i: strategy.put(read(i))
 
     last = parts.cursor.steps_per_epoch - 1
     return make, most, [min(i, last) if i < updates - 1 else last for i in range(updates)]

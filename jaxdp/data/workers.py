@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from jaxdp.data.base import Dataset
-from jaxdp.data.cursor import Cursor
+from jaxdp.data.cursor import Order
 from jaxdp.data.prefetch import prefetch, read_batch
 from jaxdp.errors import RunFailed, UsageError, one_line
 from jaxdp.signals import NUMBERS
@@ -35,30 +35,33 @@ Batch = dict[str, np.ndarray]
 @contextmanager
 def prefetch_in_workers(
     dataset: Dataset,
-    cursor: Cursor,
+    cursor: Order,
     slots: Sequence[int] | np.ndarray,
     start: int,
     stop: int,
     workers: int,
     depth: int = 2,
-) -> Iterator[Iterator[Batch]]:
+    then: Callable[[Batch], Any] = lambda batch: batch,
+) -> Iterator[Iterator[Any]]:
     """As `prefetch` of `read_batch(dataset, cursor, step, slots)`, read by so many processes; 0 reads in a thread.
 
     Each worker is a new interpreter (spawn) that is sent a pickled copy of the dataset: one that opens its files anew
     when it is unpickled costs little. It holds one batch that is ready; `depth` more are received ahead. What a worker
     raises is raised by the iterator, after the batches before it, with a note of the worker's own traceback; one that
     is killed is a RunFailed. Workers hear no signal that asks a run to end, and are killed when the context is left;
-    when this process dies in any way, they end by themselves. They never use an accelerator.
+    when this process dies in any way, they end by themselves. They never use an accelerator. then: what is done with a
+    batch in this process, ahead too.
 
     Raises UsageError where the dataset cannot be pickled.
     """
     if workers < 1:
-        with prefetch(lambda step: read_batch(dataset, cursor, step, slots), start, stop, depth) as batches:
+        make = lambda step: then(read_batch(dataset, cursor, step, slots))
+        with prefetch(make, start, stop, depth) as batches:
             yield batches
         return
     with (
         _pool(_pickled(dataset), cursor, slots, start, stop, workers) as (receive, end),
-        prefetch(receive, start, stop, max(1, depth)) as batches,
+        prefetch(lambda step: then(receive(step)), start, stop, max(1, depth)) as batches,
     ):
         try:
             yield batches
@@ -68,7 +71,7 @@ def prefetch_in_workers(
 
 @contextmanager
 def _pool(
-    dataset: bytes, cursor: Cursor, slots: Any, start: int, stop: int, workers: int
+    dataset: bytes, cursor: Order, slots: Any, start: int, stop: int, workers: int
 ) -> Iterator[tuple[Callable[[int], Batch], Callable[[], None]]]:
     """(receive the batch of a step, end all workers)."""
     context = multiprocessing.get_context("spawn")
@@ -127,7 +130,7 @@ def _deaf() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _work(pipe: Connection, pickled: bytes, cursor: Cursor, slots: np.ndarray, steps: range) -> None:
+def _work(pipe: Connection, pickled: bytes, cursor: Order, slots: np.ndarray, steps: range) -> None:
     """What a worker does: reads and sends until it is killed, or its parent has gone."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["JAX_PLATFORMS"] = "cpu"
