@@ -118,7 +118,7 @@ def test_integers_that_disagree_are_counted():
 class Recurrent(nnx.Module):
     def __init__(self, rngs):
         self.head = nnx.Linear(32, toys.CLASSES, rngs=rngs)
-        self.seen = Carry(jnp.zeros((3, 32)))
+        self.seen = Carry(jnp.zeros(32))
 
     def __call__(self, x):
         self.seen[...] = jax.lax.stop_gradient(self.seen[...]) + x.reshape(len(x), -1)

@@ -177,7 +177,8 @@ def build(
         cursor = Streams(len(dataset), batch_size, microbatches)
     else:
         cursor = Cursor(len(dataset), batch_size, microbatches, 0, shuffle=False)
-    example = {k: v[: cursor.examples_per_microbatch] for k, v in examples.items()}
+    places = cursor.examples_per_microbatch
+    example = {"mask": np.ones(places, bool), **{k: v[:places] for k, v in examples.items()}}
     kept = {"frozen": frozen, "ema": ema is not None, "loss_scaling": scaling, "spike": spike}
     make = lambda: init_state(model, tx, policy, 0, microbatches, example, **kept)
     strategy = STRATEGIES[backend](

@@ -1,6 +1,7 @@
 """The parts that a config names: data, model, loss, optimizer, the step and its state; each usable by itself."""
 
 import difflib
+import functools
 import math
 import re
 import sys
@@ -20,7 +21,7 @@ from jaxdp.data.transforms import TRANSFORMS, as_transform, both
 from jaxdp.errors import UsageError
 from jaxdp.guard import Spike
 from jaxdp.losses import LOSSES, LossFn, make_loss
-from jaxdp.models import MODELS, as_model
+from jaxdp.models import MODELS, as_model, is_given
 from jaxdp.models.base import Model
 from jaxdp.optim import OPTIMIZERS, make_optimizer, make_schedule
 from jaxdp.parallel import STRATEGIES, Strategy
@@ -79,7 +80,8 @@ def make_parts(config: Config, given: Given = NOTHING) -> Parts:
     """
     table = lambda section, own: {**own, **given.get(section, {})}
     target = locate("model", config.model.target, table("model", MODELS))
-    bind("model", target, config.model.args)
+    if not is_given(target):
+        bind("model", target, config.model.args)
     loss = make_loss(config.loss.target, config.loss.args, table=table("loss", LOSSES))
     own = make_transform(config, table("data.transform", TRANSFORMS))
     optimizers = table("optimizer", OPTIMIZERS)
@@ -213,15 +215,20 @@ def facts_of(dataset: Dataset) -> dict[str, Any]:
 
 
 def make_model(config: Config, target: Any, data: Mapping[str, Any]) -> Model:
-    """A Flax module, or whatever else a target gives, as a `Model`; it may take input_shape and num_classes."""
+    """What a target is or gives, as a `Model`; what makes it may take input_shape and num_classes."""
+    if is_given(target):
+        if config.model.args:
+            raise UsageError(f"model.args: {config.model.target!r} is made already and takes none; leave them out")
+        return as_model(target)
     known = {"input_shape": tuple(data["input_shape"]), "num_classes": data["num_classes"]}
     bound = bind("model", target, config.model.args, {k: v for k, v in known.items() if v})
     wanted = bound.keywords.get("num_classes")
     if isinstance(wanted, int) and wanted < known["num_classes"]:
         raise UsageError(f"model.args.num_classes: {wanted}, but the data has {known['num_classes']} classes")
-    if "rngs" in parameters(bound):  # an NNX class, or a function that makes its module
-        require("model", bound, "rngs")
-        return call("model", bound, lambda: as_model(lambda rngs: bound(rngs=rngs)))
+    for name, make in {"rngs": lambda rngs: bound(rngs=rngs), "key": lambda key: bound(key=key)}.items():
+        if name in parameters(bound):  # a class of Flax NNX or Equinox, or a function that makes its module
+            require("model", bound, name)
+            return call("model", bound, functools.partial(as_model, make))
     return call("model", bound, lambda: as_model(call("model", bound)))
 
 

@@ -1,29 +1,82 @@
 """Built-in models, by name; `as_model` makes a `Model` of whatever a target gives."""
 
+import sys
 from typing import Any
+
+from jaxdp.errors import UsageError
 
 MODELS = {
     "MLP": "jaxdp.models.mlp.MLP",
     "CNN": "jaxdp.models.cnn.CNN",
     "GPT": "jaxdp.models.gpt.GPT",
+    "LSTM": "jaxdp.models.recurrent.LSTM",
+    "RNN": "jaxdp.models.recurrent.RNN",
     "ResNet9": "jaxdp.models.resnet9.ResNet9",
+    "ViT": "jaxdp.models.vit.ViT",
 }
+USABLE = (
+    "give a Flax NNX class or a function of rngs, a Flax Linen module, an Equinox class or a function of key, a pair "
+    "of functions (init, apply), or a jaxdp.models.base.Model"
+)
 
 
 def as_model(made: Any) -> Any:
-    """A `Model` from a `Model`, a Flax Linen module, or a function of `nnx.Rngs` that makes a Flax NNX module."""
-    from flax import linen, nnx
+    """A `Model` from a `Model`, a Flax Linen module, a pair of functions (init, apply), an Equinox class or function of
+    `key` that makes an Equinox module, or a function of `nnx.Rngs` that makes a Flax NNX module.
+
+    Raises UsageError for anything else.
+    """
+    from flax import linen
 
     from jaxdp.models.base import Model
+    from jaxdp.models.functions import from_functions
     from jaxdp.models.linen import from_linen
     from jaxdp.models.nnx import from_nnx
+    from jaxdp.targets import parameters
 
+    name = getattr(made, "__name__", type(made).__name__)
     if isinstance(made, Model):
         return made
     if isinstance(made, linen.Module):
         return from_linen(made)
-    if isinstance(made, nnx.Module):
-        raise ValueError(f"{type(made).__name__} is made already; name its class, or a function that takes rngs")
-    if callable(made):
-        return from_nnx(made)
-    raise ValueError(f"{type(made).__name__} is neither a Flax module nor a jaxdp.models.base.Model")
+    if is_pair(made):
+        return from_functions(*made)
+    if is_module(made):
+        raise UsageError(f"model: {name} is made already, of numbers that no seed decides; name what makes it")
+    if isinstance(made, type) and issubclass(made, linen.Module):
+        return from_linen(made())
+    if not callable(made):
+        raise UsageError(f"model: {name} is no model; {USABLE}")
+    if "key" in parameters(made) and "rngs" not in parameters(made):
+        return _from_equinox(made)
+    return from_nnx(made)
+
+
+def is_given(target: Any) -> bool:
+    """Whether a target is a model itself, and not what makes one."""
+    from flax import linen
+
+    from jaxdp.models.base import Model
+
+    return isinstance(target, Model | linen.Module) or is_pair(target) or is_module(target)
+
+
+def is_pair(target: Any) -> bool:
+    return isinstance(target, tuple) and len(target) == 2 and all(map(callable, target))
+
+
+def is_module(target: Any) -> bool:
+    """Whether it is a Flax NNX or Equinox module, made already."""
+    from flax import nnx
+
+    equinox = sys.modules.get("equinox")  # without it, nothing is a module of it
+    return isinstance(target, (nnx.Module, equinox.Module) if equinox else nnx.Module)
+
+
+def _from_equinox(make: Any) -> Any:
+    try:
+        from jaxdp.models.equinox import from_equinox
+    except ModuleNotFoundError as error:
+        name = getattr(make, "__name__", type(make).__name__)
+        raise UsageError(f"model: {name} takes a key, as Equinox has it; pip install 'jaxdp[equinox]'") from error
+    return from_equinox(make)

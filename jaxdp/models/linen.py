@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from flax import linen
 
-from jaxdp.models.base import Model, call_arguments
+from jaxdp.models.base import Model, call_arguments, keep_dtypes
 
 
 def from_linen(module: linen.Module) -> Model:
@@ -29,7 +29,6 @@ def from_linen(module: linen.Module) -> Model:
         if not mutable:
             return module.apply(variables, *args, rngs=rngs, **kwargs), model_state
         outputs, new_state = module.apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
-        new_state = {**model_state, **new_state}
-        return outputs, jax.tree.map(lambda old, new: new.astype(old.dtype), model_state, new_state)
+        return outputs, keep_dtypes(model_state, {**model_state, **new_state})
 
     return Model(init, apply)

@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdp.models.base import CARRY, Model, call_arguments
+from jaxdp.errors import UsageError
+from jaxdp.models.base import CARRY, Model, at, call_arguments, for_each_example, keep_dtypes, nest
 from jaxdp.models.scan import scan_blocks
 
 
 class Carry(nnx.Variable):
-    """State that belongs to an example [example, ...], such as an LSTM's; it travels with the batch."""
+    """State that belongs to an example, such as an LSTM's: declared for one, as `Carry(jnp.zeros(width))`, and
+    [example, ...] where the model is called in training and evaluation."""
 
 
 class Blocks(nnx.Module):
@@ -43,10 +45,12 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     """The model of a function that makes an NNX module from `nnx.Rngs`.
 
     params and model_state are nested dicts by attribute path. Every RNG stream of the module restarts in each call
-    from the key of the microbatch, so that dropout does not depend on where or when it is computed.
+    from the key of the microbatch, so that dropout does not depend on where or when it is computed. Raises UsageError
+    where the function gives something else.
     """
-    module = nnx.eval_shape(lambda: _unfix(make(nnx.Rngs(0))))
+    module = nnx.eval_shape(lambda: _made(make, nnx.Rngs(0)))
     stacks = [(path, part) for path, part in nnx.iter_modules(module) if isinstance(part, Blocks)]
+    stacked = [(*path, "stack") for path, _ in stacks]
     for path, part in stacks:
         part.path = "/".join(map(str, (*path, "stack")))
     module.train()
@@ -57,17 +61,22 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     params_kind, rng_kind, carry_kind, rest_kind = kinds
 
     def init(key: jax.Array, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
-        made = nnx.split(_unfix(make(nnx.Rngs(key))), nnx.Param, nnx.RngState, Carry, ...)[1:]
+        made = nnx.split(_made(make, nnx.Rngs(key)), nnx.Param, nnx.RngState, Carry, ...)[1:]
         params, _, carry, rest = (_to_dict(nnx.to_flat_state(state)) for state in made)
-        return params, ({**rest, CARRY: carry} if carry_kind else rest)
+        return params, ({**rest, CARRY: for_each_example(carry, batch)} if carry_kind else rest)
+
+    def turn(path: tuple, x: jax.Array) -> jax.Array:
+        """Carry of stacked blocks: [example, block, ...] to and from [block, example, ...]."""
+        return x.swapaxes(0, 1) if any(path[: len(stack)] == stack for stack in stacked) else x
 
     def apply(params: Any, model_state: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool):
         rngs = [(path, v.replace(_restart(v, key, i))) for i, (path, v) in enumerate(rng_kind)]
+        carry = [(path, v.replace(turn(path, at(model_state[CARRY], path)))) for path, v in carry_kind]
         module = nnx.merge(
             train_def if train else eval_def,
             _to_state(params_kind, params),
             nnx.from_flat_state(rngs),
-            _to_state(carry_kind, model_state.get(CARRY, {})),
+            nnx.from_flat_state(carry),
             _to_state(rest_kind, model_state),
             copy=True,
         )
@@ -75,16 +84,19 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         outputs = module(*args, **kwargs)
         new = dict(nnx.to_flat_state(nnx.state(module)))
         rest = _to_dict([(path, new[path]) for path, _ in rest_kind])
-        carry = _to_dict([(path, new[path]) for path, _ in carry_kind])
-        new_state = {**rest, CARRY: carry} if carry_kind else rest
-        # Running averages keep the dtype that they are stored in, whatever the module computes in.
-        return outputs, jax.tree.map(lambda old, new: new.astype(old.dtype), model_state, new_state)
+        if carry_kind:
+            rest[CARRY] = nest((path, turn(path, new[path].get_value())) for path, _ in carry_kind)
+        return outputs, keep_dtypes(model_state, rest)
 
     return Model(init, apply, tuple(part.path for _, part in stacks))
 
 
-def _unfix(module: nnx.Module) -> nnx.Module:
-    """Lets an `nnx.Embed` compute in the dtype it is given, as every other layer does: it fixes its parameters' own."""
+def _made(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
+    """The module, whose `nnx.Embed`s compute in the dtype they are given, as every other layer does: they fix it to
+    that of their parameters."""
+    module: Any = make(rngs)
+    if not isinstance(module, nnx.Module):
+        raise UsageError(f"model: what takes rngs must give a Flax NNX module, not {type(module).__name__}; return one")
     for _, part in nnx.iter_modules(module):
         if isinstance(part, nnx.Embed) and part.dtype == part.param_dtype:
             part.dtype = None
@@ -101,20 +113,8 @@ def _restart(variable: nnx.Variable, key: jax.Array, i: int) -> jax.Array:
 
 
 def _to_dict(flat: Any) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, variable in flat:
-        node = tree
-        for part in path[:-1]:
-            node = node.setdefault(str(part), {})
-        node[str(path[-1])] = variable.get_value()
-    return tree
+    return nest((path, variable.get_value()) for path, variable in flat)
 
 
 def _to_state(kinds: Any, tree: dict[str, Any]) -> nnx.State:
-    flat = []
-    for path, variable in kinds:
-        value: Any = tree
-        for part in path:
-            value = value[str(part)]
-        flat.append((path, variable.replace(value)))
-    return nnx.from_flat_state(flat)
+    return nnx.from_flat_state([(path, variable.replace(at(tree, path))) for path, variable in kinds])

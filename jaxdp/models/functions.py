@@ -1,0 +1,50 @@
+"""A pair of plain functions as a model: what they need of a microbatch reaches them by the names of their arguments."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxdp.errors import UsageError
+from jaxdp.models.base import Model, call_arguments, keep_dtypes
+
+
+def from_functions(init: Callable, apply: Callable) -> Model:
+    """The model of init(key, inputs, ...) -> params and apply(params, inputs, ...) -> outputs.
+
+    Their first argument is the key, or the parameters; the next one takes "inputs" unless it has another entry's name;
+    further ones take by name an entry of the batch (such as mask), `key`, `train`, and `state`. Where apply takes
+    `state`, init returns (params, state), and apply (outputs, state): a dict as in `jaxdp.models.base`, whose entry
+    "carry" is [example, ...]. Raises UsageError for a function that returns something else.
+    """
+    stateful = "state" in inspect.signature(apply).parameters
+
+    def two(name: str, result: Any, what: str) -> Any:
+        if not stateful:
+            return result, {}
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+            raise UsageError(
+                f"model: apply takes 'state', so {name} must return ({what}, state), with a dict as state, not "
+                f"{type(result).__name__}"
+            )
+        return result
+
+    def init_(key: jax.Array, batch: dict[str, Any]) -> tuple[Any, Any]:
+        args, kwargs = call_arguments(functools.partial(init, key), batch, False)
+        params, state = two("init", init(key, *args, **kwargs), "params")
+        return params, state
+
+    def apply_(params: Any, model_state: Any, batch: dict[str, Any], key: jax.Array, train: bool) -> tuple[Any, Any]:
+        entries = {**batch, "key": key, **({"state": model_state} if stateful else {})}
+        args, kwargs = call_arguments(functools.partial(apply, params), entries, train)
+        outputs, state = two("apply", apply(params, *args, **kwargs), "outputs")
+        made: Any = jax.tree.structure(model_state)
+        if jax.tree.structure(state) != made:
+            raise UsageError(
+                f"model: init made the state {sorted(model_state)}, but apply {sorted(state)}; return alike"
+            )
+        return outputs, keep_dtypes(model_state, state)
+
+    return Model(init_, apply_)
