@@ -136,6 +136,24 @@ def test_a_later_token_leaves_earlier_logits(name):
         assert (np.abs(after[0, place:] - before[0, place:]).max(-1) > 1e-4).all()
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_tokens_see_their_own_segment_only(name):
+    """Two documents packed into one example; under learned positions the second stands where it does alone."""
+    made = model(**VARIANTS[name])
+    params, text = draw(made), tokens(2)["inputs"]
+    run = jax.jit(lambda inputs, segments: logits(made, params, {"inputs": inputs, "segments": segments}))
+    segments = np.array([[5, 5, 5, 2, 2, 2], [0, 0, 0, 0, 0, 0]], np.int32)
+    got = run(text, segments)
+    np.testing.assert_allclose(got[1], logits(made, params, {"inputs": text})[1], atol=1e-5)
+    other = text.copy()
+    other[0, :3] = (text[0, :3] + 1) % VOCABULARY
+    np.testing.assert_array_equal(run(other, segments)[0, 3:], got[0, 3:])
+    assert np.abs(run(other, np.zeros_like(segments))[0, 3:] - got[0, 3:]).max() > 1e-3
+    moved = np.concatenate([text[:1, 3:], text[:1, :3]], 1)
+    if "rotary" in VARIANTS[name].get("positions", ""):  # only distances count, so a document may stand anywhere
+        np.testing.assert_allclose(run(moved, segments[:1])[0, :3], got[0, 3:], atol=1e-5)
+
+
 def test_scanned_blocks_are_a_loop_over_their_slices():
     module = GPT(**SMALL, dropout=0.3, rngs=nnx.Rngs(0))
     graph, state = nnx.split(module.blocks.stack)
@@ -259,6 +277,8 @@ def test_inputs_that_do_not_fit_are_named():
     ):
         with pytest.raises(UsageError, match=words):
             logits(made, params, {"inputs": inputs})
+    with pytest.raises(UsageError, match=r"segments\[2\] do not fit tokens\[2, 3\]"):
+        logits(made, params, {"inputs": np.zeros((2, 3), np.int32), "segments": np.zeros(2, np.int32)})
     heads = jnp.zeros((1, 2, 4, 8), jnp.float32)
     with pytest.raises(UsageError, match="'cudnn' takes bfloat16 on an NVIDIA GPU, not float32 on cpu"):
         fused(heads, heads, heads)

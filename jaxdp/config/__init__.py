@@ -44,7 +44,8 @@ class ModelTarget(Target):
     """The model.
 
     Args:
-        target: MLP, CNN, ResNet9, GPT, or the dotted path of any Flax module (NNX or Linen) or function that makes one
+        target: MLP, CNN, ResNet9, ViT, LSTM, RNN, GPT, or the dotted path of any Flax (NNX or Linen) or Equinox module,
+            a function that makes one, or a pair of functions (init, apply)
         args: its arguments, checked against its signature; --model.args.NAME VALUE sets one
     """
 

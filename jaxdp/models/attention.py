@@ -1,4 +1,8 @@
-"""Causal attention: every token looks at itself and those before it, by a table of implementations."""
+"""Attention, by tables of implementations: each token looks at itself and those before it, or at all of them.
+
+segments[example, token]: integers, one for each of the documents that an example is packed of; a token looks at those
+of its own segment only.
+"""
 
 import math
 from collections.abc import Callable
@@ -15,7 +19,7 @@ Rotation = tuple[jax.Array, jax.Array]  # cosines and sines [token, 1, half the 
 
 
 class Attention(nnx.Module):
-    """Every token looks at itself and those before it; x[example, token, dim]."""
+    """Every token looks at those that `attend` lets it; x[example, token, dim]."""
 
     def __init__(
         self,
@@ -36,13 +40,13 @@ class Attention(nnx.Module):
         self.back = back(heads * width, dim, rngs=rngs)
         self.width, self.attend = width, attend
 
-    def __call__(self, x: jax.Array, turn: Rotation | None) -> jax.Array:
+    def __call__(self, x: jax.Array, turn: Rotation | None = None, segments: jax.Array | None = None) -> jax.Array:
         query, key, value = (
             y.reshape(*x.shape[:2], -1, self.width) for y in (self.query(x), self.key(x), self.value(x))
         )
         if turn is not None:
             query, key = rotate(query, turn), rotate(key, turn)
-        return self.back(self.attend(query, key, value).reshape(*x.shape[:2], -1))
+        return self.back(self.attend(query, key, value, segments).reshape(*x.shape[:2], -1))
 
 
 def rotation(tokens: int, width: int, base: float, dtype: Any) -> Rotation:
@@ -58,27 +62,47 @@ def rotate(x: jax.Array, turn: Rotation) -> jax.Array:
     return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], -1).astype(x.dtype)
 
 
-def causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """softmax(query key' / sqrt(width)) value over each token and those before it, softmax in float32 at least.
-
-    query[example, token, head, width]; key and value of a divisor of the heads -> like query. jax.nn's own
-    (dot_product_attention) does its softmax in float32 in float64 too.
-    """
-    example, tokens, heads, width = query.shape
-    query = query.reshape(example, tokens, key.shape[2], -1, width)
-    scores = jnp.einsum("etkgw,eskw->ekgts", query, key).astype(wide(query.dtype)) / math.sqrt(width)
-    weights = jax.nn.softmax(jnp.where(jnp.tri(tokens, dtype=bool), scores, -jnp.inf)).astype(value.dtype)
-    return jnp.einsum("ekgts,eskw->etkgw", weights, value).reshape(example, tokens, heads, width)
+def full(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+    """As `softmax`, over all tokens of the same segment."""
+    return softmax(query, key, value, None if segments is None else same(segments)[:, None])
 
 
-def fused(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+def causal(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+    """As `softmax`, over each token and those before it of the same segment."""
+    before = jnp.tri(query.shape[1], dtype=bool)
+    return softmax(query, key, value, before if segments is None else before & same(segments)[:, None])
+
+
+def fused(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None) -> jax.Array:
     """As `causal`, by cuDNN's kernel that never has all scores in memory (Dao et al., arXiv 2205.14135)."""
     if query.dtype != jnp.bfloat16 or jax.default_backend() != "gpu":
         raise UsageError(
             f"model.args.attention: 'cudnn' takes bfloat16 on an NVIDIA GPU, not {query.dtype} on "
             f"{jax.default_backend()}; use xla, or precision.compute: bfloat16"
         )
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+    mask = None if segments is None else same(segments)
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True, implementation="cudnn")
+
+
+def softmax(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array | None) -> jax.Array:
+    """softmax(query key' / sqrt(width)) value over the tokens that are seen, softmax in float32 at least.
+
+    query[example, token, head, width]; key and value of a divisor of the heads; seen: booleans [(example, 1, 1,) token,
+    token of the keys], or None for all -> like query. jax.nn's own (dot_product_attention) does its softmax in float32
+    in float64 too.
+    """
+    example, tokens, heads, width = query.shape
+    query = query.reshape(example, tokens, key.shape[2], -1, width)
+    scores = jnp.einsum("etkgw,eskw->ekgts", query, key).astype(wide(query.dtype)) / math.sqrt(width)
+    if seen is not None:
+        scores = jnp.where(seen, scores, -jnp.inf)
+    weights = jax.nn.softmax(scores).astype(value.dtype)
+    return jnp.einsum("ekgts,eskw->etkgw", weights, value).reshape(example, tokens, heads, width)
+
+
+def same(segments: jax.Array) -> jax.Array:
+    """[example, 1, token, token]: whether two tokens are of one segment."""
+    return segments[:, None, :, None] == segments[:, None, None, :]
 
 
 def wide(dtype: Any) -> Any:

@@ -21,6 +21,9 @@ EPSILON = 1e-5
 class GPT(nnx.Module):
     """tokens[example, token] integers -> `Logits` [example, token, vocabulary], each from the tokens up to its own.
 
+    Where the data has segments[example, token], integers that tell apart the documents packed into an example, from
+    those of its own segment only.
+
     The defaults are the smallest GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"):
     pre-norm blocks, weights normal(0.02), in the projections back into the stream / sqrt(2 layers). Llama (Touvron et
     al., arXiv 2302.13971) is norm: rms, mlp: swiglu, positions: rotary, tied: false, bias: false.
@@ -101,7 +104,9 @@ class GPT(nnx.Module):
         self.head = None if tied else linear(dim, rows, use_bias=False, rngs=rngs)
         self.width, self.base, self.classes = width, rotary_base, num_classes
 
-    def __call__(self, tokens: jax.Array) -> Logits:
+    def __call__(self, tokens: jax.Array, segments: jax.Array | None = None) -> Logits:
+        if segments is not None and segments.shape != tokens.shape:
+            raise UsageError(f"model: segments{list(segments.shape)} do not fit tokens{list(tokens.shape)}")
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise UsageError(f"model: GPT reads integers [example, token], not {tokens.dtype}{list(tokens.shape)}")
         x = look_up(self.embed.embedding[...], tokens)
@@ -112,7 +117,7 @@ class GPT(nnx.Module):
             raise UsageError(f"model: {tokens.shape[1]} tokens, but learned positions for {len(self.positions)}")
         else:
             x = x + self.positions[: tokens.shape[1]]
-        x = self.norm(self.blocks(self.dropout(x), turn))
+        x = self.norm(self.blocks(self.dropout(x), turn, segments))
         kernel = self.embed.embedding[...] if self.head is None else self.head.kernel[...].T
         return Logits(x, kernel.astype(x.dtype), self.classes)
 
@@ -123,8 +128,8 @@ class Block(nnx.Module):
     def __init__(self, norm1: Callable, attention: Callable, norm2: Callable, mlp: Callable, dropout: Callable):
         self.norm1, self.attention, self.norm2, self.mlp, self.dropout = norm1, attention, norm2, mlp, dropout
 
-    def __call__(self, x: jax.Array, turn: Rotation | None) -> jax.Array:
-        x = x + self.dropout(self.attention(self.norm1(x), turn))
+    def __call__(self, x: jax.Array, turn: Rotation | None = None, segments: jax.Array | None = None) -> jax.Array:
+        x = x + self.dropout(self.attention(self.norm1(x), turn, segments))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 

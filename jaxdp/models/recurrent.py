@@ -1,0 +1,157 @@
+"""Recurrent language models: what a layer knows of earlier tokens is carried from batch to batch, its gradient is not.
+
+So a text is read as streams, one for each example of a batch, that go on where the last batch ended: truncated
+back-propagation through time (Werbos 1990). Carry of zeros is a stream's start.
+"""
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxdp.errors import UsageError
+from jaxdp.models.attention import wide
+from jaxdp.models.gpt import look_up
+from jaxdp.models.nnx import Carry
+
+NONLINEARITIES = {"tanh": nnx.tanh, "relu": nnx.relu}
+
+
+class Recurrent(nnx.Module):
+    """tokens[example, token] integers -> logits [example, token, vocabulary], each from the tokens up to its own.
+
+    An embedding, recurrent layers, a linear head. input_shape: (length,), which may be any, and num_classes, the
+    vocabulary, come from the data. dim: width of the embedding; hidden: of every layer. dropout: of what goes into and
+    comes out of the layers, not of what goes from token to token. tied: logits by the embedding's own matrix (Press and
+    Wolf, arXiv 1608.05859); then hidden is dim. Raises UsageError for arguments that do not fit each other.
+    """
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        num_classes: int,
+        dim: int = 128,
+        hidden: int = 128,
+        layers: int = 2,
+        dropout: float = 0.0,
+        tied: bool = False,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        for name, size in {"num_classes": num_classes, "dim": dim, "hidden": hidden, "layers": layers}.items():
+            if size < 1:
+                raise UsageError(f"model.args.{name}: {size} is too small; it must be at least 1")
+        if len(input_shape) != 1:
+            raise UsageError(f"model.args.input_shape: {input_shape!r} is not (length,); use data of tokens")
+        if tied and dim != hidden:
+            raise UsageError(f"model.args.hidden: {hidden} is not dim, {dim}, as tied asks for; make them equal")
+        if not 0 <= dropout < 1:
+            raise UsageError(f"model.args.dropout: {dropout!r} is not in [0, 1); make it smaller")
+        self.embed = nnx.Embed(num_classes, dim, rngs=rngs)
+        self.layers = nnx.List([self.layer(dim if i == 0 else hidden, hidden, rngs) for i in range(layers)])
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.head = None if tied else nnx.Linear(hidden, num_classes, rngs=rngs)
+
+    @abc.abstractmethod
+    def layer(self, width: int, hidden: int, rngs: nnx.Rngs) -> nnx.Module:
+        """A layer of x[example, token, width] -> [example, token, hidden]."""
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            name = type(self).__name__
+            raise UsageError(f"model: {name} reads integers [example, token], not {tokens.dtype}{list(tokens.shape)}")
+        x = look_up(self.embed.embedding[...], tokens)
+        for layer in self.layers:
+            x = layer(self.dropout(x))
+        x = self.dropout(x)
+        return self.embed.attend(x) if self.head is None else self.head(x)
+
+
+class LSTM(Recurrent):
+    __doc__ = f"""{Recurrent.__doc__}
+    Layers of long short-term memory, regularized as in Zaremba et al. (arXiv 1409.2329); the language model of the
+    Needle course project (CMU 10-414, homework 4).
+    """
+
+    def layer(self, width: int, hidden: int, rngs: nnx.Rngs) -> nnx.Module:
+        return LSTMLayer(width, hidden, rngs)
+
+
+class RNN(Recurrent):
+    __doc__ = f"""{Recurrent.__doc__}
+    Layers of h = nonlinearity(W x + U h + b), of tanh or relu (Elman 1990, "Finding structure in time").
+    """
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        num_classes: int,
+        dim: int = 128,
+        hidden: int = 128,
+        layers: int = 2,
+        dropout: float = 0.0,
+        tied: bool = False,
+        nonlinearity: str = "tanh",
+        *,
+        rngs: nnx.Rngs,
+    ):
+        if nonlinearity not in NONLINEARITIES:
+            known = ", ".join(NONLINEARITIES)
+            raise UsageError(f"model.args.nonlinearity: {nonlinearity!r} is not known; use one of {known}")
+        self.nonlinearity = nonlinearity
+        super().__init__(input_shape, num_classes, dim, hidden, layers, dropout, tied, rngs=rngs)
+
+    def layer(self, width: int, hidden: int, rngs: nnx.Rngs) -> nnx.Module:
+        return RNNLayer(width, hidden, NONLINEARITIES[self.nonlinearity], rngs)
+
+
+class LSTMLayer(nnx.Module):
+    """Flax's weights and gates; what depends on the inputs alone is one product over all tokens, before the scan."""
+
+    def __init__(self, width: int, hidden: int, rngs: nnx.Rngs):
+        self.weights = nnx.OptimizedLSTMCell(width, hidden, rngs=rngs)
+        self.cell, self.hidden = Carry(jnp.zeros(hidden)), Carry(jnp.zeros(hidden))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def step(last: tuple[jax.Array, jax.Array], gates: jax.Array) -> tuple[Any, jax.Array]:
+            cell, hidden = last
+            take, forget, new, give = jnp.split(gates + self.weights.dense_h(hidden), 4, -1)
+            kept, added = nnx.sigmoid(forget), nnx.sigmoid(take) * nnx.tanh(new)
+            cell = kept.astype(cell.dtype) * cell + added.astype(cell.dtype)
+            hidden = nnx.sigmoid(give) * nnx.tanh(cell.astype(hidden.dtype))
+            return (cell, hidden), hidden
+
+        start = begin(self.cell, x, wide(x.dtype)), begin(self.hidden, x, x.dtype)
+        (self.cell[...], self.hidden[...]), outputs = unroll(step, start, self.weights.dense_i(x))
+        return outputs
+
+
+class RNNLayer(nnx.Module):
+    """The same, of Flax's simple cell."""
+
+    def __init__(self, width: int, hidden: int, nonlinearity: Callable, rngs: nnx.Rngs):
+        self.weights = nnx.SimpleCell(width, hidden, dtype=None, rngs=rngs)
+        self.hidden, self.nonlinearity = Carry(jnp.zeros(hidden)), nonlinearity
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def step(hidden: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+            hidden = self.nonlinearity(inputs + self.weights.dense_h(hidden))
+            return hidden, hidden
+
+        self.hidden[...], outputs = unroll(step, begin(self.hidden, x, x.dtype), self.weights.dense_i(x))
+        return outputs
+
+
+def begin(carry: Carry, x: jax.Array, dtype: Any) -> jax.Array:
+    """What the last batch left, [example, hidden], without its gradient; where there is none, the start."""
+    last = jax.lax.stop_gradient(carry[...]).astype(dtype)
+    return jnp.broadcast_to(last, (len(x), last.shape[-1]))
+
+
+def unroll(step: Callable, start: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+    """(state, x[example, ...]) -> (state, output), token by token of x[example, token, ...]: (last state, outputs)."""
+    last, outputs = jax.lax.scan(step, start, x.swapaxes(0, 1))
+    return last, outputs.swapaxes(0, 1)

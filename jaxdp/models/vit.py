@@ -1,0 +1,85 @@
+"""A vision transformer is GPT's block over the patches of an image, all of which see each other."""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxdp.errors import UsageError
+from jaxdp.models.attention import Attention, full
+from jaxdp.models.gpt import DEVIATION, GELU, NORMS, Block
+from jaxdp.models.nnx import Blocks
+
+
+class ViT(nnx.Module):
+    """x[example, height, width, channel] -> logits [example, class].
+
+    Dosovitskiy et al., "An Image is Worth 16x16 Words" (arXiv 2010.11929): patches by one linear map, learned
+    positions, pre-norm blocks; the classifier reads the mean over the patches, as in Beyer et al. (arXiv 2205.01580),
+    so there is no class token. input_shape and num_classes come from the data. The defaults are DeiT's tiny model
+    (Touvron et al., arXiv 2012.12877) with the patches of a small image. patch: pixels of its side. hidden: width of
+    the MLP, else 4 dim. dropout: of the embedding and of what a block adds. Raises UsageError for arguments that do not
+    fit.
+    """
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        num_classes: int,
+        patch: int = 4,
+        layers: int = 12,
+        heads: int = 3,
+        dim: int = 192,
+        hidden: int | None = None,
+        dropout: float = 0.0,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        if len(input_shape) != 3:
+            raise UsageError(f"model.args.input_shape: {input_shape!r} is not (height, width, channels)")
+        hidden = GELU.hidden(dim) if hidden is None else hidden
+        sizes = {"patch": patch, "layers": layers, "heads": heads, "dim": dim, "hidden": hidden}
+        for name, size in sizes.items():
+            if size < 1:
+                raise UsageError(f"model.args.{name}: {size} is too small; it must be at least 1")
+        height, width, channels = input_shape
+        if height % patch or width % patch:
+            raise UsageError(f"model.args.patch: {patch} does not divide images of {height}x{width}; change it")
+        if dim % heads:
+            raise UsageError(f"model.args.dim: {dim} does not divide by heads: {heads}; change either")
+        if not 0 <= dropout < 1:
+            raise UsageError(f"model.args.dropout: {dropout!r} is not in [0, 1); make it smaller")
+
+        normal = nnx.initializers.normal
+        linear = functools.partial(nnx.Linear, kernel_init=normal(DEVIATION))
+        back = functools.partial(nnx.Linear, kernel_init=normal(DEVIATION / math.sqrt(2 * layers)))
+        key = functools.partial(linear, use_bias=False)  # softmax takes a bias of the keys away, as in GPT
+
+        def block(rngs: nnx.Rngs) -> Block:
+            attention = Attention(dim, dim // heads, heads, heads, linear, key, back, full, rngs=rngs)
+            mlp = GELU(dim, hidden, linear, back, rngs=rngs)
+            norms = [NORMS["layer"](dim, True, rngs) for _ in range(2)]
+            return Block(norms[0], attention, norms[1], mlp, nnx.Dropout(dropout, rngs=rngs))
+
+        patches = (height // patch) * (width // patch)
+        self.embed = nnx.Linear(patch * patch * channels, dim, rngs=rngs)
+        self.positions = nnx.Param(normal(DEVIATION)(rngs(), (patches, dim), jnp.float32))
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.blocks = Blocks(block, layers, rngs=rngs)
+        self.norm = NORMS["layer"](dim, True, rngs)
+        self.head = nnx.Linear(dim, num_classes, kernel_init=normal(DEVIATION), rngs=rngs)
+        self.patch = patch
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.dropout(self.embed(patches(x, self.patch)) + self.positions[...])
+        return self.head(self.norm(self.blocks(x)).mean(1))
+
+
+def patches(x: jax.Array, side: int) -> jax.Array:
+    """x[example, height, width, channel] -> [example, patch, side x side x channel], row by row."""
+    example, height, width, channels = x.shape
+    x = x.reshape(example, height // side, side, width // side, side, channels).swapaxes(2, 3)
+    return x.reshape(example, -1, side * side * channels)
