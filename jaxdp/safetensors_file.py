@@ -12,7 +12,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-__all__ = ["Header", "SafetensorError", "header", "read", "write"]
+__all__ = ["Header", "Parts", "SafetensorError", "assemble", "header", "read", "write"]
 
 DTYPES = {
     "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
@@ -54,6 +54,41 @@ def read(path: pathlib.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict
             return jax.make_array_from_callback(like.shape, like.sharding, part)
 
         return {name: place(name, like) for name, like in wanted.items()}
+
+
+class Parts(NamedTuple):
+    """An array put together: one tensor, from the offset on along its last dim; or one of each name, stacked."""
+
+    names: tuple[str, ...]
+    stacked: bool = False
+    offset: int = 0
+
+
+def assemble(path: pathlib.Path, wanted: Mapping[str, tuple[jax.ShapeDtypeStruct, Parts]]) -> dict[str, jax.Array]:
+    """As `read`, of arrays that are put together; rows that the file has not are zeros."""
+    with safe_open(path, framework="np") as file:
+
+        def cut(name: str, index: list[slice], offset: int) -> np.ndarray:
+            stored = file.get_slice(name)
+            rows = stored.get_shape()[0]
+            *first, last = index
+            inside = [*first, slice(last.start + offset, last.stop + offset)]
+            inside[0] = slice(min(inside[0].start, rows), min(inside[0].stop, rows))
+            found = np.asarray(stored[tuple(inside)])
+            missing = index[0].stop - index[0].start - len(found)
+            return np.pad(found, [(0, missing)] + [(0, 0)] * (found.ndim - 1)) if missing else found
+
+        def place(like: jax.ShapeDtypeStruct, parts: Parts) -> jax.Array:
+            def part(index: tuple[slice, ...] | None) -> np.ndarray:
+                whole = [slice(*own.indices(size)[:2]) for own, size in zip(index or (), like.shape)]
+                if not parts.stacked:
+                    return cut(parts.names[0], whole, parts.offset).astype(like.dtype)
+                names = parts.names[whole[0]]
+                return np.stack([cut(name, whole[1:], parts.offset) for name in names]).astype(like.dtype)
+
+            return jax.make_array_from_callback(like.shape, like.sharding, part)
+
+        return {name: place(*how) for name, how in wanted.items()}
 
 
 def write(path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:

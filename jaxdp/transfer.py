@@ -47,14 +47,16 @@ def match(
     rename: Mapping[str, str] | None = None,
     load: Sequence[str] = (".*",),
     skip: Sequence[str] = (),
+    names: Mapping[str, str] | None = None,
 ) -> Match:
     """Ours and theirs by name; both are {name: what has shape and dtype}, and source says where theirs are from.
 
     rename: expression to replacement, as `re.sub` takes them; the first that is found in one of their names changes it.
-    load, skip: expressions; loaded is what one of `load` is found in, and none of `skip`. Raises UsageError for an
-    expression that is found nowhere, names that become one, another shape or kind of number, and where nothing is left.
+    names: {their name: ours} of a layout that is known, in its place. load, skip: expressions; loaded is what one of
+    `load` is found in, and none of `skip`. Raises UsageError for an expression that is found nowhere, names that become
+    one, another shape or kind of number, and where nothing is left.
     """
-    new_names = renamed(theirs, source, rename or {})
+    new_names = renamed(theirs, source, rename or {}) if names is None else {names.get(n, n): n for n in theirs}
     for key, patterns in (("load", load), ("skip", skip)):
         for pattern in patterns:
             if not any(re.search(pattern, name) for name in ours):

@@ -4,6 +4,7 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from orbax.checkpoint import v1 as ocp
 from jaxdp import manifest, safetensors_file
 from jaxdp.checkpoint import Checkpoints
 from jaxdp.errors import UsageError, one_line
+from jaxdp.models import gpt2
 from jaxdp.split import path_string
 from jaxdp.transfer import MODEL_STATE, named
 
@@ -23,13 +25,18 @@ class Weights(NamedTuple):
     """title: where they are from. arrays: {name: what has shape and dtype}, names as in `jaxdp.transfer`.
 
     read({name: what it is to be read as}) -> {name: array}; every process must call. As: a ShapeDtypeStruct with a
-    sharding; from a checkpoint, a NumPy array too. facts: what must be equal on every rank.
+    sharding; from a checkpoint, a NumPy array too. facts: what must be equal on every rank. names: {their name: ours}
+    where the layout is known. rows: {name: how many} of those that have fewer rows than they are read with. note: what
+    is to be said of the layout.
     """
 
     title: str
     arrays: dict[str, Any]
     read: Callable[[Mapping[str, Any]], dict[str, Any]]
     facts: dict[str, str]
+    names: Mapping[str, str] | None = None
+    rows: Mapping[str, int] = MappingProxyType({})
+    note: str = ""
 
 
 def locate(path: str) -> pathlib.Path:
@@ -113,6 +120,54 @@ def from_safetensors(file: pathlib.Path, ema: bool) -> Weights:
 
     arrays = {name: arrays[stored] for name, stored in names.items()}
     return Weights(str(file), arrays, read, facts(arrays) | {k: v for k, v in metadata.items() if k != "config"})
+
+
+def as_gpt2(weights: Weights, place: pathlib.Path, ours: Mapping[str, Any]) -> Weights:
+    """Those of a file in GPT-2's published layout, for a model that is a GPT, as its arrays; any others as they are.
+
+    ours: {path: what has shape and dtype}. Where our embedding has more rows, for the sake of its size, the rest of
+    them are left; where we have fewer positions, only the first are read.
+    """
+    if place.is_dir() or not gpt2.is_gpt(ours):
+        return weights
+    stored = safetensors_file.header(place).arrays
+    if not gpt2.is_published(stored):
+        return weights
+    places = gpt2.places(list(stored), f"{gpt2.STACK}/norm1/scale" in ours)
+    arrays, parts, rows, notes = {}, {}, {}, []
+    for name, where in places.items():
+        first = stored[where.names[0]]
+        for other in where.names:
+            if stored[other].shape != first.shape:
+                raise UsageError(
+                    f"init_from: {str(place)!r} has {where.names[0]!r} of {first.shape}, but {other!r} of "
+                    f"{stored[other].shape}; give a file of equal blocks"
+                )
+        shape, offset = first.shape, 0
+        if where.third is not None:
+            shape = (*shape[:-1], shape[-1] // 3)
+            offset = where.third * shape[-1]
+        shape = (len(where.names), *shape) if where.stacked else shape
+        own = ours[name].shape if name in ours else shape
+        if name == "embed/embedding" and own[0] > shape[0] and own[1:] == shape[1:]:
+            rows[where.label] = shape[0]
+            notes.append(f"rows {shape[0]} to {own[0] - 1} of {name} left as initialized")
+            shape = own
+        if name == "positions" and own[0] < shape[0] and own[1:] == shape[1:]:
+            notes.append(f"the first {own[0]} of {shape[0]} positions")
+            shape = own
+        arrays[where.label] = safetensors_file.Array(shape, first.dtype)
+        parts[where.label] = safetensors_file.Parts(where.names, where.stacked, offset)
+    for name in stored.keys() - gpt2.used(stored):
+        arrays[name] = stored[name]
+
+    def read(wanted: Mapping[str, Any]) -> dict[str, Any]:
+        return safetensors_file.assemble(place, {name: (like, parts[name]) for name, like in wanted.items()})
+
+    notes.append("biases of keys, which softmax takes away, left out")
+    note = f"  in GPT-2's published layout: {'; '.join(notes)}"
+    names = {where.label: name for name, where in places.items()}
+    return weights._replace(arrays=arrays, read=read, names=names, rows=rows, note=note)
 
 
 def facts(arrays: Mapping[str, Any]) -> dict[str, str]:

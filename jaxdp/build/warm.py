@@ -13,7 +13,7 @@ from jaxdp.distributed.context import Context
 from jaxdp.loop import Run
 from jaxdp.step import TrainState
 from jaxdp.transfer import describe, match, named
-from jaxdp.weights import locate, open_weights
+from jaxdp.weights import as_gpt2, locate, open_weights
 
 __all__ = ["warm"]
 
@@ -28,14 +28,17 @@ def warm(run: Run, config: Config, context: Context) -> Run:
     context.check_same("init_from", weights.facts)
     shapes = named(strategy.shapes.params, strategy.shapes.model_state)
     ours = {name: x for name, x in shapes.items() if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)}
+    if not own.rename:  # expressions are about the file's own names
+        weights = together(context, lambda: as_gpt2(weights, place, ours))
+    theirs, names = weights.arrays, weights.names
     matched = together(
         context,
-        lambda: match(ours, weights.arrays, weights.title, rename=own.rename, load=own.load, skip=own.skip),
+        lambda: match(ours, theirs, weights.title, rename=own.rename, load=own.load, skip=own.skip, names=names),
     )
     tx = make_tx(config, schedule_of(config, run.steps), strategy.blocks)
 
     def begin(run: Run) -> TrainState:
-        run.writer.say(describe(matched, ours, weights.title))
-        return begin_with(run.strategy, matched.pairs, weights.read, tx, run.step.trainable)
+        run.writer.say("\n".join(filter(None, [describe(matched, ours, weights.title), weights.note])))
+        return begin_with(run.strategy, matched.pairs, weights.read, tx, run.step.trainable, weights.rows)
 
     return dataclasses.replace(run, begin=begin)
