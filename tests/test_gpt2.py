@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import toys
 from jaxdp.begin import begin_with
+from jaxdp.cli import load_options
+from jaxdp.cli.exporting import export
 from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models import as_model, gpt2
@@ -200,8 +202,8 @@ def test_other_files_and_other_models_are_left_as_they_are(tmp_path):
     assert as_gpt2(weights, file, named(params, {})) is weights
 
 
-def test_train_begins_with_a_published_file(tmp_path):
-    """The loss of the first update is that of the published model on the data."""
+def test_train_begins_with_a_published_file_and_export_writes_one(tmp_path):
+    """The loss of the first update is that of the published model on the data; so is that of what is written."""
     save_file(published(), tmp_path / "model.safetensors", {"format": "pt"})
     config = {
         "model": {"target": "GPT", "args": {"num_classes": VOCABULARY, "layers": LAYERS, "heads": HEADS, "dim": DIM}},
@@ -218,3 +220,9 @@ def test_train_begins_with_a_published_file(tmp_path):
     losses = [record["loss"] for record in records(tmp_path / "run", "train")]
     np.testing.assert_allclose(losses[0], nats(oracle(published(), TEXT[:, :-1]), TEXT[:, 1:]), rtol=1e-5)
     assert losses[1] < losses[0]
+    export(load_options(["--run_dir", str(tmp_path / "run"), "--layout", "gpt2"], "export"))
+    trained = load_file(tmp_path / "run" / "export.safetensors")
+    final = records(tmp_path / "run", "train")[-1]
+    assert trained.keys() == published().keys() - {f"h.{i}.attn.bias" for i in range(LAYERS)} and final["step"] == 2
+    after = nats(oracle(trained, TEXT[:, :-1])[..., :VOCABULARY], TEXT[:, 1:])
+    assert losses[0] - after > 1.2 * (losses[0] - losses[1])  # two updates on

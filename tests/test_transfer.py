@@ -78,7 +78,7 @@ def begun(source, model, *, average=False, tx=TX, rename=None, load=(".*",), ski
 
 def write_export(directory, **options):
     """(the file, its metadata)"""
-    options = {"run_dir": str(directory), "output": None, "step": None, "ema": False, **options}
+    options = {"run_dir": str(directory), "output": None, "step": None, "ema": False, "layout": "jaxdp", **options}
     export(options)
     file = pathlib.Path(options["output"] or directory / "export.safetensors")
     with safe_open(file, framework="np") as opened:
@@ -393,13 +393,18 @@ def test_numbers_that_numpy_cannot_hold_are_refused(tmp_path):
     ("argv", "message"),
     [
         (["--run_dr", "x"], "command line: unknown option 'run_dr'; did you mean 'run_dir'?"),
-        (["--zzz"], "command line: unknown option 'zzz'; known: run_dir, output, step, ema"),
+        (["--zzz"], "command line: unknown option 'zzz'; known: run_dir, output, step, ema, layout"),
         (["--run_dir", "x", "--step", "two"], "--step: 'two' is not an integer"),
         (["--run_dir"], "argument --run_dir: expected one argument"),
         ([], "--run_dir: missing; give the directory of a run, e.g. --run_dir runs/digits"),
         (["--run_dir", "nix"], "--run_dir: 'nix': no such directory; train first, or name another"),
         (["--run_dir", "."], "--run_dir: '.': no checkpoint in it; train first, or name another"),
         (["--run_dir", "run", "--step", "3"], "--step: 3 is not in 'run'; use one of 2"),
+        (["--run_dir", "run", "--layout", "llama"], "--layout: 'llama' is not known; use one of jaxdp, gpt2"),
+        (
+            ["--run_dir", "run", "--layout", "gpt2"],
+            "--layout: 'gpt2' does not fit the model of 'run': it is not",
+        ),
         (["--run_dir", "run", "--output", "x.pt"], "--output: 'x.pt' does not end in .safetensors; init_from would"),
         (
             ["--run_dir", "run", "--output", "no/x.safetensors"],

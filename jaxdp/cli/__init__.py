@@ -49,6 +49,7 @@ OPTIONS: dict[str, dict[str, tuple[Any, Any, str]]] = {
         "output": (str, None, "the file to write; left out, export.safetensors in the run directory"),
         "step": (int, None, "the checkpoint of this update; left out, the last"),
         "ema": (bool, False, "write the running average of the parameters instead"),
+        "layout": (str, "jaxdp", "the names in the file: our own, or gpt2, as GPT-2's weights are published"),
     },
     "sample": {
         "run_dir": (str, None, "the directory of the run"),

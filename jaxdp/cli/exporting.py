@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,24 @@ from jaxdp.checkpoint import Checkpoints
 from jaxdp.cli.planning import size
 from jaxdp.digest import params_sha256
 from jaxdp.errors import UsageError, one_line
+from jaxdp.models import gpt2
 from jaxdp.transfer import MODEL_STATE
 from jaxdp.weights import FORMAT, from_checkpoint
+
+# {name: arrays -> (the arrays under its names, what the file's metadata says otherwise)}
+LAYOUTS: dict[str, Callable[[dict[str, Any]], tuple[dict[str, Any], dict[str, str]]]] = {
+    "jaxdp": lambda arrays: (arrays, {}),
+    "gpt2": lambda arrays: (gpt2.to_published(arrays), {"format": "pt"}),  # which transformers asks for
+}
 
 
 def export(options: dict[str, Any]) -> str:
     """Writes the file; returns what was written, for people. Nothing is built: the checkpoint knows what it holds."""
     if not options["run_dir"]:
         raise UsageError("--run_dir: missing; give the directory of a run, e.g. --run_dir runs/digits")
-    directory = pathlib.Path(options["run_dir"])
+    layout, directory = options["layout"], pathlib.Path(options["run_dir"])
+    if layout not in LAYOUTS:
+        raise UsageError(f"--layout: {layout!r} is not known; use one of {', '.join(LAYOUTS)}")
     step = choose_step(directory, options["step"])
     output = choose_output(directory, options["output"])
     place = directory / "checkpoints" / str(step)
@@ -31,11 +41,15 @@ def export(options: dict[str, Any]) -> str:
     metadata = {"format": FORMAT, "step": str(step), "params_sha256": digest, "ema": str(options["ema"]).lower()}
     metadata["config"] = json.dumps(manifest.read(place)["meta"]["config"])
     try:
-        safetensors_file.write(output, arrays, metadata)
+        arrays, own = LAYOUTS[layout](arrays)
+    except ValueError as error:
+        raise UsageError(f"--layout: {layout!r} does not fit the model of {str(directory)!r}: {error}") from None
+    try:
+        safetensors_file.write(output, arrays, metadata | own)
     except (OSError, safetensors_file.SafetensorError) as error:
         raise UsageError(f"--output: {str(output)!r} cannot be written ({one_line(error)}); choose another") from None
     elements = sum(math.prod(x.shape) for x in params.values())
-    state = len(arrays) - len(params)
+    state = len(weights.arrays) - len(params)
     return (
         f"{len(params)} parameters{' (running average)' * options['ema']}, {elements:,} elements"
         f"{f', {state} arrays of the model state' * bool(state)}; from {place}; {size(output.stat().st_size)}\n"
