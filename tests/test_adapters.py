@@ -195,8 +195,12 @@ def test_dropout_follows_the_key_and_statistics_the_mask(model):
     np.testing.assert_allclose(run(KEY, padding)[0][:4], one[:4], atol=1e-6)
 
 
-@every
-def test_training_is_the_same_on_one_device_and_eight(model):
+FLAX = [pytest.param(name, marks=pytest.mark.slow) for name in ("Nnx", "Linen")]  # test_models.py has others of these
+
+
+@pytest.mark.parametrize("name", ["Equinox", "PAIR", *FLAX])
+def test_training_is_the_same_on_one_device_and_eight(name):
+    model = as_model(ALL[name])
     with jax.enable_x64(True):
         one, eight = (
             toys.train(

@@ -514,7 +514,7 @@ def test_two_processes_begin_with_the_same_bits(trained, tmp_path):
     assert done.returncode == 0 and not done.left, done.output
     assert done.stdout.count("loaded 4 of 4 parameters, 1,210 elements") == 1
     assert digest(tmp_path / "b") == digest(trained / "a")
-    export({"run_dir": str(tmp_path / "b"), "output": None, "step": None, "ema": False})
+    export({"run_dir": str(tmp_path / "b"), "output": None, "step": None, "ema": False, "layout": "jaxdp"})
     from_file = [*config[:4], str(tmp_path / "b" / "export.safetensors"), "--run_dir", str(tmp_path / "c")]
     done = mpirun(2, from_file, devices=2)
     assert done.returncode == 0 and digest(tmp_path / "c") == digest(trained / "a"), done.output

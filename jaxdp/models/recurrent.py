@@ -71,9 +71,8 @@ class Recurrent(nnx.Module):
 
 
 class LSTM(Recurrent):
-    __doc__ = f"""{Recurrent.__doc__}
-    Layers of long short-term memory, regularized as in Zaremba et al. (arXiv 1409.2329); the language model of the
-    Needle course project (CMU 10-414, homework 4).
+    """A `Recurrent` of long short-term memory, regularized as in Zaremba et al. (arXiv 1409.2329): the language model
+    that the Needle course project (CMU 10-414, homework 4) trains on Penn Treebank.
     """
 
     def layer(self, width: int, hidden: int, rngs: nnx.Rngs) -> nnx.Module:
@@ -81,9 +80,7 @@ class LSTM(Recurrent):
 
 
 class RNN(Recurrent):
-    __doc__ = f"""{Recurrent.__doc__}
-    Layers of h = nonlinearity(W x + U h + b), of tanh or relu (Elman 1990, "Finding structure in time").
-    """
+    """A `Recurrent` of h = nonlinearity(W x + U h + b), of tanh or relu (Elman 1990, "Finding structure in time")."""
 
     def __init__(
         self,
