@@ -9,7 +9,7 @@ from flax import nnx
 import toys
 from jaxdp.errors import UsageError
 from jaxdp.models import as_model
-from jaxdp.models.attention import fused
+from jaxdp.models.attention import causal, fused, same
 from jaxdp.models.gpt import GPT, look_up
 
 VOCABULARY, LENGTH = 11, 6
@@ -152,6 +152,15 @@ def test_tokens_see_their_own_segment_only(name):
     moved = np.concatenate([text[:1, 3:], text[:1, :3]], 1)
     if "rotary" in VARIANTS[name].get("positions", ""):  # only distances count, so a document may stand anywhere
         np.testing.assert_allclose(run(moved, segments[:1])[0, :3], got[0, 3:], atol=1e-5)
+
+
+def test_the_mask_that_cudnn_is_given_is_that_of_segments():
+    """By JAX's own attention, whose arguments `fused` uses; cuDNN itself needs a GPU."""
+    rng = np.random.default_rng(0)
+    query, key, value = jnp.asarray(rng.normal(size=(3, 2, 5, 4, 8)), jnp.float32)
+    segments = jnp.asarray([[0, 0, 1, 1, 1], [3, 3, 3, 3, 4]])
+    want = jax.nn.dot_product_attention(query, key, value, mask=same(segments), is_causal=True, implementation="xla")
+    np.testing.assert_allclose(causal(query, key, value, segments), want, atol=1e-5)
 
 
 def test_scanned_blocks_are_a_loop_over_their_slices():
