@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import toys
 from jaxdp.errors import UsageError
@@ -86,6 +87,14 @@ def test_gradients_stop_where_a_batch_begins():
         at = jax.jit(lambda t: total(jax.tree.map(lambda p, d: p + t * d, params, way), state))
         slope = sum(jnp.sum(a * b) for a, b in zip(*map(jax.tree.leaves, (slopes, way))))
         np.testing.assert_allclose(slope, (at(1e-5) - at(-1e-5)) / 2e-5, rtol=1e-6)
+
+
+def test_a_module_by_itself_goes_on_too():
+    """Made outside of a trainer, its carry is for no example yet, and becomes that of the first call's."""
+    module, text = LSTM(**{**SMALL, "layers": 1}, rngs=nnx.Rngs(0)), tokens()["inputs"]
+    first, second = module(text), module(text)
+    assert first.shape == (3, LENGTH, VOCABULARY) and module.layers[0].cell[...].shape == (3, HIDDEN)
+    assert np.abs(second - first).max() > 1e-3
 
 
 def test_dtypes_are_those_of_the_parameters_and_the_cell_s_is_wide():

@@ -122,7 +122,9 @@ class LSTMLayer(nnx.Module):
             return (cell, hidden), hidden
 
         start = begin(self.cell, x, wide(x.dtype)), begin(self.hidden, x, x.dtype)
-        (self.cell[...], self.hidden[...]), outputs = unroll(step, start, self.weights.dense_i(x))
+        (cell, hidden), outputs = unroll(step, start, self.weights.dense_i(x))
+        self.cell.set_value(cell)
+        self.hidden.set_value(hidden)
         return outputs
 
 
@@ -138,7 +140,8 @@ class RNNLayer(nnx.Module):
             hidden = self.nonlinearity(inputs + self.weights.dense_h(hidden))
             return hidden, hidden
 
-        self.hidden[...], outputs = unroll(step, begin(self.hidden, x, x.dtype), self.weights.dense_i(x))
+        hidden, outputs = unroll(step, begin(self.hidden, x, x.dtype), self.weights.dense_i(x))
+        self.hidden.set_value(hidden)
         return outputs
 
 
