@@ -134,14 +134,18 @@ def kind(dtype: Any) -> str:
     return next((name for name, group in kinds.items() if jnp.issubdtype(dtype, group)), str(dtype))
 
 
-def describe(found: Match, ours: Mapping[str, Any], source: str) -> str:
-    """What was loaded, what was not, and what was not used, for people."""
+def describe(found: Match, ours: Mapping[str, Any], source: str, rows: Mapping[str, int] | None = None) -> str:
+    """What was loaded, what was not, and what was not used, for people. rows: {their name: how many are loaded} of
+    those that have fewer than ours."""
     lines, loaded = [], list(found.pairs)
     of_model = lambda names: [name for name in names if name.startswith(MODEL_STATE)]
     count = f"{len(loaded) - len(of_model(loaded))} of {len(ours) - len(of_model(ours))} parameters"
     if of_model(ours):
         count += f", {len(of_model(loaded))} of {len(of_model(ours))} arrays of the model state"
-    elements = sum(math.prod(ours[name].shape) for name in loaded)
+    elements = 0
+    for name, theirs in found.pairs.items():
+        first, *rest = ours[name].shape or (1,)
+        elements += (rows or {}).get(theirs, first) * math.prod(rest)
     lines.append(f"loaded {count}, {elements:,} elements, from {source}")
     for what, names in (
         ("left as initialized, not in it", found.missing),

@@ -134,7 +134,11 @@ def begun(file, made, **options):
     state = strategy.export(begin_with(strategy, found.pairs, weights.read, tx, step.trainable, weights.rows))
     first = strategy.export(strategy.init())
     numbers = lambda tree: {path_string(k): np.array(x) for k, x in jax.tree_util.tree_leaves_with_path(tree)}
-    return numbers(state.params), f"{describe(found, ours, weights.title)}\n{weights.note}", numbers(first.params)
+    return (
+        numbers(state.params),
+        f"{describe(found, ours, weights.title, weights.rows)}\n{weights.note}",
+        numbers(first.params),
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,6 +157,7 @@ def test_a_file_is_read_in_its_place(tmp_path, layout):
     kept = params["embed/embedding"][VOCABULARY:]
     np.testing.assert_array_equal(kept, first["embed/embedding"][VOCABULARY:])
     assert kept[: ROWS - VOCABULARY].any(1).all() and "not used" not in said and "not in it" not in said
+    assert f"19 of 19 parameters, {sum(x.size for x in want.values()):,} elements" in said
     assert re.search(rf"rows {VOCABULARY} to {rows - 1} of embed/embedding left as initialized; biases of keys", said)
 
 

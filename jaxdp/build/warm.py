@@ -38,7 +38,7 @@ def warm(run: Run, config: Config, context: Context) -> Run:
     tx = make_tx(config, schedule_of(config, run.steps), strategy.blocks)
 
     def begin(run: Run) -> TrainState:
-        run.writer.say("\n".join(filter(None, [describe(matched, ours, weights.title), weights.note])))
+        run.writer.say("\n".join(filter(None, [describe(matched, ours, weights.title, weights.rows), weights.note])))
         return begin_with(run.strategy, matched.pairs, weights.read, tx, run.step.trainable, weights.rows)
 
     return dataclasses.replace(run, begin=begin)
