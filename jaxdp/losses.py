@@ -49,11 +49,13 @@ class SoftmaxCrossEntropy:
         labels = _labels(batch)
         shape = jnp.shape(outputs) if not isinstance(outputs, Logits) else outputs.shape
         soft = jnp.issubdtype(labels.dtype, jnp.floating) and labels.shape == shape
-        if not soft and (shape[:-1] != labels.shape or not jnp.issubdtype(labels.dtype, jnp.integer)):
+        if not soft and shape[:-1] != labels.shape:
             raise UsageError(
-                f"loss: outputs {shape} do not fit labels {labels.shape} of {labels.dtype}; the model must return "
-                f"logits [{', '.join([*map(str, labels.shape), 'classes'])}], and labels are integers"
+                f"loss: outputs {shape} do not fit labels {labels.shape}; the model must return logits "
+                f"[{', '.join(map(str, labels.shape))}, classes]"
             )
+        if not soft and not jnp.issubdtype(labels.dtype, jnp.integer):
+            raise UsageError(f"loss: labels are {labels.dtype}, not integers; cast them, or use MeanSquaredError")
         if isinstance(outputs, Logits) and not soft:
             terms = outputs.map(self._terms, labels)
         else:

@@ -73,7 +73,8 @@ def assemble(path: pathlib.Path, wanted: Mapping[str, tuple[jax.ShapeDtypeStruct
             rows = stored.get_shape()[0]
             *first, last = index
             inside = [*first, slice(last.start + offset, last.stop + offset)]
-            inside[0] = slice(min(inside[0].start, rows), min(inside[0].stop, rows))
+            there = inside[0].start < rows
+            inside[0] = slice(inside[0].start, min(inside[0].stop, rows)) if there else slice(0, 0)
             found = np.asarray(stored[tuple(inside)])
             missing = index[0].stop - index[0].start - len(found)
             return np.pad(found, [(0, missing)] + [(0, 0)] * (found.ndim - 1)) if missing else found

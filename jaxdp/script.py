@@ -116,13 +116,11 @@ def name_it(given: dict[str, dict[str, Any]], section: str, value: Any) -> dict[
     if section == "optimizer":
         if not hasattr(value, "update"):
             raise UsageError(f"optimizer: {name} is no Optax transformation; give one, such as optax.adam(1e-3)")
-        name = "optax"
-    if section == "optimizer" or (section == "model" and not makes):
-        value = _as_it_is(value)
+        value, name = _as_it_is(value), "optax"
     given[section] = {name: value}
     return {"target": name, **rest}
 
 
 def _as_it_is(value: Any) -> Any:
-    """What makes it, of nothing (or of a learning rate, which it has its own of)."""
-    return lambda *ignored: value
+    """A function of a learning rate, which the transformation has its own of."""
+    return lambda learning_rate: value
