@@ -3,6 +3,7 @@
 import difflib
 import functools
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -206,11 +207,15 @@ def facts_of(dataset: Dataset) -> dict[str, Any]:
     """What a model may want to know: input_shape and num_classes, of text the tokenizer's spec; all JSON."""
     first = dataset.read(np.zeros(1, np.int64))
     shape = first.get("inputs", next(iter(first.values()))).shape[1:]
-    tokenizer = getattr(dataset, "tokenizer", None)
+    spec = getattr(dataset, "tokenizer_spec", None)  # one that is made when it is needed
+    if spec is None and getattr(dataset, "tokenizer", None) is not None:
+        spec = dataset.tokenizer.spec()  # type: ignore[attr-defined]
+    if spec is not None and "path" in spec:
+        spec = {**spec, "path": os.path.abspath(spec["path"])}
     return {
         "input_shape": list(getattr(dataset, "input_shape", shape)),
         "num_classes": int(getattr(dataset, "classes", 0)),
-        "tokenizer": None if tokenizer is None else tokenizer.spec(),
+        "tokenizer": spec,
     }
 
 

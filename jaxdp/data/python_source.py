@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxdp.data.base import check_split
+from jaxdp.data.tokenizers import Byte
 from jaxdp.data.windows import Windows
 from jaxdp.errors import UsageError
 
@@ -35,6 +36,7 @@ class PythonSource(Windows):
             raise UsageError(f"data: no Python source in {str(root)!r}; use a Python whose library is not packed")
         text = np.frombuffer(b"\0".join(path.read_bytes() for path in files), np.uint8)
         text = text[: None if max_mb is None else int(max_mb * 1e6)]
+        self.tokenizer = Byte()
         super().__init__([text], length, classes=256, unit="bytes")
 
 

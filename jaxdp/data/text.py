@@ -37,7 +37,11 @@ class TextFile(Windows):
         self.tokenizer = make_tokenizer(tokenizer, lambda: text)
         tokens = self.tokenizer.encode(text[cut:] if split == "test" else text[:cut])
         super().__init__(
-            [tokens.astype(smallest(self.tokenizer.size), copy=False)], length, stride, self.tokenizer.size, [str(path)]
+            [tokens.astype(smallest(self.tokenizer.size), copy=False)],
+            length,
+            stride if split == "train" else None,
+            self.tokenizer.size,
+            [str(path)],
         )
 
 
@@ -63,7 +67,11 @@ class PennTreebank(Windows):
         path = _ptb(root, split)
         tokens = self.tokenizer.encode(read_text(path))
         super().__init__(
-            [tokens.astype(smallest(self.tokenizer.size))], length, stride, self.tokenizer.size, [str(path)]
+            [tokens.astype(smallest(self.tokenizer.size))],
+            length,
+            stride if split == "train" else None,
+            self.tokenizer.size,
+            [str(path)],
         )
 
 

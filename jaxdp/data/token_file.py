@@ -80,15 +80,19 @@ class TokenFile(Windows):
                 "data.args.end_of_text: documents are to be separated, but by which token? e.g. 50256, GPT-2's"
             )
         self.part = None if whole else (test_fraction, split == "test")
-        self.tokenizer_spec, self._folder = meta.get("tokenizer"), files[0].parent
+        self.tokenizer_spec: dict[str, Any] | None = meta.get("tokenizer")
+        if self.tokenizer_spec and "path" in self.tokenizer_spec:  # relative to the metadata
+            place = (files[0].parent / Path(self.tokenizer_spec["path"]).expanduser()).absolute()
+            self.tokenizer_spec = {**self.tokenizer_spec, "path": str(place)}
         own = vocabulary or meta.get("vocabulary") or max(shard.vocabulary for shard in self.files) or GPT2
         names = [str(file) for file in files]
+        stride = None if split == "test" else stride
         super().__init__(self._map(), length, stride, own, names, ends if documents == "separate" else None)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:
         """Made when it is asked for: to train, no library of a tokenizer is needed, nor a network."""
-        return None if self.tokenizer_spec is None else from_spec(self.tokenizer_spec, self._folder)
+        return None if self.tokenizer_spec is None else from_spec(self.tokenizer_spec)
 
     def _map(self) -> list[np.ndarray]:
         shards = [map_shard(shard) for shard in self.files]

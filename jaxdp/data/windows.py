@@ -15,7 +15,8 @@ class Windows:
 
     shards: rows of tokens uint8, uint16, uint32 or int32, in memory or memory-mapped; no window crosses from one to
     the next. Example i of a row is `tokens[i * stride : i * stride + length + 1]`; the last tokens, too few for
-    another, are left out. stride: tokens from one example to the next, by itself `length`. classes: the size of the
+    another, are left out. stride: tokens from one example to the next, by itself `length`; data sets of text take it
+    for training alone, so that an evaluation counts a token once. classes: the size of the
     vocabulary; a token beyond it is a UsageError that names its place. names: what each row is called there.
 
     end_of_text: the token that ends a document. Where it is given, examples also have "segments" int32 [length], the
