@@ -53,7 +53,7 @@ def sample(options: dict[str, Any]) -> str:
         state = {**state, "carry": jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), carry)}
     draw = drawing(options["temperature"], options["top_k"])
     tokens = generate(model, params, state, prompt.tolist(), options["tokens"], context, draw, options["seed"])
-    return options["prompt"] + tokenizer.decode(tokens)
+    return tokenizer.decode([*prompt.tolist(), *tokens])
 
 
 def check(options: dict[str, Any]) -> None:

@@ -235,8 +235,7 @@ def _codes(text: str) -> np.ndarray:
 
 
 def _words(text: str) -> list[str]:
-    lines = text.removesuffix("\n").split("\n") if text else []
-    return [word for line in lines for word in (*line.split(), "<eos>")]
+    return text.replace("\n", " <eos> ").split()
 
 
 def _library(name: str) -> Any:
