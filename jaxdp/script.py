@@ -51,8 +51,9 @@ def fit(
     config, with dicts for its sections: steps or epochs, batch_size, microbatches, parallel={"zero": 1}, eval={"every":
     100} (docs/own_model.md; `jaxdp train --help` lists all).
 
-    Under mpirun every process calls it. Raises UsageError for what does not fit, before anything is trained. A signal
-    that preempts ends the script with exit code 75, after a save.
+    Under mpirun every process calls it. Raises UsageError for what does not fit, before anything is trained. SIGTERM
+    and SIGUSR1 end the script with exit code 75, after a save; so does SIGINT, which in a process by itself raises
+    KeyboardInterrupt instead.
     """
     given: dict[str, dict[str, Any]] = {}
     values = dict(config)
@@ -70,22 +71,29 @@ def run(config: Config, given: Mapping[str, Mapping[str, Any]]) -> Fitted:
     if config.parallel.reduction == "exact":
         environment.exact(config.microbatches)
     environment.enough_threads()
-    if threading.current_thread() is threading.main_thread():
+    heard = threading.current_thread() is threading.main_thread()
+    if heard:
         signals.listen()
     import jaxdp
 
     context = jaxdp.init()
-    signals.heed()
     import jax
 
     from jaxdp.cli import verbs
     from jaxdp.distributed.context import leave
     from jaxdp.watch import Stopped
 
+    if heard:
+        signals.heed()
     try:
         final, state = verbs.train(config, None, context, given, keep=True)
-    except Stopped:
-        leave(75, speaker=0)
+    except Stopped as stop:
+        if context.size > 1:
+            leave(75, speaker=0)
+        raise KeyboardInterrupt if stop.why == "SIGINT" else SystemExit(75) from None
+    finally:
+        if heard:
+            signals.rest()
     assert state is not None
     params, model_state = jax.device_get(jax.tree.map(whole, (state.params, state.model_state)))
     return Fitted(final, params, model_state, pathlib.Path(str(config.run_dir)))

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -17,6 +18,7 @@ _heard: list[str] = []
 _listeners: list[Callable[[str], None]] = []
 _lock = threading.Lock()
 _socket: socket.socket | None = None
+_before: dict[int, Any] = {}
 
 
 def listen() -> None:
@@ -26,6 +28,7 @@ def listen() -> None:
         return
     ours, _socket = socket.socketpair()
     _socket.setblocking(False)
+    _before.update({number: signal.getsignal(number) for number in NUMBERS})
     heed()
     signal.set_wakeup_fd(_socket.fileno(), warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=_forget)
@@ -37,6 +40,20 @@ def heed() -> None:
     if _socket is not None:
         for number in NUMBERS:
             signal.signal(number, lambda number, frame: None)
+
+
+def rest() -> None:
+    """The signals do again what they did before `listen`, and what was heard is forgotten. In the main thread."""
+    global _socket
+    if _socket is None:
+        return
+    signal.set_wakeup_fd(-1)
+    for number, handler in _before.items():
+        signal.signal(number, handler)
+    _socket.close()
+    _socket = None
+    with _lock:
+        _heard.clear()
 
 
 def _forget() -> None:

@@ -74,6 +74,24 @@ for arguments in {list(BAD)}:
         assert words in line
 
 
+def test_an_interrupt_saves_and_then_interrupts_and_the_next_call_goes_on(tmp_path):
+    code = """
+import os, signal, threading
+before = signal.getsignal(signal.SIGTERM)
+threading.Timer(4, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    jaxdp.fit(**base | dict(steps=10**6, optimizer={"schedule": "constant", "target": "sgd"}))
+except KeyboardInterrupt:
+    print("interrupted")
+assert signal.getsignal(signal.SIGTERM) == before and signal.getsignal(signal.SIGINT) == signal.default_int_handler
+steps = max(int(p) for p in os.listdir("run/checkpoints") if p.isdigit())
+more = jaxdp.fit(**base | dict(steps=steps + 2, optimizer={"schedule": "constant", "target": "sgd"}))
+print(more.final["step"] - steps)
+"""
+    out, err = script(tmp_path, code)
+    assert "preempted by SIGINT on rank 0" in out and "interrupted\n" in out and out.endswith("2\n"), out + err
+
+
 @pytest.mark.mpi
 def test_the_example_is_the_same_alone_and_in_two_processes(tmp_path):
     alone = subprocess.run([sys.executable, EXAMPLE, "one"], cwd=tmp_path, text=True, capture_output=True, check=True)
