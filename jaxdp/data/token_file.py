@@ -3,17 +3,17 @@
 import functools
 import glob
 import json
-import mmap
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from jaxdp.data.base import check_split
+from jaxdp.data.mapped import Mapped
 from jaxdp.data.tokenizers import Tokenizer, from_spec
-from jaxdp.data.windows import Windows, cut
+from jaxdp.data.windows import SMALL, Windows, cut
 from jaxdp.errors import UsageError, one_line
 
 META, FORMAT = "tokens.json", 1  # what `jaxdp data tokenize` writes beside its shards
@@ -95,16 +95,38 @@ class TokenFile(Windows):
         return None if self.tokenizer_spec is None else from_spec(self.tokenizer_spec)
 
     def _map(self) -> list[np.ndarray]:
-        shards = [map_shard(shard) for shard in self.files]
-        return shards if self.part is None else cut(shards, *self.part)
+        random = sum(shard.size for shard in self.files) > SMALL  # less is looked at whole, and in order
+        self._maps = [Mapped(shard.path, random) for shard in self.files]
+        shards = [
+            mapped.bytes[shard.offset :].view(shard.dtype)[: shard.size]
+            for shard, mapped in zip(self.files, self._maps)
+        ]
+        shards = shards if self.part is None else cut(shards, *self.part)
+        self._begins = [tokens.ctypes.data - mapped.address for tokens, mapped in zip(shards, self._maps)]
+        return shards
+
+    def _fetch(self, firsts: dict[int, np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
+        """What is not in memory is asked for in all files, before any of it is waited for."""
+        length, absent = self.length + 1, {}
+        for owner, places in firsts.items():
+            size = self.shards[owner].itemsize
+            offsets = self._begins[owner] + places * size
+            if self._maps[owner].ask(offsets, length * size):
+                absent[owner] = offsets
+        for owner, offsets in absent.items():
+            rows = np.empty((len(offsets), length), self.shards[owner].dtype)
+            self._maps[owner].read(offsets, rows)
+            yield owner, rows
+        yield from super()._fetch({owner: places for owner, places in firsts.items() if owner not in absent})
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the maps: another process makes its own."""
-        return {**super().__getstate__(), "shards": None}
+        return {**super().__getstate__(), "shards": None, "_maps": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.part, self.files = state["part"], state["files"]
-        super().__setstate__({**state, "shards": self._map()})
+        shards = self._map()
+        super().__setstate__({**state, "shards": shards, "_maps": self._maps})
 
 
 def find(path: str) -> list[Path]:
@@ -180,14 +202,3 @@ def open_shard(path: Path, dtype: np.dtype, stated: int | None = None) -> Shard:
             f"data.args.path: {str(path)!r} holds {count:,} tokens, and should hold {stated:,}; write it again"
         )
     return Shard(path, dtype, offset, count, vocabulary)
-
-
-def map_shard(shard: Shard) -> np.ndarray:
-    """The tokens of a file, read where and when they are looked at."""
-    if not shard.size:
-        return np.zeros(0, shard.dtype)
-    with shard.path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if hasattr(mmap, "MADV_RANDOM"):  # windows lie anywhere: what follows one is not worth reading ahead
-        mapped.madvise(mmap.MADV_RANDOM)
-    return np.frombuffer(mapped, shard.dtype, shard.size, shard.offset)

@@ -1,6 +1,6 @@
 """Text is one long row of tokens; an example is a window of it, and its labels are the same window one token later."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,13 +69,17 @@ class Windows:
         else:
             owners = np.searchsorted(self.starts, indices, side="right") - 1
             present = np.unique(owners).tolist()
-        for owner in present:
-            places = slice(None) if owners is None else owners == owner
-            firsts = (indices[places] - self.starts[owner]) * self.stride
-            found = self._views[owner][firsts]
-            self._check(found, firsts, owner)
-            rows[places] = found
+        places = {owner: slice(None) if owners is None else owners == owner for owner in present}
+        firsts = {owner: (indices[places[owner]] - self.starts[owner]) * self.stride for owner in present}
+        for owner, found in self._fetch(firsts):
+            self._check(found, firsts[owner], owner)
+            rows[places[owner]] = found
         return rows
+
+    def _fetch(self, firsts: dict[int, np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
+        """(row, its windows [k, length + 1] at tokens firsts[row][k], as they are stored), for each row asked for."""
+        for owner, tokens in firsts.items():
+            yield owner, self._views[owner][tokens]
 
     def _view(self) -> list[np.ndarray]:
         """Every window of every row, as views of it."""
