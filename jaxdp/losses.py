@@ -46,8 +46,7 @@ class SoftmaxCrossEntropy:
         self.label_smoothing, self.top_k = label_smoothing, tuple(top_k)
 
     def __call__(self, outputs: jax.Array | Logits, batch: dict[str, jax.Array]):
-        labels = _labels(batch)
-        shape = jnp.shape(outputs) if not isinstance(outputs, Logits) else outputs.shape
+        labels, shape = _labels(batch), _array(outputs).shape
         soft = jnp.issubdtype(labels.dtype, jnp.floating) and labels.shape == shape
         if not soft and shape[:-1] != labels.shape:
             raise UsageError(
@@ -97,7 +96,7 @@ class MeanSquaredError:
     """
 
     def __call__(self, outputs: jax.Array, batch: dict[str, jax.Array]):
-        labels = _labels(batch).astype(outputs.dtype)
+        labels = _labels(batch).astype(_array(outputs).dtype)
         if outputs.shape != labels.shape:
             raise UsageError(f"loss: outputs {outputs.shape} do not fit labels {labels.shape}")
         errors, dims = jnp.square(outputs - labels), min(batch["mask"].ndim, outputs.ndim)
@@ -216,6 +215,16 @@ def _labels(batch: dict[str, jax.Array]) -> jax.Array:
             f"loss: it needs 'labels', and the data has {sorted(batch)}; name them so, or use another loss"
         )
     return batch["labels"]
+
+
+def _array(outputs: Any) -> Any:
+    """A model's outputs, if they are one array."""
+    if not hasattr(outputs, "shape"):
+        shapes = (
+            {k: jnp.shape(v) for k, v in outputs.items()} if isinstance(outputs, Mapping) else type(outputs).__name__
+        )
+        raise UsageError(f"loss: the model returns {shapes}, not one array; return that alone, or use MultiTask")
+    return outputs
 
 
 def _of_label(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -180,7 +180,10 @@ BAD = {
     "labels that do not fit": (["--loss.target", "MeanSquaredError"], "loss: outputs"),
     "target that is no path": (["--model.target", ".foo.bar"], "model.target: '.foo.bar' is not a dotted path"),
     "target that is a number": (["--data.target", "math.pi", "--data.args", "{}"], "data.target: 'math.pi' is float"),
-    "target that is no model": (["--model.target", "os.getcwd", "--model.args", "{}"], "neither a Flax module"),
+    "target that is no model": (
+        ["--model.target", "os.getcwd", "--model.args", "{}"],
+        "model: str is no model; give a Flax NNX class",
+    ),
     "argument of another type": (["--model.args.dropout", "much"], "model.args.dropout: 'much' is a text"),
     "too few classes": (["--model.args.num_classes", "4"], "model.args.num_classes: 4, but the data has 10"),
     "argument with a key of its own": (["--optimizer.args.weight_decay", "1"], "set by optimizer.weight_decay"),

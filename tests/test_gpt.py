@@ -265,7 +265,7 @@ def test_initial_weights_are_gpt2s():
         ({"norm": "batch"}, "model.args.norm: 'batch' is not known; use one of layer, rms"),
         ({"mlp": "relu"}, "model.args.mlp: 'relu' is not known; use one of gelu, swiglu"),
         ({"positions": "alibi"}, "model.args.positions: 'alibi' is not known; use one of learned, rotary"),
-        ({"attention": "auto"}, "model.args.attention: 'auto' is not known; use one of xla, cudnn"),
+        ({"attention": "flash"}, "model.args.attention: 'flash' is not known; use one of auto, xla, cudnn"),
         ({"positions": "rotary", "dim": 12}, "model.args.heads: 4 of 3 dims cannot rotate by pairs"),
         ({"dropout": 1.0}, r"model.args.dropout: 1.0 is not in \[0, 1\)"),
         ({"input_shape": (8, 8, 1)}, r"model.args.input_shape: \(8, 8, 1\) is not \(length,\)"),

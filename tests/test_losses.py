@@ -124,6 +124,8 @@ def test_outputs_that_do_not_fit_are_named_with_both_shapes():
         (SoftmaxCrossEntropy(), jnp.zeros((4, 2, 3)), r"outputs \(4, 2, 3\) do not fit labels \(4,\)"),
         (SoftmaxCrossEntropy(), Logits(jnp.zeros((4, 2, 3)), jnp.zeros((8, 3)), 5), r"outputs \(4, 2, 5\) do not fit"),
         (MeanSquaredError(), jnp.zeros((4, 2)), r"outputs \(4, 2\) do not fit labels \(4,\)"),
+        (SoftmaxCrossEntropy(), {"a": jnp.zeros((4, 2))}, r"returns {'a': \(4, 2\)}, not one array; return that alone"),
+        (MeanSquaredError(), (jnp.zeros(4), None), "the model returns tuple, not one array"),
         (Contrastive(), jnp.zeros((4, 2)), "no pair of embeddings"),
         (MultiTask({"a": {"target": "CausalLM"}}), {"b": 0}, r"no outputs 'a'; the model returns \['b'\]"),
         (MultiTask({"a": {"target": "CausalLM"}}), {"a": 0}, r"no labels 'a'; the data has"),

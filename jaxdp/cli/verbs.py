@@ -1,5 +1,6 @@
 """What each verb of the command does, between a checked config and the loop."""
 
+import contextlib
 import dataclasses
 import math
 import pathlib
@@ -14,6 +15,7 @@ from jaxdp.build import make_profile, make_run, together
 from jaxdp.build.parts import NOTHING, Given, make_parts, set_jax
 from jaxdp.build.subject import make_subject
 from jaxdp.build.warm import warm
+from jaxdp.checkpoint import Checkpoints
 from jaxdp.config import Config
 from jaxdp.config.check import changed_numbers
 from jaxdp.distributed.context import Context
@@ -33,6 +35,7 @@ def train(
     keep: returns the state too, exported. given: see `make_parts`.
     """
     directory = schema.run_dir(config, path)
+    config = as_begun(config, directory, context)
     run = make_run(config, directory, context, given)
     held = share(directory, context)
     start, found = resume_step(run, config, context)
@@ -85,6 +88,7 @@ def summary(final: Record, directory: pathlib.Path) -> str:
 def eval(config: Config, path: str | None, context: Context) -> None:
     """The verb `eval`: evaluates the last checkpoint of the run directory, and prints the result."""
     directory = schema.run_dir(config, path)
+    config = as_begun(config, directory, context)
     run = make_run(config, directory, context)
     step, _ = resume_step(run, config, context, tidy=False)
     if not step:
@@ -94,6 +98,20 @@ def eval(config: Config, path: str | None, context: Context) -> None:
     record = loop.evaluate(run, run.strategy.lower(run.step), loop.restore(run, step))
     if context.is_root:
         Console(step).write({"step": step, "split": "eval", **record})
+
+
+def as_begun(config: Config, directory: pathlib.Path, context: Context) -> Config:
+    """The config, with what a run that is there did of its own accord before there was a key for it."""
+
+    def older() -> bool:
+        checkpoints = Checkpoints(directory / "checkpoints")
+        with contextlib.suppress(Exception):  # what is damaged is told of where it is restored
+            return "order" not in checkpoints.meta(checkpoints.steps()[-1])["config"]["data"]
+        return False
+
+    if config.data.order is None and context.of_root("begun", older):
+        return dataclasses.replace(config, data=dataclasses.replace(config.data, order="shuffled"))
+    return config
 
 
 def share(directory: pathlib.Path, context: Context) -> IO[str] | None:

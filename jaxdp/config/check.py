@@ -41,6 +41,7 @@ ABOVE_ZERO = (
     "watchdog.step_timeout",
 )
 BELOW_ONE = {"optimizer.ema": 0.999, "spike.decay": 0.98}  # with a value that makes sense
+ONCE = {"data.order": "shuffled"}  # what runs did before there was such a key, where its default is another
 WHERE = ("data.args.root", "data.args.path")  # where data lies does not change the numbers: its fingerprint is compared
 
 
@@ -78,6 +79,7 @@ def changed_numbers(before: dict[str, Any], after: Config) -> list[str]:
     More steps change nothing where the schedule has a horizon of its own.
     """
     old, new = flatten(filled(before, dataclasses.asdict(Config()))), flatten(after)
+    old |= {key: value for key, value in ONCE.items() if key not in flatten(before)}
     free = set(WHERE)
     if after.optimizer.schedule == "constant" or after.optimizer.schedule_steps is not None:
         free |= {"steps", "epochs"}

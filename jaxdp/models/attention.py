@@ -4,6 +4,7 @@ segments[example, token]: integers, one for each of the documents that an exampl
 of its own segment only.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -84,6 +85,14 @@ def fused(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Arra
     return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True, implementation="cudnn")
 
 
+def either(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+    """`fused` for bfloat16 on an NVIDIA GPU where JAX says that its kernel takes such arrays, else `causal`."""
+    if query.dtype == jnp.bfloat16 and jax.default_backend() == "gpu":
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            return fused(query, key, value, segments)
+    return causal(query, key, value, segments)
+
+
 def softmax(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array | None) -> jax.Array:
     """softmax(query key' / sqrt(width)) value over the tokens that are seen, softmax in float32 at least.
 
@@ -110,4 +119,4 @@ def wide(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-ATTENTION: dict[str, Callable] = {"xla": causal, "cudnn": fused}
+ATTENTION: dict[str, Callable] = {"auto": either, "xla": causal, "cudnn": fused}

@@ -28,15 +28,16 @@ class GPT(nnx.Module):
     pre-norm blocks, weights normal(0.02), in the projections back into the stream / sqrt(2 layers). Llama (Touvron et
     al., arXiv 2302.13971) is norm: rms, mlp: swiglu, positions: rotary, tied: false, bias: false.
 
-    input_shape: (length,), the context, and num_classes, the vocabulary, come from the data where they are left out.
-    vocabulary_multiple: the embedding (and an untied head) has rows for a multiple of it, as 50304 = 393 x 128 for
-    GPT-2's 50257 tokens, since products of such sizes are faster; the rows beyond have no logits. kv_heads: of keys and
-    values; fewer than heads is grouped-query attention (Ainslie et al., arXiv 2305.13245). hidden: width of the MLP,
-    else 4 dim, and for swiglu 8/3 dim up to a multiple of 256. positions: learned, or rotary (Su et al., arXiv
-    2104.09864), which has no longest context. tied: logits by the embedding's own matrix. dropout: of the embedding
-    and of what a block adds. attention: xla, or cudnn, fused, for bfloat16 on an NVIDIA GPU. scan: one compiled block,
-    run again and again, over stacked parameters; false compiles every block by itself: slower to compile, at times
-    faster to run, and ZeRO-3 gathers all of them at once.
+    input_shape: (length,), the context, and num_classes, the vocabulary, come from the data where they are left
+    out. vocabulary_multiple: the embedding (and an untied head) has rows for a multiple of it, as 50304 = 393 x 128
+    for GPT-2's 50257 tokens, since products of such sizes are faster; the rows beyond have no logits. kv_heads: of
+    keys and values; fewer than heads is grouped-query attention (Ainslie et al., arXiv 2305.13245). hidden: width
+    of the MLP, else 4 dim, and for swiglu 8/3 dim up to a multiple of 256. positions: learned, or rotary (Su et
+    al., arXiv 2104.09864), which has no longest context. tied: logits by the embedding's own matrix. dropout: of
+    the embedding and of what a block adds. attention: cudnn is fused, for bfloat16 on an NVIDIA GPU; xla works
+    anywhere; auto takes cudnn where it works. scan: one compiled block, run again and again, over stacked
+    parameters; false compiles every block by itself: slower to compile, at times faster to run, and ZeRO-3 gathers
+    all of them at once.
 
     Raises UsageError for arguments that do not fit each other.
     """
@@ -57,7 +58,7 @@ class GPT(nnx.Module):
         tied: bool = True,
         bias: bool = True,
         dropout: float = 0.0,
-        attention: str = "xla",
+        attention: str = "auto",
         scan: bool = True,
         vocabulary_multiple: int = 128,
         *,
