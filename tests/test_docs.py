@@ -40,10 +40,10 @@ def run(command, folder):
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.skipif(find("openmpi5") is None, reason="no mpirun of openmpi5")
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["main", "every"])
-def test_the_page_of_ones_own_model_works_as_it_stands(tmp_path, every):
+def test_the_page_of_ones_own_model_works_as_it_stands(tmp_path):
     """A class outside the repository trains by its dotted path, to what the page says."""
     write_files("own_model.md", tmp_path)
     commands = [line for block in blocks("own_model.md", "sh") for line in block.splitlines()]
@@ -55,8 +55,7 @@ def test_the_page_of_ones_own_model_works_as_it_stands(tmp_path, every):
     for command in (alone, two):
         accuracy, shape = run(command, tmp_path).splitlines()[-1].split(" ", 1)
         assert float(accuracy) > 0.9 and shape == "(2, 64)"
-    if every:
-        found = {command.split()[1]: run(command, tmp_path) for command in more}
-        assert "agree with the oracle" in found["verify"] and "accuracy" in found["eval"]
-        loss = "--loss.target absolute.absolute_error --loss.args.scale 10 --steps 2 --run_dir runs/x"
-        assert "final 2/2" in run(f"jaxdp train --config spiral.yaml {loss}", tmp_path)
+    found = {command.split()[1]: run(command, tmp_path) for command in more}
+    assert "agree with the oracle" in found["verify"] and "accuracy" in found["eval"]
+    loss = "--loss.target absolute.absolute_error --loss.args.scale 10 --steps 2 --run_dir runs/x"
+    assert "final 2/2" in run(f"jaxdp train --config spiral.yaml {loss}", tmp_path)

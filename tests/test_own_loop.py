@@ -43,6 +43,7 @@ def test_three_ranks_have_the_curve_of_one_and_an_empty_batch_each_epoch(curve):
     assert len(curve) == 42 and np.mean(curve[-21:]) < 0.7 * np.mean(curve[:21])
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_two_processes_of_two_devices_have_it_too(curve):
     """Through an axis of pmap over all four; and by jit over each one's own, with the mean between the processes."""

@@ -147,10 +147,9 @@ def test_interrupting_the_script_saves_and_ends(folder):
     assert loop.shell.returncode == 130 and "preempted by SIGINT" in out and out.count("starts in") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
-@pytest.mark.parametrize(
-    "which, number", [pytest.param("openmpi5", signal.SIGUSR1, marks=pytest.mark.slow), ("mpich", signal.SIGUSR1)]
-)
+@pytest.mark.parametrize("which, number", [("openmpi5", signal.SIGUSR1), ("mpich", signal.SIGUSR1)])
 def test_the_line_around_mpirun(folder, reference, which, number):
     free = [] if which == "mpich" else ["--bind-to", "none", "--oversubscribe"]
     loop = Loop(ONE_LINE, folder, which, [require(which), *free, "-np", "2"])

@@ -239,7 +239,7 @@ def test_buckets_are_few_large_collectives(row):
     assert all(total.count <= most[kind] for kind, total in rows.items()), rows
 
 
-@pytest.mark.parametrize(("reduce", "bytes_"), [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize(("reduce", "bytes_"), [pytest.param("float32", 4, marks=pytest.mark.slow), ("bfloat16", 2)])
 def test_bfloat16_is_two_bytes_a_parameter_on_the_wire(reduce, bytes_):
     """What stage 3 gathers has the dtype of the computation, what is scattered that of the reduction; StableHLO's, as
     XLA:CPU widens both. Stage 1's new parameters travel as they are."""

@@ -163,7 +163,9 @@ def narrow_alone(accumulate, policy):
     return narrow(accumulate, policy=policy)
 
 
-@pytest.mark.parametrize("stage", STAGES, ids=str)
+@pytest.mark.parametrize(
+    "stage", [s if s == ("pjit", "8", 2, "split") else pytest.param(s, marks=pytest.mark.slow) for s in STAGES], ids=str
+)
 def test_bfloat16_agrees_with_bfloat16_on_one_device(stage):
     """One microbatch after the other, bfloat16 rounds inside a microbatch only: what adds up is float32, and agrees as
     float32 does. All at once, a device adds its microbatches up in bfloat16, so that it matters how many they are: by

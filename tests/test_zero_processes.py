@@ -16,6 +16,7 @@ pytestmark = pytest.mark.mpi
 SCRIPT = pathlib.Path(__file__).parent / "mpi" / "zero.py"
 
 
+@pytest.mark.slow
 def test_every_stage_over_two_processes_is_one_device():
     """Losses, the last norm of the gradients, and the loss of the averaged parameters."""
     done = mpirun(2, [str(SCRIPT)], devices=2, timeout=180)
