@@ -213,7 +213,9 @@ def leave(code: int, rank: int, size: int, speaker: int | None, grace: float) ->
                 client().key_value_set(f"jaxdp/left/{rank}", "")
                 if speaker is not None:
                     client().wait_at_barrier("jaxdp/leave", int(1000 * grace))
+                    together = time.monotonic() + 0.1
                     client().shutdown()  # all are here: a client that is shut down outlives rank 0's service
+                    time.sleep(max(0.0, together - time.monotonic()))
                 elif rank == 0:
                     deadline = time.monotonic() + grace
                     while len(_came("jaxdp/left", range(size))) < size and time.monotonic() < deadline:
