@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen, nnx
 
@@ -140,3 +141,31 @@ def test_missing_labels_and_arguments_without_a_source_are_named():
 
     with pytest.raises(UsageError, match="nothing to give to its argument 'context'; the data has"):
         toys.train(as_model(Wants), toys.data(24), steps=1)
+
+
+class Lookup(nnx.Module):
+    def __init__(self, rngs):
+        self.embed, self.head = nnx.Embed(11, 8, rngs=rngs), nnx.Linear(8, 11, use_bias=False, rngs=rngs)
+
+    def __call__(self, inputs):
+        return self.head(self.embed(inputs))
+
+
+def test_an_embedding_s_gradient_is_the_sum_over_its_tokens_wherever_they_are():
+    """By NumPy, for one update of plain gradient descent: most places hold one token, and one token is nowhere."""
+    examples = tokens(20)
+    examples["inputs"] = np.where(examples["inputs"] < 6, 3, examples["inputs"] % 10).astype(np.int32)
+    with jax.enable_x64(True):
+        for backend, layout in (("pmap", None), ("pjit", {"zero": 3})):
+            first, last, *_ = toys.train(
+                as_model(Lookup), examples, steps=1, backend=backend, devices=8, layout=layout, dtype="float64",
+                optimizer=(optax.sgd(1.0), None),
+            )  # fmt: skip
+            table, head = first.params["embed"]["embedding"], first.params["head"]["kernel"]
+            scores = np.exp(table[examples["inputs"]] @ head)
+            error = scores / scores.sum(-1, keepdims=True) - np.eye(11)[examples["labels"]]
+            error *= (examples["mask"].astype(float) / examples["mask"].sum())[..., None]
+            gradient = np.zeros_like(table)
+            np.add.at(gradient, examples["inputs"], error @ head.T)
+            np.testing.assert_allclose(table - last.params["embed"]["embedding"], gradient, rtol=1e-10, atol=1e-14)
+            assert not gradient[10].any() and np.abs(gradient[3]).max() > 0.01
