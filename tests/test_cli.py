@@ -312,7 +312,9 @@ def test_two_hosts_change_nothing(single, tmp_path):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("fault", ["OSError('the disk is gone')", "SystemExit(0)"])
+@pytest.mark.parametrize(
+    "fault", ["OSError('the disk is gone')", pytest.param("SystemExit(0)", marks=pytest.mark.slow)]
+)
 def test_a_rank_that_fails_ends_the_job_in_seconds(tmp_path, fault):
     (tmp_path / "failing.py").write_text(
         "import jaxdp\nfrom jaxdp.data.digits import Digits\n"
@@ -360,6 +362,7 @@ def test_ranks_that_differ_are_named_once(tmp_path, first, second, words):
     refused_once(ranks(tmp_path, [[*base, *first], [*base, *second]]), words)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_run_directory_that_is_not_shared(tmp_path):
     """Rank 1 has a file system of its own at the same path, as a host without the network mount would."""

@@ -201,6 +201,7 @@ log: {every: 1}
 """
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_run_that_goes_on_over_two_processes_has_the_digest_of_one_device(tmp_path):
     """Stopped after 5 of 10 updates on 8 devices under pjit, stage 2; then one device in each of two, under pmap. The

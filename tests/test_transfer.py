@@ -505,6 +505,7 @@ def test_the_command_finetunes_exports_and_goes_on_without_its_source(trained, t
     assert re.fullmatch(r"jaxdp: init_from: '.*gone' does not exist; give a run directory.*\n", refused)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_two_processes_begin_with_the_same_bits(trained, tmp_path):
     """Stage 3 split over two processes, from a checkpoint; and what does not fit is said once."""
