@@ -79,23 +79,27 @@ def run(config: Config, given: Mapping[str, Mapping[str, Any]]) -> Fitted:
     context = jaxdp.init()
     import jax
 
+    from jaxdp.build.parts import SETTINGS
     from jaxdp.cli import verbs
     from jaxdp.distributed.context import leave
     from jaxdp.watch import Stopped
 
     if heard:
         signals.heed()
+    before = {name: jax.config.values[name] for name in SETTINGS}
     try:
         final, state = verbs.train(config, None, context, given, keep=True)
+        assert state is not None
+        params, model_state = jax.device_get(jax.tree.map(whole, (state.params, state.model_state)))
     except Stopped as stop:
         if context.size > 1:
             leave(75, speaker=0)
         raise KeyboardInterrupt if stop.why == "SIGINT" else SystemExit(75) from None
     finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
         if heard:
             signals.rest()
-    assert state is not None
-    params, model_state = jax.device_get(jax.tree.map(whole, (state.params, state.model_state)))
     return Fitted(final, params, model_state, pathlib.Path(str(config.run_dir)))
 
 

@@ -34,6 +34,7 @@ from jaxdp.targets import bind, call, locate, parameters, require
 
 Given = Mapping[str, Mapping[str, Any]]
 NOTHING: Given = {}
+SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision")
 
 
 class Parts(NamedTuple):
@@ -59,9 +60,8 @@ class Parts(NamedTuple):
 
 
 def set_jax(config: Config) -> None:
-    """What a config decides of JAX's own settings; before anything is made."""
-    if config.precision.params == "float64":
-        jax.config.update("jax_enable_x64", True)
+    """What a config decides of JAX's own settings (`SETTINGS`), whatever they were; before anything is made."""
+    jax.config.update("jax_enable_x64", config.precision.params == "float64")
     if config.parallel.reduction == "exact":
         environment.check_exact(config.microbatches)
     jax.config.update(
