@@ -339,6 +339,7 @@ def test_the_command_makes_what_token_file_reads(tmp_path):
         (("tokenize", "{poem}", "--output", "tests"), "--output: 'tests' is there already; choose another"),
         (("tokenize", "{poem}", "--output", "{new}", "--split", "1"), "--split: 1.0 is not in [0, 1); e.g. 0.01"),
         (("tokenize", "{poem}", "--output", "{new}", "--tokenizer", "bits"), "--tokenizer: "),
+        (("tokenize", "{poem}", "--output", "{new}", "--tokenizer", "words"), "--tokenizer: words is not for files"),
         (("tokenize", "{poem}", "--output", "{new}", "--shard_tokens", "0"), "--shard_tokens: 0 is too small"),
         (("tokenize", "{poem}", "--output", "{new}", "--shard_tokens", "x"), "--shard_tokens: 'x' is not an integer"),
         (("tokenize", "{poem}", "--out", "x"), "command line: unknown option 'out'; did you mean 'output'?"),

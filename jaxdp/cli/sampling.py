@@ -36,7 +36,11 @@ def sample(options: dict[str, Any]) -> str:
     config = from_mapping(meta["config"], str(place))
     set_jax(config)
     tokenizer = from_spec(data["tokenizer"])
-    prompt = tokenizer.encode(options["prompt"])
+    try:
+        prompt = tokenizer.encode(options["prompt"])
+    except UsageError as error:
+        said = str(error).removeprefix("data.args.tokenizer: ").split("; ")[0]
+        raise UsageError(f"--prompt: {said}, which the run was trained on; leave it out") from None
     if not len(prompt):
         raise UsageError("--prompt: '' has no tokens; give at least one character")
     model = make_model(config, locate("model", config.model.target, MODELS), data)

@@ -55,6 +55,10 @@ def tokenize(inputs: Sequence[Path], output: Path, tokenizer: str, split: float,
     larger. shard_tokens: tokens in a shard. tokenizer: as `make_tokenizer` takes it; char takes its alphabet from all
     inputs, which are read twice then, with U+0000 as end_of_text where there are several documents.
     """
+    if tokenizer == "words":
+        raise UsageError(
+            "data.args.tokenizer: words is not for files of tokens; give another, or train on the text by TextFile"
+        )
     made = Char(alphabet(inputs)) if tokenizer == "char" else make_tokenizer(tokenizer)
     partial = output.parent / f".{output.name}.partial{os.getpid()}"
     partial.mkdir(parents=True)

@@ -85,9 +85,14 @@ def _pool(
             return _receive(pipes[worker])
         except (EOFError, OSError):
             processes[worker].join(1)
+            code = processes[worker].exitcode
+            hint = (
+                'see what it printed; a script must begin what it does below `if __name__ == "__main__":`'
+                if code == 1
+                else f"is there enough memory for {count}?"
+            )
             raise RunFailed(
-                f"data.workers: worker {worker} of {count} ended with code {processes[worker].exitcode} while it read "
-                f"step {step}; is there enough memory for {count}?"
+                f"data.workers: worker {worker} of {count} ended with code {code} while it read step {step}; {hint}"
             ) from None
 
     def end() -> None:
