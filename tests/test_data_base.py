@@ -191,3 +191,13 @@ def test_a_fingerprint_reads_at_most_64_evenly_spread_examples():
     assert len(indices) == 64 and indices[0] == 0 and set(np.diff(indices)) == {15, 16}
     fingerprint(Counting(range(3)))
     assert asked[1].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("classes, known", [(7, True), (["cat", "dog"], False)])
+def test_the_number_of_classes_of_a_sequence_is_known(classes, known):
+    class Source(list):
+        pass
+
+    source = Source([(np.zeros(2, np.float32), 1)])
+    source.classes = classes
+    assert getattr(as_dataset(source), "classes", None) == (classes if known else None)

@@ -56,12 +56,14 @@ class Examples:
     """Stacks the examples of any sized sequence: a list of dicts, a map-style data set, an array in a file.
 
     source[i] is a dict, a pair (inputs, labels), or one array. Python numbers in it become int32 where they fit, as
-    in JAX. Every example must be like the first one: UsageError names the first that is not. Other attributes of
-    `source` are not looked at: what is called `transform` elsewhere means something else.
+    in JAX. Every example must be like the first one: UsageError names the first that is not. Of other attributes of
+    `source`, `classes` is taken where it is a number; what is called `transform` elsewhere means something else.
     """
 
     def __init__(self, source: Any):
         self.source = source
+        if isinstance(getattr(source, "classes", None), int):
+            self.classes = source.classes
         self.spec = {key: (value.shape, value.dtype) for key, value in self._example(0).items()}
 
     def __len__(self) -> int:
@@ -142,13 +144,17 @@ def check_dtypes(dataset: Dataset, x64: bool) -> None:
             )
 
 
+def probes(dataset: Dataset) -> np.ndarray:
+    """The indices of at most 64 evenly spread examples."""
+    count = min(PROBES, len(dataset))
+    return np.arange(count, dtype=np.int64) * len(dataset) // count
+
+
 def fingerprint(dataset: Dataset) -> str:
     """16 hex digits of SHA-256 over the class name, the length and at most 64 evenly spread examples: keys, dtypes,
     shapes and little-endian bytes. Equal for two runs that read the same data; it does not read the whole set."""
-    size = len(dataset)
-    count = min(PROBES, size)
-    digest = hashlib.sha256(f"{type(getattr(dataset, 'source', dataset)).__name__} {size}".encode())
-    for key, value in sorted(dataset.read(np.arange(count, dtype=np.int64) * size // count).items()):
+    digest = hashlib.sha256(f"{type(getattr(dataset, 'source', dataset)).__name__} {len(dataset)}".encode())
+    for key, value in sorted(dataset.read(probes(dataset)).items()):
         value = np.asarray(value)
         digest.update(f"\n{key} {value.dtype.name} {value.shape}\n".encode())
         digest.update(value.astype(value.dtype.newbyteorder("<")).tobytes())
