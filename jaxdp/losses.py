@@ -9,6 +9,8 @@ may have attributes:
   update at once, from all devices, and must weigh by the mask what is padding.
 - `reads_logits`: it takes `Logits` that are not computed yet; else it gets them computed.
 - `derive(means) -> numbers`: of the means over a batch or a data set, {name: float}, what else to report.
+- `check(outputs, batch)`: raises UsageError where examples of the data, as NumPy arrays, do not fit outputs of such
+  shapes; asked of a few before a run.
 """
 
 import functools
@@ -18,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxdp.errors import UsageError
 from jaxdp.logits import Logits, whole
@@ -31,7 +34,8 @@ class SoftmaxCrossEntropy:
     """Cross-entropy, in nats, with accuracy.
 
     outputs: logits [..., classes], or `Logits`; batch["labels"]: integers [...], or probabilities [..., classes], as
-    `Mixup` makes them (their largest counts as the label); batch["mask"]: [...] or its leading dims.
+    `Mixup` makes them (their largest counts as the label); batch["mask"]: [...] or its leading dims. A label that is no
+    class makes the loss NaN, but for where the mask is 0, as -100 often is.
     label_smoothing: the share of probability spread evenly over all classes (Szegedy et al., arXiv 1512.00567).
     top_k: also report, as top5_accuracy, how often the label is among the 5 largest logits, and so on.
     """
@@ -55,6 +59,10 @@ class SoftmaxCrossEntropy:
             )
         if not soft and not jnp.issubdtype(labels.dtype, jnp.integer):
             raise UsageError(f"loss: labels are {labels.dtype}, not integers; cast them, or use MeanSquaredError")
+        if not soft:
+            counts = fit_mask(batch["mask"] != 0, labels) != 0
+            labels = jnp.where(counts, labels.astype(jnp.int32), 0)
+            labels = jnp.where(labels < 0, shape[-1], labels)  # an index below zero would count from the end
         if isinstance(outputs, Logits) and not soft:
             terms = outputs.map(self._terms, labels)
         else:
@@ -62,6 +70,18 @@ class SoftmaxCrossEntropy:
         mask = fit_mask(batch["mask"], terms["loss"])
         sums = {name: jnp.sum(value * mask) for name, value in terms.items()}
         return sums.pop("loss"), jnp.sum(mask), sums
+
+    def check(self, outputs: Any, batch: Mapping[str, Any]) -> None:
+        labels, classes = np.asarray(batch.get("labels", 0.0)), outputs.shape[-1]
+        if not np.issubdtype(labels.dtype, np.integer):  # or made by a transform
+            return
+        counts = np.asarray(batch.get("mask", np.ones(len(labels)))) != 0
+        counts = counts.reshape(counts.shape + (1,) * (labels.ndim - counts.ndim))
+        if len(wrong := labels[((labels < 0) | (labels >= classes)) & counts]):
+            raise UsageError(
+                f"loss: a label is {wrong[0]}, but the model's outputs are for {classes} classes, 0 to {classes - 1}; "
+                "number the labels from 0, or give the model more; where nothing is to be learned, set the mask to 0"
+            )
 
     def _terms(self, logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
         """{loss, accuracy, ...} of each row [...], from logits [..., classes]."""
@@ -178,6 +198,19 @@ class MultiTask:
             total += factor * share * own
             metrics |= {f"{name}_{k}": share * v for k, v in {"loss": own, **more}.items()}
         return total, weight, metrics
+
+    def check(self, outputs: Mapping[str, Any], batch: Mapping[str, Any]) -> None:
+        for name, (loss, _, output, labels) in self.tasks.items():
+            try:
+                if labels in batch:
+                    check(loss, outputs[output], {**batch, "labels": batch[labels]})
+            except UsageError as error:
+                raise UsageError(str(error).replace("loss", f"loss.args.tasks.{name}", 1)) from None
+
+
+def check(loss: LossFn, outputs: Any, batch: Mapping[str, Any]) -> None:
+    """Raises UsageError where the loss says that examples do not fit outputs of such shapes."""
+    attribute(loss, "check", lambda outputs, batch: None)(outputs, batch)
 
 
 def apply_loss(loss: LossFn, outputs: Any, batch: dict[str, jax.Array]) -> Any:

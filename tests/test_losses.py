@@ -41,6 +41,23 @@ def test_cross_entropy_is_numpy_s(smoothing):
         assert float(metrics[name]) == (hits * mask).sum()
 
 
+def test_a_label_that_is_no_class_is_not_finite_and_where_the_mask_is_0_it_is_nothing():
+    scores, batch = (
+        jnp.zeros((4, 3)),
+        {"labels": np.array([0, 2, -100, 7], np.int32), "mask": np.array([1.0, 0.5, 0, 0])},
+    )
+    run = jax.value_and_grad(lambda scores, batch: SoftmaxCrossEntropy()(scores, batch)[0])
+    value, grad = run(scores, batch)
+    assert float(value) == pytest.approx(1.5 * np.log(3)) and not grad[2:].any() and np.isfinite(grad).all()
+    SoftmaxCrossEntropy().check(scores, batch)
+    for label, kind in ((-1, np.int32), (3, np.uint8)):
+        wrong = {**batch, "labels": np.array([0, label, 0, 0], kind)}
+        assert np.isnan(run(scores, wrong)[0])
+        with pytest.raises(UsageError, match=f"tasks.a: a label is {label}, but the model's outputs are for 3 classes"):
+            task = {"target": "SoftmaxCrossEntropy", "labels": "labels"}
+            MultiTask({"a": task}).check({"a": scores}, wrong)
+
+
 def test_probabilities_are_labels_too():
     scores, batch = some()
     hard = SoftmaxCrossEntropy(0.1)(jnp.asarray(scores), batch)

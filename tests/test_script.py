@@ -54,6 +54,10 @@ BAD = {
     "loss='MeanSquaredError'": "loss: outputs (4, 2) do not fit labels (4,)",
     "loss=lambda outputs, batch: outputs.mean()": "loss: it returned float32[]; a loss returns (sum [], weight []",
     "eval_data=(x[:0], y[:0])": "data: the data set is empty",
+    "eval_data=x": "eval.data: its examples (inputs float32[4]) do not fit what is trained on (inputs",
+    "eval_data=(x[:, :3], y)": "eval.data: its examples (inputs float32[3], labels int32[]) do not fit",
+    "data=(x, y + np.int32(1))": "loss: a label is 2, but the model's outputs are for 2 classes, 0 to 1",
+    "data=(x, y - np.int32(1))": "loss: a label is -1, but",
     "data=iter(x)": "data.target: 'iterator' is",
     "optimizer={'target': optax.sgd(1.0), 'weight_decay': 0.1}": "optimizer.weight_decay: 0.1 but",
 }
@@ -90,6 +94,51 @@ print(more.final["step"] - steps)
 """
     out, err = script(tmp_path, code)
     assert "preempted by SIGINT on rank 0" in out and "interrupted\n" in out and out.endswith("2\n"), out + err
+
+
+def test_a_run_decides_its_own_settings_of_jax_and_gives_them_back(tmp_path):
+    """Of three runs one after the other the last is the first's again, although the second computes in float64."""
+    code = """
+import jax
+jax.config.update("jax_default_matmul_precision", "high")
+runs = {"a": {}, "b": {"precision": {"params": "float64"}}, "c": {}}
+fits = [jaxdp.fit(**base | {"steps": 2, "run_dir": name, **more}) for name, more in runs.items()]
+found = [fitted.final["params_sha256"] for fitted in fits]
+assert found[0] == found[2] != found[1], found
+assert not jax.config.jax_enable_x64 and jax.config.jax_default_matmul_precision == "high"
+"""
+    script(tmp_path, code)
+
+
+def test_a_transform_may_number_the_labels(tmp_path):
+    script(
+        tmp_path,
+        """
+shift = lambda example, key: {**example, "labels": example["labels"] - 1}
+jaxdp.fit(**base | {"data": (x, y + np.int32(1)), "transform": shift, "steps": 1})
+make = lambda example, key: {"inputs": example["inputs"], "labels": np.int32(1)}
+jaxdp.fit(**base | {"data": {"inputs": x}, "transform": make, "steps": 1, "run_dir": "made"})
+""",
+    )
+
+
+@pytest.mark.mpi
+def test_what_does_not_fit_on_one_rank_alone_ends_all_of_them(tmp_path):
+    """The model opens JAX's devices while it is made, which one process waits for the other to do."""
+    file = tmp_path / "one.py"
+    file.write_text(
+        """
+import jax, jaxdp, numpy as np, os
+def made():
+    jax.random.key(0)
+    return (lambda key, inputs: {"k": jax.numpy.zeros((4, 2))}, lambda params, inputs: inputs @ params["k"])
+y = np.zeros(8, np.int64 if os.environ["OMPI_COMM_WORLD_RANK"] == "1" else np.int32)
+jaxdp.fit(made, (np.ones((8, 4), np.float32), y), steps=1, batch_size=8, run_dir="RUN")
+""".replace("RUN", str(tmp_path / "run"))
+    )
+    two = mpirun(2, [str(file)])
+    assert two.returncode == 2, two.output
+    assert two.stderr.count("jaxdp: ") == 1 and "data: 'labels' is int64" in two.stderr, two.output
 
 
 @pytest.mark.mpi

@@ -18,6 +18,7 @@ from jaxdp.build.parts import (
     Parts,
     check_paths,
     facts_of,
+    first_microbatch,
     make_order,
     make_parts,
     make_strategy,
@@ -28,12 +29,13 @@ from jaxdp.build.parts import (
 from jaxdp.checkpoint import Checkpoints
 from jaxdp.config import Config
 from jaxdp.config.check import flatten
-from jaxdp.data.base import fingerprint
+from jaxdp.data.base import fingerprint, probes
 from jaxdp.data.prefetch import read_batch
 from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError, one_line
-from jaxdp.losses import attribute
+from jaxdp.losses import attribute, check
 from jaxdp.metrics.writer import Nothing
+from jaxdp.models.base import CARRY
 from jaxdp.parallel import STAGES, Strategy
 from jaxdp.parallel.base import slot_table
 from jaxdp.plan import Case
@@ -49,6 +51,7 @@ SLOW = 600.0  # seconds that one rank may take longer than another to read its d
 def make_run(config: Config, directory: pathlib.Path, context: Context, given: Given = NOTHING) -> loop.Run:
     """The built objects of a config, nothing of them computed yet; writes nothing. given: see `make_parts`."""
     set_jax(config)
+    jax.devices()  # opened by all together: one that opens them on its way to `together` would wait for the others
     parts = together(context, lambda: make_parts(config, given))
     data = fingerprint(parts.dataset)
     context.check_same("the run", facts(config, data))
@@ -189,6 +192,55 @@ def rehearse(config: Config, parts: Parts, step: Step, make_state: Callable[[], 
     _, metrics = jax.eval_shape(update, state, batch)
     check_paths(config, state.params)
     check_best(config, parts, set(metrics))
+    check_examples(parts, state)
+    if parts.eval_set is not None:
+        rehearse_evaluation(config, parts, step, state)
+
+
+def check_examples(parts: Parts, state: TrainState) -> None:
+    """UsageError where one of a few examples does not fit the model's outputs, as the loss sees them."""
+    if attribute(parts.loss, "check", None) is None:
+        return
+    examples, key, carry = parts.dataset.read(probes(parts.dataset)), jax.random.key(0), state.carry
+
+    def outputs(params: Any, model_state: Any) -> Any:
+        batch = first_microbatch(examples, parts.cursor.examples_per_microbatch, parts.transform)
+        return parts.model.apply(params, model_state, parts.policy.inputs(batch), key, False)[0]
+
+    def first(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+    of_model = state.model_state if carry is None else {**state.model_state, CARRY: jax.tree.map(first, carry)}
+    shapes = jax.eval_shape(outputs, state.params, of_model)
+    try:
+        check(parts.loss, shapes, examples)
+    except UsageError:
+        if parts.transform is None:
+            raise
+        mask = {"mask": np.ones(len(next(iter(examples.values()))), bool)}
+        check(parts.loss, shapes, parts.transform(jax.tree.map(jax.numpy.asarray, mask | examples), key, True))
+
+
+def rehearse_evaluation(config: Config, parts: Parts, step: Step, state: TrainState) -> None:
+    """Traces the evaluation of a microbatch whose examples have other shapes than those to train on."""
+    assert parts.eval_set is not None
+    spec = lambda dataset: {k: (v.shape, v.dtype) for k, v in dataset.read(np.zeros(1, np.int64)).items()}
+    ours, others = spec(parts.dataset), spec(parts.eval_set)
+    if ours == others:
+        return
+    order = make_order(config, parts.eval_set, parts.sequential, shuffle=False)
+    view = state.view._replace(
+        carry=jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), state.carry)
+    )
+    try:
+        jax.eval_shape(
+            step.evaluate, view, read_batch(parts.eval_set, order, 0, np.zeros(1, np.int32)), np.zeros(1, np.int32)
+        )
+    except Exception as error:
+        shapes = [", ".join(f"{k} {v.name}{list(s[1:])}" for k, (s, v) in x.items()) for x in (others, ours)]
+        raise UsageError(
+            f"eval.data: its examples ({shapes[0]}) do not fit what is trained on ({shapes[1]}): {one_line(error)}"
+        ) from None
 
 
 def check_best(config: Config, parts: Parts, metrics: set[str]) -> None:
