@@ -80,7 +80,7 @@ def run(config: Config, given: Mapping[str, Mapping[str, Any]]) -> Fitted:
     import jax
 
     from jaxdp.build.parts import SETTINGS
-    from jaxdp.cli import verbs
+    from jaxdp.cli import PREEMPTED, verbs
     from jaxdp.distributed.context import leave
     from jaxdp.watch import Stopped
 
@@ -93,8 +93,8 @@ def run(config: Config, given: Mapping[str, Mapping[str, Any]]) -> Fitted:
         params, model_state = jax.device_get(jax.tree.map(whole, (state.params, state.model_state)))
     except Stopped as stop:
         if context.size > 1:
-            leave(75, speaker=0)
-        raise KeyboardInterrupt if stop.why == "SIGINT" else SystemExit(75) from None
+            leave(PREEMPTED, speaker=0)
+        raise KeyboardInterrupt if stop.why == "SIGINT" else SystemExit(PREEMPTED) from None
     finally:
         for name, value in before.items():
             jax.config.update(name, value)

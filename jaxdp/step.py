@@ -106,16 +106,12 @@ class Coupled(NamedTuple):
 
 
 class Step(NamedTuple):
-    """trainable(tree like the parameters) -> the same with None for frozen leaves: the structure of the gradients.
-
-    couples: the loss of an example depends on the others of the batch.
-    """
+    """trainable(tree like the parameters) -> the same with None for frozen leaves: the structure of the gradients."""
 
     grads: Callable[..., Sums]
     apply: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[..., Sums]
     trainable: Callable[[Tree], Tree]
-    couples: bool = False
 
 
 def plain_gather(params: Tree, dtype: Any) -> tuple[Tree, BlockGather]:
@@ -398,7 +394,7 @@ def make_step(
             new = new.replace(loss_scale=inplace.where(running, adjusted, state.loss_scale))
         return new.replace(step=state.step + running.astype(state.step.dtype), guard=guard), metrics
 
-    return Step(grads, apply, evaluate, trainable, couples)
+    return Step(grads, apply, evaluate, trainable)
 
 
 def _at_once(total: Callable, params: Tree, pieces: Tree) -> Sums:

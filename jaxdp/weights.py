@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from jaxdp import manifest, safetensors_file
@@ -94,6 +95,11 @@ def from_checkpoint(place: pathlib.Path, ema: bool, field: str = "init_from", em
     arrays = named(*(tree.get(name) for name in trees))
     title = f"the running average in {place}" if ema else str(place)
     return Weights(title, arrays, read, facts(arrays))
+
+
+def on_host(weights: Weights) -> dict[str, Any]:
+    """All arrays of a checkpoint, in NumPy."""
+    return weights.read({name: np.broadcast_to(np.zeros((), x.dtype), x.shape) for name, x in weights.arrays.items()})
 
 
 def from_safetensors(file: pathlib.Path, ema: bool) -> Weights:

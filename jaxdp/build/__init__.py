@@ -17,7 +17,6 @@ from jaxdp.build.parts import (
     Given,
     Parts,
     check_paths,
-    facts_of,
     first_microbatch,
     make_order,
     make_parts,
@@ -93,7 +92,7 @@ def make_run(config: Config, directory: pathlib.Path, context: Context, given: G
             "versions": versions(),
             "microbatches": config.microbatches,
             "data_fingerprint": data,
-            "data": facts_of(parts.dataset),
+            "data": parts.facts,
             "saved_by": {"processes": context.size, "devices": len(devices), "backend": config.parallel.backend},
         },
     )

@@ -41,6 +41,7 @@ class Parts(NamedTuple):
     """What a config names, made. eval_set: what to evaluate on, or None. cursor: the order of the training data.
 
     sequential: of both. transform, eval_transform: what is run on their microbatches, on the device, or None.
+    facts: see `facts_of`.
     """
 
     dataset: Dataset
@@ -57,6 +58,7 @@ class Parts(NamedTuple):
     sequential: bool
     transform: Transform | None
     eval_transform: Transform | None
+    facts: dict[str, Any]
 
 
 def set_jax(config: Config) -> None:
@@ -88,7 +90,8 @@ def make_parts(config: Config, given: Given = NOTHING) -> Parts:
     optimizers = table("optimizer", OPTIMIZERS)
     make_tx(config, lambda step: 0.0, table=optimizers)
     dataset, eval_set = make_data(config, table("data", SOURCES), table("eval.data", SOURCES))
-    model = make_model(config, target, facts_of(dataset))
+    facts = facts_of(dataset)
+    model = make_model(config, target, facts)
     transform = both(getattr(dataset, "transform", None), own)
     eval_transform = both(getattr(eval_set, "transform", None), own)
     sequential = is_sequential(config, model, dataset, transform)
@@ -111,6 +114,7 @@ def make_parts(config: Config, given: Given = NOTHING) -> Parts:
         sequential,
         transform,
         eval_transform,
+        facts,
     )
 
 

@@ -6,8 +6,6 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from jaxdp import manifest, safetensors_file
 from jaxdp.checkpoint import Checkpoints
 from jaxdp.cli.planning import size
@@ -15,7 +13,7 @@ from jaxdp.digest import params_sha256
 from jaxdp.errors import UsageError, one_line
 from jaxdp.models import gpt2
 from jaxdp.transfer import MODEL_STATE
-from jaxdp.weights import FORMAT, from_checkpoint
+from jaxdp.weights import FORMAT, from_checkpoint, on_host
 
 # {name: arrays -> (the arrays under its names, what the file's metadata says otherwise)}
 LAYOUTS: dict[str, Callable[[dict[str, Any]], tuple[dict[str, Any], dict[str, str]]]] = {
@@ -35,7 +33,7 @@ def export(options: dict[str, Any]) -> str:
     output = choose_output(directory, options["output"])
     place = directory / "checkpoints" / str(step)
     weights = from_checkpoint(place, options["ema"], "--run_dir", "--ema")
-    arrays = weights.read({name: np.broadcast_to(np.zeros((), x.dtype), x.shape) for name, x in weights.arrays.items()})
+    arrays = on_host(weights)
     params = {name: x for name, x in arrays.items() if not name.startswith(MODEL_STATE)}
     digest = params_sha256(params)
     metadata = {"format": FORMAT, "step": str(step), "params_sha256": digest, "ema": str(options["ema"]).lower()}

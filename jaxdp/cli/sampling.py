@@ -15,11 +15,13 @@ from jaxdp.data.tokenizers import from_spec
 from jaxdp.errors import UsageError
 from jaxdp.generate import drawing, generate
 from jaxdp.models import MODELS
+from jaxdp.models.base import CARRY
 from jaxdp.precision import cast_floats
 from jaxdp.split import path_string
+from jaxdp.step import split_carry
 from jaxdp.targets import locate
 from jaxdp.transfer import MODEL_STATE
-from jaxdp.weights import from_checkpoint
+from jaxdp.weights import from_checkpoint, on_host
 
 
 def sample(options: dict[str, Any]) -> str:
@@ -47,14 +49,14 @@ def sample(options: dict[str, Any]) -> str:
     context = data["input_shape"][0]
     example = {"inputs": np.zeros((1, context), np.int32), "mask": np.ones(1, bool)}
     params, state = jax.eval_shape(model.init, jax.random.key(0), example)
-    carry = state.pop("carry", None) if isinstance(state, dict) else None
-    found = weights.read({name: np.broadcast_to(np.zeros((), x.dtype), x.shape) for name, x in weights.arrays.items()})
+    state, carry = split_carry(state)
+    found = on_host(weights)
     put = lambda tree, prefix="": jax.tree_util.tree_map_with_path(
         lambda path, x: found[prefix + path_string(path)], tree
     )
     params, state = cast_floats(put(params), config.precision.compute), put(state, MODEL_STATE)
     if carry is not None:
-        state = {**state, "carry": jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), carry)}
+        state = {**state, CARRY: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), carry)}
     draw = drawing(options["temperature"], options["top_k"])
     tokens = generate(model, params, state, prompt.tolist(), options["tokens"], context, draw, options["seed"])
     return tokenizer.decode([*prompt.tolist(), *tokens])
