@@ -1,4 +1,5 @@
 # make train: environment and the main job on the embedded data.  make test: environment and the test suite.
+# make docs: the pages of docs/, into site/.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +10,7 @@ export PRTE_ALLOW_RUN_AS_ROOT := 1
 export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: train test test-all lint format clean
+.PHONY: train test test-all lint format docs clean bench bench-gpu
 
 train: $(VENV)/.base
 	$(BIN)/python train.py --config configs/digits.yaml
@@ -28,6 +29,10 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# site/index.html; every link and anchor is checked.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -45,5 +50,23 @@ $(VENV)/.test: $(VENV)/.base
 	$(BIN)/python -m pip install -q --no-deps --ignore-installed --prefix .mpich mpich
 	@touch $@
 
+$(VENV)/.docs: $(VENV)/.base
+	$(BIN)/python -m pip install -q -e '.[docs]'
+	@touch $@
+
+# Speed side by side: jaxdp, loops written by hand, PyTorch (in an environment of its own).
+bench: $(VENV)/.test .venv-torch/.done
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks.run $(BENCH)
+	$(BIN)/python -m benchmarks.scaling
+
+# On one NVIDIA GPU, with whatever Python has JAX and, if it is to be compared, PyTorch for it; no network.
+bench-gpu:
+	$(PYTHON) -m benchmarks.gpu $(BENCH)
+
+.venv-torch/.done: benchmarks/torch_ddp/requirements.txt
+	$(PYTHON) -m venv .venv-torch
+	.venv-torch/bin/python -m pip install -q -r benchmarks/torch_ddp/requirements.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .mpich runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch .mpich benchmarks/results runs build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

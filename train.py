@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxdp.cli import main
+from jaxdp.cli import command
 
 if __name__ == "__main__":
-    main(["train", *sys.argv[1:]])
+    command(["train", *sys.argv[1:]])

@@ -1,3 +1,3 @@
-from jaxdp.cli import main
+from jaxdp.cli import command
 
-main()
+command()

@@ -22,13 +22,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from orbax.checkpoint import v1 as ocp
 
 from jaxdp import manifest
 from jaxdp.distributed import coordination
 from jaxdp.distributed.context import Context, current
 from jaxdp.errors import UsageError, one_line
 from jaxdp.manifest import Damaged
+from jaxdp.metrics.events import NoEvents
 from jaxdp.split import path_string
 from jaxdp.step import TrainState
 
@@ -49,12 +49,19 @@ class Failure:
     reason: str
 
 
+def orbax() -> Any:
+    """The library, imported once something is saved or restored: no first update need wait for it."""
+    from orbax.checkpoint import v1
+
+    return v1
+
+
 class Checkpoints:
     """The checkpoints of one run directory, shared by all processes, which must make the same calls.
 
     keep: how many of the last stay; keep_every: those of its multiples stay too; best: so does the best one by this
     number of the evaluation (`loss` and `perplexity`: the lowest; others: the highest). context: the processes; the
-    current ones where it is left out.
+    current ones where it is left out. What becomes of a save is noted in `events`.
     """
 
     def __init__(
@@ -69,6 +76,7 @@ class Checkpoints:
         self.directory, self.keep, self.keep_every, self.best = directory.resolve(), keep, keep_every, best
         self.context = context or current()
         self.last: int | None = None  # the step that was last begun to be saved, or is known to be there
+        self.events = NoEvents()
         self._failure: Failure | None = None
         self._thread: threading.Thread | None = None
         self._turn = 0
@@ -139,7 +147,7 @@ class Checkpoints:
         self.wait()
         if step == self.last and self._failure is None:
             return
-        self.last, self._failure = step, None
+        self.last, self._failure, self._began = step, None, time.monotonic()
         self._turn = next(_turns)
         if self.context.is_root and self.context.size > 1 and self._turn > 2:
             coordination.forget(f"jaxdp/save/{self._turn - 2}/")
@@ -151,7 +159,7 @@ class Checkpoints:
         meta = {"step": step, **meta, "state": _spec(tree)}
         try:
             with _options():
-                response: Any = ocp.save_async(self.directory / str(step), tree, overwrite=True)
+                response: Any = orbax().save_async(self.directory / str(step), tree, overwrite=True)
         except (OSError, ValueError, TimeoutError) as error:
             self._give_up(step, error, say)
             return
@@ -215,7 +223,7 @@ class Checkpoints:
                     " resume with the config and code that it was saved with, or choose another --run_dir",
                     rank=self.context.root_rank,
                 )
-        restored = ocp.load(self.directory / str(step), tree)
+        restored = orbax().load(self.directory / str(step), tree)
         return abstract.replace(**restored)
 
     def _finish(self, step: int, response: Any, meta: Mapping[str, Any], say: Say) -> None:
@@ -236,6 +244,7 @@ class Checkpoints:
             self._share("durable", "")
             with contextlib.suppress(Exception):  # standard output may be closed; the checkpoint is there
                 if self.context.is_root:
+                    self.events.note("saved", step, seconds=round(time.monotonic() - self._began, 3))
                     say(f"saved step {step}")
         except _PeerFailed as failure:
             self._failed(step, str(failure), say)
@@ -292,6 +301,7 @@ class Checkpoints:
         if self.context.is_root:
             self._clean(step)
             kept = self.steps()
+            self.events.note("save_failed", step, reason=reason)
             say(
                 f"checkpoint {step} could not be saved: {reason}; "
                 + (f"the last one is {kept[-1]}, " if kept else "there is none yet, ")
@@ -326,6 +336,7 @@ class Checkpoints:
                 self._set_aside(step, "unfinished", f"checkpoint {step} was not finished: no {manifest.NAME}", say)
 
     def _set_aside(self, step: int, word: str | None, why: str, say: Say) -> None:
+        self.events.note("checkpoint_refused", step, reason=why)
         if word is None:
             return say(f"{why}; it is not used")
         aside = next(
@@ -396,7 +407,7 @@ def _copy(room: Any, tree: Any) -> Any:
 
 
 def _options() -> Any:
-    context = ocp.Context()
+    context = orbax().Context()
     context.asynchronous.timeout_secs = int(TIMEOUT)
     return context
 

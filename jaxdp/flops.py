@@ -1,9 +1,15 @@
 """The floating-point operations of a traced program: its matrix products and convolutions, loops multiplied out."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.extend
+
+# cuDNN's attention, query[example, token, head, width]: its products; backward without that of the scores once more.
+FUSED_ATTENTION = {"dot_product_attention_fwd": 2, "dot_product_attention_bwd": 4}
+
+REMATERIALIZED = {"checkpoint", "remat", "remat2"}  # by JAX's version
 
 
 def count_flops(jaxpr: Any) -> int:
@@ -14,15 +20,48 @@ def count_flops(jaxpr: Any) -> int:
     return sum(_of(eqn) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
 
 
+def model_flops(grads: Any, forward: Callable[[], Any]) -> int:
+    """Those of a jaxpr of gradients that the model itself asks for: what is computed again only to save memory is not.
+
+    forward: traces the same without gradients. Where the jaxpr computes anything again, the backward pass counts as
+    twice the forward one, as in Chowdhery et al., arXiv 2204.02311, appendix B; else what is there is counted.
+    """
+    counted = count_flops(grads)
+    return min(counted, 3 * count_flops(forward())) if _recomputes(grads) else counted
+
+
+def gpt_flops(parameters: int, layers: int, dim: int, tokens: int) -> int:
+    """By the formula, of one token of an update: 6 N + 12 layers dim tokens (arXiv 2204.02311, appendix B).
+
+    parameters: N, those that take part in products: an untied embedding and learned positions do not. tokens: the
+    context; a causal mask is not taken into account.
+    """
+    return 6 * parameters + 12 * layers * dim * tokens
+
+
+def _recomputes(jaxpr: Any) -> bool:
+    eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
+    return any(eqn.primitive.name in REMATERIALIZED or any(map(_recomputes, _all_jaxprs(eqn))) for eqn in eqns)
+
+
+def _all_jaxprs(eqn: Any) -> list[Any]:
+    return [j for value in eqn.params.values() for j in _jaxprs(value)]
+
+
 def _of(eqn: Any) -> int:
     name, params = eqn.primitive.name, eqn.params
+    if name == "dot_general" and not eqn.outvars[0].aval.shape:
+        return 0  # the square of a norm, not a layer's product
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         return 2 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
     if name == "conv_general_dilated":
         kernel, outputs = eqn.invars[1].aval, params["dimension_numbers"].rhs_spec[0]
         return 2 * eqn.outvars[0].aval.size * (kernel.size // kernel.shape[outputs])
-    inner = [count_flops(j) for value in params.values() for j in _jaxprs(value)]
+    if name in FUSED_ATTENTION:
+        example, queries, heads, width = eqn.invars[0].aval.shape
+        return FUSED_ATTENTION[name] * 2 * example * heads * queries * eqn.invars[1].aval.shape[1] * width
+    inner = [count_flops(j) for j in _all_jaxprs(eqn)]
     if name == "cond":
         return max(inner, default=0)
     return sum(inner) * (params["length"] if name == "scan" else 1)

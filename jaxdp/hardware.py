@@ -8,7 +8,8 @@ collective inside a host and one between hosts follow each other. The alpha-beta
 import difflib
 import math
 import pathlib
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import yaml
@@ -69,6 +70,33 @@ _TABLE = [
     _row("l4-pcie-eth100", (121, 60, 30.3), (24e9, 300e9), (32e9, 2.5e-6), 100e9 / 8 / 8, "L4; hosts with 100 Gb/s"),
 ]
 HARDWARE = {row.name: row for row in _TABLE}
+
+
+# Of TPUs, whose float32 products are of bfloat16 pieces unless asked otherwise: cloud.google.com/tpu/docs, by version.
+_TPU = {"v4": 275e12, "v5 lite": 197e12, "v5": 459e12, "v5p": 459e12, "v6 lite": 918e12, "v6e": 918e12}
+# JAX's device_kind, as an expression, to what a device of that kind can do.
+_KINDS = {
+    r"NVIDIA (H100 80GB HBM3|GH200.*)": HARDWARE["h100-nvlink-ib400"].flops,
+    r"NVIDIA H200": HARDWARE["h200-nvlink-ib400"].flops,
+    r"NVIDIA A100-.*": HARDWARE["a100-nvlink-ib200"].flops,
+    r"NVIDIA B200": HARDWARE["b200-nvlink-ib400"].flops,
+    r"NVIDIA L4": HARDWARE["l4-pcie-eth100"].flops,
+    **{rf"TPU {version}": {"bfloat16": peak, "tensorfloat32": peak} for version, peak in _TPU.items()},
+}
+
+
+def peak_flops(kind: str, compute: str, matmul: str = "default") -> float | None:
+    """The dense peak of one device, FLOP/s, for products of `compute` operands; None where it is not known.
+
+    kind: JAX's `device_kind`. matmul: jax_default_matmul_precision, which is about float32 products.
+    """
+    found = next((peaks for name, peaks in _KINDS.items() if re.fullmatch(name, kind)), {})
+    return found.get(rate(compute, matmul, found))
+
+
+def rate(compute: str, matmul: str, peaks: Mapping[str, float]) -> str:
+    """The row of `peaks` for products of `compute` operands: those of float32 are TF32 unless asked otherwise."""
+    return "tensorfloat32" if compute == "float32" and matmul == "default" and "tensorfloat32" in peaks else compute
 
 
 def load_hardware(name_or_path: str) -> Hardware:

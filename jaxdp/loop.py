@@ -6,7 +6,8 @@ import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,10 +16,12 @@ import numpy as np
 
 from jaxdp.checkpoint import Checkpoints
 from jaxdp.data.cursor import Order
-from jaxdp.data.workers import prefetch_in_workers
+from jaxdp.data.resident import Resident
+from jaxdp.data.workers import Steps, prefetch_in_workers
 from jaxdp.digest import params_sha256
 from jaxdp.errors import RunFailed
 from jaxdp.guard import NONFINITE
+from jaxdp.metrics.events import NoEvents
 from jaxdp.metrics.meter import Meter
 from jaxdp.metrics.writer import Record, Writer
 from jaxdp.parallel.base import Program, Strategy
@@ -29,16 +32,28 @@ from jaxdp.watch import Nobody, Stopped, Watch
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A dataset and the order it is read in, by a thread, or by so many processes."""
+    """A dataset and the order it is read in, by a thread, or by so many processes; or from the devices' own memory."""
 
     dataset: Any
     cursor: Order
     workers: int = 0
+    resident: Resident | None = None
 
-    def batches(self, start: int, stop: int, strategy: Strategy) -> AbstractContextManager[Iterator[Batch]]:
-        """This process's share of batches `start` to `stop - 1`, on its devices, read ahead."""
+    def batches(
+        self, start: int, stop: int, strategy: Strategy, groups: Iterable[Steps] | None = None
+    ) -> AbstractContextManager[Iterator[tuple[Steps, Batch]]]:
+        """This process's share of batches `start` to `stop - 1`, on its devices, read ahead: (step, batch).
+
+        groups: these steps, in order, each by itself or several as a range; those are (range, batches[step, ...]).
+        """
+        if self.resident is not None:
+            return self.resident.batches(self.cursor, range(start, stop) if groups is None else groups)
+
+        def then(steps: Steps, batch: Any) -> tuple[Steps, Batch]:
+            return steps, strategy.put(batch, isinstance(steps, range))
+
         return prefetch_in_workers(
-            self.dataset, self.cursor, strategy.local_slots, start, stop, self.workers, then=strategy.put
+            self.dataset, self.cursor, strategy.local_slots, start, stop, self.workers, then=then, groups=groups
         )
 
 
@@ -46,10 +61,13 @@ class Source:
 class Run:
     """The built objects that the loop uses. start: the update to go on after, 0 for a new run.
 
+    steps_per_call: updates in one compiled call, where nothing is due between them.
     begin: the state of a new run. evaluated: the evaluation that is due after update `start` was made before. offset:
     batches that were left out because of spikes, in `rollbacks` of at most `max_rollbacks`. averaged: what is evaluated
-    is the running average of the parameters. derive: of the means of a record, what else it says. asynchronous:
+    is the running average of the parameters. derive: of the means of a record, what else it says; speed: of the
+    milliseconds of an update; account: at the end, of the whole run. asynchronous:
     training goes on while a checkpoint is written. meta: what is saved with every checkpoint. directory: of the run.
+    events: where what happens is noted. after_first(program, state, batch, several): sees what the first call takes.
     """
 
     strategy: Strategy
@@ -60,6 +78,7 @@ class Run:
     writer: Writer
     checkpoints: Checkpoints
     watch: Watch = Nobody()
+    steps_per_call: int = 1
     start: int = 0
     offset: int = 0
     rollbacks: int = 0
@@ -69,12 +88,16 @@ class Run:
     eval_every: int | None = None
     save_every: int | None = None
     asynchronous: bool = True
-    profile: Profile = Profile()
+    profile: Profile = dataclasses.field(default_factory=Profile)
     averaged: bool = False
     derive: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda means: {}
+    speed: Callable[[float], Record] = lambda milliseconds: {}
+    account: Callable[[], Record] = dict
     begin: Callable[["Run"], TrainState] = lambda run: run.strategy.init()
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     directory: pathlib.Path = pathlib.Path()
+    events: NoEvents = NoEvents()
+    after_first: Callable[[Program, TrainState, Any, bool], None] = lambda *called: None
 
 
 @dataclasses.dataclass
@@ -120,25 +143,58 @@ def complete(run: Run) -> tuple[Record, TrainState]:
 
 def advance(run: Run, program: Program, at: Position) -> None:
     """Every update that is left, and what is due between them."""
-    examples = run.train.cursor.size / run.train.cursor.steps_per_epoch
+    examples = run.train.cursor.examples_per_step
+    more = lambda milliseconds: {**run.speed(milliseconds), **run.watch.straggler(milliseconds)}
     with (
-        Meter(run.writer, run.log_every, run.steps, examples, run.watch.straggler, run.derive) as meter,
-        run.train.batches(at.step + run.offset, run.steps + run.offset, run.strategy) as batches,
+        Meter(run.writer, run.log_every, run.steps, examples, more, run.derive) as meter,
+        run.train.batches(at.step + run.offset, run.steps + run.offset, run.strategy, calls(run, at.step)) as batches,
     ):
         if run.eval and 0 < at.step < run.steps and _due(at.step, run.eval_every) and at.judged != at.step:
             between(run, program, at)
-        for step, batch in run.watch.reading(batches, at.step):
-            run.profile.before(step)
-            at.state, at.metrics = run.watch.together(f"update {step}", program.update, at.state, batch)
+        for updates, batch in run.watch.reading(meter.reading(_numbered(batches, run.offset)), at.step):
+            step, several, first = updates[-1], len(updates) > 1, not at.metrics
+            run.profile.before(updates[0])
+            name = f"updates {updates[0]} to {step}" if several else f"update {step}"
+            call: Any = program.updates if several else program.update
+            at.state, at.metrics = run.watch.together(name, call, at.state, batch)
             at.step = step
             run.watch.sent(at.metrics)
             run.profile.after(step, at.metrics)
-            meter.update(step, at.metrics)
+            if first:  # while the device is at work
+                run.after_first(program, at.state, batch, several)
+            meter.update(updates, at.metrics)
+            if first:
+                run.events.note("first_update", step)
             asked = run.watch.save_is_asked()
             if step < run.steps and (asked or _due(step, run.eval_every) or _due(step, run.save_every)):
                 meter.pause()
                 between(run, program, at, asked)
         meter.flush()
+
+
+def calls(run: Run, start: int) -> Iterator[Steps]:
+    """The batches of each call of a program after update `start`: `steps_per_call` of them, as a range, or one.
+
+    What is due between two updates is due between two calls; so many programs are compiled, and no more.
+    """
+    ends = [every for every in (run.eval_every if run.eval else None, run.save_every) if every]
+    window = [] if run.profile.start is None else [run.profile.start, run.profile.start + run.profile.steps]
+    while start < run.steps:
+        limit = min([run.steps, *((start // every + 1) * every for every in ends), *(w for w in window if w > start)])
+        first = start + run.offset
+        if run.steps_per_call > 1 and start + run.steps_per_call <= limit:
+            yield range(first, first + run.steps_per_call)
+            start += run.steps_per_call
+        else:
+            yield first
+            start += 1
+
+
+def _numbered(batches: Iterable[tuple[Steps, Batch]], offset: int) -> Iterator[tuple[range, Batch]]:
+    """(numbers of the updates, what they are made with); batches count from 0, and some may have been left out."""
+    for steps, batch in batches:
+        first, count = (steps.start, len(steps)) if isinstance(steps, range) else (steps, 1)
+        yield range(first + 1 - offset, first + 1 - offset + count), batch
 
 
 def between(run: Run, program: Program, at: Position, asked: bool = False) -> None:
@@ -151,7 +207,9 @@ def between(run: Run, program: Program, at: Position, asked: bool = False) -> No
 
 def judge(run: Run, program: Program, at: Position, split: str | None = None) -> Record:
     """Evaluates the state, writes it as a record of `split`, and keeps with the checkpoint what was found."""
+    began = time.perf_counter()
     found = evaluate(run, program, at.state)
+    run.events.note("evaluation", at.step, seconds=round(time.perf_counter() - began, 4))
     if split is not None:
         run.writer.write({"step": at.step, "split": split, **found})
     at.judged, at.found = at.step, {name: value for name, value in found.items() if math.isfinite(value)}
@@ -170,11 +228,13 @@ def finish(run: Run, program: Program, at: Position) -> Record:
     if run.eval:
         final |= judge(run, program, at)
     elif at.metrics:
-        final["loss"] = float(at.metrics["loss"])
+        final["loss"] = float(np.reshape(at.metrics["loss"], -1)[-1])
     settle(run)
     with run.watch.patience("makes the digest"):
         final["params_sha256"] = params_sha256(run.strategy.export(at.state).params)
+    final |= run.account()
     run.writer.write(final)
+    run.events.note("finished", run.steps)
     return final
 
 
@@ -185,6 +245,7 @@ def hand_over(run: Run, at: Position, stop: Stopped) -> None:
     settle(run)
     kept = run.checkpoints.last
     state = f"saved step {kept}" if kept else "nothing to save yet"
+    run.events.note("preempted", at.step, reason=str(stop), saved=kept)
     run.writer.say(f"preempted by {stop}, after update {at.step}: {state}; the same command goes on from there")
 
 
@@ -194,6 +255,7 @@ def roll_back(run: Run, at: Position) -> tuple[Run, Position]:
     Raises RunFailed where it was no spike, but updates that are not finite, or one spike too many.
     """
     run.profile.stop()
+    run.profile.start = None
     guard = jax.device_get(at.state.guard)
     first, last = int(guard.since), int(guard.halted_at)
     with run.watch.patience("waits for the checkpoint"):
@@ -217,9 +279,10 @@ def roll_back(run: Run, at: Position) -> tuple[Run, Position]:
         step = run.checkpoints.latest(run.writer.say)
         state = restore(run, step) if step else run.begin(run)
     run.writer.rewind(step)
+    run.events.note("rolled_back", last, to=step, reason="a spike of the loss")
     run.writer.say(f"the loss of update {last} is a spike: back to step {step}, on with the data after it")
     offset = run.offset + last - step
-    run = dataclasses.replace(run, start=step, offset=offset, rollbacks=run.rollbacks + 1, profile=Profile())
+    run = dataclasses.replace(run, start=step, offset=offset, rollbacks=run.rollbacks + 1)
     return run, Position(step, state, judged=step)
 
 
@@ -245,7 +308,7 @@ def evaluate(run: Run, program: Program, state: TrainState) -> Record:
     state = run.strategy.averaged(state) if run.averaged else state
     ahead: collections.deque[Any] = collections.deque()
     with source.batches(0, source.cursor.steps_per_epoch, run.strategy) as batches:
-        for number, batch in enumerate(batches):
+        for number, batch in batches:
             sums = run.watch.together(f"evaluation, batch {number}", program.evaluate, state, batch)
             if sums.carry is not None:
                 state = state.replace(carry=sums.carry)
@@ -262,6 +325,7 @@ def evaluate(run: Run, program: Program, state: TrainState) -> Record:
 def save(run: Run, at: Position) -> None:
     """Begins a checkpoint; it is durable when the writer says so. Raises Stopped where the guard has halted: a state
     that stands still is none to keep."""
+    began = time.perf_counter()
     with run.watch.patience(f"saves step {at.step}"):
         if int(at.state.guard.halted):
             raise Stopped("halt", "", run.checkpoints.context.rank)
@@ -271,12 +335,15 @@ def save(run: Run, at: Position) -> None:
         run.checkpoints.save(at.step, run.strategy.export(at.state), {**run.meta, **more}, run.writer.say)
         if not run.asynchronous:
             run.checkpoints.wait()
+    run.events.note("saving", at.step, blocked=round(time.perf_counter() - began, 4))
 
 
 def settle(run: Run) -> None:
     """Waits until what is being saved is durable. Raises RunFailed where it could not be saved."""
+    began = time.perf_counter()
     with run.watch.patience("waits for the checkpoint"):
         failure = run.checkpoints.wait()
+    run.events.note("settled", blocked=round(time.perf_counter() - began, 4))
     if failure:
         raise RunFailed(
             f"checkpoint {failure.step} could not be saved: {failure.reason}; mend that, and run the same command: it "

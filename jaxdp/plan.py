@@ -6,17 +6,17 @@ two smaller programs, split as the large one would be, are scaled: every figure 
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from jaxdp.errors import UsageError
 from jaxdp.flops import count_flops
+from jaxdp.footprint import bytes_by_tree, moved, peak
 from jaxdp.hardware import Hardware, update_seconds
-from jaxdp.hlo import Collective, collectives
+from jaxdp.hlo import Collective
 from jaxdp.parallel.base import Strategy
 from jaxdp.parallel.layout import Share
-from jaxdp.split import WHOLE
 from jaxdp.step import Batch, Step
 
 SIMULATED = 2048  # devices that JAX can simulate
@@ -113,17 +113,7 @@ def _measure(case: Case, zero: int, devices: int) -> Plan:
     compiled = {name: part.compile() for name, part in lowered.items()}
     used = [part.memory_analysis() for part in compiled.values()]
     slots = strategy.table.shape[1]
-    found = [c for name in lowered for c in collectives(compiled[name].as_text(), lowered[name].as_text())]
-    dims, shapes, n = strategy.dims, strategy.shapes, strategy.parts
-    grads = case.step.trainable(shapes.params)
-    grad_dims = case.step.trainable(strategy.slices) if case.accumulate_split else None
-    sizes = {
-        "params": held(shapes.params, dims.params, n),
-        "grads": held(grads, grad_dims, n),
-        "opt_state": held((shapes.opt_state, shapes.ema), (dims.opt_state, dims.ema), n),
-        "model_state": held(shapes.model_state, None, n) + held(shapes.carry, None, n) / devices,
-        "batch": sum(math.prod(x.shape) * x.dtype.itemsize for x in batch.values()) / devices,
-    }
+    sizes = bytes_by_tree(strategy, case.step, batch, case.accumulate_split)
     return Plan(
         zero,
         devices,
@@ -131,25 +121,14 @@ def _measure(case: Case, zero: int, devices: int) -> Plan:
         Memory(
             **sizes,
             activations=max(0, used[0].temp_size_in_bytes - sizes["grads"]),
-            peak=max(
-                u.argument_size_in_bytes + u.temp_size_in_bytes + max(0, u.output_size_in_bytes - u.alias_size_in_bytes)
-                for u in used
-            ),
+            peak=max(peak(u) for u in used),
         ),
         strategy.share(),
         zero == 3 and not strategy.blocks,
-        # The length of a loop that only the run knows is that over the slots, which exact mode writes so.
-        tuple(c if c.exact else c._replace(count=c.count * slots, exact=True) for c in found),
+        tuple(moved({name: (compiled[name].as_text(), lowered[name].as_text()) for name in lowered}, slots)),
         count_flops(jax.make_jaxpr(program.update)(state, batch)),
         (),
     )
-
-
-def held(tree: Any, dims: Any, parts: int) -> int:
-    """Bytes of one device's part of a tree of shapes that is split along `dims` into `parts`; None: whole."""
-    along = jax.tree.map(lambda _: WHOLE, tree) if dims is None else dims
-    size = lambda x, d: math.prod(x.shape) * x.dtype.itemsize // (1 if d == WHOLE else parts)
-    return sum(jax.tree.leaves(jax.tree.map(size, tree, along)))
 
 
 def predict(plan: Plan, hardware: Hardware, dtype: str) -> dict[str, float]:

@@ -76,14 +76,28 @@ def write_config(directory: pathlib.Path, config: dict[str, Any]) -> None:
 
 
 def write_env(directory: pathlib.Path, facts: dict[str, Any]) -> None:
-    """env.json: versions, and the facts given (devices, topology, launcher)."""
+    """env.json: when the run first began, versions, and the facts given (devices, topology, launcher)."""
     env = {
+        "began": began(directory),
         "versions": versions(),
         "platform": platform.platform(),
         "argv": sys.argv,
         **facts,
     }
     _replace(directory / "env.json", json.dumps(env, indent=2) + "\n")
+
+
+def began(directory: pathlib.Path) -> float:
+    """When the run was started for the first time, in seconds since the epoch; now, where that is not known."""
+    try:
+        return float(json.loads((directory / "env.json").read_text())["began"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return time.time()
+
+
+def write_layout(directory: pathlib.Path, facts: dict[str, Any]) -> None:
+    """layout.json: what a device holds, and what an update moves between devices."""
+    _replace(directory / "layout.json", json.dumps(facts, indent=2) + "\n")
 
 
 def versions() -> dict[str, str | None]:

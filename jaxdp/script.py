@@ -2,11 +2,12 @@
 
 import inspect
 import pathlib
+import sys
 import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxdp import environment, signals
+from jaxdp import environment, signals, xla_presets
 from jaxdp.config import Config
 from jaxdp.config.reading import from_mapping
 from jaxdp.errors import UsageError
@@ -71,14 +72,18 @@ def run(config: Config, given: Mapping[str, Mapping[str, Any]]) -> Fitted:
     if config.parallel.reduction == "exact":
         environment.exact(config.microbatches)
     environment.enough_threads()
+    left_out = xla_presets.use(config.parallel.xla_preset, config.parallel.devices)
     heard = threading.current_thread() is threading.main_thread()
     if heard:
         signals.listen()
     import jaxdp
 
     context = jaxdp.init()
+    if left_out and context.is_root:
+        print(f"jaxdp: {left_out}", file=sys.stderr)
     import jax
 
+    from jaxdp import compilation_cache
     from jaxdp.build.parts import SETTINGS
     from jaxdp.cli import PREEMPTED, verbs
     from jaxdp.distributed.context import leave
@@ -86,7 +91,7 @@ def run(config: Config, given: Mapping[str, Mapping[str, Any]]) -> Fitted:
 
     if heard:
         signals.heed()
-    before = {name: jax.config.values[name] for name in SETTINGS}
+    before, cache = {name: jax.config.values[name] for name in SETTINGS}, compilation_cache.settings()
     try:
         final, state = verbs.train(config, None, context, given, keep=True)
         assert state is not None
@@ -98,6 +103,7 @@ def run(config: Config, given: Mapping[str, Mapping[str, Any]]) -> Fitted:
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
+        compilation_cache.leave(cache)
         if heard:
             signals.rest()
     return Fitted(final, params, model_state, pathlib.Path(str(config.run_dir)))

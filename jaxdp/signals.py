@@ -1,4 +1,6 @@
-"""SIGTERM, SIGUSR1 and SIGINT ask a run to save and end; they are heard at once, also in a compilation or a collective.
+"""SIGTERM, SIGUSR1 and SIGINT ask a run to save and end, SIGUSR2 to profile its next updates.
+
+They are heard at once, also in a compilation or a collective.
 
 Python runs a signal's handler between two instructions of the main thread, which may be inside XLA for minutes. So the
 interpreter writes the number to a socket as it comes in (`signal.set_wakeup_fd`), and a thread reads it there.
@@ -12,7 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+TRACE = "SIGUSR2"
+NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGUSR2)
 
 _heard: list[str] = []
 _listeners: list[Callable[[str], None]] = []

@@ -349,7 +349,7 @@ def make_step(
             return (wide / divisor.astype(wide.dtype)).astype(p.dtype)
 
         mean = jax.tree.map(divide, sums.grads, params)
-        squares, bad = total(_squares_and_bad, mean)
+        squares, bad = total(_squares_and_bad if accumulate == "one" else _squares_then_bad, mean)
         norm = jnp.sqrt(squares)
         if clip_norm is not None:
             scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
@@ -399,6 +399,8 @@ def make_step(
 
 def _at_once(total: Callable, params: Tree, pieces: Tree) -> Sums:
     """The gradient of the sum over slots: one product per weight, not one gradient per slot."""
+    if len(jax.tree.leaves(pieces)[0]) == 1:
+        return _only(total, params, pieces)
 
     def all_slots(params: Tree) -> tuple[jax.Array, Sums]:
         loss, sums = jax.vmap(lambda *piece: total(params, *piece))(*pieces)
@@ -499,6 +501,17 @@ def _settle(old: Tree, sums: Tree, weight: jax.Array) -> tuple[Tree, jax.Array |
 
     settled = jax.tree.map(settle, old, sums)
     return settled, (sum(disagreeing, jnp.zeros((), jnp.int32)) if disagreeing else None)
+
+
+def _squares_then_bad(tree: Tree) -> jax.Array:
+    """As `_squares_and_bad`; on CPU what is not finite is counted where the squares are not, and so hardly ever."""
+    if jax.default_backend() != "cpu":
+        return _squares_and_bad(tree)
+    leaves = [x.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(-1) for x in jax.tree.leaves(tree)]
+    squares = sum((jnp.dot(x, x) for x in leaves), jnp.zeros((), jnp.float32))  # one pass, not three
+    return jax.lax.cond(
+        jnp.isfinite(squares), lambda _: jnp.stack([squares, jnp.zeros_like(squares)]), _squares_and_bad, leaves
+    )
 
 
 def _squares_and_bad(tree: Tree) -> jax.Array:

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from orbax.checkpoint import v1 as ocp
 
 from jaxdp import manifest, safetensors_file
-from jaxdp.checkpoint import Checkpoints
+from jaxdp.checkpoint import Checkpoints, orbax
 from jaxdp.errors import UsageError, one_line
 from jaxdp.models import gpt2
 from jaxdp.split import path_string
@@ -71,7 +70,7 @@ def from_checkpoint(place: pathlib.Path, ema: bool, field: str = "init_from", em
     """
     try:
         manifest.check(place, manifest.read(place)["files"])
-        tree: Any = ocp.metadata(place.resolve()).metadata
+        tree: Any = orbax().metadata(place.resolve()).metadata
         problem = None if isinstance(tree, dict) and "params" in tree else "it holds no parameters"
     except Exception as error:
         problem = one_line(error)
@@ -84,11 +83,11 @@ def from_checkpoint(place: pathlib.Path, ema: bool, field: str = "init_from", em
     trees = {"ema" if ema else "params": "", "model_state": MODEL_STATE}
 
     def read(wanted: Mapping[str, Any]) -> dict[str, Any]:
-        asked = jax.tree.map(lambda _: ocp.PLACEHOLDER, tree)
+        asked = jax.tree.map(lambda _: orbax().PLACEHOLDER, tree)
         for name in trees.keys() & tree.keys():
-            pick = lambda path, _, prefix=trees[name]: wanted.get(prefix + path_string(path), ocp.PLACEHOLDER)
+            pick = lambda path, _, prefix=trees[name]: wanted.get(prefix + path_string(path), orbax().PLACEHOLDER)
             asked[name] = jax.tree_util.tree_map_with_path(pick, tree[name])
-        restored = ocp.load(place.resolve(), asked)
+        restored = orbax().load(place.resolve(), asked)
         found = named(*(restored.get(name) for name in trees))
         return {name: found[name] for name in wanted}
 

@@ -1,8 +1,10 @@
 """The command as people use it: training, resuming, refusing, alone and under mpirun."""
 
 import json
+import os
 import pathlib
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -11,6 +13,9 @@ import sys
 import numpy as np
 import pytest
 
+from jaxdp import cli
+from jaxdp.config.check import inner, known_keys
+from jaxdp.config.describe import groups
 from launch import mpirun, processes
 from two_hosts import TwoHosts
 
@@ -83,6 +88,9 @@ def test_the_run_directory_holds_what_the_contract_says(single):
     assert final[0]["step"] == 30 and 0 < final[0]["accuracy"] <= 1
     assert train[-1]["loss"] < train[0]["loss"]
     assert (single / "checkpoints" / "30").is_dir()
+    assert all(abs(r["time"] - train[0]["time"]) < 100 for r in train + final)
+    page = (single / "report.html").read_text()
+    assert '"word":"finished"' in page and re.search('"all-reduce"|"collectives":{}', page)
 
 
 @pytest.mark.parametrize(("backend", "devices"), [("pjit", 8), ("pmap", 3)])
@@ -114,6 +122,18 @@ def test_a_run_goes_on_where_it_stands_under_the_other_backend(single, tmp_path)
     out = jaxdp(*argv, "--parallel.backend", "pjit", devices=4).stdout
     assert "goes on after step 20" in out
     assert_same_curve(tmp_path / "run", single)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    told = [(e["kind"], e["step"]) for e in events if e["kind"] not in ("saving", "settled")]
+    saved = [event for event in told if event[0] == "saved"]  # in a thread of its own
+    assert saved == [("saved", 10), ("saved", 20), ("saved", 30)]
+    assert [event for event in told if event not in saved] == [
+        ("start", 0), ("first_update", 1), ("evaluation", 20), ("finished", 20),
+        ("resume", 20), ("first_update", 21), ("evaluation", 30), ("finished", 30),
+    ]  # fmt: skip
+    layout = json.loads((tmp_path / "run" / "layout.json").read_text())
+    params = layout["parameters"] * 4
+    assert layout["bytes_per_device"]["params"] == params and layout["devices"] == 4
+    assert params <= layout["program"]["collectives"]["all-reduce"]["bytes"] <= params + 200  # and other sums
     evaluated = subprocess.run(
         [sys.executable, "-m", "jaxdp", "eval", "--run_dir", str(tmp_path / "run")],
         cwd=ROOT,
@@ -122,7 +142,7 @@ def test_a_run_goes_on_where_it_stands_under_the_other_backend(single, tmp_path)
         timeout=100,
     )
     accuracy = records(tmp_path / "run", "final")[0]["accuracy"]
-    assert evaluated.returncode == 0 and f"accuracy {accuracy:.4f}" in evaluated.stdout
+    assert evaluated.returncode == 0 and f"accuracy {accuracy:.4f}" in " ".join(evaluated.stdout.split())
     refused = jaxdp(*argv, "--seed", 5, code=2).stderr
     assert "seed: 0 -> 5" in refused and refused.count("\n") == 1
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["10", "20", "30"]
@@ -255,10 +275,65 @@ def test_help_reads_well():
         assert done.returncode == 0 and done.stdout.startswith("usage: ") and not done.stderr
     for key in ("--optimizer.clip_norm", "--parallel.backend {pmap,pjit}", "--microbatches", "over all devices"):
         assert key in done.stdout
+    for verb in cli.VERBS:
+        text = cli.help_of(verb, width=80)
+        assert text.startswith(f"usage: jaxdp {verb}") and f"  jaxdp {verb}" in text, verb
+        assert max(map(len, text.splitlines())) <= 115, verb
+    keys = [key for group in groups() for key in group.keys]
+    assert not [key.name for key in keys if not key.text]
+    assert {key.name for key in keys} == {k for k, hint in known_keys().items() if "." in k or inner(hint) is None}
+    assert not [key.name for key in keys if f"{'* '[key.decides == 'speed']} --{key.name} " not in done.stdout]
+    assert "--optimizer.lr" in cli.help_of("train", ["--help", "optimizer"])
+    assert "--model.target" not in cli.help_of("train", ["--help", "optimizer"])
     done = subprocess.run(
         [sys.executable, "-m", "jaxdp", "trian"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2 and "unknown verb 'trian'" in done.stderr
+
+
+def test_help_is_quick_and_needs_no_jax():
+    code = "import sys, jaxdp.cli; jaxdp.cli.help_of('train'); assert not {'jax', 'jsonargparse'} & {*sys.modules}"
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(seconds) < 0.3  # of a processor: others may use this one
+
+
+TAB = """eval "$(jaxdp completion {shell})"
+[ -z "$ZSH_VERSION" ] || emulate sh  # as zsh's own bashcompinit does around such a function
+COMP_WORDS=(jaxdp {words}) COMP_CWORD={place}
+_jaxdp
+echo "${{COMPREPLY[*]}}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["tr"], "train"),
+        (["--ve"], "--version"),
+        (["train", "--parallel.ba"], "--parallel.backend"),
+        (["train", "--parallel.backend", "pj"], "pjit"),
+        (["train", "--config", "conf"], ""),  # the shell completes files
+        (["export", "--lay"], "--layout"),
+        (["plan", "--dev"], "--devices"),
+        (["completion", "z"], "zsh"),
+    ],
+)
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_completes(shell, words, found):
+    if not shutil.which(shell):
+        pytest.skip(f"no {shell} here")
+    script = TAB.format(shell=shell, words=" ".join(words), place=len(words))
+    done = subprocess.run(
+        [shell, *{"bash": ["--norc"], "zsh": ["-f"]}[shell], "-c", script],
+        cwd=ROOT, text=True, capture_output=True, timeout=60,
+        env={**os.environ, "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert done.returncode == 0 and not done.stderr and done.stdout.strip() == found
 
 
 @pytest.mark.mpi

@@ -34,17 +34,17 @@ def wait_until(condition):
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 7])
 def test_every_item_in_order(depth):
-    with prefetch(lambda step: step * step, 3, 20, depth) as items:
+    with prefetch(lambda step: step * step, range(3, 20), depth) as items:
         assert list(items) == [step * step for step in range(3, 20)]
         assert next(items, None) is None
-    with prefetch(lambda step: step, 5, 5, depth) as items:
+    with prefetch(lambda step: step, range(5, 5), depth) as items:
         assert list(items) == []
 
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_at_most_depth_items_are_made_ahead(depth):
     made = []
-    with prefetch(lambda step: made.append(step) or step, 0, 100, depth) as items:
+    with prefetch(lambda step: made.append(step) or step, range(100), depth) as items:
         for taken in range(1, 6):
             wait_until(lambda taken=taken: len(made) == taken - 1 + depth)
             time.sleep(0.02)
@@ -55,7 +55,7 @@ def test_at_most_depth_items_are_made_ahead(depth):
 
 def test_without_depth_items_are_made_when_asked_for_and_here():
     made = []
-    with prefetch(lambda step: made.append(threading.current_thread()) or step, 0, 100, depth=0) as items:
+    with prefetch(lambda step: made.append(threading.current_thread()) or step, range(100), depth=0) as items:
         assert made == [] and next(items) == 0 and made == [threading.current_thread()]
 
 
@@ -70,7 +70,7 @@ def test_a_fault_arrives_after_the_items_before_it_as_the_same_object(depth, kin
         return step
 
     got = []
-    with pytest.raises(kind) as caught, prefetch(broken_reader, 0, 9, depth) as items:
+    with pytest.raises(kind) as caught, prefetch(broken_reader, range(9), depth) as items:
         for item in items:
             got.append(item)
     assert got == [0, 1] and caught.value is fault
@@ -82,12 +82,12 @@ def test_a_stray_stop_iteration_does_not_end_the_run_quietly(depth):
     def make(step):
         return next(iter([]))
 
-    with pytest.raises(RuntimeError, match="StopIteration"), prefetch(make, 0, 9, depth) as items:
+    with pytest.raises(RuntimeError, match="StopIteration"), prefetch(make, range(9), depth) as items:
         list(items)
 
 
 def test_leaving_early_frees_a_reader_that_waits_for_room():
-    with prefetch(lambda step: step, 0, 10**9, depth=1) as items:
+    with prefetch(lambda step: step, range(10**9), depth=1) as items:
         assert next(items) == 0
         (thread,) = readers()
         time.sleep(0.05)
@@ -97,7 +97,7 @@ def test_leaving_early_frees_a_reader_that_waits_for_room():
 
 
 def test_a_consumers_fault_ends_the_reader_too():
-    with pytest.raises(ZeroDivisionError), prefetch(lambda step: step, 0, 10**9) as items:
+    with pytest.raises(ZeroDivisionError), prefetch(lambda step: step, range(10**9)) as items:
         1 / next(items)
 
 
@@ -108,7 +108,7 @@ def test_a_fault_not_asked_for_is_not_raised_on_leaving():
         raised.set()
         raise OSError
 
-    with prefetch(make, 0, 9):
+    with prefetch(make, range(9)):
         assert raised.wait(5)
 
 
@@ -121,7 +121,7 @@ def test_a_read_that_hangs_does_not_keep_the_run_from_ending(monkeypatch):
         freed.wait(30)
 
     start = time.monotonic()
-    with prefetch(make, 0, 9):
+    with prefetch(make, range(9)):
         assert hung.wait(5)
         (thread,) = readers()
     assert time.monotonic() - start < 2 and thread.daemon

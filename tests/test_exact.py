@@ -147,7 +147,7 @@ def alone(model, optimizer="adamw"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "counts", "ways"), [("resnet", (1, 2, 4, 8), 47), ("gpt", (1, 8), 26)])
+@pytest.mark.parametrize(("model", "counts", "ways"), [("resnet", (1, 8), 26), ("gpt", (1, 8), 26)])
 def test_every_way_on_every_number_of_devices_is_one_device(model, counts, ways):
     got = run(rows_of(model, everywhere(*counts)))
     assert len(got) == ways

@@ -15,6 +15,7 @@ import pytest
 
 import launch
 from jaxdp.metrics.jsonl import read
+from jaxdp.report.read import read_run
 from two_hosts import TwoHosts
 
 pytestmark = pytest.mark.mpi
@@ -113,6 +114,8 @@ def test_a_run_that_suffers_everything_ends_in_the_same_string(config, uninterru
     )
     losses = {r["step"]: r["loss"] for r in read(run_dir / "metrics.jsonl") if r["split"] == "train"}
     assert losses == uninterrupted[1]
+    ends = [session["how"] for session in read_run(run_dir)["sessions"]]
+    assert [ends[i] for i in (2, 5, 6)] == ["preempted", "preempted", "finished"] and ends[3] != "finished"
 
 
 @pytest.mark.parametrize("which", ["openmpi5", pytest.param("mpich", marks=pytest.mark.slow)])

@@ -206,6 +206,7 @@ def test_dropout_follows_the_key_and_is_off_in_evaluation():
     np.testing.assert_allclose(run(KEY, False), logits(plain, params, batch), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_training_is_the_same_on_any_devices():
     batch = tokens(24)
     examples = {**batch, "labels": np.roll(batch["inputs"], -1, 1)}

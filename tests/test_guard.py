@@ -374,7 +374,7 @@ class Lines(list):
 def test_records_have_the_counts_and_the_console_says_the_total(capsys):
     records, metrics = Lines(), {"loss": 1.0, "skipped": 0, "skipped_updates": 3, "halted": 0, "nonfinite_grads": 0}
     with Meter(records, 1, 1, 1.0) as meter:
-        meter.update(1, {name: jnp.asarray(x) for name, x in metrics.items()})
+        meter.update(range(1, 2), {name: jnp.asarray(x) for name, x in metrics.items()})
         meter.flush()
     (record,) = records
     assert record["skipped"] == 0 and record["skipped_updates"] == 3 and "halted" not in record

@@ -27,14 +27,16 @@ LAYERS = [
         "inplace",
         "watch",
         "signals",
+        "compilation_cache",
+        "xla_presets",
     }
-    | {"transfer", "safetensors_file", "logits", "generate"}
+    | {"transfer", "safetensors_file", "logits", "generate", "trace", "report"}
     | {"models", "data", "metrics", "distributed", "split", "hlo", "hardware", "flops"},
     {"step"},
     {"parallel"},
     {"checkpoint", "own_loop"},
-    {"weights", "begin"},
-    {"loop", "plan", "verify"},
+    {"weights", "begin", "footprint"},
+    {"loop", "plan", "verify", "doctor"},
     {"build"},
     {"cli"},
     {"script"},

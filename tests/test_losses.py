@@ -204,6 +204,7 @@ def whole_batch(examples, model, params, steps, batch_size=20, microbatches=8):
     return params, losses
 
 
+@pytest.mark.slow
 def test_a_contrastive_loss_is_that_of_the_whole_batch_on_any_devices():
     """53 examples in batches of 20: the last has 13, some microbatches one, with padding beside it."""
     examples, model = toys.data(53, dtype=np.float64), two_towers()

@@ -107,6 +107,7 @@ def test_dtypes_are_those_of_the_parameters_and_the_cell_s_is_wide():
     np.testing.assert_allclose(outputs.astype(np.float32), exact, atol=0.05)
 
 
+@pytest.mark.slow
 def test_training_is_the_same_on_any_devices_and_learns():
     """Each token is the one before it plus one: dropout, carry and all."""
     first = np.arange(24)[:, None] % VOCABULARY

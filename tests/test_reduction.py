@@ -69,7 +69,20 @@ def test_buckets_are_last_leaf_first_of_one_dtype_within_the_limit():
 
 
 def test_auto_is_xla_in_one_process():
-    assert make_reduction("auto").reduce.__qualname__ == REDUCTIONS["xla"]().reduce.__qualname__
+    program = lambda name, mesh: str(
+        jax.make_jaxpr(
+            jax.shard_map(
+                lambda tree: make_reduction(name).reduce(tree, "data"),
+                mesh=mesh,
+                in_specs=P(),
+                out_specs=P(),
+                check_vma=False,
+            )
+        )([jnp.ones(3), jnp.ones(4)])
+    )
+    assert program("auto", MESH) == program("xla", MESH) != program("bucket", MESH)
+    alone = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    assert all("psum" not in program(name, alone) for name in ("xla", "bucket"))
 
 
 def test_the_initial_sync_keeps_types_and_bits():

@@ -171,6 +171,7 @@ def test_a_fault_ends_the_command_with_code_1_and_the_cause_in_the_last_line(tmp
     assert "tolerance" in command("--config", "config.yaml", "--tolerance", "tiny", cwd=tmp_path, code=2).stderr
 
 
+@pytest.mark.slow
 def test_exact_prints_a_digest_of_every_way_to_train_and_a_verdict(tmp_path):
     (tmp_path / "planted.py").write_text(PLANTED)
     (tmp_path / "config.yaml").write_text(CONFIG)

@@ -348,6 +348,7 @@ def test_stage_3_that_keeps_what_it_gathered_is_caught():
     assert beside_gradients(zero=3, accumulate="vmap", remat="none") > LAYERS
 
 
+@pytest.mark.slow
 def test_stage_3_of_more_blocks_takes_slices_more():
     """Eight more blocks: twice an eighth of each for the gradients, and its input."""
     more, fewer = (compiled(zero=3, accumulate="vmap", layers=n) for n in (LAYERS, LAYERS // 2))
@@ -355,6 +356,7 @@ def test_stage_3_of_more_blocks_takes_slices_more():
     assert grown / (LAYERS // 2) < 2 / DEVICES + 0.02
 
 
+@pytest.mark.slow
 def test_stage_2_frees_a_blocks_gradients_as_it_goes():
     """Against stage 1 and the whole accumulator, which have all of them."""
     temporaries = lambda **settings: (lambda p: p.memory.temp_size_in_bytes / p.params)(

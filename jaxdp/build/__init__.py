@@ -1,17 +1,18 @@
 """Config -> Run: the only place that sees both sides. Everything below it takes plain arguments."""
 
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
 
-from jaxdp import loop
+from jaxdp import compilation_cache, loop
 from jaxdp.build.parts import (
     NOTHING,
     Given,
@@ -27,23 +28,32 @@ from jaxdp.build.parts import (
 )
 from jaxdp.checkpoint import Checkpoints
 from jaxdp.config import Config
-from jaxdp.config.check import flatten
-from jaxdp.data.base import fingerprint, probes
+from jaxdp.config.check import decides, flatten
+from jaxdp.data import SOURCES
+from jaxdp.data.base import Dataset, fingerprint, probes
 from jaxdp.data.prefetch import read_batch
+from jaxdp.data.resident import Resident
+from jaxdp.data.transforms import TRANSFORMS
 from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError, one_line
-from jaxdp.losses import attribute, check
-from jaxdp.metrics.writer import Nothing
+from jaxdp.flops import model_flops
+from jaxdp.hardware import peak_flops
+from jaxdp.losses import LOSSES, attribute, check
+from jaxdp.metrics.throughput import throughput
+from jaxdp.metrics.writer import Nothing, Record
+from jaxdp.models import MODELS
 from jaxdp.models.base import CARRY
+from jaxdp.optim import OPTIMIZERS
 from jaxdp.parallel import STAGES, Strategy
 from jaxdp.parallel.base import slot_table
 from jaxdp.plan import Case
 from jaxdp.profile import Profile
 from jaxdp.rundir import versions
 from jaxdp.split import path_string
-from jaxdp.step import Step, TrainState
+from jaxdp.step import Step, TrainState, View
 
 T = TypeVar("T")
+REHEARSED = ("parallel.", "eval.", "checkpoint.best")  # keys that a rehearsal looks at, beside those of the numbers
 SLOW = 600.0  # seconds that one rank may take longer than another to read its data
 
 
@@ -57,19 +67,27 @@ def make_run(config: Config, directory: pathlib.Path, context: Context, given: G
     devices = choose_devices(config, context)
     slot_table(config.microbatches, len(devices))
     step, make_state = make_the_step(config, parts), state_maker(config, parts)
-    together(context, lambda: rehearse(config, parts, step, make_state))
+    flops = together(context, lambda: rehearsed(config, data, parts, given, step, make_state))
     strategy = make_strategy(config, parts, make_state, devices)
     together(context, lambda: check_optimizer(config, strategy, parts.tx, step))
-    source, workers = None, config.data.workers
-    if parts.eval_set is not None:
-        source = loop.Source(
-            parts.eval_set, make_order(config, parts.eval_set, parts.sequential, shuffle=False), workers
-        )
+
+    def source(dataset: Any, order: Any) -> loop.Source:
+        resident = Resident(dataset, strategy) if config.data.on_device else None
+        return loop.Source(dataset, order, config.data.workers, resident)
+
+    def sources() -> tuple[loop.Source, loop.Source | None]:
+        train = source(parts.dataset, parts.cursor)
+        if parts.eval_set is None:
+            return train, None
+        return train, source(parts.eval_set, make_order(config, parts.eval_set, parts.sequential, shuffle=False))
+
+    training, evaluation = together(context, sources)
     return loop.Run(
         strategy=strategy,
         step=step,
-        train=loop.Source(parts.dataset, parts.cursor, workers),
-        eval=source,
+        train=training,
+        eval=evaluation,
+        steps_per_call=config.steps_per_call,
         steps=parts.steps,
         writer=Nothing(),
         checkpoints=Checkpoints(
@@ -85,6 +103,7 @@ def make_run(config: Config, directory: pathlib.Path, context: Context, given: G
         asynchronous=config.checkpoint.asynchronous,
         averaged=config.eval.ema,
         derive=attribute(parts.loss, "derive", lambda means: {}),
+        speed=speed(config, parts, flops, devices),
         max_rollbacks=config.spike.max_rollbacks,
         directory=directory,
         meta={
@@ -126,12 +145,21 @@ def make_case(config: Config, parts: Parts, zero: int, slots: int, devices: int,
     return Case(strategy, step, cast(Any, example), zero > 1 and parallel.accumulator == "split")
 
 
+def speed(config: Config, parts: Parts, flops: float, devices: Sequence[jax.Device]) -> Callable[[float], Record]:
+    """What the train records say of the devices' use; flops: of an example."""
+    shape, dtype = shapes_of(parts.dataset).get("inputs", ((), np.dtype(float)))
+    tokens = shape[1] if len(shape) == 2 and np.issubdtype(dtype, np.integer) else None
+    dtypes = config.precision
+    peak = peak_flops(devices[0].device_kind, dtypes.compute or dtypes.params, dtypes.matmul)
+    return throughput(parts.cursor.examples_per_step, tokens, flops or None, peak and peak * len(devices))
+
+
 def make_profile(config: Config, directory: pathlib.Path, start: int, steps: int) -> Profile:
-    """The traced window, where it lies in what is left to do."""
-    first = config.profile.start
+    """The traced window, where it lies in what is left to do; a signal asks for another."""
+    first, place = config.profile.start, str(directory / "profile")
     if first is None or not start <= first < steps:
-        return Profile()
-    return Profile(str(directory / "profile"), first, min(config.profile.steps, steps - first))
+        return Profile(place, steps=config.profile.steps)
+    return Profile(place, first, min(config.profile.steps, steps - first))
 
 
 def together(context: Context, make: Callable[[], T]) -> T:
@@ -166,18 +194,17 @@ def check_optimizer(config: Config, strategy: Strategy, tx: Any, step: Step) -> 
         raise UsageError(str(error).replace("optimizer: ", named, 1), rank=error.rank) from None
 
 
-def rehearse(config: Config, parts: Parts, step: Step, make_state: Callable[[], TrainState]) -> None:
-    """Traces one update of one microbatch, by shape alone: what does not fit is said before anything is made."""
+def rehearse(config: Config, parts: Parts, step: Step, make_state: Callable[[], TrainState]) -> float:
+    """Traces one update of one microbatch, by shape alone: what does not fit is said before anything is made.
+
+    Returns the operations that the model asks for, forward and backward, for an example.
+    """
     state = jax.eval_shape(make_state)
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
         if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
             raise UsageError(f"model: parameter {path_string(path)!r} is {leaf.dtype}; only floats have a gradient")
         if not leaf.size:
             raise UsageError(f"model: parameter {path_string(path)!r} has shape {leaf.shape}; it holds nothing")
-
-    def update(state: TrainState, batch: Any) -> Any:
-        view = state.view._replace(carry=jax.tree.map(lambda x: x[:1], state.carry))
-        return step.apply(state, step.grads(view, batch, jax.numpy.zeros(1, jax.numpy.int32)))
 
     try:
         trained = step.trainable(state.params)
@@ -188,12 +215,57 @@ def rehearse(config: Config, parts: Parts, step: Step, make_state: Callable[[], 
             f"state and parameters ({one_line(error)})"
         ) from None
     batch = read_batch(parts.dataset, parts.cursor, 0, np.zeros(1, np.int32))
-    _, metrics = jax.eval_shape(update, state, batch)
+    slot = np.zeros(1, np.int32)
+    grads, sums = jax.make_jaxpr(step.grads, return_shape=True)(view_of_one(state), batch, slot)
+    _, metrics = jax.eval_shape(step.apply, state, sums)
     check_paths(config, state.params)
     check_best(config, parts, set(metrics))
     check_examples(parts, state)
     if parts.eval_set is not None:
         rehearse_evaluation(config, parts, step, state)
+    counted = model_flops(grads, lambda: jax.make_jaxpr(step.evaluate)(view_of_one(state), batch, slot))
+    return counted / parts.cursor.examples_per_microbatch
+
+
+def view_of_one(state: TrainState) -> View:
+    """The shapes of what a program for one microbatch sees of a state."""
+    one = lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+    return state.view._replace(carry=jax.tree.map(one, state.carry))
+
+
+def rehearsed(
+    config: Config, data: str, parts: Parts, given: Given, step: Step, make_state: Callable[[], TrainState]
+) -> float:
+    """What `rehearse` gives, or gave when a run of the same code, config and shapes was rehearsed before."""
+    note = note_of(config, data, parts, given)
+    with contextlib.suppress(TypeError, ValueError):
+        return float(note.read())  # type: ignore[arg-type]
+    flops = rehearse(config, parts, step, make_state)
+    note.write(repr(flops))
+    return flops
+
+
+def note_of(config: Config, data: str, parts: Parts, given: Given) -> compilation_cache.Note:
+    """Of a rehearsal; none where code of the user's takes part, which may be another the next time."""
+    own = config.data.transform
+    tables: list[tuple[Any, Mapping[str, Any]]] = [
+        (config.model, MODELS),
+        (config.data, SOURCES),
+        (config.loss, LOSSES),
+        (config.optimizer, OPTIMIZERS),
+        *([(own, TRANSFORMS)] if own else []),
+        *([(config.eval.data, SOURCES)] if config.eval.data else []),
+    ]
+    if given or not all(section.target in table for section, table in tables):
+        return compilation_cache.Note(None)
+    keys = {k: v for k, v in facts(config, data).items() if decides(k) == "numbers" or k.startswith(REHEARSED)}
+    examples = [None if d is None else shapes_of(d) for d in (parts.dataset, parts.eval_set)]
+    return compilation_cache.Note(repr((sorted(keys.items()), sorted(versions().items()), examples)))
+
+
+def shapes_of(dataset: Dataset) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Those of an example [1, ...], by name."""
+    return {k: (v.shape, v.dtype) for k, v in dataset.read(np.zeros(1, np.int64)).items()}
 
 
 def check_examples(parts: Parts, state: TrainState) -> None:
@@ -223,18 +295,13 @@ def check_examples(parts: Parts, state: TrainState) -> None:
 def rehearse_evaluation(config: Config, parts: Parts, step: Step, state: TrainState) -> None:
     """Traces the evaluation of a microbatch whose examples have other shapes than those to train on."""
     assert parts.eval_set is not None
-    spec = lambda dataset: {k: (v.shape, v.dtype) for k, v in dataset.read(np.zeros(1, np.int64)).items()}
-    ours, others = spec(parts.dataset), spec(parts.eval_set)
+    ours, others = shapes_of(parts.dataset), shapes_of(parts.eval_set)
     if ours == others:
         return
     order = make_order(config, parts.eval_set, parts.sequential, shuffle=False)
-    view = state.view._replace(
-        carry=jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), state.carry)
-    )
     try:
-        jax.eval_shape(
-            step.evaluate, view, read_batch(parts.eval_set, order, 0, np.zeros(1, np.int32)), np.zeros(1, np.int32)
-        )
+        slot = np.zeros(1, np.int32)
+        jax.eval_shape(step.evaluate, view_of_one(state), read_batch(parts.eval_set, order, 0, slot), slot)
     except Exception as error:
         shapes = [", ".join(f"{k} {v.name}{list(s[1:])}" for k, (s, v) in x.items()) for x in (others, ours)]
         raise UsageError(

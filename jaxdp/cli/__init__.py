@@ -1,32 +1,39 @@
 """The command line: `jaxdp VERB --config FILE [--key value ...]`; nothing here needs jax until the config is right."""
 
 import difflib
+import gc
 import importlib
 import os
 import pathlib
 import re
 import sys
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, get_type_hints
 
-from jaxdp import __version__, environment, signals
+from jaxdp import __version__, environment, signals, xla_presets
 from jaxdp.config import Config
 from jaxdp.config.check import WORDS, check_key, check_structure, expected, inner, known_keys, resolve
 from jaxdp.config.reading import explain, to_dataclass
 from jaxdp.distributed import launchers
 from jaxdp.errors import DistributedError, Said, UsageError, one_line
 
+# Objects made between two collections: looking through what imports and tracing leave, every 700, took 12 % of a start.
+BETWEEN_COLLECTIONS = 100_000
 PREEMPTED = 75  # the exit code that asks to be started again (sysexits.h: EX_TEMPFAIL)
 VERBS = {
     "train": "train a model, or go on where the run directory stands",
     "eval": "evaluate the last checkpoint of a run directory",
     "plan": "say what a run would need and move on N devices, without them",
     "verify": "prove that many devices train what one device would",
+    "report": "make one web page of one or several runs",
     "export": "write the parameters of a checkpoint to a .safetensors file",
+    "profile": "trace a few updates, and say where their time goes",
     "sample": "print text that a language model goes on with",
     "data": "make shards of tokens from text (jaxdp data tokenize)",
+    "doctor": "check this machine, and under mpirun all of a job's, before a run",
+    "completion": "print what lets bash or zsh complete commands and keys",
 }
 # Options of a verb beside the keys of the config: name to (type, default, help).
 OPTIONS: dict[str, dict[str, tuple[Any, Any, str]]] = {
@@ -43,6 +50,13 @@ OPTIONS: dict[str, dict[str, tuple[Any, Any, str]]] = {
         "exact": (bool, False, "compare bits instead: what reduction: exact gives on 1, 2, 4, ... devices"),
         "tolerance": (float, None, "largest relative error allowed; left out, 1e-10 in float64, 1e-5 in float32"),
         "json": (bool, False, "print JSON"),
+    },
+    "profile": {
+        "updates": (int, 5, "how many updates to trace"),
+        "top": (int, 20, "how many operations to list"),
+    },
+    "report": {
+        "out": (str, None, "the file to write; left out, report.html in the run, or here if there are several"),
     },
     "export": {
         "run_dir": (str, None, "the directory of the run"),
@@ -67,11 +81,30 @@ OPTIONS: dict[str, dict[str, tuple[Any, Any, str]]] = {
         "split": (float, 0.01, "the share of each input, its last, that is for validation"),
         "shard_tokens": (int, 100_000_000, "tokens in a shard"),
     },
+    "completion": {},
+    "doctor": {
+        "config": (str, None, "the config of a run, to see whether there is room for its checkpoints"),
+        "run_dir": (str, None, "where they are to go; left out, that of the config, or runs"),
+        "json": (bool, False, "print JSON"),
+    },
 }
 # Arguments of a verb that have no name on the command line: name to how many (as argparse's nargs).
-ARGUMENTS: dict[str, dict[str, str]] = {"data": {"action": "?", "inputs": "*"}}
+ARGUMENTS: dict[str, dict[str, str]] = {
+    "data": {"action": "?", "inputs": "*"},
+    "report": {"run": "*"},
+    "completion": {"shell": "?"},
+}
+COMPUTING = ("train", "eval", "profile")  # verbs whose time is that of the programs
 ALONE = ("plan", "verify")  # verbs of one process, on simulated devices where there are no real ones
-WITHOUT_CONFIG = {"export": "verbs", "sample": "verbs", "data": "tokenizing"}  # verbs of one process: a module each
+# Verbs without a config: a module each. All but the doctor are of one process, on the CPU.
+WITHOUT_CONFIG = {
+    "export": "verbs",
+    "sample": "verbs",
+    "data": "tokenizing",
+    "report": "reporting",
+    "completion": "completion",
+    "doctor": "doctoring",
+}
 
 USAGE = """usage: jaxdp VERB [--config FILE] [--key value ...]
 
@@ -83,19 +116,49 @@ USAGE = """usage: jaxdp VERB [--config FILE] [--key value ...]
   jaxdp eval --run_dir runs/digits
   jaxdp plan --config configs/gpt2_124m.yaml --devices 1024 --zero all
   jaxdp verify --config configs/digits.yaml
+  jaxdp report runs/digits runs/other
   jaxdp export --run_dir runs/digits
   jaxdp sample --run_dir runs/python_gpt --prompt "def "
   jaxdp data tokenize text.txt --output tokens --tokenizer gpt2
+  jaxdp doctor
+  mpirun -np 2 jaxdp doctor --run_dir runs/digits
+  eval "$(jaxdp completion bash)"
 
-`jaxdp VERB --help` lists every key with its default. `python train.py` is `jaxdp train`.
+`jaxdp VERB --help` has examples, and every key with its default. `python train.py` is `jaxdp train`.
 """
+# More lines for the help of a verb, beside those of the usage.
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "eval": ("jaxdp eval --run_dir runs/digits --eval.ema true",),
+    "plan": ("jaxdp plan --config configs/llama_7b.yaml --devices 64 --memory 80GB --json",),
+    "verify": (
+        "jaxdp verify --config configs/digits.yaml --exact",
+        "jaxdp verify --config configs/gpt2_124m.yaml --verify.model_args '{layers: 2, dim: 64}' --verify.strategies 4",
+    ),
+    "profile": ("jaxdp profile --config configs/digits.yaml --updates 10 --top 5",),
+    "export": (
+        "jaxdp export --run_dir runs/digits --step 1380 --output digits.safetensors",
+        "jaxdp export --run_dir runs/gpt2_124m --layout gpt2",
+    ),
+    "sample": ("jaxdp sample --run_dir runs/python_gpt --prompt 'class ' --tokens 400 --temperature 0.5",),
+    "data": ("jaxdp data tokenize a.txt b.jsonl --output tokens --tokenizer byte --split 0.05",),
+    "completion": ("jaxdp completion zsh > ~/.jaxdp.zsh",),
+}
+
+
+def command(argv: list[str] | None = None) -> NoReturn:
+    """`main`, as a command: the process may begin anew (`environment.huge_pages`)."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in COMPUTING:
+        environment.huge_pages()
+    main(argv)
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Exit codes: 0 done, 2 bad usage or config, 75 preempted after a good save, 1 anything else."""
     argv = sys.argv[1:] if argv is None else argv
+    gc.set_threshold(BETWEEN_COLLECTIONS, *gc.get_threshold()[1:])
     if not argv or argv[0] in ("-h", "--help"):
-        verbs = "\n".join(f"  {verb:8} {text}" for verb, text in VERBS.items())
+        verbs = "\n".join(f"  {verb:10} {text}" for verb, text in VERBS.items())
         print(USAGE.format(verbs=verbs), end="")
         sys.exit(0 if argv else 2)
     if argv[0] == "--version":
@@ -104,6 +167,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
     if argv[0] not in VERBS:
         _refuse(UsageError(f"jaxdp: unknown verb {argv[0]!r}; known: {', '.join(VERBS)}"))
     try:
+        if {"-h", "--help"} & {*argv[1:]}:
+            print(help_of(argv[0], argv[1:]), end="")
+            sys.exit(0)
         _run(argv[0], argv[1:])
     except Said as error:
         _refuse(error)
@@ -116,12 +182,27 @@ def main(argv: list[str] | None = None) -> NoReturn:
     sys.exit(0)
 
 
+def help_of(verb: str, argv: Sequence[str] = (), width: int | None = None) -> str:
+    """The text of `jaxdp VERB --help [SECTION]`; examples are the lines of the usage, and more of the verb's own."""
+    from jaxdp.cli.help import help_text
+
+    examples = [line.strip() for line in USAGE.splitlines() if re.match(rf"  [^`]*\bjaxdp {verb}\b", line)]
+    given = [*argv, "", ""]
+    after = given[next((i for i, arg in enumerate(given) if arg in ("-h", "--help")), -2) + 1]
+    section = after if after and not after.startswith("-") and verb not in WITHOUT_CONFIG else None
+    own, places = OPTIONS.get(verb, {}), ARGUMENTS.get(verb)
+    examples += EXAMPLES.get(verb, ())
+    return help_text(verb, VERBS[verb], examples, own, places, verb not in WITHOUT_CONFIG, section, width)
+
+
 def _run(verb: str, argv: list[str]) -> None:
     config: Config | None = None
     error: str | None = None
+    options: dict[str, Any] = {}
     if verb in WITHOUT_CONFIG:
         options = load_options(argv, verb)
-        os.environ["JAX_PLATFORMS"] = "cpu"  # a training job may have all of a GPU
+        if verb != "doctor":
+            os.environ["JAX_PLATFORMS"] = "cpu"  # a training job may have all of a GPU
         getattr(importlib.import_module(f"jaxdp.cli.{WITHOUT_CONFIG[verb]}"), verb)(options)
         return
     if verb in ALONE:
@@ -141,24 +222,29 @@ def _run(verb: str, argv: list[str]) -> None:
     if verb == "train":
         signals.listen()
     try:
-        config, path, _ = load(argv, verb)
+        config, path, options = load(argv, verb)
     except UsageError as e:
         if launchers.discover().size == 1:
             raise
         error = str(e)  # the others may have a right config: the handshake tells them why this rank cannot
     set_threads(config)
+    if verb == "profile":
+        environment.trace_operations()
+    left_out = xla_presets.use(config.parallel.xla_preset, config.parallel.devices) if config is not None else None
     import jaxdp
 
     context = jaxdp.init()
     signals.heed()
     context.agree(error)
+    if left_out and context.is_root:
+        print(f"jaxdp: {left_out}", file=sys.stderr)
     assert config is not None
     from jaxdp.cli import verbs
     from jaxdp.distributed.context import leave
     from jaxdp.watch import Stopped
 
     try:
-        getattr(verbs, verb)(config, path, context)
+        getattr(verbs, verb)(config, path, context, *([options] if verb in OPTIONS else []))
     except Stopped:
         leave(PREEMPTED, speaker=0)
 
@@ -180,14 +266,8 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
 
     import jsonargparse
 
-    parser = jsonargparse.ArgumentParser(
-        prog=f"jaxdp {verb}",
-        usage=f"jaxdp {verb} --config FILE [--key value ...]",
-        description=f"{VERBS[verb].capitalize()}. Every key below may stand in the YAML file, and on the command line.",
-        exit_on_error=False,
-        default_env=False,
-    )
-    parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help="the YAML file of the run")
+    parser = jsonargparse.ArgumentParser(prog=f"jaxdp {verb}", exit_on_error=False, default_env=False)
+    parser.add_argument("--config", action=jsonargparse.ActionConfigFile)
     own = OPTIONS.get(verb, {})
     _add_options(parser, own)
     parser.add_class_arguments(Config, None, as_group=False)
@@ -219,12 +299,7 @@ def load_options(argv: list[str], verb: str) -> dict[str, Any]:
     import jsonargparse
 
     own, places = OPTIONS[verb], ARGUMENTS.get(verb, {})
-    usage = " ".join([f"jaxdp {verb}", *(f"{name.upper()}{'...' * (n == '*')}" for name, n in places.items())])
-    usage += " [--option value ...]"
-    text = f"{VERBS[verb].capitalize()}."
-    parser = jsonargparse.ArgumentParser(
-        prog=f"jaxdp {verb}", usage=usage, description=text, exit_on_error=False, default_env=False
-    )
+    parser = jsonargparse.ArgumentParser(prog=f"jaxdp {verb}", exit_on_error=False, default_env=False)
     _add_options(parser, own)
     for name, many in places.items():
         parser.add_argument(name, nargs=many)
@@ -257,9 +332,9 @@ def _options_first(argv: list[str], own: Mapping[str, tuple[Any, Any, str]]) -> 
 
 
 def _add_options(parser: Any, own: Mapping[str, tuple[Any, Any, str]]) -> None:
-    for name, (kind, default, text) in own.items():
+    for name, (kind, default, _) in own.items():
         how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
-        parser.add_argument(f"--{name}", default=default, help=text, **how)
+        parser.add_argument(f"--{name}", default=default, **how)
 
 
 def _with_saved_config(argv: list[str]) -> list[str]:

@@ -11,8 +11,9 @@ from jaxdp.build import make_case, rehearse
 from jaxdp.build.parts import Parts, make_the_step, state_maker
 from jaxdp.config import Config
 from jaxdp.errors import UsageError
-from jaxdp.hardware import Hardware, load_hardware
+from jaxdp.hardware import Hardware, load_hardware, rate
 from jaxdp.hlo import summarize
+from jaxdp.metrics.numbers import size
 from jaxdp.parallel.pjit import group_size
 from jaxdp.plan import Plan, make_plan, predict, recommend
 
@@ -37,7 +38,7 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
         )
         for zero in stages
     ]
-    dtype = rate(config, hardware)
+    dtype = rate(config.precision.compute or config.precision.params, config.precision.matmul, hardware.flops)
     seconds = [predict(p, hardware, dtype) if dtype in hardware.flops else None for p in plans]
     best = recommend(plans, limit)
     own, uneven = devices <= config.microbatches, 0 < config.microbatches % devices < config.microbatches
@@ -138,14 +139,6 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     return {**simple, "memory": plan.memory._asdict(), "share": share, "collectives": total}
 
 
-def rate(config: Config, hardware: Hardware) -> str:
-    """The row of the hardware's rates: that of the compute dtype; float32 products are TF32 unless asked otherwise."""
-    compute = config.precision.compute or config.precision.params
-    if compute == "float32" and config.precision.matmul == "default" and "tensorfloat32" in hardware.flops:
-        return "tensorfloat32"
-    return compute
-
-
 def read_stages(text: str, own: int) -> list[int]:
     if text == "config":
         return [own]
@@ -162,11 +155,3 @@ def read_bytes(text: str) -> float:
     if not found or not 0 < float(found[1]) < math.inf:
         raise UsageError(f"--memory: {text!r} is no number of bytes, such as 80GB")
     return float(found[1]) * UNITS[found[2] if found[2] and found[2] != "B" else ""]
-
-
-def size(n: float) -> str:
-    """Bytes for people: 1.23 GB."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n >= scale:
-            return f"{n / scale:.3g} {unit}" if n < 999.5 * scale else f"{n / scale:.0f} {unit}"
-    return f"{n:.0f} B"

@@ -2,29 +2,32 @@
 
 import contextlib
 import dataclasses
-import math
 import pathlib
 import sys
+import time
+from collections.abc import Iterator
 from typing import IO, Any
 
-import jax
-
+from jaxdp import compilation_cache, loop, rundir, signals
 from jaxdp import config as schema
-from jaxdp import loop, rundir
 from jaxdp.build import make_profile, make_run, together
 from jaxdp.build.parts import NOTHING, Given, make_parts, set_jax
-from jaxdp.build.subject import make_subject
-from jaxdp.build.warm import warm
 from jaxdp.checkpoint import Checkpoints
+from jaxdp.cli.starting import layout_of, start_writer, with_layout
 from jaxdp.config import Config
 from jaxdp.config.check import changed_numbers
+from jaxdp.distributed import last_words
 from jaxdp.distributed.context import Context
-from jaxdp.errors import UsageError
+from jaxdp.distributed.sentinel import is_consequence
+from jaxdp.errors import Said, UsageError, one_line
 from jaxdp.metrics.console import Console
-from jaxdp.metrics.jsonl import JsonLines, read
-from jaxdp.metrics.writer import Many, Nothing, Record, Writer
+from jaxdp.metrics.events import Events, NoEvents
+from jaxdp.metrics.jsonl import read
+from jaxdp.metrics.throughput import goodput
+from jaxdp.metrics.writer import Nothing, Record, Writer
+from jaxdp.metrics.writers import check_writers
 from jaxdp.step import TrainState
-from jaxdp.watch import Guarded
+from jaxdp.watch import Guarded, Stopped
 
 
 def train(
@@ -34,10 +37,14 @@ def train(
 
     keep: returns the state too, exported. given: see `make_parts`.
     """
+    began = time.time()
     directory = schema.run_dir(config, path)
     config = as_begun(config, directory, context)
+    keep_programs(config, context)
     run = make_run(config, directory, context, given)
+    together(context, lambda: check_writers(config.log.writers))
     held = share(directory, context)
+    events = run.checkpoints.events = Events(directory) if context.is_root else NoEvents()
     start, found = resume_step(run, config, context)
     if start > run.steps:
         raise UsageError(f"steps: {run.steps}, but {str(directory)!r} has already made {start}; give more", rank=0)
@@ -48,6 +55,7 @@ def train(
             print(summary(final[-1], directory))
         if held:
             held.close()
+        final[-1].pop("time", None)  # as it was returned then
         return final[-1], run.checkpoints.restore(start, run.strategy.abstract()) if keep else None
     profile = make_profile(config, directory, start, run.steps)
     run = dataclasses.replace(
@@ -57,10 +65,19 @@ def train(
         offset=found.get("offset", 0),
         rollbacks=found.get("rollbacks", 0),
         profile=profile,
+        events=events,
     )
     if not start and config.init_from is not None:
+        from jaxdp.build.warm import warm
+
         run = warm(run, config, context)
-    writer = start_writer(directory, config, context, run)
+    writer: Writer = Nothing()
+    if context.is_root:
+        layout = layout_of(run, config)
+        writer = start_writer(directory, config, context, run, layout)
+        run = with_layout(run, config, directory, layout)
+    facts = {"devices": len(run.strategy.devices), "processes": context.size, "steps": run.steps}
+    events.note("resume" if start else "start", start, t=round(began, 3), **facts)
     watch = Guarded(
         context,
         directory,
@@ -68,16 +85,49 @@ def train(
         config.watchdog.straggler_factor,
         config.checkpoint.every_minutes,
     )
-    run = dataclasses.replace(run, writer=writer, watch=watch)
+    account = lambda: context.of_root("goodput", lambda: goodput(directory / "metrics.jsonl", rundir.began(directory)))
+    run = dataclasses.replace(run, writer=writer, watch=watch, account=account)
+
+    def heard(name: str) -> None:
+        if name == signals.TRACE:
+            profile.ask()
+
+    signals.subscribe(heard)
     try:
-        record, state = loop.complete(run)
+        with noting_the_end(events, context.size == 1):
+            record, state = loop.complete(run)
         writer.say(summary(record, directory))
         return record, run.strategy.export(state) if keep else None
     finally:
+        signals.unsubscribe(heard)
+        profile.stop()
         watch.stop()
         writer.close()
         if held:
             held.close()
+
+
+@contextlib.contextmanager
+def noting_the_end(events: NoEvents, alone: bool) -> Iterator[None]:
+    """Notes why training ended, where it did by an error, or another process's.
+
+    alone: there is no other, whose error might be the cause of this one's and be heard of after it.
+    """
+    ended = lambda text: events.note("failed", reason=text.rstrip(": "))
+    last_words.subscribe(ended)
+    over = True
+    try:
+        yield
+    except Stopped:
+        raise
+    except BaseException as error:
+        over = alone
+        lost = "" if alone or not is_consequence(error) else "another process was lost: "
+        ended(str(error) if isinstance(error, Said) else f"{lost}{type(error).__name__}: {one_line(error)[:300]}")
+        raise
+    finally:
+        if over:
+            last_words.unsubscribe(ended)
 
 
 def summary(final: Record, directory: pathlib.Path) -> str:
@@ -89,6 +139,7 @@ def eval(config: Config, path: str | None, context: Context) -> None:
     """The verb `eval`: evaluates the last checkpoint of the run directory, and prints the result."""
     directory = schema.run_dir(config, path)
     config = as_begun(config, directory, context)
+    keep_programs(config, context)
     run = make_run(config, directory, context)
     step, _ = resume_step(run, config, context, tidy=False)
     if not step:
@@ -98,6 +149,13 @@ def eval(config: Config, path: str | None, context: Context) -> None:
     record = loop.evaluate(run, run.strategy.lower(run.step), loop.restore(run, step))
     if context.is_root:
         Console(step).write({"step": step, "split": "eval", **record})
+
+
+def keep_programs(config: Config, context: Context) -> None:
+    """As `compilation_cache` says; a cache that cannot be used is one warning."""
+    problem = compilation_cache.use(config.compilation_cache)
+    if problem and context.is_root:
+        print(f"jaxdp: {problem}", file=sys.stderr)
 
 
 def as_begun(config: Config, directory: pathlib.Path, context: Context) -> Config:
@@ -151,48 +209,6 @@ def check_same_numbers(found: dict[str, Any], run: loop.Run, config: Config, ste
         )
 
 
-def start_writer(directory: pathlib.Path, config: Config, context: Context, run: loop.Run) -> Writer:
-    """Writes config.yaml and env.json, and opens the writers; a rank other than root writes nothing."""
-    if not context.is_root:
-        return Nothing()
-    devices = run.strategy.devices
-    rundir.write_config(directory, dataclasses.asdict(config))
-    rundir.write_env(
-        directory,
-        {
-            "devices": {"count": len(devices), "kind": devices[0].device_kind, "platform": devices[0].platform},
-            "topology": {
-                "processes": context.size,
-                "local_processes": context.local_size,
-                "hosts": list(context.hosts),
-                "pids": list(context.pids),
-            },
-            "launcher": context.launcher,
-            "backend": config.parallel.backend,
-        },
-    )
-    begin = f"goes on after step {run.start}" if run.start else "starts"
-    count = sum(math.prod(x.shape) for x in jax.tree.leaves(run.strategy.shapes.params))
-    layout, share = "", run.strategy.share()
-    if run.strategy.parts > 1 and config.parallel.zero:
-        split = share.split_bytes / max(share.total_bytes, 1)
-        whole = f", {share.whole} leaves that do not divide stay whole" if share.whole else ""
-        layout = f" zero {config.parallel.zero}: {split:.1%} of the state split in {run.strategy.parts}{whole};"
-    writer = Many(
-        [
-            JsonLines(directory / "metrics.jsonl", run.start, run.evaluated),
-            Console(run.steps, run.start, context.size == 1),
-        ]
-    )
-    writer.say(
-        f"{config.model.target} {count:,} parameters; {config.data.target} {len(run.train.dataset):,} examples; "
-        f"batch {config.batch_size} in {config.microbatches} microbatches; {config.optimizer.target}\n"
-        f"{len(devices)} x {devices[0].device_kind} in {context.size} process{'es' * (context.size > 1)} "
-        f"({context.launcher}), {config.parallel.backend};{layout} {begin} in {directory}"
-    )
-    return writer
-
-
 def plan(config: Config, options: dict[str, Any]) -> None:
     """The verb `plan`: what an update needs, moves and takes, stage by stage, and the stage to choose."""
     from jaxdp.cli.planning import report
@@ -203,6 +219,7 @@ def plan(config: Config, options: dict[str, Any]) -> None:
 
 def verify(config: Config, options: dict[str, Any]) -> None:
     """The verb `verify`: exits with code 1 where many devices do not train what one device would."""
+    from jaxdp.build.subject import make_subject
     from jaxdp.cli.verifying import compile_quickly, report, report_exact
 
     if options["exact"]:
@@ -221,6 +238,15 @@ def export(options: dict[str, Any]) -> None:
     from jaxdp.cli import exporting
 
     print(exporting.export(options))
+
+
+def profile(config: Config, path: str | None, context: Context, options: dict[str, Any]) -> None:
+    """The verb `profile`: traces a few updates, and prints where their time went."""
+    from jaxdp.cli.profiling import profile
+
+    text = profile(config, path, context, options)
+    if context.is_root:
+        print(text)
 
 
 def sample(options: dict[str, Any]) -> None:

@@ -64,11 +64,13 @@ class DataTarget(Target):
         transform: run on the device: Mixup, or the dotted path of a function (example, key) -> example of training
             examples, or (example, key, train) -> example of all
         workers: processes that read the data; 0 reads it in a thread
+        on_device: the whole set lives on every device, and batches are gathered there; for small ones
     """
 
     order: Literal["shuffled", "sequential"] | None = numbers(None)
     transform: Target | None = numbers(None)
     workers: int = speed(0)
+    on_device: bool = speed(False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +162,8 @@ class Parallel:
         accumulate: a device's microbatches all at once (vmap) or one after the other (loop, the memory of
             one); auto takes vmap, and loop where the reduction is exact
         devices: use only the first so many devices of a single process; null uses all
+        xla_preset: overlap sets XLA's own switches that let collectives overlap with the backward pass on several GPUs;
+            default leaves XLA as it is (docs/performance.md)
     """
 
     backend: Literal["pmap", "pjit"] = speed("pmap")
@@ -171,6 +175,7 @@ class Parallel:
     remat: Literal["auto", "none", "full", "dots", "dots_no_batch"] = speed("auto")
     accumulate: Literal["auto", "vmap", "loop"] = speed("auto")
     devices: int | None = speed(None)
+    xla_preset: Literal["default", "overlap"] = speed("default")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,14 +253,17 @@ class Log:
 
     Args:
         every: updates between two lines
+        writers: where the numbers go beside the console and metrics.jsonl: TensorBoard, WandB, or {target, args} with
+            the dotted path of one's own (docs/monitoring.md)
     """
 
     every: int = speed(50)
+    writers: list[Any] = speed([])
 
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """A trace for TensorBoard or Perfetto, in the run directory.
+    """A trace for TensorBoard or Perfetto, in the run directory; SIGUSR2 asks for one of the next updates.
 
     Args:
         start: the first update traced; null traces none
@@ -340,6 +348,10 @@ class Config:
         epochs: passes over the training data (or give steps)
         batch_size: examples per update, over all devices
         microbatches: how many pieces a batch is dealt into; at least the number of devices
+        compilation_cache: where compiled programs are kept for the next start: a folder, auto for one among the user's
+            caches, or null for none; JAX_COMPILATION_CACHE_DIR goes before (docs/performance.md)
+        steps_per_call: updates in one compiled call, for small models; what is due between two updates (evaluation,
+            save) is made between calls, by single updates up to there
         init_from: start from the parameters of another run's directory, of one of its checkpoints, or of a .safetensors
             file (docs/finetune.md); null initializes them
     """
@@ -350,6 +362,8 @@ class Config:
     epochs: float | None = numbers(None)
     batch_size: int = numbers(128)
     microbatches: int = numbers(8)
+    compilation_cache: str | None = speed("auto")
+    steps_per_call: int = speed(1)
     init_from: str | None = numbers(None)
     init: Init = numbers(Init())
     model: ModelTarget = numbers(ModelTarget())

@@ -18,11 +18,13 @@ AT_LEAST = {
     "parallel.devices": 1, "parallel.zero": 0, "parallel.shard_size": 2, "precision.loss_scale_interval": 1,
     "verify.strategies": 1, "checkpoint.keep_every": 1, "watchdog.straggler_factor": 1,
     "nonfinite.max_consecutive": 1, "spike.after": 1, "spike.max_rollbacks": 0, "data.workers": 0,
+    "steps_per_call": 1,
 }  # fmt: skip
 AT_MOST = {
     "seed": 2**32 - 1,
     "batch_size": 2**31 - 1,
     "microbatches": 2**20,
+    "steps_per_call": 2**16,
     "steps": 2**31 - 1,
     "epochs": 2**31 - 1,
     "parallel.zero": 3,
@@ -183,6 +185,8 @@ def check(config: Config) -> None:
     for key in ("model", "data", "loss", "optimizer"):
         if not flat[f"{key}.target"]:
             raise UsageError(f"{key}.target: missing; name a built-in or a dotted path, e.g. {key}: {{target: ...}}")
+    if config.compilation_cache is not None and config.compilation_cache.lower() in ("", "off", "no", "none", "false"):
+        raise UsageError(f"compilation_cache: {config.compilation_cache!r} is no folder; null keeps no cache")
     opt, parallel = config.optimizer, config.parallel
     check_patterns(config, "optimizer", "no_decay", "frozen", "lr_scale")
     for pattern, factor in opt.lr_scale.items():
@@ -204,6 +208,10 @@ def check(config: Config) -> None:
         name = "zero" if parallel.zero > 1 else "shard_size"
         value = getattr(parallel, name)
         raise UsageError(f"parallel.{name}: {value} does not work under pmap; set parallel.backend to pjit")
+    if config.data.on_device and config.data.workers:
+        raise UsageError(
+            f"data.workers: {config.data.workers} read nothing where data.on_device is true; set one of the two"
+        )
     if parallel.reduction == "exact":
         check_exact(config)
     if "float64" in (config.precision.compute, config.precision.reduce) and config.precision.params != "float64":
@@ -235,6 +243,11 @@ def check_init(config: Config) -> None:
 def check_exact(config: Config) -> None:
     """Raises `UsageError` for what rounds in another way on another number of devices."""
     parallel, dtypes = config.parallel, config.precision
+    if config.steps_per_call > 1:
+        raise UsageError(
+            f"steps_per_call: {config.steps_per_call} with reduction: exact, where every update is two programs of its "
+            "own; set it to 1"
+        )
     if parallel.accumulate == "vmap":
         raise UsageError(
             "parallel.accumulate: vmap with reduction: exact adds up in another order on every number of devices; "

@@ -4,6 +4,7 @@ No iterator holds a position, so a resume needs a step number and nothing else, 
 neither skips nor repeats an example: which rows a process reads follows from the microbatches that it holds.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,6 +18,7 @@ _WORD = (1 << 64) - 1
 # A Feistel network is a permutation with any number of rounds; ten, as in NIST SP 800-38G (FF1), make small and odd
 # domains look uniform too.
 _ROUNDS = 10
+_SPAN = 4096  # places of an epoch's order that are worked out together
 
 
 def _mix(words: np.ndarray) -> np.ndarray:
@@ -63,6 +65,26 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
     return values.astype(np.int64)
 
 
+@functools.lru_cache(maxsize=32)
+def _dealt(slots: bytes, microbatches: int, places: int, examples: int) -> tuple[np.ndarray, np.ndarray]:
+    """(rows of a batch of so many examples, mask), each [slot, place] and not to be written to: the same every step."""
+    dealt = np.frombuffer(slots, np.int64).reshape(-1, 1)
+    if ((dealt < -1) | (dealt >= microbatches)).any():
+        raise ValueError(f"slots: {dealt[:, 0].tolist()} are not all in [-1, {microbatches})")
+    row = np.arange(places) * microbatches + dealt
+    mask = (dealt >= 0) & (row < examples)
+    row = np.where(mask, row, 0)
+    for array in (row, mask):
+        array.flags.writeable = False
+    return row, mask
+
+
+@functools.lru_cache(maxsize=8)
+def _span(number: int, size: int, seed: int, epoch: int) -> np.ndarray:
+    """`permute` of places `number` x _SPAN and on: a batch by itself costs ten times as much, in calls of NumPy."""
+    return permute(np.arange(number * _SPAN, min((number + 1) * _SPAN, size)), size, seed, epoch)
+
+
 @dataclass(frozen=True)
 class Order:
     """Which examples each microbatch of each step holds.
@@ -91,6 +113,11 @@ class Order:
         return -(-self.size // self.batch_size)
 
     @property
+    def examples_per_step(self) -> float:
+        """The real rows of a batch on average: an epoch's last may hold fewer."""
+        return self.size / self.steps_per_epoch
+
+    @property
     def examples_per_microbatch(self) -> int:
         """E, the places of a microbatch: those of the fullest one in a whole batch."""
         return -(-self.batch_size // self.microbatches)
@@ -109,12 +136,9 @@ class Order:
         slots: microbatch numbers in [0, microbatches), or -1 for an empty slot. A place without a row repeats the
         example of the batch's first row under mask False, so padding is always a real, finite example.
         """
-        dealt = np.asarray(slots, np.int64).reshape(-1, 1)
-        if ((dealt < -1) | (dealt >= self.microbatches)).any():
-            raise ValueError(f"slots: {list(slots)} are not all in [-1, {self.microbatches})")
-        row = np.arange(self.examples_per_microbatch) * self.microbatches + dealt
-        mask = (dealt >= 0) & (row < self.examples(step))
-        return self._examples(step, np.where(mask, row, 0)), mask
+        wanted = np.asarray(slots, np.int64).tobytes()
+        row, mask = _dealt(wanted, self.microbatches, self.examples_per_microbatch, self.examples(step))
+        return self._examples(step, row), mask
 
     def _examples(self, step: int, rows: np.ndarray) -> np.ndarray:
         """The examples of some rows of the step's batch."""
@@ -138,7 +162,15 @@ class Cursor(Order):
     def _examples(self, step: int, rows: np.ndarray) -> np.ndarray:
         epoch, first = self._batch(step)
         position = first + rows
-        return permute(position, self.size, self.seed, epoch) if self.shuffle else position
+        if not self.shuffle:
+            return position
+        if self.batch_size > _SPAN // 4:  # many at once cost no more apart, and other processes have most of them
+            return permute(position, self.size, self.seed, epoch)
+        at, end = first // _SPAN, (first + self.examples(step) - 1) // _SPAN
+        span = _span(at, self.size, self.seed, epoch)
+        if end > at:
+            span = np.concatenate([span, _span(end, self.size, self.seed, epoch)])
+        return span[position - at * _SPAN]
 
 
 @dataclass(frozen=True)

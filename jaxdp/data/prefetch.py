@@ -6,7 +6,7 @@ set globally, with `jax.config.update`.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -16,15 +16,16 @@ from jaxdp.data.base import Dataset
 from jaxdp.data.cursor import RESET, Order
 from jaxdp.errors import UsageError
 
+S = TypeVar("S")
 T = TypeVar("T")
 GRACE_S = 10.0  # a read that hangs on a lost file system must not keep a run from ending
 
 
 @contextmanager
-def prefetch(make: Callable[[int], T], start: int, stop: int, depth: int = 2) -> Iterator[Iterator[T]]:
-    """Iterates over `make(start), ..., make(stop - 1)`, in order, with at most `depth` made or being made ahead.
+def prefetch(make: Callable[[S], T], steps: Iterable[S], depth: int = 2) -> Iterator[Iterator[T]]:
+    """Iterates over `make(step)` of each of the steps, in order, with at most `depth` made or being made ahead.
 
-        with prefetch(make, start, stop) as batches:
+        with prefetch(make, range(start, stop)) as batches:
             for batch in batches: ...
 
     depth: 0 makes each item when it is asked for, without a thread. What `make` raises is raised by the iterator, the
@@ -32,7 +33,7 @@ def prefetch(make: Callable[[int], T], start: int, stop: int, depth: int = 2) ->
     `make` that is under way, at most `GRACE_S` seconds.
     """
     if depth < 1:
-        yield (make(step) for step in range(start, stop))
+        yield (make(step) for step in steps)
         return
     changed = threading.Condition()
     ready: deque[T] = deque()
@@ -42,7 +43,7 @@ def prefetch(make: Callable[[int], T], start: int, stop: int, depth: int = 2) ->
     def read_ahead() -> None:
         nonlocal ended
         try:
-            for step in range(start, stop):
+            for step in steps:
                 with changed:
                     changed.wait_for(lambda: left or len(ready) < depth)
                     if left:
@@ -84,29 +85,46 @@ def prefetch(make: Callable[[int], T], start: int, stop: int, depth: int = 2) ->
 
 
 def read_batch(dataset: Dataset, cursor: Order, step: int, slots: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-    """The step's rows in `slots`, in one `dataset.read`: each value [slot, E, ...], and "mask"[slot, E] float32.
+    """The step's rows in `slots`: each value [slot, E, ...], and the mask; see `read_batches`."""
+    return {key: value[0] for key, value in read_batches(dataset, cursor, [step], slots).items()}
 
-    The mask is 1 for a real row and 0 for padding (see `Order.rows`). Where the dataset gives a "mask" of its own (of
-    tokens, say), it is multiplied by ours, in its own shape. Of a sequential order there is also "reset"[slot, E] bool:
-    where what the model carries begins anew, at an epoch's begin and where the dataset says so. Raises UsageError where
-    `read` gives something other than a dict of arrays with one entry an index.
+
+def read_batches(
+    dataset: Dataset, cursor: Order, steps: Sequence[int], slots: Sequence[int] | np.ndarray
+) -> dict[str, np.ndarray]:
+    """The steps' rows in `slots`, in one `dataset.read`: each value [step, slot, E, ...], and "mask"[step, slot, E].
+
+    The mask is float32, 1 for a real row and 0 for padding (see `Order.rows`). Where the dataset gives a "mask" of its
+    own (of tokens, say), it is multiplied by ours, in its own shape. Of a sequential order there is also
+    "reset"[step, slot, E] bool: where what the model carries begins anew, at an epoch's begin and where the dataset
+    says so. Raises UsageError where `read` gives something other than a dict of arrays with one entry an index.
     """
-    indices, rows = cursor.rows(step, slots)
+    indices, rows, begin = places(cursor, steps, slots)
     if rows.all():
         values = _read(dataset, indices.reshape(-1))
     else:  # padding repeats one example, which may be costly to read: read it once
-        distinct, places = np.unique(indices.reshape(-1), return_inverse=True)
-        values = {key: value[places] for key, value in _read(dataset, distinct).items()}
+        distinct, again = np.unique(indices.reshape(-1), return_inverse=True)
+        values = {key: value[again] for key, value in _read(dataset, distinct).items()}
     batch = {key: value.reshape(*rows.shape, *value.shape[1:]) for key, value in values.items()}
     mask = rows.astype(np.float32)
     own = batch.get("mask")
     if own is not None:
         kind = own.dtype if np.issubdtype(own.dtype, np.floating) else np.float32
-        mask = own.astype(kind) * rows.reshape(*rows.shape, *[1] * (own.ndim - 2))
-    if cursor.sequential:
-        begin = np.full(rows.shape, cursor.begins(step))
+        mask = own.astype(kind) * rows.reshape(*rows.shape, *[1] * (own.ndim - rows.ndim))
+    if begin is not None:
         batch[RESET] = begin | (batch[RESET].reshape(rows.shape) != 0) if RESET in batch else begin
     return {**batch, "mask": mask}
+
+
+def places(
+    cursor: Order, steps: Sequence[int], slots: Sequence[int] | np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """(`Order.rows` of some steps: indices[step, slot, E], rows[step, slot, E]; of a sequential order also where an
+    epoch begins, of that shape)."""
+    indices, rows = (np.stack(part) for part in zip(*(cursor.rows(step, slots) for step in steps)))
+    if not cursor.sequential:
+        return indices, rows, None
+    return indices, rows, np.stack([np.full(rows.shape[1:], cursor.begins(step)) for step in steps])
 
 
 def _read(dataset: Dataset, indices: np.ndarray) -> dict[str, np.ndarray]:

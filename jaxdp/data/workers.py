@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -25,11 +25,12 @@ import numpy as np
 
 from jaxdp.data.base import Dataset
 from jaxdp.data.cursor import Order
-from jaxdp.data.prefetch import prefetch, read_batch
+from jaxdp.data.prefetch import prefetch, read_batch, read_batches
 from jaxdp.errors import RunFailed, UsageError, one_line
 from jaxdp.signals import NUMBERS
 
 Batch = dict[str, np.ndarray]
+Steps = int | range  # one, or several in a row
 
 
 @contextmanager
@@ -41,7 +42,8 @@ def prefetch_in_workers(
     stop: int,
     workers: int,
     depth: int = 2,
-    then: Callable[[Batch], Any] = lambda batch: batch,
+    then: Callable[[Steps, Batch], Any] = lambda steps, batch: batch,
+    groups: Iterable[Steps] | None = None,
 ) -> Iterator[Iterator[Any]]:
     """As `prefetch` of `read_batch(dataset, cursor, step, slots)`, read by so many processes; 0 reads in a thread.
 
@@ -49,24 +51,38 @@ def prefetch_in_workers(
     when it is unpickled costs little. It holds one batch that is ready; `depth` more are received ahead. What a worker
     raises is raised by the iterator, after the batches before it, with a note of the worker's own traceback; one that
     is killed is a RunFailed. Workers hear no signal that asks a run to end, and are killed when the context is left;
-    when this process dies in any way, they end by themselves. They never use an accelerator. then: what is done with a
-    batch in this process, ahead too.
+    when this process dies in any way, they end by themselves. They never use an accelerator.
+
+    groups: the steps from `start` to `stop`, in order, each by itself or several as a range; the batches of a range
+    are one item, as of `read_batches`. then(steps, batch): what is done with an item in this process, ahead too.
 
     Raises UsageError where the dataset cannot be pickled.
     """
+    items = range(start, stop) if groups is None else groups
     if workers < 1:
-        make = lambda step: then(read_batch(dataset, cursor, step, slots))
-        with prefetch(make, start, stop, depth) as batches:
+        with prefetch(lambda steps: then(steps, _read(dataset, cursor, steps, slots)), items, depth) as batches:
             yield batches
         return
     with (
         _pool(_pickled(dataset), cursor, slots, start, stop, workers) as (receive, end),
-        prefetch(lambda step: then(receive(step)), start, stop, max(1, depth)) as batches,
+        prefetch(lambda steps: then(steps, _together(receive, steps)), items, max(1, depth)) as batches,
     ):
         try:
             yield batches
         finally:
             end()  # before prefetch waits for its thread, which waits for a worker
+
+
+def _read(dataset: Dataset, cursor: Order, steps: Steps, slots: Any) -> Batch:
+    read: Callable[..., Batch] = read_batches if isinstance(steps, range) else read_batch
+    return read(dataset, cursor, steps, slots)
+
+
+def _together(receive: Callable[[int], Batch], steps: Steps) -> Batch:
+    if isinstance(steps, int):
+        return receive(steps)
+    batches = [receive(step) for step in steps]
+    return {key: np.stack([batch[key] for batch in batches]) for key in batches[0]}
 
 
 @contextmanager

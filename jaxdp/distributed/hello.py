@@ -18,6 +18,7 @@ import time
 from typing import Any
 
 from jaxdp.distributed.hosts import title
+from jaxdp.distributed.listening import any_address, bind_everywhere
 from jaxdp.errors import DistributedError, UsageError
 
 PATH = "/jaxdp/hello"
@@ -116,15 +117,8 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     def __init__(self, port: int, own: Hello, family: socket.AddressFamily):
         self.address_family, self.meeting = family, _Meeting(own)
-        super().__init__(("::" if family == socket.AF_INET6 else "", port), _Handler, bind_and_activate=False)
-        try:
-            if family == socket.AF_INET6:
-                self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            self.server_bind()
-            self.server_activate()
-        except OSError:
-            self.server_close()
-            raise
+        super().__init__((any_address(family), port), _Handler, bind_and_activate=False)
+        bind_everywhere(self)
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     def __exit__(self, *args: Any) -> None:

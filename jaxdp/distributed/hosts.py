@@ -6,7 +6,7 @@ import ipaddress
 import os
 import random
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def is_own(host: str) -> bool:
     return False
 
 
-def key(hello: dict[str, Any]) -> tuple[str, str]:
+def key(hello: Mapping[str, Any]) -> tuple[str, str]:
     """Equal for two processes on one host. Names alone are not: cloned machines share them, and pods share a kernel."""
     return hello["host"], hello["boot"]
 

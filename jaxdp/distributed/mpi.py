@@ -24,12 +24,12 @@ FAMILY = {"openmpi": "Open MPI", "hydra": "MPICH or Intel MPI"}
 SLOT = 2048  # bytes that each rank contributes to the exchange
 
 
-def _ancestors() -> Iterator[Path]:
-    """The executables of this process's parents, nearest first, as far as /proc shows them."""
+def ancestors() -> Iterator[tuple[int, Path]]:
+    """(process, executable) of this process's parents, nearest first, as far as /proc shows them."""
     pid = os.getppid()
     while pid > 1:
         try:
-            yield Path(f"/proc/{pid}/exe").resolve()
+            yield pid, Path(f"/proc/{pid}/exe").resolve()
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError, IndexError):
             return
@@ -37,7 +37,7 @@ def _ancestors() -> Iterator[Path]:
 
 def beside_mpirun(soname: str) -> Path | None:
     """The MPI library that belongs to the mpirun this process was started by; None where it is not beside it."""
-    starters = [p for p in _ancestors() if p.name in STARTERS]
+    starters = [p for _, p in ancestors() if p.name in STARTERS]
     starters += [Path(p).resolve() for name in ("mpirun", "mpiexec") if (p := shutil.which(name))]
     for starter in starters:
         lib = starter.parent.parent / "lib"

@@ -11,7 +11,8 @@ from jaxdp.distributed.world import MPI, World
 from jaxdp.errors import UsageError
 
 
-def _split(coordinator: str) -> tuple[str, int]:
+def split(coordinator: str) -> tuple[str, int]:
+    """("host", port) of "host:port" or "[v6]:port"."""
     host, _, port = coordinator.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -35,7 +36,7 @@ def meet(world: World, facts: Mapping[str, object], timeout: float) -> tuple[str
         coordinator = hosts.meeting_address(everyone, everyone[0]["port"])
     else:
         raise UsageError(f"{world.size} processes have no coordinator: set JAXDP_COORDINATOR to rank 0's host:port")
-    host, port = _split(coordinator)
+    host, port = split(coordinator)
     left = max(1.0, timeout - (time.monotonic() - began))
     if world.rank == 0:
         with hello.listen(port, own) as server:
@@ -54,5 +55,5 @@ def meet(world: World, facts: Mapping[str, object], timeout: float) -> tuple[str
 def hand_over(world: World, coordinator: str, timeout: float) -> None:
     """Every rank but 0 waits until rank 0 has given the port to JAX: connecting before that costs a second's pause."""
     if world.rank != 0:
-        host, port = _split(coordinator)
+        host, port = split(coordinator)
         hello.await_grpc(host, port, f"rank {world.rank}", timeout)

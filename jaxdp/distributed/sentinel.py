@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxdp.distributed import coordination, hosts
+from jaxdp.distributed import coordination, hosts, last_words
 from jaxdp.errors import DistributedError, one_line
 
 BEAT = 1.0  # seconds
@@ -140,6 +140,7 @@ class Sentinel:
         if self.ending.is_set():
             return
         self.ending.set()
+        last_words.tell(text)
         if author is None or author == self.rank:
             sys.stderr.write(f"jaxdp: {text}\n")
         elif self.local_rank == 0 or (author is not None and self.hosts[author] == self.hosts[self.rank]):
@@ -199,6 +200,8 @@ def crash(error: BaseException, trace: str) -> int:
                 text, trace = f"{own.name(*missing)} {has(missing)} gone: killed, stopped, or cut off", ""
     if own.claim(text):
         own.ending.set()
+        if not trace:
+            last_words.tell(text)
         sys.stderr.write(f"{trace}jaxdp: {text}\n")
         return 1
     time.sleep(2.0)  # the listener says what it was, and ends this process

@@ -1,69 +1,109 @@
-"""What a person sees: a progress bar on a terminal, one aligned line per interval anywhere else."""
+"""What a person sees: a live panel on a terminal, one aligned line per interval anywhere else."""
 
 import sys
 import time
+from collections.abc import Mapping
 
+from jaxdp.metrics.numbers import duration, number
+from jaxdp.metrics.panel import Panel
 from jaxdp.metrics.writer import Record
 
-SHOWN = ("loss", "accuracy", "perplexity", "lr", "grad_norm", "step_time_ms", "examples_per_s")
-NAMES = {"step_time_ms": "ms/step", "examples_per_s": "examples/s", "grad_norm": "|grad|"}
+SHOWN = (
+    "loss", "accuracy", "perplexity", "lr", "grad_norm", "step_time_ms", "examples_per_s", "tokens_per_s", "mfu",
+    "goodput",
+)  # fmt: skip
+NAMES = {
+    "step_time_ms": "ms/step",
+    "examples_per_s": "examples/s",
+    "tokens_per_s": "tokens/s",
+    "grad_norm": "|grad|",
+    "mfu": "MFU",
+}
+TOO_LONG = 0.3  # a still larger one is worth a warning, once
+WAITS = 0.05  # a larger share of the time in waiting for data is shown
+WIDTHS = {"lr": 8, "mfu": 6, "goodput": 6}  # of a number, so that what follows stays in its column; others:
+WIDTH = 9
 
 
 class Console:
-    """Lines to standard output, with time left; on a terminal a bar below them.
+    """Lines to standard output, with time left; on a terminal they scroll above a panel.
 
     steps: the last update of the run; start: the one it begins after; alone: there are no other processes (some
-    launchers give each of theirs a terminal of its own, which the person does not see as one).
+    launchers give each of theirs a terminal of its own, which the person does not see as one). facts: what the panel
+    says of the run, by name.
     """
 
-    def __init__(self, steps: int, start: int = 0, alone: bool = True):
+    def __init__(self, steps: int, start: int = 0, alone: bool = True, facts: Mapping[str, str] | None = None):
         self.steps = steps
-        self.began = time.monotonic()
-        self.start = start
-        self.bar = _bar(steps, start) if alone and sys.stdout.isatty() else None
+        self.clock = Clock(steps, start)
+        self.advised = False
+        self.panel = Panel(self.clock, facts or {}) if alone and sys.stdout.isatty() else None
 
     def write(self, record: Record) -> None:
         step, split = record["step"], record["split"]
-        parts = [f"{NAMES.get(k, k)} {_number(k, record[k])}" for k in SHOWN if k in record]
+        if split == "train":
+            self.clock.at(step)
+        if self.panel:
+            self.panel.write(record)
+            if split == "train":
+                return
+        parts = [f"{NAMES.get(k, k)} {number(k, record[k]):>{WIDTHS.get(k, WIDTH)}}" for k in SHOWN if k in record]
+        if record.get("input_wait", 0.0) > TOO_LONG and not self.advised:
+            self.advised = True
+            self.say(
+                f"warning: the devices wait {record['input_wait']:.0%} of the time for data; data.workers reads it in "
+                "processes, data.on_device: true keeps a small set on the devices"
+            )
+        if record.get("input_wait", 0.0) > WAITS:
+            parts.append(f"waits for data {record['input_wait']:.0%}")
         if record.get("nonfinite_grads"):
             parts.append(f"non-finite gradients {record['nonfinite_grads']:.0f}")
         if record.get("skipped_updates"):
             parts.append(f"skipped {record['skipped_updates']:.0f}")
         if split == "train" and step < self.steps:
-            parts.append(f"left {self._left(step)}")
+            parts.append(f"left {duration(self.clock.left())}")
         self.say(f"{split:5} {step:>{len(str(self.steps))}}/{self.steps}  " + "  ".join(parts))
-        if self.bar and split == "train":
-            self.bar.update(self.bar.task_ids[0], completed=step)
 
     def say(self, text: str) -> None:
-        if self.bar:
-            self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        if self.panel:
+            self.panel.say(text)
         else:
             print(text, flush=True)
 
-    def rewind(self, step: int) -> None: ...
+    def happened(self, kind: str, step: int | None) -> None:
+        """An event of the run, such as `saved`."""
+        if self.panel and kind == "saved" and step is not None:
+            self.panel.saved(step)
+
+    def rewind(self, step: int) -> None:
+        self.clock.rewind(step)
 
     def close(self) -> None:
-        if self.bar:
-            self.bar.stop()
-
-    def _left(self, step: int) -> str:
-        seconds = (time.monotonic() - self.began) * (self.steps - step) / max(step - self.start, 1)
-        minutes, seconds = divmod(int(seconds), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02}:{seconds:02}"
+        if self.panel:
+            self.panel.close()
 
 
-def _number(name: str, value: float) -> str:
-    if name in ("examples_per_s",):
-        return f"{value:,.0f}"
-    return f"{value:.2e}" if name == "lr" else f"{value:.2f}" if name == "step_time_ms" else f"{value:.4f}"
+class Clock:
+    """How far a run is, and how long the rest takes at the pace since it began (or went back)."""
 
+    def __init__(self, steps: int, start: int = 0):
+        self.steps, self.start, self.step = steps, start, start
+        self.began = self.paced = time.monotonic()
+        self.seen, self.first = self.began, True
 
-def _bar(steps: int, start: int):
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    def at(self, step: int) -> None:
+        if self.first and self.step > self.start:  # up to the first record it was compilation too
+            self.start, self.paced, self.first = self.step, self.seen, False
+        self.step, self.seen = step, time.monotonic()
 
-    bar = Progress(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar.add_task("training", total=steps, completed=start)
-    bar.start()
-    return bar
+    def rewind(self, step: int) -> None:
+        self.start = self.step = step
+        self.paced = self.seen = time.monotonic()
+
+    def left(self) -> float | None:
+        """Seconds; None where there is no pace yet."""
+        made = self.step - self.start
+        return (self.seen - self.paced) * (self.steps - self.step) / made if made > 0 else None
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self.began

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import pathlib
+import time
 from typing import IO, Any
 
 from jaxdp.metrics.writer import Record
@@ -13,7 +14,7 @@ class JsonLines:
     """Appends to `path`; lines of steps after `keep_until`, and a torn last line, are dropped first.
 
     evaluated: the evaluation after update `keep_until` will not be made again, and so its line stays too. What cannot
-    be written, since the disk is full, is kept and written later.
+    be written, since the disk is full, is kept and written later. Each says its `time` in seconds since the epoch.
     """
 
     def __init__(self, path: pathlib.Path, keep_until: int = 0, evaluated: bool = True):
@@ -28,12 +29,12 @@ class JsonLines:
         kept = [line for line in read(self.path) if 0 < line.get("step", 0) <= last.get(line.get("split", ""), step)]
         new = self.path.with_suffix(".tmp")
         with contextlib.suppress(OSError):  # a full disk: lines that do not hold stay, rather than none
-            new.write_text("".join(_dump(line) for line in kept))
+            new.write_text("".join(dump(line) for line in kept))
             new.replace(self.path)
         self.file = self.path.open("ab", buffering=0)
 
     def write(self, record: Record) -> None:
-        self.pending += _dump(record).encode()
+        self.pending += dump({**record, "time": round(time.time(), 3)}).encode()
         with contextlib.suppress(OSError):
             while self.pending and self.file is not None:
                 self.pending = self.pending[self.file.write(self.pending) :]
@@ -58,7 +59,8 @@ def read(path: pathlib.Path) -> list[dict[str, Any]]:
     return records
 
 
-def _dump(record: Record) -> str:
+def dump(record: Record) -> str:
+    """A line of a metrics file."""
     # JSON has no NaN or infinity: they are written as text, which float() reads back.
     clean = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     return json.dumps(clean) + "\n"

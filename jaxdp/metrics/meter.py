@@ -4,13 +4,15 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from jaxdp.metrics.writer import Record, Writer
 
+T = TypeVar("T")
 LAST_WORDS = 2.0  # seconds
 AHEAD = 2  # intervals that the loop may be ahead of the device before it waits
 
@@ -19,9 +21,9 @@ class Meter:
     """Writes a train record every `every` updates and at update `last`.
 
     examples: per update on average, for the throughput. more(milliseconds of an update), derive(means): what else a
-    record says. An
-    update's time is from one record's completion on the device to the next, without compilation and without what runs
-    between `pause` and the next update.
+    record says. An update's time is from one record's completion on the device to the next, without compilation and
+    without what runs between `pause` and the next update; `input_wait` is the share of it, at most, that the device had
+    nothing to do because the loop waited for data.
     """
 
     def __init__(
@@ -36,8 +38,11 @@ class Meter:
         self.writer, self.every, self.last, self.examples = writer, every, last, examples
         self.more, self.derive = more, derive
         self.since: tuple[int, float] | None = None  # (update, when it was done) where the clock last started
+        self.sent: Any = None  # a result of the last call
+        self.waited = 0.0  # seconds, for data, all in all
+        self.waited_until = 0.0  # what of it the last record told
         self.fault: BaseException | None = None
-        self.queue: queue.Queue[tuple[int, Any] | None] = queue.Queue(AHEAD)
+        self.queue: queue.Queue[tuple[range, Any, float] | None] = queue.Queue(AHEAD)
         threading.Thread(target=self._work, name="meter", daemon=True).start()
 
     def __enter__(self) -> "Meter":
@@ -51,12 +56,27 @@ class Meter:
         with contextlib.suppress(queue.Full):  # a device that hangs must not keep the run from ending
             self.queue.put(None, timeout=1.0)
 
-    def update(self, step: int, metrics: dict[str, jax.Array]) -> None:
+    def reading(self, items: Iterable[T]) -> Iterator[T]:
+        """The items; the time that each is waited for is taken down, unless the device is busy to the end of it."""
+        left = iter(items)
+        while True:
+            began = time.perf_counter()
+            try:
+                item = next(left)
+            except StopIteration:
+                return
+            if self.sent is None or self.sent.is_ready():
+                self.waited += time.perf_counter() - began
+            yield item
+
+    def update(self, steps: range, metrics: dict[str, jax.Array]) -> None:
+        """Updates `steps` were sent to the device in one call; metrics: [] of one update, [step] of several."""
         if self.since is None:
             jax.block_until_ready(metrics)  # compilation and first run: the clock starts after them
-            self.since = (step, time.perf_counter())
-        if step % self.every == 0 or step == self.last:
-            self.queue.put((step, metrics))
+            self.since, self.waited_until = (steps[-1], time.perf_counter()), self.waited
+        self.sent = next(iter(metrics.values()), None)
+        if steps[-1] % self.every < len(steps) or steps[-1] == self.last:
+            self.queue.put((steps, metrics, self.waited))
         self._raise()
 
     def flush(self) -> None:
@@ -77,22 +97,30 @@ class Meter:
         while (item := self.queue.get()) is not None:
             try:
                 if self.fault is None:
-                    self._record(item[0], jax.device_get(item[1]))
+                    self._records(item[0], jax.device_get(item[1]), item[2])
             except BaseException as fault:
                 self.fault = fault
             finally:
                 self.queue.task_done()
 
-    def _record(self, step: int, metrics: dict[str, Any]) -> None:
+    def _records(self, steps: range, metrics: dict[str, Any], waited: float) -> None:
+        """Those of the updates of one call that are due; they share the time of the call."""
         now = time.perf_counter()
-        means = {k: float(v) for k, v in sorted(metrics.items())}
-        record: Record = {"step": step, "split": "train", **means, **self.derive(means)}
         assert self.since is not None
-        if step > self.since[0]:
-            seconds = (now - self.since[1]) / (step - self.since[0])
-            record |= {"step_time_ms": 1e3 * seconds, "examples_per_s": self.examples / seconds}
-            record |= self.more(1e3 * seconds)
-            self.since = (step, now)
+        timing: Record = {}
+        if steps[-1] > self.since[0]:
+            elapsed, made = now - self.since[1], steps[-1] - self.since[0]
+            seconds = elapsed / made
+            timing = {"step_time_ms": 1e3 * seconds, "examples_per_s": self.examples / seconds}
+            timing |= {"input_wait": min(1.0, (waited - self.waited_until) / elapsed), **self.more(1e3 * seconds)}
+            self.since, self.waited_until = (steps[-1], now), waited
+        for place, step in enumerate(steps):
+            if step % self.every == 0 or step == self.last:
+                self._record(step, {k: np.reshape(v, -1)[place] for k, v in metrics.items()}, timing)
+
+    def _record(self, step: int, metrics: dict[str, Any], timing: Record) -> None:
+        means = {k: float(v) for k, v in sorted(metrics.items())}
+        record: Record = {"step": step, "split": "train", **means, **self.derive(means), **timing}
         if record.pop("disagreeing_state", 0):
             raise RuntimeError(
                 f"update {step}: integers of the model state differ between microbatches; a counter must not depend on "

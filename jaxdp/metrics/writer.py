@@ -7,6 +7,8 @@ Record = dict[str, Any]
 
 
 class Writer(Protocol):
+    """Where the records of a run go; rank 0 alone has any."""
+
     def write(self, record: Record) -> None:
         """A record with `step`, `split` ('train', 'eval', 'final') and numbers by name."""
 

@@ -16,6 +16,7 @@ from flax import nnx
 
 from jaxdp.errors import UsageError
 
+PIECES, SHORTEST = 4, 128  # of the queries of `causal`: at most so many, each of at least so many tokens
 Rotation = tuple[jax.Array, jax.Array]  # cosines and sines [token, 1, half the width of a head]
 
 
@@ -69,9 +70,21 @@ def full(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array
 
 
 def causal(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-    """As `softmax`, over each token and those before it of the same segment."""
-    before = jnp.tri(query.shape[1], dtype=bool)
-    return softmax(query, key, value, before if segments is None else before & same(segments)[:, None])
+    """As `softmax`, over each token and those before it of the same segment.
+
+    On CPU in pieces of the queries, so that most of what none of them sees is not computed.
+    """
+    tokens = query.shape[1]
+    pieces = max(1, min(PIECES, tokens // SHORTEST)) if jax.default_backend() == "cpu" else 1
+    before = np.tri(tokens, dtype=bool)
+    found = []
+    for rows in np.array_split(np.arange(tokens), pieces):
+        first, end = int(rows[0]), int(rows[-1]) + 1
+        seen = jnp.asarray(before[first:end, :end])
+        if segments is not None:
+            seen = seen & (segments[:, first:end, None] == segments[:, None, :end])[:, None, None]
+        found.append(softmax(query[:, first:end], key[:, :end], value[:, :end], seen))
+    return found[0] if pieces == 1 else jnp.concatenate(found, 1)
 
 
 def fused(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None) -> jax.Array:
@@ -98,15 +111,32 @@ def softmax(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array 
 
     query[example, token, head, width]; key and value of a divisor of the heads; seen: booleans [(example, 1, 1,) token,
     token of the keys], or None for all -> like query. jax.nn's own (dot_product_attention) does its softmax in float32
-    in float64 too.
+    in float64 too. Each head's matrices lie together, as the products want them.
     """
     example, tokens, heads, width = query.shape
-    query = query.reshape(example, tokens, key.shape[2], -1, width)
-    scores = jnp.einsum("etkgw,eskw->ekgts", query, key).astype(wide(query.dtype)) / math.sqrt(width)
+    groups = (example, key.shape[2], heads // key.shape[2])
+    query = query.swapaxes(1, 2).reshape(*groups[:2], -1, width)
+    key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+    scores = jnp.einsum("ektw,eksw->ekts", query, key).reshape(*groups, tokens, -1)
+    scores = scores.astype(wide(query.dtype)) / math.sqrt(width)
     if seen is not None:
         scores = jnp.where(seen, scores, -jnp.inf)
-    weights = jax.nn.softmax(scores).astype(value.dtype)
-    return jnp.einsum("ekgts,eskw->etkgw", weights, value).reshape(example, tokens, heads, width)
+    weights = shares(scores).astype(value.dtype).reshape(*groups[:2], -1, key.shape[2])
+    found = jnp.einsum("ekts,eksw->ektw", weights, value)
+    return found.reshape(example, heads, tokens, width).swapaxes(1, 2)
+
+
+@jax.custom_jvp
+def shares(scores: jax.Array) -> jax.Array:
+    """The softmax over the last dim, of which the derivative is made of the result: JAX's own differentiates the
+    quotient, which takes 2 more passes over the scores."""
+    return jax.nn.softmax(scores)
+
+
+@shares.defjvp
+def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    found, (change,) = shares(*primals), tangents
+    return found, found * (change - jnp.sum(found * change, -1, keepdims=True))
 
 
 def same(segments: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from jaxdp.errors import UsageError
 from jaxdp.logits import Logits
 from jaxdp.models.attention import ATTENTION, Attention, Rotation, rotation, wide
 from jaxdp.models.nnx import Blocks
+from jaxdp.models.products import product
 
 DEVIATION = 0.02  # of every initial weight but those that lead back into the stream
 EPSILON = 1e-5
@@ -82,7 +83,7 @@ class GPT(nnx.Module):
 
         rows = -(-num_classes // vocabulary_multiple) * vocabulary_multiple
         normal = nnx.initializers.normal
-        linear = functools.partial(nnx.Linear, use_bias=bias, kernel_init=normal(DEVIATION))
+        linear = functools.partial(nnx.Linear, use_bias=bias, kernel_init=normal(DEVIATION), dot_general=product)
         back = functools.partial(linear, kernel_init=normal(DEVIATION / math.sqrt(2 * layers)))
 
         def block(rngs: nnx.Rngs) -> Block:

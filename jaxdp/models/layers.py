@@ -6,6 +6,7 @@ import jax
 from flax import nnx
 
 from jaxdp.axes import data_axes
+from jaxdp.models.convolution import convolve
 
 
 class ConvBN(nnx.Module):
@@ -24,6 +25,7 @@ class ConvBN(nnx.Module):
             strides=stride,
             padding=((pad, pad), (pad, pad)),
             use_bias=False,
+            conv_general_dilated=convolve,
             kernel_init=nnx.initializers.he_normal(),
             rngs=rngs,
         )

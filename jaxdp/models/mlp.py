@@ -7,6 +7,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxdp.models.products import product
+
 
 class MLP(nnx.Module):
     """Linear, ReLU and dropout per hidden layer, then a linear classifier. [example, ...] -> logits [example, class].
@@ -24,8 +26,10 @@ class MLP(nnx.Module):
         rngs: nnx.Rngs,
     ):
         widths = [int(np.prod(input_shape)), *hidden]
-        self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(widths)])
-        self.head = nnx.Linear(widths[-1], num_classes, rngs=rngs)
+        self.layers = nnx.List(
+            [nnx.Linear(a, b, dot_general=product, rngs=rngs) for a, b in itertools.pairwise(widths)]
+        )
+        self.head = nnx.Linear(widths[-1], num_classes, dot_general=product, rngs=rngs)
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ from jaxdp.errors import UsageError
 from jaxdp.models.attention import Attention, full
 from jaxdp.models.gpt import DEVIATION, GELU, NORMS, Block
 from jaxdp.models.nnx import Blocks
+from jaxdp.models.products import product
 
 
 class ViT(nnx.Module):
@@ -54,8 +55,8 @@ class ViT(nnx.Module):
             raise UsageError(f"model.args.dropout: {dropout!r} is not in [0, 1); make it smaller")
 
         normal = nnx.initializers.normal
-        linear = functools.partial(nnx.Linear, kernel_init=normal(DEVIATION))
-        back = functools.partial(nnx.Linear, kernel_init=normal(DEVIATION / math.sqrt(2 * layers)))
+        linear = functools.partial(nnx.Linear, kernel_init=normal(DEVIATION), dot_general=product)
+        back = functools.partial(linear, kernel_init=normal(DEVIATION / math.sqrt(2 * layers)))
         key = functools.partial(linear, use_bias=False)  # softmax takes a bias of the keys away, as in GPT
 
         def block(rngs: nnx.Rngs) -> Block:

@@ -26,13 +26,20 @@ class Program(NamedTuple):
     """The compiled parts of a step, by name; each has `.lower(state, batch)`.
 
     update(state, batch) -> (state, metrics), donating the state; evaluate(state, batch) -> Sums over all devices.
+    updates: the same of several batches [step, ...], one after the other, with metrics[step]; None where there is none.
     """
 
     update: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[[TrainState, Batch], Sums]
+    updates: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]] | None = None
 
-    def lowered(self, state: TrainState, batch: Batch) -> dict[str, Any]:
-        """The compiled parts of an update, lowered for such arguments: `update`, or `grads` and `apply`."""
+    def lowered(self, state: TrainState, batch: Batch, several: bool = False) -> dict[str, Any]:
+        """The compiled parts of an update, lowered for such arguments: `update`, or `grads` and `apply`.
+
+        several: those of `updates`.
+        """
+        if several:
+            return {"updates": self.updates.lower(state, batch)}  # type: ignore[union-attr]
         if isinstance(self.update, TwoParts):
             return self.update.lowered(state, batch)
         return {"update": self.update.lower(state, batch)}  # type: ignore[attr-defined]
@@ -88,8 +95,12 @@ class Strategy(Protocol):
     def init(self) -> TrainState:
         """The state before the first update, made in its place: what is split is never whole on a device."""
 
-    def put(self, batch: dict[str, np.ndarray]) -> Batch:
-        """This process's slots [slot, example, ...] on their devices."""
+    def put(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
+        """This process's slots [slot, example, ...] on their devices; several: those of more than one step,
+        [step, slot, ...], as `Program.updates` takes them."""
+
+    def hold(self, arrays: dict[str, np.ndarray]) -> Batch:
+        """Arrays, whole on each device of this process, to be indexed by what `put` places."""
 
     def lower(self, step: Step) -> Program:
         """The step as programs over all devices."""
@@ -159,6 +170,14 @@ def own_slots(table: np.ndarray, axes: Axes = FLAT) -> jax.Array:
 def of_this_process(devices: Sequence[jax.Device]) -> list[int]:
     """The indices of this process's devices."""
     return [i for i, d in enumerate(devices) if d.process_index == jax.process_index()]
+
+
+def sent_by_call(devices: Sequence[jax.Device]) -> bool:
+    """Whether a program takes NumPy's arrays as fast as those on its device: where that is the host, and the only one.
+
+    Placing them costs 20 us an array there; elsewhere it is done ahead of the call, and overlaps with the one before.
+    """
+    return len(devices) == 1 and jax.process_count() == 1 and devices[0].platform == "cpu"
 
 
 def ordered_devices(devices: Sequence[jax.Device] | None) -> list[jax.Device]:
@@ -270,6 +289,15 @@ def totaller(dims: Any, axis: str, pieces: Any = None, update: jax.Array | None 
         return jax.lax.psum(measure(own), axis)
 
     return total
+
+
+def one_by_one(update: Callable[..., Any]) -> Callable[..., Any]:
+    """(state, batches[step, ...]) -> (state, metrics[step]) of an update."""
+
+    def updates(state: TrainState, batches: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        return jax.lax.scan(update, state, batches)
+
+    return updates
 
 
 def deal(table: np.ndarray, carry: Any, sharding: NamedSharding) -> Any:

@@ -22,10 +22,12 @@ from jaxdp.parallel.base import (
     like,
     make_state,
     of_this_process,
+    one_by_one,
     ordered_devices,
     over_slots,
     reducer,
     same,
+    sent_by_call,
     slot_table,
     totaller,
 )
@@ -72,8 +74,10 @@ class PJit:
         self.axes = Axes(SHARD, REPLICA) if hybrid else FLAT
         self.mesh = data_mesh(self.devices, self.parts) if hybrid else data_mesh(self.devices)
         self.local_slots = self.table[of_this_process(self.devices)].reshape(-1)
+        self.by_call = sent_by_call(self.devices)
         self.whole = NamedSharding(self.mesh, P())
         self.split = NamedSharding(self.mesh, P(self.axes.all))
+        self.split_steps = NamedSharding(self.mesh, P(None, self.axes.all))
         self.reduction, self.reduce_dtype = reduction, reduce_dtype
         self.make, self.shapes = make, jax.eval_shape(make)
         self.dims = state_dims(self.shapes, self.layout, split_as or self.parts, blocks, self.most)
@@ -97,8 +101,16 @@ class PJit:
     def init(self) -> TrainState:
         return self.adopt(make_state(self.make, self.abstract(), self.mesh, self.dims, self.axes))
 
-    def put(self, batch: dict[str, np.ndarray]) -> Batch:
-        return {k: jax.make_array_from_process_local_data(self.split, x) for k, x in batch.items()}
+    def put(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
+        place = self.split_steps if several else self.split
+        if self.by_call:
+            return batch  # type: ignore[return-value]
+        if jax.process_count() == 1:
+            return jax.device_put(batch, place)
+        return {k: jax.make_array_from_process_local_data(place, x) for k, x in batch.items()}
+
+    def hold(self, arrays: dict[str, np.ndarray]) -> Batch:
+        return {k: jax.make_array_from_process_local_data(self.whole, x, x.shape) for k, x in arrays.items()}
 
     def lower(self, step: Step) -> Program:
         whole: Any = P()
@@ -182,7 +194,8 @@ class PJit:
             return apply(state, grads(state, batch))
 
         if not exact:
-            return Program(jax.jit(update, donate_argnums=0, out_shardings=results), evaluation)
+            compiled = lambda f: jax.jit(f, donate_argnums=0, out_shardings=results)
+            return Program(compiled(update), evaluation, compiled(one_by_one(update)))
 
         def between(lowered: Any) -> Sums:
             sums = lowered.out_info

@@ -1,6 +1,7 @@
 """`jax.pmap` over each process's devices, with `psum` over the axis of all: the classic data-parallel loop."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,10 +24,12 @@ from jaxdp.parallel.base import (
     like,
     make_state,
     of_this_process,
+    one_by_one,
     ordered_devices,
     over_slots,
     reducer,
     same,
+    sent_by_call,
     slot_table,
     totaller,
 )
@@ -72,6 +75,7 @@ class PMap:
         local = [self.devices[i] for i in here]
         self.local_slots = self.table[here].reshape(-1)
         self.per_device = (len(local), self.table.shape[1])
+        self.by_call = sent_by_call(self.devices)
         self.mesh = data_mesh(self.devices)
         self.everywhere = NamedSharding(self.mesh, P())
         self.here = NamedSharding(data_mesh(local), P())
@@ -99,8 +103,18 @@ class PMap:
     def init(self) -> TrainState:
         return self.adopt(make_state(self.make, self.abstract(), self.mesh, self.dims, FLAT))
 
-    def put(self, batch: dict[str, np.ndarray]) -> Batch:
-        return {k: jax.device_put(x.reshape(*self.per_device, *x.shape[1:]), self.split_here) for k, x in batch.items()}
+    def put(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
+        def by_device(x: np.ndarray) -> np.ndarray:
+            """[local device, slot, ...], or [local device, step, slot, ...]."""
+            if several:
+                return x.reshape(len(x), *self.per_device, *x.shape[2:]).swapaxes(0, 1)
+            return x.reshape(*self.per_device, *x.shape[1:])
+
+        dealt = {k: by_device(x) for k, x in batch.items()}
+        return dealt if self.by_call else jax.device_put(dealt, self.split_here)  # type: ignore[return-value]
+
+    def hold(self, arrays: dict[str, np.ndarray]) -> Batch:
+        return jax.device_put(arrays, self.here)
 
     def lower(self, step: Step) -> Program:
         parts, exact = len(self.devices), self.reduction.exact
@@ -157,7 +171,8 @@ class PMap:
             return apply(state, grads(state, batch))
 
         if not exact:
-            return Program(mapped(update, (of_state, True), results, donate=True), evaluation)
+            compiled = lambda f: mapped(f, (of_state, True), results, donate=True)
+            return Program(compiled(update), evaluation, compiled(one_by_one(update)))
         first = mapped(grads, (of_state, True), of_sums)
         second = mapped(applier(apply, exact), (of_state, of_sums), results, donate=True)
         return Program(TwoParts(first, second, first.result_shapes), evaluation)
@@ -278,12 +293,16 @@ class _Parted:
 
     def __init__(self, varies: Any):
         self.prefix = varies
+        self.treedef: Any = None
+        self.varies: list[bool] = []
+        self.others: list[bool] = []
 
     def cut(self, tree: Any) -> tuple[tuple, tuple]:
-        leaves, self.treedef = jax.tree.flatten(tree)
-        self.varies = jax.tree.leaves(jax.tree.broadcast(self.prefix, tree))
-        pick = lambda wanted: tuple(x for x, v in zip(leaves, self.varies, strict=True) if v == wanted)
-        return pick(True), pick(False)
+        leaves, treedef = jax.tree.flatten(tree)
+        if self.treedef is None or treedef != self.treedef:
+            self.treedef, self.varies = treedef, jax.tree.leaves(jax.tree.broadcast(self.prefix, tree))
+            self.others = [not v for v in self.varies]
+        return tuple(itertools.compress(leaves, self.varies)), tuple(itertools.compress(leaves, self.others))
 
     def join(self, own: tuple, shared: tuple) -> Any:
         own_left, shared_left = iter(own), iter(shared)

@@ -171,4 +171,15 @@ def make_reduction(name: str, bucket_mb: float = 25.0) -> Reduction:
     gloo = jax.process_count() > 1 and jax.default_backend() == "cpu"
     if name == "auto":
         name = "bucket" if gloo else "xla"
-    return REDUCTIONS[name](bucket_mb, safe=gloo)
+    made = REDUCTIONS[name](bucket_mb, safe=gloo)
+    return made if made.exact else _not_alone(made)
+
+
+def _not_alone(reduction: Reduction) -> Reduction:
+    """The reduction, but nothing on one device: XLA copies what it reduces there, and fuses nothing across."""
+    alone = lambda axes: jax.lax.axis_size(axes) == 1
+    return Reduction(
+        lambda tree, axes: tree if alone(axes) else reduction.reduce(tree, axes),
+        lambda tree, dims, axes: tree if alone(axes.all) else reduction.scatter(tree, dims, axes),
+        lambda tree, dims, axis: tree if alone(axis) else reduction.gather(tree, dims, axis),
+    )

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+import numpy as np
+
 from jaxdp import signals
 from jaxdp.distributed.context import Context
 from jaxdp.errors import DistributedError
@@ -30,8 +32,8 @@ class Watch(Protocol):
     def sent(self, result: dict[str, Any]) -> None:
         """An update's metrics, on the device."""
 
-    def reading(self, batches: Iterator[Any], start: int) -> Iterator[tuple[int, Any]]:
-        """(number of the update, its batch), numbered after `start`."""
+    def reading(self, batches: Iterator[tuple[range, Any]], start: int) -> Iterator[tuple[range, Any]]:
+        """(the updates of a call, their data), those after update `start`."""
 
     def patience(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Inside, something takes long."""
@@ -54,8 +56,8 @@ class Nobody:
 
     def sent(self, result: dict[str, Any]) -> None: ...
 
-    def reading(self, batches: Iterator[Any], start: int) -> Iterator[tuple[int, Any]]:
-        return enumerate(batches, start + 1)
+    def reading(self, batches: Iterator[tuple[range, Any]], start: int) -> Iterator[tuple[range, Any]]:
+        return batches
 
     def patience(self, what: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -107,18 +109,19 @@ class Guarded:
     def sent(self, result: dict[str, Any]) -> None:
         self.watchdog.sent(result)
 
-    def reading(self, batches: Iterator[Any], start: int) -> Iterator[tuple[int, Any]]:
-        step = start
+    def reading(self, batches: Iterator[tuple[range, Any]], start: int) -> Iterator[tuple[range, Any]]:
+        made = start
         while True:
-            step += 1
-            self.watchdog.at(f"waits for the data of update {step}")
+            self.watchdog.at(f"waits for the data of update {made + 1}")
             began = time.perf_counter()
             try:
-                batch = next(batches)
+                updates, batch = next(batches)
             except StopIteration:
                 return
-            self.watchdog.worked(time.perf_counter() - began)
-            yield step, batch
+            if made > start:  # the first wait is for much besides, such as imports
+                self.watchdog.worked((time.perf_counter() - began) / len(updates))
+            yield updates, batch
+            made = updates[-1]
 
     def patience(self, what: str) -> contextlib.AbstractContextManager[None]:
         return self.watchdog.patience(what)
@@ -137,11 +140,12 @@ class Guarded:
         self.watchdog.stop()
 
     def _finished(self, metrics: dict[str, Any]) -> None:
-        if int(metrics["halted"]):
+        if np.any(metrics["halted"]):
             self._request("halt", "")
 
     def _preempt(self, name: str) -> None:
-        self._request("preempt", name)
+        if name != signals.TRACE:
+            self._request("preempt", name)
 
     def _save_by_time(self, seconds: float) -> None:
         if time.monotonic() - self._since > seconds:

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from jaxdp.distributed import coordination
+from jaxdp.distributed import coordination, last_words
 from jaxdp.distributed.context import Context
 from jaxdp.distributed.sentinel import CALLS, Sentinel, current
 from jaxdp.errors import DistributedError
@@ -144,6 +144,7 @@ class Watchdog:
         text = f"nothing has moved for {still:.0f} s (watchdog.step_timeout: {self.timeout:g})"
         if own is None:
             self._write_stacks()
+            last_words.tell(f"{text}: {self._position()['where']}")
             sys.stderr.write(f"jaxdp: {text}: {self._position()['where']}; stacks in {self.directory / 'stacks'}\n")
             sys.stderr.flush()
             coordination.leave(1, 0, 1, None, 0.0)

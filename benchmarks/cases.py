@@ -1,0 +1,170 @@
+"""What is compared, and what is claimed of it: one row a case."""
+
+import dataclasses
+from collections.abc import Sequence
+
+JAXDP, JIT, NNX, SHARD = "jaxdp_loop", "plain.jit_loop", "plain.nnx_loop", "plain.shard_map_loop"
+TORCH = "torch_ddp.train"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One contender of a case. args: of the config for jaxdp, of the script for the others."""
+
+    name: str
+    script: str
+    args: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """kind: 'speed', a at least `bound` times as fast as b; 'overhead', a at most `bound` of a share slower than b;
+    'microseconds', at most so many more an update; 'within', a share by which they may differ. None: reported only."""
+
+    kind: str
+    a: str
+    b: str
+    bound: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A config, overrides of it, who trains it, how long, and what is claimed. per_update: (number, unit).
+
+    check: updates of which the losses must be equal to `tolerance`. Rounding grows: Adam's first steps have the size of
+    the rate where a gradient is next to nothing, so ResNet-9's curves are compared over fewer.
+    """
+
+    name: str
+    config: str
+    contenders: tuple[Entry, ...]
+    claims: tuple[Claim, ...]
+    updates: int
+    args: tuple[str, ...] = ()
+    processes: int = 1
+    check: int = 15
+    tolerance: float = 1e-4
+    per_update: tuple[int, str] = (1, "updates")
+
+
+OURS = Entry("jaxdp", JAXDP)
+PLAIN = Entry("plain jit", JIT)
+FLAX = Entry("flax nnx", NNX)
+PACKED = Entry("plain shard_map, packed", SHARD, ("--reduce", "packed"))
+LEAVES = Entry("plain shard_map, leaves", SHARD, ("--reduce", "leaves"))
+EAGER = Entry("torch", TORCH)
+LAST = Entry("torch channels_last", TORCH, ("--layout", "channels_last"))
+COMPILED = Entry("torch compiled", TORCH, ("--compile",))
+DDP = Entry("torch DDP", TORCH)
+DDP_LAST = Entry("torch DDP channels_last", TORCH, ("--layout", "channels_last"))
+
+SIXTEEN = Entry("jaxdp, 16 a call", JAXDP, ("--steps_per_call", "16"))
+PJIT = Entry("jaxdp pjit", JAXDP, ("--parallel.backend", "pjit"))
+
+IMAGES = ("--data.target", "benchmarks.data.Images")
+
+CPU: tuple[Case, ...] = (
+    Case(
+        "overhead_mlp",
+        "benchmarks/configs/digits_mlp.yaml",
+        (OURS, PJIT, SIXTEEN, PLAIN, FLAX),
+        (
+            Claim("microseconds", "jaxdp", "plain jit", 100.0),
+            Claim("microseconds", "jaxdp, 16 a call", "plain jit", 20.0),
+            Claim("microseconds", "jaxdp pjit", "plain jit", 100.0),
+            Claim("speed", "jaxdp", "flax nnx"),
+        ),
+        updates=1600,
+    ),
+    Case(
+        "overhead_wide",
+        "benchmarks/configs/wide_mlp.yaml",
+        (OURS, PLAIN, FLAX),
+        (Claim("overhead", "jaxdp", "plain jit", 0.02), Claim("speed", "jaxdp", "flax nnx")),
+        updates=30,
+    ),
+    Case(
+        "gpt_1",
+        "configs/gpt_3m.yaml",
+        (OURS, PJIT, PLAIN, FLAX, EAGER, COMPILED),
+        (
+            Claim("overhead", "jaxdp", "plain jit", 0.02),
+            Claim("within", "jaxdp", "jaxdp pjit", 0.03),
+            Claim("speed", "jaxdp", "torch", 1.0),
+            Claim("speed", "jaxdp", "torch compiled"),
+            Claim("speed", "jaxdp", "flax nnx"),
+        ),
+        updates=4,
+        per_update=(2048, "tokens"),
+    ),
+    Case(
+        "gpt_2",
+        "configs/gpt_3m.yaml",
+        (OURS, LEAVES, PACKED, DDP),
+        (
+            Claim("speed", "jaxdp", "torch DDP", 1.05),
+            Claim("speed", "jaxdp", "plain shard_map, packed"),
+            Claim("speed", "jaxdp", "plain shard_map, leaves"),
+        ),
+        updates=4,
+        processes=2,
+        per_update=(2048, "tokens"),
+    ),
+    Case(
+        "resnet9_1",
+        "configs/cifar10_resnet9.yaml",
+        (OURS, PJIT, PLAIN, FLAX, EAGER, LAST, COMPILED),
+        (
+            Claim("microseconds", "jaxdp", "plain jit", 100.0),
+            Claim("within", "jaxdp", "jaxdp pjit", 0.03),
+            Claim("speed", "jaxdp", "torch", 0.9),
+            Claim("speed", "jaxdp", "torch channels_last", 0.9),
+            Claim("speed", "jaxdp", "torch compiled"),
+            Claim("speed", "jaxdp", "flax nnx"),
+        ),
+        updates=60,
+        check=10,
+        args=IMAGES,
+        per_update=(128, "images"),
+    ),
+    Case(
+        "resnet9_2",
+        "configs/cifar10_resnet9.yaml",
+        (OURS, LEAVES, PACKED, DDP, DDP_LAST),
+        (
+            Claim("speed", "jaxdp", "torch DDP", 0.9),
+            Claim("speed", "jaxdp", "torch DDP channels_last", 0.9),
+            Claim("speed", "jaxdp", "plain shard_map, packed"),
+            Claim("speed", "jaxdp", "plain shard_map, leaves"),
+        ),
+        updates=60,
+        check=10,
+        args=IMAGES,
+        processes=2,
+        per_update=(128, "images"),
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Script:
+    """A measurement with a program of its own, which prints JSON; claims: (number in it, 'at least' or 'at most',
+    bound). root: it takes the folder of CIFAR-10."""
+
+    name: str
+    command: Sequence[str]
+    claims: tuple[tuple[str, str, float], ...]
+    processes: int = 1
+    root: bool = False
+
+
+SCRIPTS: tuple[Script, ...] = (
+    Script("small_tensors", ("benchmarks/small_tensors.py",), (("ratio", "at least", 20.0),), processes=2),
+    Script(
+        "feeding",
+        ("-m", "benchmarks.feeding"),
+        (("times", "at least", 5.0), ("waiting_share", "at most", 0.01)),
+        root=True,
+    ),
+    Script("start", ("-m", "benchmarks.start"), (("share", "at most", 0.40),)),
+)

@@ -1,0 +1,101 @@
+"""Whether input keeps up: what CIFAR-10's pipeline gives without a step, what the step takes, how long the loop waits.
+
+    python -m benchmarks.feeding [--root FOLDER_OF_CIFAR10] [--updates 300]
+
+The pipeline: batches read and put on the device by the loop's own source, and augmented there. Prints JSON.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from typing import Any
+
+import jax
+
+import jaxdp
+from benchmarks.harness import ROOT
+from jaxdp import loop
+from jaxdp.build import make_run
+from jaxdp.cli import load
+from jaxdp.data.cifar10 import CIFAR10
+
+
+class Waits:
+    """A writer that keeps what the records say of waiting for input."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def write(self, record: dict[str, Any]) -> None:
+        if "input_wait" in record:
+            self.found.append(record["input_wait"])
+
+    def say(self, text: str) -> None: ...
+
+    def rewind(self, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", default="random")
+    parser.add_argument("--updates", type=int, default=300)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args(argv)
+    config, *_ = load(
+        [
+            *("--config", str(ROOT / "configs/cifar10_resnet9.yaml"), "--data.target", "benchmarks.data.Images"),
+            *("--data.args.root", options.root, "--data.args.augment", "true", "--microbatches", "1"),
+            *("--epochs", "null", "--steps", "100000"),
+        ]
+    )
+    n, examples = options.updates, config.batch_size * options.updates
+    with tempfile.TemporaryDirectory() as folder:
+        run = make_run(config, pathlib.Path(folder), jaxdp.init())
+        program, at = run.strategy.lower(run.step), loop.Position(0, run.strategy.init())
+        dataset: Any = run.train.dataset
+        assert isinstance(dataset, CIFAR10)
+        images = lambda batch: {"inputs": batch["inputs"].reshape(-1, *dataset.input_shape)}
+        augment = jax.jit(lambda batch, key: dataset.transform(images(batch), key, True))
+        key = jax.random.key(0)
+
+        def fed() -> float:
+            with run.train.batches(0, n, run.strategy) as batches:
+                began = time.perf_counter()
+                for _, batch in batches:
+                    last = augment(batch, key)
+                jax.block_until_ready(last)
+                return examples / (time.perf_counter() - began)
+
+        def trained() -> tuple[float, float]:
+            waits: Any = Waits()
+            part = dataclasses.replace(run, writer=waits, log_every=10, start=at.step, steps=at.step + n)
+            began = time.perf_counter()
+            loop.advance(part, program, at)
+            jax.block_until_ready(at.state)
+            return examples / (time.perf_counter() - began), statistics.mean(waits.found)
+
+        fed(), trained()
+        rows = [(fed(), *trained()) for _ in range(options.repeats)]
+    supply, demand, waiting = (statistics.median(column) for column in zip(*rows))
+    print(
+        json.dumps(
+            {
+                "pipeline_examples_per_s": supply,
+                "training_examples_per_s": demand,
+                "times": supply / demand,
+                "waiting_share": waiting,
+                "samples": rows,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

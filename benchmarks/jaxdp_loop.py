@@ -1,0 +1,83 @@
+"""jaxdp as `jaxdp train` runs it: the real loop, with its watchdog, its reader and its metrics file.
+
+python -m benchmarks.jaxdp_loop FOLDER --config configs/gpt_3m.yaml [--key value ...]
+"""
+
+import dataclasses
+import pathlib
+import sys
+from typing import Any
+
+from benchmarks import contender
+from jaxdp import environment
+from jaxdp.cli import load, set_threads
+
+
+class Losses:
+    """A writer that keeps the loss of every train record."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def write(self, record: dict[str, Any]) -> None:
+        if record["split"] == "train":
+            self.found.append(record["loss"])
+
+    def say(self, text: str) -> None: ...
+
+    def rewind(self, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def main(folder: str, argv: list[str]) -> None:
+    environment.huge_pages()  # as the command does
+    config, *_ = load(argv)
+    set_threads(config)
+    import jax
+
+    import jaxdp
+    from jaxdp import loop
+    from jaxdp.build import make_run
+    from jaxdp.metrics.jsonl import JsonLines
+    from jaxdp.metrics.writer import Many, Nothing
+    from jaxdp.watch import Guarded
+
+    context = jaxdp.init()
+    directory = pathlib.Path(folder)
+    if context.is_root:
+        directory.mkdir(parents=True, exist_ok=True)
+    run = make_run(config, directory, context)
+    watch = Guarded(context, directory, config.watchdog.step_timeout, config.watchdog.straggler_factor)
+    kept = Losses()
+    lines = JsonLines(directory / "metrics.jsonl") if context.is_root else Nothing()
+    run = dataclasses.replace(run, writer=Many([lines, kept]), watch=watch)
+    program = run.strategy.lower(run.step)
+    at = loop.Position(0, run.begin(run))
+    jax.block_until_ready(at.state)
+
+    def advance(updates: int, **more: Any) -> None:
+        loop.advance(dataclasses.replace(run, start=at.step, steps=at.step + updates, **more), program, at)
+        jax.block_until_ready(at.state)
+
+    def losses(updates: int) -> list[float]:
+        kept.found.clear()
+        advance(updates, log_every=1)
+        return list(kept.found)
+
+    def memory() -> dict[str, float]:
+        device = run.strategy.devices[0]
+        state = sum(
+            s.data.nbytes for x in jax.tree.leaves(at.state) for s in x.addressable_shards if s.device == device
+        )
+        return {"state_bytes": state, "peak_bytes": peak()}
+
+    def peak() -> float:
+        return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+
+    contender.serve(losses, advance, memory)
+    watch.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,55 @@
+"""The verb `completion`: a script that lets a shell complete verbs, options, keys and their values."""
+
+from typing import Any
+
+from jaxdp.config.describe import groups
+from jaxdp.errors import UsageError
+
+SHELLS = ("bash", "zsh")
+ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
+SCRIPT = """_jaxdp() {{
+  local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" entry known
+  if [ "$COMP_CWORD" = 1 ]; then
+    known="{verbs} --help --version"
+  else
+    case "$before" in
+{values}
+      *)
+        case "$word" in
+          -*) ;;
+          *) return ;;
+        esac
+        case "${{COMP_WORDS[1]}}" in
+{options}
+        esac ;;
+    esac
+  fi
+  COMPREPLY=()
+  for entry in $known; do
+    case "$entry" in "$word"*) COMPREPLY+=("$entry") ;; esac
+  done
+}}
+complete -o default -F _jaxdp jaxdp
+"""
+
+
+def completion(options: dict[str, Any]) -> None:
+    """Prints the script for a shell; where nothing of ours fits, the shell completes file names."""
+    from jaxdp import cli
+
+    shell = options["shell"]
+    if shell not in SHELLS:
+        given = f"{shell!r} is not known" if shell else "missing"
+        raise UsageError(f"SHELL: {given}; use one of {', '.join(SHELLS)}, e.g. jaxdp completion bash")
+    keys = [key for group in groups() for key in group.keys]
+    values = [f'      --{key.name}) known="{" ".join(key.choices)}" ;;' for key in keys if key.choices]
+    values += ['      completion) known="bash zsh" ;;', '      data) known="tokenize" ;;']
+    names = " ".join(f"--{key.name}" for key in keys)
+    own = {verb: " ".join(f"--{name}" for name in [*cli.OPTIONS.get(verb, ()), "help"]) for verb in cli.VERBS}
+    cases = [
+        f'          {verb}) known="{own[verb]}{"" if verb in cli.WITHOUT_CONFIG else f" --config {names}"}" ;;'
+        for verb in cli.VERBS
+    ]
+    head = f"# Completion of jaxdp for {shell}, made by `jaxdp completion {shell}`.\n"
+    script = SCRIPT.format(verbs=" ".join(cli.VERBS), values="\n".join(values), options="\n".join(cases))
+    print(f"{head}{ZSH if shell == 'zsh' else ''}{script}", end="")

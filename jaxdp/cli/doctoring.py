@@ -1,0 +1,47 @@
+"""The verb `doctor`: from options to a list of findings."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any, NoReturn
+
+from jaxdp import config as schema
+from jaxdp.cli import load
+from jaxdp.doctor.examine import examine
+from jaxdp.doctor.report import as_json, as_text, failed
+from jaxdp.errors import RunFailed
+
+
+def doctor(options: dict[str, Any]) -> NoReturn:
+    """Prints what was found, on rank 0, and ends with code 1 where something fails."""
+    path, directory = options["config"], options["run_dir"]
+    if path and not directory:
+        directory = schema.run_dir(load(["--config", path])[0], path)
+    needed = (lambda: checkpoint_bytes(path)) if path else None
+    examined = examine(pathlib.Path(directory or "runs"), needed)
+    if examined is None:
+        leave(0)
+    wide = sys.stdout.isatty() and examined.size == 1  # Open MPI gives its ranks a terminal, whatever it writes to
+    text = json.dumps(as_json(examined), indent=1) if options["json"] else as_text(examined, wide)
+    print(text, file=sys.stderr if examined.stray else sys.stdout, flush=True)
+    # mpirun would take a code other than 0 for the end of the job, and end rank 0 before it has printed its list.
+    leave(0 if examined.stray else int(failed(examined)))
+
+
+def checkpoint_bytes(path: str) -> int:
+    """What a checkpoint takes; in a process of its own, since it needs JAX."""
+    command = [sys.executable, "-m", "jaxdp.cli.checkpoint_size", path]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1]
+        raise RunFailed(f"--config {path} cannot be built, so its checkpoint's size is not known: {last}")
+    return int(done.stdout.split()[-1])
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process now: a check that hangs, in a thread that nothing can end, must not hold it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

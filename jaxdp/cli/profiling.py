@@ -1,0 +1,88 @@
+"""The verb `profile`: a few updates under the profiler, and where their time went, in one page of text."""
+
+import time
+from typing import Any
+
+import jax
+
+from jaxdp import config as schema
+from jaxdp import trace
+from jaxdp.build import make_run
+from jaxdp.config import Config
+from jaxdp.distributed.context import Context
+from jaxdp.metrics.numbers import number
+
+WARM_UP = 3  # updates before the trace: compilation, and what a first run does besides
+WIDTH = 72  # of a name in the table
+
+
+def profile(config: Config, path: str | None, context: Context, options: dict[str, Any]) -> str:
+    """Traces some updates of a config into its run directory; returns what this process's devices did, as text."""
+    updates, rows = options["updates"], options["top"]
+    directory = schema.run_dir(config, path) / "profile"
+    run = make_run(config, directory.parent, context)
+    program, strategy = run.strategy.lower(run.step), run.strategy
+    state = run.begin(run)
+    with run.train.batches(0, WARM_UP + updates, strategy) as batches:
+        _, first = next(batches)
+        texts = [part.compile().as_text() for part in program.lowered(state, first).values()]
+        state, metrics = program.update(state, first)
+        for _ in range(WARM_UP - 1):
+            state, metrics = program.update(state, next(batches)[1])
+        jax.block_until_ready((state, metrics))
+        context.barrier("profile")
+        own = jax.profiler.ProfileOptions()
+        own.python_tracer_level = 0
+        with jax.profiler.trace(str(directory), profiler_options=own):
+            began = time.perf_counter()
+            for i in range(updates):
+                with jax.profiler.StepTraceAnnotation(trace.ANNOTATION, step_num=i):
+                    state, metrics = program.update(state, next(batches)[1])
+            jax.block_until_ready((state, metrics))
+            milliseconds = 1e3 * (time.perf_counter() - began) / updates
+    operations, called = trace.read(directory)
+    kinds: dict[str, str] = {}
+    origins: dict[str, str] = {}
+    for text in texts:
+        kinds |= trace.opcodes(text)
+        origins |= trace.origins(text)
+    if not operations or not called:
+        return f"{updates} updates of {milliseconds:.2f} ms; the trace in {directory} has no operations of a device"
+    window = (called[0][0], max(called[-1][1], *(o.end for o in operations)))
+    return "\n".join(
+        [
+            f"{updates} updates, {number('step_time_ms', milliseconds)} ms each; trace in {directory} "
+            "(TensorBoard, or ui.perfetto.dev)",
+            "",
+            *_shares(trace.shares(operations, window, kinds)),
+            "",
+            *_top(trace.top(operations, window), origins, kinds, updates, rows),
+        ]
+    )
+
+
+def _shares(found: list[trace.Shares]) -> list[str]:
+    lines = [f"{'device':<24}{'compute':>10}{'communication':>16}{'idle':>8}   communication hidden behind compute"]
+    for s in found:
+        moved = s.communication + s.hidden
+        hidden = f"{s.hidden / moved:.0%}" if moved else "-"
+        lines.append(
+            f"{s.device:<24}{s.compute / s.window:>10.1%}{s.communication / s.window:>16.1%}"
+            f"{s.idle / s.window:>8.1%}   {hidden}"
+        )
+    return lines
+
+
+def _top(rows: list[trace.Row], origins: dict[str, str], kinds: dict[str, str], updates: int, most: int) -> list[str]:
+    total = sum(row.time for row in rows) or 1.0
+    lines = [f"{'ms/update':>10}{'share':>8}{'runs':>7}  operation"]
+    for row in rows[:most]:
+        name = f"{row.name} ({kinds[row.name]})" if row.name in kinds and kinds[row.name] != "fusion" else row.name
+        where = origins.get(row.name, "")
+        text = f"{name}  {where}" if where else name
+        text = text if len(text) <= WIDTH else f"{text[: WIDTH - 1]}…"
+        lines.append(f"{row.time / updates / 1e6:>10.3f}{row.time / total:>8.1%}{row.count // updates:>7}  {text}")
+    if len(rows) > most:
+        rest = sum(row.time for row in rows[most:])
+        lines.append(f"{rest / updates / 1e6:>10.3f}{rest / total:>8.1%}{'':>7}  {len(rows) - most} more (--top)")
+    return lines

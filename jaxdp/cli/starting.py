@@ -1,0 +1,163 @@
+"""What a run says of itself before its first update: to people, to its directory, and what had better be changed."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdp import footprint, loop, rundir
+from jaxdp.config import Config
+from jaxdp.distributed import gpus
+from jaxdp.distributed.context import Context
+from jaxdp.metrics.console import Console
+from jaxdp.metrics.jsonl import JsonLines
+from jaxdp.metrics.numbers import size
+from jaxdp.metrics.writer import Many, Writer
+from jaxdp.metrics.writers import make_writers
+from jaxdp.parallel.base import Program
+from jaxdp.report.writer import Reports
+from jaxdp.step import Batch, TrainState
+
+EMPTY, IDLE = 0.05, 0.1  # of the places of a batch, of the devices' time: more is worth a warning
+TREES = {"params": "parameters", "grads": "gradients", "opt_state": "optimizer", "model_state": "model state"}
+
+
+def start_writer(
+    directory: pathlib.Path, config: Config, context: Context, run: loop.Run, layout: dict[str, Any]
+) -> Writer:
+    """Writes config.yaml and env.json, opens the writers, and says what begins; on root. layout: see `layout_of`."""
+    devices = run.strategy.devices
+    rundir.write_config(directory, dataclasses.asdict(config))
+    rundir.write_env(
+        directory,
+        {
+            "devices": {"count": len(devices), "kind": devices[0].device_kind, "platform": devices[0].platform},
+            "topology": {
+                "processes": context.size,
+                "local_processes": context.local_size,
+                "hosts": list(context.hosts),
+                "pids": list(context.pids),
+            },
+            "launcher": context.launcher,
+            "backend": config.parallel.backend,
+        },
+    )
+    facts = described(run, config, context, directory, layout)
+    console = Console(run.steps, run.start, context.size == 1, {"title": directory.name, **facts})
+    run.checkpoints.events.tell = console.happened
+    writer = Many(
+        [
+            JsonLines(directory / "metrics.jsonl", run.start, run.evaluated),
+            console,
+            Reports(directory),
+            *make_writers(config.log.writers, directory, run.start, dataclasses.asdict(config)),
+        ]
+    )
+    if console.panel is None:
+        width = max(map(len, facts))
+        writer.say("\n".join(f"{name:{width}}  {text}" for name, text in facts.items()))
+    for text in advice(run, config):
+        writer.say(f"warning: {text}")
+    return writer
+
+
+def described(
+    run: loop.Run, config: Config, context: Context, directory: pathlib.Path, layout: dict[str, Any]
+) -> dict[str, str]:
+    """The facts of a run, by name, each in a line."""
+    devices, parallel, order, own = run.strategy.devices, config.parallel, run.train.cursor, config.optimizer
+    evaluates = f"; evaluates on {len(run.eval.dataset):,}" if run.eval else ""
+    hosts = f" on {len(set(context.hosts))} hosts" if len(set(context.hosts)) > 1 else ""
+    together = f", {run.steps_per_call} a call" if run.steps_per_call > 1 else ""
+    return {
+        "run": f"{f'goes on after step {run.start}' if run.start else 'starts'} in {directory}",
+        "model": f"{config.model.target}, {layout['parameters']:,} parameters",
+        "data": f"{config.data.target}, {len(run.train.dataset):,} examples, {order.steps_per_epoch:,} updates an epoch"
+        f"{evaluates}",
+        "batch": f"{config.batch_size:,} examples in {config.microbatches} microbatches of "
+        f"{order.examples_per_microbatch:,}",
+        "optimizer": f"{own.target}, lr {own.lr:g} {own.schedule}, {run.steps:,} updates{together}",
+        "devices": f"{len(devices)} x {devices[0].device_kind} in {context.size} "
+        f"process{'es' * (context.size > 1)}{hosts} ({context.launcher})",
+        "layout": f"{parallel.backend}, zero {parallel.zero}{split(run, config)}; reduction {parallel.reduction}",
+        "memory": memory(layout),
+    }
+
+
+def split(run: loop.Run, config: Config) -> str:
+    """How much of the state is split, where it should be."""
+    share = run.strategy.share()
+    if run.strategy.parts < 2 or not config.parallel.zero:
+        return ""
+    whole = f", {share.whole} leaves that do not divide stay whole" if share.whole else ""
+    return f": {share.split_bytes / max(share.total_bytes, 1):.1%} of the state split in {run.strategy.parts}{whole}"
+
+
+def memory(layout: dict[str, Any]) -> str:
+    """Bytes of a device by tree, without what an update needs in between."""
+    sizes = {TREES[name]: held for name, held in layout["bytes_per_device"].items() if name in TREES and held}
+    total = sum(sizes.values())
+    return f"{size(total)} a device: {', '.join(f'{name} {size(held)}' for name, held in sizes.items())}"
+
+
+def advice(run: loop.Run, config: Config) -> list[str]:
+    """What wastes the devices, and what to set instead."""
+    found = []
+    devices, slots = run.strategy.table.shape
+    batch, pieces, places = config.batch_size, config.microbatches, run.train.cursor.examples_per_microbatch
+    empty = 1 - batch / (pieces * places)
+    if empty > EMPTY:
+        found.append(
+            f"batch_size: {batch} leaves {pieces * places - batch} of {pieces * places} places of {pieces} "
+            f"microbatches empty; {pieces * places} would fill them (this changes the numbers)"
+        )
+    idle = 1 - pieces / (devices * slots)
+    if idle > IDLE:
+        found.append(
+            f"microbatches: {pieces} over {devices} devices are up to {slots} for one and fewer for others, which wait "
+            f"{idle:.0%} of the time; {devices * slots} would be equal shares (this changes the numbers)"
+        )
+    if run.strategy.devices[0].platform == "cpu" and gpus.count() and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
+        found.append("there is a GPU, but JAX runs on the CPU; pip install 'jaxdp[cuda12]', or see jaxdp doctor")
+    return found
+
+
+def layout_of(run: loop.Run, config: Config) -> dict[str, Any]:
+    """What a device holds of the run, for layout.json."""
+    strategy, order = run.strategy, run.train.cursor
+    first = run.train.dataset.read(np.zeros(1, np.int64))
+    places = (config.microbatches, order.examples_per_microbatch)
+    batch = {name: jax.ShapeDtypeStruct((*places, *x.shape[1:]), x.dtype) for name, x in first.items()}
+    batch.setdefault("mask", jax.ShapeDtypeStruct(places, np.dtype(bool)))
+    split = config.parallel.zero > 1 and config.parallel.accumulator == "split"
+    sizes = footprint.bytes_by_tree(strategy, run.step, batch, split)
+    devices, slots = strategy.table.shape
+    return {
+        "parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(strategy.shapes.params)),
+        "devices": devices,
+        "parts": strategy.parts,
+        "slots": slots,
+        "share": strategy.share()._asdict(),
+        "bytes_per_device": {name: round(held) for name, held in sizes.items()},
+        "program": None,
+    }
+
+
+def with_layout(run: loop.Run, config: Config, directory: pathlib.Path, layout: dict[str, Any]) -> loop.Run:
+    """Writes layout.json; the run adds to it what the compiler says of the program, once that is compiled."""
+    devices, slots = run.strategy.table.shape
+    with contextlib.suppress(OSError):
+        rundir.write_layout(directory, layout)
+
+    def after_first(program: Program, state: TrainState, batch: Batch, several: bool) -> None:
+        with contextlib.suppress(Exception):  # what the compiler does not tell is left out
+            updates = config.steps_per_call if several else 1
+            found = footprint.of_compiled(program.lowered(state, batch, several), devices, slots, updates)
+            rundir.write_layout(directory, {**layout, "program": found})
+
+    return dataclasses.replace(run, after_first=after_first)

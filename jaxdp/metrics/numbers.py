@@ -1,0 +1,36 @@
+"""Numbers as people read them."""
+
+from typing import Any
+
+
+def duration(seconds: float | None) -> str:
+    """h:mm:ss, with days where there are any."""
+    if seconds is None:
+        return "?"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{f'{days} d ' if days else ''}{hours}:{minutes:02}:{rest:02}"
+
+
+def number(name: str, value: Any) -> str:
+    """A metric as people read it: rates in whole numbers, shares in percent, losses with four decimals."""
+    if not isinstance(value, int | float):
+        return str(value)
+    if name in ("examples_per_s", "tokens_per_s"):
+        return f"{value:,.0f}" if value >= 10 else f"{value:.2f}"
+    if name in ("mfu", "goodput", "input_wait"):
+        return f"{value:.1%}"
+    if name == "lr":
+        return f"{value:.2e}"
+    if name == "step_time_ms":
+        return f"{value:,.0f}" if value >= 1e4 else f"{value:.2f}"
+    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3e}"
+
+
+def size(n: float) -> str:
+    """Bytes for people: 1.23 GB."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n >= scale:
+            return f"{n / scale:.3g} {unit}" if n < 999.5 * scale else f"{n / scale:.0f} {unit}"
+    return f"{n:.0f} B"

@@ -1,0 +1,60 @@
+"""Weights & Biases: one run there for one run directory, which goes on when this does."""
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from jaxdp.errors import UsageError
+from jaxdp.metrics.writer import Record
+
+
+class WandB:
+    """Logs to Weights & Biases; without a network with mode: offline, to be sent later by `wandb sync`.
+
+    directory: of the run, where its id is kept in wandb_id; config: what is shown as the run's; project, name, mode and
+    others: as those of `wandb.init`. Raises UsageError where wandb is not installed.
+    """
+
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        config: Mapping[str, Any] | None = None,
+        project: str = "jaxdp",
+        name: str | None = None,
+        mode: str | None = None,
+        **others: Any,
+    ):
+        try:
+            import wandb
+        except ImportError:
+            raise UsageError(
+                "log.writers: WandB needs wandb, which is not installed; pip install 'jaxdp[wandb]'"
+            ) from None
+        file = directory / "wandb_id"
+        known = file.read_text().strip() if file.is_file() else None
+        self.run = wandb.init(
+            project=project,
+            name=name or directory.name,
+            dir=str(directory),
+            config=dict(config or {}),
+            id=known,
+            resume="allow",
+            mode=mode,  # type: ignore[arg-type]
+            **others,
+        )
+        file.write_text(f"{self.run.id}\n")
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")  # its own step may not go back, and ours may
+
+    def write(self, record: Record) -> None:
+        numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
+        self.run.log({"step": record["step"], **{f"{record['split']}/{k}": v for k, v in numbers.items()}})
+        if record["split"] == "final":
+            self.run.summary.update({k: v for k, v in record.items() if k not in ("step", "split")})
+
+    def say(self, text: str) -> None: ...
+
+    def rewind(self, step: int) -> None: ...
+
+    def close(self) -> None:
+        self.run.finish()

@@ -1,0 +1,103 @@
+"""A convolution, on CPU as patches and one matrix product where XLA's own loops are slower."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdp.models.products import product
+
+LAYOUT = lax.ConvDimensionNumbers((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2))  # images [n, h, w, c], kernels [h, w, i, o]
+# Channels: below, strides are taken by moving pixels to channels. 16 floats are what a processor reads at once.
+FEW = 16
+Pads = list[tuple[int, int]]
+
+
+def convolve(
+    x: jax.Array,
+    kernel: jax.Array,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    **options: Any,
+) -> jax.Array:
+    """x[example, height, width, input], kernel[height, width, input, output]; a `conv_general_dilated` for `nnx.Conv`.
+
+    On CPU, of such images, undilated and in one group: taps that see nothing but padding are left out, so that a 3x3
+    kernel on an image of one pixel is a matrix product; and with strides, or one pixel of output, patches are gathered
+    and multiplied (Chellapilla et al. 2006, "High Performance Convolutional Neural Networks for Document Processing"),
+    of which the gradients are products too. Everything else is `lax.conv_general_dilated`.
+    """
+    plain = all(d in (None, 1) or set(d) == {1} for d in (lhs_dilation, rhs_dilation)) and feature_group_count == 1
+    images = x.ndim == 4 and dimension_numbers == lax.conv_dimension_numbers(
+        x.shape, kernel.shape, ("NHWC", "HWIO", "NHWC")
+    )
+    if not (plain and images and jax.default_backend() == "cpu"):
+        return lax.conv_general_dilated(
+            x,
+            kernel,
+            window_strides,
+            padding,
+            lhs_dilation,
+            rhs_dilation,
+            dimension_numbers,
+            feature_group_count,
+            **options,
+        )
+    strides = tuple(window_strides)
+    if isinstance(padding, str):
+        padding = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], strides, padding)
+    kernel, pads = _seen(x.shape[1:3], kernel, strides, list(padding))
+    height, width = _outputs(x.shape[1:3], kernel.shape[:2], strides, pads)
+    if strides == (1, 1) and (height, width) != (1, 1):
+        return lax.conv_general_dilated(x, kernel, strides, pads, dimension_numbers=dimension_numbers, **options)
+    if x.shape[3] < FEW:
+        x, kernel = _blocks(x, kernel, strides, pads, (height, width))
+        strides, pads = (1, 1), [(0, 0), (0, 0)]
+    return product(_patches(x, kernel.shape[:2], strides, pads), kernel.reshape(-1, kernel.shape[3]), **options)
+
+
+def _outputs(sizes: Sequence[int], window: Sequence[int], strides: Sequence[int], pads: Pads) -> tuple[int, ...]:
+    return tuple((n + sum(p) - k) // s + 1 for n, k, s, p in zip(sizes, window, strides, pads, strict=True))
+
+
+def _seen(sizes: Sequence[int], kernel: jax.Array, strides: Sequence[int], pads: Pads) -> tuple[jax.Array, Pads]:
+    """The taps from the first to the last that see the image somewhere, and the padding that they leave."""
+    outputs, cut, left = _outputs(sizes, kernel.shape[:2], strides, pads), [], []
+    for n, k, s, (low, high), o in zip(sizes, kernel.shape[:2], strides, pads, outputs, strict=True):
+        taps = [t for t in range(k) if any(0 <= i * s + t - low < n for i in range(o))] or [0, k - 1]
+        cut.append(slice(taps[0], taps[-1] + 1))
+        left.append((low - taps[0], high - (k - 1 - taps[-1])))
+    return kernel[tuple(cut)], left
+
+
+def _patches(x: jax.Array, window: Sequence[int], strides: Sequence[int], pads: Pads) -> jax.Array:
+    """[example, height, width, tap x channel]: what each output sees."""
+    height, width = _outputs(x.shape[1:3], window, strides, pads)
+    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *((*p, 0) for p in pads), (0, 0, 0)])
+    down, right = strides
+    ends = (height - 1) * down + 1, (width - 1) * right + 1
+    taps = [(i, j) for i in range(window[0]) for j in range(window[1])]
+    return jnp.concatenate([x[:, i : i + ends[0] : down, j : j + ends[1] : right] for i, j in taps], -1)
+
+
+def _blocks(
+    x: jax.Array, kernel: jax.Array, strides: Sequence[int], pads: Pads, outputs: Sequence[int]
+) -> tuple[jax.Array, jax.Array]:
+    """The same convolution with strides of 1: pixels of a block of the strides' size become channels, with zeros in the
+    kernel where it does not fill its last block."""
+    across = [-(-k // s) for k, s in zip(kernel.shape[:2], strides, strict=True)]
+    whole = [(o + b - 1) * s for o, b, s in zip(outputs, across, strides, strict=True)]
+    fit = [(low, size - n - low, 0) for n, size, (low, _) in zip(x.shape[1:3], whole, pads, strict=True)]
+    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *fit, (0, 0, 0)])
+    fill = [(0, b * s - k) for b, s, k in zip(across, strides, kernel.shape[:2], strict=True)]
+    kernel = jnp.pad(kernel, [*fill, (0, 0), (0, 0)])
+    (down, right), channels = strides, x.shape[3]
+    x = x.reshape(len(x), whole[0] // down, down, whole[1] // right, right, channels).swapaxes(2, 3)
+    kernel = kernel.reshape(across[0], down, across[1], right, channels, -1).swapaxes(1, 2)
+    return x.reshape(*x.shape[:3], -1), kernel.reshape(*across, -1, kernel.shape[-1])

@@ -1,0 +1,165 @@
+// The sections beside the curves: each takes the runs and fills its element; what was not measured is said so.
+
+const NOTABLE = { resume: "good", failed: "bad", preempted: "note", rolled_back: "bad", skipped: "muted", save_failed: "bad",
+  checkpoint_refused: "bad", stopped: "bad" };
+const WORDS = { start: "started", resume: "went on", first_update: "first update done", evaluation: "evaluated", saved: "saved",
+  preempted: "preempted", rolled_back: "rolled back", skipped: "updates skipped", failed: "failed", finished: "finished",
+  save_failed: "could not save", checkpoint_refused: "checkpoint refused",
+  stopped: "ended without a word" };
+const several = runs.length > 1;
+const at = (id) => document.getElementById(id);
+const swatch = (i) => el("span", { class: "dot", style: { background: colour(i) } });
+const named = (run, i) => (several ? el("h3", {}, swatch(i), " ", run.name) : null);
+const table = (head, rows) => el("div", { class: "wide" }, el("table", {},
+  head ? el("tr", {}, head.map((h, i) => el("th", { class: i ? "n" : null }, h))) : null, rows));
+const row = (cells, attributes = {}) => el("tr", attributes, cells.map((c, i) => el("td", { class: i ? "n" : null }, c)));
+
+function summary() {
+  const facts = runs.map((run) => {
+    const found = run.numbers, spent = run.spent, layout = run.layout || {};
+    const last = Math.max(...Object.values(run.series).map((s) => (s.step ? s.step[s.n - 1] : 0)));
+    const goodput = found.goodput ?? (spent.total ? spent.updates / spent.total : undefined);
+    const rate = ["tokens_per_s", "examples_per_s"].find((k) => k in found);
+    const model = (run.config["model.target"] || "").split(".").pop(), data = (run.config["data.target"] || "").split(".").pop();
+    const many = layout.devices ? `${layout.devices} × ${run.environment["devices.kind"] || "device"}` : null;
+    const start = run.start ? new Date(1000 * run.start).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }) : null;
+    return {
+      state: el("span", { class: `pill ${run.state.word}`, title: run.state.reason }, run.state.word),
+      about: [model, data, layout.parameters && `${layout.parameters.toLocaleString("en-US")} parameters`, many, start].filter(Boolean).join(" · "),
+      numbers: [
+        ...["loss", "accuracy", "perplexity"].filter((k) => k in found).map((k) => [`${k}, ${found.split === "train" ? "training" : "evaluation"}`, number(found[k])]),
+        ["updates" + (run.steps ? ` of ${run.steps.toLocaleString("en-US")}` : ""), last.toLocaleString("en-US")],
+        ...(spent.total ? [["duration", duration(spent.total)]] : []),
+        ...(rate ? [[rate === "tokens_per_s" ? "tokens a second" : "examples a second", number(found[rate])]] : []),
+        ...("mfu" in found ? [["MFU", percent(found.mfu)]] : []),
+        ...(goodput !== undefined ? [["goodput", percent(goodput)]] : []),
+      ],
+    };
+  });
+  at("title").textContent = several ? `${runs.length} runs` : runs[0].name;
+  if (!several) {
+    at("subtitle").textContent = facts[0].about;
+    at("summary").replaceChildren(
+      el("p", { style: { margin: "-10px 0 16px" } }, facts[0].state, " ", el("span", { class: "muted small" }, runs[0].state.reason)),
+      el("div", { class: "card tiles" }, facts[0].numbers.map(([name, value]) => el("div", {}, el("span", {}, name), el("b", {}, value)))));
+    return;
+  }
+  const names = [...new Set(facts.flatMap((f) => f.numbers.map(([name]) => name.replace(/ of .*/, ""))))];
+  at("subtitle").textContent = runs.map((r) => r.name).join(", ");
+  at("summary").replaceChildren(el("div", { class: "card" }, table(["", ...names], facts.map((f, i) => row([
+    el("span", {}, swatch(i), el("b", {}, runs[i].name), " ", f.state, el("br"), el("span", { class: "muted" }, f.about)),
+    ...names.map((name) => (f.numbers.find(([n]) => n.replace(/ of .*/, "") === name) || [0, "–"])[1])])))));
+}
+
+const stack = (parts, whole) => el("div", { class: "stack" }, parts.filter((p) => p[1] > 0).map(([name, value, i]) =>
+  el("div", { title: name, style: { background: i < 0 ? "var(--line)" : colour(i), width: `${(100 * value) / whole}%` } })));
+
+function spent() {
+  const NAMES = [["updates", "updates: computing and sending", 0], ["input", "waiting for data", 1], ["evaluation", "evaluation", 2],
+    ["saving", "held up by saving", 3], ["starting", "starting, compiling", 4], ["down", "nothing ran", 6], ["other", "the rest", -1]];
+  const found = runs.map((run) => run.spent), fill = (c) => (c < 0 ? "var(--line)" : colour(c)), some = found.some((f) => f.total);
+  const stacks = runs.map((run, i) => (found[i].total ? el("div", { class: "run" }, named(run, i),
+    stack(NAMES.map(([key, name, c]) => [name, found[i][key], c]), found[i].total)) : null));
+  const share = (f, key) => (!f.total ? ["–"] : several ? [`${percent(f[key] / f.total)}`] : [duration(f[key]), percent(f[key] / f.total)]);
+  const rows = NAMES.filter(([key]) => found.some((f) => f[key] > 0)).map(([key, name, c]) =>
+    row([el("span", {}, el("span", { class: "dot", style: { background: fill(c) } }), name), ...found.flatMap((f) => share(f, key))]));
+  const updates = runs.map(update), head = several ? ["", ...runs.map((r) => r.name)] : null;
+  const cells = (key) => updates.map((u) => (u ? (u[key] === null ? "not measured" : `${number(u[key], 3)} ms`) : "–"));
+  at("spent").append(...stacks.filter(Boolean), table(head, rows),
+    some ? "" : el("p", { class: "muted small" }, "No events were written: only updates were timed."),
+    el("h2", { style: { margin: "18px 0 6px" } }, "An update"),
+    table(several ? head : null, [row(["median time", ...cells("time")]), row(["of it waiting for data", ...cells("waited")])]),
+    el("p", { class: "muted small" }, "Sending is part of the device's time and not measured by itself; ",
+      el("code", {}, "jaxdp profile"), " tells computing, sending and idling apart."));
+}
+
+function update(run) { // of the median: a record after a pause is no common one
+  const { step_time_ms: all, input_wait: waits } = run.series.train;
+  const order = [...(all || []).keys()].filter((i) => !Number.isNaN(all[i])).sort((a, b) => all[a] - all[b]);
+  if (!order.length) return null;
+  const total = order.reduce((sum, i) => sum + all[i], 0), time = all[order[order.length >> 1]];
+  return { time, waited: waits ? (time * order.reduce((sum, i) => sum + all[i] * (waits[i] || 0), 0)) / total : null };
+}
+
+function events() {
+  const section = at("events"), known = runs.filter((r) => r.sessions.length);
+  if (!known.length) return section.append(el("p", { class: "muted small" }, "No events were written with " + (several ? "these runs." : "this run.")));
+  const span = Math.max(...known.map((r) => r.sessions.at(-1).end - r.start), 1e-3);
+  const width = Math.max(section.clientWidth - 42, 240), tall = 46; // its pixels: text keeps its size
+  const svg = el("svg", { viewBox: `0 0 ${width} ${known.length * tall + 22}`, role: "img", "aria-label": "events over time" });
+  const x = (t) => 6 + (t / span) * (width - 12);
+  known.forEach((run, lane) => {
+    const y = lane * tall + 26, mark = (e, node) => svg.append(node) || node.append(el("title", {}, describe(run, e)));
+    for (const s of run.sessions) {
+      const left = x(s.start - run.start);
+      svg.append(el("rect", { x: left, y, width: Math.max(x(s.end - run.start) - left, 1.5), height: 8, rx: 2, fill: colour(several ? runs.indexOf(run) : 0), opacity: 0.85 }));
+    }
+    for (const e of run.events) {
+      const px = x(e.t - run.start);
+      if (e.kind === "saved") mark(e, el("rect", { x: px - 0.75, y: y + 9, width: 1.5, height: 6, fill: "var(--muted)" }));
+      else if (NOTABLE[e.kind]) mark(e, el("path", { d: `M${px} ${y - 2} l-5 -8 h10 z`, fill: `var(--${NOTABLE[e.kind]})` }));
+    }
+  });
+  for (const t of ticks(0, span / clockScale(span), 5)) {
+    const px = x(t * clockScale(span));
+    svg.append(el("text", { x: px, y: known.length * tall + 16, "text-anchor": px < 20 ? "start" : px > width - 24 ? "end" : "middle" }, clock(t * clockScale(span), span)));
+  }
+  section.append(svg, el("p", { class: "muted small" }, "Bars: training. Below them: saves. Above: restarts, faults, skipped updates."));
+  runs.forEach((run, i) => {
+    const count = (kind) => run.events.filter((e) => e.kind === kind).length;
+    const counts = [["saved", "saves"], ["evaluation", "evaluations"], ["resume", "restarts"], ["preempted", "preemptions"],
+      ["rolled_back", "rollbacks"], ["failed", "failures"]].filter(([k]) => count(k)).map(([k, name]) => `${count(k)} ${count(k) === 1 ? name.slice(0, -1) : name}`);
+    const listed = run.events.filter((e) => NOTABLE[e.kind] || e.kind === "start" || e.kind === "finished").slice(-200);
+    section.append(el("div", { class: "run" }, named(run, i), el("div", { class: "small", style: { margin: "8px 0" } }, counts.join(" · ")),
+      el("details", listed.length < 9 && !several ? { open: "" } : {}, el("summary", {}, "In words"),
+        table(null, listed.map((e) => el("tr", {}, el("td", { class: "muted", style: { whiteSpace: "nowrap" } }, e.t ? duration(e.t - run.start) : "–"), el("td", {}, said(e))))))));
+  });
+}
+
+const said = (e) => [WORDS[e.kind] || e.kind.replaceAll("_", " "), e.kind !== "start" && e.step ? `step ${e.step.toLocaleString("en-US")}` : null,
+  e.updates ? `${e.updates} of them` : null, e.to !== undefined ? `to step ${e.to}` : null, e.reason || null].filter(Boolean).join(", ");
+const describe = (run, e) => `${said(e)} (${duration(e.t - run.start)})`;
+
+function holds() {
+  const TREES = [["params", "parameters"], ["grads", "gradients"], ["opt_state", "optimizer state"], ["model_state", "model state"],
+    ["batch", "batch"], ["temporaries", "temporaries (the compiler's)"]];
+  const known = runs.map((run) => {
+    const held = { ...(run.layout.bytes_per_device || {}) }, program = run.layout.program;
+    if (program) held.temporaries = Math.max(program.temporaries - (held.grads || 0), 0);
+    return held;
+  });
+  if (!known.some((k) => Object.keys(k).length)) return at("bytes").append(el("p", { class: "muted small" }, "Not written with this run; jaxdp plan tells."));
+  const most = Math.max(...known.map((k) => Object.values(k).reduce((a, b) => a + b, 0)), 1);
+  at("bytes").append(...known.map((held, i) => el("div", { class: "run" }, named(runs[i], i), stack(TREES.map(([key, name], c) => [name, held[key] || 0, c]), most))),
+    table(several ? ["", ...runs.map((r) => r.name)] : null, TREES.filter(([key]) => known.some((k) => k[key])).map(([key, name]) =>
+      row([el("span", {}, swatch(TREES.findIndex((t) => t[0] === key)), name), ...known.map((k) => (k[key] === undefined ? "–" : bytes(k[key])))]))),
+    el("p", { class: "muted small" }, "From shapes and layout", known.some((k) => "temporaries" in k) ? "; temporaries, less the gradients, as compiled." : "; the compiler's temporaries are not known."));
+}
+
+function sends() {
+  const section = at("collectives");
+  section.append(...runs.map((run, i) => {
+    const { devices, program } = run.layout, found = program ? Object.entries(program.collectives) : [];
+    const said = !devices ? "Not written with this run; jaxdp plan tells." : devices === 1 ? "One device: nothing is sent."
+      : !program ? "The program's text was not at hand; jaxdp plan tells." : !found.length ? "Nothing." : null;
+    const held = run.layout.bytes_per_device || {};
+    return el("div", { class: "run" }, named(run, i), said ? el("p", { class: "muted small" }, said) : [
+      table(["kind", "times", "bytes", "on the wire"], found.map(([kind, t]) => row([kind, number(t.count), bytes(t.bytes), bytes(t.wire)]))),
+      el("p", { class: "muted small" }, `${bytes(found.reduce((sum, f) => sum + f[1].wire, 0))} on the wire`, run.layout.parts > 1 || !held.params ? "" :
+        `, ${number(found.reduce((sum, f) => sum + f[1].wire, 0) / held.params, 3)} times the parameters`, `; ${devices} devices. From the compiled program.`)]);
+  }));
+}
+
+const show = (value) => (value === null || value === undefined ? "–" : Array.isArray(value) && value.every((v) => typeof v === "string") ? value.join(" ") || "[]" : typeof value === "object" ? JSON.stringify(value) : String(value));
+
+function settings(section, title, key, folded) {
+  const keys = [...new Set(runs.flatMap((r) => Object.keys(r[key])))];
+  const differ = keys.filter((k) => new Set(runs.map((r) => JSON.stringify(r[key][k]))).size > 1);
+  const pairs = (names) => el("dl", { class: "pairs" }, names.map((k) => el("div", {}, el("dt", {}, k), el("dd", {}, show(runs[0][key][k])))));
+  section.append(el("h2", {}, title));
+  if (!keys.length) return section.append(el("p", { class: "muted small" }, "Not written with this run."));
+  if (!several) return section.append(folded ? el("details", {}, el("summary", {}, `${keys.length} keys`), pairs(keys)) : pairs(keys));
+  section.append(differ.length ? el("div", { class: "differences" }, table(["differs", ...runs.map((r) => r.name)], differ.map((k) => row([k, ...runs.map((r) => show(r[key][k]))]))))
+    : el("p", { class: "muted small" }, "No differences."),
+  el("details", {}, el("summary", {}, `${keys.length - differ.length} keys that are the same`), pairs(keys.filter((k) => !differ.includes(k)))));
+}

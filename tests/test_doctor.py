@@ -1,0 +1,339 @@
+"""The doctor finds what is planted, for real: each fault is a line with its fix, alone and among ranks."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxdp.doctor import bindings, collective, devices, mpi, resources, settings, versions
+from jaxdp.doctor.check import FAILURE, OK, WARNING, Examined, failure, ok, run_checks
+from jaxdp.doctor.probe import Ended, Probe
+from jaxdp.doctor.report import as_json, as_text
+from jaxdp.errors import UsageError
+from launch import ROOT, environment, find, mpirun, require
+from two_hosts import TwoHosts
+
+DOCTOR = ["-m", "jaxdp", "doctor"]
+AFTER = "import os, sys, time; {}; sys.argv[1:] = ['doctor', '--json']; from jaxdp.cli import main; main()"
+
+
+def read(text, *names):
+    """{name: [checks]} of what `--json` printed."""
+    found = {}
+    for check in json.loads(text)["checks"]:
+        found.setdefault(check["name"], []).append(check)
+    return [found.get(name, []) for name in names] if names else found
+
+
+def bad(checks):
+    return [check for check in checks if check["status"] != OK]
+
+
+def test_a_machine_that_is_well_and_what_is_planted_around_it(tmp_path):
+    """One examination each: with nothing wrong, and with all that may be wrong at once, side by side."""
+    began = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        well, ill = processes_of(tmp_path, address)
+    assert well.returncode == 0 and time.monotonic() - began < 40, well.stdout + well.stderr
+    found = read(well.stdout)
+    assert all(check["status"] != FAILURE for checks in found.values() for check in checks)
+    assert {"python", "jax", "jaxlib", "run_dir", "shared memory", "open files", "bindings", "devices"} <= set(found)
+    assert re.search(r"a checkpoint takes 1\.0\d MB", found["run_dir"][0]["found"])  # 85,002 parameters, three times
+    assert found["devices"][0]["found"].startswith("2 x cpu") and "right" not in found["all-reduce"][0]["found"]
+
+    assert ill.returncode == 1, ill.stdout + ill.stderr
+    found = read(ill.stdout)
+    (port,) = bad(found["port"])
+    assert port["status"] == FAILURE and "is taken by process" in port["found"] and "another port" in port["fix"]
+    assert f"JAXDP_COORDINATOR={address}" in port["found"] and str(os.getpid()) in port["found"]
+    texts = [check["found"] for check in bad(found["environment"])]
+    assert any("XLA_FLAGS" in t and "--xla_no_such_flag" in t for t in texts), texts
+    assert any("JAX_ENABLE_X64=1" in t for t in texts) and any("JAXDP_TIMOUT" in t for t in texts)
+    assert "did you mean JAXDP_TIMEOUT?" in [check["fix"] for check in found["environment"]]
+    assert found["open files"][0]["status"] == FAILURE and "64 at most" in found["open files"][0]["found"]
+    if find("openmpi4") and find("openmpi5"):
+        (mismatch,) = bad(found["mpi4py"])
+        assert "Open MPI v5" in mismatch["found"] and "is Open MPI 4" in mismatch["found"], mismatch
+        assert mismatch["status"] == FAILURE and "MPI4PY_LIBMPI" in mismatch["fix"]
+
+
+def processes_of(tmp_path, coordinator):
+    """(an examination of this machine, one of this machine with faults), run side by side."""
+    faults = {
+        "JAXDP_COORDINATOR": coordinator,
+        "JAXDP_NUM_PROCESSES": "1",
+        "JAXDP_PROCESS_ID": "0",
+        "XLA_FLAGS": "--xla_no_such_flag=1",
+        "JAX_ENABLE_X64": "1",
+        "JAXDP_TIMOUT": "5",
+    }
+    library = pathlib.Path(sys.prefix) / "lib" / "libmpi.so.40"
+    if find("openmpi4") and library.exists():  # its mpirun is first on PATH, and mpi4py loads the other
+        (tmp_path / "mpirun").symlink_to("/usr/bin/mpirun.openmpi")
+        faults |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MPI4PY_LIBMPI": str(library)}
+    jobs = []
+    for env, before, more in (({}, "", "--config configs/digits.yaml"), (faults, "ulimit -n 64; ", "")):
+        command = f'{before}exec "{sys.executable}" -m jaxdp doctor --json --run_dir "{tmp_path}/run" {more}'
+        jobs.append(
+            subprocess.Popen(
+                ["sh", "-c", command], cwd=ROOT, env=environment(env, 2), text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )
+        )  # fmt: skip
+    done = []
+    for job in jobs:
+        out, err = job.communicate(timeout=100)
+        done.append(subprocess.CompletedProcess(job.args, job.returncode, out, err))
+    return done
+
+
+def test_an_old_jax_is_named_with_the_bounds(tmp_path):
+    """It cannot be imported either: the rest is examined all the same."""
+    info = tmp_path / "jax-0.4.30.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: jax\nVersion: 0.4.30\n")
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text('__version__ = "0.4.30"\n')
+    env = environment({"PYTHONPATH": str(tmp_path)}, 1)
+    done = subprocess.run([sys.executable, *DOCTOR], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and not done.stderr, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    (at,) = [i for i, line in enumerate(lines) if re.match(r"failure +jax +0\.4\.30; jaxdp needs jax>=", line)]
+    assert "pip install -U 'jax>=" in lines[at + 1]
+    assert any(re.match("ok +shared memory", line) for line in lines) and "failure" in lines[-1]
+
+
+def test_a_full_disk_and_a_name_that_is_loopback(tmp_path):
+    """In namespaces of their own: a small file system that is full, a host name, and an /etc/hosts."""
+    script = (
+        "mount --make-rprivate / && hostname planted && mount -t tmpfs -o size=1m tmpfs disk && "
+        "mount --bind hosts /etc/hosts && { dd if=/dev/zero of=disk/x bs=1k count=2000 2>/dev/null; "
+        f'PYTHONPATH={ROOT} exec "{sys.executable}" -c "$0"; }}'
+    )
+    code = """
+import json, pathlib
+from jaxdp.doctor import names, resources
+checks = [*resources.check_run_dir(pathlib.Path("disk/run")), *names.check_name(1), *names.check_name(2, True)]
+print(json.dumps({"checks": [c._asdict() for c in checks]}))
+"""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 planted\n")
+    command = ["unshare", "--mount", "--uts", "sh", "-c", script, code]
+    if not shutil.which("unshare"):
+        pytest.skip("no unshare")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    if "ermi" in done.stderr:
+        pytest.skip(f"namespaces are not permitted here: {done.stderr.strip()}")
+    disk, name = read(done.stdout, "run_dir", "host name")
+    assert disk[0]["status"] == FAILURE and "No space left on device" in disk[0]["found"] and disk[0]["fix"], disk
+    assert [c["status"] for c in name] == [WARNING, FAILURE]
+    assert "planted resolves to 127.0.1.1" in name[0]["found"] and "/etc/hosts" in name[0]["fix"]
+
+
+@pytest.mark.mpi
+def test_ranks_on_one_core():
+    job = mpirun(2, ["-c", AFTER.format("os.sched_setaffinity(0, {0})")])
+    assert job.returncode == 0 and not job.left, job.output
+    binding, reduced, launcher, mpi4py = read(job.stdout, "bindings", "all-reduce", "launcher", "mpi4py")
+    assert binding[0]["status"] == WARNING and "ranks 0, 1" in binding[0]["found"], job.output
+    assert "share core 0" in binding[0]["found"] and "--bind-to none" in binding[0]["fix"]
+    assert "over 2 devices" in reduced[0]["found"] and "expected" in reduced[0]["found"]
+    assert "it sees 2 processes" in mpi4py[-1]["found"] and mpi4py[-1]["ranks"] == launcher[0]["ranks"] == [0, 1]
+
+
+@pytest.mark.mpi
+def test_an_mpi_that_is_not_mpirun_s():
+    """Each rank believes that it is alone, as MPI goes; they meet all the same, and one list is printed."""
+    require("openmpi5")
+    library = pathlib.Path(sys.prefix) / "lib" / "libmpi.so.40"
+    if not library.exists():
+        pytest.skip("Open MPI's library is not in this environment")
+    job = mpirun(2, [*DOCTOR, "--json"], "mpich", env={"MPI4PY_LIBMPI": str(library)})
+    assert job.returncode == 1 and not job.left, job.output
+    mpi4py, reduced = read(job.stdout, "mpi4py", "all-reduce")
+    (mismatch,) = bad(mpi4py)
+    assert "started 2 processes, but mpi4py sees 1" in mismatch["found"] and mismatch["ranks"] == [0, 1]
+    assert "libmpi.so.12" in mismatch["fix"] and "over 2 devices" in reduced[0]["found"]
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_a_host_among_others_that_calls_itself_loopback(tmp_path):
+    with TwoHosts(tmp_path, loopback=1) as hosts:
+        job = hosts.mpirun([*DOCTOR, "--json"])
+        assert job.returncode == 1 and not job.left, job.output
+        (line,) = bad(read(job.stdout, "host name")[0])
+        assert line["status"] == FAILURE and (line["rank"], line["hosts"]) == (1, [hosts.names[1]])
+        assert f"{hosts.names[1]} resolves to 127.0.1.1" in line["found"]
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_a_rank_that_does_not_come_is_named():
+    script = AFTER.format("os.environ['OMPI_COMM_WORLD_RANK'] == '1' and time.sleep(60)")
+    job = mpirun(2, ["-c", script], env={"JAXDP_TIMEOUT": "2"}, timeout=60)
+    assert job.returncode == 1 and job.seconds < 30 and not job.left, job.output
+    ranks, mpi4py = read(job.stdout, "ranks", "mpi4py")
+    assert "rank 1 did not report within 2 s" in ranks[0]["found"]
+    assert "it waits until every rank calls mpi init" in bad(mpi4py)[0]["found"]
+
+
+def test_a_check_that_raises_or_hangs_is_a_line():
+    def broken():
+        yield ok("first", "well")
+        raise ZeroDivisionError("by zero")
+
+    def refused():
+        raise UsageError("x: 3 is wrong: use 4")
+        yield
+
+    checks = {"broken": broken, "slow": lambda: time.sleep(20), "refused": refused}
+    first, second, slow, said = run_checks(checks, 0.3)
+    assert (first.status, second.status) == (OK, FAILURE) and "ZeroDivisionError: by zero" in second.found
+    assert slow == failure("slow", "no answer within 0.3 s", slow.fix)
+    assert said == failure("refused", "x: 3 is wrong", "use 4")
+
+
+def test_a_probe_says_how_its_process_ended():
+    probe = Probe("mpi")
+    with pytest.raises(Ended, match="TypeError"):
+        probe.ask("library", 20)
+    probe.process.kill()
+    with pytest.raises(Ended, match="killed by SIGKILL"):
+        probe.ask("library", 20)
+    probe.close()
+
+
+def cores(*sets, there=8, limit=None):
+    fact = {"host": "a", "boot": "1", "launcher_cores": there, "limit": limit}
+    return {rank: {**fact, "cores": list(s)} for rank, s in enumerate(sets)}
+
+
+@pytest.mark.parametrize(
+    ("facts", "status", "text"),
+    [
+        (cores(range(4), range(4, 8)), OK, "8 cores in all"),
+        (cores(range(8), range(8)), OK, "8 cores in all"),
+        (cores([0], [0]), WARNING, "ranks 0, 1 on host a share core 0"),
+        (cores([0, 1], [0], [1]), WARNING, "ranks 0, 1, 2 on host a share 2 cores"),
+        (cores([0], [1]), WARNING, "2 ranks on host a are bound to 2 of 8 cores"),
+        (cores(range(8), limit=2.5), WARNING, "allows 2.5"),
+        (cores(range(8), range(8), limit=1.0), WARNING, "1 processors' worth"),
+    ],
+)
+def test_bindings(facts, status, text):
+    (check,) = bindings.check_bindings(facts)
+    assert check.status == status and text in check.found and bool(check.fix) == (status != OK)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("mpirun (Open MPI) 5.0.11\n", ("openmpi", "5.0.11")),
+        ("mpirun.openmpi (OpenRTE) 4.1.4\n", ("openmpi", "4.1.4")),
+        ("Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4", ("openmpi", "4.1.4")),
+        ("HYDRA build details:\n    Version:                                 5.0.2\n", ("hydra", "5.0.2")),
+        ("MPICH Version:      4.2.3\n", ("hydra", "4.2.3")),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.11 Build 20231005", ("hydra", "2021.11")),
+        ("slurm 22.05", ("", "")),
+    ],
+)
+def test_which_mpi_it_is(text, found):
+    assert mpi.flavour(text) == found
+
+
+def test_versions_that_do_not_fit():
+    numpy = versions.installed("numpy")
+    wrong = versions.unmet(["numpy>=99", "no-such-package>=1", 'rich<1; extra == "mpi"', 'jax<0.1; extra == "other"'])
+    assert wrong["numpy"] == (f"{numpy}; jaxdp needs numpy>=99", "pip install -U 'numpy>=99'")
+    assert "not installed" in wrong["no-such-package"][0] and "rich" in wrong and "jax" not in wrong
+    assert not versions.unmet(versions.own_requirements()[0])
+
+
+def test_variables_that_surprise():
+    env = {"JAX_DEBUG_NANS": "True", "NCCL_SOCKET_IFNAME": "nosuch0", "JAXDP_TIMEOUT": "soon", "http_proxy": "p:1"}
+    found = {check.found.partition("=")[0]: check for check in settings.check_settings(2, env)}
+    assert {name: check.status for name, check in found.items()} == {
+        "JAX_DEBUG_NANS": WARNING,
+        "NCCL_SOCKET_IFNAME": FAILURE,
+        "JAXDP_TIMEOUT": FAILURE,
+        "http_proxy": WARNING,
+    }
+    assert [c.status for c in settings.check_settings(1, {"http_proxy": "p:1", "JAX_ENABLE_X64": "0"})] == [OK]
+
+
+def test_gpus_need_a_driver_and_a_plug_in(tmp_path, monkeypatch):
+    """A host as Linux shows it: devices in /dev, a driver in /proc, a plug-in among the installed packages."""
+    judge = lambda: [(c.status, c.found) for c in devices.check_gpus(str(tmp_path), str(tmp_path))]
+    if devices.plugins():
+        pytest.skip("a plug-in is installed")
+    assert judge() == [(OK, "none, and no plug-in for one")]
+    (tmp_path / "nvidia0").touch()
+    assert judge() == [(WARNING, "1 NVIDIA GPU, but JAX has no CUDA plug-in here: it would compute on the CPU")]
+    info = tmp_path / "jax_cuda12_plugin-0.4.30.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: jax-cuda12-plugin\nVersion: 0.4.30\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert judge() == [(FAILURE, "1 NVIDIA GPU, but no driver is loaded")]
+    version = tmp_path / "driver" / "nvidia" / "version"
+    version.parent.mkdir(parents=True)
+    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  Wed Oct 27 21:21:55 UTC 2021\n")
+    assert judge()[0] == (FAILURE, "driver 470.82.01 is too old for cuda12")
+    version.write_text(version.read_text().replace("470.82.01", "535.104.05"))
+    assert judge()[0] == (OK, "1 NVIDIA GPU, driver 535.104.05, plug-in cuda12")
+    (tmp_path / "nvidia0").unlink()
+    assert judge()[0][0] == WARNING and "there is no GPU" in judge()[0][1]
+    (plugin,) = versions.check_plugins()
+    assert plugin.status == FAILURE and "0.4.30, but jaxlib is" in plugin.found and "jax[cuda12]==" in plugin.fix
+    shared = {r: {"host": "a", "boot": "1", "platform": "gpu", "uuids": ["GPU-1"]} for r in range(2)}
+    assert [c.status for c in devices.check_sharing(shared)] == [WARNING]
+    shared[1]["uuids"] = ["GPU-2"]
+    assert [c.status for c in devices.check_sharing(shared)] == [OK]
+
+
+def test_room_for_a_checkpoint(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    assert next(resources.check_run_dir(tmp_path / "a" / "b", lambda: 1000)).status == OK
+    large = next(resources.check_run_dir(tmp_path, lambda: free))
+    assert large.status == FAILURE and "a checkpoint takes" in large.found
+    (tmp_path / "file").write_text("")
+    assert "is no directory" in next(resources.check_run_dir(tmp_path / "file")).found
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".jaxdp")]
+
+
+def test_a_collective_far_below_its_links():
+    timed = {"seconds": 0.01, "devices": 2, "right": True}
+    judged = lambda seconds, **how: next(collective.check_collective({**timed, "seconds": seconds, **how}, *cpu))
+    cpu = ("cpu", "cpu", 1, 1e9, 2)  # 4 MB by 1 GB/s: 4.2 ms
+    assert judged(0.01).status == OK and "4.19 ms expected" in judged(0.01).found
+    assert judged(0.5).status == WARNING and judged(0.01, right=False).status == FAILURE
+    h100 = ("gpu", "NVIDIA H100 80GB HBM3", 1, None, 8)
+    assert "h100-nvlink-ib400" in next(collective.check_collective({**timed, "devices": 8}, *h100)).found
+
+
+def test_a_list_merges_what_ranks_have_in_common():
+    lines = [(ok("jax", "0.10"), (0, 1)), (failure("disk", "full", "make room"), (1,)), (ok("all", "fine"), ())]
+    examined = Examined("2 processes on a", lines, 2, {0: "a", 1: "b"})
+    text = as_text(examined).splitlines()
+    assert text[1:] == [
+        "ok       jax   0.10",
+        "failure  disk  rank 1 (host b): full",
+        "               fix: make room",
+        "ok       all   fine",
+        "2 ok, 1 failure",
+    ]
+    checks = as_json(examined)["checks"]
+    assert checks[1] == {
+        "name": "disk", "status": "failure", "found": "full", "fix": "make room", "rank": 1, "ranks": [1],
+        "hosts": ["b"],
+    }  # fmt: skip
+    assert as_json(examined)["failures"] == 1 and "rank" not in checks[2]
+    assert "\x1b[" in as_text(examined, wide=True)

@@ -1,0 +1,50 @@
+"""What a run says of its bytes is what its layout and its program have; nothing is compiled to know it."""
+
+import threading
+
+import jax
+import pytest
+
+import toys
+from jaxdp import footprint
+from jaxdp.data.base import Arrays
+from jaxdp.data.cursor import Cursor
+from jaxdp.data.prefetch import read_batch
+from jaxdp.distributed import last_words
+
+
+@pytest.mark.parametrize(("backend", "devices"), [("pmap", 4), ("pjit", 4), ("pmap", 1)])
+def test_a_program_that_has_run_tells_what_it_sends(backend, devices):
+    model, examples = toys.MODELS["mlp"](), toys.data(40)
+    strategy, step, _ = toys.build(model, examples, devices=devices, backend=backend)
+    program, state = strategy.lower(step), strategy.init()
+    read = read_batch(Arrays(**examples), Cursor(40, 20, 8, 0), 0, strategy.local_slots)
+    batch = strategy.put(read)
+    slots = strategy.table.shape[1]
+    assert footprint.of_compiled(program.lowered(state, batch), devices, slots) is None  # it would have to compile
+    state, _ = program.update(state, batch)
+    found = footprint.of_compiled(program.lowered(state, batch), devices, slots)
+    sizes = footprint.bytes_by_tree(strategy, step, read, split_grads=False)
+    params = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(strategy.export(state).params))
+    assert sizes["params"] == sizes["grads"] == params
+    assert sizes["batch"] == sum(x.nbytes for x in read.values()) / devices
+    assert found is not None and found["peak"] > 2 * params
+    if devices == 1:
+        assert found["collectives"] == {}
+    else:
+        (sent,) = found["collectives"].values()
+        assert params < sent["bytes"] < params + 100 and sent["wire"] == 2 * sent["bytes"]
+
+
+def test_last_words_are_heard_and_keep_nobody(monkeypatch):
+    monkeypatch.setattr(last_words, "PATIENCE", 0.2)
+    heard, forever = [], threading.Event()
+    listeners = [lambda text: 1 / 0, heard.append, lambda text: forever.wait()]
+    for listener in listeners:
+        last_words.subscribe(listener)
+    last_words.tell("the end")
+    for listener in listeners:
+        last_words.unsubscribe(listener)
+    forever.set()
+    last_words.tell("nobody listens")
+    assert heard == ["the end"]

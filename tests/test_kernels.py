@@ -1,0 +1,157 @@
+"""The CPU's own ways to compute a layer against JAX's: the same values and gradients, also mapped over microbatches."""
+
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+from jaxdp import environment
+from jaxdp.models.attention import SHORTEST, causal, shares
+from jaxdp.models.convolution import convolve
+from jaxdp.models.products import product
+from jaxdp.models.resnet9 import halve
+
+DIMS = lax.conv_dimension_numbers((1, 1, 1, 1), (1, 1, 1, 1), ("NHWC", "HWIO", "NHWC"))
+
+
+def normal(*shape, dtype=jnp.float64):
+    return jax.random.normal(jax.random.key(sum(shape)), shape, dtype)
+
+
+def gradients(f, x, weights):
+    """(f's values, their derivatives along something by x and by weights), x mapped and weights not."""
+
+    def total(x, weights):
+        y = jax.vmap(f, (0, None))(x, weights)
+        return jnp.sum(jnp.sin(y)), y
+
+    (_, y), found = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(x, weights)
+    return y, *found
+
+
+def near(found, right, tolerance=1e-12):
+    for a, b in zip(found, right, strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
+
+
+def test_product_is_dot_general_with_gradients():
+    with jax.enable_x64(True):
+        x, kernel = normal(3, 4, 5, 6), normal(6, 7)
+        near(gradients(product, x, kernel), gradients(jnp.matmul, x, kernel))
+        forward = lambda f: jax.jit(lambda: jax.jvp(f, (x, kernel), (x + 1, kernel + 1)))()
+        near(forward(product), forward(jnp.matmul))
+        each = lambda f: jax.jit(jax.vmap(jax.grad(lambda w, x: jnp.sum(jnp.sin(f(x, w)))), (None, 0)))(kernel, x)
+        near([each(product)], [each(jnp.matmul)])  # a gradient of every example
+
+
+def test_product_refuses_what_it_does_not_compute():
+    with pytest.raises(ValueError, match="is not x"):
+        product(jnp.ones((2, 3)), jnp.ones((2, 3)), (((0,), (0,)), ((), ())))
+
+
+@pytest.mark.parametrize(
+    "image, window, strides, padding",
+    [
+        ((9, 8, 3), (7, 7), (4, 4), "SAME"),  # few channels: blocks
+        pytest.param((10, 7, 3), (3, 2), (2, 3), ((1, 1), (0, 2)), marks=pytest.mark.slow),
+        pytest.param((8, 8, 3), (4, 4), (4, 4), "VALID", marks=pytest.mark.slow),  # of whole patches
+        ((7, 7, 16), (3, 3), (2, 2), ((1, 1), (1, 1))),  # strides that leave pixels out
+        pytest.param((6, 5, 17), (2, 3), (3, 2), "SAME", marks=pytest.mark.slow),
+        ((1, 1, 16), (3, 3), (1, 1), ((1, 1), (1, 1))),  # one tap sees the image
+        ((2, 2, 16), (3, 3), (2, 2), ((1, 1), (1, 1))),
+        ((2, 3, 4), (5, 7), (1, 1), "SAME"),  # a window larger than the image
+        pytest.param((4, 4, 4), (4, 4), (1, 1), "VALID", marks=pytest.mark.slow),  # one pixel of output
+        pytest.param((5, 6, 4), (3, 3), (1, 1), "SAME", marks=pytest.mark.slow),
+    ],
+)
+def test_convolution(image, window, strides, padding):
+    with jax.enable_x64(True):
+        x, kernel = normal(2, 3, *image), normal(*window, image[-1], 5)
+        own = lambda x, w: convolve(x, w, strides, padding, dimension_numbers=DIMS)
+        jaxs = lambda x, w: lax.conv_general_dilated(x, w, strides, padding, dimension_numbers=DIMS)
+        near(gradients(own, x, kernel), gradients(jaxs, x, kernel))
+
+
+def test_convolution_in_groups_or_dilated_is_jaxs():
+    x, kernel = normal(2, 8, 8, 4, dtype=jnp.float32), normal(3, 3, 2, 4, dtype=jnp.float32)
+    for options in ({"feature_group_count": 2}, {"rhs_dilation": (2, 2)}, {"lhs_dilation": (2, 2)}):
+        if "feature_group_count" not in options:
+            kernel = normal(3, 3, 4, 4, dtype=jnp.float32)
+        found = convolve(x, kernel, (2, 2), [(0, 0), (0, 0)], dimension_numbers=DIMS, **options)
+        right = lax.conv_general_dilated(x, kernel, (2, 2), [(0, 0), (0, 0)], dimension_numbers=DIMS, **options)
+        np.testing.assert_array_equal(found, right)
+
+
+def test_softmax_and_its_derivatives():
+    with jax.enable_x64(True):
+        x = jnp.where(jnp.tri(6, dtype=bool), normal(3, 6, 6), -jnp.inf)
+        f = lambda g: jax.jit(jax.value_and_grad(lambda x: jnp.sum(jnp.sin(3 * g(x)))))(x)
+        near(f(shares), f(jax.nn.softmax))
+
+
+def test_the_first_of_equal_pixels_is_the_largest():
+    x = jnp.round(normal(2, 5, 7, 3, dtype=jnp.float32)).at[0, 0, 0, 0].set(jnp.nan).at[0, 3, 3, 1].set(jnp.nan)
+    own, flax = halve, lambda x: nnx.max_pool(x, (2, 2), strides=(2, 2))
+    np.testing.assert_array_equal(own(x), flax(x))
+    numbers = jnp.nan_to_num(x)
+    gradient = lambda f: jax.jit(jax.grad(lambda x: jnp.sum(f(x) * normal(2, 2, 3, 3, dtype=jnp.float32))))(numbers)
+    np.testing.assert_array_equal(gradient(own), gradient(flax))
+
+
+@pytest.mark.parametrize("heads", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_attention_in_pieces(heads):
+    """Tokens that do not divide by the pieces, grouped queries, two documents an example."""
+    tokens = 3 * SHORTEST + 5
+    query, key, value = (normal(2, tokens, n, 3, dtype=jnp.float32) * s for n, s in ((4, 1), (heads, 0.5), (heads, 2)))
+    segments = jnp.arange(tokens) > jnp.array([[17], [tokens // 2]])
+
+    def right(query, key, value):
+        key, value = (jnp.repeat(x, 4 // heads, 2) for x in (key, value))
+        scores = jnp.einsum("ethw,eshw->ehts", query, key) / 3**0.5
+        seen = jnp.tri(tokens, dtype=bool) & (segments[:, :, None] == segments[:, None, :])[:, None]
+        return jnp.einsum("ehts,eshw->ethw", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), value)
+
+    f = lambda g: jax.jit(jax.value_and_grad(lambda *args: jnp.sum(jnp.sin(g(*args))), (0, 1, 2)))(query, key, value)
+    found, gradient = f(lambda *args: causal(*args, segments))
+    expected, true = f(right)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    near(gradient, true, 2e-5)
+
+
+FAULTS = """
+from jaxdp import environment
+environment.huge_pages()
+import resource
+import jax, jax.numpy as jnp
+f = jax.jit(lambda x: (jnp.sin(x).reshape(-1, 64) @ jnp.ones((64, 64))).max())  # temporaries of 2 x 128 MB
+x = jnp.ones(2**25)
+counts = []
+for _ in range(30):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    f(x).block_until_ready()
+    counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(min(counts[1:]))
+"""
+
+
+def faults(**settings):
+    """Page faults of a call of a program with temporaries."""
+    env = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    run = [sys.executable, "-c", FAULTS]
+    return int(subprocess.run(run, env={**env, **settings}, check=True, capture_output=True, text=True).stdout)
+
+
+@pytest.mark.slow
+def test_memory_of_a_step_comes_in_huge_pages():
+    pages = pathlib.Path(environment.HUGE_PAGES)
+    if "glibc" not in platform.libc_ver() or not pages.is_file() or "[madvise]" not in pages.read_text():
+        pytest.skip("glibc, and a kernel that gives huge pages where they are asked for, are needed")
+    assert 4 * faults() < faults(GLIBC_TUNABLES="glibc.malloc.hugetlb=0")

@@ -1,0 +1,263 @@
+"""What people look at: the panel, lines, TensorBoard, Weights & Biases, a writer of one's own, and a trace."""
+
+import io
+import math
+import os
+import pathlib
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console as Terminal
+
+from jaxdp import trace
+from jaxdp.errors import UsageError
+from jaxdp.metrics.console import Clock, Console
+from jaxdp.metrics.numbers import duration, number
+from jaxdp.metrics.panel import Panel, sparkline
+from jaxdp.metrics.soft import Soft
+from jaxdp.metrics.writers import check_writers, make_writers
+
+JAXDP = [sys.executable, "-m", "jaxdp"]
+DIGITS = ["--config", "configs/digits.yaml", "--model.args.hidden", "[8]"]
+ENVIRONMENT = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+
+
+def start(*arguments):
+    return subprocess.Popen([*JAXDP, "train", *DIGITS, *arguments], env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+
+
+def wait_for(condition, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+TRAIN = {
+    "step": 4200, "split": "train", "loss": 0.2129, "accuracy": 0.9, "lr": 1e-3, "grad_norm": 0.4, "step_time_ms": 52.1,
+    "examples_per_s": 12431.2, "tokens_per_s": 468000.0, "mfu": 0.412, "input_wait": 0.003, "nonfinite_grads": 0.0,
+    "skipped_updates": 2.0, "time": 1.0,
+}  # fmt: skip
+
+
+def drawn(panel, width):
+    terminal = Terminal(file=io.StringIO(), width=width, force_terminal=False)
+    terminal.print(panel.render())
+    return terminal.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_the_panel_says_where_a_run_stands(width):
+    clock = Clock(10_000)
+    facts = {"title": "gpt", "devices": "8 x H200 in 2 processes", "files": "runs/gpt"}
+    panel = Panel(clock, facts, Terminal(file=io.StringIO(), width=width, force_terminal=True), lambda: "1.0 of 2.0 GB")
+    try:
+        assert "compiles" in drawn(panel, width)
+        clock.at(4200)
+        for loss in (3.0, float("nan"), 1.0, 0.2129):
+            panel.write({**TRAIN, "loss": loss})
+        panel.write({"step": 4000, "split": "eval", "loss": 1.25, "accuracy": 0.93})
+        panel.saved(4000)
+        text = drawn(panel, width)
+    finally:
+        panel.close()
+    assert all(len(line) <= width for line in text.splitlines())
+    words = " ".join(re.sub("[│╭╮╰╯─]", " ", text).split())
+    for part in (
+        "gpt", "4,200 of 10,000 42%", "loss 0.2129 █ ▃▁", "accuracy 0.9000", "lr 1.00e-03", "|grad| 0.4000",
+        "12,431 examples/s", "468,000 tokens/s", "MFU 41.2%", "waiting for input 0.3%", "loss 1.2500", "after 4,000",
+        "1.0 of 2.0 GB", "step 4,000, 0:00:00 ago", "8 x H200", "runs/gpt", "left", "2 updates",
+    ):  # fmt: skip
+        assert part in words, (part, text)
+
+
+def test_a_sparkline_has_a_character_a_value():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([1.0, math.nan, 1.0]) == "▁ ▁" and sparkline([]) == sparkline([math.inf]) == ""
+
+
+def test_lines_on_a_pipe_stay_in_their_columns(capsys):
+    console = Console(10_000)
+    for step, loss, rate in ((50, 2.30259, 900.0), (100, 0.01, 12431.2), (9950, 12345.678, 1e6)):
+        console.write({**TRAIN, "step": step, "loss": loss, "examples_per_s": rate, "skipped_updates": 0.0})
+    console.write({"step": 10_000, "split": "eval", "loss": 1.0, "accuracy": 0.5})
+    lines = capsys.readouterr().out.splitlines()
+    for column in ("loss", "lr", "examples/s", "left"):
+        assert len({line.index(column) for line in lines[:3]}) == 1, lines
+    assert lines[0].startswith("train    50/10000  loss    2.3026") and lines[3].startswith("eval  10000/10000")
+    assert re.search(r"left \d+:\d\d:\d\d$", lines[1])
+
+
+def test_numbers_and_durations():
+    assert (
+        number("mfu", 0.4123) == "41.2%"
+        and number("lr", 3e-4) == "3.00e-04"
+        and number("loss", 123456.0) == "1.235e+05"
+    )
+    assert number("examples_per_s", 1234567.8) == "1,234,568" and number("straggler", "x") == "x"
+    assert duration(59.9) == "0:00:59" and duration(90061) == "1 d 1:01:01" and duration(None) == "?"
+
+
+def test_time_left_does_not_count_compilation(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    clock = Clock(1000)
+    assert clock.left() is None
+    now[0] = 60.0  # a minute of compilation, then a second for each ten updates
+    clock.at(10)
+    now[0] = 61.0
+    clock.at(20)
+    assert clock.left() == pytest.approx(98.0) and clock.elapsed() == 61.0
+    clock.rewind(10)
+    assert clock.left() is None
+
+
+def events(folder):
+    """(tag, step, value) of the scalars in event files: records of a length, two checksums, and the bytes between."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = []
+    for file in sorted(pathlib.Path(folder).glob("events.*")):
+        data = file.read_bytes()
+        while data:
+            (size,) = struct.unpack("<Q", data[:8])
+            event = Event.FromString(data[12 : 12 + size])
+            data = data[16 + size :]
+            found += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
+    return found
+
+
+def test_tensorboard_has_every_number(tmp_path):
+    pytest.importorskip("tensorboardX")
+    (writer,) = make_writers(["TensorBoard"], tmp_path, 0, {})
+    writer.write(TRAIN)
+    writer.write({"step": 4200, "split": "eval", "loss": 1.5})
+    writer.close()
+    found = {(tag, step): value for tag, step, value in events(tmp_path / "tensorboard")}
+    assert found[("train/loss", 4200)] == pytest.approx(0.2129) and found[("eval/loss", 4200)] == 1.5
+    assert {tag for tag, _ in found} == {f"train/{k}" for k in TRAIN if k not in ("step", "split", "time")} | {
+        "eval/loss"
+    }
+
+
+@pytest.mark.slow
+def test_weights_and_biases_goes_on_in_one_run(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "settings"))
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    entry = [{"target": "WandB", "args": {"mode": "offline", "project": "test"}}]
+    for step in (1, 2):
+        (writer,) = make_writers(entry, tmp_path, step - 1, {"batch_size": 64})
+        writer.write({**TRAIN, "step": step})
+        writer.close()
+        assert not writer.failed
+    runs = list((tmp_path / "wandb").glob("offline-run-*"))
+    known = (tmp_path / "wandb_id").read_text().strip()
+    assert len(runs) == 2 and all(f"-{known}" in run.name for run in runs)
+    for run in runs:
+        (log,) = run.glob("run-*.wandb")
+        assert b"train/loss" in log.read_bytes() and b"batch_size" in log.read_bytes()
+
+
+class Own:
+    """A writer of one's own."""
+
+    made: list = []
+
+    def __init__(self, directory, config, more=1):
+        self.records, self.more, self.config = [], more, config
+        Own.made.append(self)
+
+    def write(self, record):
+        if record["step"] > 2:
+            raise OSError("no route to host")
+        self.records.append(record)
+
+    def say(self, text): ...
+    def rewind(self, step): ...
+    def close(self): ...
+
+
+def test_a_writer_of_ones_own_may_fail(tmp_path, capsys):
+    check_writers([{"target": "test_monitoring.Own"}])
+    (writer,) = make_writers([{"target": "test_monitoring.Own", "args": {"more": 7}}], tmp_path, 0, {"seed": 1})
+    for step in (1, 2, 3, 4):
+        writer.write({"step": step, "split": "train", "loss": 1.0})
+    own = Own.made[-1]
+    assert [r["step"] for r in own.records] == [1, 2] and own.more == 7 and own.config == {"seed": 1}
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "log.writers: test_monitoring.Own failed" in error and "no route to host" in error
+    assert isinstance(writer, Soft) and writer.failed
+
+
+@pytest.mark.parametrize(
+    "entry, text",
+    [
+        ("TensorBord", r"log.writers.target: 'TensorBord' .* did you mean 'TensorBoard'"),
+        ({"target": "TensorBoard", "args": {"foldr": "x"}}, r"log.writers.args.foldr: .* did you mean 'folder'"),
+        ({"targt": "TensorBoard"}, r"log.writers: .* is no writer; give a name such as TensorBoard"),
+        (3, r"log.writers: 3 is no writer"),
+    ],
+)
+def test_writers_that_are_none_are_named(entry, text):
+    with pytest.raises(UsageError, match=text):
+        check_writers([entry])
+
+
+# --- a trace ----------------------------------------------------------------------------------------------------------
+
+TEXT = """
+  %fusion.1 = f32[8,8]{1,0} fusion(%p), kind=kLoop, metadata={op_name="jit(update)/jvp(Block)/dot_general"}
+  %all-reduce.2 = (f32[8]{0}, f32[4]{0}) all-reduce(%a, %b), metadata={op_name="jit(update)/shard_map/psum"}
+  %while.3 = (s32[], f32[8]{0}) while(%t), condition=%c, body=%b
+  ROOT %copy.4 = f32[8]{0} copy(%x)
+"""
+
+
+def test_a_devices_time_adds_up():
+    """From 0 to 100: computes for 40, of which 10 beside 30 of communication, and has nothing to do for 40."""
+    op = lambda name, start, end, lane="s0": trace.Operation("gpu:0", lane, name, start, end)
+    operations = [
+        op("while.3", 0, 45), op("fusion.1", 0, 20), op("fusion.1", 25, 45), op("all-reduce.2", 35, 65, "s1"),
+        op("copy.4", 100, 120),
+    ]  # fmt: skip
+    kinds = trace.opcodes(TEXT)
+    assert kinds == {"fusion.1": "fusion", "all-reduce.2": "all-reduce", "while.3": "while", "copy.4": "copy"}
+    assert trace.origins(TEXT)["fusion.1"] == "jvp(Block)/dot_general" and trace.origins(TEXT)["all-reduce.2"] == "psum"
+    (found,) = trace.shares(operations, (0, 100), kinds)
+    assert (found.compute, found.communication, found.hidden, found.idle) == (40, 20, 10, 40)
+    rows = {row.name: row for row in trace.top(operations, (0, 100))}
+    assert rows["fusion.1"].time == 40 and rows["fusion.1"].count == 2 and rows["while.3"].time == 5
+    assert "copy.4" not in rows and rows["all-reduce.2"].time == 30
+
+
+def test_a_signal_asks_for_a_trace(tmp_path):
+    """SIGUSR2 ends nothing: the next updates are traced, and the run goes on to its end."""
+    run = start("--steps", "100000", "--log.every", "50", "--eval.every", "null", "--run_dir", str(tmp_path / "run"))
+    wait_for(lambda: (tmp_path / "run/metrics.jsonl").is_file() and (tmp_path / "run/metrics.jsonl").stat().st_size)
+    run.send_signal(signal.SIGUSR2)
+    wait_for(lambda: list((tmp_path / "run/profile").rglob("*.xplane.pb")))
+    before = len((tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    wait_for(lambda: len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) > before)
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(60) == 75
+
+
+def test_profile_says_where_the_time_goes(tmp_path):
+    """Alone, as the command: shares of a device that add up, and the operations by their own time."""
+    done = subprocess.run(
+        [*JAXDP, "profile", *DIGITS, "--updates", "3", "--top", "4", "--run_dir", str(tmp_path / "run")],
+        capture_output=True, text=True, timeout=120, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    share = re.search(r"^cpu:0 +([\d.]+)% +([\d.]+)% +([\d.]+)%", done.stdout, re.M)
+    assert share and sum(map(float, share.groups())) == pytest.approx(100, abs=0.3) and float(share[1]) > 0
+    rows = re.findall(r"^ +([\d.]+) +([\d.]+)% ", done.stdout, re.M)
+    assert len(rows) == 5 and sum(float(part) for _, part in rows) == pytest.approx(100, abs=0.5), done.stdout
+    assert "more (--top)" in done.stdout and list((tmp_path / "run/profile").rglob("*.xplane.pb"))

@@ -1,0 +1,178 @@
+"""A start imports what it needs, compiles what no start before it did, and is none the worse without a cache."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import filelock
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxdp import compilation_cache
+from launch import environment, mpirun
+
+ROOT = pathlib.Path(__file__).parent.parent
+# Trains, and says what became of the programs that were to be compiled.
+SCRIPT = """
+import collections, json, sys
+import jax
+found = collections.Counter()
+jax.monitoring.register_event_listener(lambda name, **more: found.update([name.rpartition("/")[2]]))
+from jaxdp.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    print("\\nfound", json.dumps(found), flush=True)
+    raise
+"""
+RUN = [
+    "train", "--config", str(ROOT / "configs" / "digits.yaml"), "--steps", "1", "--batch_size", "16",
+    "--microbatches", "2", "--model.args.hidden", "[4]",
+]  # fmt: skip
+
+
+def home(folder):
+    """The environment of a user whose caches are in `folder`, without what the tests have set."""
+    ours = dict.fromkeys(["JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"])
+    return {**ours, "XDG_CACHE_HOME": str(folder)}
+
+
+def start(folder, run_dir, *more):
+    """(digest of the parameters, programs found, programs compiled, what it said on standard error)"""
+    command = [sys.executable, "-c", SCRIPT, *RUN, "--run_dir", str(run_dir), *more]
+    done = subprocess.run(command, env=environment(home(folder), 1), cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.rpartition("found ")[2])
+    final = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    return final["params_sha256"], found.get("cache_hits", 0), found.get("cache_misses", 0), done.stderr
+
+
+@pytest.mark.parametrize("reduction", ["auto", pytest.param("exact", marks=pytest.mark.slow)])
+def test_a_second_start_compiles_nothing_and_gives_the_same_bits(tmp_path, reduction):
+    more = ["--parallel.reduction", reduction]
+    digest, found, compiled, said = start(tmp_path / "cache", tmp_path / "one", *more)
+    assert compiled > 3 and not found and "cache" not in said
+    second = start(tmp_path / "cache", tmp_path / "two", *more)  # what a rehearsal computes, it need not even look for
+    assert second == (digest, second[1], 0, said) and 3 < second[1] <= compiled
+    if reduction == "exact":
+        assert start(tmp_path / "other", tmp_path / "three", *more, "--compilation_cache", "null")[:3] == (digest, 0, 0)
+        assert not (tmp_path / "other").exists()
+    (folder,) = (tmp_path / "cache" / "jaxdp" / "xla").iterdir()
+    assert folder.name == compilation_cache.processor() and len(list(folder.glob("*-note"))) == 1
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_the_first_of_several_processes_finds_its_programs(tmp_path):
+    """JAX gives each CPU process keys of its own, and lets rank 0 alone write: the others compile anew."""
+    digests = []
+    for name in ("one", "two"):
+        command = ["-c", SCRIPT, *RUN, "--run_dir", str(tmp_path / name)]
+        done = mpirun(2, command, env=home(tmp_path / "cache"))
+        assert done.returncode == 0, done.output
+        digests.append(json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])["params_sha256"])
+        found = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("found ")]
+    assert digests[0] == digests[1] and len(found) == 2
+    assert sorted(process.get("cache_hits", 0) > 3 for process in found)[-1]
+    assert not any(process.get("cache_misses", 0) for process in found)  # which count what is written
+
+
+@pytest.fixture
+def no_cache(monkeypatch):
+    """As JAX is where nobody has given it a cache."""
+    before = compilation_cache.settings()
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
+    yield
+    compilation_cache.leave(before)
+    assert compilation_cache.settings() == before
+
+
+def programs(folder):
+    return sorted((folder / compilation_cache.processor()).glob("*-cache"))
+
+
+def compute():
+    jax.clear_caches()
+    return float(jax.jit(lambda x: jnp.sin(x) * 3.25)(1.0))
+
+
+def test_what_is_compiled_is_kept_and_what_is_damaged_is_compiled_again(tmp_path, no_cache):
+    assert compilation_cache.use(str(tmp_path)) is None
+    value = compute()
+    (program,) = programs(tmp_path)
+    program.write_bytes(program.read_bytes()[:100])
+    assert compute() == value  # warnings are errors here
+    unfinished = program.with_name("jit_f-0123-cache")  # as a process that was killed leaves it
+    unfinished.write_bytes(b"half")
+    old, new = program.with_name("a-note"), program.with_name("b-note")
+    for note in (old, new):
+        note.touch()
+    os.utime(old, (0, time.time() - compilation_cache.KEPT - 60))
+    compilation_cache.tidy(program.parent)
+    assert programs(tmp_path) == [program] and new.exists() and not old.exists()
+
+
+def test_a_cache_that_is_given_to_jax_stands(tmp_path, no_cache):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "theirs"))
+    before = compilation_cache.settings()
+    assert compilation_cache.use(str(tmp_path / "ours")) is None
+    assert compilation_cache.settings() == before and not (tmp_path / "ours").exists()
+
+
+def test_without_a_cache_there_is_none(tmp_path, no_cache):
+    assert compilation_cache.use(None) is None
+    assert jax.config.values["jax_compilation_cache_dir"] is None
+    compilation_cache.Note("facts").write("text")
+    assert compilation_cache.Note("facts").read() is None
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, no_cache):
+    (tmp_path / "file").write_text("")
+    problem = compilation_cache.use(str(tmp_path / "file"))
+    assert problem is not None and problem.startswith("compilation_cache: cannot write in ") and "\n" not in problem
+    assert "Not a directory" in problem and jax.config.values["jax_compilation_cache_dir"] is None
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_one_line(tmp_path, no_cache):
+    folder = tmp_path / compilation_cache.processor()
+    folder.mkdir()
+    (folder / ".probe").symlink_to("/dev/full")
+    problem = compilation_cache.use(str(tmp_path))
+    assert problem is not None and "No space left on device" in problem
+
+
+def test_a_cache_that_another_process_holds_is_used(tmp_path, no_cache):
+    folder = tmp_path / compilation_cache.processor()
+    folder.mkdir()
+    with filelock.FileLock(folder / ".lockfile"):
+        assert compilation_cache.use(str(tmp_path)) is None
+    assert jax.config.values["jax_compilation_cache_dir"] == str(folder)
+
+
+def test_a_note_is_of_its_facts(tmp_path, no_cache):
+    compilation_cache.use(str(tmp_path))
+    compilation_cache.Note("facts").write("text")
+    assert compilation_cache.Note("facts").read() == "text"
+    assert compilation_cache.Note("others").read() is None and compilation_cache.Note(None).read() is None
+
+
+def test_help_and_errors_need_no_jax_and_training_no_orbax():
+    code = """
+import sys
+from jaxdp.cli import main
+for argv in ([], ["--help"], ["--version"], ["tarin"], ["train", "--config", "nowhere.yaml"], ["train", "--help"]):
+    try:
+        main(argv)
+    except SystemExit:
+        assert not {"jax", "numpy", "flax", "optax", "orbax"} & set(sys.modules), argv
+import jaxdp.cli.verbs
+assert not {"orbax.checkpoint", "jaxdp.verify", "jaxdp.weights", "torch"} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment({}, 1))
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,141 @@
+"""What a run says of its speed: model FLOPs as they are counted and by formula, peaks by device, and goodput."""
+
+import json
+import time
+
+import jax
+import jax.extend
+import pytest
+
+import toys
+from jaxdp import loop, rundir
+from jaxdp.build import rehearse
+from jaxdp.build.parts import make_parts, make_the_step, set_jax, state_maker
+from jaxdp.config.reading import from_mapping
+from jaxdp.data.base import Arrays
+from jaxdp.flops import FUSED_ATTENTION, gpt_flops
+from jaxdp.hardware import peak_flops
+from jaxdp.metrics.console import Console
+from jaxdp.metrics.throughput import goodput, throughput
+from test_loop import make_run
+
+LAYERS, DIM, TOKENS = 3, 128, 32
+GPT = {
+    "model": {"target": "GPT", "args": {"layers": LAYERS, "heads": 4, "dim": DIM}},
+    "data": {"target": "PythonSource", "args": {"length": TOKENS}},
+    "loss": {"target": "CausalLM"},
+    "steps": 2,
+    "batch_size": 12,
+    "microbatches": 4,
+}
+
+
+def rehearsed(**more):
+    """(FLOPs of an example, the shapes of the parameters) of the model in `GPT`."""
+    config = from_mapping({**GPT, **more}, "test")
+    set_jax(config)
+    parts = make_parts(config)
+    make_state = state_maker(config, parts)
+    flops = rehearse(config, parts, make_the_step(config, parts), make_state)
+    return flops, jax.eval_shape(make_state).params
+
+
+def test_the_flops_of_a_gpt_are_those_of_the_formula():
+    flops, params = rehearsed()
+    used = sum(x.size for x in jax.tree.leaves(params)) - params["positions"].size
+    assert flops / TOKENS == pytest.approx(gpt_flops(used, LAYERS, DIM, TOKENS), rel=0.02)
+    assert rehearsed(parallel={"remat": "full"})[0] == pytest.approx(flops, rel=1e-6)  # no more for computing it twice
+    assert rehearsed(microbatches=2)[0] == flops
+
+
+def test_the_flops_of_gpt2_by_formula_are_those_that_are_published():
+    """nanoGPT's figure for 124M parameters and 1,024 tokens: 6 x 123.6M + 12 x 12 x 768 x 1024."""
+    assert gpt_flops(123_653_376, 12, 768, 1024) == 6 * 123_653_376 + 113_246_208
+
+
+def test_the_operations_of_cudnn_have_the_names_that_are_counted():
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    names = {p.name for p in vars(cudnn).values() if isinstance(p, jax.extend.core.Primitive)}
+    assert set(FUSED_ATTENTION) <= names
+
+
+@pytest.mark.parametrize(
+    "kind, compute, matmul, peak",
+    [
+        ("NVIDIA H200", "bfloat16", "default", 989.4e12),
+        ("NVIDIA H100 80GB HBM3", "float32", "default", 494.7e12),
+        ("NVIDIA H100 80GB HBM3", "float32", "highest", 66.9e12),
+        ("NVIDIA H100 PCIe", "bfloat16", "default", None),  # slower, and no sheet of it is in the table
+        ("NVIDIA A100-SXM4-80GB", "float16", "default", 312e12),
+        ("NVIDIA L4", "bfloat16", "default", 121e12),
+        ("NVIDIA L40S", "bfloat16", "default", None),
+        ("TPU v4", "bfloat16", "default", 275e12),
+        ("TPU v5 lite", "float32", "default", 197e12),
+        ("TPU v5p", "bfloat16", "default", 459e12),
+        ("TPU v6 lite", "bfloat16", "default", 918e12),
+        ("TPU v4", "float32", "highest", None),
+        ("NVIDIA H200", "float64", "default", None),
+        ("cpu", "float32", "default", None),
+    ],
+)
+def test_peaks_by_kind_of_device(kind, compute, matmul, peak):
+    assert peak_flops(kind, compute, matmul) == (peak and pytest.approx(peak))
+
+
+def test_a_record_of_an_interval():
+    speed = throughput(examples=64, tokens=128, flops=3e9, peak=4e12)
+    assert speed(100.0) == pytest.approx({"tokens_per_s": 81_920, "model_flops_per_s": 1.92e12, "mfu": 0.48})
+    assert throughput(64, None, None, 4e12)(100.0) == {}
+    assert throughput(64, None, 3e9, None)(100.0) == {"model_flops_per_s": pytest.approx(1.92e12)}
+
+
+def test_goodput_is_of_the_time_since_the_first_start(tmp_path):
+    """5 updates of 0.4 s and, after a restart, 5 of 0.2 s, in 10 s; evaluations and what came before are not work."""
+    file, now = tmp_path / "metrics.jsonl", time.time()
+    records = [
+        {"step": 5, "split": "train", "step_time_ms": 400.0},
+        {"step": 5, "split": "eval", "loss": 1.0},
+        {"step": 10, "split": "train", "step_time_ms": 200.0},
+    ]
+    file.write_text("".join(json.dumps(r) + "\n" for r in records))
+    assert goodput(file, now - 10)["goodput"] == pytest.approx(0.3, rel=0.01)
+    assert goodput(tmp_path / "none.jsonl", now - 10) == {}
+
+
+def test_a_run_directory_keeps_when_it_began(tmp_path):
+    rundir.write_env(tmp_path, {})
+    began = json.loads((tmp_path / "env.json").read_text())["began"]
+    assert abs(began - time.time()) < 60
+    (tmp_path / "env.json").write_text(json.dumps({"began": began - 1000}))
+    rundir.write_env(tmp_path, {"launcher": "none"})
+    assert rundir.began(tmp_path) == began - 1000
+
+
+def test_the_console_shows_it(capsys):
+    record = {"step": 2, "split": "train", "loss": 1.0, "examples_per_s": 2e3, "tokens_per_s": 2.5e5, "mfu": 0.412}
+    Console(2).write({**record, "input_wait": 0.25})
+    Console(2).write({"step": 2, "split": "final", "goodput": 0.9, "input_wait": 0.01})
+    lines = capsys.readouterr().out.splitlines()
+    told = " ".join(lines[0].split())
+    assert told.endswith("loss 1.0000 examples/s 2,000 tokens/s 250,000 MFU 41.2% waits for data 25%")
+    assert " ".join(lines[1].split()).endswith("goodput 90.0%")
+
+
+class Slow(Arrays):
+    """Data that takes a while."""
+
+    seconds = 0.0
+
+    def read(self, indices):
+        time.sleep(self.seconds)
+        return super().read(indices)
+
+
+def test_the_share_of_time_in_waiting_for_data(tmp_path):
+    data = Slow(**toys.data(60))
+    run = make_run(tmp_path, toys.MODELS["mlp"](), train=data, steps=12, log_every=4)
+    data.seconds = 0.05
+    loop.fit(run)
+    waits = [r["input_wait"] for r in run.writer.records if "input_wait" in r]
+    assert len(waits) == 3 and all(0.5 <= w <= 1 for w in waits[1:]), waits
