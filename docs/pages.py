@@ -1,0 +1,178 @@
+"""The pages that are made when the site is built: keys of a config, commands, and Python's public names."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import jaxdp
+from jaxdp import cli
+from jaxdp.cli.help import shown
+from jaxdp.config.describe import Key, groups
+
+# Title -> (text, names as they are imported).
+SECTIONS: dict[str, tuple[str, list[str]]] = {
+    "Losses": (
+        "`loss.target` is one of these, or anything of the same shape: sums and a weight, never a mean.",
+        [
+            f"jaxdp.losses.{n}"
+            for n in ("SoftmaxCrossEntropy", "CausalLM", "MeanSquaredError", "Contrastive", "MultiTask")
+        ],
+    ),
+    "Optimizers": (
+        "`optimizer.target` is sgd, adam, adamw, lamb, adafactor, lion, muon, or a function that returns an Optax "
+        "transformation.",
+        [
+            "jaxdp.optim.table.make_optimizer",
+            "jaxdp.optim.schedule.make_schedule",
+            "jaxdp.optim.zero.zero1",
+            "jaxdp.optim.muon.muon",
+        ],
+    ),
+    "Data": (
+        "[Data](../data.md) is the page to begin with.",
+        [
+            "jaxdp.data.base.Dataset",
+            "jaxdp.data.digits.Digits",
+            "jaxdp.data.python_source.PythonSource",
+            "jaxdp.data.cifar10.CIFAR10",
+            "jaxdp.data.mnist.MNIST",
+            "jaxdp.data.mnist.FashionMNIST",
+            "jaxdp.data.image_folder.ImageFolder",
+            "jaxdp.data.hugging_face.HuggingFace",
+            "jaxdp.data.text.TextFile",
+            "jaxdp.data.text.PennTreebank",
+            "jaxdp.data.packing.Documents",
+            "jaxdp.data.token_file.TokenFile",
+            "jaxdp.data.transforms.Mixup",
+            "jaxdp.data.tokenizers.Tokenizer",
+        ],
+    ),
+    "Models": (
+        "[Models](../models.md) is the page to begin with.",
+        [
+            "jaxdp.models.base.Model",
+            "jaxdp.models.mlp.MLP",
+            "jaxdp.models.cnn.CNN",
+            "jaxdp.models.resnet9.ResNet9",
+            "jaxdp.models.vit.ViT",
+            "jaxdp.models.gpt.GPT",
+            "jaxdp.models.recurrent.LSTM",
+            "jaxdp.models.recurrent.RNN",
+            "jaxdp.models.nnx.Carry",
+            "jaxdp.models.nnx.Blocks",
+            "jaxdp.models.equinox.Carry",
+            "jaxdp.models.scan.scan_blocks",
+            "jaxdp.logits.Logits",
+        ],
+    ),
+    "The step and its strategies": (
+        "What the trainer is built from; each part takes plain arguments.",
+        [
+            "jaxdp.step.TrainState",
+            "jaxdp.step.Sums",
+            "jaxdp.step.Step",
+            "jaxdp.step.make_step",
+            "jaxdp.parallel.base.Strategy",
+            "jaxdp.parallel.base.Program",
+            "jaxdp.parallel.pmap.PMap",
+            "jaxdp.parallel.pjit.PJit",
+            "jaxdp.parallel.layout.Layout",
+        ],
+    ),
+    "Writers and hardware": (
+        "[Watch a run](../monitoring.md) and [plan](../plan.md) use these.",
+        ["jaxdp.metrics.writer.Writer", "jaxdp.hardware.Hardware"],
+    ),
+}
+
+
+def config_page() -> str:
+    """Every key of a config: type, default, what it decides, meaning."""
+    lines = [
+        "# Config",
+        "",
+        "A run is described by one YAML file; each key may be given on the command line too, as `--key value`, where "
+        "lists and mappings are YAML in quotes. A key that is unknown is an error that names the nearest known one. "
+        "**numbers**: the key changes what is computed, and a run that is there can only go on with the same value. "
+        "**speed**: it changes only how fast, where, or what is written about it, and may differ from start to start.",
+    ]
+    for group in groups():
+        lines += ["", f"## {group.name or 'The run'}", "", _linked(group.text), "", *_table(group.keys)]
+    return "\n".join(lines) + "\n"
+
+
+def _table(keys: Iterable[Key]) -> list[str]:
+    rows = ["| key | type | default | decides | |", "|---|---|---|---|---|"]
+    for key in keys:
+        default = f"`{shown(key.default)}`" if shown(key.default) else "null" if key.default is None else ""
+        rows.append(f"| `{key.name}` | {key.kind} | {default} | {key.decides} | {_linked(_escaped(key.text))} |")
+    return rows
+
+
+def commands_page() -> str:
+    """Every command: how it is called, examples, its own options."""
+    lines = [
+        "# Commands",
+        "",
+        "`jaxdp VERB --help` prints what stands here, and for the verbs that read a config all its keys, which are "
+        "on [a page of their own](config.md). `python -m jaxdp` is the same, and `python train.py` is `jaxdp train`.",
+        "",
+        "Exit codes: 0 done, 2 bad usage or config, 75 preempted after a good save (start me again), 1 anything else.",
+    ]
+    for verb in cli.VERBS:
+        text = cli.help_of(verb, width=100).partition("\nThe keys of a config")[0].rstrip()
+        lines += ["", f"## jaxdp {verb}", "", "```text", text, "```"]
+    return "\n".join([*lines, "", "## Completion", "", COMPLETION])
+
+
+COMPLETION = """In bash, once or in `~/.bashrc`; in zsh, `jaxdp completion zsh` in `~/.zshrc`:
+
+```sh
+eval "$(jaxdp completion bash)"
+```
+
+Then the tab key completes verbs, options, keys of the config and those values of which there are few.
+"""
+
+
+def python_page() -> str:
+    """The public names of the package, and those of its modules that a person uses."""
+    lines = ["# Python", "", _linked(_escaped(jaxdp.__doc__ or "")), "", "## jaxdp", ""]
+    for name in jaxdp.__all__:
+        if name != "__version__":
+            lines += _entry(f"{jaxdp._HOME[name]}.{name}", f"jaxdp.{name}")
+    for title, (text, names) in SECTIONS.items():
+        lines += ["", f"## {title}", "", text, ""]
+        for name in names:
+            lines += _entry(name, name)
+    return "\n".join(lines) + "\n"
+
+
+def _entry(path: str, heading: str) -> list[str]:
+    return [
+        f"::: {path}",
+        "    options:",
+        f"      heading: {heading}",
+        f"      toc_label: {heading.rpartition('.')[2]}",
+        "",
+    ]
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([*_<\[|])", r"\\\1", text)
+
+
+def _linked(text: str) -> str:
+    return re.sub(
+        r"docs/(\w+)(?:\\_(\w+))?\.md", lambda m: f"[{m[0]}](../{'_'.join(filter(None, m.groups()))}.md)", text
+    )
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """MkDocs asks for the pages here."""
+    from mkdocs.structure.files import File
+
+    made = {"config": config_page, "commands": commands_page, "python": python_page}
+    for name, page in made.items():
+        files.append(File.generated(config, f"reference/{name}.md", content=page()))
+    return files
