@@ -272,7 +272,11 @@ def alone(config, run_dir, *more, env=None, code=0, during=None):
     )
     if during:
         threading.Thread(target=during, args=(process,), daemon=True).start()
-    out, err = process.communicate(timeout=90)
+    try:
+        out, err = process.communicate(timeout=90)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
     assert process.returncode == code, out + err
     return out, err
 
