@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxdp.cli import command
+from jaxdp.__main__ import command
 
 if __name__ == "__main__":
     command(["train", *sys.argv[1:]])

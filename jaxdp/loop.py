@@ -160,11 +160,10 @@ def advance(run: Run, program: Program, at: Position) -> None:
             at.step = step
             run.watch.sent(at.metrics)
             run.profile.after(step, at.metrics)
-            if first:  # while the device is at work
-                run.after_first(program, at.state, batch, several)
             meter.update(updates, at.metrics)
-            if first:
+            if first:  # while the device is at work
                 run.events.note("first_update", step)
+                run.after_first(program, at.state, batch, several)
             asked = run.watch.save_is_asked()
             if step < run.steps and (asked or _due(step, run.eval_every) or _due(step, run.save_every)):
                 meter.pause()

@@ -1,7 +1,6 @@
 """A preset is a row of XLA's own switches, probed before they are set: XLA aborts at one that it does not know."""
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import re
@@ -102,6 +101,8 @@ def probe(flags: dict[str, str]) -> set[str] | None:
 
 
 def _versions() -> str:
+    import importlib.metadata  # takes 20 ms, which most starts need not spend
+
     found = []
     for name in PLUGINS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

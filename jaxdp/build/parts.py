@@ -92,12 +92,15 @@ def make_parts(config: Config, given: Given = NOTHING) -> Parts:
     dataset, eval_set = make_data(config, table("data", SOURCES), table("eval.data", SOURCES))
     facts = facts_of(dataset)
     model = make_model(config, target, facts)
+    model = model._replace(init=jax.jit(model.init))  # traced once, and not by each of those who want its shapes
     transform = both(getattr(dataset, "transform", None), own)
     eval_transform = both(getattr(eval_set, "transform", None), own)
-    sequential = is_sequential(config, model, dataset, transform)
+    dtypes = config.precision
+    casts = policy(dtypes.params, dtypes.compute or dtypes.params, dtypes.reduce or dtypes.params)
+    sequential = is_sequential(config, model, dataset, transform, casts)
     cursor = make_order(config, dataset, sequential)
     steps = config.steps or math.ceil((config.epochs or 0) * cursor.steps_per_epoch)
-    dtypes, schedule = config.precision, schedule_of(config, steps)
+    schedule = schedule_of(config, steps)
     named = config.optimizer.target in OPTIMIZERS or "optimizer" not in given
     return Parts(
         dataset,
@@ -108,7 +111,7 @@ def make_parts(config: Config, given: Given = NOTHING) -> Parts:
         steps,
         schedule if named else None,
         make_tx(config, schedule, model.blocks, optimizers),
-        policy(dtypes.params, dtypes.compute or dtypes.params, dtypes.reduce or dtypes.params),
+        casts,
         make_scaling(config, dataset),
         make_spike(config),
         sequential,
@@ -252,13 +255,17 @@ def make_transform(config: Config, table: Mapping[str, Any] = TRANSFORMS) -> Tra
     return as_transform(made)
 
 
-def is_sequential(config: Config, model: Model, dataset: Dataset, transform: Transform | None) -> bool:
+def is_sequential(config: Config, model: Model, dataset: Dataset, transform: Transform | None, casts: Policy) -> bool:
     """Whether rows go on from batch to batch: as the config says, else where the model carries something."""
     if config.data.order is not None:
         return config.data.order == "sequential"
-    example = dataset.read(np.zeros(1, np.int64))
-    state = jax.eval_shape(lambda: model.init(jax.random.key(0), first_microbatch(example, 1, transform))[1])
-    return split_carry(state)[1] is not None
+    example, places = dataset.read(np.zeros(1, np.int64)), -(-config.batch_size // config.microbatches)
+
+    def init() -> Any:  # as `init_state` calls it: traced once for both
+        inputs = first_microbatch(example, places, transform)
+        return model.init(jax.random.key(config.seed), casts.inputs(inputs))
+
+    return split_carry(jax.eval_shape(init)[1])[1] is not None
 
 
 def first_microbatch(example: dict[str, np.ndarray], places: int, transform: Transform | None) -> Batch:

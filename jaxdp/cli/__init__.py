@@ -94,7 +94,6 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     "report": {"run": "*"},
     "completion": {"shell": "?"},
 }
-COMPUTING = ("train", "eval", "profile")  # verbs whose time is that of the programs
 ALONE = ("plan", "verify")  # verbs of one process, on simulated devices where there are no real ones
 # Verbs without a config: a module each. All but the doctor are of one process, on the CPU.
 WITHOUT_CONFIG = {
@@ -143,14 +142,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "data": ("jaxdp data tokenize a.txt b.jsonl --output tokens --tokenizer byte --split 0.05",),
     "completion": ("jaxdp completion zsh > ~/.jaxdp.zsh",),
 }
-
-
-def command(argv: list[str] | None = None) -> NoReturn:
-    """`main`, as a command: the process may begin anew (`environment.huge_pages`)."""
-    argv = sys.argv[1:] if argv is None else argv
-    if argv and argv[0] in COMPUTING:
-        environment.huge_pages()
-    main(argv)
 
 
 def main(argv: list[str] | None = None) -> NoReturn:

@@ -140,7 +140,7 @@ class Guarded:
         self.watchdog.stop()
 
     def _finished(self, metrics: dict[str, Any]) -> None:
-        if np.any(metrics["halted"]):
+        if np.asarray(metrics["halted"]).any():  # of JAX's array it would be a program
             self._request("halt", "")
 
     def _preempt(self, name: str) -> None:
