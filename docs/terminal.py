@@ -1,8 +1,7 @@
-"""What a terminal shows of a command, as HTML: the bytes it writes on a pseudo-terminal, drawn as they would be there."""
+"""What a terminal shows of a command, as HTML: what it writes on a pseudo-terminal, drawn as it would be there."""
 
 import codecs
 import fcntl
-import html
 import io
 import os
 import pathlib
@@ -67,13 +66,13 @@ class Screen:
         return [Text.from_ansi(line) for line in lines[-self.size[0] :]]
 
     def html(self) -> str:
-        console = Console(record=True, file=io.StringIO(), width=self.size[1], force_terminal=True, color_system="truecolor")
+        console = Console(record=True, file=io.StringIO(), width=self.size[1], color_system="truecolor")
         for line in self.shown():
             assert line.cell_len <= self.size[1], line.plain
             console.print(line, no_wrap=True, crop=False, highlight=False)
         code = console.export_html(theme=THEME, code_format="{code}", inline_styles=True)
         background, foreground = THEME.background_color.hex, THEME.foreground_color.hex
-        return PAGE.format(code=code.strip("\n"), background=html.escape(background), foreground=html.escape(foreground))
+        return PAGE.format(code=code.strip("\n"), background=background, foreground=foreground)
 
 
 def watch(
@@ -83,7 +82,7 @@ def watch(
     columns: int = 80,
     env: Mapping[str, str] = os.environ,
     cwd: pathlib.Path | None = None,
-    seconds: float = 120.0,
+    seconds: float = 300.0,
 ) -> Screen:
     """Runs a command in a terminal until its screen is as wanted, stops it, and returns the screen as it was."""
     ours, theirs = pty.openpty()

@@ -49,6 +49,7 @@ class Panel:
         console: "Console | None" = None,
         in_use: Callable[[], str] = memory,
     ):
+        from rich import get_console
         from rich.live import Live
 
         self.clock, self.facts, self.in_use = clock, facts, in_use
@@ -56,7 +57,8 @@ class Panel:
         self.eval: Record = {}
         self.losses: collections.deque[float] = collections.deque(maxlen=POINTS)
         self.save: tuple[int, float] | None = None
-        self.live = Live(get_renderable=self.render, console=console, refresh_per_second=4)
+        self.console = console or get_console()
+        self.live = Live(get_renderable=self.render, console=self.console, refresh_per_second=4)
         self.live.start()
 
     def write(self, record: Record) -> None:
@@ -70,12 +72,19 @@ class Panel:
         self.save = (step, time.monotonic())
 
     def say(self, text: str) -> None:
-        self.live.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         self.live.stop()
 
     def render(self) -> "RenderableType":
+        """All of it, or where the terminal is too low, what is under way."""
+        whole = self.frame(self.facts)
+        if len(self.console.render_lines(whole)) <= self.console.height:
+            return whole
+        return self.frame({"title": self.facts["title"]} if "title" in self.facts else {})
+
+    def frame(self, facts: Mapping[str, str]) -> "RenderableType":
         from rich import box
         from rich.console import Group
         from rich.panel import Panel as Frame
@@ -118,13 +127,14 @@ class Panel:
             rows.add_row("saved", f"step {self.save[0]:,}, {duration(time.monotonic() - self.save[1])} ago")
         if in_use := self.in_use():
             rows.add_row("in use", in_use)
-        rows.add_row("", "")
-        for name, text in self.facts.items():
-            if name != "title":
-                rows.add_row(name, Text(text))
+        told = {name: text for name, text in facts.items() if name != "title"}
+        if told:
+            rows.add_row("", "")
+        for name, text in told.items():
+            rows.add_row(name, Text(text))
         return Frame(
             Group(head, rows),
-            title=Text(self.facts.get("title", "training"), style="bold not dim"),
+            title=Text(facts.get("title", "training"), style="bold not dim"),
             title_align="left",
             subtitle=Text(f"{duration(clock.elapsed())} so far, {left} left", style="not dim"),
             subtitle_align="right",
