@@ -65,6 +65,9 @@ def test_the_panel_says_where_a_run_stands(width):
         panel.write({"step": 4000, "split": "eval", "loss": 1.25, "accuracy": 0.93})
         panel.saved(4000)
         text = drawn(panel, width)
+        panel.write({"step": 10_000, "split": "final", "loss": 1.125, "goodput": 0.5, "params_sha256": "ab"})
+        last = drawn(panel, width)
+        assert "loss 1.1250" in last and "after 10,000" in last and "goodput" not in last and "sha" not in last
     finally:
         panel.close()
     assert all(len(line) <= width for line in text.splitlines())

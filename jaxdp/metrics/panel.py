@@ -65,7 +65,7 @@ class Panel:
         if record["split"] == "train":
             self.train = record
             self.losses.append(float(record["loss"]))
-        elif record["split"] == "eval":
+        elif record["split"] == "eval" or self.eval:  # without any, the final record tells of an update
             self.eval = record
 
     def saved(self, step: int) -> None:
@@ -119,7 +119,9 @@ class Panel:
         else:
             rows.add_row("", Text("compiles; the first numbers come with the first interval", style="dim"))
         if self.eval:
-            found = {k: v for k, v in self.eval.items() if k not in ("step", "split", "time")}
+            found = {
+                k: v for k, v in self.eval.items() if k not in ("step", "split", "time", "goodput", "params_sha256")
+            }
             ordered = sorted(found, key=lambda k: k != "loss")
             after = Text(f"after {self.eval['step']:,}", style="dim")
             rows.add_row("evaluated", Flow([*(f"{k} {number(k, found[k])}" for k in ordered), after]))
