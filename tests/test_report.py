@@ -236,6 +236,16 @@ def test_the_page_has_the_points_in_a_browser(tmp_path):
         page("jaxdp.view.smooth = 0.9; jaxdp.redraw(); jaxdp.zoom([50, 100])")
         assert page("jaxdp.view.charts[0].at.x0") == 50 and page("jaxdp.view.charts[0].series[0].mean.length") == 200
 
+        for width, columns in ((1280, 3), (900, 2)):  # a curve alone in its row takes all of it
+            page.open(one / "report.html", width=width)
+            rest = page("document.getElementById('charts').children.length") % columns
+            page(
+                f"for (let i = {(rest - 1) % columns}; i > 0; i--) document.getElementById('charts').lastChild.remove()"
+            )
+            wide = page("[...document.getElementById('charts').children].map(c => c.getBoundingClientRect().width)")
+            assert (
+                len(wide) % columns == 1 and wide[-1] > columns * wide[0] and wide[0] == pytest.approx(wide[-2], abs=1)
+            )
         for file in (one / "report.html", tmp_path / "report.html"):
             page.open(file, width=390, height=844, dark=True)
             assert page("document.documentElement.scrollWidth") <= 390
