@@ -41,7 +41,14 @@ def make_run(directory, lines=200, seed=0, last="finished"):
             if i % 50 == 0:
                 own = {"loss": record["loss"], "accuracy": 0.9}
                 file.write(json.dumps({"step": 10 * i, "split": "eval", **own, "time": T0 + 10 + i}) + "\n")
-        final = {"step": 10 * lines, "split": "final", "loss": 0.25, "accuracy": 0.875, "params_sha256": "ab"}
+        final = {
+            "step": 10 * lines,
+            "split": "final",
+            "loss": 0.25,
+            "accuracy": 0.875,
+            "goodput": 0.1 + 0.1 * seed,
+            "params_sha256": "ab",
+        }
         file.write(json.dumps({**final, "time": T0 + 11 + lines}) + "\n")
     events = [
         {"t": T0, "kind": "start", "step": 0, "devices": 4, "processes": 1, "steps": 10 * lines},
@@ -228,6 +235,9 @@ def test_the_page_has_the_points_in_a_browser(tmp_path):
             [run, split] for run in (0, 1) for split in ("train", "eval")
         ]
         dark = colours(page)
+        assert "goodput" not in page("jaxdp.view.charts.map(c => c.name)") and "20.0 %" in page(
+            "document.body.innerText"
+        )
         assert dark["page"] != light["page"] and dark["ink"] > 0
         text = page("document.body.innerText")
         assert "seed" in page("document.querySelector('#config .differences').innerText") and "preempted" in text
