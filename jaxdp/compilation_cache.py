@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import os
 import pathlib
-import platform
 import time
 import warnings
 
@@ -40,8 +39,7 @@ def use(where: str | None) -> str | None:
     """
     if where is None or jax.config.values[FOLDER] is not None:
         return None
-    top = environment.user_cache() / "xla" if where == "auto" else pathlib.Path(where).expanduser()
-    folder = top.absolute() / processor()
+    folder = environment.compiled(where)
     try:
         tidy(folder)
     except filelock.Timeout:
@@ -116,15 +114,3 @@ class Note:
                 new = self.file.with_name(f"{self.file.name}.{os.getpid()}")
                 new.write_text(text)
                 new.replace(self.file)
-
-
-def processor() -> str:
-    """Names the instructions that this host's processor has, in a few letters."""
-    flags = ""
-    try:
-        with open("/proc/cpuinfo") as file:
-            flags = next((line for line in file if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        flags = platform.processor()
-    features = " ".join(sorted(flags.partition(":")[2].split() or [flags]))
-    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"

@@ -1,8 +1,10 @@
 """What JAX reads from the environment once, when it starts; nothing here imports it."""
 
 import contextlib
+import hashlib
 import os
 import pathlib
+import platform
 import re
 import sys
 
@@ -18,6 +20,24 @@ THREADS = 4  # of the CPU's pool, for each simulated device
 def user_cache() -> pathlib.Path:
     """Our folder among the user's caches (XDG Base Directory Specification)."""
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxdp"
+
+
+def compiled(where: str) -> pathlib.Path:
+    """The folder of what XLA compiles for this host's processor. where: `compilation_cache`, a folder or "auto"."""
+    top = user_cache() / "xla" if where == "auto" else pathlib.Path(where).expanduser()
+    return top.absolute() / processor()
+
+
+def processor() -> str:
+    """Names the instructions that this host's processor has, in a few letters."""
+    flags = ""
+    try:
+        with open("/proc/cpuinfo") as file:
+            flags = next((line for line in file if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        flags = platform.processor()
+    features = " ".join(sorted(flags.partition(":")[2].split() or [flags]))
+    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
 
 
 def huge_pages() -> None:

@@ -14,7 +14,7 @@ import sys
 import pytest
 import yaml
 
-from commands import Command, commands, shortened, trains_in
+from commands import SHELL, Command, commands, shortened, trains_in
 from commands import blocks as all_blocks
 from jaxdp import cli
 from jaxdp.config.check import known_keys
@@ -94,6 +94,21 @@ def test_every_command_is_run_or_says_what_it_needs():
         for word in words:
             if re.match(r"(configs|benchmarks|examples)/", word) and not command.needs:
                 assert (ROOT / word).exists(), command
+
+
+def test_what_needs_a_cluster_is_run_by_a_test_of_its_own_or_says_so():
+    """Every line of a block that gives a command to Slurm or Kubernetes, wherever in a line, or a script, it stands."""
+    found = 0
+    for page in PAGES:
+        known = COMMANDS[page.name]
+        for _, language, content in all_blocks(page.read_text()):
+            for line in content.splitlines() if language in (*SHELL, "") else ():
+                if re.search(r"^(?!#)(.*[;&|] *)?(srun|sbatch|scancel|scontrol|kubectl) ", line):
+                    found += 1
+                    line = re.sub(r"\s{2,}#.*", "", line).strip()
+                    own = [c for c in known if line.removeprefix("$ ").removesuffix("\\").strip() in c.text]
+                    assert own and all(c.needs or c.tested for c in own), f"{page.name}: {line}"
+    assert found > 5
 
 
 def test_options_that_are_named_exist():

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from jaxdp import environment as environment_of_jaxdp
 from jaxdp.doctor import bindings, collective, devices, mpi, resources, settings, versions
 from jaxdp.doctor.check import FAILURE, OK, WARNING, Examined, failure, ok, run_checks
 from jaxdp.doctor.probe import Ended, Probe
@@ -307,6 +308,39 @@ def test_room_for_a_checkpoint(tmp_path):
     (tmp_path / "file").write_text("")
     assert "is no directory" in next(resources.check_run_dir(tmp_path / "file")).found
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".jaxdp")]
+
+
+def test_the_cache_is_the_one_that_a_run_would_use(tmp_path, monkeypatch):
+    """As `compilation_cache.use` chooses it; one that cannot be used costs time, and is no failure."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    look = lambda *where, **env: [(c.status, c.found, c.fix) for c in resources.check_cache(*where, env=env)]
+    ((status, found, _),) = look()
+    assert status == OK and found.startswith(f"{tmp_path}/home/jaxdp/xla/{environment_of_jaxdp.processor()} has ")
+    ((status, found, _),) = look(str(tmp_path / "own"))
+    assert status == OK and found.startswith(f"{tmp_path}/own/")
+    assert look(None) == look("auto", JAX_COMPILATION_CACHE_DIR="") == [(OK, "none: every start compiles anew", "")]
+    (tmp_path / "file").write_text("")
+    ((status, found, fix),) = look(str(tmp_path / "file"))
+    assert status == WARNING and "is no directory; every start compiles anew" in found
+    assert fix == "set compilation_cache to another folder, or to null"
+    ((status, found, fix),) = look("auto", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "file"))
+    assert status == WARNING and "set JAX_COMPILATION_CACHE_DIR" in fix
+    ((status, found, _),) = look(str(tmp_path / "file"), JAX_COMPILATION_CACHE_DIR=str(tmp_path))
+    assert status == OK and found.startswith(f"{tmp_path} has ")
+    assert look("auto", JAX_COMPILATION_CACHE_DIR="gs://bucket/folder") == []
+    assert not (tmp_path / "home").exists() and not (tmp_path / "own").exists()
+
+
+def test_the_doctor_looks_at_the_cache_of_the_config(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{target: MLP}}\ndata: {{target: Digits}}\nsteps: 1\ncompilation_cache: {tmp_path}/programs\n"
+    )
+    env = environment({"JAX_COMPILATION_CACHE_DIR": None}, 1)
+    command = [sys.executable, *DOCTOR, "--json", "--config", str(tmp_path / "run.yaml"), "--run_dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    ((check,),) = read(done.stdout, "compilation cache")
+    assert check["status"] == OK and check["found"].startswith(f"{tmp_path}/programs/")
 
 
 def test_a_collective_far_below_its_links():

@@ -18,7 +18,7 @@ from jaxdp import trace
 from jaxdp.errors import UsageError
 from jaxdp.metrics.console import Clock, Console
 from jaxdp.metrics.numbers import duration, number
-from jaxdp.metrics.panel import Panel, sparkline
+from jaxdp.metrics.panel import Flow, Panel, sparkline
 from jaxdp.metrics.soft import Soft
 from jaxdp.metrics.writers import check_writers, make_writers
 
@@ -41,7 +41,7 @@ def wait_for(condition, seconds=60.0):
 TRAIN = {
     "step": 4200, "split": "train", "loss": 0.2129, "accuracy": 0.9, "lr": 1e-3, "grad_norm": 0.4, "step_time_ms": 52.1,
     "examples_per_s": 12431.2, "tokens_per_s": 468000.0, "mfu": 0.412, "input_wait": 0.003, "nonfinite_grads": 0.0,
-    "skipped_updates": 2.0, "time": 1.0,
+    "skipped_updates": 2.0, "model_flops_per_s": 9.3e13, "time": 1.0,
 }  # fmt: skip
 
 
@@ -55,7 +55,8 @@ def drawn(panel, width):
 def test_the_panel_says_where_a_run_stands(width):
     clock = Clock(10_000)
     facts = {"title": "gpt", "devices": "8 x H200 in 2 processes", "files": "runs/gpt"}
-    panel = Panel(clock, facts, Terminal(file=io.StringIO(), width=width, force_terminal=True), lambda: "1.0 of 2.0 GB")
+    terminal = Terminal(file=io.StringIO(), width=width, height=40, force_terminal=True)
+    panel = Panel(clock, facts, terminal, lambda: "1.0 of 2.0 GB")
     try:
         assert "compiles" in drawn(panel, width)
         clock.at(4200)
@@ -64,16 +65,54 @@ def test_the_panel_says_where_a_run_stands(width):
         panel.write({"step": 4000, "split": "eval", "loss": 1.25, "accuracy": 0.93})
         panel.saved(4000)
         text = drawn(panel, width)
+        panel.write({"step": 10_000, "split": "final", "loss": 1.125, "goodput": 0.5, "params_sha256": "ab"})
+        last = drawn(panel, width)
+        assert "loss 1.1250" in last and "after 10,000" in last and "goodput" not in last and "sha" not in last
     finally:
         panel.close()
     assert all(len(line) <= width for line in text.splitlines())
     words = " ".join(re.sub("[│╭╮╰╯─]", " ", text).split())
     for part in (
         "gpt", "4,200 of 10,000 42%", "loss 0.2129 █ ▃▁", "accuracy 0.9000", "lr 1.00e-03", "|grad| 0.4000",
+        "metrics accuracy", "93 TFLOP/s", "evaluated loss 1.2500",
         "12,431 examples/s", "468,000 tokens/s", "MFU 41.2%", "waiting for input 0.3%", "loss 1.2500", "after 4,000",
-        "1.0 of 2.0 GB", "step 4,000, 0:00:00 ago", "8 x H200", "runs/gpt", "left", "2 updates",
+        "1.0 of 2.0 GB", "step 4,000, 0:00:00 ago", "in use 1.0", "8 x H200", "runs/gpt", "left", "2 updates",
     ):  # fmt: skip
         assert part in words, (part, text)
+
+
+def test_the_panel_keeps_its_numbers_and_frame_where_the_terminal_is_low():
+    facts = {"title": "gpt", **{f"fact {i}": "of the run" for i in range(8)}}
+    for height in (12, 40):
+        terminal = Terminal(file=io.StringIO(), width=80, height=height, force_terminal=True)
+        panel = Panel(Clock(10), facts, terminal, lambda: "1.0 of 2.0 GB")
+        panel.write(TRAIN)
+        lines = drawn(panel, 80).splitlines()
+        panel.close()
+        assert len(lines) <= height and lines[0].startswith("╭─ gpt ") and lines[-1].startswith("╰"), lines
+        assert ("fact 7" in " ".join(lines)) == (height == 40) and "loss" in " ".join(lines)
+
+
+def test_what_is_said_shows_no_markup():
+    """A line above the panel has the panel drawn anew, by the console's rules for that line: without markup."""
+    file = io.StringIO()
+    panel = Panel(Clock(10), {"title": "[gpt]", "run": "in [dir]"}, Terminal(file=file, width=80, force_terminal=True))
+    panel.write({"step": 4, "split": "eval", "loss": 1.25})
+    panel.say("saved step 4 [x]")
+    panel.close()
+    text = file.getvalue()
+    assert "after 4" in text and "[dim]" not in text and "[/" not in text
+    assert "in [dir]" in text and " [gpt] " in text and "saved step 4 [x]" in text
+
+
+def test_parts_flow_into_as_many_lines_as_they_take():
+    def flowed(width):
+        terminal = Terminal(file=io.StringIO(), width=width)
+        terminal.print(Flow(["one 1", "two 2", "three 3"]))
+        return terminal.file.getvalue().splitlines()
+
+    assert flowed(20) == ["one 1  two 2", "three 3"] and flowed(21) == ["one 1  two 2  three 3"]
+    assert flowed(8) == ["one 1", "two 2", "three 3"]
 
 
 def test_a_sparkline_has_a_character_a_value():
@@ -99,6 +138,8 @@ def test_numbers_and_durations():
         and number("lr", 3e-4) == "3.00e-04"
         and number("loss", 123456.0) == "1.235e+05"
     )
+    assert number("loss", 2.134e-4) == "2.13e-04" and number("loss", 0.0) == "0.0000"
+    assert number("model_flops_per_s", 9.9996e11) == "1000 G" and number("model_flops_per_s", 2.97e10) == "29.7 G"
     assert number("examples_per_s", 1234567.8) == "1,234,568" and number("straggler", "x") == "x"
     assert duration(59.9) == "0:00:59" and duration(90061) == "1 d 1:01:01" and duration(None) == "?"
 

@@ -17,6 +17,7 @@ from jaxdp.metrics.jsonl import read
 from jaxdp.report import html, spent
 from jaxdp.report.read import columns, flat, read_run, rounded
 from jaxdp.report.writer import Reports
+from launch import environment
 
 ROOT = pathlib.Path(__file__).parent.parent
 T0 = 1.7e9
@@ -40,7 +41,14 @@ def make_run(directory, lines=200, seed=0, last="finished"):
             if i % 50 == 0:
                 own = {"loss": record["loss"], "accuracy": 0.9}
                 file.write(json.dumps({"step": 10 * i, "split": "eval", **own, "time": T0 + 10 + i}) + "\n")
-        final = {"step": 10 * lines, "split": "final", "loss": 0.25, "accuracy": 0.875, "params_sha256": "ab"}
+        final = {
+            "step": 10 * lines,
+            "split": "final",
+            "loss": 0.25,
+            "accuracy": 0.875,
+            "goodput": 0.1 + 0.1 * seed,
+            "params_sha256": "ab",
+        }
         file.write(json.dumps({**final, "time": T0 + 11 + lines}) + "\n")
     events = [
         {"t": T0, "kind": "start", "step": 0, "devices": 4, "processes": 1, "steps": 10 * lines},
@@ -135,6 +143,29 @@ def test_what_is_no_run_is_named(tmp_path):
     assert "such as" in report(make_run(tmp_path / "run"), "--out", tmp_path, code=2)
 
 
+def test_what_is_no_run_among_several_is_left_out(tmp_path):
+    """As a shell makes of `runs/*`; alone it is refused, and so is what is not there, since it was misspelt."""
+    runs = tmp_path / "runs"
+    make_run(runs / "one"), make_run(runs / "two", seed=1)
+    (runs / "empty").mkdir()
+    (runs / "new").mkdir()
+    (runs / "new" / "env.json").write_text("{}")
+    (runs / "notes.txt").write_text("text")
+    command = [sys.executable, "-m", "jaxdp", "report", *sorted(map(str, runs.iterdir()))]
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 0 and done.stdout.startswith("report.html ") and ", 2 runs" in done.stdout, done
+    said = done.stderr.splitlines()
+    assert len(said) == 3 and all(line.startswith("jaxdp: report: ") and line.endswith("; left out") for line in said)
+    assert [name in line for name, line in zip(("empty'", "new'", "notes.txt'"), said)] == [True] * 3, said
+    assert '"name":"one"' in (page := (tmp_path / "report.html").read_text()) and '"name":"two"' in page
+    for name in ("empty", "new", "notes.txt"):
+        (line,) = report(runs / name, code=2).splitlines()
+        assert name in line and "left out" not in line
+    assert "none of these 2 is a run" in report(runs / "empty", runs / "notes.txt", code=2)
+    assert "no run" in report(runs / "one", runs / "twoo", code=2)
+
+
 def test_events_outlive_a_torn_line_and_are_appended(tmp_path):
     (tmp_path / "events.jsonl").write_bytes(b'{"t": 1, "kind": "start"}\n{"t": 2, "ki')
     events = Events(tmp_path)
@@ -144,13 +175,28 @@ def test_events_outlive_a_torn_line_and_are_appended(tmp_path):
     assert abs(found[1]["t"] - time.time()) < 5
 
 
+def test_the_last_line_of_a_run_names_its_report(tmp_path):
+    """Of one that ends, and of one that has ended already."""
+    run = [sys.executable, "-m", "jaxdp", "train", "--config", "configs/digits.yaml", "--steps", "2"]
+    command = [*run, "--model.args.hidden", "[4]", "--run_dir", str(tmp_path / "run")]
+    for _ in range(2):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment({}, 1))
+        assert done.returncode == 0, done.stderr
+        *_, summary, last = done.stdout.splitlines()
+        assert f"files in {tmp_path}/run" in summary and last == f"report in {tmp_path}/run/report.html"
+        assert (tmp_path / "run" / "report.html").is_file()
+    assert "nothing to do" in done.stdout
+
+
 def test_a_report_that_cannot_be_written_is_said_once(tmp_path, capsys):
     run = make_run(tmp_path / "run")
     (run / "report.html").mkdir()
     reports = Reports(run)
     for _ in range(2):
         reports.refresh(alive=True)
-    assert capsys.readouterr().err.count("report.html could not be written") == 1
+    reports.close()
+    said = capsys.readouterr()
+    assert said.err.count("report.html could not be written") == 1 and not said.out
     assert not list(run.glob("*.tmp"))
 
 
@@ -189,6 +235,9 @@ def test_the_page_has_the_points_in_a_browser(tmp_path):
             [run, split] for run in (0, 1) for split in ("train", "eval")
         ]
         dark = colours(page)
+        assert "goodput" not in page("jaxdp.view.charts.map(c => c.name)") and "20.0 %" in page(
+            "document.body.innerText"
+        )
         assert dark["page"] != light["page"] and dark["ink"] > 0
         text = page("document.body.innerText")
         assert "seed" in page("document.querySelector('#config .differences').innerText") and "preempted" in text
@@ -197,6 +246,16 @@ def test_the_page_has_the_points_in_a_browser(tmp_path):
         page("jaxdp.view.smooth = 0.9; jaxdp.redraw(); jaxdp.zoom([50, 100])")
         assert page("jaxdp.view.charts[0].at.x0") == 50 and page("jaxdp.view.charts[0].series[0].mean.length") == 200
 
+        for width, columns in ((1280, 3), (900, 2)):  # a curve alone in its row takes all of it
+            page.open(one / "report.html", width=width)
+            rest = page("document.getElementById('charts').children.length") % columns
+            page(
+                f"for (let i = {(rest - 1) % columns}; i > 0; i--) document.getElementById('charts').lastChild.remove()"
+            )
+            wide = page("[...document.getElementById('charts').children].map(c => c.getBoundingClientRect().width)")
+            assert (
+                len(wide) % columns == 1 and wide[-1] > columns * wide[0] and wide[0] == pytest.approx(wide[-2], abs=1)
+            )
         for file in (one / "report.html", tmp_path / "report.html"):
             page.open(file, width=390, height=844, dark=True)
             assert page("document.documentElement.scrollWidth") <= 390

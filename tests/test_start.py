@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxdp import compilation_cache
+from jaxdp.environment import processor
 from launch import environment, mpirun
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -62,7 +63,7 @@ def test_a_second_start_compiles_nothing_and_gives_the_same_bits(tmp_path, reduc
         assert start(tmp_path / "other", tmp_path / "three", *more, "--compilation_cache", "null")[:3] == (digest, 0, 0)
         assert not (tmp_path / "other").exists()
     (folder,) = (tmp_path / "cache" / "jaxdp" / "xla").iterdir()
-    assert folder.name == compilation_cache.processor() and len(list(folder.glob("*-note"))) == 1
+    assert folder.name == processor() and len(list(folder.glob("*-note"))) == 1
 
 
 @pytest.mark.mpi
@@ -93,7 +94,7 @@ def no_cache(monkeypatch):
 
 
 def programs(folder):
-    return sorted((folder / compilation_cache.processor()).glob("*-cache"))
+    return sorted((folder / processor()).glob("*-cache"))
 
 
 def compute():
@@ -140,7 +141,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, no_cache):
 
 @pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="no /dev/full here")
 def test_a_full_disk_is_one_line(tmp_path, no_cache):
-    folder = tmp_path / compilation_cache.processor()
+    folder = tmp_path / processor()
     folder.mkdir()
     (folder / ".probe").symlink_to("/dev/full")
     problem = compilation_cache.use(str(tmp_path))
@@ -148,7 +149,7 @@ def test_a_full_disk_is_one_line(tmp_path, no_cache):
 
 
 def test_a_cache_that_another_process_holds_is_used(tmp_path, no_cache):
-    folder = tmp_path / compilation_cache.processor()
+    folder = tmp_path / processor()
     folder.mkdir()
     with filelock.FileLock(folder / ".lockfile"):
         assert compilation_cache.use(str(tmp_path)) is None

@@ -17,10 +17,11 @@ from jaxdp.errors import RunFailed
 def doctor(options: dict[str, Any]) -> NoReturn:
     """Prints what was found, on rank 0, and ends with code 1 where something fails."""
     path, directory = options["config"], options["run_dir"]
+    config = load(["--config", path])[0] if path else schema.Config()
     if path and not directory:
-        directory = schema.run_dir(load(["--config", path])[0], path)
+        directory = schema.run_dir(config, path)
     needed = (lambda: checkpoint_bytes(path)) if path else None
-    examined = examine(pathlib.Path(directory or "runs"), needed)
+    examined = examine(pathlib.Path(directory or "runs"), needed, config.compilation_cache)
     if examined is None:
         leave(0)
     wide = sys.stdout.isatty() and examined.size == 1  # Open MPI gives its ranks a terminal, whatever it writes to

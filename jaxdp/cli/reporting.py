@@ -1,20 +1,22 @@
 """The verb `report`: run directories as one page."""
 
 import pathlib
+import sys
 from typing import Any
 
 from jaxdp.errors import UsageError
 from jaxdp.report import html
-from jaxdp.report.read import read_run
+from jaxdp.report.read import Json, read_run
 from jaxdp.report.writer import NAME
 
 
 def report(options: dict[str, Any]) -> None:
     """Writes the page, and says where. Raises UsageError where a run cannot be read or the file not be written."""
-    directories = [pathlib.Path(run) for run in options["run"]]
-    if not directories:
+    given = [pathlib.Path(run) for run in options["run"]]
+    if not given:
         raise UsageError("report: no run given; name run directories, e.g. jaxdp report runs/digits")
-    runs = [read_run(directory) for directory in directories]
+    found = read_runs(given)
+    directories, runs = list(found), list(found.values())
     for run, name in zip(runs, names(directories)):
         run["name"] = name
     default = directories[0] / NAME if len(runs) == 1 else pathlib.Path(NAME)
@@ -28,6 +30,25 @@ def report(options: dict[str, Any]) -> None:
     except OSError as error:
         raise UsageError(f"--out: {str(output)!r} cannot be written ({error.strerror}); choose another file") from None
     print(f"{output}  {output.stat().st_size / 1e3:,.0f} kB, {len(runs)} run{'s' * (len(runs) > 1)}")
+
+
+def read_runs(directories: list[pathlib.Path]) -> dict[pathlib.Path, Json]:
+    """The runs by directory. Of several, as a shell makes of `runs/*`, what is there and is no run is said, and left
+    out. Raises UsageError where nothing is left, and for what is not there."""
+    found: dict[pathlib.Path, Json] = {}
+    for directory in directories:
+        try:
+            found[directory] = read_run(directory)
+        except UsageError as error:
+            if len(directories) == 1 or not directory.exists():
+                raise
+            print(f"jaxdp: {str(error).rpartition('; ')[0]}; left out", file=sys.stderr)
+    if not found:
+        raise UsageError(
+            f"report: none of these {len(directories)} is a run with metrics; give directories of runs, such as "
+            "runs/digits"
+        )
+    return found
 
 
 def names(directories: list[pathlib.Path]) -> list[str]:

@@ -26,6 +26,7 @@ from jaxdp.metrics.jsonl import read
 from jaxdp.metrics.throughput import goodput
 from jaxdp.metrics.writer import Nothing, Record, Writer
 from jaxdp.metrics.writers import check_writers
+from jaxdp.report import writer as report_file
 from jaxdp.step import TrainState
 from jaxdp.watch import Guarded, Stopped
 
@@ -53,6 +54,8 @@ def train(
         if context.is_root:
             print(f"finished: {directory} is at its last step {start}; nothing to do (another --run_dir starts anew)")
             print(summary(final[-1], directory))
+            if (directory / report_file.NAME).is_file():
+                print(report_file.said(directory))
         if held:
             held.close()
         final[-1].pop("time", None)  # as it was returned then

@@ -32,20 +32,20 @@ class Job(NamedTuple):
     note: Note
 
 
-def examine(directory: pathlib.Path, needed: Needed | None = None) -> Examined | None:
+def examine(directory: pathlib.Path, needed: Needed | None = None, cache: str | None = "auto") -> Examined | None:
     """All checks, of every rank; None on ranks whose findings rank 0 has. Neither raises nor waits for ever.
 
-    directory: where checkpoints would go. needed: gives the bytes of one.
+    directory: where checkpoints would go. needed: gives the bytes of one. cache: `compilation_cache` of the config.
     """
     world, lines = launch()
     probe = Probe("jax", QUIET)
     probe.send("begin")
     try:
         if world is None or world.size == 1:
-            lines += alone(world, directory, needed, probe)
+            lines += alone(world, directory, needed, cache, probe)
             host = hosts.hostname()
             return Examined(title([host], 1), [(check, ()) for check in lines], 1, {0: host})
-        return together(world, lines, directory, needed, probe)
+        return together(world, lines, directory, needed, cache, probe)
     finally:
         probe.close()
 
@@ -61,12 +61,12 @@ def launch() -> tuple[World | None, list[Check]]:
 
 
 def together(
-    world: World, lines: list[Check], directory: pathlib.Path, needed: Needed | None, probe: Probe
+    world: World, lines: list[Check], directory: pathlib.Path, needed: Needed | None, cache: str | None, probe: Probe
 ) -> Examined | None:
     """One rank of several. What each found travels to rank 0, which waits no longer than the timeout for any."""
     lines += run_checks({"port": functools.partial(ports.check_port, world)}, LOCAL)
     met: list[Job] = []
-    checks = local_checks(world, directory, needed)
+    checks = local_checks(world, directory, needed, cache)
     checks["ranks"] = functools.partial(meet, world, met)
     lines += run_checks(checks, LOCAL, {"ranks": 2 * timeout() + 10, "run_dir": START})
     member = met[0].member if met else None

@@ -19,10 +19,12 @@ START = 20.0  # seconds for importing JAX, and for opening its devices
 Needed = Callable[[], int]
 
 
-def alone(world: World | None, directory: pathlib.Path, needed: Needed | None, probe: Probe) -> list[Check]:
+def alone(
+    world: World | None, directory: pathlib.Path, needed: Needed | None, cache: str | None, probe: Probe
+) -> list[Check]:
     """Everything that one process can see; lines in the order in which they are shown."""
     own = {0: bindings.own_cores() | {"host": hosts.hostname(), "boot": ""}}
-    checks = local_checks(world, directory, needed) | {
+    checks = local_checks(world, directory, needed, cache) | {
         "port": functools.partial(ports.check_port, world),
         "host name": names.check_name,
         "mpirun": mpi.check_mpirun,
@@ -33,7 +35,9 @@ def alone(world: World | None, directory: pathlib.Path, needed: Needed | None, p
     return [*lines, *run_checks({"devices": functools.partial(with_devices, probe)}, 3 * START)]
 
 
-def local_checks(world: World | None, directory: pathlib.Path, needed: Needed | None) -> dict[str, Checker]:
+def local_checks(
+    world: World | None, directory: pathlib.Path, needed: Needed | None, cache: str | None
+) -> dict[str, Checker]:
     """What needs no other process."""
     size = 1 if world is None else world.size
     return {
@@ -47,7 +51,7 @@ def local_checks(world: World | None, directory: pathlib.Path, needed: Needed | 
         ),
         "run_dir": functools.partial(resources.check_run_dir, directory, needed),
         "temporary files": resources.check_temporary,
-        "compilation cache": resources.check_cache,
+        "compilation cache": functools.partial(resources.check_cache, cache),
     }
 
 

@@ -12,7 +12,8 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 
-from jaxdp.doctor.check import Check, failure, ok, warning
+from jaxdp import environment
+from jaxdp.doctor.check import OK, Check, failure, ok, warning
 from jaxdp.metrics.numbers import size as shown
 
 MB, GB = 1 << 20, 1 << 30
@@ -101,13 +102,22 @@ def check_temporary() -> Iterator[Check]:
     yield from check_folder("temporary files", place, str(place), 0, "set TMPDIR to another folder")
 
 
-def check_cache(env: Mapping[str, str] = os.environ) -> Iterator[Check]:
-    """The folder of compiled programs, where there is one on a disk."""
-    folder = env.get("JAX_COMPILATION_CACHE_DIR", "")
-    if folder and "://" not in folder:
-        place = existing(pathlib.Path(folder))
-        fix = "set JAX_COMPILATION_CACHE_DIR to another folder"
-        yield from check_folder("compilation cache", place, folder, 0, fix)
+def check_cache(where: str | None = "auto", env: Mapping[str, str] = os.environ) -> Iterator[Check]:
+    """The folder of compiled programs, where there is one on a disk. where: `compilation_cache` of the config.
+
+    A run that cannot use it compiles anew, and is otherwise well: no failure.
+    """
+    name, variable = "compilation cache", "JAX_COMPILATION_CACHE_DIR"
+    given = env.get(variable)
+    if (where is None and given is None) or given == "":
+        yield ok(name, "none: every start compiles anew")
+        return
+    if given is not None and "://" in given:
+        return
+    folder = environment.compiled(str(where)) if given is None else pathlib.Path(given)
+    fix = f"set {variable} to another folder" if given else "set compilation_cache to another folder, or to null"
+    for check in check_folder(name, existing(folder), str(folder), 0, fix):
+        yield check if check.status == OK else warning(name, f"{check.found}; every start compiles anew", check.fix)
 
 
 def check_folder(name: str, place: pathlib.Path, what: str, needed: int | None, other: str) -> Iterator[Check]:

@@ -14,7 +14,8 @@ def duration(seconds: float | None) -> str:
 
 
 def number(name: str, value: Any) -> str:
-    """A metric as people read it: rates in whole numbers, shares in percent, losses with four decimals."""
+    """A metric as people read it: rates in whole numbers, shares in percent, losses with four decimals, as far as that
+    says anything."""
     if not isinstance(value, int | float):
         return str(value)
     if name in ("examples_per_s", "tokens_per_s"):
@@ -25,12 +26,21 @@ def number(name: str, value: Any) -> str:
         return f"{value:.2e}"
     if name == "step_time_ms":
         return f"{value:,.0f}" if value >= 1e4 else f"{value:.2f}"
+    if name == "model_flops_per_s":
+        return scaled(value)
+    if 0 < abs(value) < 1e-3:
+        return f"{value:.2e}"
     return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3e}"
 
 
 def size(n: float) -> str:
     """Bytes for people: 1.23 GB."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    return f"{scaled(n)}B"
+
+
+def scaled(n: float) -> str:
+    """With three digits, and the prefix of a unit that follows: "1.23 G"."""
+    for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if n >= scale:
-            return f"{n / scale:.3g} {unit}" if n < 999.5 * scale else f"{n / scale:.0f} {unit}"
-    return f"{n:.0f} B"
+            return f"{n / scale:.3g} {prefix}" if n < 999.5 * scale else f"{n / scale:.0f} {prefix}"
+    return f"{n:.0f} "

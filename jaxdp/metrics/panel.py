@@ -2,7 +2,7 @@
 
 import collections
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from jaxdp.metrics.memory import memory
@@ -10,12 +10,19 @@ from jaxdp.metrics.numbers import duration, number
 from jaxdp.metrics.writer import Record
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.text import Text
 
 BARS = "▁▂▃▄▅▆▇█"
 POINTS = 32  # of the sparkline
-RATES = (("examples_per_s", "{} examples/s"), ("tokens_per_s", "{} tokens/s"), ("step_time_ms", "{} ms a step"))
-SHARES = (("mfu", "MFU"), ("input_wait", "waiting for input"))
+SPEED = {
+    "examples_per_s": "{} examples/s",
+    "tokens_per_s": "{} tokens/s",
+    "step_time_ms": "{} ms a step",
+    "model_flops_per_s": "{}FLOP/s",
+    "mfu": "MFU {}",
+    "input_wait": "waiting for input {}",
+}
 OWN = {"loss", "lr", "grad_norm", "step", "split", "time", "skipped", "skipped_updates", "nonfinite_grads"}
 
 
@@ -42,6 +49,7 @@ class Panel:
         console: "Console | None" = None,
         in_use: Callable[[], str] = memory,
     ):
+        from rich import get_console
         from rich.live import Live
 
         self.clock, self.facts, self.in_use = clock, facts, in_use
@@ -49,26 +57,34 @@ class Panel:
         self.eval: Record = {}
         self.losses: collections.deque[float] = collections.deque(maxlen=POINTS)
         self.save: tuple[int, float] | None = None
-        self.live = Live(get_renderable=self.render, console=console, refresh_per_second=4)
+        self.console = console or get_console()
+        self.live = Live(get_renderable=self.render, console=self.console, refresh_per_second=4)
         self.live.start()
 
     def write(self, record: Record) -> None:
         if record["split"] == "train":
             self.train = record
             self.losses.append(float(record["loss"]))
-        elif record["split"] == "eval":
+        elif record["split"] == "eval" or self.eval:  # without any, the final record tells of an update
             self.eval = record
 
     def saved(self, step: int) -> None:
         self.save = (step, time.monotonic())
 
     def say(self, text: str) -> None:
-        self.live.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         self.live.stop()
 
     def render(self) -> "RenderableType":
+        """All of it, or where the terminal is too low, what is under way."""
+        whole = self.frame(self.facts)
+        if len(self.console.render_lines(whole)) <= self.console.height:
+            return whole
+        return self.frame({"title": self.facts["title"]} if "title" in self.facts else {})
+
+    def frame(self, facts: Mapping[str, str]) -> "RenderableType":
         from rich import box
         from rich.console import Group
         from rich.panel import Panel as Frame
@@ -81,7 +97,10 @@ class Panel:
         head.add_column(ratio=1)
         head.add_column(justify="right", no_wrap=True)
         done = f"{clock.step:,} of {clock.steps:,}  {clock.step / max(clock.steps, 1):.0%}"
-        head.add_row(ProgressBar(total=max(clock.steps, 1), completed=clock.step), done)
+        bar = ProgressBar(
+            total=max(clock.steps, 1), completed=clock.step, complete_style="cyan", finished_style="green"
+        )
+        head.add_row(bar, done)
         left = duration(clock.left()) if clock.step < clock.steps else duration(0)
         rows = Table.grid(padding=(0, 2))
         rows.add_column(style="dim", no_wrap=True)
@@ -89,42 +108,60 @@ class Panel:
         if train:
             loss = Text(number("loss", train["loss"]), style="bold")
             rows.add_row("loss", Text.assemble(loss, "  ", (sparkline(self.losses), "cyan")))
-            metrics = [f"{k} {number(k, v)}" for k, v in train.items() if _is_metric(k)]
-            steps = [f"lr {number('lr', train['lr'])}"] if "lr" in train else []
-            steps += [f"|grad| {number('grad_norm', train['grad_norm'])}"] if "grad_norm" in train else []
-            if metrics:
-                rows.add_row("batch", "  ".join(metrics))
-            rows.add_row("update", "  ".join(steps))
+            if metrics := [f"{k} {number(k, v)}" for k, v in train.items() if _is_metric(k)]:
+                rows.add_row("metrics", Flow(metrics))
+            names = {"lr": "lr", "grad_norm": "|grad|"}
+            rows.add_row("update", Flow([f"{name} {number(k, train[k])}" for k, name in names.items() if k in train]))
             if train.get("skipped_updates"):
                 rows.add_row("skipped", Text(f"{train['skipped_updates']:.0f} updates", style="yellow"))
-            speed = [text.format(number(k, train[k])) for k, text in RATES if k in train]
-            shares = [f"{text} {number(k, train[k])}" for k, text in SHARES if k in train]
-            if speed:
-                rows.add_row("speed", "  ".join(speed))
-            if shares:
-                rows.add_row("", "  ".join(shares))
+            if speed := [text.format(number(k, train[k])) for k, text in SPEED.items() if k in train]:
+                rows.add_row("speed", Flow(speed))
         else:
             rows.add_row("", Text("compiles; the first numbers come with the first interval", style="dim"))
         if self.eval:
-            found = {k: v for k, v in self.eval.items() if k not in ("step", "split", "time")}
-            numbers = "  ".join(f"{k} {number(k, v)}" for k, v in found.items())
-            rows.add_row("evaluated", f"{numbers}  [dim]after {self.eval['step']:,}[/]")
-        if in_use := self.in_use():
-            rows.add_row("memory", in_use)
+            found = {
+                k: v for k, v in self.eval.items() if k not in ("step", "split", "time", "goodput", "params_sha256")
+            }
+            ordered = sorted(found, key=lambda k: k != "loss")
+            after = Text(f"after {self.eval['step']:,}", style="dim")
+            rows.add_row("evaluated", Flow([*(f"{k} {number(k, found[k])}" for k in ordered), after]))
         if self.save is not None:
             rows.add_row("saved", f"step {self.save[0]:,}, {duration(time.monotonic() - self.save[1])} ago")
-        for name, text in self.facts.items():
-            if name != "title":
-                rows.add_row(name, Text(text))
+        if in_use := self.in_use():
+            rows.add_row("in use", in_use)
+        told = {name: text for name, text in facts.items() if name != "title"}
+        if told:
+            rows.add_row("", "")
+        for name, text in told.items():
+            rows.add_row(name, Text(text))
         return Frame(
             Group(head, rows),
-            title=Text(self.facts.get("title", "training"), style="bold"),
+            title=Text(facts.get("title", "training"), style="bold not dim"),
             title_align="left",
-            subtitle=f"{duration(clock.elapsed())} so far, {left} left",
+            subtitle=Text(f"{duration(clock.elapsed())} so far, {left} left", style="not dim"),
             subtitle_align="right",
             box=box.ROUNDED,
             border_style="dim",
         )
+
+
+class Flow:
+    """Side by side as far as the width goes, and then below; nothing is broken that fits in a line."""
+
+    def __init__(self, parts: "Sequence[str | Text]", gap: str = "  "):
+        self.parts, self.gap = parts, gap
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "Iterator[Text]":
+        from rich.text import Text
+
+        lines: list[Text] = []
+        for part in self.parts:
+            text = Text(part) if isinstance(part, str) else part
+            if lines and lines[-1].cell_len + len(self.gap) + text.cell_len <= options.max_width:
+                lines[-1] = Text.assemble(lines[-1], self.gap, text)
+            else:
+                lines.append(text)
+        yield from lines
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -138,5 +175,4 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def _is_metric(name: str) -> bool:
-    known = {key for key, _ in (*RATES, *SHARES)}
-    return name not in OWN | known and not name.startswith(("straggler", "goodput", "loss_scale"))
+    return name not in OWN | SPEED.keys() and not name.startswith(("straggler", "goodput", "loss_scale"))

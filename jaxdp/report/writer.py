@@ -1,5 +1,6 @@
 """The report of a run is written at its end, and now and then at an evaluation, where that takes next to no time."""
 
+import contextlib
 import pathlib
 import sys
 import time
@@ -13,8 +14,14 @@ NAME = "report.html"
 SHARE = 0.01  # of the time, at most, that writing it may take while the run goes on
 
 
+def said(directory: pathlib.Path) -> str:
+    """Where the report of a run is, in a line."""
+    return f"report in {directory / NAME}"
+
+
 class Reports:
-    """Writes `directory`/report.html; where it cannot, it says so once, and training goes on."""
+    """Writes `directory`/report.html, and at the end says where; where it cannot, it says so once, and training goes
+    on."""
 
     def __init__(self, directory: pathlib.Path):
         self.directory = directory
@@ -30,16 +37,21 @@ class Reports:
     def rewind(self, step: int) -> None: ...
 
     def close(self) -> None:
-        self.refresh(alive=False)
+        if self.refresh(alive=False):
+            with contextlib.suppress(OSError):  # nobody reads it any more; the other writers are to be closed
+                print(said(self.directory), flush=True)
 
-    def refresh(self, alive: bool) -> None:
-        began = time.monotonic()
+    def refresh(self, alive: bool) -> bool:
+        """Whether it was written: there is nothing to show of a run that has no metrics yet."""
+        began, written = time.monotonic(), False
         try:
             if (self.directory / "metrics.jsonl").stat().st_size:
                 html.write(self.directory / NAME, html.render([read_run(self.directory, alive)]))
+                written = True
         except Exception as error:
             if not self.failed:
                 self.failed = True
                 print(f"jaxdp: {NAME} could not be written: {one_line(error)}", file=sys.stderr, flush=True)
         self.since = time.monotonic()
         self.took = self.since - began
+        return written

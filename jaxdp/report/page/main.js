@@ -57,7 +57,8 @@ function dressed() {
 
 const hasValues = (name) => runs.some((r) => ["train", "eval", "final"].some((s) => r.series[s][name]));
 const names = [...new Set(runs.flatMap((r) => ["train", "eval"].flatMap((s) => Object.keys(r.series[s]))))].filter((n) => !["n", "step", "time"].includes(n));
-const first = MAIN.filter((n) => hasValues(n) && (varies(n) || n === "loss"));
+// Goodput is one number of a run, and stands in its head.
+const first = MAIN.filter((n) => n !== "goodput" && hasValues(n) && (varies(n) || n === "loss"));
 const rest = names.filter((n) => !MAIN.includes(n) && varies(n)).sort();
 
 at("theme").addEventListener("click", theme);

@@ -25,7 +25,7 @@ function summary() {
     const start = run.start ? new Date(1000 * run.start).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }) : null;
     return {
       state: el("span", { class: `pill ${run.state.word}`, title: run.state.reason }, run.state.word),
-      about: [model, data, layout.parameters && `${layout.parameters.toLocaleString("en-US")} parameters`, many, start].filter(Boolean).join(" · "),
+      about: [model, data, layout.parameters && `${layout.parameters.toLocaleString("en-US")} parameters`, many, start].filter(Boolean).map((part) => part.replaceAll(" ", "\u00a0")).join(" · "),
       numbers: [
         ...["loss", "accuracy", "perplexity"].filter((k) => k in found).map((k) => [`${k}, ${found.split === "train" ? "training" : "evaluation"}`, number(found[k])]),
         ["updates" + (run.steps ? ` of ${run.steps.toLocaleString("en-US")}` : ""), last.toLocaleString("en-US")],
