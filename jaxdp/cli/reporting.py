@@ -14,6 +14,12 @@ def report(options: dict[str, Any]) -> None:
     directories = [pathlib.Path(run) for run in options["run"]]
     if not directories:
         raise UsageError("report: no run given; name run directories, e.g. jaxdp report runs/digits")
+    for directory in directories:
+        inside = sorted(file.parent for file in directory.glob("*/metrics.jsonl"))
+        if inside and not (directory / "metrics.jsonl").exists():
+            raise UsageError(
+                f"report: {str(directory)!r} holds {len(inside)} runs; name those to show, or {directory}/*"
+            )
     runs = [read_run(directory) for directory in directories]
     for run, name in zip(runs, names(directories)):
         run["name"] = name
