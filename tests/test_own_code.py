@@ -142,10 +142,10 @@ BAD = {
         ["--data.target", "mine.no_file"],
         r"data.args: no_file\(split='train'\) failed at mine.py:\d+ .*: FileNotFoundError: .*'nowhere.npy'",
     ),
-    "an example that fails": (["--data.target", "mine.Reads"], "data: it failed at mine.py.* in __getitem__: .*'x'"),
+    "an example that fails": (["--data.target", "mine.Reads"], "data: it failed at mine.py.*in __getitem__: .*'x'"),
     "a transform that fails": (
         ["--data.transform.target", "mine.augment"],
-        "data.transform: it failed at mine.py.* in augment: .*: KeyError: 'image'",
+        "data.transform: it failed at mine.py.*in augment: .*: KeyError: 'image'",
     ),
     "a module that fails": (
         ["--model.target", "broken.Net"],
