@@ -51,6 +51,7 @@ def start_writer(
     facts = described(run, config, context, directory, layout)
     console = Console(run.steps, run.start, context.size == 1, {"title": directory.name, **facts})
     run.checkpoints.events.tell = console.happened
+    console.advised = config.data.on_device  # which is what it would advise
     writer = Many(
         [
             JsonLines(directory / "metrics.jsonl", run.start, run.evaluated),
