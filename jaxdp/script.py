@@ -136,7 +136,9 @@ def name_it(given: dict[str, dict[str, Any]], section: str, value: Any) -> dict[
         if not hasattr(value, "update"):
             raise UsageError(f"optimizer: {name} is no Optax transformation; give one, such as optax.adam(1e-3)")
         for key in {"lr", "schedule", "warmup_steps", "schedule_steps", "final_lr"} & {*rest}:
-            raise UsageError(f"optimizer.{key}: {rest[key]!r}, but {name} has its own learning rate; set it there")
+            raise UsageError(
+                f"optimizer.{key}: {rest[key]!r}, but an Optax transformation has its own learning rate; set it there"
+            )
         value, name = _as_it_is(value), OF_SCRIPT
     given[section] = {name: value}
     return {"target": name, **rest}

@@ -18,7 +18,8 @@ def report(options: dict[str, Any]) -> None:
         inside = sorted(file.parent for file in directory.glob("*/metrics.jsonl"))
         if inside and not (directory / "metrics.jsonl").exists():
             raise UsageError(
-                f"report: {str(directory)!r} holds {len(inside)} runs; name those to show, or {directory}/*"
+                f"report: {str(directory)!r} holds {len(inside)} run{'s' * (len(inside) > 1)}; name those to show, "
+                f"or {directory}/*"
             )
     runs = [read_run(directory) for directory in directories]
     for run, name in zip(runs, names(directories)):
