@@ -192,12 +192,13 @@ def test_a_mistake_is_one_line_that_says_where_it_is(case, folder, monkeypatch):
     assert "\n" not in str(refused.value) and str(pathlib.Path(__file__).parent.parent) not in str(refused.value)
 
 
-def command(folder, *argv):
-    return [sys.executable, "-m", "jaxdp", "train", "--config", "mine.yaml", *argv]
+def command(*argv, verb="train"):
+    return [sys.executable, "-m", "jaxdp", verb, "--config", "mine.yaml", *argv]
 
 
-def test_the_command_says_it_without_a_traceback(folder):
-    argv = command(folder, "--run_dir", "refused", "--model.target", "mine.Pair")
+@pytest.mark.parametrize("verb", ["train", "plan", "verify"])
+def test_the_command_says_it_without_a_traceback(verb, folder):
+    argv = command("--run_dir", "refused", "--model.target", "mine.Pair", verb=verb)
     done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and re.fullmatch(r"jaxdp: loss: it failed at mine.py:.*\n", done.stderr), done.stderr
     assert not done.stdout and not (folder / "refused").exists()
@@ -205,7 +206,7 @@ def test_the_command_says_it_without_a_traceback(folder):
 
 def test_a_reader_of_the_output_who_leaves_ends_no_training(folder):
     read, write = os.pipe()
-    job = subprocess.Popen(command(folder, "--run_dir", "left"), cwd=folder, stdout=write, stderr=subprocess.PIPE)
+    job = subprocess.Popen(command("--run_dir", "left"), cwd=folder, stdout=write, stderr=subprocess.PIPE)
     os.close(write)
     os.close(read)
     said = job.communicate(timeout=120)[1]
