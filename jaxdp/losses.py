@@ -53,9 +53,10 @@ class SoftmaxCrossEntropy:
         labels, shape = _labels(batch), _array(outputs).shape
         soft = jnp.issubdtype(labels.dtype, jnp.floating) and labels.shape == shape
         if not soft and shape[:-1] != labels.shape:
+            single = ", or the labels drop their last dim" if labels.shape == (*shape[:-1], 1) else ""
             raise UsageError(
                 f"loss: outputs {shape} do not fit labels {labels.shape}; the model must return logits "
-                f"[{', '.join(map(str, labels.shape))}, classes]"
+                f"[{', '.join(map(str, labels.shape))}, classes]{single}"
             )
         if not soft and not jnp.issubdtype(labels.dtype, jnp.integer):
             raise UsageError(f"loss: labels are {labels.dtype}, not integers; cast them, or use MeanSquaredError")

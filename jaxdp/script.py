@@ -11,6 +11,7 @@ from jaxdp import environment, signals, xla_presets
 from jaxdp.config import Config
 from jaxdp.config.reading import from_mapping
 from jaxdp.errors import UsageError
+from jaxdp.targets import OF_SCRIPT
 
 SECTIONS = ("model", "data", "loss", "optimizer")
 
@@ -134,7 +135,11 @@ def name_it(given: dict[str, dict[str, Any]], section: str, value: Any) -> dict[
     if section == "optimizer":
         if not hasattr(value, "update"):
             raise UsageError(f"optimizer: {name} is no Optax transformation; give one, such as optax.adam(1e-3)")
-        value, name = _as_it_is(value), "optax"
+        for key in {"lr", "schedule", "warmup_steps", "schedule_steps", "final_lr"} & {*rest}:
+            raise UsageError(
+                f"optimizer.{key}: {rest[key]!r}, but an Optax transformation has its own learning rate; set it there"
+            )
+        value, name = _as_it_is(value), OF_SCRIPT
     given[section] = {name: value}
     return {"target": name, **rest}
 

@@ -450,7 +450,8 @@ def _three(result: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         and isinstance(result[2], dict)
         and all(map(scalar, result[2].values()))
     ):
-        got = jax.tree.map(lambda x: f"{getattr(x, 'dtype', type(x).__name__)}{list(getattr(x, 'shape', ()))}", result)
+        kind = lambda x: f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else f"a Python {type(x).__name__}"
+        got = str(jax.tree.map(kind, result)).replace("'", "")
         raise UsageError(
             f"loss: it returned {got}; a loss returns (sum [], weight [], {{name: sum []}}), e.g. the losses times "
             "batch['mask'] summed, and batch['mask'] summed"

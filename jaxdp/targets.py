@@ -4,10 +4,15 @@ import difflib
 import functools
 import importlib
 import inspect
+import os
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxdp import own_code
 from jaxdp.errors import UsageError, one_line
+
+OF_SCRIPT = "optax"  # the name, in a config, of an Optax transformation that a script gave to `fit`
 
 
 def locate(key: str, target: str, table: Mapping[str, Any]) -> Any:
@@ -18,8 +23,16 @@ def locate(key: str, target: str, table: Mapping[str, Any]) -> Any:
     module, _, name = entry.rpartition(".")
     if not module:
         near = difflib.get_close_matches(target, table, 1, 0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"built in: {', '.join(table)}"
-        raise UsageError(f"{key}.target: {target!r} is neither built in nor a dotted path; {hint}")
+        hint = f"; did you mean {near[0]!r}, or module.{target}?" if near else f"; built in: {', '.join(table)}"
+        raise UsageError(
+            f"{key}.target: {target!r} is neither built in nor a dotted path"
+            f"{_of_script(target) or _in_module(target) or hint}"
+        )
+    if os.path.isfile(target):
+        name = (
+            f"what is in it, such as {module}.Name" if name == "py" else "a function of yours that reads and returns it"
+        )
+        raise UsageError(f"{key}.target: {target!r} is a file; name {name}")
     if not all(part.isidentifier() for part in entry.split(".")):
         raise UsageError(f"{key}.target: {target!r} is not a dotted path, such as package.module.Name")
     try:
@@ -27,16 +40,37 @@ def locate(key: str, target: str, table: Mapping[str, Any]) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise UsageError(f"{key}.target: {target!r} cannot be imported: it needs {error.name!r}") from error
+        here = [file.stem for file in pathlib.Path().glob("*.py")]
+        near = difflib.get_close_matches(error.name, here, 1, 0.6)
+        hint = f"did you mean {near[0]!r}?" if near else "is it installed, or its folder on PYTHONPATH?"
+        raise UsageError(f"{key}.target: {target!r} cannot be imported: no module {error.name!r}; {hint}") from None
+    except Exception as error:
+        place = own_code.lines(error)
         raise UsageError(
-            f"{key}.target: {target!r} cannot be imported: no module {error.name!r}; is it installed, or its folder "
-            "on PYTHONPATH?"
-        ) from None
+            f"{key}.target: {target!r} cannot be imported: {type(error).__name__}{f' at {place}' if place else ''}: "
+            f"{one_line(error)}"
+        ) from error
     if not hasattr(found, name):
         offered = [n for n, v in vars(found).items() if not n.startswith("_") and callable(v)]
         near = difflib.get_close_matches(name, offered, 1, 0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UsageError(f"{key}.target: module {module!r} has no {name!r}{hint}")
+        raise UsageError(f"{key}.target: module {module!r} has no {name!r}{_of_script(module) or hint}")
     return getattr(found, name)
+
+
+def _of_script(name: str) -> str:
+    """What to do where a saved config names an object that only the script had."""
+    known = name in (OF_SCRIPT, "tuple", "dict", "list", "__main__")
+    return "; it stands for an object that a script gave to jaxdp.fit: run the script, which has it" if known else ""
+
+
+def _in_module(target: str) -> str:
+    """How to name something of one's own, where a word is no dotted path."""
+    module, colon, name = target.partition(":")
+    if colon and name:
+        return f"; with a dot: {module}.{name}"
+    local = pathlib.Path(f"{target}.py").is_file()
+    return f"; {target!r} is a module: name what is in it, such as {target}.Name" if local else ""
 
 
 def parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -88,11 +122,17 @@ def call(key: str, bound: Callable[..., Any], make: Callable[[], Any] | None = N
         return (make or bound)()
     except UsageError:
         raise
-    except (TypeError, ValueError) as error:
+    except Exception as error:
+        own = own_code.lines(error)
+        if not own and not isinstance(error, TypeError | ValueError):
+            raise
         name = getattr(getattr(bound, "func", bound), "__name__", str(bound))
         args = getattr(bound, "keywords", {})
         shown = ", ".join(f"{k}={v!r}" for k, v in args.items())
-        raise UsageError(f"{key}.args: {name}({shown}) failed: {type(error).__name__}: {one_line(error)}") from error
+        place = f" at {own}" if own else ""
+        raise UsageError(
+            f"{key}.args: {name}({shown}) failed{place}: {type(error).__name__}: {one_line(error)}"
+        ) from error
 
 
 def require(key: str, make: Callable[..., Any], *given: str) -> None:

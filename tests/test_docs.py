@@ -67,6 +67,8 @@ def test_the_page_of_ones_own_model_works_as_it_stands(tmp_path):
         accuracy, shape = run(command, tmp_path).splitlines()[-1].split(" ", 1)
         assert float(accuracy) > 0.9 and shape == "(2, 64)"
     found = {command.split()[1]: run(command, tmp_path) for command in more}
+    run("jaxdp export --run_dir runs/spiral", tmp_path)
+    assert float(run("python load_spiral.py", tmp_path)) > 0.9
     assert "agree with the oracle" in found["verify"] and "accuracy" in found["eval"]
     loss = "--loss.target absolute.absolute_error --loss.args.scale 10 --steps 2 --run_dir runs/x"
     assert "final 2/2" in run(f"jaxdp train --config spiral.yaml {loss}", tmp_path)

@@ -12,6 +12,7 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 LAYERS = [
     {
         "errors",
+        "own_code",
         "axes",
         "environment",
         "config",

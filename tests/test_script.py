@@ -149,3 +149,20 @@ def test_the_example_is_the_same_alone_and_in_two_processes(tmp_path):
     assert two.returncode == 0 and two.stdout.count("mean absolute error") == 1, two.output
     last = [json.loads((tmp_path / d / "metrics.jsonl").read_text().splitlines()[-1])["loss"] for d in ("one", "two")]
     assert last[0] == pytest.approx(last[1], rel=1e-4)
+
+
+def test_an_objects_learning_rate_is_its_own_and_a_saved_config_says_whose_it_is(tmp_path):
+    code = """
+try:
+    jaxdp.fit(**base, optimizer={"target": optax.adam(1e-3), "lr": 0.1})
+except jaxdp.UsageError as error:
+    print(error)
+jaxdp.fit(**base, optimizer=optax.adam(1e-3))
+"""
+    out, _ = script(tmp_path, code)
+    assert out.splitlines()[0].startswith("optimizer.lr: 0.1, but an Optax transformation has its own learning rate")
+    assert "optimizer  optax, of the script, 30 updates" in out
+    argv = [sys.executable, "-m", "jaxdp", "eval", "--run_dir", "run"]
+    done = subprocess.run(argv, cwd=tmp_path, text=True, capture_output=True, env=environment({}, 2))
+    assert done.returncode == 2
+    assert "it stands for an object that a script gave to jaxdp.fit" in done.stderr and done.stderr.count("\n") == 1

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import jax
 import numpy as np
 
-from jaxdp import compilation_cache, loop
+from jaxdp import compilation_cache, loop, own_code
 from jaxdp.build.parts import (
     NOTHING,
     Given,
@@ -62,7 +62,7 @@ def make_run(config: Config, directory: pathlib.Path, context: Context, given: G
     set_jax(config)
     jax.devices()  # opened by all together: one that opens them on its way to `together` would wait for the others
     parts = together(context, lambda: make_parts(config, given))
-    data = fingerprint(parts.dataset)
+    data = together(context, lambda: checked_fingerprint(parts.dataset))
     context.check_same("the run", facts(config, data))
     devices = choose_devices(config, context)
     slot_table(config.microbatches, len(devices))
@@ -172,6 +172,11 @@ def together(context: Context, make: Callable[[], T]) -> T:
     return cast(T, made)
 
 
+def checked_fingerprint(dataset: Dataset) -> str:
+    with own_code.said():
+        return fingerprint(dataset)
+
+
 def choose_devices(config: Config, context: Context) -> list[jax.Device]:
     devices, wanted = jax.devices(), config.parallel.devices
     if wanted is None:
@@ -199,7 +204,8 @@ def rehearse(config: Config, parts: Parts, step: Step, make_state: Callable[[], 
 
     Returns the operations that the model asks for, forward and backward, for an example.
     """
-    state = jax.eval_shape(make_state)
+    with own_code.said():
+        state = jax.eval_shape(make_state)
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
         if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
             raise UsageError(f"model: parameter {path_string(path)!r} is {leaf.dtype}; only floats have a gradient")
@@ -216,7 +222,8 @@ def rehearse(config: Config, parts: Parts, step: Step, make_state: Callable[[], 
         ) from None
     batch = read_batch(parts.dataset, parts.cursor, 0, np.zeros(1, np.int32))
     slot = np.zeros(1, np.int32)
-    grads, sums = jax.make_jaxpr(step.grads, return_shape=True)(view_of_one(state), batch, slot)
+    with own_code.said(lambda key: called_with(key, parts, state)):
+        grads, sums = jax.make_jaxpr(step.grads, return_shape=True)(view_of_one(state), batch, slot)
     _, metrics = jax.eval_shape(step.apply, state, sums)
     check_paths(config, state.params)
     check_best(config, parts, set(metrics))
@@ -272,24 +279,53 @@ def check_examples(parts: Parts, state: TrainState) -> None:
     """UsageError where one of a few examples does not fit the model's outputs, as the loss sees them."""
     if attribute(parts.loss, "check", None) is None:
         return
-    examples, key, carry = parts.dataset.read(probes(parts.dataset)), jax.random.key(0), state.carry
-
-    def outputs(params: Any, model_state: Any) -> Any:
-        batch = first_microbatch(examples, parts.cursor.examples_per_microbatch, parts.transform)
-        return parts.model.apply(params, model_state, parts.policy.inputs(batch), key, False)[0]
-
-    def first(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-
-    of_model = state.model_state if carry is None else {**state.model_state, CARRY: jax.tree.map(first, carry)}
-    shapes = jax.eval_shape(outputs, state.params, of_model)
+    examples = parts.dataset.read(probes(parts.dataset))
+    shapes = output_shapes(parts, state, examples)
     try:
         check(parts.loss, shapes, examples)
     except UsageError:
         if parts.transform is None:
             raise
         mask = {"mask": np.ones(len(next(iter(examples.values()))), bool)}
-        check(parts.loss, shapes, parts.transform(jax.tree.map(jax.numpy.asarray, mask | examples), key, True))
+        check(
+            parts.loss,
+            shapes,
+            parts.transform(jax.tree.map(jax.numpy.asarray, mask | examples), jax.random.key(0), True),
+        )
+
+
+def output_shapes(parts: Parts, state: TrainState, examples: dict[str, np.ndarray]) -> Any:
+    """Those of the model's outputs for a microbatch."""
+    carry = state.carry
+
+    def outputs(params: Any, model_state: Any) -> Any:
+        batch = first_microbatch(examples, parts.cursor.examples_per_microbatch, parts.transform)
+        return parts.model.apply(params, model_state, parts.policy.inputs(batch), jax.random.key(0), False)[0]
+
+    def first(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+    of_model = state.model_state if carry is None else {**state.model_state, CARRY: jax.tree.map(first, carry)}
+    return jax.eval_shape(outputs, state.params, of_model)
+
+
+def called_with(key: str, parts: Parts, state: TrainState) -> str:
+    """What the model or the loss got in a rehearsal, in words."""
+    examples = parts.dataset.read(np.zeros(1, np.int64))
+    batch = jax.eval_shape(
+        lambda: parts.policy.inputs(first_microbatch(examples, parts.cursor.examples_per_microbatch, parts.transform))
+    )
+    if key == "model":
+        return f"; the batch is {in_words(batch)}"
+    if key == "loss":
+        outputs = in_words(output_shapes(parts, state, examples))
+        return f"; a loss is called as (outputs, batch), here with {outputs} and {in_words(batch)}"
+    return ""
+
+
+def in_words(tree: Any) -> str:
+    """Shapes and dtypes, such as {inputs: float32[13, 2]}."""
+    return str(jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)).replace("'", "")
 
 
 def rehearse_evaluation(config: Config, parts: Parts, step: Step, state: TrainState) -> None:

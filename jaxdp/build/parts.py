@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import optax
 
-from jaxdp import environment
+from jaxdp import environment, own_code
 from jaxdp.config import Config, Target
 from jaxdp.data import SOURCES
 from jaxdp.data.base import Dataset, as_dataset, check_dtypes
@@ -76,6 +76,7 @@ def set_jax(config: Config) -> None:
         sys.path.insert(0, "")
 
 
+@own_code.said()
 def make_parts(config: Config, given: Given = NOTHING) -> Parts:
     """Everything that the config names. Names are checked before any data is read.
 

@@ -156,7 +156,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
         print(__version__)
         sys.exit(0)
     if argv[0] not in VERBS:
-        _refuse(UsageError(f"jaxdp: unknown verb {argv[0]!r}; known: {', '.join(VERBS)}"))
+        near = difflib.get_close_matches(argv[0], VERBS, 1, 0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(VERBS)}"
+        _refuse(UsageError(f"unknown verb {argv[0]!r}; {hint}"))
     try:
         if {"-h", "--help"} & {*argv[1:]}:
             print(help_of(argv[0], argv[1:]), end="")
@@ -264,12 +266,14 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
     parser.add_class_arguments(Config, None, as_group=False)
     argv = _with_saved_config(argv) if verb == "eval" else argv
     if not argv:
+        if verb == "eval":
+            raise UsageError("--run_dir: none given; e.g. jaxdp eval --run_dir runs/digits")
         raise UsageError(f"--config: no file given; e.g. jaxdp {verb} --config configs/digits.yaml")
     _check_arguments(argv, own)
     try:
         space = parser.parse_args(argv)
     except (argparse.ArgumentError, TypeError, ValueError, KeyError) as error:
-        raise UsageError(explain(str(error))) from None
+        raise UsageError(_unnamed(error) or explain(str(error))) from None
     files = [str(f) for f in space.pop("config") or []]
     given = {arg.partition("=")[0] for arg in argv}
     for key, other in (("steps", "epochs"), ("epochs", "steps")):
@@ -307,7 +311,16 @@ def load_options(argv: list[str], verb: str) -> dict[str, Any]:
         value = re.search(r"(?:Got|Given) value: *(.+?) *(?:\n|$)", str(error))
         if key and value and key[1] in own:
             raise UsageError(f"--{key[1]}: {value[1]!r} is not {WORDS[own[key[1]][0]]}") from None
-        raise UsageError(one_line(error)) from None
+        raise UsageError(_unnamed(error) or one_line(error)) from None
+
+
+def _unnamed(error: Exception) -> str:
+    """What to write in place of an argument that belongs to no option; "" where that is not what was wrong."""
+    found = re.match(r"unrecognized arguments: *(\S+)", str(error), re.IGNORECASE)
+    if not found:
+        return ""
+    name = "config" if found[1].endswith((".yaml", ".yml")) else "run_dir" if os.path.isdir(found[1]) else "KEY"
+    return f"command line: {found[1]!r} belongs to no option; write --{name} {found[1]}"
 
 
 def _options_first(argv: list[str], own: Mapping[str, tuple[Any, Any, str]]) -> list[str]:

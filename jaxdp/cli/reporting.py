@@ -15,6 +15,13 @@ def report(options: dict[str, Any]) -> None:
     given = [pathlib.Path(run) for run in options["run"]]
     if not given:
         raise UsageError("report: no run given; name run directories, e.g. jaxdp report runs/digits")
+    for directory in given:
+        inside = sorted(file.parent for file in directory.glob("*/metrics.jsonl"))
+        if inside and not (directory / "metrics.jsonl").exists():
+            raise UsageError(
+                f"report: {str(directory)!r} holds {len(inside)} run{'s' * (len(inside) > 1)}; name those to show, "
+                f"or {directory}/*"
+            )
     found = read_runs(given)
     directories, runs = list(found), list(found.values())
     for run, name in zip(runs, names(directories)):

@@ -22,6 +22,7 @@ from jaxdp.metrics.writers import make_writers
 from jaxdp.parallel.base import Program
 from jaxdp.report.writer import Reports
 from jaxdp.step import Batch, TrainState
+from jaxdp.targets import OF_SCRIPT
 
 EMPTY, IDLE = 0.05, 0.1  # of the places of a batch, of the devices' time: more is worth a warning
 TREES = {"params": "parameters", "grads": "gradients", "opt_state": "optimizer", "model_state": "model state"}
@@ -50,6 +51,7 @@ def start_writer(
     facts = described(run, config, context, directory, layout)
     console = Console(run.steps, run.start, context.size == 1, {"title": directory.name, **facts})
     run.checkpoints.events.tell = console.happened
+    console.advised = config.data.on_device  # which is what it would advise
     writer = Many(
         [
             JsonLines(directory / "metrics.jsonl", run.start, run.evaluated),
@@ -73,6 +75,7 @@ def described(
     devices, parallel, order, own = run.strategy.devices, config.parallel, run.train.cursor, config.optimizer
     evaluates = f"; evaluates on {len(run.eval.dataset):,}" if run.eval else ""
     hosts = f" on {len(set(context.hosts))} hosts" if len(set(context.hosts)) > 1 else ""
+    rate = "optax, of the script" if own.target == OF_SCRIPT else f"{own.target}, lr {own.lr:g} {own.schedule}"
     together = f", {run.steps_per_call} a call" if run.steps_per_call > 1 else ""
     return {
         "run": f"{f'goes on after step {run.start}' if run.start else 'starts'} in {directory}",
@@ -81,7 +84,7 @@ def described(
         f"{evaluates}",
         "batch": f"{config.batch_size:,} examples in {config.microbatches} microbatches of "
         f"{order.examples_per_microbatch:,}",
-        "optimizer": f"{own.target}, lr {own.lr:g} {own.schedule}, {run.steps:,} updates{together}",
+        "optimizer": f"{rate}, {run.steps:,} updates{together}",
         "devices": f"{len(devices)} x {devices[0].device_kind} in {context.size} "
         f"process{'es' * (context.size > 1)}{hosts} ({context.launcher})",
         "layout": f"{parallel.backend}, zero {parallel.zero}{split(run, config)}; reduction {parallel.reduction}",

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import IO, Any
 
-from jaxdp import compilation_cache, loop, rundir, signals
+from jaxdp import compilation_cache, loop, own_code, rundir, signals
 from jaxdp import config as schema
 from jaxdp.build import make_profile, make_run, together
 from jaxdp.build.parts import NOTHING, Given, make_parts, set_jax
@@ -225,12 +225,13 @@ def verify(config: Config, options: dict[str, Any]) -> None:
     from jaxdp.build.subject import make_subject
     from jaxdp.cli.verifying import compile_quickly, report, report_exact
 
-    if options["exact"]:
-        text, verified = report_exact(config, options)
-    else:
-        compile_quickly()
-        set_jax(config)
-        text, verified = report(config, make_subject(config), options)
+    with own_code.said():
+        if options["exact"]:
+            text, verified = report_exact(config, options)
+        else:
+            compile_quickly()
+            set_jax(config)
+            text, verified = report(config, make_subject(config), options)
     print(text)
     if not verified:
         sys.exit(1)

@@ -108,6 +108,26 @@ def known_keys(cls: Any = Config, prefix: str = "") -> dict[str, Any]:
     return keys
 
 
+# What other trainers call a key.
+ELSEWHERE = {
+    **dict.fromkeys(("learning_rate", "max_lr"), "optimizer.lr"),
+    **dict.fromkeys(("grad_clip", "max_grad_norm", "gradient_clip_val"), "optimizer.clip_norm"),
+    **{name: f"optimizer.args.{name}" for name in ("momentum", "b1", "b2", "eps")},
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "optimizer.schedule"),
+    **dict.fromkeys(("num_epochs", "max_epochs", "n_epochs", "num_train_epochs"), "epochs"),
+    **dict.fromkeys(("num_steps", "max_steps", "iterations"), "steps"),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), "microbatches"),
+    **dict.fromkeys(("output_dir", "out_dir", "workdir", "logdir"), "run_dir"),
+    "batch": "batch_size",
+    "num_workers": "data.workers",
+    "dataset": "data.target",
+    "criterion": "loss.target",
+    "eval_every": "eval.every",
+    "log_every": "log.every",
+    "save_every": "checkpoint.every",
+}
+
+
 def check_key(key: str, where: str) -> None:
     """Raises `UsageError` with the nearest known key, where `key` is not one (any may follow after `args`)."""
     known = known_keys()
@@ -116,6 +136,13 @@ def check_key(key: str, where: str) -> None:
     ):
         return
     leaf = {k.rsplit(".", 1)[-1]: k for k in reversed(known)}
+    section, _, name = key.rpartition(".")
+    if (meant := ELSEWHERE.get(name)) and (not section or meant.startswith(f"{section}.")):
+        raise UsageError(f"{where}: unknown key {key!r}; did you mean {meant!r}?")
+    if f"{section}.args" in known:  # an argument of the target, mostly
+        own = [k for k in known if k.startswith(f"{section}.")]
+        near = difflib.get_close_matches(key, own, 1, 0.85) or [f"{section}.args.{name}"]
+        raise UsageError(f"{where}: unknown key {key!r}; did you mean {near[0]!r}?")
     near = difflib.get_close_matches(key, known, 1, 0.6) or [
         leaf[m] for m in difflib.get_close_matches(key.rsplit(".", 1)[-1], leaf, 1, 0.7)
     ]
@@ -149,7 +176,12 @@ def check_structure(values: dict[str, Any], where: str, prefix: str = "") -> Non
             continue
         mapping, listing = inner(hint) is not None or get_origin(hint) is dict, get_origin(hint) is list
         if value is None or isinstance(value, dict) != mapping or isinstance(value, list) != listing:
-            raise UsageError(f"{where}: {key}: {value!r} is not {expected(key)}")
+            keys = (
+                f"; set its keys, as in {name}: {{{next(iter(get_type_hints(inner(hint))))}: ...}}"
+                if inner(hint)
+                else ""
+            )
+            raise UsageError(f"{where}: {key}: {value!r} is not {expected(key)}{keys}")
         if inner(hint) is not None:
             check_structure(value, where, f"{key}.")
 

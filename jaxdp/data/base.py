@@ -129,6 +129,12 @@ def as_dataset(source: Any) -> Dataset:
         return Arrays(inputs=source[0], labels=source[1])
     if hasattr(source, "__dlpack__"):  # an array proper; those that stand for a file are read by the example
         return Arrays(inputs=source)
+    shapes = [getattr(part, "shape", ()) for part in source] if isinstance(source, tuple | list) and size < 9 else []
+    if all(shapes) and len({*shapes}) > 1:
+        raise UsageError(
+            f"data: a {type(source).__name__} of {size} arrays of different shapes; give a pair (inputs, labels), or a "
+            "dict of arrays, such as {'inputs': x, 'labels': y}"
+        )
     if hasattr(source, "__getitem__"):
         return Examples(source)
     raise UsageError(f"data: {type(source).__name__} has neither read nor __getitem__; give it one of them")
@@ -136,12 +142,15 @@ def as_dataset(source: Any) -> Dataset:
 
 def check_dtypes(dataset: Dataset, x64: bool) -> None:
     """Raises UsageError where the first example holds 64-bit values and JAX would cut them to 32 (`x64` is false)."""
-    for key, value in dataset.read(np.zeros(1, np.int64)).items():
-        if not x64 and (narrow := _NEEDS_X64.get(np.asarray(value).dtype.name)):
-            raise UsageError(
-                f"data: {key!r} is {np.asarray(value).dtype}, which JAX would cut to 32 bits; cast to {narrow}, or "
-                "set precision.params: float64, which enables 64-bit"
-            )
+    dtypes = {key: np.asarray(value).dtype.name for key, value in dataset.read(np.zeros(1, np.int64)).items()}
+    wide = {key: name for key, name in dtypes.items() if name in _NEEDS_X64}
+    if wide and not x64:
+        found = " and ".join(f"{key!r} is {name}" for key, name in wide.items())
+        narrow = [_NEEDS_X64[name] for name in wide.values()]
+        raise UsageError(
+            f"data: {found}, which JAX would cut to 32 bits; cast to {' and '.join(narrow)}, as by "
+            f".astype(np.{narrow[0]}), or set precision.params: float64, which enables 64-bit"
+        )
 
 
 def probes(dataset: Dataset) -> np.ndarray:

@@ -1,5 +1,6 @@
 """What a person sees: a live panel on a terminal, one aligned line per interval anywhere else."""
 
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -42,7 +43,7 @@ class Console:
     def write(self, record: Record) -> None:
         step, split = record["step"], record["split"]
         if split == "train":
-            self.clock.at(step)
+            self.clock.at(step, record.get("step_time_ms"))
         if self.panel:
             self.panel.write(record)
             if split == "train":
@@ -67,8 +68,12 @@ class Console:
     def say(self, text: str) -> None:
         if self.panel:
             self.panel.say(text)
-        else:
+            return
+        try:
             print(text, flush=True)
+        except BrokenPipeError:  # whoever read it (`| head`) is gone; training is not theirs to end
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
     def happened(self, kind: str, step: int | None) -> None:
         """An event of the run, such as `saved`."""
@@ -90,8 +95,11 @@ class Clock:
         self.steps, self.start, self.step = steps, start, start
         self.began = self.paced = time.monotonic()
         self.seen, self.first = self.began, True
+        self.pace: float | None = None
 
-    def at(self, step: int) -> None:
+    def at(self, step: int, ms: float | None = None) -> None:
+        """An update was made; ms: what one took of late, by which `left` goes until there are two records."""
+        self.pace = ms
         if self.first and self.step > self.start:  # up to the first record it was compilation too
             self.start, self.paced, self.first = self.step, self.seen, False
         self.step, self.seen = step, time.monotonic()
@@ -103,6 +111,8 @@ class Clock:
     def left(self) -> float | None:
         """Seconds; None where there is no pace yet."""
         made = self.step - self.start
+        if self.first and made > 0 and self.pace is not None:
+            return self.pace / 1000 * (self.steps - self.step)
         return (self.seen - self.paced) * (self.steps - self.step) / made if made > 0 else None
 
     def elapsed(self) -> float:

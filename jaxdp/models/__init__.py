@@ -42,7 +42,10 @@ def as_model(made: Any) -> Any:
     if is_pair(made):
         return from_functions(*made)
     if is_module(made):
-        raise UsageError(f"model: {name} is made already, of numbers that no seed decides; name what makes it")
+        raise UsageError(
+            f"model: {name} is made already, of numbers that no seed decides; name what makes it "
+            "(a class or function that takes rngs: nnx.Rngs, or key with Equinox)"
+        )
     if isinstance(made, type) and issubclass(made, linen.Module):
         return from_linen(made())
     if not callable(made):
