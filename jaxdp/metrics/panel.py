@@ -93,7 +93,7 @@ class Panel:
             steps = [f"lr {number('lr', train['lr'])}"] if "lr" in train else []
             steps += [f"|grad| {number('grad_norm', train['grad_norm'])}"] if "grad_norm" in train else []
             if metrics:
-                rows.add_row("batch", "  ".join(metrics))
+                rows.add_row("batch", Text("  ".join(metrics)))
             rows.add_row("update", "  ".join(steps))
             if train.get("skipped_updates"):
                 rows.add_row("skipped", Text(f"{train['skipped_updates']:.0f} updates", style="yellow"))
@@ -108,7 +108,7 @@ class Panel:
         if self.eval:
             found = {k: v for k, v in self.eval.items() if k not in ("step", "split", "time")}
             numbers = "  ".join(f"{k} {number(k, v)}" for k, v in found.items())
-            rows.add_row("evaluated", f"{numbers}  [dim]after {self.eval['step']:,}[/]")
+            rows.add_row("evaluated", Text.assemble(numbers, "  ", (f"after {self.eval['step']:,}", "dim")))
         if in_use := self.in_use():
             rows.add_row("memory", in_use)
         if self.save is not None:

@@ -1,10 +1,10 @@
 """The report of a run is written at its end, and now and then at an evaluation, where that takes next to no time."""
 
 import pathlib
-import sys
 import time
 
 from jaxdp.errors import one_line
+from jaxdp.metrics import aloud
 from jaxdp.metrics.writer import Record
 from jaxdp.report import html
 from jaxdp.report.read import read_run
@@ -40,6 +40,6 @@ class Reports:
         except Exception as error:
             if not self.failed:
                 self.failed = True
-                print(f"jaxdp: {NAME} could not be written: {one_line(error)}", file=sys.stderr, flush=True)
+                aloud.say(f"jaxdp: {NAME} could not be written: {one_line(error)}", error=True)
         self.since = time.monotonic()
         self.took = self.since - began
