@@ -35,7 +35,7 @@ class Reports:
     def refresh(self, alive: bool) -> None:
         began = time.monotonic()
         try:
-            if (self.directory / "metrics.jsonl").stat().st_size:
+            if alive is False or (self.directory / "metrics.jsonl").stat().st_size:
                 html.write(self.directory / NAME, html.render([read_run(self.directory, alive)]))
         except Exception as error:
             if not self.failed:
