@@ -266,6 +266,8 @@ def test_the_page_has_the_points_in_a_browser(tmp_path):
             page.open(file, width=390, height=844, dark=True)
             assert page("document.documentElement.scrollWidth") <= 390
 
+        assert len(set(page("Array.from({length: 40}, (_, i) => colour(i))"))) == 40  # of many runs each has its own
+
         page.open(bare / "report.html")
         assert page("jaxdp.view.charts.map(c => [c.name, c.series.map(s => s.y)])") == [["loss", [[2, 1]]]]
         text = page("document.body.innerText")

@@ -101,7 +101,7 @@ const PALETTE = {
 const root = document.documentElement;
 const systemDark = matchMedia("(prefers-color-scheme: dark)");
 const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : systemDark.matches);
-const colour = (i) => PALETTE[isDark() ? "dark" : "light"][i % 7];
+const colour = (i) => PALETTE[isDark() ? "dark" : "light"][i] || `hsl(${(i * 137.5) % 360} 60% ${(isDark() ? 72 : 30) - 6 * (i % 3)}%)`; // of many runs
 const paint = (name) => { // a colour of the style sheet, as the canvas takes it
   root.style.setProperty("outline-color", `var(--${name})`);
   return getComputedStyle(root).outlineColor;
