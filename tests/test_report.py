@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pathlib
 import subprocess
 import sys
@@ -303,6 +304,19 @@ def test_any_name_is_text(tmp_path):
             text = page("document.body.innerText")
             assert NAMES[0] in text and "[[data]]<b>" in text and "not finite" not in text
             assert page("window.pwned") is None and page.errors == []
+
+
+def test_a_link_and_a_pipe_are_written_through(tmp_path):
+    """What is no file of its own is never replaced: as root that would be the system's /dev/stdout."""
+    run = make_run(tmp_path / "run", lines=1)
+    (tmp_path / "link.html").symlink_to(tmp_path / "real.html")
+    os.mkfifo(tmp_path / "pipe")
+    read_end = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    html.write(tmp_path / "pipe", "<p>text")
+    assert os.read(read_end, 100) == b"<p>text" and (tmp_path / "pipe").is_fifo()
+    os.close(read_end)
+    html.write(tmp_path / "link.html", html.render([read_run(run)]))
+    assert (tmp_path / "link.html").is_symlink() and "</html>" in (tmp_path / "real.html").read_text()
 
 
 @needs_browser

@@ -31,6 +31,10 @@ def read(name: str) -> str:
 
 def write(file: pathlib.Path, text: str) -> None:
     """In one piece: a browser that reads it meanwhile gets the one before. Raises OSError."""
+    if file.exists() and not file.is_file():  # /dev/stdout, a pipe: what it is stays
+        file.write_text(text, encoding="utf-8", errors="surrogateescape")
+        return
+    file = file.resolve()  # a link stays one
     new = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # the run and the command may write it at one time
     try:
         new.write_text(text, encoding="utf-8", errors="surrogateescape")
