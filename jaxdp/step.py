@@ -25,6 +25,7 @@ from jaxdp.errors import UsageError
 from jaxdp.guard import Guard, Spike, judge
 from jaxdp.guard import start as start_guard
 from jaxdp.losses import LossFn, apply_loss, attribute
+from jaxdp.metrics.writer import RESERVED
 from jaxdp.models.base import CARRY, Model
 from jaxdp.models.scan import BlockGather, as_they_are, block_hooks
 from jaxdp.models.scan import remat as rematerialize
@@ -441,6 +442,11 @@ def _first(pieces: Tree) -> Tree:
 
 def _three(result: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """What a loss returned, if it is what a loss returns."""
+    own = result[2] if isinstance(result, tuple) and len(result) == 3 and isinstance(result[2], dict) else {}
+    if taken := [name for name in own if name in RESERVED or not isinstance(name, str)]:
+        raise UsageError(
+            f"loss: a metric of it is called {taken[0]!r}, which a record says by itself; give it another name"
+        )
     scalar = lambda x: getattr(x, "shape", None) == ()
     if not (
         isinstance(result, tuple)

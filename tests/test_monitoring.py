@@ -16,6 +16,7 @@ from rich.console import Console as Terminal
 
 from jaxdp import trace
 from jaxdp.errors import UsageError
+from jaxdp.metrics import aloud
 from jaxdp.metrics.console import Clock, Console
 from jaxdp.metrics.numbers import duration, number
 from jaxdp.metrics.panel import Flow, Panel, sparkline
@@ -231,11 +232,109 @@ def test_a_writer_of_ones_own_may_fail(tmp_path, capsys):
     (writer,) = make_writers([{"target": "test_monitoring.Own", "args": {"more": 7}}], tmp_path, 0, {"seed": 1})
     for step in (1, 2, 3, 4):
         writer.write({"step": step, "split": "train", "loss": 1.0})
+    writer.close()
     own = Own.made[-1]
     assert [r["step"] for r in own.records] == [1, 2] and own.more == 7 and own.config == {"seed": 1}
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "log.writers: test_monitoring.Own failed" in error and "no route to host" in error
     assert isinstance(writer, Soft) and writer.failed
+
+
+class Bad(Own):
+    """Goes wrong in one of its calls."""
+
+    def __init__(self, when, how="raises"):
+        self.when, self.how = when, how
+        self._maybe("start")
+
+    def _maybe(self, call):
+        if call == self.when and self.how == "hangs":
+            time.sleep(1000)
+        if call == self.when:
+            raise {"raises": ValueError, "exits": SystemExit}[self.how]("no\nroute")
+
+    def write(self, record):
+        record.clear()  # its own copy
+        self._maybe("write")
+
+    def rewind(self, step):
+        self._maybe("rewind")
+
+    def close(self):
+        self._maybe("close")
+
+
+@pytest.mark.parametrize("how", ["raises", "exits", "hangs"])
+@pytest.mark.parametrize("when", ["start", "write", "rewind", "close"])
+def test_a_writer_holds_nothing_up(tmp_path, capsys, monkeypatch, when, how):
+    """Whatever it does in whichever call: one warning, and the calls of the run return at once."""
+    monkeypatch.setattr("jaxdp.metrics.soft.START", 0.2)
+    monkeypatch.setattr("jaxdp.metrics.soft.PATIENCE", 0.5)
+    began = time.monotonic()
+    (writer,) = make_writers([{"target": "test_monitoring.Bad", "args": {"when": when, "how": how}}], tmp_path, 0, {})
+    record = {"step": 1, "split": "train", "loss": 1.0}
+    for _ in range(3):
+        writer.write(record)
+    writer.rewind(0)
+    writer.close()
+    assert time.monotonic() - began < 5 and record["loss"] == 1.0 and writer.failed
+    error = capsys.readouterr().err.splitlines()
+    said = "did not answer for 0.5 s" if how == "hangs" else "no route"
+    assert said in error[-1] and "training goes on without it" in error[-1]
+    assert len(error) == 1 + (when == "start" and how == "hangs") and all("test_monitoring.Bad" in e for e in error)
+
+
+def test_a_writer_that_takes_nothing_is_left(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("jaxdp.metrics.soft.WAITING", 5)
+    (writer,) = make_writers(
+        [{"target": "test_monitoring.Bad", "args": {"when": "write", "how": "hangs"}}], tmp_path, 0, {}
+    )
+    for step in range(20):
+        writer.write({"step": step, "split": "train", "loss": 1.0})
+    writer.close()
+    assert capsys.readouterr().err.count("has 5 records to write and takes none") == 1
+
+
+@pytest.mark.parametrize("output", ["/dev/full", "closed", "head"])
+def test_a_run_outlives_its_output(tmp_path, output):
+    """A disk that is full of its own log, no standard output, a reader that left: the run ends as it would."""
+    command = [*JAXDP, "train", *DIGITS, "--steps", "4", "--log.every", "1", "--run_dir", str(tmp_path / "run")]
+    redirect = {"/dev/full": "> /dev/full 2>&1", "closed": ">&-", "head": "| head -n 1; exit ${PIPESTATUS[0]}"}[output]
+    done = subprocess.run(
+        ["bash", "-c", f'"$@" {redirect}', "bash", *command], capture_output=True, text=True, timeout=100,
+        env=ENVIRONMENT,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert '"final"' in lines[-1] and (tmp_path / "run/report.html").is_file()
+
+
+def test_what_is_no_terminal_to_draw_on_gets_lines(tmp_path):
+    """A dumb terminal, and one without the panel's characters, as a terminal that says so."""
+    code = "from jaxdp.metrics.console import Console; c = Console(9); print(c.panel is not None); c.close()"
+    for more, panel in (({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({"PYTHONIOENCODING": "latin-1"}, False)):
+        ours, theirs = os.openpty()
+        variables = {**ENVIRONMENT, "TERM": "xterm", "PYTHONIOENCODING": "utf-8", **more}
+        subprocess.run([sys.executable, "-c", code], env=variables, stdout=theirs, check=True, timeout=60)
+        os.close(theirs)
+        assert (b"True" in os.read(ours, 10_000)) == panel, more
+        os.close(ours)
+
+
+def test_characters_that_the_output_has_not(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    aloud.say("files in runs/\u00e9t\u00e9")
+    assert raw.getvalue() == b"files in runs/?t?\n"
+
+
+def test_names_of_metrics_are_no_markup():
+    panel = Panel(Clock(10), {}, Terminal(file=io.StringIO(), width=100, force_terminal=True), lambda: "")
+    panel.write({**TRAIN, "a[/b]": 1.0, "[red]c": 2.0})
+    panel.write({"step": 1, "split": "eval", "loss": 1.0, "[/dim]d": 3.0})
+    text = drawn(panel, 100)
+    panel.close()
+    assert "a[/b] 1.0000" in text and "[red]c 2.0000" in text and "[/dim]d 3.0000" in text
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pathlib
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def test_columns_hold_every_value_in_few_characters():
     records[2]["more"] = 1e-12
     found = columns(records)
     assert found == {
-        "n": 3, "step": [1, 2, 3], "loss": [3.14159, "nan", 9.42478], "same": 0, "more": [None, None, 1e-12],
+        "step": [1, 2, 3], "loss": [3.14159, "nan", 9.42478], "same": 0, "more": [None, None, 1e-12],
         "time": [1_700_000_000_125, 125, 125],
     }  # fmt: skip
     assert [rounded(x) for x in (123456789.0, 0.1234567, -2.0, math.inf, True)] == [
@@ -128,6 +129,60 @@ def test_sessions_end_with_the_last_sign_of_life():
         "total": 20, "starting": 3, "updates": 2, "input": 0, "evaluation": 0, "saving": 0, "down": 15, "other": 0
     }  # fmt: skip
     assert spent.seconds(records, []) == {}
+
+
+STRANGE = ("x", None, True, [1], {"a": 1}, 1e400, math.nan, -5, 10**400, "nan")
+
+
+def test_a_damaged_line_spoils_no_report(tmp_path):
+    """Whatever stands where a number should, and lines that no reader takes: the rest is shown, as JSON has it."""
+    run = make_run(tmp_path / "run", lines=3)
+    lines, happened = (run / "metrics.jsonl").read_text(), (run / "events.jsonl").read_text()
+    train, final = json.loads(lines.splitlines()[0]), json.loads(lines.splitlines()[-1])
+    rows = [{**train, key: value} for key in (*train, "more") for value in STRANGE]
+    rows += [{**final, key: value} for key in final for value in STRANGE]
+    events = [json.loads(line) for line in happened.splitlines()]
+    found = [{**event, key: value} for event in events for key in (*event, "to", "updates") for value in STRANGE]
+    torn = [
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        '{"step": 1, "split": "train", "loss": ' + "9" * 5000 + "}",
+        "\0",
+        "7",
+        '{"s',
+    ]
+    dump = lambda some: [json.dumps(one) for one in some]
+    for extra, more in ((dump([row]), []) for row in rows):
+        check_report(run, lines, happened, extra, more)
+    for event in found:
+        check_report(run, lines, happened, [], dump([event]))
+    check_report(run, lines, happened, torn, torn)
+    for text in ("a: &x {b: *x}", "2020-01-01: 1", "? [1, 2]\n: 3", "- 1", "1: {~: .nan}", "a: [", "\0"):
+        (run / "config.yaml").write_text(text)
+        check_report(run, lines, happened, [], [])
+
+
+def check_report(run, lines, happened, extra, more):
+    (run / "metrics.jsonl").write_text(lines + "\n".join(extra))
+    (run / "events.jsonl").write_text(happened + "\n".join(more))
+    found = read_run(run)
+    assert html.render([found]) and len(found["series"]["train"]["step"]) in (3, 4) and found["sessions"]
+
+
+def test_a_clock_that_was_set_back_between_two_starts():
+    """The first session has no sign of life from before the second began; no time is accounted for."""
+    records = [{"step": 5, "split": "train", "time": 60.0, "step_time_ms": 500}]
+    events = [{"t": 100.0, "kind": "start", "step": 0}, {"t": 50.0, "kind": "resume", "step": 4}]
+    found = spent.sessions(records, events)
+    assert [(s["start"], s["end"]) for s in found] == [(100, 100), (50, 100)] and not spent.seconds(records, events)
+
+
+def test_a_run_that_failed_before_its_first_update_has_a_report(tmp_path):
+    run = make_run(tmp_path / "run", lines=1, last="failed")
+    (run / "metrics.jsonl").write_text("")
+    Reports(run).close()
+    assert "said <so>" in read_run(run)["state"]["reason"] and read_run(run)["state"]["word"] == "failed"
+    assert (run / "report.html").is_file() and "1 run" in report(run)
 
 
 def test_what_is_no_run_is_named(tmp_path):
@@ -201,6 +256,17 @@ def test_a_report_that_cannot_be_written_is_said_once(tmp_path, capsys):
     assert not list(run.glob("*.tmp"))
 
 
+def test_a_report_needs_no_utf8_locale(tmp_path):
+    run = make_run(tmp_path / "日本")
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxdp", "report", str(run)], cwd=ROOT, capture_output=True, timeout=60,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "LC_ALL": "POSIX", "PYTHONUTF8": "0",
+             "PYTHONCOERCECLOCALE": "0"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "<title>日本 ·" in (run / "report.html").read_text(encoding="utf-8")
+
+
 @needs_browser
 def test_the_page_has_the_points_in_a_browser(tmp_path):
     """One run and two, in light and dark, on a phone: drawn without an error, and with nothing to scroll sideways."""
@@ -261,12 +327,69 @@ def test_the_page_has_the_points_in_a_browser(tmp_path):
             page.open(file, width=390, height=844, dark=True)
             assert page("document.documentElement.scrollWidth") <= 390
 
+        assert len(set(page("Array.from({length: 40}, (_, i) => colour(i))"))) == 40  # of many runs each has its own
+
         page.open(bare / "report.html")
         assert page("jaxdp.view.charts.map(c => [c.name, c.series.map(s => s.y)])") == [["loss", [[2, 1]]]]
         text = page("document.body.innerText")
         for shown in ("1 not finite", "stopped", "Not written with this run", "only updates were timed"):
             assert shown in text, text
         assert page.errors == []
+
+
+NAMES = (
+    "</script><script>window.pwned=1</script>", '<img src=x onerror="window.pwned=1">', '"onload="x', "日本", "",
+    "n", "__proto__", "constructor", "toString", "length", "[[data]]",
+)  # fmt: skip
+
+
+@needs_browser
+def test_any_name_is_text(tmp_path):
+    """Of a run, a metric, a key and a value of the config, a reason: shown as it is, and never run."""
+    run = make_run(tmp_path / "[[data]]<b>", lines=2)
+    records = [{"step": i, "split": "train", "loss": 1.0 / i, **dict.fromkeys(NAMES, float(i))} for i in (1, 2, 3)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (run / "config.yaml").write_text(
+        json.dumps({"model": {"target": NAMES[0]}, "constructor": 1, "__proto__": {"x": 2}})
+    )
+    other = make_run(tmp_path / "other", lines=2)
+    with Browser() as page:
+        for runs in ([run], [run, other]):
+            print(report(*runs, "--out", tmp_path / "page.html"))
+            page.open(tmp_path / "page.html")
+            drawn = dict(page("jaxdp.view.charts.map(c => [c.name, c.series[0].y])"))
+            assert {name: drawn[name] for name in NAMES} == {name: [1, 2, 3] for name in NAMES}
+            page("document.querySelectorAll('details').forEach(d => d.open = true)")
+            page("new Promise(done => setTimeout(done, 200))")
+            text = page("document.body.innerText")
+            assert NAMES[0] in text and "[[data]]<b>" in text and "not finite" not in text
+            assert page("window.pwned") is None and page.errors == []
+
+
+def test_a_link_and_a_pipe_are_written_through(tmp_path):
+    """What is no file of its own is never replaced: as root that would be the system's /dev/stdout."""
+    run = make_run(tmp_path / "run", lines=1)
+    (tmp_path / "link.html").symlink_to(tmp_path / "real.html")
+    os.mkfifo(tmp_path / "pipe")
+    read_end = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    html.write(tmp_path / "pipe", "<p>text")
+    assert os.read(read_end, 100) == b"<p>text" and (tmp_path / "pipe").is_fifo()
+    os.close(read_end)
+    html.write(tmp_path / "link.html", html.render([read_run(run)]))
+    assert (tmp_path / "link.html").is_symlink() and "</html>" in (tmp_path / "real.html").read_text()
+
+
+@needs_browser
+def test_a_run_without_numbers_in_a_browser(tmp_path):
+    run = make_run(tmp_path / "run", lines=1, last="failed")
+    (run / "metrics.jsonl").write_text("")
+    print(report(run), report(run, make_run(tmp_path / "other"), "--out", tmp_path / "two.html"))
+    with Browser() as page:
+        for file in (run / "report.html", tmp_path / "two.html"):
+            page.open(file)
+            page("document.querySelectorAll('details').forEach(d => d.open = true)")
+            text = page("document.body.innerText")
+            assert "failed" in text and "said <so> & </script> so" in text and page.errors == []
 
 
 def colours(page):

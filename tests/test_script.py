@@ -52,6 +52,7 @@ BAD = {
     "eval={'every': 'x'}": "eval.every: 'x' is not an integer",
     "optimizer=3": "optimizer: int is no Optax transformation",
     "loss='MeanSquaredError'": "loss: outputs (4, 2) do not fit labels (4,)",
+    "loss=lambda o, b: (o.sum(), b['mask'].sum(), {'step': o.sum()})": "loss: a metric of it is called 'step', which",
     "loss=lambda outputs, batch: outputs.mean()": "loss: it returned float32[]; a loss returns (sum [], weight []",
     "eval_data=(x[:0], y[:0])": "data: the data set is empty",
     "eval_data=x": "eval.data: its examples (inputs float32[4]) do not fit what is trained on (inputs",

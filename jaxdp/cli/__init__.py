@@ -1,5 +1,6 @@
 """The command line: `jaxdp VERB --config FILE [--key value ...]`; nothing here needs jax until the config is right."""
 
+import atexit
 import difflib
 import gc
 import importlib
@@ -18,6 +19,7 @@ from jaxdp.config.check import WORDS, check_key, check_structure, expected, inne
 from jaxdp.config.reading import explain, to_dataclass
 from jaxdp.distributed import launchers
 from jaxdp.errors import DistributedError, Said, UsageError, one_line
+from jaxdp.metrics import aloud
 
 # Objects made between two collections: looking through what imports and tracing leave, every 700, took 12 % of a start.
 BETWEEN_COLLECTIONS = 100_000
@@ -148,6 +150,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Exit codes: 0 done, 2 bad usage or config, 75 preempted after a good save, 1 anything else."""
     argv = sys.argv[1:] if argv is None else argv
     gc.set_threshold(BETWEEN_COLLECTIONS, *gc.get_threshold()[1:])
+    atexit.register(aloud.drain)
     if not argv or argv[0] in ("-h", "--help"):
         verbs = "\n".join(f"  {verb:10} {text}" for verb, text in VERBS.items())
         print(USAGE.format(verbs=verbs), end="")
@@ -171,6 +174,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
+        if isinstance(error, BrokenPipeError) and argv[0] in WITHOUT_CONFIG:
+            sys.exit(0)  # whoever read what it prints has seen enough
         _crash(error)
     sys.exit(0)
 

@@ -20,6 +20,7 @@ from jaxdp.distributed import last_words
 from jaxdp.distributed.context import Context
 from jaxdp.distributed.sentinel import is_consequence
 from jaxdp.errors import Said, UsageError, one_line
+from jaxdp.metrics import aloud
 from jaxdp.metrics.console import Console
 from jaxdp.metrics.events import Events, NoEvents
 from jaxdp.metrics.jsonl import read
@@ -52,10 +53,12 @@ def train(
     final = [record for record in read(directory / "metrics.jsonl") if record.get("split") == "final"]
     if start == run.steps and context.of_root("final", lambda: bool(final)):
         if context.is_root:
-            print(f"finished: {directory} is at its last step {start}; nothing to do (another --run_dir starts anew)")
-            print(summary(final[-1], directory))
+            aloud.say(
+                f"finished: {directory} is at its last step {start}; nothing to do (another --run_dir starts anew)"
+            )
+            aloud.say(summary(final[-1], directory))
             if (directory / report_file.NAME).is_file():
-                print(report_file.said(directory))
+                aloud.say(report_file.said(directory))
         if held:
             held.close()
         final[-1].pop("time", None)  # as it was returned then
@@ -190,7 +193,7 @@ def resume_step(run: loop.Run, config: Config, context: Context, tidy: bool = Tr
     UsageError where the config or the data would change its numbers, unless it is forced.
     """
     checkpoints = run.checkpoints
-    start = checkpoints.latest(print, tidy)
+    start = checkpoints.latest(aloud.say, tidy)
     if not start:
         return 0, {}
     found = context.of_root("meta", lambda: checkpoints.meta(start))

@@ -12,6 +12,7 @@ from jaxdp.distributed import hosts, launchers
 from jaxdp.distributed.rendezvous import split
 from jaxdp.distributed.world import World
 from jaxdp.doctor.check import Check, failure, ok, warning
+from jaxdp.errors import one_line
 
 
 def check_port(world: World | None, env: Mapping[str, str] = os.environ) -> Iterator[Check]:
@@ -78,6 +79,6 @@ def owner(port: int) -> str:
     for process in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if inodes & {os.readlink(f) for f in (process / "fd").iterdir()}:
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                return f" by process {process.name} ({command[:60]})"
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                return f" by process {process.name} ({one_line(command)[:60]})"
     return ""

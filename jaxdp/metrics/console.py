@@ -1,10 +1,10 @@
 """What a person sees: a live panel on a terminal, one aligned line per interval anywhere else."""
 
-import os
-import sys
+import contextlib
 import time
 from collections.abc import Mapping
 
+from jaxdp.metrics import aloud
 from jaxdp.metrics.numbers import duration, number
 from jaxdp.metrics.panel import Panel
 from jaxdp.metrics.writer import Record
@@ -38,7 +38,7 @@ class Console:
         self.steps = steps
         self.clock = Clock(steps, start)
         self.advised = False
-        self.panel = Panel(self.clock, facts or {}) if alone and sys.stdout.isatty() else None
+        self.panel = Panel(self.clock, facts or {}) if alone and aloud.draws() else None
 
     def write(self, record: Record) -> None:
         step, split = record["step"], record["split"]
@@ -67,13 +67,10 @@ class Console:
 
     def say(self, text: str) -> None:
         if self.panel:
-            self.panel.say(text)
-            return
-        try:
-            print(text, flush=True)
-        except BrokenPipeError:  # whoever read it (`| head`) is gone; training is not theirs to end
-            with open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            with contextlib.suppress(OSError, ValueError):  # the terminal is gone
+                self.panel.say(text)
+        else:
+            aloud.say(text)
 
     def happened(self, kind: str, step: int | None) -> None:
         """An event of the run, such as `saved`."""
@@ -85,7 +82,8 @@ class Console:
 
     def close(self) -> None:
         if self.panel:
-            self.panel.close()
+            with contextlib.suppress(OSError, ValueError):
+                self.panel.close()
 
 
 class Clock:

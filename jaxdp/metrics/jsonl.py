@@ -49,10 +49,10 @@ class JsonLines:
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
     """The records of a metrics file, without a last line that was cut short; empty where there is no file."""
     records = []
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
             records.append(record)

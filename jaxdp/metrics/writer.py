@@ -4,6 +4,14 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 Record = dict[str, Any]
+# What a record says by itself: a loss may give none of its metrics such a name.
+RESERVED = frozenset(
+    (
+        "step", "split", "time", "loss", "weight", "lr", "grad_norm", "nonfinite_grads", "skipped", "skipped_updates",
+        "halted", "disagreeing_state", "loss_scale", "step_time_ms", "examples_per_s", "tokens_per_s",
+        "model_flops_per_s", "mfu", "input_wait", "straggler", "straggler_ms", "goodput", "params_sha256",
+    )
+)  # fmt: skip
 
 
 class Writer(Protocol):

@@ -9,7 +9,7 @@ from jaxdp.metrics.soft import Soft
 from jaxdp.metrics.tensorboard import TensorBoard
 from jaxdp.metrics.wandb import WandB
 from jaxdp.metrics.writer import Writer
-from jaxdp.targets import bind, call, locate, parameters
+from jaxdp.targets import bind, locate, parameters, require
 
 WRITERS: dict[str, Any] = {"TensorBoard": TensorBoard, "WandB": WandB}
 KEY = "log.writers"
@@ -38,7 +38,7 @@ def check_writers(entries: Sequence[Any]) -> None:
 def make_writers(
     entries: Sequence[Any], directory: pathlib.Path, start: int, config: Mapping[str, Any]
 ) -> list[Writer]:
-    """The writers, made; those that fail from here on are warned of, and left.
+    """The writers, made; those that fail or hang, in being made as later, are warned of, and left.
 
     A writer's class or function takes, beside its own arguments, any of these by name: directory (of the run), start
     (the update that the run goes on after) and config (a dict).
@@ -48,5 +48,7 @@ def make_writers(
     for target, args in named(entries):
         found = locate(KEY, target, WRITERS)
         own = {name: value for name, value in given.items() if name in parameters(found)}
-        made.append(Soft(target, call(KEY, bind(KEY, found, args, own))))
+        bound = bind(KEY, found, args, own)
+        require(KEY, bound)
+        made.append(Soft(target, bound))
     return made

@@ -2,7 +2,9 @@
 
 import html
 import json
+import os
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,21 +18,26 @@ def render(runs: Sequence[dict[str, Any]]) -> str:
     data = json.dumps({"runs": list(runs)}, separators=(",", ":"), default=str, allow_nan=False)
     parts = {
         "title": html.escape(title),
-        "style": (FOLDER / "page.css").read_text(),
-        "script": "\n".join((FOLDER / name).read_text() for name in SCRIPTS),
+        "style": read("page.css"),
+        "script": "\n".join(map(read, SCRIPTS)),
         "data": data.replace("<", "\\u003c"),  # nothing in it ends the element that holds it
     }
-    text = (FOLDER / "page.html").read_text()
-    for name, part in parts.items():
-        text = text.replace(f"[[{name}]]", part, 1)
-    return text
+    return re.sub(r"\[\[(\w+)\]\]", lambda place: parts[place[1]], read("page.html"))
+
+
+def read(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")
 
 
 def write(file: pathlib.Path, text: str) -> None:
     """In one piece: a browser that reads it meanwhile gets the one before. Raises OSError."""
-    new = file.with_name(f"{file.name}.tmp")
+    if file.exists() and not file.is_file():  # /dev/stdout, a pipe: what it is stays
+        file.write_text(text, encoding="utf-8", errors="surrogateescape")
+        return
+    file = file.resolve()  # a link stays one
+    new = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # the run and the command may write it at one time
     try:
-        new.write_text(text)
+        new.write_text(text, encoding="utf-8", errors="surrogateescape")
         new.replace(file)
     except OSError:
         new.unlink(missing_ok=True)

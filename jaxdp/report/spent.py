@@ -17,6 +17,7 @@ def sessions(records: list[Json], events: list[Json]) -> list[Json]:
     found = []
     for begin, after in zip(starts, [*starts[1:], None]):
         inside = [t for t in signs if t >= begin["t"] and (after is None or t < after["t"])]
+        inside = inside or [begin["t"]]  # the clock was set back before the next, or another host's is behind
         ends = [e for e in events if e["kind"] in ENDS and begin["t"] <= e["t"] <= max(inside)]
         if after is not None:
             ends = [e for e in ends if e["t"] < after["t"]]

@@ -2,10 +2,10 @@
 
 import contextlib
 import pathlib
-import sys
 import time
 
 from jaxdp.errors import one_line
+from jaxdp.metrics import aloud
 from jaxdp.metrics.writer import Record
 from jaxdp.report import html
 from jaxdp.report.read import read_run
@@ -45,13 +45,13 @@ class Reports:
         """Whether it was written: there is nothing to show of a run that has no metrics yet."""
         began, written = time.monotonic(), False
         try:
-            if (self.directory / "metrics.jsonl").stat().st_size:
+            if alive is False or (self.directory / "metrics.jsonl").stat().st_size:
                 html.write(self.directory / NAME, html.render([read_run(self.directory, alive)]))
                 written = True
         except Exception as error:
             if not self.failed:
                 self.failed = True
-                print(f"jaxdp: {NAME} could not be written: {one_line(error)}", file=sys.stderr, flush=True)
+                aloud.say(f"jaxdp: {NAME} could not be written: {one_line(error)}", error=True)
         self.since = time.monotonic()
         self.took = self.since - began
         return written

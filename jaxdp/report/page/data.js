@@ -2,6 +2,8 @@
 
 const runs = JSON.parse(document.getElementById("data").textContent).runs;
 
+const count = (table) => (table.step ? table.step.length : 0); // of its records
+
 function column(packed, n, name) {
   const values = new Float64Array(n);
   let time = 0;
@@ -14,14 +16,15 @@ function column(packed, n, name) {
 }
 
 for (const run of runs) {
-  run.strange = {}; // how many values of a name are not finite
+  run.strange = Object.create(null); // how many values of a name are not finite
+  for (const named of [...Object.values(run.series), run.config, run.environment]) Object.setPrototypeOf(named, null); // any name may come
   for (const table of Object.values(run.series)) {
+    const n = count(table);
     for (const name of Object.keys(table)) {
-      if (name === "n") continue;
       const packed = [table[name]].flat();
       const odd = packed.filter((v) => typeof v === "string").length;
       if (odd) run.strange[name] = (run.strange[name] || 0) + odd;
-      table[name] = column(table[name], table.n, name);
+      table[name] = column(table[name], n, name);
     }
   }
   const times = Object.values(run.series).map((t) => (t.time ? t.time[0] : Infinity));
@@ -35,7 +38,7 @@ function points(run, split, name) {
   const steps = [], times = [], values = [];
   for (const part of parts) {
     if (!part || !part[name]) continue;
-    for (let i = 0; i < part.n; i++) {
+    for (let i = 0; i < count(part); i++) {
       if (Number.isNaN(part[name][i])) continue;
       steps.push(part.step[i]);
       times.push(part.time ? part.time[i] - run.start : NaN);
@@ -50,7 +53,7 @@ const LABELS = {
   tokens_per_s: "Tokens per second", examples_per_s: "Examples per second", step_time_ms: "Milliseconds per update",
   input_wait: "Share of time waiting for data", mfu: "Model FLOPs utilization", goodput: "Goodput",
 };
-const label = (name) => LABELS[name] || name.replaceAll("_", " ");
+const label = (name) => (Object.hasOwn(LABELS, name) && LABELS[name]) || name.replaceAll("_", " ");
 
 function number(value, digits = 4) {
   if (value === undefined || value === null || Number.isNaN(value)) return "–";
@@ -98,7 +101,7 @@ const PALETTE = {
 const root = document.documentElement;
 const systemDark = matchMedia("(prefers-color-scheme: dark)");
 const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : systemDark.matches);
-const colour = (i) => PALETTE[isDark() ? "dark" : "light"][i % 7];
+const colour = (i) => PALETTE[isDark() ? "dark" : "light"][i] || `hsl(${(i * 137.5) % 360} 60% ${(isDark() ? 72 : 30) - 6 * (i % 3)}%)`; // of many runs
 const paint = (name) => { // a colour of the style sheet, as the canvas takes it
   root.style.setProperty("outline-color", `var(--${name})`);
   return getComputedStyle(root).outlineColor;

@@ -18,7 +18,7 @@ function controls() {
   };
   const keys = several
     ? [...runs.map((run, i) => toggle(i, "dot", run.name, i)), toggle("train", "line", "train", null), toggle("eval", "line dashed", "eval", null)]
-    : [toggle("train", "line", "train", 0), ...(runs.some((r) => r.series.eval.n + r.series.final.n) ? [toggle("eval", "line dashed", "eval", 1)] : [])];
+    : [toggle("train", "line", "train", 0), ...(runs.some((r) => count(r.series.eval) + count(r.series.final)) ? [toggle("eval", "line dashed", "eval", 1)] : [])];
   const axis = ["step", "time"].map((name) => el("button", { "aria-pressed": String(view.axis === name), "data-axis": name, onclick: () => {
     view.axis = name;
     axis.forEach((b) => b.setAttribute("aria-pressed", b.dataset.axis === name));
@@ -56,7 +56,7 @@ function dressed() {
 }
 
 const hasValues = (name) => runs.some((r) => ["train", "eval", "final"].some((s) => r.series[s][name]));
-const names = [...new Set(runs.flatMap((r) => ["train", "eval"].flatMap((s) => Object.keys(r.series[s]))))].filter((n) => !["n", "step", "time"].includes(n));
+const names = [...new Set(runs.flatMap((r) => ["train", "eval"].flatMap((s) => Object.keys(r.series[s]))))].filter((n) => !["step", "time"].includes(n));
 // Goodput is one number of a run, and stands in its head.
 const first = MAIN.filter((n) => n !== "goodput" && hasValues(n) && (varies(n) || n === "loss"));
 const rest = names.filter((n) => !MAIN.includes(n) && varies(n)).sort();

@@ -17,7 +17,7 @@ const row = (cells, attributes = {}) => el("tr", attributes, cells.map((c, i) =>
 function summary() {
   const facts = runs.map((run) => {
     const found = run.numbers, spent = run.spent, layout = run.layout || {};
-    const last = Math.max(...Object.values(run.series).map((s) => (s.step ? s.step[s.n - 1] : 0)));
+    const last = Math.max(...Object.values(run.series).map((s) => (s.step ? s.step[s.step.length - 1] : 0)));
     const goodput = found.goodput ?? (spent.total ? spent.updates / spent.total : undefined);
     const rate = ["tokens_per_s", "examples_per_s"].find((k) => k in found);
     const model = (run.config["model.target"] || "").split(".").pop(), data = (run.config["data.target"] || "").split(".").pop();
@@ -106,9 +106,9 @@ function events() {
   }
   section.append(svg, el("p", { class: "muted small" }, "Bars: training. Below them: saves. Above: restarts, faults, skipped updates."));
   runs.forEach((run, i) => {
-    const count = (kind) => run.events.filter((e) => e.kind === kind).length;
+    const times = (kind) => run.events.filter((e) => e.kind === kind).length;
     const counts = [["saved", "saves"], ["evaluation", "evaluations"], ["resume", "restarts"], ["preempted", "preemptions"],
-      ["rolled_back", "rollbacks"], ["failed", "failures"]].filter(([k]) => count(k)).map(([k, name]) => `${count(k)} ${count(k) === 1 ? name.slice(0, -1) : name}`);
+      ["rolled_back", "rollbacks"], ["failed", "failures"]].filter(([k]) => times(k)).map(([k, name]) => `${times(k)} ${times(k) === 1 ? name.slice(0, -1) : name}`);
     const listed = run.events.filter((e) => NOTABLE[e.kind] || e.kind === "start" || e.kind === "finished").slice(-200);
     section.append(el("div", { class: "run" }, named(run, i), el("div", { class: "small", style: { margin: "8px 0" } }, counts.join(" · ")),
       el("details", listed.length < 9 && !several ? { open: "" } : {}, el("summary", {}, "In words"),
