@@ -15,9 +15,13 @@ from jax import lax
 
 from jaxdp import environment
 from jaxdp.models.attention import SHORTEST, causal, shares
+from jaxdp.models.cnn import CNN
 from jaxdp.models.convolution import convolve
+from jaxdp.models.gpt import GPT
+from jaxdp.models.mlp import MLP
 from jaxdp.models.products import product
-from jaxdp.models.resnet9 import halve
+from jaxdp.models.resnet9 import ResNet9, halve
+from jaxdp.models.vit import ViT
 
 DIMS = lax.conv_dimension_numbers((1, 1, 1, 1), (1, 1, 1, 1), ("NHWC", "HWIO", "NHWC"))
 
@@ -124,6 +128,27 @@ def test_attention_in_pieces(heads):
     expected, true = f(right)
     np.testing.assert_allclose(found, expected, rtol=1e-4)
     near(gradient, true, 2e-5)
+
+
+SMALL = {"layers": 1, "dim": 8, "heads": 2}
+
+
+@pytest.mark.parametrize(
+    "kind, args, shape",
+    [
+        (MLP, {"hidden": [4]}, (8, 8, 1)),
+        (CNN, {"widths": [4, 4]}, (8, 8, 1)),
+        (ResNet9, {"width": 4}, (32, 32, 3)),
+        (ResNet9, {"width": 4, "variant": "dawnbench"}, (8, 8, 3)),
+        (ViT, SMALL, (8, 8, 1)),
+        (GPT, SMALL, (6,)),
+    ],
+)
+def test_a_batch_without_examples(kind, args, shape):
+    model = kind(shape, 5, **args, rngs=nnx.Rngs(0))
+    model.eval()
+    x = jnp.zeros((0, *shape), jnp.int32 if kind is GPT else jnp.float32)
+    assert model(x).shape == ((0, 6, 5) if kind is GPT else (0, 5))
 
 
 FAULTS = """

@@ -100,4 +100,5 @@ def _blocks(
     (down, right), channels = strides, x.shape[3]
     x = x.reshape(len(x), whole[0] // down, down, whole[1] // right, right, channels).swapaxes(2, 3)
     kernel = kernel.reshape(across[0], down, across[1], right, channels, -1).swapaxes(1, 2)
-    return x.reshape(*x.shape[:3], -1), kernel.reshape(*across, -1, kernel.shape[-1])
+    inside = down * right * channels
+    return x.reshape(*x.shape[:3], inside), kernel.reshape(*across, inside, kernel.shape[-1])
