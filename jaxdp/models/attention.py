@@ -44,7 +44,8 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, turn: Rotation | None = None, segments: jax.Array | None = None) -> jax.Array:
         query, key, value = (
-            y.reshape(*x.shape[:2], y.shape[2] // self.width, self.width) for y in (self.query(x), self.key(x), self.value(x))
+            y.reshape(*x.shape[:2], y.shape[2] // self.width, self.width)
+            for y in (self.query(x), self.key(x), self.value(x))
         )
         if turn is not None:
             query, key = rotate(query, turn), rotate(key, turn)
