@@ -31,7 +31,8 @@ def convolve(
     On CPU, of such images, undilated, in one group, and not smaller than the window: taps that see nothing but padding
     are left out, so that a 3x3 kernel on an image of one pixel is a matrix product; and with strides, or one pixel of
     output, patches are gathered and multiplied (Chellapilla et al. 2006, "High Performance Convolutional Neural
-    Networks for Document Processing"), of which the gradients are products too. Everything else is `lax.conv_general_dilated`.
+    Networks for Document Processing"), of which the gradients are products too. Everything else is
+    `lax.conv_general_dilated`.
     """
     plain = all(d in (None, 1) or set(d) == {1} for d in (lhs_dilation, rhs_dilation)) and feature_group_count == 1
     images = x.ndim == 4 and dimension_numbers == lax.conv_dimension_numbers(
