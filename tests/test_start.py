@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxdp import compilation_cache, xla_presets
+from jaxdp.cli import load
+from jaxdp.errors import UsageError
 from launch import environment, mpirun
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -136,6 +138,12 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, no_cache):
     problem = compilation_cache.use(str(tmp_path / "file"))
     assert problem is not None and problem.startswith("compilation_cache: cannot write in ") and "\n" not in problem
     assert "Not a directory" in problem and jax.config.values["jax_compilation_cache_dir"] is None
+
+
+def test_a_cache_that_is_no_folder_is_refused():
+    for where, fix in (("gs://bucket/cache", "set JAX_COMPILATION_CACHE_DIR"), ("off", "null keeps no cache")):
+        with pytest.raises(UsageError, match=f"compilation_cache: '{where}' is no folder; .*{fix}"):
+            load([*RUN[1:], "--compilation_cache", where])
 
 
 def test_a_user_without_a_home_is_one_line(monkeypatch, no_cache):
