@@ -18,6 +18,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxdp import environment
+from jaxdp.errors import one_line
 
 SIZE = 2 * 2**30  # bytes; about a thousand programs
 FOLDER = "jax_compilation_cache_dir"
@@ -39,14 +40,15 @@ def use(where: str | None) -> str | None:
     """
     if where is None or jax.config.values[FOLDER] is not None:
         return None
-    folder = environment.compiled(where)
+    top: pathlib.Path | str = where  # until there is a better name for it
     try:
+        top = folder = environment.compiled(where)
         tidy(folder)
     except filelock.Timeout:
         pass  # it is in use, and so it works
-    except (OSError, NotImplementedError) as error:
-        reason = getattr(error, "strerror", None) or error
-        return f"compilation_cache: cannot write in {str(folder)!r} ({reason}), so every start compiles anew"
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: there is no such home directory, or no lock
+        reason = getattr(error, "strerror", None) or one_line(error)
+        return f"compilation_cache: cannot write in {str(top)!r} ({reason}), so every start compiles anew"
     for name, value in SETTINGS.items():
         if name.upper() not in os.environ:
             jax.config.update(name, value)

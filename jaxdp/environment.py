@@ -74,7 +74,7 @@ def simulated() -> int | None:
 def add_flag(flag: str) -> None:
     """To XLA_FLAGS, unless it is set there."""
     flags = os.environ.get("XLA_FLAGS", "")
-    if flag.partition("=")[0] not in flags:
+    if flag.partition("=")[0] not in [given.partition("=")[0] for given in flags.split()]:
         os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -62,20 +63,25 @@ def probed(flags: dict[str, str]) -> tuple[set[str] | None, bool]:
 
     Found out once for each version of JAX's libraries.
     """
-    file = environment.user_cache() / f"xla_flags-{_versions()}.json"
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(file.read_text())
-        if set(flags) <= set(known):
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        known = json.loads(kept_in().read_text())
+        if isinstance(known, dict) and set(flags) <= set(known):
             return {name for name in flags if not known[name]}, False
     unknown = probe(flags)
     if unknown is None:
         return None, True
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home directory
+        file = kept_in()
         file.parent.mkdir(parents=True, exist_ok=True)
         new = file.with_name(f"{file.name}.{os.getpid()}")
         new.write_text(json.dumps({name: name not in unknown for name in flags}))
         new.replace(file)
     return unknown, True
+
+
+def kept_in() -> pathlib.Path:
+    """The file of what was found out."""
+    return environment.user_cache() / f"xla_flags-{_versions()}.json"
 
 
 def probe(flags: dict[str, str]) -> set[str] | None:

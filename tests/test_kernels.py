@@ -15,9 +15,13 @@ from jax import lax
 
 from jaxdp import environment
 from jaxdp.models.attention import SHORTEST, causal, shares
+from jaxdp.models.cnn import CNN
 from jaxdp.models.convolution import convolve
+from jaxdp.models.gpt import GPT
+from jaxdp.models.mlp import MLP
 from jaxdp.models.products import product
-from jaxdp.models.resnet9 import halve
+from jaxdp.models.resnet9 import ResNet9, halve
+from jaxdp.models.vit import ViT
 
 DIMS = lax.conv_dimension_numbers((1, 1, 1, 1), (1, 1, 1, 1), ("NHWC", "HWIO", "NHWC"))
 
@@ -39,7 +43,7 @@ def gradients(f, x, weights):
 
 def near(found, right, tolerance=1e-12):
     for a, b in zip(found, right, strict=True):
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max(initial=0))
 
 
 def test_product_is_dot_general_with_gradients():
@@ -70,6 +74,7 @@ def test_product_refuses_what_it_does_not_compute():
         ((2, 3, 4), (5, 7), (1, 1), "SAME"),  # a window larger than the image
         pytest.param((4, 4, 4), (4, 4), (1, 1), "VALID", marks=pytest.mark.slow),  # one pixel of output
         pytest.param((5, 6, 4), (3, 3), (1, 1), "SAME", marks=pytest.mark.slow),
+        ((2, 4, 16), (3, 3), (2, 2), "VALID"),  # no pixel of output
     ],
 )
 def test_convolution(image, window, strides, padding):
@@ -124,6 +129,27 @@ def test_attention_in_pieces(heads):
     expected, true = f(right)
     np.testing.assert_allclose(found, expected, rtol=1e-4)
     near(gradient, true, 2e-5)
+
+
+SMALL = {"layers": 1, "dim": 8, "heads": 2}
+
+
+@pytest.mark.parametrize(
+    "kind, args, shape",
+    [
+        (MLP, {"hidden": [4]}, (8, 8, 1)),
+        (CNN, {"widths": [4, 4]}, (8, 8, 1)),
+        (ResNet9, {"width": 4}, (32, 32, 3)),
+        (ResNet9, {"width": 4, "variant": "dawnbench"}, (8, 8, 3)),
+        (ViT, SMALL, (8, 8, 1)),
+        (GPT, SMALL, (6,)),
+    ],
+)
+def test_a_batch_without_examples(kind, args, shape):
+    model = kind(shape, 5, **args, rngs=nnx.Rngs(0))
+    model.eval()
+    x = jnp.zeros((0, *shape), jnp.int32 if kind is GPT else jnp.float32)
+    assert model(x).shape == ((0, 6, 5) if kind is GPT else (0, 5))
 
 
 FAULTS = """

@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxdp import compilation_cache
+from jaxdp import compilation_cache, xla_presets
+from jaxdp.cli import load
 from jaxdp.environment import processor
+from jaxdp.errors import UsageError
 from launch import environment, mpirun
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -137,6 +139,30 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, no_cache):
     problem = compilation_cache.use(str(tmp_path / "file"))
     assert problem is not None and problem.startswith("compilation_cache: cannot write in ") and "\n" not in problem
     assert "Not a directory" in problem and jax.config.values["jax_compilation_cache_dir"] is None
+
+
+def test_a_cache_that_is_no_folder_is_refused():
+    for where, fix in (("gs://bucket/cache", "set JAX_COMPILATION_CACHE_DIR"), ("off", "null keeps no cache")):
+        with pytest.raises(UsageError, match=f"compilation_cache: '{where}' is no folder; .*{fix}"):
+            load([*RUN[1:], "--compilation_cache", where])
+
+
+def test_a_user_without_a_home_is_one_line(monkeypatch, no_cache):
+    """As in a container that runs under a number which no password file knows."""
+    import pwd
+
+    def nobody(number):
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    problem = compilation_cache.use("auto")
+    assert problem is not None and "cannot write in 'auto' (Could not determine home directory" in problem
+    problem = compilation_cache.use("~nobody_here/cache")
+    assert problem is not None and "cannot write in '~nobody_here/cache' (Could not determine home" in problem
+    assert xla_presets.probed({}) == (set(), True)
+    assert jax.config.values["jax_compilation_cache_dir"] is None
 
 
 @pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="no /dev/full here")

@@ -1,10 +1,12 @@
 """What a run says of its speed: model FLOPs as they are counted and by formula, peaks by device, and goodput."""
 
+import dataclasses
 import json
 import time
 
 import jax
 import jax.extend
+import jax.numpy as jnp
 import pytest
 
 import toys
@@ -16,6 +18,7 @@ from jaxdp.data.base import Arrays
 from jaxdp.flops import FUSED_ATTENTION, gpt_flops
 from jaxdp.hardware import peak_flops
 from jaxdp.metrics.console import Console
+from jaxdp.metrics.meter import Meter
 from jaxdp.metrics.throughput import goodput, throughput
 from test_loop import make_run
 
@@ -120,6 +123,44 @@ def test_the_console_shows_it(capsys):
     told = " ".join(lines[0].split())
     assert told.endswith("loss 1.0000 examples/s 2,000 tokens/s 250,000 MFU 41.2% waits for data 25%")
     assert " ".join(lines[1].split()).endswith("goodput 90.0%")
+
+
+COMPILES = 0.5  # seconds
+
+
+def test_compiling_is_no_time_of_an_update():
+    """Calls of two updates and of one: the first of each compiles; and what runs in a pause is not counted either."""
+    records, seen = Lines(), set()
+
+    def call(updates):
+        time.sleep(0.02 * len(updates) + COMPILES * (len(updates) not in seen))
+        seen.add(len(updates))
+        return {"loss": jnp.zeros(len(updates))}
+
+    with Meter(records, 4, 13, 10.0) as meter:
+        groups = [range(i, i + 2) for i in range(1, 13, 2)] + [range(13, 14)]
+        for updates, _ in meter.reading((group, None) for group in groups):
+            meter.update(updates, call(updates))
+            if updates[-1] in (6, 8):
+                meter.pause()
+                time.sleep(COMPILES)
+        meter.flush()
+    timed = {r["step"]: r["step_time_ms"] for r in records if "step_time_ms" in r}
+    assert list(timed) == [4, 8, 12], timed  # of 13 there is the first alone
+    assert all(20 <= ms < 100 for ms in timed.values()), timed
+
+
+def test_an_interval_of_one_call_is_timed(tmp_path):
+    """Also where an evaluation follows each."""
+    run = make_run(tmp_path, toys.MODELS["mlp"](), held_out=toys.data(20), steps=12, steps_per_call=4, log_every=4)
+    loop.fit(dataclasses.replace(run, eval_every=4))
+    train = [r for r in run.writer.records if r["split"] == "train"]
+    assert ["step_time_ms" in r for r in train] == [False, True, True]
+
+
+class Lines(list):
+    def write(self, record):
+        self.append(record)
 
 
 class Slow(Arrays):

@@ -201,3 +201,25 @@ def test_a_process_that_stands_still_ends_itself(tmp_path):
     assert process.returncode == 1 and time.monotonic() - began > 8.5
     assert "jaxdp: nothing has moved for 3 s (watchdog.step_timeout: 3): update 7 (<string>:" in err
     assert "time.sleep" not in err and "<string>" in (tmp_path / "stacks" / "rank_0.txt").read_text()
+
+
+@pytest.mark.parametrize("updates, ends", [(1, 1), (60, 0)])
+def test_each_update_of_a_call_has_its_time(tmp_path, updates, ends):
+    """A call of about 3 s, where one update may take 1 s."""
+    code = (
+        "import time, pathlib, jax, jax.numpy as jnp\n"
+        "from jaxdp.distributed.context import Context\n"
+        "from jaxdp.watch.watchdog import Watchdog\n"
+        f"dog = Watchdog(Context(hosts=('here',)), pathlib.Path({str(tmp_path)!r}), 1.0)\n"
+        f"ones = lambda x: jnp.zeros({updates}) + x[0, 0]\n"
+        "call = jax.jit(lambda n: ones(jax.lax.fori_loop(0, n, lambda _, x: jnp.tanh(x @ x), jnp.eye(64))))\n"
+        "with dog.patience('compiles'):\n"
+        "    call(1).block_until_ready()\n"
+        "    began = time.monotonic(); call(3000).block_until_ready(); took = time.monotonic() - began\n"
+        "loss = call(int(9000 / took))\n"
+        "dog.sent({'loss': loss})\n"
+        "loss.block_until_ready()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == ends, done.stderr
+    assert ("(watchdog.step_timeout: 1)" in done.stderr) == bool(ends)

@@ -43,6 +43,12 @@ def test_nothing_is_set_where_it_would_do_nothing(two_gpus, monkeypatch):
     assert xla_presets.use("overlap", here=2) is None and os.environ["XLA_FLAGS"] == before
 
 
+def test_a_flag_whose_name_begins_that_of_another_is_set(two_gpus):
+    environment.add_flag("--xla_gpu_enable_pipelined_all=true")
+    environment.add_flag("--xla_gpu_enable_pipelined_all_gather=true")  # is set already
+    assert os.environ["XLA_FLAGS"] == "--xla_gpu_enable_pipelined_all_gather=false --xla_gpu_enable_pipelined_all=true"
+
+
 def test_what_cannot_be_tried_is_left_out_and_said(two_gpus, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "nonexistent")
     said = xla_presets.use("overlap", here=2)

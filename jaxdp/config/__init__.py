@@ -312,8 +312,8 @@ class Watchdog:
     """What ends a run that does not move, and names what slows it down.
 
     Args:
-        step_timeout: seconds that an update may take (compilation apart) before all processes write down where they
-            are and the run ends; null waits for ever
+        step_timeout: seconds that an update may take (compilation apart; of several in one call, each may) before all
+            processes write down where they are and the run ends; null waits for ever
         straggler_factor: a process whose own work between updates, such as waiting for its data, takes so many times
             that of the others is named in the metrics
     """

@@ -219,6 +219,11 @@ def check(config: Config) -> None:
             raise UsageError(f"{key}.target: missing; name a built-in or a dotted path, e.g. {key}: {{target: ...}}")
     if config.compilation_cache is not None and config.compilation_cache.lower() in ("", "off", "no", "none", "false"):
         raise UsageError(f"compilation_cache: {config.compilation_cache!r} is no folder; null keeps no cache")
+    if "://" in (config.compilation_cache or ""):
+        raise UsageError(
+            f"compilation_cache: {config.compilation_cache!r} is no folder; for a store that JAX itself writes to, set "
+            "JAX_COMPILATION_CACHE_DIR"
+        )
     opt, parallel = config.optimizer, config.parallel
     check_patterns(config, "optimizer", "no_decay", "frozen", "lr_scale")
     for pattern, factor in opt.lr_scale.items():

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from jaxdp import environment
 from jaxdp.doctor.check import OK, Check, failure, ok, warning
+from jaxdp.errors import one_line
 from jaxdp.metrics.numbers import size as shown
 
 MB, GB = 1 << 20, 1 << 30
@@ -114,8 +115,12 @@ def check_cache(where: str | None = "auto", env: Mapping[str, str] = os.environ)
         return
     if given is not None and "://" in given:
         return
-    folder = environment.compiled(str(where)) if given is None else pathlib.Path(given)
     fix = f"set {variable} to another folder" if given else "set compilation_cache to another folder, or to null"
+    try:
+        folder = environment.compiled(str(where)) if given is None else pathlib.Path(given)
+    except RuntimeError as error:  # a user without a home directory
+        yield warning(name, f"{str(where)!r}: {one_line(error)}; every start compiles anew", fix)
+        return
     for check in check_folder(name, existing(folder), str(folder), 0, fix):
         yield check if check.status == OK else warning(name, f"{check.found}; every start compiles anew", check.fix)
 

@@ -44,11 +44,13 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, turn: Rotation | None = None, segments: jax.Array | None = None) -> jax.Array:
         query, key, value = (
-            y.reshape(*x.shape[:2], -1, self.width) for y in (self.query(x), self.key(x), self.value(x))
+            y.reshape(*x.shape[:2], y.shape[2] // self.width, self.width)
+            for y in (self.query(x), self.key(x), self.value(x))
         )
         if turn is not None:
             query, key = rotate(query, turn), rotate(key, turn)
-        return self.back(self.attend(query, key, value, segments).reshape(*x.shape[:2], -1))
+        found = self.attend(query, key, value, segments)
+        return self.back(found.reshape(*x.shape[:2], found.shape[2] * self.width))
 
 
 def rotation(tokens: int, width: int, base: float, dtype: Any) -> Rotation:
@@ -114,14 +116,15 @@ def softmax(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array 
     in float64 too. Each head's matrices lie together, as the products want them.
     """
     example, tokens, heads, width = query.shape
-    groups = (example, key.shape[2], heads // key.shape[2])
-    query = query.swapaxes(1, 2).reshape(*groups[:2], -1, width)
+    groups, looks = (example, key.shape[2], heads // key.shape[2]), key.shape[1]
+    rows = groups[2] * tokens
+    query = query.swapaxes(1, 2).reshape(*groups[:2], rows, width)
     key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-    scores = jnp.einsum("ektw,eksw->ekts", query, key).reshape(*groups, tokens, -1)
+    scores = jnp.einsum("ektw,eksw->ekts", query, key).reshape(*groups, tokens, looks)
     scores = scores.astype(wide(query.dtype)) / math.sqrt(width)
     if seen is not None:
         scores = jnp.where(seen, scores, -jnp.inf)
-    weights = shares(scores).astype(value.dtype).reshape(*groups[:2], -1, key.shape[2])
+    weights = shares(scores).astype(value.dtype).reshape(*groups[:2], rows, looks)
     found = jnp.einsum("ekts,eksw->ektw", weights, value)
     return found.reshape(example, heads, tokens, width).swapaxes(1, 2)
 

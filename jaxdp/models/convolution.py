@@ -28,16 +28,21 @@ def convolve(
 ) -> jax.Array:
     """x[example, height, width, input], kernel[height, width, input, output]; a `conv_general_dilated` for `nnx.Conv`.
 
-    On CPU, of such images, undilated and in one group: taps that see nothing but padding are left out, so that a 3x3
-    kernel on an image of one pixel is a matrix product; and with strides, or one pixel of output, patches are gathered
-    and multiplied (Chellapilla et al. 2006, "High Performance Convolutional Neural Networks for Document Processing"),
-    of which the gradients are products too. Everything else is `lax.conv_general_dilated`.
+    On CPU, of such images, undilated, in one group, and not smaller than the window: taps that see nothing but padding
+    are left out, so that a 3x3 kernel on an image of one pixel is a matrix product; and with strides, or one pixel of
+    output, patches are gathered and multiplied (Chellapilla et al. 2006, "High Performance Convolutional Neural
+    Networks for Document Processing"), of which the gradients are products too. Everything else is
+    `lax.conv_general_dilated`.
     """
     plain = all(d in (None, 1) or set(d) == {1} for d in (lhs_dilation, rhs_dilation)) and feature_group_count == 1
     images = x.ndim == 4 and dimension_numbers == lax.conv_dimension_numbers(
         x.shape, kernel.shape, ("NHWC", "HWIO", "NHWC")
     )
-    if not (plain and images and jax.default_backend() == "cpu"):
+    strides, pads = tuple(window_strides), [] if isinstance(padding, str) else list(padding)
+    if plain and images and isinstance(padding, str):
+        pads = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], strides, padding)
+    some = plain and images and min(_outputs(x.shape[1:3], kernel.shape[:2], strides, pads)) > 0
+    if not (some and jax.default_backend() == "cpu"):
         return lax.conv_general_dilated(
             x,
             kernel,
@@ -49,10 +54,7 @@ def convolve(
             feature_group_count,
             **options,
         )
-    strides = tuple(window_strides)
-    if isinstance(padding, str):
-        padding = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], strides, padding)
-    kernel, pads = _seen(x.shape[1:3], kernel, strides, list(padding))
+    kernel, pads = _seen(x.shape[1:3], kernel, strides, pads)
     height, width = _outputs(x.shape[1:3], kernel.shape[:2], strides, pads)
     if strides == (1, 1) and (height, width) != (1, 1):
         return lax.conv_general_dilated(x, kernel, strides, pads, dimension_numbers=dimension_numbers, **options)
@@ -100,4 +102,5 @@ def _blocks(
     (down, right), channels = strides, x.shape[3]
     x = x.reshape(len(x), whole[0] // down, down, whole[1] // right, right, channels).swapaxes(2, 3)
     kernel = kernel.reshape(across[0], down, across[1], right, channels, -1).swapaxes(1, 2)
-    return x.reshape(*x.shape[:3], -1), kernel.reshape(*across, -1, kernel.shape[-1])
+    inside = down * right * channels
+    return x.reshape(*x.shape[:3], inside), kernel.reshape(*across, inside, kernel.shape[-1])

@@ -1,6 +1,7 @@
 """A multi-layer perceptron over flattened inputs."""
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -33,7 +34,7 @@ class MLP(nnx.Module):
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = x.reshape(x.shape[0], -1)
+        x = x.reshape(x.shape[0], math.prod(x.shape[1:]))
         for layer in self.layers:
             x = self.dropout(nnx.relu(layer(x)))
         return self.head(x)

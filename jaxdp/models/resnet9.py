@@ -1,5 +1,6 @@
 """ResNet-9 for 32x32 images, in the shape of the Needle course project and in that of the DAWNBench entries."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -40,7 +41,7 @@ class ResNet9(nnx.Module):
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         for layer in self.body:
             x = layer(x, mask) if isinstance(layer, ConvBN | Residual) else layer(x)
-        x = x.reshape(x.shape[0], -1)
+        x = x.reshape(x.shape[0], math.prod(x.shape[1:]))
         for layer in self.head[:-1]:
             x = nnx.relu(layer(x))
         return self.head[-1](x) * self.scale
@@ -84,7 +85,7 @@ def halve(x: jax.Array) -> jax.Array:
     As `nnx.max_pool`, whose gradient XLA on CPU finds by a scan of every window: 16 times slower.
     """
     height, width = x.shape[1] // 2, x.shape[2] // 2
-    x = x[:, : 2 * height, : 2 * width].reshape(len(x), height, 2, width, 2, -1)
+    x = x[:, : 2 * height, : 2 * width].reshape(len(x), height, 2, width, 2, x.shape[3])
     largest = x[:, :, 0, :, 0]
     for i, j in ((0, 1), (1, 0), (1, 1)):
         other = x[:, :, i, :, j]

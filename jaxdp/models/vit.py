@@ -83,4 +83,4 @@ def patches(x: jax.Array, side: int) -> jax.Array:
     """x[example, height, width, channel] -> [example, patch, side x side x channel], row by row."""
     example, height, width, channels = x.shape
     x = x.reshape(example, height // side, side, width // side, side, channels).swapaxes(2, 3)
-    return x.reshape(example, -1, side * side * channels)
+    return x.reshape(example, (height // side) * (width // side), side * side * channels)

@@ -29,9 +29,10 @@ STUCK = f"{CALLS}stuck"
 
 
 class Watchdog:
-    """Of one process. timeout: seconds without progress; None: for ever. directory: gets stacks/rank_N.txt.
+    """Of one process. timeout: seconds without progress, for each update of a call; None: for ever.
 
-    finished: is given the metrics of the last update that the device has finished, in the watchdog's thread.
+    directory: gets stacks/rank_N.txt. finished: is given the metrics of the last update that the device has finished,
+    in the watchdog's thread.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Watchdog:
         self.context, self.directory, self.timeout = context, directory, timeout
         self.where = "begins"
         self.passed = 0
+        self.updates = 1  # of a call
         self.own_ms = 0.0  # a running mean of this process's own work between two updates
         self._progress = time.monotonic()
         self._patient = 0
@@ -69,7 +71,8 @@ class Watchdog:
         self._progress = time.monotonic()
 
     def sent(self, metrics: dict[str, Any]) -> None:
-        """What the device will have after an update; that will be progress."""
+        """What the device will have after the updates of a call; that will be progress."""
+        self.updates = max(1, metrics["loss"].size)
         self._sent.append(metrics)
 
     @contextlib.contextmanager
@@ -131,9 +134,14 @@ class Watchdog:
             for task in self._tasks:
                 task()
             still = time.monotonic() - self._progress
-            if self.timeout is not None and still > self.timeout and not self._patient:
+            if self.timeout is not None and still > self.timeout * self._updates() and not self._patient:
                 with contextlib.suppress(DistributedError):
                     self._stuck(still)
+
+    def _updates(self) -> int:
+        """How many the device is at, in one call; or was, or is given data for."""
+        sizes = [metrics["loss"].size for metrics in [*self._sent][:1]]
+        return max(1, self.updates, *sizes)
 
     def _stuck(self, still: float) -> None:
         own = self._sentinel
@@ -141,7 +149,8 @@ class Watchdog:
             patient = {rank for rank, beat in own.beats().items() if beat.get("patient")}
             if patient and patient - set(own.silent()):
                 return
-        text = f"nothing has moved for {still:.0f} s (watchdog.step_timeout: {self.timeout:g})"
+        each = f" for each of {self._updates()} updates" if self._updates() > 1 else ""
+        text = f"nothing has moved for {still:.0f} s (watchdog.step_timeout: {self.timeout:g}{each})"
         if own is None:
             self._write_stacks()
             last_words.tell(f"{text}: {self._position()['where']}")
