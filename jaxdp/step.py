@@ -201,6 +201,7 @@ def make_step(
     schedule: Callable[[jax.Array], jax.Array] | None = None,
     max_nonfinite: int = 10,
     spike: Spike | None = None,
+    padded: bool = True,
 ) -> Step:
     """The step of a model, a loss and an Optax transformation.
 
@@ -211,7 +212,8 @@ def make_step(
     transform: run on each microbatch before the model (normalization, augmentation); eval_transform: in evaluation.
     schedule: reported as `lr` in the metrics.
     max_nonfinite: so many updates in a row whose loss or gradients are not finite halt (`jaxdp.guard`); until then each
-    is skipped. spike: what is done about a loss that is too large.
+    is skipped. spike: what is done about a loss that is too large. padded: a batch may have places without an example;
+    where none has, what masks them out is left out of `grads`.
     """
     policy = policy or Policy()
     accumulation = {"vmap": _at_once, "loop": _one_by_one, "one": _only}[accumulate]
@@ -315,6 +317,8 @@ def make_step(
             here = view._replace(params=merge(params, view.params), carry=carry)
             return microbatch(here, batch, slot, coupled, True, gather)
 
+        if not padded:
+            batch = {**batch, "mask": jnp.ones_like(batch["mask"])}  # a constant, which the compiler follows
         coupled = couple(view, batch, slots, True, gather, join)
         return accumulation(total, trainable(view.params), (view.carry, batch, slots, coupled))
 

@@ -1,6 +1,7 @@
 """Several updates in one compiled call, and data that lives on the devices: the same numbers, nothing is passed by."""
 
 import dataclasses
+import pathlib
 
 import jax
 import numpy as np
@@ -8,16 +9,22 @@ import pytest
 
 import toys
 from jaxdp import loop
+from jaxdp.build import is_padded
+from jaxdp.build.parts import make_parts
 from jaxdp.cli import load
+from jaxdp.config import check
 from jaxdp.data.base import Arrays
 from jaxdp.data.cursor import Cursor, Streams
 from jaxdp.data.prefetch import read_batch, read_batches
 from jaxdp.data.resident import Resident, gather
 from jaxdp.errors import UsageError
 from jaxdp.guard import Spike
+from jaxdp.parallel.base import slot_table
 from jaxdp.profile import Profile
 from test_loop import make_run
 from test_sequential import summing
+
+DIGITS = pathlib.Path(__file__).parent.parent / "configs" / "digits.yaml"
 
 
 @pytest.mark.parametrize("start, steps, k", [(0, 50, 4), (3, 41, 16), (0, 5, 8), (7, 7, 2), (20, 40, 1)])
@@ -173,3 +180,35 @@ def test_a_set_that_does_not_fit_is_refused():
 def test_what_does_not_go_together_is_said(extra, text):
     with pytest.raises(UsageError, match=text):
         load(["--config", "configs/digits.yaml", *extra])
+
+
+@pytest.mark.parametrize(
+    "keys, devices, offset, padded",
+    [
+        (["--steps", "22"], 1, 0, False),  # 1,437 examples are 22 batches of 64, and a part of one
+        (["--steps", "22"], 4, 0, False),
+        (["--steps", "22"], 1, 1, True),
+        (["--steps", "23"], 1, 0, True),
+        (["--steps", "22"], 3, 0, True),  # 8 microbatches in 9 slots
+        (["--steps", "22", "--microbatches", "6"], 1, 0, True),
+        (["--epochs", "9", "--batch_size", "479", "--microbatches", "1"], 1, 0, False),
+        (["--epochs", "9", "--batch_size", "479", "--microbatches", "1"], 1, 50, False),
+        (["--steps", "22", "--parallel.reduction", "exact"], 1, 0, True),
+        (["--steps", "22", "--spike.factor", "3", "--spike.action", "rollback"], 1, 0, True),
+    ],
+)
+def test_padding_is_known_of_beforehand(keys, devices, offset, padded):
+    config = check.resolve(load(["--config", str(DIGITS), *keys])[0])
+    parts = make_parts(config)
+    table = slot_table(config.microbatches, devices)
+    assert is_padded(config, parts, table, offset) == padded
+    slots = np.arange(config.microbatches)
+    seen = [parts.cursor.rows(step + offset, slots)[1].all() for step in range(parts.steps)]
+    assert padded or all(seen)
+
+
+def test_a_mask_of_the_data_is_never_left_out():
+    config = check.resolve(load(["--config", str(DIGITS), "--steps", "22"])[0])
+    parts = make_parts(config)
+    own = Arrays(**{**toys.data(1437), "mask": np.ones(1437, np.float32)})
+    assert is_padded(config, parts._replace(dataset=own), slot_table(8, 1))

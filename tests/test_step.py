@@ -54,6 +54,25 @@ def test_running_statistics_are_those_of_the_real_rows(backend, devices):
         np.testing.assert_allclose(mean, 0.5 * x.mean((0, 1, 2)), rtol=1e-12)  # the mean of all real rows
 
 
+@pytest.mark.parametrize(("backend", "devices"), [("pmap", 2), ("pjit", 4)])
+def test_without_padding_the_masks_are_left_out(backend, devices):
+    """The same numbers; the masks are not looked at any more, in training alone."""
+    made, examples = toys.MODELS["resnet"](), toys.data(40)
+    losses = []
+    for padded in (True, False):
+        strategy, step, batch = toys.build(
+            made, examples, backend=backend, devices=devices, batch_size=16, padded=padded
+        )
+        program, state = strategy.lower(step), strategy.init()
+        for i in range(2):
+            state, metrics = program.update(state, batch(i))
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    half = dict(batch(2))  # 8 of its 16 places are examples
+    assert float(program.evaluate(state, half).weight) == 8
+    assert float(program.update(state, half)[1]["weight"]) == 16
+
+
 @pytest.mark.parametrize("model", ["resnet", "dropout"])
 @pytest.mark.parametrize("accumulate", ["vmap", "loop"])
 def test_a_microbatch_of_padding_changes_nothing(model, accumulate):

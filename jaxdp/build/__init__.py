@@ -57,16 +57,21 @@ REHEARSED = ("parallel.", "eval.", "checkpoint.best")  # keys that a rehearsal l
 SLOW = 600.0  # seconds that one rank may take longer than another to read its data
 
 
-def make_run(config: Config, directory: pathlib.Path, context: Context, given: Given = NOTHING) -> loop.Run:
-    """The built objects of a config, nothing of them computed yet; writes nothing. given: see `make_parts`."""
+def make_run(
+    config: Config, directory: pathlib.Path, context: Context, given: Given = NOTHING, offset: int = 0
+) -> loop.Run:
+    """The built objects of a config, nothing of them computed yet; writes nothing. given: see `make_parts`.
+
+    offset: batches that a run which goes on has left out.
+    """
     set_jax(config)
     jax.devices()  # opened by all together: one that opens them on its way to `together` would wait for the others
     parts = together(context, lambda: make_parts(config, given))
     data = together(context, lambda: checked_fingerprint(parts.dataset))
     context.check_same("the run", facts(config, data))
     devices = choose_devices(config, context)
-    slot_table(config.microbatches, len(devices))
-    step, make_state = make_the_step(config, parts), state_maker(config, parts)
+    table = slot_table(config.microbatches, len(devices))
+    step, make_state = make_the_step(config, parts, is_padded(config, parts, table, offset)), state_maker(config, parts)
     flops = together(context, lambda: rehearsed(config, data, parts, given, step, make_state))
     strategy = make_strategy(config, parts, make_state, devices)
     together(context, lambda: check_optimizer(config, strategy, parts.tx, step))
@@ -175,6 +180,19 @@ def together(context: Context, make: Callable[[], T]) -> T:
 def checked_fingerprint(dataset: Dataset) -> str:
     with own_code.said():
         return fingerprint(dataset)
+
+
+def is_padded(config: Config, parts: Parts, table: np.ndarray, offset: int = 0) -> bool:
+    """Whether a batch that this run trains on may have a place without an example, or a mask of its own.
+
+    Exact mode always has masks, for the same operations whatever a run's length; a run that may be rolled back reads
+    batches that it does not know beforehand.
+    """
+    order = parts.cursor
+    whole = order.size % order.batch_size == 0 or parts.steps + offset <= order.size // order.batch_size
+    dealt = order.batch_size % order.microbatches == 0 and (table >= 0).all()
+    never = config.parallel.reduction == "exact" or config.spike.action == "rollback"
+    return not whole or not dealt or never or "mask" in shapes_of(parts.dataset)
 
 
 def choose_devices(config: Config, context: Context) -> list[jax.Device]:

@@ -122,7 +122,8 @@ def make_parts(config: Config, given: Given = NOTHING) -> Parts:
     )
 
 
-def make_the_step(config: Config, parts: Parts) -> Step:
+def make_the_step(config: Config, parts: Parts, padded: bool = True) -> Step:
+    """padded: see `make_step`."""
     opt = config.optimizer
     return make_step(
         parts.model,
@@ -140,6 +141,7 @@ def make_the_step(config: Config, parts: Parts) -> Step:
         eval_transform=parts.eval_transform,
         schedule=parts.schedule,
         max_nonfinite=config.nonfinite.max_consecutive,
+        padded=padded,
         spike=parts.spike,
     )
 

@@ -63,12 +63,14 @@ def train(
             held.close()
         final[-1].pop("time", None)  # as it was returned then
         return final[-1], run.checkpoints.restore(start, run.strategy.abstract()) if keep else None
+    if offset := found.get("offset", 0):
+        run = dataclasses.replace(make_run(config, directory, context, given, offset), checkpoints=run.checkpoints)
     profile = make_profile(config, directory, start, run.steps)
     run = dataclasses.replace(
         run,
         start=start,
         evaluated=found.get("evaluated", False),
-        offset=found.get("offset", 0),
+        offset=offset,
         rollbacks=found.get("rollbacks", 0),
         profile=profile,
         events=events,
