@@ -317,10 +317,15 @@ def make_step(
             here = view._replace(params=merge(params, view.params), carry=carry)
             return microbatch(here, batch, slot, coupled, True, gather)
 
+        given = batch["mask"]
         if not padded:
-            batch = {**batch, "mask": jnp.ones_like(batch["mask"])}  # a constant, which the compiler follows
+            batch = {**batch, "mask": jnp.ones_like(given)}  # a constant, which the compiler follows
         coupled = couple(view, batch, slots, True, gather, join)
-        return accumulation(total, trainable(view.params), (view.carry, batch, slots, coupled))
+        sums = accumulation(total, trainable(view.params), (view.carry, batch, slots, coupled))
+        if padded:
+            return sums
+        # Divided by a weight that the compiler knew, no gradient would be written: each reader would multiply again.
+        return sums._replace(weight=sums.weight * jnp.max(given).astype(sums.weight.dtype))
 
     def evaluate(
         view: View, batch: Batch, slots: jax.Array, gather: Gather = plain_gather, join: Join = plain_join
