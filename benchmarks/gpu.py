@@ -87,7 +87,7 @@ def compared(options: argparse.Namespace, words: list[str], updates: int, units:
     """jaxdp, plain JAX and compiled PyTorch, with units a second, memory, and the FLOPs of an update."""
     check = 5
     repeats = 2 if options.tiny else options.repeats
-    total, torch = check + (repeats + 1) * updates, torch_python()
+    total, torch = check + (repeats + 1) * (updates + 1), torch_python()
     config = ["--config", str(ROOT / words[0]), *words[1:], "--optimizer.warmup_steps", "2"]
     found: dict[str, Any] = {"contenders": {}}
     with tempfile.TemporaryDirectory() as folder:

@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
 
 def measure(case: Case, repeats: int, root: str) -> dict[str, Any]:
     """What the harness finds, and a verdict on each claim; UsageErrors of a contender are in its last words."""
-    torch, total = torch_python(), case.check + (repeats + 1) * case.updates
+    torch, total = torch_python(), case.check + (repeats + 1) * (case.updates + 1)
     left_out = [entry.name for entry in case.contenders if not available(entry, torch)]
     entries = [entry for entry in case.contenders if entry.name not in left_out]
     own = list(case.args)

@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
 
 
 def curve(name: str, points: list[tuple[int, dict[str, str], int]], options: argparse.Namespace) -> dict[str, Any]:
-    total = 4 + (options.repeats + 1) * options.updates
+    total = 4 + (options.repeats + 1) * (options.updates + 1)
     with tempfile.TemporaryDirectory() as folder:
         contenders = []
         for x, changes, devices in points[:2] if options.tiny else points:
