@@ -1,6 +1,6 @@
 """How long a run takes to its first update, with an empty compilation cache and with the one that is left behind.
 
-    python -m benchmarks.start [--repeats 3]
+    python -m benchmarks.start [--repeats 2]
 
 Each start is `python train.py --config ... --steps 1`, timed from its beginning to the line of update 1 in its metrics
 file. Prints JSON.
@@ -46,7 +46,7 @@ def first_update(config: list[str], folder: pathlib.Path, cache: pathlib.Path) -
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     repeats = parser.parse_args(argv).repeats
     times: dict[str, dict[str, list[float]]] = {name: {"first": [], "second": []} for name in CONFIGS}
     for repeat in range(repeats):
