@@ -262,7 +262,8 @@ def is_sequential(config: Config, model: Model, dataset: Dataset, transform: Tra
     """Whether rows go on from batch to batch: as the config says, else where the model carries something."""
     if config.data.order is not None:
         return config.data.order == "sequential"
-    example, places = dataset.read(np.zeros(1, np.int64)), -(-config.batch_size // config.microbatches)
+    example = dataset.read(np.zeros(1, np.int64))
+    places = make_order(config, dataset, sequential=False).examples_per_microbatch
 
     def init() -> Any:  # as `init_state` calls it: traced once for both
         inputs = first_microbatch(example, places, transform)
