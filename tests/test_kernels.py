@@ -19,6 +19,7 @@ from jaxdp.models.cnn import CNN
 from jaxdp.models.convolution import convolve
 from jaxdp.models.gpt import GPT
 from jaxdp.models.mlp import MLP
+from jaxdp.models.normalization import LayerNorm, RMSNorm
 from jaxdp.models.products import product
 from jaxdp.models.resnet9 import ResNet9, halve
 from jaxdp.models.vit import ViT
@@ -46,14 +47,48 @@ def near(found, right, tolerance=1e-12):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max(initial=0))
 
 
-def test_product_is_dot_general_with_gradients():
+@pytest.mark.parametrize("outputs", [4, 7])  # the gradient is turned, or not
+def test_product_is_dot_general_with_gradients(outputs):
     with jax.enable_x64(True):
-        x, kernel = normal(3, 4, 5, 6), normal(6, 7)
+        x, kernel = normal(3, 4, 5, 6), normal(6, outputs)
         near(gradients(product, x, kernel), gradients(jnp.matmul, x, kernel))
         forward = lambda f: jax.jit(lambda: jax.jvp(f, (x, kernel), (x + 1, kernel + 1)))()
         near(forward(product), forward(jnp.matmul))
         each = lambda f: jax.jit(jax.vmap(jax.grad(lambda w, x: jnp.sum(jnp.sin(f(x, w)))), (None, 0)))(kernel, x)
         near([each(product)], [each(jnp.matmul)])  # a gradient of every example
+        loss = lambda f: lambda w: jnp.sum(jnp.sin(jax.vmap(f, (0, None))(x, w)))
+        second = lambda f: jax.jit(jax.hessian(loss(f)))(kernel)  # forward over reverse, and batched changes
+        near([second(product)], [second(jnp.matmul)])
+        again = lambda f: jax.jit(jax.grad(lambda w: jnp.sum(jax.grad(loss(f))(w) ** 2)))(kernel)
+        near([again(product)], [again(jnp.matmul)])
+    narrow = gradients(product, x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16))
+    assert [y.dtype for y in narrow] == [jnp.bfloat16] * 3
+
+
+@pytest.mark.parametrize(
+    "ours, flaxs", [(LayerNorm, nnx.LayerNorm), (RMSNorm, nnx.RMSNorm)], ids=["layer norm", "rms norm"]
+)
+def test_normalization_is_flaxs_with_gradients(ours, flaxs):
+    with jax.enable_x64(True):
+        x, w = 3 + normal(3, 4, 5, 6), {"scale": normal(6), "bias": normal(6) + 1}
+
+        def norm(kind):
+            def apply(x, w):
+                layer = kind(6, epsilon=1e-5, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+                nnx.update(layer, {k: w[k] for k in nnx.state(layer)})
+                return layer(x)
+
+            return apply
+
+        near(jax.tree.leaves(gradients(norm(ours), x, w)), jax.tree.leaves(gradients(norm(flaxs), x, w)), 1e-11)
+        forward = lambda f: jax.jit(lambda: jax.jvp(lambda x: f(x, w), (x,), (jnp.cos(x),)))()
+        near(forward(norm(ours)), forward(norm(flaxs)), 1e-11)
+    layer = ours(6, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert layer(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    large = 1e4 + normal(2, 64, dtype=jnp.float32)  # Flax's variance, E[x^2] - E[x]^2, has no digits left here
+    np.testing.assert_allclose(
+        LayerNorm(64, rngs=nnx.Rngs(0))(large), (large - large.mean(-1, keepdims=True)) / large.std(-1)[:, None], 1e-3
+    )
 
 
 def test_product_refuses_what_it_does_not_compute():

@@ -13,6 +13,7 @@ from jaxdp.errors import UsageError
 from jaxdp.logits import Logits
 from jaxdp.models.attention import ATTENTION, Attention, Rotation, rotation, wide
 from jaxdp.models.nnx import Blocks
+from jaxdp.models.normalization import LayerNorm, RMSNorm
 from jaxdp.models.products import product
 
 DEVIATION = 0.02  # of every initial weight but those that lead back into the stream
@@ -195,7 +196,7 @@ def _one_of(argument: str, value: str, known: Collection[str]) -> None:
 
 
 NORMS: dict[str, Callable] = {
-    "layer": lambda dim, bias, rngs: nnx.LayerNorm(dim, epsilon=EPSILON, use_bias=bias, rngs=rngs),
-    "rms": lambda dim, bias, rngs: nnx.RMSNorm(dim, epsilon=EPSILON, rngs=rngs),
+    "layer": lambda dim, bias, rngs: LayerNorm(dim, epsilon=EPSILON, use_bias=bias, rngs=rngs),
+    "rms": lambda dim, bias, rngs: RMSNorm(dim, epsilon=EPSILON, rngs=rngs),
 }
 MLPS: dict[str, Any] = {"gelu": GELU, "swiglu": SwiGLU}
