@@ -29,6 +29,7 @@ LAYERS = [
         "watch",
         "signals",
         "compilation_cache",
+        "ahead",
         "xla_presets",
     }
     | {"transfer", "safetensors_file", "logits", "generate", "trace", "report"}

@@ -21,10 +21,17 @@ from launch import environment, mpirun
 ROOT = pathlib.Path(__file__).parent.parent
 # Trains, and says what became of the programs that were to be compiled.
 SCRIPT = """
-import collections, json, sys
+import collections, functools, json, sys, threading
 import jax
+from jax._src import compilation_cache
 found = collections.Counter()
 jax.monitoring.register_event_listener(lambda name, **more: found.update([name.rpartition("/")[2]]))
+read = compilation_cache.get_executable_and_time
+@functools.wraps(read)
+def counted(*args):
+    found.update(["read by " + threading.current_thread().name.partition("_")[0]])
+    return read(*args)
+compilation_cache.get_executable_and_time = counted
 from jaxdp.cli import main
 try:
     main(sys.argv[1:])
@@ -45,27 +52,36 @@ def home(folder):
 
 
 def start(folder, run_dir, *more):
-    """(digest of the parameters, programs found, programs compiled, what it said on standard error)"""
+    """(digest of the parameters, programs found, compiled, and loaded ahead, what it said on standard error)"""
     command = [sys.executable, "-c", SCRIPT, *RUN, "--run_dir", str(run_dir), *more]
     done = subprocess.run(command, env=environment(home(folder), 1), cwd=ROOT, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.rpartition("found ")[2])
     final = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
-    return final["params_sha256"], found.get("cache_hits", 0), found.get("cache_misses", 0), done.stderr
+    counts = [found.get(name, 0) for name in ("cache_hits", "cache_misses", "read by jaxdp-programs")]
+    return final["params_sha256"], *counts, done.stderr
 
 
 @pytest.mark.parametrize("reduction", ["auto", pytest.param("exact", marks=pytest.mark.slow)])
 def test_a_second_start_compiles_nothing_and_gives_the_same_bits(tmp_path, reduction):
     more = ["--parallel.reduction", reduction]
-    digest, found, compiled, said = start(tmp_path / "cache", tmp_path / "one", *more)
-    assert compiled > 3 and not found and "cache" not in said
+    digest, found, compiled, early, said = start(tmp_path / "cache", tmp_path / "one", *more)
+    assert compiled > 3 and not found and not early and "cache" not in said
     second = start(tmp_path / "cache", tmp_path / "two", *more)  # what a rehearsal computes, it need not even look for
-    assert second == (digest, second[1], 0, said) and 3 < second[1] <= compiled
-    if reduction == "exact":
-        assert start(tmp_path / "other", tmp_path / "three", *more, "--compilation_cache", "null")[:3] == (digest, 0, 0)
-        assert not (tmp_path / "other").exists()
+    assert second == (digest, second[1], 0, second[3], said) and 3 < second[1] <= compiled and second[3] >= 2
     (folder,) = (tmp_path / "cache" / "jaxdp" / "xla").iterdir()
-    assert folder.name == processor() and len(list(folder.glob("*-note"))) == 1
+    if reduction == "exact":
+        none = start(tmp_path / "other", tmp_path / "three", *more, "--compilation_cache", "null")
+        assert none[:4] == (digest, 0, 0, 0) and not (tmp_path / "other").exists()
+    else:
+        (note,) = (n for n in folder.glob("*-note") if "[" in n.read_text())
+        programs = json.loads(note.read_text().partition("\n")[2])
+        assert {"key", "options", "devices"} == set(programs[0]) and len(programs) <= second[1]
+        (folder / f"{programs[-1]['key']}-cache").write_bytes(b"nothing")  # is compiled again
+        note.write_text(note.read_text().replace('"options": "', '"options": "00'))  # is not believed
+        third = start(tmp_path / "cache", tmp_path / "three", *more)
+        assert (third[0], third[2:4]) == (digest, (1, 0)), third
+    assert folder.name == processor() and len(list(folder.glob("*-note"))) == 2  # a rehearsal's, and a start's
 
 
 @pytest.mark.mpi

@@ -5,6 +5,7 @@ import dataclasses
 import math
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -151,13 +152,16 @@ def layout_of(run: loop.Run, config: Config) -> dict[str, Any]:
     }
 
 
-def with_layout(run: loop.Run, config: Config, directory: pathlib.Path, layout: dict[str, Any]) -> loop.Run:
+def with_layout(
+    run: loop.Run, config: Config, directory: pathlib.Path, layout: dict[str, Any], note_programs: Callable[[], None]
+) -> loop.Run:
     """Writes layout.json; the run adds to it what the compiler says of the program, once that is compiled."""
     devices, slots = run.strategy.table.shape
     with contextlib.suppress(OSError):
         rundir.write_layout(directory, layout)
 
     def after_first(program: Program, state: TrainState, batch: Batch, several: bool) -> None:
+        note_programs()
         with contextlib.suppress(Exception):  # what the compiler does not tell is left out
             updates = config.steps_per_call if several else 1
             found = footprint.of_compiled(program.lowered(state, batch, several), devices, slots, updates)

@@ -5,17 +5,19 @@ import dataclasses
 import pathlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
-from jaxdp import compilation_cache, loop, own_code, rundir, signals
+import jax
+
+from jaxdp import ahead, compilation_cache, loop, own_code, rundir, signals
 from jaxdp import config as schema
 from jaxdp.build import make_profile, make_run, together
 from jaxdp.build.parts import NOTHING, Given, make_parts, set_jax
 from jaxdp.checkpoint import Checkpoints
 from jaxdp.cli.starting import layout_of, start_writer, with_layout
 from jaxdp.config import Config
-from jaxdp.config.check import changed_numbers
+from jaxdp.config.check import changed_numbers, decides, flatten
 from jaxdp.distributed import last_words
 from jaxdp.distributed.context import Context
 from jaxdp.distributed.sentinel import is_consequence
@@ -31,6 +33,8 @@ from jaxdp.report import writer as report_file
 from jaxdp.step import TrainState
 from jaxdp.watch import Guarded, Stopped
 
+PROGRAMS = ("parallel.", "steps_per_call", "data.on_device")  # keys that shape programs, beside those of the numbers
+
 
 def train(
     config: Config, path: str | None, context: Context, given: Given = NOTHING, keep: bool = False
@@ -43,6 +47,23 @@ def train(
     directory = schema.run_dir(config, path)
     config = as_begun(config, directory, context)
     keep_programs(config, context)
+    set_jax(config)
+    platform = jax.devices()[0].platform
+    # On CPU each process has programs of its own, of which only rank 0's are kept.
+    with ahead.loading(start_of(config, context), context.is_root or platform != "cpu") as note_programs:
+        return trained(config, directory, context, given, keep, began, note_programs)
+
+
+def trained(
+    config: Config,
+    directory: pathlib.Path,
+    context: Context,
+    given: Given,
+    keep: bool,
+    began: float,
+    note_programs: Callable[[], None],
+) -> tuple[Record, TrainState | None]:
+    """As `train`, in a directory. began: when; note_programs: to be called when the first update is under way."""
     run = make_run(config, directory, context, given)
     together(context, lambda: check_writers(config.log.writers))
     held = share(directory, context)
@@ -83,7 +104,7 @@ def train(
     if context.is_root:
         layout = layout_of(run, config)
         writer = start_writer(directory, config, context, run, layout)
-        run = with_layout(run, config, directory, layout)
+        run = with_layout(run, config, directory, layout, note_programs)
     facts = {"devices": len(run.strategy.devices), "processes": context.size, "steps": run.steps}
     events.note("resume" if start else "start", start, t=round(began, 3), **facts)
     watch = Guarded(
@@ -164,6 +185,13 @@ def keep_programs(config: Config, context: Context) -> None:
     problem = compilation_cache.use(config.compilation_cache)
     if problem and context.is_root:
         print(f"jaxdp: {problem}", file=sys.stderr)
+
+
+def start_of(config: Config, context: Context) -> str:
+    """What the programs of a start depend on, as far as the config and the hosts tell."""
+    keys = {k: v for k, v in flatten(config).items() if decides(k) == "numbers" or k.startswith(PROGRAMS)}
+    place = (context.size, len(jax.devices()), jax.devices()[0].device_kind)
+    return repr(("start", sorted(keys.items()), sorted(rundir.versions().items()), place))
 
 
 def as_begun(config: Config, directory: pathlib.Path, context: Context) -> Config:

@@ -48,7 +48,16 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     from the key of the microbatch, so that dropout does not depend on where or when it is computed. Raises UsageError
     where the function gives something else.
     """
-    module = nnx.eval_shape(lambda: _made(make, nnx.Rngs(0)))
+    graphs: list[Any] = []
+
+    @jax.jit  # traced here, and not again where `init` calls it
+    def made(key: jax.Array) -> Any:
+        graph, state = nnx.split(_made(make, nnx.Rngs(key)))
+        graphs.append(graph)
+        return state
+
+    state = jax.eval_shape(made, jax.eval_shape(lambda: jax.random.key(0)))
+    module = nnx.merge(graphs[0], state)
     stacks = [(path, part) for path, part in nnx.iter_modules(module) if isinstance(part, Blocks)]
     stacked = [(*path, "stack") for path, _ in stacks]
     for path, part in stacks:
@@ -61,8 +70,8 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     params_kind, rng_kind, carry_kind, rest_kind = kinds
 
     def init(key: jax.Array, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
-        made = nnx.split(_made(make, nnx.Rngs(key)), nnx.Param, nnx.RngState, Carry, ...)[1:]
-        params, _, carry, rest = (_to_dict(nnx.to_flat_state(state)) for state in made)
+        states = nnx.split_state(made(key), nnx.Param, nnx.RngState, Carry, ...)
+        params, _, carry, rest = (_to_dict(nnx.to_flat_state(state)) for state in states)
         return params, ({**rest, CARRY: for_each_example(carry, batch)} if carry_kind else rest)
 
     def turn(path: tuple, x: jax.Array) -> jax.Array:

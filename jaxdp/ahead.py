@@ -1,0 +1,88 @@
+"""Programs that the last start of the same run needed are loaded in a thread while this start still traces them.
+
+Nothing depends on it being right: JAX traces, lowers and computes the key of what it needs as ever, and is given what
+was loaded ahead under that very key. It looks programs up by a function that is not public; where that is another than
+the one known here, nothing is loaded ahead.
+"""
+
+import concurrent.futures
+import contextlib
+import hashlib
+import inspect
+import json
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jaxdp.compilation_cache import Note
+
+LEAST = 2**14  # bytes of a file that is worth it
+PARAMETERS = ["cache_key", "compile_options", "backend", "executable_devices"]
+
+
+@contextlib.contextmanager
+def loading(facts: str, wanted: bool = True) -> Iterator[Callable[[], None]]:
+    """Begins to load what a start of the same `facts` noted, for programs compiled in this block; gives a function that
+    notes which were asked for until it is called. To be entered once JAX has its devices."""
+    note, found = Note(facts), _reader()
+    if not wanted or note.file is None or found is None:
+        yield lambda: None
+        return
+    module, read = found
+    asked: list[dict[str, Any]] = []
+    pool = concurrent.futures.ThreadPoolExecutor(1, "jaxdp-programs")
+    loads = {key: pool.submit(read, key, *arguments) for key, arguments in _noted(note, note.file.parent)}
+
+    def get(key: str, options: Any, backend: Any, devices: Any, *more: Any, **others: Any) -> Any:
+        with contextlib.suppress(Exception):
+            asked.append({"key": key, "options": options.SerializeAsString().hex(), "devices": [d.id for d in devices]})
+        load = None if any(more) or any(others.values()) else loads.pop(key, None)  # callbacks belong to one program
+        if load is not None and not load.cancel():
+            with contextlib.suppress(Exception):  # what is wrong with it is said of the next try
+                executable = load.result()
+                if executable[0] is not None:
+                    return executable
+        return read(key, options, backend, devices, *more, **others)
+
+    module.get_executable_and_time = get
+    try:
+        yield lambda: note.write(_sealed(json.dumps(asked)))
+    finally:
+        module.get_executable_and_time = read
+        pool.shutdown(cancel_futures=True)  # a thread that still loads would outlive the interpreter
+
+
+def _reader() -> tuple[Any, Callable[..., Any]] | None:
+    """JAX's module, and its function that looks a program up, (key, options, backend, devices) -> (program, time)."""
+    try:
+        from jax._src import compilation_cache as module
+
+        read = module.get_executable_and_time
+        fits = list(inspect.signature(read).parameters)[:4] == PARAMETERS
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return None
+    return (module, read) if fits else None
+
+
+def _sealed(text: str) -> str:
+    return f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
+
+
+def _noted(note: Note, folder: pathlib.Path) -> Iterator[tuple[str, tuple[Any, Any, Any]]]:
+    """(key, what it was looked up with) of what the last start asked for and the folder has."""
+    with contextlib.suppress(Exception):  # of another version, or damaged
+        from jaxlib import xla_client
+
+        devices = {d.id: d for d in jax.devices()}
+        kept = note.read() or ""
+        text = kept.partition("\n")[2]
+        if kept != _sealed(text):  # XLA ends the process over options that are damaged
+            return
+        for program in json.loads(text):
+            file = folder / f"{program['key']}-cache"
+            if file.is_file() and file.stat().st_size >= LEAST:
+                options = xla_client.CompileOptions.ParseFromString(bytes.fromhex(program["options"]))
+                own = xla_client.DeviceList(tuple(devices[i] for i in program["devices"]))
+                yield program["key"], (options, jax.devices()[0].client, own)
