@@ -20,9 +20,9 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not slow and not mpi" -n 2 --dist loadfile -rs --durations=10
 	$(BIN)/python -m pytest -m "not slow and mpi" -rs --durations=10
 
-# The full products too.
+# What takes longer too.
 test-all: test
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadgroup --durations=3
+	$(BIN)/python -m pytest -m "slow and not exhaustive" -n 2 --dist loadgroup --durations=3
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

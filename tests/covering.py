@@ -1,18 +1,23 @@
-"""A pairwise cover: few combinations in which every pair of values of two factors meets at least once."""
+"""Covers: few combinations in which any two (or three) values of different factors meet at least once."""
 
 import itertools
 
 
-def pairwise(allowed=lambda row: True, **factors):
-    """A list of {factor: value}; greedy, deterministic. allowed: which rows there are."""
+def pairwise(allowed=lambda row: True, strength=2, **factors):
+    """A list of {factor: value}, chosen greedily. allowed: which rows there are. strength: how many values meet."""
     everything = product(allowed, **factors)
-    covered = [{(a, row[a], b, row[b]) for a, b in itertools.combinations(factors, 2)} for row in everything]
-    pairs = set().union(*covered)
-    rows = []
-    while pairs:
-        best = max(range(len(everything)), key=lambda i: len(covered[i] & pairs))
+    covered = [
+        {tuple((k, row[k]) for k in keys) for keys in itertools.combinations(factors, strength)} for row in everything
+    ]
+    left = set().union(*covered)
+    gains, rows = [len(c) for c in covered], []
+    while left:
+        best = max(range(len(everything)), key=gains.__getitem__)
+        while gains[best] != (now := len(covered[best] & left)):  # what a row would add only ever gets less
+            gains[best] = now
+            best = max(range(len(everything)), key=gains.__getitem__)
         rows.append(everything[best])
-        pairs -= covered[best]
+        left -= covered[best]
     return rows
 
 

@@ -72,6 +72,9 @@ def name(row):
     return "-".join(str(v) for v in row.values())
 
 
+ORDINARY = {"reduction": ("auto",), "dtype": ("float64",)}
+
+
 def exact_or_not(row):
     """Exact mode adds up slot by slot, on powers of two."""
     return row["reduction"] != "exact" or (row["devices"] != 3 and row["accumulate"] == "loop")
@@ -83,7 +86,14 @@ def test_every_strategy_agrees_with_the_oracle(row):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", product(**{**FACTORS, "reduction": ("auto",), "dtype": ("float64",)}), ids=name)
+@pytest.mark.parametrize("row", pairwise(strength=3, **FACTORS | ORDINARY), ids=name)
+def test_every_three_settings_agree_with_the_oracle(row):
+    check(**row)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("row", product(**FACTORS | ORDINARY), ids=name)
 def test_every_combination_agrees_with_the_oracle(row):
     check(**row)
 

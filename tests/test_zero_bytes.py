@@ -175,10 +175,6 @@ def allowed(row):
     return row["zero"] > 1 or row["accumulator"] == "split"
 
 
-def thinned(row):
-    return allowed(row) and (row["reduction"] == "bucket") == (row["optimizer"] in ("lion", "lamb"))
-
-
 COVER = pairwise(allowed, **FACTORS | {"optimizer": ("adamw", "lamb", "adafactor")})
 
 
@@ -195,7 +191,14 @@ def test_a_stage_moves_what_the_table_says(row):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", product(thinned, **FACTORS), ids=name)
+@pytest.mark.parametrize("row", pairwise(allowed, strength=3, **FACTORS), ids=name)
+def test_every_three_settings_move_what_the_table_says(row):
+    check(row)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("row", product(allowed, **FACTORS), ids=name)
 def test_every_combination_moves_what_the_table_says(row):
     check(row)
 

@@ -79,6 +79,13 @@ def test_every_stage_agrees_with_the_oracle(row):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("row", pairwise(thinned, strength=3, **THINNED), ids=name)
+def test_every_three_settings_of_stages_agree_with_the_oracle(row):
+    check(**row)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("row", product(thinned, **THINNED), ids=name)
 def test_every_combination_of_stages_agrees_with_the_oracle(row):
     check(**row)
@@ -132,7 +139,14 @@ def test_every_optimizer_agrees_with_one_device(row):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", product(fits, **OPTIMIZED | {"accumulate": ("loop",)}), ids=name)
+@pytest.mark.parametrize("row", pairwise(fits, strength=3, **OPTIMIZED), ids=name)
+def test_every_optimizer_agrees_with_one_device_in_every_three_settings(row):
+    check_optimizer(**row)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("row", product(fits, **OPTIMIZED), ids=name)
 def test_every_optimizer_agrees_with_one_device_in_every_layout(row):
     check_optimizer(**row)
 
