@@ -26,6 +26,7 @@ from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models.attention import causal
 from jaxdp.models.convolution import convolve
 from jaxdp.models.gpt import look_up
+from jaxdp.models.normalization import standardize
 from jaxdp.models.products import product
 from jaxdp.models.resnet9 import halve
 
@@ -41,9 +42,14 @@ def normal(i: int, *shape: int) -> jax.Array:
 
 def products() -> dict[str, tuple[Ways, tuple, tuple]]:
     """{case: (ways, arguments with microbatches, weights)}"""
-    turned = lambda x, w: lax.dot_general(x, w.T, (((x.ndim - 1,), (1,)), ((), ())))
-    ways: Ways = {"apart": product, "jax": jnp.matmul, "turned alone": turned}
-    sizes = [(256, 1024), (1024, 256), (256, 256)]
+
+    def apart(x: jax.Array, w: jax.Array) -> jax.Array:
+        """The gradient is turned once it is made."""
+        turned = lax.optimization_barrier(lax.optimization_barrier(w).T)
+        return lax.dot_general(x, turned, (((x.ndim - 1,), (1,)), ((), ())))
+
+    ways: Ways = {"product": product, "jax": jnp.matmul, "turned afterwards": apart}
+    sizes = [(256, 1024), (1024, 256), (256, 256), (768, 3072), (3072, 768)]
     return {f"256 tokens x 8, {a} to {b}": (ways, (normal(0, 8, 2, 128, a),), (normal(1, a, b),)) for a, b in sizes}
 
 
@@ -84,13 +90,16 @@ def normalizations() -> dict[str, tuple[Ways, tuple, tuple]]:
         x = x - x.mean(-1, keepdims=True)
         return x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-5) * scale
 
+    def own(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return standardize(x, 1e-5, True) * scale
+
     def moments(x: jax.Array, scale: jax.Array) -> jax.Array:
-        """As Flax's, in use."""
+        """As Flax's."""
         mean = x.mean(-1, keepdims=True)
         variance = jnp.maximum(0, jnp.square(x).mean(-1, keepdims=True) - jnp.square(mean))
         return (x - mean) * (lax.rsqrt(variance + 1e-5) * scale)
 
-    ways: Ways = {"moments": moments, "centred": centred}
+    ways: Ways = {"own derivative": own, "moments": moments, "centred": centred}
     return {"2048 x 256": (ways, (normal(0, 8, 2, 128, 256),), (1 + normal(1, 256),))}
 
 
