@@ -1,18 +1,21 @@
 """A start imports what it needs, compiles what no start before it did, and is none the worse without a cache."""
 
+import functools
 import json
 import os
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 
 import filelock
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src import compilation_cache as module  # not public, as what is tested says
 
-from jaxdp import compilation_cache, xla_presets
+from jaxdp import ahead, compilation_cache, xla_presets
 from jaxdp.cli import load
 from jaxdp.environment import processor
 from jaxdp.errors import UsageError
@@ -203,6 +206,41 @@ def test_a_note_is_of_its_facts(tmp_path, no_cache):
     compilation_cache.Note("facts").write("text")
     assert compilation_cache.Note("facts").read() == "text"
     assert compilation_cache.Note("others").read() is None and compilation_cache.Note(None).read() is None
+
+
+def test_what_was_noted_is_read_by_a_thread_and_not_again(tmp_path, no_cache, monkeypatch):
+    compilation_cache.use(str(tmp_path))
+    monkeypatch.setattr(ahead, "LEAST", 0)
+    read, by = module.get_executable_and_time, []
+
+    @functools.wraps(read)
+    def counted(key, *args):
+        by.append((key, threading.current_thread().name.partition("_")[0]))
+        return read(key, *args)
+
+    monkeypatch.setattr(module, "get_executable_and_time", counted)
+    found = []
+    for _ in range(2):
+        jax.clear_caches()
+        by.clear()
+        with ahead.loading("facts") as note:
+            answer = jax.jit(lambda x: jnp.sin(x) @ x)(jnp.eye(3) + 1)
+            note()
+        assert module.get_executable_and_time is counted  # JAX is left as it was
+        found.append((dict(by), len(by), answer.tolist()))
+    (first, reads, answer), (second, again, same) = found
+    assert set(first.values()) == {"MainThread"} and len(first) == reads > 0
+    assert second == dict.fromkeys(first, "jaxdp-programs") and again == reads and same == answer
+
+
+def test_nothing_is_loaded_ahead_where_jax_looks_programs_up_otherwise(tmp_path, no_cache, monkeypatch):
+    compilation_cache.use(str(tmp_path))
+    other = lambda key: (None, None)
+    monkeypatch.setattr(module, "get_executable_and_time", other)
+    with ahead.loading("facts") as note:
+        note()
+        assert module.get_executable_and_time is other
+    assert compilation_cache.Note("facts").read() is None
 
 
 def test_help_and_errors_need_no_jax_and_training_no_orbax():
