@@ -3,7 +3,7 @@
 import itertools
 
 
-def pairwise(allowed=lambda row: True, strength=2, **factors):
+def cover(allowed=lambda row: True, strength=2, **factors):
     """A list of {factor: value}, chosen greedily. allowed: which rows there are. strength: how many values meet."""
     everything = product(allowed, **factors)
     covered = [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import oracle
 import toys
-from covering import pairwise, product
+from covering import cover, product
 from jaxdp.axes import DATA
 from jaxdp.data.base import Arrays
 from jaxdp.data.cursor import Cursor
@@ -80,13 +80,13 @@ def exact_or_not(row):
     return row["reduction"] != "exact" or (row["devices"] != 3 and row["accumulate"] == "loop")
 
 
-@pytest.mark.parametrize("row", pairwise(exact_or_not, **FACTORS), ids=name)
+@pytest.mark.parametrize("row", cover(exact_or_not, **FACTORS), ids=name)
 def test_every_strategy_agrees_with_the_oracle(row):
     check(**row)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", pairwise(strength=3, **FACTORS | ORDINARY), ids=name)
+@pytest.mark.parametrize("row", cover(strength=3, **FACTORS | ORDINARY), ids=name)
 def test_every_three_settings_agree_with_the_oracle(row):
     check(**row)
 
@@ -106,9 +106,7 @@ def test_the_oracle_moves_the_parameters():
     assert toys.relative_error(first.model_state, state)[0] > 0.1
 
 
-@pytest.mark.parametrize(
-    "row", pairwise(backend=("pmap", "pjit"), devices=(1, 3, 8), model=("mlp", "resnet")), ids=name
-)
+@pytest.mark.parametrize("row", cover(backend=("pmap", "pjit"), devices=(1, 3, 8), model=("mlp", "resnet")), ids=name)
 def test_every_strategy_agrees_with_jit_of_apply_and_grads_on_one_device(row):
     model, examples = toys.MODELS[row["model"]](), toys.data(dtype="float64")
     with jax.enable_x64(True):

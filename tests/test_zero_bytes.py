@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import toys
-from covering import pairwise, product
+from covering import cover, product
 from jaxdp.hlo import Collective, collectives, summarize
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models import as_model
@@ -175,7 +175,7 @@ def allowed(row):
     return row["zero"] > 1 or row["accumulator"] == "split"
 
 
-COVER = pairwise(allowed, **FACTORS | {"optimizer": ("adamw", "lamb", "adafactor")})
+COVER = cover(allowed, **FACTORS | {"optimizer": ("adamw", "lamb", "adafactor")})
 
 
 def check(row):
@@ -191,7 +191,7 @@ def test_a_stage_moves_what_the_table_says(row):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", pairwise(allowed, strength=3, **FACTORS), ids=name)
+@pytest.mark.parametrize("row", cover(allowed, strength=3, **FACTORS), ids=name)
 def test_every_three_settings_move_what_the_table_says(row):
     check(row)
 

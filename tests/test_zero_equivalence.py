@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import toys
-from covering import pairwise, product
+from covering import cover, product
 from jaxdp.precision import Policy
 from test_equivalence import TOLERANCE, judged, name
 
@@ -73,13 +73,13 @@ def check(backend, zero, place, accumulator, model, microbatches, optimizer, dty
     return error
 
 
-@pytest.mark.parametrize("row", pairwise(allowed, **FACTORS), ids=name)
+@pytest.mark.parametrize("row", cover(allowed, **FACTORS), ids=name)
 def test_every_stage_agrees_with_the_oracle(row):
     check(**row)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", pairwise(thinned, strength=3, **THINNED), ids=name)
+@pytest.mark.parametrize("row", cover(thinned, strength=3, **THINNED), ids=name)
 def test_every_three_settings_of_stages_agree_with_the_oracle(row):
     check(**row)
 
@@ -133,13 +133,13 @@ def check_optimizer(optimizer, **row):
     np.testing.assert_allclose(metrics, want_metrics, rtol=1e-12)
 
 
-@pytest.mark.parametrize("row", pairwise(fits, **OPTIMIZED | {"zero": (1, 2, 3)}), ids=name)
+@pytest.mark.parametrize("row", cover(fits, **OPTIMIZED | {"zero": (1, 2, 3)}), ids=name)
 def test_every_optimizer_agrees_with_one_device(row):
     check_optimizer(**row)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", pairwise(fits, strength=3, **OPTIMIZED), ids=name)
+@pytest.mark.parametrize("row", cover(fits, strength=3, **OPTIMIZED), ids=name)
 def test_every_optimizer_agrees_with_one_device_in_every_three_settings(row):
     check_optimizer(**row)
 

@@ -10,19 +10,21 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxdp.models.attention import wide
+
 
 class LayerNorm(nnx.LayerNorm):
     """Flax's (Ba et al., arXiv 1607.06450) over the last dim of x[..., dim]; computed in float32 at least."""
 
     def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
-        return _scaled(standardize(_wide(x), self.epsilon, True), self.scale, self.bias, x)
+        return _scaled(standardize(x.astype(wide(x.dtype)), self.epsilon, True), self.scale, self.bias, x)
 
 
 class RMSNorm(nnx.RMSNorm):
     """Flax's (Zhang and Sennrich, arXiv 1910.07467), as `LayerNorm`."""
 
     def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
-        return _scaled(standardize(_wide(x), self.epsilon, False), self.scale, None, x)
+        return _scaled(standardize(x.astype(wide(x.dtype)), self.epsilon, False), self.scale, None, x)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -53,10 +55,6 @@ def _mean(x: jax.Array) -> jax.Array:
 def _apart(x: jax.Array) -> jax.Array:
     """x; on CPU the transpose, a sum of products, is not fused into one operation, which is ten times as slow there."""
     return jax.lax.optimization_barrier(x) if jax.default_backend() == "cpu" else x
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _scaled(y: jax.Array, scale: nnx.Param | None, bias: nnx.Param | None, x: jax.Array) -> jax.Array:
