@@ -12,7 +12,7 @@ import inspect
 import json
 import pathlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -22,13 +22,20 @@ LEAST = 2**14  # bytes of a file that is worth it
 PARAMETERS = ["cache_key", "compile_options", "backend", "executable_devices"]
 
 
+class Asked(NamedTuple):
+    """The programs that a start has asked for so far; note(those) keeps which the next one is to load ahead."""
+
+    programs: list[dict[str, Any]]
+    note: Callable[[list[dict[str, Any]]], None]
+
+
 @contextlib.contextmanager
-def loading(facts: str, wanted: bool = True) -> Iterator[Callable[[], None]]:
-    """Begins to load what a start of the same `facts` noted, for programs compiled in this block; gives a function that
-    notes which were asked for until it is called. To be entered once JAX has its devices."""
+def loading(facts: str, wanted: bool = True) -> Iterator[Asked]:
+    """Begins to load what a start of the same `facts` noted, for programs compiled in this block. To be entered once
+    JAX has its devices."""
     note, found = Note(facts), _reader()
     if not wanted or note.file is None or found is None:
-        yield lambda: None
+        yield Asked([], lambda programs: None)
         return
     module, read = found
     asked: list[dict[str, Any]] = []
@@ -48,7 +55,7 @@ def loading(facts: str, wanted: bool = True) -> Iterator[Callable[[], None]]:
 
     module.get_executable_and_time = get
     try:
-        yield lambda: note.write(_sealed(json.dumps(asked)))
+        yield Asked(asked, lambda programs: note.write(_sealed(json.dumps(programs))))
     finally:
         module.get_executable_and_time = read
         pool.shutdown(cancel_futures=True)  # a thread that still loads would outlive the interpreter

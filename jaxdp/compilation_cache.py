@@ -27,7 +27,8 @@ SETTINGS = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,  # small programs are most of those that a start needs
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
-NOTE = "-note"  # ends the name of a file
+NOTE, PROGRAM = "-note", "-update"  # end the name of a file
+UPDATES = 32  # so many are kept of what `untraced` keeps
 KEPT = 90 * 86400.0  # seconds that a note stays without being used
 PROBE = 2**16  # bytes that must fit, or the disk is as good as full
 
@@ -90,16 +91,24 @@ def tidy(folder: pathlib.Path) -> None:
         for note in folder.glob(f"*{NOTE}*"):
             if time.time() - note.stat().st_mtime > KEPT:
                 note.unlink()
+        prune(folder)
+
+
+def prune(folder: pathlib.Path) -> None:
+    """Leaves those of what `untraced` keeps that were used last. Raises OSError."""
+    for update in sorted(folder.glob(f"*{PROGRAM}*"), key=lambda file: -file.stat().st_mtime)[UPDATES:]:
+        update.unlink(missing_ok=True)
 
 
 class Note:
-    """What was found out before, beside the programs; facts: all that it depends on, or None where nothing is kept."""
+    """What was found out before, beside the programs; facts: all that it depends on, or None where nothing is kept.
+    kind: how its file's name ends."""
 
-    def __init__(self, facts: str | None):
+    def __init__(self, facts: str | None, kind: str = NOTE):
         folder = jax.config.values[FOLDER]
         kept = facts is not None and folder is not None and "://" not in folder
         digest = hashlib.sha256(facts.encode()).hexdigest() if facts is not None else ""
-        self.file = pathlib.Path(folder) / f"{digest}{NOTE}" if kept else None
+        self.file = pathlib.Path(folder) / f"{digest}{kind}" if kept else None
 
     def read(self) -> str | None:
         """The text that was kept."""
@@ -110,9 +119,9 @@ class Note:
                 return text
         return None
 
-    def write(self, text: str) -> None:
+    def write(self, text: str | bytes) -> None:
         with contextlib.suppress(OSError):
             if self.file is not None:
                 new = self.file.with_name(f"{self.file.name}.{os.getpid()}")
-                new.write_text(text)
+                new.write_bytes(text.encode() if isinstance(text, str) else text)
                 new.replace(self.file)

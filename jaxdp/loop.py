@@ -67,7 +67,9 @@ class Run:
     is the running average of the parameters. derive: of the means of a record, what else it says; speed: of the
     milliseconds of an update; account: at the end, of the whole run. asynchronous:
     training goes on while a checkpoint is written. meta: what is saved with every checkpoint. directory: of the run.
-    events: where what happens is noted. after_first(program, state, batch, several): sees what the first call takes.
+    events: where what happens is noted. facts: what its programs depend on, None where that is not known.
+    prepared(program) is what is called; after_first(program, state, batch, several) sees what the first call takes;
+    certain() comes before anything is saved, and raises RunFailed where that would be wrong.
     """
 
     strategy: Strategy
@@ -97,7 +99,10 @@ class Run:
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     directory: pathlib.Path = pathlib.Path()
     events: NoEvents = NoEvents()
+    facts: str | None = None
+    prepared: Callable[[Program], Program] = lambda program: program
     after_first: Callable[[Program, TrainState, Any, bool], None] = lambda *called: None
+    certain: Callable[[], None] = lambda: None
 
 
 @dataclasses.dataclass
@@ -125,7 +130,7 @@ def complete(run: Run) -> tuple[Record, TrainState]:
     Raises Stopped where the run is preempted, with its state saved, and RunFailed where it cannot go on: the last state
     cannot be saved, or too many updates in a row are not finite.
     """
-    program = run.strategy.lower(run.step)
+    program = run.prepared(run.strategy.lower(run.step))
     with run.watch.patience("makes the state"):
         state = restore(run, run.start) if run.start else run.begin(run)
     at = Position(run.start, state, judged=run.start if run.evaluated else -1)
@@ -326,6 +331,7 @@ def save(run: Run, at: Position) -> None:
     that stands still is none to keep."""
     began = time.perf_counter()
     with run.watch.patience(f"saves step {at.step}"):
+        run.certain()
         if int(at.state.guard.halted):
             raise Stopped("halt", "", run.checkpoints.context.rank)
         more: Record = {"offset": run.offset, "rollbacks": run.rollbacks}

@@ -38,7 +38,7 @@ LAYERS = [
     {"parallel"},
     {"checkpoint", "own_loop"},
     {"weights", "begin", "footprint"},
-    {"loop", "plan", "verify", "doctor"},
+    {"loop", "plan", "verify", "doctor", "untraced"},
     {"build"},
     {"cli"},
     {"script"},

@@ -28,13 +28,14 @@ from jaxdp.build.parts import (
 )
 from jaxdp.checkpoint import Checkpoints
 from jaxdp.config import Config
-from jaxdp.config.check import decides, flatten
+from jaxdp.config.check import WHERE, decides, flatten
 from jaxdp.data import SOURCES
 from jaxdp.data.base import Dataset, fingerprint, probes
 from jaxdp.data.prefetch import read_batch
 from jaxdp.data.resident import Resident
 from jaxdp.data.transforms import TRANSFORMS
 from jaxdp.distributed.context import Context
+from jaxdp.environment import processor
 from jaxdp.errors import UsageError, one_line
 from jaxdp.flops import model_flops
 from jaxdp.hardware import peak_flops
@@ -53,6 +54,11 @@ from jaxdp.split import path_string
 from jaxdp.step import Step, TrainState, View
 
 T = TypeVar("T")
+# Keys that no program of training depends on.
+BESIDE = (
+    *("run_dir", "compilation_cache", "data.workers", "log.", "profile.", "checkpoint.", "resume.", "watchdog."),
+    *("verify.", *WHERE),
+)
 REHEARSED = ("parallel.", "eval.", "checkpoint.best")  # keys that a rehearsal looks at, beside those of the numbers
 SLOW = 600.0  # seconds that one rank may take longer than another to read its data
 
@@ -71,7 +77,8 @@ def make_run(
     context.check_same("the run", facts(config, data))
     devices = choose_devices(config, context)
     table = slot_table(config.microbatches, len(devices))
-    step, make_state = make_the_step(config, parts, is_padded(config, parts, table, offset)), state_maker(config, parts)
+    padded = is_padded(config, parts, table, offset)
+    step, make_state = make_the_step(config, parts, padded), state_maker(config, parts)
     flops = together(context, lambda: rehearsed(config, data, parts, given, step, make_state))
     strategy = make_strategy(config, parts, make_state, devices)
     together(context, lambda: check_optimizer(config, strategy, parts.tx, step))
@@ -111,6 +118,7 @@ def make_run(
         speed=speed(config, parts, flops, devices),
         max_rollbacks=config.spike.max_rollbacks,
         directory=directory,
+        facts=facts_of_programs(config, data, parts, given, devices, padded),
         meta={
             "config": dataclasses.asdict(config),
             "versions": versions(),
@@ -272,6 +280,37 @@ def rehearsed(
 
 def note_of(config: Config, data: str, parts: Parts, given: Given) -> compilation_cache.Note:
     """Of a rehearsal; none where code of the user's takes part, which may be another the next time."""
+    if has_own_code(config, given):
+        return compilation_cache.Note(None)
+    keys = {k: v for k, v in facts(config, data).items() if decides(k) == "numbers" or k.startswith(REHEARSED)}
+    return compilation_cache.Note(repr((sorted(keys.items()), *facts_around(parts))))
+
+
+def facts_of_programs(
+    config: Config, data: str, parts: Parts, given: Given, devices: Sequence[jax.Device], padded: bool
+) -> str | None:
+    """What a run's programs depend on beside JAX's settings; None where it is not known, or not the same for all."""
+    if has_own_code(config, given) or jax.process_count() > 1:
+        return None
+    places = ([(d.id, d.device_kind) for d in devices], devices[0].client.platform_version, processor())
+    around = {k: v for k, v in facts(config, data).items() if k not in flatten(config)}
+    own = (around, parts.steps, padded, places, os.environ.get("XLA_FLAGS"))
+    return repr((keys_of_programs(config), *facts_around(parts), *own))
+
+
+def keys_of_programs(config: Config) -> list[tuple[str, Any]]:
+    """The keys, with their values, that programs of training may depend on."""
+    return sorted((k, v) for k, v in flatten(config).items() if not k.startswith(BESIDE))
+
+
+def facts_around(parts: Parts) -> tuple[Any, Any]:
+    """The versions of what computes, and the shapes of what is read."""
+    examples = [None if d is None else shapes_of(d) for d in (parts.dataset, parts.eval_set)]
+    return sorted(versions().items()), examples
+
+
+def has_own_code(config: Config, given: Given) -> bool:
+    """Whether code of the user's takes part."""
     own = config.data.transform
     tables: list[tuple[Any, Mapping[str, Any]]] = [
         (config.model, MODELS),
@@ -281,11 +320,7 @@ def note_of(config: Config, data: str, parts: Parts, given: Given) -> compilatio
         *([(own, TRANSFORMS)] if own else []),
         *([(config.eval.data, SOURCES)] if config.eval.data else []),
     ]
-    if given or not all(section.target in table for section, table in tables):
-        return compilation_cache.Note(None)
-    keys = {k: v for k, v in facts(config, data).items() if decides(k) == "numbers" or k.startswith(REHEARSED)}
-    examples = [None if d is None else shapes_of(d) for d in (parts.dataset, parts.eval_set)]
-    return compilation_cache.Note(repr((sorted(keys.items()), sorted(versions().items()), examples)))
+    return bool(given) or not all(section.target in table for section, table in tables)
 
 
 def shapes_of(dataset: Dataset) -> dict[str, tuple[tuple[int, ...], np.dtype]]:

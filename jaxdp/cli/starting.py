@@ -5,7 +5,6 @@ import dataclasses
 import math
 import os
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from jaxdp.parallel.base import Program
 from jaxdp.report.writer import Reports
 from jaxdp.step import Batch, TrainState
 from jaxdp.targets import OF_SCRIPT
+from jaxdp.untraced import Updates
 
 EMPTY, IDLE = 0.05, 0.1  # of the places of a batch, of the devices' time: more is worth a warning
 TREES = {"params": "parameters", "grads": "gradients", "opt_state": "optimizer", "model_state": "model state"}
@@ -153,18 +153,24 @@ def layout_of(run: loop.Run, config: Config) -> dict[str, Any]:
 
 
 def with_layout(
-    run: loop.Run, config: Config, directory: pathlib.Path, layout: dict[str, Any], note_programs: Callable[[], None]
+    run: loop.Run, config: Config, directory: pathlib.Path, layout: dict[str, Any], updates: Updates
 ) -> loop.Run:
-    """Writes layout.json; the run adds to it what the compiler says of the program, once that is compiled."""
+    """Writes layout.json; the run adds to it what the compiler says of the program, once that is compiled.
+
+    updates: what an earlier start kept.
+    """
     devices, slots = run.strategy.table.shape
     with contextlib.suppress(OSError):
         rundir.write_layout(directory, layout)
 
     def after_first(program: Program, state: TrainState, batch: Batch, several: bool) -> None:
-        note_programs()
+        found = updates.kept and updates.kept.layout
         with contextlib.suppress(Exception):  # what the compiler does not tell is left out
-            updates = config.steps_per_call if several else 1
-            found = footprint.of_compiled(program.lowered(state, batch, several), devices, slots, updates)
+            if updates.kept is None:
+                count = config.steps_per_call if several else 1
+                found = footprint.of_compiled(program.lowered(state, batch, several), devices, slots, count)
             rundir.write_layout(directory, {**layout, "program": found})
+        updates.after(program, state, batch, several, found)
 
-    return dataclasses.replace(run, after_first=after_first)
+    prepared = lambda program: updates.first(program, run.facts)
+    return dataclasses.replace(run, prepared=prepared, after_first=after_first, certain=updates.certain)

@@ -1,18 +1,19 @@
 """What each verb of the command does, between a checked config and the loop."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import IO, Any
 
 import jax
 
 from jaxdp import ahead, compilation_cache, loop, own_code, rundir, signals
 from jaxdp import config as schema
-from jaxdp.build import make_profile, make_run, together
+from jaxdp.build import keys_of_programs, make_profile, make_run, together
 from jaxdp.build.parts import NOTHING, Given, make_parts, set_jax
 from jaxdp.checkpoint import Checkpoints
 from jaxdp.cli.starting import layout_of, start_writer, with_layout
@@ -21,6 +22,7 @@ from jaxdp.config.check import changed_numbers, decides, flatten
 from jaxdp.distributed import last_words
 from jaxdp.distributed.context import Context
 from jaxdp.distributed.sentinel import is_consequence
+from jaxdp.environment import processor
 from jaxdp.errors import Said, UsageError, one_line
 from jaxdp.metrics import aloud
 from jaxdp.metrics.console import Console
@@ -31,6 +33,7 @@ from jaxdp.metrics.writer import Nothing, Record, Writer
 from jaxdp.metrics.writers import check_writers
 from jaxdp.report import writer as report_file
 from jaxdp.step import TrainState
+from jaxdp.untraced import Updates
 from jaxdp.watch import Guarded, Stopped
 
 PROGRAMS = ("parallel.", "steps_per_call", "data.on_device")  # keys that shape programs, beside those of the numbers
@@ -50,8 +53,20 @@ def train(
     set_jax(config)
     platform = jax.devices()[0].platform
     # On CPU each process has programs of its own, of which only rank 0's are kept.
-    with ahead.loading(start_of(config, context), context.is_root or platform != "cpu") as note_programs:
-        return trained(config, directory, context, given, keep, began, note_programs)
+    start = start_of(config, context)
+    with (
+        ahead.loading(start, context.is_root or platform != "cpu") as asked,
+        concurrent.futures.ThreadPoolExecutor(1, "jaxdp-update") as pool,
+    ):
+        early = repr((start, processor(), keys_of_programs(config))) if context.size == 1 else None
+        updates = Updates(early, asked, pool)
+        try:
+            return trained(config, directory, context, given, keep, began, updates)
+        except Stopped:  # it is saved, or there was nothing to save
+            raise
+        except BaseException:
+            updates.doubt()
+            raise
 
 
 def trained(
@@ -61,9 +76,9 @@ def trained(
     given: Given,
     keep: bool,
     began: float,
-    note_programs: Callable[[], None],
+    updates: Updates,
 ) -> tuple[Record, TrainState | None]:
-    """As `train`, in a directory. began: when; note_programs: to be called when the first update is under way."""
+    """As `train`, in a directory. began: when."""
     run = make_run(config, directory, context, given)
     together(context, lambda: check_writers(config.log.writers))
     held = share(directory, context)
@@ -104,7 +119,7 @@ def trained(
     if context.is_root:
         layout = layout_of(run, config)
         writer = start_writer(directory, config, context, run, layout)
-        run = with_layout(run, config, directory, layout, note_programs)
+        run = with_layout(run, config, directory, layout, updates)
     facts = {"devices": len(run.strategy.devices), "processes": context.size, "steps": run.steps}
     events.note("resume" if start else "start", start, t=round(began, 3), **facts)
     watch = Guarded(

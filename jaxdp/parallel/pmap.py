@@ -278,6 +278,16 @@ class _Mapped:
     def __call__(self, *arguments: Any) -> Any:
         return self.gives.join(*self.mapped(self.anchor, *self._cut(arguments)))
 
+    def by(self, call: Callable[..., tuple], result: Any) -> Callable[..., Any]:
+        """This function, by another that takes and gives leaves in the same order. result: a tree like that given."""
+        own = len(self.gives.cut(result)[0])
+
+        def called(*arguments: Any) -> Any:
+            leaves = call(self.anchor, *itertools.chain(*self._cut(arguments)))
+            return self.gives.join(leaves[:own], leaves[own:])
+
+        return called
+
     def lower(self, *arguments: Any) -> Any:
         return self.mapped.lower(self.anchor, *self._cut(arguments))
 
