@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import gc
 import json
 import math
 import pathlib
@@ -134,16 +135,19 @@ def complete(run: Run) -> tuple[Record, TrainState]:
     with run.watch.patience("makes the state"):
         state = restore(run, run.start) if run.start else run.begin(run)
     at = Position(run.start, state, judged=run.start if run.evaluated else -1)
-    while True:
-        try:
-            advance(run, program, at)
-            return finish(run, program, at), at.state
-        except Stopped as stop:
-            if int(at.state.guard.halted):  # else it was said of updates that are rolled back already
-                run, at = roll_back(run, at)
-            if stop.kind == "preempt":
-                hand_over(run, at, stop)
-                raise
+    try:
+        while True:
+            try:
+                advance(run, program, at)
+                return finish(run, program, at), at.state
+            except Stopped as stop:
+                if int(at.state.guard.halted):  # else it was said of updates that are rolled back already
+                    run, at = roll_back(run, at)
+                if stop.kind == "preempt":
+                    hand_over(run, at, stop)
+                    raise
+    finally:
+        gc.unfreeze()
 
 
 def advance(run: Run, program: Program, at: Position) -> None:
@@ -169,6 +173,7 @@ def advance(run: Run, program: Program, at: Position) -> None:
             if first:  # while the device is at work
                 run.events.note("first_update", step)
                 run.after_first(program, at.state, batch, several)
+                gc.freeze()  # what a start has made stays: to look through it again stops a rank for 0.1 s
             asked = run.watch.save_is_asked()
             if step < run.steps and (asked or _due(step, run.eval_every) or _due(step, run.save_every)):
                 meter.pause()

@@ -1,5 +1,7 @@
 """The loop from plain objects, without a config: evaluation, faults of a reader, resuming with carried state."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,6 +87,13 @@ def test_a_readers_fault_reaches_the_loop_with_its_traceback(tmp_path):
     with pytest.raises(OSError, match="the disk is gone") as fault:
         loop.fit(make_run(tmp_path, train=Broken(**toys.data(60))))
     assert any(entry.name == "read" for entry in fault.traceback)
+
+
+def test_garbage_collection_leaves_out_what_a_start_has_made(tmp_path, monkeypatch):
+    counts, write = [], Kept.write
+    monkeypatch.setattr(Kept, "write", lambda self, record: (counts.append(gc.get_freeze_count()), write(self, record)))
+    loop.fit(make_run(tmp_path))
+    assert min(counts) > 1000 and gc.get_freeze_count() == 0
 
 
 def test_counters_that_depend_on_the_examples_end_the_run(tmp_path):
