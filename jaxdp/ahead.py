@@ -7,7 +7,6 @@ the one known here, nothing is loaded ahead.
 
 import concurrent.futures
 import contextlib
-import hashlib
 import inspect
 import json
 import pathlib
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxdp.compilation_cache import Note
+from jaxdp.compilation_cache import Note, seal, unseal
 
 LEAST = 2**14  # bytes of a file that is worth it
 PARAMETERS = ["cache_key", "compile_options", "backend", "executable_devices"]
@@ -55,7 +54,7 @@ def loading(facts: str, wanted: bool = True) -> Iterator[Asked]:
 
     module.get_executable_and_time = get
     try:
-        yield Asked(asked, lambda programs: note.write(_sealed(json.dumps(programs))))
+        yield Asked(asked, lambda programs: note.write(seal(json.dumps(programs).encode())))
     finally:
         module.get_executable_and_time = read
         pool.shutdown(cancel_futures=True)  # a thread that still loads would outlive the interpreter
@@ -73,21 +72,14 @@ def _reader() -> tuple[Any, Callable[..., Any]] | None:
     return (module, read) if fits else None
 
 
-def _sealed(text: str) -> str:
-    return f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
-
-
 def _noted(note: Note, folder: pathlib.Path) -> Iterator[tuple[str, tuple[Any, Any, Any]]]:
     """(key, what it was looked up with) of what the last start asked for and the folder has."""
     with contextlib.suppress(Exception):  # of another version, or damaged
         from jaxlib import xla_client
 
         devices = {d.id: d for d in jax.devices()}
-        kept = note.read() or ""
-        text = kept.partition("\n")[2]
-        if kept != _sealed(text):  # XLA ends the process over options that are damaged
-            return
-        for program in json.loads(text):
+        # XLA ends the process over options that are damaged.
+        for program in json.loads(unseal((note.read() or "").encode())):
             file = folder / f"{program['key']}-cache"
             if file.is_file() and file.stat().st_size >= LEAST:
                 options = xla_client.CompileOptions.ParseFromString(bytes.fromhex(program["options"]))

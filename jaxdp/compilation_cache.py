@@ -100,6 +100,19 @@ def prune(folder: pathlib.Path) -> None:
         update.unlink(missing_ok=True)
 
 
+def seal(content: bytes) -> bytes:
+    """The content with its digest before it, so that what is damaged is not used."""
+    return hashlib.sha256(content).hexdigest().encode() + b"\n" + content
+
+
+def unseal(sealed: bytes) -> bytes:
+    """The content. Raises ValueError where it is damaged."""
+    content = sealed.partition(b"\n")[2]
+    if seal(content) != sealed:
+        raise ValueError("it is damaged")
+    return content
+
+
 class Note:
     """What was found out before, beside the programs; facts: all that it depends on, or None where nothing is kept.
     kind: how its file's name ends."""

@@ -20,7 +20,7 @@ from jax.experimental import serialize_executable
 
 from jaxdp import footprint
 from jaxdp.ahead import Asked
-from jaxdp.compilation_cache import PROGRAM, Note, prune
+from jaxdp.compilation_cache import PROGRAM, Note, prune, seal, unseal
 from jaxdp.errors import RunFailed
 from jaxdp.parallel.base import Program
 from jaxdp.step import Batch, TrainState
@@ -109,8 +109,7 @@ class Updates:
                 "leaves": (inputs.num_leaves, outputs.num_leaves),
                 "devices": [d.id for d in compiled.runtime_executable().local_devices()],
             }
-            content = json.dumps(facts).encode() + b"\n" + executable
-            self.note.write(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+            self.note.write(seal(json.dumps(facts).encode() + b"\n" + executable))
             assert self.note.file is not None
             prune(self.note.file.parent)
 
@@ -136,10 +135,7 @@ class Updates:
 
     def _load(self) -> Kept | None:
         with contextlib.suppress(Exception):  # of another version, or damaged
-            seal, _, content = self._take().partition(b"\n")
-            if hashlib.sha256(content).hexdigest().encode() != seal:
-                return None
-            head, _, executable = content.partition(b"\n")
+            head, _, executable = unseal(self._take()).partition(b"\n")
             facts = json.loads(head)
             takes, gives = ((0,) * n for n in facts.pop("leaves"))
             devices = {d.id: d for d in jax.local_devices()}

@@ -18,7 +18,7 @@ from jaxdp.build.parts import NOTHING, Given, make_parts, set_jax
 from jaxdp.checkpoint import Checkpoints
 from jaxdp.cli.starting import layout_of, start_writer, with_layout
 from jaxdp.config import Config
-from jaxdp.config.check import changed_numbers, decides, flatten
+from jaxdp.config.check import changed_numbers
 from jaxdp.distributed import last_words
 from jaxdp.distributed.context import Context
 from jaxdp.distributed.sentinel import is_consequence
@@ -35,8 +35,6 @@ from jaxdp.report import writer as report_file
 from jaxdp.step import TrainState
 from jaxdp.untraced import Updates
 from jaxdp.watch import Guarded, Stopped
-
-PROGRAMS = ("parallel.", "steps_per_call", "data.on_device")  # keys that shape programs, beside those of the numbers
 
 
 def train(
@@ -58,8 +56,7 @@ def train(
         ahead.loading(start, context.is_root or platform != "cpu") as asked,
         concurrent.futures.ThreadPoolExecutor(1, "jaxdp-update") as pool,
     ):
-        early = repr((start, processor(), keys_of_programs(config))) if context.size == 1 else None
-        updates = Updates(early, asked, pool)
+        updates = Updates(start if context.size == 1 else None, asked, pool)
         try:
             return trained(config, directory, context, given, keep, began, updates)
         except Stopped:  # it is saved, or there was nothing to save
@@ -204,9 +201,8 @@ def keep_programs(config: Config, context: Context) -> None:
 
 def start_of(config: Config, context: Context) -> str:
     """What the programs of a start depend on, as far as the config and the hosts tell."""
-    keys = {k: v for k, v in flatten(config).items() if decides(k) == "numbers" or k.startswith(PROGRAMS)}
-    place = (context.size, len(jax.devices()), jax.devices()[0].device_kind)
-    return repr(("start", sorted(keys.items()), sorted(rundir.versions().items()), place))
+    place = (context.size, len(jax.devices()), jax.devices()[0].device_kind, processor())
+    return repr(("start", keys_of_programs(config), sorted(rundir.versions().items()), place))
 
 
 def as_begun(config: Config, directory: pathlib.Path, context: Context) -> Config:
