@@ -20,6 +20,7 @@ from jaxdp.parallel import STRATEGIES
 from jaxdp.parallel.reduction import make_reduction
 from jaxdp.precision import Policy
 from jaxdp.step import init_state, make_step
+from test_sequential import summing
 from test_step import counting
 
 
@@ -41,8 +42,10 @@ class Kept:
     def close(self): ...
 
 
-def make_run(tmp_path, model=None, backend="pmap", devices=1, train=None, held_out=None, spike=None, **settings):
-    model, examples = model or toys.MODELS["resnet"](), toys.data(60)
+def make_run(
+    tmp_path, model=None, backend="pmap", devices=1, train=None, held_out=None, spike=None, examples=None, **settings
+):
+    model, examples = model or toys.MODELS["resnet"](), examples or toys.data(60)
     tx = optax.adam(1e-2)
     cursor = Cursor(60, 20, 8, 0)
     make = lambda: init_state(model, tx, Policy(), 0, 8, {k: v[:3] for k, v in examples.items()}, spike=spike)
@@ -81,6 +84,15 @@ class Broken(Arrays):
         if len(indices) > 3:  # a batch, not the probe
             raise OSError("the disk is gone")
         return super().read(indices)
+
+
+def test_an_evaluation_does_not_go_on_from_training(tmp_path):
+    """Of a data set that says itself where what is carried begins anew, which may be later than its first example."""
+    examples = {**toys.data(60), "reset": np.arange(60) == 33}
+    run = make_run(tmp_path, summing(), examples=examples, held_out=examples)
+    program, state = run.strategy.lower(run.step), run.strategy.init()
+    trained = state.replace(carry=jax.tree.map(jnp.ones_like, state.carry))
+    assert loop.evaluate(run, program, state) == loop.evaluate(run, program, trained)
 
 
 def test_a_readers_fault_reaches_the_loop_with_its_traceback(tmp_path):

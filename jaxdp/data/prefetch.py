@@ -97,9 +97,10 @@ def read_batches(
     The mask is float32, 1 for a real row and 0 for padding (see `Order.rows`). Where the dataset gives a "mask" of its
     own (of tokens, say), it is multiplied by ours, in its own shape. Of a sequential order there is also
     "reset"[step, slot, E] bool: where what the model carries begins anew, at an epoch's begin and where the dataset
-    says so. Raises UsageError where `read` gives something other than a dict of arrays with one entry an index.
+    says so. Of any other order there is one where the dataset gives one: step 0 begins anew. Raises UsageError where
+    `read` gives something other than a dict of arrays with one entry an index.
     """
-    indices, rows, begin = places(cursor, steps, slots)
+    indices, rows = places(cursor, steps, slots)
     if rows.all():
         values = _read(dataset, indices.reshape(-1))
     else:  # padding repeats one example, which may be costly to read: read it once
@@ -111,20 +112,24 @@ def read_batches(
     if own is not None:
         kind = own.dtype if np.issubdtype(own.dtype, np.floating) else np.float32
         mask = own.astype(kind) * rows.reshape(*rows.shape, *[1] * (own.ndim - rows.ndim))
-    if begin is not None:
+    if (begin := begins(cursor, steps, rows.shape, RESET in batch)) is not None:
         batch[RESET] = begin | (batch[RESET].reshape(rows.shape) != 0) if RESET in batch else begin
     return {**batch, "mask": mask}
 
 
-def places(
-    cursor: Order, steps: Sequence[int], slots: Sequence[int] | np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """(`Order.rows` of some steps: indices[step, slot, E], rows[step, slot, E]; of a sequential order also where an
-    epoch begins, of that shape)."""
+def places(cursor: Order, steps: Sequence[int], slots: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`Order.rows` of some steps: (indices[step, slot, E], rows[step, slot, E])."""
     indices, rows = (np.stack(part) for part in zip(*(cursor.rows(step, slots) for step in steps)))
-    if not cursor.sequential:
-        return indices, rows, None
-    return indices, rows, np.stack([np.full(rows.shape[1:], cursor.begins(step)) for step in steps])
+    return indices, rows
+
+
+def begins(cursor: Order, steps: Sequence[int], shape: tuple[int, ...], own: bool) -> np.ndarray | None:
+    """Where what the model carries begins anew because of the order, bool of a shape [step, slot, E]; None where it is
+    not carried on. own: the dataset says so too."""
+    if not cursor.sequential and not own:
+        return None
+    anew = cursor.begins if cursor.sequential else lambda step: step == 0
+    return np.stack([np.full(shape[1:], anew(step)) for step in steps])
 
 
 def _read(dataset: Dataset, indices: np.ndarray) -> dict[str, np.ndarray]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxdp.data.base import Dataset
 from jaxdp.data.cursor import RESET, Order
-from jaxdp.data.prefetch import places, prefetch
+from jaxdp.data.prefetch import begins, places, prefetch
 from jaxdp.data.workers import Steps
 from jaxdp.errors import UsageError
 
@@ -51,7 +51,8 @@ class Resident:
         def make(steps: Steps) -> tuple[Steps, dict[str, jax.Array]]:
             several = isinstance(steps, range)
             every = steps if isinstance(steps, range) else [steps]
-            indices, rows, begin = places(cursor, every, self.strategy.local_slots)
+            indices, rows = places(cursor, every, self.strategy.local_slots)
+            begin = begins(cursor, every, rows.shape, RESET in self.arrays)
             sent = {INDEX: indices.astype(np.int32), ROWS: rows} | ({} if begin is None else {RESET: begin})
             at = self.strategy.put(sent if several else {k: x[0] for k, x in sent.items()}, several)
             return steps, self.gather(getattr(at[INDEX], "sharding", None))(self.arrays, at)
