@@ -193,3 +193,18 @@ def test_the_readme_shows_the_config_that_is_shipped():
     assert all(
         pathlib.Path(CONFIGS[0].parent.parent / line.split("--config ")[1].split()[0]).is_file() for line in commands
     )
+
+
+def test_a_key_of_a_dict_inside_a_dict_is_set_by_itself(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("model: {target: MLP, args: {block: {dim: 8, heads: 2}}}\ndata: {target: Digits}\nsteps: 1\n")
+    argv = ["--config", str(file), "--model.args.block.dim", "64", "--model.args.block.rates=[0.5, 1e-3]"]
+    more = ["--model.args.new.deep.name", "a: b: c", "--model.args.width", "3", "--run_dir", "7"]
+    config, *_ = load([*argv, *more])
+    block = {"dim": 64, "heads": 2, "rates": [0.5, 1e-3]}
+    assert config.model.args == {"block": block, "new": {"deep": {"name": "a: b: c"}}, "width": 3}
+    assert config.run_dir == "7"
+    with pytest.raises(UsageError, match=r"model.args.block.dim.x: model.args.block.dim is 8, which has no keys; set"):
+        load([*argv[:2], "--model.args.block.dim.x", "1"])
+    with pytest.raises(UsageError, match=r"model.args.block.dim: no value given"):
+        load([*argv[:2], "--model.args.block.dim"])

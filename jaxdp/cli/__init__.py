@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn, get_origin, get_type_hints
 
 from jaxdp import __version__, environment, signals, xla_presets
 from jaxdp.config import Config
@@ -276,7 +276,8 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
         raise UsageError(f"--config: no file given; e.g. jaxdp {verb} --config configs/digits.yaml")
     _check_arguments(argv, own)
     try:
-        space = parser.parse_args(argv)
+        others, nested = _take_nested(argv)
+        space = parser.parse_args(others)
     except (argparse.ArgumentError, TypeError, ValueError, KeyError) as error:
         raise UsageError(_unnamed(error) or explain(str(error))) from None
     files = [str(f) for f in space.pop("config") or []]
@@ -285,6 +286,7 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
         if f"--{key}" in given and f"--{other}" not in given:  # the command line overrides the file
             space[other] = None
     values = space.as_dict()
+    _put_nested(values, nested)
     options = {name: values.pop(name) for name in own}
     if options.get("devices", 1) < 1 or options.get("updates", 1) < 1:
         name = "devices" if options["devices"] < 1 else "updates"
@@ -381,6 +383,45 @@ def _check_arguments(argv: list[str], own: Collection[str]) -> None:
             if part is not None and not value.startswith("{") and value != "null":
                 first = next(iter(get_type_hints(part)))
                 raise UsageError(f"{key}: {value!r} is not {expected(key)}; set its keys, as in --{key}.{first} VALUE")
+
+
+def _take_nested(argv: list[str]) -> tuple[list[str], dict[str, str]]:
+    """(the other arguments, what is given for keys of a dict inside a dict, as in `--model.args.block.dim 64`): the
+    parser would take a text for each, and forget all else of the inner dict."""
+    dicts = tuple(f"--{key}." for key, hint in known_keys().items() if get_origin(hint) is dict)
+    others, nested, left = [], {}, iter(argv)
+    for arg in left:
+        name, equals, value = arg.partition("=")
+        if any(name.startswith(own) and "." in name.removeprefix(own) for own in dicts):
+            given = value if equals else next(left, None)
+            if given is None:
+                raise UsageError(f"{name[2:]}: no value given")
+            nested[name[2:]] = given
+        else:
+            others.append(arg)
+    return others, nested
+
+
+def _put_nested(values: dict[str, Any], nested: Mapping[str, str]) -> None:
+    """Sets what `_take_nested` found, read as the parser would. Raises UsageError where it stands inside something
+    else."""
+    import jsonargparse
+    import yaml
+
+    read = jsonargparse.get_loader("yaml")
+    for key, text in nested.items():
+        *path, last = key.split(".")
+        place = values
+        for depth, part in enumerate(path):
+            inside = place.setdefault(part, {})
+            if not isinstance(inside, dict):
+                above = ".".join(path[: depth + 1])
+                raise UsageError(f"{key}: {above} is {inside!r}, which has no keys; set {above} as a whole")
+            place = inside
+        try:
+            place[last] = read(text)
+        except yaml.YAMLError:
+            place[last] = text
 
 
 def _loader(file: str) -> Any:
