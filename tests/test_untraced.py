@@ -69,7 +69,12 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("more", LAYOUTS.values(), ids=LAYOUTS)
+OFTEN = ("pmap", "pjit, zero 3", "several in a call")
+
+
+@pytest.mark.parametrize(
+    "more", [pytest.param(LAYOUTS[k], id=k, marks=[] if k in OFTEN else pytest.mark.slow) for k in LAYOUTS]
+)
 def test_a_second_start_calls_what_the_first_kept_and_gives_the_same_bits(start, tmp_path, more):
     first, second = start("one", *more), start("two", *more)
     assert first[:2] == second[:2] and len(first[1]) == 5
