@@ -124,7 +124,7 @@ CPU: tuple[Case, ...] = (
             Claim("speed", "jaxdp", "torch compiled"),
             Claim("speed", "jaxdp", "flax nnx"),
         ),
-        updates=60,
+        updates=120,
         check=10,
         args=IMAGES,
         per_update=(128, "images"),
