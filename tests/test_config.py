@@ -208,3 +208,5 @@ def test_a_key_of_a_dict_inside_a_dict_is_set_by_itself(tmp_path):
         load([*argv[:2], "--model.args.block.dim.x", "1"])
     with pytest.raises(UsageError, match=r"model.args.block.dim: no value given"):
         load([*argv[:2], "--model.args.block.dim"])
+    with pytest.raises(UsageError, match=r"model.args.block.dim: no value given"):
+        load([*argv[:2], "--model.args.block.dim", "--steps", "3"])

@@ -40,6 +40,8 @@ def test_a_batch_says_where_its_rows_begin_anew():
     assert read_batch(data, any_order, 0, [0, 1])["reset"].all()
     np.testing.assert_array_equal(read_batch(data, any_order, 1, [0, 1])["reset"], [[True, False], [False, False]])
     assert "reset" not in read_batch(Arrays(inputs=np.arange(10.0)), any_order, 0, [0, 1])
+    of_tokens = Arrays(inputs=np.arange(10.0), reset=np.ones((10, 3)))  # something else of the same name
+    assert read_batch(of_tokens, any_order, 0, [0, 1])["reset"].shape == (2, 2, 3)
 
 
 def unrolled(examples, batch_size, steps):

@@ -394,7 +394,7 @@ def _take_nested(argv: list[str]) -> tuple[list[str], dict[str, str]]:
         name, equals, value = arg.partition("=")
         if any(name.startswith(own) and "." in name.removeprefix(own) for own in dicts):
             given = value if equals else next(left, None)
-            if given is None:
+            if given is None or (not equals and given.startswith("--")):
                 raise UsageError(f"{name[2:]}: no value given")
             nested[name[2:]] = given
         else:

@@ -112,7 +112,8 @@ def read_batches(
     if own is not None:
         kind = own.dtype if np.issubdtype(own.dtype, np.floating) else np.float32
         mask = own.astype(kind) * rows.reshape(*rows.shape, *[1] * (own.ndim - rows.ndim))
-    if (begin := begins(cursor, steps, rows.shape, RESET in batch)) is not None:
+    own = batch.get(RESET)
+    if (begin := begins(cursor, steps, rows.shape, own is not None and own.size == rows.size)) is not None:
         batch[RESET] = begin | (batch[RESET].reshape(rows.shape) != 0) if RESET in batch else begin
     return {**batch, "mask": mask}
 
@@ -125,7 +126,7 @@ def places(cursor: Order, steps: Sequence[int], slots: Sequence[int] | np.ndarra
 
 def begins(cursor: Order, steps: Sequence[int], shape: tuple[int, ...], own: bool) -> np.ndarray | None:
     """Where what the model carries begins anew because of the order, bool of a shape [step, slot, E]; None where it is
-    not carried on. own: the dataset says so too."""
+    not carried on. own: the dataset says so too, of each example."""
     if not cursor.sequential and not own:
         return None
     anew = cursor.begins if cursor.sequential else lambda step: step == 0

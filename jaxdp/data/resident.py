@@ -52,7 +52,8 @@ class Resident:
             several = isinstance(steps, range)
             every = steps if isinstance(steps, range) else [steps]
             indices, rows = places(cursor, every, self.strategy.local_slots)
-            begin = begins(cursor, every, rows.shape, RESET in self.arrays)
+            own = self.arrays.get(RESET)
+            begin = begins(cursor, every, rows.shape, own is not None and own.size == len(own))
             sent = {INDEX: indices.astype(np.int32), ROWS: rows} | ({} if begin is None else {RESET: begin})
             at = self.strategy.put(sent if several else {k: x[0] for k, x in sent.items()}, several)
             return steps, self.gather(getattr(at[INDEX], "sharding", None))(self.arrays, at)
