@@ -205,7 +205,8 @@ def test_weights_and_biases_goes_on_in_one_run(tmp_path, monkeypatch):
     assert len(runs) == 2 and all(f"-{known}" in run.name for run in runs)
     for run in runs:
         (log,) = run.glob("run-*.wandb")
-        assert b"train/loss" in log.read_bytes() and b"batch_size" in log.read_bytes()
+        wait_for(lambda log=log: b"train/loss" in log.read_bytes())  # wandb's own process writes it, after finish
+        assert b"batch_size" in log.read_bytes()
 
 
 class Own:
