@@ -99,14 +99,14 @@ class Watchdog:
     def straggler(self, factor: float, step_ms: float) -> dict[str, float]:
         """{straggler: its rank, straggler_ms} where a process's own work takes `factor` times that of the others.
 
-        Not named where it is less than a tenth of the update's time.
+        Not named where it is less than a tenth of the update's time, nor before that of every process is known.
         """
         if self._sentinel is None:
             return {}
         with contextlib.suppress(DistributedError):
             own = {rank: beat.get("own_ms", 0.0) for rank, beat in self._sentinel.beats().items()}
             slowest = max(own, key=lambda rank: own[rank], default=None)
-            if slowest is not None and len(own) > 1:
+            if slowest is not None and len(own) > 1 and all(own.values()):
                 others = statistics.median(ms for rank, ms in own.items() if rank != slowest)
                 if own[slowest] > factor * others and own[slowest] > 0.1 * step_ms:
                     return {"straggler": slowest, "straggler_ms": own[slowest]}
@@ -114,7 +114,7 @@ class Watchdog:
 
     def _note(self) -> None:
         if self._sentinel is not None:
-            self._sentinel.note = {"patient": bool(self._patient), "own_ms": round(self.own_ms, 3)}
+            self._sentinel.note = {"patient": bool(self._patient), "own_ms": round(self.own_ms, 6)}
 
     def _work(self) -> None:
         looked = time.monotonic()
