@@ -38,6 +38,7 @@ def said(given: Callable[[str], str] = lambda key: "") -> Iterator[None]:
             raise
         key = caller(frames)
         text = f"{type(error).__name__}: {TRACED.sub('', one_line(error)).rstrip('.')}"
+        text += "".join(f", {note}" for note in getattr(error, "__notes__", ()) if "\n" not in note)
         with contextlib.suppress(Exception):  # what it was given is a help, and may be what is wrong
             text += given(key)
         raise UsageError(f"{key}: it failed at {own}: {text}") from error

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxdp.data.base import Arrays
+from jaxdp.data.base import Arrays, Examples
 from jaxdp.data.cursor import Cursor
 from jaxdp.data.prefetch import read_batch
 from jaxdp.data.workers import prefetch_in_workers
@@ -88,6 +88,22 @@ def test_a_fault_arrives_after_the_batches_before_it_with_its_traceback(bad):
             got.append(batch)
     assert len(got) == first and str(fault) in str(caught.value) and type(caught.value) is wanted
     assert f"at step {first}" in caught.value.__notes__[0] and "in read" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("steps", [None, [range(7)]])
+def test_a_fault_names_its_example_and_its_step(steps):
+    class Rows(list):
+        def __getitem__(self, index):
+            return [0.0] if index != 7 else 1 / 0
+
+    first = next(step for step in range(7) if 7 in CURSOR.rows(step, [0, 1, 2])[0])
+    with (
+        pytest.raises(ZeroDivisionError) as caught,
+        prefetch_in_workers(Examples(Rows(X)), CURSOR, [0, 1, 2], 0, 7, 0, groups=steps) as batches,
+    ):
+        list(batches)
+    where = "0 to 6" if steps else first
+    assert caught.value.__notes__ == ["as example 7 was read", f"as the batch of step {where} was read, counted from 0"]
 
 
 def test_a_worker_that_is_killed_is_named_and_a_dataset_that_cannot_be_sent_is_refused():

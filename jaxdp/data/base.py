@@ -86,7 +86,11 @@ class Examples:
         return stacked
 
     def _example(self, index: int) -> dict[str, np.ndarray]:
-        item = self.source[index]
+        try:
+            item = self.source[index]
+        except Exception as error:
+            error.add_note(f"as example {index} was read")
+            raise
         if isinstance(item, tuple):
             if len(item) != 2:
                 raise UsageError(f"data: example {index} is a tuple of {len(item)}; give (inputs, labels) or a dict")

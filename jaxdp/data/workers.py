@@ -75,7 +75,12 @@ def prefetch_in_workers(
 
 def _read(dataset: Dataset, cursor: Order, steps: Steps, slots: Any) -> Batch:
     read: Callable[..., Batch] = read_batches if isinstance(steps, range) else read_batch
-    return read(dataset, cursor, steps, slots)
+    try:
+        return read(dataset, cursor, steps, slots)
+    except Exception as error:
+        first, several = (steps.start, f" to {steps[-1]}") if isinstance(steps, range) else (steps, "")
+        error.add_note(f"as the batch of step {first}{several} was read, counted from 0")
+        raise
 
 
 def _together(receive: Callable[[int], Batch], steps: Steps) -> Batch:
