@@ -7,7 +7,7 @@ from typing import Any
 import jax.extend
 
 # cuDNN's attention, query[example, token, head, width]: its products; backward without that of the scores once more.
-FUSED_ATTENTION = {"dot_product_attention_fwd": 2, "dot_product_attention_bwd": 4}
+FUSED_ATTENTION = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 4}
 
 REMATERIALIZED = {"checkpoint", "remat", "remat2"}  # by JAX's version
 

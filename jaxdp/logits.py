@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-AT_ONCE = 2**24  # logits of a microbatch that are there at a time: 64 MB in float32
+AT_ONCE = 2**24  # logits of a microbatch that are there at a time on CPU: 64 MB in float32
+ON_ACCELERATORS = 2**28  # 1 GB: each piece reads the whole kernel, and adds to the whole of its gradient
+TILE = 128  # rows that an accelerator computes together
 
 
 class Logits(struct.PyTreeNode):
@@ -29,14 +31,14 @@ class Logits(struct.PyTreeNode):
         return _product(self.x, self.kernel)[..., : self.classes]
 
     def map(self, f: Callable[..., Any], *more: jax.Array) -> Any:
-        """f(logits[row, classes], *more[row]) -> tree of [row], over all rows [...], at most `AT_ONCE` logits at once.
+        """f(logits[row, classes], *more[row]) -> tree of [row], over all rows [...], a piece of the logits at a time.
 
         The backward pass computes them again, piece by piece.
         """
         rows, lead = self.x.reshape(-1, self.x.shape[-1]), self.x.shape[:-1]
         more = tuple(x.reshape(-1) for x in more)
         shape = lambda tree: jax.tree.map(lambda x: x.reshape(lead), tree)
-        size = max(1, AT_ONCE // len(self.kernel))
+        size = rows_at_once(len(self.kernel), jax.default_backend())
         if len(rows) <= size:
             return shape(f(self.whole().reshape(-1, self.classes), *more))
         wide = self.kernel.astype(_wide(self.kernel.dtype))  # its gradient adds up over the pieces
@@ -50,6 +52,14 @@ class Logits(struct.PyTreeNode):
         cut = lambda x: jnp.pad(x, ((0, pad), *[(0, 0)] * (x.ndim - 1))).reshape(-1, size, *x.shape[1:])
         found = jax.lax.map(piece, (cut(rows), *map(cut, more)))
         return shape(jax.tree.map(lambda x: x.reshape(-1)[: len(rows)], found))
+
+
+def rows_at_once(classes: int, backend: str) -> int:
+    """Rows of logits that are computed together."""
+    if backend == "cpu":
+        return max(1, AT_ONCE // classes)
+    rows = max(1, ON_ACCELERATORS // classes)
+    return rows - rows % TILE or rows
 
 
 def whole(outputs: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import toys
 from jaxdp import logits as pieces
 from jaxdp.errors import UsageError
-from jaxdp.logits import Logits
+from jaxdp.logits import Logits, rows_at_once
 from jaxdp.losses import CausalLM, Contrastive, MeanSquaredError, MultiTask, SoftmaxCrossEntropy
 from jaxdp.models.base import Model
 
@@ -91,6 +91,12 @@ def test_logits_in_pieces_are_the_whole(monkeypatch, dtype):
             assert np.all(np.asarray(got[1][1], np.float64)[classes:] == 0)
             text = run.lower(x, kernel, False).compile().as_text()
             assert (f"{tokens},{rows}" in text or f"{tokens},{classes}" in text) == (at_once > tokens * rows)
+
+
+def test_pieces_of_logits_are_larger_on_accelerators():
+    """Where each costs another pass over the kernel, of GPT-2 77 MB in bfloat16; there in rows that fill tiles."""
+    assert [rows_at_once(50_304, backend) for backend in ("cpu", "gpu", "tpu")] == [333, 5_248, 5_248]
+    assert rows_at_once(2**29, "gpu") == 1 and rows_at_once(2**22, "gpu") == 64
 
 
 def test_perplexity_is_the_exponential_of_the_loss():

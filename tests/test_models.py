@@ -9,8 +9,10 @@ from flax import linen, nnx
 
 import toys
 from jaxdp.errors import UsageError
+from jaxdp.logits import whole
 from jaxdp.losses import MeanSquaredError, SoftmaxCrossEntropy
-from jaxdp.models import as_model
+from jaxdp.models import MODELS, as_model
+from jaxdp.targets import locate
 
 
 class Tied(nnx.Module):
@@ -60,6 +62,53 @@ def test_an_embedding_computes_in_the_policys_dtype():
     for dtype in (jnp.bfloat16, jnp.float32):
         cast = jax.tree.map(lambda x, d=dtype: x.astype(d), params)
         assert model.apply(cast, state, batch, jax.random.key(0), False)[0].dtype == dtype
+
+
+SIZES = {
+    "MLP": {"hidden": [8]},
+    "CNN": {"widths": [4, 8]},
+    "ResNet9": {"width": 4},
+    "ResNet9 dawnbench": {"width": 4, "variant": "dawnbench"},
+    "ViT": {"layers": 1, "heads": 2, "dim": 8},
+    "GPT": {"layers": 1, "heads": 2, "dim": 8},
+    "LSTM": {"dim": 8, "hidden": 8},
+    "RNN": {"dim": 8, "hidden": 8},
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_every_product_is_computed_in_the_policys_dtype(name):
+    """Forward and backward, in training and evaluation, though BatchNorm's averages are float32 and stay so."""
+    target, *_ = name.split()
+    words = target in ("GPT", "LSTM", "RNN")
+    shape = (6,) if words else (32, 32, 3)
+    inputs = jnp.zeros((4, *shape), jnp.int32 if words else jnp.bfloat16)
+    batch = {"inputs": inputs, "labels": inputs, "mask": jnp.ones((4, *shape[: 1 if words else 0]), bool)}
+    made = locate("model", target, MODELS)
+    model = as_model(lambda rngs: made(input_shape=shape, num_classes=16, **SIZES[name], rngs=rngs))
+    params, state = jax.eval_shape(model.init, jax.random.key(0), batch)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), params)
+
+    for train in (True, False):
+
+        def total(params, state, train=train):
+            outputs, state = model.apply(params, state, batch, jax.random.key(0), train)
+            return whole(outputs).astype(jnp.float32).sum(), state
+
+        jaxpr, (_, after) = jax.make_jaxpr(jax.grad(total, has_aux=True), return_shape=True)(params, state)
+        found = list(products(jaxpr))
+        assert len(found) > 4 and set(found) == {"bfloat16"}
+        assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
+
+
+def products(jaxpr):
+    """The dtypes of what is multiplied."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+            yield from (x.aval.dtype.name for x in eqn.invars)
+        for value in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(value, "eqns"):
+                yield from products(getattr(value, "jaxpr", value))
 
 
 @pytest.mark.parametrize(

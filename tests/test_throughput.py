@@ -15,11 +15,12 @@ from jaxdp.build import rehearse
 from jaxdp.build.parts import make_parts, make_the_step, set_jax, state_maker
 from jaxdp.config.reading import from_mapping
 from jaxdp.data.base import Arrays
-from jaxdp.flops import FUSED_ATTENTION, gpt_flops
+from jaxdp.flops import count_flops, gpt_flops
 from jaxdp.hardware import peak_flops
 from jaxdp.metrics.console import Console
 from jaxdp.metrics.meter import Meter
 from jaxdp.metrics.throughput import goodput, throughput
+from jaxdp.models.attention import fused
 from test_loop import make_run
 
 LAYERS, DIM, TOKENS = 3, 128, 32
@@ -56,11 +57,18 @@ def test_the_flops_of_gpt2_by_formula_are_those_that_are_published():
     assert gpt_flops(123_653_376, 12, 768, 1024) == 6 * 123_653_376 + 113_246_208
 
 
-def test_the_operations_of_cudnn_have_the_names_that_are_counted():
+def test_the_products_of_cudnns_attention_are_counted(monkeypatch):
+    """Traced as on a GPU whose cuDNN has the kernel: 2 products forward and 4 backward, the mask aside."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    names = {p.name for p in vars(cudnn).values() if isinstance(p, jax.extend.core.Primitive)}
-    assert set(FUSED_ATTENTION) <= names
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91002)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda least: True)
+    monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda other: False)
+    x, product = jax.ShapeDtypeStruct((8, 256, 4, 64), jnp.bfloat16), 2 * 8 * 4 * 256 * 256 * 64
+    attend = lambda *x: fused(*x).astype(jnp.float32).sum()
+    assert count_flops(jax.make_jaxpr(attend)(x, x, x)) == 2 * product
+    assert count_flops(jax.make_jaxpr(jax.grad(attend, (0, 1, 2)))(x, x, x)) == 6 * product
 
 
 @pytest.mark.parametrize(

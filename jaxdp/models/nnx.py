@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn import dtypes
 
 from jaxdp.errors import UsageError
 from jaxdp.models.base import CARRY, Model, at, call_arguments, for_each_example, keep_dtypes, nest
@@ -101,15 +102,21 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
 
 
 def _made(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
-    """The module, whose `nnx.Embed`s compute in the dtype they are given, as every other layer does: they fix it to
-    that of their parameters."""
+    """The module, whose `nnx.Embed`s and `nnx.BatchNorm`s give the dtype they are given, as every other layer does: of
+    the first it is fixed to that of their parameters, of the second to that of their averages, which stay float32."""
     module: Any = make(rngs)
     if not isinstance(module, nnx.Module):
         raise UsageError(f"model: what takes rngs must give a Flax NNX module, not {type(module).__name__}; return one")
     for _, part in nnx.iter_modules(module):
         if isinstance(part, nnx.Embed) and part.dtype == part.param_dtype:
             part.dtype = None
+        if isinstance(part, nnx.BatchNorm) and part.dtype is None and part.promote_dtype is dtypes.promote_dtype:
+            part.promote_dtype = _as_they_are
     return module
+
+
+def _as_they_are(arrays: Any, **more: Any) -> Any:
+    return arrays
 
 
 def _restart(variable: nnx.Variable, key: jax.Array, i: int) -> jax.Array:
