@@ -1,12 +1,13 @@
 """The harness of the benchmarks: what is compared trains the same thing, and nobody drops out unseen."""
 
+import argparse
 import json
 import pathlib
 import sys
 
 import pytest
 
-from benchmarks import harness
+from benchmarks import gpu, harness
 from benchmarks.harness import Contender, Unfair
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -71,3 +72,40 @@ def test_quartiles_and_the_worst_difference():
     assert harness.quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 4.0)
     assert harness.worst([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
     assert harness.worst([float("nan")], [1.0]) == float("inf")
+
+
+def test_a_part_of_the_gpu_set_that_fails_is_named_and_an_interruption_loses_nothing(tmp_path):
+    options = argparse.Namespace(tiny=True, root="random", repeats=2, out=tmp_path)
+    bench = gpu.Bench(options, {})
+
+    def interrupted(bench, own):
+        own["first"] = 1.0
+        raise KeyboardInterrupt
+
+    bench.run("wrong", lambda bench, own: 1 / 0)
+    with pytest.raises(KeyboardInterrupt):
+        bench.run("long", interrupted)
+    kept = json.loads((tmp_path / "gpu.json").read_text())
+    assert kept["wrong"]["failed"] == "ZeroDivisionError: division by zero"
+    assert kept["long"]["failed"].startswith("interrupted") and kept["long"]["first"] == 1.0
+    options.tiny, bench.began = False, bench.began - gpu.BUDGET
+    bench.run("late", interrupted)
+    assert bench.found["late"]["left_out"].startswith("no time")
+
+
+@pytest.mark.slow
+def test_a_contender_of_the_gpu_set_that_fails_leaves_the_others_figures(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "torch_python", lambda tiny: (sys.executable, "nowhere"))
+    bench = gpu.Bench(argparse.Namespace(tiny=True, root="random", repeats=2, out=tmp_path), {"ceilings": {}})
+    bench.run("gpt2_124m", gpu.gpt2)
+    own = json.loads((tmp_path / "gpu.json").read_text())["gpt2_124m"]
+    assert list(own["contenders"]) == ["jaxdp", "plain jit"] and "failed" not in own
+    assert "torch compiled: it ended with code" in own["summary"]["torch compiled"]["failed"]
+    for name in own["contenders"]:
+        figures = own["summary"][name]
+        assert figures["units_per_s"] > 0 and figures["relative_loss_error"] < gpu.TOLERANCE
+        assert figures["flops_per_s"] == pytest.approx(own["flops_per_update"] * figures["units_per_s"] / 512)
+    parameters = 512 * 96 + 2 * 12 * 96**2
+    assert own["flops_per_update"] == pytest.approx(512 * 6 * (parameters + 2 * 2 * 96 * 64), rel=0.03)
+    bench.run("seconds_to_94", gpu.seconds_to_94)
+    assert bench.found["seconds_to_94"]["accuracy"] < 0.94 and not bench.found["seconds_to_94"]["reached"]

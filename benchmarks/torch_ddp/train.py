@@ -41,24 +41,28 @@ class Trainer:
         self.model = make(self.case, material.weights).to(self.device, memory_format=self.layout).train()
         self.optimizer = optimizer(self.model, self.case)
         self.parameters = list(self.model.parameters())
-        self.call = torch.compile(self.model) if options.compile else self.model
+        self.call = self.model
         if contender.processes() > 1:
             self.call = DistributedDataParallel(
                 self.call, gradient_as_bucket_view=True, broadcast_buffers=options.broadcast_buffers
             )
+        self.judge = torch.compile(self.judged) if options.compile else self.judged
         self.cast = torch.autocast(self.device, torch.bfloat16, enabled=self.case["compute"] == "bfloat16")
         if self.case["pixels"]:
             mean, deviation, top = (torch.tensor(x, dtype=torch.float32) for x in self.case["pixels"])
             self.middle, self.factor = (top * mean).to(self.device), (1 / (top * deviation)).to(self.device)
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, labels = (torch.from_numpy(np.ascontiguousarray(x)) for x in self.material.batch(self.at))
+        inputs, labels = self.material.batch(self.at)
+        if not self.case["pixels"]:
+            inputs = inputs.astype(np.int64)
+        inputs, labels = torch.from_numpy(np.ascontiguousarray(inputs)), torch.from_numpy(labels.astype(np.int64))
         if self.device != "cpu":
             inputs, labels = (x.pin_memory().to(self.device, non_blocking=True) for x in (inputs, labels))
         if not self.case["pixels"]:
-            return inputs.long(), labels.long()
+            return inputs, labels
         images = (inputs.float() - self.middle) * self.factor
-        return images.permute(0, 3, 1, 2).contiguous(memory_format=self.layout), labels.long()
+        return images.permute(0, 3, 1, 2).contiguous(memory_format=self.layout), labels
 
     def update(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(loss, accuracy) of one update."""
@@ -66,18 +70,21 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.material.rates[self.at]
         with self.cast:
-            logits = self.call(inputs)
-            logits = logits[..., : self.case["classes"]].reshape(-1, self.case["classes"])
-            labels = labels.view(-1)
-            loss = F.cross_entropy(logits, labels, label_smoothing=self.case["label_smoothing"])
+            loss, accuracy = self.judge(inputs, labels)
         loss.backward()
         if self.case["optimizer"]["clip_norm"] is not None:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.case["optimizer"]["clip_norm"])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.at += 1
-        with torch.no_grad():
-            return loss.detach(), (logits.argmax(-1) == labels).float().mean()
+        return loss.detach(), accuracy
+
+    def judged(self, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(loss, accuracy): compiled as one with the model, as in nanoGPT, so that no logits are copied."""
+        logits, labels = self.call(inputs), labels.view(-1)
+        logits = logits[..., : self.case["classes"]].reshape(-1, self.case["classes"])
+        loss = F.cross_entropy(logits, labels, label_smoothing=self.case["label_smoothing"])
+        return loss, (logits.detach().argmax(-1) == labels).float().mean()
 
     def losses(self, updates: int) -> list[float]:
         return [float(self.update()[0]) for _ in range(updates)]
@@ -102,6 +109,7 @@ def main() -> None:
     parser.add_argument("--broadcast_buffers", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
     torch.set_float32_matmul_precision("high" if options.device == "cuda" else "highest")
+    torch.backends.cudnn.benchmark = True  # it measures its convolutions, as XLA does
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     rank, processes = contender.rank(), contender.processes()
     if processes > 1:
