@@ -15,6 +15,7 @@ from jaxdp.build import rehearse
 from jaxdp.build.parts import make_parts, make_the_step, set_jax, state_maker
 from jaxdp.config.reading import from_mapping
 from jaxdp.data.base import Arrays
+from jaxdp.errors import UsageError
 from jaxdp.flops import count_flops, gpt_flops
 from jaxdp.hardware import peak_flops
 from jaxdp.metrics.console import Console
@@ -57,18 +58,33 @@ def test_the_flops_of_gpt2_by_formula_are_those_that_are_published():
     assert gpt_flops(123_653_376, 12, 768, 1024) == 6 * 123_653_376 + 113_246_208
 
 
-def test_the_products_of_cudnns_attention_are_counted(monkeypatch):
-    """Traced as on a GPU whose cuDNN has the kernel: 2 products forward and 4 backward, the mask aside."""
+@pytest.fixture
+def gpu(monkeypatch):
+    """JAX traces as it does on a GPU whose cuDNN has the kernel."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91002)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda least: True)
     monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda other: False)
+
+
+def test_the_products_of_cudnns_attention_are_counted(gpu):
+    """2 forward and 4 backward, the mask aside."""
     x, product = jax.ShapeDtypeStruct((8, 256, 4, 64), jnp.bfloat16), 2 * 8 * 4 * 256 * 256 * 64
     attend = lambda *x: fused(*x).astype(jnp.float32).sum()
     assert count_flops(jax.make_jaxpr(attend)(x, x, x)) == 2 * product
     assert count_flops(jax.make_jaxpr(jax.grad(attend, (0, 1, 2)))(x, x, x)) == 6 * product
+
+
+def test_a_gpt_with_cudnns_attention_is_rehearsed(gpu):
+    args = {**GPT["model"]["args"], "attention": "cudnn"}
+    model, bf16 = {"target": "GPT", "args": args}, {"compute": "bfloat16"}
+    flops, params = rehearsed(model=model, precision=bf16)
+    used = sum(x.size for x in jax.tree.leaves(params)) - params["positions"].size
+    assert flops / TOKENS == pytest.approx(gpt_flops(used, LAYERS, DIM, TOKENS), rel=0.02)
+    with pytest.raises(UsageError, match=r"model.args.attention: 'cudnn' takes bfloat16 .*, not float32 on gpu"):
+        rehearsed(model=model)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ from jaxdp.optim import OPTIMIZERS
 from jaxdp.parallel import STAGES, Strategy
 from jaxdp.parallel.base import slot_table
 from jaxdp.plan import Case
+from jaxdp.precision import cast_floats
 from jaxdp.profile import Profile
 from jaxdp.rundir import versions
 from jaxdp.split import path_string
@@ -353,6 +354,7 @@ def output_shapes(parts: Parts, state: TrainState, examples: dict[str, np.ndarra
 
     def outputs(params: Any, model_state: Any) -> Any:
         batch = first_microbatch(examples, parts.cursor.examples_per_microbatch, parts.transform)
+        params = cast_floats(params, parts.policy.compute)
         return parts.model.apply(params, model_state, parts.policy.inputs(batch), jax.random.key(0), False)[0]
 
     def first(x: Any) -> Any:
