@@ -2,6 +2,8 @@
 
 import itertools
 
+import pytest
+
 
 def cover(allowed=lambda row: True, strength=2, **factors):
     """A list of {factor: value}, chosen greedily. allowed: which rows there are. strength: how many values meet."""
@@ -23,3 +25,8 @@ def cover(allowed=lambda row: True, strength=2, **factors):
 
 def product(allowed=lambda row: True, **factors):
     return [row for values in itertools.product(*factors.values()) if allowed(row := dict(zip(factors, values)))]
+
+
+def first(count, rows):
+    """Rows of which all but the first are slow: those of a cover, where more values meet than in any that follow."""
+    return [*rows[:count], *(pytest.param(row, marks=pytest.mark.slow) for row in rows[count:])]

@@ -117,7 +117,7 @@ def trained(model, devices, layout=None, accumulate="vmap"):
     return out[1]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*list(MODELS)[:-1], pytest.param("nested", marks=pytest.mark.slow)])
 def test_blocks_are_right_in_every_layout(model):
     with jax.enable_x64(True):
         want = trained(model, 1)

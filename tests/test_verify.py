@@ -152,6 +152,7 @@ def command(*argv, cwd, code):
     return done
 
 
+@pytest.mark.slow
 def test_a_good_config_is_verified_by_the_command(tmp_path):
     argv = ["--config", ROOT / "configs" / "digits_cnn.yaml", "--model.args.widths", "[4, 8]", "--optimizer.ema", "0.9"]
     done = command(*argv, "--devices", 4, "--updates", 2, "--verify.strategies", 3, "--json", cwd=tmp_path, code=0)
@@ -213,6 +214,7 @@ def test_what_is_right_passes_and_what_is_worth_knowing_is_said(judged):
     assert "the model computes in float32 at " in note.text and "planted.py:" in note.text
 
 
+@pytest.mark.slow
 def test_a_gradient_of_rounding_noise_is_set_apart_and_named(judged):
     report = judged("--model.args.fault", "noise")
     assert report.verified and set(report.noise) == {"Dense_0/bias"} and not report.shaky
