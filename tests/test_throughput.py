@@ -174,6 +174,23 @@ def test_compiling_is_no_time_of_an_update():
     assert all(20 <= ms < 100 for ms in timed.values()), timed
 
 
+def test_a_record_that_is_told_late_takes_nothing_off_the_next():
+    """Its writer is at work, and sees the end of what it writes of, while the next program compiles."""
+    records, seen = Late(), set()
+
+    def call(updates):
+        time.sleep(0.02 * len(updates) + COMPILES * (len(updates) not in seen))
+        seen.add(len(updates))
+        return {"loss": jnp.zeros(len(updates))}
+
+    with Meter(records, 1, 9, 10.0) as meter:
+        for updates, _ in meter.reading((g, None) for g in [range(1, 4), range(4, 7), range(7, 8), range(8, 9)]):
+            meter.update(updates, call(updates))
+        meter.flush()
+    timed = {r["step"]: r["step_time_ms"] for r in records if "step_time_ms" in r}
+    assert list(timed) == [4, 5, 6, 8] and all(15 <= ms < 100 for ms in timed.values()), timed
+
+
 def test_an_interval_of_one_call_is_timed(tmp_path):
     """Also where an evaluation follows each."""
     run = make_run(tmp_path, toys.MODELS["mlp"](), held_out=toys.data(20), steps=12, steps_per_call=4, log_every=4)
@@ -185,6 +202,12 @@ def test_an_interval_of_one_call_is_timed(tmp_path):
 class Lines(list):
     def write(self, record):
         self.append(record)
+
+
+class Late(Lines):
+    def write(self, record):
+        time.sleep(0.05)
+        super().write(record)
 
 
 class Slow(Arrays):

@@ -85,7 +85,10 @@ class Meter:
                 self.clock = self.clock._replace(waited=self.clock.waited + time.perf_counter() - began)
             if len(item[0]) not in self.lengths:
                 jax.block_until_ready(self.sent)  # or what is left of the calls before would count as compilation
+                self.flush()
                 self.called = time.perf_counter()
+                if self.since is not None:  # all before is done, and most of it told
+                    self.since, self.told = (self.step, self.called), self.clock
             yield item
 
     def update(self, steps: range, metrics: dict[str, jax.Array]) -> None:
