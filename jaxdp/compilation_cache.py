@@ -22,6 +22,7 @@ from jaxdp.errors import one_line
 
 SIZE = 2 * 2**30  # bytes; about a thousand programs
 FOLDER = "jax_compilation_cache_dir"
+ENABLED = "jax_enable_compilation_cache"
 SETTINGS = {
     "jax_compilation_cache_max_size": SIZE,
     "jax_persistent_cache_min_compile_time_secs": 0.0,  # small programs are most of those that a start needs
@@ -37,7 +38,7 @@ def use(where: str | None) -> str | None:
     """Has JAX keep what it compiles from now on; returns in a line why it cannot, or None.
 
     where: a folder, "auto" for the user's own cache folder, None for no cache. A folder that JAX has been given
-    already, by JAX_COMPILATION_CACHE_DIR or by the script, stands, with all that is set about it.
+    already, by JAX_COMPILATION_CACHE_DIR or by the script, stands, with all that is set about it; "" is none.
     """
     if where is None or jax.config.values[FOLDER] is not None:
         return None
@@ -119,7 +120,7 @@ class Note:
 
     def __init__(self, facts: str | None, kind: str = NOTE):
         folder = jax.config.values[FOLDER]
-        kept = facts is not None and folder is not None and "://" not in folder
+        kept = facts is not None and bool(folder) and "://" not in folder and jax.config.values[ENABLED]
         digest = hashlib.sha256(facts.encode()).hexdigest() if facts is not None else ""
         self.file = pathlib.Path(folder) / f"{digest}{kind}" if kept else None
 
@@ -136,5 +137,8 @@ class Note:
         with contextlib.suppress(OSError):
             if self.file is not None:
                 new = self.file.with_name(f"{self.file.name}.{os.getpid()}")
-                new.write_bytes(text.encode() if isinstance(text, str) else text)
-                new.replace(self.file)
+                try:
+                    new.write_bytes(text.encode() if isinstance(text, str) else text)
+                    new.replace(self.file)
+                finally:  # what a full disk did not take
+                    new.unlink(missing_ok=True)

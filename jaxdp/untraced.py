@@ -148,6 +148,11 @@ class Updates:
             return Kept(compiled, **facts)
         return None
 
+    def look(self) -> None:
+        """`certain`, once that need not wait: what is wrong ends the run within seconds."""
+        if not self.sure and self.checking is not None and self.checking.done():
+            self.certain()
+
     def certain(self) -> None:
         """Waits until what was called is known to be what would have been traced. Raises RunFailed where it is not."""
         if self.kept is None or self.sure:
@@ -187,6 +192,7 @@ class First:
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         if self.call is not None:
+            self.updates.look()
             return self.call(state, batch)
         self.call = self.own
         if kept := self.updates.fitting(self.several):

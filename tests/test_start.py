@@ -153,6 +153,35 @@ def test_without_a_cache_there_is_none(tmp_path, no_cache):
     assert compilation_cache.Note("facts").read() is None
 
 
+@pytest.mark.parametrize("setting, value", [("jax_compilation_cache_dir", ""), ("jax_enable_compilation_cache", False)])
+def test_where_jax_is_to_keep_nothing_nothing_is_kept(tmp_path, no_cache, monkeypatch, setting, value):
+    """An empty JAX_COMPILATION_CACHE_DIR is no folder, and above all not the one that a process happens to be in."""
+    monkeypatch.chdir(tmp_path)
+    before = jax.config.values[setting]
+    jax.config.update(setting, value)
+    try:
+        compilation_cache.use(str(tmp_path / "cache"))
+        note = compilation_cache.Note("facts")
+        note.write("text")
+        assert note.file is None and note.read() is None
+        assert not [file for file in tmp_path.rglob("*") if "facts" in file.name or file.name.endswith("-note")]
+    finally:
+        jax.config.update(setting, before)
+
+
+def test_what_a_full_disk_did_not_take_is_not_left(tmp_path, no_cache, monkeypatch):
+    compilation_cache.use(str(tmp_path / "cache"))
+    note = compilation_cache.Note("facts")
+    monkeypatch.setattr(pathlib.Path, "write_bytes", full)
+    note.write(b"text")
+    assert not list(note.file.parent.glob("*-note*"))
+
+
+def full(file, content):
+    file.touch()
+    raise OSError(28, "No space left on device")
+
+
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, no_cache):
     (tmp_path / "file").write_text("")
     problem = compilation_cache.use(str(tmp_path / "file"))

@@ -8,8 +8,12 @@ import pytest
 
 import jaxdp
 from jaxdp import compilation_cache, untraced
+from jaxdp.build.known import files_of, has_own_code
+from jaxdp.build.parts import NOTHING
 from jaxdp.cli import load, verbs
+from jaxdp.config.reading import from_mapping
 from jaxdp.errors import RunFailed
+from jaxdp.models import MODELS
 from test_start import ROOT
 
 RUN = [
@@ -146,6 +150,54 @@ def test_nothing_is_saved_of_an_update_that_this_code_would_not_make(start, tmp_
         start("two")
     assert not files(tmp_path) and not list((tmp_path / "two").glob("checkpoints/[0-9]*"))
     assert start("two")[:1] == (digest,)
+
+
+def test_an_update_that_this_code_would_not_make_ends_the_run_at_once(start, tmp_path):
+    """As soon as the check is through, and not where something is saved: that is after the last of many updates."""
+    more = ("--steps", "6000", "--log.every", "100", "--parallel.devices", "1")
+    start("one", *more)
+    (file,) = files(tmp_path)
+    head, _, executable = file.read_bytes().partition(b"\n")[2].partition(b"\n")
+    content = json.dumps(json.loads(head) | {"lowered": "of another"}).encode() + b"\n" + executable
+    file.write_bytes(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+    with pytest.raises(RunFailed, match="is not what this code makes now"):
+        start("two", *more)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
+    assert max(steps, default=0) < 5900 and not files(tmp_path)
+
+
+class Own:
+    """A class of a script's own."""
+
+
+@pytest.mark.parametrize(
+    "keys, own",
+    [
+        ({}, False),
+        ({"model": {"target": "jaxdp.models.mlp.MLP"}}, False),
+        ({"model": {"target": "Net"}}, True),  # in the table by a script
+        ({"model": {"target": "test_untraced.Own"}}, True),
+        ({"loss": {"target": "MultiTask", "args": {"losses": {"a": {"target": "MeanSquaredError"}}}}}, False),
+        ({"loss": {"target": "MultiTask", "args": {"losses": {"a": {"target": "test_untraced.Own"}}}}}, True),
+        ({"data": {"target": "Digits", "transform": {"target": "test_untraced.Own"}}}, True),
+    ],
+)
+def test_code_of_the_users_is_known(monkeypatch, keys, own):
+    monkeypatch.setitem(MODELS, "Net", Own)
+    config = from_mapping({"model": {"target": "MLP"}, "data": {"target": "Digits"}, "steps": 1, **keys}, "test")
+    assert has_own_code(config, NOTHING) == own
+
+
+def test_a_package_that_was_changed_in_its_place_is_another(tmp_path, monkeypatch):
+    (tmp_path / "around").mkdir()
+    file = tmp_path / "around" / "__init__.py"
+    monkeypatch.syspath_prepend(tmp_path)
+    found = set()
+    for content in ("x = 1", "x = 22"):
+        file.write_text(content)
+        files_of.cache_clear()
+        found.add(files_of("around"))
+    assert len(found) == 2 and files_of("nowhere_at_all") not in found
 
 
 def test_what_fails_before_it_is_checked_is_forgotten(start, tmp_path, monkeypatch):

@@ -3,16 +3,15 @@
 import collections
 import contextlib
 import dataclasses
-import hashlib
-import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
 
-from jaxdp import compilation_cache, loop, own_code
+from jaxdp import loop, own_code
+from jaxdp.build.known import facts, facts_of_programs, note_of, shapes_of
 from jaxdp.build.parts import (
     NOTHING,
     Given,
@@ -28,23 +27,17 @@ from jaxdp.build.parts import (
 )
 from jaxdp.checkpoint import Checkpoints
 from jaxdp.config import Config
-from jaxdp.config.check import WHERE, decides, flatten
-from jaxdp.data import SOURCES
 from jaxdp.data.base import Dataset, fingerprint, probes
 from jaxdp.data.prefetch import read_batch
 from jaxdp.data.resident import Resident
-from jaxdp.data.transforms import TRANSFORMS
 from jaxdp.distributed.context import Context
-from jaxdp.environment import processor
 from jaxdp.errors import UsageError, one_line
 from jaxdp.flops import model_flops
 from jaxdp.hardware import peak_flops
-from jaxdp.losses import LOSSES, attribute, check
+from jaxdp.losses import attribute, check
 from jaxdp.metrics.throughput import throughput
 from jaxdp.metrics.writer import Nothing, Record
-from jaxdp.models import MODELS
 from jaxdp.models.base import CARRY
-from jaxdp.optim import OPTIMIZERS
 from jaxdp.parallel import STAGES, Strategy
 from jaxdp.parallel.base import slot_table
 from jaxdp.plan import Case
@@ -55,12 +48,6 @@ from jaxdp.split import path_string
 from jaxdp.step import Step, TrainState, View
 
 T = TypeVar("T")
-# Keys that no program of training depends on.
-BESIDE = (
-    *("run_dir", "compilation_cache", "data.workers", "log.", "profile.", "checkpoint.", "resume.", "watchdog."),
-    *("verify.", *WHERE),
-)
-REHEARSED = ("parallel.", "eval.", "checkpoint.best")  # keys that a rehearsal looks at, beside those of the numbers
 SLOW = 600.0  # seconds that one rank may take longer than another to read its data
 
 
@@ -279,56 +266,6 @@ def rehearsed(
     return flops
 
 
-def note_of(config: Config, data: str, parts: Parts, given: Given) -> compilation_cache.Note:
-    """Of a rehearsal; none where code of the user's takes part, which may be another the next time."""
-    if has_own_code(config, given):
-        return compilation_cache.Note(None)
-    keys = {k: v for k, v in facts(config, data).items() if decides(k) == "numbers" or k.startswith(REHEARSED)}
-    return compilation_cache.Note(repr((sorted(keys.items()), *facts_around(parts))))
-
-
-def facts_of_programs(
-    config: Config, data: str, parts: Parts, given: Given, devices: Sequence[jax.Device], padded: bool
-) -> str | None:
-    """What a run's programs depend on beside JAX's settings; None where it is not known, or not the same for all."""
-    if has_own_code(config, given) or jax.process_count() > 1:
-        return None
-    places = ([(d.id, d.device_kind) for d in devices], devices[0].client.platform_version, processor())
-    around = {k: v for k, v in facts(config, data).items() if k not in flatten(config)}
-    own = (around, parts.steps, padded, places, os.environ.get("XLA_FLAGS"))
-    return repr((keys_of_programs(config), *facts_around(parts), *own))
-
-
-def keys_of_programs(config: Config) -> list[tuple[str, Any]]:
-    """The keys, with their values, that programs of training may depend on."""
-    return sorted((k, v) for k, v in flatten(config).items() if not k.startswith(BESIDE))
-
-
-def facts_around(parts: Parts) -> tuple[Any, Any]:
-    """The versions of what computes, and the shapes of what is read."""
-    examples = [None if d is None else shapes_of(d) for d in (parts.dataset, parts.eval_set)]
-    return sorted(versions().items()), examples
-
-
-def has_own_code(config: Config, given: Given) -> bool:
-    """Whether code of the user's takes part."""
-    own = config.data.transform
-    tables: list[tuple[Any, Mapping[str, Any]]] = [
-        (config.model, MODELS),
-        (config.data, SOURCES),
-        (config.loss, LOSSES),
-        (config.optimizer, OPTIMIZERS),
-        *([(own, TRANSFORMS)] if own else []),
-        *([(config.eval.data, SOURCES)] if config.eval.data else []),
-    ]
-    return bool(given) or not all(section.target in table for section, table in tables)
-
-
-def shapes_of(dataset: Dataset) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Those of an example [1, ...], by name."""
-    return {k: (v.shape, v.dtype) for k, v in dataset.read(np.zeros(1, np.int64)).items()}
-
-
 def check_examples(parts: Parts, state: TrainState) -> None:
     """UsageError where one of a few examples does not fit the model's outputs, as the loss sees them."""
     if attribute(parts.loss, "check", None) is None:
@@ -411,14 +348,3 @@ def check_best(config: Config, parts: Parts, metrics: set[str]) -> None:
     known = sorted(n for n in metrics - of_updates if not n.startswith(("skipped", "halted", "disagreeing")))
     if best not in known:
         raise UsageError(f"checkpoint.best: {best!r} is not among the numbers of an evaluation: {', '.join(known)}")
-
-
-def facts(config: Config, data: str) -> dict[str, str]:
-    """What must be equal on every rank: every config key, the package's code, the data's fingerprint."""
-    keys = {k: repr(v) for k, v in flatten(config).items()}
-    code = hashlib.sha256()
-    for file in sorted(pathlib.Path(__file__).parent.parent.rglob("*.py")):
-        code.update(file.read_bytes())
-    if config.parallel.reduction == "exact":
-        keys["NPROC"] = os.environ.get("NPROC", "")
-    return {**keys, "the jaxdp package's code": code.hexdigest()[:16], "data fingerprint": data}

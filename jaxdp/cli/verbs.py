@@ -13,7 +13,8 @@ import jax
 
 from jaxdp import ahead, compilation_cache, loop, own_code, rundir, signals
 from jaxdp import config as schema
-from jaxdp.build import keys_of_programs, make_profile, make_run, together
+from jaxdp.build import make_profile, make_run, together
+from jaxdp.build.known import keys_of_programs
 from jaxdp.build.parts import NOTHING, Given, make_parts, set_jax
 from jaxdp.checkpoint import Checkpoints
 from jaxdp.cli.starting import layout_of, start_writer, with_layout
