@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--repeats", type=int, default=16)
     parser.add_argument("--tiny", action="store_true", help="the first config, and few updates")
     options = parser.parse_args(argv)
-    environment.huge_pages()
+    environment.malloc()
     found: dict[str, dict[str, Any]] = {}
     for config, (updates, more) in list(CASES.items())[: 1 if options.tiny else None]:
         with tempfile.TemporaryDirectory() as folder:

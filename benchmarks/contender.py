@@ -8,6 +8,7 @@ takes the place, and only then runs the module: frameworks size their pools of t
 import json
 import os
 import platform
+import resource
 import runpy
 import socket
 import sys
@@ -71,7 +72,7 @@ def serve(
                 found = losses(command["updates"])
                 tell(losses=found, seconds=time.perf_counter() - began)
             elif command["do"] == "memory":
-                tell(**memory())
+                tell(**memory(), resident_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
             else:
                 run(command["updates"])
                 tell(seconds=time.perf_counter() - began)

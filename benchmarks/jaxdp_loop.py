@@ -31,7 +31,7 @@ class Losses:
 
 
 def main(folder: str, argv: list[str]) -> None:
-    environment.huge_pages()  # as the command does
+    environment.malloc()  # as the command does
     config, *_ = load(argv)
     set_threads(config)
     import jax

@@ -12,7 +12,7 @@ def command(argv: list[str] | None = None) -> NoReturn:
     if argv and argv[0] in COMPUTING:
         from jaxdp import environment
 
-        environment.huge_pages()
+        environment.malloc()
     from jaxdp.cli import main
 
     main(argv)

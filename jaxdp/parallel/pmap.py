@@ -40,6 +40,8 @@ from jaxdp.parallel.rounding import running
 from jaxdp.split import WHOLE, spec, take
 from jaxdp.step import Batch, Gather, Step, Sums, TrainState, View, merge
 
+VARIES = (True, False, True, False)  # the parts of two arguments
+
 
 class PMap:
     """State whole on every local device, held once per process; each device computes the whole update.
@@ -111,7 +113,10 @@ class PMap:
             return x.reshape(*self.per_device, *x.shape[1:])
 
         dealt = {k: by_device(x) for k, x in batch.items()}
-        return dealt if self.by_call else jax.device_put(dealt, self.split_here)  # type: ignore[return-value]
+        if self.by_call:
+            return dealt  # type: ignore[return-value]
+        placed = jax.device_put(dealt, self.split_here)
+        return jax.tree.map(lambda x: over_all(x, self.split_everywhere), placed) if jax.process_count() > 1 else placed
 
     def hold(self, arrays: dict[str, np.ndarray]) -> Batch:
         return jax.device_put(arrays, self.here)
@@ -180,7 +185,8 @@ class PMap:
     def averaged(self, state: TrainState) -> TrainState:
         ema = self.export(state).ema
         whole = jax.jit(same, out_shardings=self.everywhere)(like(ema, state.params))
-        return state.replace(params=jax.tree.map(lambda x: _of_buffers(x.shape, self.here, x), whole))
+        place = self.here if state.step.is_fully_addressable else self.everywhere  # as the other leaves
+        return state.replace(params=jax.tree.map(lambda x: _of_buffers(x.shape, place, x), whole))
 
     def arguments(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
         local, slots = self.per_device
@@ -248,6 +254,10 @@ class _Mapped:
 
     takes, gives: of each argument, and of the result, a tree (or a prefix of one) of which leaves differ. donate: the
     first argument.
+
+    Over several processes `pmap` makes a global array of each one of this process's, and the reverse, in every call,
+    which takes longer than all else that Python does. There it only compiles; what is compiled takes global arrays and
+    gives global arrays, and what is not global yet is made so here, once.
     """
 
     def __init__(
@@ -259,9 +269,12 @@ class _Mapped:
             first, second = self.takes
             return self.gives.cut(f(first.join(*parts[:2]), second.join(*parts[2:])))
 
-        local = [devices[i] for i in of_this_process(devices)]
-        places = NamedSharding(data_mesh(local), P(DATA))
-        self.anchor = jax.device_put(np.zeros(len(local), bool), places)  # pmap wants something that is mapped
+        local = data_mesh([devices[i] for i in of_this_process(devices)])
+        self.here = {varies: NamedSharding(local, P(DATA) if varies else P()) for varies in (True, False)}
+        self.everywhere = {varies: NamedSharding(data_mesh(devices), own.spec) for varies, own in self.here.items()}
+        anchor = np.zeros(local.size, bool)  # pmap wants something that is mapped
+        self.anchor = jax.device_put(anchor, self.here[True])
+        self.compiled: Any = None
 
         # Over several processes pmap takes all devices in their own order, which must be ours.
         chosen = None if jax.process_count() > 1 else devices
@@ -276,7 +289,25 @@ class _Mapped:
         )
 
     def __call__(self, *arguments: Any) -> Any:
-        return self.gives.join(*self.mapped(self.anchor, *self._cut(arguments)))
+        parts = self._cut(arguments)
+        if jax.process_count() == 1:
+            return self.gives.join(*self.mapped(self.anchor, *parts))
+        if self.compiled is None:
+            self.compiled = self._lower(parts).compile()
+            self.anchor = over_all(self.anchor, self.everywhere[True])
+        return self.gives.join(*self.compiled(self.anchor, *map(self._over_all, parts, VARIES)))
+
+    def _over_all(self, part: tuple, varies: bool) -> tuple:
+        """A part as global arrays; all of it are, or none is."""
+        if not part or not part[0].is_fully_addressable:
+            return part
+        return tuple(over_all(x, self.everywhere[varies]) for x in part)
+
+    def _lower(self, parts: Sequence[tuple]) -> Any:
+        """`pmap` lowers for this process's arrays."""
+        own = lambda x, varies: x if x.is_fully_addressable else over_all(x, self.here[varies])
+        anchor = own(self.anchor, True)
+        return self.mapped.lower(anchor, *(tuple(own(x, v) for x in part) for part, v in zip(parts, VARIES)))
 
     def by(self, call: Callable[..., tuple], result: Any) -> Callable[..., Any]:
         """This function, by another that takes and gives leaves in the same order. result: a tree like that given."""
@@ -289,7 +320,8 @@ class _Mapped:
         return called
 
     def lower(self, *arguments: Any) -> Any:
-        return self.mapped.lower(self.anchor, *self._cut(arguments))
+        parts = self._cut(arguments)
+        return self._lower(parts) if jax.process_count() > 1 else self.mapped.lower(self.anchor, *parts)
 
     def result_shapes(self, lowered: Any) -> Any:
         return self.gives.join(*lowered.out_info)
@@ -317,6 +349,12 @@ class _Parted:
     def join(self, own: tuple, shared: tuple) -> Any:
         own_left, shared_left = iter(own), iter(shared)
         return jax.tree.unflatten(self.treedef, [next(own_left if v else shared_left) for v in self.varies])
+
+
+def over_all(x: jax.Array, place: NamedSharding) -> jax.Array:
+    """This process's array [local device, ...], or one that is whole on each, as the global array it is part of; or the
+    reverse, by the place."""
+    return _of_buffers((place.mesh.size, *x.shape[1:]) if place.spec else x.shape, place, x)
 
 
 def _of_buffers(shape: tuple[int, ...], sharding: NamedSharding, x: jax.Array) -> jax.Array:
