@@ -9,11 +9,12 @@ TORCH = "torch_ddp.train"
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One contender of a case. args: of the config for jaxdp, of the script for the others."""
+    """One contender of a case. args: of the config for jaxdp, of the script for the others. malloc: as jaxdp has it."""
 
     name: str
     script: str
     args: tuple[str, ...] = ()
+    malloc: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +50,19 @@ class Case:
 
 OURS = Entry("jaxdp", JAXDP)
 PLAIN = Entry("plain jit", JIT)
+TUNED = Entry("plain jit, malloc", JIT, malloc=True)
 FLAX = Entry("flax nnx", NNX)
 PACKED = Entry("plain shard_map, packed", SHARD, ("--reduce", "packed"))
+PACKED_TUNED = Entry("plain shard_map, packed, malloc", SHARD, ("--reduce", "packed"), malloc=True)
 LEAVES = Entry("plain shard_map, leaves", SHARD, ("--reduce", "leaves"))
 EAGER = Entry("torch", TORCH)
 LAST = Entry("torch channels_last", TORCH, ("--layout", "channels_last"))
 COMPILED = Entry("torch compiled", TORCH, ("--compile",))
 DDP = Entry("torch DDP", TORCH)
 DDP_LAST = Entry("torch DDP channels_last", TORCH, ("--layout", "channels_last"))
+# Without those of BatchNorm, which jaxdp averages over the processes, and DDP by default sends from rank 0.
+DDP_BARE = Entry("torch DDP, no buffers", TORCH, ("--no-broadcast_buffers",))
+DDP_LAST_BARE = Entry("torch DDP channels_last, no buffers", TORCH, (*DDP_LAST.args, "--no-broadcast_buffers"))
 
 SIXTEEN = Entry("jaxdp, 16 a call", JAXDP, ("--steps_per_call", "16"))
 PJIT = Entry("jaxdp pjit", JAXDP, ("--parallel.backend", "pjit"))
@@ -67,9 +73,10 @@ CPU: tuple[Case, ...] = (
     Case(
         "overhead_mlp",
         "benchmarks/configs/digits_mlp.yaml",
-        (OURS, PJIT, SIXTEEN, PLAIN, FLAX),
+        (OURS, PJIT, SIXTEEN, PLAIN, TUNED, FLAX),
         (
             Claim("microseconds", "jaxdp", "plain jit", 100.0),
+            Claim("microseconds", "jaxdp", "plain jit, malloc", 100.0),
             Claim("microseconds", "jaxdp, 16 a call", "plain jit", 20.0),
             Claim("microseconds", "jaxdp pjit", "plain jit", 100.0),
             Claim("speed", "jaxdp", "flax nnx"),
@@ -79,16 +86,17 @@ CPU: tuple[Case, ...] = (
     Case(
         "overhead_wide",
         "benchmarks/configs/wide_mlp.yaml",
-        (OURS, PLAIN, FLAX),
-        (Claim("overhead", "jaxdp", "plain jit", 0.02), Claim("speed", "jaxdp", "flax nnx")),
+        (OURS, PLAIN, TUNED),
+        (Claim("overhead", "jaxdp", "plain jit", 0.02), Claim("overhead", "jaxdp", "plain jit, malloc", 0.02)),
         updates=30,
     ),
     Case(
         "gpt_1",
         "configs/gpt_3m.yaml",
-        (OURS, PJIT, PLAIN, FLAX, EAGER, COMPILED),
+        (OURS, PJIT, PLAIN, TUNED, FLAX, EAGER, COMPILED),
         (
             Claim("overhead", "jaxdp", "plain jit", 0.02),
+            Claim("overhead", "jaxdp", "plain jit, malloc", 0.02),
             Claim("within", "jaxdp", "jaxdp pjit"),
             Claim("speed", "jaxdp", "torch", 1.0),
             Claim("speed", "jaxdp", "torch compiled"),
@@ -101,10 +109,11 @@ CPU: tuple[Case, ...] = (
     Case(
         "gpt_2",
         "configs/gpt_3m.yaml",
-        (OURS, LEAVES, PACKED, DDP),
+        (OURS, LEAVES, PACKED, PACKED_TUNED, DDP),
         (
             Claim("speed", "jaxdp", "torch DDP", 1.05),
             Claim("speed", "jaxdp", "plain shard_map, packed"),
+            Claim("speed", "jaxdp", "plain shard_map, packed, malloc"),
             Claim("speed", "jaxdp", "plain shard_map, leaves"),
         ),
         updates=4,
@@ -115,13 +124,13 @@ CPU: tuple[Case, ...] = (
     Case(
         "resnet9_1",
         "configs/cifar10_resnet9.yaml",
-        (OURS, PJIT, PLAIN, FLAX, EAGER, LAST, COMPILED),
+        (OURS, PJIT, PLAIN, TUNED, FLAX, EAGER, LAST),
         (
             Claim("microseconds", "jaxdp", "plain jit", 100.0),
+            Claim("microseconds", "jaxdp", "plain jit, malloc", 100.0),
             Claim("within", "jaxdp", "jaxdp pjit"),
             Claim("speed", "jaxdp", "torch", 0.9),
             Claim("speed", "jaxdp", "torch channels_last", 0.9),
-            Claim("speed", "jaxdp", "torch compiled"),
             Claim("speed", "jaxdp", "flax nnx"),
         ),
         updates=120,
@@ -132,11 +141,14 @@ CPU: tuple[Case, ...] = (
     Case(
         "resnet9_2",
         "configs/cifar10_resnet9.yaml",
-        (OURS, LEAVES, PACKED, DDP, DDP_LAST),
+        (OURS, LEAVES, PACKED, PACKED_TUNED, DDP, DDP_LAST, DDP_BARE, DDP_LAST_BARE),
         (
             Claim("speed", "jaxdp", "torch DDP", 0.9),
             Claim("speed", "jaxdp", "torch DDP channels_last", 0.9),
+            Claim("speed", "jaxdp", "torch DDP, no buffers", 0.9),
+            Claim("speed", "jaxdp", "torch DDP channels_last, no buffers", 0.9),
             Claim("speed", "jaxdp", "plain shard_map, packed"),
+            Claim("speed", "jaxdp", "plain shard_map, packed, malloc"),
             Claim("speed", "jaxdp", "plain shard_map, leaves"),
         ),
         updates=60,

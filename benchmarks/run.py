@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.cases import CPU, SCRIPTS, Case, Claim, Entry, Script
 from jaxdp.config import Config
+from jaxdp.environment import tunables
 
 ROOT = harness.ROOT
 TORCH = "JAXDP_BENCH_TORCH"
@@ -99,7 +100,8 @@ def contender_of(
         assert torch is not None
         python, launcher = torch, "ranks" if case.processes > 1 else "none"
     command = [python, "-m", "benchmarks.contender", f"benchmarks.{entry.script}", *words]
-    return harness.Contender(entry.name, command, case.processes, launcher)
+    env = {"GLIBC_TUNABLES": tunables()} if entry.malloc else {}
+    return harness.Contender(entry.name, command, case.processes, launcher, env)
 
 
 def available(entry: Entry, torch: str | None) -> bool:

@@ -1,9 +1,9 @@
 """How long a run takes to its first update, with an empty compilation cache and with the one that is left behind.
 
-    python -m benchmarks.start [--repeats 2]
+    python -m benchmarks.start [--repeats 2] [--processes 2]
 
 Each start is `python train.py --config ... --steps 1`, timed from its beginning to the line of update 1 in its metrics
-file. Prints JSON.
+file; with --processes under mpirun. Prints JSON.
 """
 
 import argparse
@@ -27,11 +27,12 @@ CONFIGS = {
 }
 
 
-def first_update(config: list[str], folder: pathlib.Path, cache: pathlib.Path) -> float:
+def first_update(config: list[str], folder: pathlib.Path, cache: pathlib.Path, processes: int = 1) -> float:
     """Seconds to the first update. Raises CalledProcessError where the run fails."""
     env = environment(XDG_CACHE_HOME=str(cache))  # as a user has it: below it is the cache that is on by default
     env.pop("JAX_COMPILATION_CACHE_DIR", None)
-    command = [sys.executable, "train.py", "--config", *config, "--steps", "1", "--run_dir", str(folder)]
+    launch = ["mpirun", "-np", str(processes), "--bind-to", "none", "--oversubscribe"] if processes > 1 else []
+    command = [*launch, sys.executable, "train.py", "--config", *config, "--steps", "1", "--run_dir", str(folder)]
     metrics, began = folder / "metrics.jsonl", time.perf_counter()
     with (folder.parent / f"{folder.name}.log").open("w+") as log:
         run = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
@@ -47,14 +48,18 @@ def first_update(config: list[str], folder: pathlib.Path, cache: pathlib.Path) -
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=2)
-    repeats = parser.parse_args(argv).repeats
+    parser.add_argument("--processes", type=int, default=1)
+    options = parser.parse_args(argv)
+    repeats = options.repeats
     times: dict[str, dict[str, list[float]]] = {name: {"first": [], "second": []} for name in CONFIGS}
     for repeat in range(repeats):
         for name, config in CONFIGS.items():
             with tempfile.TemporaryDirectory() as folder:
                 for start in ("first", "second"):
                     run = pathlib.Path(folder) / f"{start}{repeat}"
-                    times[name][start].append(first_update(config, run, pathlib.Path(folder) / "cache"))
+                    times[name][start].append(
+                        first_update(config, run, pathlib.Path(folder) / "cache", options.processes)
+                    )
     median = {name: {k: statistics.median(v) for k, v in own.items()} for name, own in times.items()}
     shares = {name: own["second"] / own["first"] for name, own in median.items()}
     print(json.dumps({"seconds": times, "median": median, "shares": shares, "share": max(shares.values())}))

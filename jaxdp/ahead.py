@@ -19,6 +19,8 @@ from jaxdp.compilation_cache import Note, seal, unseal
 
 LEAST = 2**14  # bytes of a file that is worth it
 PARAMETERS = ["cache_key", "compile_options", "backend", "executable_devices"]
+WRITTEN = ["cache_key", "compile_time_secs", "module_name", "backend", "executable"]
+KEPT = ["cache_key", "module_name", "executable", "backend", "compile_time"]
 
 
 class Asked(NamedTuple):
@@ -58,6 +60,45 @@ def loading(facts: str, wanted: bool = True) -> Iterator[Asked]:
     finally:
         module.get_executable_and_time = read
         pool.shutdown(cancel_futures=True)  # a thread that still loads would outlive the interpreter
+
+
+@contextlib.contextmanager
+def written_by_all() -> Iterator[None]:
+    """In this block every process writes what it compiles for CPU, where each has programs, and keys, of its own.
+
+    JAX has process 0 write alone, for the sake of file systems that many would write the same to at once. It does so in
+    a function that is not public; where that is another than the one known here, it is left as it is.
+    """
+    found = _writer()
+    if jax.process_index() == 0 or jax.default_backend() != "cpu" or found is None:
+        yield
+        return
+    compiler, write, keep = found
+
+    def each(key: str, seconds: float, name: str, backend: Any, executable: Any, *callbacks: Any) -> None:
+        write(key, seconds, name, backend, executable, *callbacks)
+        if not any(callbacks):  # they belong to one process
+            with contextlib.suppress(Exception):  # it is compiled the next time
+                keep(key, name, executable, backend, int(seconds))
+
+    compiler._cache_write = each
+    try:
+        yield
+    finally:
+        compiler._cache_write = write
+
+
+def _writer() -> tuple[Any, Callable[..., None], Callable[..., None]] | None:
+    """JAX's module, its function that has process 0 write a program, and the one that writes it."""
+    try:
+        from jax._src import compilation_cache, compiler
+
+        write, keep = compiler._cache_write, compilation_cache.put_executable_and_time
+        names = [list(inspect.signature(f).parameters) for f in (write, keep)]
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return None
+    fits = names[0][:5] == WRITTEN and names[0][5:] in ([], ["host_callbacks"]) and names[1] == KEPT
+    return (compiler, write, keep) if fits else None
 
 
 def _reader() -> tuple[Any, Callable[..., Any]] | None:

@@ -53,13 +53,18 @@ def malloc() -> None:
     """
     if not libc().startswith("glibc") or "GLIBC_TUNABLES" in os.environ or gpus.count():
         return
+    os.environ["GLIBC_TUNABLES"] = tunables()
+    with contextlib.suppress(OSError):
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def tunables() -> str:
+    """GLIBC_TUNABLES, as `malloc` sets it."""
     settings = dict(KEPT)
     with contextlib.suppress(OSError):
         if "[madvise]" in pathlib.Path(HUGE_PAGES).read_text():  # else they are given unasked, or never
             settings["hugetlb"] = 1  # since glibc 2.35; others pass over it
-    os.environ["GLIBC_TUNABLES"] = ":".join(f"glibc.malloc.{name}={value}" for name, value in settings.items())
-    with contextlib.suppress(OSError):
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    return ":".join(f"glibc.malloc.{name}={value}" for name, value in settings.items())
 
 
 def libc() -> str:

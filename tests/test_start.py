@@ -89,8 +89,8 @@ def test_a_second_start_compiles_nothing_and_gives_the_same_bits(tmp_path, reduc
 
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_the_first_of_several_processes_finds_its_programs(tmp_path):
-    """JAX gives each CPU process keys of its own, and lets rank 0 alone write: the others compile anew."""
+def test_each_of_several_processes_finds_its_programs(tmp_path):
+    """JAX gives each CPU process keys of its own, and would let rank 0 alone write."""
     digests = []
     for name in ("one", "two"):
         command = ["-c", SCRIPT, *RUN, "--run_dir", str(tmp_path / name)]
@@ -99,7 +99,7 @@ def test_the_first_of_several_processes_finds_its_programs(tmp_path):
         digests.append(json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])["params_sha256"])
         found = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("found ")]
     assert digests[0] == digests[1] and len(found) == 2
-    assert sorted(process.get("cache_hits", 0) > 3 for process in found)[-1]
+    assert all(process.get("cache_hits", 0) > 3 for process in found)
     assert not any(process.get("cache_misses", 0) for process in found)  # which count what is written
 
 

@@ -50,11 +50,10 @@ def train(
     config = as_begun(config, directory, context)
     keep_programs(config, context)
     set_jax(config)
-    platform = jax.devices()[0].platform
-    # On CPU each process has programs of its own, of which only rank 0's are kept.
     start = start_of(config, context)
     with (
-        ahead.loading(start, context.is_root or platform != "cpu") as asked,
+        ahead.written_by_all(),
+        ahead.loading(start) as asked,
         concurrent.futures.ThreadPoolExecutor(1, "jaxdp-update") as pool,
     ):
         updates = Updates(start if context.size == 1 else None, asked, pool)
@@ -202,7 +201,8 @@ def keep_programs(config: Config, context: Context) -> None:
 
 def start_of(config: Config, context: Context) -> str:
     """What the programs of a start depend on, as far as the config and the hosts tell."""
-    place = (context.size, len(jax.devices()), jax.devices()[0].device_kind, processor())
+    own = context.rank if jax.default_backend() == "cpu" else 0  # there each process has programs of its own
+    place = (context.size, own, len(jax.devices()), jax.devices()[0].device_kind, processor())
     return repr(("start", keys_of_programs(config), sorted(rundir.versions().items()), place))
 
 
