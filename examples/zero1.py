@@ -15,7 +15,10 @@ Each device keeps the Adam moments of its eighth of the parameters (the last bia
 import functools
 import os
 
+from jaxdp import environment
+
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+environment.enough_threads()  # for simulated devices to wait in: several updates are sent ahead
 
 import jax
 import jax.numpy as jnp
