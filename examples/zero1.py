@@ -15,10 +15,8 @@ Each device keeps the Adam moments of its eighth of the parameters (the last bia
 import functools
 import os
 
-from jaxdp import environment
-
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-environment.enough_threads()  # for simulated devices to wait in: several updates are sent ahead
+os.environ.setdefault("NPROC", "32")  # threads enough for simulated devices that wait in several collectives
 
 import jax
 import jax.numpy as jnp
