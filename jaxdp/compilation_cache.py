@@ -1,9 +1,8 @@
 """What XLA has compiled stays on disk, so that the next start of the same program need not compile it.
 
 The cache is JAX's own persistent one (docs.jax.dev, "Persistent compilation cache"): rank 0 writes, all read (on CPU
-each process has programs of its own, and writes them: `ahead.written_by_all`), under a lock, and the least recently used
-programs go first. A folder holds those for one kind of processor: what is compiled for another may end in an illegal
-instruction.
+each process has programs, and writes them: `ahead.written_by_all`), under a lock, and the least recently used go first.
+A folder holds those for one kind of processor: what is compiled for another may end in an illegal instruction.
 """
 
 import contextlib
