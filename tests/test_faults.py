@@ -81,7 +81,7 @@ SEQUENCE = [
     (
         "raise",
         {"rank": 1, "at": 12},
-        r"ValueError: the loader fails\njaxdp: rank 1 \(host .*\) failed: ValueError",
+        r"ValueError: the loader fails\nas the batch of step \d+ was .*\njaxdp: rank 1 \(host .*\) failed: ValueError",
         None,
     ),
     ("SIGKILL", {"rank": 0, "at": 2, "where": "test"}, killed(0), None),
@@ -138,7 +138,8 @@ def test_a_sigterm_that_a_peer_cannot_answer_is_no_preemption(config, tmp_path):
 
 def test_a_rank_that_sleeps_in_its_loader_is_behind(config, tmp_path):
     done = job(config, tmp_path, "sleep", "mpich", rank=1, at=15, more=["--watchdog.step_timeout", "3"])
-    assert done.returncode == 1 and not done.left and done.seconds < 40, done.output
+    assert done.returncode in (1, 9), done.output  # hydra's own, of the rank that it kills, where it is quicker
+    assert not done.left and done.seconds < 40, done.output
     assert re.search(
         r"rank 1 \(host .*\) is behind: waits for the data of update \d+ \(faulty.py:\d+ in fault\)", done.stderr
     ), done.output
