@@ -1,6 +1,7 @@
 """Several updates in one compiled call, and data that lives on the devices: the same numbers, nothing is passed by."""
 
 import dataclasses
+import json
 import pathlib
 
 import jax
@@ -21,6 +22,7 @@ from jaxdp.errors import UsageError
 from jaxdp.guard import Spike
 from jaxdp.parallel.base import slot_table
 from jaxdp.profile import Profile
+from launch import mpirun
 from test_loop import make_run
 from test_sequential import summing
 
@@ -212,3 +214,20 @@ def test_a_mask_of_the_data_is_never_left_out():
     parts = make_parts(config)
     own = Arrays(**{**toys.data(1437), "mask": np.ones(1437, np.float32)})
     assert is_padded(config, parts._replace(dataset=own), slot_table(8, 1))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("backend", ["pmap", pytest.param("pjit", marks=pytest.mark.slow)])
+def test_over_two_processes_calls_of_several_from_the_devices_memory_are_the_same(tmp_path, backend):
+    """Two devices each, a batch that does not fill its microbatches, an evaluation between calls."""
+    config = ["--config", "configs/digits.yaml", "--steps", "27", "--epochs", "null", "--microbatches", "6"]
+    config += ["--batch_size", "50", "--eval.every", "10", "--parallel.backend", backend, "--model.args.hidden", "[8]"]
+    records = []
+    for name, more in (("one", []), ("four", ["--steps_per_call", "4", "--data.on_device", "true"])):
+        command = ["train.py", *config, *more, "--run_dir", str(tmp_path / name), "--log.every", "1"]
+        done = mpirun(2, command, devices=2)
+        assert done.returncode == 0, done.output
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        records.append({(r["split"], r["step"]): r["loss"] for r in lines})
+    assert len(records[0]) == 30 and records[0].keys() == records[1].keys()
+    assert all(records[1][key] == pytest.approx(loss, rel=1e-5) for key, loss in records[0].items())

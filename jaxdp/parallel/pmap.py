@@ -115,11 +115,15 @@ class PMap:
         dealt = {k: by_device(x) for k, x in batch.items()}
         if self.by_call:
             return dealt  # type: ignore[return-value]
-        placed = jax.device_put(dealt, self.split_here)
-        return jax.tree.map(lambda x: over_all(x, self.split_everywhere), placed) if jax.process_count() > 1 else placed
+        return self._placed(dealt, self.split_here, self.split_everywhere)
 
     def hold(self, arrays: dict[str, np.ndarray]) -> Batch:
-        return jax.device_put(arrays, self.here)
+        return self._placed(arrays, self.here, self.everywhere)
+
+    def _placed(self, arrays: dict[str, np.ndarray], here: NamedSharding, everywhere: NamedSharding) -> Batch:
+        """On this process's devices; as parts of global arrays where there are other processes (see `_Mapped`)."""
+        placed: Batch = jax.device_put(arrays, here)
+        return {k: over_all(x, everywhere) for k, x in placed.items()} if jax.process_count() > 1 else placed
 
     def lower(self, step: Step) -> Program:
         parts, exact = len(self.devices), self.reduction.exact
