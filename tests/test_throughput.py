@@ -152,43 +152,36 @@ def test_the_console_shows_it(capsys):
 COMPILES = 0.5  # seconds
 
 
-def test_compiling_is_no_time_of_an_update():
-    """Calls of two updates and of one: the first of each compiles; and what runs in a pause is not counted either."""
-    records, seen = Lines(), set()
+def timed(records, groups, every, paused=()):
+    """{step: milliseconds} as recorded, of calls of 20 ms an update, where the first of each length compiles."""
+    seen = set()
 
     def call(updates):
         time.sleep(0.02 * len(updates) + COMPILES * (len(updates) not in seen))
         seen.add(len(updates))
         return {"loss": jnp.zeros(len(updates))}
 
-    with Meter(records, 4, 13, 10.0) as meter:
-        groups = [range(i, i + 2) for i in range(1, 13, 2)] + [range(13, 14)]
+    with Meter(records, every, groups[-1][-1], 10.0) as meter:
         for updates, _ in meter.reading((group, None) for group in groups):
             meter.update(updates, call(updates))
-            if updates[-1] in (6, 8):
+            if updates[-1] in paused:
                 meter.pause()
                 time.sleep(COMPILES)
         meter.flush()
-    timed = {r["step"]: r["step_time_ms"] for r in records if "step_time_ms" in r}
-    assert list(timed) == [4, 8, 12], timed  # of 13 there is the first alone
-    assert all(20 <= ms < 100 for ms in timed.values()), timed
+    return {r["step"]: r["step_time_ms"] for r in records if "step_time_ms" in r}
+
+
+def test_compiling_is_no_time_of_an_update():
+    """Calls of two updates and of one: the first of each compiles; and what runs in a pause is not counted either."""
+    found = timed(Lines(), [range(i, i + 2) for i in range(1, 13, 2)] + [range(13, 14)], 4, paused=(6, 8))
+    assert list(found) == [4, 8, 12], found  # of 13 there is the first alone
+    assert all(20 <= ms < 100 for ms in found.values()), found
 
 
 def test_a_record_that_is_told_late_takes_nothing_off_the_next():
     """Its writer is at work, and sees the end of what it writes of, while the next program compiles."""
-    records, seen = Late(), set()
-
-    def call(updates):
-        time.sleep(0.02 * len(updates) + COMPILES * (len(updates) not in seen))
-        seen.add(len(updates))
-        return {"loss": jnp.zeros(len(updates))}
-
-    with Meter(records, 1, 9, 10.0) as meter:
-        for updates, _ in meter.reading((g, None) for g in [range(1, 4), range(4, 7), range(7, 8), range(8, 9)]):
-            meter.update(updates, call(updates))
-        meter.flush()
-    timed = {r["step"]: r["step_time_ms"] for r in records if "step_time_ms" in r}
-    assert list(timed) == [4, 5, 6, 8] and all(15 <= ms < 100 for ms in timed.values()), timed
+    found = timed(Late(), [range(1, 4), range(4, 7), range(7, 8), range(8, 9)], 1)
+    assert list(found) == [4, 5, 6, 8] and all(15 <= ms < 100 for ms in found.values()), found
 
 
 def test_an_interval_of_one_call_is_timed(tmp_path):
