@@ -1,4 +1,4 @@
-# make train: environment and the main job on the embedded data.  make test: environment and the test suite.
+# make train: environment and the main job on the embedded data.  make test: environment and the quick tests.
 # make docs: the pages of docs/, into site/.
 PYTHON ?= python3
 VENV := .venv
@@ -15,12 +15,12 @@ endif
 train: $(VENV)/.base
 	$(BIN)/python train.py --config configs/digits.yaml
 
-# Jobs of several processes are bounded in time, and run by themselves.
+# The quick part of the test suite: at most six minutes on two cores. Jobs of several processes run one after the other.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not slow and not mpi" -n 2 --dist loadfile -rs --durations=10
+	$(BIN)/python -m pytest -m "not slow and not mpi" -n 2 --dist worksteal -rs --durations=10
 	$(BIN)/python -m pytest -m "not slow and mpi" -rs --durations=10
 
-# What takes longer too.
+# The slow part as well: every combination that the quick part has one example of.
 test-all: test
 	$(BIN)/python -m pytest -m "slow and not exhaustive" -n 2 --dist loadgroup --durations=3
 

@@ -21,7 +21,7 @@ import jax
 import jaxdp
 from benchmarks.harness import ROOT, quartiles
 from jaxdp import environment
-from jaxdp.build import make_run
+from jaxdp.assemble.run import make_run
 from jaxdp.cli import load
 
 # config: (updates a turn, what differs)
@@ -36,7 +36,7 @@ def turn_of(config: str, backend: str, more: list[str], updates: int, folder: st
     """A function that makes so many updates, and gives the seconds that they took."""
     keys = ["--parallel.backend", backend, "--microbatches", "1", "--epochs", "null", "--steps", "100", *more]
     run = make_run(load(["--config", str(ROOT / config), *keys])[0], pathlib.Path(folder), jaxdp.init())
-    program, state = run.strategy.lower(run.step), run.begin(run)
+    program, state = run.strategy.compile(run.step), run.begin(run)
     with run.train.batches(0, 1, run.strategy) as batches:
         _, batch = next(iter(batches))
 

@@ -181,5 +181,5 @@ SCRIPTS: tuple[Script, ...] = (
         (("times", "at least", 5.0), ("waiting_share", "at most", 0.01)),
         root=True,
     ),
-    Script("start", ("-m", "benchmarks.start"), (("share", "at most", 0.40),)),
+    Script("start", ("-m", "benchmarks.start"), (("share", "at most", 0.50),)),
 )

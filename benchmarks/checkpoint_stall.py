@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import optax
 
 import jaxdp
-from jaxdp.checkpoint import Checkpoints
-from jaxdp.step import TrainState
+from jaxdp.checkpoint.store import Checkpoints
+from jaxdp.core.state import TrainState
 
 WIDTH = 1000
 META = {"config": {}}

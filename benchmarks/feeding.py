@@ -19,10 +19,12 @@ import jax
 
 import jaxdp
 from benchmarks.harness import ROOT
-from jaxdp import loop
-from jaxdp.build import make_run
+from jaxdp.assemble.run import make_run
 from jaxdp.cli import load
 from jaxdp.data.cifar10 import CIFAR10
+from jaxdp.training import loop
+from jaxdp.training.lookback import Lookback
+from jaxdp.training.run import Progress
 
 
 class Waits:
@@ -58,7 +60,7 @@ def main(argv: list[str]) -> None:
     n, examples = options.updates, config.batch_size * options.updates
     with tempfile.TemporaryDirectory() as folder:
         run = make_run(config, pathlib.Path(folder), jaxdp.init())
-        program, at = run.strategy.lower(run.step), loop.Position(0, run.strategy.init())
+        program, at = run.strategy.compile(run.step), Progress(0, run.strategy.init())
         dataset: Any = run.train.dataset
         assert isinstance(dataset, CIFAR10)
         images = lambda batch: {"inputs": batch["inputs"].reshape(-1, *dataset.input_shape)}
@@ -77,7 +79,7 @@ def main(argv: list[str]) -> None:
             waits: Any = Waits()
             part = dataclasses.replace(run, writer=waits, log_every=10, start=at.step, steps=at.step + n)
             began = time.perf_counter()
-            loop.advance(part, program, at)
+            loop.advance(part, program, at, Lookback())
             jax.block_until_ready(at.state)
             return examples / (time.perf_counter() - began), statistics.mean(waits.found)
 

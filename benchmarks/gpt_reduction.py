@@ -15,10 +15,10 @@ import time
 import jax
 
 import jaxdp
-from jaxdp.build.parts import make_parts, make_strategy, make_the_step, set_jax, state_maker
+from jaxdp.analysis.hlo import collectives, summarize
+from jaxdp.assemble.components import make_parts, make_strategy, make_the_step, set_jax, state_maker
 from jaxdp.cli import load
 from jaxdp.data.prefetch import read_batch
-from jaxdp.hlo import collectives, summarize
 
 REPEATS, UPDATES = 11, 3
 
@@ -34,8 +34,8 @@ def main() -> None:
     for name in ("bucket", "xla"):
         asked = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, reduction=name))
         strategy = make_strategy(asked, parts, make_state, jax.devices())
-        batch = strategy.put(read_batch(parts.dataset, parts.cursor, 0, strategy.local_slots))
-        program, state = strategy.lower(step), strategy.init()
+        batch = strategy.shard_batch(read_batch(parts.dataset, parts.cursor, 0, strategy.local_slots))
+        program, state = strategy.compile(step), strategy.init()
         found = collectives(program.lowered(state, batch)["update"].compile().as_text())
         moved[name] = {kind: [t.count, t.bytes] for kind, t in summarize(found).items()}
         state, metrics = program.update(state, batch)

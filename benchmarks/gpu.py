@@ -28,15 +28,17 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.run import ROOT, TORCH, make_material
-from jaxdp.flops import gpt_flops
-from jaxdp.hardware import peak_flops
+from jaxdp.analysis.flops import gpt_flops
+from jaxdp.analysis.hardware import peak_flops
 
 TOLERANCE = 2e-2  # of curves in bfloat16
 SECTION = 150.0  # seconds that a contender may take for any answer
 BUDGET = 460.0  # seconds in which all is begun and, but for what is under way, over
 LEAST = 25.0  # seconds that are left, or a part is not begun
+NO_TIME = f"no time: {BUDGET:.0f} s are over"
 ACCURACY = 0.94  # of DAWNBench
 CHECK = 5  # updates whose losses are compared
+GPT2 = {False: (64, 1024, 12, 768), True: (8, 64, 2, 96)}  # whether tiny: batch, tokens, layers, width
 
 
 @dataclasses.dataclass
@@ -60,6 +62,10 @@ class Bench:
     def left(self) -> float:
         return BUDGET - (time.monotonic() - self.began)
 
+    def is_over(self) -> bool:
+        """Whether there is no time left to begin anything."""
+        return self.left() < LEAST and not self.tiny
+
     def limit(self, most: float = SECTION) -> float:
         """Seconds for what is begun now."""
         return most if self.tiny else max(LEAST, min(most, self.left()))
@@ -74,8 +80,8 @@ class Bench:
         own = self.found[name] = {}
         began = time.monotonic()
         try:
-            if self.left() < LEAST and not self.tiny:
-                own["left_out"] = f"no time: {BUDGET:.0f} s are over"
+            if self.is_over():
+                own["left_out"] = NO_TIME
             else:
                 part(self, own)
         except Exception as error:
@@ -153,18 +159,17 @@ def ceilings(bench: Bench, own: dict[str, Any]) -> None:
 
 def gpt2_words(tiny: bool) -> list[str]:
     """The config: batch 64 x 1,024 in bfloat16, blocks one after the other."""
-    batch, tokens = (8, 64) if tiny else (64, 1024)
+    batch, tokens, layers, dim = GPT2[tiny]
     words = ["configs/gpt2_124m.yaml", "--data.target", "benchmarks.data.RandomTokens", "--model.args.scan", "false"]
     words += ["--data.args.length", str(tokens), "--batch_size", str(batch), "--microbatches", "1"]
     if tiny:
-        words += ["--model.args.layers", "2", "--model.args.dim", "96", "--data.args.classes", "512"]
+        words += ["--model.args.layers", str(layers), "--model.args.dim", str(dim), "--data.args.classes", "512"]
         words += ["--model.args.num_classes", "512"]
     return words
 
 
 def gpt2(bench: Bench, own: dict[str, Any]) -> None:
-    words, layers, dim = gpt2_words(bench.tiny), *((2, 96) if bench.tiny else (12, 768))
-    batch, tokens = (8, 64) if bench.tiny else (64, 1024)
+    words, (batch, tokens, layers, dim) = gpt2_words(bench.tiny), GPT2[bench.tiny]
     own["attention"] = bench.found["ceilings"].get("attention")
     if own["attention"] == "cudnn" and not bench.tiny:  # or it would be taken where it can, in silence
         words += ["--model.args.attention", "cudnn"]
@@ -223,8 +228,8 @@ def compared(
             python = torch if module.startswith("torch") else sys.executable
             job = [str(python), "-m", "benchmarks.contender", f"benchmarks.{module}", *args]
             try:
-                if bench.left() < LEAST and not bench.tiny:
-                    raise harness.Unfair(f"no time: {BUDGET:.0f} s are over")
+                if bench.is_over():
+                    raise harness.Unfair(NO_TIME)
                 measured = harness.measure(
                     [harness.Contender(name, job, env=bench.env)],
                     pathlib.Path(folder) / "logs",
@@ -283,10 +288,10 @@ def counted(bench: Bench, words: list[str]) -> int:
 import sys
 import jax
 import numpy as np
-from jaxdp.build.parts import make_parts, make_the_step, set_jax, state_maker
+from jaxdp.assemble.components import make_parts, make_the_step, set_jax, state_maker
 from jaxdp.cli import load
 from jaxdp.data.prefetch import read_batch
-from jaxdp.flops import count_flops
+from jaxdp.analysis.flops import count_flops
 config, *_ = load(sys.argv[1:])
 set_jax(config)
 parts = make_parts(config)

@@ -246,13 +246,15 @@ def train(job: Job, updates: int, timeout: float) -> list[float]:
     first = job.ask(timeout, do="losses", updates=1)
     more = job.ask(timeout, do="losses", updates=updates - 1)
     job.facts["first_update_s"] = max(answer["seconds"] for answer in first)
-    ranks = [a["losses"] + b["losses"] for a, b in zip(first, more)]
-    return [statistics.fmean(values) for values in zip(*ranks)]
+    ranks = [a["losses"] + b["losses"] for a, b in zip(first, more, strict=True)]
+    return [statistics.fmean(values) for values in zip(*ranks, strict=True)]
 
 
 def worst(losses: Sequence[float], others: Sequence[float]) -> float:
-    """The largest relative difference; one that is no number counts as infinite."""
-    errors = [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(losses, others)]
+    """The largest relative difference; no number, no losses, or another number of them count as infinite."""
+    if not losses or len(losses) != len(others):
+        return float("inf")
+    errors = [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(losses, others, strict=True)]
     return max(error if error == error else float("inf") for error in errors)
 
 
@@ -261,7 +263,9 @@ def compare(losses: dict[str, list[float]], tolerance: float) -> None:
     first, *others = losses
     for name in others:
         if (error := worst(losses[name], losses[first])) > tolerance:
-            pairs = zip(losses[name], losses[first])
+            if not losses[name] or len(losses[name]) != len(losses[first]):
+                raise Unfair(f"{name}: it has {len(losses[name])} losses, and {first} has {len(losses[first])}")
+            pairs = zip(losses[name], losses[first], strict=True)
             update = next(i for i, (a, b) in enumerate(pairs, 1) if not abs(a - b) <= tolerance * abs(b))
             raise Unfair(
                 f"{name}: its losses differ from those of {first} by {error:.1e} (at most {tolerance:.1e}); "
@@ -285,7 +289,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 def ratio(found: dict[str, Any], a: str, b: str) -> dict[str, Any]:
     """How many times as fast a is as b: the ratio of medians, and the median and quartiles over the repeats."""
     one, other = (found["contenders"][name]["seconds_per_update"] for name in (a, b))
-    each = [y / x for x, y in zip(one, other)]
+    each = [y / x for x, y in zip(one, other, strict=True)]
     of_medians = statistics.median(other) / statistics.median(one)
     return {"of_medians": of_medians, "median": statistics.median(each), "quartiles": quartiles(each)}
 

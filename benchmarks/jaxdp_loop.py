@@ -37,11 +37,13 @@ def main(folder: str, argv: list[str]) -> None:
     import jax
 
     import jaxdp
-    from jaxdp import loop
-    from jaxdp.build import make_run
+    from jaxdp.assemble.run import make_run
     from jaxdp.metrics.jsonl import JsonLines
     from jaxdp.metrics.writer import Many, Nothing
-    from jaxdp.watch import Guarded
+    from jaxdp.supervise.monitor import Guarded
+    from jaxdp.training import loop
+    from jaxdp.training.lookback import Lookback
+    from jaxdp.training.run import Progress
 
     context = jaxdp.init()
     directory = pathlib.Path(folder)
@@ -52,12 +54,13 @@ def main(folder: str, argv: list[str]) -> None:
     kept = Losses()
     lines = JsonLines(directory / "metrics.jsonl") if context.is_root else Nothing()
     run = dataclasses.replace(run, writer=Many([lines, kept]), watch=watch)
-    program = run.strategy.lower(run.step)
-    at = loop.Position(0, run.begin(run))
+    program = run.strategy.compile(run.step)
+    at = Progress(0, run.begin(run))
     jax.block_until_ready(at.state)
 
     def advance(updates: int, **more: Any) -> None:
-        loop.advance(dataclasses.replace(run, start=at.step, steps=at.step + updates, **more), program, at)
+        part = dataclasses.replace(run, start=at.step, steps=at.step + updates, **more)
+        loop.advance(part, program, at, Lookback())
         jax.block_until_ready(at.state)
 
     def losses(updates: int) -> list[float]:

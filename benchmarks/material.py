@@ -44,9 +44,9 @@ def main(folder: str, updates: int, argv: list[str]) -> None:
     import jax
 
     from benchmarks.data import pixels
-    from jaxdp.build.parts import make_parts, set_jax, state_maker
+    from jaxdp.assemble.components import make_parts, set_jax, state_maker
+    from jaxdp.checkpoint.matching import named
     from jaxdp.cli import load
-    from jaxdp.transfer import named
 
     config, *_ = load([*argv, "--steps", str(updates), "--epochs", "null"])
     set_jax(config)

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxdp
 from jaxdp.axes import DATA
-from jaxdp.parallel.base import data_mesh, ordered_devices
-from jaxdp.parallel.reduction import REDUCTIONS
+from jaxdp.parallel import REDUCTIONS
+from jaxdp.parallel.placement import data_mesh, ordered_devices
 
 TENSORS, SIZE, REPEATS = 400, 1000, 15
 
@@ -47,7 +47,7 @@ def main() -> None:
 
     programs = {name: program(name) for name in ("bucket", "xla")}
     sums = {name: f(tree) for name, f in programs.items()}
-    for a, b in zip(sums["bucket"], sums["xla"]):
+    for a, b in zip(sums["bucket"], sums["xla"], strict=True):
         np.testing.assert_allclose(a.addressable_data(0), b.addressable_data(0), rtol=1e-5, atol=1e-5)
 
     times: dict[str, list[float]] = {name: [] for name in programs}

@@ -68,12 +68,12 @@ SECTIONS: dict[str, tuple[str, list[str]]] = {
     "The step and its strategies": (
         "What the trainer is built from; each part takes plain arguments.",
         [
-            "jaxdp.step.TrainState",
-            "jaxdp.step.Sums",
-            "jaxdp.step.Step",
-            "jaxdp.step.make_step",
-            "jaxdp.parallel.base.Strategy",
-            "jaxdp.parallel.base.Program",
+            "jaxdp.core.state.TrainState",
+            "jaxdp.core.state.Sums",
+            "jaxdp.core.step.Step",
+            "jaxdp.core.step.make_step",
+            "jaxdp.parallel.strategy.Strategy",
+            "jaxdp.parallel.strategy.Program",
             "jaxdp.parallel.pmap.PMap",
             "jaxdp.parallel.pjit.PJit",
             "jaxdp.parallel.layout.Layout",
@@ -81,7 +81,7 @@ SECTIONS: dict[str, tuple[str, list[str]]] = {
     ),
     "Writers and hardware": (
         "[Watch a run](../monitoring.md) and [plan](../plan.md) use these.",
-        ["jaxdp.metrics.writer.Writer", "jaxdp.hardware.Hardware"],
+        ["jaxdp.metrics.writer.Writer", "jaxdp.analysis.hardware.Hardware"],
     ),
 }
 
@@ -140,7 +140,7 @@ def python_page() -> str:
     lines = ["# Python", "", _linked(_escaped(jaxdp.__doc__ or "")), "", "## jaxdp", ""]
     for name in jaxdp.__all__:
         if name != "__version__":
-            lines += _entry(f"{jaxdp._HOME[name]}.{name}", f"jaxdp.{name}")
+            lines += _entry(f"{jaxdp._HOME.get(name, 'jaxdp')}.{name}", f"jaxdp.{name}")
     for title, (text, names) in SECTIONS.items():
         lines += ["", f"## {title}", "", text, ""]
         for name in names:

@@ -25,19 +25,21 @@ _HOME = {
         ],
         "jaxdp.distributed.collectives",
     ),
-    "fit": "jaxdp.script",
-    "partition_dataset": "jaxdp.own_loop.partition",
-    "DistributedSampler": "jaxdp.own_loop.sampler",
-    "broadcast_parameters": "jaxdp.own_loop.parameters",
-    "distributed_optimizer": "jaxdp.own_loop.optimizer",
-    "allreduce_metrics": "jaxdp.own_loop.metrics",
+    "fit": "jaxdp.api",
+    "partition_dataset": "jaxdp.interop.partition",
+    "DistributedSampler": "jaxdp.interop.sampler",
+    "broadcast_parameters": "jaxdp.interop.parameters",
+    "distributed_optimizer": "jaxdp.interop.optimizer",
+    "allreduce_metrics": "jaxdp.interop.metrics",
     "UsageError": "jaxdp.errors",
     "DistributedError": "jaxdp.errors",
 }
-__all__ = ["__version__", *_HOME]
+__all__ = ["__version__", "lax", *_HOME]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "lax":
+        return importlib.import_module("jaxdp.lax")
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'jaxdp' has no attribute {name!r}")

@@ -1,13 +1,23 @@
 """The command `jaxdp`, and `python -m jaxdp`."""
 
+import signal
 import sys
 from typing import NoReturn
 
+HELD = (
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGINT,
+)  # until `jaxdp.supervise.signals` takes them
 COMPUTING = ("train", "eval", "profile")  # verbs whose time is that of the programs
 
 
 def command(argv: list[str] | None = None) -> NoReturn:
-    """`jaxdp.cli.main`, as a command: the process may begin anew, before it has imported much."""
+    """Run `jaxdp.cli.main` as a command, in a process that may be replaced by one with another malloc.
+
+    Signals that come meanwhile stay pending, in the new process too.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMPUTING:
         from jaxdp import environment

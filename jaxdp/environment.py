@@ -17,6 +17,13 @@ KEPT = {"mmap_threshold": 2**25, "trim_threshold": 2**26}  # bytes
 HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 MOST = 2048  # simulated devices: JAX fails beyond
 THREADS = 4  # of the CPU's pool, for each simulated device
+EXACT = {"--xla_allow_excess_precision": "false"}
+EXACT_GPU = {"--xla_gpu_deterministic_ops": "true", **EXACT}
+EXACT_CPU = {
+    "--xla_disable_hlo_passes": "algsimp,reshape-mover",
+    "--xla_cpu_experimental_ynn_fusion_type": "individual_dot,individual_convolution",
+    **EXACT,
+}
 
 
 def user_cache() -> pathlib.Path:
@@ -101,14 +108,24 @@ def trace_operations() -> None:
 
 
 def exact(microbatches: int) -> None:
-    """What must be the same for the same bits, before JAX starts.
+    """Set what must be the same for the same bits, before JAX opens its devices.
 
-    On CPU, the number of threads, over which XLA deals out products and sums; and no algebraic simplification, which
-    decides by what else is in a program whether to divide or to multiply by the reciprocal. On a GPU, operations that
-    are the same every time, and none chosen by stopwatch.
+    Everywhere: no excess precision, by which XLA leaves out a rounding to bfloat16 or float16 wherever it fuses two
+    operations, and it fuses other ones in another program. On CPU: the number of threads, over which XLA splits
+    products and sums; no algebraic simplification, which decides by the rest of the program whether to divide or to
+    multiply by the reciprocal, nor the moving of reshapes, which without it puts transposes before transposes until
+    the compiler's stack is full; and kernels of its library for single products alone: where the library fuses a
+    reduction with its neighbours, it rounds by these, and without the simplifier jaxlib 0.10.2 writes out of bounds.
+    On a GPU: deterministic operations, and none chosen by timing.
+
+    Raises `UsageError` where JAX has opened its devices without these settings.
     """
-    for name, value in _exact(microbatches).items():
-        os.environ[name] = value
+    if "jax" in sys.modules:
+        from jaxdp.distributed import coordination
+
+        if coordination.opened():
+            check_exact(microbatches)
+    os.environ.update(_exact(microbatches))
 
 
 def check_exact(microbatches: int) -> None:
@@ -117,20 +134,28 @@ def check_exact(microbatches: int) -> None:
         if os.environ.get(name) != value:
             raise UsageError(
                 f"parallel.reduction: exact needs {name}={value!r} in the environment, not {os.environ.get(name)!r}; "
-                f"call jaxdp.environment.exact({microbatches}) before JAX starts"
+                f"call jaxdp.environment.exact({microbatches}) before JAX opens its devices"
             )
 
 
 def _exact(microbatches: int) -> dict[str, str]:
     """{variable: value}"""
     flags = os.environ.get("XLA_FLAGS", "").split()
-    own = {"--xla_gpu_deterministic_ops": "true"} if gpus.count() else {"--xla_disable_hlo_passes": "algsimp"}
-    for name, value in own.items():
+    for name, value in (EXACT_GPU if gpus.count() else EXACT_CPU).items():
         given = [flag.partition("=")[2] for flag in flags if flag.partition("=")[0] == name]
-        if value not in ",".join(given).split(","):
+        if name.endswith("passes"):  # several such flags add up; of any other, the last counts
+            there = [one for flag in given for one in flag.split(",")]
+            value = ",".join([*there, *(one for one in value.split(",") if one not in there)])
+        if given != [value]:
             flags = [flag for flag in flags if flag.partition("=")[0] != name]
-            flags.append(f"{name}={','.join([*given, value]) if name.endswith('passes') else value}")
+            flags.append(f"{name}={value}")
     return {"XLA_FLAGS": " ".join(flags), "NPROC": threads(microbatches)}
+
+
+def flags_of_numbers() -> str:
+    """The XLA_FLAGS that may change numbers: not those of what is dumped, or of how many devices there are."""
+    beside = ("--xla_dump", COUNT)
+    return " ".join(sorted(f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(beside)))
 
 
 def threads(devices: int) -> str:

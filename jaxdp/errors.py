@@ -1,5 +1,16 @@
 """What ends a run in one line: the user's input is wrong, another process is, or the run itself."""
 
+import os
+import re
+import traceback
+
+OUT_OF_MEMORY = re.compile(
+    r"RESOURCE_EXHAUSTED|out of memory|unable to allocate|cannot allocate memory|failed to allocate|bad_alloc",
+    re.IGNORECASE,
+)
+BYTES = re.compile(r"(?:allocat\w+|memory of size) (\d+)(?: bytes)?(?![\d.])")
+INTERRUPTED = 130  # the exit code of a command that Ctrl-C ended, as a shell has it
+
 
 class Said(Exception):
     """An error that one rank prints for all.
@@ -27,3 +38,26 @@ class RunFailed(Said, RuntimeError):
 def one_line(text: object) -> str:
     """A message, or an error's, without its line breaks."""
     return " ".join(str(text).split())
+
+
+def explained(error: BaseException) -> Said | None:
+    """Return the one-line error for an exception whose cause is known: no memory, or a platform that JAX lacks."""
+    text = f"{type(error).__name__}: {one_line(error)}"
+    libraries = type(error).__module__.startswith(("jax", "numpy")) or isinstance(error, MemoryError | OSError)
+    if isinstance(error, MemoryError) or (libraries and OUT_OF_MEMORY.search(text)):
+        size = BYTES.search(text)
+        cause = f"{int(size[1]):,} bytes could not be allocated" if size else text[:200].rstrip(". ")
+        return RunFailed(
+            f"out of memory: {cause}; more microbatches with parallel.accumulate: loop take less for activations, and "
+            "so does parallel.remat: full; parallel.zero splits the state over devices; `jaxdp plan` says what each "
+            "needs"
+        )
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, RuntimeError | AssertionError) and frames and frames[-1].filename.endswith("xla_bridge.py"):
+        reason = re.sub(r" *\(set JAX_PLATFORMS.*?\)|^Unable to initialize backend '\w*': ", "", one_line(error))
+        wanted = os.environ.get("JAX_PLATFORMS", "")
+        return UsageError(
+            f"JAX_PLATFORMS: {wanted!r} cannot be used{': ' if reason else ''}{reason.rstrip('. ')}; unset it to use "
+            "the devices that there are, set it to cpu, or see what is installed with `jaxdp doctor`"
+        )
+    return None

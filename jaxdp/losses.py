@@ -1,14 +1,15 @@
 """A loss returns sums and a weight, never a mean: the division happens once, over all devices.
 
-    (outputs, batch) -> (loss_sum [], weight [], {metric: sum []})
+    (outputs, batch) -> (loss_sum [], weight [], {metric: sum [] or (sum [], its own weight [])})
 
-`batch["mask"]` is 1.0 for a real example (or token) and 0.0 for padding; metrics are divided by the same weight. A loss
-may have attributes:
+`batch["mask"]` is 1.0 for a real example (or token) and 0.0 for padding. A metric that is a sum is divided by the
+loss's weight, a pair by its own: the accuracy of a class is (its hits, its examples). A loss may have attributes:
 
 - `scope`: "example", or "global" where an example's loss depends on the others: it then gets the whole batch of an
   update at once, from all devices, and must weigh by the mask what is padding.
 - `reads_logits`: it takes `Logits` that are not computed yet; else it gets them computed.
-- `derive(means) -> numbers`: of the means over a batch or a data set, {name: float}, what else to report.
+- `derive(means) -> numbers`: of the means over a batch or a data set, {name: float}, what else to report. The mean of
+  a metric whose own weight is 0 is NaN.
 - `check(outputs, batch)`: raises UsageError where examples of the data, as NumPy arrays, do not fit outputs of such
   shapes; asked of a few before a run.
 """
@@ -27,11 +28,11 @@ from jaxdp.logits import Logits, whole
 from jaxdp.targets import bind, call, locate
 
 Numbers = dict[str, float]
-LossFn = Callable[[Any, dict[str, jax.Array]], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
+LossFn = Callable[[Any, dict[str, jax.Array]], tuple[jax.Array, jax.Array, dict[str, Any]]]
 
 
 class SoftmaxCrossEntropy:
-    """Cross-entropy, in nats, with accuracy.
+    """Cross-entropy, in nats, with accuracy; with label smoothing also `cross_entropy`, that without it.
 
     outputs: logits [..., classes], or `Logits`; batch["labels"]: integers [...], or probabilities [..., classes], as
     `Mixup` makes them (their largest counts as the label); batch["mask"]: [...] or its leading dims. A label that is no
@@ -92,22 +93,24 @@ class SoftmaxCrossEntropy:
             labels = jnp.argmax(labels, axis=-1)
         else:
             losses = log_sum - _of_label(logits, labels)
-        if self.label_smoothing:
-            losses += self.label_smoothing * (log_sum - jnp.mean(logits, axis=-1) - losses)
         right = (jnp.argmax(logits, axis=-1).astype(labels.dtype) == labels).astype(losses.dtype)
         terms = {"loss": losses, "accuracy": right}
+        if self.label_smoothing:
+            uniform = log_sum - jnp.mean(logits, axis=-1)
+            terms |= {"loss": losses + self.label_smoothing * (uniform - losses), "cross_entropy": losses}
         if self.top_k:
-            larger = jnp.sum(logits > _of_label(logits, labels)[..., None], axis=-1)
+            larger = jnp.sum(~(logits <= _of_label(logits, labels)[..., None]), axis=-1)  # all, where it is no class
             terms |= {f"top{k}_accuracy": (larger < k).astype(losses.dtype) for k in self.top_k}
         return terms
 
 
 class CausalLM(SoftmaxCrossEntropy):
-    """The next token's cross-entropy, in nats a token, with perplexity, its exponential; labels [example, token]."""
+    """The next token's cross-entropy, in nats a token, with perplexity; labels [example, token]."""
 
     def derive(self, means: Mapping[str, float]) -> Numbers:
-        """{perplexity}: infinite where it is too large for a float."""
-        return {"perplexity": math.exp(min(means["loss"], 709.0)) if means["loss"] < 709 else math.inf}
+        """Return {perplexity}: the exponential of the cross-entropy without smoothing; infinite beyond a float."""
+        nats = means.get("cross_entropy", means["loss"])
+        return {"perplexity": math.inf if nats >= 709 else math.exp(nats)}
 
 
 class MeanSquaredError:
@@ -164,7 +167,7 @@ class MultiTask:
     tasks: {name: {target, args, weight, outputs, labels}}; a task's loss gets outputs[outputs] of the model, a dict,
     and batch[labels] as labels; both keys are the task's name where left out, and weight is 1. A task counts as the
     mean over its own elements; these are the examples of the mask, or so many of each. Metrics are NAME_loss,
-    NAME_accuracy and so on.
+    NAME_accuracy and so on, each a mean over the task's own elements.
     """
 
     def __init__(self, tasks: Mapping[str, Mapping[str, Any]]):
@@ -187,7 +190,7 @@ class MultiTask:
 
     def __call__(self, outputs: Mapping[str, Any], batch: dict[str, jax.Array]):
         weight = jnp.sum(batch["mask"])
-        total, metrics = jnp.zeros_like(weight), dict[str, jax.Array]()
+        total, metrics = jnp.zeros_like(weight), dict[str, Any]()
         for name, (loss, factor, output, labels) in self.tasks.items():
             if not isinstance(outputs, Mapping) or output not in outputs:
                 has = sorted(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
@@ -197,7 +200,8 @@ class MultiTask:
             own, elements, more = apply_loss(loss, outputs[output], {**batch, "labels": batch[labels]})
             share = weight / jnp.where(elements > 0, elements, 1)
             total += factor * share * own
-            metrics |= {f"{name}_{k}": share * v for k, v in {"loss": own, **more}.items()}
+            pairs = {k: v if isinstance(v, tuple | list) else (v, elements) for k, v in {"loss": own, **more}.items()}
+            metrics |= {f"{name}_{k}": pair for k, pair in pairs.items()}
         return total, weight, metrics
 
     def check(self, outputs: Mapping[str, Any], batch: Mapping[str, Any]) -> None:

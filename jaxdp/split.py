@@ -4,7 +4,6 @@ So every optimizer that works on arrays of any shape works on slices, and masks 
 tree are a tree of the same structure, with an integer for every leaf: the dim, or `WHOLE`.
 """
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,28 +19,16 @@ def path_string(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def split_dim(shape: tuple[int, ...], parts: int, stacked: bool = False, most: int = 1) -> int:
-    """The largest dim that `parts` divides, the first of equals; never the first one of a stack of blocks.
-
-    most: a power of two; 1 is none. With one, the dim comes first that can be cut into the most pieces, up to so many:
-    then it is the same one for all `parts` that divide `most`.
-    """
+def split_dim(shape: tuple[int, ...], parts: int, stacked: bool = False) -> int:
+    """The largest dim that `parts` divides, the first of equals; never the first one of a stack of blocks."""
     if parts == 1:
         return WHOLE
     there = range(int(stacked), len(shape))
-    divides = lambda d: shape[d] % parts == 0 if most == 1 else pieces(shape, d, most) % parts == 0
-    dims = [d for d in there if shape[d] and divides(d)]
-    return max(dims, key=lambda d: (pieces(shape, d, most), shape[d])) if dims else WHOLE
+    dims = [d for d in there if shape[d] and shape[d] % parts == 0]
+    return max(dims, key=lambda d: shape[d]) if dims else WHOLE
 
 
-def pieces(shape: tuple[int, ...], dim: int, most: int) -> int:
-    """Into how many equal pieces a dim can be cut, up to `most`, a power of two; none of them of one element, which
-    XLA computes otherwise (it divides by a scalar what is a scalar; arrays it multiplies by the reciprocal)."""
-    number = math.gcd(shape[dim], most)
-    return max(number // 2, 1) if number == math.prod(shape) else number
-
-
-def split_dims(tree: Tree, parts: int, blocks: Iterable[str] = (), most: int = 1) -> Tree:
+def split_dims(tree: Tree, parts: int, blocks: Iterable[str] = ()) -> Tree:
     """The dims of a tree of arrays (or shapes). blocks: paths (a/b) below which leaves are stacked [block, ...].
 
     Such a path is found anywhere in a leaf's own: an optimizer's state holds trees like the parameters.
@@ -50,7 +37,7 @@ def split_dims(tree: Tree, parts: int, blocks: Iterable[str] = (), most: int = 1
 
     def dim(path: Any, x: Any) -> int:
         own = f"/{path_string(path)}/"
-        return split_dim(x.shape, parts, any(stack in own for stack in stacks), most)
+        return split_dim(x.shape, parts, any(stack in own for stack in stacks))
 
     return jax.tree_util.tree_map_with_path(dim, tree)
 

@@ -3,6 +3,7 @@
 import gc
 import os
 import pathlib
+import signal
 import sys
 import tempfile
 
@@ -13,7 +14,32 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ["JAX_PLATFORMS"] = "cpu"
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jobs and their children ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("NPROC", "32")  # threads: see `jaxdp.environment.enough_threads`
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Count the slow tests before `-m` leaves them out."""
+    names = [{mark.name for mark in item.iter_markers()} for item in items]
+    config.slow_tests = sum("slow" in name and "exhaustive" not in name for name in names)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["slow_tests"] = config.slow_tests
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Take the count from a worker of pytest-xdist, which collects the tests."""
+    node.config.slow_tests = node.workeroutput.get("slow_tests", 0)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Tell how many tests `make test` leaves to `make test-all`."""
+    if "not slow" in config.option.markexpr and getattr(config, "slow_tests", 0):
+        passed = len(terminalreporter.stats.get("passed", ()))
+        part = "quick part over MPI" if config.option.markexpr.endswith("and mpi") else "quick part"
+        terminalreporter.write_line(f"{part}: {passed} passed; {config.slow_tests} slow tests run by `make test-all`")
 
 
 @pytest.fixture(autouse=True)

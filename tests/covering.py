@@ -5,12 +5,10 @@ import itertools
 import pytest
 
 
-def cover(allowed=lambda row: True, strength=2, **factors):
-    """A list of {factor: value}, chosen greedily. allowed: which rows there are. strength: how many values meet."""
+def cover(allowed=lambda row: True, **factors):
+    """Choose rows {factor: value} greedily until any two values of different factors meet. allowed: the valid rows."""
     everything = product(allowed, **factors)
-    covered = [
-        {tuple((k, row[k]) for k in keys) for keys in itertools.combinations(factors, strength)} for row in everything
-    ]
+    covered = [{tuple((k, row[k]) for k in keys) for keys in itertools.combinations(factors, 2)} for row in everything]
     left = set().union(*covered)
     gains, rows = [len(c) for c in covered], []
     while left:
@@ -28,5 +26,11 @@ def product(allowed=lambda row: True, **factors):
 
 
 def first(count, rows):
-    """Rows of which all but the first are slow: those of a cover, where more values meet than in any that follow."""
-    return [*rows[:count], *(pytest.param(row, marks=pytest.mark.slow) for row in rows[count:])]
+    """Mark all rows but the first as slow. In a cover, the first rows are those in which most values meet."""
+    return only(rows[:count], rows)
+
+
+def only(quick, rows):
+    """Mark every row that is not in `quick` as slow."""
+    quick = list(quick)
+    return [row if row in quick else pytest.param(row, marks=pytest.mark.slow) for row in rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pathlib
 import shutil
@@ -14,8 +15,12 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from unittest import mock
 
 import pytest
+
+from jaxdp import cli, rundir
+from jaxdp.supervise import signals
 
 ROOT = pathlib.Path(__file__).parent.parent
 # What a launcher around the tests themselves may have set, and would be taken for the job's own.
@@ -115,6 +120,27 @@ def processes(
     """`python ARGV...` once for each of `envs`, at the same time, without a launcher. prefixes: what runs each."""
     prefixes = prefixes or [[] for _ in envs]
     return together([([*p, sys.executable, *argv], e) for p, e in zip(prefixes, envs)], timeout, devices)
+
+
+def in_process(*argv: object) -> Finished:
+    """Run `jaxdp ARGV...` in this process, on its devices, without a launcher.
+
+    Starting a process and importing JAX takes seconds; a test of a message, or of a finished run, needs neither.
+    """
+    out, err = io.StringIO(), io.StringIO()
+    began, command = time.monotonic(), [str(arg) for arg in argv]
+    with contextlib.ExitStack() as stack:
+        for context in (contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), mock.patch.dict(os.environ)):
+            stack.enter_context(context)
+        stack.enter_context(mock.patch.object(signals, "listen"))  # pytest handles Ctrl-C
+        try:
+            cli.main(command)
+        except SystemExit as ended:
+            code = ended.code
+        if rundir._owner is not None:
+            rundir._owner[0].close()  # a process that ends does so
+    assert isinstance(code, int)
+    return Finished(command, code, out.getvalue(), err.getvalue(), time.monotonic() - began)
 
 
 def together(

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
+from flax import linen, nnx, struct
 
 import jaxdp.models.equinox as adapter
 import toys
-from jaxdp.build.parts import make_parts
+from covering import first
+from jaxdp.assemble.components import make_parts
 from jaxdp.cli import load
 from jaxdp.errors import UsageError
 from jaxdp.models import as_model
@@ -195,10 +196,7 @@ def test_dropout_follows_the_key_and_statistics_the_mask(model):
     np.testing.assert_allclose(run(KEY, padding)[0][:4], one[:4], atol=1e-6)
 
 
-FLAX = [pytest.param(name, marks=pytest.mark.slow) for name in ("Nnx", "Linen")]  # test_models.py has others of these
-
-
-@pytest.mark.parametrize("name", ["Equinox", "PAIR", *FLAX])
+@pytest.mark.parametrize("name", first(1, ["Equinox", "PAIR", "Nnx", "Linen"]))  # test_models.py has others of Flax
 def test_training_is_the_same_on_one_device_and_eight(name):
     model = as_model(ALL[name])
     with jax.enable_x64(True):
@@ -226,9 +224,9 @@ class Normed(eqx.Module):
 
     layers: eqx.nn.Sequential
 
-    def __init__(self, key):
+    def __init__(self, key, mode):
         one, two = jax.random.split(key)
-        norm = eqx.nn.BatchNorm(WIDTH, axis_name="examples", mode="batch", momentum=0.9)
+        norm = eqx.nn.BatchNorm(WIDTH, axis_name="examples", mode=mode, momentum=0.9)
         act = eqx.nn.Lambda(jax.nn.relu)
         self.layers = eqx.nn.Sequential(
             [eqx.nn.Linear(INPUTS, WIDTH, key=one), norm, act, eqx.nn.Dropout(0.1), eqx.nn.Linear(WIDTH, 3, key=two)]
@@ -238,13 +236,18 @@ class Normed(eqx.Module):
         return self.layers(inputs.ravel(), state, key=key)
 
 
-def test_equinox_s_own_layers_work_and_are_named_by_attribute():
-    model, examples = as_model(Normed), toys.data(48)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "index", "value"),
+    [("batch", "batch_counter", 25), ("ema", "ema_first_time_index", 0)],
+)
+def test_equinox_s_own_layers_work_and_are_named_by_attribute(mode, index, value):
+    model, examples = as_model(lambda key: Normed(key, mode)), toys.data(48)
     _, state, metrics, *_ = toys.train(model, examples, batch_size=48, steps=25)
     assert metrics[-1]["loss"] < 0.8 * metrics[0]["loss"]
     assert state.params["layers"]["layers"]["0"]["weight"].shape == (WIDTH, INPUTS)
     norm = state.model_state["layers"]["layers"]["1"]
-    assert norm["batch_counter"] == 25 and np.abs(norm["batch_state_index"]["0"]).max() > 0.05
+    assert norm[index] == value and np.abs(norm[f"{mode}_state_index"]["0"]).max() > 0.05
     batch = {"inputs": jnp.asarray(examples["inputs"][:4]), "mask": jnp.ones(4, bool)}
     alone = {"inputs": batch["inputs"][:1], "mask": batch["mask"][:1]}
     run = lambda batch: model.apply(state.params, state.model_state, batch, KEY, False)[0]
@@ -297,6 +300,144 @@ def test_blocks_carry_by_example_and_block():
         np.testing.assert_allclose(state["carry"]["blocks"]["stack"]["seen"][:, 0], times * x, rtol=1e-6)
     kernel = params["blocks"]["stack"]["linear"]["kernel"]
     np.testing.assert_allclose(state["carry"]["blocks"]["stack"]["seen"][:, 1], 2 * x @ kernel[0], rtol=1e-4, atol=1e-5)
+
+
+# --- what a call asks for by name ------------------------------------------------------------------------------------
+
+
+class Fields(linen.Module):
+    """Flags of a module's own and of a config in it, and streams of random numbers by three names."""
+
+    config: Any = None
+    deterministic: bool = False
+
+    @linen.compact
+    def __call__(self, x, z_rng):
+        x = linen.Dense(3)(x)
+        if not self.deterministic:
+            x = linen.Dropout(0.5, deterministic=self.config.deterministic)(x)
+            x = x + jax.random.normal(self.make_rng("noise"), x.shape)
+        self.sow("seen", "x", x)
+        calls = self.variable("counts", "calls", lambda: jnp.zeros((), jnp.int32))
+        if self.is_mutable_collection("counts") and not self.is_initializing():
+            calls.value += 1
+        return {"x": x, "pair": (x, jax.random.normal(z_rng, (4,)))}
+
+
+class Scanned(linen.Module):
+    """A stream that a scan splits: each step draws numbers of its own."""
+
+    @linen.compact
+    def __call__(self, x):
+        draw = lambda module, carry, _: (carry, jax.random.normal(module.make_rng("steps")))
+        scan = linen.scan(draw, variable_broadcast="params", split_rngs={"params": False, "steps": True}, length=3)
+        return linen.Dense(3)(x) + scan(self, None, None)[1]
+
+
+class Idioms(nnx.Module):
+    """Dropout without a stream, arrays as attributes, a shared layer, a mode by `set_view`, an axis, sown values."""
+
+    def __init__(self, rngs):
+        self.one, self.head = nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 3, rngs=rngs)
+        self.two, self.layers = self.one, nnx.List([nnx.LoRALinear(4, 4, lora_rank=2, rngs=rngs)])
+        self.norm = nnx.BatchNorm(4, axis_name="batch", momentum=0.5, rngs=rngs)
+        self.dropout, self.scale, self.plain = nnx.Dropout(0.5), jnp.arange(1.0, 5.0), nnx.data(np.ones(4, np.float32))
+        self.mode = "?"
+
+    def set_view(self, deterministic=None):
+        self.mode = "evaluation" if deterministic else "training"
+
+    def __call__(self, x, rngs: nnx.Rngs, cache: dict | None, *, other: "nnx.Rngs | None" = None):
+        assert cache is None and self.mode == ("evaluation" if other is None else "training")
+        x = self.dropout(self.norm(self.two(self.one(x * self.scale))), rngs=rngs)
+        return self.head(self.layers[0](x * self.plain))
+
+
+def averaged(params, inputs, state, sample_key, train):
+    """A mean over an axis that the microbatch has alone."""
+    outputs = jax.lax.pmean(inputs @ params["kernel"], "examples").mean(0, keepdims=True)
+    return outputs + jax.random.normal(sample_key, (3,)), {"mean": outputs[0]}
+
+
+AVERAGED = (lambda key, inputs: ({"kernel": jnp.ones((4, 3))}, {"mean": jnp.zeros(3)}), averaged)
+CONFIG = struct.dataclass(type("Config", (), {"__annotations__": {"deterministic": bool}, "deterministic": False}))
+BATCH = {"inputs": jnp.arange(20.0).reshape(5, 4) / 10, "mask": jnp.ones(5, bool)}
+
+
+def calls(made, keys=(0, 0, 1)):
+    """(model, parameters, state, outputs and new state by (key, train))."""
+    model = as_model(made)
+    params, state = jax.jit(model.init)(KEY, BATCH)
+    run = jax.jit(model.apply, static_argnums=4)
+    results = {(i, t): run(params, state, BATCH, jax.random.key(i), t) for i in keys for t in (True, False)}
+    return params, state, results
+
+
+def test_linen_streams_flags_and_sown_values():
+    _, state, results = calls(Fields(CONFIG()))
+    assert state.keys() == {"counts"}  # what is sown grows with every call, and is none
+    (one, new), (other, _), (evaluated, _) = results[0, True], results[1, True], results[0, False]
+    assert new["counts"]["calls"] == 1 and np.abs(one["x"] - other["x"]).max() > 0.1
+    np.testing.assert_array_equal(evaluated["x"], results[1, False][0]["x"])
+    assert np.abs(evaluated["pair"][1] - results[1, False][0]["pair"][1]).max() > 0.01
+    np.testing.assert_array_equal(one["pair"][1], evaluated["pair"][1])
+
+
+def test_linen_stream_is_split_where_the_model_splits_it():
+    _, _, results = calls(Scanned())
+    drawn = results[0, True][0] - results[1, True][0]
+    assert len(np.unique(np.asarray(drawn)[0].round(4))) == 3
+
+
+def test_nnx_idioms():
+    params, state, results = calls(Idioms)
+    assert set(params) == {"one", "head", "layers", "norm"} and set(state) == {"norm", "scale", "plain"}
+    x = BATCH["inputs"] * jnp.arange(1.0, 5.0)
+    for _ in range(2):
+        x = x @ params["one"]["kernel"] + params["one"]["bias"]
+    np.testing.assert_allclose(results[0, True][1]["norm"]["mean"], 0.5 * x.mean(0), rtol=1e-4)
+    np.testing.assert_array_equal(results[0, False][0], results[1, False][0])
+    assert np.abs(results[0, True][0] - results[1, True][0]).max() > 0.01
+
+
+def test_a_named_axis_is_the_microbatch():
+    _, _, results = calls(AVERAGED)
+    np.testing.assert_allclose(results[0, True][1]["mean"], np.full(3, BATCH["inputs"].sum(1).mean()), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_an_axis_that_statistics_name_changes_no_number():
+    """The statistics are of the microbatch, on one device and on four, in a program that maps over devices."""
+    with jax.enable_x64(True):
+        one, four = (
+            toys.train(as_model(Normal), toys.data(48, dtype="float64"), batch_size=48, backend=backend, devices=n,
+                       steps=3, dtype="float64")
+            for backend, n in (("pmap", 1), ("pjit", 4))
+        )  # fmt: skip
+        error, where = toys.relative_error(four[1].model_state, one[1].model_state)
+        assert error < 1e-12, where
+        assert toys.relative_error(four[1].params, one[1].params)[0] < 1e-12
+
+
+class Normal(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(INPUTS, axis_name="batch", rngs=rngs)
+        self.head = nnx.Linear(INPUTS, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.norm(x.reshape(len(x), -1)))
+
+
+class OfTheMesh(Normal):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.norm.axis_name = "data"
+
+
+def test_the_mesh_s_own_axis_is_refused_with_the_fix():
+    with pytest.raises(UsageError, match="it names the axis 'data', which is the device mesh's; name it 'batch'"):
+        model, batch = as_model(OfTheMesh), {"inputs": jnp.ones((2, INPUTS)), "mask": jnp.ones(2, bool)}
+        model.apply(*model.init(KEY, batch), batch, KEY, True)
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

@@ -16,15 +16,14 @@ import pytest
 
 import launch
 import toys
-from jaxdp import manifest
-from jaxdp.checkpoint import Checkpoints
-from jaxdp.digest import host as host_array
+from jaxdp.checkpoint import manifest
+from jaxdp.checkpoint.digest import host as host_array
+from jaxdp.checkpoint.store import Checkpoints
+from jaxdp.core.state import init_state
 from jaxdp.errors import UsageError
-from jaxdp.parallel import STRATEGIES
-from jaxdp.parallel.reduction import make_reduction
+from jaxdp.parallel import STRATEGIES, make_reduction
 from jaxdp.precision import LossScaling, Policy
 from jaxdp.split import path_string
-from jaxdp.step import init_state
 from test_step import counting
 
 WAYS = [("pmap", 0), ("pmap", 1), ("pjit", 0), ("pjit", 1), ("pjit", 2), ("pjit", 3)]
@@ -133,9 +132,17 @@ def damage(kind, folder):
         found = json.loads((folder / manifest.NAME).read_text())
         found["meta"]["step"] = 7
         (folder / manifest.NAME).write_text(json.dumps(found))
-    elif kind == "a directory for a file":
+    elif kind in ("a directory for a file", "a pipe for a file", "a link that leads out"):
         data.unlink()
-        data.mkdir()
+        {"d": data.mkdir, "p": lambda: os.mkfifo(data), "l": lambda: data.symlink_to("/etc/passwd")}[
+            kind.split()[1][0]
+        ]()
+    elif kind.startswith("names "):
+        found = manifest.read(folder)
+        manifest.write(folder, {**found["files"], kind.removeprefix("names "): (1, "0")}, found["meta"])
+    elif kind in NAMES:
+        found = manifest.read(folder)
+        manifest.write(folder, {NAMES[kind]: (1, "0"), **found["files"]}, found["meta"])
     return {
         "flipped bit": "has changed since",
         "truncated file": "bytes instead of",
@@ -144,12 +151,18 @@ def damage(kind, folder):
         "missing manifest": "was not finished",
         "a directory for a file": "Is a directory",
         "edited manifest": "has changed since",
-    }.get(kind, "cannot be read")
+        "a pipe for a file": "has 0 bytes instead of",
+        "a terminal escape": "names '!\\x1b[31m\\n', which is no name of a file",
+        "a long name": "which is too long for a file",
+    }.get(kind, "outside of the checkpoint" if "link" in kind or "names " in kind else "cannot be read")
 
 
+NAMES = {"a terminal escape": "!\x1b[31m\n", "a long name": "a/" * 3000}
 KINDS = [
+    *NAMES,
     "flipped bit", "truncated file", "longer file", "missing file", "missing manifest", "empty manifest",
-    "torn manifest", "edited manifest", "a directory for a file",
+    "torn manifest", "edited manifest", "a directory for a file", "a pipe for a file",
+    "a link that leads out", "names ../../etc/passwd", "names /etc/passwd", "names d/../../1/manifest.json",
 ]  # fmt: skip
 
 
@@ -220,6 +233,7 @@ def corrupt(random, folder):
     return True
 
 
+@pytest.mark.slow
 def test_a_thousand_corruptions_are_all_seen(two, tmp_path):
     """Never restored wrong, never a crash: the checkpoint before is used, or the whole one if nothing is changed."""
     chance, seen = random.Random(0), 0
@@ -302,7 +316,8 @@ def digest(state):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("which", "devices"), [("openmpi5", 1), pytest.param("mpich", 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("which", "devices"), [("openmpi5", 1), ("mpich", 2)])
 def test_two_processes_restore_what_one_saved_and_the_other_way_round(tmp_path, which, devices):
     model = toys.MODELS["mlp"]()
     one = strategy(("pjit", 3), 8, model)

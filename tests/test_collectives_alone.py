@@ -21,6 +21,15 @@ def test_a_timeout_that_is_none_is_refused(monkeypatch):
         jaxdp.allreduce(np.ones(2, np.float32))
 
 
+def test_a_collective_before_init_is_refused_where_there_are_other_processes(monkeypatch):
+    monkeypatch.setattr("jaxdp.distributed.context._current", None)
+    for name, value in {"JAXDP_COORDINATOR": "h:1", "JAXDP_NUM_PROCESSES": "2", "JAXDP_PROCESS_ID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for call in (jaxdp.allreduce, jaxdp.broadcast, lambda x: jaxdp.send(x, 0)):
+        with pytest.raises(jaxdp.UsageError, match=r"call jaxdp\.init\(\) first: there are 2 processes"):
+            call(np.ones(2, np.float32))
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

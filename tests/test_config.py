@@ -105,8 +105,22 @@ def test_arguments_on_the_command_line_override_the_file():
             ["precision.reduce: bfloat16 with reduction: exact", "leave it null"],
         ),
         (
-            ["--parallel.reduction=exact", "--microbatches=12", "--parallel.backend=pjit", "--parallel.zero=3"],
-            ["microbatches: 12 is not a power of two", "accumulator to whole", "microbatches to 16"],
+            ["--parallel.reduction", "exact8", "--microbatches", "32"],
+            ["microbatches: 32 with reduction: exact8 leave 2 of 7 bits", "use at most 18, or 2 in each"],
+        ),
+        (
+            ["--parallel.reduction", "exact16", "--microbatches", "8192"],
+            ["microbatches: 8192 with reduction: exact16 leave 2 of 15 bits", "at most 4681", "or reduction: exact"],
+        ),
+        (
+            ["--parallel.reduction", "exact", "--parallel.exact_group", "3"],
+            ["parallel.exact_group: 3 does not divide microbatches: 8"],
+        ),
+        (["--parallel.reduction", "exact", "--parallel.exact_group", "0"], ["parallel.exact_group: 0"]),
+        (["--parallel.exact_group", "2"], ["parallel.exact_group: 2 with reduction: auto", "set reduction to exact"]),
+        (
+            ["--parallel.reduction", "exact8", "--parallel.accumulate", "vmap"],
+            ["parallel.accumulate: vmap with reduction: exact8", "set exact_group"],
         ),
         (["--steps", "10", "--epochs", "2"], ["steps: 10", "epochs: 2", "one of the two"]),
         (["--seed", "-1"], ["seed: -1"]),
@@ -210,3 +224,50 @@ def test_a_key_of_a_dict_inside_a_dict_is_set_by_itself(tmp_path):
         load([*argv[:2], "--model.args.block.dim"])
     with pytest.raises(UsageError, match=r"model.args.block.dim: no value given"):
         load([*argv[:2], "--model.args.block.dim", "--steps", "3"])
+
+
+def written(first, again, levels=9):
+    """A mapping in which each level repeats the one before ten times."""
+    return "{a0: &a0 " + first + "".join(f", a{i}: &a{i} {again(f'*a{i - 1}')}" for i in range(1, levels)) + "}"
+
+
+BOMBS = {
+    "anchors": written("[x, x]", lambda alias: f"[{', '.join([alias] * 10)}]"),
+    "merge keys": written("{k: 1}", lambda alias: f"{{<<: [{', '.join([alias] * 10)}], k: 2}}"),
+    "a long list": f"{{a: [{'1, ' * 30_000}1]}}",
+    "a deep list": f"{{a: {'[' * 9_000}{']' * 9_000}}}",
+    "a deep mapping": f"{'{a: ' * 9_000}1{'}' * 9_000}",
+    "a long text": f"{{a: {'x' * 300_000}}}",
+    "a long integer": f"{{a: {'9' * 5_000}}}",
+    "a long integer of base 16": f"{{a: 0x{'f' * 60_000}}}",
+    "a long integer of base 60": f"{{a: 1{':1' * 30_000}}}",
+    "an alias of itself": "{a: &a [*a]}",
+    "a merge of itself": "&a {<<: *a}",
+}
+BOMBS["a text that is a bomb"] = f"{{a: '{BOMBS['anchors']}'}}"
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+@pytest.mark.parametrize("where", ["file", "--model.args", "--verify.model_args", "--model.args.block.inner"])
+def test_yaml_that_expands_without_bounds_is_refused(tmp_path, bomb, where):
+    text = BOMBS[bomb]
+    if where == "file":
+        (tmp_path / "bomb.yaml").write_text(f"steps: 2\ndata: {{target: Digits}}\nmodel: {{target: MLP, args: {text}}}")
+        argv = ["--config", str(tmp_path / "bomb.yaml")]
+    else:
+        argv = [*DIGITS, where, text]
+    if where == "--model.args.block.inner" and bomb == "a text that is a bomb":  # which stays a text there
+        assert load(argv)[0].model.args["block"]["inner"]["a"] == BOMBS["anchors"]
+        return
+    with pytest.raises(UsageError, match="is refused") as error:
+        load(argv)
+    assert len(str(error.value)) < 300 and "\n" not in str(error.value)
+
+
+def test_yaml_may_repeat_itself(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "steps: 2\nmodel: {target: MLP, args: {hidden: &h [8, 8], more: *h, block: &b {a: 1}, other: {<<: *b, c: 2}}}\n"
+        "data: {target: Digits}"
+    )
+    args = load(["--config", str(tmp_path / "run.yaml")])[0].model.args
+    assert args == {"hidden": [8, 8], "more": [8, 8], "block": {"a": 1}, "other": {"a": 1, "c": 2}}

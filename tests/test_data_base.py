@@ -58,6 +58,19 @@ def test_the_same_examples_in_every_form(source):
     same(read(source, np.zeros(0, np.int64)), inputs=X[:0], labels=Y[:0])
 
 
+def test_a_pair_of_arrays_is_inputs_and_labels_in_a_tuple_or_a_list():
+    for pair in ((X, Y), [X, Y], (X.tolist(), Y.tolist()), (X, Y.tolist())):
+        dataset = as_dataset(pair)
+        assert len(dataset) == len(X)
+        for key, value in dataset.read(np.arange(len(X))).items():
+            np.testing.assert_array_equal(value, {"inputs": X, "labels": Y}[key].astype(value.dtype))
+    assert len(as_dataset([X, X.astype(np.float64)])) == len(X), "two examples would be alike"
+    with pytest.raises(
+        UsageError, match=r"a list of two arrays float32\[.*\] may be a pair or two examples; give a tuple"
+    ):
+        as_dataset([X, X.copy()])
+
+
 def test_one_array_or_a_list_of_them_is_the_inputs():
     import jax.numpy as jnp
 

@@ -323,9 +323,8 @@ def test_fashion_mnist_has_its_own_folder_and_mean(tmp_path):
 
 
 IMAGES, LABELS = np.zeros((7, 28, 28), np.uint8), np.zeros(7, np.uint8)
-zipped = functools.partial(
-    gzip.compress, mtime=0
-)  # without the time, by which the processes of a test run would differ
+# Without the time, by which what the processes of a test run collect would differ.
+zipped = functools.partial(gzip.compress, mtime=0)
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,7 @@ def test_a_file_is_closed_with_its_data_set(tmp_path):
 
 
 def test_a_config_takes_both_splits_and_the_vocabulary(tmp_path):
-    from jaxdp.build.parts import make_data
+    from jaxdp.assemble.data import make_data
     from jaxdp.config import Config, DataTarget
 
     raw(tmp_path / "train.bin", TOKENS[:400])

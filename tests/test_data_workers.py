@@ -128,7 +128,7 @@ import sys, time, numpy as np
 from jaxdp.data.cursor import Cursor
 from jaxdp.data.workers import prefetch_in_workers
 from test_data_workers import Marked
-from jaxdp import signals
+from jaxdp.supervise import signals
 if __name__ == "__main__":
     if sys.argv[1] == "heeds":
         signals.listen()

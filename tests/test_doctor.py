@@ -14,9 +14,9 @@ import pytest
 
 from jaxdp import environment as environment_of_jaxdp
 from jaxdp.doctor import bindings, collective, devices, mpi, resources, settings, versions
-from jaxdp.doctor.check import FAILURE, OK, WARNING, Examined, failure, ok, run_checks
+from jaxdp.doctor.check import FAILURE, OK, WARNING, failure, ok, run_checks
 from jaxdp.doctor.probe import Ended, Probe
-from jaxdp.doctor.report import as_json, as_text
+from jaxdp.doctor.report import Examined, as_json, as_text
 from jaxdp.errors import UsageError
 from launch import ROOT, environment, find, mpirun, require
 from two_hosts import TwoHosts
@@ -121,8 +121,8 @@ def test_a_full_disk_and_a_name_that_is_loopback(tmp_path):
     )
     code = """
 import json, pathlib
-from jaxdp.doctor import names, resources
-checks = [*resources.check_run_dir(pathlib.Path("disk/run")), *names.check_name(1), *names.check_name(2, True)]
+from jaxdp.doctor import network, resources
+checks = [*resources.check_run_dir(pathlib.Path("disk/run")), *network.check_name(1), *network.check_name(2, True)]
 print(json.dumps({"checks": [c._asdict() for c in checks]}))
 """
     (tmp_path / "disk").mkdir()
@@ -319,10 +319,10 @@ def test_the_cache_is_the_one_that_a_run_would_use(tmp_path, monkeypatch):
     assert status == OK and found.startswith(f"{tmp_path}/home/jaxdp/xla/{environment_of_jaxdp.processor()} has ")
     ((status, found, _),) = look(str(tmp_path / "own"))
     assert status == OK and found.startswith(f"{tmp_path}/own/")
-    assert look(None) == look("auto", JAX_COMPILATION_CACHE_DIR="") == [(OK, "none: every start compiles anew", "")]
+    assert look(None) == look("auto", JAX_COMPILATION_CACHE_DIR="") == [(OK, "none: every start compiles again", "")]
     (tmp_path / "file").write_text("")
     ((status, found, fix),) = look(str(tmp_path / "file"))
-    assert status == WARNING and "is no directory; every start compiles anew" in found
+    assert status == WARNING and "is no directory; every start compiles again" in found
     assert fix == "set compilation_cache to another folder, or to null"
     ((status, found, fix),) = look("auto", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "file"))
     assert status == WARNING and "set JAX_COMPILATION_CACHE_DIR" in fix
@@ -355,7 +355,7 @@ def test_a_collective_far_below_its_links():
 
 def test_a_list_merges_what_ranks_have_in_common():
     lines = [(ok("jax", "0.10"), (0, 1)), (failure("disk", "full", "make room"), (1,)), (ok("all", "fine"), ())]
-    examined = Examined("2 processes on a", lines, 2, {0: "a", 1: "b"})
+    examined = Examined(lines, 2, {0: "a", 1: "b"})
     text = as_text(examined).splitlines()
     assert text[1:] == [
         "ok       jax   0.10",
@@ -370,4 +370,4 @@ def test_a_list_merges_what_ranks_have_in_common():
         "hosts": ["b"],
     }  # fmt: skip
     assert as_json(examined)["failures"] == 1 and "rank" not in checks[2]
-    assert "\x1b[" in as_text(examined, wide=True)
+    assert "\x1b[" in as_text(examined, color=True)

@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,8 +15,10 @@ import time
 import pytest
 
 import launch
+from covering import first
 from jaxdp.metrics.jsonl import read
 from jaxdp.report.read import read_run
+from jaxdp.training.lookback import BEHIND
 from two_hosts import TwoHosts
 
 pytestmark = pytest.mark.mpi
@@ -89,7 +92,8 @@ SEQUENCE = [
 ]
 
 
-@pytest.mark.parametrize("which", [pytest.param("openmpi5", marks=pytest.mark.slow), "mpich"])
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["openmpi5", "mpich"])
 def test_a_run_that_suffers_everything_ends_in_the_same_string(config, uninterrupted, tmp_path, which):
     """One run: after each fault the same command goes on, no more than one interval back."""
     run_dir, reached = tmp_path / "run", 0
@@ -118,7 +122,24 @@ def test_a_run_that_suffers_everything_ends_in_the_same_string(config, uninterru
     assert [ends[i] for i in (2, 5, 6)] == ["preempted", "preempted", "finished"] and ends[3] != "finished"
 
 
-@pytest.mark.parametrize("which", ["openmpi5", pytest.param("mpich", marks=pytest.mark.slow)])
+KILLED = [("mpich", 1), ("mpich", 0), ("mpich", 2), ("openmpi5", 1)]
+
+
+@pytest.mark.parametrize("killed", first(1, KILLED), ids=str)
+def test_the_rank_that_was_killed_is_named_whatever_the_launcher_says(config, tmp_path, killed):
+    """MPICH kills the others some milliseconds after, and names any of them: the line is ours, and it stays on disk."""
+    which, rank = killed
+    done = job(config, tmp_path, "SIGKILL", which, np_=3, rank=rank, at=12)
+    assert done.returncode not in (DONE, 2, PREEMPTED, 124) and not done.left and done.seconds < 40, done.output
+    pid = json.loads((tmp_path / "env.json").read_text())["topology"]["pids"][rank]
+    line = rf"rank {rank} \(host \S+\), process {pid}, ended first, without a word: killed or crashed"
+    assert re.findall(rf"jaxdp: {line}\n", done.stderr) and done.stderr.count("ended first") == 1, done.output
+    last = read(tmp_path / "events.jsonl")[-1]
+    assert last["kind"] == "failed" and re.fullmatch(line, last["reason"]), last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["openmpi5", "mpich"])
 def test_a_stopped_process_is_named_by_the_watchdog(config, tmp_path, which):
     done = job(config, tmp_path, "SIGSTOP", which, rank=1, at=15, more=["--watchdog.step_timeout", "3"])
     assert done.returncode not in (DONE, 2, PREEMPTED, 124) and not done.left, done.output
@@ -128,6 +149,7 @@ def test_a_stopped_process_is_named_by_the_watchdog(config, tmp_path, which):
     assert done.seconds < 45
 
 
+@pytest.mark.slow
 def test_a_sigterm_that_a_peer_cannot_answer_is_no_preemption(config, tmp_path):
     """Some launchers send SIGTERM to all when one has died: nobody is to wait for it."""
     done = job(config, tmp_path, "stop the next, then SIGTERM", "mpich", rank=0, at=17)
@@ -136,6 +158,7 @@ def test_a_sigterm_that_a_peer_cannot_answer_is_no_preemption(config, tmp_path):
     assert re.search(words, done.stderr) and "Traceback" not in done.output, done.output
 
 
+@pytest.mark.slow
 def test_a_rank_that_sleeps_in_its_loader_is_behind(config, tmp_path):
     done = job(config, tmp_path, "sleep", "mpich", rank=1, at=15, more=["--watchdog.step_timeout", "3"])
     assert done.returncode in (1, 9), done.output  # hydra's own, of the rank that it kills, where it is quicker
@@ -147,6 +170,7 @@ def test_a_rank_that_sleeps_in_its_loader_is_behind(config, tmp_path):
     assert "faulty.py" in stacks and (tmp_path / "stacks" / "rank_0.txt").is_file()
 
 
+@pytest.mark.slow
 def test_a_straggler_is_named_in_the_metrics(config, tmp_path):
     done = job(config, tmp_path, "slow", rank=1, at=1)
     assert done.returncode == DONE, done.output
@@ -154,6 +178,7 @@ def test_a_straggler_is_named_in_the_metrics(config, tmp_path):
     assert len(named) > 3 and set(named) == {1}
 
 
+@pytest.mark.slow
 def test_an_exception_in_the_loss_or_the_evaluation_ends_all(config, tmp_path):
     done = job(config, tmp_path / "loss", which="mpich", more=["--loss.target", "faulty.FailsInLoss"])
     assert done.returncode == 1 and not done.left and done.seconds < 30, done.output
@@ -164,6 +189,7 @@ def test_an_exception_in_the_loss_or_the_evaluation_ends_all(config, tmp_path):
     assert "rank 1" in done.stderr and done.output.count("Traceback (most") == 1 and kept(tmp_path / "eval") == [10, 20]
 
 
+@pytest.mark.slow
 def test_no_number_that_is_not_finite_gets_into_the_state(config, tmp_path):
     done = job(config, tmp_path / "one", "nan", rank=1, at=7)
     assert done.returncode == DONE and "skipped 1" in done.stdout, done.output
@@ -173,8 +199,22 @@ def test_no_number_that_is_not_finite_gets_into_the_state(config, tmp_path):
     assert "updates 14 to 17 were not finite, 4 in a row" in done.stderr and kept(tmp_path / "all") == [10]
     found = json.loads((tmp_path / "all" / "halted.json").read_text())["updates"]
     assert list(found) == ["14", "15", "16", "17"] and {len(v) for v in found.values()} == {72}
+    assert max(r["step"] for r in read(tmp_path / "all" / "metrics.jsonl")) <= 17 + BEHIND + 1, done.output
     done = job(config, tmp_path / "all")  # the data is mended
     assert done.returncode == DONE and "goes on after step 10" in done.stdout, done.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--steps_per_call", "3", "--parallel.backend", "pjit", "--parallel.zero", "2"]])
+def test_a_label_that_is_no_class_ends_all_ranks_with_one_line(config, tmp_path, more):
+    """Of one example, of which one rank reads the row, in the middle of an epoch."""
+    done = job(config, tmp_path, "a label is 10", at=700, np_=3, more=[*more, "--steps", "4000", "--log.every", "1"])
+    assert done.returncode == 2 and not done.left and "Traceback" not in done.output, done.output
+    line = (
+        r"loss: a label is 10, but the model's outputs are for 10 classes, 0 to 9; .* \(in the batch of update (\d+)\)"
+    )
+    (update,) = re.findall(line, done.output)
+    assert max(r["step"] for r in read(tmp_path / "metrics.jsonl")) <= int(update) + BEHIND + 6, done.output
 
 
 def outside(config, run_dir, act, which="openmpi5", np_=2, more=()):
@@ -191,13 +231,15 @@ def outside(config, run_dir, act, which="openmpi5", np_=2, more=()):
     return launch.mpirun(np_, arguments, which, env, 90, during=wait_and_act)
 
 
-@pytest.mark.parametrize(("which", "number"), [("openmpi5", signal.SIGUSR1), ("mpich", signal.SIGTERM)])
-def test_a_signal_to_mpirun_preempts(config, tmp_path, which, number):
+@pytest.mark.parametrize("sent", first(1, [("openmpi5", signal.SIGUSR1), ("mpich", signal.SIGTERM)]), ids=str)
+def test_a_signal_to_mpirun_preempts(config, tmp_path, sent):
+    which, number = sent
     done = outside(config, tmp_path, lambda mpirun: mpirun.send_signal(number), which)
     assert done.returncode == PREEMPTED and not done.left, done.output
     assert re.search(rf"preempted by {number.name} on rank \d, after update (\d+): saved step \1", done.stdout)
 
 
+@pytest.mark.slow
 def test_sigterm_to_open_mpi_promises_the_last_save(config, tmp_path):
     done = outside(config, tmp_path, lambda mpirun: mpirun.send_signal(signal.SIGTERM))
     assert done.returncode not in (DONE, 2) and not done.left, done.output
@@ -223,6 +265,7 @@ def cut_once_it_trains(hosts, run_dir, host):
     return when(lambda: (run_dir / "checkpoints").is_dir() and kept(run_dir), lambda process: hosts.cut(host))
 
 
+@pytest.mark.slow
 def test_a_cut_cable_between_two_hosts_is_named_on_both_sides(config, tmp_path):
     """Without a launcher each side says what it can see: the other has gone silent, or cannot be reached."""
     with TwoHosts(tmp_path) as hosts:
@@ -253,15 +296,21 @@ def test_a_cut_cable_between_two_hosts_is_named_on_both_sides(config, tmp_path):
 
 @pytest.mark.slow
 def test_a_cut_cable_ends_open_mpi_where_it_is_told_to_look(config, tmp_path):
-    """By itself mpirun waits minutes for its daemon on the lost host; it names the host, and ends with code 0."""
+    """By itself mpirun waits minutes for its daemon on the lost host; it names the host, and ends with code 0.
+
+    The same command then resumes at once: what is left of the job ends with mpirun, and is waited for.
+    """
     look = [("time", 5), ("intvl", 2), ("probes", 3)]
     options = [x for name, n in look for x in ("--prtemca", f"oob_tcp_keepalive_{name}", str(n))]
     with TwoHosts(tmp_path) as hosts:
         more, env = ["--steps", "100000"], {"PYTHONPATH": str(HERE / "mpi")}
         cut = cut_once_it_trains(hosts, tmp_path / "run", 1)
-        done = hosts.mpirun(argv(config, tmp_path / "run", more=more), 100, env, cut, options)
-        assert done.returncode != 124 and done.seconds < 70, done.output
+        last = f"$(( $(ls {tmp_path}/run/checkpoints | grep -x '[0-9]*' | sort -n | tail -n 1) + 20 ))"
+        again = shlex.join([sys.executable, *argv(config, tmp_path / "run")]) + f" --steps {last}"
+        done = hosts.mpirun(argv(config, tmp_path / "run", more=more), 100, env, cut, options, then=again)
+        assert done.returncode == DONE and done.seconds < 70, done.output
         assert re.search(rf"lost communication[\s\S]*on node {hosts.names[1]}", done.output), done.output
+        assert "goes on after step" in done.stdout and final(tmp_path / "run"), done.output
 
 
 def alone(config, run_dir, *more, env=None, code=0, during=None):
@@ -282,6 +331,7 @@ def alone(config, run_dir, *more, env=None, code=0, during=None):
     return out, err
 
 
+@pytest.mark.slow
 def test_two_interrupts_leave_at_once(config, tmp_path):
     def twice(process):
         process.send_signal(signal.SIGINT)
@@ -294,12 +344,14 @@ def test_two_interrupts_leave_at_once(config, tmp_path):
     assert "SIGINT: saves, then ends" in err and "a second SIGINT: ends at once" in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_preempted_before_the_first_update(config, tmp_path):
     began = lambda: (tmp_path / "env.json").is_file()
     out, _ = alone(config, tmp_path, code=75, during=when(began, lambda p: p.send_signal(signal.SIGTERM)))
     assert "preempted by SIGTERM" in out and ("nothing to save yet" in out or "saved step" in out)
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_directory(config, tmp_path):
     second = []
 
@@ -341,6 +393,7 @@ def logged(config, run_dir, log, meanwhile, *more):
     return code, text
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_the_run_directory(config, tmp_path):
     """Saves fail, the run goes on, and the first one that finds room is kept."""
     log = tmp_path / "log"
@@ -361,6 +414,7 @@ def test_a_full_disk_under_the_run_directory(config, tmp_path):
         assert steps == list(range(5, 301, 5))  # what could not be written was written later
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_becomes_read_only(config, tmp_path):
     with small_disk(tmp_path / "disk") as disk:
         remount = lambda how: subprocess.run(["mount", "-o", f"remount,{how}", disk], check=True)
@@ -373,6 +427,7 @@ def test_a_run_directory_that_becomes_read_only(config, tmp_path):
         assert "goes on after step 20" in out and kept(disk / "run")[-1] == 40
 
 
+@pytest.mark.slow
 def test_a_symlinked_run_directory_and_a_torn_last_line(config, tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -385,6 +440,7 @@ def test_a_symlinked_run_directory_and_a_torn_last_line(config, tmp_path):
     assert steps == list(range(5, 41, 5))
 
 
+@pytest.mark.slow
 def test_damage_is_said_and_the_run_goes_on_from_the_one_before(config, tmp_path, uninterrupted):
     alone(config, tmp_path, "--steps", "40", "--optimizer.schedule_steps", "60")
     data = max((tmp_path / "checkpoints" / "40").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
@@ -396,6 +452,7 @@ def test_damage_is_said_and_the_run_goes_on_from_the_one_before(config, tmp_path
     assert final(tmp_path)[0]["loss"] == pytest.approx(uninterrupted[0]["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jump", [1e7, -1e7])
 def test_a_clock_that_jumps_changes_nothing(config, tmp_path, jump):
     """What is measured uses the monotonic clock; checkpoints are known by their step, not by their dates."""
@@ -409,6 +466,7 @@ def test_a_clock_that_jumps_changes_nothing(config, tmp_path, jump):
     assert "finished" in alone(config, tmp_path / "run", "--steps", "400")[0]
 
 
+@pytest.mark.slow
 def test_a_config_that_changes_the_numbers_says_which(config, tmp_path):
     alone(config, tmp_path, "--steps", "20")
     command = ["train.py", "--config", str(config), "--run_dir", str(tmp_path), "--data.args={}"]

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import toys
-from jaxdp import footprint
+from jaxdp.analysis import memory
 from jaxdp.data.base import Arrays
 from jaxdp.data.cursor import Cursor
 from jaxdp.data.prefetch import read_batch
@@ -17,14 +17,14 @@ from jaxdp.distributed import last_words
 def test_a_program_that_has_run_tells_what_it_sends(backend, devices):
     model, examples = toys.MODELS["mlp"](), toys.data(40)
     strategy, step, _ = toys.build(model, examples, devices=devices, backend=backend)
-    program, state = strategy.lower(step), strategy.init()
+    program, state = strategy.compile(step), strategy.init()
     read = read_batch(Arrays(**examples), Cursor(40, 20, 8, 0), 0, strategy.local_slots)
-    batch = strategy.put(read)
+    batch = strategy.shard_batch(read)
     slots = strategy.table.shape[1]
-    assert footprint.of_compiled(program.lowered(state, batch), devices, slots) is None  # it would have to compile
+    assert memory.of_compiled(program.lowered(state, batch), devices, slots) is None  # it would have to compile
     state, _ = program.update(state, batch)
-    found = footprint.of_compiled(program.lowered(state, batch), devices, slots)
-    sizes = footprint.bytes_by_tree(strategy, step, read, split_grads=False)
+    found = memory.of_compiled(program.lowered(state, batch), devices, slots)
+    sizes = memory.bytes_by_tree(strategy, step, read, split_grads=False)
     params = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(strategy.export(state).params))
     assert sizes["params"] == sizes["grads"] == params
     assert sizes["batch"] == sum(x.nbytes for x in read.values()) / devices

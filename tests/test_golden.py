@@ -9,10 +9,12 @@ import sys
 
 import pytest
 
-from jaxdp import loop, manifest
-from jaxdp.build import make_run
+from covering import first
+from jaxdp.assemble.run import make_run
+from jaxdp.checkpoint import manifest
 from jaxdp.cli import load
 from jaxdp.distributed.context import current
+from jaxdp.training import loop
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 TRAIN = GOLDEN.parent.parent / "train.py"
@@ -41,11 +43,12 @@ def test_it_is_whole(copied):
     assert manifest.FORMAT == 1, "make a golden of the new format beside this one, and keep this one readable"
 
 
-@pytest.mark.parametrize(
-    "backend, zero, devices",
-    [("pmap", 0, 1), ("pmap", 0, 4), ("pmap", 1, 8), ("pjit", 0, 2), ("pjit", 3, 3), ("pjit", 3, 8)],
-)
-def test_every_leaf_is_what_was_saved(copied, backend, zero, devices):
+LAYOUTS = [("pjit", 3, 3), ("pmap", 0, 1), ("pmap", 0, 4), ("pmap", 1, 8), ("pjit", 0, 2), ("pjit", 3, 8)]
+
+
+@pytest.mark.parametrize("layout", first(2, LAYOUTS), ids=str)
+def test_every_leaf_is_what_was_saved(copied, layout):
+    backend, zero, devices = layout
     run = run_of(copied, backend, zero, devices)
     assert run.checkpoints.latest() == STEP
     found = leaves(run.strategy.export(loop.restore(run, STEP)))
@@ -57,15 +60,16 @@ def test_it_holds_all_that_a_state_may_have():
     assert kinds == {"step", "params", "model_state", "opt_state", "ema", "loss_scale", "carry", "guard"}
 
 
-@pytest.mark.parametrize("argv, devices", [([], 1), (["--parallel.backend", "pjit", "--parallel.zero", "3"], 4)])
-def test_the_run_goes_on_from_it(copied, argv, devices):
+@pytest.mark.parametrize("layout", first(1, [("pjit", 3, 4), ("pmap", 0, 1)]), ids=str)
+def test_the_run_goes_on_from_it(copied, layout):
     """The losses of the updates after it, as they were when it was made; other processors round otherwise.
 
     An evaluation that was written, but of which the checkpoint does not know, is made again, and written once.
     """
     with (copied / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": STEP, "split": "eval", "loss": 99.0}) + "\n")
-    argv = [*argv, "--eval.every", str(STEP)]
+    backend, zero, devices = layout
+    argv = ["--parallel.backend", backend, "--parallel.zero", str(zero), "--eval.every", str(STEP)]
     env = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "PYTHONPATH": str(GOLDEN)}
     command = [sys.executable, str(TRAIN), "--config", str(GOLDEN / "golden.yaml"), "--run_dir", str(copied), *argv]
     done = subprocess.run(command, cwd=TRAIN.parent, env=env, capture_output=True, text=True, timeout=120)

@@ -5,9 +5,9 @@ import math
 import pytest
 import yaml
 
+from jaxdp.analysis.hardware import HARDWARE, Hardware, collective_seconds, load_hardware, update_seconds
+from jaxdp.analysis.hlo import WIRE, Collective
 from jaxdp.errors import UsageError
-from jaxdp.hardware import HARDWARE, Hardware, collective_seconds, load_hardware, update_seconds
-from jaxdp.hlo import WIRE, Collective
 
 HW = Hardware("toy", {"float32": 1e12}, 1e9, 1e10, 8, 100.0, 0.5, 10.0, 3.0, 0.5, "made up")  # bytes/s and s by hand
 

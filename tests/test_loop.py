@@ -1,6 +1,9 @@
 """The loop from plain objects, without a config: evaluation, faults of a reader, resuming with carried state."""
 
+import dataclasses
+import functools
 import gc
+import time
 
 import jax
 import jax.numpy as jnp
@@ -9,17 +12,22 @@ import optax
 import pytest
 
 import toys
-from jaxdp import loop
-from jaxdp.checkpoint import Checkpoints
+from covering import first, only
+from jaxdp.checkpoint.digest import params_sha256
+from jaxdp.checkpoint.store import Checkpoints
+from jaxdp.core.state import init_state
+from jaxdp.core.step import make_step
 from jaxdp.data.base import Arrays
 from jaxdp.data.cursor import Cursor
-from jaxdp.digest import params_sha256
+from jaxdp.errors import RunFailed, UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.metrics.jsonl import JsonLines, read
-from jaxdp.parallel import STRATEGIES
-from jaxdp.parallel.reduction import make_reduction
+from jaxdp.parallel import STRATEGIES, make_reduction
 from jaxdp.precision import Policy
-from jaxdp.step import init_state, make_step
+from jaxdp.supervise.monitor import Nobody
+from jaxdp.training import loop
+from jaxdp.training.lookback import BEHIND, EXAMINED
+from jaxdp.training.source import Source
 from test_sequential import summing
 from test_step import counting
 
@@ -43,19 +51,20 @@ class Kept:
 
 
 def make_run(
-    tmp_path, model=None, backend="pmap", devices=1, train=None, held_out=None, spike=None, examples=None, **settings
-):
+    tmp_path, model=None, backend="pmap", devices=1, train=None, held_out=None, spike=None, examples=None, loss=None,
+    step=None, **settings,
+):  # fmt: skip
     model, examples = model or toys.MODELS["resnet"](), examples or toys.data(60)
     tx = optax.adam(1e-2)
     cursor = Cursor(60, 20, 8, 0)
     make = lambda: init_state(model, tx, Policy(), 0, 8, {k: v[:3] for k, v in examples.items()}, spike=spike)
     eval_source = None
     if held_out is not None:
-        eval_source = loop.Source(Arrays(**held_out), Cursor(len(held_out["labels"]), 20, 8, 0, shuffle=False))
+        eval_source = Source(Arrays(**held_out), Cursor(len(held_out["labels"]), 20, 8, 0, shuffle=False))
     return loop.Run(
         strategy=STRATEGIES[backend](make, 8, make_reduction("xla"), None, jax.devices()[:devices]),
-        step=make_step(model, SoftmaxCrossEntropy(), tx, spike=spike),
-        train=loop.Source(train or Arrays(**examples), cursor),
+        step=make_step(model, loss or SoftmaxCrossEntropy(), tx, spike=spike, **(step or {})),
+        train=Source(train or Arrays(**examples), cursor),
         eval=eval_source,
         writer=Kept(),
         checkpoints=Checkpoints(tmp_path / "checkpoints"),
@@ -63,8 +72,9 @@ def make_run(
     )
 
 
-@pytest.mark.parametrize(("backend", "devices"), [("pmap", 1), ("pjit", 3), ("pmap", 8)])
-def test_evaluation_counts_every_example_once(tmp_path, backend, devices):
+@pytest.mark.parametrize("where", first(1, [("pjit", 3), ("pmap", 1), ("pmap", 8)]), ids=str)
+def test_evaluation_counts_every_example_once(tmp_path, where):
+    backend, devices = where
     model, held_out = toys.MODELS["resnet"](), toys.data(33, seed=5)  # batches of 20 and 13
     run = make_run(tmp_path, model, backend, devices, held_out=held_out, eval_every=3)
     final = loop.fit(run)
@@ -90,7 +100,7 @@ def test_an_evaluation_does_not_go_on_from_training(tmp_path):
     """Of a data set that says itself where what is carried begins anew, which may be later than its first example."""
     examples = {**toys.data(60), "reset": np.arange(60) == 33}
     run = make_run(tmp_path, summing(), examples=examples, held_out=examples)
-    program, state = run.strategy.lower(run.step), run.strategy.init()
+    program, state = run.strategy.compile(run.step), run.strategy.init()
     trained = state.replace(carry=jax.tree.map(jnp.ones_like, state.carry))
     assert loop.evaluate(run, program, state) == loop.evaluate(run, program, trained)
 
@@ -99,6 +109,88 @@ def test_a_readers_fault_reaches_the_loop_with_its_traceback(tmp_path):
     with pytest.raises(OSError, match="the disk is gone") as fault:
         loop.fit(make_run(tmp_path, train=Broken(**toys.data(60))))
     assert any(entry.name == "read" for entry in fault.traceback)
+
+
+class Counting(Nobody):
+    """Counts the updates that the loop has sent to the device."""
+
+    made = 0
+
+    def sent(self, result):
+        self.made += result["loss"].size
+
+
+@pytest.mark.parametrize("where", first(1, [("pjit", 3), ("pmap", 1)]), ids=str)
+@pytest.mark.parametrize("steps_per_call", only([1, 3], [1, 3, 16]))
+def test_a_run_that_is_halted_ends_a_few_updates_later(tmp_path, steps_per_call, where):
+    """Also where nothing is logged, evaluated or saved until the end; the state is that before the halt."""
+    backend, devices = where
+    data = toys.data(60)
+    data["inputs"][:, 0] = np.nan
+    run = make_run(
+        tmp_path, toys.MODELS["mlp"](), backend, devices, examples=data, steps=400, log_every=1000,
+        steps_per_call=steps_per_call, watch=(watch := Counting()), directory=tmp_path,
+    )  # fmt: skip
+    words = (
+        "updates 1 to 10 were not finite, 10 in a row .* there is no checkpoint; the batch of update 1 has inputs not "
+    )
+    with pytest.raises(RunFailed, match=words + "finite in 20 examples, labels from 0 to 2;"):
+        loop.fit(run)
+    assert watch.made <= 10 + BEHIND + 2 * steps_per_call and not run.checkpoints.steps()
+
+
+class Checked(Arrays):
+    """Notes from which thread it is read, one at a time."""
+
+    reading = False
+
+    def read(self, indices):
+        assert not self.reading, "two threads read"
+        self.reading = True
+        time.sleep(0.001)
+        try:
+            return super().read(indices)
+        finally:
+            self.reading = False
+
+
+@pytest.mark.parametrize("steps_per_call", first(1, [4, 1]))
+@pytest.mark.parametrize("where", ["train", "eval", "last"])
+def test_a_label_that_is_no_class_is_named_as_soon_as_it_is_seen(tmp_path, where, steps_per_call):
+    """One of 60, with batches between that have none; and one of the evaluation, or of the last update."""
+    data, watch, loss = toys.data(60), Counting(), SoftmaxCrossEntropy()
+    data["labels"][7] = toys.CLASSES
+    sound = toys.data(60)
+    held_out = data if where == "eval" else sound
+    shapes = jax.ShapeDtypeStruct((3, toys.CLASSES), np.float32)
+    run = make_run(
+        tmp_path, toys.MODELS["mlp"](), train=Checked(**(sound if where == "eval" else data)), held_out=held_out,
+        steps=3 if where == "last" else 400, log_every=1000, eval_every=8, steps_per_call=steps_per_call, watch=watch,
+    )  # fmt: skip
+    check = functools.partial(loss.check, shapes)
+    sources = {name: dataclasses.replace(getattr(run, name), check=check) for name in ("train", "eval")}
+    run = dataclasses.replace(run, **sources)
+    batch = "batch 0 of the evaluation" if where == "eval" else r"the batch of update \d"
+    words = rf"a label is 3, but the model's outputs are for 3 classes, 0 to 2; number .* \(in {batch}\)"
+    with pytest.raises(UsageError, match=words):
+        loop.fit(run)
+    assert watch.made <= 3 + BEHIND + 2 * steps_per_call
+
+
+def test_a_loss_that_is_not_finite_for_another_reason_ends_nothing(tmp_path):
+    """Its examples are looked at, and training goes on as if they were not, with all that is due."""
+    data, made = toys.data(60), []
+    data["inputs"][7] = np.nan
+    for name in ("looks", "does not"):
+        run = make_run(tmp_path / name, toys.MODELS["mlp"](), examples=data, steps=30, log_every=5, save_every=4)
+        asked = []
+        check = asked.append if name == "looks" else None
+        run = dataclasses.replace(run, train=dataclasses.replace(run.train, check=check))
+        final = loop.fit(run)
+        records = [(r["step"], r.get("loss")) for r in run.writer.records]
+        made.append((final["params_sha256"], records, sorted(run.checkpoints.steps())))
+        assert len(asked) == (EXAMINED if check else 0) and all(np.isnan(e["inputs"]).any() for e in asked)
+    np.testing.assert_equal(made[0], made[1])
 
 
 def test_garbage_collection_leaves_out_what_a_start_has_made(tmp_path, monkeypatch):
@@ -110,7 +202,7 @@ def test_garbage_collection_leaves_out_what_a_start_has_made(tmp_path, monkeypat
 
 def test_counters_that_depend_on_the_examples_end_the_run(tmp_path):
     model = counting(lambda batch: (batch["labels"][0] > 0).astype(jnp.int32))
-    with pytest.raises(RuntimeError, match="update 2: integers of the model state differ"):
+    with pytest.raises(RunFailed, match="update 2: integers of the model state differ"):
         loop.fit(make_run(tmp_path, model))
 
 

@@ -1,5 +1,7 @@
 """Losses by themselves: their sums, logits in pieces, several tasks; and one that couples examples, on any devices."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,8 @@ import pytest
 
 import toys
 from jaxdp import logits as pieces
+from jaxdp.assemble.components import make_parts, make_the_step
+from jaxdp.cli import load
 from jaxdp.errors import UsageError
 from jaxdp.logits import Logits, rows_at_once
 from jaxdp.losses import CausalLM, Contrastive, MeanSquaredError, MultiTask, SoftmaxCrossEntropy
@@ -120,7 +124,7 @@ def test_tasks_add_up_by_their_weights():
     other, *_ = MeanSquaredError()(jnp.asarray(tokens), {**batch, "labels": batch["height"]})
     np.testing.assert_allclose(total, own + 0.5 * other, rtol=1e-5)
     assert float(weight) == ROWS and set(metrics) == {"class_loss", "class_accuracy", "depth_loss"}
-    assert float(metrics["class_accuracy"]) == float(accuracy["accuracy"])
+    assert metrics["class_accuracy"] == (accuracy["accuracy"], ROWS)
 
 
 @pytest.mark.parametrize(
@@ -241,11 +245,20 @@ def test_a_contrastive_evaluation_couples_the_batch_too():
     for devices in (1, 4):
         strategy, step, batch = toys.build(two_towers(), examples, loss=Contrastive(), devices=devices)
         state = strategy.init()
-        sums = strategy.lower(step).evaluate(state, batch(0))
+        sums = strategy.compile(step).evaluate(state, batch(0))
         found.append((float(sums.loss / sums.weight), float(sums.metrics["accuracy"] / sums.weight)))
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
-def test_exact_mode_refuses_what_couples_examples():
-    with pytest.raises(UsageError, match=r"parallel\.reduction: exact adds up microbatch by microbatch"):
-        toys.build(two_towers(), toys.data(20), loss=Contrastive(), reduction="exact")
+@pytest.mark.parametrize("reduction", ["exact", "exact8"])
+def test_exact_mode_refuses_what_couples_examples(reduction):
+    config, *_ = load(["--config", "configs/digits.yaml"])
+    parts = make_parts(config)._replace(loss=Contrastive())
+    make_the_step(config, parts)
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, reduction=reduction))
+    message = rf"parallel\.reduction: {reduction} computes each microbatch by itself"
+    with pytest.raises(UsageError, match=message):
+        make_the_step(config, parts)
+    strategy, step, batch = toys.build(two_towers(), toys.data(20), loss=Contrastive(), reduction=reduction)
+    with pytest.raises(UsageError, match=message):
+        strategy.compile(step).update(strategy.init(), batch(0))

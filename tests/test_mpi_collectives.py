@@ -20,14 +20,15 @@ groups=[[0, 1, 2]]              6    6    6    4
 
 
 def test_every_collective_against_numpy_on_four_processes():
-    job = mpirun(4, [str(HERE / "mpi" / "collectives.py")], timeout=180)
+    job = mpirun(4, [str(HERE / "mpi" / "collectives.py")], timeout=180, devices=2)
     assert job.returncode == 0, job.output
     lines = sorted(line for line in job.stdout.splitlines() if line.startswith("rank "))
     assert [line.rpartition(" ")[0] for line in lines] == [f"rank {r}: OK" for r in range(4)], job.output
-    assert min(int(line.rpartition(" ")[2]) for line in lines) >= 230, job.output
+    assert min(int(line.rpartition(" ")[2]) for line in lines) >= 700, job.output
     assert not job.left
 
 
+@pytest.mark.slow
 def test_the_example_prints_rafs_table():
     job = mpirun(4, ["examples/allreduce.py"], timeout=60)
     assert job.returncode == 0, job.output
@@ -36,6 +37,7 @@ def test_the_example_prints_rafs_table():
     assert all(line in documented for line in TABLE.splitlines())
 
 
+@pytest.mark.slow
 def test_the_example_runs_alone():
     (job,) = processes(["examples/allreduce.py"], [{}])
     assert job.returncode == 0, job.output

@@ -59,6 +59,7 @@ def alone():
     shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_the_example_prints_the_same_losses_alone_and_under_mpirun(alone, capsys):
     runpy.run_path(str(ROOT / "examples" / "own_loop.py"), run_name="__main__")
@@ -90,8 +91,15 @@ def test_the_blocks_of_the_page_run(alone, capsys):
     space = {}
     for block in blocks:
         exec(compile(block, "docs/own_loop.md", "exec"), space)
-    losses = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
-    assert len(blocks) == 4 and len(losses) == 3 and space["epoch"] == 1
+        if block is blocks[0]:  # what is printed last is the loss of the whole set
+            whole = float(space["loss_of"](space["params"], space["images"], space["labels"]))
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert (
+        len(blocks) == 4 and len(losses) == 3 and space["epoch"] == 1 and losses[-1] == pytest.approx(whole, abs=1e-4)
+    )
+    assert losses == pytest.approx(
+        [float(x) for x in re.findall(r"^epoch \d  loss (.*)$", PAGE, re.MULTILINE)], abs=1e-3
+    )
     assert np.isfinite(jax.tree.leaves(space["params"])[0]).all()
     assert all(name in PAGE for name in ("partition_dataset", "broadcast_parameters", "allreduce_metrics"))
 
@@ -285,9 +293,11 @@ WRONG = {
     r"rank: 3 is not in \[0, 3\)": lambda g: jaxdp.DistributedSampler(3, rank=3, size=3),
     "dataset_or_size: 0 examples": lambda g: jaxdp.DistributedSampler(0),
     "dataset_or_size: list_iterator has no length": lambda g: jaxdp.DistributedSampler(iter([1])),
+    "adam is no Optax transformation; give one": lambda g: jaxdp.distributed_optimizer(optax.adam),
     "'loss' is traced": lambda g: jax.jit(lambda x: jaxdp.allreduce_metrics({"loss": x}))(1.0),
     "'loss' is str, not a number": lambda g: jaxdp.allreduce_metrics({"loss": "x"}),
     r"'a/b' has shape \(8,\), not one number": lambda g: jaxdp.allreduce_metrics({"a": {"b": g}}),
+    "weight: PyTreeDef.* is not a tree like": lambda g: jaxdp.allreduce_metrics({"a": 1.0}, weight={"b": 1.0}),
     "weight: inf is not a number of examples": lambda g: jaxdp.allreduce_metrics(1.0, weight=np.inf),
 }
 
@@ -308,6 +318,8 @@ def test_metrics_alone_are_floats():
     got = jaxdp.allreduce_metrics({"a": jnp.float32(0.5), "b": [np.int64(3)], "c": jnp.ones((1,))}, weight=7)
     assert got == {"a": 0.5, "b": [3.0], "c": 1.0} and all(type(x) is float for x in jax.tree.leaves(got))
     assert np.isnan(jaxdp.allreduce_metrics(2.0, weight=0))
+    got = jaxdp.allreduce_metrics({"a": 2.0, "b": np.nan}, weight={"a": 3, "b": 0})
+    assert got["a"] == 2 and np.isnan(got["b"])
 
 
 def test_who_was_started_with_others_must_join_them(monkeypatch):

@@ -10,13 +10,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import toys
+from covering import first
 from jaxdp.axes import DATA
 from jaxdp.data.base import Arrays
 from jaxdp.data.cursor import Cursor
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
-from jaxdp.parallel.base import data_mesh, from_first, slot_table
-from jaxdp.parallel.reduction import REDUCTIONS, make_reduction, pack
+from jaxdp.parallel import REDUCTIONS, make_reduction
+from jaxdp.parallel.placement import data_mesh, from_first, slot_table
+from jaxdp.parallel.reduction import pack
 
 MESH = data_mesh(jax.devices()[:4])
 
@@ -27,7 +29,7 @@ def reduced(name, tree, bucket_mb=25.0):
     return jax.jit(jax.shard_map(f, mesh=MESH, in_specs=P(DATA), out_specs=P(), check_vma=False)), tree
 
 
-@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("name", ["xla", "bucket"])  # exact ones add up integers: see test_fixed_point
 @pytest.mark.parametrize("bucket_mb", [25.0, 1e-4, 1e-6])
 def test_a_reduction_is_the_sum_over_devices(name, bucket_mb):
     rng = np.random.default_rng(0)
@@ -105,7 +107,7 @@ def test_more_devices_than_microbatches_says_what_to_set():
         slot_table(8, 9)
 
 
-@pytest.mark.parametrize("backend", ["pmap", "pjit"])
+@pytest.mark.parametrize("backend", first(1, ["pjit", "pmap"]))
 def test_a_bucketed_step_is_one_all_reduce_of_one_operand(backend):
     """Gradients, loss, weight, metrics and BatchNorm's averages travel together."""
     examples = toys.data(20)
@@ -114,7 +116,7 @@ def test_a_bucketed_step_is_one_all_reduce_of_one_operand(backend):
     )
     state = strategy.adopt(jax.device_put(state, strategy.abstract().step.sharding))
     batch = read_batch(Arrays(**examples), Cursor(20, 20, 8, 0), 0, strategy.local_slots)
-    text = program.lowered(state, strategy.put(batch))["update"].compile().as_text()
+    text = program.lowered(state, strategy.shard_batch(batch))["update"].compile().as_text()
     calls = [m.group(1) for m in re.finditer(r" all-reduce(?:-start)?\(([^)]*)\)", text)]
     assert len(calls) == 1 and "," not in calls[0]
     assert not re.search(r" (all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\(", text)

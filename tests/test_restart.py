@@ -18,7 +18,7 @@ from launch import ROOT, environment, require
 from launch import _survivors as survivors
 
 PAGE = (ROOT / "docs" / "restart.md").read_text()
-ONE_LINE, LIMITED, SRUN, MPIRUN = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+ONE_LINE, LIMITED, ASKING, SRUN, MPIRUN = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
 COMMAND = "jaxdp train --config run.yaml"
 # Exact, so that one process and two end in the same bits; slow, so that there is time to stop it.
 CONFIG = """
@@ -124,6 +124,7 @@ def test_the_line_starts_a_preempted_run_again(folder, reference):
     check(loop, reference, preempted=2, begun=2)
 
 
+@pytest.mark.slow
 def test_the_script_starts_a_killed_run_again_too(folder, reference):
     loop = Loop(LIMITED, folder, "script")
     loop.signal_at(50, signal.SIGKILL)
@@ -139,6 +140,26 @@ def test_the_script_gives_up():
         assert done.returncode == code and done.stdout.count("run") == runs
 
 
+def test_the_loop_around_mpirun_asks_the_run_whether_it_is_finished(tmp_path):
+    """mpirun ends with code 0 twice before the run is finished; at once where another job is alive there."""
+    lines = ["", '{"step": 5, "split": "train"}', '{"step": 9, "split": "final"}']
+    (tmp_path / "run").mkdir()
+    (tmp_path / "mpirun").write_text(
+        '#!/bin/sh\nn=$(cat n 2>/dev/null || echo 0)\necho $((n + 1)) >n\necho "started"\n'
+        'cp "lines$n" run/metrics.jsonl 2>/dev/null || rm -f run/metrics.jsonl\nexit ${CODE:-0}\n'
+    )
+    (tmp_path / "mpirun").chmod(0o755)
+    for n, line in enumerate(lines[1:], 1):
+        (tmp_path / f"lines{n}").write_text(line + "\n")
+    for code, runs in (("0", 3), ("2", 1)):
+        (tmp_path / "n").unlink(missing_ok=True)
+        env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": code}
+        script = ["bash", "-c", ASKING.replace("sleep 1", ":")]
+        done = subprocess.run(script, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=20)
+        assert done.returncode == int(code) and done.stdout.count("started") == runs, done
+
+
+@pytest.mark.slow
 def test_interrupting_the_script_saves_and_ends(folder):
     loop = Loop(LIMITED, folder, "interrupted", more=["--steps", "3000"])
     loop.wait_for(15)
@@ -157,6 +178,7 @@ def test_the_line_around_mpirun(folder, reference, which, number):
     check(loop, reference, preempted=1, begun=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [SRUN, MPIRUN], ids=["srun", "mpirun"])
 def test_the_batch_scripts_put_the_job_back(folder, script):
     """Without Slurm: it signals what the script runs (srun), or the script (mpirun)."""

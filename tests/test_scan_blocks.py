@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 import toys
+from covering import only
 from jaxdp.models import as_model
 from jaxdp.models.base import Model
 from jaxdp.models.nnx import Blocks
@@ -117,7 +118,7 @@ def trained(model, devices, layout=None, accumulate="vmap"):
     return out[1]
 
 
-@pytest.mark.parametrize("model", [*list(MODELS)[:-1], pytest.param("nested", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", only(["outside"], MODELS))
 def test_blocks_are_right_in_every_layout(model):
     with jax.enable_x64(True):
         want = trained(model, 1)

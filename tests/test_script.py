@@ -20,10 +20,9 @@ base = dict(model=linen.Dense(2), data={"inputs": x, "labels": y}, steps=30, bat
 """
 
 
-def script(folder, code, code_expected=0):
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT + code], cwd=folder, text=True, capture_output=True, env=environment({}, 2)
-    )
+def script(folder, code, code_expected=0, seed="0"):
+    env = environment({"PYTHONHASHSEED": seed}, 2)
+    done = subprocess.run([sys.executable, "-c", SCRIPT + code], cwd=folder, text=True, capture_output=True, env=env)
     assert done.returncode == code_expected, done.stdout + done.stderr
     return done.stdout, done.stderr
 
@@ -46,6 +45,98 @@ print(one.run_dir)
     assert final["split"] == "final" and final["accuracy"] > 0.9
 
 
+OBJECTS = """
+import functools, jax, threading
+def closure(scale, lock=None):
+    def loss(outputs, batch):
+        loss = optax.softmax_cross_entropy_with_integer_labels(outputs, batch["labels"]) * batch["mask"]
+        return (loss * scale).sum() * (lock is None), batch["mask"].sum(), {}
+    return loss
+noise = lambda example, key, amount: {**example, "inputs": example["inputs"] * amount}
+line = lambda rate: optax.linear_schedule(rate, 0.0, 9)
+chain = lambda rate: optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.adam)(line(rate)))
+changed = y.copy()
+changed[3] = 1 - y[3]  # none of the examples that the fingerprint of a data set reads
+base |= dict(loss=closure(np.float32(2)), optimizer=chain(1.0), data=(x, y), eval_data=(x, y), steps=1)
+base |= dict(transform=functools.partial(noise, amount=2.0))
+"""
+CHANGES = {
+    "optimizer=chain(1e-3)": "optimizer: optax chain(clip",
+    "optimizer=optax.adam(1.0)": "optimizer.target: 'optax chain(clip",
+    "model=linen.Dense(3)": "model: flax.linen.linear.Dense (object) is not the one",
+    "model=linen.Dense(2, use_bias=False)": "model: flax.linen.linear.Dense (object) is not the one",
+    "loss=closure(np.float32(3))": "loss: __main__.closure.<locals>.loss (object) is not the one",
+    "loss=closure(np.float32(2), threading.Lock())": "loss: __main__.closure.<locals>.loss (object) cannot be compared",
+    "loss=lambda o, b: (o.sum(), b['mask'].sum(), {})": "loss.target: '__main__.closure.<locals>.loss (object)' -> ",
+    "transform=functools.partial(noise, amount=3.0)": "data.transform: functools.partial (object) is not the one",
+    "data=(x, changed)": "data: tuple (object) is not the one",
+    "eval_data=(x, changed)": "eval.data: tuple (object) is not the one",
+}
+
+
+def test_a_run_is_returned_or_resumed_only_for_the_objects_that_trained_it(tmp_path):
+    first = """
+one = jaxdp.fit(**base)
+for arguments in CHANGES:
+    try:
+        print("trained", jaxdp.fit(**base | eval("dict(" + arguments + ")")).final)
+    except jaxdp.UsageError as error:
+        print("refused", error)
+""".replace("CHANGES", str(list(CHANGES)))
+    out, _ = script(tmp_path, OBJECTS + first)
+    lines = [line for line in out.splitlines() if line.startswith(("refused", "trained", "finished"))]
+    assert len(lines) == len(CHANGES), out
+    for line, words in zip(lines, CHANGES.values()):
+        assert line.startswith(f"refused {words}") and "run_dir (None is" in line and "overwrite=True" in line, line
+    second = """
+import os
+same, other = jaxdp.fit(**base), base | dict(optimizer=chain(1e-3))
+apart = jaxdp.fit(**other | dict(run_dir=None))
+digest = lambda fitted: fitted.final["params_sha256"]
+assert apart.run_dir.is_dir() and digest(apart) != digest(same)
+open("run/mine.txt", "w").close()
+os.mkdir("run/checkpoints/1-backup")
+assert digest(jaxdp.fit(**other, overwrite=True)) == digest(apart) == digest(jaxdp.fit(**other))
+assert os.path.isfile("run/mine.txt")
+os.rmdir("run/checkpoints/1-backup")
+os.remove("run/env.json")
+try:
+    jaxdp.fit(**other, overwrite=True)
+except jaxdp.UsageError as error:
+    print(error)
+assert os.listdir("run/checkpoints") == ["1"]
+print(apart.run_dir)
+"""
+    out, _ = script(tmp_path, OBJECTS + second, seed="1")
+    *_, problem, temporary = out.splitlines()
+    assert out.count("finished: run ") == 2 and "'run' is not the directory of a run of jaxdp" in problem
+    assert not pathlib.Path(temporary).exists()
+
+
+@pytest.mark.slow
+def test_code_that_has_a_name_is_evaluated_by_it_and_a_change_is_reported(tmp_path):
+    """A change of shape is an error before anything is reported as finished."""
+    net = """
+from flax import nnx
+class Net(nnx.Module):
+    def __init__(self, *, rngs): self.layer = nnx.Linear(64, 10, rngs=rngs)
+    def __call__(self, x): return self.layer(x.reshape(len(x), 64)) * SCALE
+"""
+    (tmp_path / "mine.py").write_text(net.replace("SCALE", "1"))
+    command = lambda *argv: subprocess.run(
+        [sys.executable, "-m", "jaxdp", *argv], cwd=tmp_path, text=True, capture_output=True, env=environment({}, 2)
+    )
+    script(tmp_path, "import mine\njaxdp.fit(mine.Net, 'Digits', optimizer='sgd', steps=1, run_dir='run')")
+    done = command("eval", "--run_dir", "run")
+    assert done.returncode == 0 and "loss" in done.stdout and "warning" not in done.stdout, done
+    (tmp_path / "mine.py").write_text(net.replace("SCALE", "2"))
+    done = command("train", "--config", "run/config.yaml")
+    assert done.returncode == 0 and "warning: model: mine.Net has changed since" in done.stdout, done
+    (tmp_path / "mine.py").write_text(net.replace("SCALE", "1").replace("Linear(64, 10", "Linear(64, 11"))
+    done = command("train", "--config", "run/config.yaml")
+    assert done.returncode == 2 and "finished" not in done.stdout and "layer/bias float32[10]" in done.stderr, done
+
+
 BAD = {
     "batchsize=3": "fit: unknown key 'batchsize'; did you mean 'batch_size'?",
     "parallel={'zero': 9}": "parallel.zero: 9 is too large; it must be at most 3",
@@ -59,7 +150,7 @@ BAD = {
     "eval_data=(x[:, :3], y)": "eval.data: its examples (inputs float32[3], labels int32[]) do not fit",
     "data=(x, y + np.int32(1))": "loss: a label is 2, but the model's outputs are for 2 classes, 0 to 1",
     "data=(x, y - np.int32(1))": "loss: a label is -1, but",
-    "data=iter(x)": "data.target: 'iterator' is",
+    "data=iter(x)": "data.target: 'iterator (object)' is",
     "optimizer={'target': optax.sgd(1.0), 'weight_decay': 0.1}": "optimizer.weight_decay: 0.1 but",
 }
 
@@ -81,9 +172,14 @@ for arguments in {list(BAD)}:
 
 def test_an_interrupt_saves_and_then_interrupts_and_the_next_call_goes_on(tmp_path):
     code = """
-import os, signal, threading
+import os, pathlib, signal, threading, time
 before = signal.getsignal(signal.SIGTERM)
-threading.Timer(4, os.kill, (os.getpid(), signal.SIGINT)).start()
+def interrupt():
+    metrics = pathlib.Path("run/metrics.jsonl")
+    while not metrics.exists() or not metrics.stat().st_size:
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=interrupt, daemon=True).start()
 try:
     jaxdp.fit(**base | dict(steps=10**6, optimizer={"schedule": "constant", "target": "sgd"}))
 except KeyboardInterrupt:
@@ -97,6 +193,7 @@ print(more.final["step"] - steps)
     assert "preempted by SIGINT on rank 0" in out and "interrupted\n" in out and out.endswith("2\n"), out + err
 
 
+@pytest.mark.slow
 def test_a_run_decides_its_own_settings_of_jax_and_gives_them_back(tmp_path):
     """Of three runs one after the other the last is the first's again, although the second computes in float64."""
     code = """
@@ -111,6 +208,7 @@ assert not jax.config.jax_enable_x64 and jax.config.jax_default_matmul_precision
     script(tmp_path, code)
 
 
+@pytest.mark.slow
 def test_a_transform_may_number_the_labels(tmp_path):
     script(
         tmp_path,
@@ -123,6 +221,7 @@ jaxdp.fit(**base | {"data": {"inputs": x}, "transform": make, "steps": 1, "run_d
     )
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_what_does_not_fit_on_one_rank_alone_ends_all_of_them(tmp_path):
     """The model opens JAX's devices while it is made, which one process waits for the other to do."""
@@ -142,6 +241,7 @@ jaxdp.fit(made, (np.ones((8, 4), np.float32), y), steps=1, batch_size=8, run_dir
     assert two.stderr.count("jaxdp: ") == 1 and "data: 'labels' is int64" in two.stderr, two.output
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_the_example_is_the_same_alone_and_in_two_processes(tmp_path):
     alone = subprocess.run([sys.executable, EXAMPLE, "one"], cwd=tmp_path, text=True, capture_output=True, check=True)
@@ -152,6 +252,7 @@ def test_the_example_is_the_same_alone_and_in_two_processes(tmp_path):
     assert last[0] == pytest.approx(last[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_an_objects_learning_rate_is_its_own_and_a_saved_config_says_whose_it_is(tmp_path):
     code = """
 try:
@@ -162,8 +263,9 @@ jaxdp.fit(**base, optimizer=optax.adam(1e-3))
 """
     out, _ = script(tmp_path, code)
     assert out.splitlines()[0].startswith("optimizer.lr: 0.1, but an Optax transformation has its own learning rate")
-    assert "optimizer  optax, of the script, 30 updates" in out
-    argv = [sys.executable, "-m", "jaxdp", "eval", "--run_dir", "run"]
-    done = subprocess.run(argv, cwd=tmp_path, text=True, capture_output=True, env=environment({}, 2))
-    assert done.returncode == 2
-    assert "it stands for an object that a script gave to jaxdp.fit" in done.stderr and done.stderr.count("\n") == 1
+    assert "optimizer  optax chain(scale_by_adam, scale), of the script, 30 updates" in out
+    for verb in ("eval --run_dir run", "plan --config run/config.yaml", "verify --config run/config.yaml"):
+        argv = [sys.executable, "-m", "jaxdp", *verb.split()]
+        done = subprocess.run(argv, cwd=tmp_path, text=True, capture_output=True, env=environment({}, 2))
+        assert done.returncode == 2
+        assert "it stands for an object that a script gave to jaxdp.fit" in done.stderr and done.stderr.count("\n") == 1

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 import toys
+from covering import first
 from jaxdp.data.base import Arrays
 from jaxdp.data.cursor import Cursor, Streams
 from jaxdp.data.prefetch import read_batch
+from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models.base import Model
 
 
@@ -82,7 +84,7 @@ def summing():
 
 def evaluated(model, examples, sequential, **way):
     strategy, step, batch = toys.build(model, examples, sequential=sequential, **way)
-    state, program, totals = strategy.init(), strategy.lower(step), np.zeros(2)
+    state, program, totals = strategy.init(), strategy.compile(step), np.zeros(2)
     for i in range(3):
         sums = program.evaluate(state, batch(i))
         assert (sums.carry is not None) == sequential
@@ -123,3 +125,37 @@ def test_training_in_order_is_the_same_on_any_devices_and_backend():
         ]  # fmt: skip
     for state in states[1:]:
         assert toys.relative_error((state.params, state.carry), (states[0].params, states[0].carry))[0] < 1e-11
+
+
+WAYS = [("pjit", 3, "xla"), ("pmap", 1, "xla"), ("pmap", 4, "bucket"), ("pmap", 2, "exact"), ("pjit", 4, "exact")]
+
+
+@pytest.mark.parametrize("way", first(1, WAYS), ids=str)
+@pytest.mark.parametrize("own", [False, True])
+def test_a_skipped_update_begins_anew_all_the_same(way, own):
+    """The first batch of the second epoch is not finite, or some in the middle with resets of the data's own; what is
+    carried after it is the sum since then, without what was skipped."""
+    backend, devices, reduction = way
+    examples, bad = toys.data(60), 1 if own else 3
+    examples |= {"odd": np.zeros(60, np.float32)} | ({"reset": np.arange(60) % 3 == 1} if own else {})
+
+    def loss(outputs, batch):
+        total, weight, metrics = SoftmaxCrossEntropy()(outputs, batch)
+        return total + jnp.sum(batch["odd"] * batch["mask"]), weight, metrics
+
+    strategy, step, batch = toys.build(
+        summing(), examples, loss=loss, sequential=True, backend=backend, devices=devices, reduction=reduction,
+        batch_size=20,
+    )  # fmt: skip
+    program, state, skipped = strategy.compile(step), strategy.init(), []
+    for i in range(bad + 2):
+        data = batch(i)
+        if i == bad:
+            data = {**data, "odd": data["odd"] + np.float32(np.inf)}
+        state, metrics = program.update(state, data)
+        skipped.append(int(metrics["skipped"]))
+    assert skipped == [0] * bad + [1, 0]
+    got = np.asarray(strategy.export(state).carry["seen"])
+    for r, part in enumerate(np.array_split(np.arange(60), 20)):  # three examples each, by update
+        want = examples["inputs"][part[(bad + 1) % 3]].ravel()
+        np.testing.assert_allclose(got[r % 8, r // 8], want, rtol=1e-5, atol=1e-5)

@@ -1,45 +1,35 @@
 """A start imports what it needs, compiles what no start before it did, and is none the worse without a cache."""
 
-import functools
 import json
-import os
 import pathlib
 import subprocess
 import sys
-import threading
-import time
+from typing import NamedTuple
 
 import filelock
 import jax
 import jax.numpy as jnp
 import pytest
-from jax._src import compilation_cache as module  # not public, as what is tested says
 
-from jaxdp import ahead, compilation_cache, xla_presets
+from jaxdp import compilation_cache, xla_presets
 from jaxdp.cli import load
 from jaxdp.environment import processor
 from jaxdp.errors import UsageError
 from launch import environment, mpirun
 
 ROOT = pathlib.Path(__file__).parent.parent
-# Trains, and says what became of the programs that were to be compiled.
+# Trains, and prints how many programs came from the cache, and how many were compiled.
 SCRIPT = """
-import collections, functools, json, sys, threading
+import collections, json, sys
 import jax
-from jax._src import compilation_cache
-found = collections.Counter()
-jax.monitoring.register_event_listener(lambda name, **more: found.update([name.rpartition("/")[2]]))
-read = compilation_cache.get_executable_and_time
-@functools.wraps(read)
-def counted(*args):
-    found.update(["read by " + threading.current_thread().name.partition("_")[0]])
-    return read(*args)
-compilation_cache.get_executable_and_time = counted
+events = collections.Counter()
+jax.monitoring.register_event_listener(lambda name, **more: events.update([name.rpartition("/")[2]]))
 from jaxdp.cli import main
 try:
     main(sys.argv[1:])
 except SystemExit as end:
-    print("\\nfound", json.dumps(found), flush=True)
+    names = ["compile_requests_use_cache", "cache_hits"]
+    print("\\nevents", jax.process_index(), json.dumps([events[name] for name in names]), flush=True)
     raise
 """
 RUN = [
@@ -54,53 +44,64 @@ def home(folder):
     return {**ours, "XDG_CACHE_HOME": str(folder)}
 
 
+class Start(NamedTuple):
+    """One start of a run. requests: programs that it needed; hits: those of them that came from the cache."""
+
+    digest: str
+    requests: int
+    hits: int
+    program: dict
+    stderr: str
+
+
 def start(folder, run_dir, *more):
-    """(digest of the parameters, programs found, compiled, and loaded ahead, what it said on standard error)"""
     command = [sys.executable, "-c", SCRIPT, *RUN, "--run_dir", str(run_dir), *more]
-    done = subprocess.run(command, env=environment(home(folder), 1), cwd=ROOT, text=True, capture_output=True)
+    done = subprocess.run(command, env=environment(home(folder), 2), cwd=ROOT, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout.rpartition("found ")[2])
+    counts = json.loads(done.stdout.rpartition("events 0 ")[2])
     final = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
-    counts = [found.get(name, 0) for name in ("cache_hits", "cache_misses", "read by jaxdp-programs")]
-    return final["params_sha256"], *counts, done.stderr
+    layout = json.loads((run_dir / "layout.json").read_text())
+    return Start(final["params_sha256"], *counts, layout["program"], done.stderr)
 
 
-@pytest.mark.parametrize("reduction", ["auto", pytest.param("exact", marks=pytest.mark.slow)])
-def test_a_second_start_compiles_nothing_and_gives_the_same_bits(tmp_path, reduction):
-    more = ["--parallel.reduction", reduction]
-    digest, found, compiled, early, said = start(tmp_path / "cache", tmp_path / "one", *more)
-    assert compiled > 3 and not found and not early and "cache" not in said
-    second = start(tmp_path / "cache", tmp_path / "two", *more)  # what a rehearsal computes, it need not even look for
-    assert second == (digest, second[1], 0, second[3], said) and 2 < second[1] <= compiled and second[3] >= 1
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param([], id="pmap"),
+        pytest.param(["--parallel.backend", "pjit", "--parallel.zero", "3"], id="zero 3", marks=pytest.mark.slow),
+        pytest.param(["--parallel.reduction", "exact"], id="exact", marks=pytest.mark.slow),
+    ],
+)
+def test_a_second_start_compiles_nothing_and_gives_the_same_bits(tmp_path, more):
+    first = start(tmp_path / "cache", tmp_path / "one", *more)
+    assert first.requests > 3 and not first.hits and "cache" not in first.stderr
+    second = start(tmp_path / "cache", tmp_path / "two", *more)
+    assert second == first._replace(hits=first.requests)
+    assert first.program["temporaries"] > 0
     (folder,) = (tmp_path / "cache" / "jaxdp" / "xla").iterdir()
-    if reduction == "exact":
-        none = start(tmp_path / "other", tmp_path / "three", *more, "--compilation_cache", "null")
-        assert none[:4] == (digest, 0, 0, 0) and not (tmp_path / "other").exists()
-    else:
-        (note,) = (n for n in folder.glob("*-note") if "[" in n.read_text())
-        programs = json.loads(note.read_text().partition("\n")[2])
-        assert {"key", "options", "devices"} == set(programs[0]) and len(programs) <= second[1]
-        (folder / f"{programs[-1]['key']}-cache").write_bytes(b"nothing")  # is compiled again
-        note.write_text(note.read_text().replace('"options": "', '"options": "00'))  # is not believed
-        third = start(tmp_path / "cache", tmp_path / "three", *more)
-        assert (third[0], third[2:4]) == (digest, (1, 0)), third
-    assert folder.name == processor() and len(list(folder.glob("*-note"))) == 2  # a rehearsal's, and a start's
+    assert folder.name == processor()
+    next(folder.glob("*-cache")).write_bytes(b"damaged")  # and so compiled again
+    third = start(tmp_path / "cache", tmp_path / "three", *more)
+    assert third == first._replace(hits=first.requests - 1)
+    none = start(tmp_path / "other", tmp_path / "four", *more, "--compilation_cache", "null")
+    assert (none.digest, none.hits) == (first.digest, 0) and not (tmp_path / "other").exists()
 
 
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_each_of_several_processes_finds_its_programs(tmp_path):
-    """JAX gives each CPU process keys of its own, and would let rank 0 alone write."""
+def test_of_several_cpu_processes_rank_0_uses_the_cache(tmp_path):
+    """JAX lets rank 0 alone write, and on CPU gives each process cache keys of its own."""
     digests = []
     for name in ("one", "two"):
         command = ["-c", SCRIPT, *RUN, "--run_dir", str(tmp_path / name)]
         done = mpirun(2, command, env=home(tmp_path / "cache"))
         assert done.returncode == 0, done.output
         digests.append(json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])["params_sha256"])
-        found = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("found ")]
-    assert digests[0] == digests[1] and len(found) == 2
-    assert all(process.get("cache_hits", 0) > 3 for process in found)
-    assert not any(process.get("cache_misses", 0) for process in found)  # which count what is written
+        lines = [line.split(maxsplit=2)[1:] for line in done.stdout.splitlines() if line.startswith("events ")]
+        counts = {int(rank): json.loads(counts) for rank, counts in lines}
+        assert sorted(counts) == [0, 1]
+    assert digests[0] == digests[1]
+    assert counts[0][1] > 3 and counts[1][1] < counts[0][1], counts
 
 
 @pytest.fixture
@@ -131,12 +132,8 @@ def test_what_is_compiled_is_kept_and_what_is_damaged_is_compiled_again(tmp_path
     assert compute() == value  # warnings are errors here
     unfinished = program.with_name("jit_f-0123-cache")  # as a process that was killed leaves it
     unfinished.write_bytes(b"half")
-    old, new = program.with_name("a-note"), program.with_name("b-note")
-    for note in (old, new):
-        note.touch()
-    os.utime(old, (0, time.time() - compilation_cache.KEPT - 60))
     compilation_cache.tidy(program.parent)
-    assert programs(tmp_path) == [program] and new.exists() and not old.exists()
+    assert programs(tmp_path) == [program]
 
 
 def test_a_cache_that_is_given_to_jax_stands(tmp_path, no_cache):
@@ -149,8 +146,6 @@ def test_a_cache_that_is_given_to_jax_stands(tmp_path, no_cache):
 def test_without_a_cache_there_is_none(tmp_path, no_cache):
     assert compilation_cache.use(None) is None
     assert jax.config.values["jax_compilation_cache_dir"] is None
-    compilation_cache.Note("facts").write("text")
-    assert compilation_cache.Note("facts").read() is None
 
 
 @pytest.mark.parametrize("setting, value", [("jax_compilation_cache_dir", ""), ("jax_enable_compilation_cache", False)])
@@ -161,25 +156,9 @@ def test_where_jax_is_to_keep_nothing_nothing_is_kept(tmp_path, no_cache, monkey
     jax.config.update(setting, value)
     try:
         compilation_cache.use(str(tmp_path / "cache"))
-        note = compilation_cache.Note("facts")
-        note.write("text")
-        assert note.file is None and note.read() is None
-        assert not [file for file in tmp_path.rglob("*") if "facts" in file.name or file.name.endswith("-note")]
+        assert compute() and not list(tmp_path.rglob("*-cache"))
     finally:
         jax.config.update(setting, before)
-
-
-def test_what_a_full_disk_did_not_take_is_not_left(tmp_path, no_cache, monkeypatch):
-    compilation_cache.use(str(tmp_path / "cache"))
-    note = compilation_cache.Note("facts")
-    monkeypatch.setattr(pathlib.Path, "write_bytes", full)
-    note.write(b"text")
-    assert not list(note.file.parent.glob("*-note*"))
-
-
-def full(file, content):
-    file.touch()
-    raise OSError(28, "No space left on device")
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, no_cache):
@@ -230,48 +209,6 @@ def test_a_cache_that_another_process_holds_is_used(tmp_path, no_cache):
     assert jax.config.values["jax_compilation_cache_dir"] == str(folder)
 
 
-def test_a_note_is_of_its_facts(tmp_path, no_cache):
-    compilation_cache.use(str(tmp_path))
-    compilation_cache.Note("facts").write("text")
-    assert compilation_cache.Note("facts").read() == "text"
-    assert compilation_cache.Note("others").read() is None and compilation_cache.Note(None).read() is None
-
-
-def test_what_was_noted_is_read_by_a_thread_and_not_again(tmp_path, no_cache, monkeypatch):
-    compilation_cache.use(str(tmp_path))
-    monkeypatch.setattr(ahead, "LEAST", 0)
-    read, by = module.get_executable_and_time, []
-
-    @functools.wraps(read)
-    def counted(key, *args):
-        by.append((key, threading.current_thread().name.partition("_")[0]))
-        return read(key, *args)
-
-    monkeypatch.setattr(module, "get_executable_and_time", counted)
-    found = []
-    for _ in range(2):
-        jax.clear_caches()
-        by.clear()
-        with ahead.loading("facts") as asked:
-            answer = jax.jit(lambda x: jnp.sin(x) @ x)(jnp.eye(3) + 1)
-            asked.note(asked.programs)
-        assert module.get_executable_and_time is counted  # JAX is left as it was
-        found.append((dict(by), len(by), answer.tolist()))
-    (first, reads, answer), (second, again, same) = found
-    assert set(first.values()) == {"MainThread"} and len(first) == reads > 0
-    assert second == dict.fromkeys(first, "jaxdp-programs") and again == reads and same == answer
-
-
-def test_nothing_is_loaded_ahead_where_jax_looks_programs_up_otherwise(tmp_path, no_cache, monkeypatch):
-    compilation_cache.use(str(tmp_path))
-    other = lambda key: (None, None)
-    monkeypatch.setattr(module, "get_executable_and_time", other)
-    with ahead.loading("facts") as asked:
-        asked.note(asked.programs)
-        assert module.get_executable_and_time is other
-    assert compilation_cache.Note("facts").read() is None
-
-
 def test_help_and_errors_need_no_jax_and_training_no_orbax():
     code = """
 import sys
@@ -282,7 +219,7 @@ for argv in ([], ["--help"], ["--version"], ["tarin"], ["train", "--config", "no
     except SystemExit:
         assert not {"jax", "numpy", "flax", "optax", "orbax"} & set(sys.modules), argv
 import jaxdp.cli.verbs
-assert not {"orbax.checkpoint", "jaxdp.verify", "jaxdp.weights", "torch"} & set(sys.modules)
+assert not {"orbax.checkpoint", "jaxdp.verify", "jaxdp.checkpoint.weights", "torch"} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment({}, 1))
     assert done.returncode == 0, done.stderr

@@ -10,18 +10,19 @@ import jax.numpy as jnp
 import pytest
 
 import toys
-from jaxdp import loop, rundir
-from jaxdp.build import rehearse
-from jaxdp.build.parts import make_parts, make_the_step, set_jax, state_maker
+from jaxdp import rundir
+from jaxdp.analysis.flops import count_flops, gpt_flops
+from jaxdp.analysis.hardware import peak_flops
+from jaxdp.assemble.components import make_parts, make_the_step, set_jax, state_maker
+from jaxdp.assemble.preflight import rehearse
 from jaxdp.config.reading import from_mapping
 from jaxdp.data.base import Arrays
 from jaxdp.errors import UsageError
-from jaxdp.flops import count_flops, gpt_flops
-from jaxdp.hardware import peak_flops
 from jaxdp.metrics.console import Console
 from jaxdp.metrics.meter import Meter
 from jaxdp.metrics.throughput import goodput, throughput
 from jaxdp.models.attention import fused
+from jaxdp.training import loop
 from test_loop import make_run
 
 LAYERS, DIM, TOKENS = 3, 128, 32
@@ -41,7 +42,7 @@ def rehearsed(**more):
     set_jax(config)
     parts = make_parts(config)
     make_state = state_maker(config, parts)
-    flops = rehearse(config, parts, make_the_step(config, parts), make_state)
+    flops, _ = rehearse(config, parts, make_the_step(config, parts), make_state)
     return flops, jax.eval_shape(make_state).params
 
 

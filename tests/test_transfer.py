@@ -5,8 +5,6 @@ import json
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,20 +18,21 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import toys
+from covering import only
 from jaxdp import cli
-from jaxdp.begin import begin_with
-from jaxdp.checkpoint import Checkpoints
+from jaxdp.checkpoint.digest import params_sha256
+from jaxdp.checkpoint.initialize import begin_with
+from jaxdp.checkpoint.matching import Match, describe, match, named
+from jaxdp.checkpoint.store import Checkpoints
+from jaxdp.checkpoint.weights import locate, open_weights
 from jaxdp.cli.exporting import export
 from jaxdp.config import check
-from jaxdp.digest import params_sha256
 from jaxdp.errors import UsageError
 from jaxdp.models import as_model
 from jaxdp.models.mlp import MLP
 from jaxdp.split import path_string
-from jaxdp.transfer import Match, describe, match, named
-from jaxdp.weights import locate, open_weights
 from launch import mpirun
-from test_cli import jaxdp, records, write
+from test_cli import ended, jaxdp, records, write
 
 TX = optax.adamw(1e-2)
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float64": np.float64}
@@ -52,7 +51,7 @@ def save(directory, step, state):
 def saved(directory, model, steps=2, **options):
     """The state of a short run, as NumPy's; its checkpoint is in the directory."""
     strategy, step, batch = toys.build(model, toys.data(24), optimizer=(TX, None), **options)
-    state, program = strategy.init(), strategy.lower(step)
+    state, program = strategy.init(), strategy.compile(step)
     for i in range(steps):
         state, _ = program.update(state, batch(i))
     state = strategy.export(state)
@@ -72,7 +71,7 @@ def begun(source, model, *, average=False, tx=TX, rename=None, load=(".*",), ski
     places = jax.tree.map(lambda x, want: x.sharding == want.sharding, exported, strategy.abstract())
     assert all(jax.tree.leaves(places.params)) and all(jax.tree.leaves(places.opt_state))
     if train:  # the update donates its state, of which no two arrays may share memory
-        assert np.isfinite(strategy.lower(step).update(state, batch(0))[1]["loss"])
+        assert np.isfinite(strategy.compile(step).update(state, batch(0))[1]["loss"])
     return numbers, strategy, found, describe(found, ours, weights.title)
 
 
@@ -86,7 +85,7 @@ def write_export(directory, **options):
 
 
 def same_bits(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
+    assert jax.tree.leaves(a) and jax.tree.structure(a) == jax.tree.structure(b)
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b)):
         assert x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes(), path_string(path)
 
@@ -195,21 +194,34 @@ LAYOUTS = {
 }
 
 
-def test_every_strategy_begins_with_the_same_bits(blocks):
-    """All but the head, from a checkpoint and from a file; the head is as a run without a source would make it."""
-    directory, source, file = blocks
-    model, wanted = toys.MODELS["blocks"](), {"skip": ["^head/"], "ema": 0.9}
-    one, *_ = begun(directory, model, **wanted)
+WANTED = {"skip": ["^head/"], "ema": 0.9}
+
+
+@pytest.fixture(scope="module")
+def one(blocks):
+    """The state that a run on one device begins with."""
+    return begun(blocks[0], toys.MODELS["blocks"](), **WANTED, train=False)[0]
+
+
+def test_all_but_the_head_is_loaded(blocks, one):
+    """The head is as a run without a source initializes it."""
+    _, source, _ = blocks
+    model = toys.MODELS["blocks"]()
     fresh = toys.build(model, toys.data(24), optimizer=(TX, None))[0].init()
     same_bits(
         {k: v for k, v in one.params.items() if k != "head"}, {k: v for k, v in source.params.items() if k != "head"}
     )
     same_bits(one.params["head"], jax.tree.map(np.array, fresh.params["head"]))
     assert not np.array_equal(one.params["head"]["kernel"], source.params["head"]["kernel"])
-    for name, layout in LAYOUTS.items():
-        same_bits(one, begun(directory, model, **wanted, **layout, train="groups" in name)[0])
-        if "stage" in name:
-            same_bits(one, begun(file, model, **wanted, **layout, train="pmap" in name)[0])
+
+
+@pytest.mark.parametrize("name", only(["pjit 8, stage 3 in groups"], LAYOUTS))
+def test_every_strategy_begins_with_the_same_bits(blocks, one, name):
+    """From a checkpoint and from a file."""
+    directory, _, file = blocks
+    model = toys.MODELS["blocks"]()
+    same_bits(one, begun(directory, model, **WANTED, **LAYOUTS[name], train="groups" in name)[0])
+    same_bits(one, begun(file, model, **WANTED, **LAYOUTS[name], train=False)[0])
 
 
 def test_a_device_reads_only_what_it_holds(blocks, monkeypatch):
@@ -258,7 +270,8 @@ def test_what_is_loaded_is_cast_to_our_dtype(tmp_path, kind):
     place = tmp_path if kind == "checkpoint" else write_export(tmp_path)[0]
     for dtype in ("float32", "bfloat16"):
         cast = jax.tree.map(lambda x, dtype=dtype: x.astype(DTYPES[dtype]), state.params)
-        got, *_ = begun(place, mlp(), dtype=dtype, ema=0.9, backend="pjit", devices=4, layout={"zero": 3})
+        layout = {"backend": "pjit", "devices": 4, "layout": {"zero": 3}}
+        got, *_ = begun(place, mlp(), dtype=dtype, ema=0.9, **layout, train=False)
         same_bits(got.params, cast)
         assert {x.dtype for x in jax.tree.leaves(got.ema)} == {np.dtype(np.float32)} or dtype == "bfloat16"
         same_bits(got.ema, jax.tree.map(lambda x, e: x.astype(e.dtype), cast, got.ema))
@@ -270,7 +283,7 @@ def test_a_new_head(small):
         UsageError, match=r"'head/bias' has shape \(3,\) in .*, but \(7,\) here \(and 1 more do not fit\)"
     ):
         begun(directory, mlp(classes=7))
-    state, _, _, said = begun(directory, mlp(classes=7), skip=["^head/"])
+    state, _, _, said = begun(directory, mlp(classes=7), skip=["^head/"], train=False)
     same_bits(state.params["layers"], source.params["layers"])
     assert state.params["head"]["kernel"].shape == (8, 7) and np.abs(state.params["head"]["kernel"]).sum() > 0
     assert said.splitlines() == [
@@ -278,7 +291,11 @@ def test_a_new_head(small):
         "  left as initialized, skipped: head/bias, head/kernel",
         "  not used of it: head/bias, head/kernel",
     ]
-    assert begun(file, mlp(), load=["^head/kernel"])[2].skipped == ["head/bias", "layers/0/bias", "layers/0/kernel"]
+    assert begun(file, mlp(), load=["^head/kernel"], train=False)[2].skipped == [
+        "head/bias",
+        "layers/0/bias",
+        "layers/0/kernel",
+    ]
 
 
 def test_names_of_another_are_renamed(small, tmp_path):
@@ -309,16 +326,17 @@ def test_the_average_is_taken_and_exported(small, tmp_path):
     same_bits(begun(file, mlp(), average=True)[0].params, source.ema)
 
 
+@pytest.mark.slow
 def test_batchnorms_averages_come_too(tmp_path):
     model = toys.MODELS["resnet"]()
     state = saved(tmp_path, model)
     file, _ = write_export(tmp_path)
     assert sum(name.startswith("model_state/") for name in load_file(file)) == len(jax.tree.leaves(state.model_state))
     for place in (tmp_path, file):
-        got, _, found, said = begun(place, model, backend="pjit", devices=8, layout={"zero": 3}, train=place == file)
+        got, _, found, said = begun(place, model, backend="pjit", devices=8, layout={"zero": 3}, train=False)
         same_bits((got.params, got.model_state), (state.params, state.model_state))
         assert not found.unused and "6 of 6 arrays of the model state" in said
-    got, *_ = begun(file, model, skip=["^model_state/"])
+    got, *_ = begun(file, model, skip=["^model_state/"], train=False)
     assert np.all(got.model_state["stem"]["norm"]["mean"] == 0) and np.any(state.model_state["stem"]["norm"]["mean"])
 
 
@@ -336,7 +354,7 @@ def test_optimizer_state_is_that_of_the_loaded_parameters(small):
 def test_carried_state_begins_anew(tmp_path):
     saved(tmp_path, toys.lstm_model())
     for layout in ({"backend": "pmap", "devices": 3}, {"backend": "pjit", "devices": 8}):
-        state, _, found, _ = begun(tmp_path, toys.lstm_model(), **layout, train=layout["devices"] == 3)
+        state, _, found, _ = begun(tmp_path, toys.lstm_model(), **layout, train=False)
         assert not any("carry" in name for name in found.pairs) and not np.any(state.carry["cell"])
 
 
@@ -491,17 +509,18 @@ def test_the_command_finetunes_exports_and_goes_on_without_its_source(trained, t
     out = jaxdp(*run, "--steps", 4).stdout
     assert "goes on after step 3" in out and "loaded" not in out
     assert digest(tmp_path / "b") == before != digest(trained / "a")
-    refused = jaxdp(*run[:4], "--init_from", trained / "a", "--steps", 5, code=2).stderr
+    refused = ended("train", *run[:4], "--init_from", trained / "a", "--steps", 5, code=2).stderr
     assert "init_from: " in refused and "changes the numbers" in refused and refused.count("\n") == 1
 
-    argv = [sys.executable, "-m", "jaxdp", "export", "--run_dir", str(tmp_path / "b"), "--output", "b.safetensors"]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and f"params_sha256 {before[:16]}" in done.stdout, done.stderr
+    done = ended("export", "--run_dir", tmp_path / "b", "--output", tmp_path / "b.safetensors")
+    assert f"params_sha256 {before[:16]}" in done.stdout
     with safe_open(tmp_path / "b.safetensors", framework="np") as file:
         metadata = file.metadata()
     assert metadata["params_sha256"] == before and metadata["step"] == "4"
     assert json.loads(metadata["config"])["init"]["skip"] == ["^head/bias$"]
-    refused = jaxdp("--config", config, "--run_dir", tmp_path / "c", "--init_from", tmp_path / "gone", code=2).stderr
+    refused = ended(
+        "train", "--config", config, "--run_dir", tmp_path / "c", "--init_from", tmp_path / "gone", code=2
+    ).stderr
     assert re.fullmatch(r"jaxdp: init_from: '.*gone' does not exist; give a run directory.*\n", refused)
 
 

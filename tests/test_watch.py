@@ -1,5 +1,6 @@
 """What watches over a run, without a launcher: where all stop, who is behind, what a guard's halt does to the loop."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -13,14 +14,15 @@ import numpy as np
 import pytest
 
 import toys
-from jaxdp import loop
+from jaxdp.core.skip import Spike
 from jaxdp.data.base import Arrays
 from jaxdp.distributed.context import Context
 from jaxdp.errors import RunFailed
-from jaxdp.guard import Spike
-from jaxdp.watch import Guarded, Stopped
-from jaxdp.watch.agreement import Agreement
-from jaxdp.watch.watchdog import verdict
+from jaxdp.supervise.agreement import Agreement
+from jaxdp.supervise.monitor import Guarded, Stopped
+from jaxdp.supervise.watchdog import verdict
+from jaxdp.training import loop
+from jaxdp.training.source import Source
 from test_loop import make_run
 
 ALONE = Context(hosts=("here",))
@@ -74,7 +76,7 @@ def guarded_run(tmp_path, bad, what="spike", spike=None, steps=12, **settings):
     data = Spiked(bad, what, **toys.data(60))
     run = make_run(tmp_path, toys.MODELS["mlp"](), train=data, steps=steps, save_every=3, spike=spike, **settings)
     watch = Guarded(run.checkpoints.context, tmp_path, None)
-    return loop.dataclasses.replace(run, watch=watch, directory=tmp_path)
+    return dataclasses.replace(run, watch=watch, directory=tmp_path)
 
 
 def test_updates_that_are_not_finite_stop_the_run_and_their_examples_are_named(tmp_path):
@@ -102,7 +104,7 @@ def test_a_spike_rolls_back_and_its_data_is_left_out(tmp_path):
     assert steps == sorted(set(steps))
     # The same as a run whose data had never held updates 7 and 8.
     clean = guarded_run(tmp_path / "clean", [], spike=spike)
-    shifted = loop.dataclasses.replace(clean, steps=6)
+    shifted = dataclasses.replace(clean, steps=6)
     loop.fit(shifted)
     resumed = guarded_run(tmp_path / "clean", [], spike=spike, start=6, offset=2, rollbacks=1)
     assert loop.fit(resumed)["params_sha256"] == final["params_sha256"]
@@ -122,7 +124,7 @@ def test_preempted_after_an_evaluation_it_is_not_made_again(tmp_path):
     held_out = toys.data(33, seed=5)
     run = make_run(tmp_path, toys.MODELS["mlp"](), held_out=held_out, eval_every=2, steps=6)
     watch = Guarded(run.checkpoints.context, tmp_path, None)
-    run = loop.dataclasses.replace(run, watch=watch)
+    run = dataclasses.replace(run, watch=watch)
     write = run.writer.write
     run.writer.write = lambda record: (write(record), record["split"] == "eval" and watch._preempt("SIGTERM"))
     with pytest.raises(Stopped, match="SIGTERM on rank 0"):
@@ -142,7 +144,7 @@ def test_time_alone_makes_it_save(tmp_path):
     run = make_run(tmp_path, toys.MODELS["mlp"](), steps=60)
     watch = Guarded(run.checkpoints.context, tmp_path, None, minutes=0.3 / 60)
     slow = Slow(**toys.data(60))
-    run = loop.dataclasses.replace(run, watch=watch, train=loop.Source(slow, run.train.cursor))
+    run = dataclasses.replace(run, watch=watch, train=Source(slow, run.train.cursor))
     loop.fit(run)
     watch.stop()
     assert 2 <= len(run.writer.said) <= 12 and run.writer.said[-1] == "saved step 60"
@@ -155,20 +157,23 @@ class Slow(Arrays):
 
 
 CHILD = """
-import multiprocessing, os, signal, sys, time
-from jaxdp import signals
+import multiprocessing, os, signal, time
+from jaxdp.supervise import signals
 heard = []
 signals.listen()
 signals.subscribe(heard.append)
 multiprocessing.set_start_method("fork")
-child = multiprocessing.Process(target=time.sleep, args=(60,))
+started = multiprocessing.Event()
+child = multiprocessing.Process(target=lambda: (started.set(), time.sleep(60)))
 child.start()
-time.sleep(0.3)
+assert started.wait(30)
 child.terminate()
 child.join(10)
 assert child.exitcode == -signal.SIGTERM and not heard, (child.exitcode, heard)
 os.kill(os.getpid(), signal.SIGUSR1)
-time.sleep(0.3)
+deadline = time.monotonic() + 30
+while not heard and time.monotonic() < deadline:
+    time.sleep(0.01)
 assert heard == ["SIGUSR1"], heard
 print("right")
 """
@@ -179,12 +184,13 @@ def test_a_forked_child_dies_of_its_signals_and_they_are_not_ours():
     assert done.stdout == "right\n", done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_process_that_stands_still_ends_itself(tmp_path):
     """One process alone: its stacks, one line, code 1; a suspension is no standstill."""
     code = (
         "import sys, time, pathlib\n"
         "from jaxdp.distributed.context import Context\n"
-        "from jaxdp.watch.watchdog import Watchdog\n"
+        "from jaxdp.supervise.watchdog import Watchdog\n"
         f"dog = Watchdog(Context(hosts=('here',)), pathlib.Path({str(tmp_path)!r}), 3.0)\n"
         "dog.at('update 7')\n"
         "print('ready', flush=True)\n"
@@ -209,7 +215,7 @@ def test_each_update_of_a_call_has_its_time(tmp_path, updates, ends):
     code = (
         "import time, pathlib, jax, jax.numpy as jnp\n"
         "from jaxdp.distributed.context import Context\n"
-        "from jaxdp.watch.watchdog import Watchdog\n"
+        "from jaxdp.supervise.watchdog import Watchdog\n"
         f"dog = Watchdog(Context(hosts=('here',)), pathlib.Path({str(tmp_path)!r}), 1.0)\n"
         f"ones = lambda x: jnp.zeros({updates}) + x[0, 0]\n"
         "call = jax.jit(lambda n: ones(jax.lax.fori_loop(0, n, lambda _, x: jnp.tanh(x @ x), jnp.eye(64))))\n"

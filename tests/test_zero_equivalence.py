@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import toys
-from covering import cover, first, product
+from covering import cover, first, only, product
 from jaxdp.precision import Policy
-from test_equivalence import TOLERANCE, judged, name
+from test_equivalence import TOLERANCE, judged, name, smallest
 
 STEPS = 10
 PLACES = ("1", "2", "3", "4", "8", "8/4", "8/2")  # devices; devices / those that share one copy of the split state
@@ -31,8 +31,8 @@ FACTORS = {
 
 def allowed(row):
     """pmap has the stages 0 and 1 over all devices; only gradients that may be split come split or whole; exact mode
-    adds up slot by slot, on powers of two."""
-    if row.get("reduction") == "exact" and (row["place"] == "3" or row["accumulate"] == "vmap"):
+    computes each microbatch by itself, whatever `accumulate` says."""
+    if row.get("reduction") == "exact" and row["accumulate"] == "vmap":
         return False
     if row["backend"] == "pmap" and (row["zero"] > 1 or "/" in row["place"]):
         return False
@@ -73,14 +73,8 @@ def check(backend, zero, place, accumulator, model, microbatches, optimizer, dty
     return error
 
 
-@pytest.mark.parametrize("row", first(10, cover(allowed, **FACTORS)), ids=name)
+@pytest.mark.parametrize("row", first(5, sorted(cover(allowed, **FACTORS), key=smallest)), ids=name)
 def test_every_stage_agrees_with_the_oracle(row):
-    check(**row)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", cover(thinned, strength=3, **THINNED), ids=name)
-def test_every_three_settings_of_stages_agree_with_the_oracle(row):
     check(**row)
 
 
@@ -133,14 +127,8 @@ def check_optimizer(optimizer, **row):
     np.testing.assert_allclose(metrics, want_metrics, rtol=1e-12)
 
 
-@pytest.mark.parametrize("row", first(10, cover(fits, **OPTIMIZED | {"zero": (1, 2, 3)})), ids=name)
+@pytest.mark.parametrize("row", first(1, cover(fits, **OPTIMIZED | {"zero": (1, 2, 3)})), ids=name)
 def test_every_optimizer_agrees_with_one_device(row):
-    check_optimizer(**row)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", cover(fits, strength=3, **OPTIMIZED), ids=name)
-def test_every_optimizer_agrees_with_one_device_in_every_three_settings(row):
     check_optimizer(**row)
 
 
@@ -151,6 +139,7 @@ def test_every_optimizer_agrees_with_one_device_in_every_layout(row):
     check_optimizer(**row)
 
 
+@pytest.mark.slow
 def test_the_optimizers_move_the_parameters_and_adafactor_factors():
     with jax.enable_x64(True):
         first = toys.train(toys.MODELS["blocks"](), toys.data(dtype="float64"), dtype="float64", steps=0)[0]
@@ -177,9 +166,8 @@ def narrow_alone(accumulate, policy):
     return narrow(accumulate, policy=policy)
 
 
-@pytest.mark.parametrize(
-    "stage", [s if s == ("pjit", "8", 2, "split") else pytest.param(s, marks=pytest.mark.slow) for s in STAGES], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES, ids=str)
 def test_bfloat16_agrees_with_bfloat16_on_one_device(stage):
     """One microbatch after the other, bfloat16 rounds inside a microbatch only: what adds up is float32, and agrees as
     float32 does. All at once, a device adds its microbatches up in bfloat16, so that it matters how many they are: by
@@ -192,7 +180,7 @@ def test_bfloat16_agrees_with_bfloat16_on_one_device(stage):
         assert error <= tolerance, f"{accumulate} {where}: {error:.2e} > {tolerance:.1e}"
 
 
-@pytest.mark.parametrize("stage", STAGES, ids=str)
+@pytest.mark.parametrize("stage", only([("pjit", "8", 2, "split")], STAGES), ids=str)
 def test_gradients_reduced_in_bfloat16_are_those_of_float32_to_its_rounding(stage):
     """bfloat16 rounds by up to 2^-9: each device's share, their sum, and what the sum over devices cancels."""
     got = narrow("loop", *stage, reduce_dtype=jnp.bfloat16)

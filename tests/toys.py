@@ -6,6 +6,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jaxdp.core.state import init_state
+from jaxdp.core.step import make_step
 from jaxdp.data.base import Arrays
 from jaxdp.data.cursor import Cursor, Streams
 from jaxdp.data.prefetch import read_batch
@@ -16,10 +18,10 @@ from jaxdp.models.layers import ConvBN, Residual
 from jaxdp.models.mlp import MLP
 from jaxdp.models.nnx import Blocks
 from jaxdp.optim import OPTIMIZERS as TABLE
-from jaxdp.parallel import STRATEGIES
-from jaxdp.parallel.reduction import make_reduction
+from jaxdp.parallel import STRATEGIES, make_reduction
+from jaxdp.parallel.fixed_point import FORMATS
+from jaxdp.parallel.integer_sums import remembering
 from jaxdp.precision import Policy
-from jaxdp.step import init_state, make_step
 
 SHAPE, CLASSES, WIDTH = (4, 4, 2), 3, 24
 STACK = ("blocks/stack",)
@@ -161,13 +163,13 @@ def build(
     scaling=None,
     spike=None,
     sequential=False,
+    group=1,
     **options,
 ):
     """(strategy, step, i -> the batch of update i on its devices); layout: more arguments of the strategy; options: of
     `make_step`; optimizer: a name, or (transformation, clip_norm)."""
     tx, clip = optimizer if isinstance(optimizer, tuple) else (OPTIMIZERS[optimizer][0](), OPTIMIZERS[optimizer][1])
     policy = policy or uniform(dtype)
-    accumulate = "one" if reduction == "exact" else accumulate
     step = make_step(
         model, loss or SoftmaxCrossEntropy(), tx, policy=policy, clip_norm=clip, accumulate=accumulate, frozen=frozen,
         ema_decay=ema, loss_scaling=scaling, spike=spike, **options,
@@ -180,17 +182,18 @@ def build(
     places = cursor.examples_per_microbatch
     example = {"mask": np.ones(places, bool), **{k: v[:places] for k, v in examples.items()}}
     kept = {"frozen": frozen, "ema": ema is not None, "loss_scaling": scaling, "spike": spike}
-    make = lambda: init_state(model, tx, policy, 0, microbatches, example, **kept)
+    first = lambda: init_state(model, tx, policy, 0, microbatches, example, **kept)
+    make = remembering(first, step.trainable) if reduction in FORMATS else first
     strategy = STRATEGIES[backend](
         make,
         microbatches,
-        make_reduction(reduction, bucket_mb),
+        make_reduction(reduction, bucket_mb, group),
         reduce_dtype,
         jax.devices()[:devices],
         blocks=model.blocks,
         **(layout or {}),
     )
-    return strategy, step, lambda i: strategy.put(read_batch(dataset, cursor, i, strategy.local_slots))
+    return strategy, step, lambda i: strategy.shard_batch(read_batch(dataset, cursor, i, strategy.local_slots))
 
 
 def train(model, examples, *, steps=10, **settings):
@@ -198,7 +201,7 @@ def train(model, examples, *, steps=10, **settings):
     strategy, step, batch = build(model, examples, **settings)
     state = strategy.init()
     first = jax.tree.map(np.array, strategy.export(state))
-    program, metrics = strategy.lower(step), []
+    program, metrics = strategy.compile(step), []
     for i in range(steps):
         state, m = program.update(state, batch(i))
         metrics.append(jax.device_get(m))
@@ -209,7 +212,7 @@ def relative_error(a, b):
     """(largest relative L2 error of a leaf, its path)"""
     worst = (0.0, "")
     paths = jax.tree_util.tree_leaves_with_path(a)
-    assert jax.tree.structure(a) == jax.tree.structure(b)
+    assert paths and jax.tree.structure(a) == jax.tree.structure(b)
     for (path, x), y in zip(paths, jax.tree.leaves(b)):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         error = np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -58,13 +59,19 @@ class TwoHosts:
         env: Mapping[str, str | None] | None = None,
         during: Callable[[subprocess.Popen], None] | None = None,
         options: Sequence[str] = (),
+        then: str = "",
     ) -> Finished:
-        """One rank on each host, started by Open MPI 5 from the first. during, options: as in `launch.mpirun`."""
+        """One rank on each host, started by Open MPI 5 from the first. during, options: as in `launch.mpirun`.
+
+        then: a line of shell that the first host runs as soon as mpirun has ended.
+        """
         program = require("openmpi5")
         agent = ["--prtemca", "plm_ssh_agent", str(self.enter)]
         hosts = ["--host", ",".join(f"{n}:1" for n in self.names), "--bind-to", "none"]
         exported = [x for n in (*PASSED_ON, *(env or {})) for x in ("-x", n)]
         command = [*self.prefixes[0], program, *agent, *hosts, *options, *exported, "-np", "2", sys.executable, *argv]
+        if then:
+            command = [*self.prefixes[0], "sh", "-c", f"{shlex.join(command[len(self.prefixes[0]) :])}; {then}"]
         return together([(command, env or {})], timeout, during=during)[0]
 
     def __enter__(self) -> TwoHosts:

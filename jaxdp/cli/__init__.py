@@ -1,6 +1,7 @@
 """The command line: `jaxdp VERB --config FILE [--key value ...]`; nothing here needs jax until the config is right."""
 
 import atexit
+import collections
 import difflib
 import gc
 import importlib
@@ -10,16 +11,16 @@ import re
 import sys
 import traceback
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn, get_origin, get_type_hints
 
-from jaxdp import __version__, environment, signals, xla_presets
+from jaxdp import __version__, environment, xla_presets
 from jaxdp.config import Config
 from jaxdp.config.check import WORDS, check_key, check_structure, expected, inner, known_keys, resolve
 from jaxdp.config.reading import explain, to_dataclass
 from jaxdp.distributed import launchers
-from jaxdp.errors import DistributedError, Said, UsageError, one_line
+from jaxdp.errors import INTERRUPTED, DistributedError, Said, UsageError, explained, one_line
 from jaxdp.metrics import aloud
+from jaxdp.supervise import signals
 
 # Objects made between two collections: looking through what imports and tracing leave, every 700, took 12 % of a start.
 BETWEEN_COLLECTIONS = 100_000
@@ -47,9 +48,17 @@ OPTIONS: dict[str, dict[str, tuple[Any, Any, str]]] = {
         "json": (bool, False, "print JSON"),
     },
     "verify": {
-        "devices": (int, 8, "simulate so many CPU devices, where there are not as many real ones"),
+        "devices": (
+            int,
+            8,
+            "simulate so many CPU devices, where there are not as many real ones; under mpirun, all there are",
+        ),
         "updates": (int, 3, "how many updates to compare"),
-        "exact": (bool, False, "compare bits instead: what reduction: exact gives on 1, 2, 4, ... devices"),
+        "exact": (
+            bool,
+            False,
+            "compare bits instead: reduction: exact on 1, 2, 3, ... devices; under mpirun, on 1 and on all",
+        ),
         "tolerance": (float, None, "largest relative error allowed; left out, 1e-10 in float64, 1e-5 in float32"),
         "json": (bool, False, "print JSON"),
     },
@@ -117,6 +126,7 @@ USAGE = """usage: jaxdp VERB [--config FILE] [--key value ...]
   jaxdp eval --run_dir runs/digits
   jaxdp plan --config configs/gpt2_124m.yaml --devices 1024 --zero all
   jaxdp verify --config configs/digits.yaml
+  mpirun -np 2 jaxdp verify --config configs/digits.yaml
   jaxdp report runs/digits runs/other
   jaxdp export --run_dir runs/digits
   jaxdp sample --run_dir runs/python_gpt --prompt "def "
@@ -147,7 +157,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-    """Exit codes: 0 done, 2 bad usage or config, 75 preempted after a good save, 1 anything else."""
+    """Exit codes: 0 done, 2 bad usage or config, 75 preempted after a good save, 130 interrupted, 1 anything else."""
     argv = sys.argv[1:] if argv is None else argv
     gc.set_threshold(BETWEEN_COLLECTIONS, *gc.get_threshold()[1:])
     atexit.register(aloud.drain)
@@ -163,6 +173,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(VERBS)}"
         _refuse(UsageError(f"unknown verb {argv[0]!r}; {hint}"))
     try:
+        if argv[0] != "train":  # which saves what there is
+            signals.deliver()
         if {"-h", "--help"} & {*argv[1:]}:
             print(help_of(argv[0], argv[1:]), end="")
             sys.exit(0)
@@ -172,10 +184,12 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except SystemExit as error:
         _exit_alone(error)
     except KeyboardInterrupt:
-        raise
+        _refuse(DistributedError("interrupted by Ctrl-C (SIGINT)"), INTERRUPTED)
     except BaseException as error:
         if isinstance(error, BrokenPipeError) and argv[0] in WITHOUT_CONFIG:
             sys.exit(0)  # whoever read what it prints has seen enough
+        if (known := explained(error)) is not None:
+            _refuse(known)
         _crash(error)
     sys.exit(0)
 
@@ -203,16 +217,15 @@ def _run(verb: str, argv: list[str]) -> None:
             os.environ["JAX_PLATFORMS"] = "cpu"  # a training job may have all of a GPU
         getattr(importlib.import_module(f"jaxdp.cli.{WITHOUT_CONFIG[verb]}"), verb)(options)
         return
-    if verb in ALONE:
+    together = verb == "verify" and launchers.discover().size > 1
+    if verb in ALONE and not together:
         config, path, options = load(argv, verb)
         if verb == "plan":  # for devices that are not there: the CPU's compiler will do, and need not try hard
             os.environ["JAX_PLATFORMS"] = "cpu"
             flags = re.sub(r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", ""))
             os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
         environment.simulate(options["devices"])
-        if options.get("exact"):
-            config = replace(config, parallel=replace(config.parallel, reduction="exact"))
-        set_threads(config, simulated=verb == "verify")
+        set_threads(config, verb == "verify", options.get("exact", False))
         from jaxdp.cli import verbs
 
         getattr(verbs, verb)(config, options)
@@ -225,7 +238,7 @@ def _run(verb: str, argv: list[str]) -> None:
         if launchers.discover().size == 1:
             raise
         error = str(e)  # the others may have a right config: the handshake tells them why this rank cannot
-    set_threads(config)
+    set_threads(config, exact=options.get("exact", False))
     if verb == "profile":
         environment.trace_operations()
     left_out = xla_presets.use(config.parallel.xla_preset, config.parallel.devices) if config is not None else None
@@ -239,17 +252,24 @@ def _run(verb: str, argv: list[str]) -> None:
     assert config is not None
     from jaxdp.cli import verbs
     from jaxdp.distributed.context import leave
-    from jaxdp.watch import Stopped
+    from jaxdp.supervise.monitor import Stopped
 
+    if together:
+        try:
+            verbs.verify(config, options, context)
+        except SystemExit as ended:
+            leave(int(str(ended)), speaker=0)
+        return
     try:
         getattr(verbs, verb)(config, path, context, *([options] if verb in OPTIONS else []))
     except Stopped:
         leave(PREEMPTED, speaker=0)
 
 
-def set_threads(config: Config | None, simulated: bool = True) -> None:
-    """Before JAX starts; simulated: for simulated devices that are to run."""
-    if config is not None and config.parallel.reduction == "exact":
+def set_threads(config: Config | None, simulated: bool = True, exact: bool = False) -> None:
+    """Set what JAX reads as it starts. simulated: for simulated devices that are to run; exact: for exact reductions,
+    whatever the config's are."""
+    if config is not None and (exact or config.parallel.exact):
         environment.exact(config.microbatches)
     if simulated:
         environment.enough_threads()
@@ -264,7 +284,9 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
 
     import jsonargparse
 
-    parser = jsonargparse.ArgumentParser(prog=f"jaxdp {verb}", exit_on_error=False, default_env=False)
+    from jaxdp import bounded_yaml
+
+    parser = bounded_yaml.parser(prog=f"jaxdp {verb}")
     parser.add_argument("--config", action=jsonargparse.ActionConfigFile)
     own = OPTIONS.get(verb, {})
     _add_options(parser, own)
@@ -298,10 +320,10 @@ def load_options(argv: list[str], verb: str) -> dict[str, Any]:
     """The options of a verb without a config. Raises `UsageError` where they are wrong."""
     import argparse
 
-    import jsonargparse
+    from jaxdp import bounded_yaml
 
     own, places = OPTIONS[verb], ARGUMENTS.get(verb, {})
-    parser = jsonargparse.ArgumentParser(prog=f"jaxdp {verb}", exit_on_error=False, default_env=False)
+    parser = bounded_yaml.parser(prog=f"jaxdp {verb}")
     _add_options(parser, own)
     for name, many in places.items():
         parser.add_argument(name, nargs=many)
@@ -359,6 +381,8 @@ def _check_arguments(argv: list[str], own: Collection[str]) -> None:
     """Unknown keys, on the command line and in config files, with the nearest known one; `own`: a verb's options."""
     import yaml
 
+    from jaxdp import bounded_yaml
+
     for i, arg in enumerate(argv):
         if not arg.startswith("--"):
             continue
@@ -371,7 +395,7 @@ def _check_arguments(argv: list[str], own: Collection[str]) -> None:
             if not file.is_file():
                 raise UsageError(f"--config: no file {value!r}; give the path of a YAML file, e.g. configs/digits.yaml")
             try:
-                content = yaml.load(file.read_text(), _loader(value))
+                content = bounded_yaml.load(file.read_text(), value, _loader(value))
             except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
                 raise UsageError(f"{value}: not YAML: {explain(str(error))}") from None
             if not isinstance(content, dict):
@@ -379,6 +403,7 @@ def _check_arguments(argv: list[str], own: Collection[str]) -> None:
             check_structure(content, value)
         elif key not in ("help", "print_config", *own):
             check_key(key, "command line")
+            bounded_yaml.check(value, key)
             part = inner(known_keys().get(key))
             if part is not None and not value.startswith("{") and value != "null":
                 first = next(iter(get_type_hints(part)))
@@ -431,22 +456,23 @@ def _loader(file: str) -> Any:
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             keys = [key.value for key, _ in node.value]
-            if twice := [k for k in keys if keys.count(k) > 1]:
-                raise UsageError(f"{file}: line {node.start_mark.line + 1}: the key {twice[0]!r} is there twice")
+            counts = collections.Counter(key if isinstance(key, str) else repr(key) for key in keys)
+            if counts and (most := counts.most_common(1)[0])[1] > 1:
+                raise UsageError(f"{file}: line {node.start_mark.line + 1}: the key {most[0]!r} is there twice")
             return super().construct_mapping(node, deep)
 
     return Loader
 
 
-def _refuse(error: Said) -> NoReturn:
-    """One line, on the one rank that should say it; code 2 for bad input, 1 for a process that failed another."""
+def _refuse(error: Said, code: int | None = None) -> NoReturn:
+    """Print one line, on the one rank that should; exit by `code`, or 2 for bad input and 1 for any other failure."""
     if "jaxdp.distributed.context" in sys.modules:
         from jaxdp.distributed import context
 
         if not context.alone():
-            context.fail(error)
+            context.fail(error, code)
     print(f"jaxdp: {error}", file=sys.stderr, flush=True)
-    sys.exit(2 if isinstance(error, UsageError) else 1)
+    sys.exit(code or (2 if isinstance(error, UsageError) else 1))
 
 
 def _exit_alone(error: SystemExit) -> NoReturn:

@@ -9,7 +9,7 @@ def checkpoint_bytes(path: str) -> int:
     """Bytes of the arrays of a run's whole state. Reads the data set, for the shapes of its examples."""
     import jax
 
-    from jaxdp.build.parts import make_parts, set_jax, state_maker
+    from jaxdp.assemble.components import make_parts, set_jax, state_maker
     from jaxdp.cli import load
 
     config, _, _ = load(["--config", path])

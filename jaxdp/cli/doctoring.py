@@ -24,8 +24,8 @@ def doctor(options: dict[str, Any]) -> NoReturn:
     examined = examine(pathlib.Path(directory or "runs"), needed, config.compilation_cache)
     if examined is None:
         leave(0)
-    wide = sys.stdout.isatty() and examined.size == 1  # Open MPI gives its ranks a terminal, whatever it writes to
-    text = json.dumps(as_json(examined), indent=1) if options["json"] else as_text(examined, wide)
+    color = sys.stdout.isatty() and examined.size == 1  # Open MPI gives its ranks a terminal, whatever it writes to
+    text = json.dumps(as_json(examined), indent=1) if options["json"] else as_text(examined, color)
     print(text, file=sys.stderr if examined.stray else sys.stdout, flush=True)
     # mpirun would take a code other than 0 for the end of the job, and end rank 0 before it has printed its list.
     leave(0 if examined.stray else int(failed(examined)))

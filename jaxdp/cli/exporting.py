@@ -6,19 +6,19 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from jaxdp import manifest, safetensors_file
-from jaxdp.checkpoint import Checkpoints
+from jaxdp.checkpoint import manifest, safetensors
+from jaxdp.checkpoint.digest import params_sha256
+from jaxdp.checkpoint.matching import MODEL_STATE
+from jaxdp.checkpoint.store import Checkpoints
+from jaxdp.checkpoint.weights import FORMAT, from_checkpoint, on_host
 from jaxdp.cli.planning import size
-from jaxdp.digest import params_sha256
 from jaxdp.errors import UsageError, one_line
 from jaxdp.models import gpt2
-from jaxdp.transfer import MODEL_STATE
-from jaxdp.weights import FORMAT, from_checkpoint, on_host
 
-# {name: arrays -> (the arrays under its names, what the file's metadata says otherwise)}
-LAYOUTS: dict[str, Callable[[dict[str, Any]], tuple[dict[str, Any], dict[str, str]]]] = {
-    "jaxdp": lambda arrays: (arrays, {}),
-    "gpt2": lambda arrays: (gpt2.to_published(arrays), {"format": "pt"}),  # which transformers asks for
+# {name: (arrays, number of classes or None) -> (the arrays under its names, what the file's metadata says otherwise)}
+LAYOUTS: dict[str, Callable[[dict[str, Any], int | None], tuple[dict[str, Any], dict[str, str]]]] = {
+    "jaxdp": lambda arrays, _: (arrays, {}),
+    "gpt2": lambda arrays, classes: (gpt2.to_published(arrays, classes), {"format": "pt"}),  # transformers asks for it
 }
 
 
@@ -37,14 +37,17 @@ def export(options: dict[str, Any]) -> str:
     params = {name: x for name, x in arrays.items() if not name.startswith(MODEL_STATE)}
     digest = params_sha256(params)
     metadata = {"format": FORMAT, "step": str(step), "params_sha256": digest, "ema": str(options["ema"]).lower()}
-    metadata["config"] = json.dumps(manifest.read(place)["meta"]["config"])
+    meta = manifest.read(place)["meta"]
+    metadata["config"] = json.dumps(meta["config"])
+    args = (meta["config"].get("model") or {}).get("args") or {}
+    classes = args.get("num_classes") or (meta.get("data") or {}).get("num_classes")
     try:
-        arrays, own = LAYOUTS[layout](arrays)
+        arrays, own = LAYOUTS[layout](arrays, classes)
     except ValueError as error:
         raise UsageError(f"--layout: {layout!r} does not fit the model of {str(directory)!r}: {error}") from None
     try:
-        safetensors_file.write(output, arrays, metadata | own)
-    except (OSError, safetensors_file.SafetensorError) as error:
+        safetensors.write(output, arrays, metadata | own)
+    except (OSError, safetensors.SafetensorError) as error:
         raise UsageError(f"--output: {str(output)!r} cannot be written ({one_line(error)}); choose another") from None
     elements = sum(math.prod(x.shape) for x in params.values())
     state = len(weights.arrays) - len(params)

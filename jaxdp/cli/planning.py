@@ -7,15 +7,16 @@ from typing import Any
 
 import jax
 
-from jaxdp.build import make_case, rehearse
-from jaxdp.build.parts import Parts, make_the_step, state_maker
+from jaxdp.analysis.hardware import Hardware, load_hardware, rate
+from jaxdp.analysis.hlo import summarize
+from jaxdp.analysis.plan import Plan, make_plan, predict, recommend
+from jaxdp.assemble.components import Parts, make_the_step, state_maker
+from jaxdp.assemble.preflight import rehearse
+from jaxdp.assemble.run import make_case
 from jaxdp.config import Config
 from jaxdp.errors import UsageError
-from jaxdp.hardware import Hardware, load_hardware, rate
-from jaxdp.hlo import summarize
 from jaxdp.metrics.numbers import size
 from jaxdp.parallel.pjit import group_size
-from jaxdp.plan import Plan, make_plan, predict, recommend
 
 UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 

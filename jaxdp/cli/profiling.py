@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from jaxdp import config as schema
-from jaxdp import trace
-from jaxdp.build import make_run
+from jaxdp.analysis import trace
+from jaxdp.assemble.run import make_run
 from jaxdp.config import Config
 from jaxdp.distributed.context import Context
 from jaxdp.metrics.numbers import number
@@ -21,7 +21,7 @@ def profile(config: Config, path: str | None, context: Context, options: dict[st
     updates, rows = options["updates"], options["top"]
     directory = schema.run_dir(config, path) / "profile"
     run = make_run(config, directory.parent, context)
-    program, strategy = run.strategy.lower(run.step), run.strategy
+    program, strategy = run.strategy.compile(run.step), run.strategy
     state = run.begin(run)
     with run.train.batches(0, WARM_UP + updates, strategy) as batches:
         _, first = next(batches)

@@ -7,10 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdp import manifest
-from jaxdp.build.parts import make_model, set_jax
+from jaxdp.assemble.components import make_model, set_jax
+from jaxdp.checkpoint import manifest
+from jaxdp.checkpoint.matching import MODEL_STATE
+from jaxdp.checkpoint.weights import from_checkpoint, on_host
 from jaxdp.cli.exporting import choose_step
 from jaxdp.config.reading import from_mapping
+from jaxdp.core.carry import split_carry
 from jaxdp.data.tokenizers import from_spec
 from jaxdp.errors import UsageError
 from jaxdp.generate import drawing, generate
@@ -18,10 +21,7 @@ from jaxdp.models import MODELS
 from jaxdp.models.base import CARRY
 from jaxdp.precision import cast_floats
 from jaxdp.split import path_string
-from jaxdp.step import split_carry
 from jaxdp.targets import locate
-from jaxdp.transfer import MODEL_STATE
-from jaxdp.weights import from_checkpoint, on_host
 
 
 def sample(options: dict[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """What each verb of the command does, between a checked config and the loop."""
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import pathlib
@@ -9,21 +8,19 @@ import time
 from collections.abc import Iterator
 from typing import IO, Any
 
-import jax
-
-from jaxdp import ahead, compilation_cache, loop, own_code, rundir, signals
+from jaxdp import compilation_cache, rundir, user_errors
 from jaxdp import config as schema
-from jaxdp.build import make_profile, make_run, together
-from jaxdp.build.known import keys_of_programs
-from jaxdp.build.parts import NOTHING, Given, make_parts, set_jax
-from jaxdp.checkpoint import Checkpoints
-from jaxdp.cli.starting import layout_of, start_writer, with_layout
+from jaxdp.assemble.callbacks import make_callbacks
+from jaxdp.assemble.components import NOTHING, Given, make_parts, set_jax
+from jaxdp.assemble.run import make_profile, make_run, together
+from jaxdp.checkpoint.store import Checkpoints
+from jaxdp.cli.resuming import check_same_run
+from jaxdp.cli.starting import layout_of, start_writer
 from jaxdp.config import Config
-from jaxdp.config.check import changed_numbers
+from jaxdp.core.state import TrainState
 from jaxdp.distributed import last_words
 from jaxdp.distributed.context import Context
 from jaxdp.distributed.sentinel import is_consequence
-from jaxdp.environment import processor
 from jaxdp.errors import Said, UsageError, one_line
 from jaxdp.metrics import aloud
 from jaxdp.metrics.console import Console
@@ -33,92 +30,100 @@ from jaxdp.metrics.throughput import goodput
 from jaxdp.metrics.writer import Nothing, Record, Writer
 from jaxdp.metrics.writers import check_writers
 from jaxdp.report import writer as report_file
-from jaxdp.step import TrainState
-from jaxdp.untraced import Updates
-from jaxdp.watch import Guarded, Stopped
+from jaxdp.supervise import signals
+from jaxdp.supervise.monitor import Guarded, Stopped
+from jaxdp.training import loop
+from jaxdp.training.evaluate import evaluate
+from jaxdp.training.run import Run
+from jaxdp.training.save import restore
+
+ALONE = Context()
 
 
 def train(
-    config: Config, path: str | None, context: Context, given: Given = NOTHING, keep: bool = False
+    config: Config,
+    path: str | None,
+    context: Context,
+    given: Given = NOTHING,
+    keep: bool = False,
+    overwrite: bool = False,
 ) -> tuple[Record, TrainState | None]:
-    """The verb `train`: makes the run directory, then trains to the last update; returns the final record.
+    """Run the verb `train`: make the run directory, train to the last update; return the final record and the state.
 
-    keep: returns the state too, exported. given: see `make_parts`.
+    Args:
+        given: see `make_parts`.
+        keep: return the exported state; else None.
+        overwrite: remove the run that is there.
     """
     began = time.time()
     directory = schema.run_dir(config, path)
-    config = as_begun(config, directory, context)
+    config = config if overwrite else as_begun(config, directory, context)
     keep_programs(config, context)
-    set_jax(config)
-    start = start_of(config, context)
-    with (
-        ahead.written_by_all(),
-        ahead.loading(start) as asked,
-        concurrent.futures.ThreadPoolExecutor(1, "jaxdp-update") as pool,
-    ):
-        updates = Updates(start if context.size == 1 else None, asked, pool)
-        try:
-            return trained(config, directory, context, given, keep, began, updates)
-        except Stopped:  # it is saved, or there was nothing to save
-            raise
-        except BaseException:
-            updates.doubt()
-            raise
-
-
-def trained(
-    config: Config,
-    directory: pathlib.Path,
-    context: Context,
-    given: Given,
-    keep: bool,
-    began: float,
-    updates: Updates,
-) -> tuple[Record, TrainState | None]:
-    """As `train`, in a directory. began: when."""
     run = make_run(config, directory, context, given)
     together(context, lambda: check_writers(config.log.writers))
-    held = share(directory, context)
-    events = run.checkpoints.events = Events(directory) if context.is_root else NoEvents()
-    start, found = resume_step(run, config, context)
-    if start > run.steps:
-        raise UsageError(f"steps: {run.steps}, but {str(directory)!r} has already made {start}; give more", rank=0)
-    final = [record for record in read(directory / "metrics.jsonl") if record.get("split") == "final"]
-    if start == run.steps and context.of_root("final", lambda: bool(final)):
-        if context.is_root:
-            aloud.say(
-                f"finished: {directory} is at its last step {start}; nothing to do (another --run_dir starts anew)"
-            )
-            aloud.say(summary(final[-1], directory))
-            if (directory / report_file.NAME).is_file():
-                aloud.say(report_file.said(directory))
-        if held:
-            held.close()
-        final[-1].pop("time", None)  # as it was returned then
-        return final[-1], run.checkpoints.restore(start, run.strategy.abstract()) if keep else None
-    if offset := found.get("offset", 0):
-        run = dataclasses.replace(make_run(config, directory, context, given, offset), checkpoints=run.checkpoints)
-    profile = make_profile(config, directory, start, run.steps)
-    run = dataclasses.replace(
-        run,
-        start=start,
-        evaluated=found.get("evaluated", False),
-        offset=offset,
-        rollbacks=found.get("rollbacks", 0),
-        profile=profile,
-        events=events,
-    )
-    if not start and config.init_from is not None:
-        from jaxdp.build.warm import warm
+    callbacks = together(context, lambda: make_callbacks(config.callbacks, given.get("callbacks", {}), context))
+    context.agree(rundir.not_ours(directory) if overwrite and context.is_root else None)
+    with share(directory, context) or contextlib.nullcontext():
+        context.agree(rundir.clear(directory) if overwrite and context.is_root else None)
+        events = run.checkpoints.events = Events(directory) if context.is_root else NoEvents()
+        start, saved = resume_step(run, config, context, given)
+        if start > run.steps:
+            raise UsageError(f"steps: {run.steps}, but {str(directory)!r} has already made {start}; give more", rank=0)
+        if (record := final_record(run, config, directory, context, start)) is not None:
+            return record, run.checkpoints.restore(start, run.strategy.abstract()) if keep else None
+        if offset := saved.get("offset", 0):
+            run = dataclasses.replace(make_run(config, directory, context, given, offset), checkpoints=run.checkpoints)
+        callbacks.load(saved.get("callbacks", []))
+        run = dataclasses.replace(
+            run,
+            start=start,
+            evaluated=saved.get("evaluated", False),
+            offset=offset,
+            rollbacks=saved.get("rollbacks", 0),
+            profile=make_profile(config, directory, start, run.steps),
+            events=events,
+            callbacks=callbacks,
+        )
+        if not start and config.init_from is not None:
+            from jaxdp.assemble.warm import warm
 
-        run = warm(run, config, context)
+            run = warm(run, config, context)
+        return supervised(run, config, context, began, keep)
+
+
+def final_record(run: Run, config: Config, directory: pathlib.Path, context: Context, start: int) -> Record | None:
+    """Return the final record, as it was returned then, of a run with nothing left to do; report this on root."""
+    final = [record for record in read(directory / "metrics.jsonl") if record.get("split") == "final"]
+    early = bool(config.callbacks) and bool(final) and "stopped" in final[-1] and final[-1]["step"] == start
+    if not context.of_root("final", lambda: bool(final) and (start == run.steps or early)):
+        return None
+    run.checkpoints.check_fits(start, run.strategy.abstract())
+    if context.is_root:
+        reason = f" ({final[-1]['stopped']})" if early else ""
+        aloud.say(
+            f"finished: {directory} is at its last step {start}{reason}; nothing to do (another --run_dir starts anew)"
+        )
+        aloud.say(summary(final[-1], directory))
+        if (directory / report_file.NAME).is_file():
+            aloud.say(report_file.said(directory))
+    final[-1].pop("time", None)
+    return final[-1]
+
+
+def supervised(
+    run: Run, config: Config, context: Context, began: float, keep: bool
+) -> tuple[Record, TrainState | None]:
+    """Train with writers, the monitor and signals. began: when the command started, in seconds since 1970."""
+    directory, events = run.directory, run.events
     writer: Writer = Nothing()
     if context.is_root:
         layout = layout_of(run, config)
         writer = start_writer(directory, config, context, run, layout)
-        run = with_layout(run, config, directory, layout, updates)
+        with contextlib.suppress(OSError):
+            rundir.write_layout(directory, layout)
+        run = dataclasses.replace(run, layout=layout)
     facts = {"devices": len(run.strategy.devices), "processes": context.size, "steps": run.steps}
-    events.note("resume" if start else "start", start, t=round(began, 3), **facts)
+    events.note("resume" if run.start else "start", run.start, t=round(began, 3), **facts)
     watch = Guarded(
         context,
         directory,
@@ -131,7 +136,7 @@ def trained(
 
     def heard(name: str) -> None:
         if name == signals.TRACE:
-            profile.ask()
+            run.profile.ask()
 
     signals.subscribe(heard)
     try:
@@ -141,11 +146,9 @@ def trained(
         return record, run.strategy.export(state) if keep else None
     finally:
         signals.unsubscribe(heard)
-        profile.stop()
+        run.profile.stop()
         watch.stop()
         writer.close()
-        if held:
-            held.close()
 
 
 @contextlib.contextmanager
@@ -182,14 +185,14 @@ def eval(config: Config, path: str | None, context: Context) -> None:
     config = as_begun(config, directory, context)
     keep_programs(config, context)
     run = make_run(config, directory, context)
-    step, _ = resume_step(run, config, context, tidy=False)
+    step, _ = resume_step(run, config, context, NOTHING, tidy=False)
     if not step:
         raise UsageError(f"run_dir: no checkpoint in {str(directory)!r}; train first, or name another", rank=0)
     if run.eval is None:
         raise UsageError("eval.data: the data has no test split; name what to evaluate on", rank=0)
-    record = loop.evaluate(run, run.strategy.lower(run.step), loop.restore(run, step))
+    record = evaluate(run, run.strategy.compile(run.step), restore(run, step))
     if context.is_root:
-        Console(step).write({"step": step, "split": "eval", **record})
+        Console(step, panel=False).write({"step": step, "split": "eval", **record})
 
 
 def keep_programs(config: Config, context: Context) -> None:
@@ -197,13 +200,6 @@ def keep_programs(config: Config, context: Context) -> None:
     problem = compilation_cache.use(config.compilation_cache)
     if problem and context.is_root:
         print(f"jaxdp: {problem}", file=sys.stderr)
-
-
-def start_of(config: Config, context: Context) -> str:
-    """What the programs of a start depend on, as far as the config and the hosts tell."""
-    own = context.rank if jax.default_backend() == "cpu" else 0  # there each process has programs of its own
-    place = (context.size, own, len(jax.devices()), jax.devices()[0].device_kind, processor())
-    return repr(("start", keys_of_programs(config), sorted(rundir.versions().items()), place))
 
 
 def as_begun(config: Config, directory: pathlib.Path, context: Context) -> Config:
@@ -221,7 +217,7 @@ def as_begun(config: Config, directory: pathlib.Path, context: Context) -> Confi
 
 
 def share(directory: pathlib.Path, context: Context) -> IO[str] | None:
-    """Makes the run directory on rank 0 and locks it, and checks that every rank sees the same one."""
+    """Make and lock the run directory on rank 0, and check that every rank sees the same one; return the lock."""
     held, problem = rundir.make(directory) if context.is_root else (None, None)
     context.agree(problem)
     nonce = context.of_root("run_dir", lambda: rundir.nonce(directory))
@@ -229,10 +225,12 @@ def share(directory: pathlib.Path, context: Context) -> IO[str] | None:
     return held
 
 
-def resume_step(run: loop.Run, config: Config, context: Context, tidy: bool = True) -> tuple[int, dict[str, Any]]:
+def resume_step(
+    run: Run, config: Config, context: Context, given: Given, tidy: bool = True
+) -> tuple[int, dict[str, Any]]:
     """(the checkpoint to go on from, what was saved with it), or (0, {}).
 
-    UsageError where the config or the data would change its numbers, unless it is forced.
+    UsageError where the config, the data or an object of a script would change its numbers, unless it is forced.
     """
     checkpoints = run.checkpoints
     start = checkpoints.latest(aloud.say, tidy)
@@ -240,21 +238,9 @@ def resume_step(run: loop.Run, config: Config, context: Context, tidy: bool = Tr
         return 0, {}
     found = context.of_root("meta", lambda: checkpoints.meta(start))
     if not config.resume.force:
-        together(context, lambda: check_same_numbers(found, run, config, start))
+        compare = lambda: check_same_run(found, run.meta, config, start, given)
+        together(context, compare if context.is_root else lambda: None)
     return start, found
-
-
-def check_same_numbers(found: dict[str, Any], run: loop.Run, config: Config, step: int) -> None:
-    """UsageError where the run that is there was trained with other values of what changes the numbers."""
-    changed = changed_numbers(found["config"], config)
-    if found["data_fingerprint"] != run.meta["data_fingerprint"]:
-        changed.append(f"data fingerprint: {found['data_fingerprint']} -> {run.meta['data_fingerprint']}")
-    if changed:
-        raise UsageError(
-            f"{'; '.join(changed[:8])}{f' (and {len(changed) - 8} more)' if changed[8:] else ''}: this run was trained "
-            f"to step {step} with the former, and it changes the numbers; put it back, choose another --run_dir, or "
-            "go on all the same with --resume.force true"
-        )
 
 
 def plan(config: Config, options: dict[str, Any]) -> None:
@@ -265,20 +251,23 @@ def plan(config: Config, options: dict[str, Any]) -> None:
     print(report(config, make_parts(config), options))
 
 
-def verify(config: Config, options: dict[str, Any]) -> None:
-    """The verb `verify`: exits with code 1 where many devices do not train what one device would."""
-    from jaxdp.build.subject import make_subject
+def verify(config: Config, options: dict[str, Any], context: Context = ALONE) -> None:
+    """The verb `verify`: exits with code 1 where many devices do not train what one device would; root prints."""
+    from jaxdp.assemble.problem import make_problem
     from jaxdp.cli.verifying import compile_quickly, report, report_exact
 
-    with own_code.said():
+    with user_errors.said():
         if options["exact"]:
-            text, verified = report_exact(config, options)
+            set_jax(config)
+            text, verified = report_exact(config, options, context)
         else:
             compile_quickly()
             set_jax(config)
-            text, verified = report(config, make_subject(config), options)
-    print(text)
-    if not verified:
+            problem = together(context, lambda: make_problem(config))
+            text, verified = report(config, problem, options, context)
+    if context.is_root:
+        print(text, flush=True)
+    if not all(context.exchange("verified", "yes" if verified else "", 600.0)):
         sys.exit(1)
 
 

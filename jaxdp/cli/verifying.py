@@ -4,11 +4,11 @@ import json
 import sys
 from typing import Any
 
-from jaxdp.build.bits import exactly, make_bits
+from jaxdp.assemble.bits import exactly, make_bits
 from jaxdp.config import Config
+from jaxdp.distributed.context import Context
 from jaxdp.environment import add_flag
-from jaxdp.verify import Subject, as_json, as_text, bits, choose_devices, verify
-from jaxdp.verify.bits import verify_bits
+from jaxdp.verify import Problem, as_json, as_text, choose_devices, exact, verify
 
 
 def compile_quickly() -> None:
@@ -20,29 +20,35 @@ def compile_quickly() -> None:
     add_flag("--xla_backend_optimization_level=1")
 
 
-def report_exact(config: Config, options: dict[str, Any]) -> tuple[str, bool]:
-    """(every way to train with its digest, whether they are one)."""
+def report_exact(config: Config, options: dict[str, Any], context: Context) -> tuple[str, bool]:
+    """Return (each configuration with its digest, whether all are equal). Rank 0 prints progress to standard error."""
     config = exactly(config)
-    make, most, batches = make_bits(config, options["devices"], options["updates"])
-    found = verify_bits(make, most, batches, lambda text: print(text, file=sys.stderr, flush=True))
+    make, configurations, batches = make_bits(config, options["devices"], options["updates"])
+    found = exact.compare_bits(make, configurations, batches, lambda text: show(text, context))
     title = (
         f"{config.model.target}; {config.data.target}; {config.optimizer.target}; {len(batches)} updates of "
         f"{config.batch_size} examples in {config.microbatches} microbatches, the last one the last of an epoch"
     )
     if options["json"]:
-        return json.dumps({"title": title, **bits.as_json(found)}, indent=1), found.exact
-    return bits.as_text(found, title, sys.stdout.isatty()), found.exact
+        return json.dumps({"title": title, **exact.as_json(found)}, indent=1), found.exact
+    return exact.as_text(found, title, sys.stdout.isatty()), found.exact
 
 
-def report(config: Config, subject: Subject, options: dict[str, Any]) -> tuple[str, bool]:
-    """(the report as text or JSON, whether all is as it should be); progress goes to standard error."""
+def show(text: str, context: Context) -> None:
+    if context.is_root:
+        print(text, file=sys.stderr, flush=True)
+
+
+def report(config: Config, problem: Problem, options: dict[str, Any], context: Context) -> tuple[str, bool]:
+    """Return (the report as text or JSON, whether it is verified). Rank 0 prints progress to standard error."""
     found = verify(
-        subject,
+        problem,
         choose_devices(options["devices"], config.microbatches),
         updates=options["updates"],
         tolerance=options["tolerance"],
         most=config.verify.strategies,
-        say=lambda text: print(text, file=sys.stderr, flush=True),
+        progress=lambda text: show(text, context),
+        context=context,
     )
     title = f"{config.model.target} {found.parameters:,} parameters; {config.data.target}; {config.optimizer.target}"
     smaller = {"model": config.verify.model_args, "data": config.verify.data_args}

@@ -143,15 +143,16 @@ class Init:
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """How the work is spread over the devices; none of it changes the numbers.
+    """How the work is spread over the devices; none of it changes the numbers, but what is marked so.
 
     Args:
         backend: pmap, or jit over a mesh
         zero: ZeRO stage: 1 splits the optimizer state over the devices, 2 the gradients too, 3 the parameters too;
             pmap has 0 and 1
         reduction: xla sums leaf by leaf, bucket packs leaves into few large operands; auto takes bucket where CPU
-            processes talk, else xla; exact gives the same bits on any number of devices (docs/exact.md), a power of
-            two that divides microbatches
+            processes talk, else xla; exact gives the same bits on any number of devices (docs/exact.md); exact16 and
+            exact8 do so with 2 and 1 bytes an element, rounded at random, which changes the numbers
+        exact_group: microbatches that the exact reductions compute at once; this changes the numbers
         bucket_mb: size of a bucket in MB
         shard_size: devices that share one copy of what is split, such as those of a host; null means all
         accumulator: gradients of stages 2 and 3 are summed over devices slot by slot (split) or once, after all slots
@@ -160,7 +161,7 @@ class Parallel:
             but those with weights (dots_no_batch); auto is none, and dots_no_batch where stage 3 gathers blocks or
             the reduction is exact and there are blocks
         accumulate: a device's microbatches all at once (vmap) or one after the other (loop, the memory of
-            one); auto takes vmap, and loop where the reduction is exact
+            one); auto takes vmap. The exact reductions take exact_group of them at once
         devices: use only the first so many devices of a single process; null uses all
         xla_preset: overlap sets XLA's own switches that let collectives overlap with the backward pass on several GPUs;
             default leaves XLA as it is (docs/performance.md)
@@ -168,7 +169,8 @@ class Parallel:
 
     backend: Literal["pmap", "pjit"] = speed("pmap")
     zero: int = speed(0)
-    reduction: Literal["auto", "xla", "bucket", "exact"] = speed("auto")
+    reduction: Literal["auto", "xla", "bucket", "exact", "exact16", "exact8"] = speed("auto")
+    exact_group: int = numbers(1)
     bucket_mb: float = speed(25.0)
     shard_size: int | None = speed(None)
     accumulator: Literal["split", "whole"] = speed("split")
@@ -176,6 +178,11 @@ class Parallel:
     accumulate: Literal["auto", "vmap", "loop"] = speed("auto")
     devices: int | None = speed(None)
     xla_preset: Literal["default", "overlap"] = speed("default")
+
+    @property
+    def exact(self) -> bool:
+        """Whether the bits are the same on any number of devices."""
+        return self.reduction.startswith("exact")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,8 +291,8 @@ class Checkpoint:
         asynchronous: it is written while training goes on; else training waits until it is there
         keep: how many of the last are kept
         keep_every: those after every so many updates are kept too, such as 10000
-        best: the best one by this number of the evaluation, such as accuracy, is kept too; loss and perplexity are
-            best when low, others when high
+        best: the best one by this number of the evaluation, such as accuracy, is kept too; loss, NAME_loss (of a
+            task), cross_entropy and perplexity are best when low, others when high
     """
 
     every: int | None = speed(None)
@@ -352,6 +359,8 @@ class Config:
             caches, or null for none; JAX_COMPILATION_CACHE_DIR goes before (docs/performance.md)
         steps_per_call: updates in one compiled call, for small models; what is due between two updates (evaluation,
             save) is made between calls, by single updates up to there
+        callbacks: objects that the loop calls at known points: EarlyStopping, or {target, args} with the dotted path of
+            your own (docs/callbacks.md)
         init_from: start from the parameters of another run's directory, of one of its checkpoints, or of a .safetensors
             file (docs/finetune.md); null initializes them
     """
@@ -380,6 +389,7 @@ class Config:
     checkpoint: Checkpoint = speed(Checkpoint())
     resume: Resume = speed(Resume())
     watchdog: Watchdog = speed(Watchdog())
+    callbacks: list[Any] = speed([])
     verify: Verify = speed(Verify())
 
 

@@ -86,6 +86,9 @@ def changed_numbers(before: dict[str, Any], after: Config) -> list[str]:
     if after.optimizer.schedule == "constant" or after.optimizer.schedule_steps is not None:
         free |= {"steps", "epochs"}
     keys = [k for k in {**old, **new} if k not in free and decides(k) == "numbers" and old.get(k) != new.get(k)]
+    reductions = [values.get("parallel.reduction") for values in (old, new)]
+    if len(set(reductions)) > 1 and set(reductions) & {"exact16", "exact8"}:
+        keys.append("parallel.reduction")
     return [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in keys]
 
 
@@ -249,8 +252,13 @@ def check(config: Config) -> None:
         raise UsageError(
             f"data.workers: {config.data.workers} read nothing where data.on_device is true; set one of the two"
         )
-    if parallel.reduction == "exact":
+    if parallel.exact:
         check_exact(config)
+    elif parallel.exact_group != 1:
+        raise UsageError(
+            f"parallel.exact_group: {parallel.exact_group} with reduction: {parallel.reduction}; leave it 1, or set "
+            "reduction to exact"
+        )
     if "float64" in (config.precision.compute, config.precision.reduce) and config.precision.params != "float64":
         raise UsageError(f"precision.params: {config.precision.params!r} with float64 elsewhere; set it to float64 too")
 
@@ -280,25 +288,24 @@ def check_init(config: Config) -> None:
 def check_exact(config: Config) -> None:
     """Raises `UsageError` for what rounds in another way on another number of devices."""
     parallel, dtypes = config.parallel, config.precision
-    if config.steps_per_call > 1:
-        raise UsageError(
-            f"steps_per_call: {config.steps_per_call} with reduction: exact, where every update is two programs of its "
-            "own; set it to 1"
-        )
     if parallel.accumulate == "vmap":
         raise UsageError(
-            "parallel.accumulate: vmap with reduction: exact adds up in another order on every number of devices; "
-            "leave it auto"
+            f"parallel.accumulate: vmap with reduction: {parallel.reduction} would compute other microbatches together "
+            "on every number of devices; leave it auto, and set exact_group to how many are computed together"
         )
     if dtypes.reduce not in (None, dtypes.params):
         raise UsageError(
-            f"precision.reduce: {dtypes.reduce} with reduction: exact would round between devices and not inside one; "
-            "leave it null, which is that of the parameters"
+            f"precision.reduce: {dtypes.reduce} with reduction: {parallel.reduction}, where gradients travel as "
+            "integers; leave it null"
         )
-    slot_by_slot = parallel.zero > 1 and parallel.accumulator == "split"
-    if slot_by_slot and config.microbatches & (config.microbatches - 1):
+    group, summands = parallel.exact_group, config.microbatches // max(1, parallel.exact_group)
+    if group < 1 or config.microbatches % group:
+        raise UsageError(f"parallel.exact_group: {group} does not divide microbatches: {config.microbatches}")
+    bits = {"exact": 31, "exact16": 15, "exact8": 7}[parallel.reduction]
+    most = (2**bits - 1) // 7  # what is left are 3 bits
+    if summands > most:
         raise UsageError(
-            f"microbatches: {config.microbatches} is not a power of two, which reduction: exact needs where zero: "
-            f"{parallel.zero} sums gradients slot by slot; set parallel.accumulator to whole, or microbatches to "
-            f"{2 ** round(math.log2(config.microbatches))} (this changes the numbers)"
+            f"microbatches: {config.microbatches} with reduction: {parallel.reduction} leave "
+            f"{((2**bits - 1) // summands).bit_length()} of {bits} bits for each, too few; use at most {most * group}, "
+            f"or {-(-config.microbatches // most)} in each parallel.exact_group, or reduction: exact"
         )

@@ -15,10 +15,10 @@ def from_mapping(values: dict[str, Any], where: str) -> Config:
     """
     import argparse
 
-    import jsonargparse
+    from jaxdp import bounded_yaml
 
     check_structure(values, where)
-    parser = jsonargparse.ArgumentParser(exit_on_error=False, default_env=False)
+    parser = bounded_yaml.parser()
     parser.add_class_arguments(Config, None, as_group=False)
     try:
         space = parser.parse_object(values)

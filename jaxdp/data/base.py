@@ -113,8 +113,9 @@ def check_split(split: str, known: tuple[str, ...] = ("train", "test")) -> None:
 def as_dataset(source: Any) -> Dataset:
     """`source` itself if it has `read`; else arrays in memory, or a sequence of examples, wrapped.
 
-    In memory: a dict of arrays, a tuple of two arrays (inputs, labels), or one array (inputs); the first dim counts
-    examples. Any other sized sequence is taken as `Examples`. Raises UsageError for what is none of these, or empty.
+    In memory: a dict of arrays, a pair (inputs, labels) of arrays, or one array (inputs); the first dim counts
+    examples. Any other sized sequence is taken as `Examples`. Raises UsageError for what is none of these, or empty, or
+    a list of two arrays that may as well be two examples.
     """
     try:
         size = len(source)
@@ -129,8 +130,16 @@ def as_dataset(source: Any) -> Dataset:
         return source
     if isinstance(source, Mapping):
         return Arrays(**source)
-    if isinstance(source, tuple) and size == 2 and all(getattr(part, "shape", ()) for part in source):
-        return Arrays(inputs=source[0], labels=source[1])
+    if (isinstance(source, tuple) and size == 2 and all(map(_is_array, source))) or (
+        isinstance(source, list) and size == 2 and all(getattr(part, "shape", ()) for part in source)
+    ):
+        inputs, labels = (_array(name, part) for name, part in zip(("'inputs'", "'labels'"), source))
+        if isinstance(source, list) and (inputs.shape, inputs.dtype) == (labels.shape, labels.dtype):
+            raise UsageError(
+                f"data: a list of two arrays {inputs.dtype}{list(inputs.shape)} may be a pair or two examples; give a "
+                "tuple (inputs, labels), or np.stack(...) of two examples"
+            )
+        return Arrays(inputs=inputs, labels=labels)
     if hasattr(source, "__dlpack__"):  # an array proper; those that stand for a file are read by the example
         return Arrays(inputs=source)
     shapes = [getattr(part, "shape", ()) for part in source] if isinstance(source, tuple | list) and size < 9 else []
@@ -172,6 +181,13 @@ def fingerprint(dataset: Dataset) -> str:
         digest.update(f"\n{key} {value.dtype.name} {value.shape}\n".encode())
         digest.update(value.astype(value.dtype.newbyteorder("<")).tobytes())
     return digest.hexdigest()[:16]
+
+
+def _is_array(part: Any) -> bool:
+    """Whether it has examples, one after the other: an array with a first dim, or a list of numbers or lists."""
+    return bool(getattr(part, "shape", ())) or (
+        isinstance(part, list) and bool(part) and isinstance(part[0], int | float | list)
+    )
 
 
 def _array(name: str, value: Any) -> np.ndarray:

@@ -27,8 +27,8 @@ class Places(Protocol):
     devices: list[jax.Device]
     local_slots: np.ndarray
 
-    def put(self, batch: dict[str, np.ndarray], several: bool = False) -> dict[str, jax.Array]: ...
-    def hold(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]: ...
+    def shard_batch(self, batch: dict[str, np.ndarray], several: bool = False) -> dict[str, jax.Array]: ...
+    def replicate(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]: ...
 
 
 class Resident:
@@ -40,7 +40,7 @@ class Resident:
     def __init__(self, dataset: Dataset, strategy: Places):
         check_size(dataset, strategy.devices)
         pieces = [dataset.read(np.arange(i, min(i + PIECE, len(dataset)))) for i in range(0, len(dataset), PIECE)]
-        self.arrays = strategy.hold({key: np.concatenate([p[key] for p in pieces]) for key in pieces[0]})
+        self.arrays = strategy.replicate({key: np.concatenate([p[key] for p in pieces]) for key in pieces[0]})
         self.strategy = strategy
         self.gather = functools.cache(lambda place: jax.jit(gather, out_shardings=place) if place else jax.jit(gather))
 
@@ -55,7 +55,7 @@ class Resident:
             own = self.arrays.get(RESET)
             begin = begins(cursor, every, rows.shape, own is not None and own.size == len(own))
             sent = {INDEX: indices.astype(np.int32), ROWS: rows} | ({} if begin is None else {RESET: begin})
-            at = self.strategy.put(sent if several else {k: x[0] for k, x in sent.items()}, several)
+            at = self.strategy.shard_batch(sent if several else {k: x[0] for k, x in sent.items()}, several)
             return steps, self.gather(getattr(at[INDEX], "sharding", None))(self.arrays, at)
 
         with prefetch(make, groups) as batches:

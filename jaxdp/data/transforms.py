@@ -30,6 +30,8 @@ class Mixup:
     def __init__(self, classes: int, alpha: float = 0.2):
         if not alpha > 0:
             raise UsageError(f"data.transform.args.alpha: {alpha} must be greater than 0, such as 0.2")
+        if classes < 1:
+            raise UsageError(f"data.transform.args.classes: {classes} must be the number of labels, at least 1")
         self.classes, self.alpha = classes, alpha
 
     def __call__(self, batch: Batch, key: jax.Array, train: bool) -> Batch:

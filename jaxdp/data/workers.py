@@ -27,7 +27,7 @@ from jaxdp.data.base import Dataset
 from jaxdp.data.cursor import Order
 from jaxdp.data.prefetch import prefetch, read_batch, read_batches
 from jaxdp.errors import RunFailed, UsageError, one_line
-from jaxdp.signals import NUMBERS
+from jaxdp.supervise.signals import NUMBERS
 
 Batch = dict[str, np.ndarray]
 Steps = int | range  # one, or several in a row

@@ -1,177 +1,225 @@
 """Eager collectives between processes, on one array or a list; what cannot work is an error on every rank, not a hang.
 
-Every function takes an array or a list of arrays, NumPy's or JAX's, and gives jax.Arrays, of a list a list. A list
-travels as one: by one transfer where it is only moved, by one for each element type where it is reduced. A rank is a
-process, and its arrays live on its first device. `groups`, such as [[0, 1], [2, 3]], are disjoint sets of ranks that
-each work by themselves, of any sizes; a rank in none works alone. What is only moved keeps its bits (-0.0, NaN
-payloads). 64-bit NumPy arrays are refused unless jax_enable_x64 is set.
+Every function takes an array or a list of arrays, NumPy's or JAX's, and returns jax.Arrays, of a list a list. A list
+travels as one: in one transfer where it is only moved, in one for each element type where it is reduced. A rank is a
+process, and its arrays live on its first device. What is only moved keeps its bits (-0.0, NaN payloads). 64-bit NumPy
+arrays are refused unless jax_enable_x64 is set; Python's numbers become int32, float32 and complex64, as in JAX.
 
-Before anything is sent, the ranks that take part compare what they bring. Raises UsageError where one rank's arguments
-cannot work (on every member, naming that rank), DistributedError where the ranks disagree on operation, shapes or types
-(naming the ranks and both sides), or where one does not come within JAXDP_TIMEOUT seconds (60).
+`groups`, such as [[0, 1], [2, 3]], are disjoint lists of ranks that each work by themselves, of any sizes and in any
+order, which is that of their results; a rank in none works alone. **All ranks of the job make the same call with the
+same groups**, also those in none. `root` is a rank of the job, in several groups a list with one of each.
 
-The operations are those of NCCL, and of RAF (github.com/awslabs/raf), whose `rank_list` is `groups` here.
+Before anything is sent, all ranks compare what they bring. Raises UsageError where one rank's arguments cannot work (on
+every rank, naming that rank), DistributedError where ranks disagree on operation, groups, shapes or types (naming the
+ranks and all sides), or where one does not come within JAXDP_TIMEOUT seconds (60).
+
+The operations are those of NCCL, and of RAF (github.com/awslabs/raf): see `docs/from_raf.md`. Inside jit, pmap and
+shard_map: `jaxdp.lax`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.distributed import kernels
-from jaxdp.distributed.context import current
-from jaxdp.distributed.signature import Groups, Signature, as_array, compare, described, members_of, zeros
-from jaxdp.errors import UsageError
+from jaxdp.distributed.context import joined
+from jaxdp.distributed.signature import (
+    Groups,
+    Partition,
+    Signature,
+    as_array,
+    as_rank,
+    compare,
+    described,
+    group_of,
+    partition,
+    roots_of,
+    shown,
+    zeros,
+)
+from jaxdp.errors import UsageError, one_line
 
 Arrays = Any  # an array, or a list of arrays
+Part = np.ndarray | jax.Array
+Root = int | Sequence[int]
+Check = Callable[[list[Part], int], None]  # (this rank's arrays, the number of ranks in its group)
 
 
 def _call(
-    label: str,
     name: str,
-    argument: Any,
     x: Arrays,
+    words: Sequence[str],
+    *,
+    kernel: str | None = None,
+    op: str | None = None,
     groups: Groups = None,
-    check: Callable[[np.ndarray | jax.Array, int], str | None] = lambda x, n: None,
-    lead: int | None = None,
-    members: tuple[int, ...] | None = None,
+    root: Root | None = None,
+    pair: tuple[int, int] | None = None,
+    checks: Sequence[Check] = (),
+    stack: bool = False,
+    split: int = 0,
+    join: int = 0,
 ) -> Any:
-    """One collective: judge what this rank brings, compare, run. `lead`: the member whose arrays count, the root."""
-    context = current()
-    members = members_of(context.rank, context.size, groups) if members is None else members
-    is_list = isinstance(x, list | tuple)
-    arrays, error = None, None
-    if lead is None or x is not None:
-        try:
-            arrays = [as_array(a) for a in (x if is_list else [x])]
-            error = next(filter(None, (check(a, len(members)) for a in arrays)), None)
-        except (UsageError, TypeError) as problem:
-            error = str(problem)
-    if lead is not None and members.index(context.rank) == lead and x is None:
-        error = f"rank {context.rank} is the root and brings nothing"
+    """Run a collective: check what this rank brings, compare it with the others', transfer.
+
+    words: the arguments, besides groups and root, that must be equal on all ranks. kernel: a row of `kernels.KERNELS`,
+    left out where it has this name. pair: the two ranks that take part, where not all do; the root sends. stack: x is a
+    list with one array for each rank of the group, and travels as one array.
+    """
+    context, kernel = joined(), kernel or name
+    members = tuple(range(context.size)) if pair is None else pair
+    parts: Partition = (members,)
+    roots, arrays, error = None, None, None
+    is_list, from_root = isinstance(x, list | tuple) and not stack, kernel in kernels.FROM_ROOT
+    try:
+        parts = (pair,) if pair else partition(groups, context.size)
+        group = group_of(context.rank, parts)
+        if root is not None:
+            roots = roots_of(root, parts, context.size)
+            named = [r for r, members in zip(roots, parts) if members[1:]]
+            words = words if pair else [*words, f"root={named[0] if len(named) == 1 else named}"]
+        if x is None and from_root:
+            if roots and context.rank in roots:
+                raise UsageError(f"rank {context.rank} is the root and brings nothing")
+        else:
+            arrays = [as_array(a) for a in (x if isinstance(x, list | tuple) else [x])]
+            arrays = [_stacked(arrays, len(group))] if stack else arrays
+            for check in checks:
+                check(arrays, len(group))
+    except Exception as problem:  # of any kind: the others must hear of it, or they would wait
+        error = one_line(problem)
     brought = None if arrays is None else [described(a) for a in arrays]
-    own = Signature(label, brought, is_list, jax.dtypes.canonicalize_dtype(np.int64) == np.int64, error)
-    agreed = compare("collective", context.rank, members, own, lead)
-    if arrays is None:
-        arrays = [zeros(text) for text in agreed.arrays or []]
-    out = kernels.run(name, argument, arrays, context.rank, members)
+    call = f"{name}({', '.join(words)})" if words else name
+    own = Signature(call, brought, is_list, error, "" if pair else shown(parts))
+    agreed = compare("collective", context.rank, members, own, parts, roots if from_root else None)
+    arrays = [zeros(text) for text in agreed.arrays or []] if arrays is None else arrays
+    argument = group.index(next(r for r in roots if r in group)) if from_root and roots else op
+    out = kernels.run(kernel, argument, arrays, context.rank, group, split, join)
+    if roots and not from_root and context.rank not in roots:
+        return [None] * len(out) if is_list else None
     return out if agreed.is_list else out[0]
 
 
-def _reducible(op: str) -> Callable[[Any, int], str | None]:
-    def check(x: Any, members: int) -> str | None:
-        if op not in kernels.REDUCTIONS:
-            return f"op={op!r} is not one of {', '.join(kernels.REDUCTIONS)}"
-        if op == "avg" and not jnp.issubdtype(x.dtype, jnp.inexact):
-            return f"the average of {x.dtype} is not one: cast it to a float, or take the sum"
-        if op in ("min", "max") and jnp.issubdtype(x.dtype, jnp.complexfloating):
-            return f"{x.dtype} has no order"
-        return None
+def _stacked(arrays: list[Part], n: int) -> Part:
+    if len(arrays) != n or len({described(a) for a in arrays}) != 1:
+        texts = ", ".join(described(a) for a in arrays)
+        raise UsageError(
+            f"per_rank takes {n} arrays of one type and shape, one for each rank of the group; got {texts}"
+        )
+    return np.stack([np.asarray(a) for a in arrays])
+
+
+def _reducible(op: str) -> Check:
+    return lambda arrays, n: kernels.check_op(op, [a.dtype for a in arrays])
+
+
+def _has(axis: int, name: str = "axis", low: int = 1) -> Check:
+    """low: the number of dims that a scalar counts as."""
+
+    def check(arrays: list[Part], n: int) -> None:
+        for a in arrays:
+            dims = max(a.ndim, low)
+            if isinstance(axis, bool) or not -dims <= operator.index(axis) < dims:
+                raise UsageError(f"{name}={axis!r}: {described(a)} has no dim {axis!r}")
 
     return check
 
 
-def _divisible(x: Any, members: int) -> str | None:
-    if x.ndim and x.shape[0] % members == 0:
-        return None
-    return f"dim 0 of {described(x)} cannot be split into {members} equal chunks, one for each rank"
+def _divisible(axis: int = 0, name: str = "axis") -> Check:
+    def check(arrays: list[Part], n: int) -> None:
+        _has(axis, name, 0)(arrays, n)
+        for a in arrays:
+            if a.shape[axis] % n:
+                raise UsageError(f"dim {axis} of {described(a)} cannot be split into {n} equal chunks, one a rank")
 
-
-def _rank(value: int, name: str) -> int:
-    size = current().size
-    if not (isinstance(value, int | np.integer) and 0 <= value < size):
-        raise UsageError(f"{name}={value!r} is not a rank; ranks run from 0 to {size - 1}")
-    return int(value)
+    return check
 
 
 def allreduce(x: Arrays, op: str = "sum", groups: Groups = None) -> Arrays:
-    """x reduced over the ranks by op (sum, prod, min, max, avg), on every rank.
+    """Reduce x over the ranks by op (sum, prod, min, max, avg); every rank gets the result.
 
     Halves are reduced in float32 and rounded once; integers wrap around; bool is or (sum, max) and and (prod, min);
-    NaN stays NaN. UsageError: avg of integers, min or max of complex numbers.
+    NaN stays NaN. Raises UsageError for avg of integers, min or max of complex numbers.
     """
-    return _call(f"allreduce({op})", "allreduce", op, x, groups, _reducible(op))
+    return _call("allreduce", x, [str(op)], op=op, groups=groups, checks=[_reducible(op)])
 
 
-def reduce(x: Arrays, root: int = 0, op: str = "sum") -> Arrays:
-    """x reduced over all ranks by op, on rank `root`; the others get None (of a list, a list of None)."""
-    root = _rank(root, "root")
-    out = _call(f"reduce({op}, root={root})", "allreduce", op, x, None, _reducible(op))
-    return _only(out, root)
+def reduce(x: Arrays, root: Root = 0, op: str = "sum", groups: Groups = None) -> Arrays:
+    """Reduce x over the ranks by op; `root` gets the result and the others None (of a list, a list of None)."""
+    return _call("reduce", x, [str(op)], kernel="allreduce", op=op, groups=groups, root=root, checks=[_reducible(op)])
 
 
-def _only(out: Arrays, root: int) -> Arrays:
-    if current().rank == root:
-        return out
-    return [None] * len(out) if isinstance(out, list) else None
+def reduce_scatter(x: Arrays, op: str = "sum", groups: Groups = None, per_rank: bool = False) -> Arrays:
+    """Reduce x[n * k, ...] over the n ranks of a group; the i-th of them gets chunk i of the result: [k, ...].
 
-
-def reduce_scatter(x: Arrays, op: str = "sum", groups: Groups = None) -> Arrays:
-    """x[n * k, ...] reduced over the n ranks of the group, of which the i-th gets chunk i: [k, ...].
-
-    UsageError where n does not divide dim 0. RAF's `reduce_scatter([x0, x1])`, which gives rank i the reduction of the
-    i-th array, is `reduce_scatter(concatenate([x0, x1]))`; here a list is several arrays, each split.
+    A list is several arrays, each split. per_rank: a list is one array for each rank instead, all of one shape, and
+    the i-th rank gets the reduction of the i-th: RAF's `reduce_scatter` of a list. Raises UsageError where n does not
+    divide dim 0, or with per_rank, where there are not n arrays.
     """
-    check = lambda a, n: _reducible(op)(a, n) or _divisible(a, n)
-    return _call(f"reduce_scatter({op})", "reduce_scatter", op, x, groups, check)
+    words = [str(op), "per_rank"] if per_rank else [str(op)]
+    checks = [_reducible(op), _divisible()]
+    out = _call("reduce_scatter", x, words, op=op, groups=groups, checks=checks, stack=per_rank)
+    return out[0] if per_rank else out
 
 
 def allgather(x: Arrays, axis: int = 0, groups: Groups = None) -> Arrays:
-    """The ranks' x one after the other along dim `axis`, on every rank; scalars become [n]."""
-    return _call(f"allgather(axis={axis})", "allgather", axis, x, groups, _has_axis(axis))
+    """Concatenate the ranks' x along dim `axis`, in the order of the group; scalars become [n]. Every rank gets it."""
+    return _call("allgather", x, [f"axis={axis}"], groups=groups, checks=[_has(axis)], join=axis)
 
 
-def gather(x: Arrays, root: int = 0, axis: int = 0) -> Arrays:
-    """The ranks' x one after the other along dim `axis`, on rank `root`; the others get None (a list of None)."""
-    root = _rank(root, "root")
-    out = _call(f"gather(axis={axis}, root={root})", "allgather", axis, x, None, _has_axis(axis))
-    return _only(out, root)
+def gather(x: Arrays, root: Root = 0, axis: int = 0, groups: Groups = None) -> Arrays:
+    """Concatenate the ranks' x along dim `axis` on rank `root`; the others get None (of a list, a list of None)."""
+    words = [f"axis={axis}"]
+    return _call("gather", x, words, kernel="allgather", groups=groups, root=root, checks=[_has(axis)], join=axis)
 
 
-def _has_axis(axis: int) -> Callable[[Any, int], str | None]:
-    return lambda x, n: None if -max(x.ndim, 1) <= axis < max(x.ndim, 1) else f"{described(x)} has no dim {axis}"
+def broadcast(x: Arrays, root: Root = 0, groups: Groups = None) -> Arrays:
+    """Send the root's x to every rank, bit for bit. The others may pass None; what they pass else must be alike."""
+    return _call("broadcast", x, [], groups=groups, root=root)
 
 
-def broadcast(x: Arrays, root: int = 0) -> Arrays:
-    """Rank root's x, on every rank, bit for bit. The others may pass None; what they pass else must be alike."""
-    root = _rank(root, "root")
-    return _call(f"broadcast(root={root})", "broadcast", root, x, lead=root)
+def scatter(x: Arrays, root: Root = 0, groups: Groups = None) -> Arrays:
+    """Send chunk i of the root's x[n * k, ...] to the i-th rank: [k, ...], bit for bit. The others may pass None."""
+    return _call("scatter", x, [], groups=groups, root=root, checks=[_divisible()])
 
 
-def scatter(x: Arrays, root: int = 0) -> Arrays:
-    """Chunk r of rank root's x[n * k, ...], on rank r: [k, ...], bit for bit. The others may pass None."""
-    root = _rank(root, "root")
-    return _call(f"scatter(root={root})", "scatter", root, x, None, _divisible, lead=root)
+def all_to_all(x: Arrays, split_axis: int = 0, concat_axis: int = 0, groups: Groups = None) -> Arrays:
+    """Send chunk j of x to the group's j-th rank; concatenate the chunks that come, the i-th from the i-th rank.
 
-
-def all_to_all(x: Arrays, groups: Groups = None) -> Arrays:
-    """Chunk j of x[n * k, ...] goes to the group's j-th rank; the result[n * k, ...] has chunk i from its i-th rank."""
-    return _call("all_to_all", "all_to_all", None, x, groups, _divisible)
+    x is cut into n equal chunks along dim `split_axis`, and they are joined along dim `concat_axis`.
+    """
+    checks = [_divisible(split_axis, "split_axis"), _has(concat_axis, "concat_axis")]
+    words = [f"split_axis={split_axis}, concat_axis={concat_axis}"]
+    return _call("all_to_all", x, words, groups=groups, checks=checks, split=split_axis, join=concat_axis)
 
 
 def send(x: Arrays, dst: int) -> None:
-    """x to rank dst, which calls `recv` of this rank; returns when it has done so.
+    """Send x to rank dst, which calls `recv` of this rank; returns when it has done so.
 
     Two ranks that send to each other first wait for each other: let one receive first, or use `all_to_all`.
     """
-    _pair(x, _rank(dst, "dst"), sends=True)
+    _pair(x, "dst", dst)
 
 
 def recv(src: int) -> Arrays:
-    """What rank src sends to this rank, bit for bit: an array, or a list where it sent one."""
-    return _pair(None, _rank(src, "src"), sends=False)
+    """Receive what rank src sends to this rank, bit for bit: an array, or a list where it sent one."""
+    return _pair(None, "src", src)
 
 
-def _pair(x: Arrays, peer: int, sends: bool) -> Arrays:
-    rank = current().rank
-    if peer == rank:
-        raise UsageError(f"rank {rank} cannot {'send to' if sends else 'receive from'} itself")
-    members = (min(rank, peer), max(rank, peer))
-    sender = members.index(rank if sends else peer)
-    label = f"send from rank {members[sender]} to rank {members[1 - sender]}"
-    out = _call(label, "send", sender, x, lead=sender, members=members)
+def _pair(x: Arrays, name: str, value: int) -> Arrays:
+    context, sends = joined(), name == "dst"
+    try:
+        peer = as_rank(value, context.size)
+    except UsageError as error:
+        raise UsageError(f"{name}={error}") from None
+    if peer == context.rank:
+        raise UsageError(f"rank {peer} cannot {'send to' if sends else 'receive from'} itself")
+    sender, receiver = (context.rank, peer) if sends else (peer, context.rank)
+    pair = (min(sender, receiver), max(sender, receiver))
+    out = _call(f"send from rank {sender} to rank {receiver}", x, [], kernel="send", root=sender, pair=pair)
     return None if sends else out

@@ -17,6 +17,7 @@ import jaxdp
 from jaxdp.distributed import coordination, gpus, hosts, rendezvous, sentinel
 from jaxdp.distributed.gpus import bind
 from jaxdp.distributed.launchers import World, discover
+from jaxdp.distributed.world import MPI
 from jaxdp.errors import Said, UsageError
 
 __all__ = ["Context", "bind", "crash", "current", "fail", "init", "leave", "shutdown"]
@@ -184,10 +185,15 @@ def _join(world: World, timeout: float) -> Context:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.75 / shared:.3f}")
     devices = bind(local_rank, local_size, count, visible, here)
     rendezvous.hand_over(world, meeting, timeout)
-    coordination.connect(meeting, world.rank, world.size, timeout, devices)
+    coordination.connect(meeting, world.rank, world.size, timeout, devices, hosts.on_one_host(hellos))
     names = tuple(h["host"] for h in hellos)
-    sentinel.start(world.rank, world.size, names, local_rank, coordination.silence(timeout))
+    parent = os.getppid() if world.launcher in MPI else None
+    sentinel.start(world.rank, world.size, names, local_rank, coordination.silence(timeout), parent)
     pids = tuple(h["pid"] for h in hellos)
+    same = [
+        r for r, h in enumerate(hellos) if (hosts.key(h), h["spaces"]) == (hosts.key(hellos[0]), hellos[0]["spaces"])
+    ]
+    coordination.tell_service(ranks={pids[r]: f"{hosts.title(r, names[r])}, process {pids[r]}," for r in same})
     return Context(world.rank, world.size, local_rank, local_size, world.launcher, names, pids=pids)
 
 

@@ -9,16 +9,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from jaxdp.distributed import service
+from jaxdp.distributed import hosts, service
+from jaxdp.distributed.messages import exchange_verdict, exchanged, integer, report_refused
 from jaxdp.errors import DistributedError, UsageError, one_line
 
 _turns: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
+Read = Callable[[str], Any]  # makes a value of a text that came over the network; None of one that is not ours
+LEFT = "left"
 TIMEOUT = 60.0  # seconds
 SLICE = 0.5  # seconds: a wait is cut into these, so that Python's signal handlers run in between
 
@@ -42,6 +45,12 @@ def client() -> Any:
     return global_state.client
 
 
+def split(coordinator: str) -> tuple[str, int]:
+    """("host", port) of "host:port" or "[v6]:port"."""
+    host, _, port = coordinator.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def opened() -> bool:
     """Whether JAX has opened its devices, after which it cannot join other processes."""
     from jax._src import xla_bridge
@@ -49,12 +58,18 @@ def opened() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
-def connect(coordinator: str, rank: int, size: int, timeout: float, devices: Sequence[int] | None) -> None:
+def connect(
+    coordinator: str, rank: int, size: int, timeout: float, devices: Sequence[int] | None, one_host: bool
+) -> None:
     """Starts (rank 0) and joins JAX's distributed runtime: collectives over Gloo on CPU, no preemption service.
 
     timeout: seconds for connecting. Leaving waits for the others for 20 s at most. Must come before the first use of a
-    device.
+    device. one_host: whether all processes are on one, so that Gloo listens at its loopback address alone.
     """
+    host, port = split(coordinator)
+    address = hosts.listening_address(host, one_host) if rank == 0 else None
+    if one_host:
+        service.gloo_at("127.0.0.1")
     for option, value in {"jax_enable_preemption_service": False, "jax_cpu_collectives_implementation": "gloo"}.items():
         with contextlib.suppress(AttributeError):  # an option of another release
             jax.config.update(option, value)
@@ -65,6 +80,7 @@ def connect(coordinator: str, rank: int, size: int, timeout: float, devices: Seq
             rank,
             local_device_ids=devices,
             cluster_detection_method="deactivate",
+            coordinator_bind_address=f"[{address}]:{port}" if ":" in (address or "") else f"{address or '[::]'}:{port}",
             initialization_timeout=max(1, round(timeout)),
             heartbeat_timeout_seconds=round(3 * silence(timeout)),  # it counts from a beat that may be half as old
             shutdown_timeout_seconds=max(1, min(20, round(timeout))),
@@ -76,42 +92,79 @@ def silence(timeout: float) -> float:
     return max(7.0, min(20.0, timeout / 3))
 
 
+def tell_service(**message: Any) -> None:
+    """On rank 0: tell the service's process what it is to report of this one's end (`service.Witness`)."""
+    from jax._src.distributed import global_state
+
+    if isinstance(global_state.service, service.Service):
+        global_state.service.tell(**message)
+
+
 def disconnect() -> None:
     """Leaves JAX's distributed runtime, together with the others."""
     jax.distributed.shutdown()
 
 
-def _get(key: str, deadline: float, members: Sequence[int]) -> str | None:
-    """The value of `key`, as soon as it is there; None at the deadline. DistributedError where a member has left."""
+def refuse(key: str, text: str) -> None:
+    """Report, once for the job, a value that no process of the job has written."""
+    try:
+        client().key_value_set("jaxdp/refused", "")
+    except jax.errors.JaxRuntimeError:
+        return  # another process has reported one
+    report_refused(f"the value of {key}", text)
+
+
+def _get(key: str, deadline: float, members: Sequence[int], read: Read) -> Any:
+    """What `read` makes of the value of `key`, once it makes something; None at the deadline.
+
+    DistributedError where a member has left.
+    """
     while True:
         left = deadline - time.monotonic()
         try:
-            return client().blocking_key_value_get(key, max(1, int(1000 * min(left, SLICE))))
+            text = client().blocking_key_value_get(key, max(1, int(1000 * min(left, SLICE))))
+            if (value := read(text)) is not None:
+                return value
+            refuse(key, text)
+            time.sleep(0.1)
+            if left <= 0:
+                return None
         except jax.errors.JaxRuntimeError as error:
             if not str(error).startswith("DEADLINE_EXCEEDED"):
                 raise _gone(error) from None
             if left <= SLICE:
                 return None
-            if gone := _came("jaxdp/left", members):
-                names = ", ".join(map(str, gone))
+            if gone := leavers().keys() & set(members):
+                names = ", ".join(map(str, sorted(gone)))
                 raise DistributedError(f"rank {names} has left the job: see what it printed") from None
 
 
-def post(key: str, text: str) -> None:
-    """Makes `text` known under `key`; what is there already stays."""
+def post(key: str, text: str, read: Read = str) -> None:
+    """Makes `text` known under `key`; what is there already stays, unless `read` makes nothing of it."""
     try:
         client().key_value_set(key, text)
     except jax.errors.JaxRuntimeError as error:
         if not str(error).startswith("ALREADY_EXISTS"):
             raise _gone(error) from None
+        if (there := peek(key)) is not None and read(there) is None:
+            refuse(key, there)
+            put(key, text)
 
 
-def peek(key: str, patience: float = 0.0) -> str | None:
-    """What is known under `key`, waiting for it `patience` seconds; None where nothing is."""
+def checked(key: str, text: str | None, read: Read) -> Any:
+    """What `read` makes of the text that stands under `key`; None where nothing does, or what is refused."""
+    value = None if text is None else read(text)
+    if value is None and text is not None:
+        refuse(key, text)
+    return value
+
+
+def peek(key: str, patience: float = 0.0, read: Read = str) -> Any:
+    """What is known under `key`, as `read` makes it, waiting for it `patience` seconds; None where nothing is."""
     try:
         if patience:
-            return client().blocking_key_value_get(key, max(1, int(1000 * patience)))
-        return client().key_value_try_get(key)
+            return checked(key, client().blocking_key_value_get(key, max(1, int(1000 * patience))), read)
+        return checked(key, client().key_value_try_get(key), read)
     except jax.errors.JaxRuntimeError as error:
         if str(error).startswith(("DEADLINE_EXCEEDED", "NOT_FOUND")):
             return None
@@ -126,6 +179,17 @@ def put(key: str, text: str) -> None:
         raise _gone(error) from None
 
 
+def post_text(key: str, text: str) -> None:
+    """As `post`, of any text."""
+    post(key, json.dumps(text), exchanged)
+
+
+def peek_text(key: str, patience: float = 0.0) -> str | None:
+    """What `post_text` made known under `key`, as `peek` gives it."""
+    text: str | None = peek(key, patience, exchanged)
+    return text
+
+
 def directory(prefix: str) -> dict[str, str]:
     """All that is known under keys that begin so."""
     try:
@@ -134,9 +198,16 @@ def directory(prefix: str) -> dict[str, str]:
         raise _gone(error) from None
 
 
-def by_rank(prefix: str) -> dict[int, str]:
-    """What ranks have made known under prefix/RANK."""
-    return {int(key.rpartition("/")[2]): text for key, text in directory(f"{prefix}/").items()}
+def by_rank(prefix: str, size: int, read: Read) -> dict[int, Any]:
+    """What ranks below `size` have made known under prefix/RANK, as `read` makes it of their texts."""
+    values = {}
+    for key, text in directory(f"{prefix}/").items():
+        rank, value = integer(key.removeprefix(f"{prefix}/"), size), read(text)
+        if rank is None or value is None:
+            refuse(key, text)
+        else:
+            values[rank] = value
+    return values
 
 
 def forget(prefix: str) -> None:
@@ -149,9 +220,11 @@ def _gone(error: Exception) -> DistributedError:
     return DistributedError(f"the coordination service is gone, so rank 0 is: {one_line(error)}")
 
 
-def _came(base: str, members: Sequence[int]) -> list[int]:
-    there = by_rank(base)
-    return [m for m in members if m in there]
+def leavers() -> dict[int, str]:
+    """The ranks that have said that they leave."""
+    from jax._src.distributed import global_state
+
+    return by_rank("jaxdp/left", global_state.num_processes, lambda text: text if text == LEFT else None)
 
 
 def exchange(name: str, text: str, rank: int, members: Sequence[int], timeout: float) -> list[str]:
@@ -167,27 +240,28 @@ def exchange(name: str, text: str, rank: int, members: Sequence[int], timeout: f
         turn = _turns[channel]
         _turns[channel] += 1
     base, leader, deadline = f"{channel}/{turn}", members[0], time.monotonic() + timeout
-    client().key_value_set(f"{base}/{rank}", text)
+    put(f"{base}/{rank}", json.dumps(text))
     if rank == leader:
-        texts = [_get(f"{base}/{m}", deadline, members) for m in members]
+        texts = [_get(f"{base}/{m}", deadline, members, exchanged) for m in members]
         missing = [m for m, t in zip(members, texts) if t is None]
         kinds = list(dict.fromkeys(texts))  # the texts are mostly equal, and published once
         verdict: dict[str, Any] = (
             {"missing": missing} if missing else {"kinds": kinds, "of": [kinds.index(t) for t in texts]}
         )
-        client().key_value_set(f"{base}/all", json.dumps(verdict))
+        put(f"{base}/all", json.dumps(verdict))
+        verdict = exchange_verdict(json.dumps(verdict), members) or {}
         if turn and not missing:  # that all are here means that all have read the turn before
             client().key_value_delete(f"{channel}/{turn - 1}/")
     else:
-        published = _get(f"{base}/all", deadline + 5.0, members)  # the leader's own deadline comes first, as a rule
-        if published is None:
-            came = _came(base, members)
+        # The leader's own deadline comes first, as a rule.
+        verdict = _get(f"{base}/all", deadline + 5.0, members, lambda text: exchange_verdict(text, members))
+        if verdict is None:
+            came = by_rank(base, max(members) + 1, exchanged)
             raise _absent(name, [m for m in members if m not in came], timeout, None)
-        verdict = json.loads(published)
     if "missing" in verdict:
         # One that comes too late hears of it here, when the others have long said so.
         raise _absent(name, verdict["missing"], timeout, None if rank in verdict["missing"] else leader)
-    return [verdict["kinds"][i] for i in verdict["of"]]
+    return verdict["texts"]
 
 
 def _absent(name: str, missing: Sequence[int], timeout: float, speaker: int | None) -> DistributedError:
@@ -206,11 +280,12 @@ def leave(code: int, rank: int, size: int, speaker: int | None, grace: float) ->
         with contextlib.suppress(Exception):
             stream.flush()
     if size > 1:
+        tell_service(over=True)
         with contextlib.suppress(Exception):
             if client() is None:  # the meeting itself failed
                 time.sleep(0.0 if rank == speaker or (rank and speaker is None) else grace / 2)
             else:
-                client().key_value_set(f"jaxdp/left/{rank}", "")
+                put(f"jaxdp/left/{rank}", LEFT)
                 if speaker is not None:
                     client().wait_at_barrier("jaxdp/leave", int(1000 * grace))
                     together = time.monotonic() + 0.1
@@ -218,7 +293,7 @@ def leave(code: int, rank: int, size: int, speaker: int | None, grace: float) ->
                     time.sleep(max(0.0, together - time.monotonic()))
                 elif rank == 0:
                     deadline = time.monotonic() + grace
-                    while len(_came("jaxdp/left", range(size))) < size and time.monotonic() < deadline:
+                    while len(leavers()) < size and time.monotonic() < deadline:
                         time.sleep(0.02)
                     time.sleep(0.05)
     os._exit(code)

@@ -7,6 +7,7 @@ comes when all are there, and is the same for all. Then rank 0 hands the port to
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import http.client
 import http.server
@@ -19,6 +20,7 @@ from typing import Any
 
 from jaxdp.distributed.hosts import title
 from jaxdp.distributed.listening import any_address, bind_everywhere
+from jaxdp.distributed.messages import LIMIT, integer, parse, printable, report_refused
 from jaxdp.errors import DistributedError, UsageError
 
 PATH = "/jaxdp/hello"
@@ -31,6 +33,24 @@ COMMON = {
     "python": "Python version",
 }
 Hello = dict[str, Any]
+SHAPE: dict[str, Any] = {
+    **dict.fromkeys(["host", "boot", "jaxdp", "jax", "jaxlib", "python"], str),
+    "addresses": [str],
+    "spaces": [str],
+    "rank": range(1 << 20),
+    "size": range(1 << 21),
+    "pid": range(1 << 31),
+    "gloo": bool,
+    "visible": (str, None),
+}
+VERDICT: dict[str, Any] = {"error?": str, "missing?": [range(1 << 20)], "timeout?": float, "hellos?": [SHAPE]}
+UNHEARD = 256  # open connections that have sent no hello yet; the oldest of more is closed
+
+
+def read(text: bytes | str) -> Hello | None:
+    """Return the hello of a process of a job; None where it is none."""
+    hello = parse(text, SHAPE)
+    return hello if hello and hello["rank"] < hello["size"] and len(hello["spaces"]) == 2 else None
 
 
 def difference(first: Hello, other: Hello) -> str | None:
@@ -85,12 +105,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         meeting = self.server.meeting
-        try:
-            hello = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            int(hello["rank"]), hello["host"], hello["pid"]
-        except (ValueError, TypeError, KeyError):
-            self.send_error(400)
+        text = self.rfile.read(integer(self.headers["Content-Length"], LIMIT) or 0)
+        hello = read(text)
+        if hello is None or self.path != PATH:
+            self.send_error(400, str(text[:80]))
             return
+        self.server.unheard.pop(self.request, None)
         with meeting.changed:
             meeting.answering += 1
         try:
@@ -106,6 +126,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 meeting.answering -= 1
                 meeting.changed.notify_all()
 
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        if not self.requestline.startswith("PRI "):  # a rank that asks for JAX's server (`speaks_grpc`)
+            report_refused(f"a first message from {self.client_address[0]}", message, "jaxdp: rank 0")
+        super().send_error(code)
+
     def log_message(self, *args: Any) -> None:
         pass
 
@@ -115,9 +140,10 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     allow_reuse_address = True
     request_queue_size = 1024
 
-    def __init__(self, port: int, own: Hello, family: socket.AddressFamily):
+    def __init__(self, address: str | None, port: int, own: Hello, family: socket.AddressFamily):
         self.address_family, self.meeting = family, _Meeting(own)
-        super().__init__((any_address(family), port), _Handler, bind_and_activate=False)
+        self.unheard: collections.OrderedDict[Any, None] = collections.OrderedDict()
+        super().__init__((address or any_address(family), port), _Handler, bind_and_activate=False)
         bind_everywhere(self)
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -125,17 +151,34 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.shutdown()
         self.server_close()
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.unheard[request] = None
+        if len(self.unheard) > UNHEARD + self.meeting.own["size"]:
+            oldest, _ = self.unheard.popitem(last=False)
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.unheard.pop(request, None)
+        super().shutdown_request(request)
+
     def handle_error(self, *args: Any) -> None:
         pass  # a rank that hung up; the meeting's deadline names it
 
 
-def listen(port: int, own: Hello) -> Server:
-    """Rank 0's server, as a context that closes it. UsageError where the port is taken: JAX would crash on it."""
+def listen(address: str | None, port: int, own: Hello) -> Server:
+    """Rank 0's server, as a context that closes it. UsageError where the port is taken: JAX would crash on it.
+
+    address: where it listens; None: at all of this host's.
+    """
     families = [socket.AF_INET6, socket.AF_INET] if socket.has_ipv6 else [socket.AF_INET]
+    if address is not None:
+        families = [socket.AF_INET6 if ":" in address else socket.AF_INET]
     problem = None
     for family in families:
         try:
-            return Server(port, own, family)
+            return Server(address, port, own, family)
         except OSError as error:
             problem = error
     raise UsageError(
@@ -148,7 +191,7 @@ def leads_back(host: str, port: int, own: Hello) -> bool:
     line = http.client.HTTPConnection(host, port, timeout=3.0)
     try:
         line.request("GET", PATH)
-        return bool(json.loads(line.getresponse().read()) == [own["boot"], own["host"], own["pid"]])
+        return bool(json.loads(line.getresponse().read(LIMIT)) == [own["boot"], own["host"], own["pid"]])
     except (OSError, http.client.HTTPException, json.JSONDecodeError):
         return False
     finally:
@@ -164,16 +207,20 @@ def gather(server: Server, own: Hello, timeout: float) -> list[Hello]:
             meeting.decide({"missing": missing, "timeout": timeout})
     with meeting.changed:
         meeting.changed.wait_for(lambda: meeting.answering == 0, 2.0)
-    return _verdict(json.loads(meeting.verdict), own)
+    return _verdict(meeting.verdict, own)
 
 
-def _verdict(verdict: dict[str, Any], own: Hello) -> list[Hello]:
+def _verdict(text: str | bytes, own: Hello) -> list[Hello]:
+    verdict = parse(text, VERDICT, limit=1 << 28)
+    failed = verdict and verdict.keys() & {"error", "missing"}
+    if verdict is None or not (failed or len(verdict.get("hellos", [])) == own["size"]):
+        raise http.client.HTTPException(f"it answered {text[:80]!r}")
     if "error" in verdict:
         raise UsageError(verdict["error"], rank=0)
     if "missing" in verdict:
-        names = ", ".join(map(str, verdict["missing"]))
+        names, waited = ", ".join(map(str, verdict["missing"])), round(verdict.get("timeout", 0), 1)
         raise DistributedError(
-            f"rank {names} of {own['size']} did not come within {verdict['timeout']:.3g} s: see whether it was started "
+            f"rank {names} of {own['size']} did not come within {waited:g} s: see whether it was started "
             "and what it printed (JAXDP_TIMEOUT sets how long to wait, in seconds)",
             rank=0,
         )
@@ -195,9 +242,9 @@ def attend(host: str, port: int, own: Hello, timeout: float) -> list[Hello]:
             if answer.status != 200:
                 raise http.client.HTTPException(f"HTTP status {answer.status}")
             sock.settimeout(left + 10.0)  # rank 0's own deadline comes first, and says who is missing
-            return _verdict(json.loads(answer.read()), own)
-        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-            problem = str(error) or type(error).__name__
+            return _verdict(answer.read(1 << 28), own)
+        except (OSError, http.client.HTTPException) as error:
+            problem = printable(error, 200) or type(error).__name__
             strange += connected  # nothing listening is not strange yet; something that does not answer as rank 0 is
         finally:
             line.close()
@@ -209,7 +256,8 @@ def attend(host: str, port: int, own: Hello, timeout: float) -> list[Hello]:
         time.sleep(0.1 if not strange else 1.0)
     raise DistributedError(
         f"{title(own['rank'], own['host'])} found no rank 0 at the coordinator's address {host}:{port} within "
-        f"{timeout:.3g} s ({problem}): see whether rank 0 was started there (JAXDP_TIMEOUT sets how long to wait)"
+        f"{round(timeout, 1):g} s ({problem}): see whether rank 0 was started there "
+        "(JAXDP_TIMEOUT sets how long to wait)"
     )
 
 

@@ -45,7 +45,16 @@ def identity() -> dict[str, Any]:
         "addresses": resolve(name),
         "boot": boot.read_text().strip() if boot.exists() else "",
         "pid": os.getpid(),
+        "spaces": [_namespace("net"), _namespace("pid")],
     }
+
+
+def _namespace(kind: str) -> str:
+    """Which network or process numbers this process shares with others on its host; containers have their own."""
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return ""
 
 
 def outward() -> str | None:
@@ -75,16 +84,36 @@ def free_port() -> int:
     raise UsageError(f"rank 0 found no free port among {ports[0]} to {ports[-1]} on {socket.gethostname()}")
 
 
+def own_addresses(host: str) -> list[str]:
+    """The addresses of `host` that this process could listen at, IPv4 first."""
+    return [addr for addr in resolve(host) if _can_listen(addr)]
+
+
 def is_own(host: str) -> bool:
     """Whether this process could listen at `host`."""
-    for addr in resolve(host):
-        with socket.socket(socket.AF_INET6 if ":" in addr else socket.AF_INET) as probe:
-            try:
-                probe.bind((addr, 0))
-            except OSError:
-                continue
-            return True
-    return False
+    return bool(own_addresses(host))
+
+
+def _can_listen(addr: str) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in addr else socket.AF_INET) as probe:
+        try:
+            probe.bind((addr, 0))
+        except OSError:
+            return False
+        return True
+
+
+def listening_address(host: str, one_host: bool) -> str | None:
+    """The address that rank 0 listens at for those who look for it at `host`; None: all of them.
+
+    All of them where `host` is no address of rank 0's own (a forwarded port, a service), and where it is a name that
+    means the loopback here while other hosts may take it for another address (127.0.1.1, as on Debian).
+    """
+    addresses = own_addresses(host)
+    if not addresses:
+        return None
+    named = host != "localhost" and host not in addresses
+    return None if named and is_loopback(addresses[0]) and not one_host else addresses[0]
 
 
 def key(hello: Mapping[str, Any]) -> tuple[str, str]:
@@ -92,9 +121,14 @@ def key(hello: Mapping[str, Any]) -> tuple[str, str]:
     return hello["host"], hello["boot"]
 
 
+def on_one_host(hellos: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all processes share one host and its network, so that they can meet at its loopback address."""
+    return len({(key(h), *h.get("spaces", [])[:1]) for h in hellos}) == 1
+
+
 def meeting_address(hellos: Sequence[dict[str, Any]], port: int) -> str:
     """Where all of them reach rank 0: the loopback where there is one host, else an address of rank 0's name."""
-    if len({key(h) for h in hellos}) == 1:
+    if on_one_host(hellos):
         return f"127.0.0.1:{port}"
     usable = [a for a in hellos[0]["addresses"] if not is_loopback(a)] + [hellos[0].get("outward")]
     if not usable[0]:
@@ -104,7 +138,7 @@ def meeting_address(hellos: Sequence[dict[str, Any]], port: int) -> str:
 
 def check_reachable(hellos: Sequence[dict[str, Any]]) -> None:
     """Gloo (collectives on CPU) advertises whatever the host name resolves to: refuse names that others cannot use."""
-    several = len({key(h) for h in hellos}) > 1
+    several = not on_one_host(hellos)
     for rank, hello in enumerate(hellos):
         host, addresses = hello["host"], hello["addresses"]
         if not hello["gloo"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,9 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxdp.distributed.packing import Part, from_bits, pack, to_bits, unpack
+from jaxdp.distributed.packing import Part, from_bits, pack, stays, to_bits, unpack
+from jaxdp.distributed.signature import Partition
+from jaxdp.errors import UsageError
 
 AXIS = "rank"
 Transfer = Callable[[Array], Array]  # buffer[rows, element] -> buffer[rows', element]
@@ -27,36 +29,82 @@ def accumulator(dtype: jnp.dtype) -> jnp.dtype:
     return dtype
 
 
-def _gathered(combine: Callable[..., Array]) -> Transfer:
-    """Gather and combine: exact order for products; and Gloo's min and max are wrong where there are NaNs."""
-    return lambda x: combine(lax.all_gather(x, AXIS), axis=0)
+def of_member(groups: Partition, axis: Any, value: Callable[[tuple[int, ...], int], Any]) -> Array:
+    """value(group, place in it) of the member that this is."""
+    table = {rank: value(group, place) for group in groups for place, rank in enumerate(group)}
+    return jnp.asarray([table[rank] for rank in range(len(table))])[lax.axis_index(axis)]
 
 
-def _extreme(native: Callable[[Array, str], Array], combine: Callable[..., Array]) -> Transfer:
-    gathered = _gathered(combine)
-    return lambda x: native(x, AXIS) if jnp.issubdtype(x.dtype, jnp.integer) else gathered(x)
+def place(axis: Any, groups: Partition | None) -> Array:
+    """Where in its group this member stands."""
+    return lax.axis_index(axis) if groups is None else of_member(groups, axis, lambda group, place: place)
 
 
-def _divided(total: Array) -> Array:
+def _divided(total: Array, axis: Any, groups: Partition | None) -> Array:
     """By the number of members. XLA turns division by a scalar into a product with its reciprocal: 5/3 off by a bit."""
-    return total / lax.optimization_barrier(jnp.full_like(total, lax.axis_size(AXIS)))
+    members = lax.axis_size(axis) if groups is None else of_member(groups, axis, lambda group, place: len(group))
+    return total / lax.optimization_barrier(jnp.full_like(total, members))
 
 
-# What each operation does to one buffer of accumulators; bool goes as 0 and 1.
-REDUCTIONS: dict[str, Transfer] = {
-    "sum": lambda x: lax.psum(x, AXIS),
-    "avg": lambda x: _divided(lax.psum(x, AXIS)),
-    "prod": _gathered(functools.partial(jnp.prod, promote_integers=False)),
-    "min": _extreme(lax.pmin, jnp.min),
-    "max": _extreme(lax.pmax, jnp.max),
+def _product(x: Array, axis: Any, groups: Partition | None) -> Array:
+    """Gathered and multiplied, in the order of the ranks: no backend has a product of its own."""
+    every = lax.all_gather(x, axis)
+    if groups is not None:
+        size = range(lax.axis_size(axis))
+        mine = of_member(groups, axis, lambda group, place: [rank in group for rank in size])
+        every = jnp.where(mine.reshape(-1, *[1] * x.ndim), every, jnp.ones_like(every))
+    return jnp.prod(every, 0, promote_integers=False)
+
+
+def _extreme(native: Callable[..., Array]) -> Callable[[Array, Any, Partition | None], Array]:
+    """NaN where any member has one: Gloo's own min and max lose it."""
+
+    def reduce(x: Array, axis: Any, groups: Partition | None) -> Array:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return native(x, axis, axis_index_groups=groups)
+        is_nan = jnp.isnan(x)
+        best = native(jnp.where(is_nan, jnp.zeros_like(x), x), axis, axis_index_groups=groups)
+        return jnp.where(lax.pmax(is_nan.astype(jnp.int32), axis, axis_index_groups=groups) > 0, jnp.nan, best)
+
+    return reduce
+
+
+# What each operation does to accumulators along an axis, within groups or along all of it; bool goes as 0 and 1.
+REDUCTIONS: dict[str, Callable[[Array, Any, Partition | None], Array]] = {
+    "sum": lambda x, axis, groups: lax.psum(x, axis, axis_index_groups=groups),
+    "avg": lambda x, axis, groups: _divided(lax.psum(x, axis, axis_index_groups=groups), axis, groups),
+    "prod": _product,
+    "min": _extreme(lax.pmin),
+    "max": _extreme(lax.pmax),
 }
 BOOLEAN = {"sum": "max", "prod": "min", "min": "min", "max": "max"}  # or, and, and, or: as NumPy adds and multiplies
 
 
-def _reduced(op: str, buffer: Array, transfer: Callable[[str, Array], Array]) -> Array:
-    if buffer.dtype == jnp.bool_:
-        return transfer(BOOLEAN[op], buffer.astype(jnp.uint8)).astype(jnp.bool_)
-    return transfer(op, buffer.astype(accumulator(buffer.dtype))).astype(buffer.dtype)
+def check_op(op: str, dtypes: Iterable[Any]) -> None:
+    """Raise UsageError where there is no such operation, or one of these types has none."""
+    if op not in REDUCTIONS:
+        raise UsageError(f"op={op!r} is not one of {', '.join(REDUCTIONS)}")
+    for dtype in dtypes:
+        if op == "avg" and not jnp.issubdtype(dtype, jnp.inexact):
+            raise UsageError(f"the average of {dtype} is not one: cast it to a float, or take the sum")
+        if op in ("min", "max") and jnp.issubdtype(dtype, jnp.complexfloating):
+            raise UsageError(f"{dtype} has no order: op={op!r} is for real numbers")
+
+
+def reduced(op: str, x: Array, transfer: Callable[[str, Array], Array]) -> Array:
+    """`transfer(op, x)` in the accumulator's type."""
+    if x.dtype == jnp.bool_:
+        return transfer(BOOLEAN[op], x.astype(jnp.uint8)).astype(jnp.bool_)
+    return transfer(op, x.astype(accumulator(x.dtype))).astype(x.dtype)
+
+
+def scattered(op: str, x: Array, axis: Any = AXIS, groups: Partition | None = None) -> Array:
+    """x[member, ...] reduced, of which this member gets its row; groups are of one size."""
+    # Over Gloo, reduce-scatter dies after 30 s whatever the timeout (jax#40831) and was wrong at 24 devices (#40830).
+    if op in ("sum", "avg") and jax.default_backend() != "cpu":
+        mine = lax.psum_scatter(x, axis, axis_index_groups=groups)
+        return _divided(mine, axis, groups) if op == "avg" else mine
+    return lax.dynamic_index_in_dim(REDUCTIONS[op](x, axis, groups), place(axis, groups), keepdims=False)
 
 
 def _moved(buffer: Array, transfer: Transfer) -> Array:
@@ -66,15 +114,6 @@ def _moved(buffer: Array, transfer: Transfer) -> Array:
     return from_bits(back, buffer.dtype)
 
 
-def _scattered(op: str, buffer: Array) -> Array:
-    """buffer[member, element] reduced, of which this member keeps its row."""
-    # Over Gloo, reduce-scatter dies after 30 s whatever the timeout (jax#40831) and was wrong at 24 devices (#40830).
-    if op in ("sum", "avg") and jax.default_backend() != "cpu":
-        mine = lax.psum_scatter(buffer, AXIS)
-        return (_divided(mine) if op == "avg" else mine)[None]
-    return lax.dynamic_slice_in_dim(REDUCTIONS[op](buffer), lax.axis_index(AXIS), 1)
-
-
 def _masked_sum(bits: Array, root: int) -> Array:
     """Row for row what `root` has: all others add zeros, and integers add without rounding."""
     return lax.psum(jnp.where(lax.axis_index(AXIS) == root, bits, jnp.zeros_like(bits)), AXIS)
@@ -82,32 +121,34 @@ def _masked_sum(bits: Array, root: int) -> Array:
 
 # Each on one buffer[rows, element] of this replica, with the operation's own argument.
 KERNELS: dict[str, Callable[[Array, Any], Array]] = {
-    "allreduce": lambda x, op: _reduced(op, x, lambda kind, b: REDUCTIONS[kind](b)),
-    "reduce_scatter": lambda x, op: _reduced(op, x, _scattered),
+    "allreduce": lambda x, op: reduced(op, x, lambda kind, b: REDUCTIONS[kind](b, AXIS, None)),
+    "reduce_scatter": lambda x, op: reduced(op, x, lambda kind, b: scattered(kind, b)[None]),
     "allgather": lambda x, _: _moved(x, lambda b: lax.all_gather(b[0], AXIS)),
     "broadcast": lambda x, root: _moved(x, lambda b: _masked_sum(b, root)),
     "all_to_all": lambda x, _: _moved(x, lambda b: lax.all_to_all(b, AXIS, 0, 0)),
     "scatter": lambda x, root: _moved(x, lambda b: lax.all_to_all(b, AXIS, 0, 0)[root][None]),
     "send": lambda x, root: _moved(x, lambda b: lax.ppermute(b, AXIS, [(root, 1 - root)])),
 }
-CHUNKED = ("reduce_scatter", "all_to_all", "scatter")  # dim 0 of what comes in is dealt to the members
+CHUNKED = ("reduce_scatter", "all_to_all", "scatter")  # a dim of what comes in is split over the members
+JOINED = ("allgather", "all_to_all")  # the members' parts come back, one after the other along a dim
+FROM_ROOT = ("broadcast", "scatter", "send")
 REDUCING = ("allreduce", "reduce_scatter")  # the others only move
 
 
-def _finish(name: str, argument: Any, members: int) -> Callable[[Part, tuple[int, ...]], Part]:
-    """What shapes a part[rows', element] that came back, from the shape of the array that went in."""
-    if name in ("reduce_scatter", "scatter"):
-        return lambda part, shape: part.reshape(shape[0] // members, *shape[1:])
-    if name == "allgather":
+def _split(x: Part, members: int, axis: int) -> Part:
+    """x[..., n * k, ...] -> [n, ..., k, ...]."""
+    axis %= x.ndim
+    apart = x.reshape(*x.shape[:axis], members, x.shape[axis] // members, *x.shape[axis + 1 :])
+    return (np if isinstance(x, np.ndarray) else jnp).moveaxis(apart, axis, 0)
 
-        def finish(part: Part, shape: tuple[int, ...]) -> Part:
-            axis = argument % max(len(shape), 1)
-            apart = part.reshape(members, *(shape or (1,)))
-            dims = [*shape[:axis], members * (shape[axis] if shape else 1), *shape[axis + 1 :]]
-            return (np if isinstance(part, np.ndarray) else jnp).moveaxis(apart, 0, axis).reshape(dims)
 
-        return finish
-    return lambda part, shape: part.reshape(shape)
+def _join(part: Part, members: int, shape: tuple[int, ...], axis: int) -> Part:
+    """part[n, element] of members' arrays of `shape` -> [..., n * k, ...]; scalars become [n]."""
+    shape = shape or (1,)
+    axis %= len(shape)
+    apart = part.reshape(members, *shape)
+    dims = [*shape[:axis], members * shape[axis], *shape[axis + 1 :]]
+    return (np if isinstance(part, np.ndarray) else jnp).moveaxis(apart, 0, axis).reshape(dims)
 
 
 @functools.cache
@@ -128,16 +169,29 @@ def _program(name: str, argument: Any, members: tuple[int, ...]) -> Any:
     return jax.jit(mapped)
 
 
-def run(name: str, argument: Any, arrays: Sequence[Part], rank: int, members: tuple[int, ...]) -> list[Array]:
+def run(
+    name: str, argument: Any, arrays: Sequence[Part], rank: int, members: tuple[int, ...], split: int = 0, join: int = 0
+) -> list[Array]:
     """This rank's results of collective `name`, which every one of `members` runs at the same time.
 
-    arrays: this rank's, of the same shapes and types as every member's. A rank is its first device.
+    argument: the operation of a reduction, the root's place in `members` of a move. arrays: this rank's, of the same
+    shapes and types as every member's. split, join: the dims along which chunks are cut and parts are joined. A rank is
+    its first device.
     """
-    mesh, rows, as_bytes = ranks_mesh(members), len(members) if name in CHUNKED else 1, name not in REDUCING
-    device = mesh.devices.flat[members.index(rank)]
+    mesh, n, as_bytes = ranks_mesh(members), len(members), name not in REDUCING
+    device, chunked = mesh.devices.flat[members.index(rank)], name in CHUNKED
+    if not stays(arrays, device):
+        arrays = [np.asarray(x) for x in arrays]
+    if chunked:
+        arrays = [_split(x, n, split) for x in arrays]
+    rows = n if chunked else 1
     sharding = NamedSharding(mesh, PartitionSpec(AXIS))
     local = jax.device_put(pack(arrays, rows, device, as_bytes), device)
-    whole = [jax.make_array_from_single_device_arrays((len(members) * rows, b.shape[1]), sharding, [b]) for b in local]
+    whole = [jax.make_array_from_single_device_arrays((n * rows, b.shape[1]), sharding, [b]) for b in local]
     back = [y.addressable_data(0) for y in _program(name, argument, members)(whole)]
-    parts = unpack(back, arrays, rows, device, as_bytes, _finish(name, argument, len(members)))
-    return jax.device_put(parts, device)
+
+    def finish(part: Part, shape: tuple[int, ...]) -> Part:
+        shape = shape[1:] if chunked else shape
+        return _join(part, n, shape, join) if name in JOINED else part.reshape(shape)
+
+    return jax.device_put(unpack(back, arrays, rows, device, as_bytes, finish), device)

@@ -35,6 +35,11 @@ def ancestors() -> Iterator[tuple[int, Path]]:
             return
 
 
+def is_starter(pid: int) -> bool:
+    """Whether that process of this host starts ranks, and lives."""
+    return Path(f"/proc/{pid}/exe").resolve().name in STARTERS
+
+
 def beside_mpirun(soname: str) -> Path | None:
     """The MPI library that belongs to the mpirun this process was started by; None where it is not beside it."""
     starters = [p for _, p in ancestors() if p.name in STARTERS]

@@ -6,19 +6,14 @@ import time
 from collections.abc import Mapping
 
 from jaxdp.distributed import hello, hosts, mpi
+from jaxdp.distributed.coordination import split
 from jaxdp.distributed.hello import Hello
 from jaxdp.distributed.world import MPI, World
 from jaxdp.errors import UsageError
 
 
-def split(coordinator: str) -> tuple[str, int]:
-    """("host", port) of "host:port" or "[v6]:port"."""
-    host, _, port = coordinator.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
 def meet(world: World, facts: Mapping[str, object], timeout: float) -> tuple[str, list[Hello]]:
-    """The coordinator's "host:port", ready for JAX to bind and connect to, and every rank's hello, by rank.
+    """The coordinator's "host:port", ready for JAX to connect to, and every rank's hello, by rank.
 
     facts: what else each rank says of itself; `gloo` tells whether its collectives will run over Gloo. A hello holds
     rank, size, host, addresses, boot, pid and the facts. Nothing here waits longer than about `timeout` seconds.
@@ -37,9 +32,12 @@ def meet(world: World, facts: Mapping[str, object], timeout: float) -> tuple[str
     else:
         raise UsageError(f"{world.size} processes have no coordinator: set JAXDP_COORDINATOR to rank 0's host:port")
     host, port = split(coordinator)
+    one_host = world.local_size == world.size
+    if one_host and hosts.is_own(host):
+        host, coordinator = "127.0.0.1", f"127.0.0.1:{port}"
     left = max(1.0, timeout - (time.monotonic() - began))
     if world.rank == 0:
-        with hello.listen(port, own) as server:
+        with hello.listen(hosts.listening_address(host, one_host), port, own) as server:
             if not hosts.is_own(host) and not hello.leads_back(host, port, own):
                 raise UsageError(
                     f"the coordinator {coordinator} is not rank 0's host {own['host']} "

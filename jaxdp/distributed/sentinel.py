@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxdp.distributed import coordination, hosts, last_words
+from jaxdp.distributed.messages import parse
 from jaxdp.errors import DistributedError, one_line
 
 BEAT = 1.0  # seconds
@@ -29,11 +30,21 @@ FAULT = f"{CALLS}fault"
 CONSEQUENCES = ("gloo", "nccl", "connection", "coordination", "peer", "socket", "heartbeat", "unhealthy")
 
 
-class Sentinel:
-    """Of one process. silence: beats after which another is taken for gone. note: what else a beat says."""
+def _beat(text: str) -> dict[str, Any] | None:
+    return parse(text, {"n": range(1 << 53), "patient?": bool, "own_ms?": float})
 
-    def __init__(self, rank: int, size: int, hosts: Sequence[str], local_rank: int, silence: float):
+
+class Sentinel:
+    """Of one process. silence: beats after which another is taken for gone. note: what else a beat says.
+
+    parent: the process of the launcher that started this one, whose end ends this one too; None: nobody's end does.
+    """
+
+    def __init__(
+        self, rank: int, size: int, hosts: Sequence[str], local_rank: int, silence: float, parent: int | None = None
+    ):
         self.rank, self.size, self.hosts, self.local_rank, self.silence = rank, size, hosts, local_rank, silence
+        self.parent = parent
         self.note: dict[str, Any] = {}
         self.ending = threading.Event()
         self._listeners: list[Callable[[dict[str, str]], None]] = []
@@ -53,7 +64,7 @@ class Sentinel:
         if not self.ending.is_set():
             self.ending.set()
             with contextlib.suppress(Exception):
-                coordination.post(f"jaxdp/left/{self.rank}", "")
+                coordination.put(f"jaxdp/left/{self.rank}", coordination.LEFT)
         self._threads[0].join(2.0)
 
     def subscribe(self, listener: Callable[[dict[str, str]], None]) -> None:
@@ -67,21 +78,24 @@ class Sentinel:
         """Names what ends the job, unless another has done so before: whether this is the text that all will hear."""
         if self.size == 1:
             return True
-        own = json.dumps({"rank": self.rank, "text": text, "code": code})
+        own = json.dumps({"rank": self.rank, "text": one_line(text)[:4000], "code": code})
         with contextlib.suppress(DistributedError, AttributeError):
-            coordination.post(FAULT, own)
+            coordination.post(FAULT, own, self._fault)
             return coordination.peek(FAULT) == own
         return True
 
+    def _fault(self, text: str) -> dict[str, Any] | None:
+        return parse(text, {"rank": range(self.size), "text": str, "code": range(1, 256)})
+
     def beats(self) -> dict[int, dict[str, Any]]:
         """The last beat of every process that has made one: `n`, and its note."""
-        return {rank: json.loads(text) for rank, text in coordination.by_rank("jaxdp/alive").items()}
+        return coordination.by_rank("jaxdp/alive", self.size, _beat)
 
     def silent(self, seconds: float = 3 * BEAT) -> list[int]:
         """The processes that make no beat in so many seconds, and have not said that they leave."""
         before = self.beats()
         time.sleep(seconds)
-        after, left = self.beats(), coordination.by_rank("jaxdp/left")
+        after, left = self.beats(), coordination.leavers()
         return [r for r, beat in before.items() if r not in left and r != self.rank and after.get(r) == beat]
 
     def _look_around(self) -> None:
@@ -97,15 +111,16 @@ class Sentinel:
                     continue
                 coordination.put(f"jaxdp/alive/{self.rank}", json.dumps({"n": looks // LOOKS, **self.note}))
                 for other in watched:
-                    text = coordination.peek(f"jaxdp/alive/{other}")
-                    beat = None if text is None else json.loads(text)["n"]
+                    beat = coordination.peek(f"jaxdp/alive/{other}", read=_beat)
                     missed[other] = missed[other] + 1 if beat is not None and beat == last.get(other) else 0
-                    last[other] = beat
+                    last[other] = beat or last.get(other)
                 if any(count * BEAT >= self.silence for count in missed.values()):
                     self._accuse()
                     missed = dict.fromkeys(watched, 0)
             except (DistributedError, AttributeError):  # this process, or the service, is ending
                 continue
+            except Exception as error:  # the job is watched on, whatever came
+                coordination.refuse(f"what it hears ({type(error).__name__})", str(error))
 
     def _accuse(self) -> None:
         if missing := self.silent():
@@ -120,16 +135,17 @@ class Sentinel:
         self._heard = 0
         for listener in self._listeners:
             listener(calls)
-        if FAULT not in calls or self.ending.is_set():
-            return
-        fault = json.loads(calls[FAULT])
-        if fault["rank"] != self.rank:
+        fault = coordination.checked(FAULT, calls.get(FAULT), self._fault)
+        if fault is not None and fault["rank"] != self.rank and not self.ending.is_set():
             time.sleep(0.3)  # the one that failed prints first
             self.end(fault["text"], fault["code"], fault["rank"])
 
     def _look_at_time(self) -> None:
         """In a thread of its own, since a call to a service that cannot be reached may not return."""
         while not self.ending.wait(BEAT):
+            if self.parent is not None and os.getppid() != self.parent:
+                text = f"{self.name(self.rank)} ends: what started it (process {self.parent} there) has ended"
+                self.end(text)
             self._heard += 1
             if self._heard * BEAT > self.silence and coordination.client() is not None:
                 lost = f"{self.name(0)} cannot be reached for {self.silence:.0f} s"
@@ -141,6 +157,7 @@ class Sentinel:
             return
         self.ending.set()
         last_words.tell(text)
+        coordination.tell_service(over=True)
         if author is None or author == self.rank:
             sys.stderr.write(f"jaxdp: {text}\n")
         elif self.local_rank == 0 or (author is not None and self.hosts[author] == self.hosts[self.rank]):
@@ -158,9 +175,11 @@ def has(ranks: Sequence[int]) -> str:
 _sentinel: Sentinel | None = None
 
 
-def start(rank: int, size: int, hosts: Sequence[str], local_rank: int, silence: float) -> None:
+def start(
+    rank: int, size: int, hosts: Sequence[str], local_rank: int, silence: float, parent: int | None = None
+) -> None:
     global _sentinel
-    _sentinel = Sentinel(rank, size, hosts, local_rank, silence)
+    _sentinel = Sentinel(rank, size, hosts, local_rank, silence, parent)
     _sentinel.start()
 
 

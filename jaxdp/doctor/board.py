@@ -1,10 +1,7 @@
-"""Rank 0 keeps a board on which ranks pin what they found: it needs neither JAX nor MPI, which may be what is wrong.
+"""Collect what ranks report on rank 0, over XML-RPC: without JAX or MPI, either of which may be the problem.
 
-It is the standard library's XML-RPC server. The others find it at the coordinator's address, at the one that MPI
-carried to them, or, on one host, in a file: a job is examined as a whole even where its own way to meet does not work.
+Ranks find the board at the coordinator's address, at one that MPI carried to them or, on one host, in a file.
 """
-
-from __future__ import annotations
 
 import contextlib
 import http.client
@@ -25,7 +22,6 @@ from jaxdp.distributed import mpi
 from jaxdp.distributed.listening import any_address, bind_everywhere
 from jaxdp.errors import UsageError
 
-Found = dict[int, Any]  # what ranks brought, by rank
 BROKEN = (OSError, http.client.HTTPException, xmlrpc.client.Error, ValueError)
 
 
@@ -40,21 +36,19 @@ class _Server(socketserver.ThreadingMixIn, xmlrpc.server.SimpleXMLRPCServer):
 
 
 class Board:
-    """Texts by name and rank, of a job of `size` processes. port: where it is served."""
+    """Texts by name and rank, of a job of `size` processes, served at `port`; 0: any. Raises OSError if it is taken."""
 
     def __init__(self, size: int, port: int = 0):
-        """port: 0 for any that is free. OSError where it cannot be had."""
         self.size, self.texts = size, dict[str, dict[str, str]]()
         self.changed = threading.Condition()
         try:
-            self.server = _Server(port, socket.AF_INET6)
+            server = _Server(port, socket.AF_INET6)
         except OSError:  # taken, or no IPv6 here
-            self.server = _Server(port, socket.AF_INET)
-        self.port: int = self.server.server_address[1]
-        register: Any = self.server.register_function
-        for method in (self.put, self.get, self.clock):
-            register(method)
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+            server = _Server(port, socket.AF_INET)
+        self.port: int = server.server_address[1]
+        for method in (self.put, self.get):
+            server.register_function(method)  # type: ignore[arg-type]
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
 
     def put(self, name: str, rank: int, text: str) -> int:
         with self.changed:
@@ -62,80 +56,63 @@ class Board:
             self.changed.notify_all()
         return self.size
 
-    def get(self, name: str, patience: float) -> str:
-        """What there is under that name, as JSON: as soon as all have brought it, or after `patience` seconds."""
+    def get(self, name: str, timeout: float) -> str:
+        """Return {rank: text} under that name as JSON, once every rank has put one or the timeout is over."""
         with self.changed:
-            self.changed.wait_for(lambda: len(self.texts.get(name, {})) == self.size, patience)
+            self.changed.wait_for(lambda: len(self.texts.get(name, {})) == self.size, timeout)
             return json.dumps(self.texts.get(name, {}))
-
-    def clock(self) -> float:
-        return time.time()
 
 
 class Member:
-    """One rank's way to the board. address: "host:port"; None on rank 0, where the board itself is."""
+    """The connection of one rank to the board, given itself on rank 0, else its "host:port"."""
 
-    def __init__(self, rank: int, size: int, board: Board | None, address: str | None = None):
-        self.rank, self.size, self.address, self.board = rank, size, address, board
-        self.line: Any = board or xmlrpc.client.ServerProxy(f"http://{address}/")
+    def __init__(self, rank: int, size: int, board: Board | str):
+        self.rank, self.size = rank, size
+        self.board: Any = xmlrpc.client.ServerProxy(f"http://{board}/") if isinstance(board, str) else board
 
-    def pin(self, name: str, value: Any) -> None:
-        self.line.put(name, self.rank, json.dumps(value))
+    def put(self, name: str, value: Any) -> None:
+        self.board.put(name, self.rank, json.dumps(value))
 
-    def read(self, name: str, timeout: float) -> Found:
-        """What ranks brought under that name, as soon as all did, or as many as did within `timeout` seconds."""
+    def read(self, name: str, timeout: float) -> dict[int, Any]:
+        """Return {rank: value} of all ranks, or of those that put one in time."""
         deadline = time.monotonic() + timeout
         while True:
-            left = deadline - time.monotonic()
-            texts = json.loads(self.line.get(name, max(0.0, min(1.0, left))))
-            if len(texts) == self.size or left <= 0:
+            rest = deadline - time.monotonic()
+            texts = json.loads(self.board.get(name, max(0.0, min(1.0, rest))))
+            if len(texts) == self.size or rest <= 0:
                 return {int(rank): json.loads(texts[rank]) for rank in sorted(texts, key=int)}
 
-    def exchange(self, name: str, value: Any, timeout: float) -> Found:
-        self.pin(name, value)
-        return self.read(name, timeout)
-
     def outlive(self, timeout: float) -> None:
-        """Waits until rank 0 has gone: mpirun may end the others as soon as one has."""
+        """Wait until rank 0 has ended: mpirun may end the others as soon as one has."""
         deadline = time.monotonic() + timeout
         with contextlib.suppress(*BROKEN):
             while time.monotonic() < deadline:
-                self.line.clock()
+                self.board.get("", 0.0)
                 time.sleep(0.1)
 
-    def skew(self) -> float:
-        """Seconds that this host's clock is ahead of rank 0's; what may be the way's delay counts as none."""
-        before = time.time()
-        there = self.line.clock()
-        after = time.time()
-        return max(before - there, 0.0) or min(after - there, 0.0)
 
+def reach(rank: int, size: int, addresses: Callable[[], list[str]], timeout: float) -> Member | None:
+    """Connect to the board at one of the addresses; None if there is none within `timeout` seconds.
 
-def reach(rank: int, size: int, where: Callable[[], list[str]], timeout: float) -> Member | None:
-    """The board, at the first address of `where` that has one; None where there is none within `timeout` seconds.
-
-    UsageError where rank 0 is of a job of another size.
+    Raises UsageError if rank 0 is of a job of another size.
     """
     socket.setdefaulttimeout(5.0)
     deadline, sizes = time.monotonic() + timeout, set[int]()
     while time.monotonic() < deadline:
-        for address in where():
+        for address in addresses():
             with contextlib.suppress(*BROKEN):
-                member = Member(rank, size, None, address)
-                there = member.line.put("here", rank, "0")
-                if there == size:
+                member = Member(rank, size, address)
+                if (others := member.board.put("here", rank, "0")) == size:
                     return member
-                sizes.add(there)
+                sizes.add(others)
         if sizes:
-            raise UsageError(
-                f"this rank, {rank}, is told of {size} processes, rank 0 of {sizes.pop()}: start all alike"
-            )
+            raise UsageError(f"rank {rank} is told of {size} processes, rank 0 of {sizes.pop()}: start all alike")
         time.sleep(0.05)
     return None
 
 
-class Note:
-    """A file on this host that says where the board is, for the processes of one job: those with one launcher above."""
+class AddressFile:
+    """A file on this host with the board's address, for the processes of one job: those with one launcher above."""
 
     def __init__(self, coordinator: str | None):
         above = [pid for pid, exe in mpi.ancestors() if exe.name in mpi.STARTERS]
@@ -153,6 +130,3 @@ class Note:
         with contextlib.suppress(OSError):
             return [self.path.read_text()]
         return []
-
-    def remove(self) -> None:
-        self.path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A check is a function of nothing that yields what it found; whatever happens to it becomes a line as well."""
+"""Define a check: a function without arguments that yields findings. A check that raises or hangs is a finding too."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ OK, WARNING, FAILURE = "ok", "warning", "failure"
 
 
 class Check(NamedTuple):
-    """name: of what was looked at. status: OK, WARNING or FAILURE. fix: what mends it; empty where all is well."""
+    """A finding. name: what was checked. fix: what the user should do; empty if nothing."""
 
     name: str
     status: str
@@ -35,8 +35,15 @@ def failure(name: str, found: str, fix: str) -> Check:
     return Check(name, FAILURE, found, fix)
 
 
+def graded(name: str, value: float, least: float, enough: float, found: str, fix: str) -> Check:
+    """Return a failure if `value` is below `least`, a warning if it is below `enough`, else ok."""
+    if value >= enough:
+        return ok(name, found)
+    return Check(name, FAILURE if value < least else WARNING, found, fix)
+
+
 def of_error(name: str, error: BaseException) -> Check:
-    """An exception as a failure. The project's own errors end in the fix, after a colon or a semicolon."""
+    """Return an exception as a failure. The project's own errors end in the fix, after a colon or a semicolon."""
     text = one_line(error)
     if not isinstance(error, Said):
         return failure(name, f"the check itself failed: {type(error).__name__}: {text}", "report it with this line")
@@ -45,12 +52,12 @@ def of_error(name: str, error: BaseException) -> Check:
 
 
 def run_checks(checks: Mapping[str, Checker], seconds: float, more: Mapping[str, float] | None = None) -> list[Check]:
-    """All of them side by side, each with `seconds` at most, or as `more` says; the results in the order of `checks`.
+    """Run checks concurrently and return their findings in the order of `checks`.
 
-    One that raises is a failure, and one that does not end as well: a dead name server or network file system holds a
-    thread for minutes, and no other check must wait for it.
+    A dead name server or network file system can block a thread for minutes, so a check that takes longer than
+    `seconds` (or than its limit in `more`) is reported as a failure and no longer waited for.
     """
-    found: dict[str, list[Check]] = {}
+    results: dict[str, list[Check]] = {}
 
     def run(name: str, checker: Checker) -> None:
         lines: list[Check] = []
@@ -58,7 +65,7 @@ def run_checks(checks: Mapping[str, Checker], seconds: float, more: Mapping[str,
             lines.extend(checker())
         except BaseException as error:
             lines.append(of_error(name, error))
-        found[name] = lines
+        results[name] = lines
 
     threads = [threading.Thread(target=run, args=item, daemon=True) for item in checks.items()]
     for thread in threads:
@@ -68,25 +75,5 @@ def run_checks(checks: Mapping[str, Checker], seconds: float, more: Mapping[str,
         allowed = (more or {}).get(name, seconds)
         thread.join(max(0.0, began + allowed - time.monotonic()))
         slow = failure(name, f"no answer within {allowed:g} s", "see what it waits for: a name server, a file system")
-        lines += found.get(name, [slow])
+        lines += results.get(name, [slow])
     return lines
-
-
-class Examined(NamedTuple):
-    """lines: (check, the ranks that found it; none for what concerns the job as a whole). hosts: by rank.
-
-    stray: these are the lines of a rank that did not find rank 0, which waits for it and says so.
-    """
-
-    title: str
-    lines: list[Line]
-    size: int
-    hosts: dict[int, str]
-    stray: bool = False
-
-
-def title(names: list[str], size: int) -> str:
-    """Of so many processes on hosts with these names."""
-    places = list(dict.fromkeys(names))
-    where = places[0] if len(places) == 1 else f"{len(places)} hosts ({', '.join(places[:8])})"
-    return f"{size} process{'es' * (size > 1)} on {where}"

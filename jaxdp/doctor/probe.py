@@ -1,7 +1,7 @@
-"""What may crash, abort or hang is done in a process of its own: `python -m jaxdp.doctor.probe NAME`.
+"""Run what may crash, abort or hang in a process of its own: `python -m jaxdp.doctor.probe KIND`.
 
-A wrong jaxlib ends its process with a signal, an unknown XLA flag aborts it, and an MPI that is not mpirun's may wait
-for ever. The parent gives a task as a line of JSON, and gets a line back, or hears how the process ended.
+A wrong jaxlib kills its process, an unknown XLA flag aborts it, and an MPI that is not mpirun's may wait for ever. The
+parent sends a task as a line of JSON, and gets an answer or an account of how the process ended.
 """
 
 import collections
@@ -20,20 +20,17 @@ from typing import Any
 from jaxdp.errors import Said
 
 MARK = "jaxdp-probe "  # before each answer: libraries print as well
-TASKS = {"jax": "jaxdp.doctor.with_jax", "mpi": "jaxdp.doctor.with_mpi"}
 
 
 class Ended(Exception):
-    """The process ended, or did not answer; the text says how, and what it last printed."""
+    """The process ended or did not answer; the text says how, and what it last printed."""
 
 
 class Probe:
-    """A process that answers, one task after the other. env: variables that it gets beside this process's own."""
+    """A process that does tasks, one after the other, with `env` beside this process's variables."""
 
     def __init__(self, kind: str, env: dict[str, str] | None = None):
-        self.printed: collections.deque[str] = collections.deque(
-            maxlen=400
-        )  # lines of standard error; no disk is needed
+        self.printed: collections.deque[str] = collections.deque(maxlen=400)  # lines of standard error
         self.process = subprocess.Popen(
             [sys.executable, "-m", "jaxdp.doctor.probe", kind],
             env={**os.environ, **(env or {})},
@@ -46,29 +43,28 @@ class Probe:
         )
         self.silent = False
         self.answers: queue.Queue[str | None] = queue.Queue()
-        self.readers = [threading.Thread(target=read, daemon=True) for read in (self._listen, self._overhear)]
+        self.readers = [threading.Thread(target=read, daemon=True) for read in (self._read_answers, self._read_errors)]
         for reader in self.readers:
             reader.start()
 
-    def _listen(self) -> None:
+    def _read_answers(self) -> None:
         for line in self.process.stdout or ():
             if line.startswith(MARK):
                 self.answers.put(line[len(MARK) :])
         self.answers.put(None)
 
-    def _overhear(self) -> None:
-        for line in self.process.stderr or ():
-            self.printed.append(line)
+    def _read_errors(self) -> None:
+        self.printed.extend(self.process.stderr or ())
 
-    def send(self, task: str, **given: Any) -> None:
-        """Begins a task; `receive` has its result."""
-        with contextlib.suppress(OSError):  # it has ended, which is then said
+    def send(self, task: str, **arguments: Any) -> None:
+        """Start a task; `receive` returns its result."""
+        with contextlib.suppress(OSError):  # it has ended, which `receive` reports
             assert self.process.stdin is not None
-            self.process.stdin.write(json.dumps({"task": task, **given}) + "\n")
+            self.process.stdin.write(json.dumps({"task": task, **arguments}) + "\n")
             self.process.stdin.flush()
 
     def receive(self, seconds: float) -> Any:
-        """What the task returned. Raises Ended where the process ends, or says nothing for so many seconds; or Said."""
+        """Return the task's result. Raises Ended if the process ends or is silent for that long, or the task's Said."""
         try:
             line = self.answers.get(timeout=seconds)
         except queue.Empty:
@@ -76,7 +72,9 @@ class Probe:
             self.close()
             raise Ended(f"no answer within {seconds:g} s{words}") from None
         if line is None:
-            raise Ended(f"{how(self.process.wait())}{self.last_words()}")
+            code = self.process.wait()
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            raise Ended(f"{how}{self.last_words()}")
         answer = json.loads(line)
         if "said" in answer:
             raise Said(answer["said"])
@@ -84,16 +82,16 @@ class Probe:
             raise Ended(answer["error"])
         return answer["value"]
 
-    def ask(self, task: str, seconds: float, **given: Any) -> Any:
-        """What `task` returns, as `send` and `receive`."""
-        self.send(task, **given)
+    def ask(self, task: str, seconds: float, **arguments: Any) -> Any:
+        """Send a task and receive its result."""
+        self.send(task, **arguments)
         return self.receive(seconds)
 
     def last_words(self) -> str:
-        """The line of its standard error that tells most: the first of a fatal message, else the last."""
+        """Return the most useful line of standard error: the first of a fatal message, else the last."""
         self.readers[1].join(0.2)
-        text = "".join(self.printed)
-        if waits := re.search(r"in (waits_until_\w+)", text):  # a name for people, in the traceback of a deadline
+        text = "".join(self.printed.copy())
+        if waits := re.search(r"in (waits_until_\w+)", text):  # a function's name, in the traceback of a deadline
             return f": it {waits[1].replace('_', ' ')}"
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         fatal = [line for line in lines if re.match(r"F\d{4} |[\w.]*(Error|Exception): |Fatal Python error", line)]
@@ -101,7 +99,7 @@ class Probe:
         return f": {re.sub(r'^[A-Z][0-9]{4} .*?] ', '', line)[:300]}" if line else ""
 
     def close(self) -> None:
-        """Lets the process end, and makes it. What it started may still hold its output: that is not waited for."""
+        """End the process. Processes that it started may still have its output open: they are not waited for."""
         with contextlib.suppress(OSError):
             assert self.process.stdin is not None
             self.process.stdin.close()
@@ -116,24 +114,19 @@ class Probe:
                 stream.close()
 
 
-def how(code: int) -> str:
-    """How a process ended."""
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-
-
 def serve(kind: str) -> None:
-    """The child's side: answers tasks until its parent is gone.
+    """Do tasks in the child until its parent closes the pipe.
 
-    MPICH takes leave of mpirun when a process ends by itself, after MPI_Finalize: one that is killed, or that calls
-    os._exit, makes mpirun kill the other ranks.
+    With MPI it must end by itself, after MPI_Finalize: a rank that is killed or calls os._exit makes MPICH's mpirun
+    kill the others.
     """
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # what libraries print is not an answer
     for line in sys.stdin:
-        given = json.loads(line)
+        arguments = json.loads(line)
         try:
-            tasks = importlib.import_module(TASKS[kind])
-            answer = {"value": getattr(tasks, given.pop("task"))(**given)}
+            tasks = importlib.import_module("jaxdp.doctor.tasks")
+            answer = {"value": getattr(tasks, arguments.pop("task"))(**arguments)}
         except Said as error:
             answer = {"said": str(error)}
         except BaseException as error:

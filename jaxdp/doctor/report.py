@@ -1,18 +1,25 @@
-"""An examination as a person reads it, a line or two for each finding, and as a program does."""
+"""Print the findings of an examination as text for people or as JSON."""
 
-from __future__ import annotations
-
-import io
-import sys
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import jaxdp
 from jaxdp.distributed import hosts
-from jaxdp.doctor.check import FAILURE, OK, WARNING, Examined, Line
+from jaxdp.doctor.check import FAILURE, OK, WARNING, Line
 
 STYLE = {OK: "green", WARNING: "bold yellow", FAILURE: "bold red"}
-MANY = 3  # lines of one name that are well and differ by rank, before the rest is counted only
+
+
+class Examined(NamedTuple):
+    """The findings of a job. lines: (check, its ranks; none if it is about the job). hosts: names by rank.
+
+    stray: this rank did not reach rank 0, and these are its findings alone.
+    """
+
+    lines: list[Line]
+    size: int
+    hosts: dict[int, str]
+    stray: bool = False
 
 
 def failed(examined: Examined) -> bool:
@@ -20,13 +27,13 @@ def failed(examined: Examined) -> bool:
 
 
 def ordered(lines: list[Line]) -> list[Line]:
-    """Lines of one name side by side, names in the order in which they came."""
-    place = {name: i for i, name in enumerate(dict.fromkeys(check.name for check, _ in lines))}
-    return sorted(lines, key=lambda line: place[line[0].name])
+    """Return the findings with those of one name side by side, names in the order of their first finding."""
+    position = {name: i for i, name in enumerate(dict.fromkeys(check.name for check, _ in lines))}
+    return sorted(lines, key=lambda line: position[line[0].name])
 
 
 def as_json(examined: Examined) -> dict[str, Any]:
-    """{checks: [{name, status, found, fix; of several processes, rank, ranks, hosts}], failures, warnings, ...}."""
+    """Return {checks: [{name, status, found, fix; of several processes, rank, ranks, hosts}], failures, ...}."""
     checks = []
     for check, ranks in ordered(examined.lines):
         entry: dict[str, Any] = check._asdict()
@@ -45,35 +52,33 @@ def as_json(examined: Examined) -> dict[str, Any]:
     }
 
 
-def as_text(examined: Examined, wide: bool = False) -> str:
-    """wide: for a terminal, with colours; else each finding is one line, and its fix the next."""
-    rows, shown = [], Counter[str]()
-    lines = ordered(examined.lines)
+def as_text(examined: Examined, color: bool = False) -> str:
+    """Return a line for each finding, and a second one for its fix."""
+    lines, size = ordered(examined.lines), examined.size
+    names = list(dict.fromkeys(examined.hosts.values()))
+    where = names[0] if len(names) == 1 else f"{len(names)} hosts ({', '.join(names[:8])})"
+    text = [f"jaxdp {jaxdp.__version__} doctor: {size} process{'es' * (size > 1)} on {where}"]
+    width = max(len(check.name) for check, _ in lines)
     for check, ranks in lines:
-        if check.status == OK:
-            shown[check.name] += 1
-            same = sum(c.name == check.name and c.status == OK for c, _ in lines)
-            if same > MANY + 1 and examined.size > 1 and shown[check.name] > MANY:
-                if shown[check.name] == same:
-                    rows.append((check.status, check.name, f"and {same - MANY} more like it", ""))
-                continue
-        rows.append((check.status, check.name, f"{who(ranks, examined)}{check.found}", check.fix))
+        status = colored(check.status) if color else f"{check.status:7}"
+        text.append(f"{status}  {check.name:{width}}  {ranks_of(ranks, examined)}{check.found}")
+        text += [f"{'':7}  {'':{width}}  fix: {check.fix}"] if check.fix else []
     count = Counter(check.status for check, _ in lines)
-    numbers = [f"{count[OK]} ok"]
-    numbers += [f"{count[s]} {s}{'s' * (count[s] > 1)}" for s in (WARNING, FAILURE) if count[s]]
-    head = f"jaxdp {jaxdp.__version__} doctor: {examined.title}"
-    if wide:
-        return _coloured(head, rows, ", ".join(numbers))
-    width = max(len(name) for _, name, _, _ in rows)
-    text = [head]
-    for status, name, found, fix in rows:
-        text.append(f"{status:7}  {name:{width}}  {found}")
-        text += [f"{'':7}  {'':{width}}  fix: {fix}"] if fix else []
-    return "\n".join([*text, ", ".join(numbers)])
+    counts = [f"{count[s]} {s}{'s' * (count[s] > 1)}" for s in (WARNING, FAILURE) if count[s]]
+    return "\n".join([*text, ", ".join([f"{count[OK]} ok", *counts])])
 
 
-def who(ranks: tuple[int, ...], examined: Examined) -> str:
-    """The ranks that a finding is of, where it is not that of all."""
+def colored(status: str) -> str:
+    from rich.console import Console
+
+    console = Console(force_terminal=True)
+    with console.capture() as capture:
+        console.print(f"{status:7}", style=STYLE[status], end="")
+    return capture.get()
+
+
+def ranks_of(ranks: tuple[int, ...], examined: Examined) -> str:
+    """Return the ranks of a finding as a prefix; empty if they are all."""
     if not ranks or len(ranks) == examined.size:
         return ""
     if len(ranks) == 1:
@@ -81,22 +86,3 @@ def who(ranks: tuple[int, ...], examined: Examined) -> str:
     names = list(dict.fromkeys(examined.hosts[r] for r in ranks))
     more = " ..." if len(ranks) > 8 else ""
     return f"ranks {', '.join(map(str, ranks[:8]))}{more} (host{'s' * (len(names) > 1)} {', '.join(names[:4])}): "
-
-
-def _coloured(head: str, rows: list[tuple[str, str, str, str]], numbers: str) -> str:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for status, name, found, fix in rows:
-        text = Text(found)
-        if fix:
-            text.append(f"\nfix: {fix}", style="cyan")
-        table.add_row(Text(status, style=STYLE[status]), Text(name, style="bold"), text)
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=Console(file=sys.stdout).width)
-    console.print(Text(head, style="bold"))
-    console.print(table)
-    console.print(Text(numbers, style="bold"))
-    return out.getvalue().rstrip()

@@ -1,6 +1,4 @@
-"""What a run uses up: files that are open, shared memory, and room on the disk; tried where trying is cheap."""
-
-from __future__ import annotations
+"""Check what a run uses up: open files, memory, shared memory, and room on disks, which is tried by writing."""
 
 import contextlib
 import os
@@ -13,161 +11,138 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 
 from jaxdp import environment
-from jaxdp.doctor.check import OK, Check, failure, ok, warning
+from jaxdp.doctor.check import OK, WARNING, Check, failure, graded, ok, warning
 from jaxdp.errors import one_line
 from jaxdp.metrics.numbers import size as shown
 
 MB, GB = 1 << 20, 1 << 30
 TRIAL = 4 * MB  # bytes written to see whether they can be
-FULL, LITTLE = 256 * MB, 2 * GB  # free bytes below which a disk is full, and below which it soon will be
 
 
 def check_limits(size: int = 1) -> Iterator[Check]:
-    """The limits of a process (ulimit). size: processes in the job; rank 0 holds connections to each."""
+    """Check the limits of a process (ulimit). size: processes of the job; rank 0 has a connection to each."""
     need = 512 + 4 * size
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    raised = f"ulimit -n {min(65536, hard) if hard >= need else 65536}"
+    fix = f"ulimit -n {min(65536, hard) if hard >= need else 65536}"
     if 0 <= hard < need:
-        raised = "raise the hard limit (limits.conf, LimitNOFILE=, docker run --ulimit nofile=65536)"
-    if 0 <= soft < 128:
-        yield failure("open files", f"{soft} at most; a run needs {need}", raised)
-    elif 0 <= soft < need:
-        yield warning("open files", f"{soft} at most; a run may need {need}", raised)
-    else:
-        yield ok("open files", "no limit" if soft < 0 else f"{soft:,} at most")
+        fix = "raise the hard limit (limits.conf, LimitNOFILE=, docker run --ulimit nofile=65536)"
+    limit = need if soft < 0 else soft
+    text = "no limit" if soft < 0 else f"{soft} at most{f'; a run may need {need}' * (soft < need)}"
+    yield graded("open files", limit, 128, need, text, fix)
     written, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if written >= 0:
-        bad = failure if written < 64 * MB else warning
-        yield bad("file size", f"files end at {shown(written)}: a larger checkpoint fails", "ulimit -f unlimited")
+        text = f"files end at {shown(written)}: a larger checkpoint fails"
+        yield graded("file size", written, 64 * MB, float("inf"), text, "ulimit -f unlimited")
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if space >= 0:
-        found = f"{shown(space)} of address space at most: XLA and CUDA reserve more than they use"
-        yield warning("address space", found, "ulimit -v unlimited")
+        text = f"{shown(space)} of address space at most: XLA and CUDA reserve more than they use"
+        yield warning("address space", text, "ulimit -v unlimited")
 
 
 def check_memory() -> Iterator[Check]:
-    """Memory that is left: the machine's, and that of the control group this process is in."""
-    left: list[int] = []
+    """Check the free memory of the machine, and of the control group that this process is in."""
+    free: list[int] = []
     with contextlib.suppress(OSError):
-        found = re.search(r"MemAvailable:\s*(\d+) kB", pathlib.Path("/proc/meminfo").read_text())
-        left += [1024 * int(found[1])] if found else []
+        available = re.search(r"MemAvailable:\s*(\d+) kB", pathlib.Path("/proc/meminfo").read_text())
+        free += [1024 * int(available[1])] if available else []
     group = pathlib.Path("/sys/fs/cgroup")
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for folder, limit, used in (
+        (group, "memory.max", "memory.current"),
+        (group / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
         with contextlib.suppress(OSError, ValueError):  # ValueError: no limit
-            left.append(int((group / limit).read_text()) - int((group / used).read_text()))
-    if not left:
-        return
-    bad = failure if min(left) < 256 * MB else warning
-    if min(left) < GB:
-        yield bad("memory", f"{shown(min(left))} left", "end other programs, or raise the container's memory limit")
-    else:
-        yield ok("memory", f"{shown(min(left))} left")
+            free.append(int((folder / limit).read_text()) - int((folder / used).read_text()))
+    if free:
+        fix = "end other programs, or raise the container's memory limit"
+        yield graded("memory", min(free), 256 * MB, GB, f"{shown(min(free))} free", fix)
 
 
-def check_shared_memory(size: int = 1, place: str = "/dev/shm") -> Iterator[Check]:
-    """Open MPI, NCCL and worker processes pass data through it; containers are given 64 MB unless they ask for more."""
+def check_shared_memory(size: int = 1, folder: str = "/dev/shm") -> Iterator[Check]:
+    """Check the shared memory that Open MPI, NCCL and worker processes use; a container has 64 MB by default."""
     name = "shared memory"
     fix = "mount a larger /dev/shm: docker run --shm-size=8g, or an emptyDir of medium Memory in Kubernetes"
-    if not os.path.isdir(place):
-        yield warning(name, f"{place} is not there", fix)
-        return
-    total, _, free = shutil.disk_usage(place)
-    found = f"{place} has {shown(free)} free of {shown(total)}"
-    if not os.access(place, os.W_OK):
-        yield warning(name, f"{place} cannot be written to", f"chmod 1777 {place}")
-    elif free < 16 * MB:
-        yield failure(name, found, f"remove what is left in {place}, or {fix}")
-    elif free < 64 * MB * max(1, min(size, 4)) or total <= 64 * MB:
-        yield warning(name, found, fix)
+    if not os.path.isdir(folder):
+        yield warning(name, f"there is no {folder}", fix)
+    elif not os.access(folder, os.W_OK):
+        yield warning(name, f"{folder} cannot be written to", f"chmod 1777 {folder}")
     else:
-        yield ok(name, found)
+        total, _, free = shutil.disk_usage(folder)
+        enough = 64 * MB * max(1, min(size, 4)) if total > 64 * MB else float("inf")
+        yield graded(name, free, 16 * MB, enough, f"{folder} has {shown(free)} free of {shown(total)}", fix)
 
 
 def check_run_dir(directory: pathlib.Path, needed: Callable[[], int] | None = None) -> Iterator[Check]:
-    """Room and permission for checkpoints. needed: gives the bytes of one; two are there while one is saved."""
-    place = existing(directory)
-    what = f"{directory}" if place == directory else f"{directory} (to be made in {place})"
-    yield from check_folder("run_dir", place, what, needed and needed(), "another --run_dir")
+    """Check room and permission for checkpoints. needed: returns the bytes of one; saving one needs room for two."""
+    folder = existing(directory)
+    what = f"{directory}" if folder == directory else f"{directory} (to be made in {folder})"
+    size = needed() if needed else 0
+    least, enough = (2 * size, 4 * size) if size else (256 * MB, 2 * GB)
+    more = f"; a checkpoint takes {shown(size)}, and the next is written before the last is removed" if size else ""
+    yield check_folder("run_dir", folder, what, least, enough, "choose another --run_dir", more)
 
 
 def check_temporary() -> Iterator[Check]:
-    """mpirun and compilers keep files there."""
-    place = pathlib.Path(tempfile.gettempdir())
-    wanted = os.environ.get("TMPDIR")
-    if wanted and pathlib.Path(wanted).absolute() != place.absolute():
-        found = f"TMPDIR={wanted} cannot be written to, and {place} is taken instead"
-        yield warning("temporary files", found, "make that folder, or unset TMPDIR")
-    yield from check_folder("temporary files", place, str(place), 0, "set TMPDIR to another folder")
+    """Check the folder where mpirun and compilers keep files."""
+    folder, wanted = pathlib.Path(tempfile.gettempdir()), os.environ.get("TMPDIR")
+    if wanted and pathlib.Path(wanted).absolute() != folder.absolute():
+        text = f"TMPDIR={wanted} cannot be written to, and {folder} is used instead"
+        yield warning("temporary files", text, "make that folder, or unset TMPDIR")
+    fix = "set TMPDIR to another folder"
+    yield check_folder("temporary files", folder, str(folder), 16 * MB, 256 * MB, fix)
 
 
 def check_cache(where: str | None = "auto", env: Mapping[str, str] = os.environ) -> Iterator[Check]:
-    """The folder of compiled programs, where there is one on a disk. where: `compilation_cache` of the config.
+    """Check the folder of compiled programs. where: `compilation_cache` of the config.
 
-    A run that cannot use it compiles anew, and is otherwise well: no failure.
+    A run that cannot use it compiles again at each start, so this is never a failure.
     """
     name, variable = "compilation cache", "JAX_COMPILATION_CACHE_DIR"
-    given = env.get(variable)
-    if (where is None and given is None) or given == "":
-        yield ok(name, "none: every start compiles anew")
+    value = env.get(variable)
+    if value == "" or (where is None and value is None):
+        yield ok(name, "none: every start compiles again")
         return
-    if given is not None and "://" in given:
+    if value is not None and "://" in value:
         return
-    fix = f"set {variable} to another folder" if given else "set compilation_cache to another folder, or to null"
+    fix = f"set {variable} to another folder" if value else "set compilation_cache to another folder, or to null"
     try:
-        folder = environment.compiled(str(where)) if given is None else pathlib.Path(given)
+        folder = environment.compiled(str(where)) if value is None else pathlib.Path(value)
     except RuntimeError as error:  # a user without a home directory
-        yield warning(name, f"{str(where)!r}: {one_line(error)}; every start compiles anew", fix)
+        yield warning(name, f"{str(where)!r}: {one_line(error)}; every start compiles again", fix)
         return
-    for check in check_folder(name, existing(folder), str(folder), 0, fix):
-        yield check if check.status == OK else warning(name, f"{check.found}; every start compiles anew", check.fix)
+    check = check_folder(name, existing(folder), str(folder), 16 * MB, 256 * MB, fix)
+    bad = check._replace(status=WARNING, found=f"{check.found}; every start compiles again")
+    yield check if check.status == OK else bad
 
 
-def check_folder(name: str, place: pathlib.Path, what: str, needed: int | None, other: str) -> Iterator[Check]:
-    """place: a folder that is there. needed: bytes to be written, or None: more than a little. other: the way out."""
-    if not place.is_dir():
-        yield failure(name, f"{what}: {place} is no directory", f"choose {other}" if name == "run_dir" else other)
-        return
-    choose = f"choose {other}" if name == "run_dir" else other
-    free = shutil.disk_usage(place).free
-    nodes = os.statvfs(place)
-    full = 2 * needed if needed else (FULL if needed is None else 16 * MB)
-    little = 4 * needed if needed else (LITTLE if needed is None else 256 * MB)
-    found = f"{what} has {shown(free)} free"
-    if needed:
-        found += f"; a checkpoint takes {shown(needed)}, and the next is written before the last is removed"
-    if problem := try_to_write(place):
-        yield failure(
-            name,
-            f"{what} cannot be written to: {problem} ({shown(free)} free)",
-            f"make room or give leave to write there, or {choose}",
-        )
-    elif free < full:
-        yield failure(name, found, f"make room there, or {choose}")
-    elif nodes.f_files and nodes.f_favail < 1000:
-        yield failure(name, f"{what} has room for {nodes.f_favail} more files only", f"remove files, or {choose}")
-    elif free < little:
-        yield warning(name, found, f"make room there, or {choose}")
-    else:
-        yield ok(name, found)
+def check_folder(
+    name: str, folder: pathlib.Path, what: str, least: int, enough: int, other: str, more: str = ""
+) -> Check:
+    """Check that an existing folder takes files. least, enough: free bytes. other: the alternative to making room."""
+    if not folder.is_dir():
+        return failure(name, f"{what}: {folder} is no directory", other)
+    free, nodes = shutil.disk_usage(folder).free, os.statvfs(folder)
+    fix = f"make room there, or {other}"
+    if problem := try_to_write(folder):
+        return failure(name, f"{what} cannot be written to: {problem} ({shown(free)} free)", fix)
+    if nodes.f_files and nodes.f_favail < 1000:
+        return failure(name, f"{what} has room for {nodes.f_favail} more files only", f"remove files, or {other}")
+    return graded(name, free, least, enough, f"{what} has {shown(free)} free{more}", fix)
 
 
 def existing(directory: pathlib.Path) -> pathlib.Path:
-    """The folder, or the nearest above it that is there."""
+    """Return the folder, or its nearest parent that exists."""
     directory = directory.expanduser().absolute()
-    return next(place for place in (directory, *directory.parents) if place.exists())
+    return next(folder for folder in (directory, *directory.parents) if folder.exists())
 
 
-def try_to_write(place: pathlib.Path) -> str | None:
-    """Writes TRIAL bytes down to the disk and removes them again: what went wrong, or None. A quota shows only so."""
-    file = place / f".jaxdp-doctor-{secrets.token_hex(4)}"
+def try_to_write(folder: pathlib.Path) -> str | None:
+    """Write TRIAL bytes to the disk and remove them; return the error, if any. A quota shows up in no other way."""
+    file = folder / f".jaxdp-doctor-{secrets.token_hex(4)}"
     try:
         with file.open("wb", buffering=0) as out:
-            left = secrets.token_bytes(1 << 16) * (TRIAL >> 16)
-            while left:
-                left = left[out.write(left) :]
+            rest = secrets.token_bytes(1 << 16) * (TRIAL >> 16)
+            while rest:
+                rest = rest[out.write(rest) :]
             os.fsync(out.fileno())
     except OSError as error:
         return error.strerror or str(error)

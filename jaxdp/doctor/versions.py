@@ -1,4 +1,4 @@
-"""Versions fit when every package that is installed has what it asks for: pip's own rule, for what a run imports."""
+"""Check that every installed package has the versions it asks for: pip's own rule, for what a run imports."""
 
 import importlib.metadata
 import pathlib
@@ -20,14 +20,14 @@ PLUGIN = re.compile(r"jax-(cuda\d+|rocm\d+)-(plugin|pjrt)")
 
 
 def check_versions() -> Iterator[Check]:
-    """Python, and every package that jaxdp asks for, or that one of those asks for, against the bounds they give."""
-    own, pythons = own_requirements()
-    here = platform.python_version()
-    if pythons and not Requirement(f"python{pythons}").specifier.contains(here, prereleases=True):
-        yield failure("python", f"{here}; jaxdp needs {pythons}", "use another Python for this environment")
+    """Check Python and every package that jaxdp needs, directly or not, against the bounds of those that need it."""
+    requirements, pythons = own_requirements()
+    python = platform.python_version()
+    if pythons and not Requirement(f"python{pythons}").specifier.contains(python, prereleases=True):
+        yield failure("python", f"{python}; jaxdp needs {pythons}", "use another Python for this environment")
     else:
-        yield ok("python", here)
-    wrong = unmet(own)
+        yield ok("python", python)
+    wrong = unmet(requirements)
     for name in dict.fromkeys([*SHOWN, *wrong]):
         version = installed(name)
         if name in wrong:
@@ -40,20 +40,19 @@ def check_versions() -> Iterator[Check]:
 
 
 def own_requirements() -> tuple[list[str], str | None]:
-    """(requirements, bounds of Python) of jaxdp: of the source tree where there is one, else as installed."""
+    """Return (requirements, bounds of Python) of jaxdp, from its source tree if there is one, else as installed."""
     file = pathlib.Path(jaxdp.__file__).parent.parent / "pyproject.toml"
     if file.is_file():
         project = tomllib.loads(file.read_text()).get("project", {})
         if project.get("name") == "jaxdp":
-            extras = project.get("optional-dependencies", {})
-            mpi = [f'{r}; extra == "mpi"' for r in extras.get("mpi", [])]
+            mpi = [f'{r}; extra == "mpi"' for r in project.get("optional-dependencies", {}).get("mpi", [])]
             return [*project.get("dependencies", []), *mpi], project.get("requires-python")
     meta = importlib.metadata.metadata("jaxdp")
     return importlib.metadata.requires("jaxdp") or [], meta["Requires-Python"]
 
 
 def installed(name: str) -> str | None:
-    """The version of a package; None where it is not installed."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -61,37 +60,34 @@ def installed(name: str) -> str | None:
 
 
 def unmet(requirements: list[str]) -> dict[str, tuple[str, str]]:
-    """{package: (what is wrong, the fix)} for jaxdp's requirements and, from package to package, for theirs.
+    """Return {package: (what is wrong, the fix)} for jaxdp's requirements and, recursively, for theirs.
 
-    What only an extra asks for must fit where it is installed, and may be absent.
+    A package that only an extra needs may be absent, but must fit if it is installed.
     """
     wrong: dict[str, tuple[str, str]] = {}
-    left, seen = [("jaxdp", text) for text in requirements], set()
-    while left:
-        asker, text = left.pop(0)
+    queue, seen = [("jaxdp", text) for text in requirements], set()
+    while queue:
+        parent, text = queue.pop(0)
         need = Requirement(text)
         name, version = canonicalize_name(need.name), installed(need.name)
         extra = need.marker is not None and "extra" in str(need.marker)
-        if need.marker is not None and not need.marker.evaluate({"extra": "mpi" if asker == "jaxdp" else ""}):
+        if need.marker is not None and not need.marker.evaluate({"extra": "mpi" if parent == "jaxdp" else ""}):
             continue
+        plain = need.name + ",".join(sorted(map(str, need.specifier), reverse=True))
         if version is None:
-            if not extra and name not in wrong:
-                wrong[name] = f"not installed; {asker} needs {plain(need)}", f"pip install '{plain(need)}'"
+            if not extra:
+                wrong.setdefault(name, (f"not installed; {parent} needs {plain}", f"pip install '{plain}'"))
             continue
-        if not need.specifier.contains(version, prereleases=True) and name not in wrong:
-            wrong[name] = f"{version}; {asker} needs {plain(need)}", f"pip install -U '{plain(need)}'"
+        if not need.specifier.contains(version, prereleases=True):
+            wrong.setdefault(name, (f"{version}; {parent} needs {plain}", f"pip install -U '{plain}'"))
         if name not in seen:
             seen.add(name)
-            left += [(need.name, other) for other in importlib.metadata.requires(need.name) or []]
+            queue += [(need.name, other) for other in importlib.metadata.requires(need.name) or []]
     return wrong
 
 
-def plain(need: Requirement) -> str:
-    return need.name + ",".join(sorted(map(str, need.specifier), reverse=True))
-
-
 def check_plugins() -> Iterator[Check]:
-    """JAX's GPU plug-ins are loaded by exactly one release of jaxlib; of another, the GPU is left out in silence."""
+    """Check JAX's GPU plug-ins: jaxlib ignores one of another release without a message."""
     jaxlib = installed("jaxlib")
     for dist in importlib.metadata.distributions():
         name = canonicalize_name(dist.metadata["Name"] or "")
@@ -104,9 +100,9 @@ def check_plugins() -> Iterator[Check]:
 
 
 def check_imports(versions: dict[str, str]) -> Iterator[Check]:
-    """versions: {package: __version__} as imported; one that is not installed is from a folder that is in the way."""
+    """Check {package: __version__} as imported: another version than the installed one is from a folder on the path."""
     for name, imported in versions.items():
-        there = installed(name)
-        if there is not None and Version(there).public != Version(imported).public:
-            found = f"{imported} is what Python imports, but {there} is installed"
-            yield warning(name, found, f"see PYTHONPATH and the working directory: {name} is found twice")
+        version = installed(name)
+        if version is not None and Version(version).public != Version(imported).public:
+            text = f"{imported} is what Python imports, but {version} is installed"
+            yield warning(name, text, f"see PYTHONPATH and the working directory: {name} is in two places")

@@ -29,16 +29,16 @@ WIDTH = 9
 class Console:
     """Lines to standard output, with time left; on a terminal they scroll above a panel.
 
-    steps: the last update of the run; start: the one it begins after; alone: there are no other processes (some
-    launchers give each of theirs a terminal of its own, which the person does not see as one). facts: what the panel
-    says of the run, by name.
+    steps: the last update of the run; start: the one it begins after. panel: show it if standard output is a terminal;
+    not for an evaluation alone, nor under a launcher (Open MPI 5 gives each process a pseudo-terminal). facts: what the
+    panel says of the run, by name.
     """
 
-    def __init__(self, steps: int, start: int = 0, alone: bool = True, facts: Mapping[str, str] | None = None):
+    def __init__(self, steps: int, start: int = 0, panel: bool = True, facts: Mapping[str, str] | None = None):
         self.steps = steps
         self.clock = Clock(steps, start)
         self.advised = False
-        self.panel = Panel(self.clock, facts or {}) if alone and aloud.draws() else None
+        self.panel = Panel(self.clock, facts or {}) if panel and aloud.draws() else None
 
     def write(self, record: Record) -> None:
         step, split = record["step"], record["split"]

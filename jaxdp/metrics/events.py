@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from jaxdp import rundir
 from jaxdp.metrics.jsonl import dump
 
 NAME = "events.jsonl"
@@ -28,6 +29,9 @@ class NoEvents:
         step: updates made by then. more: JSON, such as `seconds` that it took, of which `blocked` held up the loop.
         """
 
+    def check_directory(self) -> None:
+        """Raise RunFailed where the run directory was removed."""
+
 
 class Events(NoEvents):
     """Appends to `directory`/events.jsonl, from any thread; what a full disk does not take is written with the next."""
@@ -47,3 +51,6 @@ class Events(NoEvents):
             with self.path.open("ab", buffering=0) as file:
                 while self.pending:
                     self.pending = self.pending[file.write(self.pending) :]
+
+    def check_directory(self) -> None:
+        rundir.require(self.path.with_name("metrics.jsonl"))

@@ -7,6 +7,7 @@ import pathlib
 import time
 from typing import IO, Any
 
+from jaxdp import rundir
 from jaxdp.metrics.writer import Record
 
 
@@ -15,6 +16,7 @@ class JsonLines:
 
     evaluated: the evaluation after update `keep_until` will not be made again, and so its line stays too. What cannot
     be written, since the disk is full, is kept and written later. Each says its `time` in seconds since the epoch.
+    `write` raises RunFailed once the file is no longer at `path`.
     """
 
     def __init__(self, path: pathlib.Path, keep_until: int = 0, evaluated: bool = True):
@@ -35,6 +37,8 @@ class JsonLines:
 
     def write(self, record: Record) -> None:
         self.pending += dump({**record, "time": round(time.time(), 3)}).encode()
+        if self.file is not None:
+            rundir.require(self.path, self.file)
         with contextlib.suppress(OSError):
             while self.pending and self.file is not None:
                 self.pending = self.pending[self.file.write(self.pending) :]

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
+from jaxdp.errors import RunFailed
+from jaxdp.metrics.sums import make_record
 from jaxdp.metrics.writer import Record, Writer
 
 T = TypeVar("T")
@@ -148,11 +150,12 @@ class Meter:
 
     def _record(self, step: int, metrics: dict[str, Any], timing: Record) -> None:
         means = {k: float(v) for k, v in sorted(metrics.items())}
-        record: Record = {"step": step, "split": "train", **means, **self.derive(means), **timing}
+        record: Record = {"step": step, "split": "train", **make_record(means, self.derive), **timing}
         if record.pop("disagreeing_state", 0):
-            raise RuntimeError(
+            raise RunFailed(
                 f"update {step}: integers of the model state differ between microbatches; a counter must not depend on "
-                "the examples (keep such state as a float, or under 'carry')"
+                "the examples (keep such state as a float, or under 'carry')",
+                rank=0,
             )
         record.pop("weight", None)
         record.pop("halted", None)

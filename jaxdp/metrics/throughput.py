@@ -14,7 +14,7 @@ def throughput(
     """A function of the milliseconds of an update that says what else a record holds.
 
     examples: per update, on average. tokens: of an example, or None where it has none. flops: that the model asks for,
-    forward and backward, for an example (`jaxdp.flops.model_flops`). peak: FLOP/s of all devices together.
+    forward and backward, for an example (`jaxdp.analysis.flops.model_flops`). peak: FLOP/s of all devices together.
 
         tokens_per_s        tokens x examples per second
         model_flops_per_s   flops x examples per second

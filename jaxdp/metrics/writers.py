@@ -4,33 +4,19 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxdp.errors import UsageError
 from jaxdp.metrics.soft import Soft
 from jaxdp.metrics.tensorboard import TensorBoard
 from jaxdp.metrics.wandb import WandB
 from jaxdp.metrics.writer import Writer
-from jaxdp.targets import bind, locate, parameters, require
+from jaxdp.targets import bind, locate, parameters, require, targets_in
 
 WRITERS: dict[str, Any] = {"TensorBoard": TensorBoard, "WandB": WandB}
 KEY = "log.writers"
 
 
-def named(entries: Sequence[Any]) -> list[tuple[str, dict[str, Any]]]:
-    """(target, args) of each entry: a name, or {target, args}. Raises UsageError for anything else."""
-    found: list[tuple[str, dict[str, Any]]] = []
-    for entry in entries:
-        if isinstance(entry, str):
-            found.append((entry, {}))
-        elif isinstance(entry, Mapping) and isinstance(entry.get("target"), str) and set(entry) <= {"target", "args"}:
-            found.append((entry["target"], dict(entry.get("args") or {})))
-        else:
-            raise UsageError(f"{KEY}: {entry!r} is no writer; give a name such as TensorBoard, or {{target, args}}")
-    return found
-
-
 def check_writers(entries: Sequence[Any]) -> None:
     """UsageError where a writer is unknown, or does not take its arguments; makes none of them."""
-    for target, args in named(entries):
+    for target, args in targets_in(KEY, entries, "writer", "TensorBoard"):
         found = locate(KEY, target, WRITERS)
         bind(KEY, found, args, {name: None for name in ("directory", "start", "config") if name in parameters(found)})
 
@@ -45,7 +31,7 @@ def make_writers(
     """
     given = {"directory": directory, "start": start, "config": config}
     made: list[Writer] = []
-    for target, args in named(entries):
+    for target, args in targets_in(KEY, entries, "writer", "TensorBoard"):
         found = locate(KEY, target, WRITERS)
         own = {name: value for name, value in given.items() if name in parameters(found)}
         bound = bind(KEY, found, args, own)

@@ -28,7 +28,7 @@ def as_model(made: Any) -> Any:
     """
     from flax import linen
 
-    from jaxdp.models.base import Model
+    from jaxdp.models.base import Model, bind_axes
     from jaxdp.models.functions import from_functions
     from jaxdp.models.linen import from_linen
     from jaxdp.models.nnx import from_nnx
@@ -38,21 +38,21 @@ def as_model(made: Any) -> Any:
     if isinstance(made, Model):
         return made
     if isinstance(made, linen.Module):
-        return from_linen(made)
+        return bind_axes(from_linen(made))
     if is_pair(made):
-        return from_functions(*made)
+        return bind_axes(from_functions(*made))
     if is_module(made):
         raise UsageError(
             f"model: {name} is made already, of numbers that no seed decides; name what makes it "
             "(a class or function that takes rngs: nnx.Rngs, or key with Equinox)"
         )
     if isinstance(made, type) and issubclass(made, linen.Module):
-        return from_linen(made())
+        return bind_axes(from_linen(made()))
     if not callable(made):
         raise UsageError(f"model: {name} is no model; {USABLE}")
     if "key" in parameters(made) and "rngs" not in parameters(made):
         return _from_equinox(made)
-    return from_nnx(made)
+    return bind_axes(from_nnx(made))
 
 
 def is_given(target: Any) -> bool:

@@ -11,15 +11,24 @@ one for each. Zeros begin it: a step sets it to zero where examples begin anew.
 """
 
 import inspect
+import re
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
+from jaxdp.axes import DATA, REPLICA, SHARD
 from jaxdp.errors import UsageError
+from jaxdp.precision import cast_floats
 
 CARRY = "carry"
+TRAINING = ("train", "training", "is_training", "is_train", "enable_dropout")  # names of arguments that are true then
+EVALUATION = ("deterministic", "inference", "use_running_average", "eval_mode")
+UNBOUND, MESH = r"unbound axis name: (\w+)", (DATA, REPLICA, SHARD)
+RANDOM = re.compile(r"(\w+_)?(rngs?|key)")
 
 
 class Model(NamedTuple):
@@ -30,14 +39,23 @@ class Model(NamedTuple):
     blocks: tuple[str, ...] = ()
 
 
-def call_arguments(call: Callable, batch: dict[str, Any], train: bool) -> tuple[tuple, dict[str, Any]]:
-    """(positional, keyword) arguments of a bound `__call__(x, mask, train, ...)` out of a batch, by name.
+def modes(train: bool) -> dict[str, bool]:
+    """Return the value of every argument that tells training from evaluation."""
+    return {**dict.fromkeys(TRAINING, train), **dict.fromkeys(EVALUATION, not train)}
 
-    The first argument takes the entry of its own name, else "inputs". `train`/`training` get the mode,
-    `deterministic`/`inference` its opposite, unless the batch has such entries. Raises UsageError where one has no
-    source.
+
+def call_arguments(call: Callable, batch: dict[str, Any], train: bool, key: jax.Array) -> tuple[tuple, dict[str, Any]]:
+    """Return the (positional, keyword) arguments of a bound `__call__(x, mask, train, ...)`, found by their names.
+
+    An argument takes the batch's entry of its name; `TRAINING` and `EVALUATION` take the mode; an argument that is
+    annotated or named as randomness (`nnx.Rngs`, `rngs`, `key`, `z_rng`) takes a key derived from `key` and its name,
+    and an optional one keeps its default in evaluation. The first of the others takes "inputs". What has no source
+    keeps its default, or is None where the annotation allows it.
+
+    Raises:
+        UsageError: an argument has no source.
     """
-    modes = {"train": train, "training": train, "deterministic": not train, "inference": not train}
+    mode, first = modes(train), True
     positional: list[Any] = []
     keywords: dict[str, Any] = {}
     for i, p in enumerate(inspect.signature(call).parameters.values()):
@@ -45,27 +63,113 @@ def call_arguments(call: Callable, batch: dict[str, Any], train: bool) -> tuple[
             if i == 0 and "inputs" in batch:  # a Sequential's __call__(*args)
                 positional.append(batch["inputs"])
             continue
-        source = p.name if p.name in batch else "inputs" if i == 0 and p.name not in modes else None
-        if source is not None and source not in batch:
+        optional = p.default is not p.empty
+        if p.name in batch:
+            value, first = batch[p.name], False
+        elif p.name in mode:
+            value = mode[p.name]
+        elif is_random(p):
+            if optional and not train:
+                continue
+            value = randomness(p, key)
+        elif first and "inputs" in batch:
+            value, first = batch["inputs"], False
+        elif first:
             raise UsageError(
                 f"model: its first argument {p.name!r} finds neither {p.name!r} nor 'inputs' among the data's "
                 f"{sorted(batch)}"
             )
-        if source is not None:
-            value = batch[source]
-        elif p.name in modes:
-            value = modes[p.name]
-        elif p.default is not p.empty:
+        elif optional:
             continue
+        elif re.search(r"\b(None|Optional)\b", str(p.annotation)):
+            value = None
         else:
-            raise UsageError(f"model: nothing to give to its argument {p.name!r}; the data has {sorted(batch)}")
-        if p.kind is p.KEYWORD_ONLY:
-            keywords[p.name] = value
-        elif i == len(positional):
+            raise UsageError(
+                f"model: nothing to give to its argument {p.name!r}; the data has {sorted(batch)}: rename an entry, or "
+                "give the argument a default"
+            )
+        if p.kind is not p.KEYWORD_ONLY and i == len(positional):
             positional.append(value)
         else:
             keywords[p.name] = value
     return tuple(positional), keywords
+
+
+def is_random(p: inspect.Parameter) -> bool:
+    """Return whether an argument's annotation or name asks for a source of randomness."""
+    return bool(re.search(r"\bRng(s|Stream)\b|PRNGKey", str(p.annotation)) or RANDOM.fullmatch(p.name))
+
+
+def randomness(p: inspect.Parameter, key: jax.Array) -> Any:
+    """Return what an argument draws from: `key` itself where it is called so, else a key folded from its name; as
+    `nnx.Rngs` where it is annotated so, or called rngs without an annotation."""
+    key = key if p.name == "key" else jax.random.fold_in(key, zlib.crc32(p.name.encode()))
+    if "RngStream" in str(p.annotation):
+        return nnx.Rngs(key).default
+    plain = p.name == "rngs" and p.annotation is p.empty
+    return nnx.Rngs(key) if plain or "Rngs" in str(p.annotation) else key
+
+
+def bind_axes(model: Model) -> Model:
+    """Return the model with every mapped axis that it names bound around each microbatch, with size 1.
+
+    `pmean(x, "batch")` then is x: the statistics are those of the microbatch, whatever the number of devices. A name is
+    learned from JAX's own error when the model is first traced.
+
+    Raises:
+        UsageError: the model names an axis of the device mesh.
+    """
+    axes: list[str] = []
+
+    def bound(f: Callable) -> Callable:
+        def call(*args: Any, **more: Any) -> Any:
+            run = lambda: f(*args, **more)
+            for name in axes:
+                run = _inside(name, run)
+            try:
+                return run()
+            except NameError as error:
+                name = named(UNBOUND, error)
+                if name in MESH:
+                    raise UsageError(
+                        f"model: it names the axis {name!r}, which is the device mesh's; name it 'batch', and its "
+                        "statistics are those of a microbatch"
+                    ) from error
+                if not name or name in axes:
+                    raise
+            axes.append(name)
+            return call(*args, **more)
+
+        return call
+
+    return model._replace(init=bound(model.init), apply=bound(model.apply))
+
+
+def named(pattern: str, error: Exception) -> str:
+    """Return what the group of a pattern matches in an error's text, else ''."""
+    match = re.search(pattern, str(error))
+    return match[1] if match else ""
+
+
+def _inside(name: str, run: Callable[[], Any]) -> Callable[[], Any]:
+    mapped = jax.vmap(lambda _: run(), axis_name=name)
+    return lambda: jax.tree.map(lambda x: x[0], mapped(jnp.zeros(1)))
+
+
+def rehearse(call: Callable[[Any, Any], Any], params: Any, model_state: Any, batch: dict[str, Any]) -> Any:
+    """Trace call(params, model_state) and discard it, so that what it asks for (an axis, an RNG stream) is known before
+    the first trace that counts; return the shapes of its result, or None where it fails, which that trace reports."""
+    dtypes = (jnp.asarray(x).dtype for x in batch.values())
+    dtype = next((x for x in dtypes if jnp.issubdtype(x, jnp.floating)), jnp.dtype(jnp.float32))
+    state = cast_floats(model_state, jnp.promote_types(dtype, jnp.float32))
+    try:
+        return jax.eval_shape(call, cast_floats(params, dtype), state)
+    except NameError as error:
+        if named(UNBOUND, error) not in MESH:
+            raise
+        return None  # refused, or bound, where it is called
+    except Exception:
+        return None
 
 
 def for_each_example(carry: Any, batch: dict[str, Any]) -> Any:

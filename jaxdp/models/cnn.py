@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
-from jaxdp.models.layers import ConvBN
+from jaxdp.models.layers import ConvBN, make_dropout
 
 
 class CNN(nnx.Module):
@@ -32,7 +32,7 @@ class CNN(nnx.Module):
                 for i, (a, b) in enumerate(itertools.pairwise(channels))
             ]
         )
-        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.dropout = make_dropout(dropout, rngs)
         self.head = nnx.Linear(channels[-1], num_classes, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxdp.models.products import product
@@ -92,11 +93,15 @@ def _blocks(
     x: jax.Array, kernel: jax.Array, strides: Sequence[int], pads: Pads, outputs: Sequence[int]
 ) -> tuple[jax.Array, jax.Array]:
     """The same convolution with strides of 1: pixels of a block of the strides' size become channels, with zeros in the
-    kernel where it does not fill its last block."""
+    kernel where it does not fill its last block, and in the image where no window sees it: 0 x NaN would be NaN."""
     across = [-(-k // s) for k, s in zip(kernel.shape[:2], strides, strict=True)]
     whole = [(o + b - 1) * s for o, b, s in zip(outputs, across, strides, strict=True)]
     fit = [(low, size - n - low, 0) for n, size, (low, _) in zip(x.shape[1:3], whole, pads, strict=True)]
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *fit, (0, 0, 0)])
+    for dim, (size, o, s, k) in enumerate(zip(whole, outputs, strides, kernel.shape[:2], strict=True), 1):
+        seen = np.isin(np.arange(size), np.add.outer(np.arange(o) * s, np.arange(k)))
+        if not seen.all():
+            x = jnp.where(seen.reshape(-1, *[1] * (3 - dim)), x, jnp.zeros_like(x))
     fill = [(0, b * s - k) for b, s, k in zip(across, strides, kernel.shape[:2], strict=True)]
     kernel = jnp.pad(kernel, [*fill, (0, 0), (0, 0)])
     (down, right), channels = strides, x.shape[3]

@@ -1,5 +1,6 @@
 """Equinox modules as pure functions: one example's call, mapped over the microbatch, its arrays named by path."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -66,10 +67,8 @@ def from_equinox(make: Callable[..., Any]) -> Model:
             here = [own.get(i, x) for i, x in enumerate(values)]
             arrays = iter(here[:first])
             call = jax.tree.map(lambda leaf: next(arrays) if is_array(leaf) else leaf, modes[train]).__call__
-            entries = {**example, "key": jax.random.fold_in(key, place)}
-            if stateful:
-                entries["state"] = jax.tree.unflatten(structure, here[first:])
-            args, kwargs = call_arguments(call, entries, train)
+            entries = {**example, "state": jax.tree.unflatten(structure, here[first:])} if stateful else example
+            args, kwargs = call_arguments(call, entries, train, jax.random.fold_in(key, place))
             result = call(*args, **kwargs)
             if not stateful:
                 return result, {}, {}
@@ -94,7 +93,25 @@ def from_equinox(make: Callable[..., Any]) -> Model:
         trees = grouped([leaf._replace(value=new[i]) for i, leaf in enumerate(leaves)])
         return outputs, keep_dtypes(model_state, together(trees, trees[CARRY]))
 
-    return Model(init, apply)
+    def traced(params: Any, model_state: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool):
+        return trace_off_mesh(functools.partial(apply, train=train), params, model_state, batch, key)
+
+    return Model(init, traced)
+
+
+def trace_off_mesh(f: Callable[..., Any], *args: Any) -> Any:
+    """Return f(*args), traced as if there were no device mesh.
+
+    `State.set` compares the types of the old and the new value, and inside of a mapped function they name the mesh,
+    but not that of a constant, such as the one that `BatchNorm` in its mode "ema" sets.
+    """
+    leaves, structure = jax.tree.flatten(args)
+    shapes = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        flat = lambda *leaves: f(*jax.tree.unflatten(structure, leaves))
+        jaxpr, result = jax.make_jaxpr(flat, return_shape=True)(*shapes)
+    values = [jnp.asarray(x) for x in jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *leaves)]
+    return jax.tree.unflatten(jax.tree.structure(result), values)
 
 
 class Leaf(NamedTuple):

@@ -8,16 +8,17 @@ from typing import Any
 import jax
 
 from jaxdp.errors import UsageError
-from jaxdp.models.base import Model, call_arguments, keep_dtypes
+from jaxdp.models.base import Model, call_arguments, keep_dtypes, rehearse
 
 
 def from_functions(init: Callable, apply: Callable) -> Model:
     """The model of init(key, inputs, ...) -> params and apply(params, inputs, ...) -> outputs.
 
     Their first argument is the key, or the parameters; the next one takes "inputs" unless it has another entry's name;
-    further ones take by name an entry of the batch (such as mask), `key`, `train`, and `state`. Where apply takes
-    `state`, init returns (params, state), and apply (outputs, state): a dict as in `jaxdp.models.base`, whose entry
-    "carry" is [example, ...]. Raises UsageError for a function that returns something else.
+    further ones take by name an entry of the batch (such as mask), `key`, `train` (see `call_arguments`) and `state`.
+    Where apply takes `state`, init returns (params, state), and apply (outputs, state): a dict as in
+    `jaxdp.models.base`, whose entry "carry" is [example, ...]. Raises UsageError for a function that returns something
+    else.
     """
     stateful = "state" in inspect.signature(apply).parameters
 
@@ -32,13 +33,14 @@ def from_functions(init: Callable, apply: Callable) -> Model:
         return result
 
     def init_(key: jax.Array, batch: dict[str, Any]) -> tuple[Any, Any]:
-        args, kwargs = call_arguments(functools.partial(init, key), batch, False)
+        args, kwargs = call_arguments(functools.partial(init, key), batch, False, key)
         params, state = two("init", init(key, *args, **kwargs), "params")
+        rehearse(lambda params, state: apply_(params, state, batch, key, True), params, state, batch)
         return params, state
 
     def apply_(params: Any, model_state: Any, batch: dict[str, Any], key: jax.Array, train: bool) -> tuple[Any, Any]:
-        entries = {**batch, "key": key, **({"state": model_state} if stateful else {})}
-        args, kwargs = call_arguments(functools.partial(apply, params), entries, train)
+        entries = {**batch, **({"state": model_state} if stateful else {})}
+        args, kwargs = call_arguments(functools.partial(apply, params), entries, train, key)
         outputs, state = two("apply", apply(params, *args, **kwargs), "outputs")
         made: Any = jax.tree.structure(model_state)
         if jax.tree.structure(state) != made:

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxdp.errors import UsageError
 from jaxdp.logits import Logits
 from jaxdp.models.attention import ATTENTION, Attention, Rotation, rotation, wide
+from jaxdp.models.layers import make_dropout
 from jaxdp.models.nnx import Blocks
 from jaxdp.models.normalization import LayerNorm, RMSNorm
 from jaxdp.models.products import product
@@ -76,11 +77,11 @@ class GPT(nnx.Module):
         for name, size in {**sizes, "hidden": hidden, "vocabulary_multiple": vocabulary_multiple}.items():
             _require(size >= 1, name, size, "is too small; it must be at least 1")
         _require(len(input_shape) == 1, "input_shape", input_shape, "is not (length,); use data of tokens")
+        _require(input_shape[0] >= 1, "input_shape", input_shape, "is too short; it must be at least 1")
         _require(dim % heads == 0, "dim", dim, f"does not divide by heads: {heads}; change either")
         _require(heads % kv_heads == 0, "heads", heads, f"does not divide by kv_heads: {kv_heads}; change either")
         width, rotary = dim // heads, positions == "rotary"
         _require(not rotary or width % 2 == 0, "heads", heads, f"of {width} dims cannot rotate by pairs; change it")
-        _require(0 <= dropout < 1, "dropout", dropout, "is not in [0, 1); make it smaller")
 
         rows = -(-num_classes // vocabulary_multiple) * vocabulary_multiple
         normal = nnx.initializers.normal
@@ -96,12 +97,12 @@ class GPT(nnx.Module):
                 Attention(dim, width, heads, kv_heads, linear, key, back, ATTENTION[attention], rngs=rngs),
                 NORMS[norm](dim, bias, rngs),
                 MLPS[mlp](dim, hidden, linear, back, rngs=rngs),
-                nnx.Dropout(dropout, rngs=rngs),
+                make_dropout(dropout, rngs),
             )
 
         self.embed = nnx.Embed(rows, dim, embedding_init=normal(DEVIATION), rngs=rngs)
         self.positions = None if rotary else nnx.Param(normal(DEVIATION)(rngs(), (*input_shape, dim), jnp.float32))
-        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.dropout = make_dropout(dropout, rngs)
         self.blocks = Blocks(block, layers, rngs=rngs) if scan else Chain([block(rngs) for _ in range(layers)])
         self.norm = NORMS[norm](dim, bias, rngs)
         self.head = None if tied else linear(dim, rows, use_bias=False, rngs=rngs)

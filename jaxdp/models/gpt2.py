@@ -111,10 +111,15 @@ def from_published(arrays: Mapping[str, Any], stacked: bool = True) -> dict[str,
     }
 
 
-def to_published(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The reverse; a GPT of other parts (rotary positions, rms norms) has more arrays, and is refused with ValueError.
+def to_published(params: Mapping[str, Any], vocabulary: int | None = None) -> dict[str, np.ndarray]:
+    """Convert {our path: array} to {published name: array}; biases of keys are zeros, which give the numbers of any.
 
-    The biases of keys are zeros, which give the same numbers as any.
+    Args:
+        params: the parameters of a `GPT`, its embedding padded to a multiple of a size.
+        vocabulary: the number of tokens, which is the number of rows of `wte.weight`; None for all rows.
+
+    Raises:
+        ValueError: the GPT has other parts than GPT-2 (rotary positions, rms norms).
     """
     params = {name: np.asarray(x) for name, x in params.items()}
     for name in [name for name in params if name.startswith(f"{STACK}/")]:
@@ -135,5 +140,5 @@ def to_published(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
         elif ours == "attention/query/kernel":
             found[theirs] = np.concatenate([params[name.replace("query", part)] for part in THIRDS], -1)
         elif theirs not in found and "attn.c_attn" not in theirs:
-            found[theirs] = params[name]
+            found[theirs] = params[name][:vocabulary] if theirs == "wte.weight" else params[name]
     return found

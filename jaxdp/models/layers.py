@@ -6,7 +6,15 @@ import jax
 from flax import nnx
 
 from jaxdp.axes import data_axes
+from jaxdp.errors import UsageError
 from jaxdp.models.convolution import convolve
+
+
+def make_dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:
+    """Return a dropout layer. Raises UsageError for a rate that drops everything, or is no share."""
+    if not 0 <= rate < 1:
+        raise UsageError(f"model.args.dropout: {rate!r} is not in [0, 1); make it {'0' if rate < 0 else 'smaller'}")
+    return nnx.Dropout(rate, rngs=rngs)
 
 
 class ConvBN(nnx.Module):

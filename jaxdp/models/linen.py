@@ -1,34 +1,77 @@
 """Flax Linen modules as pure functions: the "params" collection, and the rest as model state."""
 
+import dataclasses
+import zlib
 from typing import Any
 
 import jax
-from flax import linen
+from flax import errors, linen
 
-from jaxdp.models.base import Model, call_arguments, keep_dtypes
+from jaxdp.models.base import CARRY, Model, call_arguments, keep_dtypes, modes, named, rehearse
 
 
 def from_linen(module: linen.Module) -> Model:
-    """The model of a Linen module; its collections other than "params" (batch_stats, carry, ...) are model state.
+    """Return the model of a Linen module; its collections other than "params" (batch_stats, carry, ...) are its state.
 
-    The collection "carry" belongs to the examples ([example, ...]). Every RNG collection that the module asks for is
-    derived from the microbatch's key.
+    The collection "carry" belongs to the examples ([example, ...]). Collections that `sow` fills are left out. Every
+    RNG stream that the module draws from has a key derived from the microbatch's; evaluation has no "dropout" stream.
     """
+    evaluated = in_evaluation(module)
+    streams = {"dropout"}  # and those that a rehearsal asks for
+
+    def run(variables: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool, rngs: Any, mutable: Any) -> Any:
+        args, kwargs = call_arguments(module.__call__, batch, train, key)
+        called = module if train else evaluated
+        return called.apply(variables, *args, rngs=rngs, mutable=list(mutable) or False, **kwargs)
+
+    def keys(key: jax.Array, names: set[str]) -> dict[str, jax.Array]:
+        number = lambda name: 1 if name == "dropout" else zlib.crc32(name.encode())
+        return {name: key if name == "params" else jax.random.fold_in(key, number(name)) for name in sorted(names)}
 
     def init(key: jax.Array, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
-        args, kwargs = call_arguments(module.__call__, batch, False)
-        variables = dict(module.init({"params": key, "dropout": jax.random.fold_in(key, 1)}, *args, **kwargs))
-        variables.pop("intermediates", None)
-        return variables.pop("params", {}), variables
+        args, kwargs = call_arguments(module.__call__, batch, False, key)
+        variables = linen.meta.unbox(evaluated.init(keys(key, {"params", "dropout"}), *args, **kwargs))
+        params, state = variables.pop("params", {}), dict(variables)
+        state.pop("intermediates", None)
+        after = rehearse(lambda params, state: rehearsed(params, state, batch, key), params, state, batch)
+        alike = lambda a, b: jax.tree.map(jax.numpy.shape, a) == jax.tree.map(jax.numpy.shape, b)
+        return params, {k: tree for k, tree in state.items() if after is None or alike(tree, after.get(k))}
+
+    def rehearsed(params: Any, state: Any, batch: dict[str, jax.Array], key: jax.Array) -> Any:
+        """Return the state after a training call, in which streams without a key are found and added to `streams`."""
+        while True:
+            try:
+                result = run({"params": params, **state}, batch, key, True, keys(key, streams), state)
+                return result[1] if state else {}
+            except errors.InvalidRngError as error:
+                name = named(r'PRNG for "(.+?)"', error)
+                name = "params" if name in streams else name  # inside a transformation that does not pass it on
+                if not name or name in streams:
+                    raise
+                streams.add(name)
 
     def apply(params: Any, model_state: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool):
-        args, kwargs = call_arguments(module.__call__, batch, train)
-        rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
-        mutable = list(model_state) if model_state and (train or "carry" in model_state) else False
-        variables = {"params": params, **model_state}
+        mutable = [name for name in model_state if train or name == CARRY]
+        rngs = keys(key, {"params", *streams} if train else {"params", *streams} - {"dropout"})
+        result = run({"params": params, **model_state}, batch, key, train, rngs, mutable)
         if not mutable:
-            return module.apply(variables, *args, rngs=rngs, **kwargs), model_state
-        outputs, new_state = module.apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
-        return outputs, keep_dtypes(model_state, {**model_state, **new_state})
+            return result, model_state
+        return result[0], keep_dtypes(model_state, model_state | result[1])
 
     return Model(init, apply)
+
+
+def in_evaluation(module: linen.Module) -> linen.Module:
+    """Return the module with its fields that tell training from evaluation (deterministic: False), and those of a
+    config in it, set to evaluation; training keeps them."""
+    wanted = modes(False)
+
+    def turned(x: Any) -> Any:
+        if not dataclasses.is_dataclass(x) or isinstance(x, type) or (isinstance(x, linen.Module) and x is not module):
+            return x
+        old = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if f.init and hasattr(x, f.name)}
+        new = {k: wanted[k] if k in wanted and isinstance(v, bool) else turned(v) for k, v in old.items()}
+        changes: dict[str, Any] = {k: v for k, v in new.items() if v is not old[k]}
+        return (x.clone(**changes) if x is module else dataclasses.replace(x, **changes)) if changes else x
+
+    return turned(module)

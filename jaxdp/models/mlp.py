@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxdp.models.layers import make_dropout
 from jaxdp.models.products import product
 
 
@@ -31,7 +32,7 @@ class MLP(nnx.Module):
             [nnx.Linear(a, b, dot_general=product, rngs=rngs) for a, b in itertools.pairwise(widths)]
         )
         self.head = nnx.Linear(widths[-1], num_classes, dot_general=product, rngs=rngs)
-        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.dropout = make_dropout(dropout, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x.reshape(x.shape[0], math.prod(x.shape[1:]))

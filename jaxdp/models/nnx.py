@@ -1,5 +1,6 @@
 """Flax NNX modules as pure functions: split once by variable kind, merge in every call."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from jaxdp.errors import UsageError
-from jaxdp.models.base import CARRY, Model, at, call_arguments, for_each_example, keep_dtypes, nest
+from jaxdp.models.base import CARRY, Model, at, call_arguments, for_each_example, keep_dtypes, modes, nest, rehearse
 from jaxdp.models.scan import scan_blocks
 
 
@@ -49,48 +50,48 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     from the key of the microbatch, so that dropout does not depend on where or when it is computed. Raises UsageError
     where the function gives something else.
     """
-    graphs: list[Any] = []
+    graphs: dict[bool, Any] = {}
+    stacks: list[tuple] = []  # paths of stacked blocks
 
     @jax.jit  # traced here, and not again where `init` calls it
     def made(key: jax.Array) -> Any:
-        graph, state = nnx.split(_made(make, nnx.Rngs(key)))
-        graphs.append(graph)
+        module = _made(make, nnx.Rngs(key))
+        stacks[:] = [(*path, "stack") for path, part in nnx.iter_modules(module) if isinstance(part, Blocks)]
+        for path, part in nnx.iter_modules(module):
+            if isinstance(part, Blocks):
+                part.path = "/".join(map(str, (*path, "stack")))
+        for train in (False, True):
+            _set_mode(module, train)
+            graphs[train], state = nnx.split(module)
         return state
 
     state = jax.eval_shape(made, jax.eval_shape(lambda: jax.random.key(0)))
-    module = nnx.merge(graphs[0], state)
-    stacks = [(path, part) for path, part in nnx.iter_modules(module) if isinstance(part, Blocks)]
-    stacked = [(*path, "stack") for path, _ in stacks]
-    for path, part in stacks:
-        part.path = "/".join(map(str, (*path, "stack")))
-    module.train()
-    train_def, *states = nnx.split(module, nnx.Param, nnx.RngState, Carry, ...)
-    module.eval()
-    eval_def = nnx.graphdef(module)
-    kinds = [nnx.to_flat_state(state) for state in states]
+    kinds = [nnx.to_flat_state(part) for part in nnx.split_state(state, nnx.Param, nnx.RngState, Carry, ...)]
     params_kind, rng_kind, carry_kind, rest_kind = kinds
 
     def init(key: jax.Array, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
         states = nnx.split_state(made(key), nnx.Param, nnx.RngState, Carry, ...)
         params, _, carry, rest = (_to_dict(nnx.to_flat_state(state)) for state in states)
-        return params, ({**rest, CARRY: for_each_example(carry, batch)} if carry_kind else rest)
+        model_state = {**rest, CARRY: for_each_example(carry, batch)} if carry_kind else rest
+        rehearse(lambda params, state: apply(params, state, batch, key, True), params, model_state, batch)
+        return params, model_state
 
     def turn(path: tuple, x: jax.Array) -> jax.Array:
         """Carry of stacked blocks: [example, block, ...] to and from [block, example, ...]."""
-        return x.swapaxes(0, 1) if any(path[: len(stack)] == stack for stack in stacked) else x
+        return x.swapaxes(0, 1) if any(path[: len(stack)] == stack for stack in stacks) else x
 
     def apply(params: Any, model_state: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool):
         rngs = [(path, v.replace(_restart(v, key, i))) for i, (path, v) in enumerate(rng_kind)]
         carry = [(path, v.replace(turn(path, at(model_state[CARRY], path)))) for path, v in carry_kind]
         module = nnx.merge(
-            train_def if train else eval_def,
+            graphs[train],
             _to_state(params_kind, params),
             nnx.from_flat_state(rngs),
             nnx.from_flat_state(carry),
             _to_state(rest_kind, model_state),
             copy=True,
         )
-        args, kwargs = call_arguments(module.__call__, batch, train)
+        args, kwargs = call_arguments(module.__call__, batch, train, key)
         outputs = module(*args, **kwargs)
         new = dict(nnx.to_flat_state(nnx.state(module)))
         rest = _to_dict([(path, new[path]) for path, _ in rest_kind])
@@ -98,7 +99,7 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
             rest[CARRY] = nest((path, turn(path, new[path].get_value())) for path, _ in carry_kind)
         return outputs, keep_dtypes(model_state, rest)
 
-    return Model(init, apply, tuple(part.path for _, part in stacks))
+    return Model(init, apply, tuple("/".join(map(str, path)) for path in stacks))
 
 
 def _made(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
@@ -107,12 +108,25 @@ def _made(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
     module: Any = make(rngs)
     if not isinstance(module, nnx.Module):
         raise UsageError(f"model: what takes rngs must give a Flax NNX module, not {type(module).__name__}; return one")
-    for _, part in nnx.iter_modules(module):
+    for _, part in list(nnx.iter_modules(module)):
+        for name, value in list(vars(part).items()):
+            if isinstance(value, jax.core.Tracer):  # Flax knows an array as data, but not one that is traced
+                setattr(part, name, nnx.data(value))
         if isinstance(part, nnx.Embed) and part.dtype == part.param_dtype:
             part.dtype = None
         if isinstance(part, nnx.BatchNorm) and part.dtype is None and part.promote_dtype is dtypes.promote_dtype:
             part.promote_dtype = _as_they_are
     return module
+
+
+def _set_mode(module: nnx.Module, train: bool) -> None:
+    """Set training or evaluation in every part: its attributes, and what its `set_view` takes."""
+    _ = module.train() if train else module.eval()
+    part: Any
+    for _, part in nnx.iter_modules(module):
+        if hasattr(type(part), "set_view"):
+            takes = inspect.signature(part.set_view).parameters
+            part.set_view(**{name: value for name, value in modes(train).items() if name in takes})
 
 
 def _as_they_are(arrays: Any, **more: Any) -> Any:
@@ -129,8 +143,15 @@ def _restart(variable: nnx.Variable, key: jax.Array, i: int) -> jax.Array:
 
 
 def _to_dict(flat: Any) -> dict[str, Any]:
-    return nest((path, variable.get_value()) for path, variable in flat)
+    return nest((path, _value(x)) for path, x in flat)
 
 
 def _to_state(kinds: Any, tree: dict[str, Any]) -> nnx.State:
-    return nnx.from_flat_state([(path, variable.replace(at(tree, path))) for path, variable in kinds])
+    return nnx.from_flat_state(
+        [(path, x.replace(at(tree, path)) if isinstance(x, nnx.Variable) else at(tree, path)) for path, x in kinds]
+    )
+
+
+def _value(x: Any) -> Any:
+    """What a variable holds; an array that is an attribute is no variable."""
+    return x.get_value() if isinstance(x, nnx.Variable) else x

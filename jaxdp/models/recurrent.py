@@ -15,6 +15,7 @@ from flax import nnx
 from jaxdp.errors import UsageError
 from jaxdp.models.attention import wide
 from jaxdp.models.gpt import look_up
+from jaxdp.models.layers import make_dropout
 from jaxdp.models.nnx import Carry
 
 NONLINEARITIES = {"tanh": nnx.tanh, "relu": nnx.relu}
@@ -48,11 +49,9 @@ class Recurrent(nnx.Module):
             raise UsageError(f"model.args.input_shape: {input_shape!r} is not (length,); use data of tokens")
         if tied and dim != hidden:
             raise UsageError(f"model.args.hidden: {hidden} is not dim, {dim}, as tied asks for; make them equal")
-        if not 0 <= dropout < 1:
-            raise UsageError(f"model.args.dropout: {dropout!r} is not in [0, 1); make it smaller")
         self.embed = nnx.Embed(num_classes, dim, rngs=rngs)
         self.layers = nnx.List([self.layer(dim if i == 0 else hidden, hidden, rngs) for i in range(layers)])
-        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.dropout = make_dropout(dropout, rngs)
         self.head = None if tied else nnx.Linear(hidden, num_classes, rngs=rngs)
 
     @abc.abstractmethod

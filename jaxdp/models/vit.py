@@ -11,6 +11,7 @@ from flax import nnx
 from jaxdp.errors import UsageError
 from jaxdp.models.attention import Attention, full
 from jaxdp.models.gpt import DEVIATION, GELU, NORMS, Block
+from jaxdp.models.layers import make_dropout
 from jaxdp.models.nnx import Blocks
 from jaxdp.models.products import product
 
@@ -51,8 +52,6 @@ class ViT(nnx.Module):
             raise UsageError(f"model.args.patch: {patch} does not divide images of {height}x{width}; change it")
         if dim % heads:
             raise UsageError(f"model.args.dim: {dim} does not divide by heads: {heads}; change either")
-        if not 0 <= dropout < 1:
-            raise UsageError(f"model.args.dropout: {dropout!r} is not in [0, 1); make it smaller")
 
         normal = nnx.initializers.normal
         linear = functools.partial(nnx.Linear, kernel_init=normal(DEVIATION), dot_general=product)
@@ -63,12 +62,12 @@ class ViT(nnx.Module):
             attention = Attention(dim, dim // heads, heads, heads, linear, key, back, full, rngs=rngs)
             mlp = GELU(dim, hidden, linear, back, rngs=rngs)
             norms = [NORMS["layer"](dim, True, rngs) for _ in range(2)]
-            return Block(norms[0], attention, norms[1], mlp, nnx.Dropout(dropout, rngs=rngs))
+            return Block(norms[0], attention, norms[1], mlp, make_dropout(dropout, rngs))
 
         patches = (height // patch) * (width // patch)
         self.embed = nnx.Linear(patch * patch * channels, dim, rngs=rngs)
         self.positions = nnx.Param(normal(DEVIATION)(rngs(), (patches, dim), jnp.float32))
-        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.dropout = make_dropout(dropout, rngs)
         self.blocks = Blocks(block, layers, rngs=rngs)
         self.norm = NORMS["layer"](dim, True, rngs)
         self.head = nnx.Linear(dim, num_classes, kernel_init=normal(DEVIATION), rngs=rngs)

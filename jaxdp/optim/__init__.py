@@ -8,7 +8,7 @@ from jaxdp.optim.elementwise import check_elementwise
 from jaxdp.optim.muon import matrices
 from jaxdp.optim.paths import decay_mask, scale_by_path, unmatched
 from jaxdp.optim.schedule import SCHEDULES, Schedule, make_schedule
-from jaxdp.optim.table import OPTIMIZERS, make_optimizer
+from jaxdp.optim.table import OPTIMIZERS, checked, make_optimizer
 from jaxdp.optim.zero import zero1
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "SCHEDULES",
     "Schedule",
     "check_elementwise",
+    "checked",
     "decay_mask",
     "make_optimizer",
     "make_schedule",

@@ -5,9 +5,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 
-from jaxdp.errors import UsageError
+from jaxdp import user_errors
+from jaxdp.errors import Said, UsageError, one_line
 from jaxdp.optim.muon import muon
 from jaxdp.optim.paths import decay_mask, scale_by_path
 from jaxdp.optim.schedule import Schedule
@@ -85,3 +88,34 @@ def make_optimizer(
     else:
         tx = make(schedule, **args)
     return optax.chain(tx, scale_by_path(lr_scale)) if lr_scale else tx
+
+
+def checked(name: str, tx: Any) -> optax.GradientTransformation:
+    """Return `tx` with its functions raising UsageError where they cannot be called as those of an optimizer are."""
+    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
+        raise UsageError(f"optimizer.target: {name!r} returns {type(tx).__name__}, not an Optax transformation")
+
+    def init(params: Any) -> Any:
+        jax.tree.map(jnp.asarray, state := tx.init(params))  # what holds no arrays cannot be traced
+        return state
+
+    def guarded(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def run(*args: Any, **extra: Any) -> Any:
+            try:
+                return function(*args, **extra)
+            except Said:
+                raise
+            except Exception as error:
+                own = user_errors.lines(error)
+                raise UsageError(
+                    f"optimizer.target: {name!r} cannot be used: jaxdp calls init(parameters) and update(gradients, "
+                    f"state, parameters), which failed{f' at {own}' if own else ''}: {type(error).__name__}: "
+                    f"{one_line(error)}"
+                ) from error
+
+        return run
+
+    functools.update_wrapper(init, tx.init)
+    kind = type(tx) if isinstance(tx, optax.GradientTransformation) else optax.GradientTransformation
+    return kind(guarded(init), guarded(tx.update))

@@ -9,13 +9,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdp.axes import FLAT, REPLICA, SHARD, Axes
+from jaxdp.core.frozen import merge
+from jaxdp.core.state import Batch, Sums, TrainState, View
+from jaxdp.core.step import Step
 from jaxdp.errors import UsageError
 from jaxdp.optim import check_elementwise
-from jaxdp.parallel.base import (
-    Program,
-    TwoParts,
+from jaxdp.parallel.gather import GatherRule, make_gather
+from jaxdp.parallel.layout import ZERO, Share, share, state_dims
+from jaxdp.parallel.placement import (
     abstract_state,
-    applier,
     collect,
     data_mesh,
     deal,
@@ -24,28 +26,25 @@ from jaxdp.parallel.base import (
     of_this_process,
     one_by_one,
     ordered_devices,
-    over_slots,
-    reducer,
     same,
     sent_by_call,
     slot_table,
-    totaller,
 )
-from jaxdp.parallel.exact import check_devices, largest, pieces_of
-from jaxdp.parallel.layout import ZERO, Share, make_gather, share, state_dims
 from jaxdp.parallel.reduction import Reduction
-from jaxdp.parallel.rounding import running
+from jaxdp.parallel.strategy import Program
+from jaxdp.parallel.sums import Place, arithmetic
 from jaxdp.split import spec
-from jaxdp.step import Batch, Step, Sums, Total, TrainState, View, merge
 
 
 class PJit:
-    """State laid out over a mesh (NamedSharding), batches split along all its axes.
+    """State sharded over a mesh (NamedSharding), batches sharded along all its axes.
 
-    zero: the stage. shard_size: the devices that share one copy of the split state; None means all. accumulator:
-    'split' sums the gradients of stages 2 and 3 over the devices slot by slot, 'whole' once after all slots. blocks:
-    paths of the parameters that are stacked [block, ...]. split_as: leaves are split as this many parts would be, a
-    multiple of ours; to plan for more devices than there are.
+    Args:
+        zero: the stage.
+        shard_size: the number of devices that share one copy of the sharded state; None means all.
+        accumulator: 'split' reduces the gradients of stages 2 and 3 slot by slot, 'whole' once after all slots.
+        blocks: paths of the parameters that are stacked [block, ...].
+        split_as: shard leaves as for this number of parts, a multiple of ours; to plan for more devices.
     """
 
     def __init__(
@@ -64,11 +63,8 @@ class PJit:
     ):
         self.devices = ordered_devices(devices)
         self.layout, self.blocks = ZERO[zero], blocks
-        self.split_grads = self.layout.grads and accumulator == "split"
-        self.most = largest(microbatches) if reduction.exact else 1
-        if reduction.exact:
-            check_devices(microbatches, len(self.devices), self.split_grads)
-        self.table = slot_table(microbatches, len(self.devices), reduction.exact and self.split_grads)
+        self.split_grads, self.arithmetic = self.layout.grads and accumulator == "split", arithmetic(reduction)
+        self.table = slot_table(microbatches, len(self.devices), reduction.group)
         self.parts = group_size(shard_size, len(self.devices))
         hybrid = self.parts < len(self.devices)
         self.axes = Axes(SHARD, REPLICA) if hybrid else FLAT
@@ -80,17 +76,14 @@ class PJit:
         self.split_steps = NamedSharding(self.mesh, P(None, self.axes.all))
         self.reduction, self.reduce_dtype = reduction, reduce_dtype
         self.make, self.shapes = make, jax.eval_shape(make)
-        self.dims = state_dims(self.shapes, self.layout, split_as or self.parts, blocks, self.most)
-        whole_split = state_dims(self.shapes, ZERO[3], split_as or self.parts, blocks, self.most)
+        self.dims = state_dims(self.shapes, self.layout, split_as or self.parts, blocks)
+        whole_split = state_dims(self.shapes, ZERO[3], split_as or self.parts, blocks)
         self.slices: Any = whole_split.params  # the dims of gradients and updates, where any state is split
 
     def check(self, tx: Any, params: Any) -> None:
         """Any optimizer works: it sees whole arrays. But one that looks beyond an element rounds by how they lie."""
-        if self.reduction.exact and self.layout.opt_state and self.most > 1:
-            advice = (
-                "with reduction: exact, ZeRO needs an elementwise one, such as sgd, adam, adamw or lion, or zero: 0"
-            )
-            check_elementwise(tx, params, 2, self.blocks, advice)  # what any number of devices splits
+        if self.arithmetic.elementwise and self.layout.opt_state:
+            check_elementwise(tx, params, 2, self.blocks, self.arithmetic.elementwise)  # on one device too
 
     def abstract(self) -> TrainState:
         return abstract_state(self.shapes, self.mesh, self.dims, self.axes.shard)
@@ -101,7 +94,7 @@ class PJit:
     def init(self) -> TrainState:
         return self.adopt(make_state(self.make, self.abstract(), self.mesh, self.dims, self.axes))
 
-    def put(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
+    def shard_batch(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
         place = self.split_steps if several else self.split
         if self.by_call:
             return batch  # type: ignore[return-value]
@@ -109,111 +102,97 @@ class PJit:
             return jax.device_put(batch, place)
         return {k: jax.make_array_from_process_local_data(place, x) for k, x in batch.items()}
 
-    def hold(self, arrays: dict[str, np.ndarray]) -> Batch:
+    def replicate(self, arrays: dict[str, np.ndarray]) -> Batch:
         return {k: jax.make_array_from_process_local_data(self.whole, x, x.shape) for k, x in arrays.items()}
 
-    def lower(self, step: Step) -> Program:
-        whole: Any = P()
-        dims, shard = self.dims, self.axes.shard
-        split_dims = self.slices
-        grad_dims = step.trainable(split_dims) if self.layout.opt_state else None
-        specs = lambda dims: jax.tree.map(lambda d: spec(d, shard), dims)
-        grad_specs = whole if grad_dims is None else specs(grad_dims)
-        over_devices = P(self.axes.all)
-        view = View(whole, specs(dims.params), whole, whole, over_devices)
-        map_over = lambda f, i, o: jax.shard_map(f, mesh=self.mesh, in_specs=i, out_specs=o, check_vma=False)
-        exact = self.reduction.exact
-
-        def replica(f: Callable[..., Sums], split_grads: bool, reduce: Callable[[Sums], Sums], grads: Any) -> Any:
-            """One of the step's functions on each device's share, and the sums of all."""
-            share = over_slots(f, reduce, self.table, self.axes, exact, self.split_grads)
-
-            def run(view: View, batch: Batch) -> Sums:
-                params, gather = make_gather(
-                    view.params,
-                    split_dims,
-                    split_params=self.layout.params,
-                    split_grads=split_grads,
-                    reduction=self.reduction,
-                    axes=self.axes,
-                    blocks=self.blocks,
-                    trainable=step.trainable,
-                    reduce_dtype=self.reduce_dtype,
-                    live=running(view.step) if exact else None,
-                )
-                return share(view._replace(params=params), batch, gather)
-
-            mapped = map_over(run, (view, over_devices), Sums(grads, whole, whole, whole, whole, over_devices))
-
-            def share_of(state: TrainState, batch: Batch) -> Sums:
-                return mapped(state.view, batch)
-
-            share_of.__name__ = f.__name__
-            return share_of
-
-        reduce = reducer(self.reduction, self.axes, self.reduce_dtype, grad_dims, self.split_grads)
-        grads = replica(step.grads, self.split_grads, reduce, grad_specs)
-        evaluate = replica(step.evaluate, False, reducer(self.reduction, self.axes), whole)
-        place = lambda tree, dims: jax.tree.map(
-            lambda x, d: jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec(d, shard))), tree, dims
-        )
-        joined = map_over(lambda params: self.reduction.gather(params, grad_dims, shard), (grad_specs,), whole)
-
-        measured_in = pieces_of(step.trainable(self.shapes.params), self.blocks, self.most) if exact else None
-
-        def total_of(update: jax.Array) -> Total:
-            """`total` in update number `update`."""
-            if grad_dims is None:
-                return totaller(None, shard, measured_in, update)
-
-            def total(measure: Callable[[Any], jax.Array], tree: Any) -> jax.Array:
-                local = lambda tree, update: totaller(grad_dims, shard, measured_in, update)(measure, tree)
-                return map_over(local, (grad_specs, whole), whole)(tree, update)
-
-            return total
-
-        def apply(state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, jax.Array]]:
-            total = total_of(state.step)
-            if grad_dims is None:
-                return step.apply(state, sums, total)
-            before = state.params
-            state, metrics = step.apply(state.replace(params=place(before, split_dims)), sums, total)
-            params = place(state.params, split_dims)
-            if not self.layout.params:  # they were whole: what was frozen still is
-                params = merge(joined(step.trainable(params)), before)
-            return state.replace(params=params), metrics
-
-        shardings = jax.tree.map(lambda d: NamedSharding(self.mesh, spec(d, shard)), dims)
-        shardings = shardings.replace(carry=jax.tree.map(lambda _: self.split, self.shapes.carry))
-        everywhere: Any = self.whole
-        evaluated = Sums(everywhere, everywhere, everywhere, everywhere, everywhere, self.split)
-        evaluation = jax.jit(evaluate, out_shardings=evaluated)
-        results = (shardings, self.whole)
+    def compile(self, step: Step) -> Program:
+        """The gradients are summed inside `shard_map`, by collectives that are written out; the rest is `jax.jit`."""
+        full: Any = P()
+        grad_dims = step.trainable(self.slices) if self.layout.opt_state else None
+        grad_specs = full if grad_dims is None else self._specs(grad_dims)
+        place = Place(self.reduction, self.table, self.axes)
+        evaluate = self._summed(step, step.evaluate, place, full)
+        place = place._replace(dims=grad_dims, per_slot=self.split_grads, dtype=self.reduce_dtype, key=step.key)
+        grads = self._summed(step, step.grads, place, grad_specs)
+        apply = self.arithmetic.finish(self._apply(step, grad_dims, grad_specs))
 
         def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
             return apply(state, grads(state, batch))
 
-        if not exact:
-            compiled = lambda f: jax.jit(f, donate_argnums=0, out_shardings=results)
-            return Program(compiled(update), evaluation, compiled(one_by_one(update)))
+        shardings = jax.tree.map(lambda d: NamedSharding(self.mesh, spec(d, self.axes.shard)), self.dims)
+        shardings = shardings.replace(carry=jax.tree.map(lambda _: self.split, self.shapes.carry))
+        everywhere: Any = self.whole
+        sums = Sums(everywhere, everywhere, everywhere, everywhere, everywhere, self.split, everywhere)
+        jitted = lambda f: jax.jit(f, donate_argnums=0, out_shardings=(shardings, self.whole))
+        return Program(jitted(update), jax.jit(evaluate, out_shardings=sums), jitted(one_by_one(update)))
 
-        def between(lowered: Any) -> Sums:
-            sums = lowered.out_info
-            placed = lambda tree, place: jax.tree.map(
-                lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, p)), tree, place
-            )
-            all_whole = lambda tree: jax.tree.map(lambda _: whole, tree)
-            places = all_whole(sums) if grad_dims is None else all_whole(sums)._replace(grads=grad_specs)
-            return placed(sums, places._replace(carry=jax.tree.map(lambda _: over_devices, sums.carry)))
+    def _summed(self, step: Step, f: Callable[..., Sums], place: Place, grad_specs: Any) -> Any:
+        """Return (state, batch) -> the sums over all devices of one of the step's functions on each device's slots."""
+        full: Any = P()
+        sums_of = self.arithmetic.over_slots(f, place)
+        rule = GatherRule(
+            self.reduction,
+            self.axes,
+            self.blocks,
+            step.trainable,
+            shard_params=self.layout.params,
+            shard_grads=place.per_slot and self.arithmetic.in_backward,
+            reduce_dtype=self.reduce_dtype,
+        )
 
-        parts = (jax.jit(grads), jax.jit(applier(apply, exact), donate_argnums=0, out_shardings=results))
-        return Program(TwoParts(*parts, between), evaluation)
+        def of_device(view: View, batch: Batch) -> Sums:
+            live = self.arithmetic.live(view.step)
+            params, gather = make_gather(view.params, self.slices, rule._replace(live=live))
+            return sums_of(view._replace(params=params), batch, gather)
+
+        over_devices = P(self.axes.all)
+        view = View(full, self._specs(self.dims.params), full, full, over_devices, full)
+        sums = Sums(grad_specs, full, full, full, full, over_devices, full)
+        mapped = self._map(of_device, (view, over_devices), sums)
+
+        def of_state(state: TrainState, batch: Batch) -> Sums:
+            return mapped(state.view, batch)
+
+        of_state.__name__ = f.__name__
+        return of_state
+
+    def _apply(self, step: Step, grad_dims: Any, grad_specs: Any) -> Any:
+        """Return `step.apply` where gradients, optimizer state and the update may be sharded."""
+        full: Any = P()
+        shard, total_of = self.axes.shard, self.arithmetic.total
+        if grad_dims is None:
+            return lambda state, sums: step.apply(state, sums, total_of(None, shard, state.step))
+        joined = self._map(lambda params: self.reduction.gather(params, grad_dims, shard), (grad_specs,), full)
+
+        def constrain(tree: Any) -> Any:
+            place = lambda d: NamedSharding(self.mesh, spec(d, shard))
+            return jax.tree.map(lambda x, d: jax.lax.with_sharding_constraint(x, place(d)), tree, self.slices)
+
+        def apply(state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, jax.Array]]:
+            def total(grads: Any) -> jax.Array:
+                local = lambda grads, update: total_of(grad_dims, shard, update)(grads)
+                return self._map(local, (grad_specs, full), full)(grads, number)
+
+            number, before = state.step, state.params
+            state, metrics = step.apply(state.replace(params=constrain(before)), sums, total)
+            params = constrain(state.params)
+            if not self.layout.params:  # they were full, and frozen ones still are
+                params = merge(joined(step.trainable(params)), before)
+            return state.replace(params=params), metrics
+
+        return apply
+
+    def _specs(self, dims: Any) -> Any:
+        return jax.tree.map(lambda d: spec(d, self.axes.shard), dims)
+
+    def _map(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def averaged(self, state: TrainState) -> TrainState:
         shardings = jax.tree.map(lambda x: x.sharding, state.params)
         return state.replace(params=jax.jit(same, out_shardings=shardings)(like(state.ema, state.params)))
 
-    def arguments(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
+    def argument_shapes(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
         slots = self.table.size
         state = self.abstract()
         place = lambda x, shape: jax.ShapeDtypeStruct(shape, x.dtype, sharding=self.split)

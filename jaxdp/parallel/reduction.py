@@ -7,6 +7,7 @@
 `dims` is a tree like the first, with WHOLE for a leaf that is not split; see `jaxdp.split`.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +16,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxdp.axes import Axes
-from jaxdp.parallel.exact import halve, sum_all
 from jaxdp.split import WHOLE, take
 
 Tree = Any
@@ -25,7 +25,8 @@ class Reduction(NamedTuple):
     reduce: Callable[[Tree, Any], Tree]
     scatter: Callable[[Tree, Tree, Axes], Tree]
     gather: Callable[[Tree, Tree, str], Tree]
-    exact: bool = False  # added up in the same order on any number of devices
+    arithmetic: Any = None  # `jaxdp.parallel.sums.Arithmetic`; None: that of floats
+    group: int = 1  # microbatches that stay together on a device
 
 
 def xla(bucket_mb: float = 25.0, safe: bool = False) -> Reduction:
@@ -56,27 +57,19 @@ def bucket(bucket_mb: float = 25.0, safe: bool = False) -> Reduction:
     al. 2020, section 3.2.1). A leaf larger than a bucket has one to itself.
     """
 
-    def exchange(rows: jax.Array, axes: Axes) -> jax.Array:
-        if safe:
-            index = jax.lax.axis_index(axes.shard)
-            return jax.lax.dynamic_index_in_dim(jax.lax.psum(rows, axes.all), index, keepdims=False)
-        row = jax.lax.psum_scatter(rows, axes.shard, scatter_dimension=0)
-        return row if axes.replica is None else jax.lax.psum(row, axes.replica)
-
-    return _in_buckets(int(bucket_mb * 1e6), jax.lax.psum, exchange)
+    return in_buckets(int(bucket_mb * 1e6), jax.lax.psum, functools.partial(exchange, safe=safe))
 
 
-def exact(bucket_mb: float = 25.0, safe: bool = False) -> Reduction:
-    """Buckets too, but summed by recursive halving, neighbours first: the tree of `jaxdp.parallel.exact`."""
+def exchange(rows: jax.Array, axes: Axes, safe: bool) -> jax.Array:
+    """Rows [part, n] of every device -> the sum [n] over all devices of this device's row; safe: by an all-reduce."""
+    if safe:
+        index = jax.lax.axis_index(axes.shard)
+        return jax.lax.dynamic_index_in_dim(jax.lax.psum(rows, axes.all), index, keepdims=False)
+    row = jax.lax.psum_scatter(rows, axes.shard, scatter_dimension=0)
+    return row if axes.replica is None else jax.lax.psum(row, axes.replica)
 
-    def exchange(rows: jax.Array, axes: Axes) -> jax.Array:
-        row = halve(rows, axes.shard)
-        return row if axes.replica is None else sum_all(row, axes.replica)
 
-    return _in_buckets(int(bucket_mb * 1e6), sum_all, exchange)._replace(exact=True)
-
-
-def _in_buckets(
+def in_buckets(
     limit: int,
     add_up: Callable[[jax.Array, Any], jax.Array],
     exchange: Callable[[jax.Array, Axes], jax.Array],
@@ -158,28 +151,11 @@ def pack(leaves: list[tuple[Any, int]], limit: int) -> list[list[int]]:
     return full + [indices for indices, _ in filling.values()]
 
 
-REDUCTIONS: dict[str, Callable[..., Reduction]] = {"xla": xla, "bucket": bucket, "exact": exact}
-
-
-def make_reduction(name: str, bucket_mb: float = 25.0) -> Reduction:
-    """The named reduction; 'auto' is bucket where CPU processes talk over Gloo (XLA's combined all-reduce of many
-    operands is slow there), else xla.
-
-    Over Gloo a scatter is an all-reduce and a slice: its own reduce-scatter dies after 30 s whatever the timeout, and
-    was reported wrong (jax#40831, jax#40830).
-    """
-    gloo = jax.process_count() > 1 and jax.default_backend() == "cpu"
-    if name == "auto":
-        name = "bucket" if gloo else "xla"
-    made = REDUCTIONS[name](bucket_mb, safe=gloo)
-    return made if made.exact else _not_alone(made)
-
-
-def _not_alone(reduction: Reduction) -> Reduction:
+def not_alone(reduction: Reduction) -> Reduction:
     """The reduction, but nothing on one device: XLA copies what it reduces there, and fuses nothing across."""
     alone = lambda axes: jax.lax.axis_size(axes) == 1
-    return Reduction(
-        lambda tree, axes: tree if alone(axes) else reduction.reduce(tree, axes),
-        lambda tree, dims, axes: tree if alone(axes.all) else reduction.scatter(tree, dims, axes),
-        lambda tree, dims, axis: tree if alone(axis) else reduction.gather(tree, dims, axis),
+    return reduction._replace(
+        reduce=lambda tree, axes: tree if alone(axes) else reduction.reduce(tree, axes),
+        scatter=lambda tree, dims, axes: tree if alone(axes.all) else reduction.scatter(tree, dims, axes),
+        gather=lambda tree, dims, axis: tree if alone(axis) else reduction.gather(tree, dims, axis),
     )

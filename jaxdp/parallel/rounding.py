@@ -48,6 +48,27 @@ def settle(tree: Tree, live: jax.Array) -> Tree:
     return jax.lax.fori_loop(0, jnp.where(live, 0, 1), lambda _, tree: jax.tree.map(change, tree), tree)
 
 
+def each(f: Callable, start: Tree, pieces: Tree, live: jax.Array, like: Tree) -> tuple[Tree, Tree]:
+    """`jax.lax.scan` of f(carried, piece) -> (carried, result), each piece computed by itself.
+
+    Nothing gets out of the loop, or into it, by fusion: only the run knows its length, and a piece is looked up in at
+    least two, and written to memory first. like: the shapes of a result.
+    """
+    number = len(jax.tree.leaves(pieces)[0])
+    pieces = jax.tree.map(lambda x: x if len(x) > 1 else jnp.concatenate([x, x]), pieces)
+    results = jax.tree.map(lambda x: jnp.zeros((max(2, number), *x.shape), x.dtype), like)
+
+    def one(i: jax.Array, state: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+        carried, results = state
+        piece = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), pieces)
+        carried, result = f(carried, settle(piece, live))
+        put = lambda buffer, x: jax.lax.dynamic_update_index_in_dim(buffer, x, i, 0)
+        return carried, jax.tree.map(put, results, result)
+
+    carried, results = jax.lax.fori_loop(0, jnp.where(live, number, 0), one, (start, results))
+    return carried, jax.tree.map(lambda x: x[:number], results)
+
+
 def as_written(f: Callable, live: jax.Array) -> Callable:
     """f, with products pinned, what is divided by a scalar multiplied by its pinned reciprocal, and sums by themselves.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from jaxdp import bounded_yaml
 from jaxdp.errors import UsageError
 from jaxdp.metrics import events as kinds
 from jaxdp.metrics.jsonl import read
@@ -215,7 +216,7 @@ def _mapping(file: pathlib.Path) -> Json:
     """A YAML or JSON file; empty where it is missing or cannot be read."""
     try:
         text = file.read_text(encoding="utf-8")
-        found = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        found = json.loads(text) if file.suffix == ".json" else bounded_yaml.load(text, str(file))
         return _plain(found) if isinstance(found, dict) else {}
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError):
         return {}

@@ -1,73 +1,96 @@
-"""What trains on many devices is what one device would have trained, shown for the user's own model, data, optimizer.
+"""Verify that every configuration trains what one device trains, for the user's own model, data and optimizer.
 
-In float64, where rounding goes and faults stay: the loss by itself, then a few updates by an oracle that shares no code
-with the step, and the same by the step under every kind of strategy that the devices allow.
+First the parts are traced, here and as on other hosts. Then, in float64, where rounding is small and faults are not:
+the loss alone, a few updates by an oracle that shares no code with the step, and the same updates in many
+configurations.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
 
-from jaxdp.verify.checks import FAILED, check_optimizer, check_padding
+from jaxdp.distributed.context import Context
+from jaxdp.verify.check_loss import check_loss
+from jaxdp.verify.checks import any_failed, check_optimizer, check_padding, check_repeat, compare_processes
 from jaxdp.verify.compare import find_reference
-from jaxdp.verify.judge import Report, judge
-from jaxdp.verify.loss import check_loss
+from jaxdp.verify.configurations import Configuration, choose_configurations, make_strategy
+from jaxdp.verify.diagnosis import Report, note_exceptions
 from jaxdp.verify.machine import check_memory, choose_devices, settings
-from jaxdp.verify.matrix import cover, require
-from jaxdp.verify.oracle import bind, make_oracle, plain, start, train
-from jaxdp.verify.report import as_json, as_text, name_of, outcome
-from jaxdp.verify.rows import make_runner
-from jaxdp.verify.subject import Row, Subject, make_trial
-from jaxdp.verify.survey import survey
+from jaxdp.verify.oracle import Start, make_oracle, make_start, train
+from jaxdp.verify.problem import Problem, in_traceable_precision, make_trial
+from jaxdp.verify.report import as_json, as_text, outcome
+from jaxdp.verify.run import run_configuration
+from jaxdp.verify.static_checks import run_static_checks
 
-__all__ = ["Report", "Row", "Subject", "as_json", "as_text", "choose_devices", "verify"]
+__all__ = ["Configuration", "Problem", "Report", "as_json", "as_text", "choose_devices", "verify"]
 
 
 def verify(
-    subject: Subject,
+    problem: Problem,
     devices: Sequence[jax.Device],
     *,
     updates: int = 3,
     tolerance: float | None = None,
     most: int | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = lambda text: None,
+    context: Context | None = None,
 ) -> Report:
-    """Compares a few updates of every kind of strategy on these devices with the oracle's.
+    """Compare a few updates in each configuration on these devices with the oracle's.
 
-    tolerance: the largest relative error (of a leaf, in the L2 norm) allowed; left out, it follows from what the model
-    computes in. most: strategies at most, the subject's own first. say: told of each part that is done. Raises
-    UsageError where this machine, or the data, is too small, or the subject's own strategy needs other devices.
+    Args:
+        tolerance: the largest relative error of a leaf (L2 norm); None: by the dtype that the model computes in.
+        most: the number of configurations beside one device, the problem's own first.
+        progress: called with a line of text after each part.
+        context: of a job of several processes; `devices` are those of all, and every process gets the same report.
+
+    Raises:
+        UsageError: this machine or the data is too small, or the problem's configuration needs other devices.
     """
-    with settings(devices[0]):
-        own = subject.own._replace(devices=min(subject.own.devices or len(devices), len(devices)))
-        require(own, devices)
-        trial = make_trial(subject, len(devices), updates)
-        found = survey(subject, trial, tolerance)
-        report = Report(subject, trial, found.parameters, list(devices), found.tolerance, found.findings, found.checks)
-        if not found.runs:
-            return judge(report)
-        check_memory(subject, trial, devices)
-        begin, one = start(subject, trial), bind(devices[0]) if found.findings else plain
-        oracle = make_oracle(subject, one)
-        report.checks.append(check_loss(subject, oracle, trial, begin, found.tolerance))
-        report.checks.append(check_optimizer(subject, begin.params))
-        if any(check.verdict == FAILED for check in report.checks):
-            return judge(report)  # whatever is trained with it would be as wrong
-        report.checks.append(check_padding(subject, oracle, trial, begin, found.random, found.tolerance))
-        for check in report.checks:
-            say(f"{check.name}: {check.verdict}")
-        reference = find_reference(
-            lambda params, *more: train(subject, oracle, trial, begin._replace(params=params), *more),
-            subject.make_tx,
-            begin.params,
-            list(subject.frozen),
-            found.epsilon,
-            found.tolerance,
+    context = context or Context()
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    with settings(local[0]):
+        first = problem.configuration
+        first = first._replace(devices=min(first.devices or len(devices), len(devices)))
+        make_strategy(first, devices)
+        trial = make_trial(problem, len(devices), updates)
+        problem = in_traceable_precision(dataclasses.replace(problem, configuration=first), trial)
+        static = run_static_checks(problem, trial, tolerance)
+        tolerance, checks = static.tolerance, static.checks
+        report = Report(problem, trial, list(devices), static.parameters, tolerance, checks)
+        checks += compare_processes(context, static.digests)
+        if any_failed(context, checks):
+            return report
+        check_memory(problem, trial, local)
+        start, oracle = make_start(problem, trial), make_oracle(problem)
+        checks += check_repeat(problem, oracle, trial, start, tolerance) or [
+            check_loss(problem, oracle, trial, start, tolerance),
+            check_optimizer(problem, start.params),
+        ]
+        if any_failed(context, checks):
+            return report  # whatever is trained with it would be as wrong
+        checks.append(check_padding(problem, oracle, trial, start, static.random, tolerance))
+        report.reference = find_reference(
+            lambda params, tx: train(problem, oracle, trial, start._replace(params=params), tx),
+            problem.make_tx,
+            start.params,
+            static.epsilon,
+            tolerance,
         )
-        rows = [None, *cover(own, devices)][: most and most + 1]
-        run = make_runner(subject, trial, begin, reference, devices, one)
-        for i, row in enumerate(rows):
-            result = run(row)
-            report.results.append(result)
-            say(f"{i + 1}/{len(rows)} {name_of(row)}: {outcome(result, found.tolerance)}, {result.seconds:.1f} s")
-        return judge(report, reference)
+        checks += note_exceptions(report.reference)
+        for check in checks:
+            progress(f"{check.name}: {check.verdict}")
+        compare_configurations(report, start, most, progress)
+        return report
+
+
+def compare_configurations(report: Report, start: Start, most: int | None, progress: Callable[[str], None]) -> None:
+    """Train each configuration, and add its result to the report."""
+    problem, devices, tolerance, reference = report.problem, report.devices, report.tolerance, report.reference
+    assert reference is not None
+    chosen = choose_configurations(problem.configuration, devices)[: None if most is None else most + 1]
+    for i, configuration in enumerate(chosen):
+        result = run_configuration(problem, report.trial, start, reference, configuration, devices, tolerance)
+        report.results.append(result)
+        text = f"{i + 1}/{len(chosen)} {configuration.title}: {outcome(result, tolerance)}, {result.seconds:.1f} s"
+        progress(text)

@@ -1,7 +1,6 @@
-"""An error is relative, of one leaf, in the L2 norm; a leaf that rounding alone moves as far is not judged."""
+"""Compare trained states: the relative error of each leaf in the L2 norm, allowing for what rounding alone changes."""
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +14,8 @@ from jaxdp.verify.oracle import Trained
 Tree = Any
 Errors = dict[str, float]  # by path: part/of/the/state
 RATES = (1.0, 0.1, 0.01, 0.001)  # of the peak learning rate
-NOISE = 1e-2  # a gradient that a change in the last digit changes by this much is rounding
-ROUNDS = 3
+ZERO = 1e3  # last digits of the whole gradient's norm: a gradient below is zero but for rounding
+MARGIN, COARSEST = 10, 1e-2  # a leaf may differ by MARGIN x what rounding moves it, if that is at most COARSEST
 
 
 class Worst(NamedTuple):
@@ -25,29 +24,116 @@ class Worst(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """What the oracle trained, with tx, which has `rate` of the peak learning rate.
+    """What the oracle trained, with `tx` at `rate` of the peak learning rate, and how far rounding moves each leaf.
 
-    frozen: expressions of what neither it nor a strategy may train. noise: leaves of the parameters that are, because
-    their gradient is nothing but rounding. shaky: other leaves that rounding moves too far to be judged. Both with how
-    far a change in the last digit moved them.
+    Args:
+        moved: {leaf: the relative error that rounding causes}.
+        margins: the same, of leaves that are compared with MARGIN times that.
+        unjudged: the same, of leaves that rounding moves too far to compare.
+        zero: {trained leaf: elements whose gradient is zero but for rounding}, of leaves that are compared without
+            these elements; if these are all, the leaf is in `unjudged`.
+        unexplained: the part of `unjudged` that no such gradient explains.
     """
 
     trained: Trained
     tx: optax.GradientTransformation
     rate: float
-    frozen: list[str]
-    noise: Errors
-    shaky: Errors
+    moved: Errors
+    margins: Errors
+    unjudged: Errors
+    zero: dict[str, np.ndarray]
+    unexplained: Errors
+
+    @property
+    def judged(self) -> tuple[int, int]:
+        """Return (the number of trained leaves that are compared, the number of trained leaves)."""
+        trained = [f"params/{path}" for path, _ in leaves(self.trained.grads[0])]
+        return sum(path not in self.unjudged for path in trained), len(trained)
+
+    def errors(self, state: Any, curve: dict[str, np.ndarray], tolerance: float) -> Errors:
+        """Return the error of each leaf that is judged, scaled so that `tolerance` is what is allowed."""
+        curve = {name: values for name, values in curve.items() if name in self.trained.curve}
+        got, want = flatten(state, curve), flatten(self.trained, self.trained.curve)
+        errors = Errors()
+        for path in [path for path in {**want, **got} if path not in self.unjudged]:
+            one, other, zero = got.get(path), want.get(path), self.zero.get(path)
+            if zero is not None and one is not None and other is not None and one.shape == other.shape:
+                one = np.where(zero, other, one)
+            scale = min(1.0, tolerance / (MARGIN * self.margins[path])) if path in self.margins else 1.0
+            errors[path] = difference(one, other) * scale
+        return errors
+
+
+def find_reference(
+    train: Callable[[Tree, optax.GradientTransformation], Trained],
+    make_tx: Callable[[float], optax.GradientTransformation],
+    params: Tree,
+    epsilon: float,
+    tolerance: float,
+) -> Reference:
+    """Train twice, the second time with parameters changed in their last digit: what differs is rounding.
+
+    Lower the learning rate where training amplifies rounding, update by update, beyond what is compared.
+
+    Args:
+        train: (params, tx) -> what the oracle trains.
+        epsilon: the last digit, relative.
+    """
+    rng = np.random.default_rng(0)
+    perturbed = jax.tree.map(lambda x: x * (1 + epsilon * rng.choice([-1.0, 1.0], x.shape)), params)
+    for rate in RATES:
+        tx = make_tx(rate)
+        trained, moved = train(params, tx), train(perturbed, tx)
+        one, other = flatten(trained, trained.curve), flatten(moved, moved.curve)
+        rounding = leaf_errors(other, one)
+        if np.median(list(rounding.values())) <= max(tolerance / 100, 8 * epsilon):
+            break
+    limit = max(COARSEST, tolerance / 10)
+    unjudged = {path: e for path, e in rounding.items() if e > limit}
+    zero = {}
+    for path, elements in zero_gradients(trained.grads, epsilon).items():
+        path = f"params/{path}"
+        if path in unjudged and difference(np.where(elements, one[path], other[path]), one[path]) <= limit:
+            zero[path] = elements
+    # Other leaves, such as the optimizer's, move with parameters whose gradient is zero.
+    unexplained = {p: e for p, e in unjudged.items() if p not in zero and (not zero or p.startswith("params/"))}
+    unjudged = {path: e for path, e in unjudged.items() if path not in zero or zero[path].all()}
+    margins = {path: e for path, e in rounding.items() if e > tolerance / MARGIN and path not in unjudged}
+    margins = {path: e for path, e in margins.items() if path not in zero}
+    return Reference(trained, tx, rate, rounding, margins, unjudged, zero, unexplained)
+
+
+def zero_gradients(grads: list[Tree], epsilon: float) -> dict[str, np.ndarray]:
+    """Return the elements of each leaf whose gradient is zero, but for rounding, in every update."""
+    zero: dict[str, np.ndarray] = {}
+    for tree in grads:
+        with np.errstate(over="ignore"):
+            norm = np.sqrt(sum(float(np.sum(np.square(x))) for x in jax.tree.leaves(tree)))
+        norm = norm if np.isfinite(norm) else 0.0  # nothing is small beside a gradient that overflows
+        for path, x in leaves(tree):
+            zero[path] = (np.abs(x) <= ZERO * epsilon * norm) & zero.get(path, True)
+    return zero
+
+
+def leaves(tree: Tree) -> list[tuple[str, Any]]:
+    return [(path_string(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def flatten(trained: Any, curve: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return what is compared of a state (the oracle's, or a strategy's) and its curve, by path."""
+    names = ("params", "model_state", "opt_state", "ema", "carry")
+    trees = {**{name: getattr(trained, name) for name in names}, "curve": curve}
+    return {path: np.asarray(x) for path, x in leaves(trees)}
 
 
 def leaf_errors(got: Tree, want: Tree) -> Errors:
-    """{path: |got - want| / |want|} of every leaf; infinite where only one is finite, or anything else differs."""
-    flat = lambda tree: {path_string(p): np.asarray(x) for p, x in jax.tree_util.tree_leaves_with_path(tree)}
-    one, other = flat(got), flat(want)
+    """Return {path: |got - want| / |want|} of every leaf."""
+    one, other = ({path: np.asarray(x) for path, x in leaves(tree)} for tree in (got, want))
     return {path: difference(one.get(path), other.get(path)) for path in {**other, **one}}
 
 
 def difference(got: np.ndarray | None, want: np.ndarray | None) -> float:
+    """Return |got - want| / |want|; infinity where only one is finite, or anything but floats differs."""
     if got is None or want is None or got.shape != want.shape:
         return np.inf
     if not (jnp.issubdtype(want.dtype, jnp.floating) and jnp.issubdtype(got.dtype, jnp.floating)):
@@ -62,56 +148,5 @@ def difference(got: np.ndarray | None, want: np.ndarray | None) -> float:
     return float(apart / size) if size else np.inf if apart else 0.0
 
 
-def parts(trained: Any, curve: Mapping[str, Any]) -> dict[str, Tree]:
-    """What is compared of a state (the oracle's, or a strategy's): its trees by name, and the curve."""
-    names = ("params", "model_state", "opt_state", "ema", "carry")
-    return {**{name: getattr(trained, name) for name in names}, "curve": dict(curve)}
-
-
-def group(path: str) -> str:
-    """params/layers of params/layers/0/kernel: parameters by their first key; the other parts as wholes."""
-    return "/".join(path.split("/")[: 2 if path.startswith("params/") else 1])
-
-
 def worst(errors: Errors) -> Worst:
     return Worst(*max(((error, leaf) for leaf, error in errors.items()), default=(0.0, "")))
-
-
-def by_group(errors: Errors) -> dict[str, Worst]:
-    groups = dict.fromkeys(map(group, errors))
-    return {name: worst({leaf: e for leaf, e in errors.items() if group(leaf) == name}) for name in groups}
-
-
-def find_reference(
-    train: Callable[[Tree, optax.GradientTransformation, list[str]], Trained],
-    make_tx: Callable[[float], optax.GradientTransformation],
-    params: Tree,
-    frozen: list[str],
-    epsilon: float,
-    tolerance: float,
-) -> Reference:
-    """Trains twice, the second time from parameters changed in their last digit: what comes out different is rounding.
-
-    A gradient that does so altogether (of a bias in front of a BatchNorm, of the keys' bias in an attention) would be
-    made into whole steps by Adam: its leaf is frozen. Where training itself makes more of rounding, update by update,
-    than could be told from a fault, the learning rate is lowered.
-
-    train(params, tx, frozen): the oracle. epsilon: the last digit.
-    """
-    rng = np.random.default_rng(0)
-    shaken = jax.tree.map(lambda x: x * (1 + epsilon * rng.choice([-1.0, 1.0], x.shape)), params)
-    noise = Errors()
-    for rate in RATES:
-        tx = make_tx(rate)
-        for _ in range(ROUNDS):
-            own = [*frozen, *(f"^{re.escape(path)}$" for path in noise)]
-            one, other = train(params, tx, own), train(shaken, tx, own)
-            moved = [leaf_errors(b, a) for a, b in zip(one.grads, other.grads)]
-            new = {path: e for path in moved[0] if (e := max(m[path] for m in moved)) > NOISE}
-            if not new or len(new) == len(moved[0]):
-                break
-            noise |= new
-        floor = leaf_errors(parts(other, other.curve), parts(one, one.curve))
-        if np.median(list(floor.values())) <= max(tolerance / 100, 8 * epsilon):
-            break
-    return Reference(one, tx, rate, own, noise, {path: e for path, e in floor.items() if e > tolerance / 10})

@@ -1,8 +1,7 @@
-"""Where a verification runs: which devices, with what settings, and whether there is memory for it."""
+"""The devices and the settings of a verification, and whether there is memory for it."""
 
 import contextlib
 import math
-import os
 import pathlib
 import re
 from collections.abc import Iterator, Sequence
@@ -10,47 +9,55 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from jaxdp.errors import UsageError
-from jaxdp.verify.rows import make_first
-from jaxdp.verify.subject import Subject, Trial
+from jaxdp.verify.problem import Problem, Trial
+from jaxdp.verify.run import make_first_state
 
 
 def choose_devices(number: int, microbatches: int) -> list[jax.Device]:
-    """So many real devices, or simulated ones where there are not as many; never more than microbatches."""
-    wanted, found = min(number, microbatches), jax.devices()
-    if len(found) < wanted and jax.default_backend() != "cpu":
-        found = jax.devices("cpu")
-    return found[:wanted]
+    """Return this number of real devices, or of simulated ones if there are fewer; at most one per microbatch.
+
+    In a job of several processes: all devices of all processes.
+    """
+    if jax.process_count() > 1:
+        return jax.devices()
+    wanted, devices = min(number, microbatches), jax.devices()
+    if len(devices) < wanted and jax.default_backend() != "cpu":
+        devices = jax.devices("cpu")
+    return devices[:wanted]
 
 
 @contextlib.contextmanager
 def settings(device: jax.Device) -> Iterator[None]:
-    """float64 and exact products, on this device where nothing else is said."""
-    with jax.enable_x64(True), jax.default_matmul_precision("highest"), jax.default_device(device):
-        yield
+    """Compute in float64 (in the threads of callbacks, too) with exact products, on this device by default."""
+    before = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    jax.config.update("jax_enable_x64", True)
+    try:
+        with jax.enable_x64(True), jax.default_matmul_precision("highest"), jax.default_device(device):
+            yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
 
 
-def check_memory(subject: Subject, trial: Trial, devices: Sequence[jax.Device]) -> None:
-    """UsageError where what is held at once, of the state alone, is more than there is."""
-    shapes = jax.eval_shape(lambda: make_first(subject, trial, subject.make_tx(1.0), subject.frozen))
+def check_memory(problem: Problem, trial: Trial, devices: Sequence[jax.Device]) -> None:
+    """Raise UsageError if the states that exist at once do not fit into memory."""
+    shapes = jax.eval_shape(lambda: make_first_state(problem, trial, problem.make_tx(1.0)))
     size = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
     params, state = size(shapes.params), size(shapes)
-    each = state + 2 * params  # beside the state, gradients and their sum
     simulated = devices[0].platform == "cpu"
-    needed = (len(devices) if simulated else 1) * each + 4 * state
-    there = available() if simulated else (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
-    if needed > there:
+    per_device = state + 2 * params  # beside the state: gradients and their sum
+    needed = (len(devices) if simulated else 1) * per_device + 4 * state
+    limit = free_memory() if simulated else (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+    if needed > limit:
         raise UsageError(
             f"verify.model_args: {params // 8:,} parameters need {needed / 1e9:.0f} GB in float64 on {len(devices)} "
-            f"devices, and there are {there / 1e9:.0f}; make the model smaller while it is verified, e.g. "
+            f"devices, and there are {limit / 1e9:.0f}; make the model smaller while it is verified, e.g. "
             "--verify.model_args.layers 2, or use fewer --devices"
         )
 
 
-def available() -> float:
-    """Bytes of memory that this machine has left; infinite where it does not say."""
+def free_memory() -> float:
+    """Return the free bytes of this machine; infinity if unknown."""
     with contextlib.suppress(OSError):
-        if found := re.search(r"MemAvailable:\s*(\d+) kB", pathlib.Path("/proc/meminfo").read_text()):
-            return int(found[1]) * 1024.0
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        if match := re.search(r"MemAvailable:\s*(\d+) kB", pathlib.Path("/proc/meminfo").read_text()):
+            return int(match[1]) * 1024.0
     return math.inf

@@ -1,9 +1,10 @@
-"""What training means, in plain loops: real rows, sums of weighted losses, one division, the optimizer as it is.
+"""An independent trainer in plain loops: real rows, sums of weighted losses, one division, the optimizer as it is.
 
-None of the step's code, no sharding, no padding; a fault that the step and its judge had in common could not be seen.
+It shares no code with the step, has no sharding and no padding, so that a fault of the step cannot hide in both.
 """
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,29 +13,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh
-from jax.sharding import PartitionSpec as P
 
-from jaxdp.axes import DATA
 from jaxdp.data.cursor import RESET
 from jaxdp.losses import apply_loss
 from jaxdp.models.base import CARRY
 from jaxdp.precision import cast_floats
 from jaxdp.split import path_string
-from jaxdp.verify.subject import Subject, Tree, Trial
+from jaxdp.verify.problem import Problem, Tree, Trial
 
 Batch = dict[str, Any]
 
 
 class Start(NamedTuple):
-    """What belongs to examples (an LSTM's state) is under the model state's "carry"."""
+    """The first parameters and model state; state that belongs to examples is under the model state's "carry"."""
 
     params: Tree
     model_state: Tree
 
 
 class Trained(NamedTuple):
-    """carry[microbatch, example, ...]; curve: {metric: [update]}; grads: the mean gradient of each update, unclipped.
+    """carry: [microbatch, example, ...]. curve: {metric: [update]}. grads: the mean gradient of each update, unclipped.
 
     disagreeing: paths of integers of the model state that the microbatches changed in different ways.
     """
@@ -52,64 +50,46 @@ class Trained(NamedTuple):
 class Oracle(NamedTuple):
     """forward(params, state, batch, key) -> (outputs, what the loss gets, new state), of one microbatch.
 
-    value(trainable, frozen, state, batch, key) -> ((loss, (weight, metrics, new state)), gradients of the first).
-    together: the same of lists of states, batches and keys, with one loss over them all. judge(outputs, batch) ->
-    (loss, weight, metrics).
+    value(trainable, frozen, states, batches, keys) -> ((loss, (weight, metrics, new states)), gradients): one loss over
+    all microbatches of the lists. loss(outputs, batch) -> (loss, weight, metrics).
     """
 
     forward: Callable[..., tuple[Any, Batch, Tree]]
     value: Callable[..., Any]
-    together: Callable[..., Any]
-    judge: Callable[..., tuple[Any, Any, dict[str, Any]]]
+    loss: Callable[..., tuple[Any, Any, dict[str, Any]]]
 
 
-def plain(f: Callable) -> Callable:
-    return f
-
-
-def bind(device: jax.Device) -> Callable[[Callable], Callable]:
-    """f -> the same where the axis of all devices is named, and has one: what asks for it runs nowhere else."""
-    mesh = Mesh(np.array([device]), (DATA,), axis_types=(AxisType.Auto,))
-    return lambda f: jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-
-
-def make_oracle(subject: Subject, one: Callable[[Callable], Callable] = plain) -> Oracle:
-    """one: what makes a function of one device, `plain` or by `bind`."""
+def make_oracle(problem: Problem) -> Oracle:
+    apply = functools.partial(apply_loss, problem.loss)
 
     def forward(params: Tree, state: Tree, batch: Batch, key: jax.Array) -> tuple[Any, Batch, Tree]:
         key, augment_key = jax.random.split(key)
         mask = batch["mask"]
-        if subject.transform is not None:
-            batch = subject.transform(batch, augment_key, True)
+        if problem.transform is not None:
+            batch = problem.transform(batch, augment_key, True)
         inputs = {**cast_floats(batch, jnp.float64), "mask": mask != 0}
-        outputs, state = subject.model.apply(params, state, inputs, key, True)
+        outputs, state = problem.model.apply(params, state, inputs, key, True)
         return cast_floats(outputs, jnp.float64), {**batch, "mask": mask.astype(jnp.float64)}, state
 
-    def value(trainable: Tree, frozen: Tree, state: Tree, batch: Batch, key: jax.Array) -> Any:
+    def value(trainable: Tree, frozen: Tree, states: list[Tree], batches: list[Batch], keys: list[jax.Array]) -> Any:
         def loss(trainable: Tree) -> Any:
-            outputs, judged, new = forward(join(trainable, frozen), state, batch, key)
-            total, weight, metrics = judge(outputs, judged)
-            return total, (weight, metrics, new)
-
-        return jax.value_and_grad(loss, has_aux=True)(trainable)
-
-    def together(trainable: Tree, frozen: Tree, *pieces: list[Any]) -> Any:
-        def loss(trainable: Tree) -> Any:
-            found = [forward(join(trainable, frozen), *piece) for piece in zip(*pieces, strict=True)]
-            outputs, judged, new = zip(*found, strict=True)
-            every = lambda trees: jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
-            total, weight, metrics = judge(every(outputs), every(judged))
+            params = join(trainable, frozen)
+            results = [forward(params, *microbatch) for microbatch in zip(states, batches, keys, strict=True)]
+            outputs, targets, new = zip(*results, strict=True)
+            concatenate = lambda trees: (
+                jax.tree.map(lambda *x: jnp.concatenate(x), *trees) if len(trees) > 1 else trees[0]
+            )
+            total, weight, metrics = apply(concatenate(outputs), concatenate(targets))
             return total, (weight, metrics, list(new))
 
         return jax.value_and_grad(loss, has_aux=True)(trainable)
 
-    judge = functools.partial(apply_loss, subject.loss)
-    return Oracle(jax.jit(one(forward)), jax.jit(one(value)), jax.jit(one(together)), jax.jit(one(judge)))
+    return Oracle(jax.jit(forward), jax.jit(value), jax.jit(apply))
 
 
 @functools.lru_cache(maxsize=4)
 def make_update(tx: optax.GradientTransformation, clip_norm: float | None) -> Callable[..., tuple[Tree, Tree]]:
-    """update(trainable, opt_state, mean gradients) -> (trainable, opt_state)"""
+    """Return update(trainable, opt_state, mean gradients) -> (trainable, opt_state)."""
 
     def update(trainable: Tree, opt_state: Tree, grads: Tree) -> tuple[Tree, Tree]:
         if clip_norm is not None:
@@ -121,112 +101,112 @@ def make_update(tx: optax.GradientTransformation, clip_norm: float | None) -> Ca
     return jax.jit(update)
 
 
-def start(subject: Subject, trial: Trial) -> Start:
-    """The parameters and model state before the first update, in float64."""
-    made = jax.jit(subject.model.init)(jax.random.key(subject.seed), cast_floats(trial.example, jnp.float64))
-    return Start(*cast_floats(made, jnp.float64))
+def make_start(problem: Problem, trial: Trial) -> Start:
+    """Initialize the parameters and the model state, in float64."""
+    arrays = jax.jit(problem.model.init)(jax.random.key(problem.seed), cast_floats(trial.example, jnp.float64))
+    return Start(*cast_floats(arrays, jnp.float64))
 
 
-def key_of(subject: Subject, update: int, microbatch: int) -> jax.Array:
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(subject.seed), update), microbatch)
+def key_of(problem: Problem, update: int, microbatch: int) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(problem.seed), update), microbatch)
 
 
-@np.errstate(over="ignore", invalid="ignore")  # what is not finite is told of in the verdict
-def train(
-    subject: Subject, oracle: Oracle, trial: Trial, start: Start, tx: optax.GradientTransformation, frozen: list[str]
-) -> Trained:
-    """One update for each batch of the trial; tx and frozen expressions: those of the subject, or made of them."""
-    update = make_update(tx, subject.clip_norm)
-    params, (state, first) = start.params, without_carry(start.model_state)
-    carry = [first] * trial.microbatches
-    thawed, rest = divide(params, frozen)
-    opt_state = tx.init(thawed)
+@np.errstate(over="ignore", invalid="ignore")  # the diagnosis reports what is not finite
+def train(problem: Problem, oracle: Oracle, trial: Trial, start: Start, tx: optax.GradientTransformation) -> Trained:
+    """Train one update for each batch of the trial."""
+    update = make_update(tx, problem.clip_norm)
+    params, (state, first_carry) = start.params, without_carry(start.model_state)
+    carry = [first_carry] * trial.microbatches
+    trainable, frozen = partition(params, problem.frozen)
+    opt_state = tx.init(trainable)
     ema, curve, history, disagreeing = params, list[dict[str, float]](), list[Tree](), set[str]()
-    for i, batch in enumerate(trial.batches):
-        sums: list[tuple[dict[str, float], float]] = []
-        grads: list[Tree] = []
-        states: list[Tree] = []
-        every = [{k: v[m] for k, v in batch.items()} for m in range(trial.microbatches)]
-        real = [m for m, piece in enumerate(every) if (piece["mask"] != 0).any()]  # a data set may mask every token
-        whole = [state if carry[m] is None else {**state, CARRY: anew(carry[m], every[m])} for m in real]
-        pieces, keys = [every[m] for m in real], [key_of(subject, i, m) for m in real]
-        if subject.couples:
-            (loss, (weight, metrics, news)), gradient = jax.device_get(
-                oracle.together(thawed, rest, whole, pieces, keys)
+    for i in range(len(trial.batches)):
+        sums, grads, states, shares = list[tuple[Any, Any]](), list[Tree](), list[Tree](), list[float]()
+        batches = [trial.microbatch(i, m) for m in range(trial.microbatches)]
+        real = [m for m, batch in enumerate(batches) if (batch["mask"] != 0).any()]  # a data set may mask every token
+        for group in [real] if problem.couples else [[m] for m in real]:
+            inputs = [state if carry[m] is None else {**state, CARRY: reset(carry[m], batches[m])} for m in group]
+            keys = [key_of(problem, i, m) for m in group]
+            (loss, (weight, metrics, new_states)), gradient = jax.device_get(
+                oracle.value(trainable, frozen, inputs, [batches[m] for m in group], keys)
             )
-            sums, grads = [({"loss": loss, **metrics}, weight)], [gradient]
-            rows = [float(np.sum(piece["mask"])) for piece in pieces]
-            shares = [weight * own / sum(rows) for own in rows]
-        else:
-            each = [jax.device_get(oracle.value(thawed, rest, *piece)) for piece in zip(whole, pieces, keys)]
-            sums = [({"loss": loss, **metrics}, weight) for (loss, (weight, metrics, _)), _ in each]
-            grads, news = [gradient for _, gradient in each], [new for (_, (_, _, new)), _ in each]
-            shares = [weight for _, weight in sums]
-        for m, new in zip(real, news, strict=True):
-            new, carry[m] = without_carry(new)
-            states.append(new)
+            sums.append(({"loss": loss, **metrics}, weight))
+            grads.append(gradient)
+            rows = np.array([np.sum(batches[m]["mask"]) for m in group], np.float64)
+            shares += list(weight * rows / rows.sum())
+            for m, new_state in zip(group, new_states, strict=True):
+                new_state, carry[m] = without_carry(new_state)
+                states.append(new_state)
         total = sum(weight for _, weight in sums)
         mean = weighted(grads, [1 / total] * len(grads))
-        means = {name: sum(one[name] for one, _ in sums) / total for name in sums[0][0]}
         norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(mean)))
+        means = {name: mean_of([metrics[name] for metrics, _ in sums], total) for name in sums[0][0]}
         curve.append({**means, "grad_norm": norm, "weight": total})
         history.append(mean)
-        state, differ = average(states, [share / total for share in shares])
-        disagreeing |= differ
-        thawed, opt_state = update(thawed, opt_state, mean)
-        params = join(thawed, rest)
-        if subject.ema_decay is not None:
-            ema = weighted([ema, params], [subject.ema_decay, 1 - subject.ema_decay])
+        state, different = average(states, [share / total for share in shares])
+        disagreeing |= different
+        trainable, opt_state = update(trainable, opt_state, mean)
+        params = join(trainable, frozen)
+        if problem.ema_decay is not None:
+            ema = weighted([ema, params], [problem.ema_decay, 1 - problem.ema_decay])
     return Trained(
         params,
         state,
         opt_state,
-        None if subject.ema_decay is None else ema,
-        None if first is None else jax.tree.map(lambda *x: np.stack(x), *carry),
+        None if problem.ema_decay is None else ema,
+        None if first_carry is None else jax.tree.map(lambda *x: np.stack(x), *carry),
         {name: np.array([metrics[name] for metrics in curve]) for name in curve[0]},
         history,
         frozenset(disagreeing),
     )
 
 
+def mean_of(values: list[Any], weight: float) -> float:
+    """Return the mean of a loss or a metric: sums over the loss's weight, or pairs (sum, its own weight)."""
+    if isinstance(values[0], tuple | list):
+        values, weight = [value for value, _ in values], sum(own_weight for _, own_weight in values)
+    return sum(values) / weight if weight else math.nan
+
+
 def weighted(trees: list[Tree], factors: list[float]) -> Tree:
-    """The sum of trees, each times its factor."""
-    return jax.tree.map(lambda *x: sum(np.asarray(a) * factor for a, factor in zip(x, factors)), *trees)
+    """Return the sum of the trees, each times its factor."""
+    return jax.tree.map(lambda *x: sum(np.asarray(a) * factor for a, factor in zip(x, factors, strict=True)), *trees)
 
 
 def average(states: list[Tree], shares: list[float]) -> tuple[Tree, set[str]]:
-    """(the model state after an update, the paths of what disagrees): floats by share, integers as all have them."""
+    """Return (the model state after an update, the paths of integers that disagree). Floats are averaged by share."""
     disagreeing = set[str]()
 
-    def one(path: Any, *leaves: np.ndarray) -> np.ndarray:
+    def merge(path: Any, *leaves: np.ndarray) -> np.ndarray:
         if jnp.issubdtype(leaves[0].dtype, jnp.floating):
-            return np.asarray(sum(x * share for x, share in zip(leaves, shares)))
+            return np.asarray(sum(x * share for x, share in zip(leaves, shares, strict=True)))
         if any((x != leaves[0]).any() for x in leaves):
             disagreeing.add(path_string(path))
         return leaves[0]
 
-    return jax.tree_util.tree_map_with_path(one, *states), disagreeing
+    return jax.tree_util.tree_map_with_path(merge, *states), disagreeing
 
 
-def divide(params: Tree, frozen: list[str]) -> tuple[Tree, Tree]:
-    """(what is trained, what is frozen), each with None in place of the other."""
-    fixed = lambda path: any(re.search(pattern, path_string(path)) for pattern in frozen)
-    pick = lambda wanted: jax.tree_util.tree_map_with_path(lambda p, x: x if fixed(p) == wanted else None, params)
+def partition(params: Tree, patterns: Any) -> tuple[Tree, Tree]:
+    """Return (trainable, frozen) parameters, each with None for the leaves of the other."""
+    is_frozen = lambda path: any(re.search(pattern, path_string(path)) for pattern in patterns)
+    pick = lambda wanted: jax.tree_util.tree_map_with_path(lambda p, x: x if is_frozen(p) == wanted else None, params)
     return pick(False), pick(True)
 
 
-def join(one: Tree, other: Tree) -> Tree:
-    return jax.tree.map(lambda a, b: b if a is None else a, one, other, is_leaf=lambda x: x is None)
+def join(trainable: Tree, frozen: Tree) -> Tree:
+    return jax.tree.map(lambda a, b: b if a is None else a, trainable, frozen, is_leaf=lambda x: x is None)
 
 
-def anew(carry: Tree, piece: Batch) -> Tree:
-    """What the examples of a microbatch carry into it: zeros where they begin anew."""
-    if RESET not in piece:
+def reset(carry: Tree, batch: Batch) -> Tree:
+    """Return the carry of a microbatch, with zeros for examples that start from scratch."""
+    if RESET not in batch:
         return carry
-    return jax.tree.map(lambda x: np.stack([y * (not new) for y, new in zip(np.asarray(x), piece[RESET])]), carry)
+    return jax.tree.map(lambda x: np.stack([y * (not new) for y, new in zip(np.asarray(x), batch[RESET])]), carry)
 
 
 def without_carry(state: Tree) -> tuple[Tree, Tree]:
+    """Return (the model state without its carry, the carry or None)."""
     if isinstance(state, dict) and CARRY in state:
         return {k: v for k, v in state.items() if k != CARRY}, state[CARRY]
     return state, None

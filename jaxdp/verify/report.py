@@ -1,4 +1,4 @@
-"""A report as a person reads it, and as a program does."""
+"""Print a report for a person, or as JSON."""
 
 import io
 import math
@@ -7,130 +7,106 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from jaxdp.verify.judge import Report
-from jaxdp.verify.rows import Result
-from jaxdp.verify.subject import Row
+from jaxdp.verify.compare import Worst
+from jaxdp.verify.configurations import Configuration
+from jaxdp.verify.diagnosis import Report
+from jaxdp.verify.run import Result
 
-HEADS = ("devices", "backend", "zero", "reduction", "accumulate", "accumulator", "shard_size")
 
-
-def as_text(report: Report, title: str, wide: bool = False) -> str:
-    """Checks, strategies, groups of leaves, what was set apart, and the verdict in the last line.
-
-    title: what was verified. wide: for a terminal, with rules and colours.
-    """
-    lines = [title, about(report), ""]
-    lines += table(["check", "verdict", "found"], [[c.name, c.verdict, c.text] for c in report.checks], wide)
+def as_text(report: Report, title: str, terminal: bool = False) -> str:
+    """Return the checks, the configurations, and the verdict as the last line."""
+    parts = [f"{title}\n{describe(report)}"]
+    checks = [[check.name, check.verdict, check.text] for check in report.checks]
+    parts.append(table(["check", "verdict", "result"], checks, terminal))
     if report.results:
-        allowed = f"error (allowed {report.tolerance:g})"
-        cells = [[*cells_of(r.row), outcome(r, report.tolerance), r.problem or r.worst.leaf] for r in report.results]
-        lines += ["", *table([*HEADS, allowed, "of the leaf"], cells, wide)]
-        groups = [[name, f"{w.error:.1e}", w.leaf, name_of(row)] for name, (w, row) in report.groups.items()]
-        lines += ["", *table(["group", "error", "of the leaf", "worst under"], groups, wide)]
-    for what, leaves in (
-        ("the gradient is rounding noise, and frozen here", report.noise),
-        ("rounding alone moves it too far", report.shaky),
-    ):
-        shown = [f"{leaf} ({error:.0e})" for leaf, error in sorted(leaves.items(), key=lambda item: -item[1])]
-        if shown:
-            more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
-            lines += ["", f"set apart, not judged: {', '.join(shown[:5])}{more}: {what}"]
-    return "\n".join([*lines, "", verdict(report)])
+        heads = [*Configuration._fields, f"error (allowed {report.tolerance:g})", "of the leaf"]
+        rows = [
+            [*r.configuration.cells, outcome(r, report.tolerance), r.failure or r.worst.leaf] for r in report.results
+        ]
+        parts.append(table(heads, rows, terminal))
+    return "\n\n".join([*parts, verdict(report)])
 
 
-def about(report: Report) -> str:
-    kind, trial, subject = report.devices[0].device_kind, report.trial, report.subject
-    rate = "the peak learning rate" if report.rate == 1 else f"{report.rate:g} of the peak learning rate"
+def describe(report: Report) -> str:
+    trial, problem, reference = report.trial, report.problem, report.reference
+    examples, processes = trial.microbatches * trial.microbatch_size, len({d.process_index for d in report.devices})
+    lower = f", {reference.rate:g} of the peak learning rate" if reference and reference.rate < 1 else ""
     return (
-        f"{len(report.devices)} x {kind}; {len(trial.batches)} updates of {trial.microbatches * trial.places} examples "
-        f"in {trial.microbatches} microbatches (a run has {subject.batch_size} in {subject.microbatches}); float64 "
-        f"throughout, no loss scaling, {rate} from the first update on"
+        f"{len(report.devices)} x {report.devices[0].device_kind}{f' in {processes} processes' * (processes > 1)}; "
+        f"{len(trial.batches)} updates of {examples} examples in {trial.microbatches} microbatches (a run has "
+        f"{problem.batch_size} in {problem.microbatches}); float64, no loss scaling, no warm-up{lower}"
     )
 
 
 def verdict(report: Report) -> str:
-    if report.verified:
-        refused = sum(r.refused for r in report.results)
-        more = f" ({refused} more refused)" if refused else ""
-        return (
-            f"verified: {len(report.results) - refused} ways to train agree with the oracle{more}; largest relative "
-            f"error {report.largest.error:.1e}, of {report.largest.leaf}; allowed {report.tolerance:g}"
-        )
-    many = f"{len(report.failed)} of {len(report.results)} ways to train differ from the oracle: "
-    return f"not verified: {many if report.failed else ''}{'; '.join(report.causes)}"
-
-
-def cells_of(row: Row | None) -> list[str]:
-    if row is None:
-        return ["1", "jit", *["-"] * (len(HEADS) - 2)]
-    values: list[Any] = list(row)
-    if row.zero < 2:
-        values[HEADS.index("accumulator")] = None
-    return ["-" if v is None else str(v) for v in values]
-
-
-def name_of(row: Row | None) -> str:
-    return " ".join(f"{name} {cell}" for name, cell in zip(HEADS, cells_of(row)) if cell != "-")
+    if not report.verified:
+        number, total = len(report.failed), len(report.results)
+        differ = f"{number} of {total} configurations differ from the oracle: " if number else ""
+        return f"not verified: {differ}{'; '.join(report.causes)}"
+    assert report.reference is not None
+    judged, trained = report.reference.judged
+    why = "" if judged == trained else "; the gradient of the others is zero but for rounding"
+    number = sum(r.refused for r in report.results)
+    refused = f" ({number} more refused)" if number else ""
+    return (
+        f"verified: {len(report.passed)} configurations agree with the oracle{refused}; "
+        f"largest relative error {report.largest.error:.1e}, of {report.largest.leaf}; allowed {report.tolerance:g}; "
+        f"{judged} of {trained} trained leaves judged{why}"
+    )
 
 
 def outcome(result: Result, tolerance: float) -> str:
-    if result.problem:
+    if result.failure:
         return "refused" if result.refused else "FAILED"
-    return f"{result.worst.error:.1e}{' FAILED' if result.worst.error > tolerance else ''}"
+    return f"{result.worst.error:.1e}{' FAILED' * (not result.worst.error <= tolerance)}"
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], wide: bool) -> list[str]:
-    """Aligned lines; on a terminal one of rich's tables, which folds long cells."""
-    if wide:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-
-        made = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False)
-        for row in rows:
-            bad = any("FAILED" in cell for cell in row)
-            made.add_row(*(cell.replace("[", r"\[") for cell in row), style="red" if bad else None)
-        text = io.StringIO()
-        Console(file=text, force_terminal=True, width=Console(file=sys.stdout).width).print(made)
-        return text.getvalue().rstrip().splitlines()
-    widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
-    return ["  ".join(f"{cell:{w}}" for cell, w in zip(row, widths)).rstrip() for row in (heads, *rows)]
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], terminal: bool) -> str:
+    """Return a table: of a terminal's width and in colour, or as aligned lines."""
+    grid = Table(*heads, box=box.SIMPLE_HEAD if terminal else None, pad_edge=False)
+    for row in rows:
+        bad = terminal and any("FAILED" in cell for cell in row)
+        grid.add_row(*map(Text, row), style="red" if bad else None)
+    out = io.StringIO()
+    width = Console(file=sys.stdout).width if terminal else 10_000
+    Console(file=out, force_terminal=terminal, width=width).print(grid)
+    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The same as plain values; an infinite error is the text "inf"."""
-    one = lambda w: {"error": number(w.error), "leaf": w.leaf}
-    row = lambda r: None if r is None else r._asdict()
+    """Return the report as plain values; an infinite error is the text "inf"."""
+    reference, trial = report.reference, report.trial
     return {
         "verified": report.verified,
         "causes": report.causes,
         "tolerance": report.tolerance,
-        **one(report.largest),
+        **as_values(report.largest),
         "devices": len(report.devices),
         "device_kind": report.devices[0].device_kind,
         "jax": jax.__version__,
-        "rate": report.rate,
-        "updates": len(report.trial.batches),
-        "microbatches": report.trial.microbatches,
-        "batch_size": report.trial.microbatches * report.trial.places,
+        "updates": len(trial.batches),
+        "microbatches": trial.microbatches,
+        "batch_size": trial.microbatches * trial.microbatch_size,
         "checks": [c._asdict() for c in report.checks],
-        "rows": [
+        "configurations": [
             {
-                "strategy": row(r.row),
-                **one(r.worst),
-                "groups": {name: one(w) for name, w in r.groups.items()},
-                "problem": r.problem,
+                "configuration": r.configuration._asdict(),
+                **as_values(r.worst),
+                "failure": r.failure,
                 "refused": r.refused,
                 "seconds": round(r.seconds, 2),
             }
             for r in report.results
         ],
-        "groups": {name: {**one(w), "strategy": row(r)} for name, (w, r) in report.groups.items()},
-        "noise": {leaf: number(e) for leaf, e in report.noise.items()},
-        "shaky": {leaf: number(e) for leaf, e in report.shaky.items()},
+        "rate": reference.rate if reference else 1.0,
+        "judged": reference.judged if reference else (0, 0),
     }
 
 
-def number(error: float) -> float | str:
-    return error if math.isfinite(error) else "inf"
+def as_values(worst: Worst) -> dict[str, Any]:
+    return {"error": worst.error if math.isfinite(worst.error) else "inf", "leaf": worst.leaf}

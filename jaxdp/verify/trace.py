@@ -1,11 +1,7 @@
-"""What a function asks of its surroundings stands in its jaxpr: its device, the other devices, a random generator.
+"""Trace the parts of a problem into programs, and read from them what they ask of their surroundings."""
 
-A fault there is found where it is written, before anything is computed.
-"""
-
-import importlib
-import pathlib
-import sysconfig
+import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,162 +10,142 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.analysis.programs import Line, describe, inside, line, lines, needed
 from jaxdp.axes import DATA
+from jaxdp.data.base import probes
+from jaxdp.errors import UsageError
+from jaxdp.losses import apply_loss, attribute
+from jaxdp.metrics.sums import WEIGHT, check_result, flat
+from jaxdp.precision import cast_floats
+from jaxdp.verify.oracle import key_of, make_oracle
+from jaxdp.verify.problem import Problem, Trial
 
-LIBRARIES = tuple(
-    str(pathlib.Path(str(importlib.import_module(name).__file__)).parent)
-    for name in ("jax", "jaxlib", "flax", "optax", "numpy")
-)
-PYTHON = sysconfig.get_paths()["stdlib"]
-HERE = pathlib.Path(__file__).parents[2]
-NO_TALK = {"pvary", "pcast", "pbroadcast"}  # name an axis and move nothing
+DATA_READ, DATA_TRAIN, DATA_EVAL = "the data", "the data's transform", "the data's transform in evaluation"
+INIT, MODEL, EVALUATION = "the model's init", "the model", "the model's evaluation"
+LOSS, DERIVED, GRADIENT, OPTIMIZER = "the loss", "what the loss derives", "the gradient", "the optimizer"
 DRAWS = {"random_bits", "threefry2x32", "rng_uniform", "rng_bit_generator"}
-CAUSES = {
-    "axis_index": "{part} asks which device it is on ({what}{where}), and a key or value made of that depends on the "
-    "devices; derive it from the key that is given",
-    "talks": "{part} communicates over the devices ({what}{where}), as BatchNorm with sync: true does, so that its "
-    "numbers depend on how many there are",
-    "counts": "{part} asks how many devices there are (axis_size, or psum of 1{where}), and its numbers depend on it",
-    "impure": "{part} is not the same when it is traced again (it differs{where}): it draws from a generator of its "
-    "own, NumPy's or Python's, or changes something global; derive what is random from the key that is given",
-    "unbound": "{part} names an axis that is not there ({what}); that of all devices is 'data', and init is outside it",
-}
+MOVES_NOTHING = {"pvary", "pcast", "pbroadcast"}  # operations that name an axis
 
 
-class Finding(NamedTuple):
-    """kind: a key of CAUSES. what: an operation; where: a line of the code that asked for it, or nothing."""
+class Program(NamedTuple):
+    """A traced part. out: the shapes of what it returns; None if it names an axis that is not bound."""
 
-    kind: str
-    part: str
-    what: str = ""
-    where: str = ""
-
-    def __str__(self) -> str:
-        return CAUSES[self.kind].format(part=self.part, what=self.what, where=self.where and f" at {self.where}")
+    lines: list[Line]
+    out: Any = None
+    jaxpr: jex.Jaxpr | None = None
+    unbound: str = ""
 
 
-class Traced(NamedTuple):
-    """random: it draws random numbers; narrow: (dtype, where) of the first cast below float64, or None.
-
-    out: the shapes of what it returns, or None where it cannot be traced.
-    """
-
-    part: str
-    findings: list[Finding]
-    random: bool
-    narrow: tuple[Any, str] | None
-    out: Any
-
-
-def trace(part: str, f: Callable, *args: Any, mapped: bool = True) -> Traced:
-    """What `f(*args)` asks for; part: what to call it. mapped: where it runs, the axis of all devices is bound."""
-    on = lambda devices: bound(f, devices if mapped else None)(*args)
-    try:
-        first, out = on(2)
-    except NameError as error:
-        return Traced(
-            part,
-            [Finding("unbound", part, repr(str(error).partition("axis name: ")[2].partition(".")[0]))],
-            False,
-            None,
-            None,
-        )
-    findings: dict[str, Finding] = {}
-    random, narrow = False, None
-    for eqn in equations(first.jaxpr):
-        name = eqn.primitive.name
-        random = random or name in DRAWS
-        if name == "axis_index":
-            findings.setdefault(name, Finding(name, part, name, line(eqn)))
-        elif name not in NO_TALK and DATA in axis_names(eqn):
-            findings.setdefault("talks", Finding("talks", part, name, line(eqn)))
-        elif narrow is None and name == "convert_element_type":
-            narrow = narrowing(eqn)
-    again = differing(first, on(2)[0])
-    if again is not None:
-        findings["impure"] = Finding("impure", part, where=again)
-    elif not findings and (where := differing(first, on(3)[0])) is not None:
-        findings["counts"] = Finding("counts", part, where=where)
-    return Traced(part, list(findings.values()), random, narrow, out)
-
-
-def bound(f: Callable, devices: int | None = 2) -> Callable[..., tuple[jex.ClosedJaxpr, Any]]:
-    """args -> (the jaxpr of f(*args), the shapes of what it returns), traced as one of so many devices, and anew."""
+def trace(f: Callable, *args: Any, devices: int | None = 2) -> Program:
+    """Trace `f(*args)` as one of this number of devices; None: without an axis of devices."""
     axes = [(DATA, devices)] if devices else None
-    return jax.make_jaxpr(lambda *args: f(*args), axis_env=axes, return_shape=True)
+    try:
+        closed, out = jax.make_jaxpr(lambda *args: f(*args), axis_env=axes, return_shape=True)(*args)
+    except NameError as error:
+        if "axis name: " not in str(error):
+            raise
+        return Program([], unbound=repr(str(error).partition("axis name: ")[2].partition(".")[0]))
+    return Program(list(lines(closed, callbacks=True)), out, closed.jaxpr)
 
 
-def equations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
-    """Every equation, those inside of others (loops, calls, rules) too."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in inside(eqn):
-            yield from equations(inner.jaxpr if isinstance(inner, jex.ClosedJaxpr) else inner)
+def trace_parts(problem: Problem, trial: Trial, devices: int = 2) -> dict[str, Program]:
+    """Trace each part for one microbatch, up to the first that names an axis that is not bound."""
+    jax.clear_caches()
+    batch: Any = trial.microbatch(0, 0)
+    key, mask = key_of(problem, 0, 0), batch["mask"]
+    transform = problem.transform or (lambda batch, key, train: batch)
+    parts = {DATA_READ: read(problem)}
+
+    def out(part: str, f: Callable, *args: Any, devices: int | None = devices) -> Any:
+        parts[part] = trace(f, *args, devices=devices)
+        return parts[part].out
+
+    data = out(DATA_TRAIN, lambda batch, key: transform(batch, key, True), batch, key)
+    with contextlib.suppress(Exception):  # a transform for training alone
+        out(DATA_EVAL, lambda batch, key: transform(batch, key, False), batch, key)
+    arrays = out(INIT, problem.model.init, key, wide(trial.example), devices=None)
+    if data is None or arrays is None:
+        return parts
+    params, state = wide(arrays)
+    inputs = {**wide(data), "mask": jax.ShapeDtypeStruct(mask.shape, jnp.bool_)}
+    outputs = out(MODEL, lambda *args: problem.model.apply(*args, True), params, state, inputs, key)
+    if outputs is None:
+        return parts
+    targets = {**data, "mask": jax.ShapeDtypeStruct(mask.shape, jnp.float64)}
+    sums = out(LOSS, functools.partial(apply_loss, problem.loss), wide(outputs[0]), targets)
+    try:
+        check_result(sums)
+    except UsageError:  # reported by the static checks
+        return parts
+    parts[DERIVED] = derive(problem, sums[2])
+    with contextlib.suppress(Exception):  # a model that cannot be evaluated
+        out(EVALUATION, lambda *args: problem.model.apply(*args, False)[0], params, state, inputs, key)
+    out(GRADIENT, make_oracle(problem).value, params, jax.tree.map(lambda x: None, params), [state], [batch], [key])
+    tx = problem.make_tx(1.0)
+    with contextlib.suppress(TypeError, UsageError):  # reported by `check_optimizer`
+        out(OPTIMIZER, lambda params: tx.update(params, tx.init(params), params), params, devices=None)
+    return parts
 
 
-def inside(eqn: jex.JaxprEqn) -> Iterator[Any]:
-    for value in eqn.params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(one, jex.Jaxpr | jex.ClosedJaxpr):
-                yield one
+def read(problem: Problem) -> Program:
+    """Return the examples that a fingerprint covers, as a program of constants."""
+    examples = problem.dataset.read(probes(problem.dataset))
+    return Program([Line(f"{k} {describe(np.asarray(v))}", (), "") for k, v in examples.items()])
 
 
-def axis_names(eqn: jex.JaxprEqn) -> tuple[Any, ...]:
-    """The mesh axes that an equation names; dims of an array are integers."""
-    names = [eqn.params.get(key, ()) for key in ("axes", "axis_name")]
-    return tuple(n for name in names for n in (name if isinstance(name, tuple | list) else (name,)))
+def derive(problem: Problem, metrics: Any) -> Program:
+    """Return what the loss derives from some means, as a program of constants."""
+    means = {name: 0.5 + i / 64 for i, name in enumerate(["loss", *flat(metrics)]) if not name.startswith(WEIGHT)}
+    with contextlib.suppress(Exception):  # a run reports it
+        return Program([Line(describe(attribute(problem.loss, "derive", dict)(means)), (), "")])
+    return Program([])
 
 
-def narrowing(eqn: jex.JaxprEqn) -> tuple[Any, str] | None:
-    source, target = getattr(eqn.invars[0].aval, "dtype", None), eqn.params["new_dtype"]
-    if source == jnp.float64 and jnp.issubdtype(target, jnp.floating) and target != jnp.float64:
-        return jnp.dtype(target), line(eqn)
+def wide(shapes: Any) -> Any:
+    """Return the shapes with float64 for every float."""
+    return jax.eval_shape(lambda tree: cast_floats(tree, jnp.float64), shapes)
+
+
+def operations(program: Program) -> Iterator[jex.JaxprEqn]:
+    """Yield the operations that a result depends on, those inside loops and calls too."""
+
+    def inner(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
+        for eqn in needed(jaxpr):
+            yield eqn
+            for one in inside(eqn):
+                yield from inner(one.jaxpr if isinstance(one, jex.ClosedJaxpr) else one)
+
+    return inner(program.jaxpr) if program.jaxpr is not None else iter(())
+
+
+def is_random(program: Program) -> bool:
+    return any(eqn.primitive.name in DRAWS for eqn in operations(program))
+
+
+def device_operations(program: Program) -> dict[str, str]:
+    """Return {operation: line of code} of what asks for the device, or communicates over devices."""
+    asked: dict[str, str] = {}
+    for eqn in operations(program):
+        names = [eqn.params.get(key, ()) for key in ("axes", "axis_name")]
+        axes = [axis for name in names for axis in (name if isinstance(name, tuple | list) else (name,))]
+        if DATA in axes and eqn.primitive.name not in MOVES_NOTHING:
+            asked.setdefault(eqn.primitive.name, line(eqn))
+    return asked
+
+
+def narrow_cast(program: Program) -> tuple[Any, str] | None:
+    """Return (dtype, line of code) of the first cast from float64 to a shorter float, or None."""
+    for eqn in operations(program):
+        if eqn.primitive.name == "convert_element_type" and getattr(eqn.invars[0].aval, "dtype", None) == jnp.float64:
+            dtype = jnp.dtype(eqn.params["new_dtype"])
+            if jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float64:
+                return dtype, line(eqn)
     return None
 
 
-def line(eqn: jex.JaxprEqn) -> str:
-    """file:line of the innermost code that belongs to no library."""
-    found: Any = eqn.source_info.traceback
-    for frame in found.frames if found is not None else ():
-        file = pathlib.Path(frame.file_name)
-        python = frame.file_name.startswith(PYTHON) and "site-packages" not in file.parts
-        if file.is_absolute() and not python and not frame.file_name.startswith(LIBRARIES):
-            near = next((root for root in (pathlib.Path.cwd(), HERE) if file.is_relative_to(root)), None)
-            return f"{file.relative_to(near) if near else file}:{frame.line_num}"
-    return ""
-
-
-def differing(one: jex.ClosedJaxpr, other: jex.ClosedJaxpr) -> str | None:
-    """Where two jaxprs differ first, in an operation or a constant; None where they are the same."""
-    first, second = list(signature(one)), list(signature(other))
-    for (a, where), (b, _) in zip(first, second):
-        if a != b:
-            return where
-    return None if len(first) == len(second) else ""
-
-
-def signature(closed: jex.ClosedJaxpr) -> Iterator[tuple[str, str]]:
-    """(operation, shapes and constants as text, where it is written) of every equation."""
-    yield from _signature(closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts)))
-
-
-def _signature(jaxpr: jex.Jaxpr, consts: dict[Any, Any]) -> Iterator[tuple[str, str]]:
-    for eqn in jaxpr.eqns:
-        known = [v.val if isinstance(v, jex.Literal) else consts.get(v) for v in eqn.invars]
-        shapes = [str(v.aval) for v in eqn.outvars]
-        yield f"{eqn.primitive.name} {shapes} {[_bytes(v) for v in known if v is not None]}", line(eqn)
-        for inner in inside(eqn):
-            if isinstance(inner, jex.ClosedJaxpr):
-                yield from signature(inner)
-            else:
-                yield from _signature(inner, {})
-
-
-def _bytes(value: Any) -> bytes | str:
-    dtype = getattr(value, "dtype", None)
-    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        value = jax.random.key_data(value)
-    try:
-        return np.asarray(value).tobytes()
-    except TypeError:
-        return type(value).__name__
+def first_difference(one: Program, other: Program) -> str | None:
+    """Return the line of code where two programs first differ ("" if unknown), or None."""
+    for a, b in zip(one.lines, other.lines, strict=False):
+        if a[:2] != b[:2]:
+            return a.where or b.where
+    return None if len(one.lines) == len(other.lines) else ""

@@ -34,10 +34,10 @@ def leaves(state):
     """{path: leaf} of an exported state."""
     import jax
 
-    from jaxdp.checkpoint import _tree
+    from jaxdp.checkpoint.leaves import fields_of
     from jaxdp.split import path_string
 
-    return {path_string(path): leaf(x) for path, x in jax.tree_util.tree_leaves_with_path(_tree(state))}
+    return {path_string(path): leaf(x) for path, x in jax.tree_util.tree_leaves_with_path(fields_of(state))}
 
 
 def train(folder):
@@ -57,15 +57,15 @@ def train(folder):
 
 def restored(run):
     """The checkpoint as one process on one device reads it."""
-    from jaxdp import loop
-    from jaxdp.build import make_run
+    from jaxdp.assemble.run import make_run
     from jaxdp.cli import load
     from jaxdp.distributed.context import current
+    from jaxdp.training.save import restore
 
     config, *_ = load(["--config", str(HERE / "golden.yaml")])
     made = make_run(config, run, current())
     assert made.checkpoints.latest() == STEP
-    return leaves(made.strategy.export(loop.restore(made, STEP)))
+    return leaves(made.strategy.export(restore(made, STEP)))
 
 
 def main():

@@ -6,60 +6,18 @@ Prints `rank R: OK N` with the number of comparisons; the first that fails raise
 import os
 import sys
 import time
-import warnings
 
+import checks
 import jax
 import jax.numpy as jnp
 import numpy as np
+from checks import FLOATS, INTEGERS, context, fails, group_of, rank, reduced, same, size, values
+from refusals import differing_groups, refused
 
 import jaxdp
 
-warnings.simplefilter("error")
-context = jaxdp.init()
-rank, size = context.rank, context.size
-done = 0
-FLOATS = ["float16", "bfloat16", "float32"]
-INTEGERS = ["int8", "int16", "int32", "uint8", "uint16", "uint32"]
 WIDE = ["float64", "int64", "uint64", "complex128"]
 ALL = [*FLOATS, *INTEGERS, "bool", "complex64"]
-NUMPY = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
-
-
-def same(got, want, what):
-    """Equal in type, shape and bits."""
-    global done
-    got, want = np.asarray(got), np.asarray(want)
-    assert got.dtype == want.dtype and got.shape == want.shape, (what, got.dtype, want.dtype, got.shape, want.shape)
-    assert got.tobytes() == want.tobytes(), (what, got, want)
-    done += 1
-
-
-def values(dtype, r, shape=(2 * size, 3)):
-    """Small integers that every type and every sum of them holds exactly; different on each rank."""
-    x = np.random.default_rng(7 + r).integers(0 if dtype.startswith(("u", "b")) else -3, 4, shape)
-    return (x + 1j * x[::-1]).astype(dtype) if dtype.startswith("complex") else x.astype(jnp.dtype(dtype))
-
-
-def reduced(op, arrays):
-    dtype = arrays[0].dtype
-    out = arrays[0]
-    for x in arrays[1:]:
-        out = NUMPY["sum" if op == "avg" else op](out, x)
-    return (out.astype(np.float64) / len(arrays)).astype(dtype) if op == "avg" else out.astype(dtype)
-
-
-def fails(kind, call, *parts, speaker=None):
-    """Every rank that takes part gets this error, and knows who prints it."""
-    global done
-    try:
-        call()
-    except kind as error:
-        for part in parts:
-            assert part in str(error), (part, str(error))
-        assert speaker is None or error.rank == speaker, (error.rank, speaker)
-        done += 1
-    else:
-        raise AssertionError(f"no {kind.__name__} ({parts})")
 
 
 def supports(op, dtype):
@@ -163,21 +121,93 @@ def grouped():
     }
     for groups, want in table.items():
         same(jaxdp.allreduce(x, groups=groups), x * 0 + want[rank], f"allreduce {groups}")
-    for groups in [[[0, 1], [2, 3]], [[2, 0, 1]], [[3, 0]], []]:
-        group = next((g for g in groups if rank in g), [rank])
+    for groups, root in [([[0, 1], [2, 3]], [3, 0]), ([[2, 0, 1]], 1), ([[3, 0]], (0,)), ([], 0), (None, 2)]:
+        group = group_of(groups)
         n, at = len(group), group.index(rank)
-        every = {r: values("int32", r, (6, 2)) for r in group}
-        chunk = 6 // n
-        same(jaxdp.allgather(every[rank], groups=groups), np.concatenate([every[r] for r in group]), "allgather")
-        want = sum(every.values())[at * chunk : (at + 1) * chunk].astype(np.int32)
-        same(jaxdp.reduce_scatter(every[rank], groups=groups), want, f"reduce_scatter {groups}")
-        want = np.concatenate([every[r][at * chunk : (at + 1) * chunk] for r in group])
-        same(jaxdp.all_to_all(every[rank], groups=groups), want, f"all_to_all {groups}")
-        same(
-            jaxdp.allreduce(every[rank].astype(np.float32), "avg", groups),
-            reduced("avg", [e.astype(np.float32) for e in every.values()]),
-            "avg",
-        )
+        top = next(r for r in group if n == 1 or r in np.atleast_1d(root))
+        every = {r: values("int32", r, (6 * n, 2)) for r in group}
+        x, chunk = every[rank], slice(at * 6, at * 6 + 6)
+        joined, total = np.concatenate([*every.values()]), sum(every.values()).astype(np.int32)
+        at_top = lambda y, top=top: y if rank == top else None
+        wants = {
+            "allgather": (jaxdp.allgather(x, groups=groups), joined),
+            "gather": (jaxdp.gather(x, root, groups=groups), at_top(joined)),
+            "reduce": (jaxdp.reduce(x, root, groups=groups), at_top(total)),
+            "reduce_scatter": (jaxdp.reduce_scatter(x, groups=groups), total[chunk]),
+            "broadcast": (jaxdp.broadcast(at_top(x), root, groups), every[top]),
+            "scatter": (jaxdp.scatter(at_top(x), root, groups), every[top][chunk]),
+            "all_to_all": (jaxdp.all_to_all(x, groups=groups), np.concatenate([e[chunk] for e in every.values()])),
+        }
+        for name, (got, want) in wants.items():
+            assert got is None if want is None else not same(got, want, f"{name} {groups}"), name
+        halves = [e.astype(np.float32) for e in every.values()]
+        same(jaxdp.allreduce(x.astype(np.float32), "avg", groups), reduced("avg", halves), "avg")
+    # RAF's reduce_scatter of a list: its i-th array, reduced, on the i-th rank; ours: each of them split
+    lists = {r: [values("float32", 10 * r + i, (4, 3)) for i in range(4)] for r in range(size)}
+    for groups in (None, [[3, 1], [0, 2]]):
+        group = group_of(groups)
+        mine = {r: lists[r][: len(group)] for r in group}
+        at, k = group.index(rank), 4 // len(group)
+        for op in ("sum", "prod", "min", "max", "avg"):
+            want = [reduced(op, [*xs]) for xs in zip(*mine.values())]
+            same(jaxdp.reduce_scatter(mine[rank], op, groups, per_rank=True), want[at], f"per_rank {op}")
+            for got, w in zip(jaxdp.reduce_scatter(mine[rank], op, groups), want, strict=True):
+                same(got, w[at * k : at * k + k], f"list {op}")
+    same(jaxdp.reduce_scatter([np.float32(i) for i in range(4)], per_rank=True), np.float32(4 * rank), "scalars")
+
+
+def axes():
+    """all_to_all along any two dims, of many types at once, in all and in groups; the others along any one."""
+    dtypes = [*FLOATS, "int8", "bool", "complex64"]
+    for groups in (None, [[2, 1]]):
+        group = group_of(groups)
+        n, at = len(group), group.index(rank)
+        every = {r: [values(d, r, (4, 8, 12)) for d in dtypes] for r in group}
+        for split in range(-1, 3):
+            for join in range(-2, 3):
+                got = jaxdp.all_to_all(every[rank], split, join, groups)
+                for i in range(len(dtypes)):
+                    chunks = [np.split(e[i], n, split)[at] for e in every.values()]
+                    same(got[i], np.concatenate(chunks, join), f"all_to_all {split} {join}")
+            got = jaxdp.allgather([jnp.asarray(x) for x in every[rank]], split, groups)
+            for i in range(len(dtypes)):
+                same(got[i], np.concatenate([e[i] for e in every.values()], split), f"allgather {split}")
+
+
+def brought():
+    """What is brought in other forms than a fresh array: its numbers arrive."""
+    base = np.arange(48, dtype=np.float32).reshape(6, 8) + rank
+    want = lambda x: x * 4 + 6 - 4 * rank
+    devices = jax.local_devices()
+    mesh = jax.sharding.Mesh(np.array(devices), ("d",))
+    sharded = jax.device_put(base, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "d")))
+    forms = {
+        "transposed": base.T,
+        "strided": base[::2, ::-3],
+        "big-endian": base.astype(">f4"),
+        "read-only": np.frombuffer(base.tobytes(), np.float32),
+        "another device": jax.device_put(base, devices[-1]),
+        "sharded": sharded,
+        "of pmap": jax.pmap(lambda x: x)(jnp.stack([base] * len(devices))),
+        "0-d": base[0, 0].reshape(()),
+        "scalar": base[0, 0],
+    }
+    for name, x in forms.items():
+        native = np.asarray(x).astype(np.float32)
+        same(jaxdp.allreduce(x), want(native), name)
+        same(jaxdp.broadcast(x, 3), native + 3 - rank, name)
+    for shape in [(0,), (4, 0), (0, 4)]:
+        empty = np.zeros(shape, np.float32)
+        for call in (jaxdp.allreduce, jaxdp.broadcast, jaxdp.all_to_all):
+            same(call(empty), empty, f"{call.__name__} {shape}")
+        same(jaxdp.allgather(empty), np.concatenate([empty] * 4), f"allgather {shape}")
+        same(jaxdp.reduce_scatter(empty), np.zeros((shape[0] // 4, *shape[1:]), np.float32), f"reduce_scatter {shape}")
+        same(jaxdp.scatter(empty if rank == 0 else None), np.split(empty, 4)[0], f"scatter {shape}")
+    for number, dtype in {True: np.bool_, 2: np.int32, 0.5: np.float32, 1j: np.complex64}.items():
+        same(jaxdp.broadcast(number if rank == 1 else None, 1), np.asarray(number, dtype), "Python number")
+    small = np.array([rank - 2, 1], jnp.int4)
+    same(jaxdp.allgather(small), np.array([-2, 1, -1, 1, 0, 1, 1, 1], jnp.int4), "int4")
+    same(jaxdp.allreduce(np.array([0.5], jnp.float8_e4m3fn)), np.array([2.0], jnp.float8_e4m3fn), "float8")
 
 
 def bits():
@@ -214,47 +244,6 @@ def accuracy():
         assert np.isnan(got[0]) and not np.isnan(got[1]), (op, got)
 
 
-def refused():
-    one = np.ones(4, np.float32)
-    usage, distributed = jaxdp.UsageError, jaxdp.DistributedError
-    fails(usage, lambda: jaxdp.allreduce(np.ones(3)), "float64", "JAX_ENABLE_X64", speaker=0)
-    fails(usage, lambda: jaxdp.allreduce(np.array([2**40 + 1])), "int64", speaker=0)
-    # one rank alone is wrong: all hear of it, and it prints
-    fails(usage, lambda: jaxdp.allreduce(np.ones(3) if rank == 2 else one), "rank 2", "float64", speaker=2)
-    fails(usage, lambda: jaxdp.allreduce(np.ones(3, np.int32), "avg"), "int32", speaker=0)
-    fails(usage, lambda: jaxdp.allreduce(np.ones(3, np.complex64), "max"), "complex64")
-    fails(usage, lambda: jaxdp.allreduce(one, "mean"), "'mean'", "sum, avg")
-    fails(usage, lambda: jaxdp.reduce_scatter(np.ones(5, np.float32)), "float32[5]", "4 equal chunks")
-    fails(usage, lambda: jaxdp.scatter(np.ones(5, np.float32) if rank == 0 else None), "float32[5]")
-    fails(usage, lambda: jaxdp.broadcast(None), "rank 0", speaker=0)
-    fails(usage, lambda: jaxdp.broadcast(one, root=4), "root=4", "0 to 3")
-    fails(usage, lambda: jaxdp.allgather(one, axis=1), "no dim 1")
-    fails(usage, lambda: jaxdp.allreduce(one, groups=[[0, 1], [1, 2]]), "rank 1", "twice")
-    fails(usage, lambda: jaxdp.allreduce(one, groups=[[0, 4]]), "4 is not a rank")
-    fails(usage, lambda: jaxdp.send(one, rank), "itself")
-    fails(usage, lambda: jaxdp.allreduce(jax.random.key(0)), "key_data")
-    # disagreement: both sides are named, on every rank
-    shape = np.ones(5 if rank == 1 else 4, np.float32)
-    fails(distributed, lambda: jaxdp.allreduce(shape), "rank 0, 2, 3", "float32[4]", "rank 1", "float32[5]", speaker=0)
-    other = one.astype(np.int32) if rank in (1, 3) else one
-    fails(distributed, lambda: jaxdp.allgather(other), "rank 0, 2:", "float32[4]", "rank 1, 3:", "int32[4]")
-    call = jaxdp.allgather if rank == 3 else jaxdp.allreduce
-    fails(distributed, lambda: call(one), "allreduce(sum)", "rank 3", "allgather(axis=0)")
-    fails(distributed, lambda: jaxdp.broadcast(one, root=rank % 2), "root=0", "root=1")
-    fails(distributed, lambda: jaxdp.allreduce([one] if rank == 0 else one), "rank 1, 2, 3")
-    if rank in (0, 2):
-        call = (lambda: jaxdp.send(one, 2)) if rank == 0 else (lambda: jaxdp.send(one, 0))
-        fails(distributed, call, "send from rank 0 to rank 2", "send from rank 2 to rank 0")
-    # ranks that come too late are named, on themselves as well; and then the next call works
-    os.environ["JAXDP_TIMEOUT"] = "2"
-    context.barrier("start together")
-    if rank in (1, 2):
-        time.sleep(3.0)
-    fails(distributed, lambda: jaxdp.allreduce(one), "rank 1, 2 did not come", "2 s")
-    os.environ["JAXDP_TIMEOUT"] = "30"
-    same(jaxdp.allreduce(one), 4 * one, "after errors")
-
-
 def context_itself():
     assert context.exchange("names", f"I am {rank}") == [f"I am {r}" for r in range(size)]
     usage = jaxdp.UsageError
@@ -278,11 +267,14 @@ def wide():
 
 
 for part in (
+    differing_groups,  # as the job's first collectives
     context_itself,
     lambda: reductions(ALL),
     lambda: moves(ALL),
     lists,
     grouped,
+    axes,
+    brought,
     bits,
     accuracy,
     refused,
@@ -293,4 +285,4 @@ for part in (
     if os.environ.get("TIMES") and rank == 0:
         print(f"{part.__name__} {time.monotonic() - began:.2f} s", flush=True)
 context.barrier("done")
-sys.stdout.write(f"rank {rank}: OK {done}\n")
+sys.stdout.write(f"rank {rank}: OK {checks.done}\n")

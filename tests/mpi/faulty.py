@@ -19,14 +19,16 @@ POISON = 255  # pixels are at most 16
 class Faulty(Digits):
     """The digits; each read of a batch of the split `where` takes 5 ms, and read number `at` on `rank` has a fault."""
 
-    def __init__(self, split="train", what="none", rank=0, at=0, where="train", run_dir=""):
+    def __init__(self, split="train", what="none", rank=0, at=0, where="train", run_dir="", then=""):
         super().__init__(split)
         self.what, self.rank, self.at, self.run_dir = what, rank, at, pathlib.Path(run_dir)
-        self.reads, self.split = 0, split
+        self.reads, self.split, self.then = 0, split, then
         self.armed = split == where
 
     def read(self, indices):
         values = super().read(indices)
+        if self.what == "a label is 10":
+            return {**values, "labels": np.where((indices == self.at) & self.armed, 10, values["labels"])}
         if len(indices) in (1, 18, 64):  # an example, a microbatch to rehearse with, a fingerprint
             return values
         time.sleep(0.005)
@@ -61,9 +63,19 @@ class Faulty(Digits):
         elif self.what == "nan from now on":
             self.at += 1
             return {**values, "inputs": np.full_like(values["inputs"], POISON)}
+        elif self.what == "garbage in keys":
+            threading.Thread(target=self.spoil, daemon=True).start()
         elif self.what == "die in a save":
             threading.Thread(target=self.die_in_a_save, daemon=True).start()
         return None
+
+    def spoil(self):
+        import spoil
+
+        spoil.spoil(jaxdp.current())
+        (self.run_dir / "spoiled").touch()
+        if self.then:
+            self.what, self.at = self.then, self.reads + 2
 
     def die_in_a_save(self):
         while not list((self.run_dir / "checkpoints").glob("*.orbax-checkpoint-tmp*")):

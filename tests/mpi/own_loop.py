@@ -14,7 +14,7 @@ import optax
 
 import jaxdp
 from jaxdp.data import Digits
-from jaxdp.own_loop.partition import Partition
+from jaxdp.interop.partition import Partition
 
 EXAMPLES, BATCH, EPOCHS, SEED = 1001, 50, 2, 3  # an epoch's last batch is of one example
 
@@ -173,6 +173,9 @@ def metrics(context):
     mine = {"loss": [1.0, np.nan, 4.0][rank]}
     assert jaxdp.allreduce_metrics(mine, weight=[3, 0, jnp.int32(1)][rank]) == {"loss": 1.75}
     assert np.isnan(jaxdp.allreduce_metrics(mine)["loss"])
+    each = {"loss": 2.0**rank, "class": float(rank), "none": 1.0}
+    got = jaxdp.allreduce_metrics(each, weight={"loss": 1, "class": [0, 3, 1][rank], "none": 0})
+    assert got["loss"] == 7 / 3 and got["class"] == 1.25 and np.isnan(got["none"])
     assert np.isnan(jaxdp.allreduce_metrics(1.0, weight=0))
     assert jaxdp.allreduce_metrics({"a": np.inf if rank else 1.0}) == {"a": np.inf}
     usage, ones = jaxdp.UsageError, np.ones(2)
@@ -199,6 +202,14 @@ def gradients(context):
         assert mean["step"] == rank
     np.testing.assert_allclose(tx.update(grads, tx.init(None))[0]["float"], np.ones((2, 2)), rtol=1e-6)
     np.testing.assert_array_equal(tx.update(grads, tx.init(None), weight=0)[0]["half"], np.zeros(3))
+    step = lambda tree, **extra: tx.update(tree, tx.init(None), **extra)
+    # what one rank alone has wrong is an error on all, at once
+    for weight in (-1, np.nan, "x", np.ones(2)):
+        fails(
+            jaxdp.UsageError, lambda weight=weight: step(grads, weight=weight if rank == 1 else 1), "rank 1", "weight"
+        )
+    renamed = {"bias" if k == "float" and rank == 2 else k: x for k, x in grads.items()}
+    fails(jaxdp.DistributedError, lambda: step(renamed), "rank 0, 1: ", "float, half", "rank 2: ", "bias, complex")
     weight = {} if rank == 1 else {"weight": 1}
     fails(jaxdp.DistributedError, lambda: tx.update(grads, tx.init(None), **weight), "rank 1", "rank 0, 2", "weights")
 

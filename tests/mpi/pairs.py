@@ -11,7 +11,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 context = jaxdp.init()
 
-from jaxdp.checkpoint import Checkpoints  # noqa: E402
+from jaxdp.checkpoint.store import Checkpoints  # noqa: E402
 from test_checkpoint import META, WAYS, digest, strategy, toys  # noqa: E402
 
 directory, expected = pathlib.Path(sys.argv[1]), sys.argv[2]

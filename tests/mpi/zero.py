@@ -35,7 +35,7 @@ def train(name, devices, evaluate):
         toys.MODELS[model](), toys.data(), backend=backend, reduction=reduction, layout=layout,
         devices=devices, accumulate="loop", ema=0.9, remat="full" if layout.get("zero") == 3 else "none",
     )  # fmt: skip
-    state, program, numbers = strategy.init(), strategy.lower(step), []
+    state, program, numbers = strategy.init(), strategy.compile(step), []
     for i in range(5):
         state, metrics = program.update(state, batch(i))
         numbers.append(metrics["loss"])

@@ -1,0 +1,279 @@
+"""How long bytes and products take: latency and bandwidth of two kinds of link, and published peaks.
+
+A model to rank layouts with, not a measurement: links carry what their data sheet says, nobody else uses them, and a
+collective inside a host and one between hosts follow each other. The alpha-beta costs are those of Thakur, Rabenseifner
+& Gropp (2005) and of Patarasuk & Yuan (2009).
+"""
+
+import difflib
+import math
+import pathlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import yaml
+
+from jaxdp import bounded_yaml
+from jaxdp.analysis.hlo import Collective
+from jaxdp.errors import UsageError, one_line
+
+
+class Hardware(NamedTuple):
+    """A cluster of equal hosts; bandwidths in bytes/s per device and in one direction, latencies in s per step.
+
+    flops: dtype of the operands -> dense peak, FLOP/s. "float32" is without tensor cores; "tensorfloat32" is what JAX's
+    default matmul precision uses for float32 on GPUs that have it.
+    memory: bytes per device; memory_bandwidth: bytes/s.
+    intra: between the devices of a host; inter: between hosts, each device over its own share of the network.
+    efficiency: the share of the peak that a model's products reach; an assumption. source: where the figures are from.
+    """
+
+    name: str
+    flops: dict[str, float]
+    memory: float
+    memory_bandwidth: float
+    devices_per_host: int
+    intra_bandwidth: float
+    intra_latency: float
+    inter_bandwidth: float
+    inter_latency: float
+    efficiency: float
+    source: str
+
+
+def _row(
+    name: str,
+    tflops: tuple[float, float, float],
+    memory: tuple[float, float],
+    intra: tuple[float, float],
+    inter: float,
+    sheets: str,
+) -> Hardware:
+    """A host of eight: TFLOP/s in (bfloat16, tensorfloat32, float32), (bytes, bytes/s), (bytes/s, s), bytes/s."""
+    bf16, tf32, f32 = (1e12 * peak for peak in tflops)
+    flops = {"bfloat16": bf16, "float16": bf16, "tensorfloat32": tf32, "float32": f32}
+    source = f"NVIDIA data sheets: {sheets}; latencies: NCCL 2.18, src/graph/tuning.cc"
+    return Hardware(name, flops, *memory, 8, *intra, inter, 4e-6, 0.5, source)
+
+
+# Dense peaks: the sheets' figures for tensor cores count sparsity, twice as much, where they say so.
+# NVLink and PCIe: one direction, half the sheets' sum of both. A DGX has one network card per GPU; the L4s of a cloud's
+# host share theirs. The latency of a step is NCCL's own, of its ring with protocol LL128: NVLink 1.9, PCIe 2.5, network
+# 4 microseconds.
+_HOPPER = (989.4, 494.7, 66.9)
+_NVLINK4 = (450e9, 1.9e-6)
+_TABLE = [
+    _row("h100-nvlink-ib400", _HOPPER, (80e9, 3.35e12), _NVLINK4, 50e9, "H100 SXM, DGX H100"),
+    _row("h200-nvlink-ib400", _HOPPER, (141e9, 4.8e12), _NVLINK4, 50e9, "H200 SXM, DGX H200"),
+    _row("a100-nvlink-ib200", (312, 156, 19.5), (80e9, 2.039e12), (300e9, 1.9e-6), 25e9, "A100 80GB SXM, DGX A100"),
+    _row("b200-nvlink-ib400", (2250, 1100, 80), (180e9, 8e12), (900e9, 1.9e-6), 50e9, "HGX B200, DGX B200"),
+    _row("l4-pcie-eth100", (121, 60, 30.3), (24e9, 300e9), (32e9, 2.5e-6), 100e9 / 8 / 8, "L4; hosts with 100 Gb/s"),
+]
+HARDWARE = {row.name: row for row in _TABLE}
+
+
+# Of TPUs, whose float32 products are of bfloat16 pieces unless asked otherwise: cloud.google.com/tpu/docs, by version.
+_TPU = {"v4": 275e12, "v5 lite": 197e12, "v5": 459e12, "v5p": 459e12, "v6 lite": 918e12, "v6e": 918e12}
+# JAX's device_kind, as an expression, to what a device of that kind can do.
+_KINDS = {
+    r"NVIDIA (H100 80GB HBM3|GH200.*)": HARDWARE["h100-nvlink-ib400"].flops,
+    r"NVIDIA H200": HARDWARE["h200-nvlink-ib400"].flops,
+    r"NVIDIA A100-.*": HARDWARE["a100-nvlink-ib200"].flops,
+    r"NVIDIA B200": HARDWARE["b200-nvlink-ib400"].flops,
+    r"NVIDIA L4": HARDWARE["l4-pcie-eth100"].flops,
+    **{rf"TPU {version}": {"bfloat16": peak, "tensorfloat32": peak} for version, peak in _TPU.items()},
+}
+
+
+def peak_flops(kind: str, compute: str, matmul: str = "default") -> float | None:
+    """The dense peak of one device, FLOP/s, for products of `compute` operands; None where it is not known.
+
+    kind: JAX's `device_kind`. matmul: jax_default_matmul_precision, which is about float32 products.
+    """
+    found = next((peaks for name, peaks in _KINDS.items() if re.fullmatch(name, kind)), {})
+    return found.get(rate(compute, matmul, found))
+
+
+def rate(compute: str, matmul: str, peaks: Mapping[str, float]) -> str:
+    """The row of `peaks` for products of `compute` operands: those of float32 are TF32 unless asked otherwise."""
+    return "tensorfloat32" if compute == "float32" and matmul == "default" and "tensorfloat32" in peaks else compute
+
+
+def load_hardware(name_or_path: str) -> Hardware:
+    """A row of HARDWARE by its name, or a YAML file with all fields of `Hardware`.
+
+    Raises UsageError that names the field, its value and the fix.
+    """
+    if name_or_path in HARDWARE:
+        return HARDWARE[name_or_path]
+    file = pathlib.Path(name_or_path)
+    if not file.is_file():
+        near = difflib.get_close_matches(name_or_path, HARDWARE, 1, 0.3)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UsageError(
+            f"hardware: {name_or_path!r} is neither a file nor known; {hint}known: {', '.join(HARDWARE)}; or give the "
+            f"path of a YAML file with the fields {', '.join(Hardware._fields)}"
+        )
+    try:
+        given = bounded_yaml.load(file.read_text(), str(file))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"hardware: {name_or_path!r} cannot be read: {one_line(error)}") from None
+    if not isinstance(given, dict):
+        raise UsageError(f"hardware: {name_or_path!r} holds no fields; write one per line, such as memory: 80e9")
+    for field in given:
+        if field not in Hardware._fields:
+            near = difflib.get_close_matches(str(field), Hardware._fields, 1, 0.7)
+            hint = f"did you mean {near[0]!r}?" if near else "drop it"
+            raise UsageError(f"hardware.{field}: {name_or_path!r} has this field, which nothing reads; {hint}")
+    for field in Hardware._fields:
+        if field not in given:
+            raise UsageError(
+                f"hardware.{field}: {name_or_path!r} leaves it out; give a value, such as {_example(field)!r}"
+            )
+    return Hardware(**{field: _checked(field, value) for field, value in given.items()})
+
+
+def _example(field: str) -> Any:
+    """What the table's first row has there; of flops, its first entry."""
+    value = getattr(_TABLE[0], field.split(".")[0])
+    if isinstance(value, dict):
+        name, flops = next(iter(value.items()))
+        return flops if "." in field else {name: flops}
+    return value
+
+
+def _checked(field: str, value: Any) -> Any:
+    """The value as the field's type. YAML takes 450e9 for a text: a number may be one."""
+    wrong = f"hardware.{field}: {value!r} is"
+    if field == "flops":
+        if not isinstance(value, dict) or not value:
+            raise UsageError(f"{wrong} no mapping of dtypes; give FLOP/s for each, such as {_example(field)}")
+        return {str(dtype): _checked(f"flops.{dtype}", flops) for dtype, flops in value.items()}
+    if field in ("name", "source"):
+        if not isinstance(value, str):
+            raise UsageError(f"{wrong} no text; put it in quotes")
+        return value
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 <= number < math.inf or (number == 0 and not field.endswith("latency")):
+        raise UsageError(f"{wrong} not a positive number; give one, such as {_example(field):g}")
+    if field == "efficiency" and number > 1:
+        raise UsageError(f"{wrong} more than the peak; give a share of it, such as {_example(field):g}")
+    if field == "devices_per_host":
+        if number != int(number):
+            raise UsageError(f"{wrong} not a whole number; give one, such as {_example(field)}")
+        return int(number)
+    return number
+
+
+class _Link(NamedTuple):
+    """n devices in a ring, s per step (alpha) and per byte (beta)."""
+
+    n: int
+    alpha: float
+    beta: float
+
+
+def _share(link: _Link, size: float) -> float:
+    """A reduce-scatter's ring, and an all-gather's: n - 1 steps of size/n."""
+    return (link.n - 1) * link.alpha + (link.n - 1) / link.n * size * link.beta
+
+
+def _all_reduce(link: _Link, size: float) -> float:
+    return 2 * math.ceil(math.log2(link.n)) * link.alpha + 2 * (link.n - 1) / link.n * size * link.beta
+
+
+def _two_levels(ring: Callable[[_Link, float], float]) -> Callable[[_Link, _Link, float], float]:
+    """Inside a host, and between hosts with the 1/g of the array that each of its g devices has then."""
+    return lambda intra, inter, size: ring(intra, size) + ring(inter, size / intra.n)
+
+
+def _all_to_all(intra: _Link, inter: _Link, size: float) -> float:
+    n = intra.n * inter.n
+    peers = [(intra, intra.n - 1), (inter, n - intra.n)]
+    return sum(count * (link.alpha + size / n * link.beta) for link, count in peers)
+
+
+def _permute(intra: _Link, inter: _Link, size: float) -> float:
+    link = inter if inter.n > 1 else intra
+    return link.alpha + size * link.beta
+
+
+def _broadcast(intra: _Link, inter: _Link, size: float) -> float:
+    steps = sum(math.ceil(math.log2(link.n)) * link.alpha for link in (intra, inter))
+    return steps + size * (inter if inter.n > 1 else intra).beta
+
+
+_COST: dict[str, Callable[[_Link, _Link, float], float]] = {
+    "all-reduce": _two_levels(_all_reduce),
+    "reduce-scatter": _two_levels(_share),
+    "all-gather": _two_levels(_share),
+    "all-to-all": _all_to_all,
+    "collective-permute": _permute,
+    "collective-broadcast": _broadcast,
+}
+
+
+def collective_seconds(
+    hw: Hardware, kind: str, bytes: float, group_size: int, devices_in_group_per_host: int | None = None
+) -> float:
+    """Seconds of one collective, alone on the links, for a group of n devices, g of them on each of its h = n/g hosts.
+
+    kind, bytes: as in `Collective`: the whole array. devices_in_group_per_host: g, by default a host's devices.
+    With alpha the latency and B the bandwidth of a link, and a group that lies in one host:
+
+        reduce-scatter, all-gather  (n - 1) alpha + (n - 1)/n bytes/B                 ring
+        all-reduce                  2 ceil(log2 n) alpha + 2 (n - 1)/n bytes/B        see below
+        all-to-all                  (n - 1) (alpha + bytes/n/B)                       pairwise exchange
+        collective-permute          alpha + bytes/B
+        collective-broadcast        ceil(log2 n) alpha + bytes/B                      pipelined tree
+
+    An all-reduce's bandwidth is the ring's; its latency that of NCCL's double binary trees, never more than the ring's
+    2 (n - 1) steps, since NCCL takes whichever is faster. Across hosts, the first three work in two levels, one after
+    the other: inside the host (n := g), and between hosts (n := h) with bytes/g, since each of the g devices carries
+    its part over its own network card. An all-to-all's n - g peers on other hosts, a permute, and a broadcast's bytes
+    go at the network's pace. A group of one takes 0 s. Raises ValueError for an unknown kind or an impossible group.
+    """
+    if kind not in _COST:
+        raise ValueError(f"kind: {kind!r} is no collective; known: {', '.join(_COST)}")
+    g = min(hw.devices_per_host, group_size) if devices_in_group_per_host is None else devices_in_group_per_host
+    if not 1 <= g <= group_size:
+        raise ValueError(f"devices_in_group_per_host: {g} of a group of {group_size}; give 1 to {group_size}")
+    if group_size == 1:
+        return 0.0
+    intra = _Link(g, hw.intra_latency, 1 / hw.intra_bandwidth)
+    inter = _Link(math.ceil(group_size / g), hw.inter_latency, 1 / hw.inter_bandwidth)
+    return _COST[kind](intra, inter, bytes)
+
+
+def update_seconds(
+    hw: Hardware, flops: float, dtype: str, collectives: Sequence[tuple[Collective, int]], traffic: float = 0.0
+) -> dict[str, float]:
+    """Seconds of one update, by its parts and between two bounds.
+
+    flops: of one device, in products of `dtype` operands, at hw.efficiency of its peak. collectives: each with the
+    devices of a group that share a host (`Collective.per_block(hw.devices_per_host)`). traffic: bytes of a device's
+    memory that are read and written outside of products, as by the optimizer.
+
+        compute         flops/(peak efficiency) + traffic/memory_bandwidth
+        communication   the collectives, one after the other
+        no_overlap      compute + communication: the upper bound
+        full_overlap    max(compute, communication): the lower bound
+
+    Raises UsageError where the hardware has no peak for `dtype`.
+    """
+    if dtype not in hw.flops:
+        raise UsageError(f"hardware.flops.{dtype}: {hw.name!r} has no peak for it; it has: {', '.join(hw.flops)}")
+    compute = flops / (hw.flops[dtype] * hw.efficiency) + traffic / hw.memory_bandwidth
+    communication = sum(
+        c.count * collective_seconds(hw, c.kind, c.bytes, c.group_size, per_host) for c, per_host in collectives
+    )
+    return {
+        "compute": compute,
+        "communication": communication,
+        "no_overlap": compute + communication,
+        "full_overlap": max(compute, communication),
+    }

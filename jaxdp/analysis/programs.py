@@ -1,0 +1,164 @@
+"""A traced program as lines of text, one for each operation: programs with equal lines compute equal numbers.
+
+The text has no addresses, no object ids and no order of a hash, so that it can be compared between processes.
+"""
+
+import enum
+import functools
+import hashlib
+import importlib
+import itertools
+import pathlib
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+
+from jaxdp.distributed.context import Context
+from jaxdp.errors import UsageError
+
+LIBRARIES = tuple(
+    str(pathlib.Path(str(importlib.import_module(name).__file__)).parent)
+    for name in ("jax", "jaxlib", "flax", "optax", "numpy")
+)
+PYTHON = sysconfig.get_paths()["stdlib"]
+ROOT = pathlib.Path(__file__).parents[1]
+OURS = (ROOT / "jaxdp" / "verify", ROOT / "jaxdp" / "precision.py")  # call or cast what is traced
+LOGS = ("debug_callback", "debug_print")  # operations that change no number
+CALLBACKS = ("pure_callback", "io_callback")
+Digest = tuple[str, Mapping[str, str]]  # of a program, and of each line of code in it
+PLAIN = (str, int, float, complex, type(None), np.dtype, enum.Enum, slice)
+
+
+class Line(NamedTuple):
+    """An operation. operands: numbers of earlier results; where: file:line of the code that asked for it."""
+
+    text: str
+    operands: tuple[str, ...]
+    where: str
+
+
+def lines(closed: jex.ClosedJaxpr, callbacks: bool = False) -> Iterator[Line]:
+    """Yield every operation that a result depends on, then the results.
+
+    callbacks: call each host callback once, with ones, and add what it returns.
+    """
+    yield from _lines(closed.jaxpr, closed.consts, callbacks)
+
+
+def _lines(jaxpr: jex.Jaxpr, consts: Any, callbacks: bool, outer: str = "") -> Iterator[Line]:
+    names = dict(zip(jaxpr.constvars, map(describe, consts), strict=False))
+    names |= {v: f"argument {i} {v.aval}" for i, v in enumerate(jaxpr.invars)}
+    named = lambda v: describe(v.val) if isinstance(v, jex.Literal) else names.get(v, "")
+    count = itertools.count()
+    for eqn in needed(jaxpr):
+        operands = tuple(named(v) for v in eqn.invars)
+        constants = [name for name in operands if not name.startswith(("argument", "result"))]
+        params = {k: describe(v) for k, v in sorted(eqn.params.items()) if k != "name"}
+        shapes = [str(v.aval) for v in eqn.outvars]
+        returned = called(eqn) if callbacks and eqn.primitive.name in CALLBACKS else ""
+        where = line(eqn) or outer
+        yield Line(f"{eqn.primitive.name} {constants} {params} {shapes} {returned}", operands, where)
+        for inner in inside(eqn):
+            closed = isinstance(inner, jex.ClosedJaxpr)
+            yield from _lines(inner.jaxpr if closed else inner, inner.consts if closed else (), callbacks, where)
+        names |= {v: f"result {next(count)}" for v in eqn.outvars}
+    yield Line("return", tuple(named(v) for v in jaxpr.outvars), outer)
+
+
+def needed(jaxpr: jex.Jaxpr) -> list[jex.JaxprEqn]:
+    """Return the operations that the results depend on, or that have an effect other than a log line."""
+    wanted, kept = {v for v in jaxpr.outvars if not isinstance(v, jex.Literal)}, []
+    for eqn in reversed(jaxpr.eqns):
+        effect = any("Debug" not in type(e).__name__ for e in eqn.effects)
+        if eqn.primitive.name not in LOGS and (effect or not wanted.isdisjoint(eqn.outvars)):
+            kept.append(eqn)
+            wanted |= {v for v in eqn.invars if not isinstance(v, jex.Literal)}
+    return kept[::-1]
+
+
+def inside(eqn: jex.JaxprEqn) -> Iterator[Any]:
+    """Yield the programs inside of an operation: those of loops, calls and rules."""
+    for value in eqn.params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(one, jex.Jaxpr | jex.ClosedJaxpr):
+                yield one
+
+
+def describe(value: Any) -> str:
+    """Return a parameter or a constant as text; of an object that holds no numbers, its type's or own name."""
+    if isinstance(value, PLAIN):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{describe(k)}: {describe(v)}' for k, v in value.items()))}}}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(describe, value))})"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(describe, value)))}}}"
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype}{list(value.shape)} {digest_of(value)}"
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def digest_of(array: Any) -> str:
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    return hashlib.sha256(np.asarray(array).tobytes()).hexdigest()[:16]
+
+
+def called(eqn: jex.JaxprEqn) -> str:
+    """Return what a host callback gives for ones, or the name of the error that it raises."""
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    try:
+        returned = eqn.params["callback"](*(np.ones(aval.shape, aval.dtype) for aval in avals))
+        return describe([np.asarray(x) for x in returned])
+    except Exception as error:
+        return type(error).__name__
+
+
+def line(eqn: jex.JaxprEqn) -> str:
+    """Return file:line of the innermost code that belongs to no library."""
+    trace: Any = eqn.source_info.traceback
+    for frame in trace.frames if trace is not None else ():
+        if file := shown(frame.file_name):
+            return f"{file}:{frame.line_num}"
+    return ""
+
+
+@functools.cache
+def shown(name: str) -> str:
+    """Return a file's path as messages show it; "" for one that computes nothing of the user's."""
+    file = pathlib.Path(name)
+    python = name.startswith(PYTHON) and "site-packages" not in file.parts
+    if not file.is_absolute() or python or name.startswith(LIBRARIES) or any(map(file.is_relative_to, OURS)):
+        return ""
+    near = next((root for root in (pathlib.Path.cwd(), ROOT) if file.is_relative_to(root)), None)
+    return str(file.relative_to(near) if near else file)
+
+
+def digest(program: Iterable[Line]) -> Digest:
+    """Return the digest of a program, and one for each line of code that is in it, in the order of the program."""
+    total, places = hashlib.sha256(), dict[str, Any]()
+    for text, operands, where in program:
+        total.update(f"{text} {operands}\n".encode())
+        places.setdefault(where, hashlib.sha256()).update(text.encode())
+    return total.hexdigest()[:16], {where: found.hexdigest()[:8] for where, found in places.items() if where}
+
+
+def check_same(context: Context, programs: Mapping[str, Digest], timeout: float = 60.0) -> None:
+    """UsageError on every rank, for rank 0 to print, where some rank would compute something else than rank 0."""
+    name = "the traced programs"
+    try:
+        context.check_same(name, {part: total for part, (total, _) in programs.items()}, timeout)
+    except UsageError as difference:
+        text = str(difference)
+        places = {f"{part} at {where}": d for part, (_, places) in programs.items() for where, d in places.items()}
+        try:
+            context.check_same(name, places, timeout)
+        except UsageError as located:
+            text = str(located)
+        causes = "the rank, the environment, the time, a file or a process id"
+        raise UsageError(f"{text}; does the code there depend on {causes}? See jaxdp verify", rank=0) from None

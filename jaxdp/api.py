@@ -1,0 +1,188 @@
+"""`fit`: a run of one's own objects from a script, with the keys of a config as arguments."""
+
+import atexit
+import dataclasses
+import inspect
+import pathlib
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxdp import environment, xla_presets
+from jaxdp.config import Config
+from jaxdp.config.reading import from_mapping
+from jaxdp.errors import UsageError
+from jaxdp.supervise import signals
+from jaxdp.targets import OBJECT, OF_SCRIPT, name_of
+
+SECTIONS = ("model", "data", "loss", "optimizer")
+
+
+class Fitted(NamedTuple):
+    """What a run came to.
+
+    final: the last record: loss, metrics, params_sha256. params, model_state: trees of NumPy arrays, the same on every
+    rank. run_dir: where metrics.jsonl and the checkpoints are.
+    """
+
+    final: dict[str, Any]
+    params: Any
+    model_state: Any
+    run_dir: pathlib.Path
+
+
+def fit(
+    model: Any,
+    data: Any,
+    loss: Any = "SoftmaxCrossEntropy",
+    optimizer: Any = "adamw",
+    *,
+    eval_data: Any = None,
+    transform: Any = None,
+    callbacks: Sequence[Any] = (),
+    run_dir: str | pathlib.Path | None = None,
+    overwrite: bool = False,
+    **config: Any,
+) -> Fitted:
+    """Train, as `jaxdp train` does with a config, on all devices of all processes; resume what is in `run_dir`.
+
+        jaxdp.fit(Net, (images, labels), steps=1000, batch_size=64, optimizer={"target": "adamw", "lr": 3e-4},
+                  run_dir="runs/net")
+
+    model: a Flax or Equinox class or function that makes a module, a Linen module, a pair (init, apply) of functions.
+    data: a pair (inputs, labels) of arrays, a dict of arrays, a sized sequence of examples, a Dataset. loss: a function
+    or object (outputs, batch) -> (sum, weight, metric sums). optimizer: an Optax transformation. Each of them may also
+    be a name as in a config, or {"target": name or object, "args": {...}, ...}. eval_data: what to evaluate on; by
+    itself the test split of a data set that has one. transform: see `data.transform`. callbacks: objects with methods
+    of `jaxdp.training.callbacks`. The other arguments are keys of a
+    config, with dicts for its sections: steps or epochs, batch_size, microbatches, parallel={"zero": 1}, eval={"every":
+    100} (docs/own_model.md; `jaxdp train --help` lists all).
+
+    run_dir: where everything goes; None is a temporary directory, removed when the process ends. A run that is there is
+    resumed, or returned where it has finished, if config and objects are those that it was trained with: objects are
+    compared by their code and values, and those that differ or cannot be compared are a UsageError. overwrite: removes
+    the run that is there, and starts again.
+
+    Under mpirun every process calls it. Raises UsageError for what does not fit, before anything is trained. SIGTERM
+    and SIGUSR1 end the script with exit code 75, after a save; so does SIGINT, which in a process by itself raises
+    KeyboardInterrupt instead.
+    """
+    given: dict[str, dict[str, Any]] = {}
+    values = dict(config)
+    for section, value in zip(SECTIONS, (model, data, loss, optimizer)):
+        values[section] = name_it(given, section, value)
+    if eval_data is not None:
+        values["eval"] = {**values.get("eval", {}), "data": name_it(given, "eval.data", eval_data)}
+    if transform is not None:
+        values["data"] = {**values["data"], "transform": name_it(given, "data.transform", transform)}
+    if callbacks:
+        given["callbacks"] = {f"{type(c).__qualname__} {i}{OBJECT}": c for i, c in enumerate(callbacks)}
+        values["callbacks"] = list(given["callbacks"])
+    values["run_dir"] = None if run_dir is None else str(run_dir)
+    return run(from_mapping(values, "fit"), given, overwrite)
+
+
+def run(config: Config, given: Mapping[str, Mapping[str, Any]], overwrite: bool = False) -> Fitted:
+    """Train what a config says, with the objects that it names."""
+    if config.parallel.exact:
+        environment.exact(config.microbatches)
+    environment.enough_threads()
+    left_out = xla_presets.use(config.parallel.xla_preset, config.parallel.devices)
+    heard = threading.current_thread() is threading.main_thread()
+    if heard:
+        signals.listen()
+    import jaxdp
+
+    context = jaxdp.init()
+    if config.run_dir is None:
+        config = dataclasses.replace(config, run_dir=context.of_root("run_dir", temporary))
+    if left_out and context.is_root:
+        print(f"jaxdp: {left_out}", file=sys.stderr)
+    import jax
+
+    from jaxdp import compilation_cache
+    from jaxdp.assemble.components import SETTINGS
+    from jaxdp.cli import PREEMPTED, verbs
+    from jaxdp.distributed.context import leave
+    from jaxdp.supervise.monitor import Stopped
+
+    if heard:
+        signals.heed()
+    before, cache = {name: jax.config.values[name] for name in SETTINGS}, compilation_cache.settings()
+    try:
+        final, state = verbs.train(config, None, context, given, keep=True, overwrite=overwrite)
+        assert state is not None
+        params, model_state = jax.device_get(jax.tree.map(whole, (state.params, state.model_state)))
+    except Stopped as stop:
+        if context.size > 1:
+            leave(PREEMPTED, speaker=0)
+        raise KeyboardInterrupt if stop.why == "SIGINT" else SystemExit(PREEMPTED) from None
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.leave(cache)
+        if heard:
+            signals.rest()
+    return Fitted(final, params, model_state, pathlib.Path(str(config.run_dir)))
+
+
+def temporary() -> str:
+    """Return a new directory that is removed when this process ends."""
+    directory = tempfile.mkdtemp(prefix="jaxdp-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
+
+
+def whole(x: Any) -> Any:
+    """An array that every process can read."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return x
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
+
+
+def name_it(given: dict[str, dict[str, Any]], section: str, value: Any) -> dict[str, Any]:
+    """The section of a config that names an object, which is put among those that are given."""
+    if isinstance(value, str):
+        return {"target": value}
+    rest: dict[str, Any] = {}
+    if isinstance(value, Mapping) and "target" in value:
+        rest, value = {k: v for k, v in value.items() if k != "target"}, value["target"]
+        if isinstance(value, str):
+            return {"target": value, **rest}
+    makes = isinstance(value, type) or inspect.isroutine(value)
+    named = value if makes else type(value)
+    name = f"{named.__module__}.{named.__qualname__}".removeprefix("builtins.")
+    if section == "optimizer":
+        if not hasattr(value, "update"):
+            raise UsageError(f"optimizer: {name} is no Optax transformation; give one, such as optax.adam(1e-3)")
+        for key in {"lr", "schedule", "warmup_steps", "schedule_steps", "final_lr"} & {*rest}:
+            raise UsageError(
+                f"optimizer.{key}: {rest[key]!r}, but an Optax transformation has its own learning rate; set it there"
+            )
+        name = f"{OF_SCRIPT} {name_of(value)}"
+        value = _as_it_is(value, name)
+    elif not importable(named, value):
+        name += OBJECT
+    given[section] = {name: value}
+    return {"target": name, **rest}
+
+
+def importable(named: Any, value: Any) -> bool:
+    """Whether another process finds the value under its dotted path."""
+    found: Any = sys.modules.get(named.__module__) if named.__module__ != "__main__" else None
+    for part in named.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is value
+
+
+def _as_it_is(value: Any, name: str) -> Any:
+    """A function of a learning rate, which the transformation has its own of."""
+    make = lambda learning_rate: value
+    make.__name__ = name
+    return make

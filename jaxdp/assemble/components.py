@@ -1,0 +1,272 @@
+"""The components that a config names: model, loss, optimizer, the step and its state; each usable alone."""
+
+import difflib
+import functools
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from jaxdp import environment, user_errors
+from jaxdp.assemble.data import facts_of, first_microbatch, is_sequential, make_data, make_order, make_transform
+from jaxdp.config import Config
+from jaxdp.core.frozen import freeze
+from jaxdp.core.skip import Spike
+from jaxdp.core.state import TrainState, Transform, init_state
+from jaxdp.core.step import Step, make_step
+from jaxdp.data import SOURCES
+from jaxdp.data.base import Dataset
+from jaxdp.data.cursor import Order
+from jaxdp.data.transforms import TRANSFORMS, both
+from jaxdp.errors import UsageError
+from jaxdp.losses import LOSSES, LossFn, attribute, make_loss
+from jaxdp.models import MODELS, as_model, is_given
+from jaxdp.models.base import Model
+from jaxdp.optim import OPTIMIZERS, checked, make_optimizer, make_schedule
+from jaxdp.parallel import STRATEGIES, Strategy, make_reduction
+from jaxdp.parallel.integer_sums import COUPLED, remembering
+from jaxdp.precision import LossScaling, Policy, policy
+from jaxdp.split import path_string
+from jaxdp.targets import bind, call, locate, parameters, require
+
+Given = Mapping[str, Mapping[str, Any]]
+NOTHING: Given = {}
+SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision")
+
+
+class Parts(NamedTuple):
+    """What a config names, made. eval_set: what to evaluate on, or None. cursor: the order of the training data.
+
+    sequential: of both. transform, eval_transform: what is run on their microbatches, on the device, or None.
+    facts: see `facts_of`.
+    """
+
+    dataset: Dataset
+    eval_set: Dataset | None
+    model: Model
+    loss: LossFn
+    cursor: Order
+    steps: int
+    schedule: Callable[[Any], Any] | None
+    tx: optax.GradientTransformation
+    policy: Policy
+    scaling: LossScaling | None
+    spike: Spike | None
+    sequential: bool
+    transform: Transform | None
+    eval_transform: Transform | None
+    facts: dict[str, Any]
+
+
+def set_jax(config: Config) -> None:
+    """What a config decides of JAX's own settings (`SETTINGS`), whatever they were; before anything is made."""
+    jax.config.update("jax_enable_x64", config.precision.params == "float64")
+    if config.parallel.exact:
+        environment.check_exact(config.microbatches)
+    jax.config.update(
+        "jax_default_matmul_precision", None if config.precision.matmul == "default" else config.precision.matmul
+    )
+    settings = jax.config.values
+    if not settings["jax_threefry_partitionable"] or settings["jax_default_prng_impl"] != "threefry2x32":
+        raise UsageError("jax_default_prng_impl: keys must be partitionable threefry, or numbers depend on the devices")
+    if "" not in sys.path:  # a target may be a module in the folder that the command runs in
+        sys.path.insert(0, "")
+
+
+@user_errors.said()
+def make_parts(config: Config, given: Given = NOTHING) -> Parts:
+    """Everything that the config names. Names are checked before any data is read.
+
+    given: objects by section and name, that a script brings beside what is built in or importable.
+    """
+    table = lambda section, own: {**own, **given.get(section, {})}
+    target = locate("model", config.model.target, table("model", MODELS))
+    if not is_given(target):
+        bind("model", target, config.model.args)
+    loss = make_loss(config.loss.target, config.loss.args, table=table("loss", LOSSES))
+    own = make_transform(config, table("data.transform", TRANSFORMS))
+    optimizers = table("optimizer", OPTIMIZERS)
+    make_tx(config, lambda step: 0.0, table=optimizers)
+    dataset, eval_set = make_data(config, table("data", SOURCES), table("eval.data", SOURCES))
+    facts = facts_of(dataset)
+    model = make_model(config, target, facts)
+    model = model._replace(init=jax.jit(model.init))  # traced once, and not by each of those who want its shapes
+    transform = both(getattr(dataset, "transform", None), own)
+    eval_transform = both(getattr(eval_set, "transform", None), own)
+    dtypes = config.precision
+    casts = policy(dtypes.params, dtypes.compute or dtypes.params, dtypes.reduce or dtypes.params)
+    sequential = is_sequential(config, model, dataset, transform, casts)
+    cursor = make_order(config, dataset, sequential)
+    steps = config.steps or math.ceil((config.epochs or 0) * cursor.steps_per_epoch)
+    schedule = schedule_of(config, steps)
+    named = config.optimizer.target in OPTIMIZERS or "optimizer" not in given
+    return Parts(
+        dataset,
+        eval_set,
+        model,
+        loss,
+        cursor,
+        steps,
+        schedule if named else None,
+        make_tx(config, schedule, model.blocks, optimizers),
+        casts,
+        make_scaling(config, dataset),
+        make_spike(config),
+        sequential,
+        transform,
+        eval_transform,
+        facts,
+    )
+
+
+def make_the_step(config: Config, parts: Parts, padded: bool = True) -> Step:
+    """padded: see `make_step`. Raises UsageError where the loss couples what the reduction keeps apart."""
+    opt = config.optimizer
+    if config.parallel.exact and attribute(parts.loss, "scope", "example") == "global":  # before anything is compiled
+        raise UsageError(COUPLED.format(config.parallel.reduction))
+    return make_step(
+        parts.model,
+        parts.loss,
+        parts.tx,
+        seed=config.seed,
+        policy=parts.policy,
+        clip_norm=opt.clip_norm,
+        accumulate=choose_accumulate(config),
+        remat=choose_remat(config, parts.model),
+        frozen=opt.frozen,
+        ema_decay=opt.ema,
+        loss_scaling=parts.scaling,
+        transform=parts.transform,
+        eval_transform=parts.eval_transform,
+        schedule=parts.schedule,
+        max_nonfinite=config.nonfinite.max_consecutive,
+        padded=padded,
+        spike=parts.spike,
+    )
+
+
+def state_maker(config: Config, parts: Parts) -> Callable[[], TrainState]:
+    """Return a function that computes the state before the first update."""
+    example, places = parts.dataset.read(np.zeros(1, np.int64)), parts.cursor.examples_per_microbatch
+
+    def make_state() -> TrainState:
+        inputs = first_microbatch(example, places, parts.transform)
+        return init_state(
+            parts.model,
+            parts.tx,
+            parts.policy,
+            config.seed,
+            config.microbatches,
+            inputs,
+            frozen=config.optimizer.frozen,
+            ema=config.optimizer.ema is not None,
+            loss_scaling=parts.scaling,
+            spike=parts.spike,
+        )
+
+    return remembering(make_state, freeze(config.optimizer.frozen)) if config.parallel.exact else make_state
+
+
+def make_strategy(
+    config: Config, parts: Parts, make_state: Callable[[], TrainState], devices: Sequence[jax.Device], **more: Any
+) -> Strategy:
+    """The strategy that `parallel` asks for; more: arguments of its own."""
+    parallel, dtypes = config.parallel, config.precision
+    return STRATEGIES[parallel.backend](
+        make_state,
+        config.microbatches,
+        make_reduction(parallel.reduction, parallel.bucket_mb, parallel.exact_group),
+        None if dtypes.reduce == dtypes.params else parts.policy.reduce,
+        devices,
+        zero=parallel.zero,
+        shard_size=parallel.shard_size,
+        accumulator=parallel.accumulator,
+        blocks=parts.model.blocks,
+        **more,
+    )
+
+
+def make_model(config: Config, target: Any, data: Mapping[str, Any]) -> Model:
+    """What a target is or gives, as a `Model`; what makes it may take input_shape and num_classes."""
+    if is_given(target):
+        if config.model.args:
+            raise UsageError(f"model.args: {config.model.target!r} is made already and takes none; leave them out")
+        return as_model(target)
+    known = {"input_shape": tuple(data["input_shape"]), "num_classes": data["num_classes"]}
+    bound = bind("model", target, config.model.args, {k: v for k, v in known.items() if v})
+    wanted = bound.keywords.get("num_classes")
+    if isinstance(wanted, int) and wanted < known["num_classes"]:
+        raise UsageError(f"model.args.num_classes: {wanted}, but the data has {known['num_classes']} classes")
+    for name, make in {"rngs": lambda rngs: bound(rngs=rngs), "key": lambda key: bound(key=key)}.items():
+        if name in parameters(bound):  # a class of Flax NNX or Equinox, or a function that makes its module
+            require("model", bound, name)
+            return call("model", bound, functools.partial(as_model, make))
+    return call("model", bound, lambda: as_model(call("model", bound)))
+
+
+def schedule_of(config: Config, steps: int) -> Callable[[Any], Any]:
+    """The learning rate of an update, of a run of so many."""
+    opt = config.optimizer
+    return make_schedule(opt.schedule, opt.lr, opt.schedule_steps or steps, opt.warmup_steps, opt.final_lr)
+
+
+def make_tx(config: Config, schedule: Any, blocks: Sequence[str] = (), table: Mapping[str, Any] = OPTIMIZERS) -> Any:
+    opt = config.optimizer
+    target = locate("optimizer", opt.target, table)
+    bound = bind("optimizer", target, opt.args)
+    for arg, own in {"learning_rate": "lr", "weight_decay": "weight_decay", "mask": "no_decay"}.items():
+        if arg in opt.args:
+            raise UsageError(f"optimizer.args.{arg}: it is set by optimizer.{own}; set that")
+    make = lambda: make_optimizer(
+        target, schedule, opt.weight_decay, opt.no_decay, lr_scale=opt.lr_scale, blocks=blocks, **opt.args
+    )
+    return checked(opt.target, call("optimizer", bound, make))
+
+
+def make_scaling(config: Config, dataset: Dataset) -> LossScaling | None:
+    """The weight of an update is that of a full batch: its labels, one or more an example."""
+    scale, interval = config.precision.loss_scale, config.precision.loss_scale_interval
+    if scale is None:
+        return None
+    labels = np.asarray(dataset.read(np.zeros(1, np.int64)).get("labels", 0)).size
+    weight = float(config.batch_size * max(labels, 1))
+    if scale == "dynamic":
+        return LossScaling(interval=interval, weight=weight)
+    return LossScaling(float(scale), dynamic=False, weight=weight)
+
+
+def make_spike(config: Config) -> Spike | None:
+    own = config.spike
+    return None if own.factor is None else Spike(own.factor, own.decay, own.after, own.action)
+
+
+def choose_accumulate(config: Config) -> str:
+    """The named way; the exact reductions give the step so many microbatches as are to be computed at once."""
+    own = config.parallel
+    return "vmap" if own.accumulate == "auto" or own.exact else own.accumulate
+
+
+def choose_remat(config: Config, model: Model) -> str:
+    """The named policy; by itself, stage 3 gathers the parameters of a block again rather than keep them whole, and
+    exact mode does in all stages what it does in one."""
+    own = config.parallel
+    if own.remat == "auto":
+        return "dots_no_batch" if (own.zero == 3 or own.exact) and model.blocks else "none"
+    return config.parallel.remat
+
+
+def check_paths(config: Config, params: Any) -> None:
+    """UsageError for an expression that is meant for parameters and matches none, or freezes all of them."""
+    paths = [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    for name in ("frozen", "lr_scale"):
+        for pattern in getattr(config.optimizer, name):
+            if not any(re.search(pattern, path) for path in paths):
+                near = (difflib.get_close_matches(pattern, paths, 1, 0.1) or paths)[0]
+                raise UsageError(f"optimizer.{name}: {pattern!r} matches no parameter; a path is such as {near!r}")
+    if all(any(re.search(pattern, path) for pattern in config.optimizer.frozen) for path in paths):
+        raise UsageError(f"optimizer.frozen: {config.optimizer.frozen!r} leaves nothing to train")

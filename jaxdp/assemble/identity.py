@@ -1,0 +1,75 @@
+"""Identify a run: the values that must be equal on every rank, and what a checkpoint records to compare on resume."""
+
+import hashlib
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxdp.assemble.components import Given
+from jaxdp.config import Config, Optimizer, Target
+from jaxdp.config.check import flatten
+from jaxdp.data import SOURCES
+from jaxdp.data.base import Dataset
+from jaxdp.data.transforms import TRANSFORMS
+from jaxdp.fingerprint import NotComparable, fingerprint
+from jaxdp.losses import LOSSES
+from jaxdp.models import MODELS
+from jaxdp.optim import OPTIMIZERS
+from jaxdp.targets import locate
+
+NOT_COMPARABLE = "not comparable: "
+
+
+def facts(config: Config, data: str) -> dict[str, str]:
+    """Return what must be equal on every rank: every config key, the package's code, the data's fingerprint."""
+    keys = {k: repr(v) for k, v in flatten(config).items()}
+    code = hashlib.sha256()
+    for file in sorted(pathlib.Path(__file__).parent.parent.rglob("*.py")):
+        code.update(file.read_bytes())
+    if config.parallel.exact:
+        keys["NPROC"] = os.environ.get("NPROC", "")
+    return {**keys, "the jaxdp package's code": code.hexdigest()[:16], "data fingerprint": data}
+
+
+def sections(config: Config) -> list[tuple[str, Target | Optimizer, Mapping[str, Any]]]:
+    """Return (key, section, built-in names) of everything that a config names."""
+    transform, eval_data = config.data.transform, config.eval.data
+    return [
+        ("model", config.model, MODELS),
+        ("data", config.data, SOURCES),
+        ("loss", config.loss, LOSSES),
+        ("optimizer", config.optimizer, OPTIMIZERS),
+        *([("data.transform", transform, TRANSFORMS)] if transform else []),
+        *([("eval.data", eval_data, SOURCES)] if eval_data else []),
+    ]
+
+
+def fingerprints(config: Config, given: Given) -> dict[str, str]:
+    """Return {key: fingerprint} of the objects of a script and of the code that a config names by a dotted path.
+
+    Built-in names have none. For an object that cannot be compared, the value is NOT_COMPARABLE and the reason.
+    """
+    result: dict[str, str] = {}
+    for key, section, table in sections(config):
+        named = {**table, **given.get(key, {})}
+        if key not in given and is_built_in(named.get(section.target, section.target)):
+            continue
+        try:  # what a data set reads from files is compared by reading some examples
+            result[key] = fingerprint(locate(key, section.target, named), pure="data" not in key.split("."))
+        except NotComparable as error:
+            if key in given:
+                result[key] = f"{NOT_COMPARABLE}{error}"
+    return result
+
+
+def is_built_in(entry: Any) -> bool:
+    """Return whether a table's entry, a dotted path or the object that it names, is this package's or Optax's."""
+    return str(entry if isinstance(entry, str) else getattr(entry, "__module__", "")).startswith(("jaxdp.", "optax."))
+
+
+def shapes_of(dataset: Dataset) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Return {name: (shape [1, ...], dtype)} of an example."""
+    return {k: (v.shape, v.dtype) for k, v in dataset.read(np.zeros(1, np.int64)).items()}

@@ -1,0 +1,171 @@
+"""Before training: trace one update of one microbatch, by shape alone, so that what does not fit is reported first."""
+
+import collections
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+
+from jaxdp import user_errors
+from jaxdp.analysis.flops import model_flops
+from jaxdp.assemble.components import (
+    Parts,
+    check_paths,
+)
+from jaxdp.assemble.data import first_microbatch, make_order
+from jaxdp.assemble.identity import shapes_of
+from jaxdp.config import Config
+from jaxdp.core.state import TrainState, View
+from jaxdp.core.step import Step
+from jaxdp.data.base import probes
+from jaxdp.data.prefetch import read_batch
+from jaxdp.errors import UsageError, one_line
+from jaxdp.losses import attribute, check
+from jaxdp.metrics.sums import WEIGHT
+from jaxdp.models.base import CARRY
+from jaxdp.parallel import Strategy
+from jaxdp.precision import cast_floats
+from jaxdp.split import path_string
+
+T = TypeVar("T")
+SLOW = 600.0  # seconds that one rank may take longer than another to read its data
+
+
+def rehearse(
+    config: Config,
+    parts: Parts,
+    step: Step,
+    make_state: Callable[[], TrainState],
+) -> tuple[float, dict[str, jex.ClosedJaxpr]]:
+    """Trace one update of one microbatch from shapes alone, so that what does not fit is refused before it is computed.
+
+    Returns the model's FLOPs for an example, forward and backward, and the traced programs by name.
+    """
+    with user_errors.said():
+        first, state = jax.make_jaxpr(make_state, return_shape=True)()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
+        if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
+            raise UsageError(f"model: parameter {path_string(path)!r} is {leaf.dtype}; only floats have a gradient")
+        if not leaf.size:
+            raise UsageError(f"model: parameter {path_string(path)!r} has shape {leaf.shape}; it holds nothing")
+
+    trained = step.trainable(state.params)
+    shapes = lambda tree: jax.tree.map(lambda x: x.shape, tree)
+    updated = shapes(jax.eval_shape(parts.tx.update, trained, state.opt_state, trained))
+    if updated != (shapes(trained), shapes(state.opt_state)):
+        raise UsageError(
+            f"optimizer.target: {config.optimizer.target!r} cannot be used: its update must return updates like the "
+            "parameters, and a state like the one that it was given"
+        )
+    batch = read_batch(parts.dataset, parts.cursor, 0, np.zeros(1, np.int32))
+    slot = np.zeros(1, np.int32)
+    with user_errors.said(lambda key: called_with(key, parts, state)):
+        grads, sums = jax.make_jaxpr(step.grads, return_shape=True)(view_of_one(state), batch, slot)
+    update, (_, metrics) = jax.make_jaxpr(step.apply, return_shape=True)(state, sums)
+    check_paths(config, state.params)
+    check_best(config, parts, set(metrics))
+    check_examples(parts, state, True, parts.dataset.read(probes(parts.dataset)))
+    if parts.eval_set is not None:
+        rehearse_evaluation(config, parts, step, state)
+        check_examples(parts, state, False, parts.eval_set.read(probes(parts.eval_set)))
+    counted = model_flops(grads, lambda: jax.make_jaxpr(step.evaluate)(view_of_one(state), batch, slot))
+    programs = {"the initial state": first, "the gradients": grads, "the update": update}
+    return counted / parts.cursor.examples_per_microbatch, programs
+
+
+def view_of_one(state: TrainState) -> View:
+    """The shapes of what a program for one microbatch sees of a state."""
+    one = lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+    return state.view._replace(carry=jax.tree.map(one, state.carry))
+
+
+def check_examples(parts: Parts, state: TrainState, train: bool, examples: Mapping[str, Any]) -> None:
+    """UsageError where one of these examples does not fit the model's outputs, as the loss sees them."""
+    if attribute(parts.loss, "check", None) is None:
+        return
+    shapes = output_shapes(parts, state, parts.dataset.read(np.zeros(1, np.int64)))
+    transform = parts.transform if train else parts.eval_transform
+    try:
+        check(parts.loss, shapes, examples)
+    except UsageError:
+        if transform is None:
+            raise
+        mask = {"mask": np.ones(len(next(iter(examples.values()))), bool)}
+        arrays = jax.tree.map(jax.numpy.asarray, {**mask, **examples})
+        check(parts.loss, shapes, transform(arrays, jax.random.key(0), train))
+
+
+def output_shapes(parts: Parts, state: TrainState, examples: dict[str, np.ndarray]) -> Any:
+    """Those of the model's outputs for a microbatch."""
+    carry = state.carry
+
+    def outputs(params: Any, model_state: Any) -> Any:
+        batch = first_microbatch(examples, parts.cursor.examples_per_microbatch, parts.transform)
+        params = cast_floats(params, parts.policy.compute)
+        return parts.model.apply(params, model_state, parts.policy.inputs(batch), jax.random.key(0), False)[0]
+
+    def first(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+    of_model = state.model_state if carry is None else {**state.model_state, CARRY: jax.tree.map(first, carry)}
+    return jax.eval_shape(outputs, state.params, of_model)
+
+
+def called_with(key: str, parts: Parts, state: TrainState) -> str:
+    """What the model or the loss got in a rehearsal, in words."""
+    examples = parts.dataset.read(np.zeros(1, np.int64))
+    batch = jax.eval_shape(
+        lambda: parts.policy.inputs(first_microbatch(examples, parts.cursor.examples_per_microbatch, parts.transform))
+    )
+    if key == "model":
+        return f"; the batch is {in_words(batch)}"
+    if key == "loss":
+        outputs = in_words(output_shapes(parts, state, examples))
+        return f"; a loss is called as (outputs, batch), here with {outputs} and {in_words(batch)}"
+    return ""
+
+
+def in_words(tree: Any) -> str:
+    """Shapes and dtypes, such as {inputs: float32[13, 2]}."""
+    return str(jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)).replace("'", "")
+
+
+def rehearse_evaluation(config: Config, parts: Parts, step: Step, state: TrainState) -> None:
+    """Traces the evaluation of a microbatch whose examples have other shapes than those to train on."""
+    assert parts.eval_set is not None
+    ours, others = shapes_of(parts.dataset), shapes_of(parts.eval_set)
+    if ours == others:
+        return
+    order = make_order(config, parts.eval_set, parts.sequential, shuffle=False)
+    try:
+        slot = np.zeros(1, np.int32)
+        jax.eval_shape(step.evaluate, view_of_one(state), read_batch(parts.eval_set, order, 0, slot), slot)
+    except Exception as error:
+        shapes = [", ".join(f"{k} {v.name}{list(s[1:])}" for k, (s, v) in x.items()) for x in (others, ours)]
+        raise UsageError(
+            f"eval.data: its examples ({shapes[0]}) do not fit what is trained on ({shapes[1]}): {one_line(error)}"
+        ) from None
+
+
+def check_best(config: Config, parts: Parts, metrics: set[str]) -> None:
+    """UsageError where `checkpoint.best` is none of the numbers of an evaluation."""
+    best, of_updates = config.checkpoint.best, {"grad_norm", "nonfinite_grads", "weight", "lr", "loss_scale"}
+    if best is None:
+        return
+    if parts.eval_set is None:
+        raise UsageError(f"checkpoint.best: {best!r}, but the data has no test split; set eval.data, or leave it null")
+    metrics |= set(attribute(parts.loss, "derive", lambda means: {})(collections.defaultdict(float)))
+    known = sorted(n for n in metrics - of_updates if not n.startswith(("skipped", "halted", "disagreeing", WEIGHT)))
+    if best not in known:
+        raise UsageError(f"checkpoint.best: {best!r} is not among the numbers of an evaluation: {', '.join(known)}")
+
+
+def check_optimizer(config: Config, strategy: Strategy, tx: Any, step: Step) -> None:
+    """UsageError, with its name, where the optimizer cannot do what the strategy asks of it."""
+    try:
+        strategy.check(tx, step.trainable(strategy.shapes.params))
+    except UsageError as error:
+        named = f"optimizer.target: {config.optimizer.target}: "
+        raise UsageError(str(error).replace("optimizer: ", named, 1), rank=error.rank) from None

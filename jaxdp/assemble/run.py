@@ -1,0 +1,222 @@
+"""Config -> Run, built once."""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import jax
+import numpy as np
+
+from jaxdp import environment, user_errors
+from jaxdp.analysis.hardware import peak_flops
+from jaxdp.analysis.plan import Case
+from jaxdp.analysis.programs import check_same, digest, lines
+from jaxdp.assemble.components import (
+    NOTHING,
+    Given,
+    Parts,
+    make_parts,
+    make_strategy,
+    make_the_step,
+    set_jax,
+    state_maker,
+)
+from jaxdp.assemble.data import make_order
+from jaxdp.assemble.identity import facts, fingerprints, shapes_of
+from jaxdp.assemble.preflight import check_examples, check_optimizer, rehearse
+from jaxdp.checkpoint.store import Checkpoints
+from jaxdp.config import Config
+from jaxdp.data.base import Dataset, fingerprint
+from jaxdp.data.resident import Resident
+from jaxdp.distributed.context import Context
+from jaxdp.errors import UsageError
+from jaxdp.losses import attribute
+from jaxdp.metrics.throughput import throughput
+from jaxdp.metrics.writer import Nothing, Record
+from jaxdp.parallel import STAGES, Strategy
+from jaxdp.parallel.placement import slot_table
+from jaxdp.rundir import versions
+from jaxdp.training.profile import Profile
+from jaxdp.training.run import Run
+from jaxdp.training.source import Source
+
+T = TypeVar("T")
+SLOW = 600.0  # seconds that one rank may take longer than another to read its data
+
+
+def make_run(config: Config, directory: pathlib.Path, context: Context, given: Given = NOTHING, offset: int = 0) -> Run:
+    """Build the objects of a run; compute none of them, write nothing.
+
+    Args:
+        given: see `make_parts`.
+        offset: the number of batches that a resumed run has left out.
+
+    Raises:
+        UsageError: on every rank, if any rank refuses its config, data or model.
+    """
+    set_jax(config)
+    jax.devices()  # opened by all together: one that opens them on its way to `together` would wait for the others
+    parts = together(context, lambda: make_parts(config, given))
+    data = together(context, lambda: checked_fingerprint(parts.dataset))
+    others = context.size > 1 and parts.eval_set is not None
+    evaluated = together(context, lambda: checked_fingerprint(cast(Dataset, parts.eval_set)) if others else "")
+    flags = environment.flags_of_numbers()
+    context.check_same("the run", {**facts(config, data), "eval data fingerprint": evaluated, "XLA_FLAGS": flags})
+    devices = choose_devices(config, context)
+    table = slot_table(config.microbatches, len(devices), config.parallel.exact_group)
+    padded = is_padded(config, parts, table, offset)
+    step, make_state = make_the_step(config, parts, padded), state_maker(config, parts)
+    flops, programs = together(context, lambda: rehearse(config, parts, step, make_state))
+    if context.size > 1:
+        check_same(context, {name: digest(lines(program)) for name, program in programs.items()}, SLOW)
+    strategy = make_strategy(config, parts, make_state, devices)
+    together(context, lambda: check_optimizer(config, strategy, parts.tx, step))
+
+    training, evaluation = together(context, lambda: make_sources(config, parts, strategy))
+    return Run(
+        strategy=strategy,
+        step=step,
+        train=training,
+        eval=evaluation,
+        steps_per_call=config.steps_per_call,
+        steps=parts.steps,
+        writer=Nothing(),
+        checkpoints=Checkpoints(
+            directory / "checkpoints",
+            config.checkpoint.keep,
+            keep_every=config.checkpoint.keep_every,
+            best=config.checkpoint.best,
+            context=context,
+        ),
+        log_every=config.log.every,
+        eval_every=config.eval.every,
+        save_every=config.checkpoint.every,
+        asynchronous=config.checkpoint.asynchronous,
+        averaged=config.eval.ema,
+        derive=attribute(parts.loss, "derive", lambda means: {}),
+        speed=speed(config, parts, flops, devices),
+        max_rollbacks=config.spike.max_rollbacks,
+        directory=directory,
+        meta={
+            **describe_config(config, context, given),
+            "data_fingerprint": data,
+            "data": parts.facts,
+            "saved_by": {"processes": context.size, "devices": len(devices), "backend": config.parallel.backend},
+        },
+    )
+
+
+def describe_config(config: Config, context: Context, given: Given) -> dict[str, Any]:
+    """Return what a checkpoint stores of the config, its code and the libraries, to compare when it is resumed."""
+    return {
+        "config": dataclasses.asdict(config),
+        "versions": versions(),
+        "microbatches": config.microbatches,
+        "fingerprints": context.of_root("fingerprints", lambda: fingerprints(config, given), SLOW),
+    }
+
+
+def make_sources(config: Config, parts: Parts, strategy: Strategy) -> tuple[Source, Source | None]:
+    """Return what to train on, and what to evaluate on or None. Raises UsageError."""
+    checked = attribute(parts.loss, "check", None) is not None
+
+    def source(dataset: Any, order: Any, train: bool) -> Source:
+        resident = Resident(dataset, strategy) if config.data.on_device else None
+        check = functools.partial(check_examples, parts, strategy.shapes, train) if checked else None
+        return Source(dataset, order, config.data.workers, resident, check)
+
+    training = source(parts.dataset, parts.cursor, True)
+    if parts.eval_set is None:
+        return training, None
+    return training, source(parts.eval_set, make_order(config, parts.eval_set, parts.sequential, shuffle=False), False)
+
+
+def make_case(config: Config, parts: Parts, zero: int, slots: int, devices: int, split_as: int) -> Case:
+    """Return what `plan` compiles: a ZeRO stage on `devices` devices with `slots` microbatches each.
+
+    split_as: shard leaves as for this number of devices.
+    """
+    own, stages = config.parallel, [name for name, stages in STAGES.items() if zero in stages]
+    backend: Any = own.backend if own.backend in stages else stages[0]
+    parallel = dataclasses.replace(own, backend=backend, zero=zero, shard_size=own.shard_size if zero else None)
+    if devices != split_as or devices > config.microbatches:
+        config = dataclasses.replace(config, microbatches=slots * devices)
+    config = dataclasses.replace(config, parallel=parallel)
+    if devices > len(jax.devices()):
+        raise UsageError(f"--devices: {devices}, but only {len(jax.devices())} could be simulated")
+    group = parallel.shard_size or devices
+    strategy = make_strategy(
+        config,
+        parts,
+        state_maker(config, parts),
+        jax.devices()[:devices],
+        split_as=split_as if group == devices else group,
+    )
+    step = make_the_step(config, parts)
+    if zero == own.zero:
+        check_optimizer(config, strategy, parts.tx, step)
+    places = parts.cursor.examples_per_microbatch
+    first = parts.dataset.read(np.zeros(1, np.int64))
+    example = {k: jax.ShapeDtypeStruct((places, *v.shape[1:]), v.dtype) for k, v in first.items()}
+    example.setdefault("mask", jax.ShapeDtypeStruct((places,), np.dtype(np.float32)))
+    return Case(strategy, step, cast(Any, example), zero > 1 and parallel.accumulator == "split")
+
+
+def speed(config: Config, parts: Parts, flops: float, devices: Sequence[jax.Device]) -> Callable[[float], Record]:
+    """Return a function of an update's milliseconds: throughput and use of the devices. flops: of an example."""
+    shape, dtype = shapes_of(parts.dataset).get("inputs", ((), np.dtype(float)))
+    tokens = shape[1] if len(shape) == 2 and np.issubdtype(dtype, np.integer) else None
+    dtypes = config.precision
+    peak = peak_flops(devices[0].device_kind, dtypes.compute or dtypes.params, dtypes.matmul)
+    return throughput(parts.cursor.examples_per_step, tokens, flops or None, peak and peak * len(devices))
+
+
+def make_profile(config: Config, directory: pathlib.Path, start: int, steps: int) -> Profile:
+    """Return the window of updates to trace, if it lies after `start`; a signal asks for another."""
+    first, place = config.profile.start, str(directory / "profile")
+    if first is None or not start <= first < steps:
+        return Profile(place, steps=config.profile.steps)
+    return Profile(place, first, min(config.profile.steps, steps - first))
+
+
+def together(context: Context, make: Callable[[], T]) -> T:
+    """Run `make` on every rank. If any rank fails, all raise the lowest rank's `UsageError`."""
+    try:
+        made, problem = make(), None
+    except UsageError as error:
+        made, problem = None, str(error)
+    context.agree(problem, SLOW)
+    return cast(T, made)
+
+
+def checked_fingerprint(dataset: Dataset) -> str:
+    with user_errors.said():
+        return fingerprint(dataset)
+
+
+def is_padded(config: Config, parts: Parts, table: np.ndarray, offset: int = 0) -> bool:
+    """Return whether a batch of this run may have padding or a mask.
+
+    Exact mode always has masks, so that its operations do not depend on a run's length; a run that may be rolled back
+    reads batches that are not known beforehand.
+    """
+    order = parts.cursor
+    whole = order.size % order.batch_size == 0 or parts.steps + offset <= order.size // order.batch_size
+    dealt = order.batch_size % order.microbatches == 0 and (table >= 0).all()
+    never = config.parallel.exact or config.spike.action == "rollback"
+    return not whole or not dealt or never or "mask" in shapes_of(parts.dataset)
+
+
+def choose_devices(config: Config, context: Context) -> list[jax.Device]:
+    devices, wanted = jax.devices(), config.parallel.devices
+    if wanted is None:
+        return devices
+    if context.size > 1 and wanted != len(devices):
+        raise UsageError(
+            f"parallel.devices: {wanted}, but {context.size} processes use all {len(devices)}; leave it null", rank=0
+        )
+    if wanted > len(devices):
+        raise UsageError(f"parallel.devices: {wanted}, but there are {len(devices)}; make it smaller")
+    return devices[:wanted]

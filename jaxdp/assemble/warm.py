@@ -1,0 +1,44 @@
+"""Initialize a run from another run's parameters; report what does not fit before anything is read."""
+
+import dataclasses
+import pathlib
+
+import jax
+
+from jaxdp.assemble.components import make_tx, schedule_of
+from jaxdp.assemble.run import together
+from jaxdp.checkpoint.initialize import begin_with
+from jaxdp.checkpoint.matching import describe, match, named
+from jaxdp.checkpoint.weights import as_gpt2, locate, open_weights
+from jaxdp.config import Config
+from jaxdp.core.state import TrainState
+from jaxdp.distributed.context import Context
+from jaxdp.training.loop import Run
+
+__all__ = ["warm"]
+
+
+def warm(run: Run, config: Config, context: Context) -> Run:
+    """Return the run with the first state that `init_from` and `init` ask for. Raises UsageError on every rank."""
+    path, own, strategy = config.init_from, config.init, run.strategy
+    assert path is not None
+    found = together(context, lambda: str(locate(path)))
+    place = pathlib.Path(context.of_root("init_from", lambda: found))  # the last of a run that still goes on
+    weights = together(context, lambda: open_weights(place, own.ema))
+    context.check_same("init_from", weights.facts)
+    shapes = named(strategy.shapes.params, strategy.shapes.model_state)
+    ours = {name: x for name, x in shapes.items() if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)}
+    if not own.rename:  # expressions are about the file's own names
+        weights = together(context, lambda: as_gpt2(weights, place, ours))
+    theirs, names = weights.arrays, weights.names
+    matched = together(
+        context,
+        lambda: match(ours, theirs, weights.title, rename=own.rename, load=own.load, skip=own.skip, names=names),
+    )
+    tx = make_tx(config, schedule_of(config, run.steps), strategy.blocks)
+
+    def begin(run: Run) -> TrainState:
+        run.writer.say("\n".join(filter(None, [describe(matched, ours, weights.title, weights.rows), weights.note])))
+        return begin_with(run.strategy, matched.pairs, weights.read, tx, run.step.trainable, weights.rows)
+
+    return dataclasses.replace(run, begin=begin)

@@ -1,0 +1,1 @@
+"""Checkpoints: written, verified, restored; and parameters from elsewhere."""

@@ -1,0 +1,54 @@
+"""The folders of checkpoints: checkpoints/STEP, and what a failed, damaged or removed one is called."""
+
+import contextlib
+import pathlib
+import shutil
+from collections.abc import Iterable
+
+from jaxdp.checkpoint import manifest
+
+_MARK = "orbax.checkpoint"  # Orbax writes it into its folders
+_TEMPORARY = ".orbax-checkpoint-tmp"
+_REMOVED = ".pruned"
+
+
+def numbered(directory: pathlib.Path) -> list[int]:
+    """Return the steps that have a folder, in order."""
+    entries = directory.iterdir() if directory.is_dir() else iter(())
+    return sorted(int(p.name) for p in entries if p.name.isdecimal() and str(int(p.name)) == p.name and p.is_dir())
+
+
+def complete(directory: pathlib.Path) -> list[int]:
+    """Return the steps whose checkpoint has a manifest, in order."""
+    return [step for step in numbered(directory) if (directory / str(step) / manifest.NAME).is_file()]
+
+
+def unfinished(directory: pathlib.Path) -> list[int]:
+    """Return the steps whose save was interrupted."""
+    steps = set(numbered(directory)) - set(complete(directory))
+    return sorted(step for step in steps if (directory / str(step) / _MARK).is_file())
+
+
+def clean(directory: pathlib.Path, step: int | None = None) -> None:
+    """Remove the remains of saves that failed, or those of `step`: the next save needs their room."""
+    name = "*" if step is None else str(step)
+    for path in [*directory.glob(f"{name}{_TEMPORARY}*"), *directory.glob(f"{name}{_REMOVED}")]:
+        shutil.rmtree(path, ignore_errors=True)
+    if step is not None and not (directory / str(step) / manifest.NAME).exists():
+        shutil.rmtree(directory / str(step), ignore_errors=True)
+
+
+def remove(directory: pathlib.Path, steps: Iterable[int]) -> None:
+    """Remove checkpoints; first under another name, since half of a checkpoint is none."""
+    for step in steps:
+        with contextlib.suppress(OSError):
+            renamed = (directory / str(step)).rename(directory / f"{step}{_REMOVED}")
+            shutil.rmtree(renamed, ignore_errors=True)
+
+
+def set_aside(directory: pathlib.Path, step: int, word: str) -> pathlib.Path:
+    """Rename checkpoint STEP to STEP.word, or STEP.word-2 and so on. Raises OSError."""
+    names = (f"{step}.{word}{f'-{i}' if i > 1 else ''}" for i in range(1, 10**6))
+    path = next(directory / name for name in names if not (directory / name).exists())
+    (directory / str(step)).rename(path)
+    return path

@@ -1,0 +1,35 @@
+"""The leaves of a saved state: their paths, dtypes and shapes."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxdp.core.state import TrainState
+from jaxdp.errors import UsageError
+from jaxdp.split import path_string
+
+
+def fields_of(state: TrainState) -> dict[str, Any]:
+    """Return the fields that are in use, by name."""
+    fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+    return {name: tree for name, tree in fields.items() if tree is not None}
+
+
+def leaves_of(tree: Any) -> dict[str, Any]:
+    """Return {path: [dtype, shape]}."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {path_string(path): [str(x.dtype), list(x.shape)] for path, x in leaves}
+
+
+def check_same_leaves(step: int, saved: Mapping[str, Any], ours: Mapping[str, Any], rank: int) -> None:
+    """Raise UsageError, for `rank` to print, at the first leaf that differs; the exponents of exact sums may."""
+    describe = lambda path, leaves: f"{path} {leaves[path][0]}{leaves[path][1]}" if path in leaves else f"no {path}"
+    for path in sorted({**saved, **ours}.keys() - {"exponents"}):
+        if saved.get(path) != ours.get(path):
+            raise UsageError(
+                f"run_dir: checkpoint {step} has {describe(path, saved)}, but this config makes {describe(path, ours)};"
+                " resume with the config and code that it was saved with, or choose another --run_dir",
+                rank=rank,
+            )

@@ -1,0 +1,1 @@
+"""The training step: pure functions without strategy, collective, backend or logging; read `step` first."""

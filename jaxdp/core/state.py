@@ -1,0 +1,126 @@
+"""What a step reads and writes: the train state, a replica's view of it, and the sums of its microbatches."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from jaxdp.core.carry import split_carry
+from jaxdp.core.frozen import freeze
+from jaxdp.core.skip import Guard, Spike, start_guard
+from jaxdp.models.base import Model
+from jaxdp.models.scan import BlockGather, as_they_are
+from jaxdp.precision import LossScale, LossScaling, Policy, cast_floats
+
+Tree = Any
+Batch = dict[str, jax.Array]
+Transform = Callable[[Batch, jax.Array, bool], Batch]  # (batch, key, train) -> batch
+# (parameters, compute dtype) -> (full parameters of that dtype, the function that gathers a block in `scan_blocks`)
+Gather = Callable[[Tree, Any], tuple[Tree, BlockGather]]
+# leaves [slot, ...] of a replica -> leaves [microbatch, ...] of all replicas
+Join = Callable[[Tree], Tree]
+# gradients -> [2]: the sum of their squares, and the number of elements that are not finite
+Total = Callable[[Tree], jax.Array]
+
+
+class TrainState(struct.PyTreeNode):
+    """All that an update changes, in logical shapes: step [], trees, and carry[microbatch, example, ...].
+
+    ema: the average of the parameters. `ema`, `loss_scale`, `carry` and `exponents` (`jaxdp.parallel.fixed_point`) are
+    None when not in use. guard: counts the skipped updates, which `step` counts too.
+    """
+
+    step: jax.Array
+    params: Tree
+    model_state: Tree
+    opt_state: Tree
+    ema: Tree = None
+    loss_scale: LossScale | None = None
+    carry: Tree = None
+    guard: Guard = struct.field(default_factory=start_guard)
+    exponents: jax.Array | None = None
+
+    @property
+    def view(self) -> "View":
+        scale = None if self.loss_scale is None else self.loss_scale.value
+        return View(self.step, self.params, self.model_state, scale, self.carry, self.exponents)
+
+
+class View(NamedTuple):
+    """The part of the state that a replica needs to compute its sums; loss_scale [] or None, carry[slot, ...]."""
+
+    step: jax.Array
+    params: Tree
+    model_state: Tree
+    loss_scale: Any = None
+    carry: Tree = None
+    exponents: Any = None
+
+
+class Sums(NamedTuple):
+    """Sums over microbatches and replicas; `carry` alone is not summed, it stays with its slots.
+
+    model_state: floats times the weight; integers as `Change`. carry: of `Step.grads` a `Carried`, of `Step.evaluate`
+    the tree itself. exponents: what the reduction remembers.
+    """
+
+    grads: Tree
+    loss: jax.Array
+    weight: jax.Array
+    metrics: dict[str, jax.Array]
+    model_state: Tree
+    carry: Tree = None
+    exponents: Tree = None
+
+
+def plain_gather(params: Tree, dtype: Any) -> tuple[Tree, BlockGather]:
+    """Cast parameters that are replicated."""
+    return cast_floats(params, dtype), as_they_are
+
+
+def plain_join(tree: Tree) -> Tree:
+    """Return the slots of the only replica."""
+    return tree
+
+
+def microbatch_key(seed: int, step: jax.Array, microbatch: jax.Array) -> jax.Array:
+    """Return fold_in(fold_in(key(seed), step), microbatch): the key of everything random in one microbatch."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), microbatch)
+
+
+def init_state(
+    model: Model,
+    tx: optax.GradientTransformation,
+    policy: Policy,
+    seed: int,
+    microbatches: int,
+    example: Batch,
+    *,
+    frozen: Sequence[str] = (),
+    ema: bool = False,
+    loss_scaling: LossScaling | None = None,
+    spike: Spike | None = None,
+) -> TrainState:
+    """Return the state before the first update.
+
+    Args:
+        example: one microbatch [example, ...]; only its shapes and dtypes matter.
+    """
+    params, model_state = model.init(jax.random.key(seed), policy.inputs(example))
+    params = cast_floats(jax.tree.map(jnp.asarray, params), policy.params)
+    model_state, carry = split_carry(cast_floats(model_state, policy.state))
+    if carry is not None:
+        carry = jax.tree.map(lambda x: jnp.broadcast_to(x, (microbatches, *x.shape)), carry)
+    return TrainState(
+        jnp.zeros((), jnp.int32),
+        params,
+        model_state,
+        tx.init(freeze(frozen)(params)),
+        ema=jax.tree.map(jnp.copy, cast_floats(params, policy.state)) if ema else None,  # small steps need precision
+        loss_scale=loss_scaling.init() if loss_scaling else None,
+        carry=carry,
+        guard=start_guard(spike),
+    )

@@ -1,0 +1,90 @@
+"""From the sums over all devices to the next state: the one division, clipping, the decision to skip, the optimizer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxdp.core import skip
+from jaxdp.core.frozen import merge
+from jaxdp.core.model_state import mean_state
+from jaxdp.core.norm import clip, plain_total
+from jaxdp.core.state import Sums, Total, TrainState
+from jaxdp.metrics.sums import divide
+from jaxdp.precision import LossScale, LossScaling
+
+Tree = Any
+Metrics = dict[str, jax.Array]
+
+
+def make_apply(
+    tx: optax.GradientTransformation,
+    trainable: Callable[[Tree], Tree],
+    *,
+    clip_norm: float | None = None,
+    max_nonfinite: int = 10,
+    spike: skip.Spike | None = None,
+    schedule: Callable[[jax.Array], jax.Array] | None = None,
+    loss_scaling: LossScaling | None = None,
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    """Return apply(state, sums, total) -> (state, metrics)."""
+
+    def apply(state: TrainState, sums: Sums, total: Total = plain_total) -> tuple[TrainState, Metrics]:
+        params = trainable(state.params)
+        weight = jnp.where(sums.weight > 0, sums.weight, jnp.ones_like(sums.weight))
+        grads = mean_gradients(sums.grads, params, scaled(weight, state.loss_scale, loss_scaling))
+        squares, nonfinite = total(grads)
+        norm = jnp.sqrt(squares)
+        if clip_norm is not None:
+            grads = clip(grads, norm, clip_norm)
+        model_state, disagreeing = mean_state(state.model_state, sums.model_state, sums.weight)
+        loss = sums.loss / weight
+        finite = (nonfinite == 0) & jnp.isfinite(loss)
+        overflow: Any = False  # a loss scale too large explains gradients that are not finite
+        if loss_scaling is not None and state.loss_scale is not None:
+            overflow = jnp.isfinite(loss) & loss_scaling.can_fall(state.loss_scale)
+        taken, guard = skip.decide(state.guard, state.step + 1, loss, finite, overflow, max_nonfinite, spike)
+        grads = skip.where(taken, grads, jax.tree.map(jnp.zeros_like, grads))
+        updates, opt_state = skip.update(tx, taken, grads, state.opt_state, params)
+        params = skip.where(taken, optax.apply_updates(params, updates), params)
+        running = state.guard.halted == 0
+        metrics = {"loss": loss, **divide(sums.metrics, weight), "grad_norm": norm, "nonfinite_grads": nonfinite}
+        metrics |= {"weight": sums.weight, "skipped": (~taken).astype(jnp.int32)}
+        metrics |= {"skipped_updates": guard.skipped, "halted": guard.halted}
+        if disagreeing is not None:
+            metrics["disagreeing_state"] = disagreeing
+        if schedule is not None:
+            metrics["lr"] = jnp.asarray(schedule(state.step - state.guard.skipped), jnp.float32)
+        new = state.replace(
+            step=state.step + running.astype(state.step.dtype),
+            params=merge(params, state.params),
+            opt_state=opt_state,
+            model_state=skip.where(taken, model_state, state.model_state),
+            guard=guard,
+        )
+        if loss_scaling is not None and state.loss_scale is not None:
+            metrics["loss_scale"] = state.loss_scale.value
+            adjusted = loss_scaling.adjust(state.loss_scale, nonfinite == 0)
+            new = new.replace(loss_scale=skip.where(running, adjusted, state.loss_scale))
+        return new, metrics
+
+    return apply
+
+
+def scaled(weight: jax.Array, scale: LossScale | None, scaling: LossScaling | None) -> jax.Array:
+    """Return the weight times the factor by which the loss was scaled."""
+    if scaling is None or scale is None:
+        return weight
+    return weight * scaling.factor(scale.value).astype(weight.dtype)
+
+
+def mean_gradients(sums: Tree, params: Tree, divisor: jax.Array) -> Tree:
+    """Divide in at least float32 (bfloat16 would round the weight itself), then cast to the parameters' dtype."""
+
+    def mean(g: jax.Array, p: jax.Array) -> jax.Array:
+        wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+        return (wide / divisor.astype(wide.dtype)).astype(p.dtype)
+
+    return jax.tree.map(mean, sums, params)

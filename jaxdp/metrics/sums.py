@@ -1,0 +1,76 @@
+"""A loss returns (sum, weight, metrics); a metric is a sum, divided by the loss's weight, or a pair (sum, its weight).
+
+Inside an update a pair is two entries, `name` and `weight/name`, so that metrics are one dict of scalars everywhere.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxdp.errors import UsageError
+from jaxdp.metrics.writer import RESERVED
+
+WEIGHT = "weight/"
+Scalars = dict[str, jax.Array]
+
+
+def check_result(result: Any) -> tuple[jax.Array, jax.Array, Scalars]:
+    """Return a loss's (sum, weight, metrics), with pairs as two entries. Raises UsageError for anything else."""
+    three = isinstance(result, tuple) and len(result) == 3 and isinstance(result[2], Mapping)
+    for name in result[2] if three else ():
+        if not isinstance(name, str) or name in RESERVED or name.startswith(WEIGHT):
+            raise UsageError(
+                f"loss: a metric of it is called {name!r}, which a record says by itself; give it another name"
+            )
+    if not three or not all(map(is_scalar, (*result[:2], *flat(result[2]).values()))):
+        kind = lambda x: f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else f"a Python {type(x).__name__}"
+        got = str(jax.tree.map(kind, result)).replace("'", "")
+        raise UsageError(
+            f"loss: it returned {got}; a loss returns (sum [], weight [], {{name: sum [] or (sum [], weight [])}}), "
+            "e.g. the losses times batch['mask'] summed, and batch['mask'] summed"
+        )
+    return result[0], result[1], flat(result[2])
+
+
+def is_scalar(x: Any) -> bool:
+    return getattr(x, "shape", None) == ()
+
+
+def flat(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of a loss with each pair (sum, weight) as the entries `name` and `weight/name`."""
+    result = dict[str, Any]()
+    for name, value in metrics.items():
+        pair = isinstance(value, tuple | list) and len(value) == 2
+        result |= {name: value[0], WEIGHT + name: value[1]} if pair else {name: value}
+    return result
+
+
+def divide(metrics: Mapping[str, Any], weight: Any, xp: Any = jnp) -> dict[str, Any]:
+    """Return the mean of each metric, NaN where its own weight is 0; and these weights, for `make_record`.
+
+    xp: jax.numpy, or numpy for sums on the host.
+    """
+
+    def mean(name: str, value: Any) -> Any:
+        if name.startswith(WEIGHT):
+            return value
+        if (own := metrics.get(WEIGHT + name)) is None:
+            return value / weight
+        return xp.where(own != 0, value / xp.where(own != 0, own, 1), xp.nan)
+
+    return {name: mean(name, value) for name, value in metrics.items()}
+
+
+def make_record(means: Mapping[str, float], derive: Callable[..., Mapping[str, float]]) -> dict[str, float]:
+    """Return what is reported of means, as `divide` returns them, and what `derive` makes of them.
+
+    A metric whose own weight is 0 is a mean of nothing: `derive` sees NaN, and it is left out, as is what is then NaN.
+    """
+    empty = {name.removeprefix(WEIGHT) for name, value in means.items() if name.startswith(WEIGHT) and value == 0}
+    means = {name: float(value) for name, value in means.items() if not name.startswith(WEIGHT)}
+    derived = derive(means)
+    unknown = {name for name, value in derived.items() if empty and math.isnan(value)}
+    return {name: value for name, value in {**means, **derived}.items() if name not in empty | unknown}

@@ -1,0 +1,143 @@
+"""Full parameters from shards inside a shard_map, and shards of their gradients: ZeRO stages 2 and 3."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxdp.axes import Axes
+from jaxdp.core.frozen import merge
+from jaxdp.core.state import Gather, plain_gather
+from jaxdp.models.scan import BlockGather, as_they_are
+from jaxdp.parallel.layout import whole_shape
+from jaxdp.parallel.reduction import Reduction
+from jaxdp.parallel.rounding import settle
+from jaxdp.precision import cast_floats
+from jaxdp.split import path_string, take
+
+Tree = Any
+
+
+class GatherRule(NamedTuple):
+    """How parameters are gathered.
+
+    shard_params: parameters are slices. shard_grads: gradients are reduced to slices in the backward pass; else they
+    are full and not reduced. blocks: paths of stacked parameters [block, ...]; a model that scans blocks gathers one at
+    a time. live: if given, gathered parameters and gradients before their reduction are written to memory
+    (`jaxdp.parallel.rounding`), and those of a block in any layout, so that a block is the same program in all.
+    """
+
+    reduction: Reduction
+    axes: Axes
+    blocks: tuple[str, ...]
+    trainable: Callable[[Tree], Tree]
+    shard_params: bool = False
+    shard_grads: bool = False
+    reduce_dtype: Any = None
+    live: jax.Array | None = None
+
+    def full(self, handle: Tree, source: Tree, dims: Tree, grad_dims: Tree, dtype: Any, block: bool = False) -> Tree:
+        """Return the full `source` in the compute dtype, with gradients for `handle`."""
+
+        def write(tree: Tree, wanted: bool, live: jax.Array | None) -> Tree:
+            return settle(tree, live) if live is not None and (wanted or block) else tree
+
+        def gather(handle: Tree, source: Tree, live: jax.Array | None) -> Tree:
+            source = cast_floats(source, dtype)
+            full = self.reduction.gather(source, dims, self.axes.shard) if self.shard_params else source
+            return write(full, self.shard_params, live)
+
+        def forward(handle: Tree, source: Tree, live: jax.Array | None) -> tuple[Tree, jax.Array | None]:
+            return gather(handle, source, live), live
+
+        def backward(live: jax.Array | None, grads: Tree) -> tuple[Tree, None, None]:
+            grads = write(grads, self.shard_grads, live)
+            if self.shard_grads:
+                sent = jax.tree.map(lambda g, d: None if d is None else g, grads, grad_dims)
+                sent = _like(sent, handle) if self.reduce_dtype is None else cast_floats(sent, self.reduce_dtype)
+                grads = merge(self.reduction.scatter(sent, grad_dims, self.axes), jax.tree.map(jnp.zeros_like, handle))
+            return _like(grads, handle), None, None
+
+        gathered = jax.custom_vjp(gather)
+        gathered.defvjp(forward, backward)
+        return gathered(handle, source, self.live)
+
+
+def make_gather(params: Tree, dims: Tree, rule: GatherRule) -> tuple[Tree, Gather]:
+    """Return (the handle, the `gather` hook of a step).
+
+    The handle is the tree to differentiate with respect to: it has the shapes of the gradients, and its values are not
+    read, so that it costs nothing.
+
+    Args:
+        params: of this device, slices along `dims` if `rule.shard_params`.
+    """
+    if not rule.shard_params and not rule.shard_grads and rule.live is None:
+        return params, plain_gather
+    grad_dims = rule.trainable(dims)
+
+    def gather(handle: Tree, dtype: Any) -> tuple[Tree, BlockGather]:
+        trees = [_partition(tree, rule.blocks) for tree in (handle, params, dims, grad_dims)]
+        stacks, gather_block = gather_stacks(rule, [blocks for blocks, _ in trees], dtype)
+        others = [tree for _, tree in trees]
+        full = rule.full(others[0], others[1], others[2], others[3], dtype)
+        return merge(full, stacks), gather_block
+
+    return make_handle(params, dims, rule), gather
+
+
+def make_handle(params: Tree, dims: Tree, rule: GatherRule) -> Tree:
+    """Return a tree with the shapes of the gradients."""
+    parts = jax.lax.axis_size(rule.axes.shard)
+    if rule.shard_params == rule.shard_grads:
+        return params
+    if rule.shard_grads:
+        index = jax.lax.axis_index(rule.axes.shard)
+        return jax.tree.map(lambda x, d: take(x, d, index, parts), params, dims)
+    return jax.tree.map(lambda x, d: jnp.zeros(whole_shape(x, d, parts), x.dtype), params, dims)
+
+
+def gather_stacks(rule: GatherRule, trees: list[Tree], dtype: Any) -> tuple[Tree, BlockGather]:
+    """Return (the full stacks of blocks, the function that `scan_blocks` asks for one block at a time).
+
+    A full stack costs nothing where it only goes to `scan_blocks`: no operation reads it then.
+
+    Args:
+        trees: handle, params, dims and dims of gradients, of the stacked leaves.
+    """
+    origin: dict[int, tuple] = {}  # id of an array that the model receives -> (the array, what it was gathered from)
+
+    def stack_of(handle: Any, source: Any, dim: int, grad_dim: int | None) -> jax.Array:
+        (array,) = rule.full([handle], [source], [dim], [grad_dim], dtype)
+        origin[id(array)] = (array, handle, source, dim, grad_dim)
+        return array
+
+    def of_blocks(stacked: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
+        leaves, treedef = jax.tree.flatten(stacked)
+        if not all(id(x) in origin for x in leaves):  # computed from parameters: already full
+            return as_they_are(stacked)
+        _, handles, sources, dims, grad_dims = zip(*(origin[id(x)] for x in leaves))
+        inner = lambda dims: [d if d is None or d < 0 else d - 1 for d in dims]  # without the dim of blocks
+
+        def one(piece: Tree) -> Tree:
+            return jax.tree.unflatten(
+                treedef, rule.full(piece[0], piece[1], inner(dims), inner(grad_dims), dtype, True)
+            )
+
+        return (list(handles), list(sources)), one
+
+    return jax.tree.map(stack_of, *trees), of_blocks
+
+
+def _partition(tree: Tree, blocks: tuple[str, ...]) -> tuple[Tree, Tree]:
+    """Return (the leaves of blocks, all others), each with None in place of the other."""
+    heads = tuple(f"{path}/" for path in blocks)
+    inside = lambda path: f"{path_string(path)}/".startswith(heads) if heads else False
+    pick = lambda wanted: jax.tree_util.tree_map_with_path(lambda p, x: x if inside(p) == wanted else None, tree)
+    return pick(True), pick(False)
+
+
+def _like(tree: Tree, other: Tree) -> Tree:
+    """Cast the leaves of a tree to the dtypes of another that may have more."""
+    return jax.tree.map(lambda x, y: None if x is None else x.astype(y.dtype), tree, other, is_leaf=lambda x: x is None)

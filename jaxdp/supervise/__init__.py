@@ -1,0 +1,1 @@
+"""What supervises a run: signals, preemption, the watchdog of steps."""

@@ -1,0 +1,155 @@
+"""What watches over a run: it stops at one point in all processes, it moves, and says who holds it up."""
+
+import contextlib
+import pathlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from jaxdp import rundir
+from jaxdp.distributed import coordination
+from jaxdp.distributed.context import Context
+from jaxdp.errors import DistributedError
+from jaxdp.supervise import signals
+from jaxdp.supervise.agreement import Agreement
+from jaxdp.supervise.watchdog import Watchdog
+
+
+class Stopped(Exception):
+    """All processes have stopped at the same point. kind: 'preempt' or 'halt'; why: the signal; rank: who was asked."""
+
+    def __init__(self, kind: str, why: str, rank: int):
+        super().__init__(f"{why or kind} on rank {rank}")
+        self.kind, self.why, self.rank = kind, why, rank
+
+
+class Watch(Protocol):
+    """What the loop tells of itself."""
+
+    def together(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
+        """What f(*args) gives, called by all processes; raises Stopped where all stop before it."""
+
+    def sent(self, result: dict[str, Any]) -> None:
+        """An update's metrics, on the device."""
+
+    def reading(self, batches: Iterator[tuple[range, Any]], start: int) -> Iterator[tuple[range, Any]]:
+        """(the updates of a call, their data), those after update `start`."""
+
+    def patience(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Inside, something takes long."""
+
+    def save_is_asked(self) -> bool:
+        """Whether all processes shall save now; once."""
+
+    def straggler(self, step_ms: float) -> dict[str, float]:
+        """What the metrics say of a process that holds up the others."""
+
+    def stop(self) -> None:
+        """The run is over."""
+
+
+class Nobody:
+    """Watches nothing."""
+
+    def together(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
+        return f(*args)
+
+    def sent(self, result: dict[str, Any]) -> None: ...
+
+    def reading(self, batches: Iterator[tuple[range, Any]], start: int) -> Iterator[tuple[range, Any]]:
+        return batches
+
+    def patience(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def save_is_asked(self) -> bool:
+        return False
+
+    def straggler(self, step_ms: float) -> dict[str, float]:
+        return {}
+
+    def stop(self) -> None: ...
+
+
+class Guarded:
+    """The watch over a run of the command. minutes: between two saves, beside the loop's own."""
+
+    def __init__(
+        self,
+        context: Context,
+        directory: pathlib.Path,
+        timeout: float | None = 600.0,
+        straggler_factor: float = 2.0,
+        minutes: float | None = None,
+    ):
+        self.agreement = Agreement(context)
+        self.watchdog = Watchdog(context, directory, timeout)
+        self.factor = straggler_factor
+        coordination.tell_service(log=str((directory / "events.jsonl").absolute()))
+        self._called: set[int] = set()
+        self._save = False
+        self._since = time.monotonic()
+        if minutes is not None and context.is_root:
+            self.watchdog.often(lambda: self._save_by_time(60.0 * minutes))
+        signals.subscribe(self._preempt)
+
+    def together(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
+        while (request := self.agreement.point()) is not None:
+            if request["kind"] != "save":
+                rundir.mark_ending()  # the next start may come while this one saves
+                raise Stopped(**request)
+            self._save = True
+        self.watchdog.at(what)
+        if id(f) in self._called:
+            result = f(*args)
+        else:
+            with self.watchdog.patience(f"{what} (compiles)"):
+                result = f(*args)
+            self._called.add(id(f))
+        return result
+
+    def sent(self, result: dict[str, Any]) -> None:
+        self.watchdog.sent(result)
+
+    def reading(self, batches: Iterator[tuple[range, Any]], start: int) -> Iterator[tuple[range, Any]]:
+        made = start
+        while True:
+            self.watchdog.at(f"waits for the data of update {made + 1}")
+            began = time.perf_counter()
+            try:
+                updates, batch = next(batches)
+            except StopIteration:
+                return
+            if made > start:  # the first wait is for much besides, such as imports
+                self.watchdog.worked((time.perf_counter() - began) / len(updates))
+            yield updates, batch
+            made = updates[-1]
+
+    def patience(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return self.watchdog.patience(what)
+
+    def save_is_asked(self) -> bool:
+        asked, self._save = self._save, False
+        if asked:
+            self._since = time.monotonic()
+        return asked
+
+    def straggler(self, step_ms: float) -> dict[str, float]:
+        return self.watchdog.straggler(self.factor, step_ms)
+
+    def stop(self) -> None:
+        signals.unsubscribe(self._preempt)
+        self.watchdog.stop()
+
+    def _preempt(self, name: str) -> None:
+        if name != signals.TRACE:
+            self._request("preempt", name)
+
+    def _save_by_time(self, seconds: float) -> None:
+        if time.monotonic() - self._since > seconds:
+            self._since = time.monotonic()
+            self._request("save", "")
+
+    def _request(self, kind: str, why: str) -> None:
+        with contextlib.suppress(DistributedError):
+            self.agreement.request(kind, why)

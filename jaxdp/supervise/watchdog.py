@@ -1,0 +1,218 @@
+"""The watchdog sees to it that a run moves: where it stands still, every process writes down where it is, and it ends.
+
+Progress is what the device has finished and the points that the run has passed. A process whose first call of a program
+compiles, or that saves or restores, is waited for by all.
+"""
+
+import collections
+import contextlib
+import faulthandler
+import json
+import pathlib
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxdp.distributed import coordination, last_words
+from jaxdp.distributed.context import Context
+from jaxdp.distributed.messages import parse
+from jaxdp.distributed.sentinel import CALLS, Sentinel, current
+from jaxdp.errors import DistributedError
+
+LOOK = 0.25  # seconds between looks
+ANSWERS = 4.0  # seconds that the others have to write down where they are
+STUCK = f"{CALLS}stuck"
+
+
+def _answer(text: str) -> dict[str, Any] | None:
+    return parse(text, {"passed": range(1 << 53), "where": str})
+
+
+class Watchdog:
+    """Of one process. timeout: seconds without progress, for each update of a call; None: for ever.
+
+    directory: gets stacks/rank_N.txt.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        directory: pathlib.Path,
+        timeout: float | None,
+    ):
+        self.context, self.directory, self.timeout = context, directory, timeout
+        self.where = "begins"
+        self.passed = 0
+        self.updates = 1  # of a call
+        self.own_ms = 0.0  # a running mean of this process's own work between two updates
+        self._progress = time.monotonic()
+        self._patient = 0
+        self._sent: collections.deque[dict[str, Any]] = collections.deque()
+        self._answered = False
+        self._tasks: list[Callable[[], None]] = []
+        self._sentinel: Sentinel | None = current()
+        if self._sentinel is not None:
+            self._sentinel.subscribe(self._hear)
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ending.set()
+        self._thread.join(2.0)
+
+    def at(self, where: str) -> None:
+        """This process is here now; that is progress."""
+        self.where = where
+        self.passed += 1
+        self._progress = time.monotonic()
+
+    def sent(self, metrics: dict[str, Any]) -> None:
+        """What the device will have after the updates of a call; that will be progress."""
+        self.updates = max(1, metrics["loss"].size)
+        self._sent.append(metrics)
+
+    @contextlib.contextmanager
+    def patience(self, where: str) -> Iterator[None]:
+        """Inside, this process does something that may take long."""
+        self.at(where)
+        self._patient += 1
+        self._note()
+        try:
+            yield
+        finally:
+            self._patient -= 1
+            self._note()
+            self.at(where)
+
+    def often(self, task: Callable[[], None]) -> None:
+        """`task` is called at every look."""
+        self._tasks.append(task)
+
+    def worked(self, seconds: float) -> None:
+        """What this process itself needed between two updates: to wait for its data, mostly."""
+        self.own_ms = 0.9 * self.own_ms + 100.0 * seconds if self.own_ms else 1e3 * seconds
+
+    def straggler(self, factor: float, step_ms: float) -> dict[str, float]:
+        """{straggler: its rank, straggler_ms} where a process's own work takes `factor` times that of the others.
+
+        Not named where it is less than a tenth of the update's time, nor before that of every process is known.
+        """
+        if self._sentinel is None:
+            return {}
+        with contextlib.suppress(DistributedError):
+            own = {rank: beat.get("own_ms", 0.0) for rank, beat in self._sentinel.beats().items()}
+            slowest = max(own, key=lambda rank: own[rank], default=None)
+            if slowest is not None and len(own) > 1 and all(own.values()):
+                others = statistics.median(ms for rank, ms in own.items() if rank != slowest)
+                if own[slowest] > factor * others and own[slowest] > 0.1 * step_ms:
+                    return {"straggler": slowest, "straggler_ms": own[slowest]}
+        return {}
+
+    def _note(self) -> None:
+        if self._sentinel is not None:
+            self._sentinel.note = {"patient": bool(self._patient), "own_ms": round(self.own_ms, 6)}
+
+    def _work(self) -> None:
+        looked = time.monotonic()
+        while not self._ending.wait(LOOK):
+            now = time.monotonic()
+            if now - looked > 8 * LOOK:  # the job was suspended, and time stood still for it
+                self._progress = now
+            looked = now
+            self._note()
+            while self._sent and self._sent[0]["loss"].is_ready():
+                self._sent.popleft()
+                self._progress = time.monotonic()
+            for task in self._tasks:
+                task()
+            still = time.monotonic() - self._progress
+            if self.timeout is not None and still > self.timeout * self._updates() and not self._patient:
+                with contextlib.suppress(DistributedError):
+                    self._stuck(still)
+
+    def _updates(self) -> int:
+        """How many the device is at, in one call; or was, or is given data for."""
+        sizes = [metrics["loss"].size for metrics in [*self._sent][:1]]
+        return max(1, self.updates, *sizes)
+
+    def _stuck(self, still: float) -> None:
+        own = self._sentinel
+        if own is not None:
+            patient = {rank for rank, beat in own.beats().items() if beat.get("patient")}
+            if patient and patient - set(own.silent()):
+                return
+        each = f" for each of {self._updates()} updates" if self._updates() > 1 else ""
+        text = f"nothing has moved for {still:.0f} s (watchdog.step_timeout: {self.timeout:g}{each})"
+        if own is None:
+            self._write_stacks()
+            last_words.tell(f"{text}: {self._position()['where']}")
+            sys.stderr.write(f"jaxdp: {text}: {self._position()['where']}; stacks in {self.directory / 'stacks'}\n")
+            sys.stderr.flush()
+            coordination.leave(1, 0, 1, None, 0.0)
+        assert own is not None
+        coordination.post(STUCK, json.dumps({"rank": self.context.rank}), self._caller)
+        if coordination.peek(STUCK, read=self._caller) != {"rank": self.context.rank}:
+            time.sleep(2 * ANSWERS)  # another process has seen it first, and says it
+            return
+        deadline = time.monotonic() + ANSWERS
+        answers: dict[int, dict[str, Any]] = {}
+        while len(answers) < self.context.size and time.monotonic() < deadline:
+            answers = coordination.by_rank("jaxdp/stuck", self.context.size, _answer)
+            time.sleep(0.1)
+        text = f"{text}: {verdict(answers, self.context)}; stacks in {self.directory / 'stacks'}"
+        if own.claim(text):
+            own.end(text, 1, own.rank)
+
+    def _hear(self, calls: dict[str, str]) -> None:
+        """In the sentinel's thread: where some process has called that nothing moves, this one answers."""
+        if not self._answered and coordination.checked(STUCK, calls.get(STUCK), self._caller):
+            self._answered = True
+            self._write_stacks()
+            coordination.put(f"jaxdp/stuck/{self.context.rank}", json.dumps(self._position()))
+
+    def _caller(self, text: str) -> dict[str, Any] | None:
+        return parse(text, {"rank": range(self.context.size)})
+
+    def _position(self) -> dict[str, Any]:
+        return {"passed": self.passed, "where": f"{self.where} ({innermost(self.where)})"}
+
+    def _write_stacks(self) -> None:
+        with contextlib.suppress(OSError):
+            (self.directory / "stacks").mkdir(exist_ok=True)
+            with (self.directory / "stacks" / f"rank_{self.context.rank}.txt").open("w") as file:
+                file.write(f"rank {self.context.rank} on {self.context.hosts[self.context.rank]}: {self.where}\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+
+
+def verdict(answers: dict[int, dict[str, Any]], context: Context) -> str:
+    """Who is behind: those that do not answer, else those that have passed the fewest points."""
+    name = context.title
+    missing = [rank for rank in range(context.size) if rank not in answers]
+    if missing:
+        names = ", ".join(map(name, missing))
+        return f"{names} {'does' if len(missing) == 1 else 'do'} not answer, no stacks: stopped, dead or cut off"
+    least = min(a["passed"] for a in answers.values())
+    behind = [rank for rank, a in sorted(answers.items()) if a["passed"] == least]
+    if len(behind) == len(answers):
+        return f"all are at the same point, such as {name(0)}: {answers[0]['where']}"
+    others = next(rank for rank in sorted(answers) if rank not in behind)
+    return (
+        f"{', '.join(map(name, behind))} is behind: {answers[behind[0]]['where']}; "
+        f"{name(others)}: {answers[others]['where']}"
+    )
+
+
+def innermost(where: str) -> str:
+    """The line that the main thread is at; or the reader's, where that is what it waits for."""
+    threads = {thread.name: thread.ident for thread in threading.enumerate()}
+    ident = threads.get("jaxdp-prefetch") if "data" in where else None
+    frame = sys._current_frames().get(ident or threading.main_thread().ident or 0)
+    if frame is None:
+        return "?"
+    code = frame.f_code
+    return f"{pathlib.Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"

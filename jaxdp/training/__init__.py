@@ -1,0 +1,1 @@
+"""The training loop and what it does between updates: read `loop` first."""

@@ -1,0 +1,113 @@
+"""Objects of the user that the loop calls at known points, on every rank, outside `jax.jit`.
+
+    on_start(run)               before the first update
+    on_update(step, metrics)    after update `step` was sent to the device; metrics: arrays on the device
+    on_eval(step, metrics)      after an evaluation; metrics: floats, the same on every rank
+    on_save(step, path)         when the checkpoint of update `step` has been started
+    on_end(record)              after the final record
+
+Each method is optional. `StopTraining`, raised by any rank in `on_eval`, ends training after this evaluation.
+A callback with `state_dict()` (JSON) and `load_state_dict(state)` resumes with the state of the checkpoint.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxdp.distributed.context import Context
+from jaxdp.errors import RunFailed
+
+POINTS = ("on_start", "on_update", "on_eval", "on_save", "on_end")
+
+
+class StopTraining(Exception):
+    """Raised in `on_eval` to end training early; the message is the reason."""
+
+
+class Callbacks:
+    """Calls each callback that has a method for a point. A raised error becomes RunFailed and names the callback."""
+
+    def __init__(self, callbacks: Sequence[Any] = (), context: Context | None = None):
+        self.callbacks, self.context = callbacks, context or Context()
+        self.follows_updates = any(hasattr(callback, "on_update") for callback in callbacks)
+
+    def call(self, point: str, *args: Any) -> None:
+        for callback in self.callbacks:
+            method = getattr(callback, point, None)
+            if method is None:
+                continue
+            try:
+                method(*args)
+            except StopTraining:
+                raise
+            except Exception as error:
+                name = f"{type(callback).__module__}.{type(callback).__qualname__}.{point}"
+                raise RunFailed(f"callbacks: {name} raised {type(error).__name__}: {error}") from error
+
+    def on_update(self, updates: Sequence[int], metrics: Mapping[str, jax.Array]) -> None:
+        """Call `on_update` for each update of a call; metrics: [] of one, [update] of several."""
+        if not self.follows_updates:
+            return
+        for i, step in enumerate(updates):
+            self.call("on_update", step, metrics if len(updates) == 1 else {k: x[i] for k, x in metrics.items()})
+
+    def on_eval(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """Call `on_eval`; return why training ends here, on all ranks alike, or None."""
+        if not self.callbacks:
+            return None
+        reason: str | None = None
+        try:
+            self.call("on_eval", step, dict(metrics))
+        except StopTraining as stop:
+            reason = str(stop) or "a callback"
+        reasons = self.context.exchange(f"stop at {step}", reason or "")
+        return next((reason for reason in reasons if reason), None)
+
+    def state(self) -> dict[str, Any]:
+        """Return {'callbacks': what each `state_dict()` returns, None for one without}; saved with checkpoints."""
+        states = [c.state_dict() if hasattr(c, "state_dict") else None for c in self.callbacks]
+        return {"callbacks": states} if states else {}
+
+    def load(self, states: Sequence[Any]) -> None:
+        """Restore callbacks from `state`; ignored where the list of callbacks has another length."""
+        if len(states) != len(self.callbacks):
+            return
+        for callback, state in zip(self.callbacks, states):
+            if state is not None and hasattr(callback, "load_state_dict"):
+                callback.load_state_dict(state)
+
+
+class EarlyStopping:
+    """End training when a metric of the evaluation has not improved for `patience` evaluations.
+
+    Args:
+        metric: its name.
+        patience: the number of evaluations.
+        mode: 'min' or 'max'; None: 'min' for names that contain 'loss' or 'perplexity', else 'max'.
+        min_delta: the least improvement that counts.
+    """
+
+    def __init__(self, metric: str = "loss", patience: int = 3, mode: str | None = None, min_delta: float = 0.0):
+        self.metric, self.patience, self.min_delta = metric, patience, min_delta
+        smaller = any(word in metric for word in ("loss", "perplexity"))
+        self.sign = -1.0 if (mode or ("min" if smaller else "max")) == "min" else 1.0
+        self.best, self.best_step, self.waited = -sys.float_info.max, 0, 0  # finite, to be JSON
+
+    def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.metric not in metrics:
+            raise KeyError(f"{self.metric!r} is not among {sorted(metrics)}")
+        value = self.sign * metrics[self.metric]
+        if value > self.best + self.min_delta:
+            self.best, self.best_step, self.waited = value, step, 0
+            return
+        self.waited += 1
+        if self.waited >= self.patience:
+            raise StopTraining(f"{self.metric} has not improved since step {self.best_step}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "best_step": self.best_step, "waited": self.waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.best, self.best_step, self.waited = float(state["best"]), int(state["best_step"]), int(state["waited"])

@@ -1,0 +1,44 @@
+"""Evaluation: every example of a set exactly once, whatever the number of devices."""
+
+import collections
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdp.core.state import TrainState
+from jaxdp.metrics.sums import divide, make_record
+from jaxdp.metrics.writer import Record
+from jaxdp.parallel.strategy import Program
+from jaxdp.training.run import Run
+
+
+def evaluate(run: Run, program: Program, state: TrainState) -> Record:
+    """The loss and metrics over the evaluation set, every example exactly once."""
+    assert run.eval is not None
+    source, totals, suspects = run.eval, collections.defaultdict[str, float](float), list[int]()
+    state = run.strategy.averaged(state) if run.averaged else state
+    ahead: collections.deque[tuple[Any, Any]] = collections.deque()
+
+    def add(number: int, sums: dict[str, jax.Array]) -> None:
+        values = jax.device_get(sums)
+        for name, value in values.items():
+            totals[name] += float(value)
+        if not math.isfinite(values["loss"]):
+            suspects.append(number)
+
+    with source.batches(0, source.cursor.steps_per_epoch, run.strategy) as batches:
+        for number, batch in batches:
+            sums = run.watch.together(f"evaluation, batch {number}", program.evaluate, state, batch)
+            if sums.carry is not None:
+                state = state.replace(carry=sums.carry)
+            ahead.append((number, {"loss": sums.loss, "weight": sums.weight, **sums.metrics}))
+            if len(ahead) > 2:  # bounded: at most this many batches wait on the device
+                add(*ahead.popleft())
+    for number, waiting in ahead:
+        add(number, waiting)
+    for number in suspects[:1]:
+        source.examine(number, f"batch {number} of the evaluation", run.checkpoints.context)
+    weight = totals.pop("weight") or 1.0
+    return make_record(divide(totals, weight, np), run.derive)

@@ -1,0 +1,178 @@
+"""The loop, read from top to bottom: restore, update, log, evaluate, save."""
+
+import gc
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from jaxdp.analysis import memory
+from jaxdp.checkpoint.digest import params_sha256
+from jaxdp.core.state import TrainState
+from jaxdp.data.workers import Steps
+from jaxdp.metrics.meter import Meter
+from jaxdp.metrics.writer import Record
+from jaxdp.parallel.strategy import Program
+from jaxdp.supervise.monitor import Stopped
+from jaxdp.training.evaluate import evaluate
+from jaxdp.training.lookback import BEHIND, EXAMINED, Lookback, NotFinite
+from jaxdp.training.rollback import roll_back
+from jaxdp.training.run import Progress, Run, updates_of
+from jaxdp.training.save import restore, save, save_preempted, stop_if_halted, wait_for_checkpoint
+
+
+def fit(run: Run) -> Record:
+    """Train to the last update, evaluate, save; return the final record. Raises what `complete` raises."""
+    return complete(run)[0]
+
+
+def complete(run: Run) -> tuple[Record, TrainState]:
+    """Return the final record, and the state after the last update as the strategy stores it.
+
+    Raises:
+        Stopped: the run is preempted; its state is saved.
+        RunFailed: the last state cannot be saved, too many updates in a row are not finite, or a callback failed.
+    """
+    program = run.strategy.compile(run.step)
+    with run.watch.patience("makes the state"):
+        state = restore(run, run.start) if run.start else run.begin(run)
+    at = Progress(run.start, state, evaluated=run.start if run.evaluated else -1)
+    lookback = Lookback(EXAMINED if run.train.check else 0, run.checkpoints.context.rank)
+    run.callbacks.call("on_start", run)
+    try:
+        while True:
+            try:
+                stopped = advance(run, program, at, lookback)
+                return finish(run, program, at, stopped), at.state
+            except NotFinite as error:
+                name = f"the batch of update {error.update}"
+                with run.watch.patience(f"examines {name}"):
+                    run.train.examine(error.update - 1 + run.offset, name, run.checkpoints.context)
+            except Stopped as stop:
+                if int(at.state.guard.halted):  # else the halt is of updates that are rolled back already
+                    run, at = roll_back(run, at)
+                    lookback.sent.clear()
+                if stop.kind == "preempt":
+                    save_preempted(run, at, stop)
+                    raise
+    finally:
+        gc.unfreeze()
+
+
+def advance(run: Run, program: Program, at: Progress, lookback: Lookback) -> str | None:
+    """Make the remaining updates, and what is due between them; return why a callback ended training, or None.
+
+    Raises what `lookback` raises.
+    """
+    examples = run.train.cursor.examples_per_step
+    more = lambda milliseconds: {**run.speed(milliseconds), **run.watch.straggler(milliseconds)}
+    with (
+        Meter(run.writer, run.log_every, run.steps, examples, more, run.derive) as meter,
+        run.train.batches(at.step + run.offset, run.steps + run.offset, run.strategy, calls(run, at.step)) as batches,
+    ):
+        stopped = None
+        if 0 < at.step < run.steps and run.evaluation_is_due(at.step) and at.evaluated != at.step:
+            stopped = between(run, program, at)
+        if stopped:
+            return stopped
+        numbered = ((updates_of(steps, run.offset), batch) for steps, batch in batches)
+        for updates, batch in run.watch.reading(meter.reading(numbered), at.step):
+            lookback.look(at.step - BEHIND)
+            step, several, first = updates[-1], len(updates) > 1, not at.metrics
+            run.profile.before(updates[0])
+            name = f"updates {updates[0]} to {step}" if several else f"update {step}"
+            call: Any = program.updates if several else program.update
+            at.state, at.metrics = run.watch.together(name, call, at.state, batch)
+            at.step = step
+            run.watch.sent(at.metrics)
+            lookback.add(updates, at.metrics)
+            run.profile.after(step, at.metrics)
+            meter.update(updates, at.metrics)
+            run.callbacks.on_update(updates, at.metrics)
+            if first:  # while the device is at work
+                run.events.note("first_update", step)
+                if run.layout is not None:
+                    memory.record(run.directory, run.layout, run.strategy, program, at.state, batch, len(updates))
+                gc.freeze()  # objects made by a start stay: to scan them again would stop a rank for 0.1 s
+            asked = run.watch.save_is_asked()
+            if step < run.steps and (asked or run.evaluation_is_due(step) or run.checkpoint_is_due(step)):
+                meter.pause()
+                if stopped := between(run, program, at, asked):
+                    break
+        lookback.look(at.step)
+        meter.flush()
+        return stopped
+
+
+def calls(run: Run, start: int) -> Iterator[Steps]:
+    """Yield the batches of each call of a program after update `start`: `steps_per_call` of them, as a range, or one.
+
+    What is due between two updates is due between two calls, so that only these two programs are compiled.
+    """
+    ends = [every for every in (run.eval_every if run.eval else None, run.save_every) if every]
+    window = [] if run.profile.start is None else [run.profile.start, run.profile.start + run.profile.steps]
+    while start < run.steps:
+        limit = min([run.steps, *((start // every + 1) * every for every in ends), *(w for w in window if w > start)])
+        first = start + run.offset
+        if run.steps_per_call > 1 and start + run.steps_per_call <= limit:
+            yield range(first, first + run.steps_per_call)
+            start += run.steps_per_call
+        else:
+            yield first
+            start += 1
+
+
+def between(run: Run, program: Program, at: Progress, asked: bool = False) -> str | None:
+    """Do what is due between two updates: a checkpoint, and an evaluation, which runs while that is written.
+
+    Returns why a callback ends training here, or None.
+    """
+    stop_if_halted(run, at)
+    if asked or run.checkpoint_is_due(at.step):
+        save(run, at)
+    return evaluate_and_record(run, program, at, "eval")[1] if run.evaluation_is_due(at.step) else None
+
+
+def evaluate_and_record(
+    run: Run, program: Program, at: Progress, split: str | None = None
+) -> tuple[Record, str | None]:
+    """Evaluate the state; return (the metrics, why a callback ends training here or None).
+
+    split: write the metrics as a record of this split. They are added to the checkpoint of this step.
+    """
+    began = time.perf_counter()
+    metrics = evaluate(run, program, at.state)
+    run.events.note("evaluation", at.step, seconds=round(time.perf_counter() - began, 4))
+    if split is not None:
+        run.writer.write({"step": at.step, "split": split, **metrics})
+    at.record_evaluation(metrics)
+    stop = run.callbacks.on_eval(at.step, metrics)
+    if run.checkpoints.is_best(metrics):
+        save(run, at)
+    run.checkpoints.annotate(at.step, {"metrics": at.evaluation, "evaluated": True, **run.callbacks.state()})
+    return metrics, stop
+
+
+def finish(run: Run, program: Program, at: Progress, stopped: str | None = None) -> Record:
+    """Save, evaluate, and return the final record: the evaluation (without a set, the last loss), and the digest.
+
+    stopped: why a callback ended training.
+    """
+    final: Record = {"step": at.step, "split": "final"}
+    if run.start < at.step:  # else it is what was restored
+        save(run, at)
+    if run.eval and stopped is None:
+        final |= evaluate_and_record(run, program, at)[0]
+    elif run.eval:
+        final |= at.evaluation | {"stopped": stopped}
+    elif at.metrics:
+        final["loss"] = float(np.reshape(at.metrics["loss"], -1)[-1])
+    wait_for_checkpoint(run)
+    with run.watch.patience("makes the digest"):
+        final["params_sha256"] = params_sha256(run.strategy.export(at.state).params)
+    final |= run.account()
+    run.writer.write(final)
+    run.events.note("finished", at.step)
+    run.callbacks.call("on_end", final)
+    return final

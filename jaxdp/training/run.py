@@ -1,0 +1,99 @@
+"""What the loop works with: the built objects of a run, and how far it is."""
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jaxdp.checkpoint.store import Checkpoints
+from jaxdp.core.state import TrainState
+from jaxdp.core.step import Step
+from jaxdp.metrics.events import NoEvents
+from jaxdp.metrics.writer import Record, Writer
+from jaxdp.parallel.strategy import Strategy
+from jaxdp.supervise.monitor import Nobody, Watch
+from jaxdp.training.callbacks import Callbacks
+from jaxdp.training.profile import Profile
+from jaxdp.training.source import Source
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The built objects of a run.
+
+    steps_per_call: updates in one compiled call, where nothing is due between them.
+    start: the update to resume after, 0 for a new run; evaluated: the evaluation due there already ran. offset: the
+    number of batches that were left out after spikes, in `rollbacks` of at most `max_rollbacks`.
+    begin: returns the state of a new run. averaged: evaluate the running average of the parameters.
+    derive: adds metrics computed from the means of a record; speed: computes metrics from the milliseconds of an
+    update; account: computes metrics of the whole run at its end.
+    asynchronous: training continues while a checkpoint is written. meta: saved with every checkpoint.
+    layout: the content of layout.json before the first update; None: there is no file.
+    """
+
+    strategy: Strategy
+    step: Step
+    train: Source
+    eval: Source | None
+    steps: int
+    writer: Writer
+    checkpoints: Checkpoints
+    watch: Watch = Nobody()
+    callbacks: Callbacks = Callbacks()
+    steps_per_call: int = 1
+    start: int = 0
+    offset: int = 0
+    rollbacks: int = 0
+    max_rollbacks: int = 3
+    evaluated: bool = False
+    log_every: int = 50
+    eval_every: int | None = None
+    save_every: int | None = None
+    asynchronous: bool = True
+    profile: Profile = dataclasses.field(default_factory=Profile)
+    averaged: bool = False
+    derive: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda means: {}
+    speed: Callable[[float], Record] = lambda milliseconds: {}
+    account: Callable[[], Record] = dict
+    begin: Callable[["Run"], TrainState] = lambda run: run.strategy.init()
+    meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    directory: pathlib.Path = pathlib.Path()
+    events: NoEvents = NoEvents()
+    layout: Mapping[str, Any] | None = None
+
+    def evaluation_is_due(self, step: int) -> bool:
+        return self.eval is not None and is_due(step, self.eval_every)
+
+    def checkpoint_is_due(self, step: int) -> bool:
+        return is_due(step, self.save_every)
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a run is: the state after update `step`, whose metrics are on the device.
+
+    evaluated: the step that was last evaluated; evaluation: its metrics that are finite.
+    """
+
+    step: int
+    state: TrainState
+    metrics: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    evaluated: int = -1
+    evaluation: Record = dataclasses.field(default_factory=dict)
+
+    def record_evaluation(self, metrics: Record) -> None:
+        self.evaluated = self.step
+        self.evaluation = {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def is_due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def updates_of(steps: int | range, offset: int) -> range:
+    """Return the numbers of the updates of batches `steps`; batches count from 0, and `offset` of them are left out."""
+    first, count = (steps.start, len(steps)) if isinstance(steps, range) else (steps, 1)
+    return range(first + 1 - offset, first + 1 - offset + count)

@@ -1,0 +1,59 @@
+"""Checkpoints of a run: start one, wait for one, restore one."""
+
+import time
+
+from jaxdp.core.state import TrainState
+from jaxdp.errors import RunFailed
+from jaxdp.metrics.writer import Record
+from jaxdp.supervise.monitor import Stopped
+from jaxdp.training.run import Progress, Run
+
+
+def save(run: Run, at: Progress) -> None:
+    """Start a checkpoint; it is durable when the writer reports it. Raises Stopped where training has halted."""
+    began = time.perf_counter()
+    with run.watch.patience(f"saves step {at.step}"):
+        stop_if_halted(run, at)
+        more: Record = {"offset": run.offset, "rollbacks": run.rollbacks, **run.callbacks.state()}
+        if at.evaluated == at.step:
+            more |= {"metrics": at.evaluation, "evaluated": True}
+        run.checkpoints.save(at.step, run.strategy.export(at.state), {**run.meta, **more}, run.writer.say)
+        if not run.asynchronous:
+            run.checkpoints.wait()
+    run.events.note("saving", at.step, blocked=round(time.perf_counter() - began, 4))
+    run.callbacks.call("on_save", at.step, run.checkpoints.directory / str(at.step))
+
+
+def save_preempted(run: Run, at: Progress, stop: Stopped) -> None:
+    """Save what there is, for the next job to resume from."""
+    if at.step > run.start:
+        save(run, at)
+    wait_for_checkpoint(run)
+    last = run.checkpoints.last
+    state = f"saved step {last}" if last else "nothing to save yet"
+    run.events.note("preempted", at.step, reason=str(stop), saved=last)
+    run.writer.say(f"preempted by {stop}, after update {at.step}: {state}; the same command goes on from there")
+
+
+def stop_if_halted(run: Run, at: Progress) -> None:
+    """Raise Stopped where training has halted: never evaluate or save such a state."""
+    if int(at.state.guard.halted):
+        raise Stopped("halt", "", run.checkpoints.context.rank)
+
+
+def wait_for_checkpoint(run: Run) -> None:
+    """Wait until the checkpoint being written is durable. Raises RunFailed if it could not be saved."""
+    began = time.perf_counter()
+    with run.watch.patience("waits for the checkpoint"):
+        failure = run.checkpoints.wait()
+    run.events.note("settled", blocked=round(time.perf_counter() - began, 4))
+    if failure:
+        raise RunFailed(
+            f"checkpoint {failure.step} could not be saved: {failure.reason}; mend that, and run the same command: it "
+            "goes on from the last one",
+            rank=0,
+        )
+
+
+def restore(run: Run, step: int) -> TrainState:
+    return run.strategy.adopt(run.checkpoints.restore(step, run.strategy.abstract()))

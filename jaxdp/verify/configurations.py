@@ -1,0 +1,117 @@
+"""The configurations to compare: a small set in which every two values of two settings occur together."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxdp.core.state import TrainState
+from jaxdp.errors import UsageError
+from jaxdp.parallel import REDUCTIONS, STAGES, STRATEGIES, Strategy, make_reduction
+from jaxdp.parallel.fixed_point import FORMATS
+from jaxdp.parallel.layout import ZERO
+
+ODD = 3  # a number of devices that divides neither the microbatches nor most dims
+
+
+class Configuration(NamedTuple):
+    """One way to spread training over devices. accumulator matters from ZeRO stage 2, shard_size from stage 1."""
+
+    devices: int
+    backend: str
+    zero: int = 0
+    reduction: str = "xla"
+    accumulate: str = "vmap"
+    accumulator: str = "split"
+    shard_size: int | None = None
+
+    @property
+    def cells(self) -> list[str]:
+        """Return the values as text, with "-" for a setting that has no effect."""
+        values = self._asdict() | ({} if ZERO[self.zero].grads else {"accumulator": None})
+        return ["-" if value is None else str(value) for value in values.values()]
+
+    @property
+    def title(self) -> str:
+        return " ".join(f"{name} {cell}" for name, cell in zip(self._fields, self.cells) if cell != "-")
+
+
+def choose_configurations(first: Configuration, devices: Sequence[jax.Device]) -> list[Configuration]:
+    """Return `first`, one device, and what pairs of values remain, in a fixed order.
+
+    A job of several processes uses all its devices, or one of each process.
+    """
+    number = len(devices)
+    counts = [number, ODD] if number > ODD and jax.process_count() == 1 else [number]
+    settings: list[Sequence[Any]] = [
+        counts,
+        [(name, zero) for name, stages in STAGES.items() for zero in stages],
+        [name for name in REDUCTIONS if name not in FORMATS or name == first.reduction],
+        ("vmap", "loop"),
+        ("split", "whole"),
+        [None, number // 2] if number % 2 == 0 and number > 2 else [None],
+    ]
+    combinations = [Configuration(n, *stage, *rest) for n, stage, *rest in itertools.product(*settings)]
+    possible = [c for c in combinations if is_meaningful(c) and is_possible(c, devices)]
+    chosen = list(dict.fromkeys([one_device(), first]))
+    missing = set().union(*map(pairs, possible)).difference(*map(pairs, chosen))
+    while missing:
+        best = max(possible, key=lambda c: len(pairs(c) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+def one_device() -> Configuration:
+    return Configuration(1, max(STAGES, key=lambda name: len(STAGES[name])))
+
+
+def pairs(configuration: Configuration) -> set[tuple[Any, ...]]:
+    """Return every two settings with their values; backend and stage count as one setting."""
+    values = {"stage": (configuration.backend, configuration.zero), **configuration._asdict()}
+    return set(itertools.combinations([(k, v) for k, v in values.items() if k not in ("backend", "zero")], 2))
+
+
+def is_meaningful(configuration: Configuration) -> bool:
+    """Return whether every setting that differs from its default has an effect."""
+    layout, c = ZERO[configuration.zero], configuration
+    if c.accumulate == "loop" and c.reduction in FORMATS:
+        return False
+    return (c.accumulator == "split" or layout.grads) and (c.shard_size is None or layout.opt_state)
+
+
+def is_possible(configuration: Configuration, devices: Sequence[jax.Device]) -> bool:
+    try:
+        make_strategy(configuration, devices)
+    except UsageError:
+        return False
+    return True
+
+
+def make_strategy(
+    configuration: Configuration,
+    devices: Sequence[jax.Device],
+    make_state: Any = lambda: TrainState(jnp.zeros((), jnp.int32), {}, {}, {}),
+    microbatches: int | None = None,
+    bucket_mb: float = 1.0,
+    **more: Any,
+) -> Strategy:
+    """Return the strategy of a configuration. One device is a device of this process.
+
+    Raises UsageError where these devices do not allow it.
+    """
+    c = configuration
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    return STRATEGIES[c.backend](
+        make_state,
+        microbatches or c.devices,
+        make_reduction(c.reduction, bucket_mb),
+        None,
+        (local if c.devices == 1 else devices)[: c.devices],
+        zero=c.zero,
+        shard_size=c.shard_size,
+        accumulator=c.accumulator,
+        **more,
+    )

@@ -1,0 +1,146 @@
+"""What is verified: the parts of a run, and the small batches that they are tried on."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxdp import user_errors
+from jaxdp.core.state import Transform
+from jaxdp.data.base import Dataset
+from jaxdp.data.cursor import Cursor, Order, Streams
+from jaxdp.data.prefetch import read_batch
+from jaxdp.errors import UsageError
+from jaxdp.losses import LossFn, attribute
+from jaxdp.models.base import Model
+from jaxdp.precision import cast_floats
+from jaxdp.verify.configurations import Configuration
+
+Tree = Any
+Arrays = dict[str, np.ndarray]
+MOST_EXAMPLES = 4  # per microbatch; with two, a BatchNorm without pixels to average over has no gradient to compare
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The parts of a run.
+
+    Args:
+        make_tx: factor -> the optimizer at that factor of its peak learning rate, from the first update on.
+        configuration: the configuration of the run itself.
+        sequential: rows continue from batch to batch.
+        remat: ZeRO stage -> policy.
+        remake: constructs all of this again, from the modules as they are imported then.
+        float32_line: the line that cannot be traced in float64, if the model is computed in float32 because of it.
+    """
+
+    model: Model
+    loss: LossFn
+    make_tx: Callable[[float], optax.GradientTransformation]
+    dataset: Dataset
+    configuration: Configuration
+    transform: Transform | None = None
+    sequential: bool = False
+    seed: int = 0
+    batch_size: int = 32
+    microbatches: int = 8
+    clip_norm: float | None = None
+    frozen: Sequence[str] = ()
+    ema_decay: float | None = None
+    remat: Callable[[int], str] = lambda zero: "none"
+    remake: Callable[[], "Problem"] | None = None
+    float32_line: str = ""
+
+    @property
+    def couples(self) -> bool:
+        return attribute(self.loss, "scope", "example") == "global"
+
+
+class Trial(NamedTuple):
+    """batches: one per update, {name: [microbatch, example, ...]}, without padding.
+
+    example: {name: [example, ...]}, a microbatch as the model gets it, to initialize with. order: of all microbatches.
+    """
+
+    batches: list[Arrays]
+    example: dict[str, jax.Array]
+    order: Order
+
+    @property
+    def microbatches(self) -> int:
+        return len(self.batches[0]["mask"])
+
+    @property
+    def microbatch_size(self) -> int:
+        return self.batches[0]["mask"].shape[1]
+
+    def microbatch(self, update: int, number: int) -> Arrays:
+        return {k: v[number] for k, v in self.batches[update].items()}
+
+
+def make_trial(problem: Problem, devices: int, updates: int) -> Trial:
+    """Read as many microbatches and examples as the run has, up to a few. Raises UsageError for too few examples."""
+    microbatches = min(problem.microbatches, max(2 * devices, 4))
+    size = len(problem.dataset)
+    if size < microbatches:
+        raise UsageError(f"data: {size} examples cannot be split into {microbatches} microbatches; give it more")
+    examples = min(-(-problem.batch_size // problem.microbatches), MOST_EXAMPLES, size // microbatches)
+    batch_size = microbatches * examples
+    full = size - size % batch_size
+    if problem.sequential:
+        order: Order = Streams(full, batch_size, microbatches)
+    else:
+        order = Cursor(full, batch_size, microbatches, problem.seed)
+    batches = [read_batch(problem.dataset, order, i, np.arange(microbatches)) for i in range(updates)]
+    first = problem.dataset.read(np.zeros(1, np.int64))
+    example: Any = {k: jnp.broadcast_to(v[0], (examples, *v.shape[1:])) for k, v in first.items()}
+    example.setdefault("mask", jnp.ones(examples, bool))
+    if problem.transform is not None:
+        example = problem.transform(example, jax.random.key(0), True)
+    return Trial(batches, example, order)
+
+
+def in_traceable_precision(problem: Problem, trial: Trial) -> Problem:
+    """Return the problem with a float32 model if the model cannot be traced in float64.
+
+    Some models fix the dtype of a loop's state, such as an LSTM's carry.
+    """
+    error = float64_error(problem.model, trial)
+    if error is None or float64_error(in_float32(problem.model), trial) is not None:
+        return problem
+    line, remake = user_errors.lines(error), problem.remake
+
+    def replace(problem: Problem) -> Problem:
+        return dataclasses.replace(problem, model=in_float32(problem.model), float32_line=line)
+
+    return dataclasses.replace(replace(problem), remake=remake and (lambda: replace(remake())))
+
+
+def in_float32(model: Model) -> Model:
+    """Return the model computed in float32, with arguments and results in float64."""
+    narrow, wide = (lambda tree, to=dtype: cast_floats(tree, to) for dtype in (jnp.float32, jnp.float64))
+
+    def apply(params: Tree, state: Tree, batch: Any, key: jax.Array, train: bool) -> tuple[Tree, Tree]:
+        return wide(model.apply(*narrow((params, state, batch)), key, train))
+
+    return model._replace(init=lambda key, batch: model.init(key, narrow(batch)), apply=apply)
+
+
+def float64_error(model: Model, trial: Trial) -> TypeError | None:
+    """Return the TypeError of tracing the model in float64, if there is one."""
+    wide, key = lambda tree: cast_floats(tree, jnp.float64), jax.random.key(0)
+
+    def run(example: Any) -> Any:
+        return model.apply(*wide(model.init(key, wide(example))), wide(example), key, True)
+
+    try:
+        jax.eval_shape(run, trial.example)
+    except TypeError as error:
+        return error
+    except Exception:  # reported where each part is traced
+        pass
+    return None

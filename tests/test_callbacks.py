@@ -1,0 +1,167 @@
+"""Callbacks are called at known points, on every rank; early stopping is one of them."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import jaxdp
+import toys
+from jaxdp.errors import RunFailed, UsageError
+from jaxdp.training.callbacks import Callbacks, EarlyStopping, StopTraining
+
+CONFIG = {
+    "steps": 6,
+    "batch_size": 20,
+    "microbatches": 4,
+    "parallel": {"devices": 1},
+    "log": {"every": 2},
+    "compilation_cache": None,
+}
+
+
+class Recorder:
+    def __init__(self):
+        self.calls = []
+
+    def on_start(self, run):
+        self.calls.append(("start", run.start))
+
+    def on_update(self, step, metrics):
+        self.calls.append(("update", step, float(metrics["loss"])))
+
+    def on_eval(self, step, metrics):
+        self.calls.append(("eval", step, metrics["accuracy"]))
+
+    def on_save(self, step, path):
+        self.calls.append(("save", step, path.name))
+
+    def on_end(self, record):
+        self.calls.append(("end", record["step"], record["params_sha256"]))
+
+
+def fit(*callbacks, **config):
+    data = toys.data(60)
+    data = (data["inputs"], data["labels"])
+    model = {"target": "MLP", "args": {"num_classes": 10, "hidden": [8]}}
+    return jaxdp.fit(model, data, eval_data=data, callbacks=callbacks, **{**CONFIG, **config})
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_each_point_is_called_in_order(steps_per_call, tmp_path):
+    recorder, other = Recorder(), Recorder()
+    done = fit(
+        recorder, other, eval={"every": 3}, checkpoint={"every": 4}, steps_per_call=steps_per_call, run_dir=tmp_path
+    )
+    names = [call[:2] for call in recorder.calls]
+    assert names == [
+        ("start", 0), *(("update", i) for i in (1, 2, 3)), ("eval", 3), ("update", 4), ("save", 4), ("update", 5),
+        ("update", 6), ("save", 6), ("eval", 6), ("end", 6),
+    ]  # fmt: skip
+    assert recorder.calls == other.calls
+    assert recorder.calls[-1][2] == done.final["params_sha256"]
+    assert recorder.calls[-2][2] == done.final["accuracy"]
+    losses = [call[2] for call in recorder.calls if call[0] == "update"]
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    logged = [record["loss"] for record in records if record["split"] == "train"]
+    np.testing.assert_allclose(losses[1::2], logged, rtol=1e-5)
+
+
+class Failing:
+    def __init__(self, step):
+        self.step = step
+
+    def on_update(self, step, metrics):
+        if step == self.step:
+            raise ValueError(f"no {step}")
+
+
+def test_an_error_names_its_callback():
+    with pytest.raises(RunFailed, match=r"callbacks: .*Failing\.on_update raised ValueError: no 1"):
+        fit(Failing(1))
+
+
+def test_early_stopping_ends_a_run_and_a_second_start_does_nothing(tmp_path, capsys):
+    stopping = EarlyStopping("accuracy", patience=2, min_delta=10.0)  # nothing improves by so much
+    done = fit(stopping, steps=40, eval={"every": 2}, log={"every": 4}, run_dir=tmp_path)
+    assert done.final["step"] == 6 and done.final["stopped"] == "accuracy has not improved since step 2"
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if record["split"] == "train"] == [4]  # 6 is not due
+    again = fit(EarlyStopping("accuracy", 2, min_delta=10.0), steps=40, eval={"every": 2}, run_dir=tmp_path)
+    assert again.final["params_sha256"] == done.final["params_sha256"]
+    assert "accuracy has not improved since step 2" in capsys.readouterr().out
+    longer = fit(steps=40, eval={"every": 2}, run_dir=tmp_path)  # without the callback it resumes
+    assert longer.final["step"] == 40
+
+
+def test_a_resumed_run_stops_where_an_unbroken_one_does(tmp_path):
+    """The callback's state is that of the checkpoint, also where the evaluation came after it was written."""
+    stopping = [EarlyStopping("accuracy", patience=3, min_delta=10.0) for _ in range(2)]
+    config = {"steps": 40, "eval": {"every": 2}, "checkpoint": {"every": 4}, "run_dir": tmp_path}
+    with pytest.raises(RunFailed, match="no 5"):
+        fit(stopping[0], Failing(5), **config)
+    done = fit(stopping[1], Failing(41), **config)
+    assert done.final["step"] == 8 and stopping[1].best_step == 2
+
+
+def test_early_stopping_follows_the_better_direction():
+    smaller, larger = EarlyStopping("loss", 1), EarlyStopping("accuracy", 1)
+    smaller.on_eval(1, {"loss": 2.0})
+    smaller.on_eval(2, {"loss": 1.0})
+    larger.on_eval(1, {"accuracy": 0.1})
+    larger.on_eval(2, {"accuracy": 0.2})
+    for callback, metrics in ((smaller, {"loss": 1.5}), (larger, {"accuracy": 0.1})):
+        with pytest.raises(StopTraining, match="since step 2"):
+            callback.on_eval(3, metrics)
+    with pytest.raises(RunFailed, match=r"EarlyStopping\.on_eval raised KeyError: .*'lost' is not among \['loss'\]"):
+        Callbacks([EarlyStopping("lost")]).on_eval(1, {"loss": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("EarlyStoping", "did you mean 'EarlyStopping'"),
+        ({"target": "EarlyStopping", "args": {"patienc": 3}}, "patienc"),
+        ({"name": "EarlyStopping"}, "is no callback; give a name such as EarlyStopping"),
+        ("collections.OrderedDict", "has none of the methods on_start"),
+        (object(), "has none of the methods on_start"),
+    ],
+)
+def test_a_wrong_callback_is_one_line(entry, words):
+    from jaxdp.assemble.callbacks import make_callbacks
+    from jaxdp.distributed.context import Context
+
+    scripted = {} if isinstance(entry, (str, dict)) else {"an object": entry}
+    with pytest.raises(UsageError, match=words) as error:
+        make_callbacks([entry] if not scripted else ["an object"], scripted, Context())
+    assert "\n" not in str(error.value)
+
+
+def test_the_command_takes_callbacks(tmp_path):
+    callbacks = "[{target: EarlyStopping, args: {metric: accuracy, patience: 1, min_delta: 2}}]"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "jaxdp", "train", "--config", "configs/digits.yaml", "--run_dir", str(tmp_path)),
+            *("--epochs", "null", "--steps", "50", "--eval.every", "5", "--callbacks", callbacks),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    final = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert final["step"] == 10 and final["stopped"] == "accuracy has not improved since step 5"
+
+
+def test_a_script_s_callbacks_are_not_needed_to_evaluate_its_run(tmp_path):
+    """Nor made: of the commands, `train` alone calls them."""
+    config = "steps: 2\nlog: {every: 1}\ncallbacks: [{target: nowhere.Callback}]\nmodel: {target: MLP}\n"
+    (tmp_path / "config.yaml").write_text(config + "data: {target: Digits}\n")
+    from jaxdp.assemble.run import make_run
+    from jaxdp.cli import load
+    from jaxdp.distributed.context import Context
+
+    run = make_run(load(["--config", str(tmp_path / "config.yaml")])[0], tmp_path, Context())
+    assert run.callbacks.callbacks == ()

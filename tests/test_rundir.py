@@ -1,0 +1,82 @@
+"""A run directory belongs to one process: a live one is respected at once, one that is ending is waited for."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxdp import rundir
+
+HOLDER = """
+import pathlib, sys, time
+from jaxdp import rundir
+from jaxdp.distributed import mpi
+mpi.ancestors = lambda: [(int(pid), pathlib.Path("mpirun")) for pid in sys.argv[2:]]
+held, problem = rundir.lock(pathlib.Path(sys.argv[1]))
+assert not problem, problem
+print("held", flush=True)
+for line in sys.stdin:
+    rundir.mark_ending()
+    print("ending", flush=True)
+"""
+
+
+@contextlib.contextmanager
+def holder(directory, *starters):
+    command = [sys.executable, "-c", HOLDER, str(directory), *map(str, starters)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def dead_process():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_a_live_holder_is_respected_at_once(tmp_path, capsys):
+    with holder(tmp_path) as process:
+        began = time.monotonic()
+        held, problem = rundir.lock(tmp_path)
+        assert held is None and time.monotonic() - began < 5 and not capsys.readouterr().err
+        assert f"is in use by process {process.pid} on " in problem and "wait for its end" in problem
+
+
+@pytest.mark.parametrize("why", ["it says so", "its mpirun has ended"])
+def test_a_holder_that_is_ending_is_waited_for(tmp_path, capsys, monkeypatch, why):
+    with holder(tmp_path, *([dead_process()] if "mpirun" in why else [])) as process:
+        if "says" in why:
+            process.stdin.write("end\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "ending\n"
+        monkeypatch.setattr(rundir, "WAIT", 0.3)
+        held, problem = rundir.lock(tmp_path)
+        assert held is None and "is in use by process" in problem
+        monkeypatch.setattr(rundir, "WAIT", 60.0)
+        monkeypatch.setattr(rundir.time, "sleep", lambda seconds: process.kill())  # it ends while it is waited for
+        held, problem = rundir.lock(tmp_path)
+        assert held is not None and problem is None
+        held.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all("which is ending: waiting for it" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\udcff\udcfe", "process 7 on a since then\n", "[" * 100000, '{"name": 1}', '{"ending": true}']
+)
+def test_a_lock_file_with_anything_in_it(tmp_path, text):
+    (tmp_path / ".lock").write_bytes(os.fsencode(text))
+    held, problem = rundir.lock(tmp_path)
+    assert problem is None and rundir.Owner.read(held).name.startswith("process ")
+    held.seek(0)
+    held.close()
+    (tmp_path / ".lock").write_bytes(os.fsencode(text))
+    with (tmp_path / ".lock").open("a+", errors="replace") as file:
+        assert rundir.Owner.read(file) == rundir.Owner()
