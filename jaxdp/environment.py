@@ -121,9 +121,9 @@ def exact(microbatches: int) -> None:
     Raises `UsageError` where JAX has opened its devices without these settings.
     """
     if "jax" in sys.modules:
-        from jaxdp.distributed import coordination
+        from jaxdp.distributed import private_jax
 
-        if coordination.opened():
+        if private_jax.backends_initialized():
             check_exact(microbatches)
     os.environ.update(_exact(microbatches))
 

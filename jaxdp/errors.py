@@ -28,7 +28,12 @@ class UsageError(Said, ValueError):
 
 
 class DistributedError(Said, RuntimeError):
-    """A process that did not come, left, or disagreed in the middle of a run; names the rank. Exit code 1."""
+    """A process that did not come, left, or disagreed in the middle of a run; names the rank. Exit code 1.
+
+    texts: of an exchange that failed, what ranks brought to it.
+    """
+
+    texts: dict[int, str] = {}
 
 
 class RunFailed(Said, RuntimeError):

@@ -23,7 +23,7 @@ from jaxdp.analysis.hlo import collectives
 from jaxdp.api import fit
 from jaxdp.assemble.preflight import check_optimizer
 from jaxdp.config import Config, Optimizer
-from jaxdp.distributed import coordination
+from jaxdp.distributed import private_jax
 from jaxdp.errors import UsageError
 from jaxdp.models import as_model
 from jaxdp.models.mlp import MLP
@@ -474,7 +474,7 @@ GPU = "--xla_gpu_deterministic_ops=true --xla_allow_excess_precision=false"
 @pytest.fixture
 def closed(monkeypatch):
     """JAX as if it had not opened its devices yet."""
-    monkeypatch.setattr(coordination, "opened", lambda: False)
+    monkeypatch.setattr(private_jax, "backends_initialized", lambda: False)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from jaxdp.checkpoint.orbax import TIMEOUT
-from jaxdp.distributed import coordination
+from jaxdp.distributed import membership
 from jaxdp.distributed.context import Context
 
 _turns = itertools.count(1)  # counts the saves of this process, in the same order on all
@@ -21,7 +21,7 @@ class Commit:
     def __init__(self, context: Context):
         self.context, self.turn = context, next(_turns)
         if context.is_root and context.size > 1 and self.turn > 2:
-            coordination.forget(f"jaxdp/save/{self.turn - 2}/")
+            membership.joined().forget(f"save/{self.turn - 2}/")
 
     def wait_for(self, response: Any) -> None:
         """Wait until Orbax has committed on this process. Raises PeerFailed as soon as another could not."""
@@ -41,11 +41,11 @@ class Commit:
         """Return every process's text. Unlike `Context.exchange`, raise PeerFailed when another could not save."""
         if self.context.size == 1:
             return [text]
-        coordination.post_text(self._key(f"{name}/{self.context.rank}"), text)
+        membership.joined().put(self._key(f"{name}/{self.context.rank}"), text)
         deadline = time.monotonic() + TIMEOUT
         texts = []
         for rank in range(self.context.size):
-            while (posted := coordination.peek_text(self._key(f"{name}/{rank}"), 0.2)) is None:
+            while (posted := membership.joined().get(self._key(f"{name}/{rank}"), 0.2)) is None:
                 self._raise_if_failed()
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"rank {rank} has not written its part after {TIMEOUT:g} s")
@@ -55,11 +55,11 @@ class Commit:
     def report_failure(self, reason: str) -> None:
         """Tell the others that this process cannot save."""
         if self.context.size > 1:
-            coordination.post_text(self._key("failed"), f"rank {self.context.rank}: {reason}")
+            membership.joined().put(self._key("failed"), f"rank {self.context.rank}: {reason}")
 
     def _raise_if_failed(self) -> None:
-        if self.context.size > 1 and (failure := coordination.peek_text(self._key("failed"))) is not None:
+        if self.context.size > 1 and (failure := membership.joined().get(self._key("failed"))) is not None:
             raise PeerFailed(failure)
 
     def _key(self, name: str) -> str:
-        return f"jaxdp/save/{self.turn}/{name}"
+        return f"save/{self.turn}/{name}"

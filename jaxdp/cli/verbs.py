@@ -18,9 +18,8 @@ from jaxdp.cli.resuming import check_same_run
 from jaxdp.cli.starting import layout_of, start_writer
 from jaxdp.config import Config
 from jaxdp.core.state import TrainState
-from jaxdp.distributed import last_words
+from jaxdp.distributed import faults
 from jaxdp.distributed.context import Context
-from jaxdp.distributed.sentinel import is_consequence
 from jaxdp.errors import Said, UsageError, one_line
 from jaxdp.metrics import aloud
 from jaxdp.metrics.console import Console
@@ -158,7 +157,7 @@ def noting_the_end(events: NoEvents, alone: bool) -> Iterator[None]:
     alone: there is no other, whose error might be the cause of this one's and be heard of after it.
     """
     ended = lambda text: events.note("failed", reason=text.rstrip(": "))
-    last_words.subscribe(ended)
+    faults.subscribe(ended)
     over = True
     try:
         yield
@@ -166,12 +165,12 @@ def noting_the_end(events: NoEvents, alone: bool) -> Iterator[None]:
         raise
     except BaseException as error:
         over = alone
-        lost = "" if alone or not is_consequence(error) else "another process was lost: "
+        lost = "" if alone or not faults.is_consequence(error) else "another process was lost: "
         ended(str(error) if isinstance(error, Said) else f"{lost}{type(error).__name__}: {one_line(error)[:300]}")
         raise
     finally:
         if over:
-            last_words.unsubscribe(ended)
+            faults.unsubscribe(ended)
 
 
 def summary(final: Record, directory: pathlib.Path) -> str:

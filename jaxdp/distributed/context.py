@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,11 +16,11 @@ import jax
 import jaxlib
 
 import jaxdp
-from jaxdp.distributed import coordination, gpus, hosts, rendezvous, sentinel
+from jaxdp.distributed import faults, gpus, hosts, joining, membership, private_jax
 from jaxdp.distributed.gpus import bind
 from jaxdp.distributed.launchers import World, discover
 from jaxdp.distributed.world import MPI
-from jaxdp.errors import Said, UsageError
+from jaxdp.errors import DistributedError, Said, UsageError, one_line
 
 __all__ = ["Context", "bind", "crash", "current", "fail", "init", "leave", "shutdown"]
 GRACE = 2.0  # seconds that a process which ends waits for others that end as well
@@ -57,7 +59,9 @@ class Context:
 
     def exchange(self, name: str, text: str, timeout: float = 60.0) -> list[str]:
         """Every rank's short `text`, by rank. DistributedError names a rank that did not come in `timeout` seconds."""
-        return coordination.exchange(name, text, self.rank, range(self.size), timeout)
+        if self.size == 1:
+            return [text]
+        return membership.joined().exchange(name, text, range(self.size), timeout)
 
     def of_root(self, name: str, make: Callable[[], Any], timeout: float = 60.0) -> Any:
         """What `make` gives on root, on every rank: JSON. One process's view of the files is then that of all."""
@@ -151,7 +155,7 @@ def init(
             raise UsageError(f"init({arguments}), but this process already joined with init({_arguments})")
         return _current
     world = discover(**{k: v for k, v in arguments.items() if k != "timeout"})
-    if world.size > 1 and (coordination.opened() or coordination.client() is not None):
+    if world.size > 1 and (private_jax.backends_initialized() or private_jax.is_connected()):
         raise UsageError(
             "jaxdp.init() comes too late to join other processes: JAX's devices are in use, or jax.distributed is "
             "initialized; call it first"
@@ -159,7 +163,7 @@ def init(
     if world.size == 1:
         context = Context(launcher=world.launcher, hosts=(hosts.hostname(),), pids=(os.getpid(),))
     else:
-        context = _join(world, coordination.seconds(timeout))
+        context = _join(world, membership.default_timeout(timeout))
     _current, _arguments = context, arguments
     return context
 
@@ -175,25 +179,24 @@ def _join(world: World, timeout: float) -> Context:
     global _joining
     _joining = world
     _hook(world)
-    meeting, hellos = rendezvous.meet(world, facts, timeout)
-    counted = hosts.local_ranks(hellos, world.rank)
+    joined = joining.meet(world, facts, timeout)
+    everyone = joined.facts
+    counted = hosts.local_ranks(everyone, world.rank)
     local_rank = counted[0] if world.local_rank is None else world.local_rank
     local_size = counted[1] if world.local_size is None else world.local_size
-    here = [h["visible"] for h in hellos if hosts.key(h) == hosts.key(hellos[world.rank])]
+    here = [f["visible"] for f in everyone if hosts.key(f) == hosts.key(everyone[world.rank])]
     shared = gpus.sharers(local_size, count, visible, here)
     if shared > 1:  # each would reserve three quarters of the GPU
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.75 / shared:.3f}")
-    devices = bind(local_rank, local_size, count, visible, here)
-    rendezvous.hand_over(world, meeting, timeout)
-    coordination.connect(meeting, world.rank, world.size, timeout, devices, hosts.on_one_host(hellos))
-    names = tuple(h["host"] for h in hellos)
+    silence = membership.silence(timeout)
     parent = os.getppid() if world.launcher in MPI else None
-    sentinel.start(world.rank, world.size, names, local_rank, coordination.silence(timeout), parent)
-    pids = tuple(h["pid"] for h in hellos)
-    same = [
-        r for r, h in enumerate(hellos) if (hosts.key(h), h["spaces"]) == (hosts.key(hellos[0]), hellos[0]["spaces"])
-    ]
-    coordination.tell_service(ranks={pids[r]: f"{hosts.title(r, names[r])}, process {pids[r]}," for r in same})
+    member = membership.Membership(joined.connection, everyone, world.rank, local_rank, silence, parent)
+    membership.start(member)
+    if hosts.on_one_host(everyone):
+        private_jax.bind_gloo("127.0.0.1")
+    devices = bind(local_rank, local_size, count, visible, here)
+    private_jax.connect(joined.jax_address, world.rank, world.size, timeout, round(3 * silence), devices)
+    names, pids = tuple(f["host"] for f in everyone), tuple(f["pid"] for f in everyone)
     return Context(world.rank, world.size, local_rank, local_size, world.launcher, names, pids=pids)
 
 
@@ -203,7 +206,7 @@ def _hook(world: World) -> None:
 
     def ends(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if not isinstance(error, Said):
-            if sentinel.current() is not None:
+            if membership.current() is not None:
                 crash(error)
             before(kind, error, trace)
         _end(error, world.rank, world.size)
@@ -214,48 +217,84 @@ def _hook(world: World) -> None:
 def _end(error: BaseException, rank: int, size: int, code: int | None = None) -> NoReturn:
     speaker = error.rank if isinstance(error, Said) else None
     code = code or (2 if isinstance(error, UsageError) else 1)
-    own = sentinel.current()
-    if own is not None and speaker is None:  # the others do not know of it
-        own.ending.set()
-        own.claim(f"{own.name(rank)}: {error}", code)
+    member = membership.current()
+    if member is not None and speaker is None:  # the others do not know of it
+        member.report_fault(f"{member.name(rank)}: {error}", code)
     if isinstance(error, Said) and speaker in (None, rank):
         sys.stderr.write(f"jaxdp: {error}\n")  # in one piece, among what other ranks write
-    coordination.leave(code, rank, size, speaker, GRACE)
-    raise AssertionError("os._exit returned")
+    _leave(code, size, rank, speaker)
 
 
 def crash(error: BaseException) -> NoReturn:
-    """Ends this process by an error that nobody expected: rank, host and traceback are printed once for the job."""
-    code = sentinel.crash(error, "".join(traceback.format_exception(error)))
-    world = _current or Context()
-    coordination.leave(code, world.rank, world.size, None, 0.0)
-    raise AssertionError("os._exit returned")
+    """End this process by an unexpected error; its rank, host and traceback are printed once for the job.
+
+    Where the error is the consequence of another rank's fault, that fault is printed instead.
+    """
+    member, trace = membership.current(), "".join(traceback.format_exception(error))
+    if member is None:
+        sys.stderr.write(trace)
+        _leave(1, 1, 0, None)
+    text = f"{member.name(member.rank)} failed: {type(error).__name__}: {one_line(error)[:300]}"
+    if faults.is_consequence(error):
+        with contextlib.suppress(DistributedError):
+            silent = member.silent()  # meanwhile the reader ends this process, if the coordinator knows the cause
+            if silent:
+                has = "has" if len(silent) == 1 else "have"
+                text, trace = f"{member.name(*silent)} {has} gone: killed, stopped, or cut off", ""
+    if member.report_fault(text):
+        member.ending.set()
+        if not trace:
+            faults.record(text)
+        sys.stderr.write(f"{trace}jaxdp: {text}\n")
+    else:
+        time.sleep(2.0)  # the reader prints what it was, and ends this process
+    _leave(1, member.size, member.rank, None)
 
 
 def fail(error: Said, code: int | None = None) -> NoReturn:
-    """Prints `error` on the rank that should, and ends this process: by `code`, or 2 for UsageError and 1 otherwise."""
+    """Print `error` on the rank that should, and end this process: by `code`, or 2 for UsageError and 1 otherwise."""
     world = _current or _joining or Context()
     _end(error, world.rank, world.size, code)
 
 
 def shutdown() -> None:
-    """Leaves the job together with the others. Nothing to do for a process by itself."""
+    """Leave the job together with the others. Nothing to do for a process by itself."""
     global _current
-    if coordination.client() is not None:
-        if (own := sentinel.current()) is not None:
-            own.stop()
-        sentinel.forget()
-        coordination.disconnect()
+    if private_jax.is_connected():
+        private_jax.shut_down_client()
+    if (member := membership.current()) is not None:
+        member.leave()
+        membership.forget()
     _current = None
 
 
 def leave(code: int, speaker: int | None = None) -> NoReturn:
-    """Ends this process now, flushed, without waiting for the others in JAX's barrier at exit.
+    """End this process now, flushed, without waiting for the others in JAX's barrier at exit.
 
-    speaker: a rank that prints for all of them, and is waited for; rank 0 waits for all, for GRACE seconds at most.
+    speaker: a rank that prints for all of them, and is waited for, GRACE seconds at most.
     """
     context = current()
-    if (own := sentinel.current()) is not None:
-        own.ending.set()
-    coordination.leave(code, context.rank, context.size, speaker, GRACE)
-    raise AssertionError("os._exit returned")
+    _leave(code, context.size, context.rank, speaker)
+
+
+def _leave(code: int, size: int, rank: int, speaker: int | None) -> NoReturn:
+    """As `leave`.
+
+    A launcher kills all ranks when one has ended, and may then report the kill instead of `code`. So where all end by
+    the same error, which `speaker` prints, they end at the same moment.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    member = membership.current()
+    if size > 1 and member is None:  # they did not meet
+        time.sleep(0.0 if rank == speaker or (rank and speaker is None) else GRACE / 2)
+    elif member is not None:
+        if speaker is not None:
+            with contextlib.suppress(DistributedError):
+                member.exchange("leave", "", range(size), GRACE)
+        together = time.monotonic() + 0.1
+        member.leave()
+        if speaker is not None:
+            time.sleep(max(0.0, together - time.monotonic()))
+    os._exit(code)

@@ -18,6 +18,17 @@ def title(rank: int, host: str) -> str:
     return f"rank {rank} (host {host})"
 
 
+def split(address: str) -> tuple[str, int]:
+    """Return ("host", port) of "host:port" or "[v6]:port"."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def join(host: str, port: int) -> str:
+    """Return "host:port", with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def hostname() -> str:
     """What this host calls itself."""
     return socket.gethostname()

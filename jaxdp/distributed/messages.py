@@ -6,11 +6,11 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 LIMIT = 1 << 20  # characters of one message
 TEXT = 8192  # characters of a string inside a message
+LONG_TEXT = object()  # the kind of a string of any length, which keeps its line breaks
 _reported = False
 
 
@@ -24,13 +24,21 @@ def parse(text: str | bytes | None, shape: dict[str, Any], limit: int = LIMIT) -
 
     Args:
         shape: name -> what its value must be: `str`, `bool`, `float` (finite, not negative), `object` (anything), a
-            `range`, None, a string, a tuple of alternatives, or a dict or one-element list of these. A name that ends
-            in `?` may be absent. Other names are dropped; strings come back printable.
+            `range`, None, True, a string, LONG_TEXT, a tuple of alternatives, or a dict or one-element list of these. A
+            name that ends in `?` may be absent. Other names are dropped; strings come back printable.
         limit: the most characters that the text may have.
     """
     try:
         return _checked(json.loads(text), shape) if text and len(text) <= limit else None
     except (ValueError, RecursionError):
+        return None
+
+
+def checked(message: Any, shape: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the values of a message that `json.loads` returned, as `parse` does; None where it has another shape."""
+    try:
+        return _checked(message, shape)
+    except ValueError:
         return None
 
 
@@ -48,6 +56,8 @@ def _checked(value: Any, kind: Any) -> Any:
                 return _checked(value, alternative)
     if kind is object:
         return value
+    if kind is LONG_TEXT and isinstance(value, str):
+        return value if value.isprintable() else "\n".join(printable(line, len(line)) for line in value.split("\n"))
     match value:
         case dict() if isinstance(kind, dict):
             present = {name.rstrip("?"): k for name, k in kind.items() if name[-1] != "?" or name[:-1] in value}
@@ -62,30 +72,9 @@ def _checked(value: Any, kind: Any) -> Any:
             return value
         case int() if isinstance(kind, range) and not isinstance(value, bool) and value in kind:
             return value
-        case str() | None if value == kind:
+        case str() | bool() | None if value == kind and type(value) is type(kind):
             return value
     raise ValueError
-
-
-def exchanged(text: str) -> str | None:
-    """One rank's text of an exchange; its line breaks stay, other control characters do not."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return "\n".join(printable(line, len(line)) for line in value.split("\n")) if isinstance(value, str) else None
-
-
-def exchange_verdict(text: str, members: Sequence[int]) -> dict[str, Any] | None:
-    """What the first member published: {missing: ranks}, or {texts: of the members, in their order}."""
-    of, ranks = [range(len(members))], [range(max(members) + 1)]
-    verdict = parse(text, {"missing?": ranks, "kinds?": [object], "of?": of}, limit=1 << 30)
-    if verdict is None or verdict.get("missing"):
-        return verdict
-    kinds = [exchanged(json.dumps(kind)) for kind in verdict.get("kinds", [])]
-    if len(verdict.get("of", [])) != len(members) or max(verdict["of"]) >= len(kinds) or None in kinds:
-        return None
-    return {"texts": [kinds[i] for i in verdict["of"]]}
 
 
 def report_refused(what: str, value: object, who: str = "jaxdp") -> None:

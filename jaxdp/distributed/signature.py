@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.distributed import coordination
+from jaxdp.distributed import membership
 from jaxdp.errors import DistributedError, UsageError
 
 Groups = Iterable[Iterable[int]] | None
@@ -159,7 +159,9 @@ def compare(
     All must make the same call; arrays must be alike within each of the `parts`. With `roots`, the root's arrays count,
     and the others of its group may bring none.
     """
-    texts = coordination.exchange(name, json.dumps(asdict(own)), rank, members, coordination.seconds())
+    texts = [json.dumps(asdict(own))]
+    if len(members) > 1:
+        texts = membership.joined().exchange(name, texts[0], members, membership.default_timeout())
     known = {text: Signature(**json.loads(text)) for text in dict.fromkeys(texts)}
     theirs = {member: known[text] for member, text in zip(members, texts)}
     for member, one in theirs.items():

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jaxdp import rundir
 from jaxdp.distributed import hosts, launchers
-from jaxdp.distributed.rendezvous import split
+from jaxdp.distributed.hosts import split
 from jaxdp.distributed.world import MPI, World
 from jaxdp.doctor import bindings, collective, devices, mpi, network, resources
 from jaxdp.doctor.board import BROKEN, AddressFile, Board, Member, reach

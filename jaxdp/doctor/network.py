@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxdp.distributed import hosts, launchers
-from jaxdp.distributed.rendezvous import split
+from jaxdp.distributed.hosts import split
 from jaxdp.distributed.world import World
 from jaxdp.doctor.check import FAILURE, WARNING, Check, failure, ok, warning
 from jaxdp.errors import one_line

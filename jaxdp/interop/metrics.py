@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdp.distributed import coordination
+from jaxdp.distributed import membership
 from jaxdp.distributed.context import joined
 from jaxdp.errors import UsageError
 from jaxdp.split import path_string
@@ -33,7 +33,7 @@ def allreduce_metrics(metrics: Any, weight: Any = 1.0) -> Any:
         own["weights"] = [_weight(value) for value in _weights(weight, structure)]
     except UsageError as error:
         own["error"] = str(error)
-    texts = context.exchange("allreduce_metrics", json.dumps(own), coordination.seconds())
+    texts = context.exchange("allreduce_metrics", json.dumps(own), membership.default_timeout())
     ranks = [json.loads(text) for text in texts]
     for rank, one in enumerate(ranks):
         if "error" in one:

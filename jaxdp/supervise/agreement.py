@@ -1,20 +1,18 @@
 """All processes stop at one point of the run, whichever of them was asked to, and wherever they are.
 
 A run is a row of points: each comes before something that all processes do together (an update, a batch of an
-evaluation). One that is asked to stop makes a call; every process hears of it in a thread, halts before its next point,
-and says how many it has passed. The largest of these numbers is where all stop: nobody who is inside a collective waits
-for one that has stopped before it.
+evaluation). A process that is asked to stop announces it; every process hears of it in a thread, holds before its next
+point, and reports how many it has passed. The largest of these numbers is where all stop: no process inside a
+collective waits for one that has stopped before it.
 """
 
 import json
 import threading
-import time
 from typing import Any
 
-from jaxdp.distributed import coordination
+from jaxdp.distributed import membership
 from jaxdp.distributed.context import Context
 from jaxdp.distributed.messages import integer, parse
-from jaxdp.distributed.sentinel import CALLS, Sentinel, current
 from jaxdp.errors import DistributedError
 
 SIGTERM_DEADLINE = 2.0  # seconds: some launchers send SIGTERM to all when one process has died
@@ -22,99 +20,88 @@ DEADLINE = 20.0
 
 
 class Agreement:
-    """Of the processes of a context. request: in any thread; `point`: in the one that runs."""
+    """The points that this process has passed, and where all stop. `request` may be called in any thread."""
 
     def __init__(self, context: Context):
         self.context = context
         self.passed = 0
         self._changed = threading.Condition()
-        self._wanted: list[dict[str, Any]] = []
+        self._requests: list[dict[str, Any]] = []  # of this process
         self._round = 0
-        self._held = False  # before the next point, until `_decided` is known
-        self._decided: tuple[int, dict[str, Any]] | None = None
-        self._sentinel: Sentinel | None = current()
-        if self._sentinel is not None:
-            self._sentinel.subscribe(self._hear)
+        self._holding = False  # before the next point, until `_stop` is known
+        self._stop: tuple[int, dict[str, Any]] | None = None
+        self._member = membership.current()
+        self._listen()
+
+    def _listen(self) -> None:
+        if self._member is not None:
+            turn = self._round
+            self._member.on(f"stop {turn}", lambda rank, text: self._hear(turn, text))
 
     def request(self, kind: str, why: str = "") -> None:
-        """Asks all processes to stop; `point` gives {kind, why, rank} to all of them, once."""
-        wanted = {"kind": kind, "why": why, "rank": self.context.rank}
+        """Ask all processes to stop; `point` returns {kind, why, rank} on all of them, once."""
+        request = {"kind": kind, "why": why, "rank": self.context.rank}
         with self._changed:
-            if any(w["kind"] == kind for w in self._wanted):
+            if any(r["kind"] == kind for r in self._requests):
                 return
-            self._wanted.append(wanted)
-            if self.context.size == 1:
-                self._decided = self._decided or (self.passed, wanted)
-        if self.context.size > 1:
-            self._call()
+            self._requests.append(request)
+            if self._member is None:
+                self._stop = self._stop or (self.passed, request)
+        self._announce()
 
     def point(self) -> dict[str, Any] | None:
-        """Before what all processes do together: None, or the request that all of them stop for here."""
+        """Return the request that all processes stop for at this point, or None. Call it before each point."""
         with self._changed:
-            while self._held and self._decided is None:
+            while self._holding and self._stop is None:
                 self._changed.wait(0.2)
-            if self._decided is None or self.passed < self._decided[0]:
+            if self._stop is None or self.passed < self._stop[0]:
                 self.passed += 1
                 return None
-            request = self._decided[1]
-            self._decided, self._held = None, False
-            self._wanted = [w for w in self._wanted if w["kind"] != request["kind"]]
+            request = self._stop[1]
+            self._stop, self._holding = None, False
+            self._requests = [r for r in self._requests if r["kind"] != request["kind"]]
             self._round += 1
-            if self.context.size == 1 and self._wanted:
-                self._decided = (self.passed, self._wanted[0])
-        if self.context.size > 1:
-            self._call()
-            if self.context.is_root:
-                coordination.forget(f"{CALLS}agree/{self._round - 2}")
-                coordination.forget(f"jaxdp/agree/{self._round - 2}/")
+            if self._member is None and self._requests:
+                self._stop = (self.passed, self._requests[0])
+        self._listen()
+        self._announce()
         return request
 
-    def _call(self) -> None:
+    def _announce(self) -> None:
         with self._changed:
-            wanted, turn = self._wanted[0] if self._wanted and not self._held else None, self._round
-        if wanted is not None:
-            coordination.post(f"{CALLS}agree/{turn}", json.dumps(wanted), self._request)
+            request, turn = self._requests[0] if self._requests and not self._holding else None, self._round
+        if self._member is not None and request is not None:
+            self._member.announce(f"stop {turn}", json.dumps(request))
 
-    def _request(self, text: str) -> dict[str, Any] | None:
-        return parse(text, {"kind": ("save", "preempt", "halt"), "why": str, "rank": range(self.context.size)})
-
-    def _hear(self, calls: dict[str, str]) -> None:
-        """In the sentinel's thread: what has been called."""
+    def _hear(self, turn: int, text: str) -> None:
+        """Hold before the next point; runs in the reader's thread, which must go on reading."""
+        request = parse(text, {"kind": ("save", "preempt", "halt"), "why": str, "rank": range(self.context.size)})
         with self._changed:
-            key = f"{CALLS}agree/{self._round}"
-            request = coordination.checked(key, calls.get(key), self._request)
-            if request is None or self._held:
+            if request is None or self._holding or turn != self._round:
                 return
-            self._held = True
-            passed, turn = self.passed, self._round
-        coordination.put(f"jaxdp/agree/{turn}/{self.context.rank}", str(passed))
-        threading.Thread(target=self._decide, args=(turn, request), name="agreement", daemon=True).start()
+            self._holding = True
+            passed = self.passed
+        threading.Thread(target=self._decide, args=(turn, passed, request), name="agreement", daemon=True).start()
 
-    def _decide(self, turn: int, request: dict[str, Any]) -> None:
-        """Every process reads the same numbers, and so decides the same."""
-        size, began, pause = self.context.size, time.monotonic(), 0.02
+    def _decide(self, turn: int, passed: int, request: dict[str, Any]) -> None:
+        """Exchange the numbers: every process gets the same, and so decides the same."""
+        assert self._member is not None
         limit = SIGTERM_DEADLINE if request["why"] == "SIGTERM" else DEADLINE
-        own = self._sentinel
-        assert own is not None
-        while not own.ending.is_set():
-            try:
-                found = coordination.by_rank(f"jaxdp/agree/{turn}", size, integer)
-                if len(found) == size:
-                    with self._changed:
-                        self._decided = (max(found.values()), request)
-                        self._changed.notify_all()
-                    return
-                if time.monotonic() - began > limit:
-                    missing = [r for r in own.silent(1.5) if r not in found]
-                    if missing:
-                        names = own.name(*missing)
-                        text = (
-                            f"{own.name(request['rank'])} got {request['why'] or request['kind']}, but {names} did not "
-                            f"answer within {limit:g} s: dying, and this is no preemption; the last save stands"
-                        )
-                        if own.claim(text):
-                            own.end(text, 1, own.rank)
-            except DistributedError:
-                pass
-            time.sleep(pause)
-            pause = min(0.5, 1.3 * pause)
+        ranks = range(self.context.size)
+        try:
+            texts = self._member.exchange(f"stop {turn}", str(passed), ranks, limit, await_responsive=True)
+        except DistributedError as error:
+            missing = [rank for rank in ranks if rank not in error.texts] if error.texts else []
+            if missing:
+                text = (
+                    f"{self._member.name(request['rank'])} got {request['why'] or request['kind']}, but "
+                    f"{self._member.name(*missing)} did not answer within {limit:g} s: dying, and this is no "
+                    "preemption; the last save stands"
+                )
+                if self._member.report_fault(text):
+                    self._member.end(text, 1, self._member.rank)
+            return
+        numbers = [integer(text) or 0 for text in texts]
+        with self._changed:
+            self._stop = (max(numbers), request)
+            self._changed.notify_all()

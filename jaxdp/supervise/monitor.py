@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from jaxdp import rundir
-from jaxdp.distributed import coordination
+from jaxdp.distributed import membership
 from jaxdp.distributed.context import Context
 from jaxdp.errors import DistributedError
 from jaxdp.supervise import signals
@@ -85,7 +85,8 @@ class Guarded:
         self.agreement = Agreement(context)
         self.watchdog = Watchdog(context, directory, timeout)
         self.factor = straggler_factor
-        coordination.tell_service(log=str((directory / "events.jsonl").absolute()))
+        if context.is_root and (member := membership.current()) is not None:
+            member.keep_log(str((directory / "events.jsonl").absolute()))
         self._called: set[int] = set()
         self._save = False
         self._since = time.monotonic()

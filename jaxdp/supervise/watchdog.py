@@ -16,19 +16,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxdp.distributed import coordination, last_words
-from jaxdp.distributed.context import Context
+from jaxdp.distributed import faults, membership
+from jaxdp.distributed.context import Context, leave
 from jaxdp.distributed.messages import parse
-from jaxdp.distributed.sentinel import CALLS, Sentinel, current
 from jaxdp.errors import DistributedError
 
 LOOK = 0.25  # seconds between looks
 ANSWERS = 4.0  # seconds that the others have to write down where they are
-STUCK = f"{CALLS}stuck"
-
-
-def _answer(text: str) -> dict[str, Any] | None:
-    return parse(text, {"passed": range(1 << 53), "where": str})
 
 
 class Watchdog:
@@ -51,11 +45,11 @@ class Watchdog:
         self._progress = time.monotonic()
         self._patient = 0
         self._sent: collections.deque[dict[str, Any]] = collections.deque()
-        self._answered = False
         self._tasks: list[Callable[[], None]] = []
-        self._sentinel: Sentinel | None = current()
-        if self._sentinel is not None:
-            self._sentinel.subscribe(self._hear)
+        self._member = membership.current()
+        if self._member is not None:
+            answer = lambda rank, text: threading.Thread(target=self._answer, args=(rank, text), daemon=True).start()
+            self._member.on("stuck", answer)
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._work, name="watchdog", daemon=True)
         self._thread.start()
@@ -101,10 +95,10 @@ class Watchdog:
 
         Not named where it is less than a tenth of the update's time, nor before that of every process is known.
         """
-        if self._sentinel is None:
+        if self._member is None:
             return {}
         with contextlib.suppress(DistributedError):
-            own = {rank: beat.get("own_ms", 0.0) for rank, beat in self._sentinel.beats().items()}
+            own = {rank: beat.get("own_ms", 0.0) for rank, beat in self._member.beats().items()}
             slowest = max(own, key=lambda rank: own[rank], default=None)
             if slowest is not None and len(own) > 1 and all(own.values()):
                 others = statistics.median(ms for rank, ms in own.items() if rank != slowest)
@@ -113,8 +107,8 @@ class Watchdog:
         return {}
 
     def _note(self) -> None:
-        if self._sentinel is not None:
-            self._sentinel.note = {"patient": bool(self._patient), "own_ms": round(self.own_ms, 6)}
+        if self._member is not None:
+            self._member.note = {"suspended": bool(self._patient), "own_ms": round(self.own_ms, 6)}
 
     def _work(self) -> None:
         looked = time.monotonic()
@@ -140,42 +134,39 @@ class Watchdog:
         return max(1, self.updates, *sizes)
 
     def _stuck(self, still: float) -> None:
-        own = self._sentinel
-        if own is not None:
-            patient = {rank for rank, beat in own.beats().items() if beat.get("patient")}
-            if patient and patient - set(own.silent()):
+        member = self._member
+        if member is not None:
+            suspended = {rank for rank, beat in member.beats().items() if beat.get("suspended")}
+            if suspended and suspended - set(member.silent()):
                 return
         each = f" for each of {self._updates()} updates" if self._updates() > 1 else ""
         text = f"nothing has moved for {still:.0f} s (watchdog.step_timeout: {self.timeout:g}{each})"
-        if own is None:
+        if member is None:
             self._write_stacks()
-            last_words.tell(f"{text}: {self._position()['where']}")
+            faults.record(f"{text}: {self._position()['where']}")
             sys.stderr.write(f"jaxdp: {text}: {self._position()['where']}; stacks in {self.directory / 'stacks'}\n")
-            sys.stderr.flush()
-            coordination.leave(1, 0, 1, None, 0.0)
-        assert own is not None
-        coordination.post(STUCK, json.dumps({"rank": self.context.rank}), self._caller)
-        if coordination.peek(STUCK, read=self._caller) != {"rank": self.context.rank}:
-            time.sleep(2 * ANSWERS)  # another process has seen it first, and says it
-            return
-        deadline = time.monotonic() + ANSWERS
-        answers: dict[int, dict[str, Any]] = {}
-        while len(answers) < self.context.size and time.monotonic() < deadline:
-            answers = coordination.by_rank("jaxdp/stuck", self.context.size, _answer)
-            time.sleep(0.1)
-        text = f"{text}: {verdict(answers, self.context)}; stacks in {self.directory / 'stacks'}"
-        if own.claim(text):
-            own.end(text, 1, own.rank)
+            leave(1)
+        member.announce("stuck", text)
+        time.sleep(3 * ANSWERS)  # `_answer` ends this process
 
-    def _hear(self, calls: dict[str, str]) -> None:
-        """In the sentinel's thread: where some process has called that nothing moves, this one answers."""
-        if not self._answered and coordination.checked(STUCK, calls.get(STUCK), self._caller):
-            self._answered = True
-            self._write_stacks()
-            coordination.put(f"jaxdp/stuck/{self.context.rank}", json.dumps(self._position()))
-
-    def _caller(self, text: str) -> dict[str, Any] | None:
-        return parse(text, {"rank": range(self.context.size)})
+    def _answer(self, author: int, text: str) -> None:
+        """Tell where this process is, as all do once one has announced that nothing moves; the author ends the job."""
+        assert self._member is not None
+        self._write_stacks()
+        texts: dict[int, str] = {}
+        with contextlib.suppress(DistributedError):
+            ranks, position = range(self.context.size), json.dumps(self._position())
+            try:
+                texts = dict(enumerate(self._member.exchange("stuck", position, ranks, ANSWERS)))
+            except DistributedError as error:
+                texts = error.texts
+        if author == self.context.rank:
+            answers = {
+                rank: a for rank, t in texts.items() if (a := parse(t, {"passed": range(1 << 53), "where": str}))
+            }
+            text = f"{text}: {verdict(answers, self.context)}; stacks in {self.directory / 'stacks'}"
+            if self._member.report_fault(text):
+                self._member.end(text, 1, author)
 
     def _position(self) -> dict[str, Any]:
         return {"passed": self.passed, "where": f"{self.where} ({innermost(self.where)})"}

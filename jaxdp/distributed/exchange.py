@@ -1,0 +1,121 @@
+"""What the coordinator keeps for the ranks: exchanges of texts, and keys."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+Reply = Callable[[dict[str, Any]], None]
+REMEMBERED = 64  # verdicts of exchanges that failed, for ranks that come too late
+KEYS = 1 << 16
+
+
+@dataclasses.dataclass
+class Exchange:
+    """One exchange that is under way. await_responsive: wait beyond the deadline for ranks that are not silent."""
+
+    members: tuple[int, ...]
+    deadline: float
+    await_responsive: bool
+    texts: dict[int, str] = dataclasses.field(default_factory=dict)
+    replies: list[Reply] = dataclasses.field(default_factory=list)
+
+    @property
+    def missing(self) -> list[int]:
+        return [rank for rank in self.members if rank not in self.texts]
+
+    def answer(self, verdict: dict[str, Any]) -> None:
+        for reply in self.replies:
+            reply(verdict)
+
+
+class Exchanges:
+    """Texts that the members of an exchange bring, and that all of them get once all are there."""
+
+    def __init__(self) -> None:
+        self.open: dict[tuple[Any, ...], Exchange] = {}
+        self.failed: collections.OrderedDict[tuple[Any, ...], dict[str, Any]] = collections.OrderedDict()
+
+    def bring(
+        self,
+        rank: int,
+        members: tuple[int, ...],
+        reply: Reply,
+        gone: Collection[int],
+        name: str,
+        turn: int,
+        text: str,
+        timeout: float,
+        await_responsive: bool,
+    ) -> None:
+        """Add a rank's text; the replies are {texts}, {missing, texts} at the deadline, or {left: ranks}."""
+        key = (name, members, turn)
+        if key in self.failed:
+            reply(self.failed[key])
+            return
+        deadline = time.monotonic() + timeout
+        exchange = self.open.setdefault(key, Exchange(members, deadline, await_responsive))
+        exchange.texts[rank] = text
+        exchange.replies.append(reply)
+        if not exchange.missing:
+            del self.open[key]
+            kinds = list(dict.fromkeys(exchange.texts.values()))  # the texts are mostly equal, and sent once
+            exchange.answer({"kinds": kinds, "of": [kinds.index(exchange.texts[m]) for m in members]})
+        elif absent := [m for m in exchange.missing if m in gone]:
+            self.fail(key, {"left": absent})
+
+    def fail(self, key: tuple[Any, ...], verdict: dict[str, Any]) -> None:
+        self.open.pop(key).answer(verdict)
+        self.failed[key] = verdict
+        if len(self.failed) > REMEMBERED:
+            self.failed.popitem(last=False)
+
+    def left(self, rank: int) -> None:
+        """Fail the exchanges that wait for a rank that has left the job."""
+        for key in [key for key, exchange in self.open.items() if rank in exchange.missing]:
+            self.fail(key, {"left": [rank]})
+
+    def expire(self, is_responsive: Callable[[int], bool]) -> None:
+        """Fail the exchanges whose deadline is over."""
+        now = time.monotonic()
+        for key, exchange in list(self.open.items()):
+            waits = exchange.await_responsive and all(map(is_responsive, exchange.missing))
+            if now > exchange.deadline and not waits:
+                self.fail(key, {"missing": exchange.missing, "texts": exchange.texts})
+
+
+class Keys:
+    """Texts by name; a reader may wait for one."""
+
+    def __init__(self) -> None:
+        self.texts: collections.OrderedDict[str, str] = collections.OrderedDict()
+        self.waiting: list[tuple[str, float, Callable[[str | None], None]]] = []
+
+    def put(self, key: str, text: str) -> None:
+        self.texts[key] = text
+        if len(self.texts) > KEYS:
+            self.texts.popitem(last=False)
+        for waiter in [w for w in self.waiting if w[0] == key]:
+            self.waiting.remove(waiter)
+            waiter[2](text)
+
+    def get(self, key: str, timeout: float, reply: Callable[[str | None], None]) -> None:
+        """Reply with the text, or with None at the end of `timeout` seconds."""
+        if key in self.texts or not timeout:
+            reply(self.texts.get(key))
+        else:
+            self.waiting.append((key, time.monotonic() + timeout, reply))
+
+    def forget(self, prefix: str) -> None:
+        """Remove all keys that begin so."""
+        for key in [key for key in self.texts if key.startswith(prefix)]:
+            del self.texts[key]
+
+    def expire(self) -> None:
+        now = time.monotonic()
+        for waiter in [w for w in self.waiting if w[1] < now]:
+            self.waiting.remove(waiter)
+            waiter[2](None)

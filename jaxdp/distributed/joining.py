@@ -1,0 +1,125 @@
+"""How a process joins its job: agree on an address and a secret, start the coordinator (rank 0), speak to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from jaxdp.distributed import channel, hosts, mpi
+from jaxdp.distributed.coordinator import Facts, Settings
+from jaxdp.distributed.membership import Connection, join, silence
+from jaxdp.distributed.world import MPI, World
+from jaxdp.errors import UsageError
+
+BY_NAME = 3.0  # seconds that rank 0 tries to reach its own coordinator at an address that is none of its host's
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """connection: to the coordinator. facts: of every rank, by rank. jax_address: "host:port" of JAX's service."""
+
+    connection: Connection
+    facts: list[Facts]
+    jax_address: str
+
+
+def meet(world: World, facts: Mapping[str, object], timeout: float) -> Joined:
+    """Join the job of `world`; nothing here waits longer than about `timeout` seconds.
+
+    facts: what this rank reports of itself; `gloo` says whether its collectives run over Gloo. Raises UsageError (taken
+    port, wrong address or secret, facts that differ, a host name that others cannot use) or DistributedError (a rank
+    that did not come); with rank=0 where all raise the same.
+    """
+    began = time.monotonic()
+    own: Facts = {"rank": world.rank, "size": world.size, **hosts.identity(), "outward": hosts.outward(), **facts}
+    address, secret = agree(world, own, timeout)
+    host, port = hosts.split(address)
+    one_host = world.local_size == world.size
+    if one_host and hosts.is_own(host):
+        host = "127.0.0.1"
+    remaining = max(1.0, timeout - (time.monotonic() - began))
+    if world.rank == 0:
+        settings = Settings(
+            size=world.size,
+            secret=secret,
+            port=port,
+            address=hosts.listening_address(host, one_host),
+            jax_host=host if hosts.is_own(host) else None,
+            timeout=remaining,
+            silence=silence(timeout),
+            stderr=os.dup(2),
+        )
+        process = start_coordinator(settings, own["host"])
+        if not hosts.is_own(host):
+            check_leads_here(host, port, secret, process, own)
+    connection, everyone, jax_address = join(host, port, secret, own, remaining)
+    hosts.check_reachable(everyone)
+    return Joined(connection, everyone, jax_address)
+
+
+def agree(world: World, own: Facts, timeout: float) -> tuple[str, str]:
+    """Return the coordinator's "host:port" and the job's secret, which MPI carries where it started the ranks."""
+    if world.coordinator is not None:
+        return world.coordinator, channel.shared_secret()
+    if world.launcher not in MPI:
+        raise UsageError(f"{world.size} processes have no coordinator: set JAXDP_COORDINATOR to rank 0's host:port")
+    offer = {"port": hosts.free_port(), "secret": secrets.token_hex(32)} if world.rank == 0 else {}
+    everyone = mpi.exchange(world, {**own, **offer}, timeout)
+    hosts.check_reachable(everyone)
+    return hosts.meeting_address(everyone, everyone[0]["port"]), everyone[0]["secret"]
+
+
+def start_coordinator(settings: Settings, host: str) -> int:
+    """Start the coordinator and return its process. Raises UsageError where it cannot listen at its port."""
+    package = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-m", "jaxdp.distributed.coordinator"],
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # gRPC's log
+        text=True,
+        pass_fds=[settings.stderr],
+        start_new_session=True,  # a launcher kills the process groups of its ranks
+    )
+    os.close(settings.stderr)
+    assert child.stdin is not None and child.stdout is not None
+    child.stdin.write(json.dumps(dataclasses.asdict(settings)) + "\n")
+    child.stdin.flush()
+    answer = child.stdout.readline().strip()
+    if answer != "ready":
+        raise UsageError(
+            f"rank 0 cannot listen on port {settings.port} of {host} ({answer or f'code {child.wait()}'}): choose "
+            "another coordinator port"
+        )
+    _children.append(child)  # its standard input stays open for as long as this process lives
+    return child.pid
+
+
+_children: list[subprocess.Popen[str]] = []
+
+
+def check_leads_here(host: str, port: int, secret: str, coordinator: int, own: Facts) -> None:
+    """Raise UsageError unless a named address leads to this rank's coordinator, as a forwarded port does.
+
+    coordinator: its process.
+    """
+    try:
+        connection = Connection(host, port, secret, BY_NAME, probe=True)
+        pid = connection.receive().get("pid")
+        connection.socket.close()
+    except OSError:
+        pid = None
+    if pid != coordinator:
+        raise UsageError(
+            f"the coordinator {hosts.join(host, port)} is not rank 0's host {own['host']} "
+            f"({', '.join(own['addresses']) or 'no address'}): give rank 0's address, or start rank 0 there"
+        )

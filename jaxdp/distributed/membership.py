@@ -1,0 +1,363 @@
+"""This process's membership in a job: its connection to the coordinator, from before JAX starts until it leaves.
+
+A thread reads what the coordinator sends; another sends a heartbeat each second. A process that fails reports the fault
+with its cause; all others hear of it and end within a second. See `coordinator` for who notices what.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import itertools
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxdp.distributed import channel, faults, hosts
+from jaxdp.distributed.coordinator import FACTS, Facts
+from jaxdp.distributed.messages import LONG_TEXT, checked, printable
+from jaxdp.errors import DistributedError, UsageError, one_line
+
+BEAT = 1.0  # seconds
+TIMEOUT = 60.0  # seconds
+GRACE = 5.0  # seconds beyond the timeout of a request: the coordinator's own deadline comes first
+ADMISSION: dict[str, Any] = {
+    "members?": [FACTS],
+    "jax?": str,
+    "error?": str,
+    "missing?": [range(1 << 20)],
+    "timeout?": float,
+}
+
+
+def default_timeout(timeout: float | None = None) -> float:
+    """Return how many seconds to wait for others: `timeout`, else JAXDP_TIMEOUT, else 60. Raises UsageError."""
+    text = os.environ.get("JAXDP_TIMEOUT") or str(TIMEOUT)
+    try:
+        seconds = float(text) if timeout is None else timeout
+        if not seconds > 0:
+            raise ValueError
+    except ValueError:
+        raise UsageError(f"JAXDP_TIMEOUT={text!r} (or timeout={timeout}) is not a number of seconds above 0") from None
+    return seconds
+
+
+def silence(timeout: float) -> float:
+    """Return after how many seconds a process that is not heard of is missed: 20, less for short timeouts."""
+    return max(7.0, min(20.0, timeout / 3))
+
+
+class Connection:
+    """An authenticated connection to the coordinator. first: the fields of its first message."""
+
+    def __init__(self, host: str, port: int, secret: str, timeout: float, **first: Any):
+        self.socket = socket.create_connection((host, port), timeout)
+        self.socket.settimeout(timeout)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        greeting = self._read(len(channel.MAGIC) + channel.NONCE)
+        if not greeting.startswith(channel.MAGIC):
+            self.socket.close()
+            raise ConnectionError(f"it answered {printable(greeting[:40])!r}")
+        nonce, own_nonce = greeting[len(channel.MAGIC) :], secrets.token_hex(16)
+        self._out = channel.to_coordinator(secret, nonce)
+        self._in = channel.to_rank(secret, nonce, own_nonce.encode())
+        self._lock = threading.Lock()
+        self.send(nonce=own_nonce, **first)
+
+    def send(self, **message: Any) -> None:
+        """Send a message. Raises OSError where the coordinator has gone."""
+        with self._lock:
+            self.socket.sendall(self._out.seal(message))
+
+    def receive(self) -> dict[str, Any]:
+        """Wait for the next message. Raises OSError where the coordinator has gone, or is none of this job's."""
+        head = self._read(channel.HEAD)
+        try:
+            return self._in.open(head, self._read(channel.length(head, 1 << 30)))
+        except channel.Refused as error:
+            raise ConnectionError(str(error)) from None
+
+    def _read(self, count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            if not (part := self.socket.recv(min(count - len(data), 1 << 20))):
+                raise ConnectionError("it closed the connection")
+            data += part
+        return bytes(data)
+
+
+def join(host: str, port: int, secret: str, facts: Facts, timeout: float) -> tuple[Connection, list[Facts], str]:
+    """Join the job at its coordinator, trying again until it is there; return the facts of all ranks as well.
+
+    The third value is the "host:port" of JAX's coordination service. Raises UsageError (another program at the address,
+    another secret, facts that differ) or DistributedError (ranks, or the coordinator, that did not come).
+    """
+    title, began, problem = hosts.title(facts["rank"], facts["host"]), time.monotonic(), "not tried"
+    strange = refused = 0
+    while (remaining := began + timeout - time.monotonic()) > 0:
+        greeted = False
+        try:
+            connection = Connection(host, port, secret, min(remaining, 5.0), facts=facts)
+            greeted = True
+            connection.socket.settimeout(remaining + 10.0)  # the coordinator's deadline comes first
+            return connection, *_admitted(connection.receive(), facts["size"])
+        except (OSError, channel.Refused) as error:
+            problem = printable(error, 200) or type(error).__name__
+            refused += greeted
+            if refused >= 3:
+                raise UsageError(
+                    f"{title}: the coordinator at {host}:{port} refused it, or is not of this job ({problem}): every "
+                    f"process needs the same secret, in {channel.VARIABLE} or in {channel.secret_file()}"
+                ) from None
+            strange += not greeted and not isinstance(error, ConnectionRefusedError)
+        if strange >= 3:
+            raise UsageError(
+                f"rank {facts['rank']}: what listens at the coordinator's address {host}:{port} is not rank 0 of this "
+                f"job ({problem}): another program has that port; choose another"
+            )
+        time.sleep(0.05 if not strange else 0.5)
+    raise DistributedError(
+        f"{title} found no rank 0 at the coordinator's address {host}:{port} within {round(timeout, 1):g} s "
+        f"({problem}): see whether rank 0 was started there (JAXDP_TIMEOUT sets how long to wait)"
+    )
+
+
+def _admitted(message: dict[str, Any], size: int) -> tuple[list[Facts], str]:
+    verdict = checked(message, ADMISSION)
+    if verdict is None:
+        raise channel.Refused(f"it answered {str(message)[:80]!r}")
+    if "error" in verdict:
+        raise UsageError(verdict["error"], rank=0)
+    if "missing" in verdict:
+        names, waited = ", ".join(map(str, verdict["missing"])), round(verdict.get("timeout", 0), 1)
+        raise DistributedError(
+            f"rank {names} of {size} did not come within {waited:g} s: see whether it was started "
+            "and what it printed (JAXDP_TIMEOUT sets how long to wait, in seconds)",
+            rank=0,
+        )
+    return verdict["members"], verdict["jax"]
+
+
+class Membership:
+    """A process that has joined a job of several.
+
+    note: what its heartbeat says besides. parent: the process of the launcher that started this one, whose end ends
+    this one too; None: nobody's end does.
+    """
+
+    def __init__(
+        self, connection: Connection, facts: list[Facts], rank: int, local_rank: int, silence: float, parent: int | None
+    ):
+        self.connection, self.rank, self.size, self.local_rank = connection, rank, len(facts), local_rank
+        self.hosts, self.silence, self.parent = [f["host"] for f in facts], silence, parent
+        self.note: dict[str, Any] = {}
+        self.ending = threading.Event()
+        self._unheard = 0  # beats since the coordinator was last heard from
+        self._ids = itertools.count()
+        self._turns: collections.Counter[tuple[Any, ...]] = collections.Counter()
+        self._replies: dict[int, dict[str, Any]] = {}
+        self._changed = threading.Condition()
+        self._lost: str | None = None  # why there is no coordinator any more
+        self._listeners: dict[str, Callable[[int, str], None]] = {}
+        self._announced: dict[str, tuple[int, str]] = {}
+        connection.socket.settimeout(None)
+
+    def start(self) -> None:
+        for work in (self._listen, self._beat):
+            threading.Thread(target=work, name=f"coordinator {work.__name__}", daemon=True).start()
+        os.register_at_fork(after_in_child=self.connection.socket.close)  # a loader's worker outlives its rank
+        atexit.register(self.leave)
+
+    def name(self, *ranks: int) -> str:
+        return ", ".join(hosts.title(rank, self.hosts[rank]) for rank in ranks)
+
+    # Requests
+
+    def request(self, op: str, wait: float = TIMEOUT, /, **fields: Any) -> dict[str, Any]:
+        """Ask the coordinator, and return its reply. Raises DistributedError where it has gone or does not answer."""
+        number, deadline = next(self._ids), time.monotonic() + wait
+        try:
+            self.connection.send(op=op, id=number, **fields)
+        except OSError as error:
+            raise DistributedError(f"the coordinator beside rank 0 has gone: {one_line(error)}") from None
+        with self._changed:
+            while number not in self._replies:
+                remaining = deadline - time.monotonic()
+                if self._lost is not None or remaining <= 0:
+                    why = self._lost or f"it did not answer within {wait:g} s"
+                    raise DistributedError(f"the coordinator beside rank 0 has gone: {why}")
+                self._changed.wait(min(remaining, 0.5))  # Python's signal handlers run in between
+            return self._replies.pop(number)
+
+    def exchange(
+        self, name: str, text: str, members: Sequence[int], timeout: float, await_responsive: bool = False
+    ) -> list[str]:
+        """Return every member's `text`, in the order of `members`; all of them must call this alike.
+
+        Calls of one name are told apart by their number. await_responsive: wait beyond `timeout` seconds for ranks
+        whose heartbeat is there. Raises DistributedError that names who did not come; `texts` has those that did.
+        """
+        if len(members) == 1:
+            return [text]
+        key = (name, *members)
+        with self._changed:
+            turn, self._turns[key] = self._turns[key], self._turns[key] + 1
+        fields = {"name": name, "turn": turn, "members": list(members), "text": text, "timeout": timeout}
+        patience = float("inf") if await_responsive else timeout + GRACE
+        reply = self.request("exchange", patience, **fields, await_responsive=await_responsive)
+        kinds = checked(reply, {"kinds": [LONG_TEXT], "of": [range(len(members))]})
+        if kinds is not None:
+            return [kinds["kinds"][i] for i in kinds["of"]]
+        if gone := reply.get("left"):
+            raise DistributedError(f"rank {', '.join(map(str, gone))} has left the job: see what it printed")
+        missing = reply.get("missing", [])
+        names = f"rank {', '.join(map(str, missing))}" if missing else "an answer"
+        speaker = None if self.rank in missing else members[0]  # one that comes too late hears of it alone
+        error = DistributedError(f"{names} did not come to {name!r} within {timeout:g} s", rank=speaker)
+        error.texts = {int(rank): text for rank, text in reply.get("texts", {}).items()}
+        raise error
+
+    def put(self, key: str, text: str) -> None:
+        """Store a text under a key, for all ranks."""
+        self.request("put", key=key, text=text)
+
+    def get(self, key: str, timeout: float = 0.0) -> str | None:
+        """Return the text under a key, waiting for it `timeout` seconds; None where there is none."""
+        text = self.request("get", timeout + TIMEOUT, key=key, timeout=timeout).get("text")
+        return text if isinstance(text, str) else None
+
+    def forget(self, prefix: str) -> None:
+        """Remove all keys that begin so."""
+        self.request("forget", prefix=prefix)
+
+    def beats(self) -> dict[int, dict[str, Any]]:
+        """Return the notes of the last heartbeat of every rank that is there."""
+        return {int(rank): note for rank, note in self.request("beats")["beats"].items()}
+
+    def silent(self, seconds: float = 3 * BEAT) -> list[int]:
+        """Wait so many seconds, and return the other ranks that made no sign of life in them."""
+        return list(self.request("silent", TIMEOUT, seconds=seconds)["silent"])
+
+    # Announcements and faults
+
+    def on(self, name: str, listener: Callable[[int, str], None]) -> None:
+        """Call `listener(rank, text)` once the announcement comes, in the reader's thread; it must not wait."""
+        with self._changed:
+            self._listeners[name] = listener
+            past = self._announced.get(name)
+        if past is not None:
+            listener(*past)
+
+    def announce(self, name: str, text: str) -> bool:
+        """Tell every rank; return whether this is the first announcement of that name, which is the one that counts."""
+        return bool(self.request("announce", name=name, text=text)["first"])
+
+    def report_fault(self, text: str, code: int = 1) -> bool:
+        """Publish this fault as the job's cause of failure. Return False if another rank published one first."""
+        with contextlib.suppress(DistributedError):
+            return bool(self.request("fault", 2.0, text=one_line(text)[:4000], code=code)["first"])
+        return True
+
+    def keep_log(self, path: str) -> None:
+        """Let the coordinator append to this file, events.jsonl, where rank 0 ends before it can."""
+        with contextlib.suppress(DistributedError):
+            self.request("log", path=path)
+
+    def leave(self) -> None:
+        """Tell the coordinator that this process ends as it should, and is not to be missed."""
+        if not self.ending.is_set():
+            self.ending.set()
+            with contextlib.suppress(DistributedError):
+                self.request("leave", 2.0)
+
+    def end(self, text: str, code: int = 1, author: int | None = None) -> None:
+        """End this process now. author: the rank that prints the cause; None: the coordinator has printed it."""
+        if self.ending.is_set():
+            return
+        self.ending.set()
+        faults.record(text)
+        heard = self.hosts[0 if author is None else author] == self.hosts[self.rank]
+        if author == self.rank:
+            sys.stderr.write(f"jaxdp: {text}\n")
+        elif (self.local_rank == 0 and not heard) or (author is not None and heard):
+            sys.stderr.write(f"jaxdp: {self.name(self.rank)} ends: {text}\n")
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code)
+
+    # Threads
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                message = self.connection.receive()
+                self._unheard = 0
+                self._hear(message)
+        except OSError as error:
+            with self._changed:
+                self._lost = one_line(error)
+                self._changed.notify_all()
+            if not self.ending.is_set():
+                self.end(f"{self.name(self.rank)} ends: the coordinator beside {self.name(0)} has gone", 1, self.rank)
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if fault := checked(message, {"fault": str, "code": range(1, 256), "rank": (range(self.size), None)}):
+            if fault["rank"] != self.rank and not self.ending.is_set():
+                time.sleep(0.3)  # the one that failed prints first
+                self.end(fault["fault"], fault["code"], fault["rank"])
+        elif call := checked(message, {"announced": str, "rank": range(self.size), "text": LONG_TEXT}):
+            with self._changed:
+                self._announced[call["announced"]] = (call["rank"], call["text"])
+                listener = self._listeners.get(call["announced"])
+            if listener is not None:
+                listener(call["rank"], call["text"])
+        elif isinstance(number := message.get("id"), int):
+            with self._changed:
+                self._replies[number] = message
+                self._changed.notify_all()
+
+    def _beat(self) -> None:
+        while not self.ending.wait(BEAT):
+            if self.parent is not None and os.getppid() != self.parent:
+                what = f"what started it (process {self.parent} there) has ended"
+                self.end(f"{self.name(self.rank)} ends: {what}", 1, self.rank)
+            self._unheard += 1
+            if self._unheard * BEAT > self.silence:
+                lost = f"{self.name(0)} cannot be reached for {self.silence:.0f} s"
+                text = f"{self.name(self.rank)} ends: {lost}: the network is cut, or its host is down"
+                self.end(text, 1, self.rank)
+            with contextlib.suppress(OSError):
+                self.connection.send(op="beat", note=self.note)
+
+
+_membership: Membership | None = None
+
+
+def start(membership: Membership) -> None:
+    global _membership
+    _membership = membership
+    membership.start()
+
+
+def forget() -> None:
+    """This process has left the others."""
+    global _membership
+    _membership = None
+
+
+def current() -> Membership | None:
+    """Return the membership of this process; None where it is alone."""
+    return _membership
+
+
+def joined() -> Membership:
+    """As `current`, of a process that is not alone."""
+    assert _membership is not None
+    return _membership

@@ -1,0 +1,87 @@
+"""The private parts of JAX that jaxdp uses, all of them, each with its reason.
+
+- `_jax.get_distributed_runtime_service`: JAX starts its coordination service inside rank 0, whose death then aborts
+  all other ranks. jaxdp runs it in the coordinator's process.
+- `_jax.get_distributed_runtime_client`, `distributed.global_state`: `jax.distributed.initialize` on rank 0 starts that
+  service too, so the client is created here.
+- `_jax.make_gloo_tcp_collectives`: Gloo listens at what the host's name resolves to, and JAX has no option for another
+  address. Without this, a job on one host could be reached from the network.
+- `xla_bridge.backends_are_initialized`: tells whether it is too late to join other processes; there is no public way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+
+def start_service(address: str, size: int, heartbeat_timeout: int, shutdown_timeout: int) -> Any:
+    """Start JAX's coordination service at "host:port"; it ends when the object is deleted. Timeouts in seconds."""
+    from jaxlib import _jax
+
+    return _jax.get_distributed_runtime_service(
+        address, size, heartbeat_timeout=heartbeat_timeout, shutdown_timeout=shutdown_timeout
+    )
+
+
+def connect(
+    address: str, rank: int, size: int, timeout: float, heartbeat_timeout: int, devices: Sequence[int] | None
+) -> None:
+    """Connect this process to JAX's coordination service, as `jax.distributed.initialize` does without a service.
+
+    Args:
+        address: "host:port" of the service.
+        timeout: seconds.
+        devices: the local GPUs of this process; None for all.
+    """
+    import jax
+    from jax._src.distributed import global_state
+    from jax._src.lib import _jax
+
+    options: dict[str, Any] = {"jax_cpu_collectives_implementation": "gloo"}
+    if devices is not None:
+        visible = ",".join(map(str, devices))
+        options |= {"jax_cuda_visible_devices": visible, "jax_rocm_visible_devices": visible}
+    for option, value in options.items():
+        with contextlib.suppress(AttributeError):  # an option of another release
+            jax.config.update(option, value)
+    client = _jax.get_distributed_runtime_client(
+        address,
+        rank,
+        init_timeout=max(1, round(timeout)),
+        use_compression=True,
+        heartbeat_timeout=heartbeat_timeout,
+    )
+    client.connect()
+    global_state.client, global_state.coordinator_address = client, address
+    global_state.process_id, global_state.num_processes = rank, size
+
+
+def is_connected() -> bool:
+    """Return whether this process has a client of a coordination service, ours or the program's own."""
+    from jax._src.distributed import global_state
+
+    return global_state.client is not None
+
+
+def shut_down_client() -> None:
+    """Leave JAX's coordination service, so that this process no longer depends on it."""
+    import jax
+
+    jax.distributed.shutdown()
+
+
+def backends_initialized() -> bool:
+    """Return whether JAX has opened its devices, after which it cannot join other processes."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
+def bind_gloo(hostname: str) -> None:
+    """Make Gloo's collectives listen at this address alone."""
+    from jax._src.lib import _jax
+
+    _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname=hostname)
