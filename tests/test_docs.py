@@ -219,7 +219,9 @@ def test_the_manifests_say_what_is_read():
     for spec in (job["spec"], inner["spec"]):
         assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
         (container,) = spec["template"]["spec"]["containers"]
-        env = {e["name"]: e["value"] for e in container["env"]}
+        env = {e["name"]: e["value"] for e in container["env"] if "value" in e}
+        secret = next(e["valueFrom"]["secretKeyRef"] for e in container["env"] if e["name"] == "JAXDP_SECRET")
+        assert f"create secret generic {secret['name']} --from-literal={secret['key']}=" in text
         assert int(env["JAXDP_NUM_PROCESSES"]) == spec["completions"] and float(env["JAXDP_TIMEOUT"]) > 60
         name = f"run-{spec['completions'] - 1}"
         pod = launchers.Kubernetes(full_name=lambda: f"{name}.run.default.svc.cluster.local")  # noqa: B023

@@ -10,7 +10,7 @@ from jaxdp.analysis import memory
 from jaxdp.data.base import Arrays
 from jaxdp.data.cursor import Cursor
 from jaxdp.data.prefetch import read_batch
-from jaxdp.distributed import last_words
+from jaxdp.distributed import faults
 
 
 @pytest.mark.parametrize(("backend", "devices"), [("pmap", 4), ("pjit", 4), ("pmap", 1)])
@@ -36,15 +36,15 @@ def test_a_program_that_has_run_tells_what_it_sends(backend, devices):
         assert params < sent["bytes"] < params + 100 and sent["wire"] == 2 * sent["bytes"]
 
 
-def test_last_words_are_heard_and_keep_nobody(monkeypatch):
-    monkeypatch.setattr(last_words, "PATIENCE", 0.2)
+def test_the_cause_of_a_fault_is_recorded_within_a_time(monkeypatch):
+    monkeypatch.setattr(faults, "RECORDING", 0.2)
     heard, forever = [], threading.Event()
     listeners = [lambda text: 1 / 0, heard.append, lambda text: forever.wait()]
     for listener in listeners:
-        last_words.subscribe(listener)
-    last_words.tell("the end")
+        faults.subscribe(listener)
+    faults.record("the end")
     for listener in listeners:
-        last_words.unsubscribe(listener)
+        faults.unsubscribe(listener)
     forever.set()
-    last_words.tell("nobody listens")
+    faults.record("nobody listens")
     assert heard == ["the end"]

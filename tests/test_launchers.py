@@ -4,8 +4,8 @@ import pytest
 
 from jaxdp.distributed import gpus, hosts
 from jaxdp.distributed.gpus import bind, sharers
-from jaxdp.distributed.hello import difference
 from jaxdp.distributed.launchers import Kubernetes, World, address, discover, first_host, tasks_per_node
+from jaxdp.distributed.protocol import difference
 from jaxdp.errors import UsageError
 
 JAXDP = {"JAXDP_COORDINATOR": "10.0.0.1:12355", "JAXDP_NUM_PROCESSES": "4", "JAXDP_PROCESS_ID": "3"}

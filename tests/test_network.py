@@ -1,6 +1,7 @@
 """Strangers on the network: what they can reach, and what their garbage does to a job. All of it on this machine."""
 
 import json
+import os
 import pathlib
 import re
 import signal
@@ -11,7 +12,9 @@ import sys
 import pytest
 
 import launch
-from jaxdp.distributed import hello, hosts, messages
+from jaxdp.distributed import channel, hosts, joining, messages, protocol
+from jaxdp.distributed.connection import Connection
+from jaxdp.errors import UsageError
 from test_faults import argv, config, final, kept, when  # noqa: F401
 from test_mpi_launch import port, ranks
 from two_hosts import TwoHosts
@@ -29,7 +32,7 @@ GARBAGE = [
 @pytest.mark.parametrize("text", GARBAGE)
 def test_a_value_of_the_wrong_shape_is_none(text):
     shape = {"n": range(1 << 53), "rank": range(4), "text?": str}
-    assert messages.parse(text, shape) is None and hello.read(text) is None
+    assert messages.parse(text, shape) is None and messages.parse(text, protocol.FACTS) is None
     assert messages.integer(text) == (7 if text == "7" else None)
 
 
@@ -97,7 +100,7 @@ def test_a_job_on_one_host_cannot_be_reached(tmp_path, which):
     at = [address for job in jobs for address in listening(job)]
     if which == "mpich":  # a rank inherits the socket of Hydra's own, which is not ours to bind
         at = [x for x in at if x != ELSEWHERE]
-    assert len(at) == 3 and set(at) == {LOOPBACK}, at  # the service, and Gloo in each rank
+    assert len(at) == 4 and set(at) == {LOOPBACK}, at  # the coordinator, JAX's service, and Gloo in each rank
 
 
 @pytest.mark.slow
@@ -108,7 +111,7 @@ def test_a_job_on_two_hosts_listens_at_the_chosen_address(tmp_path):
         jobs = launch.processes(["-c", LISTENERS], env, prefixes=network.prefixes)
         chosen = socket.inet_aton(network.address(0))[::-1].hex().upper()
         other = socket.inet_aton(network.address(1))[::-1].hex().upper()
-    assert [set(listening(job)) for job in jobs] == [{chosen}, {other}]  # the service and Gloo; Gloo
+    assert [set(listening(job)) for job in jobs] == [{chosen}, {other}]  # the coordinator, JAX's service and Gloo; Gloo
 
 
 ATTACK = """
@@ -135,15 +138,11 @@ while time.monotonic() < deadline:
         break
     except OSError:
         time.sleep(0.005)
-good = {"rank": 1, "size": 2, "host": "h", "boot": "b", "pid": 1, "addresses": [], "spaces": ["", ""], "gloo": True,
-        "jaxdp": "0", "jax": "0", "jaxlib": "0", "python": "3", "visible": None}
-bad = [{**good, "rank": 99}, {**good, "rank": -1}, {**good, "addresses": 3}]
-bad.append({k: v for k, v in good.items() if k != "boot"})
-for text in [*texts, *map(json.dumps, bad)]:
-    send(f"POST /jaxdp/hello HTTP/1.1\\r\\nContent-Length: {len(text)}\\r\\n\\r\\n{text}".encode())
-for data in (b"GET / HTTP/1.1\\r\\nContent-Length: x\\r\\n\\r\\n",
-             b"POST / HTTP/1.1\\r\\nContent-Length: -1\\r\\n\\r\\n", b"\\0" * 1000,
-             b"\\r\\n\\r\\n", b"PRI * HTTP/2.0\\r\\n\\r\\nSM\\r\\n\\r\\n" + b"\\xff" * 1000):
+for text in texts:
+    send(text.encode())
+    send(len(text).to_bytes(4, "big") + b"x" * 32 + text.encode())
+for data in (b"GET / HTTP/1.1\\r\\n\\r\\n", b"\\0" * 1000, b"\\xff" * 1000, b"\\0\\0\\0\\2" + b"x" * 32 + b"{}",
+             b"PRI * HTTP/2.0\\r\\n\\r\\nSM\\r\\n\\r\\n"):
     send(data)
 lines = []
 for _ in range(2000):
@@ -191,43 +190,46 @@ def test_garbage_and_2000_connections_from_another_host(tmp_path):
     assert [j.returncode for j in jobs] == [0, 0] and not jobs[0].left, jobs[0].output + jobs[1].output
     assert "rank 0 done" in jobs[0].stdout and "rank 1 done" in jobs[1].stdout
     said = "".join(j.stderr for j in jobs)
-    assert said.count("refused") == 2 and "a first message from" in said and "\x1b" not in said, said  # one line
+    assert said.count("refused") == 1 and "refused a message from" in said and "\x1b" not in said, said  # one line
     assert reached[0] > 1500
 
 
-GARBAGE_IN_KEYS = f"""
-import itertools, os, threading, time
-from jaxdp.distributed import coordination
+SPOIL = f"""
+import itertools, time
+from jaxdp.distributed import membership, protocol
 GARBAGE = {GARBAGE!r}
 def spoil(context):
-    keys = ["alive/0", "alive/1", "alive/99", "alive/x", "alive/-1", "left/0", "left/1", "left/x", "call/fault",
-            "call/stuck", "call/agree/0", "call/x", "stuck/0", "stuck/x", "agree/0/0", "agree/0/1", "agree/0/x"]
-    names = [f"{{n}}/0.1/{{t}}/{{k}}" for n in ("agree", "meta", "goodput", "checked") for t in range(5, 8)
-             for k in (0, 1, "all")]
-    names += [f"save/{{t}}/{{k}}/{{r}}" for t in range(2, 5) for k in ("files", "digests", "durable") for r in (0, 1)]
-    names += [f"save/{{t}}/failed" for t in range(2, 5)]
-    texts = itertools.cycle(GARBAGE)
-    for key in names:
-        coordination.put("jaxdp/" + key, next(texts))
-    for text in GARBAGE:
-        for key in keys:
-            coordination.put("jaxdp/" + key, text)
-        time.sleep(0.05)
+    member = membership.joined()
+    values = [*GARBAGE, None, [], {{}}, -1, 1e99, True, [[[]]], {{"n": 1}}]
+    for turn in range(5):
+        for op, shape in protocol.OPERATIONS.items():
+            for value in values if op not in ("leave", "fault", "announce", "log", "forget") else []:
+                for field in [*shape, "none"]:
+                    good = {{"name": "x", "text": "y", "key": "z", "turn": 0, "members": [0], "timeout": 0.0,
+                             "seconds": 0.0, "note": {{}}, "await_responsive": False}}
+                    good = {{name: good[name] for name in shape}}
+                    member.connection.send(op=op, id=-1, **{{**good, field: value}})
+        for value in values:
+            member.connection.send(op=value, id=value)
+        time.sleep(0.1)
+    for turn in range(2, 5):
+        for key in [f"save/{{turn}}/{{k}}/{{r}}" for k in ("files", "digests", "durable") for r in (7, "x")]:
+            for text in GARBAGE:
+                member.put(key, text)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("end", ["finishes", "is preempted", "fails"])
-def test_garbage_in_every_key(config, tmp_path, end):  # noqa: F811
-    """Written through a rank's own client, since a stranger can do the same: the job trains, saves, and still ends by
-    what really happens to it."""
+def test_garbage_in_every_operation(config, tmp_path, end):  # noqa: F811
+    """From a rank that has the secret: the job trains, saves, and still ends by what really happens to it."""
     fault = {"what": "garbage in keys", "rank": 1, "at": 5, "run_dir": str(tmp_path / "run")}
     if end == "fails":
         fault["then"] = "raise"
     data = [f"--data.args={json.dumps(fault)}", "--steps", "300" if end == "finishes" else "100000"]
     command = ["train.py", "--config", str(config), "--run_dir", str(tmp_path / "run"), *data, "--resume.force", "true"]
-    (tmp_path / "spoil.py").write_text(GARBAGE_IN_KEYS)
+    (tmp_path / "spoil.py").write_text(SPOIL)
     env = {"PYTHONPATH": f"{HERE / 'mpi'}:{tmp_path}"}
     during = None
     if end == "is preempted":
@@ -236,7 +238,7 @@ def test_garbage_in_every_key(config, tmp_path, end):  # noqa: F811
     done = launch.mpirun(2, command, "mpich", env, 90, during=during)
     codes = {"finishes": (0,), "is preempted": (75,), "fails": (1, 9)}  # 9: mpirun killed rank 0 before it could end
     assert done.returncode in codes[end] and not done.left, done.output
-    assert done.stderr.count("is no message of this job") == 1 and "\x1b" not in done.output, done.output
+    assert done.stderr.count("no message of this job") == 1 and "\x1b" not in done.output, done.output
     if end == "fails":
         assert re.search(r"rank 1 \(host .*\) failed: ValueError: the loader fails", done.stderr), done.output
     else:
@@ -248,7 +250,7 @@ def test_garbage_in_every_key(config, tmp_path, end):  # noqa: F811
 REGISTER = """
 import os, sys, time
 from jaxlib import _jax
-client = _jax.get_distributed_runtime_client(sys.argv[1], 1, init_timeout=10)
+client = _jax.get_distributed_runtime_client(open(sys.argv[1]).read(), 1, init_timeout=10)
 try:
     client.connect()
 except Exception as error:
@@ -259,11 +261,12 @@ os._exit(0)
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_who_reaches_the_chosen_address_can_end_the_job(tmp_path):
-    """What JAX's own service cannot be protected from without authentication, as docs/hosts.md says: it ends, soon."""
+def test_who_reaches_jaxs_service_can_end_the_job(tmp_path):
+    """JAX's own service has no authentication before JAX 0.12, as docs/hosts.md says: the job ends, and soon."""
     running = tmp_path / "running"
     script = (
-        f"import jaxdp, time\nc = jaxdp.init()\nopen({str(running)!r}, 'w').close()\n"
+        "import jaxdp, time, jax._src.distributed as d\nc = jaxdp.init()\n"
+        f"open({str(running)!r}, 'w').write(d.global_state.coordinator_address)\n"
         "for _ in range(300): c.barrier(); time.sleep(0.1)"
     )
     with TwoHosts(tmp_path) as network:
@@ -273,8 +276,113 @@ def test_who_reaches_the_chosen_address_can_end_the_job(tmp_path):
         ]
 
         def register(process):
-            stranger = [*network.prefixes[1], sys.executable, "-c", REGISTER, f"{network.address(0)}:12355"]
+            stranger = [*network.prefixes[1], sys.executable, "-c", REGISTER, str(running)]
             subprocess.run(stranger, timeout=60, capture_output=True)
 
         jobs = launch.together(commands, 90, during=when(running.exists, register))
     assert all(j.returncode not in (0, 2, 75, 124) and j.seconds < 60 for j in jobs), [j.output for j in jobs]
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A coordinator of a job of 2 on this host: its settings, a `connect`, and what it prints."""
+    errors, lines = tmp_path / "stderr", []
+    errors.touch()
+    settings = protocol.Settings(
+        size=2, secret="s" * 64, port=port(), address="127.0.0.1", jax_host=None, timeout=60.0, silence=20.0,
+        stderr=os.open(errors, os.O_WRONLY | os.O_APPEND),
+    )  # fmt: skip
+
+    def connect(rank, secret=settings.secret):
+        facts = {
+            **hosts.identity(), "outward": None, "rank": rank, "size": 2, "jaxdp": "1", "jax": "1", "jaxlib": "1",
+            "python": "3", "gloo": True, "visible": None,
+        }  # fmt: skip
+        lines.append(Connection("127.0.0.1", settings.port, secret, 20.0, facts=facts))
+        return lines[-1]
+
+    joining.start_coordinator(settings, "here")
+    yield settings, connect, errors
+    child = joining._children.pop()
+    child.kill()
+    child.communicate()
+    for line in lines:
+        line.socket.close()
+
+
+def test_a_stranger_with_another_secret_is_refused(served):
+    _, connect, errors = served
+    for wrong in ("t" * 64, "", "s" * 63):
+        with pytest.raises(OSError, match="closed"):
+            connect(1, wrong).receive()
+    good = [connect(rank) for rank in (0, 1)]
+    assert all(len(line.receive()["members"]) == 2 for line in good)
+    assert errors.read_text().count("refused a message from 127.0.0.1: wrong secret") == 1
+
+
+def test_a_recorded_message_is_refused(served):
+    """On another connection, and twice on the same one."""
+    settings, connect, errors = served
+    first = connect(0)
+    recorded = []
+    first.socket = Recorder(first.socket, recorded)
+    second = connect(1)
+    assert len(second.receive()["members"]) == 2 and len(first.receive()["members"]) == 2
+    first.send(op="fault", id=1, text="recorded", code=1)
+    assert first.receive()["fault"] == "recorded" and second.receive()["fault"] == "recorded"
+    assert errors.read_text() == ""
+    stranger = connect(1, "no secret")
+    with pytest.raises(OSError):
+        stranger.receive()
+    with socket.create_connection(("127.0.0.1", settings.port), 20.0) as replayed:
+        replayed.recv(1000)
+        replayed.sendall(recorded[-1])
+        assert replayed.recv(1000) == b""
+    assert first.receive() == {"first": True, "id": 1}
+    first.socket.sendall(recorded[-1])
+    with pytest.raises(OSError):
+        first.receive()
+    assert "refused a message from 127.0.0.1: wrong secret" in errors.read_text()
+
+
+class Recorder:
+    """A socket that remembers what was sent."""
+
+    def __init__(self, inner, sent):
+        self.inner, self.sent = inner, sent
+
+    def sendall(self, data):
+        self.sent.append(data)
+        self.inner.sendall(data)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+def test_a_rank_cannot_speak_for_another(served):
+    """The author of a fault or an announcement is the rank of the connection, whatever the message says."""
+    _, connect, _ = served
+    lines = [connect(rank) for rank in (0, 1)]
+    for line in lines:
+        line.receive()
+    lines[1].send(op="announce", id=1, name="stop 0", text="{}", rank=0)
+    assert lines[0].receive() == {"announced": "stop 0", "rank": 1, "text": "{}"}
+    lines[1].send(op="fault", id=2, text="forged", code=1, rank=0)
+    assert lines[0].receive() == {"fault": "forged", "code": 1, "rank": 1}
+
+
+def test_the_secret_of_a_user(tmp_path, monkeypatch):
+    monkeypatch.delenv("JAXDP_SECRET", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    secret = channel.shared_secret()
+    path = tmp_path / "jaxdp" / "secret"
+    assert len(secret) == 64 and channel.shared_secret() == secret and path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o640)
+    with pytest.raises(UsageError, match="others can read this secret"):
+        channel.shared_secret()
+    monkeypatch.setenv("JAXDP_SECRET", "chosen")
+    assert channel.shared_secret() == "chosen"
+    monkeypatch.delenv("JAXDP_SECRET")
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/proc/none")
+    with pytest.raises(UsageError, match=r"cannot be stored there .*: set JAXDP_SECRET"):
+        channel.shared_secret()

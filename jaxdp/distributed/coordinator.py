@@ -2,9 +2,8 @@
 
 It admits the ranks and compares what they report of themselves, runs JAX's coordination service, exchanges texts
 between ranks, stores a few keys, and notices who has gone: a connection that closes, or a silent rank. The first fault
-ends the job, and every rank hears its cause. Messages are those of `channel`.
-
-    python -m jaxdp.distributed.coordinator    reads `Settings` as JSON from standard input; prints "ready" or a problem
+ends the job, and every rank hears its cause. Messages are those of `channel` and `protocol`; `coordinator_process` runs
+it.
 """
 
 from __future__ import annotations
@@ -12,22 +11,16 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import dataclasses
-import json
 import os
-import pathlib
-import resource
 import secrets
-import signal
-import socket
-import sys
 import threading
 import time
 from typing import Any
 
-from jaxdp.distributed import channel, hosts, private_jax
+from jaxdp.distributed import channel, faults, hosts, private_jax
 from jaxdp.distributed.exchange import Exchanges, Keys
-from jaxdp.distributed.messages import LONG_TEXT, checked, printable
+from jaxdp.distributed.messages import checked, printable
+from jaxdp.distributed.protocol import FACTS, OPERATIONS, Facts, Settings, difference
 from jaxdp.errors import UsageError
 
 TICK = 0.1  # seconds between two looks at deadlines and silent ranks
@@ -35,66 +28,6 @@ QUIET = 5.0  # seconds: if all ranks are silent for so long, the job is suspende
 FIRST_MESSAGE = 10.0  # seconds that a connection has for it
 UNAUTHENTICATED = 256  # open connections without a first message; the oldest of more is closed
 LINGER = 20.0  # seconds that the coordinator outlives a fault at most
-# What rank 0's process and any other must have in common; in the order in which a difference is reported.
-COMMON = {
-    "size": "world size",
-    "jaxdp": "jaxdp version",
-    "jax": "JAX version",
-    "jaxlib": "jaxlib version",
-    "python": "Python version",
-}
-Facts = dict[str, Any]
-FACTS: dict[str, Any] = {
-    **dict.fromkeys(["host", "boot", "jaxdp", "jax", "jaxlib", "python"], str),
-    "addresses": [str],
-    "outward": (str, None),
-    "spaces": [str],
-    "rank": range(1 << 20),
-    "size": range(1 << 21),
-    "pid": range(1 << 31),
-    "gloo": bool,
-    "visible": (str, None),
-}
-NOTE = {"suspended?": bool, "own_ms?": float}
-# The operations that a rank may ask for, and the fields of each.
-OPERATIONS: dict[str, dict[str, Any]] = {
-    "beat": {"note": NOTE},
-    "beats": {},
-    "silent": {"seconds": float},
-    "exchange": {
-        "name": str,
-        "turn": range(1 << 53),
-        "members": [range(1 << 20)],
-        "text": LONG_TEXT,
-        "timeout": float,
-        "await_responsive": bool,
-    },
-    "put": {"key": str, "text": LONG_TEXT},
-    "get": {"key": str, "timeout": float},
-    "forget": {"prefix": str},
-    "announce": {"name": str, "text": LONG_TEXT},
-    "fault": {"text": str, "code": range(1, 256)},
-    "log": {"path": str},
-    "leave": {},
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """size: ranks. timeout: seconds that all have to join. silence: seconds after which a rank is missed.
-
-    address: where to listen; None for all addresses of this host. jax_host: the host of JAX's service as other ranks
-    reach it; None to choose one by what the ranks report. stderr: the file descriptor of rank 0's standard error.
-    """
-
-    size: int
-    secret: str
-    port: int
-    address: str | None
-    jax_host: str | None
-    timeout: float
-    silence: float
-    stderr: int
 
 
 class Member:
@@ -110,17 +43,6 @@ class Member:
     def send(self, **message: Any) -> None:
         with contextlib.suppress(OSError, RuntimeError):  # it has gone
             self.writer.write(self.sealer.seal(message))
-
-
-def difference(first: Facts, other: Facts) -> str | None:
-    """Return a line that names the first fact in which `other` differs from rank 0; None where they agree."""
-    for field, label in COMMON.items():
-        if first.get(field) != other.get(field):
-            return (
-                f"{hosts.title(other['rank'], other['host'])} has {label} {other.get(field)}, but "
-                f"{hosts.title(0, first['host'])} has {first.get(field)}: start every process of the job with the same"
-            )
-    return None
 
 
 class Coordinator:
@@ -341,23 +263,10 @@ class Coordinator:
             self.end(f"{member.title}, process {member.facts['pid']}, ended first, without a word: killed or crashed")
             self.left.add(member.rank)
             self.exchanges.left(member.rank)
-        if member.rank == 0:
-            self.note()
+        if member.rank == 0 and self.fault is not None and self.fault["rank"] is None and self.log is not None:
+            faults.append_event(self.log, self.fault["fault"])  # unless rank 0 could still do so itself
         if self.admitted and not self.members:
             self.over.set()
-
-    def note(self) -> None:
-        """Append the cause to the run's events where rank 0 could not write it any more."""
-        if self.fault is None or self.fault["rank"] is not None or self.log is None:
-            return
-        with contextlib.suppress(OSError, ValueError):
-            text = pathlib.Path(self.log).read_text()
-            *_, last = text.rstrip("\n").rpartition("\n")
-            if self.fault["fault"] in last:
-                return
-            line = json.dumps({"t": round(time.time(), 3), "kind": "failed", "reason": self.fault["fault"]})
-            with open(self.log, "a") as file:
-                file.write(line + "\n" if text.endswith("\n") or not text else f"\n{line}\n")
 
     async def watch(self) -> None:
         """Look at deadlines and silent ranks, until the job is over."""
@@ -388,58 +297,3 @@ class Coordinator:
             verb = "has" if len(silent) == 1 else "have"
             seconds = f"{self.settings.silence:.0f} s"
             self.end(f"{names} {verb} not been heard from for {seconds}: killed, stopped, or cut off")
-
-
-def listen(address: str | None, port: int) -> socket.socket:
-    """Return a socket that listens at an address of this host, or at all. Raises OSError."""
-    families = [socket.AF_INET6, socket.AF_INET] if address is None and socket.has_ipv6 else [socket.AF_INET]
-    if address is not None and ":" in address:
-        families = [socket.AF_INET6]
-    for family in families:
-        server = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6 and address is None:
-                server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            server.bind((address or ("::" if family == socket.AF_INET6 else ""), port))
-            server.listen(1024)
-            return server
-        except OSError as error:
-            server.close()
-            problem = error
-    raise problem
-
-
-async def run(settings: Settings, server: socket.socket) -> None:
-    coordinator = Coordinator(settings)
-    loop = asyncio.get_running_loop()
-    parent_gone = lambda: None if coordinator.admitted else coordinator.over.set()
-    threading.Thread(target=lambda: (sys.stdin.read(), loop.call_soon_threadsafe(parent_gone)), daemon=True).start()
-    listener = await asyncio.start_server(coordinator.serve, sock=server)
-    print("ready", flush=True)
-    await coordinator.watch()
-    listener.close()
-    await asyncio.sleep(0.05)  # what was sent last goes out
-
-
-def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # meant for the ranks, and sent to all that a launcher knows of
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 1 << 16) if most > 0 else 1 << 16, most))
-    settings = Settings(**json.loads(sys.stdin.readline()))
-    try:
-        server = listen(settings.address, settings.port)
-    except OSError as error:
-        print(error.strerror or error, flush=True)
-        os._exit(1)
-    try:
-        asyncio.run(run(settings, server))
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.write(settings.stderr, f"jaxdp: the coordinator failed: {type(error).__name__}: {error}\n".encode())
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

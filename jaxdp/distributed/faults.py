@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import pathlib
 import threading
+import time
 from collections.abc import Callable
 
 from jaxdp.errors import DistributedError
@@ -35,6 +38,17 @@ def record(text: str) -> None:
         thread = threading.Thread(target=work, name="faults", daemon=True)
         thread.start()
         thread.join(RECORDING)
+
+
+def append_event(log: str, text: str) -> None:
+    """Append the cause of a fault to a run's events.jsonl, unless its last line has it."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = pathlib.Path(log).read_text()
+        if text in lines.rstrip("\n").rpartition("\n")[2]:
+            return
+        line = json.dumps({"t": round(time.time(), 3), "kind": "failed", "reason": text})
+        with open(log, "a") as file:
+            file.write(f"{line}\n" if lines.endswith("\n") or not lines else f"\n{line}\n")  # a torn line ends here
 
 
 def is_consequence(error: BaseException) -> bool:

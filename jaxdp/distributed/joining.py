@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxdp.distributed import channel, hosts, mpi
-from jaxdp.distributed.coordinator import Facts, Settings
-from jaxdp.distributed.membership import Connection, join, silence
+from jaxdp.distributed.connection import Connection, join
+from jaxdp.distributed.membership import silence
+from jaxdp.distributed.protocol import Facts, Settings
 from jaxdp.distributed.world import MPI, World
 from jaxdp.errors import UsageError
 
@@ -81,7 +82,7 @@ def start_coordinator(settings: Settings, host: str) -> int:
     package = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     child = subprocess.Popen(
-        [sys.executable, "-P", "-m", "jaxdp.distributed.coordinator"],
+        [sys.executable, "-P", "-m", "jaxdp.distributed.coordinator_process"],
         env={**os.environ, "PYTHONPATH": path},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

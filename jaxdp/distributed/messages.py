@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import sys
 from typing import Any
 
 LIMIT = 1 << 20  # characters of one message
 TEXT = 8192  # characters of a string inside a message
 LONG_TEXT = object()  # the kind of a string of any length, which keeps its line breaks
-_reported = False
 
 
 def printable(text: object, most: int = TEXT) -> str:
@@ -75,14 +73,3 @@ def _checked(value: Any, kind: Any) -> Any:
         case str() | bool() | None if value == kind and type(value) is type(kind):
             return value
     raise ValueError
-
-
-def report_refused(what: str, value: object, who: str = "jaxdp") -> None:
-    """Print, once a process, that a message was refused; whatever `value` holds, it is shown as safe text."""
-    global _reported
-    if not _reported:
-        _reported = True
-        sys.stderr.write(
-            f"{who}: refused {printable(what, 200)}: {printable(repr(value), 80)} is no message of this job; the job "
-            "continues, further ones are refused without a line (who can reach its port? see docs/hosts.md)\n"
-        )

@@ -1,0 +1,105 @@
+"""A rank's connection to its coordinator, and how the rank joins the job through it."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from typing import Any
+
+from jaxdp.distributed import channel, hosts
+from jaxdp.distributed.messages import checked, printable
+from jaxdp.distributed.protocol import ADMISSION, Facts
+from jaxdp.errors import DistributedError, UsageError
+
+
+class Connection:
+    """An authenticated connection to the coordinator. first: the fields of its first message."""
+
+    def __init__(self, host: str, port: int, secret: str, timeout: float, **first: Any):
+        self.socket = socket.create_connection((host, port), timeout)
+        self.socket.settimeout(timeout)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        greeting = self._read(len(channel.MAGIC) + channel.NONCE)
+        if not greeting.startswith(channel.MAGIC):
+            self.socket.close()
+            raise ConnectionError(f"it answered {printable(greeting[:40])!r}")
+        nonce, own_nonce = greeting[len(channel.MAGIC) :], secrets.token_hex(16)
+        self._out = channel.to_coordinator(secret, nonce)
+        self._in = channel.to_rank(secret, nonce, own_nonce.encode())
+        self._lock = threading.Lock()
+        self.send(nonce=own_nonce, **first)
+
+    def send(self, **message: Any) -> None:
+        """Send a message. Raises OSError where the coordinator has gone."""
+        with self._lock:
+            self.socket.sendall(self._out.seal(message))
+
+    def receive(self) -> dict[str, Any]:
+        """Wait for the next message. Raises OSError where the coordinator has gone, or is none of this job's."""
+        head = self._read(channel.HEAD)
+        try:
+            return self._in.open(head, self._read(channel.length(head, 1 << 30)))
+        except channel.Refused as error:
+            raise ConnectionError(str(error)) from None
+
+    def _read(self, count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            if not (part := self.socket.recv(min(count - len(data), 1 << 20))):
+                raise ConnectionError("it closed the connection")
+            data += part
+        return bytes(data)
+
+
+def join(host: str, port: int, secret: str, facts: Facts, timeout: float) -> tuple[Connection, list[Facts], str]:
+    """Join the job at its coordinator, trying again until it is there; return the facts of all ranks as well.
+
+    The third value is the "host:port" of JAX's coordination service. Raises UsageError (another program at the address,
+    another secret, facts that differ) or DistributedError (ranks, or the coordinator, that did not come).
+    """
+    title, began, problem = hosts.title(facts["rank"], facts["host"]), time.monotonic(), "not tried"
+    strange = refused = 0
+    while (remaining := began + timeout - time.monotonic()) > 0:
+        greeted = False
+        try:
+            connection = Connection(host, port, secret, min(remaining, 5.0), facts=facts)
+            greeted = True
+            connection.socket.settimeout(remaining + 10.0)  # the coordinator's deadline comes first
+            return connection, *_admitted(connection.receive(), facts["size"])
+        except (OSError, channel.Refused) as error:
+            problem = printable(error, 200) or type(error).__name__
+            refused += greeted
+            if refused >= 3:
+                raise UsageError(
+                    f"{title}: the coordinator at {host}:{port} refused it, or is not of this job ({problem}): every "
+                    f"process needs the same secret, in {channel.VARIABLE} or in {channel.secret_file()}"
+                ) from None
+            strange += not greeted and not isinstance(error, ConnectionRefusedError)
+        if strange >= 3:
+            raise UsageError(
+                f"rank {facts['rank']}: what listens at the coordinator's address {host}:{port} is not rank 0 of this "
+                f"job ({problem}): another program has that port; choose another"
+            )
+        time.sleep(0.05 if not strange else 0.5)
+    raise DistributedError(
+        f"{title} found no rank 0 at the coordinator's address {host}:{port} within {round(timeout, 1):g} s "
+        f"({problem}): see whether rank 0 was started there (JAXDP_TIMEOUT sets how long to wait)"
+    )
+
+
+def _admitted(message: dict[str, Any], size: int) -> tuple[list[Facts], str]:
+    verdict = checked(message, ADMISSION)
+    if verdict is None:
+        raise channel.Refused(f"it answered {str(message)[:80]!r}")
+    if "error" in verdict:
+        raise UsageError(verdict["error"], rank=0)
+    if "missing" in verdict:
+        names, waited = ", ".join(map(str, verdict["missing"])), round(verdict.get("timeout", 0), 1)
+        raise DistributedError(
+            f"rank {names} of {size} did not come within {waited:g} s: see whether it was started "
+            "and what it printed (JAXDP_TIMEOUT sets how long to wait, in seconds)",
+            rank=0,
+        )
+    return verdict["members"], verdict["jax"]

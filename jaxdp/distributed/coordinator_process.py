@@ -1,0 +1,75 @@
+"""The process of the coordinator.
+
+python -m jaxdp.distributed.coordinator_process    reads `Settings` as JSON from standard input; prints "ready" or
+                                                   why it cannot listen
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+
+from jaxdp.distributed.coordinator import Coordinator
+from jaxdp.distributed.protocol import Settings
+
+
+def listen(address: str | None, port: int) -> socket.socket:
+    """Return a socket that listens at an address of this host, or at all. Raises OSError."""
+    families = [socket.AF_INET6, socket.AF_INET] if address is None and socket.has_ipv6 else [socket.AF_INET]
+    if address is not None and ":" in address:
+        families = [socket.AF_INET6]
+    for family in families:
+        server = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6 and address is None:
+                server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            server.bind((address or ("::" if family == socket.AF_INET6 else ""), port))
+            server.listen(1024)
+            return server
+        except OSError as error:
+            server.close()
+            problem = error
+    raise problem
+
+
+async def run(settings: Settings, server: socket.socket) -> None:
+    coordinator = Coordinator(settings)
+    loop = asyncio.get_running_loop()
+    parent_gone = lambda: None if coordinator.admitted else coordinator.over.set()
+    threading.Thread(target=lambda: (sys.stdin.read(), loop.call_soon_threadsafe(parent_gone)), daemon=True).start()
+    listener = await asyncio.start_server(coordinator.serve, sock=server)
+    print("ready", flush=True)
+    await coordinator.watch()
+    listener.close()
+    await asyncio.sleep(0.05)  # what was sent last goes out
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # meant for the ranks, and sent to all that a launcher knows of
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 1 << 16) if most > 0 else 1 << 16, most))
+    settings = Settings(**json.loads(sys.stdin.readline()))
+    try:
+        server = listen(settings.address, settings.port)
+    except OSError as error:
+        print(error.strerror or error, flush=True)
+        os._exit(1)
+    try:
+        asyncio.run(run(settings, server))
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.write(settings.stderr, f"jaxdp: the coordinator failed: {type(error).__name__}: {error}\n".encode())
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

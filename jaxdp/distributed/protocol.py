@@ -1,0 +1,89 @@
+"""What the ranks and their coordinator tell each other: the facts of a rank, the operations, and their fields."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxdp.distributed import hosts
+from jaxdp.distributed.messages import LONG_TEXT
+
+# What rank 0's process and any other must have in common; in the order in which a difference is reported.
+COMMON = {
+    "size": "world size",
+    "jaxdp": "jaxdp version",
+    "jax": "JAX version",
+    "jaxlib": "jaxlib version",
+    "python": "Python version",
+}
+Facts = dict[str, Any]
+FACTS: dict[str, Any] = {
+    **dict.fromkeys(["host", "boot", "jaxdp", "jax", "jaxlib", "python"], str),
+    "addresses": [str],
+    "outward": (str, None),
+    "spaces": [str],
+    "rank": range(1 << 20),
+    "size": range(1 << 21),
+    "pid": range(1 << 31),
+    "gloo": bool,
+    "visible": (str, None),
+}
+NOTE = {"suspended?": bool, "own_ms?": float}
+# The operations that a rank may ask for, and the fields of each.
+OPERATIONS: dict[str, dict[str, Any]] = {
+    "beat": {"note": NOTE},
+    "beats": {},
+    "silent": {"seconds": float},
+    "exchange": {
+        "name": str,
+        "turn": range(1 << 53),
+        "members": [range(1 << 20)],
+        "text": LONG_TEXT,
+        "timeout": float,
+        "await_responsive": bool,
+    },
+    "put": {"key": str, "text": LONG_TEXT},
+    "get": {"key": str, "timeout": float},
+    "forget": {"prefix": str},
+    "announce": {"name": str, "text": LONG_TEXT},
+    "fault": {"text": str, "code": range(1, 256)},
+    "log": {"path": str},
+    "leave": {},
+}
+# The answer to a rank's first message.
+ADMISSION: dict[str, Any] = {
+    "members?": [FACTS],
+    "jax?": str,
+    "error?": str,
+    "missing?": [range(1 << 20)],
+    "timeout?": float,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """size: ranks. timeout: seconds that all have to join. silence: seconds after which a rank is missed.
+
+    address: where to listen; None for all addresses of this host. jax_host: the host of JAX's service as other ranks
+    reach it; None to choose one by what the ranks report. stderr: the file descriptor of rank 0's standard error.
+    """
+
+    size: int
+    secret: str
+    port: int
+    address: str | None
+    jax_host: str | None
+    timeout: float
+    silence: float
+    stderr: int
+
+
+def difference(first: Facts, other: Facts) -> str | None:
+    """Return a line that names the first fact in which `other` differs from rank 0; None where they agree."""
+    for field, label in COMMON.items():
+        if first.get(field) != other.get(field):
+            return (
+                f"{hosts.title(other['rank'], other['host'])} has {label} {other.get(field)}, but "
+                f"{hosts.title(0, first['host'])} has {first.get(field)}: start every process of the job with the same"
+            )
+    return None
