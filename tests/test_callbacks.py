@@ -49,6 +49,7 @@ def fit(*callbacks, **config):
     return jaxdp.fit(model, data, eval_data=data, callbacks=callbacks, **{**CONFIG, **config})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_each_point_is_called_in_order(steps_per_call, tmp_path):
     recorder, other = Recorder(), Recorder()
@@ -96,6 +97,7 @@ def test_early_stopping_ends_a_run_and_a_second_start_does_nothing(tmp_path, cap
     assert longer.final["step"] == 40
 
 
+@pytest.mark.slow
 def test_a_resumed_run_stops_where_an_unbroken_one_does(tmp_path):
     """The callback's state is that of the checkpoint, also where the evaluation came after it was written."""
     stopping = [EarlyStopping("accuracy", patience=3, min_delta=10.0) for _ in range(2)]
@@ -139,6 +141,7 @@ def test_a_wrong_callback_is_one_line(entry, words):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_command_takes_callbacks(tmp_path):
     callbacks = "[{target: EarlyStopping, args: {metric: accuracy, patience: 1, min_delta: 2}}]"
     done = subprocess.run(

@@ -47,6 +47,7 @@ def test_what_is_due_is_due_between_calls(tmp_path, start, steps, k):
 WAYS = [("pjit", 3, 2), ("pmap", 1, 0), ("pmap", 4, 1), ("pjit", 1, 0), ("pjit", 4, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", first(1, WAYS), ids=str)
 def test_several_updates_in_a_call_are_those_one_by_one(way):
     backend, devices, zero = way
@@ -73,6 +74,7 @@ def test_several_updates_in_a_call_are_those_one_by_one(way):
         assert all(np.allclose(a[k], b[k], rtol=1e-5, atol=1e-6) for k in a), (a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resident", first(1, [True, False]))
 def test_the_loop_writes_the_same_records(tmp_path, resident):
     """Log, evaluation and save at steps that are no multiples of a call's."""
@@ -100,6 +102,7 @@ def test_the_loop_writes_the_same_records(tmp_path, resident):
     assert timed and all(0 <= r["input_wait"] <= 1 for r in timed)
 
 
+@pytest.mark.slow
 def test_what_is_carried_goes_on_inside_a_call(tmp_path):
     model, examples = summing(), toys.data(53)
     strategy, step, _ = toys.build(model, examples, sequential=True, devices=3, backend="pjit")

@@ -66,6 +66,7 @@ def saved(directory, n=2, **settings):
     return checkpoints, made, said
 
 
+@pytest.mark.slow
 def test_what_is_saved_comes_back_bit_for_bit(tmp_path):
     checkpoints, made, said = saved(tmp_path)
     assert said == ["saved step 1", "saved step 2"] and checkpoints.steps() == [1, 2] and checkpoints.latest() == 2

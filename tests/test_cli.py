@@ -82,6 +82,7 @@ def assert_same_curve(run_dir, reference):
     assert final["accuracy"] == pytest.approx(want["accuracy"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_run_directory_holds_what_the_contract_says(single):
     env = json.loads((single / "env.json").read_text())
     assert env["versions"]["jax"] and env["topology"]["processes"] == 1 and env["launcher"] == "none"
@@ -99,6 +100,7 @@ def test_the_run_directory_holds_what_the_contract_says(single):
     assert '"word":"finished"' in page and re.search('"all-reduce"|"collectives":{}', page)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", first(1, [("pmap", 3), ("pjit", 8)]))
 def test_devices_and_backend_change_nothing(single, tmp_path, where):
     backend, devices = where
@@ -119,6 +121,7 @@ def test_the_same_run_gives_the_same_digest_and_a_finished_one_says_so(single, t
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_stands_under_the_other_backend(single, tmp_path):
     """Stopped after 20 updates on one device under pmap, goes on with 4 under pjit: the same curve, no line twice."""
     config = write(tmp_path, SMALL)
@@ -149,6 +152,7 @@ def test_a_run_goes_on_where_it_stands_under_the_other_backend(single, tmp_path)
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["10", "20", "30"]
 
 
+@pytest.mark.slow
 def test_a_class_outside_the_package_trains_by_its_path(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import numpy as np, flax.linen as nn, optax, jax.numpy as jnp\n"

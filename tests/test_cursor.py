@@ -81,6 +81,7 @@ def test_the_permutation_is_one(size, seed, epoch):
     assert np.array_equal(np.sort(permute(np.arange(size), size, seed, epoch)), np.arange(size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [5, 8, 13, 33])
 def test_every_element_goes_everywhere_equally_often(size):
     seeds = 4000
@@ -92,6 +93,7 @@ def test_every_element_goes_everywhere_equally_often(size):
     assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
 
 
+@pytest.mark.slow
 def test_all_orders_of_four_are_about_equally_likely():
     seeds = 12_000
     orders = [tuple(permute(np.arange(4), 4, seed, 0).tolist()) for seed in range(seeds)]

@@ -37,6 +37,7 @@ def bad(checks):
     return [check for check in checks if check["status"] != OK]
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_well_and_what_is_planted_around_it(tmp_path):
     """One examination each: with nothing wrong, and with all that may be wrong at once, side by side."""
     began = time.monotonic()
@@ -332,6 +333,7 @@ def test_the_cache_is_the_one_that_a_run_would_use(tmp_path, monkeypatch):
     assert not (tmp_path / "home").exists() and not (tmp_path / "own").exists()
 
 
+@pytest.mark.slow
 def test_the_doctor_looks_at_the_cache_of_the_config(tmp_path):
     (tmp_path / "run.yaml").write_text(
         f"model: {{target: MLP}}\ndata: {{target: Digits}}\nsteps: 1\ncompilation_cache: {tmp_path}/programs\n"

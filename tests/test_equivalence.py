@@ -141,6 +141,7 @@ class MeanOfMeans(SoftmaxCrossEntropy):
         return total / jnp.maximum(weight, 1), jnp.minimum(weight, 1), metrics
 
 
+@pytest.mark.slow
 def test_a_planted_mean_of_means_is_caught():
     with jax.enable_x64(True):
         _, state, *_ = toys.train(
@@ -150,6 +151,7 @@ def test_a_planted_mean_of_means_is_caught():
     assert error > 1e3 * TOLERANCE["float32"]
 
 
+@pytest.mark.slow
 def test_a_planted_device_keyed_dropout_is_caught():
     model = toys.dropout_model(lambda key: jax.random.fold_in(key, jax.lax.axis_index(DATA)))
     one, four = (losses_of(toys.train(model, toys.data(), devices=n, steps=3)[2]) for n in (1, 4))
@@ -165,6 +167,7 @@ def test_a_planted_unmasked_padding_is_caught():
     assert error > 1e3 * TOLERANCE["float32"]
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(
     order=st.permutations(range(12)),
@@ -187,6 +190,7 @@ def test_a_losss_sums_over_any_split_are_those_of_the_whole(order, mask, seed):
             np.testing.assert_allclose(total, whole, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", toys.MODELS)
 def test_gradients_are_computed_without_implicit_promotion(model):
     examples = toys.data()

@@ -654,6 +654,7 @@ def test_equal_rows_that_trained_nothing_or_on_one_number_of_devices_do_not_pass
     assert exact.as_json(found)["nothing_compared"] == found.nothing and not exact.as_json(found)["exact"]
 
 
+@pytest.mark.slow
 def test_rows_that_trained_the_same_on_several_numbers_of_devices_pass():
     found = verdict()
     assert found.exact and not found.nothing and exact.verdict(found).startswith("exact: 2 configurations")
@@ -703,6 +704,7 @@ def test_exact_mode_sends_what_buckets_do(where, slots):
     assert 0.95 < exact / bucket <= 1.02, (exact, bucket)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", BYTES)
 @pytest.mark.parametrize("place", first(1, ["8", "3"]))
 def test_gradients_travel_as_integers_in_one_all_reduce_of_the_reductions_width(reduction, place):

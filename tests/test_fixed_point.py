@@ -60,6 +60,7 @@ def unit_of(form, summands, exponent, bits=None):
 # --- numbers and integers -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @formats
 @given(
     values=st.lists(st.floats(-(2.0**80), 2.0**80, width=32), min_size=1, max_size=20),
@@ -108,6 +109,7 @@ def test_the_largest_numbers_of_an_exponent_stay_within_the_limit(form, summands
         assert summands * np.abs(ints).max() <= 2 ** (form.bits - 1) - 1
 
 
+@pytest.mark.slow
 @given(summands=st.integers(1, 16), cuts=st.lists(st.integers(0, 16), max_size=4), seed=st.integers(0, 99))
 @SMALL()
 def test_a_sum_is_that_of_integers_however_it_is_split(summands, cuts, seed):
@@ -149,6 +151,7 @@ def test_reductions_add_up_and_scatter_integers_of_every_width(dtype, safe):
         assert got.dtype == dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32"])
 @given(size=st.integers(1, 9), terms=st.integers(1, 5), data=st.data())
 @SMALL()
@@ -182,6 +185,7 @@ def test_lanes_of_float64_are_words_of_64_bits():
         np.testing.assert_array_equal(unpack(pack(x), "int64", 4), x)
 
 
+@pytest.mark.slow
 def test_random_rounding_is_right_on_average_and_the_same_for_the_same_key():
     x = jnp.asarray(np.linspace(-0.99, 0.99, 41), jnp.float32)
     rounded = lambda key: quantize(x, exponent_of(jnp.float32(0.9)), EXACT8, 8, key)
@@ -386,6 +390,7 @@ def as_model(plain):
 SIZES = (1.0, 1.0, 1e6, 1.0, 1e6, 1e6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", first(1, list(LAYOUTS)))
 def test_an_update_that_does_not_fit_is_computed_again_alike_on_all_devices(layout):
     _, want, one, *_ = trained(None, SIZES)
@@ -486,6 +491,7 @@ def updates(built, state, numbers):
     return state, again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", first(1, ["exact8", "exact"]))
 def test_a_checkpoint_without_exponents_is_restored_and_the_next_update_made_twice(tmp_path, strategies, after):
     strategy, *_ = strategies["bucket"]
@@ -496,6 +502,7 @@ def test_a_checkpoint_without_exponents_is_restored_and_the_next_update_made_twi
     assert again == [1, 0] and int(state.step if state.step.ndim == 0 else state.step[0]) == 3
 
 
+@pytest.mark.slow
 def test_exponents_are_restored_and_left_out_where_nothing_needs_them(tmp_path, strategies):
     strategy, *_ = strategies["exact"]
     state, again = updates(strategies["exact"], strategy.init(), [0])

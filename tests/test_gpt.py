@@ -109,6 +109,7 @@ def test_logits_are_those_of_plain_loops(name):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_dtypes_are_those_of_the_parameters(name):
     made, batch = model(**VARIANTS[name]), tokens()
@@ -163,6 +164,7 @@ def test_the_mask_that_cudnn_is_given_is_that_of_segments():
     np.testing.assert_allclose(causal(query, key, value, segments), want, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_scanned_blocks_are_a_loop_over_their_slices():
     module = GPT(**SMALL, dropout=0.3, rngs=nnx.Rngs(0))
     graph, state = nnx.split(module.blocks.stack)
@@ -246,6 +248,7 @@ def test_llama_7b_has_its_published_size():
     assert params["blocks"]["stack"]["mlp"]["gate"]["kernel"].shape == (32, 4096, 11008)
 
 
+@pytest.mark.slow
 def test_initial_weights_are_gpt2s():
     params = jax.jit(model(dim=64, hidden=256, layers=8).init)(KEY, tokens())[0]
     stack = params["blocks"]["stack"]

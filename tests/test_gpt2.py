@@ -145,6 +145,7 @@ def begun(file, made, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", first(1, [{"backend": "pjit", "devices": 4, "layout": {"zero": 3}}, {}]), ids=["zero 3", "one"]
 )

@@ -47,6 +47,7 @@ def near(found, right, tolerance=1e-12):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max(initial=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outputs", [4, 7])  # the gradient is turned, or not
 def test_product_is_dot_general_with_gradients(outputs):
     with jax.enable_x64(True):
@@ -65,6 +66,7 @@ def test_product_is_dot_general_with_gradients(outputs):
     assert [y.dtype for y in narrow] == [jnp.bfloat16] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ours, flaxs", [(LayerNorm, nnx.LayerNorm), (RMSNorm, nnx.RMSNorm)], ids=["layer norm", "rms norm"]
 )
@@ -123,6 +125,7 @@ def test_convolution(image, window, strides, padding):
 UNSEEN = [(8, 3, 2, "VALID"), (9, 2, 4, "VALID"), (7, 5, 4, ((1, 0), (1, 0))), (10, 3, 3, "VALID"), (6, 1, 2, "SAME")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", first(1, UNSEEN), ids=str)
 @pytest.mark.parametrize("channels", first(1, [16, 3]))
 def test_a_pixel_that_no_window_sees_may_be_nan(window, channels):
@@ -142,6 +145,7 @@ def test_a_pixel_that_no_window_sees_may_be_nan(window, channels):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_convolution_in_groups_or_dilated_is_jaxs():
     x, kernel = normal(2, 8, 8, 4, dtype=jnp.float32), normal(3, 3, 2, 4, dtype=jnp.float32)
     for options in ({"feature_group_count": 2}, {"rhs_dilation": (2, 2)}, {"lhs_dilation": (2, 2)}):
@@ -159,6 +163,7 @@ def test_softmax_and_its_derivatives():
         near(f(shares), f(jax.nn.softmax))
 
 
+@pytest.mark.slow
 def test_the_first_of_equal_pixels_is_the_largest():
     x = jnp.round(normal(2, 5, 7, 3, dtype=jnp.float32)).at[0, 0, 0, 0].set(jnp.nan).at[0, 3, 3, 1].set(jnp.nan)
     own, flax = halve, lambda x: nnx.max_pool(x, (2, 2), strides=(2, 2))
@@ -168,6 +173,7 @@ def test_the_first_of_equal_pixels_is_the_largest():
     np.testing.assert_array_equal(gradient(own), gradient(flax))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", first(1, [2, 4]))
 def test_attention_in_pieces(heads):
     """Tokens that do not divide by the pieces, grouped queries, two documents an example."""

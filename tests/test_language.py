@@ -91,6 +91,7 @@ eval: {{every: null}}
 """
 
 
+@pytest.mark.slow
 def test_a_sample_goes_on_as_the_text_does(tmp_path):
     (tmp_path / "text.txt").write_text("abcdefgh\n" * 200)
     data = f"{{target: TextFile, args: {{path: {tmp_path}/text.txt, tokenizer: char, length: 16, stride: 1}}}}"

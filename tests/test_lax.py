@@ -147,6 +147,7 @@ def test_nan_stays_and_halves_are_rounded_once():
     same(got, np.full(N, np.float32(263)).astype(jnp.bfloat16))
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_same_function_without_devices():
     """d/dx of sum over devices of w . f(x): what each moves is linear, and so its transpose moves back."""
     x, w = values(shape=(N, 8)), np.random.default_rng(4).normal(size=(N, 64)).astype(np.float32)

@@ -72,6 +72,7 @@ def make_run(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", first(1, [("pjit", 3), ("pmap", 1), ("pmap", 8)]), ids=str)
 def test_evaluation_counts_every_example_once(tmp_path, where):
     backend, devices = where
@@ -177,6 +178,7 @@ def test_a_label_that_is_no_class_is_named_as_soon_as_it_is_seen(tmp_path, where
     assert watch.made <= 3 + BEHIND + 2 * steps_per_call
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_for_another_reason_ends_nothing(tmp_path):
     """Its examples are looked at, and training goes on as if they were not, with all that is due."""
     data, made = toys.data(60), []
@@ -193,6 +195,7 @@ def test_a_loss_that_is_not_finite_for_another_reason_ends_nothing(tmp_path):
     np.testing.assert_equal(made[0], made[1])
 
 
+@pytest.mark.slow
 def test_garbage_collection_leaves_out_what_a_start_has_made(tmp_path, monkeypatch):
     counts, write = [], Kept.write
     monkeypatch.setattr(Kept, "write", lambda self, record: (counts.append(gc.get_freeze_count()), write(self, record)))
@@ -206,6 +209,7 @@ def test_counters_that_depend_on_the_examples_end_the_run(tmp_path):
         loop.fit(make_run(tmp_path, model))
 
 
+@pytest.mark.slow
 def test_carried_state_resumes_under_another_strategy(tmp_path):
     whole = make_run(tmp_path / "whole", counting())
     loop.fit(whole)

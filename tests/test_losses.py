@@ -69,6 +69,7 @@ def test_probabilities_are_labels_too():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), hard, soft)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_logits_in_pieces_are_the_whole(monkeypatch, dtype):
     """Values and gradients, with rows beyond the vocabulary; and no array of the program is as large as all logits."""
@@ -240,6 +241,7 @@ def test_a_contrastive_loss_is_that_of_the_whole_batch_on_any_devices():
             assert [float(m["weight"]) for m in metrics] == pytest.approx([20, 20, 13, 20], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_contrastive_evaluation_couples_the_batch_too():
     examples, found = toys.data(20), []
     for devices in (1, 4):

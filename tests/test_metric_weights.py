@@ -66,6 +66,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     first(3, WAYS),
@@ -81,6 +82,7 @@ def test_each_metric_is_divided_by_its_own_weight_in_every_layout(way):
     assert [float(m[f"{WEIGHT}class{RARE}"]) for m in metrics] == pytest.approx([0, 0, 8], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", first(1, [3, 1]))
 def test_records_leave_out_what_nothing_was_counted_for(tmp_path, steps_per_call):
     """Of updates, evaluations and the end; what `derive` makes of a mean of nothing is left out with it."""

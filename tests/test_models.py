@@ -44,6 +44,7 @@ def tokens(size=40):
     return {"inputs": inputs, "labels": np.roll(inputs, -1, 1), "mask": mask}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", first(1, [as_model(Tied), as_model(LinenTied())]), ids=["nnx", "linen"])
 def test_embeddings_and_token_masks_are_the_same_on_any_devices(model):
     with jax.enable_x64(True):
@@ -201,6 +202,7 @@ class Lookup(nnx.Module):
         return self.head(self.embed(inputs))
 
 
+@pytest.mark.slow
 def test_an_embedding_s_gradient_is_the_sum_over_its_tokens_wherever_they_are():
     """By NumPy, for one update of plain gradient descent: most places hold one token, and one token is nowhere."""
     examples = tokens(20)

@@ -297,6 +297,7 @@ def test_a_writer_that_takes_nothing_is_left(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err.count("has 5 records to write and takes none") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", first(1, ["/dev/full", "closed", "head"]))
 def test_a_run_outlives_its_output(tmp_path, output):
     """A disk that is full of its own log, no standard output, a reader that left: the run ends as it would."""

@@ -52,6 +52,7 @@ def case(backend, zero, n, split_as=None, model=None, accumulator="split", per_d
     return Case(strategy, step, {**example, "mask": np.zeros(2, np.float32)}, zero > 1 and accumulator == "split")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", first(1, [("pmap", 1), ("pmap", 0), ("pjit", 1), ("pjit", 2), ("pjit", 3)]), ids=str)
 def test_state_bytes_are_those_of_a_real_run(where):
     backend, zero = where
@@ -112,6 +113,7 @@ def test_flops_are_those_of_the_products():
     assert count_flops(jax.make_jaxpr(conv)(image, kernel)) == 2 * (2 * 8 * 8 * 5) * (3 * 3 * 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", first(1, ["pjit", "pmap"]))
 def test_flops_of_an_update_are_one_device_s(backend):
     """6 per parameter and token, and attention's: the published rule (Kaplan et al., arXiv 2001.08361)."""
@@ -122,6 +124,7 @@ def test_flops_of_an_update_are_one_device_s(backend):
     assert plan.flops == pytest.approx(6 * used * tokens + attention, rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_lowest_stage_that_fits_is_recommended():
     plans = [make_plan(lambda n, z=z: case("pjit", z, n), z, 8) for z in (0, 3)]
     assert plans[0].memory.peak > plans[1].memory.peak
@@ -130,6 +133,7 @@ def test_the_lowest_stage_that_fits_is_recommended():
     assert recommend(plans, 1) is None
 
 
+@pytest.mark.slow
 def test_more_bandwidth_is_never_slower():
     plan, fast = make_plan(lambda n: case("pjit", 3, n), 3, 8), HARDWARE["h100-nvlink-ib400"]
     slow = fast._replace(intra_bandwidth=fast.intra_bandwidth / 10)
@@ -138,6 +142,7 @@ def test_more_bandwidth_is_never_slower():
     assert 0 < b["efficiency"] < a["efficiency"] <= a["efficiency_overlap"] <= 1
 
 
+@pytest.mark.slow
 def test_a_model_without_blocks_says_that_it_is_gathered_whole():
     assert not make_plan(lambda n: case("pjit", 3, n), 3, 2).gathered_whole
     model = toys.MODELS["mlp"]()

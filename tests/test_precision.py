@@ -95,6 +95,7 @@ def overflowed(layout):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @every_layout
 def test_an_update_that_overflows_is_skipped_on_all_devices(layout):
     """The large gradient is in one device's slice of `w`, where that is split; none of the devices may update."""
@@ -124,6 +125,7 @@ def test_an_update_that_overflows_is_skipped_on_all_devices(layout):
                 np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_a_scale_never_falls_below_one():
     examples = toys.data(20)
     examples["inputs"][:, 0, 0, 0] = 6e4
@@ -143,6 +145,7 @@ def test_a_static_scale_stays_and_skips_too():
     assert_same_bits(contents(states[2]), contents(states[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", first(1, [LossScaling(2.0**10, dynamic=False, weight=20), LossScaling(2.0**10)]))
 def test_a_scale_that_is_a_power_of_two_changes_no_float32_number(scaling):
     """Nor does the weight that makes it one of the mean loss: a power of two is taken of that too."""
@@ -159,6 +162,7 @@ def float32_losses():
     return losses(run(12, toys.MODELS["blocks"](), toys.data(), optimizer="momentum")[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", first(1, ["pjit-3", "pmap-1", "pjit-0"]))
 def test_float16_learns_as_float32_does(layout):
     """To 5e-3 of the loss: float16 rounds by up to 2^-11 = 5e-4, and 12 updates add up what that does."""
@@ -211,6 +215,7 @@ def test_gradients_that_float16_loses_are_kept_by_the_scale(layout):
     assert toys.relative_error(moved(kept), moved(want))[0] < 1e-2
 
 
+@pytest.mark.slow
 @every_layout
 def test_the_average_is_the_formula_and_what_is_evaluated(layout):
     """ema = decay x ema + (1 - decay) x params after each update, from the initial parameters."""
@@ -315,6 +320,7 @@ def test_frozen_gradients_are_not_on_the_wire(layout):
     assert trained + whole <= rows["all-reduce"].bytes <= trained + whole + 64  # the loss, the weight, the norm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", first(1, ["pmap-1", "pjit-0", "pjit-3"]))
 def test_learning_rates_by_path_scale_the_updates(layout):
     factors = {"^embed/": 0.5, "down/kernel": 3.0, "embed": 100.0}  # the first expression found decides

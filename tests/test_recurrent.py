@@ -73,6 +73,7 @@ def test_streams_are_those_of_plain_loops_from_batch_to_batch(name):
     np.testing.assert_allclose(np.concatenate(got, 1), want, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_gradients_stop_where_a_batch_begins():
     """The gradient of what follows is that of the carry as a constant, by differences."""
     made, batch = model("lstm"), tokens()
@@ -89,6 +90,7 @@ def test_gradients_stop_where_a_batch_begins():
         np.testing.assert_allclose(slope, (at(1e-5) - at(-1e-5)) / 2e-5, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_module_by_itself_goes_on_too():
     """Made outside of a trainer, its carry is for no example yet, and becomes that of the first call's."""
     module, text = LSTM(**{**SMALL, "layers": 1}, rngs=nnx.Rngs(0)), tokens()["inputs"]
@@ -97,6 +99,7 @@ def test_a_module_by_itself_goes_on_too():
     assert np.abs(second - first).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_dtypes_are_those_of_the_parameters_and_the_cell_s_is_wide():
     made, batch = model("lstm"), tokens()
     params, state = jax.jit(made.init)(KEY, batch)

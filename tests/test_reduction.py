@@ -47,6 +47,7 @@ def test_a_reduction_is_the_sum_over_devices(name, bucket_mb):
     np.testing.assert_allclose(got["a"], want["a"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_400_tensors_are_one_operand():
     tree = [jnp.ones((4, 1000)) for _ in range(400)]
     f, tree = reduced("bucket", tree)

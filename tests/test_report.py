@@ -231,6 +231,7 @@ def test_events_outlive_a_torn_line_and_are_appended(tmp_path):
     assert abs(found[1]["t"] - time.time()) < 5
 
 
+@pytest.mark.slow
 def test_the_last_line_of_a_run_names_its_report(tmp_path):
     """Of one that ends, and of one that has ended already."""
     run = [sys.executable, "-m", "jaxdp", "train", "--config", "configs/digits.yaml", "--steps", "2"]
@@ -267,6 +268,7 @@ def test_a_report_needs_no_utf8_locale(tmp_path):
     assert "<title>日本 ·" in (run / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 @needs_browser
 def test_the_page_has_the_points_in_a_browser(tmp_path):
     """One run and two, in light and dark, on a phone: drawn without an error, and with nothing to scroll sideways."""
@@ -343,6 +345,7 @@ NAMES = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @needs_browser
 def test_any_name_is_text(tmp_path):
     """Of a run, a metric, a key and a value of the config, a reason: shown as it is, and never run."""

@@ -117,6 +117,7 @@ def check(loop, reference, preempted, begun):
     return out
 
 
+@pytest.mark.slow
 def test_the_line_starts_a_preempted_run_again(folder, reference):
     loop = Loop(ONE_LINE, folder, "line")
     loop.signal_at(15, signal.SIGTERM)

@@ -118,6 +118,7 @@ def trained(model, devices, layout=None, accumulate="vmap"):
     return out[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", only(["outside"], MODELS))
 def test_blocks_are_right_in_every_layout(model):
     with jax.enable_x64(True):

@@ -27,6 +27,7 @@ def script(folder, code, code_expected=0, seed="0"):
     return done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_it_trains_and_gives_back_what_the_run_saved(tmp_path):
     """Two devices, ZeRO 3; a second call with the same arguments finds the run at its end."""
     code = """
@@ -74,6 +75,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_is_returned_or_resumed_only_for_the_objects_that_trained_it(tmp_path):
     first = """
 one = jaxdp.fit(**base)
@@ -155,6 +157,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 def test_bad_input_is_an_error_in_one_line(tmp_path):
     code = f"""
 for arguments in {list(BAD)}:
@@ -170,6 +173,7 @@ for arguments in {list(BAD)}:
         assert words in line
 
 
+@pytest.mark.slow
 def test_an_interrupt_saves_and_then_interrupts_and_the_next_call_goes_on(tmp_path):
     code = """
 import os, pathlib, signal, threading, time

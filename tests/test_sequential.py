@@ -53,6 +53,7 @@ def unrolled(examples, batch_size, steps):
     return [examples["inputs"][part[:t]].sum(0) for part in parts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [("pmap", 1, "vmap"), ("pmap", 4, "loop"), ("pjit", 3, "vmap")])
 def test_what_is_carried_begins_anew_with_an_epoch(way):
     """53 examples in 20 rows, three updates an epoch, in the last of which seven rows have ended."""
@@ -94,6 +95,7 @@ def evaluated(model, examples, sequential, **way):
     return totals[0] / totals[1]
 
 
+@pytest.mark.slow
 def test_an_evaluation_goes_on_from_batch_to_batch():
     """By hand: the output of each row is that of the sum of what it has seen."""
     model, examples = summing(), toys.data(53)
@@ -113,6 +115,7 @@ def test_an_evaluation_goes_on_from_batch_to_batch():
     assert evaluated(model, examples, False, devices=2) == pytest.approx(want, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_training_in_order_is_the_same_on_any_devices_and_backend():
     ways = [("pmap", 1, "xla"), ("pmap", 8, "bucket"), ("pjit", 4, "exact")]
     with jax.enable_x64(True):
@@ -130,6 +133,7 @@ def test_training_in_order_is_the_same_on_any_devices_and_backend():
 WAYS = [("pjit", 3, "xla"), ("pmap", 1, "xla"), ("pmap", 4, "bucket"), ("pmap", 2, "exact"), ("pjit", 4, "exact")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", first(1, WAYS), ids=str)
 @pytest.mark.parametrize("own", [False, True])
 def test_a_skipped_update_begins_anew_all_the_same(way, own):

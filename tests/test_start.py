@@ -124,6 +124,7 @@ def compute():
     return float(jax.jit(lambda x: jnp.sin(x) * 3.25)(1.0))
 
 
+@pytest.mark.slow
 def test_what_is_compiled_is_kept_and_what_is_damaged_is_compiled_again(tmp_path, no_cache):
     assert compilation_cache.use(str(tmp_path)) is None
     value = compute()
@@ -209,6 +210,7 @@ def test_a_cache_that_another_process_holds_is_used(tmp_path, no_cache):
     assert jax.config.values["jax_compilation_cache_dir"] == str(folder)
 
 
+@pytest.mark.slow
 def test_help_and_errors_need_no_jax_and_training_no_orbax():
     code = """
 import sys

@@ -37,6 +37,7 @@ class Norm(nnx.Module):
         return self.head(self.norm(x, mask=mask.reshape(-1, 1, 1, 1)).mean((1, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", first(1, [("pjit", 3), ("pmap", 1), ("pmap", 8)]), ids=str)
 def test_running_statistics_are_those_of_the_real_rows(where):
     """13 rows in 8 microbatches of 2 places: some full, some with one row; then 5 rows: three with none."""
@@ -57,6 +58,7 @@ def test_running_statistics_are_those_of_the_real_rows(where):
         np.testing.assert_allclose(mean, 0.5 * x.mean((0, 1, 2)), rtol=1e-12)  # the mean of all real rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", first(1, [("pjit", 4), ("pmap", 2)]), ids=str)
 def test_without_padding_the_masks_are_left_out(where):
     """The same numbers; the masks are not looked at any more, in training alone."""
@@ -77,6 +79,7 @@ def test_without_padding_the_masks_are_left_out(where):
     assert float(program.update(state, half)[1]["weight"]) == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", first(1, ["dropout", "resnet"]))
 @pytest.mark.parametrize("accumulate", ["vmap", "loop"])
 def test_a_microbatch_of_padding_changes_nothing(model, accumulate):
@@ -110,6 +113,7 @@ def counting(step_of=lambda batch: 1) -> Model:
     return Model(init, apply)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", first(1, ["pjit", "pmap"]))
 @pytest.mark.parametrize("devices", first(1, [3, 1, 8]))
 @pytest.mark.parametrize("accumulate", ["vmap", "loop"])
@@ -130,6 +134,7 @@ def test_carry_stays_with_its_places_and_integers_count_once(backend, devices, a
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, again), state)
 
 
+@pytest.mark.slow
 def test_integers_that_disagree_are_counted():
     model = counting(lambda batch: (batch["labels"][0] > 0).astype(jnp.int32))
     *_, metrics, _, _ = toys.train(model, toys.data(53), steps=2, devices=2)
@@ -157,6 +162,7 @@ class LinenRecurrent(linen.Module):
         return linen.Dense(toys.CLASSES)(seen.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", first(1, [as_model(Recurrent), as_model(LinenRecurrent())]), ids=["nnx", "linen"])
 def test_modules_carry_state_by_place(model):
     examples = toys.data(60)
@@ -197,6 +203,7 @@ def test_a_linen_module_trains_the_same_on_one_and_eight_devices():
     assert toys.relative_error(first.model_state, one.model_state)[0] > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [as_model(LinenNet()), toys.MODELS["resnet"]()], ids=["linen", "nnx"])
 def test_evaluation_changes_no_state_and_draws_no_dropout(model):
     examples = toys.data(16)
@@ -210,6 +217,7 @@ def test_evaluation_changes_no_state_and_draws_no_dropout(model):
     assert toys.relative_error(trained[0], trained[1])[0] == 0
 
 
+@pytest.mark.slow
 def test_clipping_is_of_the_global_norm_of_the_mean_gradient():
     examples, model = toys.data(16), toys.MODELS["mlp"]()
     state = init_state(model, optax.sgd(1.0), Policy(), 0, 8, examples)
@@ -226,6 +234,7 @@ def test_clipping_is_of_the_global_norm_of_the_mean_gradient():
     np.testing.assert_allclose(updates[1e3], updates[None], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradients_that_are_not_finite_are_counted():
     examples = toys.data(16)
     examples["inputs"][3] = np.nan
@@ -259,6 +268,7 @@ def test_resnet9_gives_logits_for_any_image_size(variant):
         assert outputs.shape == (2, 7)
 
 
+@pytest.mark.slow
 def test_synchronized_batchnorm_sees_all_devices():
     """With one microbatch a device, the synchronized statistics are those of the whole batch."""
     examples = toys.data(16, dtype="float64")

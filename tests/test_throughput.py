@@ -46,6 +46,7 @@ def rehearsed(**more):
     return flops, jax.eval_shape(make_state).params
 
 
+@pytest.mark.slow
 def test_the_flops_of_a_gpt_are_those_of_the_formula():
     flops, params = rehearsed()
     used = sum(x.size for x in jax.tree.leaves(params)) - params["positions"].size

@@ -203,6 +203,7 @@ def one(blocks):
     return begun(blocks[0], toys.MODELS["blocks"](), **WANTED, train=False)[0]
 
 
+@pytest.mark.slow
 def test_all_but_the_head_is_loaded(blocks, one):
     """The head is as a run without a source initializes it."""
     _, source, _ = blocks
@@ -215,6 +216,7 @@ def test_all_but_the_head_is_loaded(blocks, one):
     assert not np.array_equal(one.params["head"]["kernel"], source.params["head"]["kernel"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", only(["pjit 8, stage 3 in groups"], LAYOUTS))
 def test_every_strategy_begins_with_the_same_bits(blocks, one, name):
     """From a checkpoint and from a file."""
@@ -224,6 +226,7 @@ def test_every_strategy_begins_with_the_same_bits(blocks, one, name):
     same_bits(one, begun(file, model, **WANTED, **LAYOUTS[name], train=False)[0])
 
 
+@pytest.mark.slow
 def test_a_device_reads_only_what_it_holds(blocks, monkeypatch):
     """Of the file, in stage 3 on 8 devices: each element once; and from a checkpoint nothing is whole anywhere."""
     read = []
@@ -237,6 +240,7 @@ def test_a_device_reads_only_what_it_holds(blocks, monkeypatch):
     assert all(sizes[name] < 8 for name in whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_export_and_back_keeps_every_bit(tmp_path, dtype):
     with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
@@ -262,6 +266,7 @@ def begin(strategy, file):
     return begin_with(strategy, {name: name for name in weights.arrays}, weights.read, TX, lambda tree: tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["checkpoint", "file"])
 def test_what_is_loaded_is_cast_to_our_dtype(tmp_path, kind):
     """float64 to float32 and bfloat16, as NumPy rounds, in a process without x64."""
@@ -277,6 +282,7 @@ def test_what_is_loaded_is_cast_to_our_dtype(tmp_path, kind):
         same_bits(got.ema, jax.tree.map(lambda x, e: x.astype(e.dtype), cast, got.ema))
 
 
+@pytest.mark.slow
 def test_a_new_head(small):
     directory, source, file = small
     with pytest.raises(
@@ -298,6 +304,7 @@ def test_a_new_head(small):
     ]
 
 
+@pytest.mark.slow
 def test_names_of_another_are_renamed(small, tmp_path):
     """As another library would write them: joined by dots, with names of its own, in float16."""
     params = {name: np.asarray(x) for name, x in named(small[1].params, {}).items()}
@@ -311,6 +318,7 @@ def test_names_of_another_are_renamed(small, tmp_path):
     same_bits(nested.params, small[1].params)
 
 
+@pytest.mark.slow
 def test_the_average_is_taken_and_exported(small, tmp_path):
     directory, source, _ = small
     assert not np.array_equal(source.ema["head"]["kernel"], source.params["head"]["kernel"])
@@ -351,6 +359,7 @@ def test_optimizer_state_is_that_of_the_loaded_parameters(small):
     assert jax.tree.leaves(state.opt_state[0][1]["layers"]) == []
 
 
+@pytest.mark.slow
 def test_carried_state_begins_anew(tmp_path):
     saved(tmp_path, toys.lstm_model())
     for layout in ({"backend": "pmap", "devices": 3}, {"backend": "pjit", "devices": 8}):
@@ -496,6 +505,7 @@ def trained(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_command_finetunes_exports_and_goes_on_without_its_source(trained, tmp_path):
     """With a learning rate of zero, a run ends with what it began with."""
     shutil.copytree(trained / "a", tmp_path / "a")

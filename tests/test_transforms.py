@@ -30,6 +30,7 @@ def test_each_example_has_a_key_of_its_own_and_evaluation_none():
     )
 
 
+@pytest.mark.slow
 def test_mixup_mixes_real_examples_with_real_ones():
     batch = {"inputs": jnp.eye(5), "labels": jnp.arange(5), "mask": jnp.asarray([1.0, 1, 1, 0, 0])}
     found = Mixup(classes=5)(batch, KEY, True)
@@ -43,6 +44,7 @@ def test_mixup_mixes_real_examples_with_real_ones():
         Mixup(classes=5)({**batch, "inputs": jnp.zeros((5, 2), jnp.uint8)}, KEY, True)
 
 
+@pytest.mark.slow
 def test_they_train_the_same_on_any_devices():
     transform = both(as_transform(noisy), Mixup(classes=toys.CLASSES))
     with jax.enable_x64(True):

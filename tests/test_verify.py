@@ -199,6 +199,7 @@ def test_exact_prints_a_digest_of_every_way_to_train_and_a_verdict(tmp_path):
     assert said.startswith("jaxdp: precision.reduce: bfloat16 with reduction: exact") and said.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", only(["unmasked BatchNorm", "LAMB on slices"], FAULTS))
 def test_a_fault_is_caught_and_its_cause_named(judged, fault):
     argv, cause = FAULTS[fault]
@@ -242,6 +243,7 @@ def test_what_depends_on_the_host_is_found_and_its_cause_named(tmp_path, case):
         assert re.search(r"verify_cases.py:\d+", report.causes[0]), report.causes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", cases(verify_cases.GOOD))
 def test_what_does_not_depend_on_the_host_is_not_accused(tmp_path, case):
     report = verified(tmp_path, verify_cases.GOOD[case], updates=2)
@@ -304,6 +306,7 @@ def on_ranks(verb, tmp_path, *argv):
     return launch.mpirun(2, argv, env={"PYTHONPATH": path}, timeout=300)
 
 
+@pytest.mark.slow
 def test_what_is_right_passes_and_what_is_worth_knowing_is_said(judged):
     report = judged("--optimizer.target", "lamb", updates=1)
     assert report.verified and {c.name: c.verdict for c in report.checks}["optimizer"] == "note"
@@ -348,6 +351,7 @@ def test_a_gradient_of_rounding_noise_is_set_apart_and_named(judged):
     assert report.reference.judged == (6, 6) and NOISE not in report.reference.unjudged
 
 
+@pytest.mark.slow
 def test_what_only_fails_in_some_strategies_is_told_by_what_they_have_in_common(judged, monkeypatch):
     good = xla()
     lossy = good._replace(reduce=lambda tree, axes: jax.tree.map(lambda x: 0.5 * x, good.reduce(tree, axes)))
@@ -383,6 +387,7 @@ def problem(model, dataset=None, **more):
     return Problem(model, SoftmaxCrossEntropy(), dataset=dataset or Arrays(**toys.data()), **{**base, **more})
 
 
+@pytest.mark.slow
 def test_every_kind_of_state_is_compared():
     more = {"batch_size": 16, "clip_norm": 0.5, "ema_decay": 0.9, "frozen": ("head/bias",)}
     report = verify(problem(recurrent(), **more), jax.devices()[:4], most=2)
@@ -394,6 +399,7 @@ def test_every_kind_of_state_is_compared():
         assert groups == {"params", "model_state", "opt_state", "ema", "carry", "curve"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp", "resnet", "dropout"])
 def test_the_oracle_agrees_with_one_that_shares_nothing_with_it(model):
     forward = {"mlp": plain_oracle.mlp, "resnet": plain_oracle.resnet, "dropout": plain_oracle.dropout_mlp}[model]
@@ -497,6 +503,7 @@ def test_what_is_too_large_or_too_small_is_refused_with_what_to_set(monkeypatch)
         verify(wrong, jax.devices()[:4])
 
 
+@pytest.mark.slow
 def test_language_models_are_verified_small():
     for file in sorted((ROOT / "configs").glob("*.yaml")):
         if "PythonSource" not in file.read_text():

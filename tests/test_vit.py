@@ -61,6 +61,7 @@ def test_a_tiny_one_has_its_published_size():
     assert sum(x.size for x in jax.tree.leaves(params)) == 5_717_416 - 2 * 192 - 12 * 192
 
 
+@pytest.mark.slow
 def test_it_learns():
     made = as_model(lambda rngs: ViT(toys.SHAPE, toys.CLASSES, 2, 2, 2, 8, rngs=rngs))
     _, _, metrics, *_ = toys.train(made, toys.data(24), batch_size=24, steps=20)

@@ -92,6 +92,7 @@ def test_updates_that_are_not_finite_stop_the_run_and_their_examples_are_named(t
     assert int(restored.guard.in_a_row) == 8 and all(np.isfinite(x).all() for x in jax.tree.leaves(restored.params))
 
 
+@pytest.mark.slow
 def test_a_spike_rolls_back_and_its_data_is_left_out(tmp_path):
     spike = Spike(factor=3.0, after=2, action="rollback")
     run = guarded_run(tmp_path, [8], spike=spike)
@@ -120,6 +121,7 @@ def test_too_many_spikes_end_the_run(tmp_path):
     run.watch.stop()
 
 
+@pytest.mark.slow
 def test_preempted_after_an_evaluation_it_is_not_made_again(tmp_path):
     held_out = toys.data(33, seed=5)
     run = make_run(tmp_path, toys.MODELS["mlp"](), held_out=held_out, eval_every=2, steps=6)
@@ -140,6 +142,7 @@ def test_preempted_after_an_evaluation_it_is_not_made_again(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_time_alone_makes_it_save(tmp_path):
     run = make_run(tmp_path, toys.MODELS["mlp"](), steps=60)
     watch = Guarded(run.checkpoints.context, tmp_path, None, minutes=0.3 / 60)

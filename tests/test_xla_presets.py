@@ -16,6 +16,7 @@ def two_gpus(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
+@pytest.mark.slow
 def test_a_flag_that_xla_does_not_know_is_found_and_the_others_are_kept():
     assert xla_presets.probe({**xla_presets.OVERLAP, "--xla_no_such_flag": "true"}) == {"--xla_no_such_flag"}
 

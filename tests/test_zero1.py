@@ -93,6 +93,7 @@ def by_shard_map(tx, inner, params, grads):
     return params, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TX)
 def test_pmap_equals_pmean_and_the_whole_optimizer(name):
     with jax.enable_x64(True):
@@ -103,6 +104,7 @@ def test_pmap_equals_pmean_and_the_whole_optimizer(name):
         jax.tree.map(lambda x: np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape)), got)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mean", [True, False])
 def test_shard_map_equals_it_too(mean):
     with jax.enable_x64(True):
@@ -117,6 +119,7 @@ def test_shard_map_equals_it_too(mean):
         assert mu.sharding.spec == P(None, AXIS) and mu.shape == (16, 24)
 
 
+@pytest.mark.slow
 def test_bfloat16_parameters_keep_their_type():
     params, grads = trees(jnp.bfloat16)
     got, _, _ = by_pmap(zero1(optax.sgd(0.1, 0.9), AXIS, blocks=BLOCKS), params, grads)
@@ -125,6 +128,7 @@ def test_bfloat16_parameters_keep_their_type():
     assert toys.relative_error(jax.tree.map(lambda x: x[0], got), want)[0] < 2e-2
 
 
+@pytest.mark.slow
 def test_each_device_holds_an_eighth_of_the_state():
     params, (_, state, _) = adamw_by_pmap()
     dims = split_dims(params, N, BLOCKS)
@@ -153,6 +157,7 @@ def test_the_wire_carries_a_reduce_scatter_and_an_all_gather():
     assert not re.search(r" (all-to-all|collective-permute)(-start)?\(", text)
 
 
+@pytest.mark.slow
 def test_over_gloo_it_is_an_all_reduce_and_the_same_numbers(monkeypatch):
     _, (want, _, _) = adamw_by_pmap()
     params, grads = trees(np.float32)
@@ -199,6 +204,7 @@ def test_outside_of_the_axis_it_says_where_to_call_it():
         tx.init({"kernel": jnp.ones((8, 8))})
 
 
+@pytest.mark.slow
 def test_the_example_learns_with_an_eighth_of_the_state():
     (job,) = processes(["examples/zero1.py"], [{}], devices=N)
     assert job.returncode == 0, job.output

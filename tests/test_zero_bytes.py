@@ -307,6 +307,7 @@ def test_the_accumulator_is_split_or_whole(zero, accumulator):
     assert gradient_bytes(strategy, *rest) == pytest.approx(want, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", only([("pjit", 2, "8/4")], PLACED), ids=str)
 def test_arrays_take_what_the_zero_paper_says(where):
     """Allocated, before and after an update, on each of the devices."""
@@ -343,6 +344,7 @@ def beside_gradients(**settings):
     return in_blocks(program.memory.temp_size_in_bytes - 2 * program.params / DEVICES, program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", first(1, ["loop", "vmap"]))
 @pytest.mark.parametrize("remat", first(1, ["full", "dots_no_batch"]))
 def test_stage_3_has_at_most_two_blocks_whole(accumulate, remat):
@@ -374,6 +376,7 @@ def test_stage_2_frees_a_blocks_gradients_as_it_goes():
     assert temporaries(zero=2, accumulate="loop", accumulator="whole") > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", first(1, ["8/4", "8"]))
 def test_a_split_state_is_born_in_its_place(place):
     """Nothing of it is whole on any device while it is made: results and temporaries are slices."""

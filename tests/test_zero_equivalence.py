@@ -127,6 +127,7 @@ def check_optimizer(optimizer, **row):
     np.testing.assert_allclose(metrics, want_metrics, rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", first(1, cover(fits, **OPTIMIZED | {"zero": (1, 2, 3)})), ids=name)
 def test_every_optimizer_agrees_with_one_device(row):
     check_optimizer(**row)
@@ -180,6 +181,7 @@ def test_bfloat16_agrees_with_bfloat16_on_one_device(stage):
         assert error <= tolerance, f"{accumulate} {where}: {error:.2e} > {tolerance:.1e}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", only([("pjit", "8", 2, "split")], STAGES), ids=str)
 def test_gradients_reduced_in_bfloat16_are_those_of_float32_to_its_rounding(stage):
     """bfloat16 rounds by up to 2^-9: each device's share, their sum, and what the sum over devices cancels."""
