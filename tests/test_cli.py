@@ -403,6 +403,7 @@ def test_two_hosts_change_nothing(single, tmp_path):
     assert_same_curve(tmp_path / "run", single)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     "fault", ["OSError('the disk is gone')", pytest.param("SystemExit(0)", marks=pytest.mark.slow)]
