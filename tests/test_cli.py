@@ -106,7 +106,7 @@ def test_devices_and_backend_change_nothing(single, tmp_path, where):
     backend, devices = where
     jaxdp(
         "--config", write(tmp_path, SMALL), "--run_dir", tmp_path / "run", "--parallel.backend", backend,
-        "--parallel.accumulate", "loop", devices=devices,
+        "--parallel.accumulate", "scan", devices=devices,
     )  # fmt: skip
     assert_same_curve(tmp_path / "run", single)
 

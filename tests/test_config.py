@@ -96,6 +96,9 @@ def test_arguments_on_the_command_line_override_the_file():
         (["--eval.ema", "perhaps"], ["eval.ema: 'perhaps' is not true or false"]),
         (["--optimizer.frozen", "['[']"], ["optimizer.frozen: '[' is not a regular expression"]),
         (["--optimizer.lr_scale", "{head: -1}"], ["optimizer.lr_scale: 'head' has -1.0; give a factor"]),
+        (["--parallel.accumulator", "whole"], ["parallel.accumulator is now called parallel.gradient_buffer"]),
+        (["--parallel.gradient_buffer", "whole"], ["'whole' is not one of sharded, replicated", "is now replicated"]),
+        (["--parallel.accumulate", "loop"], ["'loop' is not one of auto, vmap, scan (loop is now scan)"]),
         (
             ["--parallel.reduction", "exact", "--parallel.accumulate", "vmap"],
             ["parallel.accumulate: vmap with reduction: exact", "leave it auto"],

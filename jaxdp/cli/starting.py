@@ -159,7 +159,7 @@ def layout_of(run: Run, config: Config) -> dict[str, Any]:
     places = (config.microbatches, order.examples_per_microbatch)
     batch = {name: jax.ShapeDtypeStruct((*places, *x.shape[1:]), x.dtype) for name, x in first.items()}
     batch.setdefault("mask", jax.ShapeDtypeStruct(places, np.dtype(bool)))
-    split = config.parallel.zero > 1 and config.parallel.accumulator == "split"
+    split = config.parallel.zero > 1 and config.parallel.gradient_buffer == "sharded"
     sizes = memory.bytes_by_tree(strategy, run.step, batch, split)
     devices, slots = strategy.table.shape
     return {

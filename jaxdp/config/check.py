@@ -44,6 +44,11 @@ ABOVE_ZERO = (
 )
 BELOW_ONE = {"optimizer.ema": 0.999, "spike.decay": 0.98}  # with a value that makes sense
 ONCE = {"data.order": "shuffled"}  # what runs did before there was such a key, where its default is another
+RENAMED = {"parallel.accumulator": "parallel.gradient_buffer"}  # former keys
+FORMER_VALUES = {
+    "parallel.accumulate": "loop is now scan",
+    "parallel.gradient_buffer": "split is now sharded, whole is now replicated",
+}
 WHERE = ("data.args.root", "data.args.path")  # where data lies does not change the numbers: its fingerprint is compared
 
 
@@ -82,7 +87,7 @@ def changed_numbers(before: dict[str, Any], after: Config) -> list[str]:
     """
     old, new = flatten(filled(before, dataclasses.asdict(Config()))), flatten(after)
     old |= {key: value for key, value in ONCE.items() if key not in flatten(before)}
-    free = set(WHERE)
+    free = {*WHERE, *RENAMED}
     if after.optimizer.schedule == "constant" or after.optimizer.schedule_steps is not None:
         free |= {"steps", "epochs"}
     keys = [k for k in {**old, **new} if k not in free and decides(k) == "numbers" and old.get(k) != new.get(k)]
@@ -138,6 +143,9 @@ def check_key(key: str, where: str) -> None:
         get_origin(hint) is dict and key.startswith(f"{k}.") and key[-1] != "." for k, hint in known.items()
     ):
         return
+    if key in RENAMED:
+        now = RENAMED[key]
+        raise UsageError(f"{where}: {key} is now called {now}, and is {expected(now)}")
     leaf = {k.rsplit(".", 1)[-1]: k for k in reversed(known)}
     section, _, name = key.rpartition(".")
     if (meant := ELSEWHERE.get(name)) and (not section or meant.startswith(f"{section}.")):
@@ -160,7 +168,8 @@ def expected(key: str) -> str:
     words = []
     for kind in kinds:
         if get_origin(kind) is Literal:
-            words.append(f"one of {', '.join(get_args(kind))}")
+            former = f" ({FORMER_VALUES[key]})" if key in FORMER_VALUES else ""
+            words.append(f"one of {', '.join(get_args(kind))}{former}")
         elif kind is not type(None):
             words.append("a mapping" if inner(kind) else WORDS[get_origin(kind) or kind])
     return " or ".join([*words, "null"] if type(None) in kinds else words)
