@@ -15,8 +15,8 @@ import pytest
 
 from covering import first
 from jaxdp import cli
-from jaxdp.config.check import inner, known_keys
 from jaxdp.config.describe import groups
+from jaxdp.config.keys import inner, known_keys
 from launch import in_process, mpirun, processes
 from two_hosts import TwoHosts
 
