@@ -16,7 +16,7 @@ import sys
 import time
 from typing import Any
 
-WAYS = {"bucket": "vmap", "bucket, loop": "loop", "exact": "auto", "exact16": "auto", "exact8": "auto"}
+WAYS = {"bucket": "vmap", "bucket, loop": "scan", "exact": "auto", "exact16": "auto", "exact8": "auto"}
 REPEATS, UPDATES = 9, 4
 
 

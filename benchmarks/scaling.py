@@ -21,7 +21,7 @@ CURVES: dict[str, list[tuple[int, dict[str, str], int]]] = {
     "parameters": [(dim, {"--model.args.dim": str(dim)}, 1) for dim in (64, 128, 256, 384)],
     "batch": [(n, {"--batch_size": str(n)}, 1) for n in (4, 8, 16, 32)],
     "microbatches, vmap": [(n, {"--microbatches": str(n)}, 1) for n in (1, 2, 4, 8)],
-    "microbatches, loop": [(n, {"--microbatches": str(n), "--parallel.accumulate": "loop"}, 1) for n in (1, 2, 4, 8)],
+    "microbatches, loop": [(n, {"--microbatches": str(n), "--parallel.accumulate": "scan"}, 1) for n in (1, 2, 4, 8)],
     "devices": [(n, {"--microbatches": "8"}, n) for n in (1, 2, 4, 8)],
 }
 SAME = ("microbatches, vmap", "microbatches, loop", "devices")  # curves along which the losses stay

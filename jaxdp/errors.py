@@ -53,7 +53,7 @@ def explained(error: BaseException) -> Said | None:
         size = BYTES.search(text)
         cause = f"{int(size[1]):,} bytes could not be allocated" if size else text[:200].rstrip(". ")
         return RunFailed(
-            f"out of memory: {cause}; more microbatches with parallel.accumulate: loop take less for activations, and "
+            f"out of memory: {cause}; more microbatches with parallel.accumulate: scan take less for activations, and "
             "so does parallel.remat: full; parallel.zero splits the state over devices; `jaxdp plan` says what each "
             "needs"
         )

@@ -19,12 +19,13 @@ from typing import IO, Any
 
 import yaml
 
+from jaxdp import __version__
 from jaxdp.distributed import mpi
 from jaxdp.distributed.messages import parse
 from jaxdp.errors import RunFailed
 
 WAIT = 50.0  # seconds for a process that is ending to let go of the run directory; other ranks wait for 60
-PACKAGES = ("jaxdp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4py")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4py")
 
 # What a run writes, as patterns; env.json, by which the directory is known to be a run's, is last.
 WRITTEN = (
@@ -226,7 +227,7 @@ def write_layout(directory: pathlib.Path, facts: dict[str, Any]) -> None:
 
 def versions() -> dict[str, str | None]:
     """Of Python and the packages that decide what is computed."""
-    return {"python": platform.python_version(), **{p: _version(p) for p in PACKAGES}}
+    return {"python": platform.python_version(), "jaxdp": __version__, **{p: _version(p) for p in PACKAGES}}
 
 
 def _version(package: str) -> str | None:

@@ -15,8 +15,8 @@ import pytest
 
 from covering import first
 from jaxdp import cli
-from jaxdp.config.check import inner, known_keys
 from jaxdp.config.describe import groups
+from jaxdp.config.keys import inner, known_keys
 from launch import in_process, mpirun, processes
 from two_hosts import TwoHosts
 
@@ -106,7 +106,7 @@ def test_devices_and_backend_change_nothing(single, tmp_path, where):
     backend, devices = where
     jaxdp(
         "--config", write(tmp_path, SMALL), "--run_dir", tmp_path / "run", "--parallel.backend", backend,
-        "--parallel.accumulate", "loop", devices=devices,
+        "--parallel.accumulate", "scan", devices=devices,
     )  # fmt: skip
     assert_same_curve(tmp_path / "run", single)
 
@@ -403,6 +403,7 @@ def test_two_hosts_change_nothing(single, tmp_path):
     assert_same_curve(tmp_path / "run", single)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     "fault", ["OSError('the disk is gone')", pytest.param("SystemExit(0)", marks=pytest.mark.slow)]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxdp import config as schema
 from jaxdp.cli import load
-from jaxdp.config import check
+from jaxdp.config import check, keys
 from jaxdp.errors import UsageError
 
 CONFIGS = sorted((pathlib.Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -96,6 +96,9 @@ def test_arguments_on_the_command_line_override_the_file():
         (["--eval.ema", "perhaps"], ["eval.ema: 'perhaps' is not true or false"]),
         (["--optimizer.frozen", "['[']"], ["optimizer.frozen: '[' is not a regular expression"]),
         (["--optimizer.lr_scale", "{head: -1}"], ["optimizer.lr_scale: 'head' has -1.0; give a factor"]),
+        (["--parallel.accumulator", "whole"], ["parallel.accumulator is now called parallel.gradient_buffer"]),
+        (["--parallel.gradient_buffer", "whole"], ["'whole' is not one of sharded, replicated", "is now replicated"]),
+        (["--parallel.accumulate", "loop"], ["'loop' is not one of auto, vmap, scan (loop is now scan)"]),
         (
             ["--parallel.reduction", "exact", "--parallel.accumulate", "vmap"],
             ["parallel.accumulate: vmap with reduction: exact", "leave it auto"],
@@ -180,7 +183,7 @@ def test_every_field_says_what_it_decides():
         "nonfinite.max_consecutive": "speed", "spike.factor": "numbers", "spike.max_rollbacks": "numbers",
     }.items():  # fmt: skip
         assert check.decides(key) == value, key
-    assert {check.decides(k) for k in check.known_keys()} == {"numbers", "speed"}
+    assert {check.decides(k) for k in keys.known_keys()} == {"numbers", "speed"}
 
 
 def test_a_change_of_speed_is_no_change_of_numbers():
@@ -194,10 +197,10 @@ def test_a_change_of_speed_is_no_change_of_numbers():
 
 @given(st.text(min_size=1, max_size=20))
 def test_any_unknown_key_is_refused(key):
-    free = [f"{known}." for known, hint in check.known_keys().items() if typing.get_origin(hint) is dict]
-    if key not in check.known_keys() and not key.startswith(tuple(free)):
+    free = [f"{known}." for known, hint in keys.known_keys().items() if typing.get_origin(hint) is dict]
+    if key not in keys.known_keys() and not key.startswith(tuple(free)):
         with pytest.raises(UsageError, match="unknown key"):
-            check.check_key(key, "test")
+            keys.check_key(key, "test")
 
 
 def test_the_readme_shows_the_config_that_is_shipped():

@@ -19,7 +19,7 @@ RNG = np.random.default_rng(0)
 
 @pytest.fixture
 def save():
-    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed (pip install 'jaxdp[images]')")
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed (pip install 'jaxdp-trainer[images]')")
 
     def write(path, pixels, **how):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def test_what_is_no_image_is_named_with_its_path(tmp_path, save):
 
 @pytest.fixture
 def datasets():
-    return pytest.importorskip("datasets", reason="datasets is not installed (pip install 'jaxdp[datasets]')")
+    return pytest.importorskip("datasets", reason="datasets is not installed (pip install 'jaxdp-trainer[datasets]')")
 
 
 def test_columns_of_a_saved_data_set_by_split(tmp_path, datasets):

@@ -17,8 +17,8 @@ import yaml
 from commands import SHELL, Command, commands, shortened, trains_in
 from commands import blocks as all_blocks
 from jaxdp import cli
-from jaxdp.config.check import known_keys
 from jaxdp.config.describe import groups
+from jaxdp.config.keys import known_keys
 from jaxdp.distributed import launchers
 from launch import environment, find
 

@@ -28,7 +28,7 @@ FACTORS = {
     "backend": ("pmap", "pjit"),
     "devices": (1, 2, 3, 4, 8),
     "microbatches": (8, 16),
-    "accumulate": ("vmap", "loop"),
+    "accumulate": ("vmap", "scan"),
     "model": ("mlp", "resnet", "dropout"),
     "optimizer": ("adamw", "momentum"),
     "reduction": ("xla", "bucket", "exact"),
@@ -83,7 +83,7 @@ def smallest(row):
 
 def one_by_one(row):
     """Exact mode computes each microbatch by itself, whatever `accumulate` says."""
-    return row["reduction"] != "exact" or row["accumulate"] == "loop"
+    return row["reduction"] != "exact" or row["accumulate"] == "scan"
 
 
 @pytest.mark.parametrize("row", first(3, sorted(cover(one_by_one, **FACTORS), key=smallest)), ids=name)

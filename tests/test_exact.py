@@ -36,27 +36,28 @@ from test_cli import curve, jaxdp, records, write
 
 SCRIPT = str(pathlib.Path(__file__).parent / "mpi" / "exact.py")
 MODELS = ("dropout", "resnet", "lstm", "blocks", "gpt")
-WAYS = ("pmap-0-{}-split", "pmap-1-{}-split", "pjit-0-{}-split", "pjit-1-{}-split", "pjit-2-{}-split")
-WAYS += ("pjit-2-{}-whole", "pjit-3-{}-split", "pjit-3-{}-whole")
+WAYS = ("pmap-0-{}-sharded", "pmap-1-{}-sharded", "pjit-0-{}-sharded", "pjit-1-{}-sharded", "pjit-2-{}-sharded")
+WAYS += ("pjit-2-{}-replicated", "pjit-3-{}-sharded", "pjit-3-{}-replicated")
 
 # --- the same bits --------------------------------------------------------------------------------------------------
 
 COVER = {
-    "dropout": ("pmap-0-1-split", "pmap-1-3-split", "pjit-3-5-split", "pjit-2-8/4-split"),
-    "gpt": ("pmap-0-1-split", "pjit-2-2-split", "pjit-1-6/3-split", "pjit-3-7-split"),
-    "resnet": ("pjit-0-1-split", "pjit-2-3-whole", "pmap-1-8-split", "pjit-3-6/2-split"),
-    "lstm": ("pmap-1-1-split", "pjit-0-5-split", "pjit-2-4-whole", "pjit-3-7-whole"),
-    "blocks": ("pjit-1-1-split", "pjit-3-3-split", "pmap-0-6-split", "pjit-2-8/2-split"),
+    "dropout": ("pmap-0-1-sharded", "pmap-1-3-sharded", "pjit-3-5-sharded", "pjit-2-8/4-sharded"),
+    "gpt": ("pmap-0-1-sharded", "pjit-2-2-sharded", "pjit-1-6/3-sharded", "pjit-3-7-sharded"),
+    "resnet": ("pjit-0-1-sharded", "pjit-2-3-replicated", "pmap-1-8-sharded", "pjit-3-6/2-sharded"),
+    "lstm": ("pmap-1-1-sharded", "pjit-0-5-sharded", "pjit-2-4-replicated", "pjit-3-7-replicated"),
+    "blocks": ("pjit-1-1-sharded", "pjit-3-3-sharded", "pmap-0-6-sharded", "pjit-2-8/2-sharded"),
 }
 NARROW = {  # fewer bytes, and microbatches in groups: other numbers, and the same on any number of devices
-    "dropout-exact16": ("pjit-0-1-split", "pmap-1-3-split", "pjit-2-8/4-whole"),
-    "blocks-exact8": ("pmap-0-1-split", "pjit-3-6-split", "pjit-2-5-whole"),
-    "resnet-exact/2": ("pjit-0-1-split", "pmap-1-3-split", "pjit-3-4/2-split"),
+    "dropout-exact16": ("pjit-0-1-sharded", "pmap-1-3-sharded", "pjit-2-8/4-replicated"),
+    "blocks-exact8": ("pmap-0-1-sharded", "pjit-3-6-sharded", "pjit-2-5-replicated"),
+    "resnet-exact/2": ("pjit-0-1-sharded", "pmap-1-3-sharded", "pjit-3-4/2-sharded"),
 }
 FAULTS = {  # each adds up in another order than one device; loops over 8 devices would not
-    how: [f"dropout-pjit-0-{n}-split-adamw-{how}" for n in (1, devices)] for how, devices in (("vmap", 8), ("loop", 3))
+    how: [f"dropout-pjit-0-{n}-sharded-adamw-{how}" for n in (1, devices)]
+    for how, devices in (("vmap", 8), ("scan", 3))
 }
-PROCESSES = ("dropout-pmap-1-4-split", "dropout-pjit-2-4/2-whole", "blocks-pjit-3-4-split")
+PROCESSES = ("dropout-pmap-1-4-sharded", "dropout-pjit-2-4/2-replicated", "blocks-pjit-3-4-sharded")
 
 
 def rows_of(model, ways, optimizer="adamw", how="exact"):
@@ -128,7 +129,7 @@ def test_every_model_is_the_same_on_any_number_of_devices_in_every_stage(trained
 @pytest.mark.xdist_group("trained")
 def test_the_exact_sum_is_that_of_floats_to_rounding_and_fewer_bytes_are_near_it(trained):
     losses = lambda row: np.array([float.fromhex(loss) for loss, _ in trained[row][1]])
-    usual = losses(FAULTS["loop"][0])
+    usual = losses(FAULTS["scan"][0])
     np.testing.assert_allclose(losses(rows_of("dropout", COVER["dropout"])[0]), usual, rtol=1e-5)
     np.testing.assert_allclose(losses(narrow_rows()[0]), usual, rtol=1e-2)
     blocks, eight = losses(rows_of("blocks", COVER["blocks"])[0]), losses(narrow_rows()[3])
@@ -169,8 +170,12 @@ def test_two_processes_of_two_devices_are_one_device(trained):
 @pytest.mark.parametrize(
     ("processes", "devices", "rows"),
     [
-        (3, 1, ("dropout-pmap-1-3-split-adamw-exact", "blocks-pjit-3-3-split-adamw-exact8")),  # shares of 3, 3 and 2
-        (4, 1, ("dropout-pjit-2-4-split-adamw-exact16", "lstm-pmap-0-4-split-adamw-exact")),
+        (
+            3,
+            1,
+            ("dropout-pmap-1-3-sharded-adamw-exact", "blocks-pjit-3-3-sharded-adamw-exact8"),
+        ),  # shares of 3, 3 and 2
+        (4, 1, ("dropout-pjit-2-4-sharded-adamw-exact16", "lstm-pmap-0-4-sharded-adamw-exact")),
     ],
 )
 def test_three_processes_with_uneven_shares_and_four_are_one_device(trained, processes, devices, rows):
@@ -189,7 +194,7 @@ def everywhere(*counts):
 @functools.cache
 def alone(model, optimizer="adamw"):
     """What one process of one device trains."""
-    return run(rows_of(model, ["pjit-0-1-split"], optimizer), devices=1)
+    return run(rows_of(model, ["pjit-0-1-sharded"], optimizer), devices=1)
 
 
 @pytest.mark.slow
@@ -211,26 +216,33 @@ def test_every_way_on_every_number_of_devices_is_one_device(model, ways):
 def test_stages_over_processes_are_one_device(processes, devices, model):
     n = processes * devices
     group = n if n == 3 else n // 2
-    few = [f"pmap-1-{n}-split", f"pjit-0-{n}-split", f"pjit-2-{n}/{group}-split", f"pjit-3-{n}-split"]
+    few = [f"pmap-1-{n}-sharded", f"pjit-0-{n}-sharded", f"pjit-2-{n}/{group}-sharded", f"pjit-3-{n}-sharded"]
     ways = [way.format(n) for way in WAYS] if n == 2 else few
     got = run(rows_of(model, ways), devices, processes)
     assert not (wrong := differing(alone(model) | got)), wrong
 
 
-SAMPLE = ("pmap-0-7-split", "pmap-1-2-split", "pjit-0-5-split", "pjit-1-8/2-split", "pjit-2-4-split", "pjit-3-3-split")
+SAMPLE = (
+    "pmap-0-7-sharded",
+    "pmap-1-2-sharded",
+    "pjit-0-5-sharded",
+    "pjit-1-8/2-sharded",
+    "pjit-2-4-sharded",
+    "pjit-3-3-sharded",
+)
 VARIANTS = {  # a way for each, beside one device; and, of twelve microbatches, more
-    "sixteen": ("pjit-3-6-split",),
-    "float64": ("pjit-2-3-split",),
-    "frozen": ("pmap-1-5-split",),
-    "guarded": ("pjit-1-8/2-split",),
-    "twelve": ("pmap-0-5-split", "pjit-2-8-whole"),
-    "wide": ("pjit-3-3-split",),
+    "sixteen": ("pjit-3-6-sharded",),
+    "float64": ("pjit-2-3-sharded",),
+    "frozen": ("pmap-1-5-sharded",),
+    "guarded": ("pjit-1-8/2-sharded",),
+    "twelve": ("pmap-0-5-sharded", "pjit-2-8-replicated"),
+    "wide": ("pjit-3-3-sharded",),
 }
 
 
 @pytest.mark.slow
 def test_other_sizes_and_numbers_of_microbatches_are_the_same_on_any_number_of_devices():
-    rows = [rows_of(variant, ("pjit-0-1-split", *ways)) for variant, ways in VARIANTS.items()]
+    rows = [rows_of(variant, ("pjit-0-1-sharded", *ways)) for variant, ways in VARIANTS.items()]
     jobs = [[row for some in half for row in some] for half in (rows[::2], rows[1::2])]
     done = together([([sys.executable, SCRIPT, *some], {}) for some in jobs], timeout=1800, devices=8)
     got = {row: got for job in done for row, got in read(job).items()}
@@ -253,11 +265,11 @@ PRECISIONS = ("float32", "bfloat16", "all_bfloat16", "float16", "static_float16"
 def test_narrow_floats_are_the_same_on_any_number_of_devices():
     """Where XLA would leave out roundings by what it fuses; and where a loss scale falls and rises."""
     ways = {
-        "dropout.bfloat16": ("pjit-2-5-split",),
-        "blocks.all_bfloat16": ("pjit-3-3-split",),
-        "dropout.float16": ("pmap-1-6-split",),
+        "dropout.bfloat16": ("pjit-2-5-sharded",),
+        "blocks.all_bfloat16": ("pjit-3-3-sharded",),
+        "dropout.float16": ("pmap-1-6-sharded",),
     }
-    got = run([row for model, some in ways.items() for row in rows_of(model, ("pjit-0-1-split", *some))])
+    got = run([row for model, some in ways.items() for row in rows_of(model, ("pjit-0-1-sharded", *some))])
     assert not (wrong := differing(got)), wrong
     assert len({digest for digest, _ in got.values()}) == len(ways)
 
@@ -269,7 +281,7 @@ def test_every_layer_is_the_same_on_any_number_of_devices_in_every_precision(mod
     """One device, and three other ways: every one of `SAMPLE` for some precision."""
     rows = []
     for i, precision in enumerate(PRECISIONS):
-        ways = ("pjit-0-1-split", *(SAMPLE[(2 * i + k) % len(SAMPLE)] for k in range(3)))
+        ways = ("pjit-0-1-sharded", *(SAMPLE[(2 * i + k) % len(SAMPLE)] for k in range(3)))
         rows += rows_of(f"{model}.{precision}", ways)
     got = run(rows)
     assert not (wrong := differing(got)), wrong
@@ -283,9 +295,9 @@ def test_every_layer_is_the_same_on_any_number_of_devices_in_every_precision(mod
 def test_every_layer_is_the_same_on_two_processes_in_every_precision(model):
     """Two processes of one device, or of two, and one device by itself."""
     names = [f"{model}.{precision}" for precision in PRECISIONS]
-    ways = ("pmap-1-2-split", "pjit-3-2-split", "pjit-2-2-whole", "pjit-0-2-split", "pmap-0-2-split")
+    ways = ("pmap-1-2-sharded", "pjit-3-2-sharded", "pjit-2-2-replicated", "pjit-0-2-sharded", "pmap-0-2-sharded")
     rows = [rows_of(name, [way])[0] for name, way in zip(names, ways)]
-    base = run([rows_of(name, ["pjit-0-1-split"])[0] for name in names], devices=1)
+    base = run([rows_of(name, ["pjit-0-1-sharded"])[0] for name in names], devices=1)
     assert not (wrong := differing(base | run(rows, devices=1, processes=2))), wrong
 
 
@@ -307,9 +319,9 @@ def test_a_convolution_in_bfloat16_has_one_digest_under_both_backends(tmp_path):
 def test_every_optimizer_is_the_same_where_it_may_be_used():
     """What looks beyond an element works on whole arrays, on any number of devices."""
     rows = []
-    for optimizer, way in {"lion": "pjit-3-6-split", "lamb": "pmap-0-5-split", "muon": "pjit-0-7-split"}.items():
+    for optimizer, way in {"lion": "pjit-3-6-sharded", "lamb": "pmap-0-5-sharded", "muon": "pjit-0-7-sharded"}.items():
         model = "blocks" if optimizer == "muon" else "dropout"
-        rows += rows_of(model, ("pjit-0-1-split", way), optimizer)
+        rows += rows_of(model, ("pjit-0-1-sharded", way), optimizer)
     got = run(rows)
     assert len(got) == 6 and not (wrong := differing(got)), wrong
 
@@ -669,13 +681,13 @@ BYTES = {"exact": (0.95, 1.02), "exact16": (0.45, 0.52), "exact8": (0.22, 0.27)}
 
 
 @functools.cache
-def moved(reduction, slots, zero, place="8", accumulator="split", backend="pjit"):
+def moved(reduction, slots, zero, place="8", gradient_buffer="sharded", backend="pjit"):
     """The collectives of an update, of its compiled program alone."""
     devices, _, shard_size = place.partition("/")
     strategy, step, _ = toys.build(
         WIDE, toys.data(), backend=backend, devices=int(devices), microbatches=int(devices) * slots, bucket_mb=25.0,
-        reduction=reduction, accumulate="loop" if reduction == "bucket" else "vmap", optimizer=(optax.sgd(0.1), None),
-        layout={"zero": zero, "accumulator": accumulator} | ({"shard_size": int(shard_size)} if shard_size else {}),
+        reduction=reduction, accumulate="scan" if reduction == "bucket" else "vmap", optimizer=(optax.sgd(0.1), None),
+        layout={"zero": zero, "gradient_buffer": gradient_buffer, "shard_size": int(shard_size or 0) or None},
     )  # fmt: skip
     example = {"inputs": np.zeros((1, *toys.SHAPE), np.float32), "labels": np.zeros(1, np.int32)}
     arguments = strategy.argument_shapes({**example, "mask": np.zeros(1, np.float32)})
@@ -693,7 +705,7 @@ def sent(reduction, slots, *where, **more):
 SENT = [({"zero": 0}, 1), ({"zero": 3}, 2)]
 ALSO = [({"zero": 1}, 2), ({"zero": 2}, 1)]
 ALSO += [({"zero": zero, "backend": "pmap"}, 2) for zero in (0, 1)] + [({"zero": 3, "place": "8/2"}, 2)]
-ALSO += [({"zero": 2, "accumulator": "whole", "place": "8/4"}, 4), ({"zero": 3, "place": "5"}, 1)]
+ALSO += [({"zero": 2, "gradient_buffer": "replicated", "place": "8/4"}, 4), ({"zero": 3, "place": "5"}, 1)]
 
 
 @pytest.mark.parametrize(

@@ -340,7 +340,11 @@ def test_a_norm_counts_what_is_not_finite(split):
 LAYOUTS = {
     "pmap-3": {"devices": 3},
     "pjit-3-8": {"backend": "pjit", "devices": 8, "layout": {"zero": 3}},
-    "pjit-2-4/2": {"backend": "pjit", "devices": 4, "layout": {"zero": 2, "shard_size": 2, "accumulator": "whole"}},
+    "pjit-2-4/2": {
+        "backend": "pjit",
+        "devices": 4,
+        "layout": {"zero": 2, "shard_size": 2, "gradient_buffer": "replicated"},
+    },
 }
 
 

@@ -274,7 +274,7 @@ def with_transformers(*args):
     for python in (".venv-torch/bin/python", sys.executable):
         if os.path.exists(python) and not subprocess.run([python, "-c", "import torch, transformers"]).returncode:
             return subprocess.run([python, "-c", TRANSFORMERS, *map(str, args)], check=True, timeout=300)
-    return pytest.skip("needs transformers and torch: pip install 'jaxdp[transformers]'")
+    return pytest.skip("needs transformers and torch: pip install 'jaxdp-trainer[transformers]'")
 
 
 @pytest.mark.slow

@@ -221,9 +221,9 @@ def test_a_contrastive_loss_is_that_of_the_whole_batch_on_any_devices():
     examples, model = toys.data(53, dtype=np.float64), two_towers()
     ways = [
         {"backend": "pmap", "devices": 1},
-        {"backend": "pmap", "devices": 8, "accumulate": "loop"},
+        {"backend": "pmap", "devices": 8, "accumulate": "scan"},
         {"backend": "pjit", "devices": 3},
-        {"backend": "pjit", "devices": 4, "layout": {"zero": 3}, "accumulate": "loop"},
+        {"backend": "pjit", "devices": 4, "layout": {"zero": 3}, "accumulate": "scan"},
     ]
     tx = (optax.sgd(0.5), None)
     with jax.enable_x64(True):

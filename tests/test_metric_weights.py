@@ -55,12 +55,12 @@ def want(batch):
 
 
 WAYS = [
-    {"devices": 8, "accumulate": "loop"},
+    {"devices": 8, "accumulate": "scan"},
     {"devices": 4, "backend": "pjit", "layout": {"zero": 2}, "reduction": "exact"},
-    {"devices": 2, "backend": "pjit", "loss": coupled, "accumulate": "loop"},
+    {"devices": 2, "backend": "pjit", "loss": coupled, "accumulate": "scan"},
     {"devices": 1},
     {"devices": 3, "backend": "pjit"},
-    {"devices": 4, "backend": "pjit", "layout": {"zero": 3}, "accumulate": "loop", "reduction": "bucket"},
+    {"devices": 4, "backend": "pjit", "layout": {"zero": 3}, "accumulate": "scan", "reduction": "bucket"},
     {"devices": 2, "reduction": "exact"},
     {"devices": 2, "loss": coupled},
 ]

@@ -103,7 +103,7 @@ def test_mpi4py_is_missing(tmp_path):
     package.parent.mkdir()
     package.write_text("raise ModuleNotFoundError(\"No module named 'mpi4py'\", name='mpi4py')\n")
     job = mpirun(2, [SCRIPT], env={"PYTHONPATH": str(tmp_path)}, timeout=30)
-    want = "jaxdp: mpirun started 2 processes but mpi4py is not installed: pip install 'jaxdp[mpi]'"
+    want = "jaxdp: mpirun started 2 processes but mpi4py is not installed: pip install 'jaxdp-trainer[mpi]'"
     assert job.returncode == 2 and errors(job) == [want], job.output
 
 

@@ -35,6 +35,7 @@ def printed(job):
     return json.loads(next(line for line in job.stdout.splitlines() if line.startswith("[[2")))
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_three_ranks_have_the_curve_of_one_and_an_empty_batch_each_epoch(curve):
     """And the rest of what `ranks` looks at: trees of all types, metrics, gradients, disagreements."""

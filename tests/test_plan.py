@@ -40,16 +40,16 @@ sys.exit(code)"""
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}  # the verb simulates its own devices
 
 
-def case(backend, zero, n, split_as=None, model=None, accumulator="split", per_device=1, shard_size=None):
+def case(backend, zero, n, split_as=None, model=None, gradient_buffer="sharded", per_device=1, shard_size=None):
     model = model or as_model(lambda rngs: GPT((TOKENS,), 64, layers=2, heads=2, dim=32, rngs=rngs))
     tx, example = optax.adamw(1e-3), {k: np.zeros((2, TOKENS), np.int32) for k in ("inputs", "labels")}
     make = lambda: init_state(model, tx, Policy(), 0, n * per_device, example)
     strategy = STRATEGIES[backend](
         make, n * per_device, make_reduction("xla"), None, jax.devices()[:n],
-        zero=zero, blocks=model.blocks, accumulator=accumulator, split_as=split_as, shard_size=shard_size,
+        zero=zero, blocks=model.blocks, gradient_buffer=gradient_buffer, split_as=split_as, shard_size=shard_size,
     )  # fmt: skip
-    step = make_step(model, SoftmaxCrossEntropy(), tx, accumulate="loop" if per_device > 1 else "vmap")
-    return Case(strategy, step, {**example, "mask": np.zeros(2, np.float32)}, zero > 1 and accumulator == "split")
+    step = make_step(model, SoftmaxCrossEntropy(), tx, accumulate="scan" if per_device > 1 else "vmap")
+    return Case(strategy, step, {**example, "mask": np.zeros(2, np.float32)}, zero > 1 and gradient_buffer == "sharded")
 
 
 @pytest.mark.slow

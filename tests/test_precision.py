@@ -179,7 +179,7 @@ def test_float16_learns_as_float32_does(layout):
 def test_what_overflows_does_not_depend_on_the_devices():
     """Microbatches one after the other, on the verge of overflow. (All at once a device adds its microbatches up in
     float16, and what is too large for that depends on how many they are.)"""
-    settings = {"optimizer": "momentum", "policy": F16, "scaling": LossScaling(interval=4), "accumulate": "loop"}
+    settings = {"optimizer": "momentum", "policy": F16, "scaling": LossScaling(interval=4), "accumulate": "scan"}
     one, eight = (
         toys.train(toys.MODELS["blocks"](), toys.data(), **settings, steps=16, **where)[2]
         for where in ({"devices": 1}, {"devices": 8, **LAYOUTS["pjit-3"]})
@@ -259,7 +259,7 @@ def frozen_and_not(tree):
 @pytest.mark.parametrize(
     ("layout", "accumulate"),
     [
-        pytest.param(name, "vmap" if name == "pmap-1" else "loop", marks=[] if name == "pjit-3" else pytest.mark.slow)
+        pytest.param(name, "vmap" if name == "pmap-1" else "scan", marks=[] if name == "pjit-3" else pytest.mark.slow)
         for name in LAYOUTS
     ]
     + [pytest.param("pjit-3", "vmap", marks=pytest.mark.slow)],
@@ -379,7 +379,7 @@ def test_what_is_computed_again_is_not_kept():
 def test_parameters_may_be_bfloat16(layout):
     """All of the state, and sums of gradients, in bfloat16: 16 microbatches added up in another order may round, by up
     to 2^-9, 16 times."""
-    settings = {"optimizer": "momentum", "policy": toys.uniform("bfloat16"), "microbatches": 16, "accumulate": "loop"}
+    settings = {"optimizer": "momentum", "policy": toys.uniform("bfloat16"), "microbatches": 16, "accumulate": "scan"}
     states, metrics, *_ = run(4, toys.MODELS["blocks"](), toys.data(), ema=0.999, **settings, **LAYOUTS[layout])
     assert {x.dtype.name for x in jax.tree.leaves((states[-1].params, states[-1].opt_state))} == {"bfloat16"}
     want = states[0].ema

@@ -106,7 +106,7 @@ MODELS = {
 LAYOUTS = {
     "2": ({"zero": 2}, "vmap"),
     "3": ({"zero": 3}, "vmap"),
-    "3 whole": ({"zero": 3, "accumulator": "whole"}, "loop"),
+    "3 whole": ({"zero": 3, "gradient_buffer": "replicated"}, "scan"),
 }
 
 

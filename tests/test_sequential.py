@@ -54,7 +54,7 @@ def unrolled(examples, batch_size, steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [("pmap", 1, "vmap"), ("pmap", 4, "loop"), ("pjit", 3, "vmap")])
+@pytest.mark.parametrize("way", [("pmap", 1, "vmap"), ("pmap", 4, "scan"), ("pjit", 3, "vmap")])
 def test_what_is_carried_begins_anew_with_an_epoch(way):
     """53 examples in 20 rows, three updates an epoch, in the last of which seven rows have ended."""
     backend, devices, accumulate = way

@@ -81,7 +81,7 @@ def test_without_padding_the_masks_are_left_out(where):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", first(1, ["dropout", "resnet"]))
-@pytest.mark.parametrize("accumulate", ["vmap", "loop"])
+@pytest.mark.parametrize("accumulate", ["vmap", "scan"])
 def test_a_microbatch_of_padding_changes_nothing(model, accumulate):
     examples, made = toys.data(6), toys.MODELS[model]()
     step = make_step(made, SoftmaxCrossEntropy(), optax.sgd(0.1), accumulate=accumulate)
@@ -116,7 +116,7 @@ def counting(step_of=lambda batch: 1) -> Model:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", first(1, ["pjit", "pmap"]))
 @pytest.mark.parametrize("devices", first(1, [3, 1, 8]))
-@pytest.mark.parametrize("accumulate", ["vmap", "loop"])
+@pytest.mark.parametrize("accumulate", ["vmap", "scan"])
 def test_carry_stays_with_its_places_and_integers_count_once(backend, devices, accumulate):
     examples = toys.data(53)
     _, state, _, strategy, _ = toys.train(

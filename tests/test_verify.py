@@ -417,7 +417,7 @@ def test_the_oracle_agrees_with_one_that_shares_nothing_with_it(model):
 
 
 def test_every_value_of_every_factor_meets_every_stage():
-    devices, own = jax.devices()[:8], Configuration(8, "pjit", 3, "bucket", "loop", "whole", 2)
+    devices, own = jax.devices()[:8], Configuration(8, "pjit", 3, "bucket", "scan", "replicated", 2)
     rows = choose_configurations(own, devices)
     assert (
         rows[0].devices == 1
@@ -428,9 +428,9 @@ def test_every_value_of_every_factor_meets_every_stage():
     )
     met = set().union(*map(pairs, rows))
     stages = {(name, zero) for name, zeros in STAGES.items() for zero in zeros}
-    for factor, values in {"devices": (8, 3), "reduction": ("xla", "bucket"), "accumulate": ("vmap", "loop")}.items():
+    for factor, values in {"devices": (8, 3), "reduction": ("xla", "bucket"), "accumulate": ("vmap", "scan")}.items():
         assert {(("stage", s), (factor, v)) for s in stages for v in values} <= met
-    split = {(("stage", ("pjit", zero)), ("accumulator", a)) for zero in (2, 3) for a in ("split", "whole")}
+    split = {(("stage", ("pjit", zero)), ("gradient_buffer", a)) for zero in (2, 3) for a in ("sharded", "replicated")}
     groups = {(("stage", ("pjit", zero)), ("shard_size", n)) for zero in (1, 2, 3) for n in (None, 4)}
     assert split | groups <= met
     assert choose_configurations(Configuration(1, "pmap"), devices[:1])[0].devices == 1

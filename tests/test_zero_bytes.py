@@ -42,7 +42,7 @@ class Claim(NamedTuple):
 
     zero: int
     k: int = 1
-    accumulator: str = "split"
+    gradient_buffer: str = "sharded"
     parts: int = DEVICES
     gathers: int = 2
     gather_bytes: int = 4  # of a parameter
@@ -50,7 +50,7 @@ class Claim(NamedTuple):
 
     @property
     def split_grads(self):
-        return self.zero > 1 and self.accumulator == "split"
+        return self.zero > 1 and self.gradient_buffer == "sharded"
 
     @property
     def wire(self):
@@ -96,13 +96,13 @@ def problems(claim, found, params):
 
 
 USUAL = {
-    "backend": "pjit", "zero": 0, "accumulator": "split", "place": "8", "reduction": "xla", "optimizer": "adamw",
-    "accumulate": "loop", "slots": SLOTS, "remat": None, "policy": Policy(), "layers": LAYERS, "tokens": TOKENS,
+    "backend": "pjit", "zero": 0, "gradient_buffer": "sharded", "place": "8", "reduction": "xla", "optimizer": "adamw",
+    "accumulate": "scan", "slots": SLOTS, "remat": None, "policy": Policy(), "layers": LAYERS, "tokens": TOKENS,
 }  # fmt: skip
 
 
 def build(
-    backend, zero, accumulator, place, reduction, optimizer, accumulate, slots, remat, policy, layers, tokens
+    backend, zero, gradient_buffer, place, reduction, optimizer, accumulate, slots, remat, policy, layers, tokens
 ):  # fmt: skip
     """(strategy, step, the shapes of a program's arguments); nothing is computed."""
     model = as_model(lambda rngs: GPT((tokens,), 256, layers=layers, heads=4, dim=256, rngs=rngs))
@@ -117,7 +117,7 @@ def build(
         jax.devices(),
         zero=zero,
         shard_size=int(place[2:]) if "/" in place else None,
-        accumulator=accumulator,
+        gradient_buffer=gradient_buffer,
         blocks=model.blocks,
     )
     remat = remat or ("full" if zero == 3 else "none")
@@ -150,16 +150,16 @@ def _compiled(**settings):
     return Compiled(found, program.memory_analysis(), size(strategy.shapes.params), strategy)
 
 
-def claim_of(zero, accumulator, place, accumulate, **_):
+def claim_of(zero, gradient_buffer, place, accumulate, **_):
     parts = int(place[2:]) if "/" in place else DEVICES
-    return Claim(zero, SLOTS if accumulate == "loop" else 1, accumulator, parts)
+    return Claim(zero, SLOTS if accumulate == "scan" else 1, gradient_buffer, parts)
 
 
 FACTORS = {
     "backend": ("pjit", "pmap"),
     "zero": (0, 1, 2, 3),
-    "accumulator": ("split", "whole"),
-    "accumulate": ("loop", "vmap"),
+    "gradient_buffer": ("sharded", "replicated"),
+    "accumulate": ("scan", "vmap"),
     "place": ("8", "8/4"),
     "reduction": ("xla", "bucket"),
     "optimizer": tuple(OPTIMIZERS),
@@ -169,10 +169,10 @@ FACTORS = {
 def allowed(row):
     if row["backend"] == "pmap":
         elementwise = row["optimizer"] in ("adamw", "sgd", "lion")
-        return row["zero"] < 2 and row["place"] == "8" and row["accumulator"] == "split" and elementwise
+        return row["zero"] < 2 and row["place"] == "8" and row["gradient_buffer"] == "sharded" and elementwise
     if row["zero"] == 0 and row["place"] != "8":
         return False
-    return row["zero"] > 1 or row["accumulator"] == "split"
+    return row["zero"] > 1 or row["gradient_buffer"] == "sharded"
 
 
 COVER = cover(allowed, **FACTORS | {"optimizer": ("adamw", "lamb", "adafactor")})
@@ -208,8 +208,10 @@ def test_a_stage_is_not_taken_for_another():
     """Each program of the cover against every claim that says something else: none is believed. So is none that moves a
     bit of something in another way."""
     claims = [
-        Claim(zero, k, accumulator, parts)
-        for zero, k, accumulator, parts in itertools.product((0, 1, 2, 3), (1, SLOTS), ("split", "whole"), (8, 4))
+        Claim(zero, k, gradient_buffer, parts)
+        for zero, k, gradient_buffer, parts in itertools.product(
+            (0, 1, 2, 3), (1, SLOTS), ("sharded", "replicated"), (8, 4)
+        )
     ]
     believed = []
     for row in COVER:
@@ -298,12 +300,12 @@ def test_a_device_holds_what_the_zero_paper_says(where):
             assert held == pytest.approx(want["params"] + want["adam"], rel=0.02)
 
 
-@pytest.mark.parametrize("accumulator", ["split", "whole"])
+@pytest.mark.parametrize("gradient_buffer", ["sharded", "replicated"])
 @pytest.mark.parametrize("zero", first(1, [2, 3]))
-def test_the_accumulator_is_split_or_whole(zero, accumulator):
-    strategy, *rest = build(**USUAL | {"zero": zero, "accumulator": accumulator})
+def test_the_gradient_buffer_is_sharded_or_replicated(zero, gradient_buffer):
+    strategy, *rest = build(**USUAL | {"zero": zero, "gradient_buffer": gradient_buffer})
     parameters = size(strategy.shapes.params)
-    want = parameters / 8 if accumulator == "split" else parameters
+    want = parameters / 8 if gradient_buffer == "sharded" else parameters
     assert gradient_bytes(strategy, *rest) == pytest.approx(want, rel=0.02)
 
 
@@ -345,7 +347,7 @@ def beside_gradients(**settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulate", first(1, ["loop", "vmap"]))
+@pytest.mark.parametrize("accumulate", first(1, ["scan", "vmap"]))
 @pytest.mark.parametrize("remat", first(1, ["full", "dots_no_batch"]))
 def test_stage_3_has_at_most_two_blocks_whole(accumulate, remat):
     assert beside_gradients(zero=3, accumulate=accumulate, remat=remat) < 2
@@ -366,14 +368,14 @@ def test_stage_3_of_more_blocks_takes_slices_more():
 
 @pytest.mark.slow
 def test_stage_2_frees_a_blocks_gradients_as_it_goes():
-    """Against stage 1 and the whole accumulator, which have all of them."""
+    """Against stage 1 and the replicated buffer, which have all of them."""
     temporaries = lambda **settings: (lambda p: p.memory.temp_size_in_bytes / p.params)(
         compiled(remat="full", tokens=4, **settings)
     )
-    for accumulate in ("vmap", "loop"):
+    for accumulate in ("vmap", "scan"):
         assert temporaries(zero=2, accumulate=accumulate) < 0.5
     assert temporaries(zero=1, accumulate="vmap") > 1
-    assert temporaries(zero=2, accumulate="loop", accumulator="whole") > 1
+    assert temporaries(zero=2, accumulate="scan", gradient_buffer="replicated") > 1
 
 
 @pytest.mark.slow

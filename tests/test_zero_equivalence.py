@@ -19,8 +19,8 @@ FACTORS = {
     "backend": ("pjit", "pmap"),
     "zero": (0, 1, 2, 3),
     "place": PLACES,
-    "accumulator": ("split", "whole"),
-    "accumulate": ("vmap", "loop"),
+    "gradient_buffer": ("sharded", "replicated"),
+    "accumulate": ("vmap", "scan"),
     "reduction": ("xla", "bucket", "exact"),
     "model": ("mlp", "resnet", "dropout", "blocks"),
     "microbatches": (8, 16),
@@ -36,7 +36,7 @@ def allowed(row):
         return False
     if row["backend"] == "pmap" and (row["zero"] > 1 or "/" in row["place"]):
         return False
-    return row["zero"] > 1 or row["accumulator"] == "split"
+    return row["zero"] > 1 or row["gradient_buffer"] == "sharded"
 
 
 THINNED = FACTORS | {  # without what the cover, or `test_equivalence`, has enough of
@@ -52,19 +52,19 @@ def thinned(row):
     return allowed(row) and few and split and row["optimizer"] == "adamw"
 
 
-def layout(place, zero, accumulator):
+def layout(place, zero, gradient_buffer):
     """Arguments of `toys.train`."""
     devices, _, shard_size = place.partition("/")
-    arguments = {"zero": zero, "accumulator": accumulator}
+    arguments = {"zero": zero, "gradient_buffer": gradient_buffer}
     return {"devices": int(devices), "layout": arguments | ({"shard_size": int(shard_size)} if shard_size else {})}
 
 
-def check(backend, zero, place, accumulator, model, microbatches, optimizer, dtype, **settings):
+def check(backend, zero, place, gradient_buffer, model, microbatches, optimizer, dtype, **settings):
     with jax.enable_x64(dtype == "float64"):
         want = judged(model, optimizer, microbatches, dtype)
         _, state, metrics, *_ = toys.train(
             toys.MODELS[model](), toys.data(dtype=dtype), backend=backend, microbatches=microbatches,
-            optimizer=optimizer, dtype=dtype, steps=STEPS, **layout(place, zero, accumulator), **settings,
+            optimizer=optimizer, dtype=dtype, steps=STEPS, **layout(place, zero, gradient_buffer), **settings,
         )  # fmt: skip
         error, where = toys.relative_error((state.params, state.model_state), want)
     assert error <= TOLERANCE[dtype], f"{where}: {error:.2e}"
@@ -90,8 +90,8 @@ OPTIMIZED = {
     "zero": (0, 1, 2, 3),
     "optimizer": tuple(toys.OPTIMIZERS),
     "place": ("8", "8/4", "8/2"),
-    "accumulator": ("split", "whole"),
-    "accumulate": ("loop", "vmap"),
+    "gradient_buffer": ("sharded", "replicated"),
+    "accumulate": ("scan", "vmap"),
 }
 ELEMENTWISE = ("adamw", "momentum", "lion")
 
@@ -101,12 +101,12 @@ def fits(row):
     return allowed(row) and (row["backend"] == "pjit" or row["optimizer"] in ELEMENTWISE)
 
 
-def everything(optimizer, backend="pjit", place="1", zero=0, accumulator="split", accumulate="loop"):
+def everything(optimizer, backend="pjit", place="1", zero=0, gradient_buffer="sharded", accumulate="scan"):
     """Dropout, microbatches of one row or two, two a device, clipping, EMA -> (what was computed, losses and norms)."""
     _, state, metrics, *_ = toys.train(
         toys.MODELS["blocks"](dropout=0.2), toys.data(dtype="float64"), backend=backend, microbatches=16,
         accumulate=accumulate, optimizer=optimizer, ema=0.9, dtype="float64", steps=4,
-        **layout(place, zero, accumulator),
+        **layout(place, zero, gradient_buffer),
     )  # fmt: skip
     return (state.params, state.opt_state, state.ema), [[m["loss"], m["grad_norm"]] for m in metrics]
 
@@ -150,15 +150,15 @@ def test_the_optimizers_move_the_parameters_and_adafactor_factors():
     assert rows["embed"]["embedding"].shape == (8,) and rows["blocks"]["stack"]["up"]["kernel"].shape == (3, 24)
 
 
-STAGES = [("pmap", "8", 1, "split"), ("pjit", "8", 1, "split"), ("pjit", "8/4", 2, "whole")]
-STAGES += [("pjit", "8", 2, "split"), ("pjit", "8/2", 3, "split")]
+STAGES = [("pmap", "8", 1, "sharded"), ("pjit", "8", 1, "sharded"), ("pjit", "8/4", 2, "replicated")]
+STAGES += [("pjit", "8", 2, "sharded"), ("pjit", "8/2", 3, "sharded")]
 BF16 = Policy(jnp.float32, jnp.bfloat16, jnp.float32)
 
 
-def narrow(accumulate, backend="pjit", place="1", zero=0, accumulator="split", **settings):
+def narrow(accumulate, backend="pjit", place="1", zero=0, gradient_buffer="sharded", **settings):
     return toys.train(
         toys.MODELS["blocks"](), toys.data(), backend=backend, microbatches=16, accumulate=accumulate,
-        optimizer="momentum", steps=4, **layout(place, zero, accumulator), **settings,
+        optimizer="momentum", steps=4, **layout(place, zero, gradient_buffer), **settings,
     )[1].params  # fmt: skip
 
 
@@ -173,17 +173,17 @@ def test_bfloat16_agrees_with_bfloat16_on_one_device(stage):
     """One microbatch after the other, bfloat16 rounds inside a microbatch only: what adds up is float32, and agrees as
     float32 does. All at once, a device adds its microbatches up in bfloat16, so that it matters how many they are: by
     less than it matters, on one device, that it is bfloat16."""
-    one = {a: narrow_alone(a, BF16) for a in ("loop", "vmap")}
+    one = {a: narrow_alone(a, BF16) for a in ("scan", "vmap")}
     cost = toys.relative_error(one["vmap"], narrow_alone("vmap", None))[0]
     assert 1e-2 < cost < 1e-1
-    for accumulate, tolerance in ("loop", 1e-5), ("vmap", cost):
+    for accumulate, tolerance in ("scan", 1e-5), ("vmap", cost):
         error, where = toys.relative_error(narrow(accumulate, *stage, policy=BF16), one[accumulate])
         assert error <= tolerance, f"{accumulate} {where}: {error:.2e} > {tolerance:.1e}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", only([("pjit", "8", 2, "split")], STAGES), ids=str)
+@pytest.mark.parametrize("stage", only([("pjit", "8", 2, "sharded")], STAGES), ids=str)
 def test_gradients_reduced_in_bfloat16_are_those_of_float32_to_its_rounding(stage):
     """bfloat16 rounds by up to 2^-9: each device's share, their sum, and what the sum over devices cancels."""
-    got = narrow("loop", *stage, reduce_dtype=jnp.bfloat16)
-    assert 2**-12 < toys.relative_error(got, narrow_alone("loop", None))[0] < 2**-6
+    got = narrow("scan", *stage, reduce_dtype=jnp.bfloat16)
+    assert 2**-12 < toys.relative_error(got, narrow_alone("scan", None))[0] < 2**-6

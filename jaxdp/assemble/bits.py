@@ -39,7 +39,7 @@ def make_bits(config: Config, devices: int, updates: int) -> tuple[Make, list[Co
     most = len(there) if several else min(devices, len(there), summands)
 
     def make(configuration: Configuration) -> Any:
-        parallel: Any = {k: getattr(configuration, k) for k in ("backend", "zero", "accumulator", "shard_size")}
+        parallel: Any = {k: getattr(configuration, k) for k in ("backend", "zero", "gradient_buffer", "shard_size")}
         here = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **parallel))
         check_exact(here)
         step = make_the_step(here, parts)

@@ -185,7 +185,7 @@ def make_strategy(
         devices,
         zero=parallel.zero,
         shard_size=parallel.shard_size,
-        accumulator=parallel.accumulator,
+        gradient_buffer=parallel.gradient_buffer,
         blocks=parts.model.blocks,
         **more,
     )

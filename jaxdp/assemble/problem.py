@@ -49,7 +49,7 @@ def make_problem(config: Config) -> Problem:
             zero=parallel.zero,
             reduction="exact" if parallel.exact else "xla" if parallel.reduction == "auto" else parallel.reduction,
             accumulate=choose_accumulate(config),
-            accumulator=parallel.accumulator,
+            gradient_buffer=parallel.gradient_buffer,
             shard_size=parallel.shard_size,
         ),
         seed=config.seed,

@@ -161,7 +161,7 @@ def make_case(config: Config, parts: Parts, zero: int, slots: int, devices: int,
     first = parts.dataset.read(np.zeros(1, np.int64))
     example = {k: jax.ShapeDtypeStruct((places, *v.shape[1:]), v.dtype) for k, v in first.items()}
     example.setdefault("mask", jax.ShapeDtypeStruct((places,), np.dtype(np.float32)))
-    return Case(strategy, step, cast(Any, example), zero > 1 and parallel.accumulator == "split")
+    return Case(strategy, step, cast(Any, example), zero > 1 and parallel.gradient_buffer == "sharded")
 
 
 def speed(config: Config, parts: Parts, flops: float, devices: Sequence[jax.Device]) -> Callable[[float], Record]:

@@ -15,7 +15,8 @@ from typing import Any, NoReturn, get_origin, get_type_hints
 
 from jaxdp import __version__, environment, xla_presets
 from jaxdp.config import Config
-from jaxdp.config.check import WORDS, check_key, check_structure, expected, inner, known_keys, resolve
+from jaxdp.config.check import resolve
+from jaxdp.config.keys import WORDS, check_key, check_structure, expected, inner, known_keys
 from jaxdp.config.reading import explain, to_dataclass
 from jaxdp.distributed import launchers
 from jaxdp.errors import INTERRUPTED, DistributedError, Said, UsageError, explained, one_line

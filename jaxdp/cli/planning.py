@@ -98,7 +98,7 @@ def verdict(plans: list[Plan], best: Plan | None, limit: float) -> str:
         least = min(plans, key=lambda p: p.memory.peak)
         return (
             f"nothing fits {size(limit)}: zero {least.zero} needs {size(least.memory.peak)}; take more devices, "
-            "parallel.accumulate loop with more microbatches, parallel.remat full, or smaller batches"
+            "parallel.accumulate scan with more microbatches, parallel.remat full, or smaller batches"
         )
     return f"zero {best.zero} is the lowest stage that fits {size(limit)} (peak {size(best.memory.peak)})"
 

@@ -142,7 +142,9 @@ def advice(run: Run, config: Config) -> list[str]:
             f"{idle:.0%} of the time; {devices * slots} would be equal shares (this changes the numbers)"
         )
     if run.strategy.devices[0].platform == "cpu" and gpus.count() and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
-        found.append("there is a GPU, but JAX runs on the CPU; pip install 'jaxdp[cuda12]', or see jaxdp doctor")
+        found.append(
+            "there is a GPU, but JAX runs on the CPU; pip install 'jaxdp-trainer[cuda12]', or: jaxdp doctor"
+        )
     for key, text in run.meta.get("fingerprints", {}).items():
         if text.startswith(NOT_COMPARABLE):
             found.append(
@@ -159,7 +161,7 @@ def layout_of(run: Run, config: Config) -> dict[str, Any]:
     places = (config.microbatches, order.examples_per_microbatch)
     batch = {name: jax.ShapeDtypeStruct((*places, *x.shape[1:]), x.dtype) for name, x in first.items()}
     batch.setdefault("mask", jax.ShapeDtypeStruct(places, np.dtype(bool)))
-    split = config.parallel.zero > 1 and config.parallel.accumulator == "split"
+    split = config.parallel.zero > 1 and config.parallel.gradient_buffer == "sharded"
     sizes = memory.bytes_by_tree(strategy, run.step, batch, split)
     devices, slots = strategy.table.shape
     return {

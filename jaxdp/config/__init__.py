@@ -155,12 +155,12 @@ class Parallel:
         exact_group: microbatches that the exact reductions compute at once; this changes the numbers
         bucket_mb: size of a bucket in MB
         shard_size: devices that share one copy of what is split, such as those of a host; null means all
-        accumulator: gradients of stages 2 and 3 are summed over devices slot by slot (split) or once, after all slots
-            (whole: less on the wire under accumulate loop, more memory)
+        gradient_buffer: stages 2 and 3 reduce gradients after each microbatch, into shards (sharded), or once, after
+            all (replicated: fewer bytes to send under accumulate: scan, more memory)
         remat: what the backward pass computes again, block by block: none, full, all but matrix products (dots), all
             but those with weights (dots_no_batch); auto is none, and dots_no_batch where stage 3 gathers blocks or
             the reduction is exact and there are blocks
-        accumulate: a device's microbatches all at once (vmap) or one after the other (loop, the memory of
+        accumulate: compute a device's microbatches all at once (vmap) or one after the other (scan, with the memory of
             one); auto takes vmap. The exact reductions take exact_group of them at once
         devices: use only the first so many devices of a single process; null uses all
         xla_preset: overlap sets XLA's own switches that let collectives overlap with the backward pass on several GPUs;
@@ -173,9 +173,9 @@ class Parallel:
     exact_group: int = numbers(1)
     bucket_mb: float = speed(25.0)
     shard_size: int | None = speed(None)
-    accumulator: Literal["split", "whole"] = speed("split")
+    gradient_buffer: Literal["sharded", "replicated"] = speed("sharded")
     remat: Literal["auto", "none", "full", "dots", "dots_no_batch"] = speed("auto")
-    accumulate: Literal["auto", "vmap", "loop"] = speed("auto")
+    accumulate: Literal["auto", "vmap", "scan"] = speed("auto")
     devices: int | None = speed(None)
     xla_preset: Literal["default", "overlap"] = speed("default")
 

@@ -1,16 +1,14 @@
 """A config is right or says in one line what is wrong; and two configs differ in numbers, or in speed alone."""
 
 import dataclasses
-import difflib
 import math
 import re
-import types
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from jaxdp.config import Config, Init
+from jaxdp.config.keys import RENAMED, inner
 from jaxdp.errors import UsageError
 
-WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", dict: "a mapping", list: "a list"}
 AT_LEAST = {
     "steps": 1, "batch_size": 1, "microbatches": 1, "seed": 0, "optimizer.warmup_steps": 0, "optimizer.lr": 0,
     "optimizer.schedule_steps": 1, "optimizer.weight_decay": 0, "optimizer.final_lr": 0, "eval.every": 1,
@@ -47,11 +45,6 @@ ONCE = {"data.order": "shuffled"}  # what runs did before there was such a key, 
 WHERE = ("data.args.root", "data.args.path")  # where data lies does not change the numbers: its fingerprint is compared
 
 
-def inner(hint: Any) -> Any:
-    """The dataclass in a type hint, alone or with null; None where there is none."""
-    return next((k for k in (hint, *get_args(hint)) if dataclasses.is_dataclass(k)), None)
-
-
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     """{dotted key: value} of a config or of a dict; dicts of arguments count as one level more."""
     items = dataclasses.asdict(tree) if dataclasses.is_dataclass(tree) and not isinstance(tree, type) else tree
@@ -82,7 +75,7 @@ def changed_numbers(before: dict[str, Any], after: Config) -> list[str]:
     """
     old, new = flatten(filled(before, dataclasses.asdict(Config()))), flatten(after)
     old |= {key: value for key, value in ONCE.items() if key not in flatten(before)}
-    free = set(WHERE)
+    free = {*WHERE, *RENAMED}
     if after.optimizer.schedule == "constant" or after.optimizer.schedule_steps is not None:
         free |= {"steps", "epochs"}
     keys = [k for k in {**old, **new} if k not in free and decides(k) == "numbers" and old.get(k) != new.get(k)]
@@ -99,94 +92,6 @@ def filled(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
         for k, v in saved.items()
     }
     return {**{k: v for k, v in defaults.items() if k not in saved}, **own}
-
-
-def known_keys(cls: Any = Config, prefix: str = "") -> dict[str, Any]:
-    """{dotted key: type hint}."""
-    keys: dict[str, Any] = {}
-    for name, hint in get_type_hints(cls).items():
-        keys[f"{prefix}{name}"] = hint
-        if inner(hint) is not None:
-            keys |= known_keys(inner(hint), f"{prefix}{name}.")
-    return keys
-
-
-# What other trainers call a key.
-ELSEWHERE = {
-    **dict.fromkeys(("learning_rate", "max_lr"), "optimizer.lr"),
-    **dict.fromkeys(("grad_clip", "max_grad_norm", "gradient_clip_val"), "optimizer.clip_norm"),
-    **{name: f"optimizer.args.{name}" for name in ("momentum", "b1", "b2", "eps")},
-    **dict.fromkeys(("scheduler", "lr_scheduler"), "optimizer.schedule"),
-    **dict.fromkeys(("num_epochs", "max_epochs", "n_epochs", "num_train_epochs"), "epochs"),
-    **dict.fromkeys(("num_steps", "max_steps", "iterations"), "steps"),
-    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), "microbatches"),
-    **dict.fromkeys(("output_dir", "out_dir", "workdir", "logdir"), "run_dir"),
-    "batch": "batch_size",
-    "num_workers": "data.workers",
-    "dataset": "data.target",
-    "criterion": "loss.target",
-    "eval_every": "eval.every",
-    "log_every": "log.every",
-    "save_every": "checkpoint.every",
-}
-
-
-def check_key(key: str, where: str) -> None:
-    """Raises `UsageError` with the nearest known key, where `key` is not one (any may follow after `args`)."""
-    known = known_keys()
-    if key in known or any(
-        get_origin(hint) is dict and key.startswith(f"{k}.") and key[-1] != "." for k, hint in known.items()
-    ):
-        return
-    leaf = {k.rsplit(".", 1)[-1]: k for k in reversed(known)}
-    section, _, name = key.rpartition(".")
-    if (meant := ELSEWHERE.get(name)) and (not section or meant.startswith(f"{section}.")):
-        raise UsageError(f"{where}: unknown key {key!r}; did you mean {meant!r}?")
-    if f"{section}.args" in known:  # an argument of the target, mostly
-        own = [k for k in known if k.startswith(f"{section}.")]
-        near = difflib.get_close_matches(key, own, 1, 0.85) or [f"{section}.args.{name}"]
-        raise UsageError(f"{where}: unknown key {key!r}; did you mean {near[0]!r}?")
-    near = difflib.get_close_matches(key, known, 1, 0.6) or [
-        leaf[m] for m in difflib.get_close_matches(key.rsplit(".", 1)[-1], leaf, 1, 0.7)
-    ]
-    hint = f"did you mean {near[0]!r}?" if near else "`train.py --help` lists the keys"
-    raise UsageError(f"{where}: unknown key {key!r}; {hint}")
-
-
-def expected(key: str) -> str:
-    """What the value of a known key is, in words."""
-    hint = known_keys()[key]
-    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    words = []
-    for kind in kinds:
-        if get_origin(kind) is Literal:
-            words.append(f"one of {', '.join(get_args(kind))}")
-        elif kind is not type(None):
-            words.append("a mapping" if inner(kind) else WORDS[get_origin(kind) or kind])
-    return " or ".join([*words, "null"] if type(None) in kinds else words)
-
-
-def check_structure(values: dict[str, Any], where: str, prefix: str = "") -> None:
-    """Raises `UsageError` for an unknown key, and for a scalar where a mapping belongs, or the like."""
-    known = known_keys()
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if not isinstance(name, str) or ("." in name and name not in known):
-            raise UsageError(f"{where}: {key!r} is no key; keys are words, one inside the other")
-        check_key(key, where)
-        hint = known[key]
-        if value is None and type(None) in get_args(hint):
-            continue
-        mapping, listing = inner(hint) is not None or get_origin(hint) is dict, get_origin(hint) is list
-        if value is None or isinstance(value, dict) != mapping or isinstance(value, list) != listing:
-            keys = (
-                f"; set its keys, as in {name}: {{{next(iter(get_type_hints(inner(hint))))}: ...}}"
-                if inner(hint)
-                else ""
-            )
-            raise UsageError(f"{where}: {key}: {value!r} is not {expected(key)}{keys}")
-        if inner(hint) is not None:
-            check_structure(value, where, f"{key}.")
 
 
 def resolve(config: Config) -> Config:

@@ -7,7 +7,7 @@ import types
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from jaxdp.config import Config
-from jaxdp.config.check import inner
+from jaxdp.config.keys import inner
 
 KINDS = {bool: "true or false", int: "integer", float: "number", str: "text", dict: "mapping", list: "list"}
 

@@ -4,7 +4,8 @@ import re
 from typing import Any, get_type_hints
 
 from jaxdp.config import Config
-from jaxdp.config.check import check_structure, expected, inner, known_keys, resolve
+from jaxdp.config.check import resolve
+from jaxdp.config.keys import check_structure, expected, inner, known_keys
 from jaxdp.errors import UsageError, one_line
 
 

@@ -51,5 +51,5 @@ def _first(pieces: Tree) -> Tree:
     return jax.tree.map(lambda x: x[0], pieces)
 
 
-ACCUMULATE: dict[str, Callable[[Loss, Tree, Tree], Any]] = {"vmap": at_once, "loop": one_by_one}
-MAP: dict[str, Callable[[Callable, Tree], Any]] = {"vmap": lambda f, pieces: jax.vmap(f)(pieces), "loop": jax.lax.map}
+ACCUMULATE: dict[str, Callable[[Loss, Tree, Tree], Any]] = {"vmap": at_once, "scan": one_by_one}
+MAP: dict[str, Callable[[Callable, Tree], Any]] = {"vmap": lambda f, pieces: jax.vmap(f)(pieces), "scan": jax.lax.map}

@@ -79,7 +79,7 @@ def make_step(
     """Return the step of a model, a loss and an Optax transformation.
 
     Args:
-        accumulate: 'vmap' computes a replica's microbatches at once, 'loop' one after the other.
+        accumulate: 'vmap' computes a replica's microbatches at once, 'scan' one after the other.
         frozen: expressions; parameters whose path matches one have no gradient and no optimizer state.
         ema_decay: of the running average of the parameters.
         schedule: reported as `lr` in the metrics.

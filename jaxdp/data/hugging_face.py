@@ -27,7 +27,8 @@ class HuggingFace:
         try:
             import datasets
         except ModuleNotFoundError:
-            raise UsageError("data.target: HuggingFace needs `datasets`; pip install 'jaxdp[datasets]'") from None
+            fix = "pip install 'jaxdp-trainer[datasets]'"
+            raise UsageError(f"data.target: HuggingFace needs `datasets`; {fix}") from None
         try:
             found = datasets.load_from_disk(str(Path(path).expanduser()))
         except (FileNotFoundError, ValueError, OSError) as error:

@@ -113,5 +113,5 @@ def _pillow() -> tuple[Any, Any]:
     try:
         from PIL import Image, ImageOps
     except ModuleNotFoundError:
-        raise UsageError("data.target: ImageFolder needs Pillow; pip install 'jaxdp[images]'") from None
+        raise UsageError("data.target: ImageFolder needs Pillow; pip install 'jaxdp-trainer[images]'") from None
     return Image, ImageOps.exif_transpose

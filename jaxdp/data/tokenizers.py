@@ -245,5 +245,5 @@ def _library(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError:
         raise UsageError(
-            f"data.args.tokenizer: it needs the package {name!r}; pip install 'jaxdp[bpe]', or take byte or char"
+            f"data.args.tokenizer: it needs the package {name!r}; pip install 'jaxdp-trainer[bpe]', or use byte or char"
         ) from None

@@ -67,7 +67,8 @@ def load(world: World) -> Any:
         return importlib.import_module("mpi4py.MPI")
     except ModuleNotFoundError:
         raise UsageError(
-            f"mpirun started {world.size} processes but mpi4py is not installed: pip install 'jaxdp[mpi]'", speaker
+            f"mpirun started {world.size} processes but mpi4py is not installed: pip install 'jaxdp-trainer[mpi]'",
+            speaker,
         ) from None
     except (ImportError, RuntimeError) as error:
         line = str(error).splitlines()[0]

@@ -44,7 +44,7 @@ def check_gpus(dev: str = "/dev", proc: str = "/proc") -> Iterator[Check]:
     if count and not kinds:
         kind = "cuda13" if version and version >= "580" else "cuda12"
         text = f"{present}, but JAX has no CUDA plug-in here: it would compute on the CPU"
-        yield warning("gpu", text, f"pip install 'jaxdp[{kind}]'")
+        yield warning("gpu", text, f"pip install 'jaxdp-trainer[{kind}]'")
     elif count and version is None:
         yield failure("gpu", f"{present}, but no driver is loaded", "install NVIDIA's driver, or reboot")
     elif count:
@@ -52,7 +52,7 @@ def check_gpus(dev: str = "/dev", proc: str = "/proc") -> Iterator[Check]:
         old = [kind for kind in kinds if numbers and numbers < DRIVERS.get(kind, (0,))]
         if old:
             least = ".".join(map(str, DRIVERS[old[0]]))
-            fix = f"install driver {least} or later{', or jaxdp[cuda12]' if old[0] == 'cuda13' else ''}"
+            fix = f"install driver {least} or later{', or jaxdp-trainer[cuda12]' if old[0] == 'cuda13' else ''}"
             yield failure("gpu", f"driver {version} is too old for {old[0]}", fix)
         else:
             yield ok("gpu", f"{present}, driver {version}, plug-in {', '.join(kinds)}")

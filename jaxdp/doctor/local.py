@@ -76,7 +76,7 @@ def check_begin(probe: Probe) -> list[Check]:
     except Said as error:
         return [of_error("imports", error)]
     except Ended as error:
-        fix = "see the lines on versions; pip install -U jaxdp, in a fresh environment"
+        fix = "see the lines on versions; pip install -U jaxdp-trainer, in a fresh environment"
         return [failure("imports", str(error), fix)]
     return [*versions.check_imports(imported), ok("imports", ", ".join(f"{n} {v}" for n, v in imported.items()))]
 
@@ -87,7 +87,7 @@ def of_devices(name: str, error: Ended) -> Check:
     wanted = os.environ.get("JAX_PLATFORMS", "").replace("cpu", "")
     if wanted and "XLA_FLAGS" not in text:
         text = f"JAX_PLATFORMS={wanted}, and JAX opens no such device: {text[:300]}"
-        return failure(name, text, "pip install 'jaxdp[cuda12]' for an NVIDIA GPU; or unset it")
+        return failure(name, text, "pip install 'jaxdp-trainer[cuda12]' for an NVIDIA GPU; or unset it")
     fix = next(fix for cause, fix in OF_DEVICES if cause.lower() in text.lower())
     if "XLA_FLAGS" in text:
         name, text = "environment", f"XLA_FLAGS={os.environ.get('XLA_FLAGS')}: {text}"

@@ -16,7 +16,7 @@ from jaxdp.doctor.probe import Ended, Probe
 from jaxdp.doctor.versions import installed
 from jaxdp.errors import Said
 
-INSTALL = "pip install 'jaxdp[mpi]'"
+INSTALL = "pip install 'jaxdp-trainer[mpi]'"
 FLAVOURS = (  # what `mpirun --version`, or a library, prints
     ("openmpi", r"(?:Open MPI\)?|OpenRTE\)|prte|PRRTE\)?)[ :v]*(\d+\.\d+[.\w]*)"),
     ("hydra", r"HYDRA build details:\s+Version:\s*(\d+\.\d+[.\w]*)"),

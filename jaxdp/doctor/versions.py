@@ -14,6 +14,7 @@ from packaging.version import Version
 import jaxdp
 from jaxdp.doctor.check import Check, failure, ok, warning
 
+DISTRIBUTION = "jaxdp-trainer"
 SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4py")
 OPTIONAL = ("mpi4py",)
 PLUGIN = re.compile(r"jax-(cuda\d+|rocm\d+)-(plugin|pjrt)")
@@ -44,11 +45,11 @@ def own_requirements() -> tuple[list[str], str | None]:
     file = pathlib.Path(jaxdp.__file__).parent.parent / "pyproject.toml"
     if file.is_file():
         project = tomllib.loads(file.read_text()).get("project", {})
-        if project.get("name") == "jaxdp":
+        if project.get("name") == DISTRIBUTION:
             mpi = [f'{r}; extra == "mpi"' for r in project.get("optional-dependencies", {}).get("mpi", [])]
             return [*project.get("dependencies", []), *mpi], project.get("requires-python")
-    meta = importlib.metadata.metadata("jaxdp")
-    return importlib.metadata.requires("jaxdp") or [], meta["Requires-Python"]
+    meta = importlib.metadata.metadata(DISTRIBUTION)
+    return importlib.metadata.requires(DISTRIBUTION) or [], meta["Requires-Python"]
 
 
 def installed(name: str) -> str | None:

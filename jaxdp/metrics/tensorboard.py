@@ -18,7 +18,8 @@ class TensorBoard:
             from tensorboardX import SummaryWriter
         except ImportError:
             raise UsageError(
-                "log.writers: TensorBoard needs tensorboardX, which is not installed; pip install 'jaxdp[tensorboard]'"
+                "log.writers: TensorBoard needs tensorboardX, which is not installed; "
+                "pip install 'jaxdp-trainer[tensorboard]'"
             ) from None
         self.make = lambda purge: SummaryWriter(
             str(directory / folder), purge_step=purge, flush_secs=flush_secs, write_to_disk=True

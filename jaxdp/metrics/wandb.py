@@ -28,7 +28,7 @@ class WandB:
             import wandb
         except ImportError:
             raise UsageError(
-                "log.writers: WandB needs wandb, which is not installed; pip install 'jaxdp[wandb]'"
+                "log.writers: WandB needs wandb, which is not installed; pip install 'jaxdp-trainer[wandb]'"
             ) from None
         file = directory / "wandb_id"
         known = file.read_text().strip() if file.is_file() else None

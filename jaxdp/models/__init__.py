@@ -81,5 +81,6 @@ def _from_equinox(make: Any) -> Any:
         from jaxdp.models.equinox import from_equinox
     except ModuleNotFoundError as error:
         name = getattr(make, "__name__", type(make).__name__)
-        raise UsageError(f"model: {name} takes a key, as Equinox has it; pip install 'jaxdp[equinox]'") from error
+        fix = "pip install 'jaxdp-trainer[equinox]'"
+        raise UsageError(f"model: {name} takes a key, as Equinox has it; {fix}") from error
     return from_equinox(make)

@@ -42,7 +42,7 @@ class PJit:
     Args:
         zero: the stage.
         shard_size: the number of devices that share one copy of the sharded state; None means all.
-        accumulator: 'split' reduces the gradients of stages 2 and 3 slot by slot, 'whole' once after all slots.
+        gradient_buffer: 'sharded' reduces the gradients of stages 2 and 3 after each slot, 'replicated' once after all.
         blocks: paths of the parameters that are stacked [block, ...].
         split_as: shard leaves as for this number of parts, a multiple of ours; to plan for more devices.
     """
@@ -57,13 +57,13 @@ class PJit:
         *,
         zero: int = 0,
         shard_size: int | None = None,
-        accumulator: str = "split",
+        gradient_buffer: str = "sharded",
         blocks: tuple[str, ...] = (),
         split_as: int | None = None,
     ):
         self.devices = ordered_devices(devices)
         self.layout, self.blocks = ZERO[zero], blocks
-        self.split_grads, self.arithmetic = self.layout.grads and accumulator == "split", arithmetic(reduction)
+        self.split_grads, self.arithmetic = self.layout.grads and gradient_buffer == "sharded", arithmetic(reduction)
         self.table = slot_table(microbatches, len(self.devices), reduction.group)
         self.parts = group_size(shard_size, len(self.devices))
         hybrid = self.parts < len(self.devices)

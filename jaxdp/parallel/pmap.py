@@ -55,7 +55,7 @@ class PMap:
         *,
         zero: int = 0,
         shard_size: int | None = None,
-        accumulator: str = "split",
+        gradient_buffer: str = "sharded",
         blocks: tuple[str, ...] = (),
         split_as: int | None = None,
     ):

@@ -17,20 +17,20 @@ ODD = 3  # a number of devices that divides neither the microbatches nor most di
 
 
 class Configuration(NamedTuple):
-    """One way to spread training over devices. accumulator matters from ZeRO stage 2, shard_size from stage 1."""
+    """One way to spread training over devices. gradient_buffer matters from ZeRO stage 2, shard_size from stage 1."""
 
     devices: int
     backend: str
     zero: int = 0
     reduction: str = "xla"
     accumulate: str = "vmap"
-    accumulator: str = "split"
+    gradient_buffer: str = "sharded"
     shard_size: int | None = None
 
     @property
     def cells(self) -> list[str]:
         """Return the values as text, with "-" for a setting that has no effect."""
-        values = self._asdict() | ({} if ZERO[self.zero].grads else {"accumulator": None})
+        values = self._asdict() | ({} if ZERO[self.zero].grads else {"gradient_buffer": None})
         return ["-" if value is None else str(value) for value in values.values()]
 
     @property
@@ -49,8 +49,8 @@ def choose_configurations(first: Configuration, devices: Sequence[jax.Device]) -
         counts,
         [(name, zero) for name, stages in STAGES.items() for zero in stages],
         [name for name in REDUCTIONS if name not in FORMATS or name == first.reduction],
-        ("vmap", "loop"),
-        ("split", "whole"),
+        ("vmap", "scan"),
+        ("sharded", "replicated"),
         [None, number // 2] if number % 2 == 0 and number > 2 else [None],
     ]
     combinations = [Configuration(n, *stage, *rest) for n, stage, *rest in itertools.product(*settings)]
@@ -77,9 +77,9 @@ def pairs(configuration: Configuration) -> set[tuple[Any, ...]]:
 def is_meaningful(configuration: Configuration) -> bool:
     """Return whether every setting that differs from its default has an effect."""
     layout, c = ZERO[configuration.zero], configuration
-    if c.accumulate == "loop" and c.reduction in FORMATS:
+    if c.accumulate == "scan" and c.reduction in FORMATS:
         return False
-    return (c.accumulator == "split" or layout.grads) and (c.shard_size is None or layout.opt_state)
+    return (c.gradient_buffer == "sharded" or layout.grads) and (c.shard_size is None or layout.opt_state)
 
 
 def is_possible(configuration: Configuration, devices: Sequence[jax.Device]) -> bool:
@@ -112,6 +112,6 @@ def make_strategy(
         (local if c.devices == 1 else devices)[: c.devices],
         zero=c.zero,
         shard_size=c.shard_size,
-        accumulator=c.accumulator,
+        gradient_buffer=c.gradient_buffer,
         **more,
     )

@@ -59,10 +59,10 @@ def exact_configurations(most: int, reduction: str = "exact", several: bool = Fa
     several: in a job of several processes, one device of each is compared with all devices.
     """
     layouts: list[tuple[str, int, str, int | None]] = [
-        (backend, zero, accumulator, None)
+        (backend, zero, gradient_buffer, None)
         for backend, stages in STAGES.items()
         for zero in stages
-        for accumulator in (("split", "whole") if ZERO[zero].grads else ("split",))
+        for gradient_buffer in (("sharded", "replicated") if ZERO[zero].grads else ("sharded",))
     ]
     on = lambda n, b, z, a, k: Configuration(n, b, z, reduction, "vmap", a, k)
     fewer = range(1, most)
@@ -70,7 +70,7 @@ def exact_configurations(most: int, reduction: str = "exact", several: bool = Fa
     if several:
         chosen = [one_device()._replace(reduction=reduction)]
     if most > 2 and most % 2 == 0:
-        layouts += [(one_device().backend, zero, "split", most // 2) for zero in (1, 3)]
+        layouts += [(one_device().backend, zero, "sharded", most // 2) for zero in (1, 3)]
     return chosen + [on(most, *layout) for layout in layouts]
 
 

@@ -1,9 +1,9 @@
 """Runs in exact mode, over devices of all processes: `mpirun -np 2 python tests/mpi/exact.py ROW ...`.
 
-A row is model-backend-zero-place-accumulator-optimizer-sum: model is a name or name.precision; place is the devices, or
-devices/shard_size; sum is an exact reduction, or one with its exact_group (exact/2), or what must not pass for exact:
-vmap or loop. Rank 0 prints one line of JSON: {row: [SHA-256 of the final state, [[loss, norm of the gradient] of each
-update]]}, floats as `float.hex`.
+A row is model-backend-zero-place-gradient_buffer-optimizer-sum: model is a name or name.precision; place is the
+devices, or devices/shard_size; sum is an exact reduction, or one with its exact_group (exact/2), or what must not pass
+for exact: vmap or scan. Rank 0 prints one line of JSON: {row: [SHA-256 of the final state, [[loss, norm of the
+gradient] of each update]]}, floats as `float.hex`.
 """
 
 # ruff: noqa: E402
@@ -36,7 +36,7 @@ from jaxdp.models.mlp import MLP
 from jaxdp.precision import LossScaling, Policy
 
 STEPS, BATCH, EXAMPLES = 6, 20, 46  # batches of 20, 20 and 6 rows: two of the 8 microbatches then have none
-FAULTS = ("vmap", "loop")  # how `bucket` sums the microbatches of a device
+FAULTS = ("vmap", "scan")  # how `bucket` sums the microbatches of a device
 
 
 def augment(batch, key, train):
@@ -163,11 +163,13 @@ MODELS = {  # (model, examples, more of `toys.build`)
 
 
 def train(row):
-    model, backend, zero, place, accumulator, optimizer, how = row.split("-")
+    model, backend, zero, place, gradient_buffer, optimizer, how = row.split("-")
     model, _, precision = model.partition(".")
     model, examples, options = MODELS[model]()
     devices, _, shard_size = place.partition("/")
-    layout = {"zero": int(zero), "accumulator": accumulator} | ({"shard_size": int(shard_size)} if shard_size else {})
+    layout = {"zero": int(zero), "gradient_buffer": gradient_buffer} | (
+        {"shard_size": int(shard_size)} if shard_size else {}
+    )
     reduction, _, group = how.partition("/")
     sums = {"reduction": "bucket", "accumulate": how} if how in FAULTS else {"reduction": reduction}
     options = {"batch_size": BATCH, "group": int(group or 1)} | sums | options | PRECISIONS[precision]

@@ -33,7 +33,7 @@ def train(name, devices, evaluate):
     backend, reduction, layout, model = STRATEGIES[name]
     strategy, step, batch = toys.build(
         toys.MODELS[model](), toys.data(), backend=backend, reduction=reduction, layout=layout,
-        devices=devices, accumulate="loop", ema=0.9, remat="full" if layout.get("zero") == 3 else "none",
+        devices=devices, accumulate="scan", ema=0.9, remat="full" if layout.get("zero") == 3 else "none",
     )  # fmt: skip
     state, program, numbers = strategy.init(), strategy.compile(step), []
     for i in range(5):

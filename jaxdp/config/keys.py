@@ -1,0 +1,113 @@
+"""The keys of a config: which there are, what their values are, and what somebody meant by another."""
+
+import dataclasses
+import difflib
+import types
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from jaxdp.config import Config
+from jaxdp.errors import UsageError
+
+WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", dict: "a mapping", list: "a list"}
+RENAMED = {"parallel.accumulator": "parallel.gradient_buffer"}  # former keys
+FORMER_VALUES = {
+    "parallel.accumulate": "loop is now scan",
+    "parallel.gradient_buffer": "split is now sharded, whole is now replicated",
+}
+
+
+def inner(hint: Any) -> Any:
+    """The dataclass in a type hint, alone or with null; None where there is none."""
+    return next((k for k in (hint, *get_args(hint)) if dataclasses.is_dataclass(k)), None)
+
+
+def known_keys(cls: Any = Config, prefix: str = "") -> dict[str, Any]:
+    """{dotted key: type hint}."""
+    keys: dict[str, Any] = {}
+    for name, hint in get_type_hints(cls).items():
+        keys[f"{prefix}{name}"] = hint
+        if inner(hint) is not None:
+            keys |= known_keys(inner(hint), f"{prefix}{name}.")
+    return keys
+
+
+# What other trainers call a key.
+ELSEWHERE = {
+    **dict.fromkeys(("learning_rate", "max_lr"), "optimizer.lr"),
+    **dict.fromkeys(("grad_clip", "max_grad_norm", "gradient_clip_val"), "optimizer.clip_norm"),
+    **{name: f"optimizer.args.{name}" for name in ("momentum", "b1", "b2", "eps")},
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "optimizer.schedule"),
+    **dict.fromkeys(("num_epochs", "max_epochs", "n_epochs", "num_train_epochs"), "epochs"),
+    **dict.fromkeys(("num_steps", "max_steps", "iterations"), "steps"),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), "microbatches"),
+    **dict.fromkeys(("output_dir", "out_dir", "workdir", "logdir"), "run_dir"),
+    "batch": "batch_size",
+    "num_workers": "data.workers",
+    "dataset": "data.target",
+    "criterion": "loss.target",
+    "eval_every": "eval.every",
+    "log_every": "log.every",
+    "save_every": "checkpoint.every",
+}
+
+
+def check_key(key: str, where: str) -> None:
+    """Raises `UsageError` with the nearest known key, where `key` is not one (any may follow after `args`)."""
+    known = known_keys()
+    if key in known or any(
+        get_origin(hint) is dict and key.startswith(f"{k}.") and key[-1] != "." for k, hint in known.items()
+    ):
+        return
+    if key in RENAMED:
+        now = RENAMED[key]
+        raise UsageError(f"{where}: {key} is now called {now}, and is {expected(now)}")
+    leaf = {k.rsplit(".", 1)[-1]: k for k in reversed(known)}
+    section, _, name = key.rpartition(".")
+    if (meant := ELSEWHERE.get(name)) and (not section or meant.startswith(f"{section}.")):
+        raise UsageError(f"{where}: unknown key {key!r}; did you mean {meant!r}?")
+    if f"{section}.args" in known:  # an argument of the target, mostly
+        own = [k for k in known if k.startswith(f"{section}.")]
+        near = difflib.get_close_matches(key, own, 1, 0.85) or [f"{section}.args.{name}"]
+        raise UsageError(f"{where}: unknown key {key!r}; did you mean {near[0]!r}?")
+    near = difflib.get_close_matches(key, known, 1, 0.6) or [
+        leaf[m] for m in difflib.get_close_matches(key.rsplit(".", 1)[-1], leaf, 1, 0.7)
+    ]
+    hint = f"did you mean {near[0]!r}?" if near else "`train.py --help` lists the keys"
+    raise UsageError(f"{where}: unknown key {key!r}; {hint}")
+
+
+def expected(key: str) -> str:
+    """What the value of a known key is, in words."""
+    hint = known_keys()[key]
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    words = []
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            former = f" ({FORMER_VALUES[key]})" if key in FORMER_VALUES else ""
+            words.append(f"one of {', '.join(get_args(kind))}{former}")
+        elif kind is not type(None):
+            words.append("a mapping" if inner(kind) else WORDS[get_origin(kind) or kind])
+    return " or ".join([*words, "null"] if type(None) in kinds else words)
+
+
+def check_structure(values: dict[str, Any], where: str, prefix: str = "") -> None:
+    """Raises `UsageError` for an unknown key, and for a scalar where a mapping belongs, or the like."""
+    known = known_keys()
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if not isinstance(name, str) or ("." in name and name not in known):
+            raise UsageError(f"{where}: {key!r} is no key; keys are words, one inside the other")
+        check_key(key, where)
+        hint = known[key]
+        if value is None and type(None) in get_args(hint):
+            continue
+        mapping, listing = inner(hint) is not None or get_origin(hint) is dict, get_origin(hint) is list
+        if value is None or isinstance(value, dict) != mapping or isinstance(value, list) != listing:
+            keys = (
+                f"; set its keys, as in {name}: {{{next(iter(get_type_hints(inner(hint))))}: ...}}"
+                if inner(hint)
+                else ""
+            )
+            raise UsageError(f"{where}: {key}: {value!r} is not {expected(key)}{keys}")
+        if inner(hint) is not None:
+            check_structure(value, where, f"{key}.")
