@@ -142,9 +142,7 @@ def advice(run: Run, config: Config) -> list[str]:
             f"{idle:.0%} of the time; {devices * slots} would be equal shares (this changes the numbers)"
         )
     if run.strategy.devices[0].platform == "cpu" and gpus.count() and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
-        found.append(
-            "there is a GPU, but JAX runs on the CPU; pip install 'jaxdp-trainer[cuda12]', or: jaxdp doctor"
-        )
+        found.append("there is a GPU, but JAX runs on the CPU; pip install 'jaxdp-trainer[cuda12]', or: jaxdp doctor")
     for key, text in run.meta.get("fingerprints", {}).items():
         if text.startswith(NOT_COMPARABLE):
             found.append(

@@ -149,6 +149,7 @@ class Coordinator:
         self.admitted = True
         facts = [self.members[rank].facts for rank in range(self.settings.size)]
         try:
+            hosts.check_reachable(facts)
             one_host = hosts.on_one_host(facts)
             port = hosts.free_port()
             address = hosts.meeting_address(facts, port)

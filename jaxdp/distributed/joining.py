@@ -60,9 +60,7 @@ def meet(world: World, facts: Mapping[str, object], timeout: float) -> Joined:
         process = start_coordinator(settings, own["host"])
         if not hosts.is_own(host):
             check_leads_here(host, port, secret, process, own)
-    connection, everyone, jax_address = join(host, port, secret, own, remaining)
-    hosts.check_reachable(everyone)
-    return Joined(connection, everyone, jax_address)
+    return Joined(*join(host, port, secret, own, remaining))
 
 
 def agree(world: World, own: Facts, timeout: float) -> tuple[str, str]:

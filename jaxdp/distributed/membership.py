@@ -186,7 +186,7 @@ class Membership:
         heard = self.hosts[0 if author is None else author] == self.hosts[self.rank]
         if author == self.rank:
             sys.stderr.write(f"jaxdp: {text}\n")
-        elif (self.local_rank == 0 and not heard) or (author is not None and heard):
+        elif self.local_rank == 0 and (author is not None or not heard):  # a line on every host
             sys.stderr.write(f"jaxdp: {self.name(self.rank)} ends: {text}\n")
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
