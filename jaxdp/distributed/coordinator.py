@@ -296,5 +296,5 @@ class Coordinator:
         if not self.suspended and (silent := [m for m in live if m.silent >= self.settings.silence]):
             names = ", ".join(m.title for m in silent)
             verb = "has" if len(silent) == 1 else "have"
-            seconds = f"{self.settings.silence:.0f} s"
-            self.end(f"{names} {verb} not been heard from for {seconds}: killed, stopped, or cut off")
+            silence = self.settings.silence
+            self.end(f"{names} {verb} not been heard from for {silence:.0f} s: killed, stopped, or cut off")
