@@ -105,15 +105,16 @@ def run(config: Config, given: Mapping[str, Mapping[str, Any]], overwrite: bool 
 
     from jaxdp import compilation_cache
     from jaxdp.assemble.components import SETTINGS
-    from jaxdp.cli import PREEMPTED, verbs
     from jaxdp.distributed.context import leave
+    from jaxdp.errors import PREEMPTED
+    from jaxdp.job.train import train
     from jaxdp.supervise.monitor import Stopped
 
     if heard:
         signals.heed()
     before, cache = {name: jax.config.values[name] for name in SETTINGS}, compilation_cache.settings()
     try:
-        final, state = verbs.train(config, None, context, given, keep=True, overwrite=overwrite)
+        final, state = train(config, None, context, given, keep=True, overwrite=overwrite)
         assert state is not None
         params, model_state = jax.device_get(jax.tree.map(whole, (state.params, state.model_state)))
     except Stopped as stop:

@@ -9,6 +9,7 @@ OUT_OF_MEMORY = re.compile(
     re.IGNORECASE,
 )
 BYTES = re.compile(r"(?:allocat\w+|memory of size) (\d+)(?: bytes)?(?![\d.])")
+PREEMPTED = 75  # the exit code that asks to be started again (sysexits.h: EX_TEMPFAIL)
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C ended, as a shell has it
 
 

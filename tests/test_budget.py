@@ -6,9 +6,9 @@ import pathlib
 import jaxdp
 
 ROOT = pathlib.Path(jaxdp.__file__).parent
-BUDGET = {"package": 27_100, "file": 300, "function": 60, "one update": 700}  # lines
+BUDGET = {"package": 27_200, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
-LONG_FILES = {"config/__init__.py": 398, "cli/__init__.py": 498, "checkpoint/store.py": 323}
+LONG_FILES = {"config/__init__.py": 398, "checkpoint/store.py": 323}
 LONG_FUNCTIONS = {
     "models/equinox.py from_equinox": 72,
     "models/gpt.py __init__": 62,

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxdp.cli import load_options
-from jaxdp.cli.tokenizing import data
+from jaxdp.cli import Call, load_options
+from jaxdp.cli.data import run as data
 from jaxdp.data import TextFile, TokenFile
 from jaxdp.data import documents as module
 from jaxdp.data.base import check_dtypes, fingerprint
@@ -349,7 +349,7 @@ def test_a_bad_command_is_refused_in_one_line(tmp_path, argv, words):
     (tmp_path / "poem.txt").write_text(POEM)
     places = {"poem": tmp_path / "poem.txt", "new": tmp_path / "new"}
     with pytest.raises(UsageError) as caught:
-        data(load_options([arg.format(**places) for arg in argv], "data"))
+        data(Call(options=load_options([arg.format(**places) for arg in argv], "data")))
     assert "\n" not in str(caught.value) and str(caught.value).startswith(words)
     assert sorted(os.listdir(tmp_path)) == ["poem.txt"]
 
@@ -359,8 +359,8 @@ def test_what_is_refused_ends_with_code_2_and_needs_no_jax(tmp_path):
     assert said == "jaxdp: INPUT: no file 'none.txt'; give .txt or .jsonl files\n"
     (tmp_path / "poem.txt").write_text(POEM)
     code = (
-        "import sys; from jaxdp.cli import load_options; from jaxdp.cli.tokenizing import data\n"
-        "data(load_options(sys.argv[1:], 'data')); assert 'jax' not in sys.modules"
+        "import sys; from jaxdp.cli import Call, load_options; from jaxdp.cli.data import run as data\n"
+        "data(Call(options=load_options(sys.argv[1:], 'data'))); assert 'jax' not in sys.modules"
     )
     argv = ["tokenize", str(tmp_path / "poem.txt"), "--output", str(tmp_path / "out"), "--tokenizer", "byte"]
     subprocess.run([sys.executable, "-c", code, *argv], check=True, timeout=60, capture_output=True)

@@ -122,7 +122,7 @@ def test_options_that_are_named_exist():
             for verb, rest in re.findall(r"jaxdp ([a-z]+)((?: [^\n&|;]*)?)", line):
                 if verb not in cli.VERBS:
                     continue
-                own = {*cli.OPTIONS.get(verb, ())} | (set() if verb in cli.WITHOUT_CONFIG else keys) | {"help"}
+                own = {*cli.VERBS[verb].options} | (keys if cli.VERBS[verb].has_config else set()) | {"help"}
                 for option in re.findall(r" --([a-z][\w.]*)", rest):
                     known = option in own or any(option.startswith(f"{k}.") for k in own if k.endswith("args"))
                     assert known, f"{page.name}: {line}: no --{option}"

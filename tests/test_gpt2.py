@@ -18,7 +18,7 @@ from jaxdp.checkpoint.initialize import begin_with
 from jaxdp.checkpoint.matching import describe, match, named
 from jaxdp.checkpoint.weights import as_gpt2, open_weights
 from jaxdp.cli import load_options
-from jaxdp.cli.exporting import export
+from jaxdp.cli.export import export
 from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models import as_model, gpt2

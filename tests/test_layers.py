@@ -40,8 +40,9 @@ LAYERS = [
     "report",
     "doctor",
     "compilation_cache",
-    "cli",
+    "job",
     "api",
+    "cli",
     "interop",
     "lax",
     "__main__",
@@ -49,7 +50,7 @@ LAYERS = [
 ]
 # `Context.broadcast` is a method for users, of a collective that needs a context.
 CYCLE = ("jaxdp.distributed.context", "jaxdp.distributed.collectives")
-NEED_CONFIG = {"assemble", "cli", "config", "api"}
+NEED_CONFIG = {"assemble", "job", "cli", "config", "api"}
 
 
 def modules():

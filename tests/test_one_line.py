@@ -17,9 +17,9 @@ import pytest
 
 from jaxdp import cli
 from jaxdp.assemble.run import make_run
-from jaxdp.cli.starting import advice
 from jaxdp.distributed.context import Context
 from jaxdp.errors import RunFailed, UsageError, explained
+from jaxdp.job.start import advice
 from jaxdp.metrics.jsonl import JsonLines
 from launch import mpirun
 

@@ -20,7 +20,7 @@ from jaxdp.analysis.flops import count_flops
 from jaxdp.analysis.hardware import HARDWARE
 from jaxdp.analysis.hlo import summarize
 from jaxdp.analysis.plan import Case, make_plan, predict, recommend, scale
-from jaxdp.cli.planning import read_bytes, read_stages
+from jaxdp.cli.plan import read_bytes, read_stages
 from jaxdp.core.state import init_state
 from jaxdp.core.step import make_step
 from jaxdp.errors import UsageError

@@ -220,7 +220,7 @@ for argv in ([], ["--help"], ["--version"], ["tarin"], ["train", "--config", "no
         main(argv)
     except SystemExit:
         assert not {"jax", "numpy", "flax", "optax", "orbax"} & set(sys.modules), argv
-import jaxdp.cli.verbs
+import jaxdp.cli.train
 assert not {"orbax.checkpoint", "jaxdp.verify", "jaxdp.checkpoint.weights", "torch"} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment({}, 1))

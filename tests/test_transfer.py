@@ -25,7 +25,7 @@ from jaxdp.checkpoint.initialize import begin_with
 from jaxdp.checkpoint.matching import Match, describe, match, named
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.checkpoint.weights import locate, open_weights
-from jaxdp.cli.exporting import export
+from jaxdp.cli.export import export
 from jaxdp.config import check
 from jaxdp.errors import UsageError
 from jaxdp.models import as_model

@@ -1,7 +1,7 @@
 """The verb `completion`: a script that lets a shell complete verbs, options, keys and their values."""
 
-from typing import Any
-
+from jaxdp.cli import Call
+from jaxdp.cli.table import VERBS
 from jaxdp.config.describe import groups
 from jaxdp.errors import UsageError
 
@@ -33,23 +33,20 @@ complete -o default -F _jaxdp jaxdp
 """
 
 
-def completion(options: dict[str, Any]) -> None:
-    """Prints the script for a shell; where nothing of ours fits, the shell completes file names."""
-    from jaxdp import cli
-
-    shell = options["shell"]
+def run(call: Call) -> None:
+    """Print the script for a shell; where it knows no word, the shell completes file names."""
+    shell = call.options["shell"]
     if shell not in SHELLS:
-        given = f"{shell!r} is not known" if shell else "missing"
-        raise UsageError(f"SHELL: {given}; use one of {', '.join(SHELLS)}, e.g. jaxdp completion bash")
+        problem = f"{shell!r} is not known" if shell else "missing"
+        raise UsageError(f"SHELL: {problem}; use one of {', '.join(SHELLS)}, e.g. jaxdp completion bash")
     keys = [key for group in groups() for key in group.keys]
     values = [f'      --{key.name}) known="{" ".join(key.choices)}" ;;' for key in keys if key.choices]
     values += ['      completion) known="bash zsh" ;;', '      data) known="tokenize" ;;']
     names = " ".join(f"--{key.name}" for key in keys)
-    own = {verb: " ".join(f"--{name}" for name in [*cli.OPTIONS.get(verb, ()), "help"]) for verb in cli.VERBS}
-    cases = [
-        f'          {verb}) known="{own[verb]}{"" if verb in cli.WITHOUT_CONFIG else f" --config {names}"}" ;;'
-        for verb in cli.VERBS
-    ]
+    cases = []
+    for name, verb in VERBS.items():
+        options = " ".join(f"--{option}" for option in [*verb.options, "help"])
+        cases.append(f'          {name}) known="{options}{f" --config {names}" if verb.has_config else ""}" ;;')
     head = f"# Completion of jaxdp for {shell}, made by `jaxdp completion {shell}`.\n"
-    script = SCRIPT.format(verbs=" ".join(cli.VERBS), values="\n".join(values), options="\n".join(cases))
+    script = SCRIPT.format(verbs=" ".join(VERBS), values="\n".join(values), options="\n".join(cases))
     print(f"{head}{ZSH if shell == 'zsh' else ''}{script}", end="")

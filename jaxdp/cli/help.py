@@ -1,56 +1,49 @@
-"""The text of `jaxdp VERB --help`: how it is called, examples, its own options, then the config's keys by section."""
+"""The text of `jaxdp VERB --help`: usage, examples, the verb's options, then the config's keys by section."""
 
 import dataclasses
 import difflib
 import json
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxdp.cli.table import Option, Verb
 from jaxdp.config.describe import KINDS, Key, groups
 from jaxdp.errors import UsageError
 
-Options = Mapping[str, tuple[Any, Any, str]]
 WIDEST = 100  # columns
-COMMON: Options = {
-    "config": (str, None, "the YAML file of the run; what the command line says takes precedence"),
-    "print_config": (bool, False, "print the config as it is understood, and end"),
-    "help": (bool, False, "print this; `--help SECTION` prints the keys of one section, such as --help optimizer"),
+COMMON = {
+    "config": Option(str, None, "the YAML file of the run; the command line takes precedence"),
+    "print_config": Option(bool, False, "print the resolved config and exit"),
+    "help": Option(bool, False, "print this; `--help SECTION` prints the keys of one section, e.g. --help optimizer"),
 }
 
 
-def help_text(
-    verb: str,
-    does: str,
-    examples: Sequence[str],
-    options: Options,
-    places: Mapping[str, str] | None = None,
-    keys: bool = True,
-    section: str | None = None,
-    width: int | None = None,
-) -> str:
-    """The help of a verb.
+def help_text(name: str, verb: Verb, section: str | None = None, width: int | None = None) -> str:
+    """Return the help of a verb.
 
-    does: what it does; places: arguments without a name; keys: whether it takes the keys of a config; section: of the
-    keys, only those of this one; width: columns, those of the terminal where it is None. Raises UsageError for a
-    section that there is not.
+    Args:
+        section: only the keys of this section of the config.
+        width: columns; None for those of the terminal.
+
+    Raises:
+        UsageError: there is no such section.
     """
     width = width or min(shutil.get_terminal_size().columns, WIDEST)
     if section is not None:
         return "\n".join(_sections(width, section)) + "\n"
-    words = [f"{name.upper()}{'...' * (many == '*')}" for name, many in (places or {}).items()]
-    words += ["--config FILE [--key value ...]"] if keys else ["[--option value ...]"] if options else []
-    lines = [" ".join(["usage: jaxdp", verb, *words]), "", *_wrapped(f"{does[0].upper()}{does[1:]}.", width, "")]
-    if examples:
-        lines += ["", *(f"  {line}" for line in examples)]
-    own = {**COMMON, **options} if keys else {**options, "help": (bool, False, "print this")}
-    lines += ["", "options:"]
-    for name, (kind, default, text) in own.items():
-        flag = kind is bool
-        lines += _entry(f"--{name}{'' if flag else f' {KINDS[kind].upper()}'}", None if flag else default, text, width)
-    if keys:
-        lines += ["", *_wrapped(KEYS, width, "")]
+    words = [f"{argument.upper()}{'...' * (count == '*')}" for argument, count in verb.arguments.items()]
+    words += ["--config FILE [--key value ...]"] if verb.has_config else ["[--option value ...]"] * bool(verb.options)
+    lines = [" ".join(["usage: jaxdp", name, *words]), "", *_wrapped(f"{verb.does[0].upper()}{verb.does[1:]}.", width)]
+    lines += ["", *(f"  {line}" for line in verb.examples), "", "options:"]
+    common = COMMON if verb.has_config else {"help": Option(bool, False, "print this")}
+    options = {**common, **verb.options} if verb.has_config else {**verb.options, **common}
+    for option_name, option in options.items():
+        flag = option.kind is bool
+        head = f"--{option_name}{'' if flag else f' {KINDS[option.kind].upper()}'}"
+        lines += _entry(head, None if flag else option.default, option.text, width)
+    if verb.has_config:
+        lines += ["", *_wrapped(KEYS, width)]
         lines += _sections(width)
     return "\n".join(lines) + "\n"
 
@@ -63,29 +56,28 @@ KEYS = (
 
 
 def _sections(width: int, section: str | None = None) -> list[str]:
-    found = groups()
-    known = [group.name for group in found if group.name]
+    known = [group.name for group in groups() if group.name]
     if section is not None and section not in known:
         near = difflib.get_close_matches(section, known, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
         raise UsageError(f"--help: no section {section!r}; {hint}")
     lines: list[str] = []
-    for group in found:
+    for group in groups():
         if section in (None, group.name):
             text = f"{group.name}: {group.text[0].lower()}{group.text[1:]}" if group.name else "the run as a whole:"
-            lines += ["", *_wrapped(text, width, "")]
+            lines += ["", *_wrapped(text, width)]
             for key in group.keys:
                 lines += _entry(f"--{key.name} {value(key)}", key.default, key.text, width, key.decides == "numbers")
     return lines
 
 
 def value(key: Key) -> str:
-    """What stands for a key's value: its choices, or its kind in capitals."""
+    """Return the placeholder of a key's value: its choices, or its kind in capitals."""
     return f"{{{','.join(key.choices)}}}" if key.choices else key.kind.partition(",")[0].partition(" ")[0].upper()
 
 
 def shown(default: Any) -> str:
-    """A default as it would stand in a config; empty where there is none, or a section of its own."""
+    """Return a default as written in a config; empty if there is none, or if it is a section."""
     if default in (None, "", [], {}) or dataclasses.is_dataclass(default):
         return ""
     return default if isinstance(default, str) else json.dumps(default)
@@ -96,5 +88,5 @@ def _entry(head: str, default: Any, text: str, width: int, mark: bool = False) -
     return [head, *_wrapped(text, width, " " * 8)]
 
 
-def _wrapped(text: str, width: int, indent: str) -> list[str]:
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
     return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)

@@ -5,17 +5,18 @@ import os
 import pathlib
 import subprocess
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from jaxdp import config as schema
-from jaxdp.cli import load
+from jaxdp.cli import Call, load
 from jaxdp.doctor.examine import examine
 from jaxdp.doctor.report import as_json, as_text, failed
 from jaxdp.errors import RunFailed
 
 
-def doctor(options: dict[str, Any]) -> NoReturn:
+def run(call: Call) -> NoReturn:
     """Prints what was found, on rank 0, and ends with code 1 where something fails."""
+    options = call.options
     path, directory = options["config"], options["run_dir"]
     config = load(["--config", path])[0] if path else schema.Config()
     if path and not directory:

@@ -2,16 +2,17 @@
 
 import pathlib
 import sys
-from typing import Any
 
+from jaxdp.cli import Call
 from jaxdp.errors import UsageError
 from jaxdp.report import html
 from jaxdp.report.read import Json, read_run
 from jaxdp.report.writer import NAME
 
 
-def report(options: dict[str, Any]) -> None:
+def run(call: Call) -> None:
     """Writes the page, and says where. Raises UsageError where a run cannot be read or the file not be written."""
+    options = call.options
     given = [pathlib.Path(run) for run in options["run"]]
     if not given:
         raise UsageError("report: no run given; name run directories, e.g. jaxdp report runs/digits")

@@ -1,13 +1,22 @@
-"""Decide whether a run directory may be resumed: with the config, the data and the code that it was trained with."""
+"""Find the checkpoint to resume a run from, and decide whether it may be: same config, data and code."""
 
+import contextlib
+import dataclasses
+import pathlib
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import IO, Any
 
+from jaxdp import rundir
+from jaxdp.assemble.components import Given
 from jaxdp.assemble.identity import NOT_COMPARABLE
+from jaxdp.assemble.run import together
+from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.config import Config
 from jaxdp.config.check import changed_numbers, flatten
+from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
 from jaxdp.metrics import aloud
+from jaxdp.training.run import Run
 
 FIX = (
     "choose another run_dir (None is a temporary one), replace the run with overwrite=True, or continue it all the "
@@ -55,3 +64,44 @@ def _difference(theirs: str | None, ours: str, step: int) -> str:
     return (
         f"is not the one that this run was trained with to step {step}: its code or values differ; put it back, {FIX}"
     )
+
+
+def as_begun(config: Config, directory: pathlib.Path, context: Context) -> Config:
+    """The config, with what a run that is there did of its own accord before there was a key for it."""
+
+    def older() -> bool:
+        checkpoints = Checkpoints(directory / "checkpoints")
+        with contextlib.suppress(Exception):  # what is damaged is told of where it is restored
+            return "order" not in checkpoints.meta(checkpoints.steps()[-1])["config"]["data"]
+        return False
+
+    if config.data.order is None and context.of_root("begun", older):
+        return dataclasses.replace(config, data=dataclasses.replace(config.data, order="shuffled"))
+    return config
+
+
+def share(directory: pathlib.Path, context: Context) -> IO[str] | None:
+    """Make and lock the run directory on rank 0, and check that every rank sees the same one; return the lock."""
+    held, problem = rundir.make(directory) if context.is_root else (None, None)
+    context.agree(problem)
+    nonce = context.of_root("run_dir", lambda: rundir.nonce(directory))
+    context.agree(rundir.is_shared(directory, nonce))
+    return held
+
+
+def resume_step(
+    run: Run, config: Config, context: Context, given: Given, tidy: bool = True
+) -> tuple[int, dict[str, Any]]:
+    """(the checkpoint to go on from, what was saved with it), or (0, {}).
+
+    UsageError where the config, the data or an object of a script would change its numbers, unless it is forced.
+    """
+    checkpoints = run.checkpoints
+    start = checkpoints.latest(aloud.say, tidy)
+    if not start:
+        return 0, {}
+    found = context.of_root("meta", lambda: checkpoints.meta(start))
+    if not config.resume.force:
+        compare = lambda: check_same_run(found, run.meta, config, start, given)
+        together(context, compare if context.is_root else lambda: None)
+    return start, found

@@ -4,11 +4,36 @@ import json
 import sys
 from typing import Any
 
+from jaxdp import user_errors
 from jaxdp.assemble.bits import exactly, make_bits
+from jaxdp.assemble.components import set_jax
+from jaxdp.assemble.problem import make_problem
+from jaxdp.assemble.run import together
+from jaxdp.cli import Call
 from jaxdp.config import Config
 from jaxdp.distributed.context import Context
 from jaxdp.environment import add_flag
 from jaxdp.verify import Problem, as_json, as_text, choose_devices, exact, verify
+
+ALONE = Context()
+
+
+def run(call: Call) -> None:
+    """Print the report on root. Exits with code 1 where many devices do not train what one device would."""
+    config, options, context = call.config, call.options, call.context or ALONE
+    with user_errors.said():
+        if options["exact"]:
+            set_jax(config)
+            text, verified = report_exact(config, options, context)
+        else:
+            compile_quickly()
+            set_jax(config)
+            problem = together(context, lambda: make_problem(config))
+            text, verified = report(config, problem, options, context)
+    if context.is_root:
+        print(text, flush=True)
+    if not all(context.exchange("verified", "yes" if verified else "", 600.0)):
+        sys.exit(1)
 
 
 def compile_quickly() -> None:

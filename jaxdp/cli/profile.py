@@ -8,12 +8,20 @@ import jax
 from jaxdp import config as schema
 from jaxdp.analysis import trace
 from jaxdp.assemble.run import make_run
+from jaxdp.cli import Call
 from jaxdp.config import Config
 from jaxdp.distributed.context import Context
 from jaxdp.metrics.numbers import number
 
 WARM_UP = 3  # updates before the trace: compilation, and what a first run does besides
 WIDTH = 72  # of a name in the table
+
+
+def run(call: Call) -> None:
+    """Trace, and print on root where the time went."""
+    text = profile(call.config, call.path, call.context, call.options)
+    if call.context.is_root:
+        print(text)
 
 
 def profile(config: Config, path: str | None, context: Context, options: dict[str, Any]) -> str:

@@ -1,14 +1,15 @@
 """The verb `data`: what is made of data before a run; `tokenize` makes shards of tokens from text."""
 
 import pathlib
-from typing import Any
 
+from jaxdp.cli import Call
 from jaxdp.data.tokenize import tokenize
 from jaxdp.errors import UsageError, one_line
 
 
-def data(options: dict[str, Any]) -> None:
-    """The verb `data`: does what its action says, and prints what was made."""
+def run(call: Call) -> None:
+    """Do the action of the verb, and print what was made."""
+    options = call.options
     if options["action"] != "tokenize":
         given = "no action given" if options["action"] is None else f"unknown action {options['action']!r}"
         raise UsageError(f"jaxdp data: {given}; it is `jaxdp data tokenize INPUT... --output DIR`")
@@ -17,8 +18,6 @@ def data(options: dict[str, Any]) -> None:
         raise UsageError("INPUT: missing; give .txt or .jsonl files, e.g. jaxdp data tokenize text.txt --output DIR")
     if not 0 <= options["split"] < 1:
         raise UsageError(f"--split: {options['split']} is not in [0, 1); e.g. 0.01")
-    if options["shard_tokens"] < 1:
-        raise UsageError(f"--shard_tokens: {options['shard_tokens']} is too small; it must be at least 1")
     output = choose_output(options["output"])
     try:
         made = tokenize(inputs, output, options["tokenizer"], options["split"], options["shard_tokens"])

@@ -1,4 +1,4 @@
-"""What each verb of the command does, between a checked config and the loop."""
+"""Train what a config says in a run directory, with its writers, its monitor and signals."""
 
 import contextlib
 import dataclasses
@@ -6,23 +6,20 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterator
-from typing import IO, Any
 
-from jaxdp import compilation_cache, rundir, user_errors
+from jaxdp import compilation_cache, rundir
 from jaxdp import config as schema
 from jaxdp.assemble.callbacks import make_callbacks
-from jaxdp.assemble.components import NOTHING, Given, make_parts, set_jax
+from jaxdp.assemble.components import NOTHING, Given
 from jaxdp.assemble.run import make_profile, make_run, together
-from jaxdp.checkpoint.store import Checkpoints
-from jaxdp.cli.resuming import check_same_run
-from jaxdp.cli.starting import layout_of, start_writer
 from jaxdp.config import Config
 from jaxdp.core.state import TrainState
 from jaxdp.distributed import faults
 from jaxdp.distributed.context import Context
 from jaxdp.errors import Said, UsageError, one_line
+from jaxdp.job.resume import as_begun, resume_step, share
+from jaxdp.job.start import layout_of, start_writer
 from jaxdp.metrics import aloud
-from jaxdp.metrics.console import Console
 from jaxdp.metrics.events import Events, NoEvents
 from jaxdp.metrics.jsonl import read
 from jaxdp.metrics.throughput import goodput
@@ -32,11 +29,7 @@ from jaxdp.report import writer as report_file
 from jaxdp.supervise import signals
 from jaxdp.supervise.monitor import Guarded, Stopped
 from jaxdp.training import loop
-from jaxdp.training.evaluate import evaluate
 from jaxdp.training.run import Run
-from jaxdp.training.save import restore
-
-ALONE = Context()
 
 
 def train(
@@ -109,6 +102,13 @@ def final_record(run: Run, config: Config, directory: pathlib.Path, context: Con
     return final[-1]
 
 
+def keep_programs(config: Config, context: Context) -> None:
+    """As `compilation_cache` says; a cache that cannot be used is one warning."""
+    problem = compilation_cache.use(config.compilation_cache)
+    if problem and context.is_root:
+        print(f"jaxdp: {problem}", file=sys.stderr)
+
+
 def supervised(
     run: Run, config: Config, context: Context, began: float, keep: bool
 ) -> tuple[Record, TrainState | None]:
@@ -176,118 +176,3 @@ def noting_the_end(events: NoEvents, alone: bool) -> Iterator[None]:
 def summary(final: Record, directory: pathlib.Path) -> str:
     numbers = [f"{name} {final[name]:.4f}" for name in ("loss", "accuracy", "perplexity") if name in final]
     return "  ".join([*numbers, f"params_sha256 {final['params_sha256'][:16]}", f"files in {directory}"])
-
-
-def eval(config: Config, path: str | None, context: Context) -> None:
-    """The verb `eval`: evaluates the last checkpoint of the run directory, and prints the result."""
-    directory = schema.run_dir(config, path)
-    config = as_begun(config, directory, context)
-    keep_programs(config, context)
-    run = make_run(config, directory, context)
-    step, _ = resume_step(run, config, context, NOTHING, tidy=False)
-    if not step:
-        raise UsageError(f"run_dir: no checkpoint in {str(directory)!r}; train first, or name another", rank=0)
-    if run.eval is None:
-        raise UsageError("eval.data: the data has no test split; name what to evaluate on", rank=0)
-    record = evaluate(run, run.strategy.compile(run.step), restore(run, step))
-    if context.is_root:
-        Console(step, panel=False).write({"step": step, "split": "eval", **record})
-
-
-def keep_programs(config: Config, context: Context) -> None:
-    """As `compilation_cache` says; a cache that cannot be used is one warning."""
-    problem = compilation_cache.use(config.compilation_cache)
-    if problem and context.is_root:
-        print(f"jaxdp: {problem}", file=sys.stderr)
-
-
-def as_begun(config: Config, directory: pathlib.Path, context: Context) -> Config:
-    """The config, with what a run that is there did of its own accord before there was a key for it."""
-
-    def older() -> bool:
-        checkpoints = Checkpoints(directory / "checkpoints")
-        with contextlib.suppress(Exception):  # what is damaged is told of where it is restored
-            return "order" not in checkpoints.meta(checkpoints.steps()[-1])["config"]["data"]
-        return False
-
-    if config.data.order is None and context.of_root("begun", older):
-        return dataclasses.replace(config, data=dataclasses.replace(config.data, order="shuffled"))
-    return config
-
-
-def share(directory: pathlib.Path, context: Context) -> IO[str] | None:
-    """Make and lock the run directory on rank 0, and check that every rank sees the same one; return the lock."""
-    held, problem = rundir.make(directory) if context.is_root else (None, None)
-    context.agree(problem)
-    nonce = context.of_root("run_dir", lambda: rundir.nonce(directory))
-    context.agree(rundir.is_shared(directory, nonce))
-    return held
-
-
-def resume_step(
-    run: Run, config: Config, context: Context, given: Given, tidy: bool = True
-) -> tuple[int, dict[str, Any]]:
-    """(the checkpoint to go on from, what was saved with it), or (0, {}).
-
-    UsageError where the config, the data or an object of a script would change its numbers, unless it is forced.
-    """
-    checkpoints = run.checkpoints
-    start = checkpoints.latest(aloud.say, tidy)
-    if not start:
-        return 0, {}
-    found = context.of_root("meta", lambda: checkpoints.meta(start))
-    if not config.resume.force:
-        compare = lambda: check_same_run(found, run.meta, config, start, given)
-        together(context, compare if context.is_root else lambda: None)
-    return start, found
-
-
-def plan(config: Config, options: dict[str, Any]) -> None:
-    """The verb `plan`: what an update needs, moves and takes, stage by stage, and the stage to choose."""
-    from jaxdp.cli.planning import report
-
-    set_jax(config)
-    print(report(config, make_parts(config), options))
-
-
-def verify(config: Config, options: dict[str, Any], context: Context = ALONE) -> None:
-    """The verb `verify`: exits with code 1 where many devices do not train what one device would; root prints."""
-    from jaxdp.assemble.problem import make_problem
-    from jaxdp.cli.verifying import compile_quickly, report, report_exact
-
-    with user_errors.said():
-        if options["exact"]:
-            set_jax(config)
-            text, verified = report_exact(config, options, context)
-        else:
-            compile_quickly()
-            set_jax(config)
-            problem = together(context, lambda: make_problem(config))
-            text, verified = report(config, problem, options, context)
-    if context.is_root:
-        print(text, flush=True)
-    if not all(context.exchange("verified", "yes" if verified else "", 600.0)):
-        sys.exit(1)
-
-
-def export(options: dict[str, Any]) -> None:
-    """The verb `export`: writes the parameters of a checkpoint to a file."""
-    from jaxdp.cli import exporting
-
-    print(exporting.export(options))
-
-
-def profile(config: Config, path: str | None, context: Context, options: dict[str, Any]) -> None:
-    """The verb `profile`: traces a few updates, and prints where their time went."""
-    from jaxdp.cli.profiling import profile
-
-    text = profile(config, path, context, options)
-    if context.is_root:
-        print(text)
-
-
-def sample(options: dict[str, Any]) -> None:
-    """The verb `sample`: prints a prompt, and what a checkpoint's model goes on with."""
-    from jaxdp.cli import sampling
-
-    print(sampling.sample(options))

@@ -11,8 +11,9 @@ from jaxdp.checkpoint.digest import params_sha256
 from jaxdp.checkpoint.matching import MODEL_STATE
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.checkpoint.weights import FORMAT, from_checkpoint, on_host
-from jaxdp.cli.planning import size
+from jaxdp.cli import Call
 from jaxdp.errors import UsageError, one_line
+from jaxdp.metrics.numbers import size
 from jaxdp.models import gpt2
 
 # {name: (arrays, number of classes or None) -> (the arrays under its names, what the file's metadata says otherwise)}
@@ -20,6 +21,11 @@ LAYOUTS: dict[str, Callable[[dict[str, Any], int | None], tuple[dict[str, Any], 
     "jaxdp": lambda arrays, _: (arrays, {}),
     "gpt2": lambda arrays, classes: (gpt2.to_published(arrays, classes), {"format": "pt"}),  # transformers asks for it
 }
+
+
+def run(call: Call) -> None:
+    """Do the verb, and print its result."""
+    print(export(call.options))
 
 
 def export(options: dict[str, Any]) -> str:

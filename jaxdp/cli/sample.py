@@ -11,7 +11,8 @@ from jaxdp.assemble.components import make_model, set_jax
 from jaxdp.checkpoint import manifest
 from jaxdp.checkpoint.matching import MODEL_STATE
 from jaxdp.checkpoint.weights import from_checkpoint, on_host
-from jaxdp.cli.exporting import choose_step
+from jaxdp.cli import Call
+from jaxdp.cli.export import choose_step
 from jaxdp.config.reading import from_mapping
 from jaxdp.core.carry import split_carry
 from jaxdp.data.tokenizers import from_spec
@@ -22,6 +23,11 @@ from jaxdp.models.base import CARRY
 from jaxdp.precision import cast_floats
 from jaxdp.split import path_string
 from jaxdp.targets import locate
+
+
+def run(call: Call) -> None:
+    """Do the verb, and print its result."""
+    print(sample(call.options))
 
 
 def sample(options: dict[str, Any]) -> str:
@@ -65,9 +71,6 @@ def sample(options: dict[str, Any]) -> str:
 def check(options: dict[str, Any]) -> None:
     if not options["run_dir"]:
         raise UsageError("--run_dir: missing; give the directory of a run, e.g. --run_dir runs/python_gpt")
-    for name in ("tokens", "top_k"):
-        if options[name] is not None and options[name] < 1:
-            raise UsageError(f"--{name}: {options[name]} is too small; it must be at least 1")
     temperature = options["temperature"]
     if not 0 <= temperature < math.inf:
         raise UsageError(f"--temperature: {temperature} is not at least 0; 1 draws from what the model expects")

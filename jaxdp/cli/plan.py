@@ -10,9 +10,10 @@ import jax
 from jaxdp.analysis.hardware import Hardware, load_hardware, rate
 from jaxdp.analysis.hlo import summarize
 from jaxdp.analysis.plan import Plan, make_plan, predict, recommend
-from jaxdp.assemble.components import Parts, make_the_step, state_maker
+from jaxdp.assemble.components import Parts, make_parts, make_the_step, set_jax, state_maker
 from jaxdp.assemble.preflight import rehearse
 from jaxdp.assemble.run import make_case
+from jaxdp.cli import Call
 from jaxdp.config import Config
 from jaxdp.errors import UsageError
 from jaxdp.metrics.numbers import size
@@ -21,8 +22,14 @@ from jaxdp.parallel.pjit import group_size
 UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
+def run(call: Call) -> None:
+    """Print what an update needs, moves and takes, stage by stage, and the stage to choose."""
+    set_jax(call.config)
+    print(report(call.config, make_parts(call.config), call.options))
+
+
 def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
-    """The plan of every stage asked for, as text or JSON."""
+    """Return the plan of every requested stage, as text or JSON."""
     devices, hardware = options["devices"], load_hardware(options["hardware"])
     limit = hardware.memory if options["memory"] is None else read_bytes(options["memory"])
     group_size(config.parallel.shard_size, devices)

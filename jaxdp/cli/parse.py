@@ -1,0 +1,217 @@
+"""From command-line arguments to a checked config and a verb's options, or one line about what is wrong."""
+
+import collections
+import difflib
+import os
+import pathlib
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, get_origin, get_type_hints
+
+from jaxdp.cli.table import VERBS, Option
+from jaxdp.config import Config
+from jaxdp.config.check import resolve
+from jaxdp.config.keys import WORDS, check_key, check_structure, expected, inner, known_keys
+from jaxdp.config.reading import explain, to_dataclass
+from jaxdp.errors import UsageError, one_line
+
+Options = Mapping[str, Option]
+
+
+def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict[str, Any]]:
+    """Return (the checked config, the path of the config file, the options of the verb). Raises UsageError."""
+    import argparse
+
+    import jsonargparse
+
+    from jaxdp import bounded_yaml
+
+    options = VERBS[verb].options
+    parser = bounded_yaml.parser(prog=f"jaxdp {verb}")
+    parser.add_argument("--config", action=jsonargparse.ActionConfigFile)
+    add_options(parser, options)
+    parser.add_class_arguments(Config, None, as_group=False)
+    argv = with_saved_config(argv) if verb == "eval" else argv
+    if not argv:
+        if verb == "eval":
+            raise UsageError("--run_dir: none given; e.g. jaxdp eval --run_dir runs/digits")
+        raise UsageError(f"--config: no file given; e.g. jaxdp {verb} --config configs/digits.yaml")
+    check_arguments(argv, options)
+    try:
+        others, nested = take_nested(argv)
+        space = parser.parse_args(others)
+    except (argparse.ArgumentError, TypeError, ValueError, KeyError) as error:
+        raise UsageError(unnamed(error) or explain(str(error))) from None
+    files = [str(file) for file in space.pop("config") or []]
+    names = {arg.partition("=")[0] for arg in argv}
+    for key, other in (("steps", "epochs"), ("epochs", "steps")):
+        if f"--{key}" in names and f"--{other}" not in names:  # the command line overrides the file
+            space[other] = None
+    values = space.as_dict()
+    put_nested(values, nested)
+    chosen = check_least({name: values.pop(name) for name in options}, options)
+    return resolve(to_dataclass(Config, values)), (files[-1] if files else None), chosen
+
+
+def load_options(argv: list[str], verb: str) -> dict[str, Any]:
+    """Return the options and arguments of a verb without a config. Raises UsageError."""
+    import argparse
+
+    from jaxdp import bounded_yaml
+
+    options = VERBS[verb].options
+    parser = bounded_yaml.parser(prog=f"jaxdp {verb}")
+    add_options(parser, options)
+    for name, count in VERBS[verb].arguments.items():
+        parser.add_argument(name, nargs=count)
+    for arg in argv:
+        name = arg[2:].partition("=")[0]
+        if arg.startswith("--") and name not in ("help", *options):
+            near = difflib.get_close_matches(name, options, 1, 0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(options)}"
+            raise UsageError(f"command line: unknown option {name!r}; {hint}")
+    try:
+        return check_least(parser.parse_args(options_first(argv, options)).as_dict(), options)
+    except (argparse.ArgumentError, TypeError, KeyError) as error:
+        key = re.search(r'(?:key|for|Option) "?(\w+)"?', str(error))
+        value = re.search(r"(?:Got|Given) value: *(.+?) *(?:\n|$)", str(error))
+        if key and value and key[1] in options:
+            raise UsageError(f"--{key[1]}: {value[1]!r} is not {WORDS[options[key[1]].kind]}") from None
+        raise UsageError(unnamed(error) or one_line(error)) from None
+
+
+def check_least(values: dict[str, Any], options: Options) -> dict[str, Any]:
+    """Return the values. Raises UsageError for one that is too small."""
+    for name, option in options.items():
+        if option.least is not None and values[name] is not None and values[name] < option.least:
+            raise UsageError(f"--{name}: {values[name]} is too small; it must be at least {option.least}")
+    return values
+
+
+def unnamed(error: Exception) -> str:
+    """Return what to write instead of an argument that belongs to no option; "" for another error."""
+    stray = re.match(r"unrecognized arguments: *(\S+)", str(error), re.IGNORECASE)
+    if not stray:
+        return ""
+    name = "config" if stray[1].endswith((".yaml", ".yml")) else "run_dir" if os.path.isdir(stray[1]) else "KEY"
+    return f"command line: {stray[1]!r} belongs to no option; write --{name} {stray[1]}"
+
+
+def options_first(argv: list[str], options: Options) -> list[str]:
+    """Return the arguments with those without a name last: argparse takes them from one place only."""
+    named: list[str] = []
+    others: list[str] = []
+    remaining = iter(argv)
+    for arg in remaining:
+        (named if arg.startswith("-") else others).append(arg)
+        if arg[2:] in options and options[arg[2:]].kind is not bool:
+            named += [value for value in [next(remaining, None)] if value is not None]
+    return [*named, *others]
+
+
+def add_options(parser: Any, options: Options) -> None:
+    for name, option in options.items():
+        how: dict[str, Any] = {"action": "store_true"} if option.kind is bool else {"type": option.kind}
+        parser.add_argument(f"--{name}", default=option.default, **how)
+
+
+def with_saved_config(argv: list[str]) -> list[str]:
+    """Add the config that the run left in its directory, for `eval --run_dir DIR` alone."""
+    values = {arg.partition("=")[0]: arg.partition("=")[2] or value for arg, value in zip(argv, [*argv[1:], ""])}
+    saved = pathlib.Path(values.get("--run_dir", "")) / "config.yaml"
+    return ["--config", str(saved), *argv] if "--config" not in values and saved.is_file() else argv
+
+
+def check_arguments(argv: list[str], options: Collection[str]) -> None:
+    """Raise UsageError for an unknown key, on the command line or in a config file, with the nearest known one."""
+    from jaxdp import bounded_yaml
+
+    for i, arg in enumerate(argv):
+        if not arg.startswith("--"):
+            continue
+        key, _, value = arg[2:].partition("=")
+        value = value or (argv[i + 1] if i + 1 < len(argv) else "")
+        if key == "config":
+            check_file(value)
+        elif key not in ("help", "print_config", *options):
+            check_key(key, "command line")
+            bounded_yaml.check(value, key)
+            section = inner(known_keys().get(key))
+            if section is not None and not value.startswith("{") and value != "null":
+                first = next(iter(get_type_hints(section)))
+                raise UsageError(f"{key}: {value!r} is not {expected(key)}; set its keys, as in --{key}.{first} VALUE")
+
+
+def check_file(path: str) -> None:
+    """Raise UsageError for a config file that is missing, is not YAML, or has an unknown key."""
+    import yaml
+
+    from jaxdp import bounded_yaml
+
+    if not path:
+        raise UsageError("--config: no file given")
+    file = pathlib.Path(path)
+    if not file.is_file():
+        raise UsageError(f"--config: no file {path!r}; give the path of a YAML file, e.g. configs/digits.yaml")
+    try:
+        content = bounded_yaml.load(file.read_text(), path, strict_loader(path))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise UsageError(f"{path}: not YAML: {explain(str(error))}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: a config is a YAML mapping, this is {type(content).__name__}")
+    check_structure(content, path)
+
+
+def strict_loader(path: str) -> Any:
+    """Return YAML's safe loader that refuses a key which is there twice: the last one would win silently."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value]
+            counts = collections.Counter(key if isinstance(key, str) else repr(key) for key in keys)
+            if counts and (most := counts.most_common(1)[0])[1] > 1:
+                raise UsageError(f"{path}: line {node.start_mark.line + 1}: the key {most[0]!r} is there twice")
+            return super().construct_mapping(node, deep)
+
+    return Loader
+
+
+def take_nested(argv: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Return (the other arguments, {key: text} of keys of a dict inside a dict, as in `--model.args.block.dim 64`).
+
+    The parser would read each as text, and drop the rest of the inner dict.
+    """
+    dicts = tuple(f"--{key}." for key, hint in known_keys().items() if get_origin(hint) is dict)
+    others, nested, remaining = [], {}, iter(argv)
+    for arg in remaining:
+        name, equals, value = arg.partition("=")
+        if any(name.startswith(prefix) and "." in name.removeprefix(prefix) for prefix in dicts):
+            text = value if equals else next(remaining, None)
+            if text is None or (not equals and text.startswith("--")):
+                raise UsageError(f"{name[2:]}: no value given")
+            nested[name[2:]] = text
+        else:
+            others.append(arg)
+    return others, nested
+
+
+def put_nested(values: dict[str, Any], nested: Mapping[str, str]) -> None:
+    """Set the keys of `take_nested`. Raises UsageError for a key inside a value that has none."""
+    import jsonargparse
+    import yaml
+
+    read = jsonargparse.get_loader("yaml")
+    for key, text in nested.items():
+        *path, last = key.split(".")
+        mapping = values
+        for depth, part in enumerate(path):
+            inside = mapping.setdefault(part, {})
+            if not isinstance(inside, dict):
+                above = ".".join(path[: depth + 1])
+                raise UsageError(f"{key}: {above} is {inside!r}, which has no keys; set {above} as a whole")
+            mapping = inside
+        try:
+            mapping[last] = read(text)
+        except yaml.YAMLError:
+            mapping[last] = text

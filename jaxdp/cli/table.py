@@ -1,0 +1,185 @@
+"""The verbs of the command line: what each does, its options, and examples. Needs neither JAX nor a parser."""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+
+class Option(NamedTuple):
+    """An option beside the keys of a config. least: the smallest value allowed."""
+
+    kind: type
+    default: Any
+    text: str
+    least: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Verb:
+    """A verb; `jaxdp.cli.NAME.run` does it.
+
+    Attributes:
+        does: a line for the help.
+        where: "job", in all processes of a job, on their devices; "alone", in one process, on simulated devices where
+            there are no real ones; "host", without devices and without the keys of a config.
+        arguments: name -> argparse's nargs, of arguments without a name on the command line.
+        featured: the number of examples that `jaxdp --help` shows.
+    """
+
+    does: str
+    where: Literal["job", "alone", "host"]
+    examples: tuple[str, ...]
+    options: dict[str, Option] = dataclasses.field(default_factory=dict)
+    arguments: dict[str, str] = dataclasses.field(default_factory=dict)
+    featured: int = 1
+
+    @property
+    def has_config(self) -> bool:
+        return self.where != "host"
+
+
+STEP = Option(int, None, "use the checkpoint of this update; by default the last one")
+JSON = Option(bool, False, "print JSON")
+DIGITS = "--config configs/digits.yaml"
+
+VERBS = {
+    "train": Verb(
+        "train a model, resuming from the run directory if it exists",
+        "job",
+        (
+            f"jaxdp train {DIGITS}",
+            f"jaxdp train {DIGITS} --optimizer.lr 3e-4 --parallel.backend pjit",
+            f"mpirun -np 2 jaxdp train {DIGITS}",
+        ),
+        featured=3,
+    ),
+    "eval": Verb(
+        "evaluate the last checkpoint of a run directory",
+        "job",
+        ("jaxdp eval --run_dir runs/digits", "jaxdp eval --run_dir runs/digits --eval.ema true"),
+    ),
+    "plan": Verb(
+        "predict the memory, communication and time of a run on N devices, without them",
+        "alone",
+        (
+            "jaxdp plan --config configs/gpt2_124m.yaml --devices 1024 --zero all",
+            "jaxdp plan --config configs/llama_7b.yaml --devices 64 --memory 80GB --json",
+        ),
+        {
+            "devices": Option(int, 8, "the number of devices to plan for", 1),
+            "zero": Option(str, "config", "the ZeRO stage: 0 to 3, all, or the one of the config"),
+            "memory": Option(str, None, "memory of one device, such as 80GB; by default that of the hardware"),
+            "hardware": Option(str, "h100-nvlink-ib400", "the name of a built-in hardware, or a YAML file"),
+            "json": JSON,
+        },
+    ),
+    "verify": Verb(
+        "check that every layout reproduces single-device training",
+        "alone",
+        (
+            f"jaxdp verify {DIGITS}",
+            f"mpirun -np 2 jaxdp verify {DIGITS}",
+            f"jaxdp verify {DIGITS} --exact",
+            "jaxdp verify --config configs/gpt2_124m.yaml --verify.model_args '{layers: 2, dim: 64}' "
+            "--verify.strategies 4",
+        ),
+        {
+            "devices": Option(
+                int, 8, "simulate this many CPU devices if there are fewer real ones; under mpirun, use all", 1
+            ),
+            "updates": Option(int, 3, "the number of updates to compare", 1),
+            "exact": Option(
+                bool,
+                False,
+                "compare bits instead: reduction: exact on 1, 2, 3, ... devices; under mpirun, on 1 and on all",
+            ),
+            "tolerance": Option(
+                float, None, "largest relative error allowed; by default 1e-10 in float64, 1e-5 in float32"
+            ),
+            "json": JSON,
+        },
+        featured=2,
+    ),
+    "report": Verb(
+        "make one web page of one or several runs",
+        "host",
+        ("jaxdp report runs/digits runs/other",),
+        {"out": Option(str, None, "the file to write; by default report.html in the run, or here for several")},
+        {"run": "*"},
+    ),
+    "export": Verb(
+        "write the parameters of a checkpoint to a .safetensors file",
+        "host",
+        (
+            "jaxdp export --run_dir runs/digits",
+            "jaxdp export --run_dir runs/digits --step 1380 --output digits.safetensors",
+            "jaxdp export --run_dir runs/gpt2_124m --layout gpt2",
+        ),
+        {
+            "run_dir": Option(str, None, "the directory of the run"),
+            "output": Option(str, None, "the file to write; by default export.safetensors in the run directory"),
+            "step": STEP,
+            "ema": Option(bool, False, "write the running average of the parameters instead"),
+            "layout": Option(str, "jaxdp", "names in the file: jaxdp's own, or gpt2 for those of GPT-2's weights"),
+        },
+    ),
+    "profile": Verb(
+        "trace a few updates and show where their time goes",
+        "job",
+        (f"jaxdp profile {DIGITS}", f"jaxdp profile {DIGITS} --updates 10 --top 5"),
+        {
+            "updates": Option(int, 5, "the number of updates to trace", 1),
+            "top": Option(int, 20, "the number of operations to list"),
+        },
+        featured=0,
+    ),
+    "sample": Verb(
+        "generate text from a trained language model",
+        "host",
+        (
+            'jaxdp sample --run_dir runs/python_gpt --prompt "def "',
+            "jaxdp sample --run_dir runs/python_gpt --prompt 'class ' --tokens 400 --temperature 0.5",
+        ),
+        {
+            "run_dir": Option(str, None, "the directory of the run"),
+            "prompt": Option(str, "\n", "the text to continue"),
+            "tokens": Option(int, 256, "the number of tokens to generate", 1),
+            "temperature": Option(float, 0.8, "logits are divided by it; 0 takes the most probable token"),
+            "top_k": Option(int, None, "sample from the k most probable tokens; by default from all", 1),
+            "seed": Option(int, 0, "seed of the sampling"),
+            "step": STEP,
+            "ema": Option(bool, False, "use the running average of the parameters"),
+        },
+    ),
+    "data": Verb(
+        "make shards of tokens from text (jaxdp data tokenize)",
+        "host",
+        (
+            "jaxdp data tokenize text.txt --output tokens --tokenizer gpt2",
+            "jaxdp data tokenize a.txt b.jsonl --output tokens --tokenizer byte --split 0.05",
+        ),
+        {
+            "output": Option(str, None, "the folder to make"),
+            "tokenizer": Option(str, "gpt2", "byte, char, the path of a tokenizer.json, or a name of tiktoken"),
+            "split": Option(float, 0.01, "the share at the end of each input that is for validation"),
+            "shard_tokens": Option(int, 100_000_000, "tokens in a shard", 1),
+        },
+        {"action": "?", "inputs": "*"},
+    ),
+    "doctor": Verb(
+        "check this machine, and under mpirun all of a job's, before a run",
+        "host",
+        ("jaxdp doctor", "mpirun -np 2 jaxdp doctor --run_dir runs/digits"),
+        {
+            "config": Option(str, None, "the config of a run, to check the room for its checkpoints"),
+            "run_dir": Option(str, None, "where the run is to go; by default that of the config, or runs"),
+            "json": JSON,
+        },
+        featured=2,
+    ),
+    "completion": Verb(
+        "print a script that lets bash or zsh complete commands and keys",
+        "host",
+        ('eval "$(jaxdp completion bash)"', "jaxdp completion zsh > ~/.jaxdp.zsh"),
+        arguments={"shell": "?"},
+    ),
+}

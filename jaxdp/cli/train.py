@@ -1,0 +1,9 @@
+"""The verb `train`."""
+
+from jaxdp.cli import Call
+from jaxdp.job.train import train
+
+
+def run(call: Call) -> None:
+    """Train, in all processes of the job."""
+    train(call.config, call.path, call.context)

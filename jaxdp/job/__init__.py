@@ -1,0 +1,1 @@
+"""One training job: a config in a run directory."""
