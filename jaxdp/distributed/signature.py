@@ -159,9 +159,9 @@ def compare(
     All must make the same call; arrays must be alike within each of the `parts`. With `roots`, the root's arrays count,
     and the others of its group may bring none.
     """
-    texts = [json.dumps(asdict(own))]
+    texts, timeout = [json.dumps(asdict(own))], membership.default_timeout()
     if len(members) > 1:
-        texts = membership.joined().exchange(name, texts[0], members, membership.default_timeout())
+        texts = membership.joined().exchange(name, texts[0], members, timeout)
     known = {text: Signature(**json.loads(text)) for text in dict.fromkeys(texts)}
     theirs = {member: known[text] for member, text in zip(members, texts)}
     for member, one in theirs.items():
