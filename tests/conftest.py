@@ -1,5 +1,6 @@
 """Eight simulated devices, a persistent compilation cache, warnings as errors: set before JAX starts."""
 
+import collections
 import gc
 import os
 import pathlib
@@ -21,7 +22,14 @@ os.environ.setdefault("NPROC", "32")  # threads: see `jaxdp.environment.enough_t
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Count the slow tests before `-m` leaves them out."""
+    """Mark the cases beyond the first n of `quick(n)` as slow; count the slow tests before `-m` removes them."""
+    cases = collections.Counter()
+    for item in items:
+        if (mark := item.get_closest_marker("quick")) and not item.get_closest_marker("slow"):
+            test = item.nodeid.partition("[")[0]
+            cases[test] += 1
+            if cases[test] > mark.args[0]:
+                item.add_marker(pytest.mark.slow)
     names = [{mark.name for mark in item.iter_markers()} for item in items]
     config.slow_tests = sum("slow" in name and "exhaustive" not in name for name in names)
     if hasattr(config, "workeroutput"):

@@ -1,23 +1,28 @@
 """Covers: few combinations in which any two (or three) values of different factors meet at least once."""
 
 import itertools
+import random
 
 import pytest
 
 
 def cover(allowed=lambda row: True, **factors):
-    """Choose rows {factor: value} greedily until any two values of different factors meet. allowed: the valid rows."""
+    """Choose rows {factor: value} until any two values of different factors meet. allowed: the valid rows.
+
+    Greedy over a sample of the valid rows, then a row for each pair that the sample lacks.
+    """
     everything = product(allowed, **factors)
-    covered = [{tuple((k, row[k]) for k in keys) for keys in itertools.combinations(factors, 2)} for row in everything]
-    left = set().union(*covered)
-    gains, rows = [len(c) for c in covered], []
-    while left:
-        best = max(range(len(everything)), key=gains.__getitem__)
-        while gains[best] != (now := len(covered[best] & left)):  # what a row would add only ever gets less
-            gains[best] = now
-            best = max(range(len(everything)), key=gains.__getitem__)
-        rows.append(everything[best])
-        left -= covered[best]
+    names = list(itertools.combinations(factors, 2))
+    pairs = lambda row: {(a, row[a], b, row[b]) for a, b in names}
+    missing = {(a, row[a], b, row[b]) for a, b in names for row in everything}
+    candidates = [(row, pairs(row)) for row in random.Random(0).sample(everything, min(len(everything), 200))]
+    rows = []
+    while missing:
+        row, covered = max(candidates, key=lambda c: len(c[1] & missing))
+        if not covered & missing:
+            row, covered = next((r, pairs(r)) for r in everything if pairs(r) & missing)
+        rows.append(row)
+        missing -= covered
     return rows
 
 

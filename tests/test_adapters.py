@@ -151,6 +151,7 @@ def parts(target, *argv):
     return make_parts(load([*flags, "--steps", "1", "--batch_size", "20"])[0])
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("target", ["Nnx", "Linen", "LINEN", "Equinox", "PAIR", "BY_HAND", "make_pair", "make_equinox"])
 def test_every_kind_of_target_makes_a_model(target):
     model = parts(target).model
@@ -181,6 +182,7 @@ def test_evaluation_is_the_formula(model):
     np.testing.assert_allclose(leaf(new["carry"], "last"), hidden, atol=1e-5)
 
 
+@pytest.mark.quick(1)
 @every
 def test_dropout_follows_the_key_and_statistics_the_mask(model):
     batch = {"inputs": jnp.asarray(toys.data()["inputs"][:6]), "mask": jnp.asarray([1, 1, 1, 1, 0, 0], bool)}
@@ -196,6 +198,7 @@ def test_dropout_follows_the_key_and_statistics_the_mask(model):
     np.testing.assert_allclose(run(KEY, padding)[0][:4], one[:4], atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first(1, ["Equinox", "PAIR", "Nnx", "Linen"]))  # test_models.py has others of Flax
 def test_training_is_the_same_on_one_device_and_eight(name):
     model = as_model(ALL[name])
@@ -283,6 +286,7 @@ class Recurrent(nnx.Module):
         return self.linear(x)
 
 
+@pytest.mark.slow
 def test_blocks_carry_by_example_and_block():
     class Deep(nnx.Module):
         def __init__(self, rngs):
@@ -389,6 +393,7 @@ def test_linen_stream_is_split_where_the_model_splits_it():
     assert len(np.unique(np.asarray(drawn)[0].round(4))) == 3
 
 
+@pytest.mark.slow
 def test_nnx_idioms():
     params, state, results = calls(Idioms)
     assert set(params) == {"one", "head", "layers", "norm"} and set(state) == {"norm", "scale", "plain"}

@@ -84,6 +84,7 @@ def test_an_error_names_its_callback():
         fit(Failing(1))
 
 
+@pytest.mark.slow
 def test_early_stopping_ends_a_run_and_a_second_start_does_nothing(tmp_path, capsys):
     stopping = EarlyStopping("accuracy", patience=2, min_delta=10.0)  # nothing improves by so much
     done = fit(stopping, steps=40, eval={"every": 2}, log={"every": 4}, run_dir=tmp_path)

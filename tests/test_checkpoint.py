@@ -76,6 +76,7 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path):
     assert meta["step"] == 2 and meta["state"]["step"] == ["int32", []] and meta["config"] == {}
 
 
+@pytest.mark.slow
 def test_the_state_may_be_donated_while_it_is_written(tmp_path):
     """The next update writes into the same buffers as soon as `save` returns."""
     update = jax.jit(lambda x: x * 1.5 + 1, donate_argnums=0)
@@ -354,6 +355,7 @@ def test_all_pairs_of_strategies_and_device_counts(tmp_path):
     check_pairs(tmp_path, pairs(WAYS, [1, 2, 4, 8]), toys.MODELS["mlp"]())
 
 
+@pytest.mark.slow
 def test_carried_state_and_loss_scale_are_saved_too(tmp_path):
     check_pairs(tmp_path, [((WAYS[0], 4), (WAYS[5], 2)), ((WAYS[5], 2), (WAYS[1], 8))], counting())
 

@@ -379,6 +379,7 @@ def test_processes_change_nothing(single, tmp_path, which, np_, devices, backend
     assert done.stdout.count("final 30/30") == 1  # rank 0 alone prints
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("which", first(1, ["openmpi5", "mpich"]))
 def test_bad_input_under_mpirun_is_said_once(tmp_path, which):

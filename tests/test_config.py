@@ -4,7 +4,7 @@ import pathlib
 import typing
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdp import config as schema
@@ -195,6 +195,7 @@ def test_a_change_of_speed_is_no_change_of_numbers():
     assert changed == ["seed: 0 -> 7", "model.args.hidden: [256, 256] -> [3]"]
 
 
+@settings(max_examples=30)
 @given(st.text(min_size=1, max_size=20))
 def test_any_unknown_key_is_refused(key):
     free = [f"{known}." for known, hint in keys.known_keys().items() if typing.get_origin(hint) is dict]
@@ -250,6 +251,7 @@ BOMBS = {
 BOMBS["a text that is a bomb"] = f"{{a: '{BOMBS['anchors']}'}}"
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("bomb", BOMBS)
 @pytest.mark.parametrize("where", ["file", "--model.args", "--verify.model_args", "--model.args.block.inner"])
 def test_yaml_that_expands_without_bounds_is_refused(tmp_path, bomb, where):

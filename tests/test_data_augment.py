@@ -48,6 +48,7 @@ def test_an_example_depends_on_the_key_and_its_place_alone(augment):
     assert not np.array_equal(augment(IMAGES, jax.random.key(4)), whole)
 
 
+@pytest.mark.quick(1)
 def test_the_same_alone_under_jit_and_under_vmap(augment):
     keys = jax.random.split(jax.random.key(0), 3)
     stacked = np.stack([IMAGES, IMAGES[::-1], IMAGES])

@@ -156,6 +156,7 @@ def start(tmp_path, how):
     return process, [int(process.stdout.readline()) for _ in range(2)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL, None])
 def test_workers_die_with_the_run_however_it_ends_and_say_nothing(tmp_path, number):
     """A signal goes to the whole group, as from a terminal or a scheduler, but a kill to the run alone."""

@@ -140,6 +140,7 @@ print(json.dumps({"checks": [c._asdict() for c in checks]}))
     assert "planted resolves to 127.0.1.1" in name[0]["found"] and "/etc/hosts" in name[0]["fix"]
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_ranks_on_one_core():
     job = mpirun(2, ["-c", AFTER.format("os.sched_setaffinity(0, {0})")])

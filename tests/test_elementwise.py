@@ -62,11 +62,13 @@ NOT = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_ones_are_accepted(name):
     check_elementwise(ELEMENTWISE[name], PARAMS, 8)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", NOT)
 def test_others_are_refused_in_one_line(name):
     with pytest.raises(UsageError, match=r"^optimizer: it is not elementwise: .*relative difference .*adamw.*pjit$"):

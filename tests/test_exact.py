@@ -609,6 +609,7 @@ def refusal(model, optimizer, backend, zero, devices, reduction="exact"):
 PLACES = [("pmap", 1), ("pjit", 1), ("pjit", 3)]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("optimizer", BEYOND)
 @pytest.mark.parametrize(("backend", "zero"), PLACES)
 def test_what_is_not_elementwise_is_refused_by_name_where_anything_is_split(optimizer, backend, zero):
@@ -627,6 +628,7 @@ def test_what_is_not_elementwise_is_refused_where_only_few_devices_split_anythin
     assert "not elementwise" in str(refusal(TWENTY, "lamb", backend, zero, devices=2))
 
 
+@pytest.mark.slow
 def test_the_command_refuses_lamb_in_one_line(tmp_path):
     config = write(tmp_path, CONFIG.replace("adamw", "lamb"))
     argv = ["--config", config, "--run_dir", tmp_path / "run", "--parallel.zero", 1, "--parallel.backend", "pjit"]
@@ -650,6 +652,7 @@ def verdict(updates=2, devices=(1, 2), scale=1.0):
     return exact.compare_bits(make, exact.exact_configurations(2), range(updates))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("case", "says"),
     [
@@ -708,6 +711,7 @@ ALSO += [({"zero": zero, "backend": "pmap"}, 2) for zero in (0, 1)] + [({"zero":
 ALSO += [({"zero": 2, "gradient_buffer": "replicated", "place": "8/4"}, 4), ({"zero": 3, "place": "5"}, 1)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("where", "slots"), [*SENT, *(pytest.param(*row, marks=pytest.mark.slow) for row in ALSO)], ids=str
 )

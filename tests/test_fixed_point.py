@@ -292,6 +292,7 @@ def measured(tree, devices, split):
     return np.asarray(jax.jit(mapped)(tree, 0)), sum(d != WHOLE for d in jax.tree.leaves(dims))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("decades", "counts"), [(2, (2, 3)), pytest.param(9, range(2, 9), marks=pytest.mark.slow)], ids=["few", "all"]
 )
@@ -406,6 +407,7 @@ def test_an_update_that_does_not_fit_is_computed_again_alike_on_all_devices(layo
     assert got.exponents.shape == (2,) and all(m["skipped"] == 0 for m in metrics)
 
 
+@pytest.mark.slow
 def test_an_update_that_was_computed_again_is_that_of_exponents_which_fit_at_once():
     """The second update of the same size, from the same parameters: only what is remembered differs."""
     strategy, step, batch = toys.build(

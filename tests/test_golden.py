@@ -60,6 +60,7 @@ def test_it_holds_all_that_a_state_may_have():
     assert kinds == {"step", "params", "model_state", "opt_state", "ema", "loss_scale", "carry", "guard"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", first(1, [("pjit", 3, 4), ("pmap", 0, 1)]), ids=str)
 def test_the_run_goes_on_from_it(copied, layout):
     """The losses of the updates after it, as they were when it was made; other processors round otherwise.

@@ -97,6 +97,7 @@ def oracle(p, tokens, heads=4, norm="layer", mlp="gelu", kv_heads=None, rotary_b
     return normalize(x, p["norm"]) @ kernel[:, :VOCABULARY]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_are_those_of_plain_loops(name):
     made, batch = model(**VARIANTS[name]), tokens()
@@ -123,6 +124,7 @@ def test_dtypes_are_those_of_the_parameters(name):
     np.testing.assert_allclose(rough, exact, rtol=0, atol=0.1 * np.abs(exact).max())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_later_token_leaves_earlier_logits(name):
     made, batch = model(**VARIANTS[name]), tokens(1)
@@ -137,6 +139,7 @@ def test_a_later_token_leaves_earlier_logits(name):
         assert (np.abs(after[0, place:] - before[0, place:]).max(-1) > 1e-4).all()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_tokens_see_their_own_segment_only(name):
     """Two documents packed into one example; under learned positions the second stands where it does alone."""
@@ -155,6 +158,7 @@ def test_tokens_see_their_own_segment_only(name):
         np.testing.assert_allclose(run(moved, segments[:1])[0, :3], got[0, 3:], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_mask_that_cudnn_is_given_is_that_of_segments():
     """By JAX's own attention, whose arguments `fused` uses; cuDNN itself needs a GPU."""
     rng = np.random.default_rng(0)
@@ -175,6 +179,7 @@ def test_scanned_blocks_are_a_loop_over_their_slices():
     np.testing.assert_allclose(module.blocks(x, None), want, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_embedding_s_gradient_is_that_of_differences():
     """Tied: what comes through the look-up and through the logits adds up."""
     made, batch = model(), tokens()
@@ -297,6 +302,7 @@ def test_inputs_that_do_not_fit_are_named():
         fused(heads, heads, heads)
 
 
+@pytest.mark.slow
 def test_blocks_of_their_own_compute_what_scanned_ones_do():
     scanned, chained = model(), model(scan=False)
     params = draw(scanned)

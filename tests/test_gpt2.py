@@ -96,6 +96,7 @@ def nested(flat):
     return tree
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("prefix", ["", "transformer."])
 @pytest.mark.parametrize("scan", [True, False])
 def test_logits_and_loss_are_those_of_the_published_model(scan, prefix):
@@ -166,6 +167,7 @@ def test_a_file_is_read_in_its_place(tmp_path, layout):
     assert re.search(rf"rows {VOCABULARY} to {rows - 1} of embed/embedding left as initialized; biases of keys", said)
 
 
+@pytest.mark.slow
 def test_fewer_positions_and_blocks_of_their_own(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file(published("transformer."), file)

@@ -100,6 +100,7 @@ def column(metrics, name):
 # --- in training ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "kind_and_layout",
     only(
@@ -172,6 +173,7 @@ def test_a_spike_that_is_to_be_rolled_back_halts(layout):
     assert column(metrics, "halted") == [0, 0, 0, 0, 2, 2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", first(1, ["pjit-3", "pmap-1", "exact-pjit-3"]))
 def test_an_overflow_that_a_scale_may_have_made_is_not_counted_in_a_row(layout):
     """From 4 the scale falls to 1; only then is a gradient that is not finite no fault of its own."""
@@ -338,6 +340,7 @@ TRANSFORMATIONS = {name: (lambda make=make: make(1e-2)) for name, make in OPTIMI
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", only(["adamw", "several steps", "one count in two places"], TRANSFORMATIONS))
 def test_an_optimizer_in_place_does_what_it_does_or_nothing(name):
     """Operation by operation, so that nothing is rounded otherwise."""

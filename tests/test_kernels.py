@@ -98,6 +98,7 @@ def test_product_refuses_what_it_does_not_compute():
         product(jnp.ones((2, 3)), jnp.ones((2, 3)), (((0,), (0,)), ((), ())))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "image, window, strides, padding",
     [
@@ -197,6 +198,7 @@ def test_attention_in_pieces(heads):
 SMALL = {"layers": 1, "dim": 8, "heads": 2}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "kind, args, shape",
     [

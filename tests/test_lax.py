@@ -49,6 +49,7 @@ def same(got, want):
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.filterwarnings("ignore:.*discards the imaginary part")
 @pytest.mark.parametrize("groups", [None, EVEN, UNEVEN], ids=["all", "even", "uneven"])
 @pytest.mark.parametrize("op", [*NUMPY])
@@ -76,6 +77,7 @@ def test_reductions(op, groups):
                     same(chunks[0][i][r], want[at * k : (at + 1) * k])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("groups", [None, EVEN], ids=["all", "even"])
 @pytest.mark.parametrize("kind", ["pmap", "shard_map"])
 def test_what_is_moved(kind, groups):

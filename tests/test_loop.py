@@ -106,6 +106,7 @@ def test_an_evaluation_does_not_go_on_from_training(tmp_path):
     assert loop.evaluate(run, program, state) == loop.evaluate(run, program, trained)
 
 
+@pytest.mark.slow
 def test_a_readers_fault_reaches_the_loop_with_its_traceback(tmp_path):
     with pytest.raises(OSError, match="the disk is gone") as fault:
         loop.fit(make_run(tmp_path, train=Broken(**toys.data(60))))
@@ -121,6 +122,7 @@ class Counting(Nobody):
         self.made += result["loss"].size
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("where", first(1, [("pjit", 3), ("pmap", 1)]), ids=str)
 @pytest.mark.parametrize("steps_per_call", only([1, 3], [1, 3, 16]))
 def test_a_run_that_is_halted_ends_a_few_updates_later(tmp_path, steps_per_call, where):
@@ -155,6 +157,7 @@ class Checked(Arrays):
             self.reading = False
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("steps_per_call", first(1, [4, 1]))
 @pytest.mark.parametrize("where", ["train", "eval", "last"])
 def test_a_label_that_is_no_class_is_named_as_soon_as_it_is_seen(tmp_path, where, steps_per_call):

@@ -45,6 +45,7 @@ def test_cross_entropy_is_numpy_s(smoothing):
         assert float(metrics[name]) == (hits * mask).sum()
 
 
+@pytest.mark.slow
 def test_a_label_that_is_no_class_is_not_finite_and_where_the_mask_is_0_it_is_nothing():
     scores, batch = (
         jnp.zeros((4, 3)),
@@ -62,6 +63,7 @@ def test_a_label_that_is_no_class_is_not_finite_and_where_the_mask_is_0_it_is_no
             MultiTask({"a": task}).check({"a": scores}, wrong)
 
 
+@pytest.mark.slow
 def test_probabilities_are_labels_too():
     scores, batch = some()
     hard = SoftmaxCrossEntropy(0.1)(jnp.asarray(scores), batch)

@@ -109,6 +109,7 @@ def test_records_leave_out_what_nothing_was_counted_for(tmp_path, steps_per_call
     assert "class2" not in found and "class0" in found and not run.checkpoints.is_best(found)
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_not_finite_is_shown_as_it_is(tmp_path):
     """Which is something else than a weight of 0."""
 

@@ -57,6 +57,7 @@ def test_embeddings_and_token_masks_are_the_same_on_any_devices(model):
         assert toys.relative_error(state.params, states[0].params)[0] < 1e-12
 
 
+@pytest.mark.slow
 def test_an_embedding_computes_in_the_policys_dtype():
     """Flax fixes an Embed's dtype to float32; in float64 that would cost eight digits."""
     model, batch = as_model(Tied), tokens(4)
@@ -78,6 +79,7 @@ SIZES = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", SIZES)
 def test_every_product_is_computed_in_the_policys_dtype(name):
     """Forward and backward, in training and evaluation, though BatchNorm's averages are float32 and stay so."""
@@ -113,6 +115,7 @@ def products(jaxpr):
                 yield from products(getattr(value, "jaxpr", value))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "made",
     [

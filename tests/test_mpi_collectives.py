@@ -19,6 +19,7 @@ groups=[[0, 1, 2]]              6    6    6    4
 """
 
 
+@pytest.mark.slow
 def test_every_collective_against_numpy_on_four_processes():
     job = mpirun(4, [str(HERE / "mpi" / "collectives.py")], timeout=180, devices=2)
     assert job.returncode == 0, job.output
@@ -28,7 +29,6 @@ def test_every_collective_against_numpy_on_four_processes():
     assert not job.left
 
 
-@pytest.mark.slow
 def test_the_example_prints_rafs_table():
     job = mpirun(4, ["examples/allreduce.py"], timeout=60)
     assert job.returncode == 0, job.output

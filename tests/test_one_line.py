@@ -60,6 +60,7 @@ PLATFORMS = [("cuda", "JAX_PLATFORMS: 'cuda'"), *(pytest.param(p, w, marks=pytes
 ])]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("platform", "words"), PLATFORMS)
 def test_a_platform_that_there_is_not_is_one_line(tmp_path, platform, words):
     if jax.default_backend() != "cpu":
@@ -191,6 +192,7 @@ def test_one_that_only_looks_unlike_a_transformation_can_be_used(tmp_path):
     made(tmp_path, "--optimizer.target", f"{__name__}.multi_steps", "--optimizer.weight_decay", 0)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("more", "words"),
     [

@@ -23,6 +23,7 @@ RNG = np.random.default_rng(0)
 NO_DECAY = [r"(^|/)(bias|scale)$"]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_descends_and_decays_only_kernels(name):
     tx = make_optimizer(OPTIMIZERS[name], optax.constant_schedule(0.01), 0.1, NO_DECAY)
@@ -79,6 +80,7 @@ def test_learning_rates_go_by_path_the_first_expression_counts():
         scale_by_path({"(": 1.0})
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adafactor"])  # its decay knows no lr
 def test_a_scaled_learning_rate_is_another_learning_rate_decay_included(name):
     plain, half, all_half = (
@@ -126,6 +128,7 @@ def test_muon_takes_matrices_stacked_or_not():
     assert matrices()(STACKED)["blocks"] == {"kernel": None, "scale": (0, 1)}  # it has to be told
 
 
+@pytest.mark.slow
 def test_muon_updates_a_stack_block_by_block():
     block = lambda i: jax.tree.map(lambda x: x[i], STACKED["blocks"])
     apart = {**STACKED, "blocks": [block(i) for i in range(3)]}
@@ -134,6 +137,7 @@ def test_muon_updates_a_stack_block_by_block():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, {**want, "blocks": blocks})
 
 
+@pytest.mark.slow
 def test_muons_matrices_are_optaxs_and_the_rest_is_adamw():
     got = train_muon(STACKED, ["blocks"])
     decay = decay_mask(NO_DECAY)

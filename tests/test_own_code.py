@@ -197,6 +197,7 @@ def command(*argv, verb="train"):
     return [sys.executable, "-m", "jaxdp", verb, "--config", "mine.yaml", *argv]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", first(1, ["train", "plan", "verify"]))
 def test_the_command_says_it_without_a_traceback(verb, folder):
     argv = command("--run_dir", "refused", "--model.target", "mine.Pair", verb=verb)

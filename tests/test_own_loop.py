@@ -87,6 +87,7 @@ def test_the_resnet_example_runs_alone_and_under_mpirun():
         assert 0 <= float(line) < 0.3  # noise
 
 
+@pytest.mark.slow
 def test_the_blocks_of_the_page_run(alone, capsys):
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     space = {}

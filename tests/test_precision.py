@@ -256,6 +256,7 @@ def frozen_and_not(tree):
     return {p: leaves[p] for p in frozen}, {p: x for p, x in leaves.items() if p not in frozen}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "accumulate"),
     [
@@ -340,6 +341,7 @@ def test_learning_rates_by_path_scale_the_updates(layout):
     assert toys.relative_error(scaled, want)[0] < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout", "policies"),
     [

@@ -108,6 +108,7 @@ def test_more_devices_than_microbatches_says_what_to_set():
         slot_table(8, 9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", first(1, ["pjit", "pmap"]))
 def test_a_bucketed_step_is_one_all_reduce_of_one_operand(backend):
     """Gradients, loss, weight, metrics and BatchNorm's averages travel together."""

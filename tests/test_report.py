@@ -134,6 +134,7 @@ def test_sessions_end_with_the_last_sign_of_life():
 STRANGE = ("x", None, True, [1], {"a": 1}, 1e400, math.nan, -5, 10**400, "nan")
 
 
+@pytest.mark.slow
 def test_a_damaged_line_spoils_no_report(tmp_path):
     """Whatever stands where a number should, and lines that no reader takes: the rest is shown, as JSON has it."""
     run = make_run(tmp_path / "run", lines=3)
@@ -382,6 +383,7 @@ def test_a_link_and_a_pipe_are_written_through(tmp_path):
     assert (tmp_path / "link.html").is_symlink() and "</html>" in (tmp_path / "real.html").read_text()
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_run_without_numbers_in_a_browser(tmp_path):
     run = make_run(tmp_path / "run", lines=1, last="failed")

@@ -64,6 +64,7 @@ def start(folder, run_dir, *more):
     return Start(final["params_sha256"], *counts, layout["program"], done.stderr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [

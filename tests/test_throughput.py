@@ -173,6 +173,7 @@ def timed(records, groups, every, paused=()):
     return {r["step"]: r["step_time_ms"] for r in records if "step_time_ms" in r}
 
 
+@pytest.mark.slow
 def test_compiling_is_no_time_of_an_update():
     """Calls of two updates and of one: the first of each compiles; and what runs in a pause is not counted either."""
     found = timed(Lines(), [range(i, i + 2) for i in range(1, 13, 2)] + [range(13, 14)], 4, paused=(6, 8))

@@ -399,6 +399,7 @@ def test_every_place_that_holds_nothing_is_refused(tmp_path, small, monkeypatch)
     assert set(open_weights(locate("both.safetensors"), False).arrays) == {"a.b", "a/b"}
 
 
+@pytest.mark.slow
 def test_an_average_that_is_not_there_is_refused(tmp_path, small):
     saved(tmp_path, mlp())
     with pytest.raises(UsageError, match=r"^init.ema: '.*checkpoints/2' keeps no running average; leave it out"):

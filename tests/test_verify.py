@@ -231,6 +231,7 @@ def verified(tmp_path, argv, updates=1):
     return verify(make_problem(config), jax.devices()[:2], updates=updates, most=1)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", cases(verify_cases.FAULTS))
 def test_what_depends_on_the_host_is_found_and_its_cause_named(tmp_path, case):
     argv, cause = verify_cases.FAULTS[case]
@@ -264,6 +265,7 @@ RANKS = {  # what a rank has of its own: (arguments, what is refused before trai
 }
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("case", [pytest.param(k, marks=[] if k == "model" else pytest.mark.slow) for k in RANKS])
 def test_ranks_whose_programs_differ_are_refused_before_training(tmp_path, case):
@@ -316,6 +318,7 @@ def test_what_is_right_passes_and_what_is_worth_knowing_is_said(judged):
     assert "the model computes in float32 at " in note.text and "planted.py:" in note.text
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_traced_in_float64_is_compared_in_float32():
     def init(key, batch):
         return {"kernel": jax.random.normal(key, (batch["inputs"][0].size, toys.CLASSES))}, {}

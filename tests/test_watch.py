@@ -113,6 +113,7 @@ def test_a_spike_rolls_back_and_its_data_is_left_out(tmp_path):
         r.watch.stop()
 
 
+@pytest.mark.slow
 def test_too_many_spikes_end_the_run(tmp_path):
     spike = Spike(factor=3.0, after=2, action="rollback")
     run = guarded_run(tmp_path, range(8, 100), spike=spike, max_rollbacks=1)
@@ -212,6 +213,7 @@ def test_a_process_that_stands_still_ends_itself(tmp_path):
     assert "time.sleep" not in err and "<string>" in (tmp_path / "stacks" / "rank_0.txt").read_text()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("updates, ends", [(1, 1), (60, 0)])
 def test_each_update_of_a_call_has_its_time(tmp_path, updates, ends):
     """A call of about 3 s, where one update may take 1 s."""
