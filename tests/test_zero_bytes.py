@@ -175,7 +175,10 @@ def allowed(row):
     return row["zero"] > 1 or row["gradient_buffer"] == "sharded"
 
 
-COVER = cover(allowed, **FACTORS | {"optimizer": ("adamw", "lamb", "adafactor")})
+COVER = sorted(
+    cover(allowed, **FACTORS | {"optimizer": ("adamw", "lamb", "adafactor")}),
+    key=lambda row: (row["optimizer"] != "adamw", row["zero"]),  # those that compile soonest first
+)
 
 
 def check(row):
@@ -300,8 +303,9 @@ def test_a_device_holds_what_the_zero_paper_says(where):
             assert held == pytest.approx(want["params"] + want["adam"], rel=0.02)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("gradient_buffer", ["sharded", "replicated"])
-@pytest.mark.parametrize("zero", first(1, [2, 3]))
+@pytest.mark.parametrize("zero", [2, 3])
 def test_the_gradient_buffer_is_sharded_or_replicated(zero, gradient_buffer):
     strategy, *rest = build(**USUAL | {"zero": zero, "gradient_buffer": gradient_buffer})
     parameters = size(strategy.shapes.params)
