@@ -1,4 +1,4 @@
-"""YAML in bounded time and memory: anchors and aliases let a small text stand for billions of values."""
+"""Parse YAML in bounded time and memory: anchors and aliases let a small text expand to billions of values."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import yaml
 
 from jaxdp.errors import UsageError
 
-BYTES = 2**20  # of a text
-NODES = 20_000  # of what a text stands for, each alias counted as all that it repeats
+BYTES = 2**20  # of the whole text
+NODES = 20_000  # of the expanded text: an alias counts as all the nodes that it repeats
 DEPTH = 50
-SCALAR = 2**16  # characters of a text
+SCALAR = 2**16  # characters of a string
 NUMBER = 2**11  # characters of a number: Python prints no integer of more than 4,300 digits
 
 
 class _Counter(yaml.SafeLoader):
-    """Compose the nodes of a text and count them, an alias as all that it repeats; UsageError beyond the limits."""
+    """A loader that counts the expanded nodes of a text. Raises UsageError beyond the limits."""
 
     def __init__(self, text: str, where: str):
         super().__init__(text)
@@ -30,11 +30,11 @@ class _Counter(yaml.SafeLoader):
         node: Any = super().compose_node(parent, index)
         self.depth -= 1
         if alias and id(node) not in self.sizes:
-            self.refuse("a YAML alias inside of what it stands for")
+            self.refuse("a YAML alias inside the node that it refers to")
         if not alias:
             self.sizes[id(node)] = self.size(node)
         if max(self.nodes, self.sizes[id(node)]) > NODES:
-            self.refuse(f"YAML that stands for more than {NODES:,} values")
+            self.refuse(f"YAML that expands to more than {NODES:,} values")
         return node
 
     def size(self, node: Any) -> int:
@@ -50,7 +50,7 @@ class _Counter(yaml.SafeLoader):
 
 
 def check(text: str, where: str) -> None:
-    """Raise UsageError where a YAML text is too large, too deep, or expands too far; a broken one is left to others."""
+    """Raise UsageError if a YAML text is too large, too deep, or expands too far. Ignore invalid YAML."""
     if len(text) > BYTES:
         raise UsageError(f"{where}: YAML of {len(text):,} characters is refused")
     try:
@@ -60,18 +60,18 @@ def check(text: str, where: str) -> None:
 
 
 def load(text: str, where: str, loader: Any = yaml.SafeLoader) -> Any:
-    """Return what a YAML text says, within the limits. Raises UsageError beyond them, and yaml.YAMLError."""
+    """Parse a YAML text within the limits. Raises UsageError beyond them, and yaml.YAMLError for invalid YAML."""
     check(text, where)
     try:
         return yaml.load(text, loader)
-    except ValueError as error:  # an integer of thousands of digits, a date that is none
+    except ValueError as error:  # an integer of thousands of digits, an invalid date
         if isinstance(error, UsageError):
             raise
         raise yaml.YAMLError(str(error)) from None
 
 
 def parser(**arguments: Any) -> Any:
-    """Return a parser of jsonargparse with these limits; it reads texts inside of a config as YAML too."""
+    """Return a jsonargparse parser with these limits, also for YAML inside the values of a config."""
     import jsonargparse
 
     if not hasattr(plain := jsonargparse.get_loader("yaml"), "bounded"):

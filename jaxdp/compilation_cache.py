@@ -1,9 +1,8 @@
-"""Keep what XLA compiles on disk, in JAX's own persistent cache, so that the next start need not compile it again.
+"""Configure JAX's persistent compilation cache, so that the next start need not compile the same programs again.
 
 Rank 0 writes and all ranks read, under a lock; the least recently used programs are removed first (docs.jax.dev,
-"Persistent compilation cache"). On CPU each process has cache keys of its own, so only rank 0 finds its programs again.
-A folder holds the programs for one kind of processor: one that was compiled for another may crash with an illegal
-instruction.
+"Persistent compilation cache"). On CPU each process has different cache keys, so only rank 0 gets cache hits. A folder
+contains programs for one kind of processor: a program compiled for another may crash with an illegal instruction.
 """
 
 import os
@@ -21,64 +20,64 @@ SIZE = 2 * 2**30  # bytes; about a thousand programs
 FOLDER = "jax_compilation_cache_dir"
 SETTINGS = {
     "jax_compilation_cache_max_size": SIZE,
-    "jax_persistent_cache_min_compile_time_secs": 0.0,  # small programs are most of those that a start needs
+    "jax_persistent_cache_min_compile_time_secs": 0.0,  # most programs of a start are small
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
-PROBE = 2**16  # bytes that must fit, or the disk is as good as full
+PROBE = 2**16  # bytes of a test file; if it does not fit, the disk counts as full
 
 
 def use(where: str | None) -> str | None:
-    """Has JAX keep what it compiles from now on; returns in a line why it cannot, or None.
+    """Enable JAX's compilation cache. Return a one-line error message if that fails, or None.
 
-    where: a folder, "auto" for the user's own cache folder, None for no cache. A folder that JAX has been given
-    already, by JAX_COMPILATION_CACHE_DIR or by the script, stands, with all that is set about it; "" is none.
+    where: a folder, "auto" for the user's cache folder, None for no cache. A folder already set in JAX, by
+    JAX_COMPILATION_CACHE_DIR or by the script, takes precedence with all its settings; "" there disables the cache.
     """
     if where is None or jax.config.values[FOLDER] is not None:
         return None
-    top: pathlib.Path | str = where  # until there is a better name for it
+    shown: pathlib.Path | str = where  # in an error message
     try:
-        top = folder = environment.compiled(where)
+        shown = folder = environment.compiled(where)
         tidy(folder)
     except filelock.Timeout:
-        pass  # it is in use, and so it works
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: there is no such home directory, or no lock
+        pass  # another process uses the folder, so it works
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no such home directory, or no file locks
         reason = getattr(error, "strerror", None) or one_line(error)
-        return f"compilation_cache: cannot write in {str(top)!r} ({reason}), so every start compiles anew"
+        return f"compilation_cache: cannot write in {str(shown)!r} ({reason}), so every start compiles again"
     for name, value in SETTINGS.items():
         if name.upper() not in os.environ:
             jax.config.update(name, value)
     jax.config.update(FOLDER, str(folder))
-    compilation_cache.reset_cache()  # JAX looks at its settings once, which may have been before this
-    # What cannot be read or written, since the disk is full meanwhile, is compiled: nobody need do anything about it.
+    compilation_cache.reset_cache()  # JAX reads its settings once, which may have been before this call
+    # If an entry cannot be read or written (full disk), JAX compiles the program: no warning needed.
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry")
     return None
 
 
 def leave(before: dict[str, object]) -> None:
-    """Puts JAX's settings back as they were."""
+    """Restore JAX's cache settings. before: the result of `settings`."""
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
 
 
 def settings() -> dict[str, object]:
-    """JAX's settings of its cache as they are, for `leave`."""
+    """Return JAX's current cache settings, for `leave`."""
     return {name: jax.config.values[name] for name in (FOLDER, *SETTINGS)}
 
 
 def tidy(folder: pathlib.Path) -> None:
-    """Makes the folder, and removes programs that were not written to their end: JAX notes the time of use last.
+    """Create the folder, and remove incomplete programs: those without the access time that JAX writes last.
 
-    Raises OSError where nothing can be written in it, and `filelock.Timeout` where others hold it.
+    Raises OSError if the folder is not writable, and `filelock.Timeout` if another process has locked it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(folder / ".lockfile", timeout=1.0):  # the one that JAX takes
+    with filelock.FileLock(folder / ".lockfile", timeout=1.0):  # the same lock as JAX's
         probe = folder / ".probe"
         try:
             probe.write_bytes(bytes(PROBE))
         finally:
             probe.unlink(missing_ok=True)
         for program in folder.glob("*-cache"):
-            used = program.with_name(f"{program.name.removesuffix('-cache')}-atime")
-            if not used.is_file():
+            access_time = program.with_name(f"{program.name.removesuffix('-cache')}-atime")
+            if not access_time.is_file():
                 program.unlink()

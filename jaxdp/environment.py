@@ -1,4 +1,4 @@
-"""What JAX reads from the environment once, when it starts; nothing here imports it."""
+"""Set the environment variables that JAX reads when it starts. This module does not import JAX."""
 
 import contextlib
 import hashlib
@@ -12,11 +12,11 @@ from jaxdp.distributed import gpus
 from jaxdp.errors import UsageError
 
 COUNT = "--xla_force_host_platform_device_count"
-# Of glibc's malloc, the most that its own dynamic thresholds come to: mallopt(3). What is larger is given back at once.
-KEPT = {"mmap_threshold": 2**25, "trim_threshold": 2**26}  # bytes
+# The maxima of glibc's dynamic malloc thresholds, see mallopt(3). Larger blocks are returned to the kernel at once.
+MALLOC = {"mmap_threshold": 2**25, "trim_threshold": 2**26}  # bytes
 HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
-MOST = 2048  # simulated devices: JAX fails beyond
-THREADS = 4  # of the CPU's pool, for each simulated device
+MOST = 2048  # simulated devices; JAX fails with more
+THREADS = 4  # threads of the CPU's pool for each simulated device
 EXACT = {"--xla_allow_excess_precision": "false"}
 EXACT_GPU = {"--xla_gpu_deterministic_ops": "true", **EXACT}
 EXACT_CPU = {
@@ -27,18 +27,18 @@ EXACT_CPU = {
 
 
 def user_cache() -> pathlib.Path:
-    """Our folder among the user's caches (XDG Base Directory Specification)."""
+    """Return jaxdp's folder in the user's cache directory (XDG Base Directory Specification)."""
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxdp"
 
 
 def compiled(where: str) -> pathlib.Path:
-    """The folder of what XLA compiles for this host's processor. where: `compilation_cache`, a folder or "auto"."""
+    """Return the folder of programs compiled for this host's processor. where: `compilation_cache`, or "auto"."""
     top = user_cache() / "xla" if where == "auto" else pathlib.Path(where).expanduser()
     return top.absolute() / processor()
 
 
 def processor() -> str:
-    """Names the instructions that this host's processor has, in a few letters."""
+    """Return a short name (architecture and hash) for the instruction set of this host's processor."""
     flags = ""
     try:
         with open("/proc/cpuinfo") as file:
@@ -50,13 +50,13 @@ def processor() -> str:
 
 
 def malloc() -> None:
-    """Begins this process anew, once, with a malloc that keeps what a step frees for the next one and asks for huge
-    pages, where steps run on CPU. Nothing is lost: to be called first of all, and by commands alone.
+    """Restart this process once, on CPU, with a malloc that reuses freed memory in the next step and asks for huge
+    pages. Only commands call it, before anything else, so no work is lost.
 
-    XLA allocates what a program needs anew in each call, and the kernel hands it out page by page, cleared: 57,000 page
-    faults a step are 70 of 330 ms of a GPT of 3.2M parameters on one core, and 2 of 10 ms of ResNet-9 on two processes.
-    glibc's thresholds rise to what is kept here by themselves, but only as far as some array has happened to ask for.
-    It reads GLIBC_TUNABLES only as a process begins; what is set there stands.
+    XLA allocates a program's buffers in each call, and the kernel maps and clears them page by page: 57,000 page faults
+    a step take 70 of 330 ms for a GPT of 3.2M parameters on one core, and 2 of 10 ms for ResNet-9 on two processes.
+    glibc raises its thresholds to these values itself, but only as far as the largest array allocated so far. It reads
+    GLIBC_TUNABLES only when a process starts. A user's GLIBC_TUNABLES is left unchanged.
     """
     if not libc().startswith("glibc") or "GLIBC_TUNABLES" in os.environ or gpus.count():
         return
@@ -66,16 +66,16 @@ def malloc() -> None:
 
 
 def tunables() -> str:
-    """GLIBC_TUNABLES, as `malloc` sets it."""
-    settings = dict(KEPT)
+    """Return the value of GLIBC_TUNABLES that `malloc` sets."""
+    settings = dict(MALLOC)
     with contextlib.suppress(OSError):
-        if "[madvise]" in pathlib.Path(HUGE_PAGES).read_text():  # else they are given unasked, or never
-            settings["hugetlb"] = 1  # since glibc 2.35; others pass over it
+        if "[madvise]" in pathlib.Path(HUGE_PAGES).read_text():  # else the kernel uses them always, or never
+            settings["hugetlb"] = 1  # since glibc 2.35; older versions ignore it
     return ":".join(f"glibc.malloc.{name}={value}" for name, value in settings.items())
 
 
 def libc() -> str:
-    """Its name and version."""
+    """Return the name and version of the C library; "" if unknown."""
     try:
         return os.confstr("CS_GNU_LIBC_VERSION") or ""
     except (AttributeError, OSError, ValueError):
@@ -83,42 +83,42 @@ def libc() -> str:
 
 
 def simulate(devices: int) -> None:
-    """So many devices for JAX's CPU backend, unless XLA_FLAGS says otherwise."""
+    """Simulate this number of devices on JAX's CPU backend, unless XLA_FLAGS sets one."""
     if simulated() is None:
         add_flag(f"{COUNT}={min(devices, MOST)}")  # a plan for more is scaled
 
 
 def simulated() -> int | None:
-    """How many CPU devices XLA_FLAGS asks for."""
-    found = re.findall(rf"{COUNT}=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    return int(found[-1]) if found else None
+    """Return the number of CPU devices set in XLA_FLAGS; None if it is not set."""
+    counts = re.findall(rf"{COUNT}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return int(counts[-1]) if counts else None
 
 
 def add_flag(flag: str) -> None:
-    """To XLA_FLAGS, unless it is set there."""
+    """Add a flag to XLA_FLAGS, unless it is set there."""
     flags = os.environ.get("XLA_FLAGS", "")
-    if flag.partition("=")[0] not in [given.partition("=")[0] for given in flags.split()]:
+    if flag.partition("=")[0] not in [existing.partition("=")[0] for existing in flags.split()]:
         os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
 
 
 def trace_operations() -> None:
-    """A profile shows the operations of the CPU's programs too, before JAX starts; elsewhere it does so by itself."""
+    """Include the operations of CPU programs in profiles; other platforms do so by default. Call before JAX starts."""
     if not gpus.count():
         add_flag("--xla_cpu_enable_xprof_traceme=true")
 
 
 def exact(microbatches: int) -> None:
-    """Set what must be the same for the same bits, before JAX opens its devices.
+    """Set the XLA flags and threads that make results independent of the number of devices, before JAX opens devices.
 
-    Everywhere: no excess precision, by which XLA leaves out a rounding to bfloat16 or float16 wherever it fuses two
-    operations, and it fuses other ones in another program. On CPU: the number of threads, over which XLA splits
-    products and sums; no algebraic simplification, which decides by the rest of the program whether to divide or to
-    multiply by the reciprocal, nor the moving of reshapes, which without it puts transposes before transposes until
-    the compiler's stack is full; and kernels of its library for single products alone: where the library fuses a
-    reduction with its neighbours, it rounds by these, and without the simplifier jaxlib 0.10.2 writes out of bounds.
-    On a GPU: deterministic operations, and none chosen by timing.
+    All platforms: no excess precision. With it, XLA skips a rounding to bfloat16 or float16 wherever it fuses two
+    operations, and different programs fuse different ones. CPU: a fixed number of threads, over which XLA splits
+    products and sums; no algebraic simplification, which chooses between a division and a product with the reciprocal
+    by the rest of the program; no reshape mover, which without the simplifier moves transposes until the compiler's
+    stack overflows; library kernels for single products only, since the rounding of fused reductions depends on their
+    neighbours, and without the simplifier jaxlib 0.10.2 writes out of bounds. GPU: deterministic operations, and none
+    chosen by timing.
 
-    Raises `UsageError` where JAX has opened its devices without these settings.
+    Raises `UsageError` if JAX has opened its devices without these settings.
     """
     if "jax" in sys.modules:
         from jaxdp.distributed import private_jax
@@ -129,7 +129,7 @@ def exact(microbatches: int) -> None:
 
 
 def check_exact(microbatches: int) -> None:
-    """Raises `UsageError` where `exact` was not called, or not for so many microbatches."""
+    """Raise `UsageError` if `exact` was not called, or with another number of microbatches."""
     for name, value in _exact(microbatches).items():
         if os.environ.get(name) != value:
             raise UsageError(
@@ -139,23 +139,23 @@ def check_exact(microbatches: int) -> None:
 
 
 def _exact(microbatches: int) -> dict[str, str]:
-    """{variable: value}"""
+    """Return {environment variable: value} of `exact`."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     for name, value in (EXACT_GPU if gpus.count() else EXACT_CPU).items():
-        given = [flag.partition("=")[2] for flag in flags if flag.partition("=")[0] == name]
-        if name.endswith("passes"):  # several such flags add up; of any other, the last counts
-            there = [one for flag in given for one in flag.split(",")]
-            value = ",".join([*there, *(one for one in value.split(",") if one not in there)])
-        if given != [value]:
+        values = [flag.partition("=")[2] for flag in flags if flag.partition("=")[0] == name]
+        if name.endswith("passes"):  # repeated flags of this kind add up; for any other flag, the last one wins
+            passes = [one for flag in values for one in flag.split(",")]
+            value = ",".join([*passes, *(one for one in value.split(",") if one not in passes)])
+        if values != [value]:
             flags = [flag for flag in flags if flag.partition("=")[0] != name]
             flags.append(f"{name}={value}")
     return {"XLA_FLAGS": " ".join(flags), "NPROC": threads(microbatches)}
 
 
 def flags_of_numbers() -> str:
-    """The XLA_FLAGS that may change numbers: not those of what is dumped, or of how many devices there are."""
-    beside = ("--xla_dump", COUNT)
-    return " ".join(sorted(f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(beside)))
+    """Return the XLA_FLAGS that may change numbers: all but those for dumps and for the number of devices."""
+    harmless = ("--xla_dump", COUNT)
+    return " ".join(sorted(f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(harmless)))
 
 
 def threads(devices: int) -> str:
@@ -163,10 +163,10 @@ def threads(devices: int) -> str:
 
 
 def enough_threads() -> None:
-    """A pool of CPU threads in which all simulated devices can wait in several collectives each.
+    """Make the CPU thread pool large enough for every simulated device to wait in several collectives.
 
-    XLA runs what is independent side by side, in any order, and a collective blocks its thread: with as many threads
-    as devices, some devices in one collective and the rest in another wait for each other for ever.
+    XLA runs independent operations concurrently, in any order, and a collective blocks its thread. With one thread for
+    each device, some devices in one collective and the rest in another deadlock.
     """
     if simulated() is not None:
         os.environ.setdefault("NPROC", threads(simulated() or 1))

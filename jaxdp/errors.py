@@ -1,4 +1,4 @@
-"""What ends a run in one line: the user's input is wrong, another process is, or the run itself."""
+"""Errors that end a run with one line: bad input, the failure of another process, or of the run itself."""
 
 import os
 import re
@@ -9,14 +9,14 @@ OUT_OF_MEMORY = re.compile(
     re.IGNORECASE,
 )
 BYTES = re.compile(r"(?:allocat\w+|memory of size) (\d+)(?: bytes)?(?![\d.])")
-PREEMPTED = 75  # the exit code that asks to be started again (sysexits.h: EX_TEMPFAIL)
-INTERRUPTED = 130  # the exit code of a command that Ctrl-C ended, as a shell has it
+PREEMPTED = 75  # exit code that asks the scheduler to start the job again (sysexits.h: EX_TEMPFAIL)
+INTERRUPTED = 130  # exit code of a shell for a command that was ended by Ctrl-C
 
 
 class Said(Exception):
     """An error that one rank prints for all.
 
-    rank: the one that should, where every rank raises the same error; None where only the rank that raises it knows.
+    rank: the rank that prints it, if every rank raises the same error; None if only one rank raises it.
     """
 
     def __init__(self, message: str, rank: int | None = None):
@@ -25,29 +25,29 @@ class Said(Exception):
 
 
 class UsageError(Said, ValueError):
-    """Bad input: one line that names the field, its value and the fix. The command exits with code 2."""
+    """Bad input: one line that names the field, its value and the fix. Exit code 2."""
 
 
 class DistributedError(Said, RuntimeError):
-    """A process that did not come, left, or disagreed in the middle of a run; names the rank. Exit code 1.
+    """A process that did not join, ended early, or disagreed during a run; the message names the rank. Exit code 1.
 
-    texts: of an exchange that failed, what ranks brought to it.
+    texts: rank -> text, of the ranks that took part in a failed exchange.
     """
 
     texts: dict[int, str] = {}
 
 
 class RunFailed(Said, RuntimeError):
-    """The run itself cannot go on: one line, said by rank 0. Exit code 1."""
+    """The run itself cannot continue: one line, printed by rank 0. Exit code 1."""
 
 
 def one_line(text: object) -> str:
-    """A message, or an error's, without its line breaks."""
+    """Return a message, or that of an error, on one line."""
     return " ".join(str(text).split())
 
 
 def explained(error: BaseException) -> Said | None:
-    """Return the one-line error for an exception whose cause is known: no memory, or a platform that JAX lacks."""
+    """Return the one-line error for an exception of known cause (out of memory, missing JAX platform), else None."""
     text = f"{type(error).__name__}: {one_line(error)}"
     libraries = type(error).__module__.startswith(("jax", "numpy")) or isinstance(error, MemoryError | OSError)
     if isinstance(error, MemoryError) or (libraries and OUT_OF_MEMORY.search(text)):
@@ -61,9 +61,9 @@ def explained(error: BaseException) -> Said | None:
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, RuntimeError | AssertionError) and frames and frames[-1].filename.endswith("xla_bridge.py"):
         reason = re.sub(r" *\(set JAX_PLATFORMS.*?\)|^Unable to initialize backend '\w*': ", "", one_line(error))
-        wanted = os.environ.get("JAX_PLATFORMS", "")
+        setting = os.environ.get("JAX_PLATFORMS", "")
         return UsageError(
-            f"JAX_PLATFORMS: {wanted!r} cannot be used{': ' if reason else ''}{reason.rstrip('. ')}; unset it to use "
+            f"JAX_PLATFORMS: {setting!r} cannot be used{': ' if reason else ''}{reason.rstrip('. ')}; unset it to use "
             "the devices that there are, set it to cpu, or see what is installed with `jaxdp doctor`"
         )
     return None

@@ -1,4 +1,4 @@
-"""The run directory is shared by all processes and says what ran, with which versions, and how it went."""
+"""The run directory, shared by all processes: its lock, and the files that record the config and the versions."""
 
 import contextlib
 import dataclasses
@@ -24,10 +24,10 @@ from jaxdp.distributed import mpi
 from jaxdp.distributed.messages import parse
 from jaxdp.errors import RunFailed
 
-WAIT = 50.0  # seconds for a process that is ending to let go of the run directory; other ranks wait for 60
+WAIT = 50.0  # seconds that an ending process may take to release the run directory; other ranks wait for 60
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4py")
 
-# What a run writes, as patterns; env.json, by which the directory is known to be a run's, is last.
+# Patterns of the files that a run writes; last env.json, which identifies the directory of a run.
 WRITTEN = (
     *(
         "checkpoints/[0-9]*",
@@ -40,23 +40,23 @@ WRITTEN = (
     ),
     *("wandb_id", "tensorboard/events.out.tfevents.*", "profile/plugins", "stacks/rank_*.txt", "env.json"),
 )
-# In `checkpoints`, what a user has there by another name is not ours, such as 100-backup.
+# Names of checkpoints; a user's own folders in `checkpoints`, such as 100-backup, do not match.
 CHECKPOINT = re.compile(r"\d+(\.(orbax-checkpoint-tmp|pruned|damaged|unfinished).*)?")
 
-_owner: "tuple[IO[str], Owner] | None" = None  # of the lock that this process holds
+_owner: "tuple[IO[str], Owner] | None" = None  # the open lock file of this process, and its owner
 
 
 def make(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
-    """Makes the directory, takes it for this process, and leaves a nonce in it: (what to hold on to, what is wrong)."""
+    """Create and lock the directory, and write a nonce into it. Return (the lock, the error message or None)."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "checkpoints").mkdir(exist_ok=True)
-        held, problem = lock(directory)
+        file, problem = lock(directory)
         if not problem:
             (directory / ".nonce").write_text(secrets.token_hex(16))
     except OSError as error:
         return None, f"run_dir: cannot write in {str(directory)!r}: {error.strerror}; choose another with --run_dir"
-    return held, problem
+    return file, problem
 
 
 def nonce(directory: pathlib.Path) -> str:
@@ -64,7 +64,7 @@ def nonce(directory: pathlib.Path) -> str:
 
 
 def is_shared(directory: pathlib.Path, nonce: str, timeout: float = 10.0) -> str | None:
-    """Waits for rank 0's nonce to show up here (network file systems lag); returns what is wrong, or None."""
+    """Wait until rank 0's nonce is visible to this rank (network file systems lag). Return an error message or None."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         try:
@@ -80,10 +80,10 @@ def is_shared(directory: pathlib.Path, nonce: str, timeout: float = 10.0) -> str
 
 
 def lock(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
-    """Takes the directory for this process, as long as it lives: (what to hold on to, None) or (None, what is wrong).
+    """Lock the directory until this process ends. Return (the lock, to keep open, None) or (None, the error message).
 
-    A POSIX lock: the kernel drops it with the process, NFS passes it on, and a forked child does not inherit it. A
-    holder that is ending, or whose launcher has ended, is waited for; any other is refused at once.
+    It is a POSIX lock: the kernel releases it with the process, NFS supports it, and a forked child does not inherit
+    it. Wait for an owner that is ending, or whose launcher has ended; fail at once for any other.
     """
     global _owner
     file, deadline, reported = (directory / ".lock").open("a+", errors="replace"), time.monotonic() + WAIT, False
@@ -111,7 +111,7 @@ def lock(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
 
 
 def mark_ending() -> None:
-    """Write into the run directory's lock, where this process holds one, that it is about to end."""
+    """Write into the lock file, if this process has locked a run directory, that it is about to end."""
     if _owner is not None:
         file, owner = _owner
         with contextlib.suppress(OSError, ValueError):  # the directory may be gone, or the file closed
@@ -120,9 +120,9 @@ def mark_ending() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
-    """The process that holds a run directory, as its lock file tells the next one.
+    """The process that has locked a run directory, as stored in the lock file.
 
-    starters: the processes of mpirun above it, on `host`: without one of them its job is dead.
+    starters: ids of its ancestors on `host` that are mpirun's processes; if one has ended, the job is dead.
     """
 
     name: str = "another process"
@@ -143,19 +143,19 @@ class Owner:
         return cls(**parse(file.read(), shape) or {})
 
     def is_ending(self) -> bool:
-        """Whether it says so, or its mpirun has ended: of another host that cannot be seen from here."""
+        """Return whether the owner is ending, or its mpirun has ended, which is visible on the same host only."""
         return self.ending or (self.host == socket.gethostname() and not all(map(mpi.is_starter, self.starters)))
 
 
 def require(file: pathlib.Path, stream: IO[Any] | None = None) -> None:
-    """Raise RunFailed where a file of the run directory is gone, or is not the one that `stream` writes to."""
+    """Raise RunFailed if a file of the run directory was removed, or is no longer the one that `stream` writes to."""
     try:
         stat = file.stat()
         if stream is None or os.path.samestat(stat, os.fstat(stream.fileno())):
             return
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except OSError:  # a file system that does not answer is no proof
+    except OSError:  # a file system that does not answer proves nothing
         return
     raise RunFailed(
         f"run_dir: {str(file)!r} was removed or replaced while the run was going on, so what is recorded or saved from "
@@ -164,7 +164,7 @@ def require(file: pathlib.Path, stream: IO[Any] | None = None) -> None:
 
 
 def not_ours(directory: pathlib.Path) -> str | None:
-    """Return why the directory may not be overwritten: it has a run's files, but no run of jaxdp wrote them."""
+    """Return an error message if the directory has files that look like a run's, but were not written by jaxdp."""
     try:
         if "jaxdp" in json.loads((directory / "env.json").read_text())["versions"]:
             return None
@@ -179,7 +179,7 @@ def not_ours(directory: pathlib.Path) -> str | None:
 
 
 def clear(directory: pathlib.Path) -> str | None:
-    """Remove what a run wrote in its directory, and nothing else; return what is wrong."""
+    """Remove the files that a run wrote, and no others. Return an error message or None."""
     try:
         for path in _written(directory):
             if path.is_dir() and not path.is_symlink():
@@ -192,8 +192,8 @@ def clear(directory: pathlib.Path) -> str | None:
 
 
 def _written(directory: pathlib.Path) -> list[pathlib.Path]:
-    found = [path for pattern in WRITTEN for path in sorted(directory.glob(pattern))]
-    return [path for path in found if path.parent.name != "checkpoints" or CHECKPOINT.fullmatch(path.name)]
+    paths = [path for pattern in WRITTEN for path in sorted(directory.glob(pattern))]
+    return [path for path in paths if path.parent.name != "checkpoints" or CHECKPOINT.fullmatch(path.name)]
 
 
 def write_config(directory: pathlib.Path, config: dict[str, Any]) -> None:
@@ -201,7 +201,7 @@ def write_config(directory: pathlib.Path, config: dict[str, Any]) -> None:
 
 
 def write_env(directory: pathlib.Path, facts: dict[str, Any]) -> None:
-    """env.json: when the run first began, versions, and the facts given (devices, topology, launcher)."""
+    """Write env.json: time of the first start, versions, and `facts` (devices, topology, launcher)."""
     env = {
         "began": began(directory),
         "versions": versions(),
@@ -213,7 +213,7 @@ def write_env(directory: pathlib.Path, facts: dict[str, Any]) -> None:
 
 
 def began(directory: pathlib.Path) -> float:
-    """When the run was started for the first time, in seconds since the epoch; now, where that is not known."""
+    """Return the time of the run's first start, in seconds since the epoch; the current time if unknown."""
     try:
         return float(json.loads((directory / "env.json").read_text())["began"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -221,12 +221,12 @@ def began(directory: pathlib.Path) -> float:
 
 
 def write_layout(directory: pathlib.Path, facts: dict[str, Any]) -> None:
-    """layout.json: what a device holds, and what an update moves between devices."""
+    """Write layout.json: memory per device, and the communication of an update."""
     _replace(directory / "layout.json", json.dumps(facts, indent=2) + "\n")
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and the packages that decide what is computed."""
+    """Return the versions of Python and of the packages that affect the results."""
     return {"python": platform.python_version(), "jaxdp": __version__, **{p: _version(p) for p in PACKAGES}}
 
 

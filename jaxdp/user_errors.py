@@ -1,6 +1,6 @@
-"""An error out of a user's own code is said in one line: what was called, what went wrong, and at which line of theirs.
+"""Report an error in a user's code in one line: the key of the config, the error, and the lines of the user's files.
 
-Ours and the libraries' frames say nothing to who wrote a model; the last lines of their own files do.
+Frames of jaxdp and of libraries do not help the author of a model; the last frames in the author's own files do.
 """
 
 import contextlib
@@ -16,19 +16,19 @@ from jaxdp.errors import Said, UsageError, one_line
 
 PACKAGE = pathlib.Path(__file__).parent
 STANDARD = sysconfig.get_path("stdlib")
-# What calls a user's code, by its place in the package, and the key of a config that names what is called.
+# Modules of this package that call a user's code -> the key of the config that names this code.
 CALLERS = {"losses": "loss", "models": "model", "data/transforms": "data.transform", "data": "data"}
-SHOWN = 3  # of their lines
-TRACED = re.compile(r" The error occurred while tracing the function .+? for \w+\.")  # JAX's words on a line of ours
+SHOWN = 3  # lines of the user's files in a message
+TRACED = re.compile(r" The error occurred while tracing the function .+? for \w+\.")  # JAX's note on a line of jaxdp
 
 
 @contextlib.contextmanager
-def said(given: Callable[[str], str] = lambda key: "") -> Iterator[None]:
-    """Raise UsageError, from it, for an error on whose way a user's code is, or a model, loss or transform of ours.
+def said(called_with: Callable[[str], str] = lambda key: "") -> Iterator[None]:
+    """Turn an error raised in a user's code, or in a built-in model, loss or transform, into a UsageError.
 
-    Of ours, a TypeError or ValueError only: shapes and dtypes of its arguments that do not fit the data.
+    In built-in code, convert only TypeError and ValueError: shapes and dtypes that do not fit the data.
 
-    given: what the code of a key ("model", ...) was called with, in words.
+    called_with: returns a description of the arguments for a key ("model", ...).
     """
     try:
         yield
@@ -36,47 +36,48 @@ def said(given: Callable[[str], str] = lambda key: "") -> Iterator[None]:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own, key = lines(error), caller(frames)
-        if not own and (key in ("config", "data") or not isinstance(error, TypeError | ValueError)):
+        user_lines, key = lines(error), caller(frames)
+        if not user_lines and (key in ("config", "data") or not isinstance(error, TypeError | ValueError)):
             raise
         text = f"{type(error).__name__}: {TRACED.sub('', one_line(error)).rstrip('.')}"
         text += "".join(f", {note}" for note in getattr(error, "__notes__", ()) if "\n" not in note)
-        with contextlib.suppress(Exception):  # what it was given is a help, and may be what is wrong
-            text += given(key)
-        if not own:
+        with contextlib.suppress(Exception):  # describing the arguments may fail for the same reason
+            text += called_with(key)
+        if not user_lines:
             raise UsageError(f"{key}: its arguments do not fit the data: {text}") from error
-        raise UsageError(f"{key}: it failed at {own}: {text}") from error
+        raise UsageError(f"{key}: it failed at {user_lines}: {text}") from error
 
 
 def lines(error: BaseException) -> str:
-    """The lines of a user's own that an error came by, the last first; "" where there are none."""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(frame.filename)]
-    if not own:
+    """Return the lines of the user's files in the traceback of an error, innermost first; "" if there are none."""
+    user_frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(frame.filename)]
+    if not user_frames:
         return ""
-    last, *before = own[::-1][:SHOWN]
-    way = "".join(f", from {shortly(frame.filename)}:{frame.lineno}" for frame in before)
-    return f"{shortly(last.filename)}:{last.lineno} (in {last.name}: {last.line}{way})"
+    innermost, *outer = user_frames[::-1][:SHOWN]
+    callers = "".join(f", from {relative(frame.filename)}:{frame.lineno}" for frame in outer)
+    return f"{relative(innermost.filename)}:{innermost.lineno} (in {innermost.name}: {innermost.line}{callers})"
 
 
 def is_own(file: str) -> bool:
-    """Whether it is neither ours, nor Python's, nor of something installed."""
+    """Return whether a file is the user's: not in jaxdp, the standard library or an installed package."""
     path = pathlib.Path(file)
     installed = {"site-packages", "dist-packages"} & {*path.parts} or file.startswith((STANDARD, "<"))
     return not installed and PACKAGE not in path.parents
 
 
-def shortly(file: str) -> str:
-    inside = os.path.relpath(file)
-    return file if inside.startswith("..") else inside
+def relative(file: str) -> str:
+    """Return a path relative to the working directory if it is inside it, else unchanged."""
+    path = os.path.relpath(file)
+    return file if path.startswith("..") else path
 
 
 def caller(frames: Any) -> str:
-    """The key of a config whose code was called."""
+    """Return the key of the config whose code was called."""
     key = "config"
     for frame in frames:
         if is_own(frame.filename):
             return key
         if PACKAGE in (path := pathlib.Path(frame.filename)).parents:
-            place = path.relative_to(PACKAGE).as_posix()
-            key = next((key for start, key in CALLERS.items() if place.startswith(start)), key)
+            module = path.relative_to(PACKAGE).as_posix()
+            key = next((key for start, key in CALLERS.items() if module.startswith(start)), key)
     return key

@@ -1,1 +1,1 @@
-"""Processes: who they are (launchers), how they meet (rendezvous), and what they do together (collectives)."""
+"""Processes of a job: detection (launchers), rendezvous (coordinator, membership) and collectives."""

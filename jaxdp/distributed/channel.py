@@ -1,9 +1,9 @@
 """Authenticated messages between the ranks and their coordinator: JSON objects in frames, each with an HMAC.
 
 The processes of a job share a secret. The coordinator opens a connection with a magic line and a random nonce; the
-client's first message brings another. Each direction has a key made of the secret and of the nonces, and each frame is
-numbered, so a frame that was recorded on another connection, or sent twice, is refused. Messages are authenticated, not
-encrypted.
+client's first message contains a second nonce. Each direction has a key derived from the secret and the nonces, and
+each frame is numbered, so a frame recorded on another connection, or sent twice, is refused. Messages are
+authenticated, not encrypted.
 
     frame = length (4 bytes, big-endian) | HMAC-SHA256(key, number | payload) (32 bytes) | payload (JSON in UTF-8)
 """
@@ -23,7 +23,7 @@ MAGIC = b"jaxdp coordinator 1\n"
 NONCE = 32  # bytes
 HEAD = 4 + 32  # bytes before the payload
 LIMIT = 1 << 26  # bytes of one payload
-FIRST_LIMIT = 1 << 16  # of the first one, before the other end is authenticated
+FIRST_LIMIT = 1 << 16  # bytes of the first payload, before the sender is authenticated
 VARIABLE = "JAXDP_SECRET"
 
 
@@ -62,7 +62,7 @@ class Sealer:
 
 
 def length(head: bytes, limit: int = LIMIT) -> int:
-    """Return the number of bytes of the payload. Raises Refused where it is larger than `limit`."""
+    """Return the number of bytes of the payload. Raises Refused if it is larger than `limit`."""
     size = int.from_bytes(head[:4], "big")
     if size > limit:
         raise Refused(f"a frame of {size:,} bytes")
@@ -70,25 +70,25 @@ def length(head: bytes, limit: int = LIMIT) -> int:
 
 
 def to_coordinator(secret: str, nonce: bytes) -> Sealer:
-    """Return the direction from a rank to the coordinator, whose nonce it is."""
+    """Return the sealer of messages from a rank to the coordinator. nonce: the coordinator's."""
     return Sealer(secret, b"to coordinator", nonce)
 
 
 def to_rank(secret: str, nonce: bytes, rank_nonce: bytes) -> Sealer:
-    """Return the direction from the coordinator to a rank."""
+    """Return the sealer of messages from the coordinator to a rank. nonce: the coordinator's."""
     return Sealer(secret, b"to rank", nonce, rank_nonce)
 
 
 def secret_file() -> pathlib.Path:
-    """Return the file with the user's secret, for launchers that cannot carry one: ~/.config/jaxdp/secret."""
+    """Return the path of the user's secret, for launchers that cannot pass one: ~/.config/jaxdp/secret."""
     config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     return pathlib.Path(config).expanduser() / "jaxdp" / "secret"
 
 
 def shared_secret() -> str:
-    """Return the secret of JAXDP_SECRET, else of `secret_file`, which is created on first use.
+    """Return the secret from JAXDP_SECRET, else from `secret_file`, which is created on first use.
 
-    Raises UsageError where others may read the file, or where it cannot be read or created.
+    Raises UsageError if other users may read the file, or if it cannot be read or created.
     """
     if secret := os.environ.get(VARIABLE):
         return secret

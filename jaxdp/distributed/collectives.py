@@ -1,17 +1,18 @@
-"""Eager collectives between processes, on one array or a list; what cannot work is an error on every rank, not a hang.
+"""Eager collectives between processes, on one array or a list. A mismatch raises an error on every rank: no hang.
 
-Every function takes an array or a list of arrays, NumPy's or JAX's, and returns jax.Arrays, of a list a list. A list
-travels as one: in one transfer where it is only moved, in one for each element type where it is reduced. A rank is a
-process, and its arrays live on its first device. What is only moved keeps its bits (-0.0, NaN payloads). 64-bit NumPy
-arrays are refused unless jax_enable_x64 is set; Python's numbers become int32, float32 and complex64, as in JAX.
+Every function takes an array or a list of arrays, of NumPy or JAX, and returns a jax.Array or a list of them. A list is
+sent in one transfer, or if it is reduced, in one transfer for each element type. A rank is a process, and its arrays
+live on its first device. Operations without arithmetic preserve the bits (-0.0, NaN payloads). 64-bit NumPy arrays are
+refused unless jax_enable_x64 is set; Python's numbers become int32, float32 and complex64, as in JAX.
 
-`groups`, such as [[0, 1], [2, 3]], are disjoint lists of ranks that each work by themselves, of any sizes and in any
-order, which is that of their results; a rank in none works alone. **All ranks of the job make the same call with the
-same groups**, also those in none. `root` is a rank of the job, in several groups a list with one of each.
+`groups`, such as [[0, 1], [2, 3]], are disjoint lists of ranks that work independently, of any size. The order of ranks
+in a group is the order of its results; a rank in no group works alone. **All ranks of the job make the same call with
+the same groups**, including ranks in no group. `root` is a rank of the job, or with several groups, a list with one
+rank of each.
 
-Before anything is sent, all ranks compare what they bring. Raises UsageError where one rank's arguments cannot work (on
-every rank, naming that rank), DistributedError where ranks disagree on operation, groups, shapes or types (naming the
-ranks and all sides), or where one does not come within JAXDP_TIMEOUT seconds (60).
+Before anything is sent, all ranks compare their arguments. Raises UsageError on every rank if one rank's arguments are
+invalid (naming that rank), and DistributedError if ranks disagree on operation, groups, shapes or types (naming the
+ranks and their versions), or if one does not call within JAXDP_TIMEOUT seconds (60).
 
 The operations are those of NCCL, and of RAF (github.com/awslabs/raf): see `docs/from_raf.md`. Inside jit, pmap and
 shard_map: `jaxdp.lax`.
@@ -47,7 +48,7 @@ from jaxdp.errors import UsageError, one_line
 Arrays = Any  # an array, or a list of arrays
 Part = np.ndarray | jax.Array
 Root = int | Sequence[int]
-Check = Callable[[list[Part], int], None]  # (this rank's arrays, the number of ranks in its group)
+Check = Callable[[list[Part], int], None]  # (this rank's arrays, number of ranks in its group)
 
 
 def _call(
@@ -65,11 +66,11 @@ def _call(
     split: int = 0,
     join: int = 0,
 ) -> Any:
-    """Run a collective: check what this rank brings, compare it with the others', transfer.
+    """Run a collective: check this rank's arguments, compare them with those of the other ranks, transfer.
 
-    words: the arguments, besides groups and root, that must be equal on all ranks. kernel: a row of `kernels.KERNELS`,
-    left out where it has this name. pair: the two ranks that take part, where not all do; the root sends. stack: x is a
-    list with one array for each rank of the group, and travels as one array.
+    words: the arguments, besides groups and root, that must be equal on all ranks. kernel: a key of `kernels.KERNELS`;
+    by default `name`. pair: the two ranks of a send, of which the root sends; None if all ranks take part. stack: x is
+    a list with one array for each rank of the group, and is sent as one array.
     """
     context, kernel = joined(), kernel or name
     members = tuple(range(context.size)) if pair is None else pair
@@ -85,18 +86,18 @@ def _call(
             words = words if pair else [*words, f"root={named[0] if len(named) == 1 else named}"]
         if x is None and from_root:
             if roots and context.rank in roots:
-                raise UsageError(f"rank {context.rank} is the root and brings nothing")
+                raise UsageError(f"rank {context.rank} is the root, but passed None; pass an array")
         else:
             arrays = [as_array(a) for a in (x if isinstance(x, list | tuple) else [x])]
             arrays = [_stacked(arrays, len(group))] if stack else arrays
             for check in checks:
                 check(arrays, len(group))
-    except Exception as problem:  # of any kind: the others must hear of it, or they would wait
+    except Exception as problem:  # any exception: the other ranks must receive it, or they would wait
         error = one_line(problem)
-    brought = None if arrays is None else [described(a) for a in arrays]
+    types = None if arrays is None else [described(a) for a in arrays]
     call = f"{name}({', '.join(words)})" if words else name
-    own = Signature(call, brought, is_list, error, "" if pair else shown(parts))
-    agreed = compare("collective", context.rank, members, own, parts, roots if from_root else None)
+    signature = Signature(call, types, is_list, error, "" if pair else shown(parts))
+    agreed = compare("collective", context.rank, members, signature, parts, roots if from_root else None)
     arrays = [zeros(text) for text in agreed.arrays or []] if arrays is None else arrays
     argument = group.index(next(r for r in roots if r in group)) if from_root and roots else op
     out = kernels.run(kernel, argument, arrays, context.rank, group, split, join)
@@ -114,12 +115,12 @@ def _stacked(arrays: list[Part], n: int) -> Part:
     return np.stack([np.asarray(a) for a in arrays])
 
 
-def _reducible(op: str) -> Check:
+def _check_op(op: str) -> Check:
     return lambda arrays, n: kernels.check_op(op, [a.dtype for a in arrays])
 
 
-def _has(axis: int, name: str = "axis", low: int = 1) -> Check:
-    """low: the number of dims that a scalar counts as."""
+def _check_axis(axis: int, name: str = "axis", low: int = 1) -> Check:
+    """Return a check that every array has dim `axis`. low: the number of dims that a scalar counts as."""
 
     def check(arrays: list[Part], n: int) -> None:
         for a in arrays:
@@ -130,9 +131,9 @@ def _has(axis: int, name: str = "axis", low: int = 1) -> Check:
     return check
 
 
-def _divisible(axis: int = 0, name: str = "axis") -> Check:
+def _check_divisible(axis: int = 0, name: str = "axis") -> Check:
     def check(arrays: list[Part], n: int) -> None:
-        _has(axis, name, 0)(arrays, n)
+        _check_axis(axis, name, 0)(arrays, n)
         for a in arrays:
             if a.shape[axis] % n:
                 raise UsageError(f"dim {axis} of {described(a)} cannot be split into {n} equal chunks, one a rank")
@@ -143,71 +144,71 @@ def _divisible(axis: int = 0, name: str = "axis") -> Check:
 def allreduce(x: Arrays, op: str = "sum", groups: Groups = None) -> Arrays:
     """Reduce x over the ranks by op (sum, prod, min, max, avg); every rank gets the result.
 
-    Halves are reduced in float32 and rounded once; integers wrap around; bool is or (sum, max) and and (prod, min);
-    NaN stays NaN. Raises UsageError for avg of integers, min or max of complex numbers.
+    Floats below 32 bits are reduced in float32 and rounded once; integers wrap around; for bool, sum and max are `or`,
+    prod and min are `and`; NaN stays NaN. Raises UsageError for avg of integers, min or max of complex numbers.
     """
-    return _call("allreduce", x, [str(op)], op=op, groups=groups, checks=[_reducible(op)])
+    return _call("allreduce", x, [str(op)], op=op, groups=groups, checks=[_check_op(op)])
 
 
 def reduce(x: Arrays, root: Root = 0, op: str = "sum", groups: Groups = None) -> Arrays:
-    """Reduce x over the ranks by op; `root` gets the result and the others None (of a list, a list of None)."""
-    return _call("reduce", x, [str(op)], kernel="allreduce", op=op, groups=groups, root=root, checks=[_reducible(op)])
+    """Reduce x over the ranks by op; `root` gets the result, the others None (for a list, a list of None)."""
+    return _call("reduce", x, [str(op)], kernel="allreduce", op=op, groups=groups, root=root, checks=[_check_op(op)])
 
 
 def reduce_scatter(x: Arrays, op: str = "sum", groups: Groups = None, per_rank: bool = False) -> Arrays:
     """Reduce x[n * k, ...] over the n ranks of a group; the i-th of them gets chunk i of the result: [k, ...].
 
-    A list is several arrays, each split. per_rank: a list is one array for each rank instead, all of one shape, and
-    the i-th rank gets the reduction of the i-th: RAF's `reduce_scatter` of a list. Raises UsageError where n does not
-    divide dim 0, or with per_rank, where there are not n arrays.
+    In a list, each array is split. per_rank: a list has one array for each rank instead, all of one shape, and the i-th
+    rank gets the reduction of the i-th, as in RAF's `reduce_scatter` of a list. Raises UsageError if n does not divide
+    dim 0, or with per_rank, if there are not n arrays.
     """
     words = [str(op), "per_rank"] if per_rank else [str(op)]
-    checks = [_reducible(op), _divisible()]
+    checks = [_check_op(op), _check_divisible()]
     out = _call("reduce_scatter", x, words, op=op, groups=groups, checks=checks, stack=per_rank)
     return out[0] if per_rank else out
 
 
 def allgather(x: Arrays, axis: int = 0, groups: Groups = None) -> Arrays:
-    """Concatenate the ranks' x along dim `axis`, in the order of the group; scalars become [n]. Every rank gets it."""
-    return _call("allgather", x, [f"axis={axis}"], groups=groups, checks=[_has(axis)], join=axis)
+    """Concatenate the ranks' x along dim `axis`, in the order of the group, on every rank; scalars become [n]."""
+    return _call("allgather", x, [f"axis={axis}"], groups=groups, checks=[_check_axis(axis)], join=axis)
 
 
 def gather(x: Arrays, root: Root = 0, axis: int = 0, groups: Groups = None) -> Arrays:
-    """Concatenate the ranks' x along dim `axis` on rank `root`; the others get None (of a list, a list of None)."""
-    words = [f"axis={axis}"]
-    return _call("gather", x, words, kernel="allgather", groups=groups, root=root, checks=[_has(axis)], join=axis)
+    """Concatenate the ranks' x along dim `axis` on rank `root`; the others get None (for a list, a list of None)."""
+    words, checks = [f"axis={axis}"], [_check_axis(axis)]
+    return _call("gather", x, words, kernel="allgather", groups=groups, root=root, checks=checks, join=axis)
 
 
 def broadcast(x: Arrays, root: Root = 0, groups: Groups = None) -> Arrays:
-    """Send the root's x to every rank, bit for bit. The others may pass None; what they pass else must be alike."""
+    """Send the root's x to every rank, bit for bit. The others pass None, or arrays of the same shapes and types."""
     return _call("broadcast", x, [], groups=groups, root=root)
 
 
 def scatter(x: Arrays, root: Root = 0, groups: Groups = None) -> Arrays:
     """Send chunk i of the root's x[n * k, ...] to the i-th rank: [k, ...], bit for bit. The others may pass None."""
-    return _call("scatter", x, [], groups=groups, root=root, checks=[_divisible()])
+    return _call("scatter", x, [], groups=groups, root=root, checks=[_check_divisible()])
 
 
 def all_to_all(x: Arrays, split_axis: int = 0, concat_axis: int = 0, groups: Groups = None) -> Arrays:
-    """Send chunk j of x to the group's j-th rank; concatenate the chunks that come, the i-th from the i-th rank.
+    """Send chunk j of x to the group's j-th rank; concatenate the received chunks in the order of their ranks.
 
-    x is cut into n equal chunks along dim `split_axis`, and they are joined along dim `concat_axis`.
+    x is split into n equal chunks along dim `split_axis`; received chunks are joined along dim `concat_axis`.
     """
-    checks = [_divisible(split_axis, "split_axis"), _has(concat_axis, "concat_axis")]
+    checks = [_check_divisible(split_axis, "split_axis"), _check_axis(concat_axis, "concat_axis")]
     words = [f"split_axis={split_axis}, concat_axis={concat_axis}"]
     return _call("all_to_all", x, words, groups=groups, checks=checks, split=split_axis, join=concat_axis)
 
 
 def send(x: Arrays, dst: int) -> None:
-    """Send x to rank dst, which calls `recv` of this rank; returns when it has done so.
+    """Send x to rank dst, and return when it has received it with `recv`.
 
-    Two ranks that send to each other first wait for each other: let one receive first, or use `all_to_all`.
+    Two ranks that both send to each other first deadlock: let one receive first, or use `all_to_all`.
     """
     _pair(x, "dst", dst)
 
 
 def recv(src: int) -> Arrays:
-    """Receive what rank src sends to this rank, bit for bit: an array, or a list where it sent one."""
+    """Receive from rank src, bit for bit: an array, or a list if it sent one."""
     return _pair(None, "src", src)
 
 

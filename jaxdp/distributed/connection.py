@@ -1,4 +1,4 @@
-"""A rank's connection to its coordinator, and how the rank joins the job through it."""
+"""A rank's connection to the coordinator, and the request to join the job over it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxdp.errors import DistributedError, UsageError
 
 
 class Connection:
-    """An authenticated connection to the coordinator. first: the fields of its first message."""
+    """An authenticated connection to the coordinator. first: the fields of the first message."""
 
     def __init__(self, host: str, port: int, secret: str, timeout: float, **first: Any):
         self.socket = socket.create_connection((host, port), timeout)
@@ -25,19 +25,19 @@ class Connection:
         if not greeting.startswith(channel.MAGIC):
             self.socket.close()
             raise ConnectionError(f"it answered {printable(greeting[:40])!r}")
-        nonce, own_nonce = greeting[len(channel.MAGIC) :], secrets.token_hex(16)
+        nonce, rank_nonce = greeting[len(channel.MAGIC) :], secrets.token_hex(16)
         self._out = channel.to_coordinator(secret, nonce)
-        self._in = channel.to_rank(secret, nonce, own_nonce.encode())
+        self._in = channel.to_rank(secret, nonce, rank_nonce.encode())
         self._lock = threading.Lock()
-        self.send(nonce=own_nonce, **first)
+        self.send(nonce=rank_nonce, **first)
 
     def send(self, **message: Any) -> None:
-        """Send a message. Raises OSError where the coordinator has gone."""
+        """Send a message. Raises OSError if the coordinator has ended."""
         with self._lock:
             self.socket.sendall(self._out.seal(message))
 
     def receive(self) -> dict[str, Any]:
-        """Wait for the next message. Raises OSError where the coordinator has gone, or is none of this job's."""
+        """Wait for the next message. Raises OSError if the coordinator has ended or belongs to another job."""
         head = self._read(channel.HEAD)
         try:
             return self._in.open(head, self._read(channel.length(head, 1 << 30)))
@@ -54,13 +54,14 @@ class Connection:
 
 
 def join(host: str, port: int, secret: str, facts: Facts, timeout: float) -> tuple[Connection, list[Facts], str]:
-    """Join the job at its coordinator, trying again until it is there; return the facts of all ranks as well.
+    """Join the job at its coordinator, retrying until it answers.
 
-    The third value is the "host:port" of JAX's coordination service. Raises UsageError (another program at the address,
-    another secret, facts that differ) or DistributedError (ranks, or the coordinator, that did not come).
+    Returns the connection, the facts of all ranks, and the "host:port" of JAX's coordination service. Raises UsageError
+    (another program at the address, another secret, different facts) or DistributedError (a missing rank or
+    coordinator).
     """
     title, began, problem = hosts.title(facts["rank"], facts["host"]), time.monotonic(), "not tried"
-    strange = refused = 0
+    foreign = refused = 0
     while (remaining := began + timeout - time.monotonic()) > 0:
         greeted = False
         try:
@@ -76,13 +77,13 @@ def join(host: str, port: int, secret: str, facts: Facts, timeout: float) -> tup
                     f"{title}: the coordinator at {host}:{port} refused it, or is not of this job ({problem}): every "
                     f"process needs the same secret, in {channel.VARIABLE} or in {channel.secret_file()}"
                 ) from None
-            strange += not greeted and not isinstance(error, ConnectionRefusedError)
-        if strange >= 3:
+            foreign += not greeted and not isinstance(error, ConnectionRefusedError)
+        if foreign >= 3:
             raise UsageError(
                 f"rank {facts['rank']}: what listens at the coordinator's address {host}:{port} is not rank 0 of this "
                 f"job ({problem}): another program has that port; choose another"
             )
-        time.sleep(0.05 if not strange else 0.5)
+        time.sleep(0.05 if not foreign else 0.5)
     raise DistributedError(
         f"{title} found no rank 0 at the coordinator's address {host}:{port} within {round(timeout, 1):g} s "
         f"({problem}): see whether rank 0 was started there (JAXDP_TIMEOUT sets how long to wait)"

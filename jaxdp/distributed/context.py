@@ -1,4 +1,4 @@
-"""The context is what a process knows of the others: who it is, how many there are, and how to ask them something."""
+"""The context of a process in its job: its rank, the number of ranks, and small exchanges between them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from jaxdp.distributed.world import MPI
 from jaxdp.errors import DistributedError, Said, UsageError, one_line
 
 __all__ = ["Context", "bind", "crash", "current", "fail", "init", "leave", "shutdown"]
-GRACE = 2.0  # seconds that a process which ends waits for others that end as well
+GRACE = 2.0  # seconds that an ending process waits for other ending processes
 
 
 @dataclass(frozen=True)
 class Context:
     """One process of a job.
 
-    local_rank, local_size: among the processes on this host. root_rank: the rank that prints and saves. hosts[rank]:
-    the host names; pids[rank]: the processes' numbers there. launcher: what started the processes; "none" for one
-    process by itself.
+    local_rank, local_size: rank and number of the processes on this host. root_rank: the rank that prints and saves.
+    hosts[rank]: host names; pids[rank]: process ids. launcher: the program that started the processes; "none" for a
+    single process.
     """
 
     rank: int = 0
@@ -50,37 +50,37 @@ class Context:
 
     @property
     def local_devices(self) -> list[jax.Device]:
-        """This process's devices. The first look opens them, so look after `init`."""
+        """Return this process's devices. The first call opens them, so call `init` before."""
         return jax.local_devices()
 
     def title(self, rank: int) -> str:
-        """How a rank is named to people: with its host."""
+        """Return the name of a rank in messages, with its host."""
         return hosts.title(rank, self.hosts[rank])
 
     def exchange(self, name: str, text: str, timeout: float = 60.0) -> list[str]:
-        """Every rank's short `text`, by rank. DistributedError names a rank that did not come in `timeout` seconds."""
+        """Return every rank's short `text`, by rank. Raises DistributedError that names the ranks that time out."""
         if self.size == 1:
             return [text]
         return membership.joined().exchange(name, text, range(self.size), timeout)
 
     def of_root(self, name: str, make: Callable[[], Any], timeout: float = 60.0) -> Any:
-        """What `make` gives on root, on every rank: JSON. One process's view of the files is then that of all."""
+        """Run `make` on root and return its result (JSON) on every rank, so that all share root's view of the files."""
         return json.loads(self.exchange(name, json.dumps(make()) if self.is_root else "", timeout)[self.root_rank])
 
     def barrier(self, name: str = "", timeout: float = 60.0) -> None:
-        """Waits until every rank is here. DistributedError names those that did not come in `timeout` seconds."""
+        """Wait for every rank. Raises DistributedError, with the missing ranks, after `timeout` seconds."""
         self.exchange(f"barrier {name}".strip(), "", timeout)
 
     def agree(self, error: str | None, timeout: float = 60.0) -> None:
-        """Where any rank brings an error, every rank raises the lowest such rank's, as UsageError for it to print."""
+        """Raise UsageError on every rank if any rank passes an error: that of the lowest such rank, which prints it."""
         for rank, text in enumerate(self.exchange("agree", error or "", timeout)):
             if text:
                 raise UsageError(f"{self.title(rank)}: {text}" if self.size > 1 else text, rank=rank)
 
     def check_same(self, name: str, facts: Mapping[str, str], timeout: float = 60.0) -> None:
-        """UsageError on every rank, for rank 0 to print, where some rank's `facts` are not those of rank 0.
+        """Raise UsageError on every rank, for rank 0 to print, if a rank's `facts` differ from those of rank 0.
 
-        It names the first such rank, the fact and both values.
+        The error names the first such rank, the fact and both values.
         """
         texts = self.exchange(f"check_same {name}", json.dumps(dict(facts)), timeout)
         first = json.loads(texts[0])
@@ -95,15 +95,15 @@ class Context:
                     )
 
     def broadcast(self, tree: Any) -> Any:
-        """`tree` as `root_rank` has it, bit for bit: a pytree of arrays or keys, of one structure on all ranks."""
+        """Return `root_rank`'s `tree` bit for bit: a pytree of arrays or PRNG keys, of one structure on all ranks."""
         from jaxdp.distributed.collectives import broadcast
 
         leaves, structure = jax.tree.flatten(tree)
         is_key = [isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
-        sent = broadcast([jax.random.key_data(x) if k else x for x, k in zip(leaves, is_key)], self.root_rank)
-        kinds = [jax.random.key_impl(x) if k else None for x, k in zip(leaves, is_key)]
-        whole = [jax.random.wrap_key_data(x, impl=kind) if kind else x for x, kind in zip(sent, kinds)]
-        return jax.tree.unflatten(structure, whole)
+        received = broadcast([jax.random.key_data(x) if k else x for x, k in zip(leaves, is_key)], self.root_rank)
+        impls = [jax.random.key_impl(x) if k else None for x, k in zip(leaves, is_key)]
+        leaves = [jax.random.wrap_key_data(x, impl=impl) if impl else x for x, impl in zip(received, impls)]
+        return jax.tree.unflatten(structure, leaves)
 
 
 _current: Context | None = None
@@ -112,17 +112,17 @@ _arguments: dict[str, Any] = {}
 
 
 def current() -> Context:
-    """The context that `init` made; a process by itself where it was not called."""
+    """Return the context that `init` created; before `init`, that of a single process."""
     return _current or Context(hosts=(hosts.hostname(),))
 
 
 def alone() -> bool:
-    """Whether no other process waits for this one, or could."""
+    """Return whether this process is the only one of its job."""
     return (_current or _joining or Context()).size == 1
 
 
 def joined() -> Context:
-    """As `current`; UsageError where a launcher started several processes, and this one has not joined them."""
+    """Return the current context. Raises UsageError if a launcher started several processes and `init` did not run."""
     if _current is None and (size := discover().size) > 1:
         raise UsageError(f"call jaxdp.init() first: there are {size} processes, and each would train alone")
     return current()
@@ -137,16 +137,16 @@ def init(
     init_method: str | None = None,
     timeout: float | None = None,
 ) -> Context:
-    """Joins the job that this process belongs to; call it before anything touches a device.
+    """Join the job that this process belongs to; call it before anything touches a device.
 
-    Who it is comes from the arguments, else from its launcher's variables (`launchers.discover`), else it is alone, and
-    then nothing of `jax.distributed` is touched. coordinator: "host:port" of rank 0; init_method: "tcp://host:port" or
-    "env://", as in torch.distributed. timeout: seconds, for the meeting and for noticing a dead process; JAXDP_TIMEOUT,
-    or 60. A second call returns the same context.
+    Rank and size come from the arguments, else from the launcher's variables (`launchers.discover`); a process without
+    either is alone, and `jax.distributed` stays untouched. coordinator: "host:port" of rank 0; init_method:
+    "tcp://host:port" or "env://", as in torch.distributed. timeout: seconds, for the rendezvous and for detecting a
+    dead process; by default JAXDP_TIMEOUT, or 60. A second call returns the same context.
 
-    Raises UsageError (variables, addresses, host names, versions or sizes that differ, other arguments the second
-    time) and DistributedError (a process that did not come). After it, in a job of several processes, an uncaught
-    exception ends this process at once: JAX would wait for the others, and they for it.
+    Raises UsageError (wrong or different variables, addresses, host names, versions or sizes; other arguments in a
+    second call) and DistributedError (a process did not come). In a job of several processes, an uncaught exception
+    then ends this process at once: JAX would wait for the others, and they for it.
     """
     global _current, _arguments
     arguments = {k: v for k, v in locals().items() if v is not None}
@@ -184,41 +184,41 @@ def _join(world: World, timeout: float) -> Context:
     counted = hosts.local_ranks(everyone, world.rank)
     local_rank = counted[0] if world.local_rank is None else world.local_rank
     local_size = counted[1] if world.local_size is None else world.local_size
-    here = [f["visible"] for f in everyone if hosts.key(f) == hosts.key(everyone[world.rank])]
-    shared = gpus.sharers(local_size, count, visible, here)
-    if shared > 1:  # each would reserve three quarters of the GPU
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.75 / shared:.3f}")
+    neighbours = [f["visible"] for f in everyone if hosts.key(f) == hosts.key(everyone[world.rank])]
+    sharers = gpus.sharers(local_size, count, visible, neighbours)
+    if sharers > 1:  # each would reserve three quarters of the GPU
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.75 / sharers:.3f}")
     silence = membership.silence(timeout)
     parent = os.getppid() if world.launcher in MPI else None
     member = membership.Membership(joined.connection, everyone, world.rank, local_rank, silence, parent)
     membership.start(member)
     if hosts.on_one_host(everyone):
         private_jax.bind_gloo("127.0.0.1")
-    devices = bind(local_rank, local_size, count, visible, here)
+    devices = bind(local_rank, local_size, count, visible, neighbours)
     private_jax.connect(joined.jax_address, world.rank, world.size, timeout, round(3 * silence), devices)
     names, pids = tuple(f["host"] for f in everyone), tuple(f["pid"] for f in everyone)
     return Context(world.rank, world.size, local_rank, local_size, world.launcher, names, pids=pids)
 
 
 def _hook(world: World) -> None:
-    """An uncaught exception ends this process at once: JAX would wait for the others at exit, and they for it."""
-    before = sys.excepthook
+    """End this process at once on an uncaught exception: JAX would wait for the others at exit, and they for it."""
+    previous = sys.excepthook
 
-    def ends(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if not isinstance(error, Said):
             if membership.current() is not None:
                 crash(error)
-            before(kind, error, trace)
+            previous(kind, error, trace)
         _end(error, world.rank, world.size)
 
-    sys.excepthook = ends
+    sys.excepthook = excepthook
 
 
 def _end(error: BaseException, rank: int, size: int, code: int | None = None) -> NoReturn:
     speaker = error.rank if isinstance(error, Said) else None
     code = code or (2 if isinstance(error, UsageError) else 1)
     member = membership.current()
-    if member is not None and speaker is None:  # the others do not know of it
+    if member is not None and speaker is None:  # the other ranks have not raised it
         member.report_fault(f"{member.name(rank)}: {error}", code)
     if isinstance(error, Said) and speaker in (None, rank):
         sys.stderr.write(f"jaxdp: {error}\n")  # in one piece, among what other ranks write
@@ -226,9 +226,9 @@ def _end(error: BaseException, rank: int, size: int, code: int | None = None) ->
 
 
 def crash(error: BaseException) -> NoReturn:
-    """End this process by an unexpected error; its rank, host and traceback are printed once for the job.
+    """End this process after an unexpected error; print its rank, host and traceback once for the job.
 
-    Where the error is the consequence of another rank's fault, that fault is printed instead.
+    If the error is a consequence of another rank's fault, print that fault instead.
     """
     member, trace = membership.current(), "".join(traceback.format_exception(error))
     if member is None:
@@ -237,7 +237,7 @@ def crash(error: BaseException) -> NoReturn:
     text = f"{member.name(member.rank)} failed: {type(error).__name__}: {one_line(error)[:300]}"
     if faults.is_consequence(error):
         with contextlib.suppress(DistributedError):
-            silent = member.silent()  # meanwhile the reader ends this process, if the coordinator knows the cause
+            silent = member.silent()  # meanwhile the reader thread ends this process if the coordinator knows the cause
             if silent:
                 has = "has" if len(silent) == 1 else "have"
                 text, trace = f"{member.name(*silent)} {has} gone: killed, stopped, or cut off", ""
@@ -247,18 +247,18 @@ def crash(error: BaseException) -> NoReturn:
             faults.record(text)
         sys.stderr.write(f"{trace}jaxdp: {text}\n")
     else:
-        time.sleep(2.0)  # the reader prints what it was, and ends this process
+        time.sleep(2.0)  # the reader thread prints the cause and ends this process
     _leave(1, member.size, member.rank, None)
 
 
 def fail(error: Said, code: int | None = None) -> NoReturn:
-    """Print `error` on the rank that should, and end this process: by `code`, or 2 for UsageError and 1 otherwise."""
+    """Print `error` on its rank and end this process with `code`, or with 2 for UsageError and 1 otherwise."""
     world = _current or _joining or Context()
     _end(error, world.rank, world.size, code)
 
 
 def shutdown() -> None:
-    """Leave the job together with the others. Nothing to do for a process by itself."""
+    """Leave the job together with the other processes. Does nothing in a single process."""
     global _current
     if private_jax.is_connected():
         private_jax.shut_down_client()
@@ -269,32 +269,32 @@ def shutdown() -> None:
 
 
 def leave(code: int, speaker: int | None = None) -> NoReturn:
-    """End this process now, flushed, without waiting for the others in JAX's barrier at exit.
+    """Flush the output and end this process now, without waiting in JAX's barrier at exit.
 
-    speaker: a rank that prints for all of them, and is waited for, GRACE seconds at most.
+    speaker: a rank that prints for all; the others wait for it, GRACE seconds at most.
     """
     context = current()
     _leave(code, context.size, context.rank, speaker)
 
 
 def _leave(code: int, size: int, rank: int, speaker: int | None) -> NoReturn:
-    """As `leave`.
+    """End this process; see `leave`.
 
-    A launcher kills all ranks when one has ended, and may then report the kill instead of `code`. So where all end by
-    the same error, which `speaker` prints, they end at the same moment.
+    A launcher kills all ranks when one has ended, and may then report the kill instead of `code`. So ranks that end by
+    the same error, which `speaker` prints, end at the same moment.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
     member = membership.current()
-    if size > 1 and member is None:  # they did not meet
+    if size > 1 and member is None:  # the ranks never connected
         time.sleep(0.0 if rank == speaker or (rank and speaker is None) else GRACE / 2)
     elif member is not None:
         if speaker is not None:
             with contextlib.suppress(DistributedError):
                 member.exchange("leave", "", range(size), GRACE)
-        together = time.monotonic() + 0.1
+        common_end = time.monotonic() + 0.1
         member.leave()
         if speaker is not None:
-            time.sleep(max(0.0, together - time.monotonic()))
+            time.sleep(max(0.0, common_end - time.monotonic()))
     os._exit(code)

@@ -1,9 +1,8 @@
-"""The coordinator: a small process beside rank 0, whose life depends on no rank's, that every rank speaks to.
+"""The coordinator: a small process on rank 0's host that every rank connects to; no rank's death ends it.
 
-It admits the ranks and compares what they report of themselves, runs JAX's coordination service, exchanges texts
-between ranks, stores a few keys, and notices who has gone: a connection that closes, or a silent rank. The first fault
-ends the job, and every rank hears its cause. Messages are those of `channel` and `protocol`; `coordinator_process` runs
-it.
+It admits the ranks and compares their facts, runs JAX's coordination service, exchanges texts between ranks, stores a
+few keys, and detects dead ranks: a closed connection, or missing heartbeats. The first fault ends the job, and every
+rank receives its cause. Messages are those of `channel` and `protocol`; `coordinator_process` runs it.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from jaxdp.distributed.messages import checked, printable
 from jaxdp.distributed.protocol import FACTS, OPERATIONS, Facts, Settings, difference
 from jaxdp.errors import UsageError
 
-TICK = 0.1  # seconds between two looks at deadlines and silent ranks
-QUIET = 5.0  # seconds: if all ranks are silent for so long, the job is suspended, and nobody is missed
-FIRST_MESSAGE = 10.0  # seconds that a connection has for it
-UNAUTHENTICATED = 256  # open connections without a first message; the oldest of more is closed
-LINGER = 20.0  # seconds that the coordinator outlives a fault at most
+TICK = 0.1  # seconds between two checks of deadlines and silent ranks
+QUIET = 5.0  # seconds: if all ranks are silent for longer, the job is suspended, and no rank is declared dead
+FIRST_MESSAGE = 10.0  # seconds until a connection must have sent its first message
+UNAUTHENTICATED = 256  # open connections without a first message; beyond that, the oldest is closed
+LINGER = 20.0  # seconds that the coordinator runs after a fault, at most
 
 
 class Member:
@@ -41,7 +40,7 @@ class Member:
         self.note: dict[str, Any] = {}
 
     def send(self, **message: Any) -> None:
-        with contextlib.suppress(OSError, RuntimeError):  # it has gone
+        with contextlib.suppress(OSError, RuntimeError):  # the rank has ended
             self.writer.write(self.sealer.seal(message))
 
 
@@ -50,20 +49,20 @@ class Coordinator:
 
     def __init__(self, settings: Settings):
         self.settings = settings
-        self.members: dict[int, Member] = {}  # those that are connected
-        self.left: set[int] = set()
-        self.admitted = False  # all ranks have joined
+        self.members: dict[int, Member] = {}  # the connected ranks
+        self.left: set[int] = set()  # ranks that have left the job
+        self.admitted = False  # whether all ranks have joined
         self.deadline = time.monotonic() + settings.timeout
         self.fault: dict[str, Any] | None = None
         self.log: str | None = None
         self.exchanges, self.keys = Exchanges(), Keys()
         self.announced: dict[str, dict[str, Any]] = {}
-        self.strangers: collections.OrderedDict[asyncio.StreamWriter, None] = collections.OrderedDict()
+        self.unauthenticated: collections.OrderedDict[asyncio.StreamWriter, None] = collections.OrderedDict()
         self.over = asyncio.Event()
         self.suspended = self.reported = False
         self.service: Any = None
         self.jax_loaded = threading.Thread(target=__import__, args=("jaxlib._jax",))
-        self.jax_loaded.start()  # takes a good part of a second, while the ranks come
+        self.jax_loaded.start()  # takes a large part of a second, while the ranks connect
 
     def report(self, line: str) -> None:
         with contextlib.suppress(OSError):
@@ -72,10 +71,10 @@ class Coordinator:
     # Connections
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Speak with one connection until it ends."""
-        self.strangers[writer] = None
-        if len(self.strangers) > UNAUTHENTICATED + self.settings.size:
-            self.strangers.popitem(last=False)[0].close()
+        """Serve one connection until it closes."""
+        self.unauthenticated[writer] = None
+        if len(self.unauthenticated) > UNAUTHENTICATED + self.settings.size:
+            self.unauthenticated.popitem(last=False)[0].close()
         member: Member | None = None
         try:
             nonce = secrets.token_bytes(channel.NONCE)
@@ -92,7 +91,7 @@ class Coordinator:
         except (OSError, EOFError, TimeoutError):
             pass
         finally:
-            self.strangers.pop(writer, None)
+            self.unauthenticated.pop(writer, None)
             if member is not None:
                 self.disconnected(member)
             writer.close()
@@ -104,7 +103,7 @@ class Coordinator:
         return sealer.open(head, await reader.readexactly(channel.length(head, limit)))
 
     def refuse(self, what: str, value: str) -> None:
-        """Report, once for the job, a message that is not one of this job's."""
+        """Report a message that does not belong to this job, once for the job."""
         if not self.reported:
             self.reported = True
             self.report(
@@ -122,7 +121,7 @@ class Coordinator:
         first = checked(message, {"nonce": str, "facts": FACTS})
         if first is None or first["facts"]["rank"] >= first["facts"]["size"] or len(first["facts"]["spaces"]) != 2:
             raise channel.Refused("its first message is malformed")
-        self.strangers.pop(writer, None)
+        self.unauthenticated.pop(writer, None)
         member = Member(first["facts"], writer, channel.to_rank(self.settings.secret, nonce, first["nonce"].encode()))
         if self.admitted:
             member.send(error=f"{member.title} comes too late: all ranks of the job have joined already")
@@ -145,7 +144,7 @@ class Coordinator:
         return member
 
     def admit(self) -> None:
-        """All ranks are here: start JAX's service, and tell everyone who the others are."""
+        """Start JAX's service and send every rank the facts of all, once all ranks have connected."""
         self.admitted = True
         facts = [self.members[rank].facts for rank in range(self.settings.size)]
         try:
@@ -160,7 +159,7 @@ class Coordinator:
             self.service = private_jax.start_service(
                 hosts.join(bind, port),
                 self.settings.size,
-                heartbeat_timeout=round(3 * self.settings.silence),  # it counts from a beat that may be half as old
+                heartbeat_timeout=round(3 * self.settings.silence),  # counted from a beat that may be half as old
                 shutdown_timeout=max(1, min(20, round(self.settings.timeout))),
             )
         except (UsageError, RuntimeError) as error:
@@ -170,7 +169,7 @@ class Coordinator:
             member.send(members=facts, jax=address)
 
     def decide(self, **verdict: Any) -> None:
-        """The job does not start: tell every rank that is here the same."""
+        """Send every connected rank the same verdict: the job does not start."""
         self.admitted = True
         self.left |= self.members.keys()
         for member in self.members.values():
@@ -179,7 +178,7 @@ class Coordinator:
     # Operations
 
     def handle(self, member: Member, message: dict[str, Any]) -> None:
-        """Do one operation of a rank; a malformed one is refused, and the rank stays."""
+        """Do one operation for a rank. Refuse a malformed one, without ending the rank."""
         member.silent = 0.0
         name = message.get("op")
         fields = checked(message, OPERATIONS[name]) if isinstance(name, str) and name in OPERATIONS else None
@@ -207,7 +206,7 @@ class Coordinator:
 
     def do_exchange(self, member: Member, id: Any, members: list[int], **fields: Any) -> None:
         reply = lambda message: member.send(id=id, **message)
-        self.exchanges.bring(member.rank, tuple(members), reply, self.left, **fields)
+        self.exchanges.add(member.rank, tuple(members), reply, self.left, **fields)
 
     def do_put(self, member: Member, id: Any, key: str, text: str) -> dict[str, Any]:
         self.keys.put(key, text)
@@ -221,7 +220,7 @@ class Coordinator:
         return {}
 
     def do_announce(self, member: Member, id: Any, name: str, text: str) -> dict[str, Any]:
-        """The first announcement of a name counts: every rank hears it."""
+        """Send every rank the first announcement of a name; ignore later ones."""
         first = name not in self.announced
         if first:
             self.announced[name] = {"rank": member.rank, "text": text}
@@ -238,13 +237,13 @@ class Coordinator:
 
     def do_leave(self, member: Member, id: Any) -> dict[str, Any]:
         self.left.add(member.rank)
-        self.exchanges.left(member.rank)
+        self.exchanges.remove_rank(member.rank)
         return {}
 
     # Faults
 
     def end(self, text: str, code: int = 1, author: int | None = None) -> bool:
-        """End the job for this cause, unless another came first; return whether it is the cause."""
+        """End the job with this cause, unless another fault came first; return whether this one is the cause."""
         if self.fault is not None:
             return False
         self.fault = {"fault": text, "code": code, "rank": author}
@@ -260,22 +259,22 @@ class Coordinator:
             return
         del self.members[member.rank]
         if self.admitted and member.rank not in self.left:
-            # Launchers kill all ranks some milliseconds after the first has died, and may name another.
+            # Launchers kill all ranks some milliseconds after the first has died, and may blame another one.
             self.end(f"{member.title}, process {member.facts['pid']}, ended first, without a word: killed or crashed")
             self.left.add(member.rank)
-            self.exchanges.left(member.rank)
+            self.exchanges.remove_rank(member.rank)
         if member.rank == 0 and self.fault is not None and self.fault["rank"] is None and self.log is not None:
-            faults.append_event(self.log, self.fault["fault"])  # unless rank 0 could still do so itself
+            faults.append_event(self.log, self.fault["fault"])  # in case rank 0 could not
         if self.admitted and not self.members:
             self.over.set()
 
     async def watch(self) -> None:
-        """Look at deadlines and silent ranks, until the job is over."""
-        looked = time.monotonic()
+        """Check deadlines and silent ranks until the job is over."""
+        checked_at = time.monotonic()
         while not self.over.is_set():
             await asyncio.sleep(TICK)
             now = time.monotonic()
-            elapsed, looked = now - looked, now
+            elapsed, checked_at = now - checked_at, now
             self.exchanges.expire(lambda rank: rank in self.members and self.members[rank].silent < 1.5)
             self.keys.expire()
             if not self.admitted and now > self.deadline:
@@ -284,16 +283,16 @@ class Coordinator:
             if self.admitted and not self.members:
                 self.over.set()
             if self.admitted:
-                self.look_for_silence(elapsed)
+                self.check_silence(elapsed)
 
-    def look_for_silence(self, elapsed: float) -> None:
-        """Count the silence of each rank by our own looks, so that a job that was suspended accuses nobody."""
-        live = [m for m in self.members.values() if m.rank not in self.left]
+    def check_silence(self, elapsed: float) -> None:
+        """Add up the silence of each rank, at most 1 s for each check, so that a suspended job blames no rank."""
+        active = [m for m in self.members.values() if m.rank not in self.left]
         was_suspended = self.suspended
-        self.suspended = bool(live) and all(m.silent > QUIET for m in live)
-        for member in live:
+        self.suspended = bool(active) and all(m.silent > QUIET for m in active)
+        for member in active:
             member.silent = 0.0 if was_suspended and not self.suspended else member.silent + min(elapsed, 1.0)
-        if not self.suspended and (silent := [m for m in live if m.silent >= self.settings.silence]):
+        if not self.suspended and (silent := [m for m in active if m.silent >= self.settings.silence]):
             names = ", ".join(m.title for m in silent)
             verb = "has" if len(silent) == 1 else "have"
             silence = self.settings.silence

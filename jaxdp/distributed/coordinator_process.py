@@ -1,7 +1,7 @@
-"""The process of the coordinator.
+"""The process that runs the coordinator.
 
-python -m jaxdp.distributed.coordinator_process    reads `Settings` as JSON from standard input; prints "ready" or
-                                                   why it cannot listen
+python -m jaxdp.distributed.coordinator_process    reads `Settings` as JSON from standard input; prints "ready", or
+                                                   the reason if it cannot listen
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxdp.distributed.protocol import Settings
 
 
 def listen(address: str | None, port: int) -> socket.socket:
-    """Return a socket that listens at an address of this host, or at all. Raises OSError."""
+    """Return a socket that listens on an address of this host, or on all (None). Raises OSError."""
     families = [socket.AF_INET6, socket.AF_INET] if address is None and socket.has_ipv6 else [socket.AF_INET]
     if address is not None and ":" in address:
         families = [socket.AF_INET6]
@@ -49,12 +49,12 @@ async def run(settings: Settings, server: socket.socket) -> None:
     print("ready", flush=True)
     await coordinator.watch()
     listener.close()
-    await asyncio.sleep(0.05)  # what was sent last goes out
+    await asyncio.sleep(0.05)  # flush the last messages
 
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # meant for the ranks, and sent to all that a launcher knows of
+        signal.signal(number, signal.SIG_IGN)  # launchers send them to all their processes, but mean the ranks
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 1 << 16) if most > 0 else 1 << 16, most))
     settings = Settings(**json.loads(sys.stdin.readline()))

@@ -1,4 +1,4 @@
-"""What the coordinator keeps for the ranks: exchanges of texts, and keys."""
+"""The coordinator's data for the ranks: open exchanges of texts, and a store of keys."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 Reply = Callable[[dict[str, Any]], None]
-REMEMBERED = 64  # verdicts of exchanges that failed, for ranks that come too late
+REMEMBERED = 64  # verdicts of failed exchanges, for ranks that arrive too late
 KEYS = 1 << 16
 
 
 @dataclasses.dataclass
 class Exchange:
-    """One exchange that is under way. await_responsive: wait beyond the deadline for ranks that are not silent."""
+    """One open exchange. await_responsive: wait beyond the deadline for ranks that are not silent."""
 
     members: tuple[int, ...]
     deadline: float
@@ -33,13 +33,13 @@ class Exchange:
 
 
 class Exchanges:
-    """Texts that the members of an exchange bring, and that all of them get once all are there."""
+    """The open exchanges: each member adds a text, and all members receive all texts once they are complete."""
 
     def __init__(self) -> None:
         self.open: dict[tuple[Any, ...], Exchange] = {}
         self.failed: collections.OrderedDict[tuple[Any, ...], dict[str, Any]] = collections.OrderedDict()
 
-    def bring(
+    def add(
         self,
         rank: int,
         members: tuple[int, ...],
@@ -62,7 +62,7 @@ class Exchanges:
         exchange.replies.append(reply)
         if not exchange.missing:
             del self.open[key]
-            kinds = list(dict.fromkeys(exchange.texts.values()))  # the texts are mostly equal, and sent once
+            kinds = list(dict.fromkeys(exchange.texts.values()))  # most texts are equal: send each distinct one once
             exchange.answer({"kinds": kinds, "of": [kinds.index(exchange.texts[m]) for m in members]})
         elif absent := [m for m in exchange.missing if m in gone]:
             self.fail(key, {"left": absent})
@@ -73,13 +73,13 @@ class Exchanges:
         if len(self.failed) > REMEMBERED:
             self.failed.popitem(last=False)
 
-    def left(self, rank: int) -> None:
-        """Fail the exchanges that wait for a rank that has left the job."""
+    def remove_rank(self, rank: int) -> None:
+        """Fail the exchanges that wait for a rank which has left the job."""
         for key in [key for key, exchange in self.open.items() if rank in exchange.missing]:
             self.fail(key, {"left": [rank]})
 
     def expire(self, is_responsive: Callable[[int], bool]) -> None:
-        """Fail the exchanges whose deadline is over."""
+        """Fail the exchanges whose deadline has passed."""
         now = time.monotonic()
         for key, exchange in list(self.open.items()):
             waits = exchange.await_responsive and all(map(is_responsive, exchange.missing))
@@ -88,7 +88,7 @@ class Exchanges:
 
 
 class Keys:
-    """Texts by name; a reader may wait for one."""
+    """A key-value store of texts; a reader may wait for a key."""
 
     def __init__(self) -> None:
         self.texts: collections.OrderedDict[str, str] = collections.OrderedDict()
@@ -103,14 +103,14 @@ class Keys:
             waiter[2](text)
 
     def get(self, key: str, timeout: float, reply: Callable[[str | None], None]) -> None:
-        """Reply with the text, or with None at the end of `timeout` seconds."""
+        """Reply with the text, or with None after `timeout` seconds."""
         if key in self.texts or not timeout:
             reply(self.texts.get(key))
         else:
             self.waiting.append((key, time.monotonic() + timeout, reply))
 
     def forget(self, prefix: str) -> None:
-        """Remove all keys that begin so."""
+        """Remove all keys that start with `prefix`."""
         for key in [key for key in self.texts if key.startswith(prefix)]:
             del self.texts[key]
 

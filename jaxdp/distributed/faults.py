@@ -1,4 +1,4 @@
-"""Faults: who records the cause before one ends this process, and which errors are consequences of another's."""
+"""Faults that end this process: record the cause, and recognize errors that another process's fault has caused."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from jaxdp.errors import DistributedError
 
-RECORDING = 1.0  # seconds: a file system that hangs must not keep a process from ending
-# What JAX says on a process whose collective, or coordination service, has lost another process.
+RECORDING = 1.0  # seconds: a hanging file system must not keep a process from ending
+# Words in JAX's errors on a process whose collective, or coordination service, has lost another process.
 CONSEQUENCES = ("gloo", "nccl", "connection", "coordination", "peer", "socket", "heartbeat", "unhealthy")
 _listeners: list[Callable[[str], None]] = []
 
@@ -27,7 +27,7 @@ def unsubscribe(listener: Callable[[str], None]) -> None:
 
 
 def record(text: str) -> None:
-    """Give the cause to those who record it: this process ends now."""
+    """Pass the cause to all listeners, just before this process ends."""
 
     def work() -> None:
         for listener in list(_listeners):
@@ -41,18 +41,18 @@ def record(text: str) -> None:
 
 
 def append_event(log: str, text: str) -> None:
-    """Append the cause of a fault to a run's events.jsonl, unless its last line has it."""
+    """Append the cause of a fault to a run's events.jsonl, unless its last line contains it."""
     with contextlib.suppress(OSError, ValueError):
         lines = pathlib.Path(log).read_text()
         if text in lines.rstrip("\n").rpartition("\n")[2]:
             return
         line = json.dumps({"t": round(time.time(), 3), "kind": "failed", "reason": text})
         with open(log, "a") as file:
-            file.write(f"{line}\n" if lines.endswith("\n") or not lines else f"\n{line}\n")  # a torn line ends here
+            file.write(f"{line}\n" if lines.endswith("\n") or not lines else f"\n{line}\n")  # end a torn line
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether this looks like the error of a process that has lost another one."""
+    """Return whether this looks like the error of a process that lost its connection to another."""
     import jax
 
     text = str(error).lower()

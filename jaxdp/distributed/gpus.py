@@ -1,4 +1,4 @@
-"""The GPUs of a host are dealt to its processes by local rank, before any of them opens one."""
+"""Assign the GPUs of a host to its processes by local rank, before any of them opens one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def visible_devices(env: Mapping[str, str] | None = None) -> str | None:
-    """CUDA_VISIBLE_DEVICES, where it is set."""
+    """Return CUDA_VISIBLE_DEVICES; None if it is not set."""
     return (os.environ if env is None else env).get("CUDA_VISIBLE_DEVICES")
 
 
 def count(env: Mapping[str, str] | None = None, dev: str = "/dev") -> int:
-    """How many NVIDIA GPUs this host has, without opening one; 0 where JAX is told to use another platform."""
+    """Count the NVIDIA GPUs of this host without opening one; 0 if JAX_PLATFORMS selects another platform."""
     platforms = (os.environ if env is None else env).get("JAX_PLATFORMS", "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return 0
@@ -31,24 +31,24 @@ def bind(
     visible: str | None = None,
     neighbours: Sequence[str | None] = (),
 ) -> list[int] | None:
-    """The GPUs of one process, as indices into those it can see; None: all it can see.
+    """Return the GPUs of one process, as indices into those that it can see; None for all of these.
 
-    gpus: on this host. visible: its CUDA_VISIBLE_DEVICES. neighbours: that of every process on the host; where they
-    differ, the launcher has dealt them already. One process gets all; p processes get gpus // p each, side by side;
-    more processes than GPUs share them in turn.
+    gpus: number on this host. visible: this process's CUDA_VISIBLE_DEVICES. neighbours: that of every process on the
+    host; if they differ, the launcher has assigned the GPUs already. A single process gets all GPUs; p processes get
+    gpus // p adjacent ones each; if there are more processes than GPUs, they are assigned round-robin.
     """
-    seen = gpus if visible is None else len(_listed(visible))
-    if local_size == 1 or seen <= 1 or len(set(neighbours)) > 1:
+    usable = gpus if visible is None else len(_listed(visible))
+    if local_size == 1 or usable <= 1 or len(set(neighbours)) > 1:
         return None
-    if local_size > seen:
-        return [local_rank % seen]
-    each = seen // local_size
+    if local_size > usable:
+        return [local_rank % usable]
+    each = usable // local_size
     return list(range(local_rank * each, (local_rank + 1) * each))
 
 
 def sharers(local_size: int, gpus: int, visible: str | None = None, neighbours: Sequence[str | None] = ()) -> int:
-    """How many processes `bind` gives the same GPU, at most; 1 where there is no GPU."""
-    seen = gpus if visible is None else len(_listed(visible))
-    if seen == 0 or len(set(neighbours)) > 1:
+    """Return the largest number of processes to which `bind` assigns the same GPU; 1 without a GPU."""
+    usable = gpus if visible is None else len(_listed(visible))
+    if usable == 0 or len(set(neighbours)) > 1:
         return 1
-    return -(-local_size // seen)
+    return -(-local_size // usable)

@@ -1,4 +1,4 @@
-"""A host is a name and the addresses it resolves to: others can reach it there, or nowhere."""
+"""Host names and addresses, and the address at which the processes of a job reach each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxdp.errors import UsageError
 
 
 def title(rank: int, host: str) -> str:
-    """How a rank is named to people."""
+    """Return the name of a rank in messages."""
     return f"rank {rank} (host {host})"
 
 
@@ -30,17 +30,17 @@ def join(host: str, port: int) -> str:
 
 
 def hostname() -> str:
-    """What this host calls itself."""
+    """Return the name of this host."""
     return socket.gethostname()
 
 
 def resolve(name: str) -> list[str]:
-    """The addresses of `name`, IPv4 first; empty where it does not resolve."""
+    """Return the addresses of `name`, IPv4 first; an empty list if it does not resolve."""
     try:
-        found = {info[4][0] for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+        addresses = {info[4][0] for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
     except OSError:
         return []
-    return sorted((str(a).partition("%")[0] for a in found), key=lambda a: (":" in a, a))
+    return sorted((str(a).partition("%")[0] for a in addresses), key=lambda a: (":" in a, a))
 
 
 def is_loopback(addr: str) -> bool:
@@ -48,7 +48,7 @@ def is_loopback(addr: str) -> bool:
 
 
 def identity() -> dict[str, Any]:
-    """What tells this host from the others: its name, its addresses, its kernel's boot id; and the process."""
+    """Return what identifies this host (name, addresses, boot id of the kernel) and this process (id, namespaces)."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     name = socket.gethostname()
     return {
@@ -61,7 +61,7 @@ def identity() -> dict[str, Any]:
 
 
 def _namespace(kind: str) -> str:
-    """Which network or process numbers this process shares with others on its host; containers have their own."""
+    """Return the id of this process's "net" or "pid" namespace; containers on one host have different ones."""
     try:
         return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:
@@ -69,7 +69,7 @@ def _namespace(kind: str) -> str:
 
 
 def outward() -> str | None:
-    """The address this host uses towards others, where its own name does not tell; None where it has no network."""
+    """Return the address that this host uses for outgoing traffic; None without a network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # a datagram socket sends nothing by connecting
@@ -79,7 +79,7 @@ def outward() -> str | None:
 
 
 def free_port() -> int:
-    """A port nobody listens on, outside the range that the kernel hands out to outgoing connections."""
+    """Return an unused port outside the range that the kernel assigns to outgoing connections."""
     try:
         low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     except (OSError, ValueError):
@@ -96,16 +96,16 @@ def free_port() -> int:
 
 
 def own_addresses(host: str) -> list[str]:
-    """The addresses of `host` that this process could listen at, IPv4 first."""
-    return [addr for addr in resolve(host) if _can_listen(addr)]
+    """Return the addresses of `host` that this process can bind, IPv4 first."""
+    return [addr for addr in resolve(host) if _can_bind(addr)]
 
 
 def is_own(host: str) -> bool:
-    """Whether this process could listen at `host`."""
+    """Return whether this process can bind an address of `host`."""
     return bool(own_addresses(host))
 
 
-def _can_listen(addr: str) -> bool:
+def _can_bind(addr: str) -> bool:
     with socket.socket(socket.AF_INET6 if ":" in addr else socket.AF_INET) as probe:
         try:
             probe.bind((addr, 0))
@@ -115,10 +115,10 @@ def _can_listen(addr: str) -> bool:
 
 
 def listening_address(host: str, one_host: bool) -> str | None:
-    """The address that rank 0 listens at for those who look for it at `host`; None: all of them.
+    """Return the address that rank 0 listens on when other ranks connect to `host`; None for all addresses.
 
-    All of them where `host` is no address of rank 0's own (a forwarded port, a service), and where it is a name that
-    means the loopback here while other hosts may take it for another address (127.0.1.1, as on Debian).
+    It is None if `host` is not an address of rank 0's host (a forwarded port, a Kubernetes service), or if it is a name
+    that resolves to the loopback on rank 0 (127.0.1.1, as on Debian) and may resolve to another address elsewhere.
     """
     addresses = own_addresses(host)
     if not addresses:
@@ -127,32 +127,32 @@ def listening_address(host: str, one_host: bool) -> str | None:
     return None if named and is_loopback(addresses[0]) and not one_host else addresses[0]
 
 
-def key(hello: Mapping[str, Any]) -> tuple[str, str]:
-    """Equal for two processes on one host. Names alone are not: cloned machines share them, and pods share a kernel."""
-    return hello["host"], hello["boot"]
+def key(facts: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the identity of a host: name and boot id, since cloned machines share a name and pods share a kernel."""
+    return facts["host"], facts["boot"]
 
 
-def on_one_host(hellos: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether all processes share one host and its network, so that they can meet at its loopback address."""
-    return len({(key(h), *h.get("spaces", [])[:1]) for h in hellos}) == 1
+def on_one_host(ranks: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether all ranks share one host and its network namespace, and so its loopback address."""
+    return len({(key(facts), *facts.get("spaces", [])[:1]) for facts in ranks}) == 1
 
 
-def meeting_address(hellos: Sequence[dict[str, Any]], port: int) -> str:
-    """Where all of them reach rank 0: the loopback where there is one host, else an address of rank 0's name."""
-    if on_one_host(hellos):
+def meeting_address(ranks: Sequence[dict[str, Any]], port: int) -> str:
+    """Return the "host:port" at which all ranks reach rank 0: the loopback on one host, else an address of its name."""
+    if on_one_host(ranks):
         return f"127.0.0.1:{port}"
-    usable = [a for a in hellos[0]["addresses"] if not is_loopback(a)] + [hellos[0].get("outward")]
+    usable = [a for a in ranks[0]["addresses"] if not is_loopback(a)] + [ranks[0].get("outward")]
     if not usable[0]:
-        raise UsageError(f"rank 0's host {hellos[0]['host']} has no address that the other hosts can reach", rank=0)
+        raise UsageError(f"rank 0's host {ranks[0]['host']} has no address that the other hosts can reach", rank=0)
     return f"[{usable[0]}]:{port}" if ":" in usable[0] else f"{usable[0]}:{port}"
 
 
-def check_reachable(hellos: Sequence[dict[str, Any]]) -> None:
-    """Gloo (collectives on CPU) advertises whatever the host name resolves to: refuse names that others cannot use."""
-    several = not on_one_host(hellos)
-    for rank, hello in enumerate(hellos):
-        host, addresses = hello["host"], hello["addresses"]
-        if not hello["gloo"]:
+def check_reachable(ranks: Sequence[dict[str, Any]]) -> None:
+    """Raise UsageError if Gloo (collectives on CPU) would advertise a host name that the other ranks cannot use."""
+    several = not on_one_host(ranks)
+    for rank, facts in enumerate(ranks):
+        host, addresses = facts["host"], facts["addresses"]
+        if not facts["gloo"]:
             continue
         if not addresses:
             raise UsageError(
@@ -168,7 +168,7 @@ def check_reachable(hellos: Sequence[dict[str, Any]]) -> None:
             )
 
 
-def local_ranks(hellos: Sequence[dict[str, Any]], rank: int) -> tuple[int, int]:
-    """(local_rank, local_size) of `rank`, by counting the processes on its host."""
-    here = [r for r, h in enumerate(hellos) if key(h) == key(hellos[rank])]
-    return here.index(rank), len(here)
+def local_ranks(ranks: Sequence[dict[str, Any]], rank: int) -> tuple[int, int]:
+    """Return (local_rank, local_size) of `rank` by counting the ranks on its host. ranks: the facts of each rank."""
+    local = [r for r, facts in enumerate(ranks) if key(facts) == key(ranks[rank])]
+    return local.index(rank), len(local)

@@ -1,4 +1,4 @@
-"""How a process joins its job: agree on an address and a secret, start the coordinator (rank 0), speak to it."""
+"""Join a job: agree on an address and a secret, start the coordinator (rank 0), and connect to it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from jaxdp.distributed.protocol import Facts, Settings
 from jaxdp.distributed.world import MPI, World
 from jaxdp.errors import UsageError
 
-BY_NAME = 3.0  # seconds that rank 0 tries to reach its own coordinator at an address that is none of its host's
+BY_NAME = 3.0  # seconds that rank 0 tries to reach its coordinator at an address that its host does not have
 
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """connection: to the coordinator. facts: of every rank, by rank. jax_address: "host:port" of JAX's service."""
+    """A joined job. connection: to the coordinator. facts[rank]. jax_address: "host:port" of JAX's service."""
 
     connection: Connection
     facts: list[Facts]
@@ -32,15 +32,15 @@ class Joined:
 
 
 def meet(world: World, facts: Mapping[str, object], timeout: float) -> Joined:
-    """Join the job of `world`; nothing here waits longer than about `timeout` seconds.
+    """Join the job of `world` within about `timeout` seconds.
 
-    facts: what this rank reports of itself; `gloo` says whether its collectives run over Gloo. Raises UsageError (taken
-    port, wrong address or secret, facts that differ, a host name that others cannot use) or DistributedError (a rank
-    that did not come); with rank=0 where all raise the same.
+    facts: versions and properties of this rank; `gloo`: whether its collectives run over Gloo. Raises UsageError (port
+    in use, wrong address or secret, different facts, a host name that other ranks cannot use) or DistributedError (a
+    rank did not come); rank=0 if all ranks raise the same.
     """
     began = time.monotonic()
-    own: Facts = {"rank": world.rank, "size": world.size, **hosts.identity(), "outward": hosts.outward(), **facts}
-    address, secret = agree(world, own, timeout)
+    mine: Facts = {"rank": world.rank, "size": world.size, **hosts.identity(), "outward": hosts.outward(), **facts}
+    address, secret = agree(world, mine, timeout)
     host, port = hosts.split(address)
     one_host = world.local_size == world.size
     if one_host and hosts.is_own(host):
@@ -57,26 +57,26 @@ def meet(world: World, facts: Mapping[str, object], timeout: float) -> Joined:
             silence=silence(timeout),
             stderr=os.dup(2),
         )
-        process = start_coordinator(settings, own["host"])
+        pid = start_coordinator(settings, mine["host"])
         if not hosts.is_own(host):
-            check_leads_here(host, port, secret, process, own)
-    return Joined(*join(host, port, secret, own, remaining))
+            check_forwards_to(pid, host, port, secret, mine)
+    return Joined(*join(host, port, secret, mine, remaining))
 
 
-def agree(world: World, own: Facts, timeout: float) -> tuple[str, str]:
-    """Return the coordinator's "host:port" and the job's secret, which MPI carries where it started the ranks."""
+def agree(world: World, facts: Facts, timeout: float) -> tuple[str, str]:
+    """Return the coordinator's "host:port" and the job's secret. If MPI started the ranks, exchange both over MPI."""
     if world.coordinator is not None:
         return world.coordinator, channel.shared_secret()
     if world.launcher not in MPI:
         raise UsageError(f"{world.size} processes have no coordinator: set JAXDP_COORDINATOR to rank 0's host:port")
     offer = {"port": hosts.free_port(), "secret": secrets.token_hex(32)} if world.rank == 0 else {}
-    everyone = mpi.exchange(world, {**own, **offer}, timeout)
+    everyone = mpi.exchange(world, {**facts, **offer}, timeout)
     hosts.check_reachable(everyone)
     return hosts.meeting_address(everyone, everyone[0]["port"]), everyone[0]["secret"]
 
 
 def start_coordinator(settings: Settings, host: str) -> int:
-    """Start the coordinator and return its process. Raises UsageError where it cannot listen at its port."""
+    """Start the coordinator and return its process id. Raises UsageError if it cannot listen on its port."""
     package = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     child = subprocess.Popen(
@@ -106,10 +106,10 @@ def start_coordinator(settings: Settings, host: str) -> int:
 _children: list[subprocess.Popen[str]] = []
 
 
-def check_leads_here(host: str, port: int, secret: str, coordinator: int, own: Facts) -> None:
-    """Raise UsageError unless a named address leads to this rank's coordinator, as a forwarded port does.
+def check_forwards_to(coordinator: int, host: str, port: int, secret: str, facts: Facts) -> None:
+    """Raise UsageError unless host:port forwards to the coordinator that rank 0 started.
 
-    coordinator: its process.
+    coordinator: its process id. facts: those of rank 0.
     """
     try:
         connection = Connection(host, port, secret, BY_NAME, probe=True)
@@ -119,6 +119,6 @@ def check_leads_here(host: str, port: int, secret: str, coordinator: int, own: F
         pid = None
     if pid != coordinator:
         raise UsageError(
-            f"the coordinator {hosts.join(host, port)} is not rank 0's host {own['host']} "
-            f"({', '.join(own['addresses']) or 'no address'}): give rank 0's address, or start rank 0 there"
+            f"the coordinator {hosts.join(host, port)} is not rank 0's host {facts['host']} "
+            f"({', '.join(facts['addresses']) or 'no address'}): give rank 0's address, or start rank 0 there"
         )

@@ -1,4 +1,4 @@
-"""A collective is a function of one replica's buffers, traced over the processes that take part and over no others."""
+"""Compiled collectives: functions of one replica's buffers, run with shard_map over the participating ranks only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Transfer = Callable[[Array], Array]  # buffer[rows, element] -> buffer[rows', el
 
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
-    """The type a reduction runs in: halves are summed in float32 and rounded once; small integers wrap at the end."""
+    """Return the dtype to reduce in: 32 bits for smaller floats and integers, which round or wrap at the end."""
     if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
         return jnp.dtype(jnp.float32)
     if jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4:
@@ -30,34 +30,34 @@ def accumulator(dtype: jnp.dtype) -> jnp.dtype:
 
 
 def of_member(groups: Partition, axis: Any, value: Callable[[tuple[int, ...], int], Any]) -> Array:
-    """value(group, place in it) of the member that this is."""
-    table = {rank: value(group, place) for group in groups for place, rank in enumerate(group)}
+    """Return value(group, index in the group) for the current member of the axis."""
+    table = {rank: value(group, index) for group in groups for index, rank in enumerate(group)}
     return jnp.asarray([table[rank] for rank in range(len(table))])[lax.axis_index(axis)]
 
 
-def place(axis: Any, groups: Partition | None) -> Array:
-    """Where in its group this member stands."""
-    return lax.axis_index(axis) if groups is None else of_member(groups, axis, lambda group, place: place)
+def index_in_group(axis: Any, groups: Partition | None) -> Array:
+    """Return the index of the current member in its group."""
+    return lax.axis_index(axis) if groups is None else of_member(groups, axis, lambda group, index: index)
 
 
 def _divided(total: Array, axis: Any, groups: Partition | None) -> Array:
-    """By the number of members. XLA turns division by a scalar into a product with its reciprocal: 5/3 off by a bit."""
-    members = lax.axis_size(axis) if groups is None else of_member(groups, axis, lambda group, place: len(group))
+    """Divide by the number of members. XLA would multiply by the reciprocal of a scalar, which rounds 5/3 wrongly."""
+    members = lax.axis_size(axis) if groups is None else of_member(groups, axis, lambda group, index: len(group))
     return total / lax.optimization_barrier(jnp.full_like(total, members))
 
 
 def _product(x: Array, axis: Any, groups: Partition | None) -> Array:
-    """Gathered and multiplied, in the order of the ranks: no backend has a product of its own."""
-    every = lax.all_gather(x, axis)
+    """Gather and multiply in rank order: no backend has a native product."""
+    factors = lax.all_gather(x, axis)
     if groups is not None:
-        size = range(lax.axis_size(axis))
-        mine = of_member(groups, axis, lambda group, place: [rank in group for rank in size])
-        every = jnp.where(mine.reshape(-1, *[1] * x.ndim), every, jnp.ones_like(every))
-    return jnp.prod(every, 0, promote_integers=False)
+        ranks = range(lax.axis_size(axis))
+        in_group = of_member(groups, axis, lambda group, index: [rank in group for rank in ranks])
+        factors = jnp.where(in_group.reshape(-1, *[1] * x.ndim), factors, jnp.ones_like(factors))
+    return jnp.prod(factors, 0, promote_integers=False)
 
 
 def _extreme(native: Callable[..., Array]) -> Callable[[Array, Any, Partition | None], Array]:
-    """NaN where any member has one: Gloo's own min and max lose it."""
+    """Return a min or max that propagates NaN from any member: Gloo's drops it."""
 
     def reduce(x: Array, axis: Any, groups: Partition | None) -> Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -69,7 +69,7 @@ def _extreme(native: Callable[..., Array]) -> Callable[[Array, Any, Partition | 
     return reduce
 
 
-# What each operation does to accumulators along an axis, within groups or along all of it; bool goes as 0 and 1.
+# op -> (accumulator, axis, groups or None for all members) -> result; bool is reduced as 0 and 1.
 REDUCTIONS: dict[str, Callable[[Array, Any, Partition | None], Array]] = {
     "sum": lambda x, axis, groups: lax.psum(x, axis, axis_index_groups=groups),
     "avg": lambda x, axis, groups: _divided(lax.psum(x, axis, axis_index_groups=groups), axis, groups),
@@ -81,45 +81,45 @@ BOOLEAN = {"sum": "max", "prod": "min", "min": "min", "max": "max"}  # or, and, 
 
 
 def check_op(op: str, dtypes: Iterable[Any]) -> None:
-    """Raise UsageError where there is no such operation, or one of these types has none."""
+    """Raise UsageError if the operation does not exist, or not for one of these dtypes."""
     if op not in REDUCTIONS:
         raise UsageError(f"op={op!r} is not one of {', '.join(REDUCTIONS)}")
     for dtype in dtypes:
         if op == "avg" and not jnp.issubdtype(dtype, jnp.inexact):
-            raise UsageError(f"the average of {dtype} is not one: cast it to a float, or take the sum")
+            raise UsageError(f"the average of {dtype} is a fraction: cast it to a float, or take the sum")
         if op in ("min", "max") and jnp.issubdtype(dtype, jnp.complexfloating):
             raise UsageError(f"{dtype} has no order: op={op!r} is for real numbers")
 
 
 def reduced(op: str, x: Array, transfer: Callable[[str, Array], Array]) -> Array:
-    """`transfer(op, x)` in the accumulator's type."""
+    """Run `transfer(op, x)` in the accumulator's dtype and cast the result back."""
     if x.dtype == jnp.bool_:
         return transfer(BOOLEAN[op], x.astype(jnp.uint8)).astype(jnp.bool_)
     return transfer(op, x.astype(accumulator(x.dtype))).astype(x.dtype)
 
 
 def scattered(op: str, x: Array, axis: Any = AXIS, groups: Partition | None = None) -> Array:
-    """x[member, ...] reduced, of which this member gets its row; groups are of one size."""
+    """Reduce x[member, ...] and return the current member's row. groups: of equal sizes."""
     # Over Gloo, reduce-scatter dies after 30 s whatever the timeout (jax#40831) and was wrong at 24 devices (#40830).
     if op in ("sum", "avg") and jax.default_backend() != "cpu":
-        mine = lax.psum_scatter(x, axis, axis_index_groups=groups)
-        return _divided(mine, axis, groups) if op == "avg" else mine
-    return lax.dynamic_index_in_dim(REDUCTIONS[op](x, axis, groups), place(axis, groups), keepdims=False)
+        row = lax.psum_scatter(x, axis, axis_index_groups=groups)
+        return _divided(row, axis, groups) if op == "avg" else row
+    return lax.dynamic_index_in_dim(REDUCTIONS[op](x, axis, groups), index_in_group(axis, groups), keepdims=False)
 
 
 def _moved(buffer: Array, transfer: Transfer) -> Array:
-    """`transfer` on the bits of the buffer; of a complex one, on those of each half."""
+    """Apply `transfer` to the bits of the buffer; if it is complex, to those of real and imaginary part."""
     bits = to_bits(buffer)
-    back = transfer(bits) if bits.ndim == 2 else jnp.stack([transfer(half) for half in bits])
-    return from_bits(back, buffer.dtype)
+    moved = transfer(bits) if bits.ndim == 2 else jnp.stack([transfer(part) for part in bits])
+    return from_bits(moved, buffer.dtype)
 
 
 def _masked_sum(bits: Array, root: int) -> Array:
-    """Row for row what `root` has: all others add zeros, and integers add without rounding."""
+    """Return `root`'s bits: all other ranks add zeros, and integers add without rounding."""
     return lax.psum(jnp.where(lax.axis_index(AXIS) == root, bits, jnp.zeros_like(bits)), AXIS)
 
 
-# Each on one buffer[rows, element] of this replica, with the operation's own argument.
+# name -> (buffer[rows, element] of this replica, op or root) -> buffer
 KERNELS: dict[str, Callable[[Array, Any], Array]] = {
     "allreduce": lambda x, op: reduced(op, x, lambda kind, b: REDUCTIONS[kind](b, AXIS, None)),
     "reduce_scatter": lambda x, op: reduced(op, x, lambda kind, b: scattered(kind, b)[None]),
@@ -129,31 +129,31 @@ KERNELS: dict[str, Callable[[Array, Any], Array]] = {
     "scatter": lambda x, root: _moved(x, lambda b: lax.all_to_all(b, AXIS, 0, 0)[root][None]),
     "send": lambda x, root: _moved(x, lambda b: lax.ppermute(b, AXIS, [(root, 1 - root)])),
 }
-CHUNKED = ("reduce_scatter", "all_to_all", "scatter")  # a dim of what comes in is split over the members
-JOINED = ("allgather", "all_to_all")  # the members' parts come back, one after the other along a dim
+CHUNKED = ("reduce_scatter", "all_to_all", "scatter")  # split a dim of the input over the members
+JOINED = ("allgather", "all_to_all")  # concatenate the members' parts along a dim
 FROM_ROOT = ("broadcast", "scatter", "send")
-REDUCING = ("allreduce", "reduce_scatter")  # the others only move
+REDUCING = ("allreduce", "reduce_scatter")  # the others only move bits
 
 
 def _split(x: Part, members: int, axis: int) -> Part:
-    """x[..., n * k, ...] -> [n, ..., k, ...]."""
+    """Reshape x[..., n * k, ...] to [n, ..., k, ...]."""
     axis %= x.ndim
-    apart = x.reshape(*x.shape[:axis], members, x.shape[axis] // members, *x.shape[axis + 1 :])
-    return (np if isinstance(x, np.ndarray) else jnp).moveaxis(apart, axis, 0)
+    chunks = x.reshape(*x.shape[:axis], members, x.shape[axis] // members, *x.shape[axis + 1 :])
+    return (np if isinstance(x, np.ndarray) else jnp).moveaxis(chunks, axis, 0)
 
 
 def _join(part: Part, members: int, shape: tuple[int, ...], axis: int) -> Part:
-    """part[n, element] of members' arrays of `shape` -> [..., n * k, ...]; scalars become [n]."""
+    """Concatenate part[n, element], the members' arrays of `shape`, to [..., n * k, ...]; scalars become [n]."""
     shape = shape or (1,)
     axis %= len(shape)
-    apart = part.reshape(members, *shape)
+    arrays = part.reshape(members, *shape)
     dims = [*shape[:axis], members * shape[axis], *shape[axis + 1 :]]
-    return (np if isinstance(part, np.ndarray) else jnp).moveaxis(apart, 0, axis).reshape(dims)
+    return (np if isinstance(part, np.ndarray) else jnp).moveaxis(arrays, 0, axis).reshape(dims)
 
 
 @functools.cache
 def ranks_mesh(members: tuple[int, ...]) -> Mesh:
-    """The first device of each of these ranks, along AXIS."""
+    """Return the mesh of the first device of each of these ranks, along AXIS."""
     first = {r: min((d for d in jax.devices() if d.process_index == r), key=lambda d: d.id) for r in members}
     return Mesh(np.array([first[r] for r in members]), (AXIS,))
 
@@ -164,7 +164,7 @@ def _program(name: str, argument: Any, members: tuple[int, ...]) -> Any:
         return [KERNELS[name](b, argument) for b in buffers]
 
     spec = PartitionSpec(AXIS)
-    # What comes out differs between members and is only looked at locally, so no dim is made for the axis.
+    # Results differ between members, but only the local shard is read, so the output needs no dim for the axis.
     mapped = jax.shard_map(replica, mesh=ranks_mesh(members), in_specs=spec, out_specs=PartitionSpec(), check_vma=False)
     return jax.jit(mapped)
 
@@ -172,11 +172,11 @@ def _program(name: str, argument: Any, members: tuple[int, ...]) -> Any:
 def run(
     name: str, argument: Any, arrays: Sequence[Part], rank: int, members: tuple[int, ...], split: int = 0, join: int = 0
 ) -> list[Array]:
-    """This rank's results of collective `name`, which every one of `members` runs at the same time.
+    """Run collective `name` on all `members` together, and return this rank's results.
 
-    argument: the operation of a reduction, the root's place in `members` of a move. arrays: this rank's, of the same
-    shapes and types as every member's. split, join: the dims along which chunks are cut and parts are joined. A rank is
-    its first device.
+    argument: the operation of a reduction, or the index of the root in `members`. arrays: this rank's, of the same
+    shapes and dtypes as every member's. split, join: the dims along which to split the input and join the parts. Each
+    rank uses its first device.
     """
     mesh, n, as_bytes = ranks_mesh(members), len(members), name not in REDUCING
     device, chunked = mesh.devices.flat[members.index(rank)], name in CHUNKED
@@ -187,11 +187,11 @@ def run(
     rows = n if chunked else 1
     sharding = NamedSharding(mesh, PartitionSpec(AXIS))
     local = jax.device_put(pack(arrays, rows, device, as_bytes), device)
-    whole = [jax.make_array_from_single_device_arrays((n * rows, b.shape[1]), sharding, [b]) for b in local]
-    back = [y.addressable_data(0) for y in _program(name, argument, members)(whole)]
+    sharded = [jax.make_array_from_single_device_arrays((n * rows, b.shape[1]), sharding, [b]) for b in local]
+    results = [y.addressable_data(0) for y in _program(name, argument, members)(sharded)]
 
     def finish(part: Part, shape: tuple[int, ...]) -> Part:
         shape = shape[1:] if chunked else shape
         return _join(part, n, shape, join) if name in JOINED else part.reshape(shape)
 
-    return jax.device_put(unpack(back, arrays, rows, device, as_bytes, finish), device)
+    return jax.device_put(unpack(results, arrays, rows, device, as_bytes, finish), device)

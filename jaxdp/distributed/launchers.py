@@ -1,4 +1,4 @@
-"""A launcher is a set of environment variables: from them alone a process learns which one of how many it is."""
+"""Detect the launcher, the rank and the number of processes from environment variables alone."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["LAUNCHERS", "Kubernetes", "Slurm", "Variables", "World", "address", 
 
 
 def _under_srun(env: Env) -> bool:
-    """srun --mpi=pmi2 sets PMI_RANK as well, but has no mpirun whose library could be used: it is Slurm's step."""
+    """Return whether srun --mpi=pmi2 set PMI_RANK; there is no mpirun then, and Slurm is the launcher."""
     return "MPI_LOCALRANKID" not in env and env.get("SLURM_STEP_NUM_TASKS") == env.get("PMI_SIZE")
 
 
 def _elastic(env: Env) -> str:
-    """torchrun's agent itself listens on MASTER_PORT, where it keeps its store: the next port is ours."""
+    """Return the coordinator under torchrun. Its agent's store may occupy MASTER_PORT; then use the next port."""
     port = integer(env, "MASTER_PORT", 1) + (env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
     host = env["MASTER_ADDR"]
     return address(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", "MASTER_ADDR:MASTER_PORT")
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list: `node[003-007,9],login` gives node003, `r[1-2]n[3,4]` gives r1n3."""
+    """Return the first host of a Slurm node list: node003 of `node[003-007,9],login`, r1n3 of `r[1-2]n[3,4]`."""
     first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodelist)
     if not first or nodelist.count("[") != nodelist.count("]"):
         raise UsageError(f"SLURM_STEP_NODELIST={nodelist!r} is not a node list such as node[003-007,9]")
@@ -35,7 +35,7 @@ def first_host(nodelist: str) -> str:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Slurm's `2(x3),1` as [2, 2, 2, 1]."""
+    """Parse Slurm's tasks per node: [2, 2, 2, 1] for `2(x3),1`."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -46,7 +46,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 class Slurm:
-    """`srun`: only inside a job step, since a batch script by itself is one process whatever --ntasks says."""
+    """`srun`: only inside a job step, since a batch script alone is one process regardless of --ntasks."""
 
     name = "slurm"
 
@@ -72,7 +72,7 @@ class Slurm:
 
 @dataclass(frozen=True)
 class Kubernetes:
-    """An Indexed Job, or a Job of a JobSet, of JAXDP_NUM_PROCESSES pods: pod i is <job>-<i>, and pod 0 serves."""
+    """An Indexed Job, or a Job of a JobSet, of JAXDP_NUM_PROCESSES pods: pod i is <job>-<i>, pod 0 is rank 0."""
 
     name: str = "kubernetes"
     port: int = 12355
@@ -106,12 +106,12 @@ TORCHRUN = Variables(
     "LOCAL_WORLD_SIZE",
     also=("MASTER_ADDR", "MASTER_PORT"),
     coordinator=_elastic,
-    # Clusters export MASTER_ADDR, and others RANK or WORLD_SIZE, for everybody: one of them alone says nothing.
+    # Some clusters export MASTER_ADDR, RANK or WORLD_SIZE for every process: one of them alone proves nothing.
     unless=lambda env: sum(bool(env.get(n)) for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")) < 2,
 )
 
-# In the order of precedence, the innermost first: mpirun and torchrun's agent inside a Slurm step are what started
-# this process, and the step's variables describe something else.
+# In order of precedence, innermost first: if mpirun or torchrun's agent runs inside a Slurm step, it started this
+# process, and the step's variables describe something else.
 LAUNCHERS: tuple[Launcher, ...] = (
     Variables(
         "jaxdp",
@@ -158,37 +158,37 @@ def discover(
     local_size: int | None = None,
     init_method: str | None = None,
 ) -> World:
-    """Which process this is: from the arguments, else from the first launcher that knows its variables, else alone.
+    """Return this process's World: from the arguments, else from the first launcher detected, else a single process.
 
-    coordinator, init_method="tcp://host:port", JAXDP_COORDINATOR: where rank 0 serves, whatever the launcher says.
-    init_method="env://": torchrun's variables and no others. Raises UsageError on malformed or partial variables.
+    coordinator, init_method="tcp://host:port", JAXDP_COORDINATOR: address of rank 0, overriding the launcher's.
+    init_method="env://": use torchrun's variables and no others. Raises UsageError on malformed or partial variables.
     """
     env = os.environ if env is None else env
-    given = coordinator and address(coordinator, "coordinator")
+    explicit = coordinator and address(coordinator, "coordinator")
     world = _explicit(rank, size, local_rank, local_size)
     if init_method == "env://":
         world = world or TORCHRUN.detect(env)
         if world is None:
             raise UsageError("init_method='env://', but RANK and WORLD_SIZE are not set: start it with torchrun")
     elif init_method is not None and init_method.startswith("tcp://"):
-        given = given or address(init_method, "init_method")
+        explicit = explicit or address(init_method, "init_method")
     elif init_method is not None:
         raise UsageError(f"init_method={init_method!r} is neither 'tcp://host:port' nor 'env://'")
-    if env.get("JAXDP_COORDINATOR") and not given:
-        given = address(env["JAXDP_COORDINATOR"], "JAXDP_COORDINATOR")
+    if env.get("JAXDP_COORDINATOR") and not explicit:
+        explicit = address(env["JAXDP_COORDINATOR"], "JAXDP_COORDINATOR")
     world = world or next(filter(None, (launcher.detect(env) for launcher in LAUNCHERS)), None)
-    if world is None and given:
+    if world is None and explicit:
         raise UsageError(
-            f"the coordinator is {given}, but nothing says which process this is: "
+            f"the coordinator is {explicit}, but nothing says which process this is: "
             "set JAXDP_PROCESS_ID and JAXDP_NUM_PROCESSES, or use mpirun, srun or torchrun"
         )
     world = world or World(0, 1)
-    if world.size > 1 and not (given or world.coordinator or world.launcher in MPI):
+    if world.size > 1 and not (explicit or world.coordinator or world.launcher in MPI):
         fix = "init(coordinator=...)" if world.launcher == "explicit" else "JAXDP_COORDINATOR"
         raise UsageError(f"{world.size} processes ({world.launcher}) need to meet: set {fix} to rank 0's host:port")
     return replace(
         world,
-        coordinator=given or world.coordinator,
+        coordinator=explicit or world.coordinator,
         local_rank=world.local_rank if local_rank is None else local_rank,
         local_size=world.local_size if local_size is None else local_size,
     )

@@ -1,16 +1,16 @@
-"""A server that others reach at any of this host's addresses, old and new."""
+"""A server that listens on all addresses of this host, IPv4 and IPv6."""
 
 import socket
 import socketserver
 
 
 def any_address(family: socket.AddressFamily) -> str:
-    """What a server of a family binds to; of IPv6, those of IPv4 too once `bind_everywhere` was called."""
+    """Return the wildcard address of a family. With `bind_everywhere`, that of IPv6 includes IPv4."""
     return "::" if family == socket.AF_INET6 else ""
 
 
 def bind_everywhere(server: socketserver.TCPServer) -> None:
-    """Binds and activates a server that was made without. Raises OSError, with the server closed, where it cannot."""
+    """Bind and activate an unbound server. Close it and raise OSError if that fails."""
     try:
         if server.address_family == socket.AF_INET6:
             server.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

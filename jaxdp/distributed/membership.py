@@ -1,7 +1,7 @@
 """This process's membership in a job: its connection to the coordinator, from before JAX starts until it leaves.
 
-A thread reads what the coordinator sends; another sends a heartbeat each second. A process that fails reports the fault
-with its cause; all others hear of it and end within a second. See `coordinator` for who notices what.
+One thread reads the coordinator's messages; another sends a heartbeat each second. A process that fails reports its
+fault; all others receive the cause and end within a second. The `coordinator` detects processes that die silently.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from jaxdp.errors import DistributedError, UsageError, one_line
 
 BEAT = 1.0  # seconds
 TIMEOUT = 60.0  # seconds
-GRACE = 5.0  # seconds beyond the timeout of a request: the coordinator's own deadline comes first
+GRACE = 5.0  # seconds beyond the timeout of a request, so that the coordinator's deadline comes first
 
 
 def default_timeout(timeout: float | None = None) -> float:
-    """Return how many seconds to wait for others: `timeout`, else JAXDP_TIMEOUT, else 60. Raises UsageError."""
+    """Return the seconds to wait for other ranks: `timeout`, else JAXDP_TIMEOUT, else 60. Raises UsageError."""
     text = os.environ.get("JAXDP_TIMEOUT") or str(TIMEOUT)
     try:
         seconds = float(text) if timeout is None else timeout
@@ -41,15 +41,15 @@ def default_timeout(timeout: float | None = None) -> float:
 
 
 def silence(timeout: float) -> float:
-    """Return after how many seconds a process that is not heard of is missed: 20, less for short timeouts."""
+    """Return the seconds without a heartbeat after which a process is declared dead: 20, less for short timeouts."""
     return max(7.0, min(20.0, timeout / 3))
 
 
 class Membership:
-    """A process that has joined a job of several.
+    """The membership of a process in a job of several.
 
-    note: what its heartbeat says besides. parent: the process of the launcher that started this one, whose end ends
-    this one too; None: nobody's end does.
+    note: data sent with each heartbeat. parent: id of the launcher's process that started this one; this process ends
+    when it does. None: not tied to a parent.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Membership:
         self.hosts, self.silence, self.parent = [f["host"] for f in facts], silence, parent
         self.note: dict[str, Any] = {}
         self.ending = threading.Event()
-        self._unheard = 0  # beats since the coordinator was last heard from
+        self._unheard = 0  # heartbeats since the last message from the coordinator
         self._ids = itertools.count()
         self._turns: collections.Counter[tuple[Any, ...]] = collections.Counter()
         self._replies: dict[int, dict[str, Any]] = {}
         self._changed = threading.Condition()
-        self._lost: str | None = None  # why there is no coordinator any more
+        self._lost: str | None = None  # why the connection to the coordinator was lost
         self._listeners: dict[str, Callable[[int, str], None]] = {}
         self._announced: dict[str, tuple[int, str]] = {}
         connection.socket.settimeout(None)
@@ -72,7 +72,7 @@ class Membership:
     def start(self) -> None:
         for work in (self._listen, self._beat):
             threading.Thread(target=work, name=f"coordinator {work.__name__}", daemon=True).start()
-        os.register_at_fork(after_in_child=self.connection.socket.close)  # a loader's worker outlives its rank
+        os.register_at_fork(after_in_child=self.connection.socket.close)  # a loader's worker may outlive its rank
         atexit.register(self.leave)
 
     def name(self, *ranks: int) -> str:
@@ -81,7 +81,7 @@ class Membership:
     # Requests
 
     def request(self, op: str, wait: float = TIMEOUT, /, **fields: Any) -> dict[str, Any]:
-        """Ask the coordinator, and return its reply. Raises DistributedError where it has gone or does not answer."""
+        """Send a request to the coordinator and return its reply. Raises DistributedError without an answer."""
         number, deadline = next(self._ids), time.monotonic() + wait
         try:
             self.connection.send(op=op, id=number, **fields)
@@ -99,10 +99,11 @@ class Membership:
     def exchange(
         self, name: str, text: str, members: Sequence[int], timeout: float, await_responsive: bool = False
     ) -> list[str]:
-        """Return every member's `text`, in the order of `members`; all of them must call this alike.
+        """Return every member's `text`, in the order of `members`; all members must make the same call.
 
-        Calls of one name are told apart by their number. await_responsive: wait beyond `timeout` seconds for ranks
-        whose heartbeat is there. Raises DistributedError that names who did not come; `texts` has those that did.
+        Repeated calls with one name are matched by their count. await_responsive: wait beyond `timeout` seconds for
+        ranks that still send heartbeats. Raises DistributedError that names the missing ranks; its `texts` has the
+        texts of the others.
         """
         if len(members) == 1:
             return [text]
@@ -110,8 +111,8 @@ class Membership:
         with self._changed:
             turn, self._turns[key] = self._turns[key], self._turns[key] + 1
         fields = {"name": name, "turn": turn, "members": list(members), "text": text, "timeout": timeout}
-        patience = float("inf") if await_responsive else timeout + GRACE
-        reply = self.request("exchange", patience, **fields, await_responsive=await_responsive)
+        wait = float("inf") if await_responsive else timeout + GRACE
+        reply = self.request("exchange", wait, **fields, await_responsive=await_responsive)
         kinds = checked(reply, {"kinds": [LONG_TEXT], "of": [range(len(members))]})
         if kinds is not None:
             return [kinds["kinds"][i] for i in kinds["of"]]
@@ -119,7 +120,7 @@ class Membership:
             raise DistributedError(f"rank {', '.join(map(str, gone))} has left the job: see what it printed")
         missing = reply.get("missing", [])
         names = f"rank {', '.join(map(str, missing))}" if missing else "an answer"
-        speaker = None if self.rank in missing else members[0]  # one that comes too late hears of it alone
+        speaker = None if self.rank in missing else members[0]  # a rank that arrives too late prints for itself
         error = DistributedError(f"{names} did not come to {name!r} within {timeout:g} s", rank=speaker)
         error.texts = {int(rank): text for rank, text in reply.get("texts", {}).items()}
         raise error
@@ -129,26 +130,26 @@ class Membership:
         self.request("put", key=key, text=text)
 
     def get(self, key: str, timeout: float = 0.0) -> str | None:
-        """Return the text under a key, waiting for it `timeout` seconds; None where there is none."""
+        """Return the text under a key, waiting up to `timeout` seconds; None if there is none."""
         text = self.request("get", timeout + TIMEOUT, key=key, timeout=timeout).get("text")
         return text if isinstance(text, str) else None
 
     def forget(self, prefix: str) -> None:
-        """Remove all keys that begin so."""
+        """Remove all keys that start with `prefix`."""
         self.request("forget", prefix=prefix)
 
     def beats(self) -> dict[int, dict[str, Any]]:
-        """Return the notes of the last heartbeat of every rank that is there."""
+        """Return the note of the last heartbeat of every connected rank."""
         return {int(rank): note for rank, note in self.request("beats")["beats"].items()}
 
     def silent(self, seconds: float = 3 * BEAT) -> list[int]:
-        """Wait so many seconds, and return the other ranks that made no sign of life in them."""
+        """Wait `seconds` and return the other ranks that sent no message meanwhile."""
         return list(self.request("silent", TIMEOUT, seconds=seconds)["silent"])
 
     # Announcements and faults
 
     def on(self, name: str, listener: Callable[[int, str], None]) -> None:
-        """Call `listener(rank, text)` once the announcement comes, in the reader's thread; it must not wait."""
+        """Call `listener(rank, text)` when the announcement `name` arrives, in the reader thread; it must not block."""
         with self._changed:
             self._listeners[name] = listener
             past = self._announced.get(name)
@@ -156,7 +157,7 @@ class Membership:
             listener(*past)
 
     def announce(self, name: str, text: str) -> bool:
-        """Tell every rank; return whether this is the first announcement of that name, which is the one that counts."""
+        """Announce `text` to every rank. Return False if the name was announced before; then this text is ignored."""
         return bool(self.request("announce", name=name, text=text)["first"])
 
     def report_fault(self, text: str, code: int = 1) -> bool:
@@ -166,27 +167,27 @@ class Membership:
         return True
 
     def keep_log(self, path: str) -> None:
-        """Let the coordinator append to this file, events.jsonl, where rank 0 ends before it can."""
+        """Let the coordinator append the fault to this file, events.jsonl, if rank 0 ends before it can."""
         with contextlib.suppress(DistributedError):
             self.request("log", path=path)
 
     def leave(self) -> None:
-        """Tell the coordinator that this process ends as it should, and is not to be missed."""
+        """Tell the coordinator that this process ends normally."""
         if not self.ending.is_set():
             self.ending.set()
             with contextlib.suppress(DistributedError):
                 self.request("leave", 2.0)
 
     def end(self, text: str, code: int = 1, author: int | None = None) -> None:
-        """End this process now. author: the rank that prints the cause; None: the coordinator has printed it."""
+        """End this process now. author: the rank that prints the cause; None if the coordinator has printed it."""
         if self.ending.is_set():
             return
         self.ending.set()
         faults.record(text)
-        heard = self.hosts[0 if author is None else author] == self.hosts[self.rank]
+        same_host = self.hosts[0 if author is None else author] == self.hosts[self.rank]
         if author == self.rank:
             sys.stderr.write(f"jaxdp: {text}\n")
-        elif self.local_rank == 0 and (author is not None or not heard):  # a line on every host
+        elif self.local_rank == 0 and (author is not None or not same_host):  # one line on every host
             sys.stderr.write(f"jaxdp: {self.name(self.rank)} ends: {text}\n")
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
@@ -211,7 +212,7 @@ class Membership:
     def _hear(self, message: dict[str, Any]) -> None:
         if fault := checked(message, {"fault": str, "code": range(1, 256), "rank": (range(self.size), None)}):
             if fault["rank"] != self.rank and not self.ending.is_set():
-                time.sleep(0.3)  # the one that failed prints first
+                time.sleep(0.3)  # the failed rank prints first
                 self.end(fault["fault"], fault["code"], fault["rank"])
         elif call := checked(message, {"announced": str, "rank": range(self.size), "text": LONG_TEXT}):
             with self._changed:
@@ -248,17 +249,17 @@ def start(membership: Membership) -> None:
 
 
 def forget() -> None:
-    """This process has left the others."""
+    """Clear the membership of this process after it has left the job."""
     global _membership
     _membership = None
 
 
 def current() -> Membership | None:
-    """Return the membership of this process; None where it is alone."""
+    """Return the membership of this process; None if it is alone."""
     return _membership
 
 
 def joined() -> Membership:
-    """As `current`, of a process that is not alone."""
+    """Return the membership of a process that is not alone."""
     assert _membership is not None
     return _membership

@@ -1,4 +1,4 @@
-"""Validate what comes in over the network, in one place: size, type and range; and make it safe to print."""
+"""Validate messages from the network (size, type and range), and make them safe to print."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 LIMIT = 1 << 20  # characters of one message
 TEXT = 8192  # characters of a string inside a message
-LONG_TEXT = object()  # the kind of a string of any length, which keeps its line breaks
+LONG_TEXT = object()  # kind of a string of any length; its line breaks are not removed
 
 
 def printable(text: object, most: int = TEXT) -> str:
@@ -18,13 +18,13 @@ def printable(text: object, most: int = TEXT) -> str:
 
 
 def parse(text: str | bytes | None, shape: dict[str, Any], limit: int = LIMIT) -> dict[str, Any] | None:
-    """Return the JSON object in `text`, or None where it is not of this shape.
+    """Return the JSON object in `text`, or None if it does not have this shape.
 
     Args:
-        shape: name -> what its value must be: `str`, `bool`, `float` (finite, not negative), `object` (anything), a
+        shape: name -> kind of its value: `str`, `bool`, `float` (finite, not negative), `object` (anything), a
             `range`, None, True, a string, LONG_TEXT, a tuple of alternatives, or a dict or one-element list of these. A
-            name that ends in `?` may be absent. Other names are dropped; strings come back printable.
-        limit: the most characters that the text may have.
+            name that ends in `?` may be absent. Other names are dropped; strings are made printable.
+        limit: the maximum number of characters in the text.
     """
     try:
         return _checked(json.loads(text), shape) if text and len(text) <= limit else None
@@ -33,7 +33,7 @@ def parse(text: str | bytes | None, shape: dict[str, Any], limit: int = LIMIT) -
 
 
 def checked(message: Any, shape: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the values of a message that `json.loads` returned, as `parse` does; None where it has another shape."""
+    """Check a decoded JSON message as `parse` does, and return its values; None if it has another shape."""
     try:
         return _checked(message, shape)
     except ValueError:
@@ -41,13 +41,13 @@ def checked(message: Any, shape: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def integer(text: str | None, end: int = 1 << 53) -> int | None:
-    """Return the integer from 0 to `end` - 1 that a text is; None where it is not one."""
+    """Parse a decimal integer from 0 to `end` - 1; return None for any other text."""
     value = int(text) if text and len(text) < 20 and text.isascii() and text.isdecimal() else -1
     return value if 0 <= value < end else None
 
 
 def _checked(value: Any, kind: Any) -> Any:
-    """Return `value` with printable strings; ValueError where it is not of this kind."""
+    """Return `value` with printable strings. Raises ValueError if it is not of this kind."""
     if isinstance(kind, tuple):
         for alternative in kind:
             with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""mpirun gives ranks but no meeting place: MPI itself carries the one exchange that agrees on it, and is then done."""
+"""One exchange over MPI, by which the ranks of mpirun agree on a coordinator address; MPI is finalized afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from jaxdp.distributed.launchers import World
 from jaxdp.errors import DistributedError, UsageError
 
-# The programs that start ranks, and the library of each family: mpi4py loads one of them at run time.
+# The programs that start ranks, and the MPI library of each family; mpi4py loads one of them at run time.
 STARTERS = {"hydra_pmi_proxy", "mpiexec.hydra", "mpirun", "mpiexec", "prterun", "prted", "orterun", "orted"}
 LIBRARY = {"openmpi": "libmpi.so.40", "hydra": "libmpi.so.12"}
 FAMILY = {"openmpi": "Open MPI", "hydra": "MPICH or Intel MPI"}
@@ -25,7 +25,7 @@ SLOT = 2048  # bytes that each rank contributes to the exchange
 
 
 def ancestors() -> Iterator[tuple[int, Path]]:
-    """(process, executable) of this process's parents, nearest first, as far as /proc shows them."""
+    """Yield (process id, executable) of this process's ancestors, nearest first, as far as /proc shows them."""
     pid = os.getppid()
     while pid > 1:
         try:
@@ -36,12 +36,12 @@ def ancestors() -> Iterator[tuple[int, Path]]:
 
 
 def is_starter(pid: int) -> bool:
-    """Whether that process of this host starts ranks, and lives."""
+    """Return whether `pid` is a running process of this host that starts ranks, such as mpirun."""
     return Path(f"/proc/{pid}/exe").resolve().name in STARTERS
 
 
 def beside_mpirun(soname: str) -> Path | None:
-    """The MPI library that belongs to the mpirun this process was started by; None where it is not beside it."""
+    """Return the MPI library installed next to the mpirun that started this process; None if there is none."""
     starters = [p for _, p in ancestors() if p.name in STARTERS]
     starters += [Path(p).resolve() for name in ("mpirun", "mpiexec") if (p := shutil.which(name))]
     for starter in starters:
@@ -53,15 +53,15 @@ def beside_mpirun(soname: str) -> Path | None:
 
 
 def load(world: World) -> Any:
-    """mpi4py.MPI on the library of this mpirun; UsageError where there is none, or the wrong one."""
-    # One process per host says so; all of them see the same installation.
+    """Import mpi4py.MPI with the library of this mpirun. Raises UsageError if either cannot be loaded."""
+    # One process per host prints an error, since all of them have the same installation.
     speaker = world.rank if not world.local_rank else world.rank - world.local_rank
     soname = LIBRARY[world.launcher]
     if "MPI4PY_LIBMPI" not in os.environ and (path := beside_mpirun(soname)):
         os.environ["MPI4PY_LIBMPI"] = str(path)
     try:
         if "mpi4py.MPI" not in sys.modules:
-            # Initialized below, where a deadline guards it; finalized below as well, not at exit, where it could hang.
+            # `exchange` initializes MPI, under a deadline, and finalizes it: at exit that could hang.
             rc = importlib.import_module("mpi4py").rc
             rc.initialize = rc.finalize = False
         return importlib.import_module("mpi4py.MPI")
@@ -79,35 +79,35 @@ def load(world: World) -> Any:
         ) from None
 
 
-def exchange(world: World, own: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
-    """Every rank's `own`, by rank. MPI is finalized afterwards unless the program had initialized it itself.
+def exchange(world: World, facts: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
+    """Return every rank's `facts`, by rank. Finalizes MPI afterwards unless the program had initialized it.
 
-    Raises UsageError where mpi4py is missing or loads another MPI than mpirun's, DistributedError past the deadline.
+    Raises UsageError if mpi4py is missing or loads another MPI than mpirun's, DistributedError after `timeout` seconds.
     """
-    # Loading and MPI_Init are C code that may wait for ever: this timer needs no interpreter to end the process.
+    # Loading and MPI_Init are C code that may block for ever: this timer ends the process without the interpreter.
     faulthandler.dump_traceback_later(timeout + 2.0, exit=True)
     try:
         mpi = load(world)
-        ours = not mpi.Is_initialized()
-        if ours:
+        initialize = not mpi.Is_initialized()
+        if initialize:
             waits_until_every_rank_calls_mpi_init(mpi)
         try:
-            return _allgather(mpi, world, own, timeout)
+            return _allgather(mpi, world, facts, timeout)
         finally:
-            if ours:
+            if initialize:
                 mpi.Finalize()
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
 def waits_until_every_rank_calls_mpi_init(mpi: Any) -> None:
-    """MPI_Init. Past the deadline its name is what the user reads, in the traceback that the timer prints."""
-    with warnings.catch_warnings():  # about another MPI's variables: said better afterwards
+    """Call MPI_Init. If the deadline passes, the timer's traceback shows this function's name to the user."""
+    with warnings.catch_warnings():  # about another MPI's variables: `_allgather` has a better message
         warnings.simplefilter("ignore", RuntimeWarning)
         mpi.Init_thread(mpi.THREAD_SERIALIZED)
 
 
-def _allgather(mpi: Any, world: World, own: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
+def _allgather(mpi: Any, world: World, facts: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
     everyone = mpi.COMM_WORLD
     if everyone.size != world.size:
         library = mpi.Get_library_version().splitlines()[0].strip(" \0")
@@ -116,9 +116,9 @@ def _allgather(mpi: Any, world: World, own: dict[str, Any], timeout: float) -> l
             f"it loaded {library!r}: set MPI4PY_LIBMPI to the {LIBRARY[world.launcher]} that belongs to this mpirun",
             rank=0,
         )
-    text = json.dumps(own).encode()
+    text = json.dumps(facts).encode()
     if len(text) > SLOT:
-        text = json.dumps({**own, "addresses": own["addresses"][:4]}).encode()
+        text = json.dumps({**facts, "addresses": facts["addresses"][:4]}).encode()
     received = bytearray(SLOT * everyone.size)
     request = everyone.Iallgather(text.ljust(SLOT), [received, mpi.BYTE])
     deadline = time.monotonic() + timeout

@@ -1,7 +1,7 @@
-"""Many arrays travel as one: what is reduced in a buffer for each element type, what is moved as the bytes it is.
+"""Pack many arrays into few buffers: one for each element type to reduce them, one of raw bytes to move them.
 
 Packing is done outside the compiled program: XLA on CPU takes 8 s to compile a concatenation of 400 arrays, and its
-copies of a bfloat16 quiet signaling NaNs. NumPy copies bytes. Only a single array on another platform stays there.
+copies of a bfloat16 quiet signaling NaNs. NumPy copies bytes. Only a single array on another platform is not copied.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Part = Any  # an array of NumPy or of JAX
 UINT = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
-def _shared(arrays: Sequence[Part], as_bytes: bool) -> list[list[int]]:
-    """Which arrays share a buffer: all, as bytes; or those of one type."""
+def _assign_buffers(arrays: Sequence[Part], as_bytes: bool) -> list[list[int]]:
+    """Return the indices of the arrays in each buffer: all arrays as bytes, else those of one type."""
     if as_bytes:
         return [list(range(len(arrays)))] if arrays else []
     types: dict[Any, list[int]] = {}
@@ -29,20 +29,20 @@ def _shared(arrays: Sequence[Part], as_bytes: bool) -> list[list[int]]:
 
 
 def stays(arrays: Sequence[Part], device: jax.Device) -> bool:
-    """Whether there is nothing to pack, and a copy to the host would cost something."""
+    """Return whether the arrays stay on their device: a single one needs no packing, and a copy to the host is slow."""
     return len(arrays) == 1 and device.platform != "cpu"
 
 
 def pack(arrays: Sequence[Part], rows: int, device: jax.Device, as_bytes: bool) -> list[Part]:
-    """Buffers[rows, element]; dim 0 of each array is dealt to the rows (or rows is 1). as_bytes: one, of uint32.
+    """Return buffers[rows, element]; dim 0 of each array is split over the rows. as_bytes: one buffer, of uint32.
 
-    The buffers are copies: JAX may use the memory while the arrays' owner writes to them.
+    The buffers are copies, since JAX may read the memory while the caller writes to the arrays.
     """
     if stays(arrays, device):
         return [jnp.reshape(x, (rows, x.size // rows)) for x in arrays]
     flat = [np.ascontiguousarray(x).reshape(rows, x.size // rows) for x in arrays]
     if not as_bytes:
-        return [np.concatenate([flat[i] for i in mine], 1) for mine in _shared(arrays, False)]
+        return [np.concatenate([flat[i] for i in indices], 1) for indices in _assign_buffers(arrays, False)]
     if not flat:
         return []
     flat = [x.view(np.uint8) for x in flat]
@@ -58,14 +58,14 @@ def unpack(
     as_bytes: bool,
     finish: Callable[[Part, tuple[int, ...]], Part],
 ) -> list[Part]:
-    """`finish(part[rows', element], shape)` of each of the `arrays` that were packed in `rows` rows."""
+    """Return `finish(part[rows', element], shape)` for each of the `arrays` that were packed in `rows` rows."""
     if stays(arrays, device):
         return [finish(b, x.shape) for b, x in zip(buffers, arrays)]
     out: list[Part] = [None] * len(arrays)
-    for buffer, mine in zip(buffers, _shared(arrays, as_bytes)):
+    for buffer, indices in zip(buffers, _assign_buffers(arrays, as_bytes)):
         source, start = np.asarray(buffer), 0
         source = source.view(np.uint8) if as_bytes else source
-        for i in mine:
+        for i in indices:
             x = arrays[i]
             stop = start + x.size // rows * (x.dtype.itemsize if as_bytes else 1)
             part = source[:, start:stop]
@@ -75,14 +75,14 @@ def unpack(
 
 
 def to_bits(x: Array) -> Array:
-    """x[...] as unsigned integers of its width, bit for bit; of a complex x, one more dim in front, of two."""
+    """Return the bits of x[...] as unsigned integers of its width; a complex x gets a leading dim of size 2."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jnp.stack([to_bits(x.real), to_bits(x.imag)])
     return x.astype(jnp.uint8) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(x, UINT[x.dtype.itemsize])
 
 
 def from_bits(bits: Array, dtype: Any) -> Array:
-    """The inverse of `to_bits`."""
+    """Invert `to_bits`."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return lax.complex(*(lax.bitcast_convert_type(b, jnp.finfo(dtype).dtype) for b in bits))
     return bits.astype(dtype) if dtype == jnp.bool_ else lax.bitcast_convert_type(bits, dtype)

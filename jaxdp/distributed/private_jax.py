@@ -4,9 +4,9 @@
   all other ranks. jaxdp runs it in the coordinator's process.
 - `_jax.get_distributed_runtime_client`, `distributed.global_state`: `jax.distributed.initialize` on rank 0 starts that
   service too, so the client is created here.
-- `_jax.make_gloo_tcp_collectives`: Gloo listens at what the host's name resolves to, and JAX has no option for another
-  address. Without this, a job on one host could be reached from the network.
-- `xla_bridge.backends_are_initialized`: tells whether it is too late to join other processes; there is no public way.
+- `_jax.make_gloo_tcp_collectives`: Gloo listens on the address that the host's name resolves to, and JAX has no option
+  for another one. Without this, a job on one host could be reached from the network.
+- `xla_bridge.backends_are_initialized`: whether it is too late to join other processes; there is no public function.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def start_service(address: str, size: int, heartbeat_timeout: int, shutdown_time
 def connect(
     address: str, rank: int, size: int, timeout: float, heartbeat_timeout: int, devices: Sequence[int] | None
 ) -> None:
-    """Connect this process to JAX's coordination service, as `jax.distributed.initialize` does without a service.
+    """Connect this process to JAX's coordination service, as `jax.distributed.initialize` does on ranks above 0.
 
     Args:
         address: "host:port" of the service.
@@ -60,7 +60,7 @@ def connect(
 
 
 def is_connected() -> bool:
-    """Return whether this process has a client of a coordination service, ours or the program's own."""
+    """Return whether this process is a client of a coordination service, started by jaxdp or by the program."""
     from jax._src.distributed import global_state
 
     return global_state.client is not None
@@ -81,7 +81,7 @@ def backends_initialized() -> bool:
 
 
 def bind_gloo(hostname: str) -> None:
-    """Make Gloo's collectives listen at this address alone."""
+    """Make Gloo's collectives listen on this address only."""
     from jax._src.lib import _jax
 
     _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname=hostname)

@@ -1,4 +1,4 @@
-"""What the ranks and their coordinator tell each other: the facts of a rank, the operations, and their fields."""
+"""The protocol between the ranks and their coordinator: the facts of a rank, the operations, and their fields."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from jaxdp.distributed import hosts
 from jaxdp.distributed.messages import LONG_TEXT
 
-# What rank 0's process and any other must have in common; in the order in which a difference is reported.
+# Facts that must be equal on all ranks, in the order in which a difference is reported.
 COMMON = {
     "size": "world size",
     "jaxdp": "jaxdp version",
@@ -62,10 +62,10 @@ ADMISSION: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """size: ranks. timeout: seconds that all have to join. silence: seconds after which a rank is missed.
+    """Settings of the coordinator. size: ranks. timeout, silence: seconds until all must have joined, or one is dead.
 
     address: where to listen; None for all addresses of this host. jax_host: the host of JAX's service as other ranks
-    reach it; None to choose one by what the ranks report. stderr: the file descriptor of rank 0's standard error.
+    reach it; None to choose one by the facts of the ranks. stderr: the file descriptor of rank 0's standard error.
     """
 
     size: int
@@ -79,7 +79,7 @@ class Settings:
 
 
 def difference(first: Facts, other: Facts) -> str | None:
-    """Return a line that names the first fact in which `other` differs from rank 0; None where they agree."""
+    """Return a line that names the first fact in which `other` differs from rank 0; None if they agree."""
     for field, label in COMMON.items():
         if first.get(field) != other.get(field):
             return (

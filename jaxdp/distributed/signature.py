@@ -1,4 +1,4 @@
-"""Before a collective, ranks compare what they bring: a difference would end in a C++ abort, a hang or in silence."""
+"""Compare the ranks' arguments before a collective: a mismatch would end in a C++ abort, a hang or wrong results."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jaxdp.distributed import membership
 from jaxdp.errors import DistributedError, UsageError
 
 Groups = Iterable[Iterable[int]] | None
-Partition = tuple[tuple[int, ...], ...]  # every rank once, in groups; a rank in no group of the user's is one by itself
+Partition = tuple[tuple[int, ...], ...]  # groups with every rank once; a rank in none of the user's is a group of one
 
 
 @dataclass(frozen=True)
 class Signature:
-    """What a rank brings to a call. `arrays`: a type and a shape each; None where only the root's count."""
+    """A rank's arguments of a collective. arrays: dtype and shape of each, see `described`; None if passed as None."""
 
     call: str
     arrays: list[str] | None = None
@@ -36,7 +36,7 @@ class Signature:
 
 
 def as_rank(value: Any, size: int) -> int:
-    """Return `value` as a rank. Raises UsageError where it is not an integer from 0 to size - 1; True is none."""
+    """Return `value` as a rank. Raises UsageError if it is not an integer from 0 to size - 1, or is a bool."""
     try:
         rank = -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -47,7 +47,7 @@ def as_rank(value: Any, size: int) -> int:
 
 
 def partition(groups: Groups, size: int) -> Partition:
-    """Return the groups in which `size` ranks work, sorted. Raises UsageError where `groups` are not disjoint ranks."""
+    """Return the groups of all `size` ranks, sorted. Raises UsageError if `groups` are not disjoint lists of ranks."""
     if groups is None:
         return (tuple(range(size)),)
     try:
@@ -71,33 +71,33 @@ def group_of(rank: int, parts: Partition) -> tuple[int, ...]:
 
 
 def roots_of(root: Any, parts: Partition, size: int) -> tuple[int, ...]:
-    """Return the root of each group. root: a rank, or one for each group; a rank that works alone is its own.
+    """Return the root of each group. root: a rank, or one for each group; a rank that works alone is its own root.
 
-    Raises UsageError where one is not a rank, or a group has none of them or several.
+    Raises UsageError if one is not a rank, or if a group contains none of them or several.
     """
     try:
-        given = {as_rank(r, size) for r in (root if isinstance(root, list | tuple) else [root])}
+        candidates = {as_rank(r, size) for r in (root if isinstance(root, list | tuple) else [root])}
     except UsageError as error:
         raise UsageError(f"root={error}") from None
-    inside = [given.intersection(group) if len(group) > 1 else set(group) for group in parts]
-    for group, roots in zip(parts, inside):
+    by_group = [candidates.intersection(group) if len(group) > 1 else set(group) for group in parts]
+    for group, roots in zip(parts, by_group):
         if len(roots) != 1:
             example = [group[0] for group in parts if len(group) > 1]
             raise UsageError(
                 f"root={root}: group {[*group]} has {'several' if roots else 'none'} of these; give a rank of each, "
                 f"such as root={example[0] if len(example) == 1 else example}"
             )
-    return tuple(roots.pop() for roots in inside)
+    return tuple(roots.pop() for roots in by_group)
 
 
 def shown(parts: Partition) -> str:
-    """Return what a message says of groups; those of one rank are left out."""
+    """Describe groups for an error message, without those of one rank."""
     all_together = len(parts) == 1 and parts == partition(None, len(parts[0]))
     return " without groups" if all_together else f" in groups {[[*group] for group in parts if group[1:]]}"
 
 
 def as_array(x: Any) -> jax.Array | np.ndarray:
-    """x where it can be sent as it is; UsageError where JAX would change its type, or it is not this process's own."""
+    """Return x as an array to send. Raises UsageError if JAX would change its dtype, or if x spans processes."""
     if isinstance(x, jax.core.Tracer):
         raise UsageError("called inside jit, pmap or shard_map, where processes cannot meet: use jaxdp.lax there")
     if isinstance(x, jax.Array):
@@ -111,21 +111,19 @@ def as_array(x: Any) -> jax.Array | np.ndarray:
             return x.addressable_data(0)
         if x.is_fully_addressable:
             return np.asarray(x)
-        raise UsageError(
-            f"an array {described(x)} that is split over processes is no process's own: pass its local part"
-        )
+        raise UsageError(f"the array {described(x)} is sharded over several processes: pass its local part")
     if isinstance(x, bool | int | float | complex) and not isinstance(x, np.generic):
         number = jnp.asarray(x)
         if np.isfinite(x) and not np.isfinite(number):
             raise UsageError(f"{x} is too large for {number.dtype}: set JAX_ENABLE_X64=1, or scale it")
         return number
     if isinstance(x, list | tuple | np.ma.MaskedArray):
-        raise UsageError(f"a {type(x).__name__} cannot be sent as one array: bring arrays, or one flat list of them")
+        raise UsageError(f"a {type(x).__name__} cannot be sent as one array: pass arrays, or one flat list of them")
     array = np.asarray(x)
     array = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
     if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == bool):
         raise UsageError(
-            f"{type(x).__name__} of {array.dtype} cannot be sent: bring numbers, or a list of arrays of them"
+            f"{type(x).__name__} of {array.dtype} cannot be sent: pass numbers, or a list of arrays of them"
         )
     if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
         raise UsageError(
@@ -136,12 +134,12 @@ def as_array(x: Any) -> jax.Array | np.ndarray:
 
 
 def described(x: jax.Array | np.ndarray) -> str:
-    """Type and shape, as in float32[4,2]."""
+    """Return dtype and shape of x, as in float32[4,2]."""
     return f"{x.dtype.name}[{','.join(map(str, x.shape))}]"
 
 
 def zeros(text: str) -> np.ndarray:
-    """Zeros of the type and shape that `described` gave."""
+    """Return zeros of a dtype and shape formatted by `described`."""
     name, _, dims = text[:-1].partition("[")
     return np.zeros([int(d) for d in dims.split(",") if d], jnp.dtype(name))
 
@@ -150,36 +148,37 @@ def compare(
     name: str,
     rank: int,
     members: Sequence[int],
-    own: Signature,
+    signature: Signature,
     parts: Partition | None = None,
     roots: Sequence[int] | None = None,
 ) -> Signature:
-    """Exchange signatures between `members` and return that of this rank's group; every member raises what one does.
+    """Exchange signatures between `members` and return that of this rank's group.
 
-    All must make the same call; arrays must be alike within each of the `parts`. With `roots`, the root's arrays count,
-    and the others of its group may bring none.
+    Raises UsageError on all members if one has an error, and DistributedError if their calls differ, or the arrays
+    within one of the `parts`. With `roots`, the root's arrays count, and the others of its group may pass None.
     """
-    texts, timeout = [json.dumps(asdict(own))], membership.default_timeout()
+    texts, timeout = [json.dumps(asdict(signature))], membership.default_timeout()
     if len(members) > 1:
         texts = membership.joined().exchange(name, texts[0], members, timeout)
-    known = {text: Signature(**json.loads(text)) for text in dict.fromkeys(texts)}
-    theirs = {member: known[text] for member, text in zip(members, texts)}
-    for member, one in theirs.items():
+    decoded = {text: Signature(**json.loads(text)) for text in dict.fromkeys(texts)}
+    signatures = {member: decoded[text] for member, text in zip(members, texts)}
+    for member, one in signatures.items():
         if one.error:
             raise UsageError(f"rank {member}: {one.call}: {one.error}", rank=member)
-    _check_same(theirs, lambda one: f"{one.call}{' (x64 enabled)' * one.x64}{one.groups}", members[0])
+    _check_same(signatures, lambda one: f"{one.call}{' (x64 enabled)' * one.x64}{one.groups}", members[0])
     for i, group in enumerate(parts or (tuple(members),)):
-        free = {m for m in group if roots is not None and m != roots[i] and theirs[m].arrays is None}
-        _check_same({m: theirs[m] for m in group if m not in free}, str, members[0])
+        without = {m for m in group if roots is not None and m != roots[i] and signatures[m].arrays is None}
+        _check_same({m: signatures[m] for m in group if m not in without}, str, members[0])
         if rank in group:
-            agreed = theirs[group[0] if roots is None else roots[i]]
+            agreed = signatures[group[0] if roots is None else roots[i]]
     return agreed
 
 
-def _check_same(theirs: dict[int, Signature], side: Callable[[Signature], str], speaker: int) -> None:
-    sides: dict[str, list[int]] = {}
-    for rank, one in theirs.items():
-        sides.setdefault(side(one), []).append(rank)
-    if len(sides) > 1:
-        text = "; ".join(f"rank {', '.join(map(str, ranks))}: {side}" for side, ranks in [*sides.items()][:4])
-        raise DistributedError(f"{text}: all ranks that take part must bring the same", rank=speaker)
+def _check_same(signatures: dict[int, Signature], describe: Callable[[Signature], str], speaker: int) -> None:
+    """Raise DistributedError, for rank `speaker` to print, if the descriptions of the signatures differ."""
+    versions: dict[str, list[int]] = {}
+    for rank, signature in signatures.items():
+        versions.setdefault(describe(signature), []).append(rank)
+    if len(versions) > 1:
+        text = "; ".join(f"rank {', '.join(map(str, ranks))}: {version}" for version, ranks in [*versions.items()][:4])
+        raise DistributedError(f"{text}: all ranks that take part must pass the same", rank=speaker)

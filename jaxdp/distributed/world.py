@@ -1,4 +1,4 @@
-"""A world is which process this is and of how many; it is read from variables that must make sense together."""
+"""Read the rank and the number of processes from a launcher's environment variables, and check them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Protocol
 from jaxdp.errors import UsageError
 
 Env = Mapping[str, str]
-MPI = ("openmpi", "hydra")  # the launchers whose ranks agree on an address through MPI itself
+MPI = ("openmpi", "hydra")  # launchers whose ranks agree on rank 0's address over MPI
 
 
 @dataclass(frozen=True)
 class World:
-    """Which process this is.
+    """The rank of this process and the size of its job.
 
-    local_rank, local_size: among the processes on this host; None where the launcher does not say.
-    coordinator: "host:port" at which rank 0 serves; None where the processes have another way to agree on it (MPI).
+    local_rank, local_size: rank and number of the processes on this host; None if the launcher does not set them.
+    coordinator: "host:port" of rank 0; None if the processes agree on it in another way (MPI).
     """
 
     rank: int
@@ -29,9 +29,10 @@ class World:
 
 
 class Launcher(Protocol):
-    """Recognizes its own variables; raises UsageError where they are there and do not make sense."""
+    """A launcher that started this process."""
 
-    def detect(self, env: Env) -> World | None: ...
+    def detect(self, env: Env) -> World | None:
+        """Return the World of this launcher's variables; None without them. Raises UsageError if they are invalid."""
 
 
 def integer(env: Env, name: str, least: int = 0) -> int:
@@ -51,8 +52,8 @@ def optional(env: Env, name: str | None, least: int = 0) -> int | None:
 def partners(env: Env, launcher: str, names: tuple[str, ...]) -> None:
     missing = [n for n in names if not env.get(n)]
     if missing:
-        there = ", ".join(f"{n}={env[n]}" for n in names if env.get(n))
-        raise UsageError(f"{', '.join(missing)} is not set, but {there} is ({launcher}): set all of them, or none")
+        present = ", ".join(f"{n}={env[n]}" for n in names if env.get(n))
+        raise UsageError(f"{', '.join(missing)} is not set, but {present} is ({launcher}): set all of them, or none")
 
 
 def within(rank: int, rank_name: str, size: int, size_name: str) -> None:
@@ -61,7 +62,7 @@ def within(rank: int, rank_name: str, size: int, size_name: str) -> None:
 
 
 def address(text: str, name: str) -> str:
-    """`text` ("host:port", "tcp://host:port", "[v6]:port") as "host:port"; UsageError names `name` and the value."""
+    """Return `text` ("host:port", "tcp://host:port", "[v6]:port") as "host:port". Raises UsageError naming `name`."""
     plain = text.removeprefix("tcp://").rstrip("/")
     host, _, port = plain.rpartition(":")
     v6 = host.startswith("[") and host.endswith("]")
@@ -74,7 +75,11 @@ def address(text: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class Variables:
-    """A launcher that says everything in variables of its own. `trigger`: any of them makes it this launcher."""
+    """A launcher that sets one variable for each value.
+
+    trigger: any of these variables identifies it; by default rank and size. also: further variables that must be set.
+    unless: a condition under which the variables are not this launcher's.
+    """
 
     name: str
     rank: str
