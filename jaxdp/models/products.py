@@ -51,8 +51,8 @@ def _derivative(options: Options, primals: tuple[Any, Any], tangents: tuple[Any,
 _product.defjvp(_derivative, symbolic_zeros=True)
 
 
-# `_dot` with the kernel's tangent, as a separate primitive with its own transpose. Reverse mode runs only the transpose,
-# so checkpoint policies and operation counts see `dot_general`.
+# `_dot` with the kernel's tangent, as a separate primitive with its own transpose. Reverse mode runs only its
+# transpose, so checkpoint policies and operation counts see `dot_general`.
 _changed = Primitive("product_of_change")
 _changed.def_impl(_dot)
 
