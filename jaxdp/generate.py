@@ -1,4 +1,4 @@
-"""A language model goes on with a text: one token after the other, each drawn from what the model expects."""
+"""Text generation: continue a prompt token by token, each sampled from the model's predicted distribution."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,46 +24,49 @@ def generate(
     draw: Draw,
     seed: int,
 ) -> list[int]:
-    """`count` tokens after those of the prompt, at least one.
+    """Return `count` generated tokens that continue the prompt, which has at least one token.
 
-    A model that carries state reads one token at a time. Any other reads the last `context` tokens anew for each: its
-    outputs [example, token, vocabulary] must not depend on later tokens. Both are compiled once.
+    A model with carried state reads one token at a time. Any other model rereads the last `context` tokens for each new
+    one: its outputs [example, token, vocabulary] must be causal. Both are compiled once.
     """
     key = jax.random.key(seed)
     carry = model_state.get(CARRY) if isinstance(model_state, dict) else None
 
     @jax.jit
-    def next_token(params: Tree, state: Tree, tokens: jax.Array, place: int, i: int) -> tuple[jax.Array, Tree]:
+    def next_token(params: Tree, state: Tree, tokens: jax.Array, position: int, i: int) -> tuple[jax.Array, Tree]:
         batch = {"inputs": tokens[None], "mask": jnp.ones(1, bool)}
         outputs, state = model.apply(params, state, batch, key, False)
-        return draw(at(outputs, place), jax.random.fold_in(key, i)), state
+        return draw(at(outputs, position), jax.random.fold_in(key, i)), state
 
-    params, found = jax.device_put(params), list(map(int, prompt))
+    params, sequence = jax.device_put(params), list(map(int, prompt))
     if carry is not None:
         state = {**model_state, CARRY: jax.tree.map(jnp.zeros_like, carry)}
-        for i in range(len(found) + count - 1):
-            last, state = next_token(params, state, np.asarray(found[i : i + 1], np.int32), 0, i)
+        for i in range(len(sequence) + count - 1):
+            last, state = next_token(params, state, np.asarray(sequence[i : i + 1], np.int32), 0, i)
             if i >= len(prompt) - 1:
-                found.append(int(last))
-        return found[len(prompt) :]
+                sequence.append(int(last))
+        return sequence[len(prompt) :]
     for i in range(count):
-        window = found[-context:]
+        window = sequence[-context:]
         tokens = np.zeros(context, np.int32)
         tokens[: len(window)] = window
         last, _ = next_token(params, model_state, tokens, len(window) - 1, i)
-        found.append(int(last))
-    return found[len(prompt) :]
+        sequence.append(int(last))
+    return sequence[len(prompt) :]
 
 
-def at(outputs: Any, place: int) -> jax.Array:
-    """The logits [vocabulary] at one place of outputs [1, token, vocabulary]."""
+def at(outputs: Any, position: int) -> jax.Array:
+    """Return the logits [vocabulary] at one token position of outputs [1, token, vocabulary]."""
     if isinstance(outputs, Logits):
-        return outputs.replace(x=outputs.x[0, place]).whole()
-    return outputs[0, place].astype(jnp.float32)
+        return outputs.replace(x=outputs.x[0, position]).whole()
+    return outputs[0, position].astype(jnp.float32)
 
 
 def drawing(temperature: float = 1.0, top_k: int | None = None) -> Draw:
-    """Draws from softmax(logits / temperature) over the `top_k` largest, or all; at 0 takes the largest."""
+    """Return a function that samples from softmax(logits / temperature) over the `top_k` largest, or all, logits.
+
+    Temperature 0 selects the largest logit.
+    """
 
     def draw(logits: jax.Array, key: jax.Array) -> jax.Array:
         if not temperature:

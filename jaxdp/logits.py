@@ -1,4 +1,4 @@
-"""Logits are the largest array of a language model; its loss can do with a piece of them at a time."""
+"""Lazy logits: the largest array of a language model, computed by its loss one chunk at a time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-AT_ONCE = 2**24  # logits of a microbatch that are there at a time on CPU: 64 MB in float32
-ON_ACCELERATORS = 2**28  # 1 GB: each piece reads the whole kernel, and adds to the whole of its gradient
-TILE = 128  # rows that an accelerator computes together
+AT_ONCE = 2**24  # logits in memory at a time on CPU: 64 MB in float32
+ON_ACCELERATORS = 2**28  # 1 GB: larger chunks, since each reads the full kernel and adds to its full gradient
+TILE = 128  # the number of rows of a chunk is a multiple of this on accelerators
 
 
 class Logits(struct.PyTreeNode):
-    """x[..., dim] times kernel[row, dim], not computed yet: the last step of a model, left to its loss.
+    """The lazy product x[..., dim] kernel[row, dim]': the last step of a model, left to its loss to compute.
 
-    classes: the first so many rows are the vocabulary; the others only make the product a better size.
+    classes: the size of the vocabulary; kernel rows beyond it are padding that makes the product faster.
     """
 
     x: jax.Array
@@ -27,35 +27,35 @@ class Logits(struct.PyTreeNode):
         return (*self.x.shape[:-1], self.classes)
 
     def whole(self) -> jax.Array:
-        """[..., classes], in at least float32."""
+        """Compute all logits [..., classes], in at least float32."""
         return _product(self.x, self.kernel)[..., : self.classes]
 
     def map(self, f: Callable[..., Any], *more: jax.Array) -> Any:
-        """f(logits[row, classes], *more[row]) -> tree of [row], over all rows [...], a piece of the logits at a time.
+        """Apply f(logits[row, classes], *more[row]) -> tree of [row] to all rows, in chunks; return a tree of [...].
 
-        The backward pass computes them again, piece by piece.
+        The backward pass recomputes the logits chunk by chunk.
         """
         rows, lead = self.x.reshape(-1, self.x.shape[-1]), self.x.shape[:-1]
         more = tuple(x.reshape(-1) for x in more)
-        shape = lambda tree: jax.tree.map(lambda x: x.reshape(lead), tree)
+        restore_shape = lambda tree: jax.tree.map(lambda x: x.reshape(lead), tree)
         size = rows_at_once(len(self.kernel), jax.default_backend())
         if len(rows) <= size:
-            return shape(f(self.whole().reshape(-1, self.classes), *more))
-        wide = self.kernel.astype(_wide(self.kernel.dtype))  # its gradient adds up over the pieces
+            return restore_shape(f(self.whole().reshape(-1, self.classes), *more))
+        wide = self.kernel.astype(_wide(self.kernel.dtype))  # accumulate its gradient over the chunks in float32
 
         @jax.checkpoint
-        def piece(args: tuple[jax.Array, ...]) -> Any:
+        def apply_to_chunk(args: tuple[jax.Array, ...]) -> Any:
             x, *rest = args
             return f(_product(x, wide.astype(self.kernel.dtype))[:, : self.classes], *rest)
 
         pad = -len(rows) % size
-        cut = lambda x: jnp.pad(x, ((0, pad), *[(0, 0)] * (x.ndim - 1))).reshape(-1, size, *x.shape[1:])
-        found = jax.lax.map(piece, (cut(rows), *map(cut, more)))
-        return shape(jax.tree.map(lambda x: x.reshape(-1)[: len(rows)], found))
+        chunked = lambda x: jnp.pad(x, ((0, pad), *[(0, 0)] * (x.ndim - 1))).reshape(-1, size, *x.shape[1:])
+        results = jax.lax.map(apply_to_chunk, (chunked(rows), *map(chunked, more)))
+        return restore_shape(jax.tree.map(lambda x: x.reshape(-1)[: len(rows)], results))
 
 
 def rows_at_once(classes: int, backend: str) -> int:
-    """Rows of logits that are computed together."""
+    """Return the number of rows of logits in one chunk."""
     if backend == "cpu":
         return max(1, AT_ONCE // classes)
     rows = max(1, ON_ACCELERATORS // classes)
@@ -63,7 +63,7 @@ def rows_at_once(classes: int, backend: str) -> int:
 
 
 def whole(outputs: Any) -> Any:
-    """A model's outputs with their logits computed."""
+    """Return a model's outputs with every lazy `Logits` computed."""
     is_leaf = lambda x: isinstance(x, Logits)
     return jax.tree.map(lambda x: x.whole() if is_leaf(x) else x, outputs, is_leaf=is_leaf)
 

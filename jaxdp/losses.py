@@ -1,17 +1,17 @@
-"""A loss returns sums and a weight, never a mean: the division happens once, over all devices.
+"""Built-in losses. A loss returns sums and a weight, never a mean; one division over all devices follows.
 
     (outputs, batch) -> (loss_sum [], weight [], {metric: sum [] or (sum [], its own weight [])})
 
 `batch["mask"]` is 1.0 for a real example (or token) and 0.0 for padding. A metric that is a sum is divided by the
 loss's weight, a pair by its own: the accuracy of a class is (its hits, its examples). A loss may have attributes:
 
-- `scope`: "example", or "global" where an example's loss depends on the others: it then gets the whole batch of an
-  update at once, from all devices, and must weigh by the mask what is padding.
-- `reads_logits`: it takes `Logits` that are not computed yet; else it gets them computed.
-- `derive(means) -> numbers`: of the means over a batch or a data set, {name: float}, what else to report. The mean of
-  a metric whose own weight is 0 is NaN.
-- `check(outputs, batch)`: raises UsageError where examples of the data, as NumPy arrays, do not fit outputs of such
-  shapes; asked of a few before a run.
+- `scope`: "example" (the default), or "global" if an example's loss depends on the other examples. A global loss gets
+  the full batch of an update, gathered from all devices, and must use the mask to exclude padding.
+- `reads_logits`: True if the loss accepts lazy `Logits`; otherwise it gets computed logits.
+- `derive(means) -> {name: float}`: returns additional numbers to report, from the means over a batch or a data set.
+  The mean of a metric whose own weight is 0 is NaN.
+- `check(outputs, batch)`: raises UsageError if examples of the data (NumPy arrays) do not fit outputs of these shapes;
+  called on a few examples before a run.
 """
 
 import functools
@@ -32,13 +32,13 @@ LossFn = Callable[[Any, dict[str, jax.Array]], tuple[jax.Array, jax.Array, dict[
 
 
 class SoftmaxCrossEntropy:
-    """Cross-entropy, in nats, with accuracy; with label smoothing also `cross_entropy`, that without it.
+    """Cross-entropy in nats, with accuracy; label smoothing adds the metric `cross_entropy`, the unsmoothed loss.
 
     outputs: logits [..., classes], or `Logits`; batch["labels"]: integers [...], or probabilities [..., classes], as
-    `Mixup` makes them (their largest counts as the label); batch["mask"]: [...] or its leading dims. A label that is no
-    class makes the loss NaN, but for where the mask is 0, as -100 often is.
+    `Mixup` returns (accuracy compares with the largest); batch["mask"]: [...] or its leading dims. A label outside
+    [0, classes) makes the loss NaN, except where the mask is 0 (-100 is a common label for ignored examples).
     label_smoothing: the share of probability spread evenly over all classes (Szegedy et al., arXiv 1512.00567).
-    top_k: also report, as top5_accuracy, how often the label is among the 5 largest logits, and so on.
+    top_k: each k adds the metric top{k}_accuracy, the fraction of labels among the k largest logits.
     """
 
     reads_logits = True
@@ -64,7 +64,7 @@ class SoftmaxCrossEntropy:
         if not soft:
             counts = fit_mask(batch["mask"] != 0, labels) != 0
             labels = jnp.where(counts, labels.astype(jnp.int32), 0)
-            labels = jnp.where(labels < 0, shape[-1], labels)  # an index below zero would count from the end
+            labels = jnp.where(labels < 0, shape[-1], labels)  # a negative index would count from the end
         if isinstance(outputs, Logits) and not soft:
             terms = outputs.map(self._terms, labels)
         else:
@@ -75,46 +75,47 @@ class SoftmaxCrossEntropy:
 
     def check(self, outputs: Any, batch: Mapping[str, Any]) -> None:
         labels, classes = np.asarray(batch.get("labels", 0.0)), outputs.shape[-1]
-        if not np.issubdtype(labels.dtype, np.integer):  # or made by a transform
+        if not np.issubdtype(labels.dtype, np.integer):  # no labels (0.0), or probabilities
             return
         counts = np.asarray(batch.get("mask", np.ones(len(labels)))) != 0
         counts = counts.reshape(counts.shape + (1,) * (labels.ndim - counts.ndim))
         if len(wrong := labels[((labels < 0) | (labels >= classes)) & counts]):
             raise UsageError(
                 f"loss: a label is {wrong[0]}, but the model's outputs are for {classes} classes, 0 to {classes - 1}; "
-                "number the labels from 0, or give the model more; where nothing is to be learned, set the mask to 0"
+                "number the labels from 0, or give the model more classes; to ignore an example, set its mask to 0"
             )
 
     def _terms(self, logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
-        """{loss, accuracy, ...} of each row [...], from logits [..., classes]."""
+        """Return {"loss", "accuracy", ...}, each [...], from logits [..., classes]."""
         log_sum = jax.nn.logsumexp(logits, axis=-1)
         if labels.shape == logits.shape:
             losses = log_sum - jnp.sum(labels.astype(logits.dtype) * logits, axis=-1)
             labels = jnp.argmax(labels, axis=-1)
         else:
-            losses = log_sum - _of_label(logits, labels)
+            losses = log_sum - _label_logits(logits, labels)
         right = (jnp.argmax(logits, axis=-1).astype(labels.dtype) == labels).astype(losses.dtype)
         terms = {"loss": losses, "accuracy": right}
         if self.label_smoothing:
             uniform = log_sum - jnp.mean(logits, axis=-1)
             terms |= {"loss": losses + self.label_smoothing * (uniform - losses), "cross_entropy": losses}
         if self.top_k:
-            larger = jnp.sum(~(logits <= _of_label(logits, labels)[..., None]), axis=-1)  # all, where it is no class
+            # the logit of an invalid label is NaN, which makes `larger` the number of classes: never in the top k
+            larger = jnp.sum(~(logits <= _label_logits(logits, labels)[..., None]), axis=-1)
             terms |= {f"top{k}_accuracy": (larger < k).astype(losses.dtype) for k in self.top_k}
         return terms
 
 
 class CausalLM(SoftmaxCrossEntropy):
-    """The next token's cross-entropy, in nats a token, with perplexity; labels [example, token]."""
+    """Next-token cross-entropy in nats per token, with perplexity; labels [example, token]."""
 
     def derive(self, means: Mapping[str, float]) -> Numbers:
-        """Return {perplexity}: the exponential of the cross-entropy without smoothing; infinite beyond a float."""
+        """Return {"perplexity"}: the exponential of the unsmoothed cross-entropy; infinite where a float overflows."""
         nats = means.get("cross_entropy", means["loss"])
         return {"perplexity": math.inf if nats >= 709 else math.exp(nats)}
 
 
 class MeanSquaredError:
-    """The squared error, averaged over the dims that the mask has not: an example's, or a token's own.
+    """Squared error, averaged over the dims that the mask lacks: per example, or per token.
 
     outputs and batch["labels"]: [example, ...]; batch["mask"]: its leading dims.
     """
@@ -130,11 +131,11 @@ class MeanSquaredError:
 
 
 class Contrastive:
-    """Each example's two embeddings find each other among those of the whole batch (CLIP, arXiv 2103.00020).
+    """CLIP's contrastive loss: match each example's two embeddings within the full batch (arXiv 2103.00020).
 
-    outputs: a pair of [example, dim], of which directions count; batch["mask"]: [example]. The loss is the mean of both
-    directions' cross-entropies, in nats, over cosines / temperature; accuracy: how often the nearest is the right one.
-    What an example is told from are all others of the update, on whatever devices they are.
+    outputs: a pair of arrays [example, dim], normalized to unit length; batch["mask"]: [example]. The loss is the mean
+    of both directions' cross-entropies, in nats, over cosines / temperature; accuracy is the fraction of embeddings
+    whose nearest one is their match. The negatives are all other examples of the update, on all devices.
     """
 
     scope = "global"
@@ -155,19 +156,19 @@ class Contrastive:
         right = jnp.arange(len(mask))
         losses, hits = jnp.zeros_like(mask), jnp.zeros_like(mask)
         for scores in (logits, jnp.where(mask != 0, cosines.T, -jnp.inf)):
-            own = jnp.where(mask != 0, jnp.diagonal(cosines), 0)
-            losses += 0.5 * (jax.nn.logsumexp(scores, axis=-1) - own)
+            matching = jnp.where(mask != 0, jnp.diagonal(cosines), 0)
+            losses += 0.5 * (jax.nn.logsumexp(scores, axis=-1) - matching)
             hits += 0.5 * (jnp.argmax(scores, axis=-1) == right)
         return jnp.sum(losses * mask), jnp.sum(mask), {"accuracy": jnp.sum(hits * mask)}
 
 
 class MultiTask:
-    """Several losses of one model, added up by their weights.
+    """Weighted sum of several losses of one model.
 
-    tasks: {name: {target, args, weight, outputs, labels}}; a task's loss gets outputs[outputs] of the model, a dict,
-    and batch[labels] as labels; both keys are the task's name where left out, and weight is 1. A task counts as the
-    mean over its own elements; these are the examples of the mask, or so many of each. Metrics are NAME_loss,
-    NAME_accuracy and so on, each a mean over the task's own elements.
+    tasks: {name: {target, args, weight, outputs, labels}}. A task's loss gets outputs[outputs] of the model's output
+    dict, and batch[labels] as labels; both keys default to the task's name, and weight defaults to 1. Each task
+    contributes the mean over its own elements (one or several per example). Metrics are NAME_loss, NAME_accuracy and
+    so on, each a mean over the task's own elements.
     """
 
     def __init__(self, tasks: Mapping[str, Mapping[str, Any]]):
@@ -177,7 +178,7 @@ class MultiTask:
         for name, task in tasks.items():
             key = f"loss.args.tasks.{name}"
             if not isinstance(task, Mapping) or "target" not in task:
-                raise UsageError(f"{key}: {task!r} names no loss; give {{target: SoftmaxCrossEntropy}}, or another")
+                raise UsageError(f"{key}: {task!r} has no target; give a loss, such as {{target: SoftmaxCrossEntropy}}")
             if unknown := task.keys() - {"target", "args", "weight", "outputs", "labels"}:
                 raise UsageError(f"{key}.{min(unknown)}: not known; use target, args, weight, outputs, labels")
             loss = make_loss(task["target"], task.get("args", {}), key)
@@ -197,10 +198,11 @@ class MultiTask:
                 raise UsageError(f"loss.args.tasks.{name}: no outputs {output!r}; the model returns {has}")
             if labels not in batch:
                 raise UsageError(f"loss.args.tasks.{name}: no labels {labels!r}; the data has {sorted(batch)}")
-            own, elements, more = apply_loss(loss, outputs[output], {**batch, "labels": batch[labels]})
+            loss_sum, elements, more = apply_loss(loss, outputs[output], {**batch, "labels": batch[labels]})
             share = weight / jnp.where(elements > 0, elements, 1)
-            total += factor * share * own
-            pairs = {k: v if isinstance(v, tuple | list) else (v, elements) for k, v in {"loss": own, **more}.items()}
+            total += factor * share * loss_sum
+            sums = {"loss": loss_sum, **more}
+            pairs = {k: v if isinstance(v, tuple | list) else (v, elements) for k, v in sums.items()}
             metrics |= {f"{name}_{k}": pair for k, pair in pairs.items()}
         return total, weight, metrics
 
@@ -214,32 +216,32 @@ class MultiTask:
 
 
 def check(loss: LossFn, outputs: Any, batch: Mapping[str, Any]) -> None:
-    """Raises UsageError where the loss says that examples do not fit outputs of such shapes."""
+    """Call the loss's own `check`, which raises UsageError if the examples do not fit outputs of these shapes."""
     attribute(loss, "check", lambda outputs, batch: None)(outputs, batch)
 
 
 def apply_loss(loss: LossFn, outputs: Any, batch: dict[str, jax.Array]) -> Any:
-    """loss(outputs, batch), with logits computed before where it does not compute them itself."""
+    """Return loss(outputs, batch); compute lazy `Logits` first unless the loss reads them."""
     return loss(outputs if attribute(loss, "reads_logits", False) else whole(outputs), batch)
 
 
 def make_loss(
     target: str, args: Mapping[str, Any], key: str = "loss", table: Mapping[str, Any] | None = None
 ) -> LossFn:
-    """A class is made; a function is the loss itself, with its arguments set. Raises UsageError."""
+    """Return the loss named by `target`: an instance of a class, or a function with `args` bound. Raises UsageError."""
     factory = locate(key, target, LOSSES if table is None else table)
     bound = bind(key, factory, args)
     return call(key, bound) if isinstance(factory, type) else bound
 
 
 def attribute(loss: LossFn, name: str, default: Any) -> Any:
-    """An attribute of a loss, also where it is a function with some arguments set."""
-    own = loss.func if isinstance(loss, functools.partial) else loss
-    return getattr(own, name, default)
+    """Return an attribute of a loss, looking through `functools.partial`."""
+    function = loss.func if isinstance(loss, functools.partial) else loss
+    return getattr(function, name, default)
 
 
 def fit_mask(mask: jax.Array, losses: jax.Array) -> jax.Array:
-    """mask [example] or [example, token] as the shape and dtype of losses."""
+    """Broadcast mask [example] or [example, token] to the shape and dtype of `losses`. Raises UsageError."""
     if mask.shape != losses.shape[: mask.ndim]:
         raise UsageError(f"loss: the data's mask {mask.shape} does not fit the losses {losses.shape}, dim by dim")
     return jnp.broadcast_to(mask.reshape(mask.shape + (1,) * (losses.ndim - mask.ndim)), losses.shape).astype(
@@ -256,7 +258,7 @@ def _labels(batch: dict[str, jax.Array]) -> jax.Array:
 
 
 def _array(outputs: Any) -> Any:
-    """A model's outputs, if they are one array."""
+    """Return the model's outputs. Raises UsageError unless they are one array."""
     if not hasattr(outputs, "shape"):
         shapes = (
             {k: jnp.shape(v) for k, v in outputs.items()} if isinstance(outputs, Mapping) else type(outputs).__name__
@@ -265,12 +267,12 @@ def _array(outputs: Any) -> Any:
     return outputs
 
 
-def _of_label(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def _label_logits(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
 
 
 def _direction(x: jax.Array) -> jax.Array:
-    """x / |x| along the last dim; of zeros, zeros."""
+    """Return x / |x| along the last dim; zeros stay zeros."""
     squares = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
     return x * jax.lax.rsqrt(jnp.maximum(squares, jnp.finfo(x.dtype).tiny))
 

@@ -440,7 +440,7 @@ class OfTheMesh(Normal):
 
 
 def test_the_mesh_s_own_axis_is_refused_with_the_fix():
-    with pytest.raises(UsageError, match="it names the axis 'data', which is the device mesh's; name it 'batch'"):
+    with pytest.raises(UsageError, match="it uses the axis 'data' of the device mesh; use 'batch'"):
         model, batch = as_model(OfTheMesh), {"inputs": jnp.ones((2, INPUTS)), "mask": jnp.ones(2, bool)}
         model.apply(*model.init(KEY, batch), batch, KEY, True)
 
@@ -499,13 +499,13 @@ MADE = Nnx(nnx.Rngs(0))
         (
             "number",
             (),
-            "model: int is no model; give a Flax NNX class or a function of rngs, .* or a jaxdp",
+            "model: int is not a model; give a Flax NNX class or a function of rngs, .* or a jaxdp",
         ),
-        ("no_module", (), "model: what takes rngs must give a Flax NNX module, not int"),
-        ("no_equinox", (), "model: what takes a key must give an Equinox module, not int"),
-        ("MADE", (), "model: Nnx is made already, of numbers that no seed decides; name what makes it"),
+        ("no_module", (), "model: a factory that takes rngs must return a Flax NNX module, not int"),
+        ("no_equinox", (), "model: a factory that takes a key must return an Equinox module, not int"),
+        ("MADE", (), "model: got an initialized Nnx; pass the class"),
         ("LINEN", ("--model.args.x", "1"), "model.args: 'test_adapters.LINEN' is made already and takes none"),
-        ("Silent", (), "model: Silent holds state, but its __call__ takes none; add the argument state"),
+        ("Silent", (), "model: Silent has state, but its __call__ does not take it; add the argument state"),
     ],
 )
 def test_targets_that_give_no_model_are_refused(target, argv, words):
@@ -521,10 +521,10 @@ def test_targets_that_give_no_model_are_refused(target, argv, words):
         (Narrow, r"outputs \(3,\) do not fit labels \(3,\); the model must return logits \[3, classes\]"),
         ((start, lambda params, inputs, state: inputs), r"apply must return \(outputs, state\), with a dict as state"),
         ((lambda key, inputs: {}, forward), r"init must return \(params, state\), with a dict as state, not dict"),
-        ((start, lambda params, inputs, state: (inputs, {"a": 1})), r"init made the state .* but apply \['a'\]"),
+        ((start, lambda params, inputs, state: (inputs, {"a": 1})), r"init returned the state .* but apply \['a'\]"),
         (
             (lambda key, inputs: {"a": jnp.ones(3)}, lambda params, inputs, context: 1),
-            "nothing to give to its argument 'context'",
+            "no value for its argument 'context'",
         ),
     ],
     ids=["state by example", "state not returned", "outputs", "no pair", "no state", "other state", "no source"],

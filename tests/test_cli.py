@@ -207,7 +207,7 @@ BAD = {
     "target that is a number": (["--data.target", "math.pi", "--data.args", "{}"], "data.target: 'math.pi' is float"),
     "target that is no model": (
         ["--model.target", "os.getcwd", "--model.args", "{}"],
-        "model: str is no model; give a Flax NNX class",
+        "model: str is not a model; give a Flax NNX class",
     ),
     "argument of another type": (["--model.args.dropout", "much"], "model.args.dropout: 'much' is a text"),
     "too few classes": (["--model.args.num_classes", "4"], "model.args.num_classes: 4, but the data has 10"),

@@ -298,7 +298,7 @@ def test_inputs_that_do_not_fit_are_named():
     with pytest.raises(UsageError, match=r"segments\[2\] do not fit tokens\[2, 3\]"):
         logits(made, params, {"inputs": np.zeros((2, 3), np.int32), "segments": np.zeros(2, np.int32)})
     heads = jnp.zeros((1, 2, 4, 8), jnp.float32)
-    with pytest.raises(UsageError, match="'cudnn' takes bfloat16 on an NVIDIA GPU, not float32 on cpu"):
+    with pytest.raises(UsageError, match="'cudnn' needs bfloat16 on an NVIDIA GPU, not float32 on cpu"):
         fused(heads, heads, heads)
 
 

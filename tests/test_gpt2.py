@@ -124,7 +124,7 @@ def test_what_is_written_in_the_layout_reads_back(scan):
             y = written[name]
         np.testing.assert_array_equal(x, y)
     assert len(written) == len(published()) - LAYERS  # but for the masks
-    with pytest.raises(ValueError, match="not GPT-2's model: 'head/kernel' is in one of them alone"):
+    with pytest.raises(ValueError, match="not GPT-2's model: 'head/kernel' is in only one of them"):
         gpt2.to_published({**arrays, "head/kernel": np.zeros(1)})
 
 

@@ -134,7 +134,7 @@ def test_tasks_add_up_by_their_weights():
     "make, words",
     [
         (lambda: MultiTask({}), "loss.args.tasks: it is empty"),
-        (lambda: MultiTask({"a": {"weight": 1}}), "loss.args.tasks.a: .* names no loss"),
+        (lambda: MultiTask({"a": {"weight": 1}}), "loss.args.tasks.a: .* has no target"),
         (lambda: MultiTask({"a": {"target": "Nope"}}), "loss.args.tasks.a.target: 'Nope'"),
         (lambda: MultiTask({"a": {"target": "Contrastive"}}), "couples examples"),
         (lambda: MultiTask({"a": {"target": "CausalLM", "scale": 2}}), "tasks.a.scale: not known"),

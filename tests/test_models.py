@@ -193,7 +193,7 @@ def test_missing_labels_and_arguments_without_a_source_are_named():
         def __call__(self, x, context):
             return x
 
-    with pytest.raises(UsageError, match="nothing to give to its argument 'context'; the data has"):
+    with pytest.raises(UsageError, match="no value for its argument 'context'; the data has"):
         toys.train(as_model(Wants), toys.data(24), steps=1)
 
 

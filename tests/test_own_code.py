@@ -124,7 +124,7 @@ BAD = {
         ["--model.target", "mine.Branches"],
         r"model: it failed at .*in __call__: if x.mean\(\) > 0",
     ),
-    "no rngs": (["--model.target", "mine.NoRngs"], "NoRngs is made already, .* that takes rngs: nnx.Rngs"),
+    "no rngs": (["--model.target", "mine.NoRngs"], "got an initialized NoRngs; .* that takes rngs: nnx.Rngs"),
     "a loss of labels": (["--loss.target", "mine.of_labels"], r"loss: it failed at .* called as \(outputs, batch\)"),
     "a weight that is a length": (
         ["--loss.target", "mine.forgets_the_mask"],

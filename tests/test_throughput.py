@@ -85,7 +85,7 @@ def test_a_gpt_with_cudnns_attention_is_rehearsed(gpu):
     flops, params = rehearsed(model=model, precision=bf16)
     used = sum(x.size for x in jax.tree.leaves(params)) - params["positions"].size
     assert flops / TOKENS == pytest.approx(gpt_flops(used, LAYERS, DIM, TOKENS), rel=0.02)
-    with pytest.raises(UsageError, match=r"model.args.attention: 'cudnn' takes bfloat16 .*, not float32 on gpu"):
+    with pytest.raises(UsageError, match=r"model.args.attention: 'cudnn' needs bfloat16 .*, not float32 on gpu"):
         rehearsed(model=model)
 
 

@@ -1,4 +1,4 @@
-"""Data sets by name: each is one file, imported when it is first asked for, so that a name costs nothing."""
+"""Built-in data sets by name: one file each, imported on first use."""
 
 import importlib
 from typing import Any

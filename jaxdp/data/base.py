@@ -1,4 +1,4 @@
-"""A data set is a length and a read: any rows, in any order, as stacked arrays."""
+"""The data set protocol: a length, and a read of any rows in any order as stacked arrays."""
 
 import hashlib
 from collections.abc import Mapping
@@ -8,32 +8,32 @@ import numpy as np
 
 from jaxdp.errors import UsageError
 
-PROBES = 64  # examples that a fingerprint covers: enough to tell two sets apart, few enough for slow storage
+PROBES = 64  # examples in a fingerprint: enough to distinguish two data sets, few enough for slow storage
 EMPTY = "data: the data set is empty; give it at least one example"
 _NEEDS_X64 = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
 
 
 class Dataset(Protocol):
-    """A random-access source of examples; called from one thread at a time, not always the main one.
+    """A random-access source of examples. Called from one thread at a time, not always the main thread.
 
-    A data set may also have these attributes:
+    Optional attributes:
 
-    - `transform(batch, key, train) -> batch`, run on the device on one microbatch, a dict of arrays[example, ...]:
-      normalization in both modes; augmentation where `train` is true, keyed by the microbatch's `key` (None where
-      `train` is false). It must be traceable by JAX.
+    - `transform(batch, key, train) -> batch`: runs on the device on one microbatch, a dict of arrays[example, ...].
+      Normalizes in both modes; augments if `train` is true, with randomness from the microbatch's `key` (None if
+      `train` is false). Must be traceable by JAX.
     - `classes: int`, the number of labels, and `input_shape: tuple[int, ...]`, the shape of one example's inputs.
     """
 
     def __len__(self) -> int: ...
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """The examples at indices[k] int64, which may repeat: each value [k, ...]; standard keys are "inputs" and
-        "labels". The same index always gives the same example."""
+        """Return the examples at indices[k] int64 (may repeat) as {name: [k, ...]}; standard names are "inputs" and
+        "labels". The same index must always return the same example."""
         ...
 
 
 class Arrays:
-    """Examples in memory: arrays by key, `Arrays(inputs=x, labels=y)`, of equal length, not 0, or UsageError."""
+    """Examples in memory: `Arrays(inputs=x, labels=y)`. Raises UsageError unless the arrays have one length, not 0."""
 
     def __init__(self, **arrays: Any):
         self.arrays = {key: _array(repr(key), value) for key, value in arrays.items()}
@@ -53,11 +53,11 @@ class Arrays:
 
 
 class Examples:
-    """Stacks the examples of any sized sequence: a list of dicts, a map-style data set, an array in a file.
+    """A data set that stacks the examples of a sized sequence: a list of dicts, a map-style data set, a mapped array.
 
-    source[i] is a dict, a pair (inputs, labels), or one array. Python numbers in it become int32 where they fit, as
-    in JAX. Every example must be like the first one: UsageError names the first that is not. Of other attributes of
-    `source`, `classes` is taken where it is a number; what is called `transform` elsewhere means something else.
+    source[i] is a dict, a pair (inputs, labels), or one array. Python integers become int32 if they fit, as in JAX.
+    Every example must have the keys, shapes and dtypes of the first; UsageError names the first that differs. Copies
+    `source.classes` if it is an int; ignores `source.transform`, which has another meaning in other libraries.
     """
 
     def __init__(self, source: Any):
@@ -71,7 +71,7 @@ class Examples:
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         stacked = {key: np.empty((len(indices), *shape), dtype) for key, (shape, dtype) in self.spec.items()}
-        for place, index in enumerate(indices.tolist()):
+        for row, index in enumerate(indices.tolist()):
             example = self._example(index)
             if example.keys() != self.spec.keys():
                 raise UsageError(f"data: example {index} has keys {sorted(example)}, example 0 has {sorted(self.spec)}")
@@ -82,7 +82,7 @@ class Examples:
                         f"data: example {index} has {key!r} of shape {value.shape} {value.dtype}, example 0 has "
                         f"{shape} {dtype}; make them alike (crop, pad or cast)"
                     )
-                stacked[key][place] = value
+                stacked[key][row] = value
         return stacked
 
     def _example(self, index: int) -> dict[str, np.ndarray]:
@@ -101,7 +101,7 @@ class Examples:
 
 
 def check_split(split: str, known: tuple[str, ...] = ("train", "test")) -> None:
-    """UsageError where `split` is not one of those that are known."""
+    """Raise UsageError if `split` is not one of the known splits."""
     if split not in known:
         names = [repr(name) for name in known]
         raise UsageError(
@@ -111,11 +111,11 @@ def check_split(split: str, known: tuple[str, ...] = ("train", "test")) -> None:
 
 
 def as_dataset(source: Any) -> Dataset:
-    """`source` itself if it has `read`; else arrays in memory, or a sequence of examples, wrapped.
+    """Return `source` as a `Dataset`: itself if it has `read`, else wrapped as `Arrays` or `Examples`.
 
-    In memory: a dict of arrays, a pair (inputs, labels) of arrays, or one array (inputs); the first dim counts
-    examples. Any other sized sequence is taken as `Examples`. Raises UsageError for what is none of these, or empty, or
-    a list of two arrays that may as well be two examples.
+    A dict of arrays, a pair (inputs, labels) of arrays, or one array (inputs) becomes `Arrays`; the first dim is the
+    example. Any other sized sequence becomes `Examples`. Raises UsageError for anything else, for an empty source, and
+    for an ambiguous list of two arrays (a pair, or two examples).
     """
     try:
         size = len(source)
@@ -140,7 +140,7 @@ def as_dataset(source: Any) -> Dataset:
                 "tuple (inputs, labels), or np.stack(...) of two examples"
             )
         return Arrays(inputs=inputs, labels=labels)
-    if hasattr(source, "__dlpack__"):  # an array proper; those that stand for a file are read by the example
+    if hasattr(source, "__dlpack__"):  # an array in memory; array-like objects backed by a file become `Examples`
         return Arrays(inputs=source)
     shapes = [getattr(part, "shape", ()) for part in source] if isinstance(source, tuple | list) and size < 9 else []
     if all(shapes) and len({*shapes}) > 1:
@@ -154,27 +154,27 @@ def as_dataset(source: Any) -> Dataset:
 
 
 def check_dtypes(dataset: Dataset, x64: bool) -> None:
-    """Raises UsageError where the first example holds 64-bit values and JAX would cut them to 32 (`x64` is false)."""
+    """Raise UsageError if the first example has 64-bit values that JAX would truncate to 32 bits (`x64` is false)."""
     dtypes = {key: np.asarray(value).dtype.name for key, value in dataset.read(np.zeros(1, np.int64)).items()}
     wide = {key: name for key, name in dtypes.items() if name in _NEEDS_X64}
     if wide and not x64:
-        found = " and ".join(f"{key!r} is {name}" for key, name in wide.items())
+        listed = " and ".join(f"{key!r} is {name}" for key, name in wide.items())
         narrow = [_NEEDS_X64[name] for name in wide.values()]
         raise UsageError(
-            f"data: {found}, which JAX would cut to 32 bits; cast to {' and '.join(narrow)}, as by "
+            f"data: {listed}, which JAX would cut to 32 bits; cast to {' and '.join(narrow)}, as by "
             f".astype(np.{narrow[0]}), or set precision.params: float64, which enables 64-bit"
         )
 
 
 def probes(dataset: Dataset) -> np.ndarray:
-    """The indices of at most 64 evenly spread examples."""
+    """Return the indices of at most 64 evenly spread examples."""
     count = min(PROBES, len(dataset))
     return np.arange(count, dtype=np.int64) * len(dataset) // count
 
 
 def fingerprint(dataset: Dataset) -> str:
-    """16 hex digits of SHA-256 over the class name, the length and at most 64 evenly spread examples: keys, dtypes,
-    shapes and little-endian bytes. Equal for two runs that read the same data; it does not read the whole set."""
+    """Return 16 hex digits of a SHA-256 over the class name, the length, and the keys, dtypes, shapes and little-endian
+    bytes of at most 64 evenly spread examples. Equal for two runs that read the same data."""
     digest = hashlib.sha256(f"{type(getattr(dataset, 'source', dataset)).__name__} {len(dataset)}".encode())
     for key, value in sorted(dataset.read(probes(dataset)).items()):
         value = np.asarray(value)
@@ -184,14 +184,14 @@ def fingerprint(dataset: Dataset) -> str:
 
 
 def _is_array(part: Any) -> bool:
-    """Whether it has examples, one after the other: an array with a first dim, or a list of numbers or lists."""
+    """Return True for an array with a first dim, and for a non-empty list of numbers or lists."""
     return bool(getattr(part, "shape", ())) or (
         isinstance(part, list) and bool(part) and isinstance(part[0], int | float | list)
     )
 
 
 def _array(name: str, value: Any) -> np.ndarray:
-    """`value` as an array of numbers. Python integers have no width, so that int32 is no loss where they fit."""
+    """Return `value` as an array of numbers; Python integers become int32 if they fit. Raises UsageError."""
     try:
         array = np.asarray(value)
     except ValueError:

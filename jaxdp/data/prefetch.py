@@ -1,7 +1,7 @@
-"""One thread reads ahead of the step: reading hides behind computing, and a reader's fault is the consumer's.
+"""Prefetching: a thread reads batches while the device computes, and re-raises read errors in the training loop.
 
-Threads do not inherit JAX's thread-local settings (`with jax.enable_x64(): ...`); what `make` needs of these must be
-set globally, with `jax.config.update`.
+Threads do not inherit JAX's thread-local settings (`with jax.enable_x64(): ...`); set those that `make` needs globally,
+with `jax.config.update`.
 """
 
 import threading
@@ -18,19 +18,19 @@ from jaxdp.errors import UsageError
 
 S = TypeVar("S")
 T = TypeVar("T")
-GRACE_S = 10.0  # a read that hangs on a lost file system must not keep a run from ending
+GRACE_S = 10.0  # a read that hangs on a lost file system must not block the end of a run
 
 
 @contextmanager
 def prefetch(make: Callable[[S], T], steps: Iterable[S], depth: int = 2) -> Iterator[Iterator[T]]:
-    """Iterates over `make(step)` of each of the steps, in order, with at most `depth` made or being made ahead.
+    """Iterate over `make(step)` for each step in order, computing at most `depth` items ahead in a thread.
 
         with prefetch(make, range(start, stop)) as batches:
             for batch in batches: ...
 
-    depth: 0 makes each item when it is asked for, without a thread. What `make` raises is raised by the iterator, the
-    same object with its traceback, after the items before it. Leaving the context ends the thread; it waits for a
-    `make` that is under way, at most `GRACE_S` seconds.
+    depth: 0 computes each item on demand, without a thread. The iterator raises the exception of `make` (the same
+    object, with its traceback) after the items before it. Leaving the context ends the thread; it waits at most
+    `GRACE_S` seconds for a running `make`.
     """
     if depth < 1:
         yield (make(step) for step in steps)
@@ -38,21 +38,21 @@ def prefetch(make: Callable[[S], T], steps: Iterable[S], depth: int = 2) -> Iter
     changed = threading.Condition()
     ready: deque[T] = deque()
     fault: list[BaseException] = []
-    left = ended = False
+    closed = ended = False
 
     def read_ahead() -> None:
         nonlocal ended
         try:
             for step in steps:
                 with changed:
-                    changed.wait_for(lambda: left or len(ready) < depth)
-                    if left:
+                    changed.wait_for(lambda: closed or len(ready) < depth)
+                    if closed:
                         return
                 item = make(step)
                 with changed:
                     ready.append(item)
                     changed.notify_all()
-                del item  # or this frame would keep one batch more than `depth` alive
+                del item  # otherwise this frame would keep one more batch than `depth` alive
         except BaseException as error:
             fault.append(error)
         finally:
@@ -63,14 +63,14 @@ def prefetch(make: Callable[[S], T], steps: Iterable[S], depth: int = 2) -> Iter
     def consume() -> Iterator[T]:
         while True:
             with changed:
-                changed.wait_for(lambda: left or ended or ready)
-                if left or not ready:
+                changed.wait_for(lambda: closed or ended or ready)
+                if closed or not ready:
                     break
                 item = ready.popleft()
                 changed.notify_all()
             yield item
             del item
-        if fault and not left:
+        if fault and not closed:
             raise fault[0]
 
     thread = threading.Thread(target=read_ahead, name="jaxdp-prefetch", daemon=True)
@@ -79,58 +79,59 @@ def prefetch(make: Callable[[S], T], steps: Iterable[S], depth: int = 2) -> Iter
         yield consume()
     finally:
         with changed:
-            left = True
+            closed = True
             changed.notify_all()
         thread.join(GRACE_S)
 
 
 def read_batch(dataset: Dataset, cursor: Order, step: int, slots: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-    """The step's rows in `slots`: each value [slot, E, ...], and the mask; see `read_batches`."""
+    """Return one step's local microbatches, {name: [slot, E, ...]}, with the mask; see `read_batches`."""
     return {key: value[0] for key, value in read_batches(dataset, cursor, [step], slots).items()}
 
 
 def read_batches(
     dataset: Dataset, cursor: Order, steps: Sequence[int], slots: Sequence[int] | np.ndarray
 ) -> dict[str, np.ndarray]:
-    """The steps' rows in `slots`, in one `dataset.read`: each value [step, slot, E, ...], and "mask"[step, slot, E].
+    """Return several steps' local microbatches, {name: [step, slot, E, ...]}, from one `dataset.read`.
 
-    The mask is float32, 1 for a real row and 0 for padding (see `Order.rows`). Where the dataset gives a "mask" of its
-    own (of tokens, say), it is multiplied by ours, in its own shape. Of a sequential order there is also
-    "reset"[step, slot, E] bool: where what the model carries begins anew, at an epoch's begin and where the dataset
-    says so. Of any other order there is one where the dataset gives one: step 0 begins anew. Raises UsageError where
-    `read` gives something other than a dict of arrays with one entry an index.
+    "mask"[step, slot, E] is float32, 1 for a real row and 0 for padding (see `Order.rows`); a "mask" from the dataset
+    (of tokens, say) is multiplied by it and keeps its own shape. "reset"[step, slot, E] is bool, True where the model's
+    carried state is reset: a sequential order resets at the start of an epoch and where the dataset's "reset" is
+    nonzero; any other order has the entry only if the dataset has one, and also resets at step 0. Raises UsageError if
+    `read` does not return a dict of arrays with one entry per index.
     """
     indices, rows = places(cursor, steps, slots)
     if rows.all():
         values = _read(dataset, indices.reshape(-1))
-    else:  # padding repeats one example, which may be costly to read: read it once
-        distinct, again = np.unique(indices.reshape(-1), return_inverse=True)
-        values = {key: value[again] for key, value in _read(dataset, distinct).items()}
+    else:  # read the example that padding repeats only once
+        distinct, inverse = np.unique(indices.reshape(-1), return_inverse=True)
+        values = {key: value[inverse] for key, value in _read(dataset, distinct).items()}
     batch = {key: value.reshape(*rows.shape, *value.shape[1:]) for key, value in values.items()}
     mask = rows.astype(np.float32)
-    own = batch.get("mask")
-    if own is not None:
-        kind = own.dtype if np.issubdtype(own.dtype, np.floating) else np.float32
-        mask = own.astype(kind) * rows.reshape(*rows.shape, *[1] * (own.ndim - rows.ndim))
-    own = batch.get(RESET)
-    if (begin := begins(cursor, steps, rows.shape, own is not None and own.size == rows.size)) is not None:
-        batch[RESET] = begin | (batch[RESET].reshape(rows.shape) != 0) if RESET in batch else begin
+    data_mask = batch.get("mask")
+    if data_mask is not None:
+        dtype = data_mask.dtype if np.issubdtype(data_mask.dtype, np.floating) else np.float32
+        mask = data_mask.astype(dtype) * rows.reshape(*rows.shape, *[1] * (data_mask.ndim - rows.ndim))
+    data_reset = batch.get(RESET)
+    per_example = data_reset is not None and data_reset.size == rows.size
+    if (reset := begins(cursor, steps, rows.shape, per_example)) is not None:
+        batch[RESET] = reset | (batch[RESET].reshape(rows.shape) != 0) if RESET in batch else reset
     return {**batch, "mask": mask}
 
 
 def places(cursor: Order, steps: Sequence[int], slots: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`Order.rows` of some steps: (indices[step, slot, E], rows[step, slot, E])."""
+    """Return `Order.rows` of several steps, stacked: (indices[step, slot, E] int64, mask[step, slot, E] bool)."""
     indices, rows = (np.stack(part) for part in zip(*(cursor.rows(step, slots) for step in steps)))
     return indices, rows
 
 
-def begins(cursor: Order, steps: Sequence[int], shape: tuple[int, ...], own: bool) -> np.ndarray | None:
-    """Where what the model carries begins anew because of the order, bool of a shape [step, slot, E]; None where it is
-    not carried on. own: the dataset says so too, of each example."""
-    if not cursor.sequential and not own:
+def begins(cursor: Order, steps: Sequence[int], shape: tuple[int, ...], data_resets: bool) -> np.ndarray | None:
+    """Return where the order resets the carried state, bool of `shape` [step, slot, E]; None if no state is carried.
+    data_resets: the dataset has a "reset" entry with one value per example."""
+    if not cursor.sequential and not data_resets:
         return None
-    anew = cursor.begins if cursor.sequential else lambda step: step == 0
-    return np.stack([np.full(shape[1:], anew(step)) for step in steps])
+    resets = cursor.begins if cursor.sequential else lambda step: step == 0
+    return np.stack([np.full(shape[1:], resets(step)) for step in steps])
 
 
 def _read(dataset: Dataset, indices: np.ndarray) -> dict[str, np.ndarray]:

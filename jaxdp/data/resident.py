@@ -1,4 +1,4 @@
-"""A small data set lives on the devices: a batch is sent there as places, and its examples are gathered there."""
+"""Resident data sets: replicate a small data set on the devices, send only indices, and gather batches there."""
 
 import functools
 import os
@@ -16,13 +16,13 @@ from jaxdp.data.prefetch import begins, places, prefetch
 from jaxdp.data.workers import Steps
 from jaxdp.errors import UsageError
 
-SHARE = 0.5  # of a device's memory, and of what is free of the host's, at most
-PIECE = 1 << 16  # examples that are read at once
+SHARE = 0.5  # the largest fraction of a device's free memory, or of the host's, that the data set may take
+PIECE = 1 << 16  # examples per `read`
 INDEX, ROWS = "index", "rows"
 
 
 class Places(Protocol):
-    """What is used of a strategy."""
+    """The part of a strategy that this module uses."""
 
     devices: list[jax.Device]
     local_slots: np.ndarray
@@ -32,9 +32,9 @@ class Places(Protocol):
 
 
 class Resident:
-    """The examples of a data set, whole on each device of this process.
+    """A data set replicated on each device of this process.
 
-    Raises UsageError where they would take more than half of its memory.
+    Raises UsageError if it would take more than half of a device's free memory.
     """
 
     def __init__(self, dataset: Dataset, strategy: Places):
@@ -42,20 +42,20 @@ class Resident:
         pieces = [dataset.read(np.arange(i, min(i + PIECE, len(dataset)))) for i in range(0, len(dataset), PIECE)]
         self.arrays = strategy.replicate({key: np.concatenate([p[key] for p in pieces]) for key in pieces[0]})
         self.strategy = strategy
-        self.gather = functools.cache(lambda place: jax.jit(gather, out_shardings=place) if place else jax.jit(gather))
+        self.gather = functools.cache(lambda to: jax.jit(gather, out_shardings=to) if to else jax.jit(gather))
 
     @contextmanager
     def batches(self, cursor: Order, groups: Iterable[Steps]) -> Iterator[Iterator[Any]]:
-        """As `prefetch_in_workers`: (steps, their batch, or batches[step, ...] of a range), gathered ahead."""
+        """Iterate over (steps, their batch, or batches[step, ...] for a range), gathered ahead of use."""
 
         def make(steps: Steps) -> tuple[Steps, dict[str, jax.Array]]:
             several = isinstance(steps, range)
             every = steps if isinstance(steps, range) else [steps]
             indices, rows = places(cursor, every, self.strategy.local_slots)
-            own = self.arrays.get(RESET)
-            begin = begins(cursor, every, rows.shape, own is not None and own.size == len(own))
-            sent = {INDEX: indices.astype(np.int32), ROWS: rows} | ({} if begin is None else {RESET: begin})
-            at = self.strategy.shard_batch(sent if several else {k: x[0] for k, x in sent.items()}, several)
+            data_reset = self.arrays.get(RESET)
+            reset = begins(cursor, every, rows.shape, data_reset is not None and data_reset.size == len(data_reset))
+            selection = {INDEX: indices.astype(np.int32), ROWS: rows} | ({} if reset is None else {RESET: reset})
+            at = self.strategy.shard_batch(selection if several else {k: x[0] for k, x in selection.items()}, several)
             return steps, self.gather(getattr(at[INDEX], "sharding", None))(self.arrays, at)
 
         with prefetch(make, groups) as batches:
@@ -63,29 +63,29 @@ class Resident:
 
 
 def gather(arrays: dict[str, jax.Array], at: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The batch that `read_batches` would give: arrays[example, ...] at index[...], with rows[...] for a mask."""
+    """Return the batch that `read_batches` would return: arrays[example, ...] at at["index"], masked by at["rows"]."""
     batch = {key: x.at[at[INDEX]].get(mode="promise_in_bounds") for key, x in arrays.items()}
-    mask, own = at[ROWS].astype(jnp.float32), batch.get("mask")
-    if own is not None:
-        kind = own.dtype if jnp.issubdtype(own.dtype, jnp.floating) else jnp.float32
-        mask = own.astype(kind) * mask.reshape(*mask.shape, *[1] * (own.ndim - mask.ndim)).astype(kind)
+    mask, data_mask = at[ROWS].astype(jnp.float32), batch.get("mask")
+    if data_mask is not None:
+        dtype = data_mask.dtype if jnp.issubdtype(data_mask.dtype, jnp.floating) else jnp.float32
+        mask = data_mask.astype(dtype) * mask.reshape(*mask.shape, *[1] * (data_mask.ndim - mask.ndim)).astype(dtype)
     if RESET in at:
         batch[RESET] = at[RESET] | (batch[RESET].reshape(at[RESET].shape) != 0) if RESET in batch else at[RESET]
     return {**batch, "mask": mask}
 
 
 def check_size(dataset: Dataset, devices: list[jax.Device]) -> None:
-    """UsageError where the examples take too much of a device's memory."""
+    """Raise UsageError if the examples would take more than half of a device's free memory."""
     first = dataset.read(np.zeros(1, np.int64))
     size = len(dataset) * sum(np.asarray(x).nbytes for x in first.values())
-    own = [d for d in devices if d.process_index == jax.process_index()]
-    stats = own[0].memory_stats() or {}
+    local = [d for d in devices if d.process_index == jax.process_index()]
+    stats = local[0].memory_stats() or {}
     if "bytes_limit" in stats:
         most = SHARE * (stats["bytes_limit"] - stats.get("bytes_in_use", 0))
-    else:  # devices of the host: each has a copy
-        most = SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / len(own)
+    else:  # CPU devices: each has a copy in the host's memory
+        most = SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / len(local)
     if size > most:
         raise UsageError(
             f"data.on_device: {len(dataset):,} examples take {size / 1e9:.1f} GB on each device, more than half of "
-            f"what is free ({most / SHARE / 1e9:.1f} GB); set it to false"
+            f"its free memory ({most / SHARE / 1e9:.1f} GB); set it to false"
         )

@@ -1,4 +1,4 @@
-"""Text files as windows of tokens: one file cut in two, or the three files of the Penn Treebank."""
+"""Text files as windows of tokens: one file split into train and test, or the three files of the Penn Treebank."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,10 +14,10 @@ class TextFile(Windows):
     """A UTF-8 text: "inputs" and "labels" int32 [length], one token apart; see `Windows`.
 
     The last `test_fraction` of its characters is the test split, as in nanoGPT's `shakespeare_char`. tokenizer: byte,
-    char (the characters of this file), words, the path of a tokenizer.json, a name of tiktoken, or a spec; see
-    `jaxdp.data.tokenizers`. max_mb: only so many MB (10^6 bytes) from the start. `tokenizer` and `classes`, the size
-    of its vocabulary, are attributes. Raises UsageError for a file that is missing, empty, not UTF-8 (with the
-    position of the byte), or shorter than one example.
+    char (the characters of this file), words, the path of a tokenizer.json, a tiktoken name, or a spec; see
+    `jaxdp.data.tokenizers`. max_mb: read only the first max_mb MB (10^6 bytes). Attributes: `tokenizer`, and `classes`,
+    the size of its vocabulary. Raises UsageError for a file that is missing, empty, not UTF-8 (with the position of the
+    byte), or shorter than one example.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class TextFile(Windows):
 
 
 class PennTreebank(Windows):
-    """The Penn Treebank of language models: "inputs" and "labels" int32 [length] in [0, 10,000), one word apart.
+    """The Penn Treebank for language models: "inputs" and "labels" int32 [length] in [0, 10,000), one word apart.
 
     Files ptb.train.txt, ptb.valid.txt and ptb.test.txt as T. Mikolov prepared them (http://www.fit.vutbr.cz/~imikolov/
-    rnnlm): the vocabulary is the train file's, by order of appearance, <eos> ends each line, and <unk> stands for
-    rare words. root: the folder of the files, or one above it. vocabulary: words of your own in their place, for a
-    folder without the train file. Raises UsageError naming a file that is missing.
+    rnnlm): the vocabulary is the train file's, in order of appearance; <eos> ends each line, and <unk> replaces rare
+    words. root: the folder of the files, or a folder above it. vocabulary: a list of words to use instead, for a folder
+    without the train file. Raises UsageError that names a missing file.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class PennTreebank(Windows):
 
 
 def read_text(path: str | Path, max_mb: float | None = None) -> str:
-    """A UTF-8 file, of at most so many MB (10^6 bytes); a character that is cut there is left out."""
+    """Read a UTF-8 file, at most `max_mb` MB (10^6 bytes), dropping a character cut off there. Raises UsageError."""
     if max_mb is not None and not max_mb > 0:
         raise UsageError(f"data.args.max_mb: {max_mb} must be greater than 0, or null for all")
     file = Path(path).expanduser()

@@ -1,8 +1,7 @@
-"""Processes that read ahead: worker w of N reads every N-th batch, so that batches stay a pure function of the step.
+"""Worker processes that prefetch: worker w of N reads every N-th batch, so batches stay a pure function of the step.
 
-Plain processes and pipes. grain's own (`mp_prefetch`, 0.2.18) was tried: its workers outlive a parent that is killed,
-SIGTERM to the process group makes them print and leaves shared memory behind, each imports jax, and absl's flags have
-to be parsed in the parent.
+Uses plain processes and pipes instead of grain's `mp_prefetch` (0.2.18): grain's workers outlive a killed parent, print
+and leak shared memory on a SIGTERM to the process group, each import jax, and need absl's flags parsed in the parent.
 """
 
 import atexit
@@ -30,7 +29,7 @@ from jaxdp.errors import RunFailed, UsageError, one_line
 from jaxdp.supervise.signals import NUMBERS
 
 Batch = dict[str, np.ndarray]
-Steps = int | range  # one, or several in a row
+Steps = int | range  # one step, or several consecutive steps
 
 
 @contextmanager
@@ -45,18 +44,18 @@ def prefetch_in_workers(
     then: Callable[[Steps, Batch], Any] = lambda steps, batch: batch,
     groups: Iterable[Steps] | None = None,
 ) -> Iterator[Iterator[Any]]:
-    """As `prefetch` of `read_batch(dataset, cursor, step, slots)`, read by so many processes; 0 reads in a thread.
+    """Prefetch `read_batch(dataset, cursor, step, slots)` in `workers` processes; 0 prefetches in a thread.
 
-    Each worker is a new interpreter (spawn) that is sent a pickled copy of the dataset: one that opens its files anew
-    when it is unpickled costs little. It holds one batch that is ready; `depth` more are received ahead. What a worker
-    raises is raised by the iterator, after the batches before it, with a note of the worker's own traceback; one that
-    is killed is a RunFailed. Workers hear no signal that asks a run to end, and are killed when the context is left;
-    when this process dies in any way, they end by themselves. They never use an accelerator.
+    Each worker is a new interpreter (spawn) with a pickled copy of the dataset; pickling is cheap if the dataset
+    reopens its files when it is unpickled. A worker keeps one batch ready; `depth` more are received ahead. The
+    iterator raises a worker's exception after the batches before it, with the worker's traceback as a note, and
+    RunFailed for a killed worker. Workers ignore the signals that ask a run to end, are killed when the context is
+    left, exit when this process dies, and never use an accelerator.
 
-    groups: the steps from `start` to `stop`, in order, each by itself or several as a range; the batches of a range
-    are one item, as of `read_batches`. then(steps, batch): what is done with an item in this process, ahead too.
+    groups: the steps from `start` to `stop`, in order, single or as ranges; a range becomes one item, as returned by
+    `read_batches`. then(steps, batch): applied to each item in this process, also ahead of use.
 
-    Raises UsageError where the dataset cannot be pickled.
+    Raises UsageError if the dataset cannot be pickled.
     """
     items = range(start, stop) if groups is None else groups
     if workers < 1:
@@ -65,12 +64,12 @@ def prefetch_in_workers(
         return
     with (
         _pool(_pickled(dataset), cursor, slots, start, stop, workers) as (receive, end),
-        prefetch(lambda steps: then(steps, _together(receive, steps)), items, max(1, depth)) as batches,
+        prefetch(lambda steps: then(steps, _receive_steps(receive, steps)), items, max(1, depth)) as batches,
     ):
         try:
             yield batches
         finally:
-            end()  # before prefetch waits for its thread, which waits for a worker
+            end()  # kill the workers first: prefetch waits for its thread, which waits for a worker
 
 
 def _read(dataset: Dataset, cursor: Order, steps: Steps, slots: Any) -> Batch:
@@ -83,7 +82,8 @@ def _read(dataset: Dataset, cursor: Order, steps: Steps, slots: Any) -> Batch:
         raise
 
 
-def _together(receive: Callable[[int], Batch], steps: Steps) -> Batch:
+def _receive_steps(receive: Callable[[int], Batch], steps: Steps) -> Batch:
+    """Return the batch of one step, or the stacked batches of a range."""
     if isinstance(steps, int):
         return receive(steps)
     batches = [receive(step) for step in steps]
@@ -94,7 +94,7 @@ def _together(receive: Callable[[int], Batch], steps: Steps) -> Batch:
 def _pool(
     dataset: bytes, cursor: Order, slots: Any, start: int, stop: int, workers: int
 ) -> Iterator[tuple[Callable[[int], Batch], Callable[[], None]]]:
-    """(receive the batch of a step, end all workers)."""
+    """Start the workers; yield (a function that receives the batch of a step, a function that kills all workers)."""
     context = multiprocessing.get_context("spawn")
     count = min(workers, max(0, stop - start))
     processes: list[Any] = []
@@ -108,7 +108,7 @@ def _pool(
             processes[worker].join(1)
             code = processes[worker].exitcode
             hint = (
-                'see what it printed; a script must begin what it does below `if __name__ == "__main__":`'
+                'see its output; a script must start its work below `if __name__ == "__main__":`'
                 if code == 1
                 else f"is there enough memory for {count}?"
             )
@@ -120,16 +120,16 @@ def _pool(
         for process in processes:
             process.kill()
 
-    atexit.register(end)  # before multiprocessing asks them to end, which they do not hear, and waits
+    atexit.register(end)  # runs before multiprocessing terminates the workers, a signal they ignore, and joins them
     try:
-        with _deaf():
+        with _signals_blocked():
             for worker in range(count):
                 pipe, far = context.Pipe(duplex=False)
                 _widen(pipe)
                 args = (far, dataset, cursor, np.asarray(slots), range(start + worker, stop, count))
                 process = context.Process(target=_work, args=args, name=f"jaxdp-worker-{worker}", daemon=True)
                 process.start()
-                far.close()  # so that the pipe ends with the worker
+                far.close()  # so that the pipe closes when the worker ends
                 processes.append(process)
                 pipes.append(pipe)
         yield receive, end
@@ -143,24 +143,24 @@ def _pool(
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
-    """Processes started here never hear the signals that ask a run to end: a blocked signal stays so in a child.
+def _signals_blocked() -> Iterator[None]:
+    """Block the signals that ask a run to end in processes started inside: a child inherits the signal mask.
 
-    Meanwhile they reach this process by its other threads, or a moment later.
+    This process still receives them, in its other threads or after the context.
     """
-    resource_tracker.ensure_running()  # multiprocessing starts it beside the first process, and unblocks signals then
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
+    resource_tracker.ensure_running()  # otherwise the first process starts it, which unblocks signals
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _work(pipe: Connection, pickled: bytes, cursor: Order, slots: np.ndarray, steps: range) -> None:
-    """What a worker does: reads and sends until it is killed, or its parent has gone."""
+    """Read and send batches until killed, or until the parent has ended; runs in a worker."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["JAX_PLATFORMS"] = "cpu"
-    if "jax" in sys.modules:  # by the main module; what was imported has read its environment
+    if "jax" in sys.modules:  # imported by the main module, before JAX_PLATFORMS was set
         sys.modules["jax"].config.update("jax_platforms", "cpu")
     step = None
     try:
@@ -173,7 +173,7 @@ def _work(pipe: Connection, pickled: bytes, cursor: Order, slots: np.ndarray, st
         error.add_note(f"in {multiprocessing.current_process().name}, at step {step}:\n{traceback.format_exc()}")
         with contextlib.suppress(BrokenPipeError):
             pipe.send_bytes(_dumps_error(error))
-    threading.Event().wait()  # all is sent, but perhaps not yet received: the parent ends it
+    threading.Event().wait()  # everything is sent but perhaps not yet received: wait for the parent to kill this worker
 
 
 def _end_with_parent() -> None:
@@ -184,13 +184,13 @@ def _end_with_parent() -> None:
 
 
 def _send(pipe: Connection, batch: Batch) -> None:
-    """A header, then each array's bytes as they lie in memory."""
+    """Send a header, then each array's bytes."""
     arrays = {key: np.ascontiguousarray(value) for key, value in batch.items()}
     pipe.send_bytes(pickle.dumps({key: (value.shape, value.dtype) for key, value in arrays.items()}))
     for value in arrays.values():
-        left = _memory(value)
-        while left:
-            left = left[os.write(pipe.fileno(), left) :]
+        remaining = _memory(value)
+        while remaining:
+            remaining = remaining[os.write(pipe.fileno(), remaining) :]
 
 
 def _receive(pipe: Connection) -> Batch:
@@ -199,11 +199,11 @@ def _receive(pipe: Connection) -> Batch:
         raise header
     batch = {key: np.empty(shape, dtype) for key, (shape, dtype) in header.items()}
     for value in batch.values():
-        left = _memory(value)
-        while left:
-            if not (size := os.readv(pipe.fileno(), [left])):
+        remaining = _memory(value)
+        while remaining:
+            if not (size := os.readv(pipe.fileno(), [remaining])):
                 raise EOFError
-            left = left[size:]
+            remaining = remaining[size:]
     return batch
 
 
@@ -212,7 +212,7 @@ def _memory(array: np.ndarray) -> memoryview:
 
 
 def _widen(pipe: Connection) -> None:
-    """Fewer turns a batch: 1 MiB at a time, where the system lets a pipe hold as much, instead of 64 KiB."""
+    """Enlarge the pipe's buffer from 64 KiB to 1 MiB where the system permits it: fewer system calls per batch."""
     with contextlib.suppress(AttributeError, OSError):
         fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, 1 << 20)
 
@@ -221,7 +221,7 @@ def _dumps_error(error: BaseException) -> bytes:
     try:
         content = pickle.dumps(error)
         pickle.loads(content)
-    except Exception:  # an exception of its own making need not survive that
+    except Exception:  # a user-defined exception may not be picklable
         plain = RuntimeError(f"{type(error).__name__}: {error}")
         plain.__notes__ = error.__notes__
         return pickle.dumps(plain)

@@ -1,4 +1,4 @@
-"""Built-in models, by name; `as_model` makes a `Model` of whatever a target gives."""
+"""Built-in models by name, and `as_model`, which converts modules and functions of several libraries to a `Model`."""
 
 import sys
 from typing import Any
@@ -20,9 +20,9 @@ USABLE = (
 )
 
 
-def as_model(made: Any) -> Any:
-    """A `Model` from a `Model`, a Flax Linen module, a pair of functions (init, apply), an Equinox class or function of
-    `key` that makes an Equinox module, or a function of `nnx.Rngs` that makes a Flax NNX module.
+def as_model(target: Any) -> Any:
+    """Convert a Flax Linen module, a pair of functions (init, apply), an Equinox class or factory with an argument
+    `key`, or a Flax NNX class or factory with an argument `rngs` to a `Model`; return a `Model` unchanged.
 
     Raises UsageError for anything else.
     """
@@ -34,29 +34,29 @@ def as_model(made: Any) -> Any:
     from jaxdp.models.nnx import from_nnx
     from jaxdp.targets import parameters
 
-    name = getattr(made, "__name__", type(made).__name__)
-    if isinstance(made, Model):
-        return made
-    if isinstance(made, linen.Module):
-        return bind_axes(from_linen(made))
-    if is_pair(made):
-        return bind_axes(from_functions(*made))
-    if is_module(made):
+    name = getattr(target, "__name__", type(target).__name__)
+    if isinstance(target, Model):
+        return target
+    if isinstance(target, linen.Module):
+        return bind_axes(from_linen(target))
+    if is_pair(target):
+        return bind_axes(from_functions(*target))
+    if is_module(target):
         raise UsageError(
-            f"model: {name} is made already, of numbers that no seed decides; name what makes it "
-            "(a class or function that takes rngs: nnx.Rngs, or key with Equinox)"
+            f"model: got an initialized {name}; pass the class (or a factory that takes rngs: nnx.Rngs, or key with "
+            "Equinox), so that its weights follow `seed`"
         )
-    if isinstance(made, type) and issubclass(made, linen.Module):
-        return bind_axes(from_linen(made()))
-    if not callable(made):
-        raise UsageError(f"model: {name} is no model; {USABLE}")
-    if "key" in parameters(made) and "rngs" not in parameters(made):
-        return _from_equinox(made)
-    return bind_axes(from_nnx(made))
+    if isinstance(target, type) and issubclass(target, linen.Module):
+        return bind_axes(from_linen(target()))
+    if not callable(target):
+        raise UsageError(f"model: {name} is not a model; {USABLE}")
+    if "key" in parameters(target) and "rngs" not in parameters(target):
+        return _from_equinox(target)
+    return bind_axes(from_nnx(target))
 
 
 def is_given(target: Any) -> bool:
-    """Whether a target is a model itself, and not what makes one."""
+    """Return True if a target is a model itself rather than a class or factory."""
     from flax import linen
 
     from jaxdp.models.base import Model
@@ -69,10 +69,10 @@ def is_pair(target: Any) -> bool:
 
 
 def is_module(target: Any) -> bool:
-    """Whether it is a Flax NNX or Equinox module, made already."""
+    """Return True for an initialized Flax NNX or Equinox module."""
     from flax import nnx
 
-    equinox = sys.modules.get("equinox")  # without it, nothing is a module of it
+    equinox = sys.modules.get("equinox")  # if it was never imported, `target` cannot be one of its modules
     return isinstance(target, (nnx.Module, equinox.Module) if equinox else nnx.Module)
 
 

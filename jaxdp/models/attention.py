@@ -1,7 +1,6 @@
-"""Attention, by tables of implementations: each token looks at itself and those before it, or at all of them.
+"""Causal and full attention, with a table of implementations.
 
-segments[example, token]: integers, one for each of the documents that an example is packed of; a token looks at those
-of its own segment only.
+segments[example, token]: the number of the packed document of a token; tokens attend only within their segment.
 """
 
 import contextlib
@@ -16,12 +15,12 @@ from flax import nnx
 
 from jaxdp.errors import UsageError
 
-PIECES, SHORTEST = 4, 128  # of the queries of `causal`: at most so many, each of at least so many tokens
+PIECES, SHORTEST = 4, 128  # `causal` splits queries into at most PIECES chunks of at least SHORTEST tokens
 Rotation = tuple[jax.Array, jax.Array]  # cosines and sines [token, 1, half the width of a head]
 
 
 class Attention(nnx.Module):
-    """Every token looks at those that `attend` lets it; x[example, token, dim]."""
+    """Multi-head attention on x[example, token, dim] by the implementation `attend`."""
 
     def __init__(
         self,
@@ -49,51 +48,52 @@ class Attention(nnx.Module):
         )
         if turn is not None:
             query, key = rotate(query, turn), rotate(key, turn)
-        found = self.attend(query, key, value, segments)
-        return self.back(found.reshape(*x.shape[:2], found.shape[2] * self.width))
+        outputs = self.attend(query, key, value, segments)
+        return self.back(outputs.reshape(*x.shape[:2], outputs.shape[2] * self.width))
 
 
 def rotation(tokens: int, width: int, base: float, dtype: Any) -> Rotation:
-    """The angle of token t in pair i is t / base^(2i / width)."""
+    """Return the cosines and sines of rotary embedding: the angle of token t in pair i is t / base^(2i / width)."""
     angles = np.outer(np.arange(tokens), base ** (-np.arange(0, width, 2) / width))[:, None]
     return jnp.asarray(np.cos(angles), dtype), jnp.asarray(np.sin(angles), dtype)
 
 
 def rotate(x: jax.Array, turn: Rotation) -> jax.Array:
-    """x[example, token, head, width] with dims i and i + width / 2 turned as a pair, as GPT-NeoX does."""
+    """Rotate dims i and i + width / 2 of x[example, token, head, width] as a pair, as GPT-NeoX does."""
     cosine, sine = turn
     first, second = jnp.split(x.astype(cosine.dtype), 2, -1)
     return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], -1).astype(x.dtype)
 
 
 def full(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-    """As `softmax`, over all tokens of the same segment."""
+    """Compute `softmax` attention over all tokens of the same segment."""
     return softmax(query, key, value, None if segments is None else same(segments)[:, None])
 
 
 def causal(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-    """As `softmax`, over each token and those before it of the same segment.
+    """Compute `softmax` attention over each token and the tokens before it in the same segment.
 
-    On CPU in pieces of the queries, so that most of what none of them sees is not computed.
+    On CPU it processes the queries in chunks, to skip most of the masked scores.
     """
     tokens = query.shape[1]
     pieces = max(1, min(PIECES, tokens // SHORTEST)) if jax.default_backend() == "cpu" else 1
-    before = np.tri(tokens, dtype=bool)
-    found = []
+    lower = np.tri(tokens, dtype=bool)
+    outputs = []
     for rows in np.array_split(np.arange(tokens), pieces):
         first, end = int(rows[0]), int(rows[-1]) + 1
-        seen = jnp.asarray(before[first:end, :end])
+        mask = jnp.asarray(lower[first:end, :end])
         if segments is not None:
-            seen = seen & (segments[:, first:end, None] == segments[:, None, :end])[:, None, None]
-        found.append(softmax(query[:, first:end], key[:, :end], value[:, :end], seen))
-    return found[0] if pieces == 1 else jnp.concatenate(found, 1)
+            mask = mask & (segments[:, first:end, None] == segments[:, None, :end])[:, None, None]
+        outputs.append(softmax(query[:, first:end], key[:, :end], value[:, :end], mask))
+    return outputs[0] if pieces == 1 else jnp.concatenate(outputs, 1)
 
 
 def fused(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-    """As `causal`, by cuDNN's kernel that never has all scores in memory (Dao et al., arXiv 2205.14135)."""
+    """Compute `causal` attention by cuDNN's fused kernel, which never stores all scores (Dao et al., arXiv 2205.14135).
+    Raises UsageError unless the query is bfloat16 on an NVIDIA GPU."""
     if query.dtype != jnp.bfloat16 or jax.default_backend() != "gpu":
         raise UsageError(
-            f"model.args.attention: 'cudnn' takes bfloat16 on an NVIDIA GPU, not {query.dtype} on "
+            f"model.args.attention: 'cudnn' needs bfloat16 on an NVIDIA GPU, not {query.dtype} on "
             f"{jax.default_backend()}; use xla, or precision.compute: bfloat16"
         )
     mask = None if segments is None else same(segments)
@@ -101,54 +101,55 @@ def fused(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Arra
 
 
 def either(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-    """`fused` for bfloat16 on an NVIDIA GPU where JAX says that its kernel takes such arrays, else `causal`."""
+    """Compute `fused` attention for bfloat16 on an NVIDIA GPU if its kernel supports the arrays, else `causal`."""
     if query.dtype == jnp.bfloat16 and jax.default_backend() == "gpu":
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
             return fused(query, key, value, segments)
     return causal(query, key, value, segments)
 
 
-def softmax(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array | None) -> jax.Array:
-    """softmax(query key' / sqrt(width)) value over the tokens that are seen, softmax in float32 at least.
+def softmax(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """Return softmax(query key' / sqrt(width)) value over the unmasked tokens, with the softmax in at least float32.
 
-    query[example, token, head, width]; key and value of a divisor of the heads; seen: booleans [(example, 1, 1,) token,
-    token of the keys], or None for all -> like query. jax.nn's own (dot_product_attention) does its softmax in float32
-    in float64 too. Each head's matrices lie together, as the products want them.
+    query[example, token, head, width]; key and value: their number of heads divides that of the query; mask: booleans
+    [(example, 1, 1,) token, token of the keys], True to attend, or None for all -> shape of query. Unlike
+    `jax.nn.dot_product_attention`, float64 inputs get a float64 softmax. Heads are moved before tokens, so that each
+    head's matrices are contiguous for the products.
     """
     example, tokens, heads, width = query.shape
-    groups, looks = (example, key.shape[2], heads // key.shape[2]), key.shape[1]
+    groups, keys = (example, key.shape[2], heads // key.shape[2]), key.shape[1]
     rows = groups[2] * tokens
     query = query.swapaxes(1, 2).reshape(*groups[:2], rows, width)
     key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-    scores = jnp.einsum("ektw,eksw->ekts", query, key).reshape(*groups, tokens, looks)
+    scores = jnp.einsum("ektw,eksw->ekts", query, key).reshape(*groups, tokens, keys)
     scores = scores.astype(wide(query.dtype)) / math.sqrt(width)
-    if seen is not None:
-        scores = jnp.where(seen, scores, -jnp.inf)
-    weights = shares(scores).astype(value.dtype).reshape(*groups[:2], rows, looks)
-    found = jnp.einsum("ekts,eksw->ektw", weights, value)
-    return found.reshape(example, heads, tokens, width).swapaxes(1, 2)
+    if mask is not None:
+        scores = jnp.where(mask, scores, -jnp.inf)
+    weights = shares(scores).astype(value.dtype).reshape(*groups[:2], rows, keys)
+    outputs = jnp.einsum("ekts,eksw->ektw", weights, value)
+    return outputs.reshape(example, heads, tokens, width).swapaxes(1, 2)
 
 
 @jax.custom_jvp
 def shares(scores: jax.Array) -> jax.Array:
-    """The softmax over the last dim, of which the derivative is made of the result: JAX's own differentiates the
-    quotient, which takes 2 more passes over the scores."""
+    """Return the softmax over the last dim, with a derivative computed from the result: JAX's own derivative of the
+    quotient takes 2 more passes over the scores."""
     return jax.nn.softmax(scores)
 
 
 @shares.defjvp
 def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    found, (change,) = shares(*primals), tangents
-    return found, found * (change - jnp.sum(found * change, -1, keepdims=True))
+    weights, (change,) = shares(*primals), tangents
+    return weights, weights * (change - jnp.sum(weights * change, -1, keepdims=True))
 
 
 def same(segments: jax.Array) -> jax.Array:
-    """[example, 1, token, token]: whether two tokens are of one segment."""
+    """Return [example, 1, token, token] bool: True where two tokens share a segment."""
     return segments[:, None, :, None] == segments[:, None, None, :]
 
 
 def wide(dtype: Any) -> Any:
-    """float32, or `dtype` where that is wider."""
+    """Return float32, or `dtype` if that is wider."""
     return jnp.promote_types(dtype, jnp.float32)
 
 

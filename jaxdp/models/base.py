@@ -1,13 +1,13 @@
-"""A model is two pure functions; adapters make them from modules of Flax and Equinox, and from functions by hand.
+"""The model interface: two pure functions, which adapters build from Flax or Equinox modules or plain functions.
 
     init(key, batch) -> (params, model_state)
     apply(params, model_state, batch, key, train) -> (outputs, model_state)
 
 batch: one microbatch, {name: [example, ...]}; "inputs" goes to the module's first argument, and "mask" [example]
-(True for real examples) or any other entry to an argument of that name. model_state is a nested dict; floats in it are
-averaged over microbatches by weight, integers must agree, and what stands under its top-level key "carry"
-([example, ...]) belongs to the examples and stays with them. A module declares carry for one example; its adapter makes
-one for each. Zeros begin it: a step sets it to zero where examples begin anew.
+(True for real examples) or any other entry to an argument of that name. model_state is a nested dict: floats are
+averaged over microbatches by weight, integers must agree, and arrays under the top-level key "carry" ([example, ...])
+belong to the examples. A module declares carry for one example; its adapter broadcasts it to [example, ...]. Carry
+starts as zeros, and a step resets it to zeros where a new sequence starts.
 """
 
 import inspect
@@ -25,14 +25,14 @@ from jaxdp.errors import UsageError
 from jaxdp.precision import cast_floats
 
 CARRY = "carry"
-TRAINING = ("train", "training", "is_training", "is_train", "enable_dropout")  # names of arguments that are true then
+TRAINING = ("train", "training", "is_training", "is_train", "enable_dropout")  # arguments that are true in training
 EVALUATION = ("deterministic", "inference", "use_running_average", "eval_mode")
 UNBOUND, MESH = r"unbound axis name: (\w+)", (DATA, REPLICA, SHARD)
 RANDOM = re.compile(r"(\w+_)?(rngs?|key)")
 
 
 class Model(NamedTuple):
-    """blocks: paths (a/b) of parameters that `scan_blocks` runs, every leaf stacked [block, ...]."""
+    """A model as pure functions. blocks: paths (a/b) of the parameters stacked [block, ...] for `scan_blocks`."""
 
     init: Callable[..., tuple[Any, Any]]
     apply: Callable[..., tuple[Any, Any]]
@@ -40,17 +40,17 @@ class Model(NamedTuple):
 
 
 def modes(train: bool) -> dict[str, bool]:
-    """Return the value of every argument that tells training from evaluation."""
+    """Return the value of every argument that selects training or evaluation."""
     return {**dict.fromkeys(TRAINING, train), **dict.fromkeys(EVALUATION, not train)}
 
 
 def call_arguments(call: Callable, batch: dict[str, Any], train: bool, key: jax.Array) -> tuple[tuple, dict[str, Any]]:
-    """Return the (positional, keyword) arguments of a bound `__call__(x, mask, train, ...)`, found by their names.
+    """Return the (positional, keyword) arguments for a bound `__call__(x, mask, train, ...)`, matched by name.
 
-    An argument takes the batch's entry of its name; `TRAINING` and `EVALUATION` take the mode; an argument that is
-    annotated or named as randomness (`nnx.Rngs`, `rngs`, `key`, `z_rng`) takes a key derived from `key` and its name,
-    and an optional one keeps its default in evaluation. The first of the others takes "inputs". What has no source
-    keeps its default, or is None where the annotation allows it.
+    An argument gets the batch entry of its name; `TRAINING` and `EVALUATION` arguments get the mode; an argument
+    annotated or named as randomness (`nnx.Rngs`, `rngs`, `key`, `z_rng`) gets a key derived from `key` and its name,
+    but keeps its default in evaluation if it has one. The first of the others gets "inputs"; the rest keep their
+    defaults, or get None if the annotation allows it.
 
     Raises:
         UsageError: an argument has no source.
@@ -76,7 +76,7 @@ def call_arguments(call: Callable, batch: dict[str, Any], train: bool, key: jax.
             value, first = batch["inputs"], False
         elif first:
             raise UsageError(
-                f"model: its first argument {p.name!r} finds neither {p.name!r} nor 'inputs' among the data's "
+                f"model: the data has neither {p.name!r} nor 'inputs' for its first argument {p.name!r}, only "
                 f"{sorted(batch)}"
             )
         elif optional:
@@ -85,7 +85,7 @@ def call_arguments(call: Callable, batch: dict[str, Any], train: bool, key: jax.
             value = None
         else:
             raise UsageError(
-                f"model: nothing to give to its argument {p.name!r}; the data has {sorted(batch)}: rename an entry, or "
+                f"model: no value for its argument {p.name!r}; the data has {sorted(batch)}: rename an entry, or "
                 "give the argument a default"
             )
         if p.kind is not p.KEYWORD_ONLY and i == len(positional):
@@ -96,13 +96,13 @@ def call_arguments(call: Callable, batch: dict[str, Any], train: bool, key: jax.
 
 
 def is_random(p: inspect.Parameter) -> bool:
-    """Return whether an argument's annotation or name asks for a source of randomness."""
+    """Return True if an argument's annotation or name asks for a source of randomness."""
     return bool(re.search(r"\bRng(s|Stream)\b|PRNGKey", str(p.annotation)) or RANDOM.fullmatch(p.name))
 
 
 def randomness(p: inspect.Parameter, key: jax.Array) -> Any:
-    """Return what an argument draws from: `key` itself where it is called so, else a key folded from its name; as
-    `nnx.Rngs` where it is annotated so, or called rngs without an annotation."""
+    """Return an argument's source of randomness: `key` itself if the argument is named key, else a key folded with its
+    name; wrapped in `nnx.Rngs` if annotated so, or if named rngs without an annotation."""
     key = key if p.name == "key" else jax.random.fold_in(key, zlib.crc32(p.name.encode()))
     if "RngStream" in str(p.annotation):
         return nnx.Rngs(key).default
@@ -111,10 +111,10 @@ def randomness(p: inspect.Parameter, key: jax.Array) -> Any:
 
 
 def bind_axes(model: Model) -> Model:
-    """Return the model with every mapped axis that it names bound around each microbatch, with size 1.
+    """Return the model with every mapped axis that it names bound with size 1 around each microbatch.
 
-    `pmean(x, "batch")` then is x: the statistics are those of the microbatch, whatever the number of devices. A name is
-    learned from JAX's own error when the model is first traced.
+    `pmean(x, "batch")` then returns x: statistics are per microbatch, whatever the number of devices. The axis names
+    come from JAX's "unbound axis name" error when the model is first traced.
 
     Raises:
         UsageError: the model names an axis of the device mesh.
@@ -132,8 +132,8 @@ def bind_axes(model: Model) -> Model:
                 name = named(UNBOUND, error)
                 if name in MESH:
                     raise UsageError(
-                        f"model: it names the axis {name!r}, which is the device mesh's; name it 'batch', and its "
-                        "statistics are those of a microbatch"
+                        f"model: it uses the axis {name!r} of the device mesh; use 'batch' instead, for statistics per "
+                        "microbatch"
                     ) from error
                 if not name or name in axes:
                     raise
@@ -146,7 +146,7 @@ def bind_axes(model: Model) -> Model:
 
 
 def named(pattern: str, error: Exception) -> str:
-    """Return what the group of a pattern matches in an error's text, else ''."""
+    """Return the text that the pattern's group matches in an error message, else ''."""
     match = re.search(pattern, str(error))
     return match[1] if match else ""
 
@@ -157,8 +157,8 @@ def _inside(name: str, run: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def rehearse(call: Callable[[Any, Any], Any], params: Any, model_state: Any, batch: dict[str, Any]) -> Any:
-    """Trace call(params, model_state) and discard it, so that what it asks for (an axis, an RNG stream) is known before
-    the first trace that counts; return the shapes of its result, or None where it fails, which that trace reports."""
+    """Trace call(params, model_state) once, to discover the axes and RNG streams that it uses before the real trace.
+    Return the shapes of its result, or None if it fails; the real trace then reports the error."""
     dtypes = (jnp.asarray(x).dtype for x in batch.values())
     dtype = next((x for x in dtypes if jnp.issubdtype(x, jnp.floating)), jnp.dtype(jnp.float32))
     state = cast_floats(model_state, jnp.promote_types(dtype, jnp.float32))
@@ -167,19 +167,19 @@ def rehearse(call: Callable[[Any, Any], Any], params: Any, model_state: Any, bat
     except NameError as error:
         if named(UNBOUND, error) not in MESH:
             raise
-        return None  # refused, or bound, where it is called
+        return None  # `bind_axes` reports it
     except Exception:
         return None
 
 
 def for_each_example(carry: Any, batch: dict[str, Any]) -> Any:
-    """Carry declared for one example [...], as that of a batch's [example, ...]."""
+    """Broadcast carry declared for one example [...] to [example, ...]."""
     examples = len(next(iter(batch.values())))
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (examples, *x.shape)), carry)
 
 
 def nest(pairs: Iterable[tuple[Sequence[Any], Any]]) -> dict[str, Any]:
-    """(path, value) pairs as nested dicts."""
+    """Convert (path, value) pairs to nested dicts."""
     tree: dict[str, Any] = {}
     for path, value in pairs:
         node = tree
@@ -190,13 +190,12 @@ def nest(pairs: Iterable[tuple[Sequence[Any], Any]]) -> dict[str, Any]:
 
 
 def at(tree: dict[str, Any], path: Sequence[Any]) -> Any:
-    """What stands at a path of nested dicts."""
+    """Return the value at a path in nested dicts."""
     for part in path:
         tree = tree[str(part)]
     return tree
 
 
 def keep_dtypes(old: Any, new: Any) -> Any:
-    """`new` in the dtypes of `old`: running averages keep the dtype that they are stored in, whatever a model
-    computes in."""
+    """Cast `new` to the dtypes of `old`: running averages keep their stored dtype, whatever the compute dtype."""
     return jax.tree.map(lambda old, new: new.astype(old.dtype), old, new)

@@ -10,7 +10,7 @@ from jaxdp.models.layers import ConvBN, make_dropout
 
 
 class CNN(nnx.Module):
-    """3x3 ConvBN blocks, each after the first halving the image, mean over the pixels, dropout, a linear classifier.
+    """A CNN: 3x3 ConvBN blocks (all but the first halve the image), mean over pixels, dropout, a linear classifier.
 
     x[example, height, width, channel] -> logits [example, class]. input_shape and num_classes come from the data.
     """

@@ -1,4 +1,4 @@
-"""A convolution, on CPU as patches and one matrix product where XLA's own loops are slower."""
+"""Convolution; on CPU computed from patches with one matrix product where XLA's own loops are slower."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from jax import lax
 from jaxdp.models.products import product
 
 LAYOUT = lax.ConvDimensionNumbers((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2))  # images [n, h, w, c], kernels [h, w, i, o]
-# Channels: below, strides are taken by moving pixels to channels. 16 floats are what a processor reads at once.
+# With fewer channels, strided convolutions move pixels to channels: a processor reads 16 floats at once.
 FEW = 16
 Pads = list[tuple[int, int]]
 
@@ -27,13 +27,13 @@ def convolve(
     feature_group_count: int = 1,
     **options: Any,
 ) -> jax.Array:
-    """x[example, height, width, input], kernel[height, width, input, output]; a `conv_general_dilated` for `nnx.Conv`.
+    """Convolve x[example, height, width, input] with kernel[height, width, input, output], for `nnx.Conv`.
 
-    On CPU, of such images, undilated, in one group, and not smaller than the window: taps that see nothing but padding
-    are left out, so that a 3x3 kernel on an image of one pixel is a matrix product; and with strides, or one pixel of
-    output, patches are gathered and multiplied (Chellapilla et al. 2006, "High Performance Convolutional Neural
-    Networks for Document Processing"), of which the gradients are products too. Everything else is
-    `lax.conv_general_dilated`.
+    A replacement of `lax.conv_general_dilated`. On CPU, for undilated convolutions in one group on images not smaller
+    than the window, it drops kernel taps that see only padding (a 3x3 kernel on a one-pixel image becomes a matrix
+    product). With strides, or one pixel of output, it gathers patches and multiplies them (Chellapilla et al. 2006,
+    "High Performance Convolutional Neural Networks for Document Processing"); the gradients are products too. All other
+    cases call `lax.conv_general_dilated`.
     """
     plain = all(d in (None, 1) or set(d) == {1} for d in (lhs_dilation, rhs_dilation)) and feature_group_count == 1
     images = x.ndim == 4 and dimension_numbers == lax.conv_dimension_numbers(
@@ -42,8 +42,8 @@ def convolve(
     strides, pads = tuple(window_strides), [] if isinstance(padding, str) else list(padding)
     if plain and images and isinstance(padding, str):
         pads = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], strides, padding)
-    some = plain and images and min(_outputs(x.shape[1:3], kernel.shape[:2], strides, pads)) > 0
-    if not (some and jax.default_backend() == "cpu"):
+    supported = plain and images and min(_outputs(x.shape[1:3], kernel.shape[:2], strides, pads)) > 0
+    if not (supported and jax.default_backend() == "cpu"):
         return lax.conv_general_dilated(
             x,
             kernel,
@@ -55,7 +55,7 @@ def convolve(
             feature_group_count,
             **options,
         )
-    kernel, pads = _seen(x.shape[1:3], kernel, strides, pads)
+    kernel, pads = _crop_kernel(x.shape[1:3], kernel, strides, pads)
     height, width = _outputs(x.shape[1:3], kernel.shape[:2], strides, pads)
     if strides == (1, 1) and (height, width) != (1, 1):
         return lax.conv_general_dilated(x, kernel, strides, pads, dimension_numbers=dimension_numbers, **options)
@@ -69,18 +69,18 @@ def _outputs(sizes: Sequence[int], window: Sequence[int], strides: Sequence[int]
     return tuple((n + sum(p) - k) // s + 1 for n, k, s, p in zip(sizes, window, strides, pads, strict=True))
 
 
-def _seen(sizes: Sequence[int], kernel: jax.Array, strides: Sequence[int], pads: Pads) -> tuple[jax.Array, Pads]:
-    """The taps from the first to the last that see the image somewhere, and the padding that they leave."""
-    outputs, cut, left = _outputs(sizes, kernel.shape[:2], strides, pads), [], []
+def _crop_kernel(sizes: Sequence[int], kernel: jax.Array, strides: Sequence[int], pads: Pads) -> tuple[jax.Array, Pads]:
+    """Crop the kernel to the taps that see the image for some output; return it with the matching padding."""
+    outputs, crops, new_pads = _outputs(sizes, kernel.shape[:2], strides, pads), [], []
     for n, k, s, (low, high), o in zip(sizes, kernel.shape[:2], strides, pads, outputs, strict=True):
         taps = [t for t in range(k) if any(0 <= i * s + t - low < n for i in range(o))] or [0, k - 1]
-        cut.append(slice(taps[0], taps[-1] + 1))
-        left.append((low - taps[0], high - (k - 1 - taps[-1])))
-    return kernel[tuple(cut)], left
+        crops.append(slice(taps[0], taps[-1] + 1))
+        new_pads.append((low - taps[0], high - (k - 1 - taps[-1])))
+    return kernel[tuple(crops)], new_pads
 
 
 def _patches(x: jax.Array, window: Sequence[int], strides: Sequence[int], pads: Pads) -> jax.Array:
-    """[example, height, width, tap x channel]: what each output sees."""
+    """Return the patch of each output pixel: [example, height, width, tap x channel]."""
     height, width = _outputs(x.shape[1:3], window, strides, pads)
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *((*p, 0) for p in pads), (0, 0, 0)])
     down, right = strides
@@ -92,20 +92,20 @@ def _patches(x: jax.Array, window: Sequence[int], strides: Sequence[int], pads: 
 def _blocks(
     x: jax.Array, kernel: jax.Array, strides: Sequence[int], pads: Pads, outputs: Sequence[int]
 ) -> tuple[jax.Array, jax.Array]:
-    """The same convolution with strides of 1: pixels of a block of the strides' size become channels, with zeros in the
-    kernel where it does not fill its last block, and in the image where no window sees it: 0 x NaN would be NaN."""
+    """Convert to a convolution with stride 1: the pixels of each block of the strides' size become channels. Pads the
+    kernel with zeros to full blocks, and zeroes pixels that no window sees, because 0 x NaN would be NaN."""
     across = [-(-k // s) for k, s in zip(kernel.shape[:2], strides, strict=True)]
-    whole = [(o + b - 1) * s for o, b, s in zip(outputs, across, strides, strict=True)]
-    fit = [(low, size - n - low, 0) for n, size, (low, _) in zip(x.shape[1:3], whole, pads, strict=True)]
+    padded = [(o + b - 1) * s for o, b, s in zip(outputs, across, strides, strict=True)]
+    fit = [(low, size - n - low, 0) for n, size, (low, _) in zip(x.shape[1:3], padded, pads, strict=True)]
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *fit, (0, 0, 0)])
-    for dim, (size, o, s, k) in enumerate(zip(whole, outputs, strides, kernel.shape[:2], strict=True), 1):
+    for dim, (size, o, s, k) in enumerate(zip(padded, outputs, strides, kernel.shape[:2], strict=True), 1):
         seen = np.isin(np.arange(size), np.add.outer(np.arange(o) * s, np.arange(k)))
         if not seen.all():
             x = jnp.where(seen.reshape(-1, *[1] * (3 - dim)), x, jnp.zeros_like(x))
     fill = [(0, b * s - k) for b, s, k in zip(across, strides, kernel.shape[:2], strict=True)]
     kernel = jnp.pad(kernel, [*fill, (0, 0), (0, 0)])
     (down, right), channels = strides, x.shape[3]
-    x = x.reshape(len(x), whole[0] // down, down, whole[1] // right, right, channels).swapaxes(2, 3)
+    x = x.reshape(len(x), padded[0] // down, down, padded[1] // right, right, channels).swapaxes(2, 3)
     kernel = kernel.reshape(across[0], down, across[1], right, channels, -1).swapaxes(1, 2)
     inside = down * right * channels
     return x.reshape(*x.shape[:3], inside), kernel.reshape(*across, inside, kernel.shape[-1])

@@ -1,4 +1,4 @@
-"""Equinox modules as pure functions: one example's call, mapped over the microbatch, its arrays named by path."""
+"""The adapter for Equinox: vmap a module's per-example call over the microbatch, and name its arrays by path."""
 
 import functools
 import inspect
@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jaxdp.errors import UsageError
 from jaxdp.models.base import CARRY, Model, at, call_arguments, for_each_example, keep_dtypes, nest
 
-AXIS = "batch"  # of the examples of a microbatch, where no BatchNorm names another
+AXIS = "batch"  # the vmapped axis over a microbatch's examples, unless a BatchNorm names another
 PARAMS, STATE = "params", "state"
 
 
 class Carry(eqx.Module):
-    """State that belongs to an example: declared for one, read as state.get(carry.index), set likewise."""
+    """Per-example state: declare it for one example; read it as state.get(carry.index), set it likewise."""
 
     index: eqx.nn.StateIndex
 
@@ -26,62 +26,62 @@ class Carry(eqx.Module):
 
 
 def from_equinox(make: Callable[..., Any]) -> Model:
-    """The model of an Equinox class, or of a function that makes its module, called as make(key=key).
+    """Return the `Model` of an Equinox class or factory, called as make(key=key).
 
-    The module is called on one example [...]; its arguments get by name that example's entries, `key` (the example's
-    own, folded from the microbatch's), and `state`, in which case it returns (outputs, state), as `eqx.nn.BatchNorm`
-    does over the examples of the microbatch. Parameters are its floating-point arrays by attribute path. State must be
-    the same for all examples (`jax.lax.pmean` over the axis "batch"), but for `Carry`. In evaluation the module is in
-    `eqx.nn.inference_mode`. BatchNorm counts padding (a real example again) in, which a batch that deals evenly into
-    microbatches has not. Raises UsageError for what is no Equinox module.
+    Calls the module on one example [...]; its arguments get by name that example's entries, `key` (one per example,
+    folded from the microbatch's), and `state`; a module that accepts `state` must return (outputs, state), as
+    `eqx.nn.BatchNorm` does. Parameters are its floating-point arrays by attribute path. State must be equal for all
+    examples (`jax.lax.pmean` over the axis "batch"), except `Carry`. In evaluation the module is in
+    `eqx.nn.inference_mode`. BatchNorm statistics include padding (copies of a real example), which exists only if the
+    batch does not split evenly into microbatches. Raises UsageError if `make` does not return an Equinox module.
     """
 
-    def made(key: jax.Array) -> tuple[Any, eqx.nn.State]:
+    def make_checked(key: jax.Array) -> tuple[Any, eqx.nn.State]:
         module, state = eqx.nn.make_with_state(make)(key=key)
         if not isinstance(module, eqx.Module):
-            what = type(module).__name__
-            raise UsageError(f"model: what takes a key must give an Equinox module, not {what}; return one")
+            name = type(module).__name__
+            raise UsageError(f"model: a factory that takes a key must return an Equinox module, not {name}")
         return module, state
 
-    module, state = eqx.filter_eval_shape(made, jax.random.key(0))
+    module, state = eqx.filter_eval_shape(make_checked, jax.random.key(0))
     name, axis = type(module).__name__, axis_of(module)
     modes = {train: eqx.nn.inference_mode(module, not train) for train in (True, False)}
     leaves, structure = leaves_of(module, state), jax.tree.structure(state)
-    kept = len(jax.tree.leaves(state))
-    first = len(leaves) - kept  # of the state's
+    state_count = len(jax.tree.leaves(state))
+    first = len(leaves) - state_count  # index of the first state leaf
     if not callable(module):
         raise UsageError(f"model: {name} has no __call__; give it one, of one example")
     stateful = "state" in inspect.signature(module.__call__).parameters
-    if kept and not stateful:
-        raise UsageError(f"model: {name} holds state, but its __call__ takes none; add the argument state")
+    if state_count and not stateful:
+        raise UsageError(f"model: {name} has state, but its __call__ does not take it; add the argument state")
 
     def init(key: jax.Array, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
-        trees = grouped(leaves_of(*made(key)))
-        return trees[PARAMS], together(trees, for_each_example(trees[CARRY], batch))
+        trees = grouped(leaves_of(*make_checked(key)))
+        return trees[PARAMS], with_carry(trees, for_each_example(trees[CARRY], batch))
 
     def apply(params: Any, model_state: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool):
         trees = {PARAMS: params, STATE: model_state, CARRY: model_state.get(CARRY, {})}
         values = [at(trees[leaf.kind], leaf.path) for leaf in leaves]
 
-        def one(example: dict[str, jax.Array], place: jax.Array, own: dict[int, jax.Array]) -> Any:
-            here = [own.get(i, x) for i, x in enumerate(values)]
-            arrays = iter(here[:first])
+        def run_example(example: dict[str, jax.Array], row: jax.Array, carry: dict[int, jax.Array]) -> Any:
+            inputs = [carry.get(i, x) for i, x in enumerate(values)]
+            arrays = iter(inputs[:first])
             call = jax.tree.map(lambda leaf: next(arrays) if is_array(leaf) else leaf, modes[train]).__call__
-            entries = {**example, "state": jax.tree.unflatten(structure, here[first:])} if stateful else example
-            args, kwargs = call_arguments(call, entries, train, jax.random.fold_in(key, place))
+            entries = {**example, "state": jax.tree.unflatten(structure, inputs[first:])} if stateful else example
+            args, kwargs = call_arguments(call, entries, train, jax.random.fold_in(key, row))
             result = call(*args, **kwargs)
             if not stateful:
                 return result, {}, {}
             if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], eqx.nn.State)):
                 raise UsageError(f"model: {name} takes state, so it must return (outputs, state)")
             new = dict(enumerate(jax.tree.leaves(result[1]), first))
-            return result[0], {i: x for i, x in new.items() if i not in own}, {i: new[i] for i in own}
+            return result[0], {i: x for i, x in new.items() if i not in carry}, {i: new[i] for i in carry}
 
-        places = jnp.arange(len(next(iter(batch.values()))))
-        own = {i: x for i, x in enumerate(values) if leaves[i].kind == CARRY}
+        rows = jnp.arange(len(next(iter(batch.values()))))
+        carry = {i: x for i, x in enumerate(values) if leaves[i].kind == CARRY}
         try:
-            over = jax.vmap(one, out_axes=(0, None, 0), axis_name=axis)
-            outputs, shared, own = over(batch, places, own)
+            run_batch = jax.vmap(run_example, out_axes=(0, None, 0), axis_name=axis)
+            outputs, shared, carry = run_batch(batch, rows, carry)
         except ValueError as error:
             if "out_axes" not in str(error):
                 raise
@@ -89,9 +89,9 @@ def from_equinox(make: Callable[..., Any]) -> Model:
                 f"model: the state of {name} differs from example to example; average it with jax.lax.pmean(..., "
                 f"{axis!r}), or declare it as jaxdp.models.equinox.Carry"
             ) from None
-        new = {**dict(enumerate(values)), **shared, **own}
+        new = {**dict(enumerate(values)), **shared, **carry}
         trees = grouped([leaf._replace(value=new[i]) for i, leaf in enumerate(leaves)])
-        return outputs, keep_dtypes(model_state, together(trees, trees[CARRY]))
+        return outputs, keep_dtypes(model_state, with_carry(trees, trees[CARRY]))
 
     def traced(params: Any, model_state: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool):
         return trace_off_mesh(functools.partial(apply, train=train), params, model_state, batch, key)
@@ -100,10 +100,10 @@ def from_equinox(make: Callable[..., Any]) -> Model:
 
 
 def trace_off_mesh(f: Callable[..., Any], *args: Any) -> Any:
-    """Return f(*args), traced as if there were no device mesh.
+    """Return f(*args), traced without a device mesh.
 
-    `State.set` compares the types of the old and the new value, and inside of a mapped function they name the mesh,
-    but not that of a constant, such as the one that `BatchNorm` in its mode "ema" sets.
+    `State.set` compares the types of the old and the new value. Inside a mapped function a type includes the mesh, but
+    not the type of a constant, such as the one that `BatchNorm` sets in its mode "ema".
     """
     leaves, structure = jax.tree.flatten(args)
     shapes = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
@@ -115,7 +115,7 @@ def trace_off_mesh(f: Callable[..., Any], *args: Any) -> Any:
 
 
 class Leaf(NamedTuple):
-    """An array of a module or its state, by attribute path; kind: a parameter, other state, or an example's own."""
+    """An array of a module or its state, by attribute path; kind: PARAMS, STATE, or CARRY."""
 
     path: tuple[str, ...]
     value: Any
@@ -123,30 +123,30 @@ class Leaf(NamedTuple):
 
 
 def leaves_of(module: Any, state: eqx.nn.State) -> list[Leaf]:
-    """The arrays of the module in the order of its leaves, then those of its state in theirs."""
-    found = []
+    """Return the arrays of the module, then those of its state, in leaf order. Raises UsageError for a random key."""
+    leaves = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(module):
         if is_array(leaf):
             if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                where = ".".join(names(path))
-                raise UsageError(f"model: {where} holds a random key; take the argument key in __call__ instead")
-            found.append(Leaf(names(path), leaf, PARAMS if jnp.issubdtype(leaf.dtype, jnp.inexact) else STATE))
-    here = lambda x: isinstance(x, Carry | eqx.nn.StateIndex)
-    for path, node in jax.tree_util.tree_leaves_with_path(module, is_leaf=here):
-        if here(node):
+                name = ".".join(names(path))
+                raise UsageError(f"model: {name} stores a random key; use the argument key of __call__ instead")
+            leaves.append(Leaf(names(path), leaf, PARAMS if jnp.issubdtype(leaf.dtype, jnp.inexact) else STATE))
+    is_state = lambda x: isinstance(x, Carry | eqx.nn.StateIndex)
+    for path, node in jax.tree_util.tree_leaves_with_path(module, is_leaf=is_state):
+        if is_state(node):
             value = state.get(node.index if isinstance(node, Carry) else node)
             kind = CARRY if isinstance(node, Carry) else STATE
             inner = jax.tree_util.tree_leaves_with_path(value)
-            found += [Leaf(names((*path, *more)), leaf, kind) for more, leaf in inner]
-    return found
+            leaves += [Leaf(names((*path, *more)), leaf, kind) for more, leaf in inner]
+    return leaves
 
 
 def grouped(leaves: list[Leaf]) -> dict[str, dict[str, Any]]:
     return {kind: nest((x.path, x.value) for x in leaves if x.kind == kind) for kind in (PARAMS, STATE, CARRY)}
 
 
-def together(trees: dict[str, Any], carry: Any) -> dict[str, Any]:
-    """The model state, with the carry where there is one."""
+def with_carry(trees: dict[str, Any], carry: Any) -> dict[str, Any]:
+    """Return the model state, with an entry for the carry if there is any."""
     return {**trees[STATE], CARRY: carry} if carry else trees[STATE]
 
 
@@ -159,9 +159,9 @@ def names(path: Any) -> tuple[str, ...]:
 
 
 def axis_of(module: Any) -> str:
-    """The axis that its BatchNorms average over."""
+    """Return the name of the axis that the module's BatchNorms average over. Raises UsageError if it is not unique."""
     is_norm = lambda x: isinstance(x, eqx.nn.BatchNorm)
-    found = {x.axis_name for x in jax.tree.leaves(module, is_leaf=is_norm) if is_norm(x)} or {AXIS}
-    if len(found) > 1 or not all(isinstance(x, str) for x in found):
-        raise UsageError(f"model: its BatchNorms name the axes {found}; give all of them axis_name={AXIS!r}")
-    return found.pop()
+    axes = {x.axis_name for x in jax.tree.leaves(module, is_leaf=is_norm) if is_norm(x)} or {AXIS}
+    if len(axes) > 1 or not all(isinstance(x, str) for x in axes):
+        raise UsageError(f"model: its BatchNorms name the axes {axes}; give all of them axis_name={AXIS!r}")
+    return axes.pop()

@@ -1,4 +1,4 @@
-"""A pair of plain functions as a model: what they need of a microbatch reaches them by the names of their arguments."""
+"""The adapter for a pair of plain functions; their argument names select the entries of a microbatch."""
 
 import functools
 import inspect
@@ -12,17 +12,16 @@ from jaxdp.models.base import Model, call_arguments, keep_dtypes, rehearse
 
 
 def from_functions(init: Callable, apply: Callable) -> Model:
-    """The model of init(key, inputs, ...) -> params and apply(params, inputs, ...) -> outputs.
+    """Return the `Model` of init(key, inputs, ...) -> params and apply(params, inputs, ...) -> outputs.
 
-    Their first argument is the key, or the parameters; the next one takes "inputs" unless it has another entry's name;
-    further ones take by name an entry of the batch (such as mask), `key`, `train` (see `call_arguments`) and `state`.
-    Where apply takes `state`, init returns (params, state), and apply (outputs, state): a dict as in
-    `jaxdp.models.base`, whose entry "carry" is [example, ...]. Raises UsageError for a function that returns something
-    else.
+    The first argument is the key, or the parameters; the second gets "inputs" unless it has another entry's name;
+    further arguments get by name an entry of the batch (such as mask), `key`, `train` (see `call_arguments`) or
+    `state`. If apply takes `state`, init must return (params, state), and apply (outputs, state), with a dict as in
+    `jaxdp.models.base`, whose entry "carry" is [example, ...]. Raises UsageError for other return values.
     """
     stateful = "state" in inspect.signature(apply).parameters
 
-    def two(name: str, result: Any, what: str) -> Any:
+    def as_pair(name: str, result: Any, what: str) -> Any:
         if not stateful:
             return result, {}
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
@@ -34,18 +33,18 @@ def from_functions(init: Callable, apply: Callable) -> Model:
 
     def init_(key: jax.Array, batch: dict[str, Any]) -> tuple[Any, Any]:
         args, kwargs = call_arguments(functools.partial(init, key), batch, False, key)
-        params, state = two("init", init(key, *args, **kwargs), "params")
+        params, state = as_pair("init", init(key, *args, **kwargs), "params")
         rehearse(lambda params, state: apply_(params, state, batch, key, True), params, state, batch)
         return params, state
 
     def apply_(params: Any, model_state: Any, batch: dict[str, Any], key: jax.Array, train: bool) -> tuple[Any, Any]:
         entries = {**batch, **({"state": model_state} if stateful else {})}
         args, kwargs = call_arguments(functools.partial(apply, params), entries, train, key)
-        outputs, state = two("apply", apply(params, *args, **kwargs), "outputs")
-        made: Any = jax.tree.structure(model_state)
-        if jax.tree.structure(state) != made:
+        outputs, state = as_pair("apply", apply(params, *args, **kwargs), "outputs")
+        structure: Any = jax.tree.structure(model_state)
+        if jax.tree.structure(state) != structure:
             raise UsageError(
-                f"model: init made the state {sorted(model_state)}, but apply {sorted(state)}; return alike"
+                f"model: init returned the state {sorted(model_state)}, but apply {sorted(state)}; they must match"
             )
         return outputs, keep_dtypes(model_state, state)
 

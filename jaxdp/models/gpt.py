@@ -1,4 +1,4 @@
-"""A decoder-only transformer is one block, scanned; GPT-2 and Llama are two settings of its arguments."""
+"""A decoder-only transformer with scanned blocks; its arguments cover GPT-2 and Llama."""
 
 import functools
 import math
@@ -17,30 +17,30 @@ from jaxdp.models.nnx import Blocks
 from jaxdp.models.normalization import LayerNorm, RMSNorm
 from jaxdp.models.products import product
 
-DEVIATION = 0.02  # of every initial weight but those that lead back into the stream
+DEVIATION = 0.02  # standard deviation of initial weights, except the projections into the residual stream
 EPSILON = 1e-5
 
 
 class GPT(nnx.Module):
-    """tokens[example, token] integers -> `Logits` [example, token, vocabulary], each from the tokens up to its own.
+    """A causal language model: tokens[example, token] integers -> `Logits` [example, token, vocabulary].
 
-    Where the data has segments[example, token], integers that tell apart the documents packed into an example, from
-    those of its own segment only.
+    If the data has segments[example, token], integers that number the documents packed into an example, tokens attend
+    only within their segment.
 
     The defaults are the smallest GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"):
-    pre-norm blocks, weights normal(0.02), in the projections back into the stream / sqrt(2 layers). Llama (Touvron et
-    al., arXiv 2302.13971) is norm: rms, mlp: swiglu, positions: rotary, tied: false, bias: false.
+    pre-norm blocks, weights normal(0.02), divided by sqrt(2 layers) in the projections into the residual stream. Llama
+    (Touvron et al., arXiv 2302.13971) is norm: rms, mlp: swiglu, positions: rotary, tied: false, bias: false.
 
-    input_shape: (length,), the context, and num_classes, the vocabulary, come from the data where they are left
-    out. vocabulary_multiple: the embedding (and an untied head) has rows for a multiple of it, as 50304 = 393 x 128
-    for GPT-2's 50257 tokens, since products of such sizes are faster; the rows beyond have no logits. kv_heads: of
-    keys and values; fewer than heads is grouped-query attention (Ainslie et al., arXiv 2305.13245). hidden: width
-    of the MLP, else 4 dim, and for swiglu 8/3 dim up to a multiple of 256. positions: learned, or rotary (Su et
-    al., arXiv 2104.09864), which has no longest context. tied: logits by the embedding's own matrix. dropout: of
-    the embedding and of what a block adds. attention: cudnn is fused, for bfloat16 on an NVIDIA GPU; xla works
-    anywhere; auto takes cudnn where it works. scan: one compiled block, run again and again, over stacked
-    parameters; false compiles every block by itself: slower to compile, at times faster to run, and ZeRO-3 gathers
-    all of them at once.
+    input_shape: (length,), the context, and num_classes, the vocabulary, default to those of the data.
+    vocabulary_multiple: pads the rows of the embedding (and of an untied head) to a multiple of it, as 50304 = 393 x
+    128 for GPT-2's 50257 tokens, since products of such sizes are faster; padding rows have no logits. kv_heads: heads
+    of keys and values; fewer than heads is grouped-query attention (Ainslie et al., arXiv 2305.13245). hidden: width of
+    the MLP; by default 4 dim, for swiglu 8/3 dim rounded up to a multiple of 256. positions: learned, or rotary (Su et
+    al., arXiv 2104.09864), which has no longest context. tied: compute logits with the embedding matrix. dropout: rate
+    for the embedding and for the output of each block's branches. attention: cudnn is fused, for bfloat16 on an NVIDIA
+    GPU; xla works anywhere; auto uses cudnn where it works. scan: compile one block and scan it over stacked
+    parameters; false compiles every block separately: slower to compile, sometimes faster to run, and ZeRO-3 gathers
+    all blocks at once.
 
     Raises UsageError for arguments that do not fit each other.
     """
@@ -89,8 +89,8 @@ class GPT(nnx.Module):
         back = functools.partial(linear, kernel_init=normal(DEVIATION / math.sqrt(2 * layers)))
 
         def block(rngs: nnx.Rngs) -> Block:
-            # A bias of the keys adds the same to all scores of a query, unless they rotate, and softmax takes that
-            # away: its gradient would be rounding noise, of which Adam makes steps.
+            # Without rotation, a key bias shifts all scores of a query equally, which softmax cancels: its gradient
+            # would be rounding noise, which Adam scales up to full steps.
             key = linear if rotary else functools.partial(linear, use_bias=False)
             return Block(
                 NORMS[norm](dim, bias, rngs),
@@ -127,7 +127,7 @@ class GPT(nnx.Module):
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), and to that its mlp(norm(.)); x[example, token, dim]."""
+    """A pre-norm block on x[example, token, dim]: y = x + attention(norm1(x)), then y + mlp(norm2(y))."""
 
     def __init__(self, norm1: Callable, attention: Callable, norm2: Callable, mlp: Callable, dropout: Callable):
         self.norm1, self.attention, self.norm2, self.mlp, self.dropout = norm1, attention, norm2, mlp, dropout
@@ -138,7 +138,7 @@ class Block(nnx.Module):
 
 
 class Chain(nnx.Module):
-    """One module after the other, as `Blocks`, but each with variables of its own."""
+    """A chain of modules like `Blocks`, but with separate, unstacked variables."""
 
     def __init__(self, modules: Sequence[nnx.Module]):
         self.modules = nnx.List(modules)
@@ -150,7 +150,7 @@ class Chain(nnx.Module):
 
 
 class GELU(nnx.Module):
-    """back(gelu(up(x)))."""
+    """The MLP back(gelu(up(x)))."""
 
     def __init__(self, dim: int, hidden: int, linear: Callable, back: Callable, *, rngs: nnx.Rngs):
         self.up, self.back = linear(dim, hidden, rngs=rngs), back(hidden, dim, rngs=rngs)
@@ -164,7 +164,7 @@ class GELU(nnx.Module):
 
 
 class SwiGLU(nnx.Module):
-    """back(silu(gate(x)) up(x)) (Shazeer, arXiv 2002.05202)."""
+    """The MLP back(silu(gate(x)) up(x)) (Shazeer, arXiv 2002.05202)."""
 
     def __init__(self, dim: int, hidden: int, linear: Callable, back: Callable, *, rngs: nnx.Rngs):
         self.gate, self.up = linear(dim, hidden, rngs=rngs), linear(dim, hidden, rngs=rngs)
@@ -179,12 +179,12 @@ class SwiGLU(nnx.Module):
 
 
 def look_up(embedding: jax.Array, tokens: jax.Array) -> jax.Array:
-    """embedding[vocabulary, dim] of tokens [...] -> [..., dim]; the gradient adds up in float32 at least.
+    """Look up tokens [...] in embedding[vocabulary, dim] -> [..., dim]; accumulate the gradient in at least float32.
 
-    In bfloat16 the gradient of a token seen 2,500 times was 18 % off: a sum stops growing at 256 times what is added.
+    In bfloat16 the gradient of a token seen 2,500 times was 18 % off: a sum stops growing at 256 times its terms.
     """
-    found = jnp.take(embedding.astype(wide(embedding.dtype)), tokens.astype(jnp.int32), axis=0)
-    return found.astype(embedding.dtype)
+    rows = jnp.take(embedding.astype(wide(embedding.dtype)), tokens.astype(jnp.int32), axis=0)
+    return rows.astype(embedding.dtype)
 
 
 def _require(fits: bool, argument: str, value: Any, problem: str) -> None:

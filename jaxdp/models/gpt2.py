@@ -1,9 +1,9 @@
-"""GPT-2's weights under their published names, and where each stands in `GPT`: pure functions of names and arrays.
+"""Conversion between GPT-2's published weights and the parameters of `GPT`: pure functions of names and arrays.
 
 The layout of the checkpoints at huggingface.co/openai-community/gpt2 (Radford et al. 2019): `wte.weight`, `wpe.weight`,
-`h.0.ln_1.weight`, ..., `ln_f.bias`, at times below `transformer.`; kernels are [in, out], and those of query, key and
-value are one [dim, 3 dim]. Our keys have no bias: it adds the same to all scores of a query, and softmax takes that
-away. `lm_head.weight` is the embedding again, and the buffers `attn.bias` and `attn.masked_bias` are the causal mask.
+`h.0.ln_1.weight`, ..., `ln_f.bias`, sometimes with the prefix `transformer.`; kernels are [in, out], and query, key and
+value share one kernel [dim, 3 dim]. `GPT` has no key bias: it shifts all scores of a query equally, which softmax
+cancels. `lm_head.weight` repeats the embedding; the buffers `attn.bias` and `attn.masked_bias` are the causal mask.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 PREFIX = "transformer."
-STACK, MODULES = "blocks/stack", "blocks/modules"  # of a GPT that scans its blocks, and of one that does not
+STACK, MODULES = "blocks/stack", "blocks/modules"  # the path of the blocks with scan: true, and with scan: false
 THIRDS = ("query", "key", "value")
 OUTSIDE = {
     "embed/embedding": "wte.weight",
@@ -41,8 +41,8 @@ INSIDE = {
 
 
 class Place(NamedTuple):
-    """Where one of our arrays lies: in tensors of these names, one of each block where stacked; of each, the third-th
-    third of its last dim, or all where that is None."""
+    """The published source of one of our arrays: the tensor names (one per block if stacked), and which third of their
+    last dim (0 to 2), or None for all of it."""
 
     names: tuple[str, ...]
     stacked: bool = False
@@ -50,42 +50,42 @@ class Place(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What the place is called in a line for people."""
+        """Return a short name for messages."""
         name = re.sub(r"h\.\d+\.", "h.*.", self.names[0]) if self.stacked else self.names[0]
         return name if self.third is None else f"{name}[{THIRDS[self.third]}]"
 
 
 def is_published(names: Iterable[str]) -> bool:
-    """Whether these are the names of the published layout."""
+    """Return True for the names of the published layout."""
     plain = {name.removeprefix(PREFIX) for name in names}
     return {"wte.weight", "wpe.weight", "h.0.attn.c_attn.weight"} <= plain
 
 
 def is_gpt(paths: Iterable[str]) -> bool:
-    """Whether these are the paths of a `GPT` with learned positions."""
+    """Return True for the parameter paths of a `GPT` with learned positions."""
     paths = set(paths)
     blocks = (f"{STACK}/attention/query/kernel", f"{MODULES}/0/attention/query/kernel")
     return {"embed/embedding", "positions"} <= paths and any(name in paths for name in blocks)
 
 
 def places(names: Sequence[str], stacked: bool) -> dict[str, Place]:
-    """{our path: its place}, of all that is among these published names."""
+    """Return {our path: its `Place`} for all arrays whose tensors are among these published names."""
     prefix = PREFIX if f"{PREFIX}wte.weight" in names else ""
-    there = set(names)
-    found = {ours: Place((f"{prefix}{theirs}",)) for ours, theirs in OUTSIDE.items()}
+    available = set(names)
+    sources = {ours: Place((f"{prefix}{theirs}",)) for ours, theirs in OUTSIDE.items()}
     blocks = range(count(names))
     for ours, theirs in INSIDE.items():
         third = next((i for i, part in enumerate(THIRDS) if f"/{part}/" in ours), None)
         each = [f"{prefix}h.{i}.{theirs}" for i in blocks]
         if stacked:
-            found[f"{STACK}/{ours}"] = Place(tuple(each), True, third)
+            sources[f"{STACK}/{ours}"] = Place(tuple(each), True, third)
         else:
-            found |= {f"{MODULES}/{i}/{ours}": Place((name,), False, third) for i, name in enumerate(each)}
-    return {ours: place for ours, place in found.items() if there.issuperset(place.names)}
+            sources |= {f"{MODULES}/{i}/{ours}": Place((name,), False, third) for i, name in enumerate(each)}
+    return {ours: source for ours, source in sources.items() if available.issuperset(source.names)}
 
 
 def used(names: Iterable[str]) -> set[str]:
-    """Those of the published names that `places` could ask for, and those that say nothing of their own."""
+    """Return the published names that `places` can use, and the redundant ones (`lm_head`, masks)."""
     inside = {*INSIDE.values(), "attn.bias", "attn.masked_bias"}
     known = {*OUTSIDE.values(), "lm_head.weight"}
     plain = lambda name: re.sub(r"^h\.\d+\.", "", name.removeprefix(PREFIX))
@@ -93,17 +93,17 @@ def used(names: Iterable[str]) -> set[str]:
 
 
 def count(names: Iterable[str]) -> int:
-    """How many blocks there are."""
-    found = (re.match(r"h\.(\d+)\.", name.removeprefix(PREFIX)) for name in names)
-    return 1 + max((int(m[1]) for m in found if m), default=-1)
+    """Return the number of blocks."""
+    matches = (re.match(r"h\.(\d+)\.", name.removeprefix(PREFIX)) for name in names)
+    return 1 + max((int(m[1]) for m in matches if m), default=-1)
 
 
 def from_published(arrays: Mapping[str, Any], stacked: bool = True) -> dict[str, np.ndarray]:
-    """{published name: array} -> {our path: array}; stacked: for a GPT that scans its blocks."""
+    """Convert {published name: array} to {our path: array}; stacked: for a GPT that scans its blocks."""
 
     def take(place: Place, name: str) -> np.ndarray:
-        whole = np.asarray(arrays[name])
-        return whole if place.third is None else np.split(whole, 3, -1)[place.third]
+        tensor = np.asarray(arrays[name])
+        return tensor if place.third is None else np.split(tensor, 3, -1)[place.third]
 
     return {
         ours: np.stack([take(place, name) for name in place.names]) if place.stacked else take(place, place.names[0])
@@ -112,33 +112,33 @@ def from_published(arrays: Mapping[str, Any], stacked: bool = True) -> dict[str,
 
 
 def to_published(params: Mapping[str, Any], vocabulary: int | None = None) -> dict[str, np.ndarray]:
-    """Convert {our path: array} to {published name: array}; biases of keys are zeros, which give the numbers of any.
+    """Convert {our path: array} to {published name: array}; key biases become zeros, which do not change the outputs.
 
     Args:
-        params: the parameters of a `GPT`, its embedding padded to a multiple of a size.
-        vocabulary: the number of tokens, which is the number of rows of `wte.weight`; None for all rows.
+        params: the parameters of a `GPT`; its embedding may have padding rows.
+        vocabulary: the number of rows of `wte.weight` to keep; None for all rows.
 
     Raises:
-        ValueError: the GPT has other parts than GPT-2 (rotary positions, rms norms).
+        ValueError: the GPT's parameters differ from GPT-2's (rotary positions, rms norms).
     """
     params = {name: np.asarray(x) for name, x in params.items()}
     for name in [name for name in params if name.startswith(f"{STACK}/")]:
         for i, block in enumerate(params.pop(name)):
             params[name.replace(STACK, f"{MODULES}/{i}")] = block
     blocks = {int(name.split("/")[2]) for name in params if name.startswith(f"{MODULES}/")}
-    wanted = {ours: (ours, theirs) for ours, theirs in OUTSIDE.items()}
+    expected = {ours: (ours, theirs) for ours, theirs in OUTSIDE.items()}
     for i in blocks:
-        wanted |= {f"{MODULES}/{i}/{ours}": (ours, f"h.{i}.{theirs}") for ours, theirs in INSIDE.items()}
-    if wanted.keys() != params.keys():
-        other = sorted(wanted.keys() ^ params.keys())[0]
-        raise ValueError(f"it is not GPT-2's model: {other!r} is in one of them alone")
-    found: dict[str, np.ndarray] = {}
-    for name, (ours, theirs) in wanted.items():
+        expected |= {f"{MODULES}/{i}/{ours}": (ours, f"h.{i}.{theirs}") for ours, theirs in INSIDE.items()}
+    if expected.keys() != params.keys():
+        other = sorted(expected.keys() ^ params.keys())[0]
+        raise ValueError(f"it is not GPT-2's model: {other!r} is in only one of them")
+    tensors: dict[str, np.ndarray] = {}
+    for name, (ours, theirs) in expected.items():
         if ours == "attention/query/bias":
             bias = params[name]
-            found[theirs] = np.concatenate([bias, np.zeros_like(bias), params[name.replace("query", "value")]])
+            tensors[theirs] = np.concatenate([bias, np.zeros_like(bias), params[name.replace("query", "value")]])
         elif ours == "attention/query/kernel":
-            found[theirs] = np.concatenate([params[name.replace("query", part)] for part in THIRDS], -1)
-        elif theirs not in found and "attn.c_attn" not in theirs:
-            found[theirs] = params[name][:vocabulary] if theirs == "wte.weight" else params[name]
-    return found
+            tensors[theirs] = np.concatenate([params[name.replace("query", part)] for part in THIRDS], -1)
+        elif theirs not in tensors and "attn.c_attn" not in theirs:
+            tensors[theirs] = params[name][:vocabulary] if theirs == "wte.weight" else params[name]
+    return tensors

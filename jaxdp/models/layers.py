@@ -1,4 +1,4 @@
-"""Convolution, BatchNorm and ReLU as one block, with padding examples kept out of the statistics."""
+"""Dropout, residual blocks, and Conv-BatchNorm-ReLU blocks that exclude padding examples from the statistics."""
 
 from collections.abc import Sequence
 
@@ -11,17 +11,17 @@ from jaxdp.models.convolution import convolve
 
 
 def make_dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:
-    """Return a dropout layer. Raises UsageError for a rate that drops everything, or is no share."""
+    """Return a dropout layer. Raises UsageError unless the rate is in [0, 1)."""
     if not 0 <= rate < 1:
         raise UsageError(f"model.args.dropout: {rate!r} is not in [0, 1); make it {'0' if rate < 0 else 'smaller'}")
     return nnx.Dropout(rate, rngs=rngs)
 
 
 class ConvBN(nnx.Module):
-    """relu(norm(conv(x))). x[example, height, width, channel], mask[example] True for real examples.
+    """relu(norm(conv(x))) of x[example, height, width, channel]; mask[example] is True for real examples.
 
-    Without a convolution bias: the norm takes it away again, and its gradient would be rounding noise.
-    sync: statistics over all devices (of one microbatch each) instead of one; the numbers then depend on how many.
+    The convolution has no bias: the norm cancels it, and its gradient would be rounding noise. sync: compute statistics
+    over one microbatch of every device instead of one microbatch; results then depend on the number of devices.
     """
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, *, sync: bool = False, rngs: nnx.Rngs):

@@ -1,4 +1,4 @@
-"""Flax Linen modules as pure functions: the "params" collection, and the rest as model state."""
+"""The adapter for Flax Linen: the "params" collection becomes params, all others model state."""
 
 import dataclasses
 import zlib
@@ -11,13 +11,13 @@ from jaxdp.models.base import CARRY, Model, call_arguments, keep_dtypes, modes, 
 
 
 def from_linen(module: linen.Module) -> Model:
-    """Return the model of a Linen module; its collections other than "params" (batch_stats, carry, ...) are its state.
+    """Return the `Model` of a Linen module; all collections except "params" (batch_stats, carry, ...) are its state.
 
-    The collection "carry" belongs to the examples ([example, ...]). Collections that `sow` fills are left out. Every
-    RNG stream that the module draws from has a key derived from the microbatch's; evaluation has no "dropout" stream.
+    The collection "carry" is per-example state ([example, ...]). Collections filled by `sow` are excluded. Every RNG
+    stream that the module uses gets a key derived from the microbatch's; evaluation has no "dropout" stream.
     """
     evaluated = in_evaluation(module)
-    streams = {"dropout"}  # and those that a rehearsal asks for
+    streams = {"dropout"}  # and those that `rehearse` discovers
 
     def run(variables: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool, rngs: Any, mutable: Any) -> Any:
         args, kwargs = call_arguments(module.__call__, batch, train, key)
@@ -38,14 +38,14 @@ def from_linen(module: linen.Module) -> Model:
         return params, {k: tree for k, tree in state.items() if after is None or alike(tree, after.get(k))}
 
     def rehearsed(params: Any, state: Any, batch: dict[str, jax.Array], key: jax.Array) -> Any:
-        """Return the state after a training call, in which streams without a key are found and added to `streams`."""
+        """Return the state after a training call; add each RNG stream that lacks a key to `streams` and retry."""
         while True:
             try:
                 result = run({"params": params, **state}, batch, key, True, keys(key, streams), state)
                 return result[1] if state else {}
             except errors.InvalidRngError as error:
                 name = named(r'PRNG for "(.+?)"', error)
-                name = "params" if name in streams else name  # inside a transformation that does not pass it on
+                name = "params" if name in streams else name  # a lifted transformation did not pass the stream on
                 if not name or name in streams:
                     raise
                 streams.add(name)
@@ -62,16 +62,16 @@ def from_linen(module: linen.Module) -> Model:
 
 
 def in_evaluation(module: linen.Module) -> linen.Module:
-    """Return the module with its fields that tell training from evaluation (deterministic: False), and those of a
-    config in it, set to evaluation; training keeps them."""
-    wanted = modes(False)
+    """Return a copy of the module with its mode fields (such as deterministic: False), and those of a config dataclass
+    in it, set to evaluation; training uses the original."""
+    evaluation = modes(False)
 
-    def turned(x: Any) -> Any:
+    def convert(x: Any) -> Any:
         if not dataclasses.is_dataclass(x) or isinstance(x, type) or (isinstance(x, linen.Module) and x is not module):
             return x
         old = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if f.init and hasattr(x, f.name)}
-        new = {k: wanted[k] if k in wanted and isinstance(v, bool) else turned(v) for k, v in old.items()}
+        new = {k: evaluation[k] if k in evaluation and isinstance(v, bool) else convert(v) for k, v in old.items()}
         changes: dict[str, Any] = {k: v for k, v in new.items() if v is not old[k]}
         return (x.clone(**changes) if x is module else dataclasses.replace(x, **changes)) if changes else x
 
-    return turned(module)
+    return convert(module)

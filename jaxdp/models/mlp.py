@@ -13,9 +13,9 @@ from jaxdp.models.products import product
 
 
 class MLP(nnx.Module):
-    """Linear, ReLU and dropout per hidden layer, then a linear classifier. [example, ...] -> logits [example, class].
+    """An MLP: linear, ReLU and dropout per hidden layer, then a linear classifier.
 
-    input_shape and num_classes are taken from the data where they are left out.
+    x[example, ...] -> logits [example, class]. input_shape and num_classes default to those of the data.
     """
 
     def __init__(

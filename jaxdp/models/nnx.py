@@ -1,4 +1,4 @@
-"""Flax NNX modules as pure functions: split once by variable kind, merge in every call."""
+"""The adapter for Flax NNX: split a module by variable kind once, merge it in every call."""
 
 import inspect
 from collections.abc import Callable
@@ -15,20 +15,20 @@ from jaxdp.models.scan import scan_blocks
 
 
 class Carry(nnx.Variable):
-    """State that belongs to an example, such as an LSTM's: declared for one, as `Carry(jnp.zeros(width))`, and
-    [example, ...] where the model is called in training and evaluation."""
+    """Per-example state, such as an LSTM's: declare it for one example, as `Carry(jnp.zeros(width))`; in a training or
+    evaluation call it is [example, ...]."""
 
 
 class Blocks(nnx.Module):
-    """`count` modules of one shape, one after the other: x -> module(x, *args), each with parameters of its own.
+    """A chain of `count` modules of the same shape, x -> module(x, *args), each with its own parameters.
 
-    make: a function of `nnx.Rngs` that makes one. Their variables are stacked [block, ...], and scanned, so that
-    compilation takes the time of one, and ZeRO-3 has one at a time whole (`scan_blocks`).
+    make: a function of `nnx.Rngs` that returns one module. The variables are stacked [block, ...] and scanned: only one
+    block is compiled, and ZeRO-3 gathers one block at a time (`scan_blocks`).
     """
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], count: int, *, rngs: nnx.Rngs):
         self.stack = nnx.vmap(make)(rngs.split(count))
-        self.path = ""  # in the model; `from_nnx` fills it in
+        self.path = ""  # the path in the model; `from_nnx` sets it
 
     def __call__(self, x: Any, *args: Any) -> Any:
         graph, *states = nnx.split(self.stack, nnx.Param, ...)
@@ -44,18 +44,18 @@ class Blocks(nnx.Module):
 
 
 def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
-    """The model of a function that makes an NNX module from `nnx.Rngs`.
+    """Return the `Model` of an NNX module class, or of a function from `nnx.Rngs` to an NNX module.
 
-    params and model_state are nested dicts by attribute path. Every RNG stream of the module restarts in each call
-    from the key of the microbatch, so that dropout does not depend on where or when it is computed. Raises UsageError
-    where the function gives something else.
+    params and model_state are nested dicts by attribute path. Each call reseeds every RNG stream of the module from the
+    microbatch's key, so that dropout does not depend on the device or the time. Raises UsageError if `make` returns
+    anything but an NNX module.
     """
     graphs: dict[bool, Any] = {}
     stacks: list[tuple] = []  # paths of stacked blocks
 
-    @jax.jit  # traced here, and not again where `init` calls it
-    def made(key: jax.Array) -> Any:
-        module = _made(make, nnx.Rngs(key))
+    @jax.jit  # `init` reuses the trace of the `eval_shape` below
+    def make_state(key: jax.Array) -> Any:
+        module = _make_module(make, nnx.Rngs(key))
         stacks[:] = [(*path, "stack") for path, part in nnx.iter_modules(module) if isinstance(part, Blocks)]
         for path, part in nnx.iter_modules(module):
             if isinstance(part, Blocks):
@@ -65,24 +65,24 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
             graphs[train], state = nnx.split(module)
         return state
 
-    state = jax.eval_shape(made, jax.eval_shape(lambda: jax.random.key(0)))
+    state = jax.eval_shape(make_state, jax.eval_shape(lambda: jax.random.key(0)))
     kinds = [nnx.to_flat_state(part) for part in nnx.split_state(state, nnx.Param, nnx.RngState, Carry, ...)]
     params_kind, rng_kind, carry_kind, rest_kind = kinds
 
     def init(key: jax.Array, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
-        states = nnx.split_state(made(key), nnx.Param, nnx.RngState, Carry, ...)
+        states = nnx.split_state(make_state(key), nnx.Param, nnx.RngState, Carry, ...)
         params, _, carry, rest = (_to_dict(nnx.to_flat_state(state)) for state in states)
         model_state = {**rest, CARRY: for_each_example(carry, batch)} if carry_kind else rest
         rehearse(lambda params, state: apply(params, state, batch, key, True), params, model_state, batch)
         return params, model_state
 
-    def turn(path: tuple, x: jax.Array) -> jax.Array:
-        """Carry of stacked blocks: [example, block, ...] to and from [block, example, ...]."""
+    def swap_dims(path: tuple, x: jax.Array) -> jax.Array:
+        """Swap the first two dims of stacked blocks' carry: [example, block, ...] to and from [block, example, ...]."""
         return x.swapaxes(0, 1) if any(path[: len(stack)] == stack for stack in stacks) else x
 
     def apply(params: Any, model_state: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool):
         rngs = [(path, v.replace(_restart(v, key, i))) for i, (path, v) in enumerate(rng_kind)]
-        carry = [(path, v.replace(turn(path, at(model_state[CARRY], path)))) for path, v in carry_kind]
+        carry = [(path, v.replace(swap_dims(path, at(model_state[CARRY], path)))) for path, v in carry_kind]
         module = nnx.merge(
             graphs[train],
             _to_state(params_kind, params),
@@ -96,21 +96,21 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         new = dict(nnx.to_flat_state(nnx.state(module)))
         rest = _to_dict([(path, new[path]) for path, _ in rest_kind])
         if carry_kind:
-            rest[CARRY] = nest((path, turn(path, new[path].get_value())) for path, _ in carry_kind)
+            rest[CARRY] = nest((path, swap_dims(path, new[path].get_value())) for path, _ in carry_kind)
         return outputs, keep_dtypes(model_state, rest)
 
     return Model(init, apply, tuple("/".join(map(str, path)) for path in stacks))
 
 
-def _made(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
-    """The module, whose `nnx.Embed`s and `nnx.BatchNorm`s give the dtype they are given, as every other layer does: of
-    the first it is fixed to that of their parameters, of the second to that of their averages, which stay float32."""
+def _make_module(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
+    """Make the module, and let its `nnx.Embed`s and `nnx.BatchNorm`s compute in their input's dtype, like other layers:
+    Flax fixes it to the dtype of the parameters (Embed), or of the averages, which stay float32 (BatchNorm)."""
     module: Any = make(rngs)
     if not isinstance(module, nnx.Module):
-        raise UsageError(f"model: what takes rngs must give a Flax NNX module, not {type(module).__name__}; return one")
+        raise UsageError(f"model: a factory that takes rngs must return a Flax NNX module, not {type(module).__name__}")
     for _, part in list(nnx.iter_modules(module)):
         for name, value in list(vars(part).items()):
-            if isinstance(value, jax.core.Tracer):  # Flax knows an array as data, but not one that is traced
+            if isinstance(value, jax.core.Tracer):  # Flax recognizes arrays as data, but not tracers
                 setattr(part, name, nnx.data(value))
         if isinstance(part, nnx.Embed) and part.dtype == part.param_dtype:
             part.dtype = None
@@ -120,7 +120,7 @@ def _made(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
 
 
 def _set_mode(module: nnx.Module, train: bool) -> None:
-    """Set training or evaluation in every part: its attributes, and what its `set_view` takes."""
+    """Set training or evaluation mode in every submodule, by its attributes and by its `set_view`."""
     _ = module.train() if train else module.eval()
     part: Any
     for _, part in nnx.iter_modules(module):
@@ -153,5 +153,5 @@ def _to_state(kinds: Any, tree: dict[str, Any]) -> nnx.State:
 
 
 def _value(x: Any) -> Any:
-    """What a variable holds; an array that is an attribute is no variable."""
+    """Return a variable's value; a plain array attribute is returned unchanged."""
     return x.get_value() if isinstance(x, nnx.Variable) else x

@@ -1,7 +1,7 @@
-"""Normalization over the last dim, with a derivative that is made of the result, as `attention.shares` has it.
+"""Normalization over the last dim, with a derivative computed from the result, like `attention.shares`.
 
-The variance is the mean of the squares of what differs from the mean: of their difference (Flax's default) nothing is
-left in float32 where the mean is a thousand times the deviation.
+The variance is the mean squared deviation from the mean. Flax's default, the mean square less the squared mean, loses
+all digits in float32 if the mean is a thousand times the standard deviation.
 """
 
 import functools
@@ -14,14 +14,14 @@ from jaxdp.models.attention import wide
 
 
 class LayerNorm(nnx.LayerNorm):
-    """Flax's (Ba et al., arXiv 1607.06450) over the last dim of x[..., dim]; computed in float32 at least."""
+    """Flax's LayerNorm (Ba et al., arXiv 1607.06450) over the last dim of x[..., dim], in at least float32."""
 
     def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
         return _scaled(standardize(x.astype(wide(x.dtype)), self.epsilon, True), self.scale, self.bias, x)
 
 
 class RMSNorm(nnx.RMSNorm):
-    """Flax's (Zhang and Sennrich, arXiv 1910.07467), as `LayerNorm`."""
+    """Flax's RMSNorm (Zhang and Sennrich, arXiv 1910.07467) over the last dim of x[..., dim], in at least float32."""
 
     def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
         return _scaled(standardize(x.astype(wide(x.dtype)), self.epsilon, False), self.scale, None, x)
@@ -29,16 +29,16 @@ class RMSNorm(nnx.RMSNorm):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def standardize(x: jax.Array, epsilon: float, center: bool) -> jax.Array:
-    """x[..., dim] / sqrt(mean square + epsilon), for `center` less its mean first."""
+    """Return x[..., dim] / sqrt(mean square + epsilon); `center` subtracts the mean first."""
     return _parts(x, epsilon, center)[0]
 
 
 @standardize.defjvp
 def _(epsilon: float, center: bool, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple:
     (x,), (change,) = primals, tangents
-    found, inverse = _parts(x, epsilon, center)
-    moved = change - found * _apart(jnp.broadcast_to(_mean(found * change), x.shape))
-    return found, inverse * (moved - _mean(change) if center else moved)
+    y, inverse = _parts(x, epsilon, center)
+    tangent = change - y * _unfused(jnp.broadcast_to(_mean(y * change), x.shape))
+    return y, inverse * (tangent - _mean(change) if center else tangent)
 
 
 def _parts(x: jax.Array, epsilon: float, center: bool) -> tuple[jax.Array, jax.Array]:
@@ -52,8 +52,8 @@ def _mean(x: jax.Array) -> jax.Array:
     return jnp.mean(x, -1, keepdims=True)
 
 
-def _apart(x: jax.Array) -> jax.Array:
-    """x; on CPU the transpose, a sum of products, is not fused into one operation, which is ten times as slow there."""
+def _unfused(x: jax.Array) -> jax.Array:
+    """Return x, with a fusion barrier on CPU: the transpose, a sum of products, is ten times slower if fused there."""
     return jax.lax.optimization_barrier(x) if jax.default_backend() == "cpu" else x
 
 

@@ -1,7 +1,7 @@
-"""Recurrent language models: what a layer knows of earlier tokens is carried from batch to batch, its gradient is not.
+"""Recurrent language models: a layer's hidden state is carried from batch to batch, without its gradient.
 
-So a text is read as streams, one for each example of a batch, that go on where the last batch ended: truncated
-back-propagation through time (Werbos 1990). Carry of zeros is a stream's start.
+A text is read as streams, one per row of a batch; each batch continues where the last one ended: truncated
+back-propagation through time (Werbos 1990). A stream starts with a carry of zeros.
 """
 
 import abc
@@ -22,12 +22,13 @@ NONLINEARITIES = {"tanh": nnx.tanh, "relu": nnx.relu}
 
 
 class Recurrent(nnx.Module):
-    """tokens[example, token] integers -> logits [example, token, vocabulary], each from the tokens up to its own.
+    """A recurrent language model: tokens[example, token] integers -> logits [example, token, vocabulary].
 
-    An embedding, recurrent layers, a linear head. input_shape: (length,), which may be any, and num_classes, the
-    vocabulary, come from the data. dim: width of the embedding; hidden: of every layer. dropout: of what goes into and
-    comes out of the layers, not of what goes from token to token. tied: logits by the embedding's own matrix (Press and
-    Wolf, arXiv 1608.05859); then hidden is dim. Raises UsageError for arguments that do not fit each other.
+    An embedding, recurrent layers, a linear head. input_shape: (length,) of any length, and num_classes, the
+    vocabulary, come from the data. dim: width of the embedding; hidden: width of every layer. dropout: rate for the
+    inputs and outputs of the layers, not for the state between tokens. tied: compute logits with the embedding matrix
+    (Press and Wolf, arXiv 1608.05859); requires hidden = dim. Raises UsageError for arguments that do not fit each
+    other.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Recurrent(nnx.Module):
         if len(input_shape) != 1:
             raise UsageError(f"model.args.input_shape: {input_shape!r} is not (length,); use data of tokens")
         if tied and dim != hidden:
-            raise UsageError(f"model.args.hidden: {hidden} is not dim, {dim}, as tied asks for; make them equal")
+            raise UsageError(f"model.args.hidden: {hidden} is not dim, {dim}, as tied requires; make them equal")
         self.embed = nnx.Embed(num_classes, dim, rngs=rngs)
         self.layers = nnx.List([self.layer(dim if i == 0 else hidden, hidden, rngs) for i in range(layers)])
         self.dropout = make_dropout(dropout, rngs)
@@ -56,7 +57,7 @@ class Recurrent(nnx.Module):
 
     @abc.abstractmethod
     def layer(self, width: int, hidden: int, rngs: nnx.Rngs) -> nnx.Module:
-        """A layer of x[example, token, width] -> [example, token, hidden]."""
+        """Return a layer that maps x[example, token, width] to [example, token, hidden]."""
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -70,8 +71,8 @@ class Recurrent(nnx.Module):
 
 
 class LSTM(Recurrent):
-    """A `Recurrent` of long short-term memory, regularized as in Zaremba et al. (arXiv 1409.2329): the language model
-    that the Needle course project (CMU 10-414, homework 4) trains on Penn Treebank.
+    """An LSTM language model, regularized as in Zaremba et al. (arXiv 1409.2329): the model that the Needle course
+    project (CMU 10-414, homework 4) trains on Penn Treebank.
     """
 
     def layer(self, width: int, hidden: int, rngs: nnx.Rngs) -> nnx.Module:
@@ -79,7 +80,7 @@ class LSTM(Recurrent):
 
 
 class RNN(Recurrent):
-    """A `Recurrent` of h = nonlinearity(W x + U h + b), of tanh or relu (Elman 1990, "Finding structure in time")."""
+    """An RNN language model: h = tanh or relu of W x + U h + b (Elman 1990, "Finding structure in time")."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class RNN(Recurrent):
 
 
 class LSTMLayer(nnx.Module):
-    """Flax's weights and gates; what depends on the inputs alone is one product over all tokens, before the scan."""
+    """An LSTM layer with Flax's weights; before the scan, one product computes the gates' input part for all tokens."""
 
     def __init__(self, width: int, hidden: int, rngs: nnx.Rngs):
         self.weights = nnx.OptimizedLSTMCell(width, hidden, rngs=rngs)
@@ -114,10 +115,10 @@ class LSTMLayer(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         def step(last: tuple[jax.Array, jax.Array], gates: jax.Array) -> tuple[Any, jax.Array]:
             cell, hidden = last
-            take, forget, new, give = jnp.split(gates + self.weights.dense_h(hidden), 4, -1)
-            kept, added = nnx.sigmoid(forget), nnx.sigmoid(take) * nnx.tanh(new)
-            cell = kept.astype(cell.dtype) * cell + added.astype(cell.dtype)
-            hidden = nnx.sigmoid(give) * nnx.tanh(cell.astype(hidden.dtype))
+            i, f, g, o = jnp.split(gates + self.weights.dense_h(hidden), 4, -1)
+            forget, update = nnx.sigmoid(f), nnx.sigmoid(i) * nnx.tanh(g)
+            cell = forget.astype(cell.dtype) * cell + update.astype(cell.dtype)
+            hidden = nnx.sigmoid(o) * nnx.tanh(cell.astype(hidden.dtype))
             return (cell, hidden), hidden
 
         start = begin(self.cell, x, wide(x.dtype)), begin(self.hidden, x, x.dtype)
@@ -128,7 +129,7 @@ class LSTMLayer(nnx.Module):
 
 
 class RNNLayer(nnx.Module):
-    """The same, of Flax's simple cell."""
+    """A simple recurrent layer with the weights of Flax's `SimpleCell`; see `LSTMLayer`."""
 
     def __init__(self, width: int, hidden: int, nonlinearity: Callable, rngs: nnx.Rngs):
         self.weights = nnx.SimpleCell(width, hidden, dtype=None, rngs=rngs)
@@ -145,12 +146,12 @@ class RNNLayer(nnx.Module):
 
 
 def begin(carry: Carry, x: jax.Array, dtype: Any) -> jax.Array:
-    """What the last batch left, [example, hidden], without its gradient; where there is none, the start."""
+    """Return the carry of the last batch, or the initial one, as [example, hidden] without its gradient."""
     last = jax.lax.stop_gradient(carry[...]).astype(dtype)
     return jnp.broadcast_to(last, (len(x), last.shape[-1]))
 
 
 def unroll(step: Callable, start: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-    """(state, x[example, ...]) -> (state, output), token by token of x[example, token, ...]: (last state, outputs)."""
+    """Scan step(state, x[example, ...]) -> (state, output) over the tokens of x; return (last state, outputs)."""
     last, outputs = jax.lax.scan(step, start, x.swapaxes(0, 1))
     return last, outputs.swapaxes(0, 1)

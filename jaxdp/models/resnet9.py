@@ -1,4 +1,4 @@
-"""ResNet-9 for 32x32 images, in the shape of the Needle course project and in that of the DAWNBench entries."""
+"""ResNet-9 for 32x32 images, in two variants: the Needle course project's and the DAWNBench entries'."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,12 +12,12 @@ from jaxdp.models.layers import ConvBN, Residual
 
 
 class ResNet9(nnx.Module):
-    """x[example, height, width, channel] -> logits [example, class].
+    """A ResNet-9: x[example, height, width, channel] -> logits [example, class].
 
     variant 'needle': ConvBN 16 (7x7, stride 4), 32 (stride 2), residual 32 x2, 64 (stride 2), 128 (stride 2), residual
     128 x2, linear 128, linear: strides make it cheap (CMU 10-414 homework 4). 'dawnbench': ConvBN w, 2w with pooling
     and a residual, 4w with pooling, 8w with pooling and a residual, global max pooling, linear, logits / 8 (David Page,
-    "How to train your ResNet", 2018). width: channels of the first block, 16 and 64 where it is left out.
+    "How to train your ResNet", 2018). width: channels of the first block; 16 and 64 by default.
     """
 
     def __init__(
@@ -80,10 +80,8 @@ def _dawnbench(block: Callable, shape: tuple[int, ...], classes: int, width: int
 
 
 def halve(x: jax.Array) -> jax.Array:
-    """Maximum over 2x2 pixels, a last odd row or column left out; of equal ones the first has the gradient.
-
-    As `nnx.max_pool`, whose gradient XLA on CPU finds by a scan of every window: 16 times slower.
-    """
+    """Return the maximum over 2x2 pixels, dropping a last odd row or column; among equal pixels the first gets the
+    gradient. Replaces `nnx.max_pool`, whose gradient on CPU scans every window and is 16 times slower."""
     height, width = x.shape[1] // 2, x.shape[2] // 2
     x = x[:, : 2 * height, : 2 * width].reshape(len(x), height, 2, width, 2, x.shape[3])
     largest = x[:, :, 0, :, 0]
@@ -94,7 +92,7 @@ def halve(x: jax.Array) -> jax.Array:
 
 
 def brightest(x: jax.Array) -> jax.Array:
-    """Maximum over all pixels."""
+    """Return the maximum over all pixels."""
     return x.max((1, 2))
 
 

@@ -1,7 +1,7 @@
-"""Blocks of one shape, stacked and scanned: one compiled body for all, and one block's parameters whole at a time.
+"""Scan over stacked blocks: compile one body for all blocks, and gather one block's parameters at a time.
 
-The parameters of the blocks are stacked along a first dim [block, ...]. What runs the model (the step) decides how a
-block's parameters become whole and what its backward pass keeps; alone, `scan_blocks` is `jax.lax.scan`.
+The parameters of the blocks are stacked along a first dim [block, ...]. The training step sets hooks that gather a
+block's parameters and select what its backward pass saves; without hooks, `scan_blocks` is `jax.lax.scan`.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import jax
 Tree = Any
 
 
-# stacked parameters -> (what to scan in their place, what makes the parameters of one block of a piece of it)
+# stacked parameters -> (the tree to scan instead, a function from one slice of it to a block's full parameters)
 BlockGather = Callable[[Tree], tuple[Tree, Callable[[Tree], Tree]]]
 
 
@@ -29,11 +29,11 @@ REMAT: dict[str, Any] = {
     "dots": policies.dots_saveable,
     "dots_no_batch": policies.dots_with_no_batch_dims_saveable,
 }
-"""What a backward pass computes again: nothing; everything; all but matrix products; all but those with weights."""
+"""What a backward pass recomputes: nothing; everything; all but matrix products; all but products with weights."""
 
 
 def remat(name: str, f: Callable, in_scan: bool = False) -> Callable:
-    """`f`, whose backward pass computes again what the policy does not keep."""
+    """Return `f` with a backward pass that recomputes what the named policy does not save."""
     if name == "none":
         return f
     return jax.checkpoint(f, policy=REMAT[name], prevent_cse=not in_scan)
@@ -50,7 +50,7 @@ _hooks = contextvars.ContextVar("hooks", default=PLAIN)
 
 @contextlib.contextmanager
 def block_hooks(gather: BlockGather, remat: str) -> Iterator[None]:
-    """While a model is traced inside: how a block's parameters are made whole, and the name of the remat policy."""
+    """Set the gather function of blocks' parameters and the name of the remat policy for models traced inside."""
     token = _hooks.set(_Hooks(gather, remat))
     try:
         yield
@@ -61,16 +61,16 @@ def block_hooks(gather: BlockGather, remat: str) -> Iterator[None]:
 def scan_blocks(
     block: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]], params: Tree, x: Tree, xs: Tree = None
 ) -> tuple[Tree, Tree]:
-    """(x, y) -> block(params[i], x, xs[i]) for one block after the other: (the last x, every y stacked).
+    """Apply x, y = block(params[i], x, xs[i]) for each block i; return (the last x, all y stacked).
 
-    params, xs: leaves [block, ...]. Where a `Model` names their place among its `blocks`, and they come as they were
-    given to it, one block's at a time is made whole; of what was changed before, or taken from a jit of one's own, all.
+    params, xs: leaves [block, ...]. One block at a time is gathered if a `Model` lists the path of params in `blocks`
+    and passes them on unchanged; parameters that were modified first, or come out of a nested jit, are all gathered.
     """
     hooks = _hooks.get()
-    stack, whole = hooks.gather(params)
+    stack, gather_block = hooks.gather(params)
 
     def body(x: Tree, piece: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
         params, xs = piece
-        return block(whole(params), x, xs)
+        return block(gather_block(params), x, xs)
 
     return jax.lax.scan(remat(hooks.remat, body, in_scan=True), x, (stack, xs))

@@ -1,4 +1,4 @@
-"""A vision transformer is GPT's block over the patches of an image, all of which see each other."""
+"""A vision transformer: GPT's blocks with full attention over the patches of an image."""
 
 import functools
 import math
@@ -17,14 +17,14 @@ from jaxdp.models.products import product
 
 
 class ViT(nnx.Module):
-    """x[example, height, width, channel] -> logits [example, class].
+    """A vision transformer: x[example, height, width, channel] -> logits [example, class].
 
-    Dosovitskiy et al., "An Image is Worth 16x16 Words" (arXiv 2010.11929): patches by one linear map, learned
-    positions, pre-norm blocks; the classifier reads the mean over the patches, as in Beyer et al. (arXiv 2205.01580),
-    so there is no class token. input_shape and num_classes come from the data. The defaults are DeiT's tiny model
-    (Touvron et al., arXiv 2012.12877) with the patches of a small image. patch: pixels of its side. hidden: width of
-    the MLP, else 4 dim. dropout: of the embedding and of what a block adds. Raises UsageError for arguments that do not
-    fit.
+    Dosovitskiy et al., "An Image is Worth 16x16 Words" (arXiv 2010.11929): linear patch embedding, learned positions,
+    pre-norm blocks; the classifier reads the mean over the patches instead of a class token, as in Beyer et al. (arXiv
+    2205.01580). input_shape and num_classes come from the data. The defaults are DeiT's tiny model (Touvron et al.,
+    arXiv 2012.12877) with patches for small images. patch: side in pixels. hidden: width of the MLP, 4 dim by default.
+    dropout: rate for the embedding and for the output of each block's branches. Raises UsageError for arguments that do
+    not fit each other.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ViT(nnx.Module):
         normal = nnx.initializers.normal
         linear = functools.partial(nnx.Linear, kernel_init=normal(DEVIATION), dot_general=product)
         back = functools.partial(linear, kernel_init=normal(DEVIATION / math.sqrt(2 * layers)))
-        key = functools.partial(linear, use_bias=False)  # softmax takes a bias of the keys away, as in GPT
+        key = functools.partial(linear, use_bias=False)  # softmax cancels a key bias, as in GPT
 
         def block(rngs: nnx.Rngs) -> Block:
             attention = Attention(dim, dim // heads, heads, heads, linear, key, back, full, rngs=rngs)
@@ -79,7 +79,7 @@ class ViT(nnx.Module):
 
 
 def patches(x: jax.Array, side: int) -> jax.Array:
-    """x[example, height, width, channel] -> [example, patch, side x side x channel], row by row."""
+    """Split x[example, height, width, channel] into patches [example, patch, side x side x channel], row by row."""
     example, height, width, channels = x.shape
     x = x.reshape(example, height // side, side, width // side, side, channels).swapaxes(2, 3)
     return x.reshape(example, (height // side) * (width // side), side * side * channels)

@@ -1,7 +1,7 @@
-"""An optimizer is an Optax transformation: a table row that names its parts, behind one learning-rate schedule.
+"""Optimizers: Optax transformations, listed in a table and driven by one learning-rate schedule.
 
-What depends on a leaf's place in the tree goes by its path (decay, learning rates); what depends on a whole leaf cannot
-be applied to slices of it, and `zero1`, which does that in anybody's pmapped loop, refuses it.
+Weight-decay masks and learning-rate factors select parameters by path. `zero1` shards the optimizer state in any
+pmapped loop; it updates slices of leaves, so it rejects optimizers that need full leaves.
 """
 
 from jaxdp.optim.elementwise import check_elementwise

@@ -1,4 +1,4 @@
-"""Muon takes the matrices, each alone, also those of stacked blocks; its Adam takes what is no matrix.
+"""Muon: updates each matrix separately, also within stacked blocks; other parameters use its built-in Adam.
 
 Jordan et al. 2024, github.com/KellerJordan/Muon; weight decay as in Liu et al., arXiv 2502.16982.
 """
@@ -18,17 +18,17 @@ EMBEDDING = re.compile("embed", re.IGNORECASE)  # a table of rows, though it has
 
 
 def matrices(blocks: Sequence[str] = ()) -> Callable[[Any], Any]:
-    """params -> the same tree of MuonDimensionNumbers: kernels [in, out] and stacked ones [block, in, out]; else None.
+    """Return a function from params to a tree of MuonDimensionNumbers for kernels, and None for other leaves.
 
-    blocks: paths (a/b) below which leaves are stacked. What Optax is not told of a leaf's dims is a batch: the blocks
-    of a stack are orthogonalized one by one.
+    blocks: paths (a/b) below which kernels are stacked [block, in, out]; others are [in, out]. Optax treats the
+    unnamed block dim as a batch: it orthogonalizes the blocks of a stack one by one.
     """
     stacks = [f"/{path}/" for path in blocks]
 
     def dims(path: Any, x: Any) -> MuonDimensionNumbers | None:
-        own = path_string(path)
-        stacked = any(stack in f"/{own}/" for stack in stacks)
-        if x.ndim != 2 + stacked or EMBEDDING.search(own):
+        name = path_string(path)
+        stacked = any(stack in f"/{name}/" for stack in stacks)
+        if x.ndim != 2 + stacked or EMBEDDING.search(name):
             return None
         return MuonDimensionNumbers(reduction_axis=0 + stacked, output_axis=1 + stacked)
 
@@ -39,10 +39,10 @@ def matrices(blocks: Sequence[str] = ()) -> Callable[[Any], Any]:
 def muon(
     learning_rate: Any, weight_decay: float = 0.0, mask: Any = None, blocks: Sequence[str] = (), **args: Any
 ) -> optax.GradientTransformation:
-    """Optax's, with one decay for both of its parts: Optax's own for Adam's part knows no mask.
+    """Return Optax's Muon with one masked weight decay for both parts: Optax's decay for the Adam part has no mask.
 
-    With consistent_rms=0.2 both parts share a learning rate that suits AdamW; without, Muon's is some 30 times larger
-    (see adam_learning_rate).
+    With consistent_rms=0.2 both parts share a learning rate that suits AdamW; without it, Muon's is some 30 times
+    larger (see adam_learning_rate).
     """
     rate = learning_rate if callable(learning_rate) else lambda step: learning_rate
     tx = optax.contrib.muon(learning_rate, **{"muon_weight_dimension_numbers": matrices(blocks), **args})

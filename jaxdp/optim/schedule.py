@@ -1,4 +1,4 @@
-"""A learning rate by update: a linear warm-up, then one of four shapes."""
+"""Learning-rate schedules: a linear warm-up, then one of four shapes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,9 +33,9 @@ SCHEDULES: dict[str, Callable[[float, int, float], Schedule]] = {
 
 
 def make_schedule(name: str, lr: float, steps: int, warmup_steps: int = 0, final: float = 0.0) -> Schedule:
-    """The learning rate by update: a linear warm-up from 0, then the named shape until `steps`.
+    """Return the learning-rate schedule: a linear warm-up from 0, then the named shape until update `steps`.
 
-    final: the fraction of lr at which cosine and linear end. one_cycle rises over the first 30 % and falls (Smith,
+    final: the fraction of lr at which cosine and linear end. one_cycle rises over the first 30 %, then falls (Smith,
     arXiv 1708.07120).
     """
     main = SCHEDULES[name](lr, steps - warmup_steps, final)

@@ -1,4 +1,4 @@
-"""The optimizers by name, each with decoupled weight decay, or L2 decay where PyTorch's of that name has it."""
+"""The table of optimizers. Weight decay is decoupled, or L2 where PyTorch's optimizer of that name uses L2."""
 
 import functools
 import inspect
@@ -17,7 +17,7 @@ from jaxdp.optim.schedule import Schedule
 
 
 def _decay_first(tx: Callable) -> Callable:
-    """L2 decay added to the gradient, as PyTorch's SGD and Adam have it, for a transformation without its own."""
+    """Add L2 decay to the gradient before `tx`, as PyTorch's SGD and Adam do."""
 
     @functools.wraps(tx)
     def make(learning_rate: Schedule, weight_decay: float = 0.0, mask: Any = None, **args: Any):
@@ -43,8 +43,8 @@ OPTIMIZERS: dict[str, Callable] = {
 }
 """make(learning_rate, weight_decay, mask, [blocks], ...) -> transformation.
 
-On a stack of blocks [block, ...], muon works block by block; lamb has one trust ratio, and adafactor one clipping and
-one scale by the parameters, for the whole stack, as Optax has them for any leaf.
+On a stack of blocks [block, ...], muon works block by block. lamb uses one trust ratio for the full stack, and
+adafactor one clipping factor and one parameter scale, as Optax does for any leaf.
 """
 
 
@@ -58,22 +58,22 @@ def make_optimizer(
     blocks: Sequence[str] = (),
     **args: Any,
 ) -> optax.GradientTransformation:
-    """The transformation that `make(learning_rate, weight_decay=, mask=, ...)` gives, with a decay mask by path.
+    """Return make(learning_rate, weight_decay=, mask=, ...) with a weight-decay mask by path.
 
-    lr_scale: learning rates by path, as factors; see `scale_by_path`.
+    lr_scale: learning-rate factors by path; see `scale_by_path`.
     blocks: paths (a/b) below which leaves are stacked [block, ...], for a `make` that takes `blocks`.
-    Raises UsageError where `make` takes no weight decay and some was asked for.
+    Raises UsageError if weight decay is requested and `make` does not support it.
     """
     names = inspect.signature(make).parameters
-    takes = {*names, *inspect.signature(make, follow_wrapped=False).parameters}  # a row adds to what it wraps
+    takes = {*names, *inspect.signature(make, follow_wrapped=False).parameters}  # a wrapper adds parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in names.values())
     if "blocks" in takes:
         args["blocks"] = blocks
     if "weight_decay" in takes:
         args["weight_decay"] = weight_decay
-        own = next((name for name in ("mask", "weight_decay_mask") if name in takes), None)
-        if own is not None:
-            args[own] = decay_mask(no_decay)
+        mask_name = next((name for name in ("mask", "weight_decay_mask") if name in takes), None)
+        if mask_name is not None:
+            args[mask_name] = decay_mask(no_decay)
         elif weight_decay and no_decay:
             raise UsageError(
                 f"optimizer.no_decay: {make.__name__} takes no mask and would decay all parameters; set no_decay to [] "
@@ -91,15 +91,15 @@ def make_optimizer(
 
 
 def checked(name: str, tx: Any) -> optax.GradientTransformation:
-    """Return `tx` with its functions raising UsageError where they cannot be called as those of an optimizer are."""
+    """Return `tx` with init and update wrapped to raise UsageError if they fail. Raises UsageError if it lacks them."""
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
         raise UsageError(f"optimizer.target: {name!r} returns {type(tx).__name__}, not an Optax transformation")
 
     def init(params: Any) -> Any:
-        jax.tree.map(jnp.asarray, state := tx.init(params))  # what holds no arrays cannot be traced
+        jax.tree.map(jnp.asarray, state := tx.init(params))  # fails if a leaf of the state is not an array
         return state
 
-    def guarded(function: Callable) -> Callable:
+    def with_usage_errors(function: Callable) -> Callable:
         @functools.wraps(function)
         def run(*args: Any, **extra: Any) -> Any:
             try:
@@ -107,10 +107,10 @@ def checked(name: str, tx: Any) -> optax.GradientTransformation:
             except Said:
                 raise
             except Exception as error:
-                own = user_errors.lines(error)
+                line = user_errors.lines(error)
                 raise UsageError(
                     f"optimizer.target: {name!r} cannot be used: jaxdp calls init(parameters) and update(gradients, "
-                    f"state, parameters), which failed{f' at {own}' if own else ''}: {type(error).__name__}: "
+                    f"state, parameters), which failed{f' at {line}' if line else ''}: {type(error).__name__}: "
                     f"{one_line(error)}"
                 ) from error
 
@@ -118,4 +118,4 @@ def checked(name: str, tx: Any) -> optax.GradientTransformation:
 
     functools.update_wrapper(init, tx.init)
     kind = type(tx) if isinstance(tx, optax.GradientTransformation) else optax.GradientTransformation
-    return kind(guarded(init), guarded(tx.update))
+    return kind(with_usage_errors(init), with_usage_errors(tx.update))

@@ -1,7 +1,7 @@
-"""ZeRO stage 1 as a wrapper: each device keeps the optimizer state of its slice of every leaf, and updates that.
+"""ZeRO stage 1 as a wrapper: each device stores and updates the optimizer state of its slice of every leaf.
 
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv 1910.02054. A
-reduce-scatter of the gradients and an all-gather of the updates are as many bytes as the all-reduce they replace.
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv 1910.02054. The
+reduce-scatter of gradients and all-gather of updates move as many bytes as the all-reduce they replace.
 """
 
 from collections.abc import Sequence
@@ -21,23 +21,23 @@ Tree = Any
 def zero1(
     tx: optax.GradientTransformation, axis_name: Any, *, mean: bool = True, blocks: Sequence[str] = ()
 ) -> optax.GradientTransformationExtraArgs:
-    """`tx` with its state split over a mapped axis, in place of `lax.pmean(grads, axis_name)` and `tx`.
+    """Shard the state of `tx` over a mapped axis; replaces `lax.pmean(grads, axis_name)` followed by `tx`.
 
-    To be called where the axis is mapped, by `pmap`, or by `shard_map` with check_vma=False (with it, gradients of
-    replicated parameters come summed already):
+    Call init and update where the axis is mapped: by `pmap`, or by `shard_map` with check_vma=False (check_vma=True
+    would sum the gradients of replicated parameters before they get here):
 
-        init(params) -> the state of this device's slices        params: whole, equal on every device
-        update(grads, state, params) -> (whole updates, state)   grads: this device's own, not reduced
+        init(params) -> the state of this device's slices          params: replicated
+        update(grads, state, params) -> (replicated updates, state)   grads: this device's, not reduced
 
-    A leaf is split as `jaxdp.split` says; one with no dim that the axis size divides is reduced and updated whole.
-    mean: gradients are averaged over the axis, else summed. blocks: paths (a/b) below which leaves are stacked
-    [block, ...]. Extra arguments reach `tx` as they are. Raises UsageError outside of the axis, and where `tx` does
-    something else to slices than to the whole (see `check_elementwise`); clip by norm before it.
+    `jaxdp.split` selects the dim to split; a leaf with no dim that the axis size divides is reduced and updated in
+    full. mean: average gradients over the axis, else sum them. blocks: paths (a/b) below which leaves are stacked
+    [block, ...]. Passes extra arguments to `tx` unchanged. Raises UsageError outside of the axis, and if `tx` is not
+    elementwise (see `check_elementwise`); clip by norm before it.
     """
     inner = optax.with_extra_args_support(tx)
 
-    def here(tree: Tree) -> tuple[Tree, Any, int]:
-        """(the dims of a whole tree, this device's index, the number of parts)"""
+    def layout_of(tree: Tree) -> tuple[Tree, Any, int]:
+        """Return (the split dim of each leaf, this device's index, the number of parts)."""
         try:
             parts = lax.axis_size(axis_name)
         except NameError:
@@ -48,13 +48,13 @@ def zero1(
         return split_dims(tree, parts, blocks), lax.axis_index(axis_name), parts
 
     def init(params: Tree) -> Tree:
-        dims, index, parts = here(params)
+        dims, index, parts = layout_of(params)
         check_elementwise(tx, params, parts, blocks)
         return inner.init(jax.tree.map(lambda x, dim: take(x, dim, index, parts), params, dims))
 
     def update(grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
-        dims, index, parts = here(grads)
-        # Gloo's reduce-scatter fails after 30 s and was seen to be wrong (jax#40831, jax#40830).
+        dims, index, parts = layout_of(grads)
+        # Gloo's reduce-scatter fails after 30 s and has returned wrong results (jax#40831, jax#40830).
         gloo = jax.process_count() > 1 and jax.default_backend() == "cpu"
 
         def reduce(g: jax.Array, dim: int) -> jax.Array:
