@@ -553,7 +553,7 @@ def test_fit_is_refused_in_one_line_where_jax_has_opened_its_devices_without_the
     assert os.environ["XLA_FLAGS"] == "--xla_a=1" and not any(tmp_path.iterdir())
 
 
-FEW_MICROBATCHES = "cannot be dealt to {} devices; set microbatches to {} or more"
+FEW_MICROBATCHES = "cannot be split over {} devices; set microbatches to {} or more"
 
 
 @pytest.mark.parametrize("backend", ["pmap", "pjit"])

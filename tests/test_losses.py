@@ -260,7 +260,7 @@ def test_exact_mode_refuses_what_couples_examples(reduction):
     parts = make_parts(config)._replace(loss=Contrastive())
     make_the_step(config, parts)
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, reduction=reduction))
-    message = rf"parallel\.reduction: {reduction} computes each microbatch by itself"
+    message = rf"parallel\.reduction: {reduction} computes each microbatch separately"
     with pytest.raises(UsageError, match=message):
         make_the_step(config, parts)
     strategy, step, batch = toys.build(two_towers(), toys.data(20), loss=Contrastive(), reduction=reduction)

@@ -104,7 +104,7 @@ def test_shares_differ_by_at_most_one(devices):
 
 
 def test_more_devices_than_microbatches_says_what_to_set():
-    with pytest.raises(UsageError, match="microbatches: 8 cannot be dealt to 9 devices; set microbatches to 9"):
+    with pytest.raises(UsageError, match="microbatches: 8 cannot be split over 9 devices; set microbatches to 9"):
         slot_table(8, 9)
 
 

@@ -12,7 +12,7 @@ Loss = Callable[..., tuple[jax.Array, Any]]
 
 
 def at_once(loss_and_sums: Loss, params: Tree, pieces: Tree) -> Any:
-    """Return the Sums of pieces [slot, ...] with the gradient of their total: one product per weight, not per slot."""
+    """Return the Sums of pieces [slot, ...], differentiating their total: one product per weight, not per slot."""
     if len(jax.tree.leaves(pieces)[0]) == 1:
         return _single(loss_and_sums, params, pieces)
 
@@ -26,17 +26,17 @@ def at_once(loss_and_sums: Loss, params: Tree, pieces: Tree) -> Any:
 
 
 def one_by_one(loss_and_sums: Loss, params: Tree, pieces: Tree) -> Any:
-    """Gradient accumulation: return the same Sums with the activations of one slot in memory at a time."""
+    """Accumulate gradients slot by slot, with the activations of one slot in memory at a time; return the same Sums."""
 
-    def of_slot(piece: Tree) -> Any:
+    def slot_sums(piece: Tree) -> Any:
         (_, sums), grads = jax.value_and_grad(loss_and_sums, has_aux=True)(params, *piece)
         return sums._replace(grads=grads)
 
     def add(sums: Any, piece: Tree) -> tuple[Any, Tree]:
-        new = of_slot(piece)
+        new = slot_sums(piece)
         return jax.tree.map(jnp.add, sums, new._replace(carry=None)), new.carry
 
-    shapes = jax.eval_shape(of_slot, _first(pieces))._replace(carry=None)
+    shapes = jax.eval_shape(slot_sums, _first(pieces))._replace(carry=None)
     zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     sums, carry = jax.lax.scan(add, zero, pieces)
     return sums._replace(carry=carry)

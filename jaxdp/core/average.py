@@ -9,7 +9,7 @@ from jaxdp.core import skip
 
 
 def with_average(apply: Callable[..., Any], decay: float | None) -> Callable[..., Any]:
-    """Wrap `Step.apply` to compute ema = decay x ema + (1 - decay) x params after each update that is not skipped."""
+    """Wrap `Step.apply` to set ema = decay x ema + (1 - decay) x params after each update that is not skipped."""
     if decay is None:
         return apply
 

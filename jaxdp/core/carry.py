@@ -1,4 +1,4 @@
-"""State that belongs to examples, not to the model: what a recurrent network carries from batch to batch."""
+"""State of examples, not of the model: the hidden state that a recurrent network carries from batch to batch."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ Tree = Any
 
 
 class Carried(NamedTuple):
-    """after: the carry after the update. reset[slot, example]: where it starts at zero, None without it."""
+    """after: the carry after the update. reset[slot, example]: True where the carry starts at zero; None: nowhere."""
 
     after: Tree
     reset: jax.Array | None
@@ -27,7 +27,7 @@ def split_carry(model_state: Tree) -> tuple[Tree, Tree]:
 
 
 def reset_carry(carry: Tree, reset: jax.Array | None) -> Tree:
-    """Return leaves [..., example, ...] with zeros where reset[..., example] is true; unchanged without it."""
+    """Zero leaves [..., example, ...] where reset[..., example] is true; None resets nothing."""
     if reset is None:
         return carry
     wide = lambda x: reset.reshape(*reset.shape, *(1,) * (x.ndim - reset.ndim)) != 0
@@ -35,7 +35,7 @@ def reset_carry(carry: Tree, reset: jax.Array | None) -> Tree:
 
 
 def carry_of_examples(mask: jax.Array, old: Tree, new: Tree) -> Tree:
-    """Return the new leaves [example, ...], but the old ones of padding."""
+    """Return the new leaves [example, ...], with the old values for padding examples."""
     real = jnp.any(mask.reshape(mask.shape[0], -1) != 0, axis=-1)
 
     def select(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -45,7 +45,7 @@ def carry_of_examples(mask: jax.Array, old: Tree, new: Tree) -> Tree:
 
 
 def with_carry(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `Step.apply`: a skipped update, too, ends the sequences that were reset before it."""
+    """Wrap `Step.apply` to store the new carry; a skipped update keeps the old one, but still applies its resets."""
 
     def run(state: Any, sums: Any, *total: Any) -> Any:
         new, metrics = apply(state, sums, *total)

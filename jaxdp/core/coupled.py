@@ -17,7 +17,7 @@ Tree = Any
 
 
 class Coupled(NamedTuple):
-    """What a loss over the whole batch gives each slot [slot, ...]: its share of the sums, and d loss / d outputs."""
+    """The result of a loss over the full batch, per slot [slot, ...]: its share of the sums, and d loss / d outputs."""
 
     loss: jax.Array
     weight: jax.Array
@@ -26,25 +26,25 @@ class Coupled(NamedTuple):
 
 
 def couple(loss: LossFn, outputs: Tree, batch: Tree, slots: jax.Array, train: bool) -> Coupled:
-    """Apply the loss to the whole batch.
+    """Apply the loss to the full batch and split the result over this replica's slots.
 
     Args:
         outputs, batch: of all microbatches [microbatch, example, ...].
         slots: the microbatches of this replica [slot].
-        train: differentiate.
+        train: also differentiate with respect to the outputs.
     """
     rows = batch["mask"].reshape(len(batch["mask"]), -1).sum(-1)
 
-    def of_batch(outputs: Tree) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
+    def batch_loss(outputs: Tree) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (outputs, batch))
         total, weight, metrics = check_result(apply_loss(loss, *flat))
         return total, (weight, metrics)
 
     if train:
-        (total, (weight, metrics)), grads = jax.value_and_grad(of_batch, has_aux=True, allow_int=True)(outputs)
+        (total, (weight, metrics)), grads = jax.value_and_grad(batch_loss, has_aux=True, allow_int=True)(outputs)
         cotangents = jax.tree.map(lambda x, c: c if _is_float(x) else x, outputs, grads)
     else:
-        (total, (weight, metrics)), cotangents = of_batch(outputs), None
+        (total, (weight, metrics)), cotangents = batch_loss(outputs), None
     index = jnp.maximum(slots, 0)
     fraction = (rows / jnp.maximum(rows.sum(), 1))[index].astype(total.dtype)
     share = lambda x: x.astype(total.dtype) * fraction

@@ -23,8 +23,8 @@ Tree = Any
 
 
 class Microbatch(NamedTuple):
-    """remat: what the backward pass computes again (`jaxdp.models.scan.REMAT`): of each block, or of a model without
-    blocks as a whole. transform, eval_transform: run on the batch before the model, in training and in evaluation."""
+    """A forward pass. remat: which values the backward pass recomputes (`jaxdp.models.scan.REMAT`), block by block if
+    the model has blocks. transform, eval_transform: change the batch before the model, in training and evaluation."""
 
     model: Model
     loss: LossFn
@@ -40,8 +40,8 @@ class Microbatch(NamedTuple):
     ) -> tuple[Tree, Batch, Tree]:
         """Return (the model's outputs, the batch for the loss, the new model state).
 
-        Padding repeats a real example, so that a microbatch without examples is computed like any other and weighs
-        nothing. Were it masked inside the model, BatchNorm would divide 0 by 0.
+        Padding repeats a real example. A microbatch without examples is computed like any other and has weight 0; if
+        the model saw it masked, BatchNorm would divide 0 by 0.
         """
         key, augment_key = jax.random.split(microbatch_key(self.seed, view.step, slot))
         mask = batch["mask"]
@@ -65,7 +65,7 @@ class Microbatch(NamedTuple):
     def loss_and_sums(
         self, view: View, batch: Batch, slot: jax.Array, coupled: Coupled | None, train: bool, gather: Gather
     ) -> tuple[jax.Array, Sums]:
-        """Return (the scaled loss [], the sums without gradients); zeros where the microbatch has no example."""
+        """Return (the scaled loss [], the sums without gradients); both are 0 if the microbatch has no example."""
         real = jnp.any(batch["mask"] != 0)
         outputs, loss_batch, new_state = self.forward(view, batch, slot, train, gather)
         new_state, carry = split_carry(new_state)

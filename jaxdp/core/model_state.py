@@ -9,9 +9,9 @@ Tree = Any
 
 
 class Change(NamedTuple):
-    """The change of an integer over the microbatches with examples: their number, its sum, the sum of its squares.
+    """The change of an integer, over all microbatches that have examples: their number, the sum, the sum of squares.
 
-    The microbatches agree exactly where number x squares = sum^2 (equality in the Cauchy-Schwarz inequality).
+    The microbatches agree if and only if number x squares = sum^2 (equality in the Cauchy-Schwarz inequality).
     """
 
     number: jax.Array
@@ -20,7 +20,7 @@ class Change(NamedTuple):
 
 
 def weighted_state(old: Tree, new: Tree, weight: jax.Array, real: jax.Array) -> Tree:
-    """Return the model state of one microbatch as something that adds up; real []: the microbatch has examples."""
+    """Return the model state of one microbatch in a form that can be summed; real []: the microbatch has examples."""
 
     def weigh(old: jax.Array, new: jax.Array) -> jax.Array | Change:
         if jnp.issubdtype(old.dtype, jnp.floating):

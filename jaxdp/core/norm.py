@@ -1,19 +1,19 @@
-"""The norm of gradients and the number of their elements that are not finite, measured together."""
+"""The norm of gradients and the number of their non-finite elements, computed together."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-SMALL = 4096  # elements of a leaf
+SMALL = 4096  # elements: smaller leaves are concatenated on CPU
 Tree = Any
 
 
 def plain_total(tree: Tree) -> jax.Array:
-    """Return [2]: the sum of squares, and the number of elements that are not finite; at least in float32.
+    """Return [2]: the sum of squares and the number of non-finite elements, in at least float32.
 
-    On CPU small leaves are measured together, since an operation costs more to start than to run, and elements are
-    counted only where the sum is not finite.
+    On CPU, small leaves are concatenated, since starting an operation costs more than running it, and elements are
+    counted only if the sum of squares is not finite.
     """
     if jax.default_backend() != "cpu":
         return _squares_and_nonfinite(tree)
@@ -32,7 +32,7 @@ def _squares_and_nonfinite(tree: Tree) -> jax.Array:
     return jnp.stack([squares, sum((jnp.sum(~jnp.isfinite(x)) for x in leaves), zero).astype(squares.dtype)])
 
 
-def clip(grads: Tree, norm: jax.Array, most: float) -> Tree:
-    """Scale the gradients so that their norm is at most `most`."""
-    scale = jnp.minimum(1.0, most / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+def clip(grads: Tree, norm: jax.Array, max_norm: float) -> Tree:
+    """Scale the gradients so that their norm is at most `max_norm`."""
+    scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
     return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)

@@ -1,7 +1,7 @@
-"""Skipped updates: the decision on the device, its counters, and an update that may be skipped in place.
+"""Skipped updates: the decision on the device, its counters, and an optimizer update that can be skipped in place.
 
-The decision depends only on sums over all devices, so that all devices agree, and the host is not asked. Once training
-has halted, an update changes nothing of the state, so that the host may notice it some updates later.
+The decision depends only on sums over all devices, so all devices agree without asking the host. Once training has
+halted, further updates leave the state unchanged, so the host may notice the halt a few updates later.
 """
 
 from typing import Any, NamedTuple
@@ -23,8 +23,8 @@ def _zero() -> jax.Array:
 class Spike(NamedTuple):
     """A loss far above the running mean of earlier losses: loss - mean > (factor - 1) x |mean|.
 
-    A factor of the mean says little where losses pass through zero. decay: of the mean. after: the number of updates
-    before a loss can be a spike. action: 'skip' skips the update, 'rollback' halts training.
+    A plain multiple of the mean would fail for losses that pass through zero. decay: of the running mean. after: the
+    number of updates before a loss can be a spike. action: 'skip' skips the update, 'rollback' halts training.
     """
 
     factor: float
@@ -34,7 +34,7 @@ class Spike(NamedTuple):
 
 
 class Level(struct.PyTreeNode):
-    """mean []: the decayed mean of the losses; weight []: the sum of their weights; good []: their number."""
+    """The running mean of losses. mean []: decayed; weight []: the sum of their weights; good []: their number."""
 
     mean: jax.Array = struct.field(default_factory=lambda: jnp.zeros((), jnp.float32))
     weight: jax.Array = struct.field(default_factory=lambda: jnp.zeros((), jnp.float32))
@@ -44,9 +44,9 @@ class Level(struct.PyTreeNode):
 class Guard(struct.PyTreeNode):
     """Counters []; updates are numbered from 1, and 0 means none.
 
-    in_a_row: consecutive updates that were not finite, `since` the first of them. skipped: all skipped updates; spikes:
-    those of them whose loss was too large. halted: the cause (NONFINITE, SPIKE), halted_at: the update; after a spike
-    `since` is that update too. level: None without `Spike`.
+    in_a_row: the number of consecutive non-finite updates; since: the first of them. skipped: all skipped updates;
+    spikes: those skipped because the loss was too large. halted: the cause (NONFINITE, SPIKE); halted_at: the update;
+    after a spike `since` is that update too. level: None without `Spike`.
     """
 
     in_a_row: jax.Array = struct.field(default_factory=_zero)
@@ -64,14 +64,14 @@ def start_guard(spike: Spike | None = None) -> Guard:
 
 
 def decide(
-    guard: Guard, update: jax.Array, loss: jax.Array, finite: jax.Array, overflow: Any, most: int, spike: Spike | None
+    guard: Guard, update: jax.Array, loss: jax.Array, finite: jax.Array, overflow: Any, limit: int, spike: Spike | None
 ) -> tuple[jax.Array, Guard]:
-    """Return (True where update number `update` is taken [], the counters after it).
+    """Decide whether to apply update number `update`; return (the decision [], the counters after the update).
 
     Args:
         finite: the loss and all gradients are finite.
-        overflow: what is not finite is expected, and not counted in a row.
-        most: this many in a row halt training.
+        overflow: non-finite values are expected here and do not count as consecutive.
+        limit: this many consecutive non-finite updates halt training.
     """
     running = guard.halted == 0
     spiked, level = jnp.zeros((), bool), guard.level
@@ -81,7 +81,7 @@ def decide(
     counted = ~finite & ~jnp.asarray(overflow)
     in_a_row = jnp.where(good, 0, guard.in_a_row + counted.astype(jnp.int32))
     since = jnp.where(good, 0, jnp.where(counted & (guard.in_a_row == 0), update, guard.since))
-    halted = jnp.where(in_a_row >= most, NONFINITE, 0)
+    halted = jnp.where(in_a_row >= limit, NONFINITE, 0)
     if spike is not None and spike.action == "rollback":
         halted, since = jnp.where(spiked, SPIKE, halted), jnp.where(spiked, update, since)
     new = Guard(
@@ -97,9 +97,9 @@ def decide(
 
 
 def _detect_spike(level: Level, spike: Spike, loss: jax.Array, finite: jax.Array) -> tuple[jax.Array, Level]:
-    """Return (True where the loss is a spike, the level after it).
+    """Return (True if the loss is a spike, the level after it).
 
-    A spike enters the mean as the largest loss that is not one: where losses stay higher, the mean rises to them, and
+    A spike enters the mean as the largest loss that is not a spike. If losses stay higher, the mean rises to them, so
     the run does not skip updates forever.
     """
     loss = loss.astype(jnp.float32)
@@ -108,27 +108,27 @@ def _detect_spike(level: Level, spike: Spike, loss: jax.Array, finite: jax.Array
     weight = spike.decay * level.weight + (1 - spike.decay)
     rate = (1 - spike.decay) / weight  # 1 for the first: the mean starts as the first loss
     mean = level.mean + jnp.where(spiked, above, loss - level.mean) * rate
-    taken = finite & jnp.isfinite(mean)
+    accepted = finite & jnp.isfinite(mean)
     new = Level(mean, weight, level.good + 1)
-    return spiked, jax.tree.map(lambda after, before: jnp.where(taken, after, before), new, level)
+    return spiked, jax.tree.map(lambda after, before: jnp.where(accepted, after, before), new, level)
 
 
 def where(condition: jax.Array, yes: Tree, no: Tree) -> Tree:
-    """Select one tree or the other; a leaf that is the same array in both is returned as it is."""
+    """Select one tree or the other; a leaf that is the same array in both is returned without a selection."""
     return jax.tree.map(lambda a, b: a if a is b else jnp.where(condition, a, b), yes, no)
 
 
 def update(
-    tx: optax.GradientTransformation, taken: jax.Array, grads: Tree, state: Tree, params: Tree
+    tx: optax.GradientTransformation, apply_update: jax.Array, grads: Tree, state: Tree, params: Tree
 ) -> tuple[Tree, Tree]:
     """Apply an optimizer update conditionally without keeping a second copy of the state.
 
-    Returns tx.update(grads, state, params), with the old state where not `taken` []; the updates mean nothing then.
+    Returns tx.update(grads, state, params) if `apply_update` [], else the old state and updates without meaning.
 
-    Selected at the end, the new value of a leaf has two readers: the selection and whatever else is computed from it.
-    A compiler computes it twice then, and copies the old one. So the selection is made where a leaf is computed, and
-    everything after reads the selected value. The interpreter follows "Writing custom interpreters in JAX" (JAX
-    documentation).
+    If the selection came last, the new value of a leaf would have two readers: the selection and any other operation
+    on it. The compiler would then compute it twice and copy the old value. So each leaf is selected where it is
+    computed, and all later operations read the selected value. The interpreter follows "Writing custom interpreters in
+    JAX" (JAX documentation).
     """
     closed, shapes = jax.make_jaxpr(tx.update, return_shape=True)(grads, state, params)
     jaxpr, old = closed.jaxpr, jax.tree.leaves(state)
@@ -141,9 +141,9 @@ def update(
     for eqn in jaxpr.eqns:
         result = eqn.primitive.bind(*map(read, eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
         for x, value in zip(eqn.outvars, result if eqn.primitive.multiple_results else [result], strict=True):
-            values[x] = jnp.where(taken, value, old_value[x]) if x in old_value else value
+            values[x] = jnp.where(apply_update, value, old_value[x]) if x in old_value else value
             selected.add(x)
     done = [isinstance(x, Var) and x in selected and old_value[x] is y for x, y in zip(out, old, strict=True)]
     updates, new = jax.tree.unflatten(jax.tree.structure(shapes), [read(x) for x in jaxpr.outvars])
-    finish = lambda done, a, b: a if done else where(taken, a, b)  # an argument itself, or two leaves at once
+    finish = lambda done, a, b: a if done else where(apply_update, a, b)  # not done: arguments, shared values
     return updates, jax.tree.map(finish, jax.tree.unflatten(jax.tree.structure(state), done), new, state)

@@ -1,4 +1,4 @@
-"""What a step reads and writes: the train state, a replica's view of it, and the sums of its microbatches."""
+"""The inputs and outputs of a step: the train state, a replica's view of it, and the sums of its microbatches."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,15 +22,15 @@ Transform = Callable[[Batch, jax.Array, bool], Batch]  # (batch, key, train) -> 
 Gather = Callable[[Tree, Any], tuple[Tree, BlockGather]]
 # leaves [slot, ...] of a replica -> leaves [microbatch, ...] of all replicas
 Join = Callable[[Tree], Tree]
-# gradients -> [2]: the sum of their squares, and the number of elements that are not finite
+# gradients -> [2]: the sum of their squares, and the number of non-finite elements
 Total = Callable[[Tree], jax.Array]
 
 
 class TrainState(struct.PyTreeNode):
-    """All that an update changes, in logical shapes: step [], trees, and carry[microbatch, example, ...].
+    """Everything that an update changes, in logical shapes: step [], trees, and carry[microbatch, example, ...].
 
-    ema: the average of the parameters. `ema`, `loss_scale`, `carry` and `exponents` (`jaxdp.parallel.fixed_point`) are
-    None when not in use. guard: counts the skipped updates, which `step` counts too.
+    ema: the running average of the parameters. `ema`, `loss_scale`, `carry` and `exponents`
+    (`jaxdp.parallel.fixed_point`) are None when not in use. step: counts all updates; guard: the skipped ones of them.
     """
 
     step: jax.Array
@@ -61,10 +61,10 @@ class View(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over microbatches and replicas; `carry` alone is not summed, it stays with its slots.
+    """Sums over microbatches and replicas. Only `carry` is not summed: it stays with its slots.
 
-    model_state: floats times the weight; integers as `Change`. carry: of `Step.grads` a `Carried`, of `Step.evaluate`
-    the tree itself. exponents: what the reduction remembers.
+    model_state: floats times the weight; integers as `Change`. carry: a `Carried` from `Step.grads`, the tree itself
+    from `Step.evaluate`. exponents: the reduction's own state.
     """
 
     grads: Tree
@@ -77,12 +77,12 @@ class Sums(NamedTuple):
 
 
 def plain_gather(params: Tree, dtype: Any) -> tuple[Tree, BlockGather]:
-    """Cast parameters that are replicated."""
+    """Return replicated parameters in the compute dtype; there is nothing to gather."""
     return cast_floats(params, dtype), as_they_are
 
 
 def plain_join(tree: Tree) -> Tree:
-    """Return the slots of the only replica."""
+    """Return the slots of the only replica unchanged."""
     return tree
 
 

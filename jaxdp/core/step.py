@@ -3,9 +3,9 @@
     grads(view, batch[slot, example, ...], slots[slot], gather, join) -> Sums  one replica's share of the microbatches
     apply(state, sums, total) -> (state, metrics)                              the one division, the optimizer
 
-Everything in `Sums` adds up over microbatches and replicas, and is divided once, by the global weight. A strategy
-reaches inside through three hooks only: `gather` makes sharded parameters full (and gradients what the strategy wants),
-`join` collects the slots of all replicas for a loss that couples examples, `total` measures gradients that may be
+Everything in `Sums` adds up over microbatches and replicas, and is divided once, by the global weight. A strategy has
+only three hooks into the step: `gather` gathers sharded parameters (and shapes gradients as the strategy wants them),
+`join` gathers the slots of all replicas for a loss that couples examples, `total` measures gradients that may be
 sharded. On one device, a strategy needs none.
 """
 
@@ -46,8 +46,8 @@ Tree = Any
 
 
 class Step(NamedTuple):
-    """trainable(tree like the parameters): the same with None for frozen leaves, the structure of the gradients.
-    key(step, microbatch): the key of everything random in a microbatch."""
+    """trainable(tree like the parameters): the tree with None for frozen leaves, which is the structure of gradients.
+    key(step, microbatch): the random key of a microbatch."""
 
     grads: Callable[..., Sums]
     apply: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
@@ -76,17 +76,17 @@ def make_step(
     spike: Spike | None = None,
     padded: bool = True,
 ) -> Step:
-    """Return the step of a model, a loss and an Optax transformation.
+    """Build the training step from a model, a loss and an Optax transformation.
 
     Args:
-        accumulate: 'vmap' computes a replica's microbatches at once, 'scan' one after the other.
+        accumulate: 'vmap' computes a replica's microbatches in one pass, 'scan' one after the other.
         frozen: expressions; parameters whose path matches one have no gradient and no optimizer state.
         ema_decay: of the running average of the parameters.
-        schedule: reported as `lr` in the metrics.
-        max_nonfinite: this many updates in a row whose loss or gradients are not finite halt training; until then
-            each is skipped (`jaxdp.core.skip`).
-        spike: what to do about a loss that is too large.
-        padded: batches may have padding; if False, `grads` contains no mask.
+        schedule: the learning rate, reported as `lr` in the metrics.
+        max_nonfinite: halt training after this many consecutive updates with a non-finite loss or gradient; each of
+            them is skipped (`jaxdp.core.skip`).
+        spike: how to detect and treat a loss that is too large.
+        padded: batches may have padding; if False, the program of `grads` contains no mask.
         remat, transform, eval_transform: see `Microbatch`.
     """
     parts = Microbatch(model, loss, policy or Policy(), seed, remat, loss_scaling, transform, eval_transform)
@@ -106,19 +106,19 @@ def make_step(
 
 
 def make_grads(parts: Microbatch, trainable: Callable[[Tree], Tree], accumulate: str, padded: bool) -> Callable:
-    """Return `Step.grads`."""
+    """Build `Step.grads`."""
 
     def grads(
         view: View, batch: Batch, slots: jax.Array, gather: Gather = plain_gather, join: Join = plain_join
     ) -> Sums:
         def loss_and_sums(params: Tree, *piece: Any) -> tuple[jax.Array, Sums]:
             carry, batch, slot, coupled = piece
-            of_slot = view._replace(params=merge(params, view.params), carry=carry)
-            return parts.loss_and_sums(of_slot, batch, slot, coupled, True, gather)
+            slot_view = view._replace(params=merge(params, view.params), carry=carry)
+            return parts.loss_and_sums(slot_view, batch, slot, coupled, True, gather)
 
         mask = batch["mask"]
         if not padded:
-            batch = {**batch, "mask": jnp.ones_like(mask)}  # a constant, which the compiler follows
+            batch = {**batch, "mask": jnp.ones_like(mask)}  # a constant that the compiler can fold
         coupled = first_pass(parts, accumulate, view, batch, slots, True, gather, join)
         pieces = (view.carry, batch, slots, coupled)
         sums = ACCUMULATE[accumulate](loss_and_sums, trainable(view.params), pieces)
@@ -126,29 +126,29 @@ def make_grads(parts: Microbatch, trainable: Callable[[Tree], Tree], accumulate:
             sums = sums._replace(carry=Carried(sums.carry, batch.get(RESET)))
         if padded:
             return sums
-        # Divided by a weight that the compiler knew, no gradient would be written: each reader would multiply again.
+        # With a constant weight, XLA would fuse the division into every reader of a gradient and compute it each time.
         return sums._replace(weight=sums.weight * jnp.max(mask).astype(sums.weight.dtype))
 
     return grads
 
 
 def make_evaluate(parts: Microbatch, accumulate: str) -> Callable:
-    """Return `Step.evaluate`."""
+    """Build `Step.evaluate`."""
 
     def evaluate(
         view: View, batch: Batch, slots: jax.Array, gather: Gather = plain_gather, join: Join = plain_join
     ) -> Sums:
-        """Start each batch with a carry of zeros, unless batches name where sequences start: then keep it."""
+        """Sum over the slots without gradients. The carry starts at zero, unless batches mark where sequences start."""
         keep = RESET in batch
         carry = view.carry if keep else jax.tree.map(jnp.zeros_like, view.carry)
 
-        def of_slot(piece: Any) -> Sums:
+        def slot_sums(piece: Any) -> Sums:
             carry, batch, slot, coupled = piece
             sums = parts.loss_and_sums(view._replace(carry=carry), batch, slot, coupled, False, gather)[1]
             return sums._replace(model_state=None, carry=sums.carry if keep else None)
 
         coupled = first_pass(parts, accumulate, view._replace(carry=carry), batch, slots, False, gather, join)
-        sums = MAP[accumulate](of_slot, (carry, batch, slots, coupled))
+        sums = MAP[accumulate](slot_sums, (carry, batch, slots, coupled))
         return jax.tree.map(lambda x: x.sum(0), sums._replace(carry=None))._replace(carry=sums.carry)
 
     return evaluate
@@ -164,13 +164,13 @@ def first_pass(
     gather: Gather,
     join: Join,
 ) -> Coupled | None:
-    """Compute all outputs for a loss over the whole batch; None for a loss of single examples."""
+    """Compute all outputs and couple them in the loss; return None if the loss is a sum over single examples."""
     if attribute(parts.loss, "scope", "example") != "global":
         return None
 
-    def of_slot(piece: Any) -> tuple[Tree, Batch]:
+    def slot_outputs(piece: Any) -> tuple[Tree, Batch]:
         carry, batch, slot = piece
         return parts.forward(view._replace(carry=carry), batch, slot, train, gather)[:2]
 
-    outputs, loss_batch = join(MAP[accumulate](of_slot, (view.carry, batch, slots)))
+    outputs, loss_batch = join(MAP[accumulate](slot_outputs, (view.carry, batch, slots)))
     return couple(parts.loss, outputs, loss_batch, slots, train)

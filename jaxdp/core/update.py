@@ -1,4 +1,4 @@
-"""From the sums over all devices to the next state: the one division, clipping, the decision to skip, the optimizer."""
+"""The update from sums over all devices: the one division, clipping, the decision to skip, the optimizer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ def make_apply(
     schedule: Callable[[jax.Array], jax.Array] | None = None,
     loss_scaling: LossScaling | None = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
-    """Return apply(state, sums, total) -> (state, metrics)."""
+    """Build `Step.apply`: apply(state, sums, total) -> (state, metrics)."""
 
     def apply(state: TrainState, sums: Sums, total: Total = plain_total) -> tuple[TrainState, Metrics]:
         params = trainable(state.params)
@@ -42,16 +42,16 @@ def make_apply(
         model_state, disagreeing = mean_state(state.model_state, sums.model_state, sums.weight)
         loss = sums.loss / weight
         finite = (nonfinite == 0) & jnp.isfinite(loss)
-        overflow: Any = False  # a loss scale too large explains gradients that are not finite
+        overflow: Any = False  # True where non-finite gradients may come from a loss scale that is too large
         if loss_scaling is not None and state.loss_scale is not None:
             overflow = jnp.isfinite(loss) & loss_scaling.can_fall(state.loss_scale)
-        taken, guard = skip.decide(state.guard, state.step + 1, loss, finite, overflow, max_nonfinite, spike)
-        grads = skip.where(taken, grads, jax.tree.map(jnp.zeros_like, grads))
-        updates, opt_state = skip.update(tx, taken, grads, state.opt_state, params)
-        params = skip.where(taken, optax.apply_updates(params, updates), params)
+        apply_update, guard = skip.decide(state.guard, state.step + 1, loss, finite, overflow, max_nonfinite, spike)
+        grads = skip.where(apply_update, grads, jax.tree.map(jnp.zeros_like, grads))
+        updates, opt_state = skip.update(tx, apply_update, grads, state.opt_state, params)
+        params = skip.where(apply_update, optax.apply_updates(params, updates), params)
         running = state.guard.halted == 0
         metrics = {"loss": loss, **divide(sums.metrics, weight), "grad_norm": norm, "nonfinite_grads": nonfinite}
-        metrics |= {"weight": sums.weight, "skipped": (~taken).astype(jnp.int32)}
+        metrics |= {"weight": sums.weight, "skipped": (~apply_update).astype(jnp.int32)}
         metrics |= {"skipped_updates": guard.skipped, "halted": guard.halted}
         if disagreeing is not None:
             metrics["disagreeing_state"] = disagreeing
@@ -61,7 +61,7 @@ def make_apply(
             step=state.step + running.astype(state.step.dtype),
             params=merge(params, state.params),
             opt_state=opt_state,
-            model_state=skip.where(taken, model_state, state.model_state),
+            model_state=skip.where(apply_update, model_state, state.model_state),
             guard=guard,
         )
         if loss_scaling is not None and state.loss_scale is not None:
@@ -74,7 +74,7 @@ def make_apply(
 
 
 def scaled(weight: jax.Array, scale: LossScale | None, scaling: LossScaling | None) -> jax.Array:
-    """Return the weight times the factor by which the loss was scaled."""
+    """Multiply the weight by the factor by which the loss was scaled."""
     if scaling is None or scale is None:
         return weight
     return weight * scaling.factor(scale.value).astype(weight.dtype)

@@ -1,4 +1,4 @@
-"""Data-parallel strategies and reductions, by name: each joins its table, and the tests of the tables cover it."""
+"""Tables of the data-parallel strategies and reductions, by name; the contract tests cover every entry."""
 
 import functools
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from jaxdp.parallel.strategy import Program, Strategy
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {"pmap": PMap, "pjit": PJit}
 STAGES = {"pmap": (0, 1), "pjit": (0, 1, 2, 3)}
-"""The ZeRO stages of each."""
+"""The ZeRO stages that each strategy supports."""
 
 REDUCTIONS: dict[str, Callable[..., Reduction]] = {
     "xla": xla,
@@ -24,17 +24,17 @@ REDUCTIONS: dict[str, Callable[..., Reduction]] = {
 
 
 def make_reduction(name: str, bucket_mb: float = 25.0, group: int = 1) -> Reduction:
-    """The named reduction; 'auto' is bucket where CPU processes talk over Gloo (XLA's combined all-reduce of many
-    operands is slow there), else xla. group: microbatches that an exact one computes at once.
+    """Return the named reduction. 'auto' means bucket for CPU processes over Gloo, where XLA's combined all-reduce of
+    many operands is slow, else xla. group: the number of microbatches that an exact reduction computes at once.
 
-    Over Gloo a scatter is an all-reduce and a slice: its own reduce-scatter dies after 30 s whatever the timeout, and
-    was reported wrong (jax#40831, jax#40830).
+    Over Gloo a scatter is an all-reduce and a slice: Gloo's reduce-scatter fails after 30 s whatever the timeout, and
+    was reported to return wrong results (jax#40831, jax#40830).
     """
     gloo = jax.process_count() > 1 and jax.default_backend() == "cpu"
     if name == "auto":
         name = "bucket" if gloo else "xla"
-    more = {"group": group} if name in FORMATS else {}
-    return not_alone(REDUCTIONS[name](bucket_mb, safe=gloo, **more))
+    options = {"group": group} if name in FORMATS else {}
+    return not_alone(REDUCTIONS[name](bucket_mb, safe=gloo, **options))
 
 
 __all__ = ["REDUCTIONS", "STAGES", "STRATEGIES", "PJit", "PMap", "Program", "Strategy", "make_reduction"]

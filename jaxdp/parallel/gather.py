@@ -1,4 +1,4 @@
-"""Full parameters from shards inside a shard_map, and shards of their gradients: ZeRO stages 2 and 3."""
+"""Gathering of sharded parameters inside a shard_map, and scattering of their gradients: ZeRO stages 2 and 3."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,12 +20,12 @@ Tree = Any
 
 
 class GatherRule(NamedTuple):
-    """How parameters are gathered.
+    """The rule by which parameters are gathered.
 
-    shard_params: parameters are slices. shard_grads: gradients are reduced to slices in the backward pass; else they
-    are full and not reduced. blocks: paths of stacked parameters [block, ...]; a model that scans blocks gathers one at
-    a time. live: if given, gathered parameters and gradients before their reduction are written to memory
-    (`jaxdp.parallel.rounding`), and those of a block in any layout, so that a block is the same program in all.
+    shard_params: parameters are slices. shard_grads: the backward pass reduces gradients to slices; else they are full
+    and not reduced. blocks: paths of stacked parameters [block, ...]; a model that scans blocks gathers one at a time.
+    live: if not None, a fusion barrier (`jaxdp.parallel.rounding`) follows gathered parameters and precedes the
+    reduction of gradients; blocks get one in every layout, so that a block is the same program in all.
     """
 
     reduction: Reduction
@@ -38,21 +38,21 @@ class GatherRule(NamedTuple):
     live: jax.Array | None = None
 
     def full(self, handle: Tree, source: Tree, dims: Tree, grad_dims: Tree, dtype: Any, block: bool = False) -> Tree:
-        """Return the full `source` in the compute dtype, with gradients for `handle`."""
+        """Gather the full `source` in the compute dtype, with gradients for `handle`."""
 
-        def write(tree: Tree, wanted: bool, live: jax.Array | None) -> Tree:
-            return settle(tree, live) if live is not None and (wanted or block) else tree
+        def barrier(tree: Tree, sharded: bool, live: jax.Array | None) -> Tree:
+            return settle(tree, live) if live is not None and (sharded or block) else tree
 
         def gather(handle: Tree, source: Tree, live: jax.Array | None) -> Tree:
             source = cast_floats(source, dtype)
             full = self.reduction.gather(source, dims, self.axes.shard) if self.shard_params else source
-            return write(full, self.shard_params, live)
+            return barrier(full, self.shard_params, live)
 
         def forward(handle: Tree, source: Tree, live: jax.Array | None) -> tuple[Tree, jax.Array | None]:
             return gather(handle, source, live), live
 
         def backward(live: jax.Array | None, grads: Tree) -> tuple[Tree, None, None]:
-            grads = write(grads, self.shard_grads, live)
+            grads = barrier(grads, self.shard_grads, live)
             if self.shard_grads:
                 sent = jax.tree.map(lambda g, d: None if d is None else g, grads, grad_dims)
                 sent = _like(sent, handle) if self.reduce_dtype is None else cast_floats(sent, self.reduce_dtype)
@@ -67,8 +67,8 @@ class GatherRule(NamedTuple):
 def make_gather(params: Tree, dims: Tree, rule: GatherRule) -> tuple[Tree, Gather]:
     """Return (the handle, the `gather` hook of a step).
 
-    The handle is the tree to differentiate with respect to: it has the shapes of the gradients, and its values are not
-    read, so that it costs nothing.
+    The step differentiates with respect to the handle. It has the shapes of the gradients; its values are never read,
+    so it costs nothing.
 
     Args:
         params: of this device, slices along `dims` if `rule.shard_params`.
@@ -99,9 +99,9 @@ def make_handle(params: Tree, dims: Tree, rule: GatherRule) -> Tree:
 
 
 def gather_stacks(rule: GatherRule, trees: list[Tree], dtype: Any) -> tuple[Tree, BlockGather]:
-    """Return (the full stacks of blocks, the function that `scan_blocks` asks for one block at a time).
+    """Return (the full stacks of blocks, the function by which `scan_blocks` gathers one block at a time).
 
-    A full stack costs nothing where it only goes to `scan_blocks`: no operation reads it then.
+    A full stack costs nothing if only `scan_blocks` uses it: then no operation reads it.
 
     Args:
         trees: handle, params, dims and dims of gradients, of the stacked leaves.
@@ -113,31 +113,31 @@ def gather_stacks(rule: GatherRule, trees: list[Tree], dtype: Any) -> tuple[Tree
         origin[id(array)] = (array, handle, source, dim, grad_dim)
         return array
 
-    def of_blocks(stacked: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
+    def gather_blocks(stacked: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
         leaves, treedef = jax.tree.flatten(stacked)
         if not all(id(x) in origin for x in leaves):  # computed from parameters: already full
             return as_they_are(stacked)
         _, handles, sources, dims, grad_dims = zip(*(origin[id(x)] for x in leaves))
-        inner = lambda dims: [d if d is None or d < 0 else d - 1 for d in dims]  # without the dim of blocks
+        inner = lambda dims: [d if d is None or d < 0 else d - 1 for d in dims]  # without the block dim
 
-        def one(piece: Tree) -> Tree:
+        def gather_one(piece: Tree) -> Tree:
             return jax.tree.unflatten(
                 treedef, rule.full(piece[0], piece[1], inner(dims), inner(grad_dims), dtype, True)
             )
 
-        return (list(handles), list(sources)), one
+        return (list(handles), list(sources)), gather_one
 
-    return jax.tree.map(stack_of, *trees), of_blocks
+    return jax.tree.map(stack_of, *trees), gather_blocks
 
 
 def _partition(tree: Tree, blocks: tuple[str, ...]) -> tuple[Tree, Tree]:
-    """Return (the leaves of blocks, all others), each with None in place of the other."""
+    """Split a tree into (the leaves of blocks, all others), each with None for the leaves of the other."""
     heads = tuple(f"{path}/" for path in blocks)
     inside = lambda path: f"{path_string(path)}/".startswith(heads) if heads else False
-    pick = lambda wanted: jax.tree_util.tree_map_with_path(lambda p, x: x if inside(p) == wanted else None, tree)
+    pick = lambda block: jax.tree_util.tree_map_with_path(lambda p, x: x if inside(p) == block else None, tree)
     return pick(True), pick(False)
 
 
 def _like(tree: Tree, other: Tree) -> Tree:
-    """Cast the leaves of a tree to the dtypes of another that may have more."""
+    """Cast the leaves of a tree to the dtypes of another, which may have more leaves."""
     return jax.tree.map(lambda x, y: None if x is None else x.astype(y.dtype), tree, other, is_leaf=lambda x: x is None)

@@ -1,9 +1,9 @@
-"""The exact reductions: sums of integers over all devices, and everything else rounded alike in every program.
+"""The exact reductions: integer sums over all devices, and the same rounding in every program.
 
-A microbatch's gradient becomes integers (`jaxdp.parallel.fixed_point`) with exponents that the state remembers. An
-update that does not fit is computed again with the exponents that it needs: the largest over all devices, so that all
-decide alike. Losses, weights, metrics and statistics are small: they wait until all slots are done, and their exponents
-are of this update. Equal sums need equal summands: each microbatch, and `apply`, is computed by itself
+The gradients of each microbatch are quantized (`jaxdp.parallel.fixed_point`) with exponents stored in the state. An
+update that does not fit is recomputed with the exponents that it needs: the maximum over all devices, so that all
+devices decide alike. Losses, weights, metrics and model state are small: they are summed after all slots, with this
+update's exponents. Equal sums need equal summands, so each microbatch, and `apply`, is computed separately
 (`jaxdp.parallel.rounding`). Microbatches are the logical workers of EasyScale (arXiv 2208.14228).
 """
 
@@ -33,20 +33,20 @@ from jaxdp.parallel.fixed_point import (
     unpack,
 )
 from jaxdp.parallel.reduction import Reduction, exchange, in_buckets
-from jaxdp.parallel.rounding import as_written, each, running, settle
-from jaxdp.parallel.sums import Arithmetic, Place, Summed, own_slots, reducer, scatter_split
+from jaxdp.parallel.rounding import as_written, running, scan_unfused, settle
+from jaxdp.parallel.sums import Arithmetic, ReductionPlan, Summed, reducer, replica_slots, scatter_split
 
 Tree = Any
 ELEMENTWISE = "with reduction: exact, ZeRO needs an elementwise one, such as sgd, adam, adamw or lion, or zero: 0"
 
 COUPLED = (
-    "parallel.reduction: {} computes each microbatch by itself, and this loss couples the examples of all; "
+    "parallel.reduction: {} computes each microbatch separately, but this loss couples the examples of all; "
     "use xla or bucket"
 )
 
 
 class Part(NamedTuple):
-    """Of gradients: a tree of their sums; the exponent that each leaf needs; how many elements are not finite."""
+    """Sums of gradients: the tree of integers; the exponent that each leaf needs; the number of non-finite elements."""
 
     ints: Tree
     needed: jax.Array
@@ -54,8 +54,8 @@ class Part(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """exponents[leaf] to compute with; what was computed with those before: part, the rest of each group [group, ...],
-    and the exponents that leaves of both need; how many times; whether all fit."""
+    """The result of one attempt. part: sums of gradients; rest: the other sums [group, ...]; needed: the exponents that
+    both need. exponents[leaf]: for the next attempt, unchanged if all leaves fit. times: the number of attempts."""
 
     exponents: jax.Array
     part: Part
@@ -65,8 +65,8 @@ class Attempt(NamedTuple):
     fits: jax.Array
 
 
-class Kept(NamedTuple):
-    """What `Sums.exponents` holds: those of the next update; whether this one was computed twice; `Part.nonfinite`."""
+class ExactInfo(NamedTuple):
+    """The content of `Sums.exponents`: the next update's exponents, the number of recomputations, `Part.nonfinite`."""
 
     exponents: jax.Array
     recomputed: jax.Array
@@ -74,7 +74,7 @@ class Kept(NamedTuple):
 
 
 def integers(name: str, bucket_mb: float = 25.0, safe: bool = False, group: int = 1) -> Reduction:
-    """Sum integers in buckets. group: so many microbatches are computed, and rounded, together."""
+    """Return a reduction that sums integers in buckets. group: number of microbatches computed and rounded together."""
     add_up = lambda flat, axes: unpack(jax.lax.psum(pack(flat), axes), flat.dtype, flat.size)
     row_of = lambda rows, axes: unpack(exchange(pack(rows), axes, safe), rows.dtype, rows.shape[-1])
     total = lambda dims, axis, update: lambda tree: squares_and_bad(tree, dims, axis, running(update))
@@ -84,7 +84,7 @@ def integers(name: str, bucket_mb: float = 25.0, safe: bool = False, group: int 
 
 
 def remembering(make: Callable[[], TrainState], trainable: Callable[[Tree], Tree]) -> Callable[[], TrainState]:
-    """Add to the state before the first update an exponent for each gradient: too small, until one is known."""
+    """Add an exponent for each gradient to the initial state: too small, so the first update determines it."""
 
     def make_state() -> TrainState:
         state = make()
@@ -93,15 +93,15 @@ def remembering(make: Callable[[], TrainState], trainable: Callable[[Tree], Tree
     return make_state
 
 
-def over_slots(f: Callable[..., Sums], place: Place, form: Format, group: int, join: Join) -> Summed:
-    """f(view, batch, gather) -> Sums: f of each group of slots by itself, summed as integers over all devices."""
-    summands = (int(place.table.max()) + 1) // group
+def over_slots(f: Callable[..., Sums], plan: ReductionPlan, form: Format, group: int, join: Join) -> Summed:
+    """Return f(view, batch, gather) -> Sums: f of each group of slots separately, summed as integers over devices."""
+    summands = (int(plan.table.max()) + 1) // group
 
     def run(view: View, batch: Batch, gather: Gather) -> Sums:
         live = running(view.step)
-        pieces = (view.carry, batch, own_slots(place.table, place.axes))
+        pieces = (view.carry, batch, replica_slots(plan.table, plan.axes))
         pieces = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), pieces)
-        known = view.exponents if place.key else jnp.zeros(0, jnp.int32)
+        exponents = view.exponents if plan.key else jnp.zeros(0, jnp.int32)
 
         def compute(piece: Tree) -> Sums:
             carry, batch, slots = piece
@@ -111,65 +111,65 @@ def over_slots(f: Callable[..., Sums], place: Place, form: Format, group: int, j
             def add(total: Part, piece: Tree) -> tuple[Part, Sums]:
                 sums, slot = compute(piece), piece[2][0]
                 real = lambda tree: jax.tree.map(lambda x: jnp.where(slot >= 0, x, jnp.zeros_like(x)), tree)
-                key = place.key(view.step, slot) if form.stochastic and place.key else None
-                part = real(part_of(sums.grads, before.exponents, form, summands, key, live))
-                ints = jax.tree.map(jnp.add, total.ints, sent_by_slot(place, part.ints, form))
+                key = plan.key(view.step, slot) if form.stochastic and plan.key else None
+                part = real(group_part(sums.grads, before.exponents, form, summands, key, live))
+                ints = jax.tree.map(jnp.add, total.ints, scatter_by_slot(plan, part.ints, form))
                 needed = jnp.maximum(total.needed, part.needed)
                 rest = real(sums._replace(grads=None, carry=None))._replace(carry=sums.carry)
                 return Part(ints, needed, total.nonfinite + part.nonfinite), rest
 
-            part, rest = each(add, zeros(before.part), pieces, live, like._replace(grads=None))
-            here = [part.needed, *(exponent_of(x)[None] for x in jax.tree.leaves(rest._replace(carry=None)))]
-            needed = jax.lax.pmax(jnp.concatenate(here), place.axes.all)
+            part, rest = scan_unfused(add, zeros(before.part), pieces, live, like._replace(grads=None))
+            local = [part.needed, *(exponent_of(x)[None] for x in jax.tree.leaves(rest._replace(carry=None)))]
+            needed = jax.lax.pmax(jnp.concatenate(local), plan.axes.all)
             grads = needed[: part.needed.size]
             fits = jnp.all((grads <= in_bits(before.exponents)) | (grads == NOT_FINITE))
-            more = remembered(before.exponents, grads, form.headroom)
-            exponents = jnp.where(fits, before.exponents, more)
-            return Attempt(exponents, part, rest, needed, before.times + 1, fits)
+            raised = remembered(before.exponents, grads, form.headroom)
+            after = jnp.where(fits, before.exponents, raised)
+            return Attempt(after, part, rest, needed, before.times + 1, fits)
 
         like = jax.eval_shape(compute, jax.tree.map(lambda x: x[0], pieces))
-        first = start(like, known, place, form, len(pieces[2]))
+        first = empty_attempt(like, exponents, plan, form, len(pieces[2]))
         done = jax.lax.while_loop(lambda a: ~a.fits, attempt, first)
-        return totalled(done, place, form, summands)
+        return reduce_attempt(done, plan, form, summands)
 
     return run
 
 
-def start(like: Sums, known: jax.Array, place: Place, form: Format, slots: int) -> Attempt:
-    """Nothing computed yet; like: the shapes of a slot's sums, known: the exponents."""
-    leaves = known.size
-    ints = lambda: sent_by_slot(place, quantized(zeros(like.grads), jnp.zeros(leaves, jnp.int32), form, 1), form)
+def empty_attempt(like: Sums, exponents: jax.Array, plan: ReductionPlan, form: Format, slots: int) -> Attempt:
+    """Return the attempt before the first computation; like: the shapes of a slot's sums."""
+    leaves = exponents.size
+    ints = lambda: scatter_by_slot(plan, quantized(zeros(like.grads), jnp.zeros(leaves, jnp.int32), form, 1), form)
     part = Part(zeros(jax.eval_shape(ints)), jnp.zeros(leaves, jnp.int32), jnp.int32(0))
     rest = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), like._replace(grads=None))
     needed = jnp.zeros(leaves + len(jax.tree.leaves(rest._replace(carry=None))), jnp.int32)
-    return Attempt(known, part, rest, needed, jnp.int32(0), jnp.bool_(False))
+    return Attempt(exponents, part, rest, needed, jnp.int32(0), jnp.bool_(False))
 
 
-def part_of(
+def group_part(
     grads: Tree, exponents: jax.Array, form: Format, summands: int, key: jax.Array | None, live: jax.Array
 ) -> Part:
-    """What one group adds to the sums."""
+    """Return the contribution of one group to the sums."""
     leaves, none = jax.tree.leaves(grads), jnp.int32(0)
     if not leaves:
         return Part(grads, jnp.zeros(0, jnp.int32), none)
-    # settled, or each of those who read one of them would compute all
+    # without the fusion barrier, every reader of one exponent would compute all of them
     needed = settle(jnp.stack([exponent_of(x) for x in leaves]), live)
     count = lambda: sum((jnp.sum(~(jnp.abs(x) < 2.0**LARGEST), dtype=jnp.int32) for x in leaves), none)
     bad = jax.lax.cond(jnp.any(needed == NOT_FINITE), count, lambda: none)
     return Part(quantized(grads, exponents, form, summands, key), needed, bad)
 
 
-def sent_by_slot(place: Place, ints: Tree, form: Format) -> Tree:
-    """Where gradients are split slot by slot: each leaf with a dim as this device's slice of the sum over devices."""
-    if not place.per_slot:
+def scatter_by_slot(plan: ReductionPlan, ints: Tree, form: Format) -> Tree:
+    """Reduce-scatter one slot's integers if gradients are sharded slot by slot; else return them unchanged."""
+    if not plan.per_slot:
         return ints
     sent = jax.tree.map(lambda x: x.astype(form.wire(x.dtype)), ints)
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), scatter_split(place, sent), ints)
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), scatter_split(plan, sent), ints)
 
 
-def totalled(done: Attempt, place: Place, form: Format, summands: int) -> Sums:
-    """What one device has of an update -> the sums of all devices, as floats."""
-    own, others = done.needed[: done.exponents.size], done.needed[done.exponents.size :]
+def reduce_attempt(done: Attempt, plan: ReductionPlan, form: Format, summands: int) -> Sums:
+    """Reduce one device's integers over all devices and return the sums as floats."""
+    grad_needed, rest_needed = done.needed[: done.exponents.size], done.needed[done.exponents.size :]
     rest, treedef = jax.tree.flatten(done.rest._replace(carry=None))
     wide = FORMATS["exact"]
 
@@ -177,37 +177,38 @@ def totalled(done: Attempt, place: Place, form: Format, summands: int) -> Sums:
         ints = quantize(x, exponent, wide, summands) if is_float(x) else x
         return ints.sum(0, dtype=ints.dtype)
 
-    sums: Sums = jax.tree.unflatten(treedef, map(total, rest, others))
+    sums: Sums = jax.tree.unflatten(treedef, map(total, rest, rest_needed))
     sums = sums._replace(grads=done.part.ints, exponents=done.part.nonfinite)
-    sums = reducer(place._replace(dtype=None if form.bits == 32 else form.wire(jnp.int32)))(sums)
+    sums = reducer(plan._replace(dtype=None if form.bits == 32 else form.wire(jnp.int32)))(sums)
 
-    grads, structure = jax.tree.flatten(sums.grads)
-    used = jnp.where(own == NOT_FINITE, own, in_bits(done.exponents))
-    back = [restore(x, e, form, summands) for x, e in zip(grads, used)]
-    found = jax.tree.leaves(sums._replace(grads=None, exponents=None))
-    floats = [restore(x, e, wide, summands) if is_float(y) else x for x, e, y in zip(found, others, rest)]
+    grads, grad_treedef = jax.tree.flatten(sums.grads)
+    bits = jnp.where(grad_needed == NOT_FINITE, grad_needed, in_bits(done.exponents))
+    float_grads = [restore(x, e, form, summands) for x, e in zip(grads, bits)]
+    totals = jax.tree.leaves(sums._replace(grads=None, exponents=None))
+    floats = [restore(x, e, wide, summands) if is_float(y) else x for x, e, y in zip(totals, rest_needed, rest)]
     result: Sums = jax.tree.unflatten(treedef, floats)
-    kept = Kept(remembered(done.exponents, own, form.headroom), done.times - 1, sums.exponents) if place.key else None
+    exponents = remembered(done.exponents, grad_needed, form.headroom)
+    info = ExactInfo(exponents, done.times - 1, sums.exponents) if plan.key else None
     carry = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), done.rest.carry)
-    return result._replace(grads=jax.tree.unflatten(structure, back), carry=carry, exponents=kept)
+    return result._replace(grads=jax.tree.unflatten(grad_treedef, float_grads), carry=carry, exponents=info)
 
 
 def finish(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """`apply` with every operation rounded as it is written, from sums that have been written to memory."""
+    """Wrap `apply`: every operation is rounded as written, and the sums pass a fusion barrier first."""
 
     @functools.wraps(apply)
     def run(state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, jax.Array]]:
-        live, kept = running(state.step), sums.exponents
+        live, info = running(state.step), sums.exponents
         new, metrics = as_written(apply, live)(state, settle(sums._replace(exponents=None), live))
-        bad = jnp.where(kept.nonfinite > 0, kept.nonfinite.astype(jnp.float32), metrics["nonfinite_grads"])
-        metrics |= {"nonfinite_grads": bad, "recomputed": kept.recomputed}
-        return new.replace(exponents=kept.exponents), metrics
+        bad = jnp.where(info.nonfinite > 0, info.nonfinite.astype(jnp.float32), metrics["nonfinite_grads"])
+        metrics |= {"nonfinite_grads": bad, "recomputed": info.recomputed}
+        return new.replace(exponents=info.exponents), metrics
 
     return run
 
 
 def refuse_to_join(name: str) -> Join:
-    """Raises UsageError when it is called: a loss over all examples would see those of one microbatch."""
+    """Return a `join` hook that raises UsageError: a loss over all examples would see those of one microbatch only."""
 
     def refuse(tree: Tree) -> Tree:
         raise UsageError(COUPLED.format(name))

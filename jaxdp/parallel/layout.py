@@ -1,4 +1,4 @@
-"""Which trees are sharded over the devices: the ZeRO stages are a table of four.
+"""The ZeRO stages: a table of the trees that are sharded over the devices.
 
 Rajbhandari et al., arXiv 1910.02054. Each leaf is sharded along one dim, by the rule of `jaxdp.split`.
 """
@@ -15,7 +15,7 @@ Tree = Any
 
 
 class Layout(NamedTuple):
-    """grads: sharded while they are accumulated; if opt_state is sharded, they are when the optimizer sees them."""
+    """The sharded trees. grads: while they accumulate; the optimizer gets sharded gradients if opt_state is sharded."""
 
     params: bool = False
     grads: bool = False
@@ -42,7 +42,7 @@ def of_params(state: TrainState, dims: Any) -> Any:
 
 
 class Share(NamedTuple):
-    """How much of parameters and optimizer state is sharded; whole: the number of leaves that no dim can shard."""
+    """The sharded share of parameters and optimizer state. whole: the number of leaves that have no dim to shard."""
 
     split_bytes: int
     total_bytes: int
@@ -51,8 +51,8 @@ class Share(NamedTuple):
 
 
 def state_dims(state: TrainState, layout: Layout, parts: int, blocks: tuple[str, ...]) -> Any:
-    """Return a TrainState of the dim along which each leaf is sharded, or WHOLE; strategies place the carry."""
-    split = lambda tree, wanted: split_dims(tree, parts if wanted else 1, blocks)
+    """Return a TrainState of the dim along which each leaf is sharded, or WHOLE. Strategies shard the carry."""
+    split = lambda tree, sharded: split_dims(tree, parts if sharded else 1, blocks)
     return TrainState(
         step=split(state.step, False),
         params=split(state.params, layout.params),
@@ -71,13 +71,13 @@ def share(state: TrainState, dims: Any, layout: Layout) -> Share:
     arrays = lambda tree, like: [x for x, s in zip(jax.tree.leaves(tree), jax.tree.leaves(like)) if s.shape]
     bytes_of = lambda tree: [math.prod(x.shape) * x.dtype.itemsize for x in arrays(tree, tree)]
     trees = lambda s: [(s.params, layout.params), ((s.opt_state, s.ema), layout.opt_state)]
-    split = whole = left = 0
-    for (tree, wanted), (along, _) in zip(trees(state), trees(dims)):
-        sizes = list(zip(bytes_of(tree), arrays(along, tree)))
-        split += sum(size for size, d in sizes if d != WHOLE)
-        stayed = [size for size, d in sizes if d == WHOLE and wanted]
-        left, whole = left + sum(stayed), whole + len(stayed)
-    return Share(split, sum(bytes_of((state.params, state.opt_state, state.ema))), whole, left)
+    split_bytes = whole = whole_bytes = 0
+    for (tree, sharded), (tree_dims, _) in zip(trees(state), trees(dims)):
+        sizes = list(zip(bytes_of(tree), arrays(tree_dims, tree)))
+        split_bytes += sum(size for size, d in sizes if d != WHOLE)
+        replicated = [size for size, d in sizes if d == WHOLE and sharded]
+        whole, whole_bytes = whole + len(replicated), whole_bytes + sum(replicated)
+    return Share(split_bytes, sum(bytes_of((state.params, state.opt_state, state.ema))), whole, whole_bytes)
 
 
 def whole_shape(x: Any, dim: int, parts: int) -> tuple[int, ...]:

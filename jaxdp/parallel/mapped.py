@@ -1,4 +1,4 @@
-"""Calls of `jax.pmap` with trees of which some leaves differ between devices and some do not."""
+"""`jax.pmap` for trees in which some leaves vary between devices and the others are replicated."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -12,19 +12,19 @@ from jax.sharding import PartitionSpec as P
 from jaxdp.axes import DATA
 from jaxdp.parallel.placement import data_mesh, of_this_process
 
-VARIES = (True, False, True, False)  # the parts of two arguments
+VARIES = (True, False, True, False)  # for each part of the two arguments
 
 
 class Mapped:
-    """`pmap` of f(state, other): every tree goes in and comes out as two tuples of leaves, those that differ between
-    devices and those that do not, because `pmap` over several processes wants its axes hashable.
+    """`pmap` of f(state, other). Every tree is passed as two tuples of leaves, those that vary between devices and
+    those that do not, because `pmap` over several processes needs hashable axes.
 
-    takes, gives: of each argument, and of the result, a tree (or a prefix of one) of which leaves differ. donate: the
-    first argument.
+    takes, gives: for each argument, and for the result, a tree (or prefix) of booleans: the leaf varies. donate: donate
+    the first argument.
 
-    Over several processes `pmap` makes a global array of each one of this process's, and the reverse, in every call,
-    which takes longer than all else that Python does. There it only compiles; what is compiled takes global arrays and
-    gives global arrays, and what is not global yet is made so here, once.
+    Over several processes, every call of `pmap` converts process-local arrays to global ones and back, which takes
+    longer than the rest of the Python code. So `pmap` only compiles there: the compiled program takes and returns
+    global arrays, and arguments that are not global yet are converted here, once.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class Mapped:
             return self.gives.cut(f(first.join(*parts[:2]), second.join(*parts[2:])))
 
         local = data_mesh([devices[i] for i in of_this_process(devices)])
-        self.here = {varies: NamedSharding(local, P(DATA) if varies else P()) for varies in (True, False)}
-        self.everywhere = {varies: NamedSharding(data_mesh(devices), own.spec) for varies, own in self.here.items()}
-        anchor = np.zeros(local.size, bool)  # pmap wants something that is mapped
-        self.anchor = jax.device_put(anchor, self.here[True])
+        self.local = {varies: NamedSharding(local, P(DATA) if varies else P()) for varies in (True, False)}
+        self.all = {varies: NamedSharding(data_mesh(devices), sharding.spec) for varies, sharding in self.local.items()}
+        anchor = np.zeros(local.size, bool)  # pmap needs at least one mapped argument
+        self.anchor = jax.device_put(anchor, self.local[True])
         self.compiled: Any = None
 
-        # Over several processes pmap takes all devices in their own order, which must be ours.
+        # Over several processes, pmap uses all devices in JAX's order, which must be ours.
         chosen = None if jax.process_count() > 1 else devices
         assert chosen is not None or devices == jax.devices(), (devices, jax.devices())
         self.mapped = jax.pmap(
@@ -61,20 +61,20 @@ class Mapped:
             return self.gives.join(*self.mapped(self.anchor, *parts))
         if self.compiled is None:
             self.compiled = self._lower(parts).compile()
-            self.anchor = over_all(self.anchor, self.everywhere[True])
-        return self.gives.join(*self.compiled(self.anchor, *map(self._over_all, parts, VARIES)))
+            self.anchor = reshard(self.anchor, self.all[True])
+        return self.gives.join(*self.compiled(self.anchor, *map(self._to_global, parts, VARIES)))
 
-    def _over_all(self, part: tuple, varies: bool) -> tuple:
-        """A part as global arrays; all of it are, or none is."""
+    def _to_global(self, part: tuple, varies: bool) -> tuple:
+        """Convert a part to global arrays; either all of its arrays are global already or none is."""
         if not part or not part[0].is_fully_addressable:
             return part
-        return tuple(over_all(x, self.everywhere[varies]) for x in part)
+        return tuple(reshard(x, self.all[varies]) for x in part)
 
     def _lower(self, parts: Sequence[tuple]) -> Any:
-        """`pmap` lowers for this process's arrays."""
-        own = lambda x, varies: x if x.is_fully_addressable else over_all(x, self.here[varies])
-        anchor = own(self.anchor, True)
-        return self.mapped.lower(anchor, *(tuple(own(x, v) for x in part) for part, v in zip(parts, VARIES)))
+        """Lower for this process's arrays, as `pmap` requires."""
+        to_local = lambda x, varies: x if x.is_fully_addressable else reshard(x, self.local[varies])
+        anchor = to_local(self.anchor, True)
+        return self.mapped.lower(anchor, *(tuple(to_local(x, v) for x in part) for part, v in zip(parts, VARIES)))
 
     def lower(self, *arguments: Any) -> Any:
         parts = self._cut(arguments)
@@ -85,7 +85,7 @@ class Mapped:
 
 
 class Partition:
-    """Trees of one structure as two tuples of leaves: (those that vary, the others)."""
+    """A split of trees of one structure into two tuples of leaves: (those that vary, the others)."""
 
     def __init__(self, varies: Any):
         self.prefix = varies
@@ -100,17 +100,17 @@ class Partition:
             self.others = [not v for v in self.varies]
         return tuple(itertools.compress(leaves, self.varies)), tuple(itertools.compress(leaves, self.others))
 
-    def join(self, own: tuple, shared: tuple) -> Any:
-        own_left, shared_left = iter(own), iter(shared)
-        return jax.tree.unflatten(self.treedef, [next(own_left if v else shared_left) for v in self.varies])
+    def join(self, varying: tuple, shared: tuple) -> Any:
+        varying_leaves, shared_leaves = iter(varying), iter(shared)
+        return jax.tree.unflatten(self.treedef, [next(varying_leaves if v else shared_leaves) for v in self.varies])
 
 
-def over_all(x: jax.Array, place: NamedSharding) -> jax.Array:
-    """This process's array [local device, ...], or one that is whole on each, as the global array it is part of; or the
-    reverse, by the place."""
-    return of_buffers((place.mesh.size, *x.shape[1:]) if place.spec else x.shape, place, x)
+def reshard(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Convert an array of this process, [local device, ...] or replicated, to the global array that it is part of, or
+    back, as the sharding says. No data moves."""
+    return from_buffers((sharding.mesh.size, *x.shape[1:]) if sharding.spec else x.shape, sharding, x)
 
 
-def of_buffers(shape: tuple[int, ...], sharding: NamedSharding, x: jax.Array) -> jax.Array:
-    """The same buffers as an array of another sharding."""
+def from_buffers(shape: tuple[int, ...], sharding: NamedSharding, x: jax.Array) -> jax.Array:
+    """Return an array of another sharding with the same buffers."""
     return jax.make_array_from_single_device_arrays(shape, sharding, [s.data for s in x.addressable_shards])

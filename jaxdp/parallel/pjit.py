@@ -1,4 +1,4 @@
-"""One `jax.jit` over a mesh of all devices: state in a ZeRO layout, with the reductions written out in `shard_map`."""
+"""The `pjit` strategy: one `jax.jit` over a mesh of all devices, a ZeRO layout, explicit reductions in `shard_map`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,21 +18,21 @@ from jaxdp.parallel.gather import GatherRule, make_gather
 from jaxdp.parallel.layout import ZERO, Share, share, state_dims
 from jaxdp.parallel.placement import (
     abstract_state,
-    collect,
     data_mesh,
-    deal,
+    gather_carry,
     like,
     make_state,
     of_this_process,
     one_by_one,
     ordered_devices,
     same,
+    scatter_carry,
     sent_by_call,
     slot_table,
 )
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.strategy import Program
-from jaxdp.parallel.sums import Place, arithmetic
+from jaxdp.parallel.sums import ReductionPlan, arithmetic
 from jaxdp.split import spec
 
 
@@ -44,7 +44,7 @@ class PJit:
         shard_size: the number of devices that share one copy of the sharded state; None means all.
         gradient_buffer: 'sharded' reduces the gradients of stages 2 and 3 after each slot, 'replicated' once after all.
         blocks: paths of the parameters that are stacked [block, ...].
-        split_as: shard leaves as for this number of parts, a multiple of ours; to plan for more devices.
+        split_as: shard leaves as for this number of parts, a multiple of `parts`; to plan for more devices.
     """
 
     def __init__(
@@ -71,17 +71,17 @@ class PJit:
         self.mesh = data_mesh(self.devices, self.parts) if hybrid else data_mesh(self.devices)
         self.local_slots = self.table[of_this_process(self.devices)].reshape(-1)
         self.by_call = sent_by_call(self.devices)
-        self.whole = NamedSharding(self.mesh, P())
+        self.full = NamedSharding(self.mesh, P())
         self.split = NamedSharding(self.mesh, P(self.axes.all))
         self.split_steps = NamedSharding(self.mesh, P(None, self.axes.all))
         self.reduction, self.reduce_dtype = reduction, reduce_dtype
         self.make, self.shapes = make, jax.eval_shape(make)
         self.dims = state_dims(self.shapes, self.layout, split_as or self.parts, blocks)
         whole_split = state_dims(self.shapes, ZERO[3], split_as or self.parts, blocks)
-        self.slices: Any = whole_split.params  # the dims of gradients and updates, where any state is split
+        self.slices: Any = whole_split.params  # the dims of gradients and updates, if any state is split
 
     def check(self, tx: Any, params: Any) -> None:
-        """Any optimizer works: it sees whole arrays. But one that looks beyond an element rounds by how they lie."""
+        """Accept any optimizer, as it gets full arrays; exact sums need an elementwise one, or the layout matters."""
         if self.arithmetic.elementwise and self.layout.opt_state:
             check_elementwise(tx, params, 2, self.blocks, self.arithmetic.elementwise)  # on one device too
 
@@ -95,25 +95,25 @@ class PJit:
         return self.adopt(make_state(self.make, self.abstract(), self.mesh, self.dims, self.axes))
 
     def shard_batch(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
-        place = self.split_steps if several else self.split
+        sharding = self.split_steps if several else self.split
         if self.by_call:
             return batch  # type: ignore[return-value]
         if jax.process_count() == 1:
-            return jax.device_put(batch, place)
-        return {k: jax.make_array_from_process_local_data(place, x) for k, x in batch.items()}
+            return jax.device_put(batch, sharding)
+        return {k: jax.make_array_from_process_local_data(sharding, x) for k, x in batch.items()}
 
     def replicate(self, arrays: dict[str, np.ndarray]) -> Batch:
-        return {k: jax.make_array_from_process_local_data(self.whole, x, x.shape) for k, x in arrays.items()}
+        return {k: jax.make_array_from_process_local_data(self.full, x, x.shape) for k, x in arrays.items()}
 
     def compile(self, step: Step) -> Program:
-        """The gradients are summed inside `shard_map`, by collectives that are written out; the rest is `jax.jit`."""
+        """Return the programs: explicit collectives inside `shard_map` sum the gradients; the rest is `jax.jit`."""
         full: Any = P()
         grad_dims = step.trainable(self.slices) if self.layout.opt_state else None
         grad_specs = full if grad_dims is None else self._specs(grad_dims)
-        place = Place(self.reduction, self.table, self.axes)
-        evaluate = self._summed(step, step.evaluate, place, full)
-        place = place._replace(dims=grad_dims, per_slot=self.split_grads, dtype=self.reduce_dtype, key=step.key)
-        grads = self._summed(step, step.grads, place, grad_specs)
+        plan = ReductionPlan(self.reduction, self.table, self.axes)
+        evaluate = self._summed(step, step.evaluate, plan, full)
+        plan = plan._replace(dims=grad_dims, per_slot=self.split_grads, dtype=self.reduce_dtype, key=step.key)
+        grads = self._summed(step, step.grads, plan, grad_specs)
         apply = self.arithmetic.finish(self._apply(step, grad_dims, grad_specs))
 
         def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -121,26 +121,26 @@ class PJit:
 
         shardings = jax.tree.map(lambda d: NamedSharding(self.mesh, spec(d, self.axes.shard)), self.dims)
         shardings = shardings.replace(carry=jax.tree.map(lambda _: self.split, self.shapes.carry))
-        everywhere: Any = self.whole
+        everywhere: Any = self.full
         sums = Sums(everywhere, everywhere, everywhere, everywhere, everywhere, self.split, everywhere)
-        jitted = lambda f: jax.jit(f, donate_argnums=0, out_shardings=(shardings, self.whole))
+        jitted = lambda f: jax.jit(f, donate_argnums=0, out_shardings=(shardings, self.full))
         return Program(jitted(update), jax.jit(evaluate, out_shardings=sums), jitted(one_by_one(update)))
 
-    def _summed(self, step: Step, f: Callable[..., Sums], place: Place, grad_specs: Any) -> Any:
-        """Return (state, batch) -> the sums over all devices of one of the step's functions on each device's slots."""
+    def _summed(self, step: Step, f: Callable[..., Sums], plan: ReductionPlan, grad_specs: Any) -> Any:
+        """Return (state, batch) -> sums over all devices of a function of the step, applied to each device's slots."""
         full: Any = P()
-        sums_of = self.arithmetic.over_slots(f, place)
+        sums_of = self.arithmetic.over_slots(f, plan)
         rule = GatherRule(
             self.reduction,
             self.axes,
             self.blocks,
             step.trainable,
             shard_params=self.layout.params,
-            shard_grads=place.per_slot and self.arithmetic.in_backward,
+            shard_grads=plan.per_slot and self.arithmetic.in_backward,
             reduce_dtype=self.reduce_dtype,
         )
 
-        def of_device(view: View, batch: Batch) -> Sums:
+        def device_sums(view: View, batch: Batch) -> Sums:
             live = self.arithmetic.live(view.step)
             params, gather = make_gather(view.params, self.slices, rule._replace(live=live))
             return sums_of(view._replace(params=params), batch, gather)
@@ -148,16 +148,16 @@ class PJit:
         over_devices = P(self.axes.all)
         view = View(full, self._specs(self.dims.params), full, full, over_devices, full)
         sums = Sums(grad_specs, full, full, full, full, over_devices, full)
-        mapped = self._map(of_device, (view, over_devices), sums)
+        mapped = self._map(device_sums, (view, over_devices), sums)
 
-        def of_state(state: TrainState, batch: Batch) -> Sums:
+        def state_sums(state: TrainState, batch: Batch) -> Sums:
             return mapped(state.view, batch)
 
-        of_state.__name__ = f.__name__
-        return of_state
+        state_sums.__name__ = f.__name__
+        return state_sums
 
     def _apply(self, step: Step, grad_dims: Any, grad_specs: Any) -> Any:
-        """Return `step.apply` where gradients, optimizer state and the update may be sharded."""
+        """Return `step.apply` for gradients, optimizer state and updates that may be sharded."""
         full: Any = P()
         shard, total_of = self.axes.shard, self.arithmetic.total
         if grad_dims is None:
@@ -165,8 +165,8 @@ class PJit:
         joined = self._map(lambda params: self.reduction.gather(params, grad_dims, shard), (grad_specs,), full)
 
         def constrain(tree: Any) -> Any:
-            place = lambda d: NamedSharding(self.mesh, spec(d, shard))
-            return jax.tree.map(lambda x, d: jax.lax.with_sharding_constraint(x, place(d)), tree, self.slices)
+            sharding = lambda d: NamedSharding(self.mesh, spec(d, shard))
+            return jax.tree.map(lambda x, d: jax.lax.with_sharding_constraint(x, sharding(d)), tree, self.slices)
 
         def apply(state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, jax.Array]]:
             def total(grads: Any) -> jax.Array:
@@ -176,7 +176,7 @@ class PJit:
             number, before = state.step, state.params
             state, metrics = step.apply(state.replace(params=constrain(before)), sums, total)
             params = constrain(state.params)
-            if not self.layout.params:  # they were full, and frozen ones still are
+            if not self.layout.params:  # they are replicated between updates; frozen ones were not split
                 params = merge(joined(step.trainable(params)), before)
             return state.replace(params=params), metrics
 
@@ -195,26 +195,26 @@ class PJit:
     def argument_shapes(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
         slots = self.table.size
         state = self.abstract()
-        place = lambda x, shape: jax.ShapeDtypeStruct(shape, x.dtype, sharding=self.split)
-        carry = jax.tree.map(lambda x: place(x, (slots, *x.shape[1:])), self.shapes.carry)
-        return state.replace(carry=carry), {k: place(x, (slots, *x.shape)) for k, x in example.items()}
+        shard = lambda x, shape: jax.ShapeDtypeStruct(shape, x.dtype, sharding=self.split)
+        carry = jax.tree.map(lambda x: shard(x, (slots, *x.shape[1:])), self.shapes.carry)
+        return state.replace(carry=carry), {k: shard(x, (slots, *x.shape)) for k, x in example.items()}
 
     def export(self, state: TrainState) -> TrainState:
-        return state if state.carry is None else state.replace(carry=collect(self.table, state.carry, self.whole))
+        return state if state.carry is None else state.replace(carry=gather_carry(self.table, state.carry, self.full))
 
     def adopt(self, state: TrainState) -> TrainState:
-        return state if state.carry is None else state.replace(carry=deal(self.table, state.carry, self.split))
+        return state if state.carry is None else state.replace(carry=scatter_carry(self.table, state.carry, self.split))
 
 
 def group_size(shard_size: int | None, devices: int) -> int:
-    """The devices of one sharding group. Raises UsageError where groups of this size do not make up all."""
+    """Return the number of devices in a sharding group. Raises UsageError if it does not divide all devices."""
     if shard_size is None:
         return devices
     if not 1 < shard_size <= devices or devices % shard_size:
-        fits = [k for k in range(2, devices + 1) if devices % k == 0]
+        divisors = [k for k in range(2, devices + 1) if devices % k == 0]
         raise UsageError(
             f"parallel.shard_size: {shard_size} does not split {devices} devices into equal groups; "
-            f"{f'use one of {fits}' if fits else 'leave it null'}",
+            f"{f'use one of {divisors}' if divisors else 'leave it null'}",
             rank=0,
         )
     return shard_size

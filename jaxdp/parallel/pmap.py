@@ -1,4 +1,4 @@
-"""`jax.pmap` over each process's devices, with `psum` over the axis of all: the classic data-parallel loop."""
+"""The `pmap` strategy: `jax.pmap` over each process's devices, `psum` over all: the classic data-parallel loop."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,33 +16,33 @@ from jaxdp.errors import UsageError
 from jaxdp.optim import check_elementwise
 from jaxdp.parallel.gather import GatherRule, make_gather
 from jaxdp.parallel.layout import ZERO, Share, of_params, share, state_dims, whole_shape
-from jaxdp.parallel.mapped import Mapped, of_buffers, over_all
+from jaxdp.parallel.mapped import Mapped, from_buffers, reshard
 from jaxdp.parallel.placement import (
     abstract_state,
-    collect,
     data_mesh,
-    deal,
+    gather_carry,
     like,
     make_state,
     of_this_process,
     one_by_one,
     ordered_devices,
     same,
+    scatter_carry,
     sent_by_call,
     slot_table,
 )
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.strategy import Program
-from jaxdp.parallel.sums import Place, arithmetic
+from jaxdp.parallel.sums import ReductionPlan, arithmetic
 from jaxdp.split import WHOLE, spec, take
 
 
 class PMap:
-    """State whole on every local device, held once per process; each device computes the whole update.
+    """State replicated on the devices of every process; each device computes the full update.
 
     Every replica divides the same psum by the same weight (`lax.pmean` with weights), so all stay equal. zero: 1 gives
-    each device a slice of the optimizer state, and of the update; for elementwise optimizers. Other arguments as
-    those of `PJit`.
+    each device a slice of the optimizer state and of the update, and needs an elementwise optimizer. The other
+    arguments are those of `PJit`.
     """
 
     def __init__(
@@ -65,23 +65,23 @@ class PMap:
         self.devices = ordered_devices(devices)
         self.arithmetic = arithmetic(reduction)
         self.table = slot_table(microbatches, len(self.devices), reduction.group)
-        here = of_this_process(self.devices)
-        local = [self.devices[i] for i in here]
-        self.local_slots = self.table[here].reshape(-1)
+        indices = of_this_process(self.devices)
+        local = [self.devices[i] for i in indices]
+        self.local_slots = self.table[indices].reshape(-1)
         self.per_device = (len(local), self.table.shape[1])
         self.by_call = sent_by_call(self.devices)
         self.mesh = data_mesh(self.devices)
-        self.everywhere = NamedSharding(self.mesh, P())
-        self.here = NamedSharding(data_mesh(local), P())
-        self.split_everywhere = NamedSharding(self.mesh, P(DATA))
-        self.split_here = NamedSharding(data_mesh(local), P(DATA))
+        self.replicated = NamedSharding(self.mesh, P())
+        self.replicated_locally = NamedSharding(data_mesh(local), P())
+        self.split = NamedSharding(self.mesh, P(DATA))
+        self.split_locally = NamedSharding(data_mesh(local), P(DATA))
         self.reduction, self.reduce_dtype = reduction, reduce_dtype
         self.layout, self.blocks, self.parts = ZERO[zero], blocks, len(self.devices)
         self.make, self.shapes = make, jax.eval_shape(make)
         self.dims = state_dims(self.shapes, self.layout, split_as or len(self.devices), blocks)
         self.dims = self.dims.replace(opt_state=of_params(self.shapes, self.dims.opt_state))
         whole_split = state_dims(self.shapes, ZERO[3], split_as or len(self.devices), blocks)
-        self.slices: Any = whole_split.params  # the dims of gradients and updates, where any state is split
+        self.slices: Any = whole_split.params  # the dims of gradients and updates, if any state is split
 
     def check(self, tx: Any, params: Any) -> None:
         parts = 2 if self.arithmetic.elementwise else len(self.devices)
@@ -99,31 +99,31 @@ class PMap:
 
     def shard_batch(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
         def by_device(x: np.ndarray) -> np.ndarray:
-            """[local device, slot, ...], or [local device, step, slot, ...]."""
+            """Reshape to [local device, slot, ...] or [local device, step, slot, ...]."""
             if several:
                 return x.reshape(len(x), *self.per_device, *x.shape[2:]).swapaxes(0, 1)
             return x.reshape(*self.per_device, *x.shape[1:])
 
-        dealt = {k: by_device(x) for k, x in batch.items()}
+        shards = {k: by_device(x) for k, x in batch.items()}
         if self.by_call:
-            return dealt  # type: ignore[return-value]
-        return self._placed(dealt, self.split_here, self.split_everywhere)
+            return shards  # type: ignore[return-value]
+        return self._transfer(shards, self.split_locally, self.split)
 
     def replicate(self, arrays: dict[str, np.ndarray]) -> Batch:
-        return self._placed(arrays, self.here, self.everywhere)
+        return self._transfer(arrays, self.replicated_locally, self.replicated)
 
-    def _placed(self, arrays: dict[str, np.ndarray], here: NamedSharding, everywhere: NamedSharding) -> Batch:
-        """On this process's devices; as parts of global arrays where there are other processes (see `Mapped`)."""
-        placed: Batch = jax.device_put(arrays, here)
-        return {k: over_all(x, everywhere) for k, x in placed.items()} if jax.process_count() > 1 else placed
+    def _transfer(self, arrays: dict[str, np.ndarray], local: NamedSharding, sharding: NamedSharding) -> Batch:
+        """Copy to this process's devices; with several processes, as parts of global arrays (see `Mapped`)."""
+        on_device: Batch = jax.device_put(arrays, local)
+        return {k: reshard(x, sharding) for k, x in on_device.items()} if jax.process_count() > 1 else on_device
 
     def compile(self, step: Step) -> Program:
-        """Each device computes its slots, reduces and applies the whole update."""
+        """Return the programs: each device computes its slots, reduces and applies the full update."""
         arithmetic = self.arithmetic
         grad_dims = step.trainable(self.slices) if self.layout.opt_state else None
-        place = Place(self.reduction, self.table, FLAT)
-        evaluate = self._summed(step, step.evaluate, place)
-        grads = self._summed(step, step.grads, place._replace(dims=grad_dims, dtype=self.reduce_dtype, key=step.key))
+        plan = ReductionPlan(self.reduction, self.table, FLAT)
+        evaluate = self._summed(step, step.evaluate, plan)
+        grads = self._summed(step, step.grads, plan._replace(dims=grad_dims, dtype=self.reduce_dtype, key=step.key))
         apply = arithmetic.finish(self._apply(step, grad_dims))
 
         def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -137,20 +137,20 @@ class PMap:
         evaluation = Mapped(evaluate, (varies, True), evaluated, self.devices)
         return Program(mapped(update), evaluation, mapped(one_by_one(update)))
 
-    def _summed(self, step: Step, f: Callable[..., Sums], place: Place) -> Callable[[TrainState, Batch], Sums]:
-        """Return the sums over all devices of one of the step's functions on each device's slots."""
-        sums_of = self.arithmetic.over_slots(f, place)
+    def _summed(self, step: Step, f: Callable[..., Sums], plan: ReductionPlan) -> Callable[[TrainState, Batch], Sums]:
+        """Return (state, batch) -> sums over all devices of a function of the step, applied to each device's slots."""
+        sums_of = self.arithmetic.over_slots(f, plan)
         rule = GatherRule(self.reduction, FLAT, self.blocks, step.trainable)
 
-        def of_device(state: TrainState, batch: Batch) -> Sums:
+        def device_sums(state: TrainState, batch: Batch) -> Sums:
             live = self.arithmetic.live(state.step)
             params, gather = make_gather(state.params, self.slices, rule._replace(live=live))
             return sums_of(state.view._replace(params=params), batch, gather)
 
-        return of_device
+        return device_sums
 
     def _apply(self, step: Step, grad_dims: Any) -> Callable[..., Any]:
-        """Return `step.apply`; under ZeRO-1 on this device's slice, whose result all devices gather."""
+        """Return `step.apply`; under ZeRO-1, on this device's slices, gathering the new parameters."""
         parts = len(self.devices)
 
         def apply(state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -167,65 +167,62 @@ class PMap:
 
     def averaged(self, state: TrainState) -> TrainState:
         ema = self.export(state).ema
-        whole = jax.jit(same, out_shardings=self.everywhere)(like(ema, state.params))
-        place = self.here if state.step.is_fully_addressable else self.everywhere  # as the other leaves
-        return state.replace(params=jax.tree.map(lambda x: of_buffers(x.shape, place, x), whole))
+        full = jax.jit(same, out_shardings=self.replicated)(like(ema, state.params))
+        sharding = self.replicated_locally if state.step.is_fully_addressable else self.replicated
+        return state.replace(params=jax.tree.map(lambda x: from_buffers(x.shape, sharding, x), full))
 
     def argument_shapes(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
         local, slots = self.per_device
 
-        def own(x: Any, dim: int) -> Any:
-            """[local device, ...slice] of what is split; what is whole as it is."""
+        def local_shape(x: Any, dim: int) -> Any:
+            """Return the shape [local device, ...slice] of a split leaf; a replicated one keeps its shape."""
             slice_ = (n // len(self.devices) if d == dim else n for d, n in enumerate(x.shape))
             return jax.ShapeDtypeStruct(x.shape if dim == WHOLE else (local, *slice_), x.dtype)
 
-        state = jax.tree.map(own, self.shapes.replace(carry=None), self.dims.replace(carry=None))
+        state = jax.tree.map(local_shape, self.shapes.replace(carry=None), self.dims.replace(carry=None))
         stack = lambda x, shape: jax.ShapeDtypeStruct((local, slots, *shape), x.dtype)
         carry = jax.tree.map(lambda x: stack(x, x.shape[1:]), self.shapes.carry)
         return state.replace(carry=carry), {k: stack(x, x.shape) for k, x in example.items()}
 
     def export(self, state: TrainState) -> TrainState:
-        whole = jax.tree.map(self._everywhere, state.replace(carry=None), self.dims.replace(carry=None))
+        exported = jax.tree.map(self._to_global, state.replace(carry=None), self.dims.replace(carry=None))
         if state.carry is None:
-            return whole
+            return exported
         carry = jax.tree.map(self._join, state.carry)
-        return whole.replace(carry=collect(self.table, carry, self.everywhere))
+        return exported.replace(carry=gather_carry(self.table, carry, self.replicated))
 
     def adopt(self, state: TrainState) -> TrainState:
-        here = jax.tree.map(self._here, state.replace(carry=None), self.dims.replace(carry=None))
+        local = jax.tree.map(self._to_local, state.replace(carry=None), self.dims.replace(carry=None))
         if state.carry is None:
-            return here
-        carry = deal(self.table, state.carry, self.split_everywhere)
-        return here.replace(carry=jax.tree.map(self._part, carry))
+            return local
+        carry = scatter_carry(self.table, state.carry, self.split)
+        return local.replace(carry=jax.tree.map(self._part, carry))
 
-    def _carried(self, value: Any) -> Any:
-        return jax.tree.map(lambda _: value, self.shapes.carry)
-
-    def _everywhere(self, x: jax.Array, dim: int) -> jax.Array:
-        """The same buffers as a global array: whole, or [local device, ...slice] along its dim; nothing moves."""
+    def _to_global(self, x: jax.Array, dim: int) -> jax.Array:
+        """Convert a replicated array, or slices [local device, ...] along `dim`, to a global array; no data moves."""
         if dim == WHOLE:
-            return of_buffers(x.shape, self.everywhere, x)
+            return from_buffers(x.shape, self.replicated, x)
         slices = [s.data.reshape(s.data.shape[1:]) for s in x.addressable_shards]
-        place = NamedSharding(self.mesh, spec(dim, DATA))
+        sharding = NamedSharding(self.mesh, spec(dim, DATA))
         shape = whole_shape(slices[0], dim, len(self.devices))
-        return jax.make_array_from_single_device_arrays(shape, place, slices)
+        return jax.make_array_from_single_device_arrays(shape, sharding, slices)
 
-    def _here(self, x: jax.Array, dim: int) -> jax.Array:
-        """The inverse of `_everywhere`."""
+    def _to_local(self, x: jax.Array, dim: int) -> jax.Array:
+        """Invert `_to_global`."""
         if dim == WHOLE:
-            return of_buffers(x.shape, self.here, x)
+            return from_buffers(x.shape, self.replicated_locally, x)
         slices = [s.data[None] for s in x.addressable_shards]
         shape = (len(slices), *slices[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, self.split_here, slices)
+        return jax.make_array_from_single_device_arrays(shape, self.split_locally, slices)
 
     def _join(self, x: jax.Array) -> jax.Array:
-        """[local device, slot, ...] on this process's devices -> [device x slot, ...] over all."""
+        """Convert the carry [local device, slot, ...] to a global array [device x slot, ...]."""
         shards = [s.data.reshape(s.data.shape[1:]) for s in x.addressable_shards]
         shape = (self.table.size, *x.shape[2:])
-        return jax.make_array_from_single_device_arrays(shape, self.split_everywhere, shards)
+        return jax.make_array_from_single_device_arrays(shape, self.split, shards)
 
     def _part(self, x: jax.Array) -> jax.Array:
-        """The inverse of `_join`."""
+        """Invert `_join`."""
         shards = [s.data[None] for s in x.addressable_shards]
         shape = (*self.per_device, *x.shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, self.split_here, shards)
+        return jax.make_array_from_single_device_arrays(shape, self.split_locally, shards)

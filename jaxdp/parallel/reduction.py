@@ -1,10 +1,10 @@
-"""A reduction adds trees up over the devices and joins slices; the kinds differ only in how many operands they move.
+"""A reduction sums trees over the devices and gathers slices; its kinds differ only in the number of operands.
 
-    reduce(tree, axes)          every leaf summed over the axes, whole on every device
-    scatter(tree, dims, axes)   the same, but a leaf with a dim comes as this device's slice along it, others are left
-    gather(tree, dims, axis)    slices along their dims -> whole leaves, others are left
+    reduce(tree, axes)          sum every leaf over the axes, replicated on every device
+    scatter(tree, dims, axes)   sum leaves that have a dim, each to this device's slice along it; skip the others
+    gather(tree, dims, axis)    gather slices along their dims to full leaves; skip the others
 
-`dims` is a tree like the first, with WHOLE for a leaf that is not split; see `jaxdp.split`.
+`dims` is a tree of the same structure, with WHOLE for a leaf that is not split; see `jaxdp.split`.
 """
 
 import functools
@@ -25,12 +25,12 @@ class Reduction(NamedTuple):
     reduce: Callable[[Tree, Any], Tree]
     scatter: Callable[[Tree, Tree, Axes], Tree]
     gather: Callable[[Tree, Tree, str], Tree]
-    arithmetic: Any = None  # `jaxdp.parallel.sums.Arithmetic`; None: that of floats
+    arithmetic: Any = None  # `jaxdp.parallel.sums.Arithmetic`; None: floats
     group: int = 1  # microbatches that stay together on a device
 
 
 def xla(bucket_mb: float = 25.0, safe: bool = False) -> Reduction:
-    """One operation per leaf, over the leaves as they are; XLA's combiner may fuse them."""
+    """Return a reduction with one operation per leaf, which XLA's combiner may fuse."""
 
     def scatter_one(x: jax.Array, dim: int, axes: Axes) -> jax.Array:
         if dim == WHOLE:
@@ -51,17 +51,16 @@ def xla(bucket_mb: float = 25.0, safe: bool = False) -> Reduction:
 
 
 def bucket(bucket_mb: float = 25.0, safe: bool = False) -> Reduction:
-    """Leaves packed into one operand per bucket of at most `bucket_mb` (10^6 bytes) and dtype, last leaves first.
+    """Return a reduction that packs leaves into buckets of at most `bucket_mb` (10^6 bytes) and one dtype, last first.
 
-    Backward passes finish the last layers' gradients first, so the first buckets can leave early (PyTorch DDP, Li et
-    al. 2020, section 3.2.1). A leaf larger than a bucket has one to itself.
+    Backward passes finish the last layers' gradients first, so the first buckets can be sent early (PyTorch DDP, Li et
+    al. 2020, section 3.2.1). A leaf larger than a bucket gets its own.
     """
-
     return in_buckets(int(bucket_mb * 1e6), jax.lax.psum, functools.partial(exchange, safe=safe))
 
 
 def exchange(rows: jax.Array, axes: Axes, safe: bool) -> jax.Array:
-    """Rows [part, n] of every device -> the sum [n] over all devices of this device's row; safe: by an all-reduce."""
+    """Reduce-scatter rows [part, n]: return the sum [n] over devices of this device's row; safe: by an all-reduce."""
     if safe:
         index = jax.lax.axis_index(axes.shard)
         return jax.lax.dynamic_index_in_dim(jax.lax.psum(rows, axes.all), index, keepdims=False)
@@ -74,7 +73,7 @@ def in_buckets(
     add_up: Callable[[jax.Array, Any], jax.Array],
     exchange: Callable[[jax.Array, Axes], jax.Array],
 ) -> Reduction:
-    """add_up(flat [n], axes) -> the sum over them [n]; exchange(rows [part, n], axes) -> this device's row of it."""
+    """Return a reduction in buckets by add_up(flat [n], axes) -> sum [n], exchange(rows [part, n], axes) -> row [n]."""
 
     def reduce(tree: Tree, axes: Any) -> Tree:
         leaves, treedef = jax.tree.flatten(tree)
@@ -89,7 +88,7 @@ def in_buckets(
         parts = jax.lax.axis_size(axes.shard)
 
         def slices(x: jax.Array, dim: int) -> jax.Array:
-            """A whole leaf as [part, ...slice]."""
+            """Split a full leaf into [part, ...slice]."""
             cut = x.reshape(*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])
             return jnp.moveaxis(cut, dim, 0)
 
@@ -104,11 +103,11 @@ def in_buckets(
     def gather(tree: Tree, dims: Tree, axis: str) -> Tree:
         def pieces(chosen: list[tuple[jax.Array, int]]) -> list[jax.Array]:
             rows = jax.lax.all_gather(jnp.concatenate([jnp.ravel(x) for x, _ in chosen]), axis)
-            whole = []
+            full = []
             for (x, dim), columns in zip(chosen, _cut(rows, [x.size for x, _ in chosen])):
                 joined = jnp.moveaxis(columns.reshape(-1, *x.shape), 0, dim)
-                whole.append(joined.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :]))
-            return whole
+                full.append(joined.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :]))
+            return full
 
         return _packed(tree, dims, limit, pieces)
 
@@ -116,13 +115,13 @@ def in_buckets(
 
 
 def _packed(tree: Tree, dims: Tree, limit: int, pieces: Callable[[list[tuple[Any, int]]], list[Any]]) -> Tree:
-    """The split leaves bucket by bucket through `pieces`, the others as they are."""
+    """Apply `pieces` to the split leaves, bucket by bucket; return the others unchanged."""
     leaves, treedef = jax.tree.flatten(tree)
-    along = jax.tree.leaves(jax.tree.map(lambda _, d: d, tree, dims))
-    split = [i for i, d in enumerate(along) if d != WHOLE]
+    leaf_dims = jax.tree.leaves(jax.tree.map(lambda _, d: d, tree, dims))
+    split = [i for i, d in enumerate(leaf_dims) if d != WHOLE]
     for indices in pack(_sizes([leaves[i] for i in split]), limit):
         chosen = [split[i] for i in indices]
-        for i, new in zip(chosen, pieces([(leaves[i], along[i]) for i in chosen])):
+        for i, new in zip(chosen, pieces([(leaves[i], leaf_dims[i]) for i in chosen])):
             leaves[i] = new
     return jax.tree.unflatten(treedef, leaves)
 
@@ -132,13 +131,13 @@ def _sizes(leaves: list[Any]) -> list[tuple[Any, int]]:
 
 
 def _cut(flat: jax.Array, sizes: list[int]) -> list[jax.Array]:
-    """The last dim of an array, cut into pieces of these sizes."""
+    """Cut the last dim of an array into pieces of these sizes."""
     starts = itertools.accumulate(sizes, initial=0)
     return [flat[..., start : start + size] for start, size in zip(starts, sizes)]
 
 
 def pack(leaves: list[tuple[Any, int]], limit: int) -> list[list[int]]:
-    """Buckets of leaf indices, from (dtype, bytes) of each: one dtype and at most `limit` bytes, last leaf first."""
+    """Assign leaves (dtype, bytes) to buckets of indices: one dtype and at most `limit` bytes each, last leaf first."""
     full: list[list[int]] = []
     filling: dict[Any, tuple[list[int], int]] = {}
     for i in reversed(range(len(leaves))):
@@ -152,7 +151,7 @@ def pack(leaves: list[tuple[Any, int]], limit: int) -> list[list[int]]:
 
 
 def not_alone(reduction: Reduction) -> Reduction:
-    """The reduction, but nothing on one device: XLA copies what it reduces there, and fuses nothing across."""
+    """Skip the reduction on one device, where XLA would copy its operands and not fuse across it."""
     alone = lambda axes: jax.lax.axis_size(axes) == 1
     return reduction._replace(
         reduce=lambda tree, axes: tree if alone(axes) else reduction.reduce(tree, axes),

@@ -1,8 +1,8 @@
-"""A function of which every operation is rounded as it is written, in whatever program it is compiled.
+"""Rounding that does not depend on the compiled program: every operation of a function is rounded as written.
 
-A compiler may keep a product unrounded for the addition behind it, and divide by a scalar, or multiply by its
-reciprocal; which of the two, it decides by what else is in the program. Both are put out of its reach here. The
-interpreter follows "Writing custom interpreters in JAX" (JAX documentation).
+A compiler may keep a product unrounded for the addition that follows, and may replace a division by a scalar by a
+product with its reciprocal; its choice depends on the rest of the program. This module prevents both. The interpreter
+follows "Writing custom interpreters in JAX" (JAX documentation).
 """
 
 import functools
@@ -16,63 +16,63 @@ from jax.extend.core import Literal
 Tree = Any
 PRODUCTS = {"mul", "square", "integer_pow"}
 SUMS = {"reduce_sum", "reduce_prod", "dot_general", "cumsum", "cumprod", "cumlogsumexp", "reduce_window_sum"}
-SAME = {"convert_element_type", "copy", "reshape", "squeeze", "broadcast_in_dim"}  # of a uniform array: one again
+SAME = {"convert_element_type", "copy", "reshape", "squeeze", "broadcast_in_dim"}  # keep an array uniform
 CALLS = {"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat", "remat2"}
 BITS: dict[int, Any] = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
 def running(step: jax.Array) -> jax.Array:
-    """True, but not to the compiler."""
+    """Return True as a value that the compiler cannot know."""
     return step >= 0
 
 
 def pin(tree: Tree, live: jax.Array) -> Tree:
-    """The same values, rounded as they stand; live: see `running`."""
+    """Return the values, rounded to their dtype before any later operation; live: from `running`."""
 
-    def one(x: jax.Array) -> jax.Array:
+    def pin_array(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize not in BITS:
             return x
         kind = BITS[x.dtype.itemsize]
         zero = jnp.where(live, 0, 1).astype(kind)
         return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, kind) ^ zero, x.dtype)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(pin_array, tree)
 
 
 def settle(tree: Tree, live: jax.Array) -> Tree:
-    """The same arrays, written to memory as they are: what makes them and what reads them are not fused.
+    """Return the arrays behind a fusion barrier: XLA does not fuse their producers with their readers.
 
-    They pass through a loop that the run does not enter.
+    They pass through a loop that runs zero times, which the compiler cannot know.
     """
     change = lambda x: ~x if x.dtype == bool else -x
     return jax.lax.fori_loop(0, jnp.where(live, 0, 1), lambda _, tree: jax.tree.map(change, tree), tree)
 
 
-def each(f: Callable, start: Tree, pieces: Tree, live: jax.Array, like: Tree) -> tuple[Tree, Tree]:
-    """`jax.lax.scan` of f(carried, piece) -> (carried, result), each piece computed by itself.
+def scan_unfused(f: Callable, start: Tree, pieces: Tree, live: jax.Array, like: Tree) -> tuple[Tree, Tree]:
+    """Scan f(carried, piece) -> (carried, result) like `jax.lax.scan`, but compile each piece separately.
 
-    Nothing gets out of the loop, or into it, by fusion: only the run knows its length, and a piece is looked up in at
-    least two, and written to memory first. like: the shapes of a result.
+    Nothing is fused into the loop or out of it: its length is known only at run time, and each piece is indexed from
+    at least two and passes a fusion barrier first. like: the shapes of a result.
     """
     number = len(jax.tree.leaves(pieces)[0])
     pieces = jax.tree.map(lambda x: x if len(x) > 1 else jnp.concatenate([x, x]), pieces)
     results = jax.tree.map(lambda x: jnp.zeros((max(2, number), *x.shape), x.dtype), like)
 
-    def one(i: jax.Array, state: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+    def body(i: jax.Array, state: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
         carried, results = state
         piece = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), pieces)
         carried, result = f(carried, settle(piece, live))
-        put = lambda buffer, x: jax.lax.dynamic_update_index_in_dim(buffer, x, i, 0)
-        return carried, jax.tree.map(put, results, result)
+        write = lambda buffer, x: jax.lax.dynamic_update_index_in_dim(buffer, x, i, 0)
+        return carried, jax.tree.map(write, results, result)
 
-    carried, results = jax.lax.fori_loop(0, jnp.where(live, number, 0), one, (start, results))
+    carried, results = jax.lax.fori_loop(0, jnp.where(live, number, 0), body, (start, results))
     return carried, jax.tree.map(lambda x: x[:number], results)
 
 
 def as_written(f: Callable, live: jax.Array) -> Callable:
-    """f, with products pinned, what is divided by a scalar multiplied by its pinned reciprocal, and sums by themselves.
+    """Wrap f: pin products, replace division by a scalar by a product with its pinned reciprocal, do not fuse sums.
 
-    Loops, and what is mapped over devices, are left as they are.
+    Loops and functions mapped over devices are not changed.
     """
 
     @functools.wraps(f)
@@ -96,7 +96,7 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], live: jax.
         return x.val if isinstance(x, Literal) else values[x]
 
     def scalar(x: Any) -> Any:
-        """What all entries are, or None."""
+        """Return the value that all entries have, or None."""
         if isinstance(x, Literal) or not x.aval.shape:
             return jnp.asarray(read(x), x.aval.dtype)
         return uniform.get(x)
@@ -115,8 +115,8 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], live: jax.
             out = [pin(inputs[0] * pin(1 / divisor, live), live)]
         else:
             inputs = settle(inputs, live) if name in SUMS and floating else inputs
-            found = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-            out = list(found) if eqn.primitive.multiple_results else [found]
+            result = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+            out = list(result) if eqn.primitive.multiple_results else [result]
             out = settle(out, live) if name in SUMS and floating else out
             if name in PRODUCTS and floating:
                 out = [pin(out[0], live)]

@@ -1,4 +1,4 @@
-"""A data-parallel strategy: where the state is placed, plus the one reduction between `grads` and `apply`."""
+"""A data-parallel strategy: the placement of the state, and the one reduction between `grads` and `apply`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -25,18 +25,18 @@ class Program(NamedTuple):
     updates: Update
 
     def lowered(self, state: TrainState, batch: Batch, several: bool = False) -> dict[str, Any]:
-        """Lower `update` for such arguments; or `updates`, if several."""
+        """Lower `update` for these arguments, or `updates` if several."""
         name = "updates" if several else "update"
         return {name: getattr(self, name).lower(state, batch)}
 
 
 class Strategy(Protocol):
-    """What the loop and the checkpoint know of a backend, made for the state that a function returns.
+    """The interface of a backend for the loop and the checkpoint, built from a function that returns the state.
 
-    shapes: of that state; dims: along which its leaves are sharded into `parts`; slices: those of gradients and
-    updates, where any state is sharded. blocks: paths of parameters that are stacked [block, ...]. table: the
-    microbatch, or -1, of [device, slot]. local_slots: the microbatch (or -1, none) of each slot of this process's
-    devices, in the order of `shard_batch`.
+    shapes: of the state; dims: the dim along which each leaf is sharded into `parts`; slices: the same for gradients
+    and updates, if any state is sharded. blocks: paths of parameters that are stacked [block, ...]. table[device,
+    slot]: the assigned microbatch, -1 for none. local_slots: the same for the slots of this process's devices, in the
+    order of `shard_batch`.
     """
 
     devices: list[jax.Device]
@@ -49,13 +49,13 @@ class Strategy(Protocol):
     local_slots: np.ndarray
 
     def check(self, tx: Any, params: Any) -> None:
-        """Raise UsageError if the optimizer cannot work on the slices that this strategy gives it."""
+        """Raise UsageError if the optimizer cannot work on this strategy's slices."""
 
     def abstract(self) -> TrainState:
         """Return shapes, dtypes and shardings of the exported state, as in a checkpoint."""
 
     def share(self) -> Share:
-        """Return how much of the state is sharded."""
+        """Return the share of the state that is sharded."""
 
     def init(self) -> TrainState:
         """Compute the state before the first update in place: sharded leaves are never full on a device."""
@@ -67,16 +67,16 @@ class Strategy(Protocol):
         """
 
     def replicate(self, arrays: dict[str, np.ndarray]) -> Batch:
-        """Copy arrays to each device of this process, to be indexed by what `shard_batch` places."""
+        """Copy arrays to each device of this process; batches from `shard_batch` index into them."""
 
     def compile(self, step: Step) -> Program:
-        """Return the step as programs over all devices; each is compiled when it is first called."""
+        """Return the step's programs over all devices; each is compiled at its first call."""
 
     def averaged(self, state: TrainState) -> TrainState:
-        """Return the state with its `ema` for parameters, to evaluate."""
+        """Return the state with `ema` as its parameters, for evaluation."""
 
     def argument_shapes(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
-        """Return the shapes of a program's arguments, for microbatches like `example` {name: [example, ...]}."""
+        """Return the shapes of a program's arguments for microbatches like `example` {name: [example, ...]}."""
 
     def export(self, state: TrainState) -> TrainState:
         """Return global arrays in logical shapes, the same for every strategy."""
