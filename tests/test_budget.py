@@ -2,13 +2,21 @@
 
 import ast
 import pathlib
+import re
+import traceback
+
+import jax
+import numpy as np
+from flax import nnx
 
 import jaxdp
+import toys
+from jaxdp.models import as_model
 
 ROOT = pathlib.Path(jaxdp.__file__).parent
 BUDGET = {"package": 27_200, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
-LONG_FILES = {"config/__init__.py": 398, "checkpoint/store.py": 323}
+LONG_FILES = {"config/__init__.py": 403, "checkpoint/store.py": 323}
 LONG_FUNCTIONS = {
     "models/equinox.py from_equinox": 72,
     "models/gpt.py __init__": 62,
@@ -40,3 +48,37 @@ def test_functions_stay_short():
     assert len(longest) > 1000
     assert not {name: n for name, n in longest.items() if n > LONG_FUNCTIONS.get(name, BUDGET["function"])}
     assert all(longest[name] > BUDGET["function"] for name in LONG_FUNCTIONS)
+
+
+def test_from_an_update_to_the_module_in_eight_calls_and_four_files():
+    frames = []
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.out = nnx.Linear(int(np.prod(toys.SHAPE)), toys.CLASSES, rngs=rngs)
+
+        def __call__(self, x):
+            files = [pathlib.Path(frame.filename) for frame in traceback.extract_stack()]
+            frames.append([f.relative_to(ROOT).as_posix() for f in files if f.is_relative_to(ROOT)])
+            return self.out(x.reshape(len(x), -1))
+
+    settings = {"backend": "pjit", "devices": 2, "layout": {"zero": 3}}
+    strategy, step, batch = toys.build(as_model(Net), toys.data(), **settings)
+    state, program = strategy.init(), strategy.compile(step)
+    frames.clear()
+    jax.block_until_ready(program.update(state, batch(0)))
+    assert frames and frames[0][0] == "parallel/pjit.py"
+    assert max(len(f) for f in frames) <= 8 and max(len(set(f)) for f in frames) <= 4
+
+
+def test_private_jax_is_named_in_one_file():
+    private = re.compile(r"jax\._src|jaxlib\._|from jaxlib import|import jaxlib\.")
+    lines = {f: [*filter(private.search, f.read_text().splitlines())] for f in ROOT.rglob("*.py")}
+    assert {f.relative_to(ROOT).as_posix() for f, found in lines.items() if found} == {"distributed/private_jax.py"}
+
+
+def test_a_reduction_is_named_in_at_most_four_files():
+    for name in ("exact", "exact8", "exact16", "bucket"):
+        named = re.compile(rf"(reduction|FORMATS|REDUCTIONS|bits)\b.*[\"']{name}[\"']")
+        files = [f.relative_to(ROOT).as_posix() for f in ROOT.rglob("*.py") if named.search(f.read_text())]
+        assert 1 <= len(files) <= 4, (name, files)

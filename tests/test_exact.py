@@ -649,7 +649,7 @@ def verdict(updates=2, devices=(1, 2), scale=1.0):
             raise UsageError("not here")
         return toys.build(model, toys.data(), devices=row.devices, reduction="exact", optimizer=(optax.sgd(0.1), None))
 
-    return exact.compare_bits(make, exact.exact_configurations(2), range(updates))
+    return exact.compare_bits(make, exact.exact_configurations(2, "exact"), range(updates))
 
 
 @pytest.mark.quick(1)

@@ -19,8 +19,7 @@ __all__ = ["exactly", "make_bits"]
 
 def exactly(config: Config) -> Config:
     """Return the config in exact mode, with the smaller arguments that `verify` names. Raises UsageError."""
-    reduction = config.parallel.reduction if config.parallel.exact else "exact"
-    parallel = dataclasses.replace(config.parallel, reduction=reduction, accumulate="auto")
+    parallel = dataclasses.replace(config.parallel, reduction=config.parallel.exact_reduction, accumulate="auto")
     config = dataclasses.replace(smaller(config), parallel=parallel)
     check_exact(config)
     return config

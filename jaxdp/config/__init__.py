@@ -184,6 +184,11 @@ class Parallel:
         """Whether the bits are the same on any number of devices."""
         return self.reduction.startswith("exact")
 
+    @property
+    def exact_reduction(self) -> Literal["exact", "exact16", "exact8"]:
+        """The reduction that gives the same bits: the configured one, if it does, else the widest."""
+        return self.reduction if self.reduction in ("exact16", "exact8") else "exact"
+
 
 @dataclasses.dataclass(frozen=True)
 class Precision:

@@ -1,18 +1,18 @@
-"""The forward pass of one microbatch: from its batch to the sums of its loss, weight and metrics."""
+"""Sums over a replica's microbatches: the forward pass of one; gradients of all, at once or one after the other."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxdp.core.carry import carry_of_examples, reset_carry, split_carry
-from jaxdp.core.coupled import Coupled, surrogate_loss
+from jaxdp.core.carry import Carried, carry_of_examples, reset_carry, split_carry
+from jaxdp.core.coupled import Coupled, couple, surrogate_loss
+from jaxdp.core.frozen import merge
 from jaxdp.core.model_state import weighted_state
-from jaxdp.core.state import Batch, Gather, Sums, Transform, View, microbatch_key
+from jaxdp.core.state import Batch, Gather, Join, Sums, Transform, View, microbatch_key, plain_gather, plain_join
 from jaxdp.data.cursor import RESET
-from jaxdp.losses import LossFn, apply_loss
+from jaxdp.losses import LossFn, apply_loss, attribute
 from jaxdp.metrics.sums import check_result
 from jaxdp.models.base import CARRY, Model
 from jaxdp.models.scan import block_hooks
@@ -20,11 +20,16 @@ from jaxdp.models.scan import remat as rematerialize
 from jaxdp.precision import LossScaling, Policy
 
 Tree = Any
+# loss_and_sums(params, carry, batch, slot, coupled) -> (the scaled loss [], Sums of one microbatch)
+Loss = Callable[..., tuple[jax.Array, Sums]]
+# differentiate(params) -> ((a loss, Sums without gradients), gradients)
+Differentiate = Callable[[Tree], tuple[tuple[Any, Sums], Tree]]
 
 
 class Microbatch(NamedTuple):
     """A forward pass. remat: which values the backward pass recomputes (`jaxdp.models.scan.REMAT`), block by block if
-    the model has blocks. transform, eval_transform: change the batch before the model, in training and evaluation."""
+    the model has blocks. transform, eval_transform: change the batch before the model, in training and evaluation.
+    view, gather, train: what the methods read besides their arguments; a step sets them in each call."""
 
     model: Model
     loss: LossFn
@@ -34,47 +39,49 @@ class Microbatch(NamedTuple):
     loss_scaling: LossScaling | None = None
     transform: Transform | None = None
     eval_transform: Transform | None = None
+    view: Any = None  # a View
+    gather: Gather = plain_gather
+    train: bool = False
 
-    def forward(
-        self, view: View, batch: Batch, slot: jax.Array, train: bool, gather: Gather
-    ) -> tuple[Tree, Batch, Tree]:
+    def forward(self, params: Tree, carry: Tree, batch: Batch, slot: jax.Array) -> tuple[Tree, Batch, Tree]:
         """Return (the model's outputs, the batch for the loss, the new model state).
 
         Padding repeats a real example. A microbatch without examples is computed like any other and has weight 0; if
         the model saw it masked, BatchNorm would divide 0 by 0.
         """
-        key, augment_key = jax.random.split(microbatch_key(self.seed, view.step, slot))
+        key, augment_key = jax.random.split(microbatch_key(self.seed, self.view.step, slot))
         mask = batch["mask"]
-        transform = self.transform if train else self.eval_transform
+        transform = self.transform if self.train else self.eval_transform
         if transform is not None:
-            batch = transform(batch, augment_key, train)
-        state = view.model_state
-        if view.carry is not None:
-            state = {**state, CARRY: reset_carry(view.carry, batch.get(RESET))}
+            batch = transform(batch, augment_key, self.train)
+        state = self.view.model_state
+        if carry is not None:
+            state = {**state, CARRY: reset_carry(carry, batch.get(RESET))}
         visible = jnp.logical_or(mask != 0, jnp.logical_not(jnp.any(mask != 0)))
-        params, block_gather = gather(view.params, self.policy.compute)
+        params, block_gather = self.gather(merge(params, self.view.params), self.policy.compute)
         inputs = self.policy.inputs({**batch, "mask": visible})
-        remat = self.remat if train else "none"
-        apply = rematerialize(
-            "none" if self.model.blocks else remat, functools.partial(_apply, self.model.apply, train)
-        )
+        remat = self.remat if self.train else "none"
+        apply = rematerialize("none" if self.model.blocks else remat, self.model.apply, static_argnums=(4,))
         with block_hooks(block_gather, remat):
-            outputs, new_state = apply(params, state, inputs, key)
+            outputs, new_state = apply(params, state, inputs, key, self.train)
         return self.policy.outputs(outputs), {**batch, "mask": mask.astype(self.policy.state)}, new_state
 
     def loss_and_sums(
-        self, view: View, batch: Batch, slot: jax.Array, coupled: Coupled | None, train: bool, gather: Gather
+        self, params: Tree, carry: Tree, batch: Batch, slot: jax.Array, coupled: Coupled | None
     ) -> tuple[jax.Array, Sums]:
-        """Return (the scaled loss [], the sums without gradients); both are 0 if the microbatch has no example."""
+        """Return (the scaled loss [], the sums without gradients); both are 0 if the microbatch has no example.
+
+        params: those to differentiate by, None for the others, which `view` has.
+        """
         real = jnp.any(batch["mask"] != 0)
-        outputs, loss_batch, new_state = self.forward(view, batch, slot, train, gather)
-        new_state, carry = split_carry(new_state)
+        outputs, loss_batch, new_state = self.forward(params, carry, batch, slot)
+        new_state, new_carry = split_carry(new_state)
         if coupled is None:
             total, weight, metrics = check_result(apply_loss(self.loss, outputs, loss_batch))
             scaled = total
         else:
             total, weight, metrics, cotangents = coupled
-            scaled = surrogate_loss(outputs, cotangents).astype(total.dtype) if train else total
+            scaled = surrogate_loss(outputs, cotangents).astype(total.dtype) if self.train else total
         dtype = total.dtype
         weight = weight.astype(dtype)
         sums = Sums(
@@ -82,14 +89,110 @@ class Microbatch(NamedTuple):
             loss=total,
             weight=weight,
             metrics=jax.tree.map(lambda x: x.astype(dtype), metrics),
-            model_state=weighted_state(view.model_state, new_state, weight, real),
+            model_state=weighted_state(self.view.model_state, new_state, weight, real),
         )
         sums, scaled = jax.tree.map(lambda x: jnp.where(real, x, jnp.zeros_like(x)), (sums, scaled))
-        carry = carry_of_examples(batch["mask"], reset_carry(view.carry, batch.get(RESET)), carry)
+        new_carry = carry_of_examples(batch["mask"], reset_carry(carry, batch.get(RESET)), new_carry)
         if self.loss_scaling is not None:
-            scaled = scaled * self.loss_scaling.factor(view.loss_scale).astype(dtype)
-        return scaled, sums._replace(carry=carry)
+            scaled = scaled * self.loss_scaling.factor(self.view.loss_scale).astype(dtype)
+        return scaled, sums._replace(carry=new_carry)
 
 
-def _apply(apply: Callable[..., Any], train: bool, *args: Any) -> Any:
-    return apply(*args, train)
+def at_once(loss_and_sums: Loss, pieces: Tree) -> Differentiate:
+    """Differentiate the total over pieces [slot, ...]: one product per weight, not per slot."""
+    first = jax.tree.map(lambda x: x[0], pieces)
+    single = len(jax.tree.leaves(pieces)[0]) == 1
+
+    def total(params: Tree) -> tuple[jax.Array, Sums]:
+        if single:
+            loss, sums = loss_and_sums(params, *first)
+            return loss, sums._replace(carry=jax.tree.map(lambda x: x[None], sums.carry))
+        losses, sums = jax.vmap(loss_and_sums, in_axes=(None, *[0] * len(pieces)))(params, *pieces)
+        summed = jax.tree.map(lambda x: x.sum(0), sums._replace(carry=None))
+        return losses.sum(), summed._replace(carry=sums.carry)
+
+    return jax.value_and_grad(total, has_aux=True)
+
+
+def one_by_one(loss_and_sums: Loss, pieces: Tree) -> Differentiate:
+    """Accumulate gradients slot by slot, with the activations of one slot in memory at a time."""
+
+    def accumulate(params: Tree) -> tuple[tuple[None, Sums], Tree]:
+        def slot_sums(piece: Tree) -> Sums:
+            (_, sums), grads = jax.value_and_grad(loss_and_sums, has_aux=True)(params, *piece)
+            return sums._replace(grads=grads)
+
+        def add(sums: Sums, piece: Tree) -> tuple[Sums, Tree]:
+            new = slot_sums(piece)
+            return jax.tree.map(jnp.add, sums, new._replace(carry=None)), new.carry
+
+        shapes = jax.eval_shape(slot_sums, jax.tree.map(lambda x: x[0], pieces))._replace(carry=None)
+        sums, carry = jax.lax.scan(add, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), pieces)
+        return (None, sums._replace(carry=carry)), sums.grads
+
+    return accumulate
+
+
+ACCUMULATE: dict[str, Callable[[Loss, Tree], Differentiate]] = {"vmap": at_once, "scan": one_by_one}
+MAP: dict[str, Callable[[Callable, Tree], Any]] = {"vmap": lambda f, pieces: jax.vmap(f)(pieces), "scan": jax.lax.map}
+
+
+def make_grads(parts: Microbatch, trainable: Callable[[Tree], Tree], accumulate: str, padded: bool) -> Callable:
+    """Build `Step.grads`."""
+
+    def grads(
+        view: View, batch: Batch, slots: jax.Array, gather: Gather = plain_gather, join: Join = plain_join
+    ) -> Sums:
+        mask = batch["mask"]
+        if not padded:
+            batch = {**batch, "mask": jnp.ones_like(mask)}  # a constant that the compiler can fold
+        microbatch = parts._replace(view=view, gather=gather, train=True)
+        coupled = first_pass(microbatch, accumulate, view.carry, batch, slots, join)
+        pieces = (view.carry, batch, slots, coupled)
+        differentiate = ACCUMULATE[accumulate](microbatch.loss_and_sums, pieces)
+        (_, sums), gradients = differentiate(trainable(view.params))
+        sums = sums._replace(grads=gradients)
+        if view.carry is not None:
+            sums = sums._replace(carry=Carried(sums.carry, batch.get(RESET)))
+        if padded:
+            return sums
+        # With a constant weight, XLA would fuse the division into every reader of a gradient and compute it each time.
+        return sums._replace(weight=sums.weight * jnp.max(mask).astype(sums.weight.dtype))
+
+    return grads
+
+
+def make_evaluate(parts: Microbatch, accumulate: str) -> Callable:
+    """Build `Step.evaluate`."""
+
+    def evaluate(
+        view: View, batch: Batch, slots: jax.Array, gather: Gather = plain_gather, join: Join = plain_join
+    ) -> Sums:
+        """Sum over the slots without gradients. The carry starts at zero, unless batches mark where sequences start."""
+        keep = RESET in batch
+        carry = view.carry if keep else jax.tree.map(jnp.zeros_like, view.carry)
+        microbatch = parts._replace(view=view, gather=gather)
+
+        def slot_sums(piece: Any) -> Sums:
+            sums = microbatch.loss_and_sums(view.params, *piece)[1]
+            return sums._replace(model_state=None, carry=sums.carry if keep else None)
+
+        coupled = first_pass(microbatch, accumulate, carry, batch, slots, join)
+        sums = MAP[accumulate](slot_sums, (carry, batch, slots, coupled))
+        return jax.tree.map(lambda x: x.sum(0), sums._replace(carry=None))._replace(carry=sums.carry)
+
+    return evaluate
+
+
+def first_pass(
+    microbatch: Microbatch, accumulate: str, carry: Tree, batch: Batch, slots: jax.Array, join: Join
+) -> Coupled | None:
+    """Compute all outputs and couple them in the loss; return None if the loss is a sum over single examples."""
+    if attribute(microbatch.loss, "scope", "example") != "global":
+        return None
+
+    def slot_outputs(piece: Any) -> tuple[Tree, Batch]:
+        return microbatch.forward(microbatch.view.params, *piece)[:2]
+
+    outputs, loss_batch = join(MAP[accumulate](slot_outputs, (carry, batch, slots)))
+    return couple(microbatch.loss, outputs, loss_batch, slots, microbatch.train)

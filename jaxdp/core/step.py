@@ -14,31 +14,21 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from jaxdp.core.accumulate import ACCUMULATE, MAP
 from jaxdp.core.average import with_average
-from jaxdp.core.carry import Carried, with_carry
-from jaxdp.core.coupled import Coupled, couple
-from jaxdp.core.frozen import freeze, merge
-from jaxdp.core.microbatch import Microbatch
+from jaxdp.core.carry import with_carry
+from jaxdp.core.frozen import freeze
+from jaxdp.core.microbatch import Microbatch, make_evaluate, make_grads
 from jaxdp.core.skip import Spike
 from jaxdp.core.state import (
-    Batch,
-    Gather,
-    Join,
     Sums,
     TrainState,
     Transform,
-    View,
     microbatch_key,
-    plain_gather,
-    plain_join,
 )
 from jaxdp.core.update import make_apply
-from jaxdp.data.cursor import RESET
-from jaxdp.losses import LossFn, attribute
+from jaxdp.losses import LossFn
 from jaxdp.models.base import Model
 from jaxdp.precision import LossScaling, Policy
 
@@ -103,74 +93,3 @@ def make_step(
     apply = with_average(with_carry(apply), ema_decay)
     grads = make_grads(parts, trainable, accumulate, padded)
     return Step(grads, apply, make_evaluate(parts, accumulate), trainable, functools.partial(microbatch_key, seed))
-
-
-def make_grads(parts: Microbatch, trainable: Callable[[Tree], Tree], accumulate: str, padded: bool) -> Callable:
-    """Build `Step.grads`."""
-
-    def grads(
-        view: View, batch: Batch, slots: jax.Array, gather: Gather = plain_gather, join: Join = plain_join
-    ) -> Sums:
-        def loss_and_sums(params: Tree, *piece: Any) -> tuple[jax.Array, Sums]:
-            carry, batch, slot, coupled = piece
-            slot_view = view._replace(params=merge(params, view.params), carry=carry)
-            return parts.loss_and_sums(slot_view, batch, slot, coupled, True, gather)
-
-        mask = batch["mask"]
-        if not padded:
-            batch = {**batch, "mask": jnp.ones_like(mask)}  # a constant that the compiler can fold
-        coupled = first_pass(parts, accumulate, view, batch, slots, True, gather, join)
-        pieces = (view.carry, batch, slots, coupled)
-        sums = ACCUMULATE[accumulate](loss_and_sums, trainable(view.params), pieces)
-        if view.carry is not None:
-            sums = sums._replace(carry=Carried(sums.carry, batch.get(RESET)))
-        if padded:
-            return sums
-        # With a constant weight, XLA would fuse the division into every reader of a gradient and compute it each time.
-        return sums._replace(weight=sums.weight * jnp.max(mask).astype(sums.weight.dtype))
-
-    return grads
-
-
-def make_evaluate(parts: Microbatch, accumulate: str) -> Callable:
-    """Build `Step.evaluate`."""
-
-    def evaluate(
-        view: View, batch: Batch, slots: jax.Array, gather: Gather = plain_gather, join: Join = plain_join
-    ) -> Sums:
-        """Sum over the slots without gradients. The carry starts at zero, unless batches mark where sequences start."""
-        keep = RESET in batch
-        carry = view.carry if keep else jax.tree.map(jnp.zeros_like, view.carry)
-
-        def slot_sums(piece: Any) -> Sums:
-            carry, batch, slot, coupled = piece
-            sums = parts.loss_and_sums(view._replace(carry=carry), batch, slot, coupled, False, gather)[1]
-            return sums._replace(model_state=None, carry=sums.carry if keep else None)
-
-        coupled = first_pass(parts, accumulate, view._replace(carry=carry), batch, slots, False, gather, join)
-        sums = MAP[accumulate](slot_sums, (carry, batch, slots, coupled))
-        return jax.tree.map(lambda x: x.sum(0), sums._replace(carry=None))._replace(carry=sums.carry)
-
-    return evaluate
-
-
-def first_pass(
-    parts: Microbatch,
-    accumulate: str,
-    view: View,
-    batch: Batch,
-    slots: jax.Array,
-    train: bool,
-    gather: Gather,
-    join: Join,
-) -> Coupled | None:
-    """Compute all outputs and couple them in the loss; return None if the loss is a sum over single examples."""
-    if attribute(parts.loss, "scope", "example") != "global":
-        return None
-
-    def slot_outputs(piece: Any) -> tuple[Tree, Batch]:
-        carry, batch, slot = piece
-        return parts.forward(view._replace(carry=carry), batch, slot, train, gather)[:2]
-
-    outputs, loss_batch = join(MAP[accumulate](slot_outputs, (view.carry, batch, slots)))
-    return couple(parts.loss, outputs, loss_batch, slots, train)

@@ -61,7 +61,7 @@ class Coordinator:
         self.over = asyncio.Event()
         self.suspended = self.reported = False
         self.service: Any = None
-        self.jax_loaded = threading.Thread(target=__import__, args=("jaxlib._jax",))
+        self.jax_loaded = threading.Thread(target=private_jax.load)
         self.jax_loaded.start()  # takes a large part of a second, while the ranks connect
 
     def report(self, line: str) -> None:

@@ -17,6 +17,11 @@ from collections.abc import Sequence
 from typing import Any
 
 
+def load() -> None:
+    """Import the library of the coordination service."""
+    from jaxlib import _jax  # noqa: F401
+
+
 def start_service(address: str, size: int, heartbeat_timeout: int, shutdown_timeout: int) -> Any:
     """Start JAX's coordination service at "host:port"; it ends when the object is deleted. Timeouts in seconds."""
     from jaxlib import _jax

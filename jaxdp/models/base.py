@@ -123,11 +123,11 @@ def bind_axes(model: Model) -> Model:
 
     def bound(f: Callable) -> Callable:
         def call(*args: Any, **more: Any) -> Any:
-            run = lambda: f(*args, **more)
+            run = f
             for name in axes:
                 run = _inside(name, run)
             try:
-                return run()
+                return run(*args, **more)
             except NameError as error:
                 name = named(UNBOUND, error)
                 if name in MESH:
@@ -151,9 +151,14 @@ def named(pattern: str, error: Exception) -> str:
     return match[1] if match else ""
 
 
-def _inside(name: str, run: Callable[[], Any]) -> Callable[[], Any]:
-    mapped = jax.vmap(lambda _: run(), axis_name=name)
-    return lambda: jax.tree.map(lambda x: x[0], mapped(jnp.zeros(1)))
+def _inside(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `f` with the axis `name` of size 1 bound."""
+
+    def call(*args: Any, **more: Any) -> Any:
+        mapped = jax.vmap(lambda _: f(*args, **more), axis_name=name)
+        return jax.tree.map(lambda x: x[0], mapped(jnp.zeros(1)))
+
+    return call
 
 
 def rehearse(call: Callable[[Any, Any], Any], params: Any, model_state: Any, batch: dict[str, Any]) -> Any:

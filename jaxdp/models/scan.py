@@ -32,11 +32,11 @@ REMAT: dict[str, Any] = {
 """What a backward pass recomputes: nothing; everything; all but matrix products; all but products with weights."""
 
 
-def remat(name: str, f: Callable, in_scan: bool = False) -> Callable:
+def remat(name: str, f: Callable, in_scan: bool = False, static_argnums: tuple[int, ...] = ()) -> Callable:
     """Return `f` with a backward pass that recomputes what the named policy does not save."""
     if name == "none":
         return f
-    return jax.checkpoint(f, policy=REMAT[name], prevent_cse=not in_scan)
+    return jax.checkpoint(f, policy=REMAT[name], prevent_cse=not in_scan, static_argnums=static_argnums)
 
 
 class _Hooks(NamedTuple):

@@ -37,7 +37,8 @@ class Format(NamedTuple):
         return jnp.dtype(dtype) if self.bits == 32 else jnp.dtype(f"int{self.bits}")
 
 
-FORMATS = {"exact": Format(32, 3, False), "exact16": Format(16, 2, True), "exact8": Format(8, 1, True)}
+WIDE = Format(32, 3, False)
+FORMATS = {"exact": WIDE, "exact16": Format(16, 2, True), "exact8": Format(8, 1, True)}
 
 
 def quantized(tree: Tree, exponents: jax.Array, form: Format, summands: int, key: jax.Array | None = None) -> Tree:

@@ -20,6 +20,7 @@ from jaxdp.parallel.fixed_point import (
     FORMATS,
     LARGEST,
     NOT_FINITE,
+    WIDE,
     Format,
     exponent_of,
     in_bits,
@@ -34,7 +35,7 @@ from jaxdp.parallel.fixed_point import (
 )
 from jaxdp.parallel.reduction import Reduction, exchange, in_buckets
 from jaxdp.parallel.rounding import as_written, running, scan_unfused, settle
-from jaxdp.parallel.sums import Arithmetic, ReductionPlan, Summed, reducer, replica_slots, scatter_split
+from jaxdp.parallel.sums import Arithmetic, Reduce, ReductionPlan, SlotSums, reducer, scatter_split
 
 Tree = Any
 ELEMENTWISE = "with reduction: exact, ZeRO needs an elementwise one, such as sgd, adam, adamw or lion, or zero: 0"
@@ -78,7 +79,7 @@ def integers(name: str, bucket_mb: float = 25.0, safe: bool = False, group: int 
     add_up = lambda flat, axes: unpack(jax.lax.psum(pack(flat), axes), flat.dtype, flat.size)
     row_of = lambda rows, axes: unpack(exchange(pack(rows), axes, safe), rows.dtype, rows.shape[-1])
     total = lambda dims, axis, update: lambda tree: squares_and_bad(tree, dims, axis, running(update))
-    slots = functools.partial(over_slots, form=FORMATS[name], group=group, join=refuse_to_join(name))
+    slots = functools.partial(over_slots, form=FORMATS[name], group=group, refuse=refuse_to_join(name))
     arithmetic = Arithmetic(slots, finish, total, running, in_backward=False, elementwise=ELEMENTWISE)
     return in_buckets(int(bucket_mb * 1e6), add_up, row_of)._replace(arithmetic=arithmetic, group=group)
 
@@ -93,19 +94,19 @@ def remembering(make: Callable[[], TrainState], trainable: Callable[[Tree], Tree
     return make_state
 
 
-def over_slots(f: Callable[..., Sums], plan: ReductionPlan, form: Format, group: int, join: Join) -> Summed:
-    """Return f(view, batch, gather) -> Sums: f of each group of slots separately, summed as integers over devices."""
+def over_slots(f: SlotSums, plan: ReductionPlan, form: Format, group: int, refuse: Join) -> tuple[SlotSums, Reduce]:
+    """Return (f of each group of slots separately, summed as integers over all devices; the identity)."""
     summands = (int(plan.table.max()) + 1) // group
 
-    def run(view: View, batch: Batch, gather: Gather) -> Sums:
+    def run(view: View, batch: Batch, slots: jax.Array, gather: Gather, join: Join) -> Sums:
         live = running(view.step)
-        pieces = (view.carry, batch, replica_slots(plan.table, plan.axes))
+        pieces = (view.carry, batch, slots)
         pieces = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), pieces)
         exponents = view.exponents if plan.key else jnp.zeros(0, jnp.int32)
 
         def compute(piece: Tree) -> Sums:
             carry, batch, slots = piece
-            return settle(f(view._replace(carry=carry), batch, slots, gather, join), live)
+            return settle(f(view._replace(carry=carry), batch, slots, gather, refuse), live)
 
         def attempt(before: Attempt) -> Attempt:
             def add(total: Part, piece: Tree) -> tuple[Part, Sums]:
@@ -132,7 +133,7 @@ def over_slots(f: Callable[..., Sums], plan: ReductionPlan, form: Format, group:
         done = jax.lax.while_loop(lambda a: ~a.fits, attempt, first)
         return reduce_attempt(done, plan, form, summands)
 
-    return run
+    return run, lambda sums: sums
 
 
 def empty_attempt(like: Sums, exponents: jax.Array, plan: ReductionPlan, form: Format, slots: int) -> Attempt:
@@ -171,7 +172,7 @@ def reduce_attempt(done: Attempt, plan: ReductionPlan, form: Format, summands: i
     """Reduce one device's integers over all devices and return the sums as floats."""
     grad_needed, rest_needed = done.needed[: done.exponents.size], done.needed[done.exponents.size :]
     rest, treedef = jax.tree.flatten(done.rest._replace(carry=None))
-    wide = FORMATS["exact"]
+    wide = WIDE
 
     def total(x: jax.Array, exponent: jax.Array) -> jax.Array:
         ints = quantize(x, exponent, wide, summands) if is_float(x) else x

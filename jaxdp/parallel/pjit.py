@@ -32,7 +32,7 @@ from jaxdp.parallel.placement import (
 )
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.strategy import Program
-from jaxdp.parallel.sums import ReductionPlan, arithmetic
+from jaxdp.parallel.sums import ReductionPlan, arithmetic, joiner, replica_slots
 from jaxdp.split import spec
 
 
@@ -111,13 +111,16 @@ class PJit:
         grad_dims = step.trainable(self.slices) if self.layout.opt_state else None
         grad_specs = full if grad_dims is None else self._specs(grad_dims)
         plan = ReductionPlan(self.reduction, self.table, self.axes)
-        evaluate = self._summed(step, step.evaluate, plan, full)
+        evaluation = self._summed(step, step.evaluate, plan, full)
         plan = plan._replace(dims=grad_dims, per_slot=self.split_grads, dtype=self.reduce_dtype, key=step.key)
         grads = self._summed(step, step.grads, plan, grad_specs)
         apply = self.arithmetic.finish(self._apply(step, grad_dims, grad_specs))
 
         def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-            return apply(state, grads(state, batch))
+            return apply(state, grads(state.view, batch))
+
+        def evaluate(state: TrainState, batch: Batch) -> Sums:
+            return evaluation(state.view, batch)
 
         shardings = jax.tree.map(lambda d: NamedSharding(self.mesh, spec(d, self.axes.shard)), self.dims)
         shardings = shardings.replace(carry=jax.tree.map(lambda _: self.split, self.shapes.carry))
@@ -127,9 +130,9 @@ class PJit:
         return Program(jitted(update), jax.jit(evaluate, out_shardings=sums), jitted(one_by_one(update)))
 
     def _summed(self, step: Step, f: Callable[..., Sums], plan: ReductionPlan, grad_specs: Any) -> Any:
-        """Return (state, batch) -> sums over all devices of a function of the step, applied to each device's slots."""
+        """Return (view, batch) -> sums over all devices of a function of the step, applied to each device's slots."""
         full: Any = P()
-        sums_of = self.arithmetic.over_slots(f, plan)
+        of_slots, reduce = self.arithmetic.over_slots(f, plan)
         rule = GatherRule(
             self.reduction,
             self.axes,
@@ -143,18 +146,13 @@ class PJit:
         def device_sums(view: View, batch: Batch) -> Sums:
             live = self.arithmetic.live(view.step)
             params, gather = make_gather(view.params, self.slices, rule._replace(live=live))
-            return sums_of(view._replace(params=params), batch, gather)
+            slots, join = replica_slots(self.table, self.axes), joiner(self.table, self.axes)
+            return reduce(of_slots(view._replace(params=params), batch, slots, gather, join))
 
         over_devices = P(self.axes.all)
         view = View(full, self._specs(self.dims.params), full, full, over_devices, full)
         sums = Sums(grad_specs, full, full, full, full, over_devices, full)
-        mapped = self._map(device_sums, (view, over_devices), sums)
-
-        def state_sums(state: TrainState, batch: Batch) -> Sums:
-            return mapped(state.view, batch)
-
-        state_sums.__name__ = f.__name__
-        return state_sums
+        return self._map(device_sums, (view, over_devices), sums)
 
     def _apply(self, step: Step, grad_dims: Any, grad_specs: Any) -> Any:
         """Return `step.apply` for gradients, optimizer state and updates that may be sharded."""

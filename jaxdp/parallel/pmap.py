@@ -33,7 +33,7 @@ from jaxdp.parallel.placement import (
 )
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.strategy import Program
-from jaxdp.parallel.sums import ReductionPlan, arithmetic
+from jaxdp.parallel.sums import ReductionPlan, arithmetic, joiner, replica_slots
 from jaxdp.split import WHOLE, spec, take
 
 
@@ -139,13 +139,14 @@ class PMap:
 
     def _summed(self, step: Step, f: Callable[..., Sums], plan: ReductionPlan) -> Callable[[TrainState, Batch], Sums]:
         """Return (state, batch) -> sums over all devices of a function of the step, applied to each device's slots."""
-        sums_of = self.arithmetic.over_slots(f, plan)
+        of_slots, reduce = self.arithmetic.over_slots(f, plan)
         rule = GatherRule(self.reduction, FLAT, self.blocks, step.trainable)
 
         def device_sums(state: TrainState, batch: Batch) -> Sums:
             live = self.arithmetic.live(state.step)
             params, gather = make_gather(state.params, self.slices, rule._replace(live=live))
-            return sums_of(state.view._replace(params=params), batch, gather)
+            slots, join = replica_slots(self.table, FLAT), joiner(self.table, FLAT)
+            return reduce(of_slots(state.view._replace(params=params), batch, slots, gather, join))
 
         return device_sums
 

@@ -14,7 +14,8 @@ from jaxdp.core.state import Batch, Gather, Join, Sums, Total, View
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.split import WHOLE
 
-Summed = Callable[[View, Batch, Gather], Sums]
+SlotSums = Callable[[View, Batch, jax.Array, Gather, Join], Sums]
+Reduce = Callable[[Sums], Sums]
 
 
 class ReductionPlan(NamedTuple):
@@ -37,15 +38,15 @@ class ReductionPlan(NamedTuple):
 class Arithmetic(NamedTuple):
     """How a reduction sums.
 
-    over_slots(f, plan) -> f(view, batch, gather) over all slots of this device, summed over all devices.
-    finish(apply) -> apply(state, sums) -> (state, metrics), for sums from `over_slots`.
+    over_slots(f, plan) -> (f over all slots of this device, a function that sums its result over all devices).
+    finish(apply) -> apply(state, sums) -> (state, metrics), for those sums.
     total(dims, axis, update) -> the hook of `Step.apply`; leaves with a dim are slices along the axis.
     live(update): True, opaque to the compiler, if rounding must not depend on fusion; else None.
     in_backward: the backward pass scatters gradients that are sharded slot by slot; else it returns full ones.
     elementwise: the advice if the optimizer's state is sharded but it is not elementwise; empty: any will do.
     """
 
-    over_slots: Callable[[Callable[..., Sums], ReductionPlan], Summed]
+    over_slots: Callable[[SlotSums, ReductionPlan], tuple[SlotSums, Reduce]]
     finish: Callable[[Callable[..., Any]], Callable[..., Any]]
     total: Callable[[Any, str, jax.Array], Total]
     live: Callable[[jax.Array], jax.Array | None]
@@ -63,7 +64,7 @@ def replica_slots(table: np.ndarray, axes: Axes) -> jax.Array:
     return jnp.asarray(table)[jax.lax.axis_index(axes.all)]
 
 
-def reducer(plan: ReductionPlan) -> Callable[[Sums], Sums]:
+def reducer(plan: ReductionPlan) -> Reduce:
     """Return a function that reduces the Sums of each replica to those of all."""
     reduction, axes = plan.reduction, plan.axes
 
@@ -107,16 +108,6 @@ def order_of(table: np.ndarray) -> np.ndarray:
     return np.argsort(np.where(table.reshape(-1) < 0, table.size, table.reshape(-1)), kind="stable")[: table.max() + 1]
 
 
-def _over_slots(f: Callable[..., Sums], plan: ReductionPlan) -> Summed:
-    reduce = reducer(plan)
-
-    def run(view: View, batch: Batch, gather: Gather) -> Sums:
-        slots = replica_slots(plan.table, plan.axes)
-        return reduce(f(view, batch, slots, gather, joiner(plan.table, plan.axes)))
-
-    return run
-
-
 def _total(dims: Any, axis: str, update: jax.Array) -> Total:
     if dims is None:
         return plain_total
@@ -129,4 +120,11 @@ def _total(dims: Any, axis: str, update: jax.Array) -> Total:
     return total
 
 
-FLOATS = Arithmetic(_over_slots, lambda apply: apply, _total, lambda update: None, in_backward=True, elementwise="")
+FLOATS = Arithmetic(
+    over_slots=lambda f, plan: (f, reducer(plan)),
+    finish=lambda apply: apply,
+    total=_total,
+    live=lambda update: None,
+    in_backward=True,
+    elementwise="",
+)

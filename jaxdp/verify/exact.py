@@ -53,7 +53,7 @@ class ExactReport(NamedTuple):
         return [d for d in self.digests if not d.refused]
 
 
-def exact_configurations(most: int, reduction: str = "exact", several: bool = False) -> list[Configuration]:
+def exact_configurations(most: int, reduction: str, several: bool = False) -> list[Configuration]:
     """Return every configuration on `most` devices; on each smaller number its share of them, one device first.
 
     several: in a job of several processes, one device of each is compared with all devices.
