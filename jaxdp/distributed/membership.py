@@ -102,8 +102,7 @@ class Membership:
         """Return every member's `text`, in the order of `members`; all members must make the same call.
 
         Repeated calls with one name are matched by their count. await_responsive: wait beyond `timeout` seconds for
-        ranks that still send heartbeats. Raises DistributedError that names the missing ranks; its `texts` has the
-        texts of the others.
+        ranks that still send heartbeats. Raises DistributedError: the missing ranks, and `texts` of the others.
         """
         if len(members) == 1:
             return [text]
