@@ -13,17 +13,17 @@ from jaxdp.training.save import restore
 
 
 def run(call: Call) -> None:
-    """Evaluate, and print the result on root. Raises UsageError without a checkpoint or evaluation data."""
+    """Evaluate and print the result on root. Raises UsageError without a checkpoint or evaluation data."""
     context = call.context
     directory = schema.run_dir(call.config, call.path)
     config = with_former_defaults(call.config, directory, context)
     use_compilation_cache(config, context)
-    made = make_run(config, directory, context)
-    step, _ = resume_step(made, config, context, NOTHING, tidy=False)
+    prepared = make_run(config, directory, context)
+    step, _ = resume_step(prepared, config, context, NOTHING, tidy=False)
     if not step:
         raise UsageError(f"run_dir: no checkpoint in {str(directory)!r}; train first, or name another", rank=0)
-    if made.eval is None:
+    if prepared.eval is None:
         raise UsageError("eval.data: the data has no test split; name what to evaluate on", rank=0)
-    record = evaluate(made, made.strategy.compile(made.step), restore(made, step))
+    record = evaluate(prepared, prepared.strategy.compile(prepared.step), restore(prepared, step))
     if context.is_root:
         Console(step, panel=False).write({"step": step, "split": "eval", **record})
