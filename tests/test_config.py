@@ -158,7 +158,7 @@ def test_no_arguments_at_all_say_what_to_give():
         ("checkpoint: 5", ["checkpoint: 5 is not a mapping"]),
         ("loss: {args: null}", ["loss.args: None is not a mapping"]),
         ("optimizer: {no_decay: null}", ["optimizer.no_decay: None is not a list"]),
-        ("steps: 3\nsteps: 4", ["line 1: the key 'steps' is there twice"]),
+        ("steps: 3\nsteps: 4", ["line 1: the key 'steps' appears twice"]),
         ("1: 2", ["'1' is not a key"]),
         ("model: {target: MLP}\ndata: {target: Digits}\nsteps: 3\noptimizer: {lr: .nan}", ["optimizer.lr: nan"]),
         ("microbatches: none", ["microbatches", "none"]),

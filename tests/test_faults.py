@@ -132,7 +132,7 @@ def test_the_rank_that_was_killed_is_named_whatever_the_launcher_says(config, tm
     done = job(config, tmp_path, "SIGKILL", which, np_=3, rank=rank, at=12)
     assert done.returncode not in (DONE, 2, PREEMPTED, 124) and not done.left and done.seconds < 40, done.output
     pid = json.loads((tmp_path / "env.json").read_text())["topology"]["pids"][rank]
-    line = rf"rank {rank} \(host \S+\), process {pid}, ended first, without a word: killed or crashed"
+    line = rf"rank {rank} \(host \S+\), process {pid}, ended first, without an error: killed or crashed"
     assert re.findall(rf"jaxdp: {line}\n", done.stderr) and done.stderr.count("ended first") == 1, done.output
     last = read(tmp_path / "events.jsonl")[-1]
     assert last["kind"] == "failed" and re.fullmatch(line, last["reason"]), last
@@ -143,7 +143,7 @@ def test_the_rank_that_was_killed_is_named_whatever_the_launcher_says(config, tm
 def test_a_stopped_process_is_named_by_the_watchdog(config, tmp_path, which):
     done = job(config, tmp_path, "SIGSTOP", which, rank=1, at=15, more=["--watchdog.step_timeout", "3"])
     assert done.returncode not in (DONE, 2, PREEMPTED, 124) and not done.left, done.output
-    watched = re.search(r"nothing has moved for 3 s .*rank 1 \(host .*\) does not answer", done.stderr)
+    watched = re.search(r"no progress for 3 s .*rank 1 \(host .*\) does not answer", done.stderr)
     silent = re.search(r"rank 1 \(host .*\) has not been heard from for 20 s", done.stderr)  # where it was in a save
     assert (watched and (tmp_path / "stacks" / "rank_0.txt").is_file()) or silent, done.output
     assert done.seconds < 45
@@ -154,7 +154,7 @@ def test_a_sigterm_that_a_peer_cannot_answer_is_no_preemption(config, tmp_path):
     """Some launchers send SIGTERM to all when one has died: nobody is to wait for it."""
     done = job(config, tmp_path, "stop the next, then SIGTERM", "mpich", rank=0, at=17)
     assert done.returncode not in (DONE, 2, PREEMPTED, 124) and not done.left and done.seconds < 40, done.output
-    words = r"rank 0 \(host \S+\) got SIGTERM, but rank 1 \(host \S+\) did not answer within 2 s: dying, and this is no"
+    words = r"rank 0 \(host \S+\) got SIGTERM, but rank 1 \(host \S+\) did not answer within 2 s: it is dying, so this"
     assert re.search(words, done.stderr) and "Traceback" not in done.output, done.output
 
 

@@ -48,5 +48,5 @@ def choose_output(name: str | None) -> pathlib.Path:
         raise UsageError("--output: missing; name the folder to make, e.g. --output tokens")
     output = pathlib.Path(name).expanduser()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UsageError(f"--output: {name!r} is there already; choose another, or remove it first")
+        raise UsageError(f"--output: {name!r} already exists; choose another, or remove it first")
     return output

@@ -171,7 +171,7 @@ def strict_loader(path: str) -> Any:
             keys = [key.value for key, _ in node.value]
             counts = collections.Counter(key if isinstance(key, str) else repr(key) for key in keys)
             if counts and (most := counts.most_common(1)[0])[1] > 1:
-                raise UsageError(f"{path}: line {node.start_mark.line + 1}: the key {most[0]!r} is there twice")
+                raise UsageError(f"{path}: line {node.start_mark.line + 1}: the key {most[0]!r} appears twice")
             return super().construct_mapping(node, deep)
 
     return Loader

@@ -35,11 +35,11 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     group_size(config.parallel.shard_size, devices)
     make_state = state_maker(config, parts)
     rehearse(config, parts, make_the_step(config, parts), make_state)
-    slots = math.ceil(max(config.microbatches, devices) / devices)
+    per_device = math.ceil(max(config.microbatches, devices) / devices)
     stages = read_stages(options["zero"], config.parallel.zero)
     plans = [
         make_plan(
-            lambda n, zero=zero: make_case(config, parts, zero, slots, n, devices),  # type: ignore[misc]
+            lambda n, zero=zero: make_case(config, parts, zero, per_device, n, devices),  # type: ignore[misc]
             zero,
             devices,
             config.parallel.shard_size if zero else None,
@@ -50,15 +50,15 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     seconds = [predict(p, hardware, dtype) if dtype in hardware.flops else None for p in plans]
     best = recommend(plans, limit)
     enough, uneven = devices <= config.microbatches, 0 < config.microbatches % devices < config.microbatches
-    examples = config.batch_size if enough else slots * devices * parts.cursor.examples_per_microbatch
-    notes = remarks(config, plans, hardware, dtype, slots, devices, examples)
+    examples = config.batch_size if enough else per_device * devices * parts.cursor.examples_per_microbatch
+    notes = remarks(config, plans, hardware, dtype, per_device, devices, examples)
     shapes = jax.eval_shape(make_state)
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.params))
     title = (
         f"{config.model.target} {count:,} parameters; {config.data.target}; {config.optimizer.target}; "
         f"{config.precision.params} state, {config.precision.compute} compute",
-        f"{devices:,} devices ({hardware.name}), {'up to ' * uneven}{slots} microbatch{'es' * (slots > 1)} of "
-        f"{parts.cursor.examples_per_microbatch} on each: {examples:,} examples an update",
+        f"{devices:,} devices ({hardware.name}), {'up to ' * uneven}{per_device} microbatch{'es' * (per_device > 1)} "
+        f"of {parts.cursor.examples_per_microbatch} on each: {examples:,} examples an update",
     )
     if options["json"]:
         stage_plans = [
@@ -67,7 +67,7 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
         ]
         setup = {"model": config.model.target, "parameters": count, "devices": devices, "hardware": hardware._asdict()}
         result = {"memory": limit, "plans": stage_plans, "recommended": best and best.zero, "notes": notes}
-        return json.dumps({**setup, "examples": examples, "slots": slots, **result}, indent=1)
+        return json.dumps({**setup, "examples": examples, "slots": per_device, **result}, indent=1)
     return "\n".join([*title, "", *table(plans, seconds, examples), "", verdict(plans, best, limit), "", *notes])
 
 
@@ -111,7 +111,7 @@ def verdict(plans: list[Plan], best: Plan | None, limit: float) -> str:
 
 
 def remarks(
-    config: Config, plans: list[Plan], hardware: Hardware, dtype: str, slots: int, devices: int, examples: int
+    config: Config, plans: list[Plan], hardware: Hardware, dtype: str, per_device: int, devices: int, examples: int
 ) -> list[str]:
     """Return notes on the accuracy of the figures."""
     notes = [
@@ -125,7 +125,7 @@ def remarks(
     if devices > config.microbatches:
         notes.append(
             f"microbatches: {config.microbatches} cannot be split over {devices:,} devices; planned with microbatches "
-            f"{slots * devices:,} and batch_size {examples:,}, which changes the numbers"
+            f"{per_device * devices:,} and batch_size {examples:,}, which changes the numbers"
         )
     for p in plans:
         if p.scaled_from:

@@ -227,8 +227,8 @@ class Membership:
     def _beat(self) -> None:
         while not self.ending.wait(BEAT):
             if self.parent is not None and os.getppid() != self.parent:
-                what = f"what started it (process {self.parent} there) has ended"
-                self.end(f"{self.name(self.rank)} ends: {what}", 1, self.rank)
+                cause = f"the process that started it ({self.parent} on that host) has ended"
+                self.end(f"{self.name(self.rank)} ends: {cause}", 1, self.rank)
             self._unheard += 1
             if self._unheard * BEAT > self.silence:
                 lost = f"{self.name(0)} cannot be reached for {self.silence:.0f} s"

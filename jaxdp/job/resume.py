@@ -19,8 +19,8 @@ from jaxdp.metrics import aloud
 from jaxdp.training.run import Run
 
 FIX = (
-    "choose another run_dir (None is a temporary one), replace the run with overwrite=True, or continue it all the "
-    "same with resume={'force': True}"
+    "choose another run_dir (None is a temporary one), replace the run with overwrite=True, or continue it anyway "
+    "with resume={'force': True}"
 )
 
 
@@ -38,8 +38,8 @@ def check_same_run(
     if changed:
         raise UsageError(
             f"{'; '.join(changed[:8])}{f' (and {len(changed) - 8} more)' if changed[8:] else ''}: this run was trained "
-            f"to step {step} with the former, and it changes the numbers; put it back, "
-            f"{FIX if objects else 'choose another --run_dir, or continue all the same with --resume.force true'}"
+            f"to step {step} with the old value, which changes the numbers; put it back, "
+            f"{FIX if objects else 'choose another --run_dir, or continue anyway with --resume.force true'}"
         )
     targets, saved_fingerprints = flatten(config), saved.get("fingerprints", {})
     for key, new in now["fingerprints"].items():

@@ -115,7 +115,7 @@ def memory_line(layout: dict[str, Any]) -> str:
 def advice(run: Run, config: Config) -> list[str]:
     """Return warnings about settings that waste the devices, with better values."""
     warnings = []
-    devices, slots = run.strategy.table.shape
+    devices, per_device = run.strategy.table.shape
     batch, microbatches = config.batch_size, config.microbatches
     padded = microbatches * (per_microbatch := run.train.cursor.examples_per_microbatch)
     if 1 - batch / padded > EMPTY:
@@ -136,11 +136,11 @@ def advice(run: Run, config: Config) -> list[str]:
             f"optimizer.warmup_steps: {opt.warmup_steps}, but {end} after {horizon} updates: the warm-up is cut off "
             f"there, at {horizon / opt.warmup_steps:.0%} of lr; make it shorter"
         )
-    idle = 1 - microbatches / (devices * slots)
+    idle = 1 - microbatches / (devices * per_device)
     if idle > IDLE:
         warnings.append(
             f"microbatches: {microbatches} do not divide evenly over {devices} devices, which are idle {idle:.0%} of "
-            f"the time on average; use {devices * slots} (this changes the numbers)"
+            f"the time on average; use {devices * per_device} (this changes the numbers)"
         )
     if run.strategy.devices[0].platform == "cpu" and gpus.count() and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
         warnings.append("there is a GPU, but JAX runs on the CPU; pip install 'jaxdp-trainer[cuda12]' or: jaxdp doctor")
@@ -162,12 +162,12 @@ def layout_of(run: Run, config: Config) -> dict[str, Any]:
     batch.setdefault("mask", jax.ShapeDtypeStruct(rows, np.dtype(bool)))
     shard_gradients = config.parallel.zero > 1 and config.parallel.gradient_buffer == "sharded"
     sizes = memory.bytes_by_tree(strategy, run.step, batch, shard_gradients)
-    devices, slots = strategy.table.shape
+    devices, per_device = strategy.table.shape
     return {
         "parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(strategy.shapes.params)),
         "devices": devices,
         "parts": strategy.parts,
-        "slots": slots,
+        "slots": per_device,
         "share": strategy.share()._asdict(),
         "bytes_per_device": {name: round(count) for name, count in sizes.items()},
         "program": None,

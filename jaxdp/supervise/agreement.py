@@ -95,8 +95,8 @@ class Agreement:
             if missing:
                 text = (
                     f"{self._member.name(request['rank'])} got {request['why'] or request['kind']}, but "
-                    f"{self._member.name(*missing)} did not answer within {limit:g} s: dying, and this is no "
-                    "preemption; the last save stands"
+                    f"{self._member.name(*missing)} did not answer within {limit:g} s: it is dying, so this "
+                    "is not a preemption; the last save is valid"
                 )
                 if self._member.report_fault(text):
                     self._member.end(text, 1, self._member.rank)

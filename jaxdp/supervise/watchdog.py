@@ -141,7 +141,7 @@ class Watchdog:
             if suspended and suspended - set(member.silent()):
                 return
         each = f" for each of {self._updates()} updates" if self._updates() > 1 else ""
-        text = f"nothing has moved for {idle:.0f} s (watchdog.step_timeout: {self.timeout:g}{each})"
+        text = f"no progress for {idle:.0f} s (watchdog.step_timeout: {self.timeout:g}{each})"
         if member is None:
             self._write_stacks()
             faults.record(f"{text}: {self._position()['where']}")
