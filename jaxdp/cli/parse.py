@@ -111,8 +111,8 @@ def options_first(argv: list[str], options: Options) -> list[str]:
 
 def add_options(parser: Any, options: Options) -> None:
     for name, option in options.items():
-        how: dict[str, Any] = {"action": "store_true"} if option.kind is bool else {"type": option.kind}
-        parser.add_argument(f"--{name}", default=option.default, **how)
+        kwargs: dict[str, Any] = {"action": "store_true"} if option.kind is bool else {"type": option.kind}
+        parser.add_argument(f"--{name}", default=option.default, **kwargs)
 
 
 def with_saved_config(argv: list[str]) -> list[str]:

@@ -185,9 +185,7 @@ def discover(
     world = world or World(0, 1)
     if world.size > 1 and not (explicit or world.coordinator or world.launcher in MPI):
         fix = "init(coordinator=...)" if world.launcher == "explicit" else "JAXDP_COORDINATOR"
-        raise UsageError(
-            f"{world.size} processes ({world.launcher}) need a coordinator: set {fix} to rank 0's host:port"
-        )
+        raise UsageError(f"{world.size} processes ({world.launcher}) need rank 0's address: set {fix} to its host:port")
     return replace(
         world,
         coordinator=explicit or world.coordinator,

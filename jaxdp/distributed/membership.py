@@ -115,8 +115,8 @@ class Membership:
         kinds = checked(reply, {"kinds": [LONG_TEXT], "of": [range(len(members))]})
         if kinds is not None:
             return [kinds["kinds"][i] for i in kinds["of"]]
-        if gone := reply.get("left"):
-            raise DistributedError(f"rank {', '.join(map(str, gone))} has left the job: see what it printed")
+        if departed := reply.get("left"):
+            raise DistributedError(f"rank {', '.join(map(str, departed))} has left the job: see what it printed")
         missing = reply.get("missing", [])
         names = f"rank {', '.join(map(str, missing))}" if missing else "an answer"
         speaker = None if self.rank in missing else members[0]  # a rank that arrives too late prints for itself

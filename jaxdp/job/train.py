@@ -60,9 +60,7 @@ def train(
         events = run.checkpoints.events = Events(directory) if context.is_root else NoEvents()
         start, saved = resume_step(run, config, context, given)
         if start > run.steps:
-            raise UsageError(
-                f"steps: {run.steps}, but {str(directory)!r} is already at step {start}; give more", rank=0
-            )
+            raise UsageError(f"steps: {run.steps}, but {str(directory)!r} is at step {start}; give more", rank=0)
         if (record := final_record(run, config, directory, context, start)) is not None:
             return record, run.checkpoints.restore(start, run.strategy.abstract()) if keep else None
         if offset := saved.get("offset", 0):

@@ -31,12 +31,7 @@ class Watchdog:
     directory: that of stacks/rank_N.txt.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        directory: pathlib.Path,
-        timeout: float | None,
-    ):
+    def __init__(self, context: Context, directory: pathlib.Path, timeout: float | None):
         self.context, self.directory, self.timeout = context, directory, timeout
         self.where = "begins"
         self.passed = 0
