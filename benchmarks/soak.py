@@ -241,7 +241,7 @@ class Soak:
         victim = job.kill(victim)
         job.wait_gone()
         gone = time.monotonic() - when
-        begin = job.find(r"; (?:goes on after step (\d+)|starts)\b.* in ")
+        begin = job.find(r"; (?:resumes after step (\d+)|starts)\b.* in ")
         begun = int(begin[1][1] or 0) if begin else None
         if begun is not None and begun != on:
             raise Wrong(f"step {on} is the last that is whole, but the run went on after {begun}")

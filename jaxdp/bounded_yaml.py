@@ -45,8 +45,8 @@ class _Counter(yaml.SafeLoader):
             self.refuse(f"a value of {len(node.value):,} characters")
         return 1
 
-    def refuse(self, what: str) -> NoReturn:
-        raise UsageError(f"{self.where}: {what} is refused")
+    def refuse(self, value: str) -> NoReturn:
+        raise UsageError(f"{self.where}: {value} is refused")
 
 
 def check(text: str, where: str) -> None:

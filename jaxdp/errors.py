@@ -54,9 +54,9 @@ def explained(error: BaseException) -> Said | None:
         size = BYTES.search(text)
         cause = f"{int(size[1]):,} bytes could not be allocated" if size else text[:200].rstrip(". ")
         return RunFailed(
-            f"out of memory: {cause}; more microbatches with parallel.accumulate: scan take less for activations, and "
-            "so does parallel.remat: full; parallel.zero splits the state over devices; `jaxdp plan` says what each "
-            "needs"
+            f"out of memory: {cause}; more microbatches with parallel.accumulate: scan, or parallel.remat: full, need "
+            "less memory for activations; parallel.zero splits the state over devices; `jaxdp plan` predicts the "
+            "memory of each"
         )
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, RuntimeError | AssertionError) and frames and frames[-1].filename.endswith("xla_bridge.py"):
@@ -64,6 +64,6 @@ def explained(error: BaseException) -> Said | None:
         setting = os.environ.get("JAX_PLATFORMS", "")
         return UsageError(
             f"JAX_PLATFORMS: {setting!r} cannot be used{': ' if reason else ''}{reason.rstrip('. ')}; unset it to use "
-            "the devices that there are, set it to cpu, or see what is installed with `jaxdp doctor`"
+            "the available devices, set it to cpu, or see what is installed with `jaxdp doctor`"
         )
     return None

@@ -130,7 +130,7 @@ def test_a_run_goes_on_where_it_stands_under_the_other_backend(single, tmp_path)
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 25, "split": "train", "loss": 99.0}\n{"step": 26, "spl')  # written before a crash
     out = jaxdp(*argv, "--parallel.backend", "pjit", devices=4).stdout
-    assert "goes on after step 20" in out
+    assert "resumes after step 20" in out
     assert_same_curve(tmp_path / "run", single)
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     told = [(e["kind"], e["step"]) for e in events if e["kind"] not in ("saving", "settled")]

@@ -336,7 +336,7 @@ def test_the_command_makes_what_token_file_reads(tmp_path):
         (("tokenize", "none.txt"), "INPUT: no file 'none.txt'; give .txt or .jsonl files"),
         (("tokenize", "Makefile"), "INPUT: 'Makefile' ends in neither .txt nor .jsonl"),
         (("tokenize", "{poem}"), "--output: missing; name the folder to make"),
-        (("tokenize", "{poem}", "--output", "tests"), "--output: 'tests' is there already; choose another"),
+        (("tokenize", "{poem}", "--output", "tests"), "--output: 'tests' already exists; choose another"),
         (("tokenize", "{poem}", "--output", "{new}", "--split", "1"), "--split: 1.0 is not in [0, 1); e.g. 0.01"),
         (("tokenize", "{poem}", "--output", "{new}", "--tokenizer", "bits"), "--tokenizer: "),
         (("tokenize", "{poem}", "--output", "{new}", "--tokenizer", "words"), "--tokenizer: words is not for files"),

@@ -362,7 +362,7 @@ def test_a_run_that_is_resumed_twice_on_other_devices_has_the_digest_of_one_devi
     jobs += together([([sys.executable, *pmap, "--steps", "7"], devices(3))], timeout=600)
     jobs.append(mpirun(2, [*pmap, "--parallel.zero", "1"], timeout=600))
     assert all(job.returncode == 0 and not job.left for job in jobs), "\n".join(job.output for job in jobs)
-    assert "goes on after step 5" in jobs[-2].stdout and "goes on after step 7" in jobs[-1].stdout
+    assert "resumes after step 5" in jobs[-2].stdout and "resumes after step 7" in jobs[-1].stdout
 
     assert len(curve(tmp_path / "whole")) == 10
     np.testing.assert_array_equal(curve(tmp_path / "run"), curve(tmp_path / "whole"))

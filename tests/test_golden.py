@@ -75,7 +75,7 @@ def test_the_run_goes_on_from_it(copied, layout):
     command = [sys.executable, str(TRAIN), "--config", str(GOLDEN / "golden.yaml"), "--run_dir", str(copied), *argv]
     done = subprocess.run(command, cwd=TRAIN.parent, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"goes on after step {STEP}" in done.stdout
+    assert f"resumes after step {STEP}" in done.stdout
     lines = [json.loads(line) for line in (copied / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [*range(1, 11), 10, *range(11, 21), 20]
     assert [line["loss"] < 3 for line in lines if line["split"] == "eval"] == [True]

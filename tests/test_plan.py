@@ -157,7 +157,7 @@ def test_options_are_read():
     assert [read_bytes(t) for t in ("80GB", "80 gb", "80e9", "1.5KiB")] == [80e9, 80e9, 80e9, 1536]
     assert read_stages("all", 2) == [0, 1, 2, 3] and read_stages("config", 2) == [2] and read_stages("1", 2) == [1]
     for bad in ("much", "80 GBit", "0"):
-        with pytest.raises(UsageError, match="no number of bytes"):
+        with pytest.raises(UsageError, match="not a number of bytes"):
             read_bytes(bad)
     with pytest.raises(UsageError, match="--zero: '4' is not 0"):
         read_stages("4", 0)
@@ -191,7 +191,7 @@ def test_a_gpt2_for_1024_devices_on_this_machine():
     )
     assert two["collectives"]["all-reduce"]["bytes"] == pytest.approx(P / 8, rel=0.02)
     assert plan["recommended"] == 2 and plan["examples"] == 1024 * 16
-    assert any("microbatches: 32 cannot be dealt to 1,024 devices" in note for note in plan["notes"])
+    assert any("microbatches: 32 cannot be split over 1,024 devices" in note for note in plan["notes"])
     assert int(re.findall(r"peak: (\d+) KiB", done.stderr)[0]) < 4 * 2**20
 
 
@@ -199,7 +199,7 @@ def test_bad_options_are_one_line():
     for argv, words in {
         ("--devices", "0"): "--devices: 0 is too small",
         ("--hardware", "h100"): "did you mean",
-        ("--memory", "lots"): "--memory: 'lots' is no number of bytes",
+        ("--memory", "lots"): "--memory: 'lots' is not a number of bytes",
         ("--zero", "9"): "--zero: '9' is not 0",
     }.items():
         done = in_process("plan", "--config", "configs/digits.yaml", *argv)

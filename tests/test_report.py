@@ -197,7 +197,7 @@ def test_what_is_no_run_is_named(tmp_path):
         assert name in str(error.value) and "\n" not in str(error.value)
     assert report(code=2).startswith("jaxdp: report: no run given")
     assert "such as" in report(make_run(tmp_path / "run"), "--out", tmp_path, code=2)
-    assert f"{str(tmp_path)!r} holds 1 run; name those to show, or {tmp_path}/*" in report(tmp_path, code=2)
+    assert f"{str(tmp_path)!r} contains 1 run; name those to show, or {tmp_path}/*" in report(tmp_path, code=2)
 
 
 def test_what_is_no_run_among_several_is_left_out(tmp_path):

@@ -110,7 +110,7 @@ def reference(folder):
 def check(loop, reference, preempted, begun):
     out = loop.output()
     assert loop.shell.returncode == 0, out
-    assert out.count("preempted by ") == preempted and out.count("goes on after step") == begun, out
+    assert out.count("preempted by ") == preempted and out.count("resumes after step") == begun, out
     assert loop.digest() == reference
     lines = [json.loads(line) for line in (loop.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["split"] == "train"] == list(range(1, 151))

@@ -267,7 +267,7 @@ jaxdp.fit(**base, optimizer=optax.adam(1e-3))
 """
     out, _ = script(tmp_path, code)
     assert out.splitlines()[0].startswith("optimizer.lr: 0.1, but an Optax transformation has its own learning rate")
-    assert "optimizer  optax chain(scale_by_adam, scale), of the script, 30 updates" in out
+    assert "optimizer  optax chain(scale_by_adam, scale), from the script, 30 updates" in out
     for verb in ("eval --run_dir run", "plan --config run/config.yaml", "verify --config run/config.yaml"):
         argv = [sys.executable, "-m", "jaxdp", *verb.split()]
         done = subprocess.run(argv, cwd=tmp_path, text=True, capture_output=True, env=environment({}, 2))

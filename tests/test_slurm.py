@@ -64,7 +64,7 @@ def test_two_tasks_train_what_one_process_does_though_they_are_stopped(slurm, fo
     out, _ = first.communicate(timeout=60)
     assert first.returncode == 75 and "preempted by SIGTERM" in out, out
     again = slurm.run(*command, cwd=folder, PYTHONPATH=str(folder))
-    assert again.returncode == 0 and "goes on after step" in again.stdout, again.stdout
+    assert again.returncode == 0 and "resumes after step" in again.stdout, again.stdout
     env = json.loads((run_dir / "env.json").read_text())
     assert (env["launcher"], env["topology"]["processes"], env["devices"]["count"]) == ("slurm", 2, 2)
     check(run_dir, folder)
@@ -100,5 +100,5 @@ def test_the_batch_script_puts_itself_back_and_goes_on(slurm, folder):
     wait_for(lambda: records(run_dir, "final"))
     wait_for(lambda: state() in ("", "COMPLETED"))
     text = out.read_text()
-    assert text.count("2 processes on") == 2 and "all-reduce" in text and "goes on after step" in text, text
+    assert text.count("2 processes on") == 2 and "all-reduce" in text and "resumes after step" in text, text
     check(run_dir, folder)

@@ -171,8 +171,8 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, no_cache):
 
 
 def test_a_cache_that_is_no_folder_is_refused():
-    for where, fix in (("gs://bucket/cache", "set JAX_COMPILATION_CACHE_DIR"), ("off", "null keeps no cache")):
-        with pytest.raises(UsageError, match=f"compilation_cache: '{where}' is no folder; .*{fix}"):
+    for where, fix in (("gs://bucket/cache", "set JAX_COMPILATION_CACHE_DIR"), ("off", "null disables the cache")):
+        with pytest.raises(UsageError, match=f"compilation_cache: '{where}' is not a folder; .*{fix}"):
             load([*RUN[1:], "--compilation_cache", where])
 
 

@@ -518,7 +518,7 @@ def test_the_command_finetunes_exports_and_goes_on_without_its_source(trained, t
     shutil.rmtree(tmp_path / "a")
     before = digest(tmp_path / "b")
     out = jaxdp(*run, "--steps", 4).stdout
-    assert "goes on after step 3" in out and "loaded" not in out
+    assert "resumes after step 3" in out and "loaded" not in out
     assert digest(tmp_path / "b") == before != digest(trained / "a")
     refused = ended("train", *run[:4], "--init_from", trained / "a", "--steps", 5, code=2).stderr
     assert "init_from: " in refused and "changes the numbers" in refused and refused.count("\n") == 1

@@ -57,7 +57,7 @@ def test_what_two_processes_saved_in_stage_3_goes_on_in_one_in_stage_1(tmp_path)
     on = [sys.executable, *base, str(tmp_path / "run"), "--parallel.zero", "1"]
     jobs += together([(on, {})], timeout=60, devices=4)
     assert all(job.returncode == 0 and not job.left for job in jobs), "\n".join(job.output for job in jobs)
-    assert "goes on after step 6" in jobs[-1].stdout
+    assert "resumes after step 6" in jobs[-1].stdout
 
     np.testing.assert_allclose(curve(tmp_path / "run"), curve(tmp_path / "whole"), rtol=1e-10)
     finals = [records(tmp_path / run, "final")[-1] for run in ("run", "whole")]

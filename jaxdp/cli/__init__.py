@@ -1,4 +1,4 @@
-"""The command line: `jaxdp VERB --config FILE [--key value ...]`. JAX is imported only once the config is right."""
+"""The command line: `jaxdp VERB --config FILE [--key value ...]`. JAX is imported only after the config is checked."""
 
 import atexit
 import difflib
@@ -21,7 +21,7 @@ from jaxdp.metrics import aloud
 from jaxdp.supervise import signals
 
 __all__ = ["PREEMPTED", "VERBS", "Call", "help_of", "load", "load_options", "main", "set_threads"]
-# Objects created between two garbage collections: every 700, looking through imports and traces took 12 % of a start.
+# Objects created between two garbage collections. With Python's 700, collections took 12 % of a start.
 BETWEEN_COLLECTIONS = 100_000
 USAGE = """usage: jaxdp VERB [--config FILE] [--key value ...]
 
@@ -34,7 +34,7 @@ USAGE = """usage: jaxdp VERB [--config FILE] [--key value ...]
 
 
 class Call(NamedTuple):
-    """What a verb is called with. config, path: None for verbs without a config; context: of verbs in a job."""
+    """The arguments of a verb. config, path: None for verbs without a config. context: only for verbs in a job."""
 
     config: Any = None
     path: str | None = None
@@ -43,7 +43,7 @@ class Call(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-    """Exit codes: 0 done, 2 bad usage or config, 75 preempted after a good save, 130 interrupted, 1 anything else."""
+    """Run a command and exit: 0 done, 2 bad usage or config, 75 preempted and saved, 130 interrupted, 1 otherwise."""
     argv = sys.argv[1:] if argv is None else argv
     gc.set_threshold(BETWEEN_COLLECTIONS, *gc.get_threshold()[1:])
     atexit.register(aloud.drain)
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(VERBS)}"
         _refuse(UsageError(f"unknown verb {argv[0]!r}; {hint}"))
     try:
-        if argv[0] != "train":  # which saves its state on a signal
+        if argv[0] != "train":  # `train` saves its state on a signal
             signals.deliver()
         if {"-h", "--help"} & {*argv[1:]}:
             print(help_of(argv[0], argv[1:]), end="")
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         _refuse(DistributedError("interrupted by Ctrl-C (SIGINT)"), INTERRUPTED)
     except BaseException as error:
         if isinstance(error, BrokenPipeError) and not VERBS[argv[0]].has_config:
-            sys.exit(0)  # the reader of the output has seen enough
+            sys.exit(0)  # the reader has closed the pipe, as `head` does
         if (known := explained(error)) is not None:
             _refuse(known)
         _crash(error)
@@ -87,7 +87,7 @@ def usage() -> str:
 
 
 def help_of(name: str, argv: Sequence[str] = (), width: int | None = None) -> str:
-    """Return the text of `jaxdp VERB --help [SECTION]`. width: columns; None for those of the terminal."""
+    """Return the text of `jaxdp VERB --help [SECTION]`. width: columns; None for the width of the terminal."""
     from jaxdp.cli.help import help_text
 
     padded = [*argv, "", ""]
@@ -97,12 +97,12 @@ def help_of(name: str, argv: Sequence[str] = (), width: int | None = None) -> st
 
 
 def run(name: str, argv: list[str]) -> None:
-    """Parse the arguments of a verb and do it."""
+    """Parse the arguments of a verb and run it."""
     where = VERBS[name].where
     if where == "host":
         options = load_options(argv, name)
         if name != "doctor":
-            os.environ["JAX_PLATFORMS"] = "cpu"  # a training job may have all of a GPU
+            os.environ["JAX_PLATFORMS"] = "cpu"  # a training job may use all memory of the GPU
         _module(name).run(Call(options=options))
     elif where == "alone" and not (name == "verify" and launchers.discover().size > 1):
         run_alone(name, argv)
@@ -111,9 +111,9 @@ def run(name: str, argv: list[str]) -> None:
 
 
 def run_alone(name: str, argv: list[str]) -> None:
-    """Do a verb in one process, on simulated devices where there are no real ones."""
+    """Run a verb in one process, on simulated devices if there are no real ones."""
     config, path, options = load(argv, name)
-    if name == "plan":  # for devices that are not there: the CPU's compiler will do, and need not optimize
+    if name == "plan":  # the devices need not exist: compile for CPU, without optimization
         os.environ["JAX_PLATFORMS"] = "cpu"
         flags = re.sub(r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", ""))
         os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
@@ -123,7 +123,7 @@ def run_alone(name: str, argv: list[str]) -> None:
 
 
 def run_in_job(name: str, argv: list[str]) -> None:
-    """Join the job, if there are several processes, and do a verb in all of them."""
+    """Join the job, if there are several processes, and run a verb in all of them."""
     config: Config | None = None
     path, error, options = None, None, dict[str, Any]()
     if name == "train":
@@ -133,7 +133,7 @@ def run_in_job(name: str, argv: list[str]) -> None:
     except UsageError as problem:
         if launchers.discover().size == 1:
             raise
-        error = str(problem)  # the others may have a right config: they hear why this rank cannot
+        error = str(problem)  # the other ranks may have a valid config: `agree` sends them this error
     set_threads(config, exact=options.get("exact", False))
     if name == "profile":
         environment.trace_operations()
@@ -159,11 +159,11 @@ def run_in_job(name: str, argv: list[str]) -> None:
 
 
 def set_threads(config: Config | None, simulated: bool = True, exact: bool = False) -> None:
-    """Set what JAX reads as it starts.
+    """Set the environment variables for threads and exact reductions before JAX starts.
 
     Args:
-        simulated: the devices are simulated, and programs run on them.
-        exact: reductions are exact, whatever the config says.
+        simulated: whether programs run on simulated devices.
+        exact: use exact reductions even if the config does not.
     """
     if config is not None and (exact or config.parallel.exact):
         environment.exact(config.microbatches)
@@ -176,7 +176,7 @@ def _module(name: str) -> Any:
 
 
 def _refuse(error: Said, code: int | None = None) -> NoReturn:
-    """Print one line, on the one rank that should; exit by `code`, or 2 for bad input and 1 for any other failure."""
+    """Print the error on its rank and exit with `code`, or with 2 for bad input and 1 for any other failure."""
     if "jaxdp.distributed.context" in sys.modules:
         from jaxdp.distributed import context
 
@@ -187,7 +187,7 @@ def _refuse(error: Said, code: int | None = None) -> NoReturn:
 
 
 def _exit_alone(error: SystemExit) -> NoReturn:
-    """End the job where the user's code called sys.exit on this rank: the others would wait for it."""
+    """End the job after the user's code called sys.exit on this rank: the others would wait for it."""
     if "jaxdp.distributed.context" in sys.modules:
         from jaxdp.distributed import context
 
@@ -199,7 +199,7 @@ def _exit_alone(error: SystemExit) -> NoReturn:
 
 
 def _crash(error: BaseException) -> NoReturn:
-    """Print the traceback with the rank that it is from, and end the job: the others must not wait for this rank."""
+    """Print the traceback with this rank, and end the job: the other ranks would wait for this one."""
     if "jaxdp.distributed.context" not in sys.modules:
         traceback.print_exc()
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""What a checkpoint of a config takes, from shapes alone: `python -m jaxdp.cli.checkpoint_size CONFIG` prints bytes."""
+"""Compute the size of a config's checkpoint from shapes: `python -m jaxdp.cli.checkpoint_size CONFIG` prints bytes."""
 
 import math
 import os
@@ -6,7 +6,7 @@ import sys
 
 
 def checkpoint_bytes(path: str) -> int:
-    """Bytes of the arrays of a run's whole state. Reads the data set, for the shapes of its examples."""
+    """Return the bytes of all arrays in a run's state. Reads the data set, for the shapes of its examples."""
     import jax
 
     from jaxdp.assemble.components import make_parts, set_jax, state_maker

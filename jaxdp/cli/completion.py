@@ -1,4 +1,4 @@
-"""The verb `completion`: a script that lets a shell complete verbs, options, keys and their values."""
+"""The verb `completion`: print a shell script that completes verbs, options, keys and their values."""
 
 from jaxdp.cli import Call
 from jaxdp.cli.table import VERBS
@@ -34,7 +34,7 @@ complete -o default -F _jaxdp jaxdp
 
 
 def run(call: Call) -> None:
-    """Print the script for a shell; where it knows no word, the shell completes file names."""
+    """Print the script for a shell. Where it has no candidates, the shell completes file names."""
     shell = call.options["shell"]
     if shell not in SHELLS:
         problem = f"{shell!r} is not known" if shell else "missing"

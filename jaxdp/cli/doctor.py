@@ -1,4 +1,4 @@
-"""The verb `doctor`: from options to a list of findings."""
+"""The verb `doctor`: check this machine, and print a list of findings."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from jaxdp.errors import RunFailed
 
 
 def run(call: Call) -> NoReturn:
-    """Prints what was found, on rank 0, and ends with code 1 where something fails."""
+    """Print the findings on rank 0, and end with code 1 if a check fails."""
     options = call.options
     path, directory = options["config"], options["run_dir"]
     config = load(["--config", path])[0] if path else schema.Config()
@@ -25,15 +25,15 @@ def run(call: Call) -> NoReturn:
     examined = examine(pathlib.Path(directory or "runs"), needed, config.compilation_cache)
     if examined is None:
         leave(0)
-    color = sys.stdout.isatty() and examined.size == 1  # Open MPI gives its ranks a terminal, whatever it writes to
+    color = sys.stdout.isatty() and examined.size == 1  # Open MPI gives its ranks a terminal even for a file or pipe
     text = json.dumps(as_json(examined), indent=1) if options["json"] else as_text(examined, color)
     print(text, file=sys.stderr if examined.stray else sys.stdout, flush=True)
-    # mpirun would take a code other than 0 for the end of the job, and end rank 0 before it has printed its list.
+    # On a code other than 0, mpirun would kill rank 0 before it has printed its list.
     leave(0 if examined.stray else int(failed(examined)))
 
 
 def checkpoint_bytes(path: str) -> int:
-    """What a checkpoint takes; in a process of its own, since it needs JAX."""
+    """Return the bytes of a checkpoint, computed in a subprocess, since this one must not import JAX."""
     command = [sys.executable, "-m", "jaxdp.cli.checkpoint_size", path]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
@@ -43,7 +43,7 @@ def checkpoint_bytes(path: str) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process now: a check that hangs, in a thread that nothing can end, must not hold it."""
+    """End the process now, even if a check hangs in a thread, which cannot be ended."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -5,25 +5,25 @@ from jaxdp.assemble.components import NOTHING
 from jaxdp.assemble.run import make_run
 from jaxdp.cli import Call
 from jaxdp.errors import UsageError
-from jaxdp.job.resume import as_begun, resume_step
-from jaxdp.job.train import keep_programs
+from jaxdp.job.resume import resume_step, with_former_defaults
+from jaxdp.job.train import use_compilation_cache
 from jaxdp.metrics.console import Console
 from jaxdp.training.evaluate import evaluate
 from jaxdp.training.save import restore
 
 
 def run(call: Call) -> None:
-    """Evaluate, and print the result on root. Raises UsageError without a checkpoint or evaluation data."""
+    """Evaluate and print the result on root. Raises UsageError without a checkpoint or evaluation data."""
     context = call.context
     directory = schema.run_dir(call.config, call.path)
-    config = as_begun(call.config, directory, context)
-    keep_programs(config, context)
-    made = make_run(config, directory, context)
-    step, _ = resume_step(made, config, context, NOTHING, tidy=False)
+    config = with_former_defaults(call.config, directory, context)
+    use_compilation_cache(config, context)
+    prepared = make_run(config, directory, context)
+    step, _ = resume_step(prepared, config, context, NOTHING, tidy=False)
     if not step:
         raise UsageError(f"run_dir: no checkpoint in {str(directory)!r}; train first, or name another", rank=0)
-    if made.eval is None:
+    if prepared.eval is None:
         raise UsageError("eval.data: the data has no test split; name what to evaluate on", rank=0)
-    record = evaluate(made, made.strategy.compile(made.step), restore(made, step))
+    record = evaluate(prepared, prepared.strategy.compile(prepared.step), restore(prepared, step))
     if context.is_root:
         Console(step, panel=False).write({"step": step, "split": "eval", **record})

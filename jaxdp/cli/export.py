@@ -1,4 +1,4 @@
-"""The verb `export`: a checkpoint's parameters as one file that other programs read."""
+"""The verb `export`: write a checkpoint's parameters to one file for other programs."""
 
 import json
 import math
@@ -16,20 +16,20 @@ from jaxdp.errors import UsageError, one_line
 from jaxdp.metrics.numbers import size
 from jaxdp.models import gpt2
 
-# {name: (arrays, number of classes or None) -> (the arrays under its names, what the file's metadata says otherwise)}
+# {layout: (arrays, number of classes or None) -> (the arrays under the layout's names, changes to the metadata)}
 LAYOUTS: dict[str, Callable[[dict[str, Any], int | None], tuple[dict[str, Any], dict[str, str]]]] = {
     "jaxdp": lambda arrays, _: (arrays, {}),
-    "gpt2": lambda arrays, classes: (gpt2.to_published(arrays, classes), {"format": "pt"}),  # transformers asks for it
+    "gpt2": lambda arrays, classes: (gpt2.to_published(arrays, classes), {"format": "pt"}),  # as transformers requires
 }
 
 
 def run(call: Call) -> None:
-    """Do the verb, and print its result."""
+    """Export a checkpoint, and print a summary."""
     print(export(call.options))
 
 
 def export(options: dict[str, Any]) -> str:
-    """Writes the file; returns what was written, for people. Nothing is built: the checkpoint knows what it holds."""
+    """Write the file and return a summary. The model is not built: the checkpoint stores names and shapes."""
     if not options["run_dir"]:
         raise UsageError("--run_dir: missing; give the directory of a run, e.g. --run_dir runs/digits")
     layout, directory = options["layout"], pathlib.Path(options["run_dir"])
@@ -37,45 +37,46 @@ def export(options: dict[str, Any]) -> str:
         raise UsageError(f"--layout: {layout!r} is not known; use one of {', '.join(LAYOUTS)}")
     step = choose_step(directory, options["step"])
     output = choose_output(directory, options["output"])
-    place = directory / "checkpoints" / str(step)
-    weights = from_checkpoint(place, options["ema"], "--run_dir", "--ema")
+    checkpoint = directory / "checkpoints" / str(step)
+    weights = from_checkpoint(checkpoint, options["ema"], "--run_dir", "--ema")
     arrays = on_host(weights)
     params = {name: x for name, x in arrays.items() if not name.startswith(MODEL_STATE)}
     digest = params_sha256(params)
     metadata = {"format": FORMAT, "step": str(step), "params_sha256": digest, "ema": str(options["ema"]).lower()}
-    meta = manifest.read(place)["meta"]
+    meta = manifest.read(checkpoint)["meta"]
     metadata["config"] = json.dumps(meta["config"])
     args = (meta["config"].get("model") or {}).get("args") or {}
     classes = args.get("num_classes") or (meta.get("data") or {}).get("num_classes")
     try:
-        arrays, own = LAYOUTS[layout](arrays, classes)
+        arrays, changes = LAYOUTS[layout](arrays, classes)
     except ValueError as error:
         raise UsageError(f"--layout: {layout!r} does not fit the model of {str(directory)!r}: {error}") from None
     try:
-        safetensors.write(output, arrays, metadata | own)
+        safetensors.write(output, arrays, metadata | changes)
     except (OSError, safetensors.SafetensorError) as error:
         raise UsageError(f"--output: {str(output)!r} cannot be written ({one_line(error)}); choose another") from None
     elements = sum(math.prod(x.shape) for x in params.values())
     state = len(weights.arrays) - len(params)
     return (
         f"{len(params)} parameters{' (running average)' * options['ema']}, {elements:,} elements"
-        f"{f', {state} arrays of the model state' * bool(state)}; from {place}; {size(output.stat().st_size)}\n"
+        f"{f', {state} arrays of the model state' * bool(state)}; from {checkpoint}; {size(output.stat().st_size)}\n"
         f"params_sha256 {digest[:16]}  written to {output}"
     )
 
 
-def choose_step(directory: pathlib.Path, wanted: int | None) -> int:
+def choose_step(directory: pathlib.Path, step: int | None) -> int:
+    """Return `step`, by default the last checkpoint's. Raises UsageError if the directory has no such checkpoint."""
     steps = Checkpoints(directory / "checkpoints").steps()
     if not steps:
         problem = "no checkpoint in it" if directory.is_dir() else "no such directory"
         raise UsageError(f"--run_dir: {str(directory)!r}: {problem}; train first, or name another")
-    if wanted is not None and wanted not in steps:
-        raise UsageError(f"--step: {wanted} is not in {str(directory)!r}; use one of {', '.join(map(str, steps))}")
-    return steps[-1] if wanted is None else wanted
+    if step is not None and step not in steps:
+        raise UsageError(f"--step: {step} is not in {str(directory)!r}; use one of {', '.join(map(str, steps))}")
+    return steps[-1] if step is None else step
 
 
-def choose_output(directory: pathlib.Path, wanted: str | None) -> pathlib.Path:
-    output = pathlib.Path(wanted) if wanted else directory / "export.safetensors"
+def choose_output(directory: pathlib.Path, name: str | None) -> pathlib.Path:
+    output = pathlib.Path(name) if name else directory / "export.safetensors"
     if output.suffix != ".safetensors":
         raise UsageError(f"--output: {str(output)!r} does not end in .safetensors; init_from would not know it")
     if output.is_dir() or not output.parent.is_dir():

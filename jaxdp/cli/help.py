@@ -24,7 +24,7 @@ def help_text(name: str, verb: Verb, section: str | None = None, width: int | No
 
     Args:
         section: only the keys of this section of the config.
-        width: columns; None for those of the terminal.
+        width: columns; None for the width of the terminal.
 
     Raises:
         UsageError: there is no such section.

@@ -1,4 +1,4 @@
-"""From command-line arguments to a checked config and a verb's options, or one line about what is wrong."""
+"""Parse command-line arguments into a checked config and a verb's options; report an error in one line."""
 
 import collections
 import difflib
@@ -81,7 +81,7 @@ def load_options(argv: list[str], verb: str) -> dict[str, Any]:
 
 
 def check_least(values: dict[str, Any], options: Options) -> dict[str, Any]:
-    """Return the values. Raises UsageError for one that is too small."""
+    """Return the values unchanged. Raises UsageError if one is too small."""
     for name, option in options.items():
         if option.least is not None and values[name] is not None and values[name] < option.least:
             raise UsageError(f"--{name}: {values[name]} is too small; it must be at least {option.least}")
@@ -89,7 +89,7 @@ def check_least(values: dict[str, Any], options: Options) -> dict[str, Any]:
 
 
 def unnamed(error: Exception) -> str:
-    """Return what to write instead of an argument that belongs to no option; "" for another error."""
+    """Return the error message for an argument without an option, with a correction; "" for another error."""
     stray = re.match(r"unrecognized arguments: *(\S+)", str(error), re.IGNORECASE)
     if not stray:
         return ""
@@ -98,7 +98,7 @@ def unnamed(error: Exception) -> str:
 
 
 def options_first(argv: list[str], options: Options) -> list[str]:
-    """Return the arguments with those without a name last: argparse takes them from one place only."""
+    """Move positional arguments behind the options: argparse accepts them in one place only."""
     named: list[str] = []
     others: list[str] = []
     remaining = iter(argv)
@@ -111,12 +111,12 @@ def options_first(argv: list[str], options: Options) -> list[str]:
 
 def add_options(parser: Any, options: Options) -> None:
     for name, option in options.items():
-        how: dict[str, Any] = {"action": "store_true"} if option.kind is bool else {"type": option.kind}
-        parser.add_argument(f"--{name}", default=option.default, **how)
+        kwargs: dict[str, Any] = {"action": "store_true"} if option.kind is bool else {"type": option.kind}
+        parser.add_argument(f"--{name}", default=option.default, **kwargs)
 
 
 def with_saved_config(argv: list[str]) -> list[str]:
-    """Add the config that the run left in its directory, for `eval --run_dir DIR` alone."""
+    """Add the config saved in the run directory, for `eval --run_dir DIR` without --config."""
     values = {arg.partition("=")[0]: arg.partition("=")[2] or value for arg, value in zip(argv, [*argv[1:], ""])}
     saved = pathlib.Path(values.get("--run_dir", "")) / "config.yaml"
     return ["--config", str(saved), *argv] if "--config" not in values and saved.is_file() else argv
@@ -163,7 +163,7 @@ def check_file(path: str) -> None:
 
 
 def strict_loader(path: str) -> Any:
-    """Return YAML's safe loader that refuses a key which is there twice: the last one would win silently."""
+    """Return a YAML safe loader that refuses duplicate keys, of which the last one would silently win."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -171,16 +171,16 @@ def strict_loader(path: str) -> Any:
             keys = [key.value for key, _ in node.value]
             counts = collections.Counter(key if isinstance(key, str) else repr(key) for key in keys)
             if counts and (most := counts.most_common(1)[0])[1] > 1:
-                raise UsageError(f"{path}: line {node.start_mark.line + 1}: the key {most[0]!r} is there twice")
+                raise UsageError(f"{path}: line {node.start_mark.line + 1}: the key {most[0]!r} appears twice")
             return super().construct_mapping(node, deep)
 
     return Loader
 
 
 def take_nested(argv: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Return (the other arguments, {key: text} of keys of a dict inside a dict, as in `--model.args.block.dim 64`).
+    """Return (the other arguments, {key: text} for keys in nested dicts, as in `--model.args.block.dim 64`).
 
-    The parser would read each as text, and drop the rest of the inner dict.
+    The parser would read each value as text, and drop the rest of the inner dict.
     """
     dicts = tuple(f"--{key}." for key, hint in known_keys().items() if get_origin(hint) is dict)
     others, nested, remaining = [], {}, iter(argv)
@@ -197,7 +197,7 @@ def take_nested(argv: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def put_nested(values: dict[str, Any], nested: Mapping[str, str]) -> None:
-    """Set the keys of `take_nested`. Raises UsageError for a key inside a value that has none."""
+    """Set the keys of `take_nested`. Raises UsageError for a key inside a value that is not a dict."""
     import jsonargparse
     import yaml
 

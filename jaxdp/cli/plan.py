@@ -1,4 +1,4 @@
-"""The verb `plan`: from a config to a table, or JSON."""
+"""The verb `plan`: predict memory, communication and time of a config, as a table or JSON."""
 
 import json
 import math
@@ -23,7 +23,7 @@ UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB"
 
 
 def run(call: Call) -> None:
-    """Print what an update needs, moves and takes, stage by stage, and the stage to choose."""
+    """Print memory, communication and time of an update for each ZeRO stage, and recommend a stage."""
     set_jax(call.config)
     print(report(call.config, make_parts(call.config), call.options))
 
@@ -35,11 +35,11 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     group_size(config.parallel.shard_size, devices)
     make_state = state_maker(config, parts)
     rehearse(config, parts, make_the_step(config, parts), make_state)
-    slots = math.ceil(max(config.microbatches, devices) / devices)
+    per_device = math.ceil(max(config.microbatches, devices) / devices)
     stages = read_stages(options["zero"], config.parallel.zero)
     plans = [
         make_plan(
-            lambda n, zero=zero: make_case(config, parts, zero, slots, n, devices),  # type: ignore[misc]
+            lambda n, zero=zero: make_case(config, parts, zero, per_device, n, devices),  # type: ignore[misc]
             zero,
             devices,
             config.parallel.shard_size if zero else None,
@@ -49,33 +49,33 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     dtype = rate(config.precision.compute or config.precision.params, config.precision.matmul, hardware.flops)
     seconds = [predict(p, hardware, dtype) if dtype in hardware.flops else None for p in plans]
     best = recommend(plans, limit)
-    own, uneven = devices <= config.microbatches, 0 < config.microbatches % devices < config.microbatches
-    examples = config.batch_size if own else slots * devices * parts.cursor.examples_per_microbatch
-    notes = remarks(config, plans, hardware, dtype, slots, devices, examples)
+    enough, uneven = devices <= config.microbatches, 0 < config.microbatches % devices < config.microbatches
+    examples = config.batch_size if enough else per_device * devices * parts.cursor.examples_per_microbatch
+    notes = remarks(config, plans, hardware, dtype, per_device, devices, examples)
     shapes = jax.eval_shape(make_state)
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.params))
     title = (
         f"{config.model.target} {count:,} parameters; {config.data.target}; {config.optimizer.target}; "
         f"{config.precision.params} state, {config.precision.compute} compute",
-        f"{devices:,} devices ({hardware.name}), {'up to ' * uneven}{slots} microbatch{'es' * (slots > 1)} of "
-        f"{parts.cursor.examples_per_microbatch} on each: {examples:,} examples an update",
+        f"{devices:,} devices ({hardware.name}), {'up to ' * uneven}{per_device} microbatch{'es' * (per_device > 1)} "
+        f"of {parts.cursor.examples_per_microbatch} on each: {examples:,} examples an update",
     )
     if options["json"]:
-        found = [
+        stage_plans = [
             {**as_dict(p), "seconds": s, "examples_per_s": examples / s["no_overlap"] if s else None}
             for p, s in zip(plans, seconds)
         ]
-        whole = {"model": config.model.target, "parameters": count, "devices": devices, "hardware": hardware._asdict()}
-        last = {"memory": limit, "plans": found, "recommended": None if best is None else best.zero, "notes": notes}
-        return json.dumps({**whole, "examples": examples, "slots": slots, **last}, indent=1)
+        setup = {"model": config.model.target, "parameters": count, "devices": devices, "hardware": hardware._asdict()}
+        result = {"memory": limit, "plans": stage_plans, "recommended": best and best.zero, "notes": notes}
+        return json.dumps({**setup, "examples": examples, "slots": per_device, **result}, indent=1)
     return "\n".join([*title, "", *table(plans, seconds, examples), "", verdict(plans, best, limit), "", *notes])
 
 
 def table(plans: list[Plan], seconds: list[Any], examples: int) -> list[str]:
-    """Aligned lines: one column a stage."""
+    """Return the lines of a table with one column for each stage."""
     kinds = sorted({kind for p in plans for kind in summarize(list(p.collectives))})
     totals = [summarize(list(p.collectives)) for p in plans]
-    moved = lambda t, kind: f"{t[kind].count} x, {size(t[kind].bytes)}" if kind in t else "-"
+    collective = lambda t, kind: f"{t[kind].count} x, {size(t[kind].bytes)}" if kind in t else "-"
     ms = lambda s, key: f"{1e3 * s[key]:.3g} ms" if s else "-"
     rows = [
         ("per device", [f"zero {p.zero}" for p in plans]),
@@ -83,7 +83,7 @@ def table(plans: list[Plan], seconds: list[Any], examples: int) -> list[str]:
         *((f"  {name}", [size(getattr(p.memory, name)) for p in plans]) for name in plans[0].memory._fields[:-1]),
         ("  peak", [size(p.memory.peak) for p in plans]),
         ("an update moves", [""] * len(plans)),
-        *((f"  {kind}", [moved(t, kind) for t in totals]) for kind in kinds),
+        *((f"  {kind}", [collective(t, kind) for t in totals]) for kind in kinds),
         ("an update takes", [""] * len(plans)),
         ("  compute", [ms(s, "compute") for s in seconds]),
         ("  communication", [ms(s, "communication") for s in seconds]),
@@ -111,11 +111,11 @@ def verdict(plans: list[Plan], best: Plan | None, limit: float) -> str:
 
 
 def remarks(
-    config: Config, plans: list[Plan], hardware: Hardware, dtype: str, slots: int, devices: int, examples: int
+    config: Config, plans: list[Plan], hardware: Hardware, dtype: str, per_device: int, devices: int, examples: int
 ) -> list[str]:
-    """What a reader must know to trust the figures."""
+    """Return notes on the accuracy of the figures."""
     notes = [
-        "activations, peak and counts are XLA's for CPU: it holds attention scores T x T that a fused kernel does not,",
+        "activations, peak and counts are XLA's for CPU: it keeps attention scores T x T that a fused kernel does not,",
         "  computes bfloat16 in float32, and does not merge collectives as on a GPU; collectives have their own dtypes",
         f"times: {hardware.efficiency:.0%} of {hardware.name}'s {dtype} peak, latency and bandwidth of its links; not "
         "measured",
@@ -124,19 +124,19 @@ def remarks(
         notes[-1] = f"no times: {hardware.name} states no rate for {dtype}"
     if devices > config.microbatches:
         notes.append(
-            f"microbatches: {config.microbatches} cannot be dealt to {devices:,} devices; planned with microbatches "
-            f"{slots * devices:,} and batch_size {examples:,}, which changes the numbers"
+            f"microbatches: {config.microbatches} cannot be split over {devices:,} devices; planned with microbatches "
+            f"{per_device * devices:,} and batch_size {examples:,}, which changes the numbers"
         )
     for p in plans:
         if p.scaled_from:
             notes.append(f"zero {p.zero}: scaled from programs for {' and '.join(map(str, p.scaled_from))} devices")
         if p.gathered_whole:
-            notes.append("zero 3: this model does not scan blocks, so that all its parameters are whole at once")
+            notes.append("zero 3: this model does not scan blocks, so all its parameters are gathered at once")
         if p.share.whole and p.zero:
-            left = f"{p.share.whole} leaves of {size(p.share.whole_bytes)}"
+            replicated = f"{p.share.whole} leaves of {size(p.share.whole_bytes)}"
             group = max(k for k in range(1, hardware.devices_per_host + 1) if devices % k == 0)
-            hint = f"; parallel.shard_size {group} splits in smaller groups" if 1 < group < devices else ""
-            notes.append(f"zero {p.zero}: {left} stay whole, for no dim of theirs divides evenly{hint}")
+            hint = f"; parallel.shard_size {group} shards over smaller groups" if 1 < group < devices else ""
+            notes.append(f"zero {p.zero}: {replicated} stay replicated, since none of their dims divides evenly{hint}")
     return notes
 
 
@@ -147,9 +147,10 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     return {**simple, "memory": plan.memory._asdict(), "share": share, "collectives": total}
 
 
-def read_stages(text: str, own: int) -> list[int]:
+def read_stages(text: str, default: int) -> list[int]:
+    """Parse --zero. default: the stage of the config."""
     if text == "config":
-        return [own]
+        return [default]
     if text == "all":
         return [0, 1, 2, 3]
     if text not in ("0", "1", "2", "3"):
@@ -158,8 +159,8 @@ def read_stages(text: str, own: int) -> list[int]:
 
 
 def read_bytes(text: str) -> float:
-    """80GB, 80 GiB, 80e9 -> bytes."""
-    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([KMGT]?I?B)?", text.strip().upper().replace("E", "e"))
-    if not found or not 0 < float(found[1]) < math.inf:
-        raise UsageError(f"--memory: {text!r} is no number of bytes, such as 80GB")
-    return float(found[1]) * UNITS[found[2] if found[2] and found[2] != "B" else ""]
+    """Parse a number of bytes such as 80GB, 80 GiB or 80e9."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([KMGT]?I?B)?", text.strip().upper().replace("E", "e"))
+    if not match or not 0 < float(match[1]) < math.inf:
+        raise UsageError(f"--memory: {text!r} is not a number of bytes, such as 80GB")
+    return float(match[1]) * UNITS[match[2] if match[2] and match[2] != "B" else ""]

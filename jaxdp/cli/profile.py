@@ -1,4 +1,4 @@
-"""The verb `profile`: a few updates under the profiler, and where their time went, in one page of text."""
+"""The verb `profile`: trace a few updates, and print a page of text on where their time goes."""
 
 import time
 from typing import Any
@@ -13,19 +13,19 @@ from jaxdp.config import Config
 from jaxdp.distributed.context import Context
 from jaxdp.metrics.numbers import number
 
-WARM_UP = 3  # updates before the trace: compilation, and what a first run does besides
-WIDTH = 72  # of a name in the table
+WARM_UP = 3  # updates before the trace: compilation, and other work of the first ones
+WIDTH = 72  # characters of a name in the table
 
 
 def run(call: Call) -> None:
-    """Trace, and print on root where the time went."""
+    """Trace, and print the result on root."""
     text = profile(call.config, call.path, call.context, call.options)
     if call.context.is_root:
         print(text)
 
 
 def profile(config: Config, path: str | None, context: Context, options: dict[str, Any]) -> str:
-    """Traces some updates of a config into its run directory; returns what this process's devices did, as text."""
+    """Trace some updates of a config into its run directory; return a text on the time of this process's devices."""
     updates, rows = options["updates"], options["top"]
     directory = schema.run_dir(config, path) / "profile"
     run = make_run(config, directory.parent, context)
@@ -39,9 +39,9 @@ def profile(config: Config, path: str | None, context: Context, options: dict[st
             state, metrics = program.update(state, next(batches)[1])
         jax.block_until_ready((state, metrics))
         context.barrier("profile")
-        own = jax.profiler.ProfileOptions()
-        own.python_tracer_level = 0
-        with jax.profiler.trace(str(directory), profiler_options=own):
+        profiler_options = jax.profiler.ProfileOptions()
+        profiler_options.python_tracer_level = 0
+        with jax.profiler.trace(str(directory), profiler_options=profiler_options):
             began = time.perf_counter()
             for i in range(updates):
                 with jax.profiler.StepTraceAnnotation(trace.ANNOTATION, step_num=i):
@@ -69,11 +69,11 @@ def profile(config: Config, path: str | None, context: Context, options: dict[st
     )
 
 
-def _shares(found: list[trace.Shares]) -> list[str]:
+def _shares(devices: list[trace.Shares]) -> list[str]:
     lines = [f"{'device':<24}{'compute':>10}{'communication':>16}{'idle':>8}   communication hidden behind compute"]
-    for s in found:
-        moved = s.communication + s.hidden
-        hidden = f"{s.hidden / moved:.0%}" if moved else "-"
+    for s in devices:
+        communication = s.communication + s.hidden
+        hidden = f"{s.hidden / communication:.0%}" if communication else "-"
         lines.append(
             f"{s.device:<24}{s.compute / s.window:>10.1%}{s.communication / s.window:>16.1%}"
             f"{s.idle / s.window:>8.1%}   {hidden}"

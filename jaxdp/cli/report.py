@@ -1,4 +1,4 @@
-"""The verb `report`: run directories as one page."""
+"""The verb `report`: write one web page about run directories."""
 
 import pathlib
 import sys
@@ -11,20 +11,20 @@ from jaxdp.report.writer import NAME
 
 
 def run(call: Call) -> None:
-    """Writes the page, and says where. Raises UsageError where a run cannot be read or the file not be written."""
+    """Write the page and print its path. Raises UsageError if a run cannot be read or the file cannot be written."""
     options = call.options
-    given = [pathlib.Path(run) for run in options["run"]]
-    if not given:
+    paths = [pathlib.Path(run) for run in options["run"]]
+    if not paths:
         raise UsageError("report: no run given; name run directories, e.g. jaxdp report runs/digits")
-    for directory in given:
+    for directory in paths:
         inside = sorted(file.parent for file in directory.glob("*/metrics.jsonl"))
         if inside and not (directory / "metrics.jsonl").exists():
             raise UsageError(
-                f"report: {str(directory)!r} holds {len(inside)} run{'s' * (len(inside) > 1)}; name those to show, "
+                f"report: {str(directory)!r} contains {len(inside)} run{'s' * (len(inside) > 1)}; name those to show, "
                 f"or {directory}/*"
             )
-    found = read_runs(given)
-    directories, runs = list(found), list(found.values())
+    run_by_path = read_runs(paths)
+    directories, runs = list(run_by_path), list(run_by_path.values())
     for run, name in zip(runs, names(directories)):
         run["name"] = name
     default = directories[0] / NAME if len(runs) == 1 else pathlib.Path(NAME)
@@ -41,29 +41,29 @@ def run(call: Call) -> None:
 
 
 def read_runs(directories: list[pathlib.Path]) -> dict[pathlib.Path, Json]:
-    """The runs by directory. Of several, as a shell makes of `runs/*`, what is there and is no run is said, and left
-    out. Raises UsageError where nothing is left, and for what is not there."""
-    found: dict[pathlib.Path, Json] = {}
+    """Return the runs by directory. Of several paths, as from `runs/*`, skip those that are not runs, with a message.
+    Raises UsageError if no run remains, or for a path that does not exist."""
+    runs: dict[pathlib.Path, Json] = {}
     for directory in directories:
         try:
-            found[directory] = read_run(directory)
+            runs[directory] = read_run(directory)
         except UsageError as error:
             if len(directories) == 1 or not directory.exists():
                 raise
             print(f"jaxdp: {str(error).rpartition('; ')[0]}; left out", file=sys.stderr)
-    if not found:
+    if not runs:
         raise UsageError(
             f"report: none of these {len(directories)} is a run with metrics; give directories of runs, such as "
             "runs/digits"
         )
-    return found
+    return runs
 
 
 def names(directories: list[pathlib.Path]) -> list[str]:
-    """Of each its last part, or as much of its end as tells it from the others."""
+    """Return the last part of each path, or as many last parts as make all names different."""
     parts = [directory.resolve().parts for directory in directories]
     for depth in range(1, max(map(len, parts)) + 1):
-        found = ["/".join(p[-depth:]) for p in parts]
-        if len(set(found)) == len(found):
+        ends = ["/".join(p[-depth:]) for p in parts]
+        if len(set(ends)) == len(ends):
             break
-    return found
+    return ends

@@ -1,4 +1,4 @@
-"""The verb `sample`: text from a checkpoint, which knows itself its model and its tokenizer."""
+"""The verb `sample`: generate text from a checkpoint, which stores the config of its model and tokenizer."""
 
 import math
 import pathlib
@@ -26,29 +26,29 @@ from jaxdp.targets import locate
 
 
 def run(call: Call) -> None:
-    """Do the verb, and print its result."""
+    """Generate text and print it."""
     print(sample(call.options))
 
 
 def sample(options: dict[str, Any]) -> str:
-    """The prompt, and what follows. Raises UsageError where there is no checkpoint of a language model, or for a prompt
-    that its tokenizer does not know."""
+    """Return the prompt and its continuation. Raises UsageError if there is no checkpoint of a language model, or if
+    its tokenizer cannot encode the prompt."""
     check(options)
     directory = pathlib.Path(options["run_dir"])
-    place = directory / "checkpoints" / str(choose_step(directory, options["step"]))
-    weights = from_checkpoint(place, options["ema"], "--run_dir", "--ema")
-    meta = manifest.read(place)["meta"]
+    checkpoint = directory / "checkpoints" / str(choose_step(directory, options["step"]))
+    weights = from_checkpoint(checkpoint, options["ema"], "--run_dir", "--ema")
+    meta = manifest.read(checkpoint)["meta"]
     data = meta.get("data") or {}
     if not data.get("tokenizer"):
         raise UsageError(f"--run_dir: {str(directory)!r} was not trained on text with a tokenizer; name another")
-    config = from_mapping(meta["config"], str(place))
+    config = from_mapping(meta["config"], str(checkpoint))
     set_jax(config)
     tokenizer = from_spec(data["tokenizer"])
     try:
         prompt = tokenizer.encode(options["prompt"])
     except UsageError as error:
-        said = str(error).removeprefix("data.args.tokenizer: ").split("; ")[0]
-        raise UsageError(f"--prompt: {said}, which the run was trained on; leave it out") from None
+        reason = str(error).removeprefix("data.args.tokenizer: ").split("; ")[0]
+        raise UsageError(f"--prompt: {reason}, which the run was trained on; leave it out") from None
     if not len(prompt):
         raise UsageError("--prompt: '' has no tokens; give at least one character")
     model = make_model(config, locate("model", config.model.target, MODELS), data)
@@ -56,11 +56,11 @@ def sample(options: dict[str, Any]) -> str:
     example = {"inputs": np.zeros((1, context), np.int32), "mask": np.ones(1, bool)}
     params, state = jax.eval_shape(model.init, jax.random.key(0), example)
     state, carry = split_carry(state)
-    found = on_host(weights)
-    put = lambda tree, prefix="": jax.tree_util.tree_map_with_path(
-        lambda path, x: found[prefix + path_string(path)], tree
+    arrays = on_host(weights)
+    load = lambda tree, prefix="": jax.tree_util.tree_map_with_path(
+        lambda path, x: arrays[prefix + path_string(path)], tree
     )
-    params, state = cast_floats(put(params), config.precision.compute), put(state, MODEL_STATE)
+    params, state = cast_floats(load(params), config.precision.compute), load(state, MODEL_STATE)
     if carry is not None:
         state = {**state, CARRY: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), carry)}
     draw = drawing(options["temperature"], options["top_k"])

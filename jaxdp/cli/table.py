@@ -1,11 +1,11 @@
-"""The verbs of the command line: what each does, its options, and examples. Needs neither JAX nor a parser."""
+"""The verbs of the command line: description, options and examples. Imports neither JAX nor a parser."""
 
 import dataclasses
 from typing import Any, Literal, NamedTuple
 
 
 class Option(NamedTuple):
-    """An option beside the keys of a config. least: the smallest value allowed."""
+    """An option that is not a key of the config. least: the smallest value allowed."""
 
     kind: type
     default: Any
@@ -15,13 +15,13 @@ class Option(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Verb:
-    """A verb; `jaxdp.cli.NAME.run` does it.
+    """A verb, implemented by `jaxdp.cli.NAME.run`.
 
     Attributes:
         does: a line for the help.
-        where: "job", in all processes of a job, on their devices; "alone", in one process, on simulated devices where
+        where: "job", in all processes of a job, on their devices; "alone", in one process, on simulated devices if
             there are no real ones; "host", without devices and without the keys of a config.
-        arguments: name -> argparse's nargs, of arguments without a name on the command line.
+        arguments: name -> argparse's nargs, of positional arguments.
         featured: the number of examples that `jaxdp --help` shows.
     """
 
@@ -100,7 +100,7 @@ VERBS = {
         featured=2,
     ),
     "report": Verb(
-        "make one web page of one or several runs",
+        "write a web page about one or several runs",
         "host",
         ("jaxdp report runs/digits runs/other",),
         {"out": Option(str, None, "the file to write; by default report.html in the run, or here for several")},

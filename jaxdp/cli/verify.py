@@ -1,4 +1,4 @@
-"""The verb `verify`: from a config to a report."""
+"""The verb `verify`: check that every layout reproduces single-device training, and print a report."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ ALONE = Context()
 
 
 def run(call: Call) -> None:
-    """Print the report on root. Exits with code 1 where many devices do not train what one device would."""
+    """Print the report on root. Exit with code 1 if several devices do not reproduce single-device training."""
     config, options, context = call.config, call.options, call.context or ALONE
     with user_errors.said():
         if options["exact"]:
@@ -37,26 +37,26 @@ def run(call: Call) -> None:
 
 
 def compile_quickly() -> None:
-    """Few of the compiler's own optimizations, unless XLA_FLAGS says how many; before JAX compiles anything.
+    """Lower the compiler's optimization level to 1, unless XLA_FLAGS sets it. Call before JAX compiles anything.
 
-    A verification compiles much and computes little: a GPT took 33 s of processor time so, 42 with all, 27 with none; a
-    CNN 27, 38 and 61.
+    A verification compiles much and computes little. Processor time with level 1, all and no optimizations: 33, 42 and
+    27 s for a GPT, 27, 38 and 61 s for a CNN.
     """
     add_flag("--xla_backend_optimization_level=1")
 
 
 def report_exact(config: Config, options: dict[str, Any], context: Context) -> tuple[str, bool]:
-    """Return (each configuration with its digest, whether all are equal). Rank 0 prints progress to standard error."""
+    """Return (a table of configurations and digests, whether all are equal). Rank 0 prints progress to stderr."""
     config = exactly(config)
     make, configurations, batches = make_bits(config, options["devices"], options["updates"])
-    found = exact.compare_bits(make, configurations, batches, lambda text: show(text, context))
+    result = exact.compare_bits(make, configurations, batches, lambda text: show(text, context))
     title = (
         f"{config.model.target}; {config.data.target}; {config.optimizer.target}; {len(batches)} updates of "
         f"{config.batch_size} examples in {config.microbatches} microbatches, the last one the last of an epoch"
     )
     if options["json"]:
-        return json.dumps({"title": title, **exact.as_json(found)}, indent=1), found.exact
-    return exact.as_text(found, title, sys.stdout.isatty()), found.exact
+        return json.dumps({"title": title, **exact.as_json(result)}, indent=1), result.exact
+    return exact.as_text(result, title, sys.stdout.isatty()), result.exact
 
 
 def show(text: str, context: Context) -> None:
@@ -65,8 +65,8 @@ def show(text: str, context: Context) -> None:
 
 
 def report(config: Config, problem: Problem, options: dict[str, Any], context: Context) -> tuple[str, bool]:
-    """Return (the report as text or JSON, whether it is verified). Rank 0 prints progress to standard error."""
-    found = verify(
+    """Return (the report as text or JSON, whether all layouts agree). Rank 0 prints progress to standard error."""
+    result = verify(
         problem,
         choose_devices(options["devices"], config.microbatches),
         updates=options["updates"],
@@ -75,10 +75,10 @@ def report(config: Config, problem: Problem, options: dict[str, Any], context: C
         progress=lambda text: show(text, context),
         context=context,
     )
-    title = f"{config.model.target} {found.parameters:,} parameters; {config.data.target}; {config.optimizer.target}"
+    title = f"{config.model.target} {result.parameters:,} parameters; {config.data.target}; {config.optimizer.target}"
     smaller = {"model": config.verify.model_args, "data": config.verify.data_args}
     for part, args in smaller.items():
         title += f"; {part}.args with {args}" if args else ""
     if options["json"]:
-        return json.dumps({"title": title, **as_json(found), "smaller": smaller}, indent=1), found.verified
-    return as_text(found, title, sys.stdout.isatty()), found.verified
+        return json.dumps({"title": title, **as_json(result), "smaller": smaller}, indent=1), result.verified
+    return as_text(result, title, sys.stdout.isatty()), result.verified

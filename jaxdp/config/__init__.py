@@ -1,7 +1,7 @@
-"""The config is a tree of typed dataclasses, and the only schema; each field says what it decides.
+"""The config: a tree of typed dataclasses, which is the only schema.
 
-A field that changes the numbers of a run (loss curve, parameters) is made with `numbers`, one that changes only its
-speed, memory or output with `speed`; `config.check` reads these marks. No jax is imported here.
+A field that changes the numbers of a run (loss curve, parameters) is created with `numbers`, one that changes only
+speed, memory or output with `speed`; `config.check` reads these marks. This module does not import JAX.
 """
 
 import copy
@@ -17,18 +17,18 @@ def _field(decides: str, default: Any) -> Any:
 
 
 def numbers(default: Any) -> Any:
-    """A field that changes what is computed."""
+    """Create a field that changes the numbers of a run."""
     return _field("numbers", default)
 
 
 def speed(default: Any) -> Any:
-    """A field that changes only how fast, where, or what is written about it."""
+    """Create a field that changes only speed, memory or output."""
     return _field("speed", default)
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Something pluggable.
+    """A pluggable component.
 
     Args:
         target: a built-in name, or the dotted path of any importable class or function
@@ -45,7 +45,7 @@ class ModelTarget(Target):
 
     Args:
         target: MLP, CNN, ResNet9, ViT, LSTM, RNN, GPT, or the dotted path of any Flax (NNX or Linen) or Equinox module,
-            a function that makes one, or a pair of functions (init, apply)
+            a function that returns one, or a pair of functions (init, apply)
         args: its arguments, checked against its signature; --model.args.NAME VALUE sets one
     """
 
@@ -55,16 +55,16 @@ class DataTarget(Target):
     """The training data.
 
     Args:
-        target: Digits (embedded), PythonSource (the standard library's own), CIFAR10, MNIST, FashionMNIST, TextFile,
+        target: Digits (embedded), PythonSource (that of the standard library), CIFAR10, MNIST, FashionMNIST, TextFile,
             TokenFile, PennTreebank, Documents, ImageFolder, HuggingFace, or the dotted path of any sized sequence of
             examples (docs/data.md)
         args: its arguments, e.g. root, the folder of the files; --data.args.NAME VALUE sets one
-        order: shuffled anew for each epoch, or sequential: each row of a batch goes on in the same row of the next, for
-            models that carry state from batch to batch; null means sequential for such models, else shuffled
-        transform: run on the device: Mixup, or the dotted path of a function (example, key) -> example of training
-            examples, or (example, key, train) -> example of all
-        workers: processes that read the data; 0 reads it in a thread
-        on_device: the whole set lives on every device, and batches are gathered there; for small ones
+        order: shuffled, differently in each epoch, or sequential: each row of a batch continues in the same row of the
+            next, for models that carry state between batches; null means sequential for such models, else shuffled
+        transform: runs on the device: Mixup, or the dotted path of a function (example, key) -> example for training
+            examples, or (example, key, train) -> example for all
+        workers: the number of processes that read the data; 0 reads it in a thread
+        on_device: store the full data set on every device, and gather batches there; for small data sets
     """
 
     order: Literal["shuffled", "sequential"] | None = numbers(None)
@@ -94,17 +94,17 @@ class Optimizer:
         target: sgd, adam, adamw, lamb, adafactor, lion, muon, or the dotted path of a function that returns
             an Optax transformation
         lr: the peak learning rate
-        schedule: its shape after the warm-up
+        schedule: the shape of the learning rate after the warm-up
         warmup_steps: updates of linear warm-up from zero
         schedule_steps: the update at which the schedule ends; null means the last one
-        final_lr: where the schedule ends, as a fraction of lr
-        weight_decay: its strength
+        final_lr: the learning rate at the end of the schedule, as a fraction of lr
+        weight_decay: the coefficient of weight decay
         no_decay: parameters whose path matches one of these regular expressions are not decayed
-        clip_norm: gradients are scaled down to this global norm; null leaves them
-        frozen: parameters whose path matches one of these regular expressions stay as they are
+        clip_norm: gradients are scaled down to this global norm; null disables clipping
+        frozen: parameters whose path matches one of these regular expressions are not updated
         lr_scale: regular expression to factor; the learning rate of a parameter is multiplied by the factor of the
             first one that its path matches
-        ema: decay of a running average of the parameters, such as 0.999; null keeps none (see eval.ema)
+        ema: decay of a running average of the parameters, such as 0.999; null for no average (see eval.ema)
         args: more arguments of the target (momentum, b1, b2, eps, ...)
     """
 
@@ -125,14 +125,14 @@ class Optimizer:
 
 @dataclasses.dataclass(frozen=True)
 class Init:
-    """What a run takes from init_from. Expressions go by path; BatchNorm's averages are below model_state/.
+    """The parameters to load from init_from, selected by path. BatchNorm's averages are below model_state/.
 
     Args:
-        rename: regular expression to replacement, as re.sub takes them; the first that is found in a path of the source
-            changes it
-        load: parameters whose path matches one of these regular expressions are loaded, where the source has them
-        skip: but none whose path matches one of these
-        ema: take the source's running average of the parameters
+        rename: regular expression to replacement, as in re.sub; the first expression found in a path of the source
+            renames it
+        load: load parameters whose path matches one of these regular expressions, if the source has them
+        skip: do not load parameters whose path matches one of these
+        ema: load the source's running average of the parameters
     """
 
     rename: dict[str, str] = numbers({})
@@ -143,28 +143,28 @@ class Init:
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """How the work is spread over the devices; none of it changes the numbers, but what is marked so.
+    """Distribution of the work over the devices; only the marked keys change the numbers.
 
     Args:
         backend: pmap, or jit over a mesh
         zero: ZeRO stage: 1 splits the optimizer state over the devices, 2 the gradients too, 3 the parameters too;
             pmap has 0 and 1
-        reduction: xla sums leaf by leaf, bucket packs leaves into few large operands; auto takes bucket where CPU
-            processes talk, else xla; exact gives the same bits on any number of devices (docs/exact.md); exact16 and
-            exact8 do so with 2 and 1 bytes an element, rounded at random, which changes the numbers
-        exact_group: microbatches that the exact reductions compute at once; this changes the numbers
+        reduction: xla sums leaf by leaf, bucket packs leaves into few large operands; auto selects bucket between
+            processes on CPU, else xla; exact gives the same bits on any number of devices (docs/exact.md); exact16 and
+            exact8 do so with 2 and 1 bytes an element and stochastic rounding, which changes the numbers
+        exact_group: number of microbatches that the exact reductions compute at once; this changes the numbers
         bucket_mb: size of a bucket in MB
-        shard_size: devices that share one copy of what is split, such as those of a host; null means all
+        shard_size: number of devices over which the state is sharded, such as those of a host; null means all
         gradient_buffer: stages 2 and 3 reduce gradients after each microbatch, into shards (sharded), or once, after
             all (replicated: fewer bytes to send under accumulate: scan, more memory)
-        remat: what the backward pass computes again, block by block: none, full, all but matrix products (dots), all
-            but those with weights (dots_no_batch); auto is none, and dots_no_batch where stage 3 gathers blocks or
-            the reduction is exact and there are blocks
+        remat: what the backward pass recomputes in each block: none, full, all but matrix products (dots), all but
+            those with weights (dots_no_batch); auto is none, or dots_no_batch if stage 3 gathers blocks or the
+            reduction is exact and there are blocks
         accumulate: compute a device's microbatches all at once (vmap) or one after the other (scan, with the memory of
-            one); auto takes vmap. The exact reductions take exact_group of them at once
-        devices: use only the first so many devices of a single process; null uses all
-        xla_preset: overlap sets XLA's own switches that let collectives overlap with the backward pass on several GPUs;
-            default leaves XLA as it is (docs/performance.md)
+            one); auto is vmap. The exact reductions compute exact_group of them at once
+        devices: use only this many devices of a single process; null uses all
+        xla_preset: overlap sets XLA flags that let collectives overlap with the backward pass on several GPUs; default
+            leaves XLA_FLAGS unchanged (docs/performance.md)
     """
 
     backend: Literal["pmap", "pjit"] = speed("pmap")
@@ -181,7 +181,7 @@ class Parallel:
 
     @property
     def exact(self) -> bool:
-        """Whether the bits are the same on any number of devices."""
+        """Return whether the bits are the same on any number of devices."""
         return self.reduction.startswith("exact")
 
     @property
@@ -195,12 +195,12 @@ class Precision:
     """Number formats.
 
     Args:
-        params: parameters and optimizer state
-        compute: the forward and backward pass; left out, as params
-        reduce: gradients while they are summed over devices; left out, as params
+        params: dtype of parameters and optimizer state
+        compute: dtype of the forward and backward pass; by default that of params
+        reduce: dtype of the gradient reduction over devices; by default that of params
         matmul: jax_default_matmul_precision
-        loss_scale: the mean loss is multiplied by it, and an update that overflows is skipped: a number stays, dynamic
-            halves then, and grows; left out, dynamic where compute or reduce is float16, else none
+        loss_scale: factor of the mean loss; an update that overflows is skipped. A number stays constant; dynamic is
+            halved after an overflow, and grows; by default dynamic if compute or reduce is float16, else none
         loss_scale_interval: updates without overflow after which a dynamic scale doubles
     """
 
@@ -214,10 +214,10 @@ class Precision:
 
 @dataclasses.dataclass(frozen=True)
 class Nonfinite:
-    """Updates whose loss or gradients are not finite: each is skipped, and leaves everything as it was.
+    """Updates whose loss or gradients are not finite: they are skipped, and change nothing.
 
     Args:
-        max_consecutive: so many of them in a row end the run
+        max_consecutive: number of consecutive ones that ends the run
     """
 
     max_consecutive: int = speed(10)
@@ -228,13 +228,13 @@ class Spike:
     """Updates whose loss is finite but too large.
 
     Args:
-        factor: times the running mean of the losses before; more than that is a spike. null looks for none. It means
-            little for losses that pass through zero
-        decay: of the running mean
-        after: good updates before anything is a spike
-        action: the update is left out (skip), or the run goes back to a checkpoint and leaves out the batches since
+        factor: a loss above this factor times the running mean of earlier losses is a spike; null disables the check.
+            Not suitable for losses that pass through zero
+        decay: decay of the running mean
+        after: good updates before the first loss that can be a spike
+        action: skip the update (skip), or return to a checkpoint and skip the batches since then
             (rollback)
-        max_rollbacks: one more ends the run
+        max_rollbacks: the next one ends the run
     """
 
     factor: float | None = numbers(None)
@@ -250,7 +250,7 @@ class Eval:
 
     Args:
         every: updates between evaluations; null evaluates only at the end
-        data: what to evaluate on; null means the test split of the training data, where it has one
+        data: the data to evaluate on; null means the test split of the training data, if it has one
         ema: evaluate the running average of the parameters (optimizer.ema)
     """
 
@@ -261,12 +261,12 @@ class Eval:
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-    """What is written while training.
+    """Logging during training.
 
     Args:
-        every: updates between two lines
-        writers: where the numbers go beside the console and metrics.jsonl: TensorBoard, WandB, or {target, args} with
-            the dotted path of one's own (docs/monitoring.md)
+        every: updates between two records
+        writers: further outputs besides the console and metrics.jsonl: TensorBoard, WandB, or {target, args} with the
+            dotted path of your own (docs/monitoring.md)
     """
 
     every: int = speed(50)
@@ -275,11 +275,11 @@ class Log:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """A trace for TensorBoard or Perfetto, in the run directory; SIGUSR2 asks for one of the next updates.
+    """A trace for TensorBoard or Perfetto, in the run directory; SIGUSR2 starts one at the next updates.
 
     Args:
-        start: the first update traced; null traces none
-        steps: how many
+        start: the first update to trace; null traces none
+        steps: the number of updates to trace
     """
 
     start: int | None = speed(None)
@@ -291,13 +291,13 @@ class Checkpoint:
     """Checkpoints, in the run directory; there is always one at the end, and one on preemption.
 
     Args:
-        every: updates between two; null saves none in between
-        every_minutes: minutes between two, beside `every`
-        asynchronous: it is written while training goes on; else training waits until it is there
-        keep: how many of the last are kept
-        keep_every: those after every so many updates are kept too, such as 10000
-        best: the best one by this number of the evaluation, such as accuracy, is kept too; loss, NAME_loss (of a
-            task), cross_entropy and perplexity are best when low, others when high
+        every: updates between two checkpoints; null saves only the last one
+        every_minutes: minutes between two checkpoints, in addition to `every`
+        asynchronous: write while training continues; else training waits until the checkpoint is complete
+        keep: the number of latest checkpoints to keep
+        keep_every: keep those at multiples of this number of updates too, such as 10000
+        best: keep the best one by this metric of the evaluation too, such as accuracy; loss, NAME_loss (of a task),
+            cross_entropy and perplexity are best when low, others when high
     """
 
     every: int | None = speed(None)
@@ -310,10 +310,10 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Resume:
-    """Running again in the same directory goes on where it stands.
+    """Another start in the same directory resumes the run from its latest checkpoint.
 
     Args:
-        force: go on although the config now has other values that change the numbers
+        force: resume even if the config now has other values that change the numbers
     """
 
     force: bool = speed(False)
@@ -321,13 +321,13 @@ class Resume:
 
 @dataclasses.dataclass(frozen=True)
 class Watchdog:
-    """What ends a run that does not move, and names what slows it down.
+    """A watchdog that ends a run without progress, and names slow processes.
 
     Args:
-        step_timeout: seconds that an update may take (compilation apart; of several in one call, each may) before all
-            processes write down where they are and the run ends; null waits for ever
-        straggler_factor: a process whose own work between updates, such as waiting for its data, takes so many times
-            that of the others is named in the metrics
+        step_timeout: seconds that an update may take (without compilation; for several in one call, each) before all
+            processes write their stacks and the run ends; null waits for ever
+        straggler_factor: name a process in the metrics if its own work between updates, such as waiting for its data,
+            takes this many times as long as that of the others
     """
 
     step_timeout: float | None = speed(600.0)
@@ -336,12 +336,12 @@ class Watchdog:
 
 @dataclasses.dataclass(frozen=True)
 class Verify:
-    """What `jaxdp verify` makes smaller; nothing else reads it.
+    """Smaller sizes for `jaxdp verify`; no other command reads them.
 
     Args:
-        model_args: arguments that take the place of those in model.args, such as layers and dim
-        data_args: the same for data.args, such as length
-        strategies: try only so many of them, the config's own first; null tries all it takes
+        model_args: arguments that replace those in model.args, such as layers and dim
+        data_args: arguments that replace those in data.args, such as length
+        strategies: the number of strategies to try, the config's own first; null tries all that are needed
     """
 
     model_args: dict[str, Any] = speed({})
@@ -354,18 +354,18 @@ class Config:
     """One training run.
 
     Args:
-        seed: decides initialization, data order, dropout and augmentation
-        run_dir: where everything goes; null means runs/NAME of the config. Running again there resumes
-        steps: updates to make (or give epochs)
+        seed: seed of initialization, data order, dropout and augmentation
+        run_dir: the directory for all output; null means runs/NAME of the config. Another start there resumes the run
+        steps: the number of updates (or give epochs)
         epochs: passes over the training data (or give steps)
         batch_size: examples per update, over all devices
-        microbatches: how many pieces a batch is dealt into; at least the number of devices
-        compilation_cache: where compiled programs are kept for the next start: a folder, auto for one among the user's
-            caches, or null for none; JAX_COMPILATION_CACHE_DIR goes before (docs/performance.md)
-        steps_per_call: updates in one compiled call, for small models; what is due between two updates (evaluation,
-            save) is made between calls, by single updates up to there
-        callbacks: objects that the loop calls at known points: EarlyStopping, or {target, args} with the dotted path of
-            your own (docs/callbacks.md)
+        microbatches: the number of microbatches that a batch is split into; at least the number of devices
+        compilation_cache: the folder that stores compiled programs for the next start, auto for one in the user's cache
+            directory, or null for none; JAX_COMPILATION_CACHE_DIR takes precedence (docs/performance.md)
+        steps_per_call: updates in one compiled call, for small models; evaluations and saves that are due inside a call
+            are reached by single updates
+        callbacks: objects that the loop calls at defined points: EarlyStopping, or {target, args} with the dotted path
+            of your own (docs/callbacks.md)
         init_from: start from the parameters of another run's directory, of one of its checkpoints, or of a .safetensors
             file (docs/finetune.md); null initializes them
     """
@@ -399,5 +399,5 @@ class Config:
 
 
 def run_dir(config: Config, path: str | None) -> pathlib.Path:
-    """The run directory: as given, or runs/NAME after the config file."""
+    """Return the run directory: config.run_dir, else runs/NAME of the config file."""
     return pathlib.Path(config.run_dir or f"runs/{pathlib.Path(path).stem if path else 'run'}")

@@ -1,4 +1,4 @@
-"""A config is right or says in one line what is wrong; and two configs differ in numbers, or in speed alone."""
+"""Check the values of a config, and compare two configs in the keys that change the numbers."""
 
 import dataclasses
 import math
@@ -40,13 +40,13 @@ ABOVE_ZERO = (
     "checkpoint.every_minutes",
     "watchdog.step_timeout",
 )
-BELOW_ONE = {"optimizer.ema": 0.999, "spike.decay": 0.98}  # with a value that makes sense
-ONCE = {"data.order": "shuffled"}  # what runs did before there was such a key, where its default is another
-WHERE = ("data.args.root", "data.args.path")  # where data lies does not change the numbers: its fingerprint is compared
+BELOW_ONE = {"optimizer.ema": 0.999, "spike.decay": 0.98}  # with a reasonable value
+FORMERLY = {"data.order": "shuffled"}  # behaviour of runs older than a key, if it is not the key's default
+PATHS = ("data.args.root", "data.args.path")  # ignored in comparisons: the fingerprint of the data is compared instead
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """{dotted key: value} of a config or of a dict; dicts of arguments count as one level more."""
+    """Return {dotted key: value} of a config or of a dict; nested dicts of arguments are flattened too."""
     items = dataclasses.asdict(tree) if dataclasses.is_dataclass(tree) and not isinstance(tree, type) else tree
     flat: dict[str, Any] = {}
     for name, value in items.items():
@@ -56,7 +56,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def decides(key: str) -> str:
-    """'numbers' or 'speed' for a dotted key."""
+    """Return whether a dotted key changes 'numbers' or only 'speed'."""
     cls: Any = Config
     mark = "numbers"
     for part in key.split("."):
@@ -69,16 +69,16 @@ def decides(key: str) -> str:
 
 
 def changed_numbers(before: dict[str, Any], after: Config) -> list[str]:
-    """One line per key that changes the numbers and differs: `key: before -> after`.
+    """Return a line `key: before -> after` for each key that differs and changes the numbers.
 
-    More steps change nothing where the schedule has a horizon of its own.
+    The number of steps does not count if the schedule does not depend on it.
     """
     old, new = flatten(filled(before, dataclasses.asdict(Config()))), flatten(after)
-    old |= {key: value for key, value in ONCE.items() if key not in flatten(before)}
-    free = {*WHERE, *RENAMED}
+    old |= {key: value for key, value in FORMERLY.items() if key not in flatten(before)}
+    ignored = {*PATHS, *RENAMED}
     if after.optimizer.schedule == "constant" or after.optimizer.schedule_steps is not None:
-        free |= {"steps", "epochs"}
-    keys = [k for k in {**old, **new} if k not in free and decides(k) == "numbers" and old.get(k) != new.get(k)]
+        ignored |= {"steps", "epochs"}
+    keys = [k for k in {**old, **new} if k not in ignored and decides(k) == "numbers" and old.get(k) != new.get(k)]
     reductions = [values.get("parallel.reduction") for values in (old, new)]
     if len(set(reductions)) > 1 and set(reductions) & {"exact16", "exact8"}:
         keys.append("parallel.reduction")
@@ -86,16 +86,16 @@ def changed_numbers(before: dict[str, Any], after: Config) -> list[str]:
 
 
 def filled(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """A saved config with the defaults of keys that are younger than it."""
-    own = {
+    """Return a saved config with defaults for the keys that did not exist when it was saved."""
+    values = {
         k: filled(v, defaults[k]) if isinstance(v, dict) and isinstance(defaults.get(k), dict) else v
         for k, v in saved.items()
     }
-    return {**{k: v for k, v in defaults.items() if k not in saved}, **own}
+    return {**{k: v for k, v in defaults.items() if k not in saved}, **values}
 
 
 def resolve(config: Config) -> Config:
-    """The checked config with everything that was left out and follows from the rest filled in."""
+    """Check a config, and fill in the defaults that depend on other values."""
     check(config)
     dtypes = config.precision
     compute, reduce = dtypes.compute or dtypes.params, dtypes.reduce or dtypes.params
@@ -106,7 +106,7 @@ def resolve(config: Config) -> Config:
 
 
 def check(config: Config) -> None:
-    """Raises `UsageError` that names the first field whose value cannot work."""
+    """Raise `UsageError` for the first field with an invalid value."""
     if (config.steps is None) == (config.epochs is None):
         raise UsageError(f"steps: {config.steps} with epochs: {config.epochs}; give one of the two, e.g. steps: 1000")
     flat = flatten(config)
@@ -126,11 +126,11 @@ def check(config: Config) -> None:
         if not flat[f"{key}.target"]:
             raise UsageError(f"{key}.target: missing; name a built-in or a dotted path, e.g. {key}: {{target: ...}}")
     if config.compilation_cache is not None and config.compilation_cache.lower() in ("", "off", "no", "none", "false"):
-        raise UsageError(f"compilation_cache: {config.compilation_cache!r} is no folder; null keeps no cache")
+        raise UsageError(f"compilation_cache: {config.compilation_cache!r} is not a folder; null disables the cache")
     if "://" in (config.compilation_cache or ""):
         raise UsageError(
-            f"compilation_cache: {config.compilation_cache!r} is no folder; for a store that JAX itself writes to, set "
-            "JAX_COMPILATION_CACHE_DIR"
+            f"compilation_cache: {config.compilation_cache!r} is not a folder; for a store that JAX itself writes to, "
+            "set JAX_COMPILATION_CACHE_DIR"
         )
     opt, parallel = config.optimizer, config.parallel
     check_patterns(config, "optimizer", "no_decay", "frozen", "lr_scale")
@@ -169,7 +169,7 @@ def check(config: Config) -> None:
 
 
 def check_patterns(config: Config, section: str, *names: str) -> None:
-    """Raises `UsageError` for what is no regular expression in these keys of a section."""
+    """Raise `UsageError` for an invalid regular expression in these keys of a section."""
     for name in names:
         for pattern in getattr(getattr(config, section), name):
             try:
@@ -179,19 +179,18 @@ def check_patterns(config: Config, section: str, *names: str) -> None:
 
 
 def check_init(config: Config) -> None:
-    """Raises `UsageError` for expressions that are none, and for what has nothing to work on."""
-    own = config.init
+    """Raise `UsageError` for invalid values of `init`, or if it is set without init_from."""
     check_patterns(config, "init", "rename", "load", "skip")
-    for pattern, replacement in own.rename.items():
+    for pattern, replacement in config.init.rename.items():
         if not isinstance(replacement, str):
             raise UsageError(f"init.rename: {pattern!r} has {replacement!r}; give a text to replace it by")
-    if config.init_from is None and own != Init():
-        name, value = next((k, v) for k, v in vars(own).items() if v != getattr(Init(), k))
+    if config.init_from is None and config.init != Init():
+        name, value = next((k, v) for k, v in vars(config.init).items() if v != getattr(Init(), k))
         raise UsageError(f"init.{name}: {value!r}, but nothing is loaded; set init_from")
 
 
 def check_exact(config: Config) -> None:
-    """Raises `UsageError` for what rounds in another way on another number of devices."""
+    """Raise `UsageError` for settings whose rounding would depend on the number of devices."""
     parallel, dtypes = config.parallel, config.precision
     if parallel.accumulate == "vmap":
         raise UsageError(
@@ -207,7 +206,7 @@ def check_exact(config: Config) -> None:
     if group < 1 or config.microbatches % group:
         raise UsageError(f"parallel.exact_group: {group} does not divide microbatches: {config.microbatches}")
     bits = {"exact": 31, "exact16": 15, "exact8": 7}[parallel.reduction]
-    most = (2**bits - 1) // 7  # what is left are 3 bits
+    most = (2**bits - 1) // 7  # leaves 3 bits for each summand
     if summands > most:
         raise UsageError(
             f"microbatches: {config.microbatches} with reduction: {parallel.reduction} leave "

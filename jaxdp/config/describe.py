@@ -1,4 +1,4 @@
-"""The keys of a config in words: what `--help`, the completion and the reference page are made of."""
+"""Descriptions of the config's keys, for `--help`, shell completion and the reference page."""
 
 import dataclasses
 import inspect
@@ -13,8 +13,8 @@ KINDS = {bool: "true or false", int: "integer", float: "number", str: "text", di
 
 
 class Key(NamedTuple):
-    """name: dotted, as on the command line; choices: the values it can have, where these are few; decides: 'numbers'
-    or 'speed'."""
+    """A key. name: dotted, as on the command line. choices: the allowed values, if they can be listed. decides:
+    'numbers' or 'speed'."""
 
     name: str
     kind: str
@@ -25,7 +25,7 @@ class Key(NamedTuple):
 
 
 class Group(NamedTuple):
-    """The keys of one section; the name of the first section, which has none of its own, is empty."""
+    """The keys of one section; the name of the top level is empty."""
 
     name: str
     text: str
@@ -33,36 +33,36 @@ class Group(NamedTuple):
 
 
 def groups() -> list[Group]:
-    """All keys of a config, section by section, in the order of the file."""
+    """Return all keys of a config by section, in the order of the schema."""
     fields = dataclasses.fields(Config)
     hints = get_type_hints(Config)
     top = [f for f in fields if inner(hints[f.name]) is None]
-    found = [Group("", summary(Config), [_key(Config, f, "") for f in top])]
+    sections = [Group("", summary(Config), [_key(Config, f, "") for f in top])]
     for field in fields:
         if part := inner(hints[field.name]):
-            found.append(Group(field.name, summary(part), _keys(part, f"{field.name}.")))
-    return found
+            sections.append(Group(field.name, summary(part), _keys(part, f"{field.name}.")))
+    return sections
 
 
 def summary(thing: Any) -> str:
-    """A docstring's text ahead of its arguments, in one line."""
+    """Return a docstring's text before `Args:`, on one line."""
     return " ".join((inspect.getdoc(thing) or "").partition("\nArgs:")[0].split())
 
 
 def arguments(thing: Any) -> dict[str, str]:
-    """{argument: its description} of a docstring's section `Args:`."""
+    """Return {argument: description} of a docstring's section `Args:`."""
     section = (inspect.getdoc(thing) or "").partition("\nArgs:\n")[2]
     entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}
 
 
 def _keys(part: Any, prefix: str) -> list[Key]:
-    found: list[Key] = []
+    keys: list[Key] = []
     for field in dataclasses.fields(part):
-        found.append(_key(part, field, prefix))
-        if below := inner(get_type_hints(part)[field.name]):
-            found += _keys(below, f"{prefix}{field.name}.")
-    return found
+        keys.append(_key(part, field, prefix))
+        if subsection := inner(get_type_hints(part)[field.name]):
+            keys += _keys(subsection, f"{prefix}{field.name}.")
+    return keys
 
 
 def _key(part: Any, field: "dataclasses.Field[Any]", prefix: str) -> Key:

@@ -1,4 +1,4 @@
-"""The keys of a config: which there are, what their values are, and what somebody meant by another."""
+"""The keys of a config and the types of their values; suggestions for unknown keys."""
 
 import dataclasses
 import difflib
@@ -9,7 +9,7 @@ from jaxdp.config import Config
 from jaxdp.errors import UsageError
 
 WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", dict: "a mapping", list: "a list"}
-RENAMED = {"parallel.accumulator": "parallel.gradient_buffer"}  # former keys
+RENAMED = {"parallel.accumulator": "parallel.gradient_buffer"}  # former key -> key
 FORMER_VALUES = {
     "parallel.accumulate": "loop is now scan",
     "parallel.gradient_buffer": "split is now sharded, whole is now replicated",
@@ -17,12 +17,12 @@ FORMER_VALUES = {
 
 
 def inner(hint: Any) -> Any:
-    """The dataclass in a type hint, alone or with null; None where there is none."""
+    """Return the dataclass in a type hint, alone or in a union with None; None if there is none."""
     return next((k for k in (hint, *get_args(hint)) if dataclasses.is_dataclass(k)), None)
 
 
 def known_keys(cls: Any = Config, prefix: str = "") -> dict[str, Any]:
-    """{dotted key: type hint}."""
+    """Return {dotted key: type hint} of all keys."""
     keys: dict[str, Any] = {}
     for name, hint in get_type_hints(cls).items():
         keys[f"{prefix}{name}"] = hint
@@ -31,7 +31,7 @@ def known_keys(cls: Any = Config, prefix: str = "") -> dict[str, Any]:
     return keys
 
 
-# What other trainers call a key.
+# Names of keys in other trainers.
 ELSEWHERE = {
     **dict.fromkeys(("learning_rate", "max_lr"), "optimizer.lr"),
     **dict.fromkeys(("grad_clip", "max_grad_norm", "gradient_clip_val"), "optimizer.clip_norm"),
@@ -52,7 +52,7 @@ ELSEWHERE = {
 
 
 def check_key(key: str, where: str) -> None:
-    """Raises `UsageError` with the nearest known key, where `key` is not one (any may follow after `args`)."""
+    """Raise `UsageError` with the nearest known key if `key` is unknown; after `args`, any name is allowed."""
     known = known_keys()
     if key in known or any(
         get_origin(hint) is dict and key.startswith(f"{k}.") and key[-1] != "." for k, hint in known.items()
@@ -65,9 +65,9 @@ def check_key(key: str, where: str) -> None:
     section, _, name = key.rpartition(".")
     if (meant := ELSEWHERE.get(name)) and (not section or meant.startswith(f"{section}.")):
         raise UsageError(f"{where}: unknown key {key!r}; did you mean {meant!r}?")
-    if f"{section}.args" in known:  # an argument of the target, mostly
-        own = [k for k in known if k.startswith(f"{section}.")]
-        near = difflib.get_close_matches(key, own, 1, 0.85) or [f"{section}.args.{name}"]
+    if f"{section}.args" in known:  # usually an argument of the target
+        in_section = [k for k in known if k.startswith(f"{section}.")]
+        near = difflib.get_close_matches(key, in_section, 1, 0.85) or [f"{section}.args.{name}"]
         raise UsageError(f"{where}: unknown key {key!r}; did you mean {near[0]!r}?")
     near = difflib.get_close_matches(key, known, 1, 0.6) or [
         leaf[m] for m in difflib.get_close_matches(key.rsplit(".", 1)[-1], leaf, 1, 0.7)
@@ -77,7 +77,7 @@ def check_key(key: str, where: str) -> None:
 
 
 def expected(key: str) -> str:
-    """What the value of a known key is, in words."""
+    """Describe the type of a known key's value for an error message."""
     hint = known_keys()[key]
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     words = []
@@ -91,12 +91,12 @@ def expected(key: str) -> str:
 
 
 def check_structure(values: dict[str, Any], where: str, prefix: str = "") -> None:
-    """Raises `UsageError` for an unknown key, and for a scalar where a mapping belongs, or the like."""
+    """Raise `UsageError` for an unknown key, or if a value is a mapping, list or scalar where another is expected."""
     known = known_keys()
     for name, value in values.items():
         key = f"{prefix}{name}"
         if not isinstance(name, str) or ("." in name and name not in known):
-            raise UsageError(f"{where}: {key!r} is no key; keys are words, one inside the other")
+            raise UsageError(f"{where}: {key!r} is not a key; nest its words, as in parallel: {{zero: 1}}")
         check_key(key, where)
         hint = known[key]
         if value is None and type(None) in get_args(hint):

@@ -1,4 +1,4 @@
-"""A config from values that a person gave: what does not fit is said in one line, with what would."""
+"""Create a config from a user's values; report a wrong value in one line, with the expected type."""
 
 import re
 from typing import Any, get_type_hints
@@ -10,9 +10,9 @@ from jaxdp.errors import UsageError, one_line
 
 
 def from_mapping(values: dict[str, Any], where: str) -> Config:
-    """The checked config of nested dicts, as they stand in a YAML file; where: what to call it in an error.
+    """Return the checked config of nested dicts, as in a YAML file. where: name of their source in an error.
 
-    Raises `UsageError` for an unknown key, with the nearest known one, and for a value of another kind.
+    Raises `UsageError` for an unknown key, with the nearest known one, and for a value of another type.
     """
     import argparse
 
@@ -29,7 +29,7 @@ def from_mapping(values: dict[str, Any], where: str) -> Config:
 
 
 def explain(text: str) -> str:
-    """The parser's message as one line: key, value, and what the value should be."""
+    """Rewrite the parser's message as one line: key, value, and the expected type."""
     key = re.search(r'(?:key|for) "([\w.]+)"', text)
     value = re.search(r"(?:Got|Given) value: *(.+?) *(?:\n|$)", text)
     if key and value and key.group(1) in known_keys():

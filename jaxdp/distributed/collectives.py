@@ -5,10 +5,9 @@ sent in one transfer, or if it is reduced, in one transfer for each element type
 live on its first device. Operations without arithmetic preserve the bits (-0.0, NaN payloads). 64-bit NumPy arrays are
 refused unless jax_enable_x64 is set; Python's numbers become int32, float32 and complex64, as in JAX.
 
-`groups`, such as [[0, 1], [2, 3]], are disjoint lists of ranks that work independently, of any size. The order of ranks
-in a group is the order of its results; a rank in no group works alone. **All ranks of the job make the same call with
-the same groups**, including ranks in no group. `root` is a rank of the job, or with several groups, a list with one
-rank of each.
+`groups`, such as [[0, 1], [2, 3]], are disjoint lists of ranks that work independently, of any size; the order of ranks
+is that of their results. A rank in no group works alone. **All ranks of the job make the same call with the same
+groups**, even ranks in no group. `root` is a rank of the job, or with several groups, a list with one rank of each.
 
 Before anything is sent, all ranks compare their arguments. Raises UsageError on every rank if one rank's arguments are
 invalid (naming that rank), and DistributedError if ranks disagree on operation, groups, shapes or types (naming the

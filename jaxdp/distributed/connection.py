@@ -57,8 +57,7 @@ def join(host: str, port: int, secret: str, facts: Facts, timeout: float) -> tup
     """Join the job at its coordinator, retrying until it answers.
 
     Returns the connection, the facts of all ranks, and the "host:port" of JAX's coordination service. Raises UsageError
-    (another program at the address, another secret, different facts) or DistributedError (a missing rank or
-    coordinator).
+    (foreign program at the address, other secret, other facts) or DistributedError (a missing rank or coordinator).
     """
     title, began, problem = hosts.title(facts["rank"], facts["host"]), time.monotonic(), "not tried"
     foreign = refused = 0

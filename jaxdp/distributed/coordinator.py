@@ -102,12 +102,12 @@ class Coordinator:
         head = await reader.readexactly(channel.HEAD)
         return sealer.open(head, await reader.readexactly(channel.length(head, limit)))
 
-    def refuse(self, what: str, value: str) -> None:
+    def refuse(self, source: str, value: str) -> None:
         """Report a message that does not belong to this job, once for the job."""
         if not self.reported:
             self.reported = True
             self.report(
-                f"rank 0: refused {printable(what, 200)}: {printable(value, 80)}: no message of this job; the job "
+                f"rank 0: refused {printable(source, 200)}: {printable(value, 80)}: no message of this job; the job "
                 "continues, further ones are refused without a line (who can reach its port? see docs/hosts.md)"
             )
 
@@ -126,14 +126,14 @@ class Coordinator:
         if self.admitted:
             member.send(error=f"{member.title} comes too late: all ranks of the job have joined already")
             raise EOFError
-        before, self.members[member.rank] = self.members.get(member.rank), member
+        rival, self.members[member.rank] = self.members.get(member.rank), member
         error = difference(self.members[0].facts, member.facts) if 0 in self.members else None
-        if before:
+        if rival:
             error = (
-                f"two processes say they are rank {member.rank}: {before.facts['pid']} on host {before.facts['host']} "
+                f"two processes say they are rank {member.rank}: {rival.facts['pid']} on host {rival.facts['host']} "
                 f"and {member.facts['pid']} on host {member.facts['host']}: give every process its own rank"
             )
-            before.send(error=error)
+            rival.send(error=error)
         elif member.rank == 0:
             errors = (difference(member.facts, other.facts) for other in self.members.values())
             error = next(filter(None, errors), None)
@@ -260,7 +260,7 @@ class Coordinator:
         del self.members[member.rank]
         if self.admitted and member.rank not in self.left:
             # Launchers kill all ranks some milliseconds after the first has died, and may blame another one.
-            self.end(f"{member.title}, process {member.facts['pid']}, ended first, without a word: killed or crashed")
+            self.end(f"{member.title}, process {member.facts['pid']}, ended first, without an error: killed or crashed")
             self.left.add(member.rank)
             self.exchanges.remove_rank(member.rank)
         if member.rank == 0 and self.fault is not None and self.fault["rank"] is None and self.log is not None:

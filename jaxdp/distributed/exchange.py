@@ -44,7 +44,7 @@ class Exchanges:
         rank: int,
         members: tuple[int, ...],
         reply: Reply,
-        gone: Collection[int],
+        departed: Collection[int],
         name: str,
         turn: int,
         text: str,
@@ -64,7 +64,7 @@ class Exchanges:
             del self.open[key]
             kinds = list(dict.fromkeys(exchange.texts.values()))  # most texts are equal: send each distinct one once
             exchange.answer({"kinds": kinds, "of": [kinds.index(exchange.texts[m]) for m in members]})
-        elif absent := [m for m in exchange.missing if m in gone]:
+        elif absent := [m for m in exchange.missing if m in departed]:
             self.fail(key, {"left": absent})
 
     def fail(self, key: tuple[Any, ...], verdict: dict[str, Any]) -> None:

@@ -39,8 +39,8 @@ def meet(world: World, facts: Mapping[str, object], timeout: float) -> Joined:
     rank did not come); rank=0 if all ranks raise the same.
     """
     began = time.monotonic()
-    mine: Facts = {"rank": world.rank, "size": world.size, **hosts.identity(), "outward": hosts.outward(), **facts}
-    address, secret = agree(world, mine, timeout)
+    local: Facts = {"rank": world.rank, "size": world.size, **hosts.identity(), "outward": hosts.outward(), **facts}
+    address, secret = agree(world, local, timeout)
     host, port = hosts.split(address)
     one_host = world.local_size == world.size
     if one_host and hosts.is_own(host):
@@ -57,10 +57,10 @@ def meet(world: World, facts: Mapping[str, object], timeout: float) -> Joined:
             silence=silence(timeout),
             stderr=os.dup(2),
         )
-        pid = start_coordinator(settings, mine["host"])
+        pid = start_coordinator(settings, local["host"])
         if not hosts.is_own(host):
-            check_forwards_to(pid, host, port, secret, mine)
-    return Joined(*join(host, port, secret, mine, remaining))
+            check_forwards_to(pid, host, port, secret, local)
+    return Joined(*join(host, port, secret, local, remaining))
 
 
 def agree(world: World, facts: Facts, timeout: float) -> tuple[str, str]:

@@ -179,13 +179,13 @@ def discover(
     world = world or next(filter(None, (launcher.detect(env) for launcher in LAUNCHERS)), None)
     if world is None and explicit:
         raise UsageError(
-            f"the coordinator is {explicit}, but nothing says which process this is: "
+            f"the coordinator is {explicit}, but the rank of this process is not set: "
             "set JAXDP_PROCESS_ID and JAXDP_NUM_PROCESSES, or use mpirun, srun or torchrun"
         )
     world = world or World(0, 1)
     if world.size > 1 and not (explicit or world.coordinator or world.launcher in MPI):
         fix = "init(coordinator=...)" if world.launcher == "explicit" else "JAXDP_COORDINATOR"
-        raise UsageError(f"{world.size} processes ({world.launcher}) need to meet: set {fix} to rank 0's host:port")
+        raise UsageError(f"{world.size} processes ({world.launcher}) need rank 0's address: set {fix} to its host:port")
     return replace(
         world,
         coordinator=explicit or world.coordinator,

@@ -102,8 +102,7 @@ class Membership:
         """Return every member's `text`, in the order of `members`; all members must make the same call.
 
         Repeated calls with one name are matched by their count. await_responsive: wait beyond `timeout` seconds for
-        ranks that still send heartbeats. Raises DistributedError that names the missing ranks; its `texts` has the
-        texts of the others.
+        ranks that still send heartbeats. Raises DistributedError: the missing ranks, and `texts` of the others.
         """
         if len(members) == 1:
             return [text]
@@ -116,8 +115,8 @@ class Membership:
         kinds = checked(reply, {"kinds": [LONG_TEXT], "of": [range(len(members))]})
         if kinds is not None:
             return [kinds["kinds"][i] for i in kinds["of"]]
-        if gone := reply.get("left"):
-            raise DistributedError(f"rank {', '.join(map(str, gone))} has left the job: see what it printed")
+        if departed := reply.get("left"):
+            raise DistributedError(f"rank {', '.join(map(str, departed))} has left the job: see what it printed")
         missing = reply.get("missing", [])
         names = f"rank {', '.join(map(str, missing))}" if missing else "an answer"
         speaker = None if self.rank in missing else members[0]  # a rank that arrives too late prints for itself
@@ -228,8 +227,8 @@ class Membership:
     def _beat(self) -> None:
         while not self.ending.wait(BEAT):
             if self.parent is not None and os.getppid() != self.parent:
-                what = f"what started it (process {self.parent} there) has ended"
-                self.end(f"{self.name(self.rank)} ends: {what}", 1, self.rank)
+                cause = f"the process that started it ({self.parent} on that host) has ended"
+                self.end(f"{self.name(self.rank)} ends: {cause}", 1, self.rank)
             self._unheard += 1
             if self._unheard * BEAT > self.silence:
                 lost = f"{self.name(0)} cannot be reached for {self.silence:.0f} s"

@@ -61,7 +61,7 @@ def partition(groups: Groups, size: int) -> Partition:
     seen: set[int] = set()
     for rank in (r for group in parts for r in group):
         if rank in seen:
-            raise UsageError(f"groups={listed}: rank {rank} is there twice; a rank belongs to one group at most")
+            raise UsageError(f"groups={listed}: rank {rank} appears twice; a rank belongs to one group at most")
         seen.add(rank)
     return tuple(sorted([*parts, *((r,) for r in range(size) if r not in seen)]))
 

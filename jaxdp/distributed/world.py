@@ -29,10 +29,9 @@ class World:
 
 
 class Launcher(Protocol):
-    """A launcher that started this process."""
+    """A launcher. `detect` returns None without the launcher's variables, and raises UsageError if they are invalid."""
 
-    def detect(self, env: Env) -> World | None:
-        """Return the World of this launcher's variables; None without them. Raises UsageError if they are invalid."""
+    def detect(self, env: Env) -> World | None: ...
 
 
 def integer(env: Env, name: str, least: int = 0) -> int:
@@ -75,11 +74,7 @@ def address(text: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class Variables:
-    """A launcher that sets one variable for each value.
-
-    trigger: any of these variables identifies it; by default rank and size. also: further variables that must be set.
-    unless: a condition under which the variables are not this launcher's.
-    """
+    """A launcher that sets one variable for each value. `trigger`: any of these variables identifies the launcher."""
 
     name: str
     rank: str

@@ -1,1 +1,1 @@
-"""One training job: a config in a run directory."""
+"""One training job: train a config in a run directory."""

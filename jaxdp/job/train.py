@@ -1,4 +1,4 @@
-"""Train what a config says in a run directory, with its writers, its monitor and signals."""
+"""Train a config in a run directory, with writers, a monitor and signals."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from jaxdp.core.state import TrainState
 from jaxdp.distributed import faults
 from jaxdp.distributed.context import Context
 from jaxdp.errors import Said, UsageError, one_line
-from jaxdp.job.resume import as_begun, resume_step, share
+from jaxdp.job.resume import lock_run_dir, resume_step, with_former_defaults
 from jaxdp.job.start import layout_of, start_writer
 from jaxdp.metrics import aloud
 from jaxdp.metrics.events import Events, NoEvents
@@ -40,27 +40,27 @@ def train(
     keep: bool = False,
     overwrite: bool = False,
 ) -> tuple[Record, TrainState | None]:
-    """Run the verb `train`: make the run directory, train to the last update; return the final record and the state.
+    """Create the run directory and train to the last update; return the final record and the state.
 
     Args:
         given: see `make_parts`.
-        keep: return the exported state; else None.
-        overwrite: remove the run that is there.
+        keep: return the exported state instead of None.
+        overwrite: remove an existing run from the directory first.
     """
     began = time.time()
     directory = schema.run_dir(config, path)
-    config = config if overwrite else as_begun(config, directory, context)
-    keep_programs(config, context)
+    config = config if overwrite else with_former_defaults(config, directory, context)
+    use_compilation_cache(config, context)
     run = make_run(config, directory, context, given)
     together(context, lambda: check_writers(config.log.writers))
     callbacks = together(context, lambda: make_callbacks(config.callbacks, given.get("callbacks", {}), context))
     context.agree(rundir.not_ours(directory) if overwrite and context.is_root else None)
-    with share(directory, context) or contextlib.nullcontext():
+    with lock_run_dir(directory, context) or contextlib.nullcontext():
         context.agree(rundir.clear(directory) if overwrite and context.is_root else None)
         events = run.checkpoints.events = Events(directory) if context.is_root else NoEvents()
         start, saved = resume_step(run, config, context, given)
         if start > run.steps:
-            raise UsageError(f"steps: {run.steps}, but {str(directory)!r} has already made {start}; give more", rank=0)
+            raise UsageError(f"steps: {run.steps}, but {str(directory)!r} is at step {start}; give more", rank=0)
         if (record := final_record(run, config, directory, context, start)) is not None:
             return record, run.checkpoints.restore(start, run.strategy.abstract()) if keep else None
         if offset := saved.get("offset", 0):
@@ -84,7 +84,7 @@ def train(
 
 
 def final_record(run: Run, config: Config, directory: pathlib.Path, context: Context, start: int) -> Record | None:
-    """Return the final record, as it was returned then, of a run with nothing left to do; report this on root."""
+    """Return the final record of a run that has finished already, and report this on root; None for any other run."""
     final = [record for record in read(directory / "metrics.jsonl") if record.get("split") == "final"]
     early = bool(config.callbacks) and bool(final) and "stopped" in final[-1] and final[-1]["step"] == start
     if not context.of_root("final", lambda: bool(final) and (start == run.steps or early)):
@@ -93,7 +93,7 @@ def final_record(run: Run, config: Config, directory: pathlib.Path, context: Con
     if context.is_root:
         reason = f" ({final[-1]['stopped']})" if early else ""
         aloud.say(
-            f"finished: {directory} is at its last step {start}{reason}; nothing to do (another --run_dir starts anew)"
+            f"finished: {directory} is at its last step {start}{reason}; nothing to do (another --run_dir starts over)"
         )
         aloud.say(summary(final[-1], directory))
         if (directory / report_file.NAME).is_file():
@@ -102,8 +102,8 @@ def final_record(run: Run, config: Config, directory: pathlib.Path, context: Con
     return final[-1]
 
 
-def keep_programs(config: Config, context: Context) -> None:
-    """As `compilation_cache` says; a cache that cannot be used is one warning."""
+def use_compilation_cache(config: Config, context: Context) -> None:
+    """Enable the config's `compilation_cache`. Rank 0 prints a warning if it cannot be used."""
     problem = compilation_cache.use(config.compilation_cache)
     if problem and context.is_root:
         print(f"jaxdp: {problem}", file=sys.stderr)
@@ -112,7 +112,7 @@ def keep_programs(config: Config, context: Context) -> None:
 def supervised(
     run: Run, config: Config, context: Context, began: float, keep: bool
 ) -> tuple[Record, TrainState | None]:
-    """Train with writers, the monitor and signals. began: when the command started, in seconds since 1970."""
+    """Train with writers, a monitor and signals. began: the start of the command, in seconds since 1970."""
     directory, events = run.directory, run.events
     writer: Writer = Nothing()
     if context.is_root:
@@ -133,46 +133,47 @@ def supervised(
     account = lambda: context.of_root("goodput", lambda: goodput(directory / "metrics.jsonl", rundir.began(directory)))
     run = dataclasses.replace(run, writer=writer, watch=watch, account=account)
 
-    def heard(name: str) -> None:
+    def on_signal(name: str) -> None:
         if name == signals.TRACE:
             run.profile.ask()
 
-    signals.subscribe(heard)
+    signals.subscribe(on_signal)
     try:
-        with noting_the_end(events, context.size == 1):
+        with log_failure(events, context.size == 1):
             record, state = loop.complete(run)
         writer.say(summary(record, directory))
         return record, run.strategy.export(state) if keep else None
     finally:
-        signals.unsubscribe(heard)
+        signals.unsubscribe(on_signal)
         run.profile.stop()
         watch.stop()
         writer.close()
 
 
 @contextlib.contextmanager
-def noting_the_end(events: NoEvents, alone: bool) -> Iterator[None]:
-    """Notes why training ended, where it did by an error, or another process's.
+def log_failure(events: NoEvents, alone: bool) -> Iterator[None]:
+    """Log an event if training ends by an error of this process or of another.
 
-    alone: there is no other, whose error might be the cause of this one's and be heard of after it.
+    alone: whether this is the only process. Otherwise the fault of another one may be reported after this error.
     """
-    ended = lambda text: events.note("failed", reason=text.rstrip(": "))
-    faults.subscribe(ended)
-    over = True
+    log = lambda text: events.note("failed", reason=text.rstrip(": "))
+    faults.subscribe(log)
+    unsubscribe = True
     try:
         yield
     except Stopped:
         raise
     except BaseException as error:
-        over = alone
-        lost = "" if alone or not faults.is_consequence(error) else "another process was lost: "
-        ended(str(error) if isinstance(error, Said) else f"{lost}{type(error).__name__}: {one_line(error)[:300]}")
+        unsubscribe = alone
+        prefix = "" if alone or not faults.is_consequence(error) else "another process was lost: "
+        log(str(error) if isinstance(error, Said) else f"{prefix}{type(error).__name__}: {one_line(error)[:300]}")
         raise
     finally:
-        if over:
-            faults.unsubscribe(ended)
+        if unsubscribe:
+            faults.unsubscribe(log)
 
 
 def summary(final: Record, directory: pathlib.Path) -> str:
+    """Return the line that ends a run: its final metrics, a digest of the parameters, and the directory."""
     numbers = [f"{name} {final[name]:.4f}" for name in ("loss", "accuracy", "perplexity") if name in final]
     return "  ".join([*numbers, f"params_sha256 {final['params_sha256'][:16]}", f"files in {directory}"])

@@ -1,1 +1,1 @@
-"""What supervises a run: signals, preemption, the watchdog of steps."""
+"""Supervision of a run: signals, preemption, and a watchdog for hanging steps."""

@@ -1,9 +1,9 @@
-"""All processes stop at one point of the run, whichever of them was asked to, and wherever they are.
+"""Stop all processes at the same point of the run, after any of them was asked to stop.
 
-A run is a row of points: each comes before something that all processes do together (an update, a batch of an
-evaluation). A process that is asked to stop announces it; every process hears of it in a thread, holds before its next
-point, and reports how many it has passed. The largest of these numbers is where all stop: no process inside a
-collective waits for one that has stopped before it.
+A run passes a sequence of points, one before each operation that all processes do together (an update, a batch of an
+evaluation). A process that is asked to stop announces it. Every process receives the announcement in a thread, waits
+before its next point, and sends the number of points it has passed. All stop at the largest of these numbers, so no
+process waits in a collective for one that has stopped before it.
 """
 
 import json
@@ -15,28 +15,28 @@ from jaxdp.distributed.context import Context
 from jaxdp.distributed.messages import integer, parse
 from jaxdp.errors import DistributedError
 
-SIGTERM_DEADLINE = 2.0  # seconds: some launchers send SIGTERM to all when one process has died
+SIGTERM_DEADLINE = 2.0  # seconds; short, since some launchers send SIGTERM to all when one process has died
 DEADLINE = 20.0
 
 
 class Agreement:
-    """The points that this process has passed, and where all stop. `request` may be called in any thread."""
+    """The points that this process has passed, and the agreed stop. `request` may be called from any thread."""
 
     def __init__(self, context: Context):
         self.context = context
         self.passed = 0
         self._changed = threading.Condition()
-        self._requests: list[dict[str, Any]] = []  # of this process
+        self._requests: list[dict[str, Any]] = []  # made by this process
         self._round = 0
-        self._holding = False  # before the next point, until `_stop` is known
-        self._stop: tuple[int, dict[str, Any]] | None = None
+        self._waiting = False  # before the next point, until `_stop` is known
+        self._stop: tuple[int, dict[str, Any]] | None = None  # (the point, the request)
         self._member = membership.current()
         self._listen()
 
     def _listen(self) -> None:
         if self._member is not None:
             turn = self._round
-            self._member.on(f"stop {turn}", lambda rank, text: self._hear(turn, text))
+            self._member.on(f"stop {turn}", lambda rank, text: self._receive(turn, text))
 
     def request(self, kind: str, why: str = "") -> None:
         """Ask all processes to stop; `point` returns {kind, why, rank} on all of them, once."""
@@ -52,13 +52,13 @@ class Agreement:
     def point(self) -> dict[str, Any] | None:
         """Return the request that all processes stop for at this point, or None. Call it before each point."""
         with self._changed:
-            while self._holding and self._stop is None:
+            while self._waiting and self._stop is None:
                 self._changed.wait(0.2)
             if self._stop is None or self.passed < self._stop[0]:
                 self.passed += 1
                 return None
             request = self._stop[1]
-            self._stop, self._holding = None, False
+            self._stop, self._waiting = None, False
             self._requests = [r for r in self._requests if r["kind"] != request["kind"]]
             self._round += 1
             if self._member is None and self._requests:
@@ -69,22 +69,22 @@ class Agreement:
 
     def _announce(self) -> None:
         with self._changed:
-            request, turn = self._requests[0] if self._requests and not self._holding else None, self._round
+            request, turn = self._requests[0] if self._requests and not self._waiting else None, self._round
         if self._member is not None and request is not None:
             self._member.announce(f"stop {turn}", json.dumps(request))
 
-    def _hear(self, turn: int, text: str) -> None:
-        """Hold before the next point; runs in the reader's thread, which must go on reading."""
+    def _receive(self, turn: int, text: str) -> None:
+        """Make this process wait before its next point. Runs in the reader thread, and must not block it."""
         request = parse(text, {"kind": ("save", "preempt", "halt"), "why": str, "rank": range(self.context.size)})
         with self._changed:
-            if request is None or self._holding or turn != self._round:
+            if request is None or self._waiting or turn != self._round:
                 return
-            self._holding = True
+            self._waiting = True
             passed = self.passed
         threading.Thread(target=self._decide, args=(turn, passed, request), name="agreement", daemon=True).start()
 
     def _decide(self, turn: int, passed: int, request: dict[str, Any]) -> None:
-        """Exchange the numbers: every process gets the same, and so decides the same."""
+        """Exchange the numbers of passed points; every process gets the same and makes the same decision."""
         assert self._member is not None
         limit = SIGTERM_DEADLINE if request["why"] == "SIGTERM" else DEADLINE
         ranks = range(self.context.size)
@@ -95,8 +95,8 @@ class Agreement:
             if missing:
                 text = (
                     f"{self._member.name(request['rank'])} got {request['why'] or request['kind']}, but "
-                    f"{self._member.name(*missing)} did not answer within {limit:g} s: dying, and this is no "
-                    "preemption; the last save stands"
+                    f"{self._member.name(*missing)} did not answer within {limit:g} s: it is dying, so this "
+                    "is not a preemption; the last save is valid"
                 )
                 if self._member.report_fault(text):
                     self._member.end(text, 1, self._member.rank)

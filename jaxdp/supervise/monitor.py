@@ -1,4 +1,4 @@
-"""What watches over a run: it stops at one point in all processes, it moves, and says who holds it up."""
+"""The monitor of a run: stop all processes at one point, end a hanging run, and name stragglers."""
 
 import contextlib
 import pathlib
@@ -16,7 +16,7 @@ from jaxdp.supervise.watchdog import Watchdog
 
 
 class Stopped(Exception):
-    """All processes have stopped at the same point. kind: 'preempt' or 'halt'; why: the signal; rank: who was asked."""
+    """All processes have stopped at the same point. kind: 'preempt' or 'halt'. why: the signal. rank: its receiver."""
 
     def __init__(self, kind: str, why: str, rank: int):
         super().__init__(f"{why or kind} on rank {rank}")
@@ -24,32 +24,32 @@ class Stopped(Exception):
 
 
 class Watch(Protocol):
-    """What the loop tells of itself."""
+    """The interface through which the training loop reports its progress."""
 
     def together(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
-        """What f(*args) gives, called by all processes; raises Stopped where all stop before it."""
+        """Run f(*args) in all processes and return its result. Raises Stopped if all stop before it."""
 
     def sent(self, result: dict[str, Any]) -> None:
-        """An update's metrics, on the device."""
+        """Report the metrics, on the device, of updates that were dispatched."""
 
     def reading(self, batches: Iterator[tuple[range, Any]], start: int) -> Iterator[tuple[range, Any]]:
-        """(the updates of a call, their data), those after update `start`."""
+        """Yield (the updates of a call, their data) from `batches`, which begin after update `start`."""
 
     def patience(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Inside, something takes long."""
+        """Suspend the step timeout inside this context."""
 
     def save_is_asked(self) -> bool:
-        """Whether all processes shall save now; once."""
+        """Return whether all processes must save now, and reset the request."""
 
     def straggler(self, step_ms: float) -> dict[str, float]:
-        """What the metrics say of a process that holds up the others."""
+        """Return the metrics of a process that slows down the others. step_ms: time of an update."""
 
     def stop(self) -> None:
-        """The run is over."""
+        """Stop monitoring at the end of the run."""
 
 
 class Nobody:
-    """Watches nothing."""
+    """A monitor that does nothing."""
 
     def together(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
         return f(*args)
@@ -72,7 +72,7 @@ class Nobody:
 
 
 class Guarded:
-    """The watch over a run of the command. minutes: between two saves, beside the loop's own."""
+    """The monitor of a training job. minutes: between two saves, besides those of the loop; None for no such saves."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Guarded:
             member.keep_log(str((directory / "events.jsonl").absolute()))
         self._called: set[int] = set()
         self._save = False
-        self._since = time.monotonic()
+        self._last_save = time.monotonic()
         if minutes is not None and context.is_root:
             self.watchdog.often(lambda: self._save_by_time(60.0 * minutes))
         signals.subscribe(self._preempt)
@@ -97,7 +97,7 @@ class Guarded:
     def together(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
         while (request := self.agreement.point()) is not None:
             if request["kind"] != "save":
-                rundir.mark_ending()  # the next start may come while this one saves
+                rundir.mark_ending()  # the next job may start while this one saves
                 raise Stopped(**request)
             self._save = True
         self.watchdog.at(what)
@@ -113,27 +113,27 @@ class Guarded:
         self.watchdog.sent(result)
 
     def reading(self, batches: Iterator[tuple[range, Any]], start: int) -> Iterator[tuple[range, Any]]:
-        made = start
+        last = start  # the last update whose data was read
         while True:
-            self.watchdog.at(f"waits for the data of update {made + 1}")
+            self.watchdog.at(f"waits for the data of update {last + 1}")
             began = time.perf_counter()
             try:
                 updates, batch = next(batches)
             except StopIteration:
                 return
-            if made > start:  # the first wait is for much besides, such as imports
+            if last > start:  # the first wait includes other work, such as imports
                 self.watchdog.worked((time.perf_counter() - began) / len(updates))
             yield updates, batch
-            made = updates[-1]
+            last = updates[-1]
 
     def patience(self, what: str) -> contextlib.AbstractContextManager[None]:
         return self.watchdog.patience(what)
 
     def save_is_asked(self) -> bool:
-        asked, self._save = self._save, False
-        if asked:
-            self._since = time.monotonic()
-        return asked
+        requested, self._save = self._save, False
+        if requested:
+            self._last_save = time.monotonic()
+        return requested
 
     def straggler(self, step_ms: float) -> dict[str, float]:
         return self.watchdog.straggler(self.factor, step_ms)
@@ -147,8 +147,8 @@ class Guarded:
             self._request("preempt", name)
 
     def _save_by_time(self, seconds: float) -> None:
-        if time.monotonic() - self._since > seconds:
-            self._since = time.monotonic()
+        if time.monotonic() - self._last_save > seconds:
+            self._last_save = time.monotonic()
             self._request("save", "")
 
     def _request(self, kind: str, why: str) -> None:

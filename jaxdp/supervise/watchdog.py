@@ -1,7 +1,7 @@
-"""The watchdog sees to it that a run moves: where it stands still, every process writes down where it is, and it ends.
+"""The watchdog of a run: if the run makes no progress, every process writes its stacks and position, and the run ends.
 
-Progress is what the device has finished and the points that the run has passed. A process whose first call of a program
-compiles, or that saves or restores, is waited for by all.
+Progress is an update finished by the device, or a point passed by the run. While a process compiles, saves or restores,
+the timeout is suspended on all processes.
 """
 
 import collections
@@ -21,29 +21,24 @@ from jaxdp.distributed.context import Context, leave
 from jaxdp.distributed.messages import parse
 from jaxdp.errors import DistributedError
 
-LOOK = 0.25  # seconds between looks
-ANSWERS = 4.0  # seconds that the others have to write down where they are
+LOOK = 0.25  # seconds between two checks
+ANSWERS = 4.0  # seconds within which the other processes must report their positions
 
 
 class Watchdog:
-    """Of one process. timeout: seconds without progress, for each update of a call; None: for ever.
+    """The watchdog of one process. timeout: seconds without progress, for each update of a call; None for no limit.
 
-    directory: gets stacks/rank_N.txt.
+    directory: that of stacks/rank_N.txt.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        directory: pathlib.Path,
-        timeout: float | None,
-    ):
+    def __init__(self, context: Context, directory: pathlib.Path, timeout: float | None):
         self.context, self.directory, self.timeout = context, directory, timeout
         self.where = "begins"
         self.passed = 0
-        self.updates = 1  # of a call
-        self.own_ms = 0.0  # a running mean of this process's own work between two updates
+        self.updates = 1  # number of updates in a call
+        self.own_ms = 0.0  # running mean of this process's own work between two updates
         self._progress = time.monotonic()
-        self._patient = 0
+        self._suspended = 0  # nesting depth of `patience`
         self._sent: collections.deque[dict[str, Any]] = collections.deque()
         self._tasks: list[Callable[[], None]] = []
         self._member = membership.current()
@@ -59,88 +54,89 @@ class Watchdog:
         self._thread.join(2.0)
 
     def at(self, where: str) -> None:
-        """This process is here now; that is progress."""
+        """Record the position of this process, which counts as progress."""
         self.where = where
         self.passed += 1
         self._progress = time.monotonic()
 
     def sent(self, metrics: dict[str, Any]) -> None:
-        """What the device will have after the updates of a call; that will be progress."""
+        """Record the metrics of a dispatched call; when the device has them, that counts as progress."""
         self.updates = max(1, metrics["loss"].size)
         self._sent.append(metrics)
 
     @contextlib.contextmanager
     def patience(self, where: str) -> Iterator[None]:
-        """Inside, this process does something that may take long."""
+        """Suspend the step timeout inside this context."""
         self.at(where)
-        self._patient += 1
+        self._suspended += 1
         self._note()
         try:
             yield
         finally:
-            self._patient -= 1
+            self._suspended -= 1
             self._note()
             self.at(where)
 
     def often(self, task: Callable[[], None]) -> None:
-        """`task` is called at every look."""
+        """Call `task` at every check."""
         self._tasks.append(task)
 
     def worked(self, seconds: float) -> None:
-        """What this process itself needed between two updates: to wait for its data, mostly."""
+        """Record the time of this process's own work between two updates: mostly waiting for its data."""
         self.own_ms = 0.9 * self.own_ms + 100.0 * seconds if self.own_ms else 1e3 * seconds
 
     def straggler(self, factor: float, step_ms: float) -> dict[str, float]:
-        """{straggler: its rank, straggler_ms} where a process's own work takes `factor` times that of the others.
+        """Return {straggler: rank, straggler_ms} if a process's own work takes `factor` times the others' median.
 
-        Not named where it is less than a tenth of the update's time, nor before that of every process is known.
+        Empty if that work is less than a tenth of the update's time, or until every process has reported its own.
         """
         if self._member is None:
             return {}
         with contextlib.suppress(DistributedError):
-            own = {rank: beat.get("own_ms", 0.0) for rank, beat in self._member.beats().items()}
-            slowest = max(own, key=lambda rank: own[rank], default=None)
-            if slowest is not None and len(own) > 1 and all(own.values()):
-                others = statistics.median(ms for rank, ms in own.items() if rank != slowest)
-                if own[slowest] > factor * others and own[slowest] > 0.1 * step_ms:
-                    return {"straggler": slowest, "straggler_ms": own[slowest]}
+            work = {rank: beat.get("own_ms", 0.0) for rank, beat in self._member.beats().items()}
+            slowest = max(work, key=lambda rank: work[rank], default=None)
+            if slowest is not None and len(work) > 1 and all(work.values()):
+                others = statistics.median(ms for rank, ms in work.items() if rank != slowest)
+                if work[slowest] > factor * others and work[slowest] > 0.1 * step_ms:
+                    return {"straggler": slowest, "straggler_ms": work[slowest]}
         return {}
 
     def _note(self) -> None:
         if self._member is not None:
-            self._member.note = {"suspended": bool(self._patient), "own_ms": round(self.own_ms, 6)}
+            self._member.note = {"suspended": bool(self._suspended), "own_ms": round(self.own_ms, 6)}
 
     def _work(self) -> None:
-        looked = time.monotonic()
+        checked_at = time.monotonic()
         while not self._ending.wait(LOOK):
             now = time.monotonic()
-            if now - looked > 8 * LOOK:  # the job was suspended, and time stood still for it
+            if now - checked_at > 8 * LOOK:  # the whole job was suspended: do not count that time
                 self._progress = now
-            looked = now
+            checked_at = now
             self._note()
             while self._sent and self._sent[0]["loss"].is_ready():
                 self._sent.popleft()
                 self._progress = time.monotonic()
             for task in self._tasks:
                 task()
-            still = time.monotonic() - self._progress
-            if self.timeout is not None and still > self.timeout * self._updates() and not self._patient:
+            idle = time.monotonic() - self._progress
+            if self.timeout is not None and idle > self.timeout * self._updates() and not self._suspended:
                 with contextlib.suppress(DistributedError):
-                    self._stuck(still)
+                    self._stuck(idle)
 
     def _updates(self) -> int:
-        """How many the device is at, in one call; or was, or is given data for."""
+        """Return the number of updates in the call that is running (or was dispatched last)."""
         sizes = [metrics["loss"].size for metrics in [*self._sent][:1]]
         return max(1, self.updates, *sizes)
 
-    def _stuck(self, still: float) -> None:
+    def _stuck(self, idle: float) -> None:
+        """End the run after `idle` seconds without progress, unless a process that still responds is suspended."""
         member = self._member
         if member is not None:
             suspended = {rank for rank, beat in member.beats().items() if beat.get("suspended")}
             if suspended and suspended - set(member.silent()):
                 return
         each = f" for each of {self._updates()} updates" if self._updates() > 1 else ""
-        text = f"nothing has moved for {still:.0f} s (watchdog.step_timeout: {self.timeout:g}{each})"
+        text = f"no progress for {idle:.0f} s (watchdog.step_timeout: {self.timeout:g}{each})"
         if member is None:
             self._write_stacks()
             faults.record(f"{text}: {self._position()['where']}")
@@ -150,7 +146,7 @@ class Watchdog:
         time.sleep(3 * ANSWERS)  # `_answer` ends this process
 
     def _answer(self, author: int, text: str) -> None:
-        """Tell where this process is, as all do once one has announced that nothing moves; the author ends the job."""
+        """Exchange the positions of all processes after `author` has announced a hang; the author ends the job."""
         assert self._member is not None
         self._write_stacks()
         texts: dict[int, str] = {}
@@ -181,7 +177,7 @@ class Watchdog:
 
 
 def verdict(answers: dict[int, dict[str, Any]], context: Context) -> str:
-    """Who is behind: those that do not answer, else those that have passed the fewest points."""
+    """Name the ranks that are behind: those that do not answer, else those that have passed the fewest points."""
     name = context.title
     missing = [rank for rank in range(context.size) if rank not in answers]
     if missing:
@@ -199,7 +195,7 @@ def verdict(answers: dict[int, dict[str, Any]], context: Context) -> str:
 
 
 def innermost(where: str) -> str:
-    """The line that the main thread is at; or the reader's, where that is what it waits for."""
+    """Return the current line of the main thread, or of the prefetch thread if the main thread waits for data."""
     threads = {thread.name: thread.ident for thread in threading.enumerate()}
     ident = threads.get("jaxdp-prefetch") if "data" in where else None
     frame = sys._current_frames().get(ident or threading.main_thread().ident or 0)
