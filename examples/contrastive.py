@@ -4,8 +4,8 @@
     mpirun -np 2 python examples/contrastive.py runs/contrastive_two
 
 Each half is embedded separately. The loss pulls a left half to its own right half and away from the others of the 120
-examples in the batch, on any device. The accuracy is that of choosing one half among 120, because the 360 examples of the test
-split form batches of 120. Chance is 0.008.
+examples in the batch, on any device. The accuracy is that of choosing one half among 120, because the 360 examples of
+the test split form batches of 120. Chance is 0.008.
 """
 
 import sys
