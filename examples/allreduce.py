@@ -1,8 +1,8 @@
-"""Every process brings ones * (rank + 1), and all-reduce makes them equal: within all, or within groups of ranks.
+"""All-reduce ones * (rank + 1) over all processes, or within groups of ranks.
 
     mpirun -np 4 python examples/allreduce.py        srun -n 4 ..., torchrun ..., or python alone work as well
 
-With four processes it prints the table of RAF's documentation of `allreduce` and its `rank_list`:
+With four processes it prints the table in RAF's documentation of `allreduce` and its `rank_list`:
 
     rank                            0    1    2    3
     before                          1    2    3    4
@@ -24,7 +24,7 @@ def main() -> None:
     for groups in ([[0, 1], [2, 3]], [[0, 1, 2], [3]], [[0, 1, 2]]):
         if context.size == 4:
             rows[f"groups={groups}"] = jaxdp.allreduce(x, groups=groups)
-    # What each rank holds, for the root to print: one gather for the whole table.
+    # Gather the values of all ranks on the root, which prints them: one gather for the full table.
     columns = jaxdp.gather([np.asarray(y)[:, :1] for y in rows.values()], root=context.root_rank)
     if context.is_root:
         print(f"{'rank':28}" + "".join(f"{r:5d}" for r in range(context.size)))

@@ -1,11 +1,11 @@
-"""Which right half belongs to which left half? A loss over the whole batch, the same on any number of devices.
+"""Match the halves of a digit with a contrastive loss over the whole batch, equal on any number of devices.
 
     python examples/contrastive.py
     mpirun -np 2 python examples/contrastive.py runs/contrastive_two
 
-Each half of a digit is embedded separately; an example's left half is to be nearer to its own right half than to those
-of all the 120 examples of the batch, wherever they are computed. By chance accuracy would be 0.008. Of the 360 examples
-of the test split every batch has 120, so that the accuracy printed is that of one choice among 120.
+Each half is embedded separately. The loss pulls a left half to its own right half and away from the others of the 120
+examples in the batch, on any device. The accuracy is that of choosing one half among 120, because the 360 examples of
+the test split form batches of 120. Chance is 0.008.
 """
 
 import sys
@@ -19,7 +19,7 @@ from jaxdp.losses import Contrastive
 
 
 class Halves(nnx.Module):
-    """image[example, 8, 8, 1] -> (embedding of the left half, of the right half), each [example, dim]."""
+    """Embed the halves of image[example, 8, 8, 1]: return (left, right), each [example, dim]."""
 
     def __init__(self, width: int = 128, dim: int = 32, *, rngs: nnx.Rngs):
         tower = lambda: nnx.Sequential(

@@ -1,4 +1,4 @@
-"""A model, a loss and data of one's own, trained from a script on all devices.
+"""Train a custom model, loss and data set from a script on all devices.
 
 python examples/fit_script.py
 mpirun -np 2 python examples/fit_script.py runs/fit_two
@@ -15,7 +15,7 @@ import jaxdp
 
 
 class Net(nnx.Module):
-    """x[example, 2] -> y[example]."""
+    """Map x[example, 2] to y[example]."""
 
     def __init__(self, width: int = 64, *, rngs: nnx.Rngs):
         self.up, self.down = nnx.Linear(2, width, rngs=rngs), nnx.Linear(width, 1, rngs=rngs)
@@ -25,7 +25,7 @@ class Net(nnx.Module):
 
 
 def absolute_error(outputs, batch):
-    """A loss returns sums and a weight; the mask is 0 for padding."""
+    """Return the sum, the weight and no metrics; the mask is 0 for padding."""
     mask = batch["mask"]
     return jnp.sum(jnp.abs(outputs - batch["labels"]) * mask), jnp.sum(mask), {}
 

@@ -1,12 +1,12 @@
-"""The data-parallel example of the Needle course project: ResNet-9 on CIFAR-10, one epoch, in a loop of its own.
+"""Train the ResNet-9 of the Needle course project on CIFAR-10 for one epoch, in a hand-written loop.
 
     python examples/needle_resnet9.py cifar-10-batches-py
     mpirun -np 2 --bind-to none python examples/needle_resnet9.py cifar-10-batches-py        (--fake needs no files)
 
-Its four calls are these: `init`, `partition_dataset`, `broadcast_parameters` and the distributed optimizer. Each rank
-normalizes by its own part of a batch; at the end rank 0's running averages go to all, as DDP's buffers do in PyTorch.
+It uses four calls: `init`, `partition_dataset`, `broadcast_parameters` and `distributed_optimizer`. BatchNorm uses each
+rank's part of a batch. After an epoch, rank 0 broadcasts its running averages, like DDP's buffers in PyTorch.
 
-    epoch 0: 8.9 s, test accuracy 0.5175        # one process on 2 CPU cores, 2 s of it compilation
+    epoch 0: 8.9 s, test accuracy 0.5175        # one process on 2 CPU cores, including 2 s of compilation
 """
 
 import argparse
@@ -46,7 +46,7 @@ def right(params, averages, batch):
 
 
 def read(folder, split):
-    """The data set, or noise in its place: what is learned from it is nothing, at the same speed."""
+    """Return a split of CIFAR-10, or random images if there is no folder."""
     if folder:
         return CIFAR10(folder, split)
     rng, count = np.random.default_rng(0), 500 if split == "train" else 200

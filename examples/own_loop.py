@@ -1,8 +1,9 @@
-"""A training loop as one writes it for one device, made data-parallel by five calls: the lines with a number.
+"""A training loop for one device, made data-parallel by five calls, which are numbered in the code.
 
     python examples/own_loop.py        mpirun -np 2 python examples/own_loop.py        (srun, torchrun, ... as well)
 
-The batches are of 50 examples in all, the last of an epoch of one, and the losses the same on any number of processes:
+A batch has 50 examples over all processes; the last of an epoch has one. The losses do not depend on the number of
+processes:
 
     update   0  loss 2.353443  accuracy 0.1600
     update  25  loss 1.544138  accuracy 0.6600
@@ -37,7 +38,7 @@ def main() -> None:
     data = Digits().read(np.arange(EXAMPLES))
     images = data["inputs"].reshape(EXAMPLES, 64) / np.float32(16)
     batches = jaxdp.partition_dataset((images, data["labels"]), BATCH)  # 2
-    rngs = nnx.Rngs(context.rank)  # other weights on each rank, until 3
+    rngs = nnx.Rngs(context.rank)  # different weights on each rank, until 3
     model = nnx.Sequential(nnx.Linear(64, 64, rngs=rngs), nnx.relu, nnx.Linear(64, 10, rngs=rngs))
     nnx.update(model, jaxdp.broadcast_parameters(nnx.state(model)))  # 3
     optimizer = nnx.Optimizer(model, jaxdp.distributed_optimizer(optax.adam(3e-3)), wrt=nnx.Param)  # 4

@@ -1,8 +1,8 @@
-"""ZeRO stage 1 in a pmapped loop of one's own: `zero1` around the optimizer takes the place of `lax.pmean`.
+"""ZeRO stage 1 in a hand-written `pmap` loop: `zero1` around the optimizer replaces `lax.pmean`.
 
-    python examples/zero1.py        on GPUs where there are some, else on 8 simulated devices
+    python examples/zero1.py        on GPUs if there are any, else on 8 simulated devices
 
-Each device keeps the Adam moments of its eighth of the parameters (the last bias, 10 numbers, cannot be cut in 8):
+Each device stores the Adam moments of its eighth of the parameters (the last bias, 10 numbers, is not divisible by 8):
 
     update    loss
          0   2.373
@@ -16,7 +16,7 @@ import functools
 import os
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-os.environ.setdefault("NPROC", "32")  # threads enough for simulated devices that wait in several collectives
+os.environ.setdefault("NPROC", "32")  # enough threads for simulated devices that wait in several collectives
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def loss(params, x, y):
 
 @functools.partial(jax.pmap, axis_name="batch", donate_argnums=(0, 1))
 def update(params, state, x, y):
-    value, grads = jax.value_and_grad(loss)(params, x, y)  # and no pmean(grads)
+    value, grads = jax.value_and_grad(loss)(params, x, y)  # no pmean(grads): `tx.update` reduces them
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, jax.lax.pmean(value, "batch")
 
