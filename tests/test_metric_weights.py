@@ -169,7 +169,7 @@ def test_what_is_neither_a_sum_nor_a_pair_is_refused(metrics):
 
 @pytest.mark.parametrize("name", ["loss", "weight/a", 3])
 def test_names_of_metrics_that_a_record_has_itself_are_refused(name):
-    with pytest.raises(UsageError, match="which a record says by itself"):
+    with pytest.raises(UsageError, match="which every record contains already"):
         check_result((ONE, ONE, {name: ONE}))
 
 

@@ -60,7 +60,7 @@ def test_the_panel_says_where_a_run_stands(width):
     terminal = Terminal(file=io.StringIO(), width=width, height=40, force_terminal=True)
     panel = Panel(clock, facts, terminal, lambda: "1.0 of 2.0 GB")
     try:
-        assert "compiles" in drawn(panel, width)
+        assert "compiling" in drawn(panel, width)
         clock.at(4200)
         for loss in (3.0, float("nan"), 1.0, 0.2129):
             panel.write({**TRAIN, "loss": loss})
@@ -282,7 +282,7 @@ def test_a_writer_holds_nothing_up(tmp_path, capsys, monkeypatch, when, how):
     assert time.monotonic() - began < 5 and record["loss"] == 1.0 and writer.failed
     error = capsys.readouterr().err.splitlines()
     said = "did not answer for 0.5 s" if how == "hangs" else "no route"
-    assert said in error[-1] and "training goes on without it" in error[-1]
+    assert said in error[-1] and "training continues without it" in error[-1]
     assert len(error) == 1 + (when == "start" and how == "hangs") and all("test_monitoring.Bad" in e for e in error)
 
 
@@ -294,7 +294,7 @@ def test_a_writer_that_takes_nothing_is_left(tmp_path, capsys, monkeypatch):
     for step in range(20):
         writer.write({"step": step, "split": "train", "loss": 1.0})
     writer.close()
-    assert capsys.readouterr().err.count("has 5 records to write and takes none") == 1
+    assert capsys.readouterr().err.count("has 5 queued records and accepts none") == 1
 
 
 @pytest.mark.slow

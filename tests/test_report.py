@@ -187,7 +187,7 @@ def test_a_run_that_failed_before_its_first_update_has_a_report(tmp_path):
 
 
 def test_what_is_no_run_is_named(tmp_path):
-    cases = {"missing": "no run", "empty": "no run directory", "new": "no metrics yet"}
+    cases = {"missing": "no run", "empty": "not a run directory", "new": "no metrics yet"}
     (tmp_path / "empty").mkdir()
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "env.json").write_text("{}")

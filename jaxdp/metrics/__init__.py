@@ -1,4 +1,4 @@
-"""Writers of what a run measures, behind one small interface."""
+"""Writers of a run's metrics, behind one small interface."""
 
 from jaxdp.metrics.writer import Many, Nothing, Writer
 

@@ -1,4 +1,4 @@
-"""What is said to people is said where it can be: a full disk, a pipe whose reader left or no output end no run."""
+"""Print without failing: a full disk, a broken pipe or a closed stdout never ends a run."""
 
 import contextlib
 import os
@@ -7,9 +7,9 @@ from typing import TextIO
 
 
 def say(text: str, error: bool = False) -> None:
-    """A line to standard output, or error; what its encoding has not becomes a question mark."""
+    """Print a line to standard output, or error; characters outside its encoding become question marks."""
     stream = sys.stderr if error else sys.stdout
-    with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
+    with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed
         try:
             print(text, file=stream, flush=True)
         except UnicodeEncodeError as problem:
@@ -17,7 +17,7 @@ def say(text: str, error: bool = False) -> None:
 
 
 def draws() -> bool:
-    """Whether standard output is a terminal that can be drawn on, in the characters that a panel needs."""
+    """Return True if standard output is a terminal that can display the live panel."""
     with contextlib.suppress(OSError, ValueError):
         stream: TextIO | None = sys.stdout
         plain = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
@@ -26,13 +26,13 @@ def draws() -> bool:
 
 
 def drain() -> None:
-    """Before the end: what cannot be written any more is dropped, or Python would end with code 120 over it."""
+    """Flush the output before exit, dropping what cannot be written; otherwise Python would exit with code 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
                 stream.flush()
         except (OSError, ValueError):
             with contextlib.suppress(OSError, ValueError):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, stream.fileno())
-                os.close(nowhere)
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, stream.fileno())
+                os.close(null)

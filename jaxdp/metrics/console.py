@@ -1,4 +1,4 @@
-"""What a person sees: a live panel on a terminal, one aligned line per interval anywhere else."""
+"""Console output: a live panel on a terminal, one aligned line per log interval elsewhere."""
 
 import contextlib
 import time
@@ -20,18 +20,18 @@ NAMES = {
     "grad_norm": "|grad|",
     "mfu": "MFU",
 }
-TOO_LONG = 0.3  # a still larger one is worth a warning, once
-WAITS = 0.05  # a larger share of the time in waiting for data is shown
-WIDTHS = {"lr": 8, "mfu": 6, "goodput": 6}  # of a number, so that what follows stays in its column; others:
-WIDTH = 9
+TOO_LONG = 0.3  # an `input_wait` above this fraction causes one warning
+WAITS = 0.05  # an `input_wait` above this fraction is printed
+WIDTHS = {"lr": 8, "mfu": 6, "goodput": 6}  # column widths of numbers
+WIDTH = 9  # the column width of all other numbers
 
 
 class Console:
-    """Lines to standard output, with time left; on a terminal they scroll above a panel.
+    """A writer that prints lines with the remaining time; on a terminal they scroll above a live panel.
 
-    steps: the last update of the run; start: the one it begins after. panel: show it if standard output is a terminal;
-    not for an evaluation alone, nor under a launcher (Open MPI 5 gives each process a pseudo-terminal). facts: what the
-    panel says of the run, by name.
+    steps: the last update of the run; start: the update it resumes after. panel: show the panel if standard output is a
+    terminal; set it to false for an evaluation only, and under a launcher (Open MPI 5 gives each process a
+    pseudo-terminal). facts: lines about the run for the panel, by name.
     """
 
     def __init__(self, steps: int, start: int = 0, panel: bool = True, facts: Mapping[str, str] | None = None):
@@ -53,7 +53,7 @@ class Console:
             self.advised = True
             self.say(
                 f"warning: the devices wait {record['input_wait']:.0%} of the time for data; data.workers reads it in "
-                "processes, data.on_device: true keeps a small set on the devices"
+                "processes, data.on_device: true keeps a small data set on the devices"
             )
         if record.get("input_wait", 0.0) > WAITS:
             parts.append(f"waits for data {record['input_wait']:.0%}")
@@ -73,7 +73,7 @@ class Console:
             aloud.say(text)
 
     def happened(self, kind: str, step: int | None) -> None:
-        """An event of the run, such as `saved`."""
+        """Handle an event of the run, such as `saved`."""
         if self.panel and kind == "saved" and step is not None:
             self.panel.saved(step)
 
@@ -87,7 +87,7 @@ class Console:
 
 
 class Clock:
-    """How far a run is, and how long the rest takes at the pace since it began (or went back)."""
+    """The progress of a run and its estimated remaining time, from the speed since it started (or was rolled back)."""
 
     def __init__(self, steps: int, start: int = 0):
         self.steps, self.start, self.step = steps, start, start
@@ -96,9 +96,9 @@ class Clock:
         self.pace: float | None = None
 
     def at(self, step: int, ms: float | None = None) -> None:
-        """An update was made; ms: what one took of late, by which `left` goes until there are two records."""
+        """Record that update `step` is done; ms: recent milliseconds per update, for `left` until the second record."""
         self.pace = ms
-        if self.first and self.step > self.start:  # up to the first record it was compilation too
+        if self.first and self.step > self.start:  # exclude the time before the first record: it includes compilation
             self.start, self.paced, self.first = self.step, self.seen, False
         self.step, self.seen = step, time.monotonic()
 
@@ -107,11 +107,11 @@ class Clock:
         self.paced = self.seen = time.monotonic()
 
     def left(self) -> float | None:
-        """Seconds; None where there is no pace yet."""
-        made = self.step - self.start
-        if self.first and made > 0 and self.pace is not None:
+        """Return the estimated remaining seconds; None if the speed is not known yet."""
+        done = self.step - self.start
+        if self.first and done > 0 and self.pace is not None:
             return self.pace / 1000 * (self.steps - self.step)
-        return (self.seen - self.paced) * (self.steps - self.step) / made if made > 0 else None
+        return (self.seen - self.paced) * (self.steps - self.step) / done if done > 0 else None
 
     def elapsed(self) -> float:
         return time.monotonic() - self.began

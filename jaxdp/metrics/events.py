@@ -1,4 +1,4 @@
-"""events.jsonl: what happened to a run and when, one JSON object per line; never rewritten, over all its restarts."""
+"""events.jsonl: the events of a run with their times, one JSON object per line, appended across all restarts."""
 
 import contextlib
 import pathlib
@@ -16,25 +16,27 @@ ENDS = ("finished", "preempted", "failed")
 
 
 class NoEvents:
-    """What the ranks other than root note, and a loop without a run directory.
+    """An event log that writes nothing: for ranks other than root, and for a loop without a run directory.
 
-    tell: is told the kind and the step of each event that is noted.
+    tell: a callback that gets the kind and the step of each event.
     """
 
     tell: Callable[[str, int | None], None] = staticmethod(lambda kind, step: None)
 
     def note(self, kind: str, step: int | None = None, **more: Any) -> None:
-        """kind: `start`, `resume`, `first_update`, `evaluation`, `saved`, `save_failed`, `rolled_back`, or one of ENDS.
+        """Log an event.
 
-        step: updates made by then. more: JSON, such as `seconds` that it took, of which `blocked` held up the loop.
+        kind: `start`, `resume`, `first_update`, `evaluation`, `saved`, `save_failed`, `rolled_back`, or one of ENDS.
+        step: the number of completed updates. more: JSON, such as `seconds`, the duration, and `blocked`, the seconds
+        of it that blocked the training loop.
         """
 
     def check_directory(self) -> None:
-        """Raise RunFailed where the run directory was removed."""
+        """Raise RunFailed if the run directory was removed."""
 
 
 class Events(NoEvents):
-    """Appends to `directory`/events.jsonl, from any thread; what a full disk does not take is written with the next."""
+    """Append events to `directory`/events.jsonl, from any thread; after a full disk, retry with the next event."""
 
     def __init__(self, directory: pathlib.Path):
         self.path = directory / NAME

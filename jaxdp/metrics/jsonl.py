@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per line, flushed as written; a resumed run goes on where its checkpoint stands."""
+"""metrics.jsonl: one JSON object per line, flushed as written; a resumed run continues after its checkpoint's step."""
 
 import contextlib
 import json
@@ -12,11 +12,11 @@ from jaxdp.metrics.writer import Record
 
 
 class JsonLines:
-    """Appends to `path`; lines of steps after `keep_until`, and a torn last line, are dropped first.
+    """A writer that appends to `path`, after dropping a torn last line and all lines of steps after `keep_until`.
 
-    evaluated: the evaluation after update `keep_until` will not be made again, and so its line stays too. What cannot
-    be written, since the disk is full, is kept and written later. Each says its `time` in seconds since the epoch.
-    `write` raises RunFailed once the file is no longer at `path`.
+    evaluated: True if the evaluation after update `keep_until` already ran; its line is kept. Each record gets its
+    `time` in seconds since the epoch. If the disk is full, records are written later. `write` raises RunFailed if the
+    file is no longer at `path`.
     """
 
     def __init__(self, path: pathlib.Path, keep_until: int = 0, evaluated: bool = True):
@@ -28,10 +28,10 @@ class JsonLines:
         self.close()
         self.pending = b""
         last = {"final": 0, "eval": step if evaluated else step - 1}
-        kept = [line for line in read(self.path) if 0 < line.get("step", 0) <= last.get(line.get("split", ""), step)]
+        valid = [line for line in read(self.path) if 0 < line.get("step", 0) <= last.get(line.get("split", ""), step)]
         new = self.path.with_suffix(".tmp")
-        with contextlib.suppress(OSError):  # a full disk: lines that do not hold stay, rather than none
-            new.write_text("".join(dump(line) for line in kept))
+        with contextlib.suppress(OSError):  # if the disk is full, keep the outdated lines rather than lose all
+            new.write_text("".join(dump(line) for line in valid))
             new.replace(self.path)
         self.file = self.path.open("ab", buffering=0)
 
@@ -51,7 +51,7 @@ class JsonLines:
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The records of a metrics file, without a last line that was cut short; empty where there is no file."""
+    """Return the records of a metrics file, skipping torn lines; an empty list if there is no file."""
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
@@ -64,7 +64,7 @@ def read(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def dump(record: Record) -> str:
-    """A line of a metrics file."""
-    # JSON has no NaN or infinity: they are written as text, which float() reads back.
+    """Return a record as a line of JSON."""
+    # JSON has no NaN or infinity: write them as strings, which float() reads back.
     clean = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     return json.dumps(clean) + "\n"

@@ -1,11 +1,12 @@
-"""Memory in use, where it can be known: the devices' own, or this process's."""
+"""Memory in use, as far as known: that of the devices, or that of this process."""
 
 import contextlib
 import os
 
 
 def memory() -> str:
-    """Such as "12.3 of 141.0 GB (most 14.0)"; empty where nothing is known. Of this process's fullest device."""
+    """Return the memory use of this process's fullest device, such as "12.3 of 141.0 GB (most 14.0)", or of the process
+    if the devices do not report it; empty if unknown."""
     import jax
 
     stats = [s for s in (device.memory_stats() for device in jax.local_devices()) if s]

@@ -1,10 +1,10 @@
-"""Numbers as people read them."""
+"""Formatting of numbers for people."""
 
 from typing import Any
 
 
 def duration(seconds: float | None) -> str:
-    """h:mm:ss, with days where there are any."""
+    """Format seconds as h:mm:ss, with days if there are any; None as "?"."""
     if seconds is None:
         return "?"
     minutes, rest = divmod(int(seconds), 60)
@@ -14,8 +14,7 @@ def duration(seconds: float | None) -> str:
 
 
 def number(name: str, value: Any) -> str:
-    """A metric as people read it: rates in whole numbers, shares in percent, losses with four decimals, as far as that
-    says anything."""
+    """Format a metric: rates as whole numbers, fractions in percent, losses with four decimals if in range."""
     if not isinstance(value, int | float):
         return str(value)
     if name in ("examples_per_s", "tokens_per_s"):
@@ -34,12 +33,12 @@ def number(name: str, value: Any) -> str:
 
 
 def size(n: float) -> str:
-    """Bytes for people: 1.23 GB."""
+    """Format a number of bytes, such as 1.23 GB."""
     return f"{scaled(n)}B"
 
 
 def scaled(n: float) -> str:
-    """With three digits, and the prefix of a unit that follows: "1.23 G"."""
+    """Format with three digits and the prefix of a unit that follows: "1.23 G"."""
     for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if n >= scale:
             return f"{n / scale:.3g} {prefix}" if n < 999.5 * scale else f"{n / scale:.0f} {prefix}"

@@ -1,4 +1,4 @@
-"""The live panel: where a run stands, at a glance, redrawn four times a second."""
+"""The live panel: the progress and metrics of a run, redrawn four times a second."""
 
 import collections
 import time
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 BARS = "▁▂▃▄▅▆▇█"
-POINTS = 32  # of the sparkline
+POINTS = 32  # characters of the sparkline
 SPEED = {
     "examples_per_s": "{} examples/s",
     "tokens_per_s": "{} tokens/s",
@@ -23,11 +23,11 @@ SPEED = {
     "mfu": "MFU {}",
     "input_wait": "waiting for input {}",
 }
-OWN = {"loss", "lr", "grad_norm", "step", "split", "time", "skipped", "skipped_updates", "nonfinite_grads"}
+NOT_METRICS = {"loss", "lr", "grad_norm", "step", "split", "time", "skipped", "skipped_updates", "nonfinite_grads"}
 
 
 class Progress(Protocol):
-    """How far a run is: see `jaxdp.metrics.console.Clock`."""
+    """The progress of a run; see `jaxdp.metrics.console.Clock`."""
 
     steps: int
     step: int
@@ -37,9 +37,9 @@ class Progress(Protocol):
 
 
 class Panel:
-    """Of one run, on the terminal. facts: what is said of it below its numbers, by name; `title` is its head.
+    """The live panel of one run. facts: lines below the numbers, by name; `title` becomes the panel's title.
 
-    console: where it is drawn, standard output by itself; in_use: what is said of memory.
+    console: the Rich console to draw on, standard output by default; in_use: returns a text about the memory in use.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Panel:
         if record["split"] == "train":
             self.train = record
             self.losses.append(float(record["loss"]))
-        elif record["split"] == "eval" or self.eval:  # without any, the final record tells of an update
+        elif record["split"] == "eval" or self.eval:  # without an evaluation, the final record is of an update
             self.eval = record
 
     def saved(self, step: int) -> None:
@@ -78,10 +78,10 @@ class Panel:
         self.live.stop()
 
     def render(self) -> "RenderableType":
-        """All of it, or where the terminal is too low, what is under way."""
-        whole = self.frame(self.facts)
-        if len(self.console.render_lines(whole)) <= self.console.height:
-            return whole
+        """Return the full panel, or the panel without facts if the terminal has too few lines."""
+        full = self.frame(self.facts)
+        if len(self.console.render_lines(full)) <= self.console.height:
+            return full
         return self.frame({"title": self.facts["title"]} if "title" in self.facts else {})
 
     def frame(self, facts: Mapping[str, str]) -> "RenderableType":
@@ -117,22 +117,22 @@ class Panel:
             if speed := [text.format(number(k, train[k])) for k, text in SPEED.items() if k in train]:
                 rows.add_row("speed", Flow(speed))
         else:
-            rows.add_row("", Text("compiles; the first numbers come with the first interval", style="dim"))
+            rows.add_row("", Text("compiling; the first numbers follow after the first interval", style="dim"))
         if self.eval:
-            found = {
+            numbers = {
                 k: v for k, v in self.eval.items() if k not in ("step", "split", "time", "goodput", "params_sha256")
             }
-            ordered = sorted(found, key=lambda k: k != "loss")
+            ordered = sorted(numbers, key=lambda k: k != "loss")
             after = Text(f"after {self.eval['step']:,}", style="dim")
-            rows.add_row("evaluated", Flow([*(f"{k} {number(k, found[k])}" for k in ordered), after]))
+            rows.add_row("evaluated", Flow([*(f"{k} {number(k, numbers[k])}" for k in ordered), after]))
         if self.save is not None:
             rows.add_row("saved", f"step {self.save[0]:,}, {duration(time.monotonic() - self.save[1])} ago")
         if in_use := self.in_use():
             rows.add_row("in use", in_use)
-        told = {name: text for name, text in facts.items() if name != "title"}
-        if told:
+        lines = {name: text for name, text in facts.items() if name != "title"}
+        if lines:
             rows.add_row("", "")
-        for name, text in told.items():
+        for name, text in lines.items():
             rows.add_row(name, Text(text))
         return Frame(
             Group(head, rows),
@@ -146,7 +146,7 @@ class Panel:
 
 
 class Flow:
-    """Side by side as far as the width goes, and then below; nothing is broken that fits in a line."""
+    """A row of texts that wraps between the texts, never inside one that fits in a line."""
 
     def __init__(self, parts: "Sequence[str | Text]", gap: str = "  "):
         self.parts, self.gap = parts, gap
@@ -165,7 +165,7 @@ class Flow:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One character a value, the lowest ▁ and the highest █; what is not finite is a blank."""
+    """Return one character per value, the lowest ▁ and the highest █; a blank for a non-finite value."""
     finite = [v for v in values if abs(v) < float("inf")]
     if not finite:
         return ""
@@ -175,4 +175,4 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def _is_metric(name: str) -> bool:
-    return name not in OWN | SPEED.keys() and not name.startswith(("straggler", "goodput", "loss_scale"))
+    return name not in NOT_METRICS | SPEED.keys() and not name.startswith(("straggler", "goodput", "loss_scale"))

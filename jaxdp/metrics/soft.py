@@ -1,4 +1,4 @@
-"""A writer that may fail, or hang: training goes on without it, and says so once."""
+"""A background writer: if the wrapped writer fails or hangs, training continues without it after one warning."""
 
 import queue
 import threading
@@ -10,76 +10,76 @@ from jaxdp.errors import UsageError, one_line
 from jaxdp.metrics import aloud
 from jaxdp.metrics.writer import Record, Writer
 
-START = 10.0  # seconds that training waits for a writer to be made
-PATIENCE = 30.0  # seconds, at the end, that one call of it may take
-WAITING = 10_000  # calls that may wait for it
+START = 10.0  # seconds that training waits for a writer to start
+PATIENCE = 30.0  # seconds that one call may take at the end of the run
+WAITING = 10_000  # the capacity of the call queue
 
 
 class Soft:
-    """Makes another writer and passes on to it, in a thread of its own, until it raises or is stuck.
+    """A writer that makes another writer and forwards calls to it in a separate thread, until that raises or hangs.
 
-    A writer that is not made after START seconds gets what is written later. Raises UsageError where `make` does.
+    If `make` takes longer than START seconds, calls wait in the queue. Raises the UsageError of `make`.
     """
 
     def __init__(self, name: str, make: Callable[[], Writer]):
         self.name, self.failed = name, False
         self.calls: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(WAITING)
-        self.began = time.monotonic()  # when the call began that it is in
+        self.began = time.monotonic()  # the start of the current call
         self.refused: UsageError | None = None
-        made = threading.Event()
-        self.thread = threading.Thread(target=self._work, args=(make, made), name=f"writer {name}", daemon=True)
+        ready = threading.Event()
+        self.thread = threading.Thread(target=self._work, args=(make, ready), name=f"writer {name}", daemon=True)
         self.thread.start()
-        if not made.wait(START):
-            self._warn(f"is not ready after {START:g} s; training goes on, and it gets its records once it is")
+        if not ready.wait(START):
+            self._warn(f"is not ready after {START:g} s; training continues, and records are queued for it")
         if self.refused is not None:
             raise self.refused
 
     def write(self, record: Record) -> None:
-        self._pass("write", dict(record))
+        self._enqueue("write", dict(record))
 
     def say(self, text: str) -> None:
-        self._pass("say", text)
+        self._enqueue("say", text)
 
     def rewind(self, step: int) -> None:
-        self._pass("rewind", step)
+        self._enqueue("rewind", step)
 
     def close(self) -> None:
-        """Waits for what is left, as long as no call takes PATIENCE seconds."""
-        self._pass("close")
+        """Wait for the queued calls, as long as no call takes PATIENCE seconds."""
+        self._enqueue("close")
         while self.thread.is_alive() and not self.failed:
-            left = self.began + PATIENCE - time.monotonic()
-            if left <= 0:
-                self._leave(f"did not answer for {PATIENCE:g} s")
-            self.thread.join(min(max(left, 0.0), 1.0))
+            remaining = self.began + PATIENCE - time.monotonic()
+            if remaining <= 0:
+                self._abandon(f"did not answer for {PATIENCE:g} s")
+            self.thread.join(min(max(remaining, 0.0), 1.0))
 
-    def _pass(self, method: str, *args: Any) -> None:
+    def _enqueue(self, method: str, *args: Any) -> None:
         if not self.failed:
             try:
                 self.calls.put_nowait((method, args))
             except queue.Full:
-                self._leave(f"has {WAITING:,} records to write and takes none")
+                self._abandon(f"has {WAITING:,} queued records and accepts none")
 
-    def _work(self, make: Callable[[], Writer], made: threading.Event) -> None:
+    def _work(self, make: Callable[[], Writer], ready: threading.Event) -> None:
         method = ""
         try:
             writer = make()
-            made.set()
+            ready.set()
             while method != "close" and not self.failed:
                 method, args = self.calls.get()
                 self.began = time.monotonic()
                 getattr(writer, method)(*args)
         except BaseException as error:
-            if isinstance(error, UsageError) and not made.is_set():
+            if isinstance(error, UsageError) and not ready.is_set():
                 self.refused = error
             else:
-                self._leave(f"failed ({type(error).__name__}: {one_line(error)})")
+                self._abandon(f"failed ({type(error).__name__}: {one_line(error)})")
         finally:
-            made.set()
+            ready.set()
 
-    def _leave(self, why: str) -> None:
+    def _abandon(self, reason: str) -> None:
         if not self.failed:
             self.failed = True
-            self._warn(f"{why}; training goes on without it")
+            self._warn(f"{reason}; training continues without it")
 
     def _warn(self, text: str) -> None:
         aloud.say(f"jaxdp: warning: log.writers: {self.name} {text}", error=True)

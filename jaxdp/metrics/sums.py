@@ -1,6 +1,6 @@
-"""A loss returns (sum, weight, metrics); a metric is a sum, divided by the loss's weight, or a pair (sum, its weight).
-
-Inside an update a pair is two entries, `name` and `weight/name`, so that metrics are one dict of scalars everywhere.
+"""Sums and weights: a loss returns (sum, weight, metrics); a metric is a sum, divided by the loss's weight, or a pair
+(sum, its own weight). Inside an update a pair becomes two entries, `name` and `weight/name`, so that metrics are one
+dict of scalars everywhere.
 """
 
 import math
@@ -23,7 +23,7 @@ def check_result(result: Any) -> tuple[jax.Array, jax.Array, Scalars]:
     for name in result[2] if three else ():
         if not isinstance(name, str) or name in RESERVED or name.startswith(WEIGHT):
             raise UsageError(
-                f"loss: a metric of it is called {name!r}, which a record says by itself; give it another name"
+                f"loss: a metric is called {name!r}, which every record contains already; give it another name"
             )
     if not three or not all(map(is_scalar, (*result[:2], *flat(result[2]).values()))):
         kind = lambda x: f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else f"a Python {type(x).__name__}"
@@ -57,17 +57,17 @@ def divide(metrics: Mapping[str, Any], weight: Any, xp: Any = jnp) -> dict[str, 
     def mean(name: str, value: Any) -> Any:
         if name.startswith(WEIGHT):
             return value
-        if (own := metrics.get(WEIGHT + name)) is None:
+        if (own_weight := metrics.get(WEIGHT + name)) is None:
             return value / weight
-        return xp.where(own != 0, value / xp.where(own != 0, own, 1), xp.nan)
+        return xp.where(own_weight != 0, value / xp.where(own_weight != 0, own_weight, 1), xp.nan)
 
     return {name: mean(name, value) for name, value in metrics.items()}
 
 
 def make_record(means: Mapping[str, float], derive: Callable[..., Mapping[str, float]]) -> dict[str, float]:
-    """Return what is reported of means, as `divide` returns them, and what `derive` makes of them.
+    """Return the numbers to report: the means that `divide` returns, and the numbers that `derive` computes from them.
 
-    A metric whose own weight is 0 is a mean of nothing: `derive` sees NaN, and it is left out, as is what is then NaN.
+    A metric whose own weight is 0 is NaN for `derive` and omitted from the report, as are derived numbers that are NaN.
     """
     empty = {name.removeprefix(WEIGHT) for name, value in means.items() if name.startswith(WEIGHT) and value == 0}
     means = {name: float(value) for name, value in means.items() if not name.startswith(WEIGHT)}

@@ -1,4 +1,4 @@
-"""Curves for TensorBoard, written by tensorboardX: one tag a number, train/loss and eval/loss side by side."""
+"""Curves for TensorBoard, written by tensorboardX: one tag per number, such as train/loss and eval/loss."""
 
 import pathlib
 
@@ -7,10 +7,10 @@ from jaxdp.metrics.writer import Record
 
 
 class TensorBoard:
-    """Writes event files below the run directory.
+    """A writer of TensorBoard event files.
 
-    directory: of the run; start: what was written of later updates does not hold; folder: below the directory;
-    flush_secs: seconds between two writes to disk. Raises UsageError where tensorboardX is not installed.
+    directory: the run directory; start: the update that the run resumes after (later points are purged); folder: a
+    subfolder of the directory; flush_secs: seconds between writes. Raises UsageError if tensorboardX is not installed.
     """
 
     def __init__(self, directory: pathlib.Path, start: int = 0, folder: str = "tensorboard", flush_secs: float = 10):

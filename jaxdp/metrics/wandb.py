@@ -1,4 +1,4 @@
-"""Weights & Biases: one run there for one run directory, which goes on when this does."""
+"""A writer for Weights & Biases: one W&B run per run directory, resumed with it."""
 
 import pathlib
 from collections.abc import Mapping
@@ -9,10 +9,10 @@ from jaxdp.metrics.writer import Record
 
 
 class WandB:
-    """Logs to Weights & Biases; without a network with mode: offline, to be sent later by `wandb sync`.
+    """A writer that logs to Weights & Biases; mode: offline works without a network, for a later `wandb sync`.
 
-    directory: of the run, where its id is kept in wandb_id; config: what is shown as the run's; project, name, mode and
-    others: as those of `wandb.init`. Raises UsageError where wandb is not installed.
+    directory: the run directory, which stores the W&B run's id in wandb_id; config: the config to show; project, name,
+    mode and others: as in `wandb.init`. Raises UsageError if wandb is not installed.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class WandB:
         )
         file.write_text(f"{self.run.id}\n")
         self.run.define_metric("step")
-        self.run.define_metric("*", step_metric="step")  # its own step may not go back, and ours may
+        self.run.define_metric("*", step_metric="step")  # W&B's step cannot decrease, but ours can
 
     def write(self, record: Record) -> None:
         numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}

@@ -1,10 +1,10 @@
-"""A writer takes records, one dict of numbers each, and says; where it goes is its own affair."""
+"""The writer interface: receives records (dicts of numbers) and lines of text."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 Record = dict[str, Any]
-# What a record says by itself: a loss may give none of its metrics such a name.
+# The names of built-in entries: a loss may not use them for its metrics.
 RESERVED = frozenset(
     (
         "step", "split", "time", "loss", "weight", "lr", "grad_norm", "nonfinite_grads", "skipped", "skipped_updates",
@@ -15,23 +15,23 @@ RESERVED = frozenset(
 
 
 class Writer(Protocol):
-    """Where the records of a run go; rank 0 alone has any."""
+    """A destination of a run's records; only rank 0 writes any."""
 
     def write(self, record: Record) -> None:
-        """A record with `step`, `split` ('train', 'eval', 'final') and numbers by name."""
+        """Write a record with `step`, `split` ('train', 'eval', 'final') and numbers by name."""
 
     def say(self, text: str) -> None:
-        """A line for people."""
+        """Write a line of text for people."""
 
     def rewind(self, step: int) -> None:
-        """What was written of updates after `step` does not hold: they are made anew."""
+        """Discard the records of updates after `step`: the run repeats these updates."""
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Close the writer; no call follows."""
 
 
 class Nothing:
-    """What the ranks other than root write."""
+    """A writer that writes nothing, for ranks other than root."""
 
     def write(self, record: Record) -> None: ...
 
@@ -43,7 +43,7 @@ class Nothing:
 
 
 class Many:
-    """All of several writers."""
+    """A writer that forwards to several writers."""
 
     def __init__(self, writers: Sequence[Writer]):
         self.writers = writers

@@ -1,4 +1,4 @@
-"""The writers that a config names, beside the console and metrics.jsonl: built in, or anybody's by its path."""
+"""The writers of `log.writers`, in addition to the console and metrics.jsonl: built-in, or any class by its path."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -15,26 +15,26 @@ KEY = "log.writers"
 
 
 def check_writers(entries: Sequence[Any]) -> None:
-    """UsageError where a writer is unknown, or does not take its arguments; makes none of them."""
+    """Raise UsageError if a writer is unknown or does not accept its arguments; makes no writer."""
     for target, args in targets_in(KEY, entries, "writer", "TensorBoard"):
-        found = locate(KEY, target, WRITERS)
-        bind(KEY, found, args, {name: None for name in ("directory", "start", "config") if name in parameters(found)})
+        make = locate(KEY, target, WRITERS)
+        bind(KEY, make, args, {name: None for name in ("directory", "start", "config") if name in parameters(make)})
 
 
 def make_writers(
     entries: Sequence[Any], directory: pathlib.Path, start: int, config: Mapping[str, Any]
 ) -> list[Writer]:
-    """The writers, made; those that fail or hang, in being made as later, are warned of, and left.
+    """Return the configured writers; a writer that fails or hangs, at the start or later, is dropped with a warning.
 
-    A writer's class or function takes, beside its own arguments, any of these by name: directory (of the run), start
-    (the update that the run goes on after) and config (a dict).
+    If a writer's class or function declares directory (of the run), start (the update that the run resumes after) or
+    config (a dict), jaxdp passes them in.
     """
-    given = {"directory": directory, "start": start, "config": config}
-    made: list[Writer] = []
+    available = {"directory": directory, "start": start, "config": config}
+    writers: list[Writer] = []
     for target, args in targets_in(KEY, entries, "writer", "TensorBoard"):
-        found = locate(KEY, target, WRITERS)
-        own = {name: value for name, value in given.items() if name in parameters(found)}
-        bound = bind(KEY, found, args, own)
+        make = locate(KEY, target, WRITERS)
+        extra = {name: value for name, value in available.items() if name in parameters(make)}
+        bound = bind(KEY, make, args, extra)
         require(KEY, bound)
-        made.append(Soft(target, bound))
-    return made
+        writers.append(Soft(target, bound))
+    return writers

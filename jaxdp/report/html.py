@@ -1,4 +1,4 @@
-"""The page is a template with its style, its script and the data of the runs inside: one file, no network."""
+"""The HTML report: a template with inlined style, scripts and run data; one file that needs no network."""
 
 import html
 import json
@@ -13,16 +13,16 @@ SCRIPTS = ("data.js", "chart.js", "parts.js", "main.js")
 
 
 def render(runs: Sequence[dict[str, Any]]) -> str:
-    """HTML of what `read_run` gives for each."""
+    """Return the HTML page for several runs, each as returned by `read_run`."""
     title = ", ".join(run["name"] for run in runs)
     data = json.dumps({"runs": list(runs)}, separators=(",", ":"), default=str, allow_nan=False)
     parts = {
         "title": html.escape(title),
         "style": read("page.css"),
         "script": "\n".join(map(read, SCRIPTS)),
-        "data": data.replace("<", "\\u003c"),  # nothing in it ends the element that holds it
+        "data": data.replace("<", "\\u003c"),  # so that no text in it can close the script element
     }
-    return re.sub(r"\[\[(\w+)\]\]", lambda place: parts[place[1]], read("page.html"))
+    return re.sub(r"\[\[(\w+)\]\]", lambda match: parts[match[1]], read("page.html"))
 
 
 def read(name: str) -> str:
@@ -30,12 +30,12 @@ def read(name: str) -> str:
 
 
 def write(file: pathlib.Path, text: str) -> None:
-    """In one piece: a browser that reads it meanwhile gets the one before. Raises OSError."""
-    if file.exists() and not file.is_file():  # /dev/stdout, a pipe: what it is stays
+    """Replace the file atomically: a browser that reads it meanwhile gets the previous version. Raises OSError."""
+    if file.exists() and not file.is_file():  # do not replace /dev/stdout or a pipe
         file.write_text(text, encoding="utf-8", errors="surrogateescape")
         return
-    file = file.resolve()  # a link stays one
-    new = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # the run and the command may write it at one time
+    file = file.resolve()  # keep a symbolic link
+    new = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # the run and `jaxdp report` may write at the same time
     try:
         new.write_text(text, encoding="utf-8", errors="surrogateescape")
         new.replace(file)

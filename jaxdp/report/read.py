@@ -1,4 +1,4 @@
-"""What a run directory says of its run, as plain data: the page draws it, and computes nothing that is not there."""
+"""Read a run directory as plain data for the report; the page only draws it."""
 
 import fcntl
 import json
@@ -16,31 +16,31 @@ from jaxdp.metrics.jsonl import read
 from jaxdp.report import spent
 
 Json = dict[str, Any]
-DIGITS = 6  # significant ones of a number in the page
+DIGITS = 6  # significant digits of a number in the page
 RATES = ("examples_per_s", "tokens_per_s", "mfu", "goodput")
 SPLITS = ("train", "eval", "final")
-COUNTS = ("step", "steps", "to", "updates", "devices", "processes", "seconds", "blocked")  # numbers of an event
+COUNTS = ("step", "steps", "to", "updates", "devices", "processes", "seconds", "blocked")  # numeric event fields
 MOST = 1e300
 
 
 def read_run(directory: pathlib.Path, alive: bool | None = None) -> Json:
-    """All that the page shows of one run.
+    """Return all data that the page shows of one run.
 
-    alive: whether a process trains there; None: ask its lock, which this process must then not hold, since closing a
-    file gives up all locks that a process has on it.
-    Raises UsageError where this is no run directory, or nothing has been measured yet.
+    alive: whether a process trains in the directory; None: test its lock. Do not use None in the process that has the
+    lock: closing a file releases all locks of the process on it.
+    Raises UsageError if this is not a run directory, or it has no metrics yet.
     """
     check(directory)
-    records = [sound for r in read(directory / "metrics.jsonl") if (sound := sound_record(r))]
-    events = [sound for e in read(directory / kinds.NAME) if (sound := sound_event(e))]
+    records = [record for r in read(directory / "metrics.jsonl") if (record := sound_record(r))]
+    events = [event for e in read(directory / kinds.NAME) if (event := sound_event(e))]
     if not records and not events:
         raise UsageError(f"report: {str(directory)!r} has no metrics yet; wait for the first line of metrics.jsonl")
     config, env, layout = (_mapping(directory / name) for name in ("config.yaml", "env.json", "layout.json"))
     alive = is_held(directory) if alive is None else alive
     sessions = spent.sessions(records, events)
-    silent = [s for s in (sessions[:-1] if alive else sessions) if s["how"] is None]
-    events += skipped(records) + [{"t": s["end"], "kind": "stopped"} for s in silent]
-    events.sort(key=lambda e: e["t"] if e["t"] is not None else math.inf)  # of what is skipped it may not be known
+    unclean = [s for s in (sessions[:-1] if alive else sessions) if s["how"] is None]
+    events += skipped(records) + [{"t": s["end"], "kind": "stopped"} for s in unclean]
+    events.sort(key=lambda e: e["t"] if e["t"] is not None else math.inf)  # skipped updates may have no time
     return {
         "name": directory.resolve().name,
         "path": str(directory),
@@ -58,18 +58,18 @@ def read_run(directory: pathlib.Path, alive: bool | None = None) -> Json:
 
 
 def check(directory: pathlib.Path) -> None:
-    """UsageError where this is no directory of a run."""
+    """Raise UsageError if this is not a run directory."""
     if not directory.is_dir():
-        raise UsageError(f"report: no run {str(directory)!r}; give the directory of a run, such as runs/digits")
+        raise UsageError(f"report: no run {str(directory)!r}; give a run directory, such as runs/digits")
     if not any((directory / name).is_file() for name in ("metrics.jsonl", "env.json")):
         raise UsageError(
-            f"report: {str(directory)!r} is no run directory: neither metrics.jsonl nor env.json is in it; give one "
+            f"report: {str(directory)!r} is not a run directory: it has neither metrics.jsonl nor env.json; give one "
             "that `jaxdp train` made"
         )
 
 
 def is_held(directory: pathlib.Path) -> bool:
-    """Whether a process holds the lock of the run directory; see `jaxdp.rundir.lock`."""
+    """Return True if a process has the lock of the run directory; see `jaxdp.rundir.lock`."""
     try:
         with (directory / ".lock").open("r") as file:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -80,25 +80,25 @@ def is_held(directory: pathlib.Path) -> bool:
     return False
 
 
-def sound_record(found: Json) -> Json | None:
-    """A record with numbers as JSON has them, what is not finite as text; None for what is no record.
+def sound_record(raw: Json) -> Json | None:
+    """Return a record with non-finite numbers as strings, as JSON needs; None if it is not a valid record.
 
-    A crash leaves anything in a file, and other programs write there too.
+    A file may contain anything after a crash, and other programs may write to it.
     """
-    step, split = found.get("step"), found.get("split")
+    step, split = raw.get("step"), raw.get("split")
     if not isinstance(split, str) or split not in SPLITS or isinstance(step, bool) or not isinstance(step, int):
         return None
     if abs(step) > MOST:
         return None
-    record = {k: _sound(v) for k, v in found.items()}
+    record = {k: _sound(v) for k, v in raw.items()}
     if not _is_finite(record.get("time", 0.0)):
         del record["time"]
     return record
 
 
-def sound_event(found: Json) -> Json | None:
-    """An event, without those of its numbers that are none; None for what is no event."""
-    event = {k: _sound(v) for k, v in found.items()}
+def sound_event(raw: Json) -> Json | None:
+    """Return an event without invalid numbers; None if it is not a valid event."""
+    event = {k: _sound(v) for k, v in raw.items()}
     if not isinstance(event.get("kind"), str) or not _is_finite(event.get("t")):
         return None
     event = {k: v for k, v in event.items() if k not in COUNTS or _is_finite(v)}
@@ -115,15 +115,15 @@ def _sound(value: Any) -> Any:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether it is a number that a float has room for."""
+    """Return True for a finite number that fits in a float."""
     kind = type(value)
     return (kind is float or kind is int) and -MOST < value < MOST
 
 
 def state(records: list[Json], events: list[Json], alive: bool) -> Json:
-    """word: running, finished, preempted, failed, or stopped (it ended without a word: killed, or its host went down).
+    """Return {"word", "reason"}: running, finished, preempted, failed, or stopped (it logged no final event).
 
-    reason: what was said of it.
+    reason: the reason in the final event, if any.
     """
     if alive:
         return {"word": "running", "reason": ""}
@@ -134,36 +134,36 @@ def state(records: list[Json], events: list[Json], alive: bool) -> Json:
     last = known[-1]
     if last["kind"] in kinds.ENDS:
         return {"word": last["kind"], "reason": last.get("reason", "")}
-    return {"word": "stopped", "reason": "it ended without a word: killed, or its host went down"}
+    return {"word": "stopped", "reason": "it logged no final event: killed, or its host went down"}
 
 
 def final_numbers(records: list[Json]) -> Json:
-    """Of the last evaluation, else of the last update, with `split` and `step`; and the throughput of the last."""
+    """Return the last evaluation, or the last update's record, with `split` and `step`, and the last throughput."""
     last = {r["split"]: r for r in records}
-    found = last.get("final") or last.get("eval") or last.get("train", {})
+    final = last.get("final") or last.get("eval") or last.get("train", {})
     rates = {name: value for name, value in last.get("train", {}).items() if name in RATES}
-    return {**rates, **found}
+    return {**rates, **final}
 
 
 def skipped(records: Iterable[Json]) -> list[Json]:
-    """An event for each record that tells of more updates left out than the one before."""
-    before, found = 0.0, []
+    """Return an event for each record with more skipped updates than the record before."""
+    before, events = 0.0, []
     for record in records:
         count = record.get("skipped_updates")
         if record["split"] == "train" and count is not None and _is_finite(count):
             if count > before:
-                found.append(
+                events.append(
                     {"t": record.get("time"), "kind": "skipped", "step": record["step"], "updates": int(count - before)}
                 )
             before = count
-    return found
+    return events
 
 
 def columns(records: list[Json]) -> Json:
-    """{name: values by record, or one where all are equal}, with six significant digits; `step` has one for each.
+    """Return {name: one value per record, or a single value if all are equal}, with six significant digits.
 
-    null: a record without it; "nan", "inf": as they are. What is no number is left out. `time` is milliseconds, each
-    since the one before, the first since the epoch.
+    `step` always has one value per record. null: the record lacks it; "nan" and "inf" stay strings; non-numbers are
+    dropped. `time` is the milliseconds since the previous record, for the first record since the epoch.
     """
     names: dict[str, None] = {}
     for record in records:
@@ -180,17 +180,17 @@ def columns(records: list[Json]) -> Json:
 
 
 def differences(times: list[float | None]) -> list[int]:
-    """Seconds -> whole milliseconds since the one before; one that is missing is that before it."""
-    found, before = [], 0
+    """Convert times in seconds to integer milliseconds since the previous; a missing time counts as the previous."""
+    result, before = [], 0
     for time in times:
         now = before if time is None else round(1000 * float(time))
-        found.append(now - before)
+        result.append(now - before)
         before = now
-    return found
+    return result
 
 
 def rounded(value: Any) -> Any:
-    """A number with six significant digits, in as few characters as JSON takes; None for what is none."""
+    """Round a number to six significant digits, in as few characters as possible in JSON; None if it is no number."""
     if type(value) is not float:
         return value if type(value) is int or _is_number(value) else None
     if not math.isfinite(value):
@@ -200,28 +200,28 @@ def rounded(value: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, str):  # as `jsonl` writes what JSON has not
+    if isinstance(value, str):  # `jsonl.dump` writes non-finite floats as strings
         return value in ("nan", "inf", "-inf")
     return _is_finite(value)
 
 
 def flat(tree: Any, path: str = "") -> dict[str, Any]:
-    """{dotted key: value}; lists stay as they are, and so do mappings without keys."""
+    """Flatten nested mappings to {dotted key: value}; lists and empty mappings stay values."""
     if not isinstance(tree, Mapping) or not tree:
         return {path: tree} if path else {}
     return {k: v for name, value in tree.items() for k, v in flat(value, f"{path}.{name}" if path else name).items()}
 
 
 def _mapping(file: pathlib.Path) -> Json:
-    """A YAML or JSON file; empty where it is missing or cannot be read."""
+    """Return the mapping in a YAML or JSON file; empty if it is missing or cannot be read."""
     try:
         text = file.read_text(encoding="utf-8")
-        found = json.loads(text) if file.suffix == ".json" else bounded_yaml.load(text, str(file))
-        return _plain(found) if isinstance(found, dict) else {}
+        content = json.loads(text) if file.suffix == ".json" else bounded_yaml.load(text, str(file))
+        return _plain(content) if isinstance(content, dict) else {}
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError):
         return {}
 
 
-def _plain(found: Any) -> Any:
-    """As JSON has it: dates, and numbers that are not finite, as text."""
-    return json.loads(json.dumps(found, default=str), parse_constant=str)
+def _plain(content: Any) -> Any:
+    """Convert to JSON types: dates and non-finite numbers become strings."""
+    return json.loads(json.dumps(content, default=str), parse_constant=str)

@@ -1,4 +1,4 @@
-"""Where a run's time went, as far as its records and events tell."""
+"""The breakdown of a run's time, from its records and events."""
 
 from typing import Any
 
@@ -8,32 +8,32 @@ Json = dict[str, Any]
 
 
 def sessions(records: list[Json], events: list[Json]) -> list[Json]:
-    """The times that a process trained: start, end (seconds since the epoch), first (step), how it ended, or None.
+    """Return the periods of training: start, end (seconds since the epoch), first (step), how (it ended, or None).
 
-    A session that ended without a word ends with the last sign of life before the next. Empty without events.
+    A session without a final event ends at its last record or event. Empty without events.
     """
     starts = [e for e in events if e["kind"] in BEGINS]
-    signs = [x["t"] for x in events if x.get("t")] + [r["time"] for r in records if "time" in r]
-    found = []
+    times = [x["t"] for x in events if x.get("t")] + [r["time"] for r in records if "time" in r]
+    result = []
     for begin, after in zip(starts, [*starts[1:], None]):
-        inside = [t for t in signs if t >= begin["t"] and (after is None or t < after["t"])]
-        inside = inside or [begin["t"]]  # the clock was set back before the next, or another host's is behind
+        inside = [t for t in times if t >= begin["t"] and (after is None or t < after["t"])]
+        inside = inside or [begin["t"]]  # the clock was set back before the next session, or differs between hosts
         ends = [e for e in events if e["kind"] in ENDS and begin["t"] <= e["t"] <= max(inside)]
         if after is not None:
             ends = [e for e in ends if e["t"] < after["t"]]
         session = {"start": begin["t"], "end": max(inside), "first": begin.get("step") or 0}
         session |= {"how": ends[-1]["kind"] if ends else None, "devices": begin.get("devices")}
-        found.append({**session, "processes": begin.get("processes")})
-    return found
+        result.append({**session, "processes": begin.get("processes")})
+    return result
 
 
 def seconds(records: list[Json], events: list[Json]) -> Json:
-    """total: from the first start to the last sign of life; and of it:
+    """Return the total seconds from the first start to the last record or event, and the parts of it.
 
-    starting: from a start to the end of its first update; updates: device's work, and what of it cannot be told apart;
-    input: the loop waited for data; evaluation; saving: the loop was held up; down: no process trained; other: the
-    rest, such as updates that were lost and made again. Between two records, all updates count as the second says.
-    Empty without events, or where the clock was set back.
+    starting: from a start to the end of its first update; updates: the device's work, and anything inseparable from it;
+    input: the loop waited for data; evaluation; saving: the loop was blocked by it; down: no process trained; other:
+    the rest, such as lost and repeated updates. The later of two records sets the time of all updates between them.
+    Empty without events, or if the clock was set back.
     """
     spans = sessions(records, events)
     if not spans:

@@ -1,4 +1,4 @@
-"""The report of a run is written at its end, and now and then at an evaluation, where that takes next to no time."""
+"""Write a run's report at its end, and at evaluations as long as that takes a negligible share of the time."""
 
 import contextlib
 import pathlib
@@ -11,17 +11,17 @@ from jaxdp.report import html
 from jaxdp.report.read import read_run
 
 NAME = "report.html"
-SHARE = 0.01  # of the time, at most, that writing it may take while the run goes on
+SHARE = 0.01  # the largest fraction of the time that writing may take during the run
 
 
 def said(directory: pathlib.Path) -> str:
-    """Where the report of a run is, in a line."""
+    """Return a line with the path of a run's report."""
     return f"report in {directory / NAME}"
 
 
 class Reports:
-    """Writes `directory`/report.html, and at the end says where; where it cannot, it says so once, and training goes
-    on."""
+    """A writer of `directory`/report.html that prints its path at the end; if writing fails, it warns once and training
+    continues."""
 
     def __init__(self, directory: pathlib.Path):
         self.directory = directory
@@ -38,11 +38,11 @@ class Reports:
 
     def close(self) -> None:
         if self.refresh(alive=False):
-            with contextlib.suppress(OSError):  # nobody reads it any more; the other writers are to be closed
+            with contextlib.suppress(OSError):  # stdout is gone; the other writers must still be closed
                 print(said(self.directory), flush=True)
 
     def refresh(self, alive: bool) -> bool:
-        """Whether it was written: there is nothing to show of a run that has no metrics yet."""
+        """Write the report unless the run has no metrics yet; return True if it was written."""
         began, written = time.monotonic(), False
         try:
             if alive is False or (self.directory / "metrics.jsonl").stat().st_size:

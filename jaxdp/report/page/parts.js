@@ -2,10 +2,10 @@
 
 const NOTABLE = { resume: "good", failed: "bad", preempted: "note", rolled_back: "bad", skipped: "muted", save_failed: "bad",
   checkpoint_refused: "bad", stopped: "bad" };
-const WORDS = { start: "started", resume: "went on", first_update: "first update done", evaluation: "evaluated", saved: "saved",
+const WORDS = { start: "started", resume: "resumed", first_update: "first update done", evaluation: "evaluated", saved: "saved",
   preempted: "preempted", rolled_back: "rolled back", skipped: "updates skipped", failed: "failed", finished: "finished",
   save_failed: "could not save", checkpoint_refused: "checkpoint refused",
-  stopped: "ended without a word" };
+  stopped: "ended without a final event" };
 const several = runs.length > 1;
 const at = (id) => document.getElementById(id);
 const swatch = (i) => el("span", { class: "dot", style: { background: colour(i) } });
