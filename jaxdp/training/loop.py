@@ -23,16 +23,16 @@ from jaxdp.training.save import restore, save, save_preempted, stop_if_halted, w
 
 
 def fit(run: Run) -> Record:
-    """Train to the last update, evaluate, save; return the final record. Raises what `complete` raises."""
+    """Train to the last update, evaluate, save; return the final record. Raises the same errors as `complete`."""
     return complete(run)[0]
 
 
 def complete(run: Run) -> tuple[Record, TrainState]:
-    """Return the final record, and the state after the last update as the strategy stores it.
+    """Train; return the final record and the state after the last update, as the strategy stores it.
 
     Raises:
         Stopped: the run is preempted; its state is saved.
-        RunFailed: the last state cannot be saved, too many updates in a row are not finite, or a callback failed.
+        RunFailed: the last state cannot be saved, too many consecutive updates are not finite, or a callback failed.
     """
     program = run.strategy.compile(run.step)
     with run.watch.patience("makes the state"):
@@ -50,7 +50,7 @@ def complete(run: Run) -> tuple[Record, TrainState]:
                 with run.watch.patience(f"examines {name}"):
                     run.train.examine(error.update - 1 + run.offset, name, run.checkpoints.context)
             except Stopped as stop:
-                if int(at.state.guard.halted):  # else the halt is of updates that are rolled back already
+                if int(at.state.guard.halted):  # else the halted updates are rolled back already
                     run, at = roll_back(run, at)
                     lookback.sent.clear()
                 if stop.kind == "preempt":
@@ -61,9 +61,9 @@ def complete(run: Run) -> tuple[Record, TrainState]:
 
 
 def advance(run: Run, program: Program, at: Progress, lookback: Lookback) -> str | None:
-    """Make the remaining updates, and what is due between them; return why a callback ended training, or None.
+    """Run the remaining updates, with checkpoints and evaluations; return why a callback ended training, or None.
 
-    Raises what `lookback` raises.
+    Raises the errors of `lookback`.
     """
     examples = run.train.cursor.examples_per_step
     more = lambda milliseconds: {**run.speed(milliseconds), **run.watch.straggler(milliseconds)}
@@ -90,11 +90,11 @@ def advance(run: Run, program: Program, at: Progress, lookback: Lookback) -> str
             run.profile.after(step, at.metrics)
             meter.update(updates, at.metrics)
             run.callbacks.on_update(updates, at.metrics)
-            if first:  # while the device is at work
+            if first:  # while the device is busy
                 run.events.note("first_update", step)
                 if run.layout is not None:
                     memory.record(run.directory, run.layout, run.strategy, program, at.state, batch, len(updates))
-                gc.freeze()  # objects made by a start stay: to scan them again would stop a rank for 0.1 s
+                gc.freeze()  # startup objects stay alive: scanning them again would pause a rank for 0.1 s
             asked = run.watch.save_is_asked()
             if step < run.steps and (asked or run.evaluation_is_due(step) or run.checkpoint_is_due(step)):
                 meter.pause()
@@ -106,9 +106,9 @@ def advance(run: Run, program: Program, at: Progress, lookback: Lookback) -> str
 
 
 def calls(run: Run, start: int) -> Iterator[Steps]:
-    """Yield the batches of each call of a program after update `start`: `steps_per_call` of them, as a range, or one.
+    """Yield the batches of each program call after update `start`: a range of `steps_per_call`, or a single one.
 
-    What is due between two updates is due between two calls, so that only these two programs are compiled.
+    Checkpoints and evaluations fall between two calls, so that only these two programs are compiled.
     """
     ends = [every for every in (run.eval_every if run.eval else None, run.save_every) if every]
     window = [] if run.profile.start is None else [run.profile.start, run.profile.start + run.profile.steps]
@@ -124,7 +124,7 @@ def calls(run: Run, start: int) -> Iterator[Steps]:
 
 
 def between(run: Run, program: Program, at: Progress, asked: bool = False) -> str | None:
-    """Do what is due between two updates: a checkpoint, and an evaluation, which runs while that is written.
+    """Save and evaluate between two updates, if due; the evaluation runs while the checkpoint is written.
 
     Returns why a callback ends training here, or None.
     """
@@ -139,7 +139,7 @@ def evaluate_and_record(
 ) -> tuple[Record, str | None]:
     """Evaluate the state; return (the metrics, why a callback ends training here or None).
 
-    split: write the metrics as a record of this split. They are added to the checkpoint of this step.
+    split: the split under which to log the metrics, or None. They are added to this step's checkpoint.
     """
     began = time.perf_counter()
     metrics = evaluate(run, program, at.state)
@@ -155,12 +155,12 @@ def evaluate_and_record(
 
 
 def finish(run: Run, program: Program, at: Progress, stopped: str | None = None) -> Record:
-    """Save, evaluate, and return the final record: the evaluation (without a set, the last loss), and the digest.
+    """Save and evaluate; return the final record: the evaluation (without a set, the last loss) and the digest.
 
     stopped: why a callback ended training.
     """
     final: Record = {"step": at.step, "split": "final"}
-    if run.start < at.step:  # else it is what was restored
+    if run.start < at.step:  # else nothing has changed since the restore
         save(run, at)
     if run.eval and stopped is None:
         final |= evaluate_and_record(run, program, at)[0]

@@ -10,7 +10,7 @@ from jaxdp.training.run import Progress, Run
 
 
 def save(run: Run, at: Progress) -> None:
-    """Start a checkpoint; it is durable when the writer reports it. Raises Stopped where training has halted."""
+    """Start a checkpoint; it is durable when the writer reports it. Raises Stopped if training has halted."""
     began = time.perf_counter()
     with run.watch.patience(f"saves step {at.step}"):
         stop_if_halted(run, at)
@@ -25,18 +25,18 @@ def save(run: Run, at: Progress) -> None:
 
 
 def save_preempted(run: Run, at: Progress, stop: Stopped) -> None:
-    """Save what there is, for the next job to resume from."""
+    """Save the latest state, so that the next job resumes from it."""
     if at.step > run.start:
         save(run, at)
     wait_for_checkpoint(run)
     last = run.checkpoints.last
     state = f"saved step {last}" if last else "nothing to save yet"
     run.events.note("preempted", at.step, reason=str(stop), saved=last)
-    run.writer.say(f"preempted by {stop}, after update {at.step}: {state}; the same command goes on from there")
+    run.writer.say(f"preempted by {stop}, after update {at.step}: {state}; run the same command to resume")
 
 
 def stop_if_halted(run: Run, at: Progress) -> None:
-    """Raise Stopped where training has halted: never evaluate or save such a state."""
+    """Raise Stopped if training has halted: never evaluate or save such a state."""
     if int(at.state.guard.halted):
         raise Stopped("halt", "", run.checkpoints.context.rank)
 
@@ -49,8 +49,8 @@ def wait_for_checkpoint(run: Run) -> None:
     run.events.note("settled", blocked=round(time.perf_counter() - began, 4))
     if failure:
         raise RunFailed(
-            f"checkpoint {failure.step} could not be saved: {failure.reason}; mend that, and run the same command: it "
-            "goes on from the last one",
+            f"checkpoint {failure.step} could not be saved: {failure.reason}; fix that and run the same command to "
+            "resume from the last one",
             rank=0,
         )
 
