@@ -499,7 +499,7 @@ MADE = Nnx(nnx.Rngs(0))
         ("no_module", (), "model: what takes rngs must give a Flax NNX module, not int"),
         ("no_equinox", (), "model: what takes a key must give an Equinox module, not int"),
         ("MADE", (), "model: Nnx is made already, of numbers that no seed decides; name what makes it"),
-        ("LINEN", ("--model.args.x", "1"), "model.args: 'test_adapters.LINEN' is made already and takes none"),
+        ("LINEN", ("--model.args.x", "1"), "model.args: 'test_adapters.LINEN' is an object and takes no args"),
         ("Silent", (), "model: Silent holds state, but its __call__ takes none; add the argument state"),
     ],
 )

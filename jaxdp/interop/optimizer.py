@@ -50,7 +50,7 @@ def distributed_optimizer(
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         named = getattr(tx, "__name__", type(tx).__name__)
         raise UsageError(
-            f"distributed_optimizer: {named} is no Optax transformation; give one, such as optax.adam(1e-3)"
+            f"distributed_optimizer: {named} is not an Optax transformation; give one, such as optax.adam(1e-3)"
         )
     inner = optax.with_extra_args_support(tx)
     compiled = jax.jit(inner.update)
