@@ -345,7 +345,7 @@ def test_names_of_metrics_are_no_markup():
     [
         ("TensorBord", r"log.writers.target: 'TensorBord' .* did you mean 'TensorBoard'"),
         ({"target": "TensorBoard", "args": {"foldr": "x"}}, r"log.writers.args.foldr: .* did you mean 'folder'"),
-        ({"targt": "TensorBoard"}, r"log.writers: .* is no writer; give a name such as TensorBoard"),
+        ({"targt": "TensorBoard"}, r"log.writers: .* is not a writer; give a name such as TensorBoard"),
         (3, r"log.writers: 3 is no writer"),
     ],
 )

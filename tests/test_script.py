@@ -272,4 +272,4 @@ jaxdp.fit(**base, optimizer=optax.adam(1e-3))
         argv = [sys.executable, "-m", "jaxdp", *verb.split()]
         done = subprocess.run(argv, cwd=tmp_path, text=True, capture_output=True, env=environment({}, 2))
         assert done.returncode == 2
-        assert "it stands for an object that a script gave to jaxdp.fit" in done.stderr and done.stderr.count("\n") == 1
+        assert "it names an object that a script passed to jaxdp.fit" in done.stderr and done.stderr.count("\n") == 1
