@@ -69,22 +69,22 @@ def fit(
     SIGTERM and SIGUSR1 end the script with exit code 75, after a save; so does SIGINT, which in a single process raises
     KeyboardInterrupt instead.
     """
-    given: dict[str, dict[str, Any]] = {}
+    objects: dict[str, dict[str, Any]] = {}
     values = dict(config)
     for section, value in zip(SECTIONS, (model, data, loss, optimizer)):
-        values[section] = name_it(given, section, value)
+        values[section] = name_it(objects, section, value)
     if eval_data is not None:
-        values["eval"] = {**values.get("eval", {}), "data": name_it(given, "eval.data", eval_data)}
+        values["eval"] = {**values.get("eval", {}), "data": name_it(objects, "eval.data", eval_data)}
     if transform is not None:
-        values["data"] = {**values["data"], "transform": name_it(given, "data.transform", transform)}
+        values["data"] = {**values["data"], "transform": name_it(objects, "data.transform", transform)}
     if callbacks:
-        given["callbacks"] = {f"{type(c).__qualname__} {i}{OBJECT}": c for i, c in enumerate(callbacks)}
-        values["callbacks"] = list(given["callbacks"])
+        objects["callbacks"] = {f"{type(c).__qualname__} {i}{OBJECT}": c for i, c in enumerate(callbacks)}
+        values["callbacks"] = list(objects["callbacks"])
     values["run_dir"] = None if run_dir is None else str(run_dir)
-    return run(from_mapping(values, "fit"), given, overwrite)
+    return run(from_mapping(values, "fit"), objects, overwrite)
 
 
-def run(config: Config, given: Mapping[str, Mapping[str, Any]], overwrite: bool = False) -> Fitted:
+def run(config: Config, objects: Mapping[str, Mapping[str, Any]], overwrite: bool = False) -> Fitted:
     """Train a config with the objects of a script, {section: {name: object}}."""
     if config.parallel.exact:
         environment.exact(config.microbatches)
@@ -113,7 +113,7 @@ def run(config: Config, given: Mapping[str, Mapping[str, Any]], overwrite: bool 
         signals.heed()
     before, cache = {name: jax.config.values[name] for name in SETTINGS}, compilation_cache.settings()
     try:
-        final, state = train(config, None, context, given, keep=True, overwrite=overwrite)
+        final, state = train(config, None, context, objects, keep=True, overwrite=overwrite)
         assert state is not None
         params, model_state = jax.device_get(jax.tree.map(readable, (state.params, state.model_state)))
     except Stopped as stop:
@@ -146,8 +146,8 @@ def readable(x: Any) -> Any:
     return jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
 
 
-def name_it(given: dict[str, dict[str, Any]], section: str, value: Any) -> dict[str, Any]:
-    """Return the config section that names an object, and add the object to `given`."""
+def name_it(objects: dict[str, dict[str, Any]], section: str, value: Any) -> dict[str, Any]:
+    """Return the config section that names an object, and add the object to `objects`."""
     if isinstance(value, str):
         return {"target": value}
     rest: dict[str, Any] = {}
@@ -169,16 +169,16 @@ def name_it(given: dict[str, dict[str, Any]], section: str, value: Any) -> dict[
         value = _as_factory(value, name)
     elif not importable(named, value):
         name += OBJECT
-    given[section] = {name: value}
+    objects[section] = {name: value}
     return {"target": name, **rest}
 
 
 def importable(named: Any, value: Any) -> bool:
     """Return True if another process can import the value by its dotted path."""
-    found: Any = sys.modules.get(named.__module__) if named.__module__ != "__main__" else None
+    target: Any = sys.modules.get(named.__module__) if named.__module__ != "__main__" else None
     for part in named.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is value
+        target = getattr(target, part, None)
+    return target is value
 
 
 def _as_factory(value: Any, name: str) -> Any:

@@ -118,11 +118,11 @@ def parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def bind(
-    key: str, target: Any, args: Mapping[str, Any], given: Mapping[str, Any] | None = None
+    key: str, target: Any, args: Mapping[str, Any], extra: Mapping[str, Any] | None = None
 ) -> functools.partial[Any]:
     """Bind `target` to its arguments; return a function of the remaining ones.
 
-    given: values for arguments of these names, if the target takes them and the config does not set them.
+    extra: values for arguments of these names, if the target takes them and the config does not set them.
     Raises UsageError for an argument that the target does not take, or that has the wrong type.
     """
     name = getattr(target, "__name__", str(target))
@@ -145,7 +145,7 @@ def bind(
         hint = hint_of(target, arg, default)
         if not fits(value, hint):
             raise UsageError(f"{key}.args.{arg}: {value!r} is not {in_words(hint)}, which {name} takes")
-    filled = {k: v for k, v in (given or {}).items() if k in takes}
+    filled = {k: v for k, v in (extra or {}).items() if k in takes}
     return functools.partial(target, **{**filled, **args})
 
 
@@ -208,10 +208,10 @@ def call(key: str, bound: Callable[..., Any], make: Callable[[], Any] | None = N
         ) from error
 
 
-def require(key: str, make: Callable[..., Any], *given: str) -> None:
-    """Raise UsageError for the first argument of a bound target that has no value and is not in `given`."""
+def require(key: str, make: Callable[..., Any], *provided: str) -> None:
+    """Raise UsageError for the first argument of a bound target that has no value and is not in `provided`."""
     for arg, p in parameters(make).items():
-        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and arg not in given:
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and arg not in provided:
             name = getattr(getattr(make, "func", make), "__name__", str(make))
             raise UsageError(f"{key}.args.{arg}: {name} needs it; set {key}.args.{arg}")
 

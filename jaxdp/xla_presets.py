@@ -30,14 +30,14 @@ PLUGINS = ("jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin")
 TIMEOUT = 120.0  # seconds for JAX to open its devices once
 
 
-def use(preset: str, devices: int | None = None, here: int | None = None) -> str | None:
+def use(preset: str, devices: int | None = None, local_gpus: int | None = None) -> str | None:
     """Set the flags of a preset that XLA knows, before JAX starts; flags that are already in XLA_FLAGS are kept.
 
-    devices: as in `parallel.devices`; here: the number of GPUs of this host, counted if None. Sets nothing for one
-    device, or without a GPU. Returns a line about ignored flags, only when they were probed in this call.
+    devices: as in `parallel.devices`; local_gpus: GPUs of this host, counted if None. Sets nothing for one device, or
+    without a GPU. Returns a line about ignored flags, only when they were probed in this call.
     """
     flags = PRESETS[preset]
-    if not flags or not several(devices, gpus.count() if here is None else here):
+    if not flags or not several(devices, gpus.count() if local_gpus is None else local_gpus):
         return None
     unknown, first = probed(flags)
     if unknown is None:
@@ -50,12 +50,12 @@ def use(preset: str, devices: int | None = None, here: int | None = None) -> str
     return None
 
 
-def several(devices: int | None, here: int) -> bool:
+def several(devices: int | None, local_gpus: int) -> bool:
     """Return True if there is more than one GPU to train on, as far as is known before any is opened."""
     visible = gpus.visible_devices()
     if visible is not None:
-        here = min(here, len([d for d in visible.split(",") if d.strip() not in ("", "-1")]))
-    return here > 0 and (launchers.discover().size > 1 or min(here, devices or here) > 1)
+        local_gpus = min(local_gpus, len([d for d in visible.split(",") if d.strip() not in ("", "-1")]))
+    return local_gpus > 0 and (launchers.discover().size > 1 or min(local_gpus, devices or local_gpus) > 1)
 
 
 def probed(flags: dict[str, str]) -> tuple[set[str] | None, bool]:

@@ -79,12 +79,12 @@ def set_jax(config: Config) -> None:
 
 
 @user_errors.said()
-def make_parts(config: Config, given: Given = NOTHING) -> Parts:
+def make_parts(config: Config, objects: Given = NOTHING) -> Parts:
     """Build all components that the config names. Names are checked before any data is read.
 
-    given: {section: {name: object}} of a script, in addition to built-in names and dotted paths.
+    objects: {section: {name: object}} of a script, in addition to built-in names and dotted paths.
     """
-    table = lambda section, built_in: {**built_in, **given.get(section, {})}
+    table = lambda section, built_in: {**built_in, **objects.get(section, {})}
     target = locate("model", config.model.target, table("model", MODELS))
     if not is_given(target):
         bind("model", target, config.model.args)
@@ -104,7 +104,7 @@ def make_parts(config: Config, given: Given = NOTHING) -> Parts:
     cursor = make_order(config, dataset, sequential)
     steps = config.steps or math.ceil((config.epochs or 0) * cursor.steps_per_epoch)
     schedule = schedule_of(config, steps)
-    named = config.optimizer.target in OPTIMIZERS or "optimizer" not in given
+    named = config.optimizer.target in OPTIMIZERS or "optimizer" not in objects
     return Parts(
         dataset,
         eval_set,
@@ -199,9 +199,9 @@ def make_model(config: Config, target: Any, data: Mapping[str, Any]) -> Model:
         return as_model(target)
     known = {"input_shape": tuple(data["input_shape"]), "num_classes": data["num_classes"]}
     bound = bind("model", target, config.model.args, {k: v for k, v in known.items() if v})
-    wanted = bound.keywords.get("num_classes")
-    if isinstance(wanted, int) and wanted < known["num_classes"]:
-        raise UsageError(f"model.args.num_classes: {wanted}, but the data has {known['num_classes']} classes")
+    num_classes = bound.keywords.get("num_classes")
+    if isinstance(num_classes, int) and num_classes < known["num_classes"]:
+        raise UsageError(f"model.args.num_classes: {num_classes}, but the data has {known['num_classes']} classes")
     for name, make in {"rngs": lambda rngs: bound(rngs=rngs), "key": lambda key: bound(key=key)}.items():
         if name in parameters(bound):  # a class of Flax NNX or Equinox, or a function that makes its module
             require("model", bound, name)

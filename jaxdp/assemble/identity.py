@@ -47,20 +47,20 @@ def sections(config: Config) -> list[tuple[str, Target | Optimizer, Mapping[str,
     ]
 
 
-def fingerprints(config: Config, given: Given) -> dict[str, str]:
+def fingerprints(config: Config, objects: Given) -> dict[str, str]:
     """Return {key: fingerprint} of a script's objects, and of code that a config names by a dotted path.
 
     Built-in names have none. For an object that cannot be compared, the value is NOT_COMPARABLE and the reason.
     """
     result: dict[str, str] = {}
     for key, section, table in sections(config):
-        named = {**table, **given.get(key, {})}
-        if key not in given and is_built_in(named.get(section.target, section.target)):
+        named = {**table, **objects.get(key, {})}
+        if key not in objects and is_built_in(named.get(section.target, section.target)):
             continue
         try:  # data in files is compared by reading some examples
             result[key] = fingerprint(locate(key, section.target, named), pure="data" not in key.split("."))
         except NotComparable as error:
-            if key in given:
+            if key in objects:
                 result[key] = f"{NOT_COMPARABLE}{error}"
     return result
 

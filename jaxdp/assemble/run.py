@@ -46,11 +46,13 @@ T = TypeVar("T")
 SLOW = 600.0  # seconds that one rank may take longer than another to read its data
 
 
-def make_run(config: Config, directory: pathlib.Path, context: Context, given: Given = NOTHING, offset: int = 0) -> Run:
+def make_run(
+    config: Config, directory: pathlib.Path, context: Context, objects: Given = NOTHING, offset: int = 0
+) -> Run:
     """Build the objects of a run; compute no arrays, write no files.
 
     Args:
-        given: see `make_parts`.
+        objects: see `make_parts`.
         offset: the number of batches that a resumed run has skipped.
 
     Raises:
@@ -58,7 +60,7 @@ def make_run(config: Config, directory: pathlib.Path, context: Context, given: G
     """
     set_jax(config)
     jax.devices()  # opening them waits for the other processes, so do it outside of `together`
-    parts = together(context, lambda: make_parts(config, given))
+    parts = together(context, lambda: make_parts(config, objects))
     data = together(context, lambda: checked_fingerprint(parts.dataset))
     others = context.size > 1 and parts.eval_set is not None
     evaluated = together(context, lambda: checked_fingerprint(cast(Dataset, parts.eval_set)) if others else "")
@@ -100,7 +102,7 @@ def make_run(config: Config, directory: pathlib.Path, context: Context, given: G
         max_rollbacks=config.spike.max_rollbacks,
         directory=directory,
         meta={
-            **describe_config(config, context, given),
+            **describe_config(config, context, objects),
             "data_fingerprint": data,
             "data": parts.facts,
             "saved_by": {"processes": context.size, "devices": len(devices), "backend": config.parallel.backend},
@@ -108,13 +110,13 @@ def make_run(config: Config, directory: pathlib.Path, context: Context, given: G
     )
 
 
-def describe_config(config: Config, context: Context, given: Given) -> dict[str, Any]:
+def describe_config(config: Config, context: Context, objects: Given) -> dict[str, Any]:
     """Return the config, fingerprints and versions that a checkpoint stores, to compare on resume."""
     return {
         "config": dataclasses.asdict(config),
         "versions": versions(),
         "microbatches": config.microbatches,
-        "fingerprints": context.of_root("fingerprints", lambda: fingerprints(config, given), SLOW),
+        "fingerprints": context.of_root("fingerprints", lambda: fingerprints(config, objects), SLOW),
     }
 
 

@@ -14,17 +14,17 @@ class Profile:
     directory: str = ""
     start: int | None = None
     steps: int = 5
-    asked: bool = False
+    requested: bool = False
     running: bool = False
 
     def ask(self) -> None:
         """Request a trace of the next `steps` updates; safe from any thread."""
-        self.asked = True
+        self.requested = True
 
     def before(self, step: int) -> None:
         """Start a trace that is due before update `step` (1 is the first)."""
-        if self.asked and not self.running:
-            self.asked, self.start = False, step - 1
+        if self.requested and not self.running:
+            self.requested, self.start = False, step - 1
         if self.start is not None and step == self.start + 1:
             jax.profiler.start_trace(self.directory)
             self.running = True

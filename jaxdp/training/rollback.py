@@ -15,14 +15,14 @@ from jaxdp.training.save import restore
 from jaxdp.training.source import describe
 
 
-def roll_back(run: Run, at: Progress) -> tuple[Run, Progress]:
+def roll_back(run: Run, progress: Progress) -> tuple[Run, Progress]:
     """Restore the last checkpoint; return (the run, its progress), set to continue with the data after the spike.
 
     Raises RunFailed if the run halted on non-finite updates, or after `max_rollbacks`.
     """
     run.profile.stop()
     run.profile.start = None
-    guard = jax.device_get(at.state.guard)
+    guard = jax.device_get(progress.state.guard)
     first, last = int(guard.since), int(guard.halted_at)
     with run.watch.patience("waits for the checkpoint"):
         run.checkpoints.wait()
