@@ -1,15 +1,15 @@
-"""The names of mesh axes, as models, reductions and strategies share them."""
+"""The names of the mesh axes that models, reductions and strategies share."""
 
 from typing import NamedTuple
 
 import jax
 
 DATA = "data"  # one entry per device: every replica's share of the batch
-REPLICA, SHARD = "replica", "shard"  # the same devices in groups: state is split inside a group, the same in each
+REPLICA, SHARD = "replica", "shard"  # the devices in groups: state is split inside a group and replicated over groups
 
 
 class Axes(NamedTuple):
-    """shard: the axis that state is split over; replica: the one over which it is the same (None: there is none)."""
+    """shard: the axis over which state is split; replica: the axis over which it is replicated, or None."""
 
     shard: str = DATA
     replica: str | None = None
@@ -23,7 +23,7 @@ FLAT = Axes()
 
 
 def data_axes() -> str | tuple[str, ...] | None:
-    """Inside a strategy's program, the axes of all devices, as `jax.lax.psum` takes them; elsewhere None."""
+    """Return the axes of all devices, for `jax.lax.psum`, inside a strategy's program; None outside."""
     for axes in (DATA, (REPLICA, SHARD)):
         try:
             jax.lax.axis_size(axes)

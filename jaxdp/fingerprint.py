@@ -1,8 +1,8 @@
-"""Fingerprint Python objects by content, so that two runs can tell whether they were given the same ones.
+"""Fingerprints of Python objects by content, to compare the objects of two runs.
 
-A fingerprint covers what decides an object's results: arrays and other values, code, default arguments, closures, the
-globals that the code reads, and classes with their bases. Code of installed packages counts by its name. It is the same
-in every process. What cannot be compared raises `NotComparable`; it is never taken for equal.
+A fingerprint covers everything that decides an object's results: arrays and other values, code, default arguments,
+closures, the globals that the code reads, and classes with their bases. Code of installed packages is represented by
+its name. A fingerprint is the same in every process. An object that cannot be compared raises `NotComparable`.
 """
 
 import builtins
@@ -26,12 +26,12 @@ import numpy as np
 
 from jaxdp.user_errors import is_own
 
-# What code may read that is no part of it: the next process may find something else there.
+# Modules whose results may differ in the next process.
 OUTSIDE = {"os", "io", "time", "random", "datetime", "secrets", "uuid", "socket", "subprocess", "pathlib", "tempfile"}
 OUTSIDE |= {"numpy.random", "posix", "glob", "importlib", "urllib"}
 OUTSIDE_CALLS = {"open", "input", "eval", "exec", "compile", "globals", "locals", "__import__", "id", "hash"}
 ATOMS = {bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented)}
-# Of a class: what Python, dataclasses and type hints add, which follows from the rest or decides nothing.
+# Class attributes added by Python, dataclasses and type hints, which follow from the rest or do not matter.
 BESIDE = re.compile(
     r"__(module|qualname|dict|weakref|doc|firstlineno|static_attributes|annotations|annotate|annotate_func|"
     r"annotations_cache|abstractmethods|dataclass_fields|dataclass_params|orig_bases|parameters|type_params|hash|repr)__"
@@ -40,7 +40,7 @@ BESIDE = re.compile(
 
 
 class NotComparable(Exception):
-    """An object without a fingerprint; the text says what in it has none."""
+    """An object that has no fingerprint; the message names the cause."""
 
 
 def fingerprint(value: Any, pure: bool = True) -> str:
@@ -59,12 +59,12 @@ def fingerprint(value: Any, pure: bool = True) -> str:
 
 
 class _Walk:
-    """Digests of one object and all that it leads to."""
+    """The digests of an object and of all objects that it refers to."""
 
     def __init__(self, pure: bool):
         self.pure = pure
-        self.open: list[int] = []  # ids of the objects that this one is inside of
-        self.done: dict[int, tuple[bytes, Any]] = {}  # with the object, so that its id stays taken
+        self.open: list[int] = []  # ids of the enclosing objects
+        self.done: dict[int, tuple[bytes, Any]] = {}  # with the object, so that its id is not reused
 
     def digest(self, x: Any) -> bytes:
         if x is None or type(x) in ATOMS:
@@ -87,9 +87,9 @@ class _Walk:
         return map(self.digest, values)
 
     def parts(self, x: Any) -> Iterator[Any]:
-        """Names, bytes and digests that tell `x` from all other objects."""
+        """Yield the names, bytes and digests that identify `x`."""
         kind = type(x)
-        if kind is np.memmap and x.mode == "r" and x.filename:  # it may be larger than what can be read at each start
+        if kind is np.memmap and x.mode == "r" and x.filename:  # it may be too large to read at each start
             file, base = os.stat(x.filename), np.frombuffer(x._mmap, np.uint8).ctypes.data
             yield from ("file", os.path.realpath(x.filename), file.st_size, file.st_mtime_ns, x.offset)
             yield from (x.ctypes.data - base, x.dtype.name, x.shape, x.strides)
@@ -117,7 +117,7 @@ class _Walk:
             yield from self.instance(x)
 
     def name(self, name: str) -> str:
-        """A name that stands for itself: of a library's module, class or function."""
+        """Return the name of a library's module, class or function; it represents the object."""
         module = name.partition(".")[0] if not name.startswith("numpy.random") else "numpy.random"
         if self.pure and (module in OUTSIDE or name.removeprefix("builtins.") in OUTSIDE_CALLS):
             raise NotComparable(f"it uses {name}, which may differ in the next process")
@@ -148,7 +148,7 @@ class _Walk:
             yield from (name, self.digest(value))
 
     def function(self, x: types.FunctionType) -> Iterator[Any]:
-        """Code, default arguments, closure, attributes; and of code that is no library's, the globals that it reads."""
+        """Yield code, default arguments, closure and attributes, and outside of libraries the globals that it reads."""
         yield from ("function", *self.all((x.__code__, x.__defaults__, x.__kwdefaults__, x.__dict__)))
         for cell in x.__closure__ or ():
             yield self.digest(cell)
@@ -162,7 +162,7 @@ class _Walk:
         yield from ("code", x.co_code, x.co_exceptiontable, repr((names, arguments)), *self.all(x.co_consts))
 
     def instance(self, x: Any) -> Iterator[Any]:
-        """Anything else: by what it is made of, as far as that is known, or as pickle would save it."""
+        """Yield the parts of any other object: by its type if known, else as pickle would save it."""
         kind = type(x)
         if isinstance(x, types.CodeType):
             yield from self.code(x)
@@ -204,14 +204,14 @@ class _Walk:
         if isinstance(state, Mapping):
             state = dict(sorted(state.items()))
         yield self.digest(state)
-        if self.pure and not _is_library(type(x).__module__):  # what its own __getstate__ may leave out
+        if self.pure and not _is_library(type(x).__module__):  # which its __getstate__ may leave out
             yield self.digest(dict(sorted(getattr(x, "__dict__", {}).items())))
         for part in (items, pairs):
             yield from ("items", *self.all(part or ()))
 
 
 def _globals(code: types.CodeType, space: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Names that code reads outside of itself, with their values; of modules, the attributes that it reads as well."""
+    """Yield the global names that code reads, with their values, and the attributes that it reads from modules."""
     for inner in _codes(code):
         steps = [*dis.get_instructions(inner)]
         for step, following in itertools.pairwise(steps):
@@ -229,9 +229,9 @@ def _globals(code: types.CodeType, space: Mapping[str, Any]) -> Iterator[tuple[s
 def _attributes(
     module: types.ModuleType, following: dis.Instruction, names: Iterable[str], inside: tuple[Any, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
-    """The module; of a library's, the module in it that the next instruction reads; of an own one, all that code names.
+    """Yield a module and its attributes: in a library only a module read by the next instruction, else all in `names`.
 
-    inside: modules that this one is in.
+    inside: the enclosing modules.
     """
     yield module.__name__, module
     if _is_library(module.__name__):
@@ -254,21 +254,21 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _library_name(x: Any) -> str | None:
-    """The dotted path of something that an installed package has under that name."""
+    """Return the dotted path under which an installed package has the object, or None."""
     module, name = getattr(x, "__module__", None), getattr(x, "__qualname__", None)
     if isinstance(x, types.BuiltinFunctionType) and (x.__self__ is None or isinstance(x.__self__, types.ModuleType)):
         module, name = module or "builtins", x.__name__
     if not (isinstance(module, str) and isinstance(name, str) and _is_library(module)):
         return None
-    found: Any = sys.modules.get(module)
+    target: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return f"{module}.{name}" if found is x else None
+        target = getattr(target, part, None)
+    return f"{module}.{name}" if target is x else None
 
 
 @functools.cache
 def _is_library(name: str | None) -> bool:
-    """Whether a module came with Python, jaxdp or an installed package."""
+    """Return True if a module belongs to Python, jaxdp or an installed package."""
     module = sys.modules.get(name or "")
     if module is None or name == "__main__":
         return False

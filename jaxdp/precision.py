@@ -1,4 +1,4 @@
-"""A precision policy names the dtype of parameters, of the computation and of reductions, and casts between them."""
+"""Mixed precision: the dtypes of parameters, computation and reductions, casts between them, and loss scaling."""
 
 import math
 from typing import Any, NamedTuple
@@ -9,16 +9,16 @@ from flax import struct
 
 from jaxdp.logits import Logits
 
-LEAST = 1.0  # a dynamic loss scale does not fall below it
+MIN_SCALE = 1.0  # of a dynamic loss scale
 
 
 def cast_floats(tree: Any, dtype: Any) -> Any:
-    """The tree with its floating leaves as `dtype`; integers, booleans and keys as they are."""
+    """Cast the floating-point leaves of a tree to `dtype`; integers, booleans and keys are unchanged."""
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
 class Policy(NamedTuple):
-    """params: parameters and optimizer state; compute: forward and backward pass; reduce: gradients on the wire."""
+    """Dtypes of params: parameters and optimizer state; compute: the passes; reduce: the gradient all-reduce."""
 
     params: Any = jnp.float32
     compute: Any = jnp.float32
@@ -26,36 +26,36 @@ class Policy(NamedTuple):
 
     @property
     def state(self) -> Any:
-        """Of running averages, losses and sums: never below float32."""
+        """The dtype of running averages, losses and sums: at least float32."""
         return max(jnp.dtype(self.params), jnp.dtype(jnp.float32), key=lambda d: d.itemsize)
 
     def inputs(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return cast_floats(batch, self.compute)
 
     def outputs(self, outputs: Any) -> Any:
-        """What a loss gets; logits that it computes itself it makes of that kind."""
+        """Cast the model's outputs for the loss; lazy `Logits` are cast when the loss computes them."""
         lazy = lambda x: isinstance(x, Logits)
         return jax.tree.map(lambda x: x if lazy(x) else cast_floats(x, self.state), outputs, is_leaf=lazy)
 
 
 def policy(params: str, compute: str, reduce: str) -> Policy:
-    """The policy of three dtype names."""
+    """Build a policy from three dtype names."""
     return Policy(jnp.dtype(params), jnp.dtype(compute), jnp.dtype(reduce))
 
 
 class LossScale(struct.PyTreeNode):
-    """value []: what the loss is multiplied by; good []: updates without overflow since it last changed."""
+    """value []: the factor of the loss; good []: the number of updates without overflow since it last changed."""
 
     value: jax.Array
     good: jax.Array
 
 
 class LossScaling(NamedTuple):
-    """The loss, multiplied so that gradients do not vanish in float16 (Micikevicius et al., arXiv 1710.03740).
+    """Loss scaling, so that gradients do not underflow in float16 (Micikevicius et al., arXiv 1710.03740).
 
-    It is the mean loss that is scaled: losses add up over `weight` examples or tokens an update, a constant, so that
-    what overflows does not depend on the size of a batch. An update whose gradients overflow is skipped. Where
-    `dynamic`, the scale is then halved, not below 1, and doubled after `interval` updates without overflow.
+    The scale applies to the mean loss: sums are divided by `weight`, the constant number of examples or tokens per
+    update, so that overflow does not depend on the batch size. An update whose gradients overflow is skipped. If
+    `dynamic`, the scale is then halved, at least 1, and doubled after `interval` updates without overflow.
     """
 
     initial: float = 2.0**15
@@ -67,7 +67,7 @@ class LossScaling(NamedTuple):
         return LossScale(jnp.asarray(self.initial, jnp.float32), jnp.zeros((), jnp.int32))
 
     def factor(self, value: jax.Array) -> jax.Array:
-        """What a sum of losses is multiplied by: a power of two of the scale's value, so that nothing is rounded."""
+        """Return the factor of a sum of losses: the scale's value times a power of two, so that nothing is rounded."""
         return value * 2.0 ** -round(math.log2(self.weight))
 
     def adjust(self, scale: LossScale, finite: jax.Array) -> LossScale:
@@ -76,8 +76,8 @@ class LossScaling(NamedTuple):
         good = jnp.where(finite, scale.good + 1, 0)
         grown = good >= self.interval
         value = jnp.where(grown, scale.value * 2, jnp.where(finite, scale.value, scale.value / 2))
-        return LossScale(jnp.clip(value, LEAST, 2.0**126), jnp.where(grown, 0, good))
+        return LossScale(jnp.clip(value, MIN_SCALE, 2.0**126), jnp.where(grown, 0, good))
 
     def can_fall(self, scale: LossScale) -> jax.Array:
-        """Whether an overflow may be the scale's, which then falls; of a scale that stays it should not be."""
-        return (scale.value > LEAST) & self.dynamic
+        """Return True if an overflow lowers the scale and so is expected; a fixed scale should not overflow."""
+        return (scale.value > MIN_SCALE) & self.dynamic

@@ -1,4 +1,4 @@
-"""A target is a built-in name or a dotted path, and arguments that fit its signature; what does not fit says so."""
+"""Targets: built-in names or dotted paths with arguments; each argument is checked against the signature."""
 
 import contextlib
 import difflib
@@ -15,15 +15,15 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from jaxdp import user_errors
 from jaxdp.errors import UsageError, one_line
 
-OF_SCRIPT = "optax"  # begins the name, in a config, of an Optax transformation that a script gave to `fit`
-OBJECT = " (object)"  # ends the name of anything else that only the script has
+OF_SCRIPT = "optax"  # prefix, in a config, of the name of an Optax transformation that a script passed to `fit`
+OBJECT = " (object)"  # suffix of the name of any other object that only the script has
 NUMBERS = {bool: bool, int: numbers.Integral, float: numbers.Real}
 YAML = str | numbers.Number | list | tuple | Mapping | None  # types of the values that a config can have
 PLURALS = {int: "integers", float: "numbers", str: "texts", bool: "true or false"}
 
 
 def name_of(transformation: Any, depth: int = 3) -> str:
-    """Return what made an Optax transformation, as in chain(scale_by_adam, scale): it keeps no name of its own."""
+    """Return a name for an Optax transformation, which has none, from its functions: chain(scale_by_adam, scale)."""
     update = getattr(transformation, "update", transformation)
     name = getattr(update, "__qualname__", type(update).__name__).partition(".<locals>")[0].removesuffix(".update")
     parts: list[Any] = []
@@ -37,7 +37,7 @@ def name_of(transformation: Any, depth: int = 3) -> str:
 
 
 def locate(key: str, target: str, table: Mapping[str, Any]) -> Any:
-    """The object that `key`.target names: a row of `table` (an object or its dotted path), or an importable path."""
+    """Import the object that `key`.target names: a row of `table` (an object or its dotted path), or a dotted path."""
     entry = table.get(target, target)
     if not isinstance(entry, str):
         return entry
@@ -53,75 +53,77 @@ def locate(key: str, target: str, table: Mapping[str, Any]) -> Any:
         )
     if os.path.isfile(target):
         name = (
-            f"what is in it, such as {module}.Name" if name == "py" else "a function of yours that reads and returns it"
+            f"an object in it, such as {module}.Name"
+            if name == "py"
+            else "a function of yours that reads and returns it"
         )
         raise UsageError(f"{key}.target: {target!r} is a file; name {name}")
     if not all(part.isidentifier() for part in entry.split(".")):
         raise UsageError(f"{key}.target: {target!r} is not a dotted path, such as package.module.Name")
     try:
-        found: Any = importlib.import_module(module)
+        imported: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise UsageError(f"{key}.target: {target!r} cannot be imported: it needs {error.name!r}") from error
-        here = [file.stem for file in pathlib.Path().glob("*.py")]
-        near = difflib.get_close_matches(error.name, here, 1, 0.6)
+        local = [file.stem for file in pathlib.Path().glob("*.py")]
+        near = difflib.get_close_matches(error.name, local, 1, 0.6)
         hint = f"did you mean {near[0]!r}?" if near else "is it installed, or its folder on PYTHONPATH?"
         raise UsageError(f"{key}.target: {target!r} cannot be imported: no module {error.name!r}; {hint}") from None
     except Exception as error:
-        place = user_errors.lines(error)
+        lines = user_errors.lines(error)
         raise UsageError(
-            f"{key}.target: {target!r} cannot be imported: {type(error).__name__}{f' at {place}' if place else ''}: "
+            f"{key}.target: {target!r} cannot be imported: {type(error).__name__}{f' at {lines}' if lines else ''}: "
             f"{one_line(error)}"
         ) from error
-    if not hasattr(found, name):
-        offered = [n for n, v in vars(found).items() if not n.startswith("_") and callable(v)]
-        near = difflib.get_close_matches(name, offered, 1, 0.5)
+    if not hasattr(imported, name):
+        public = [n for n, v in vars(imported).items() if not n.startswith("_") and callable(v)]
+        near = difflib.get_close_matches(name, public, 1, 0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UsageError(f"{key}.target: module {module!r} has no {name!r}{_of_script(module) or hint}")
-    return getattr(found, name)
+    return getattr(imported, name)
 
 
 def _of_script(name: str) -> str:
-    """What to do where a saved config names an object that only the script had."""
+    """Return advice for a saved config that names an object of a script; "" for other names."""
     head = name.partition(" ")[0]
     if head not in (OF_SCRIPT, "tuple", "dict", "list") and not name.endswith(OBJECT):
         return ""
     return (
-        "; it stands for an object that a script gave to jaxdp.fit: run the script, which has it, or give jaxdp.fit "
-        "a class or function of a module, or the dotted path of one"
+        "; it names an object that a script passed to jaxdp.fit: run the script, or pass jaxdp.fit a class or function "
+        "of a module, or its dotted path"
     )
 
 
 def _in_module(target: str) -> str:
-    """How to name something of one's own, where a word is no dotted path."""
+    """Return advice for a target that is not a dotted path: a colon instead of a dot, or a module's name."""
     module, colon, name = target.partition(":")
     if colon and name:
         return f"; with a dot: {module}.{name}"
     local = pathlib.Path(f"{target}.py").is_file()
-    return f"; {target!r} is a module: name what is in it, such as {target}.Name" if local else ""
+    return f"; {target!r} is a module: name an object in it, such as {target}.Name" if local else ""
 
 
 def parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters that are still to be given. Of a class, its __init__'s: a metaclass may hide them."""
+    """Return the unbound parameters; for a class, those of __init__, since a metaclass may hide them."""
     if isinstance(target, functools.partial):
-        left = list(parameters(target.func).items())[len(target.args) :]
-        return {n: p for n, p in left if n not in target.keywords}
+        unbound = list(parameters(target.func).items())[len(target.args) :]
+        return {n: p for n, p in unbound if n not in target.keywords}
     if isinstance(target, type):
         make = getattr(target, "__init__")  # noqa: B009  # mypy takes target.__init__ for an instance's
         return dict(list(inspect.signature(make).parameters.items())[1:]) if make is not object.__init__ else {}
     try:
         return dict(inspect.signature(target).parameters)
-    except ValueError:  # some functions written in C tell nothing of themselves
+    except ValueError:  # some functions written in C have no signature
         return {}
 
 
 def bind(
-    key: str, target: Any, args: Mapping[str, Any], given: Mapping[str, Any] | None = None
+    key: str, target: Any, args: Mapping[str, Any], extra: Mapping[str, Any] | None = None
 ) -> functools.partial[Any]:
-    """`target` with its arguments, as a function of what is left.
+    """Bind `target` to its arguments; return a function of the remaining ones.
 
-    given: values for arguments of these names that the config leaves out, where the target takes them.
-    Raises UsageError that names an argument it does not take, or one of another type than its default.
+    extra: values for arguments of these names, if the target takes them and the config does not set them.
+    Raises UsageError for an argument that the target does not take, or that has the wrong type.
     """
     name = getattr(target, "__name__", str(target))
     if not callable(target):
@@ -137,21 +139,21 @@ def bind(
     for arg, value in args.items():
         default = getattr(known.get(arg), "default", None)
         if isinstance(value, str) and isinstance(default, int | float):
-            raise UsageError(f"{key}.args.{arg}: {value!r} is a text, not like {name}'s default, {default!r}")
+            raise UsageError(f"{key}.args.{arg}: {value!r} is a string, unlike {name}'s default, {default!r}")
         if arg == "rngs" and isinstance(value, YAML):
-            raise UsageError(f"{key}.args.rngs: leave it out; {name} gets what it draws from, by the config's seed")
+            raise UsageError(f"{key}.args.rngs: leave it out; {name} gets its random numbers from the config's seed")
         hint = hint_of(target, arg, default)
         if not fits(value, hint):
             raise UsageError(f"{key}.args.{arg}: {value!r} is not {in_words(hint)}, which {name} takes")
-    filled = {k: v for k, v in (given or {}).items() if k in takes}
+    filled = {k: v for k, v in (extra or {}).items() if k in takes}
     return functools.partial(target, **{**filled, **args})
 
 
 def hint_of(target: Any, arg: str, default: Any) -> Any:
-    """Return the type that a target of this package or of Optax takes for an argument; Any where that is not known."""
+    """Return the type of an argument of a target in this package or Optax; Any if it is not known."""
     if not str(getattr(target, "__module__", "")).startswith(("jaxdp.", "optax.")):
         return Any
-    with contextlib.suppress(Exception):  # a name that stands for nothing at run time
+    with contextlib.suppress(Exception):  # a name that does not exist at run time
         hint = get_type_hints(getattr(target, "__init__") if isinstance(target, type) else target)[arg]  # noqa: B009
         if hint is not Any:
             return hint
@@ -159,7 +161,7 @@ def hint_of(target: Any, arg: str, default: Any) -> Any:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Return whether a value, as YAML knows them, is of a type; what YAML does not know fits."""
+    """Return True if a YAML value has the type `hint`, or if it is not a YAML value."""
     kind, inside = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, types.UnionType):
         return any(fits(value, one) for one in inside)
@@ -175,7 +177,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def in_words(hint: Any) -> str:
-    """Return what a type of `fits` is called."""
+    """Describe a type of `fits` in words."""
     kind, inside = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(in_words(one) for one in inside))
@@ -186,7 +188,7 @@ def in_words(hint: Any) -> str:
 
 
 def call(key: str, bound: Callable[..., Any], make: Callable[[], Any] | None = None) -> Any:
-    """What a bound target gives (or `make` of it); what it finds wrong with an argument is a `UsageError`."""
+    """Call a bound target (or `make` instead). Raises UsageError if it rejects an argument or its own code fails."""
     if make is None:
         require(key, bound)
     try:
@@ -194,22 +196,22 @@ def call(key: str, bound: Callable[..., Any], make: Callable[[], Any] | None = N
     except UsageError:
         raise
     except Exception as error:
-        own = user_errors.lines(error)
-        if not own and not isinstance(error, TypeError | ValueError):
+        lines = user_errors.lines(error)
+        if not lines and not isinstance(error, TypeError | ValueError):
             raise
         name = getattr(getattr(bound, "func", bound), "__name__", str(bound))
         args = getattr(bound, "keywords", {})
         shown = ", ".join(f"{k}={v!r}" for k, v in args.items())
-        place = f" at {own}" if own else ""
+        where = f" at {lines}" if lines else ""
         raise UsageError(
-            f"{key}.args: {name}({shown}) failed{place}: {type(error).__name__}: {one_line(error)}"
+            f"{key}.args: {name}({shown}) failed{where}: {type(error).__name__}: {one_line(error)}"
         ) from error
 
 
-def require(key: str, make: Callable[..., Any], *given: str) -> None:
-    """Raises UsageError for the first argument of a bound target without a value, other than those `given`."""
+def require(key: str, make: Callable[..., Any], *provided: str) -> None:
+    """Raise UsageError for the first argument of a bound target that has no value and is not in `provided`."""
     for arg, p in parameters(make).items():
-        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and arg not in given:
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and arg not in provided:
             name = getattr(getattr(make, "func", make), "__name__", str(make))
             raise UsageError(f"{key}.args.{arg}: {name} needs it; set {key}.args.{arg}")
 
@@ -223,5 +225,5 @@ def targets_in(key: str, entries: Sequence[Any], kind: str, example: str) -> lis
         elif isinstance(entry, Mapping) and isinstance(entry.get("target"), str) and set(entry) <= {"target", "args"}:
             pairs.append((entry["target"], dict(entry.get("args") or {})))
         else:
-            raise UsageError(f"{key}: {entry!r} is no {kind}; give a name such as {example}, or {{target, args}}")
+            raise UsageError(f"{key}: {entry!r} is not a {kind}; give a name such as {example}, or {{target, args}}")
     return pairs

@@ -1,4 +1,4 @@
-"""A preset is a row of XLA's own switches, probed before they are set: XLA aborts at one that it does not know."""
+"""Presets of XLA flags, probed before they are set, since XLA aborts at a flag that it does not know."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ import sys
 from jaxdp import environment
 from jaxdp.distributed import gpus, launchers
 
-COMBINE = str(32 * 2**20)  # bytes: pieces that are on their way while the backward pass goes on
+COMBINE = str(32 * 2**20)  # bytes: small enough to send while the backward pass continues
 OVERLAP = {
     "--xla_gpu_enable_latency_hiding_scheduler": "true",
     "--xla_gpu_enable_pipelined_all_reduce": "true",
@@ -23,25 +23,25 @@ OVERLAP = {
     "--xla_gpu_reduce_scatter_combine_threshold_bytes": COMBINE,
 }
 PRESETS: dict[str, dict[str, str]] = {"default": {}, "overlap": OVERLAP}
-"""Flags of XLA_FLAGS that let collectives overlap with the backward pass on GPUs (docs.jax.dev, "GPU performance
-tips"); their order is that in which they matter."""
+"""XLA_FLAGS that let collectives overlap with the backward pass on GPUs (docs.jax.dev, "GPU performance tips"), the
+most important first."""
 
 PLUGINS = ("jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin")
 TIMEOUT = 120.0  # seconds for JAX to open its devices once
 
 
-def use(preset: str, devices: int | None = None, here: int | None = None) -> str | None:
-    """Sets what a preset names and XLA knows, before JAX starts; flags that XLA_FLAGS has already stay.
+def use(preset: str, devices: int | None = None, local_gpus: int | None = None) -> str | None:
+    """Set the flags of a preset that XLA knows, before JAX starts; flags that are already in XLA_FLAGS are kept.
 
-    devices: as in `parallel.devices`; here: GPUs of this host, else they are counted. Nothing is set for one device, or
-    without a GPU. Returns in a line what was left out, the first time that it is found out.
+    devices: as in `parallel.devices`; local_gpus: GPUs of this host, counted if None. Sets nothing for one device, or
+    without a GPU. Returns a line about ignored flags, only when they were probed in this call.
     """
     flags = PRESETS[preset]
-    if not flags or not several(devices, gpus.count() if here is None else here):
+    if not flags or not several(devices, gpus.count() if local_gpus is None else local_gpus):
         return None
     unknown, first = probed(flags)
     if unknown is None:
-        return f"parallel.xla_preset: {preset} is left out, since a process that tried it could not open the devices"
+        return f"parallel.xla_preset: {preset} is ignored: a process that tried it could not open the devices"
     for name, value in flags.items():
         if name not in unknown:
             environment.add_flag(f"{name}={value}")
@@ -50,28 +50,28 @@ def use(preset: str, devices: int | None = None, here: int | None = None) -> str
     return None
 
 
-def several(devices: int | None, here: int) -> bool:
-    """Whether there is more than one GPU to train on, as far as can be told before any is opened."""
+def several(devices: int | None, local_gpus: int) -> bool:
+    """Return True if there is more than one GPU to train on, as far as is known before any is opened."""
     visible = gpus.visible_devices()
     if visible is not None:
-        here = min(here, len([d for d in visible.split(",") if d.strip() not in ("", "-1")]))
-    return here > 0 and (launchers.discover().size > 1 or min(here, devices or here) > 1)
+        local_gpus = min(local_gpus, len([d for d in visible.split(",") if d.strip() not in ("", "-1")]))
+    return local_gpus > 0 and (launchers.discover().size > 1 or min(local_gpus, devices or local_gpus) > 1)
 
 
 def probed(flags: dict[str, str]) -> tuple[set[str] | None, bool]:
-    """(those that XLA does not know, or None where it cannot be told; whether this was found out now)
+    """Return (the flags that XLA does not know, or None if unknown; True if they were probed in this call).
 
-    Found out once for each version of JAX's libraries.
+    The result is cached for each version of JAX's libraries.
     """
     with contextlib.suppress(OSError, RuntimeError, ValueError):
-        known = json.loads(kept_in().read_text())
+        known = json.loads(_cache_file().read_text())
         if isinstance(known, dict) and set(flags) <= set(known):
             return {name for name in flags if not known[name]}, False
     unknown = probe(flags)
     if unknown is None:
         return None, True
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home directory
-        file = kept_in()
+        file = _cache_file()
         file.parent.mkdir(parents=True, exist_ok=True)
         new = file.with_name(f"{file.name}.{os.getpid()}")
         new.write_text(json.dumps({name: name not in unknown for name in flags}))
@@ -79,16 +79,16 @@ def probed(flags: dict[str, str]) -> tuple[set[str] | None, bool]:
     return unknown, True
 
 
-def kept_in() -> pathlib.Path:
-    """The file of what was found out."""
+def _cache_file() -> pathlib.Path:
+    """Return the file that caches the result of probing."""
     return environment.user_cache() / f"xla_flags-{_versions()}.json"
 
 
 def probe(flags: dict[str, str]) -> set[str] | None:
-    """Those that XLA does not know, by a process that opens JAX's devices with them; None where it fails otherwise."""
-    left, unknown = dict(flags), set[str]()
-    while left:
-        env = {**os.environ, "XLA_FLAGS": " ".join(f"{name}={value}" for name, value in left.items())}
+    """Return the flags that XLA does not know, by starting JAX with them in a process; None if it fails otherwise."""
+    candidates, unknown = dict(flags), set[str]()
+    while candidates:
+        env = {**os.environ, "XLA_FLAGS": " ".join(f"{name}={value}" for name, value in candidates.items())}
         env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         command = [sys.executable, "-c", "import jax; jax.devices()"]
         try:
@@ -98,19 +98,19 @@ def probe(flags: dict[str, str]) -> set[str] | None:
         if done.returncode == 0:
             break
         complaint = done.stderr.partition("nknown flag")[2].partition("\n")[0]
-        named = {name for name in left if re.search(rf"{name}\b", complaint)}
-        if not named:
+        rejected = {name for name in candidates if re.search(rf"{name}\b", complaint)}
+        if not rejected:
             return None
-        unknown |= named
-        left = {name: value for name, value in left.items() if name not in named}
+        unknown |= rejected
+        candidates = {name: value for name, value in candidates.items() if name not in rejected}
     return unknown
 
 
 def _versions() -> str:
-    import importlib.metadata  # takes 20 ms, which most starts need not spend
+    import importlib.metadata  # takes 20 ms, so import it only when needed
 
-    found = []
+    versions = []
     for name in PLUGINS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(importlib.metadata.version(name))
-    return "-".join(found)
+            versions.append(importlib.metadata.version(name))
+    return "-".join(versions)

@@ -504,7 +504,7 @@ MADE = Nnx(nnx.Rngs(0))
         ("no_module", (), "model: a factory that takes rngs must return a Flax NNX module, not int"),
         ("no_equinox", (), "model: a factory that takes a key must return an Equinox module, not int"),
         ("MADE", (), "model: got an initialized Nnx; pass the class"),
-        ("LINEN", ("--model.args.x", "1"), "model.args: 'test_adapters.LINEN' is made already and takes none"),
+        ("LINEN", ("--model.args.x", "1"), "model.args: 'test_adapters.LINEN' is an object and takes no args"),
         ("Silent", (), "model: Silent has state, but its __call__ does not take it; add the argument state"),
     ],
 )

@@ -127,7 +127,7 @@ def test_early_stopping_follows_the_better_direction():
     [
         ("EarlyStoping", "did you mean 'EarlyStopping'"),
         ({"target": "EarlyStopping", "args": {"patienc": 3}}, "patienc"),
-        ({"name": "EarlyStopping"}, "is no callback; give a name such as EarlyStopping"),
+        ({"name": "EarlyStopping"}, "is not a callback; give a name such as EarlyStopping"),
         ("collections.OrderedDict", "has none of the methods on_start"),
         (object(), "has none of the methods on_start"),
     ],

@@ -154,7 +154,7 @@ def damage(kind, folder):
         "a directory for a file": "Is a directory",
         "edited manifest": "has changed since",
         "a pipe for a file": "has 0 bytes instead of",
-        "a terminal escape": "names '!\\x1b[31m\\n', which is no name of a file",
+        "a terminal escape": "names '!\\x1b[31m\\n', which is not a file name",
         "a long name": "which is too long for a file",
     }.get(kind, "outside of the checkpoint" if "link" in kind or "names " in kind else "cannot be read")
 

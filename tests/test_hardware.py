@@ -138,11 +138,11 @@ def test_a_file_is_what_it_says(tmp_path):
         ("memory", True, r"hardware.memory: True is not a positive number"),
         ("inter_latency", -1e-6, r"hardware.inter_latency: -1e-06 is not"),
         ("inter_bandwidth", math.inf, r"hardware.inter_bandwidth: inf is not"),
-        ("flops", 1e12, r"hardware.flops: 1000000000000.0 is no mapping"),
+        ("flops", 1e12, r"hardware.flops: 1000000000000.0 is not a mapping"),
         ("flops", {"bfloat16": "fast"}, r"hardware.flops.bfloat16: 'fast' is not a positive number; .* 9.894e\+14"),
         ("efficiency", 50, r"hardware.efficiency: 50 is more than the peak; give a share of it, such as 0.5"),
         ("devices_per_host", 2.5, r"hardware.devices_per_host: 2.5 is not a whole number; give one, such as 8"),
-        ("source", 7, r"hardware.source: 7 is no text"),
+        ("source", 7, r"hardware.source: 7 is not a string"),
     ],
 )
 def test_a_wrong_field_is_named(tmp_path, field, value, says):
@@ -164,6 +164,6 @@ def test_an_unknown_name_suggests_the_nearest(tmp_path):
 def test_a_file_that_is_no_mapping(tmp_path, text):
     file = tmp_path / "bad.yaml"
     file.write_text(text)
-    with pytest.raises(UsageError, match=r"hardware: '.*bad.yaml' (holds no fields|cannot be read)") as error:
+    with pytest.raises(UsageError, match=r"hardware: '.*bad.yaml' (has no fields|cannot be read)") as error:
         load_hardware(str(file))
     assert "\n" not in str(error.value)

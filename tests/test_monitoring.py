@@ -345,8 +345,8 @@ def test_names_of_metrics_are_no_markup():
     [
         ("TensorBord", r"log.writers.target: 'TensorBord' .* did you mean 'TensorBoard'"),
         ({"target": "TensorBoard", "args": {"foldr": "x"}}, r"log.writers.args.foldr: .* did you mean 'folder'"),
-        ({"targt": "TensorBoard"}, r"log.writers: .* is no writer; give a name such as TensorBoard"),
-        (3, r"log.writers: 3 is no writer"),
+        ({"targt": "TensorBoard"}, r"log.writers: .* is not a writer; give a name such as TensorBoard"),
+        (3, r"log.writers: 3 is not a writer"),
     ],
 )
 def test_writers_that_are_none_are_named(entry, text):

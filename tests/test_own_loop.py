@@ -295,7 +295,7 @@ WRONG = {
     r"rank: 3 is not in \[0, 3\)": lambda g: jaxdp.DistributedSampler(3, rank=3, size=3),
     "dataset_or_size: 0 examples": lambda g: jaxdp.DistributedSampler(0),
     "dataset_or_size: list_iterator has no length": lambda g: jaxdp.DistributedSampler(iter([1])),
-    "adam is no Optax transformation; give one": lambda g: jaxdp.distributed_optimizer(optax.adam),
+    "adam is not an Optax transformation; give one": lambda g: jaxdp.distributed_optimizer(optax.adam),
     "'loss' is traced": lambda g: jax.jit(lambda x: jaxdp.allreduce_metrics({"loss": x}))(1.0),
     "'loss' is str, not a number": lambda g: jaxdp.allreduce_metrics({"loss": "x"}),
     r"'a/b' has shape \(8,\), not one number": lambda g: jaxdp.allreduce_metrics({"a": {"b": g}}),

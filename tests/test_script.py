@@ -143,13 +143,13 @@ BAD = {
     "batchsize=3": "fit: unknown key 'batchsize'; did you mean 'batch_size'?",
     "parallel={'zero': 9}": "parallel.zero: 9 is too large; it must be at most 3",
     "eval={'every': 'x'}": "eval.every: 'x' is not an integer",
-    "optimizer=3": "optimizer: int is no Optax transformation",
+    "optimizer=3": "optimizer: int is not an Optax transformation",
     "loss='MeanSquaredError'": "loss: outputs (4, 2) do not fit labels (4,)",
     "loss=lambda o, b: (o.sum(), b['mask'].sum(), {'step': o.sum()})": "loss: a metric of it is called 'step', which",
     "loss=lambda outputs, batch: outputs.mean()": "loss: it returned float32[]; a loss returns (sum [], weight []",
     "eval_data=(x[:0], y[:0])": "data: the data set is empty",
-    "eval_data=x": "eval.data: its examples (inputs float32[4]) do not fit what is trained on (inputs",
-    "eval_data=(x[:, :3], y)": "eval.data: its examples (inputs float32[3], labels int32[]) do not fit",
+    "eval_data=x": "eval.data: its examples (inputs float32[4]) do not match the training examples (inputs",
+    "eval_data=(x[:, :3], y)": "eval.data: its examples (inputs float32[3], labels int32[]) do not match",
     "data=(x, y + np.int32(1))": "loss: a label is 2, but the model's outputs are for 2 classes, 0 to 1",
     "data=(x, y - np.int32(1))": "loss: a label is -1, but",
     "data=iter(x)": "data.target: 'iterator (object)' is",
@@ -272,4 +272,4 @@ jaxdp.fit(**base, optimizer=optax.adam(1e-3))
         argv = [sys.executable, "-m", "jaxdp", *verb.split()]
         done = subprocess.run(argv, cwd=tmp_path, text=True, capture_output=True, env=environment({}, 2))
         assert done.returncode == 2
-        assert "it stands for an object that a script gave to jaxdp.fit" in done.stderr and done.stderr.count("\n") == 1
+        assert "it names an object that a script passed to jaxdp.fit" in done.stderr and done.stderr.count("\n") == 1

@@ -121,7 +121,7 @@ def test_every_name_is_in_one_place(ours, theirs, skip):
     skip = [s for s in skip if any(s in name for name in ours)]
     left = [name for name in ours if not any(s in name for s in skip)]
     if not set(left) & set(theirs):
-        with pytest.raises(UsageError, match=r"^init_from: the source has nothing of what is to be loaded"):
+        with pytest.raises(UsageError, match=r"^init_from: the source has none of the arrays to load"):
             match(of(ours), of(theirs), "the source", skip=skip)
         return
     found = match(of(ours), of(theirs), "the source", skip=skip)
@@ -147,10 +147,10 @@ def test_renaming_there_and_back_loads_everything(names):
         ({"rename": {"^head": r"\1"}}, r"init.rename: '^head' cannot be replaced by '.*' \(invalid group ref.*"),
         ({"rename": {"kernel|bias": "w"}},
          r"init.rename: 'head/kernel' and 'head/bias' of SOURCE both become 'head/w'; narrow the expressions"),
-        ({"load": []}, r"init_from: SOURCE has nothing of what is to be loaded; widen init.load, or skip less"),
-        ({"rename": {"^": "x/"}}, r"init_from: SOURCE has nothing .*; a path here is 'head/kernel', there 'x/head/.*"
+        ({"load": []}, r"init_from: SOURCE has none of the arrays to load; widen init.load, or skip less"),
+        ({"rename": {"^": "x/"}}, r"init_from: SOURCE has none .*; a path here is 'head/kernel', there 'x/head/.*"
                                   r"'; map them with init.rename"),
-        ({"theirs": {}}, r"init_from: SOURCE has nothing .*"),
+        ({"theirs": {}}, r"init_from: SOURCE has none .*"),
         ({"theirs": {"head/kernel": ((3, 5), np.float32)}},
          r"init_from: 'head/kernel' has shape \(3, 5\) in SOURCE, but \(4, 3\) here; leave it as initialized with "
          r"init.skip, such as '^head/kernel\$'"),
@@ -175,9 +175,9 @@ def test_a_report_names_eight_and_counts_the_others():
     found = match(ours, of([f"layers/{i}" for i in range(5)] + ["other"]), "runs/a", skip=["/1."])
     assert describe(found, ours, "runs/a").splitlines() == [
         "loaded 5 of 20 parameters, 0 of 1 arrays of the model state, 10 elements, from runs/a",
-        "  left as initialized, not in it: layers/5, layers/6, layers/7, layers/8, layers/9, model_state/mean",
+        "  left as initialized, not in the source: layers/5, layers/6, layers/7, layers/8, layers/9, model_state/mean",
         "  left as initialized, skipped: " + ", ".join(f"layers/{i}" for i in range(10, 18)) + " and 2 more",
-        "  not used of it: other",
+        "  not used from the source: other",
     ]
 
 
@@ -295,7 +295,7 @@ def test_a_new_head(small):
     assert said.splitlines() == [
         f"loaded 2 of 4 parameters, 264 elements, from {directory}/checkpoints/2",
         "  left as initialized, skipped: head/bias, head/kernel",
-        "  not used of it: head/bias, head/kernel",
+        "  not used from the source: head/bias, head/kernel",
     ]
     assert begun(file, mlp(), load=["^head/kernel"], train=False)[2].skipped == [
         "head/bias",
@@ -386,12 +386,12 @@ def test_every_place_that_holds_nothing_is_refused(tmp_path, small, monkeypatch)
         "nix": "'nix' does not exist; give a run directory, one of its checkpoints (.../checkpoints/STEP) or a .safe",
         5000 * "x": f"'{5000 * 'x'}' cannot be opened ([Errno 36] File name too long",
         "weights.npz/a": "'weights.npz/a' cannot be opened (",
-        "empty": "'empty' holds no checkpoint; give a run",
-        "empty/checkpoints/3": "'empty/checkpoints/3' holds no checkpoint; give",
-        "weights.npz": "'weights.npz' is no .safetensors file; give",
+        "empty": "'empty' contains no checkpoint; give a run",
+        "empty/checkpoints/3": "'empty/checkpoints/3' contains no checkpoint; give",
+        "weights.npz": "'weights.npz' is not a .safetensors file; give",
         "torn.safetensors": "'torn.safetensors' cannot be read as safetensors (",
-        "damaged": "'damaged' is not a whole checkpoint of jaxdp (",
-        "other": "'other' holds no checkpoint; give a run",
+        "damaged": "'damaged' is not a complete jaxdp checkpoint (",
+        "other": "'other' contains no checkpoint; give a run",
     }.items():
         with pytest.raises(UsageError) as error:
             open_weights(locate(path), False)
@@ -402,11 +402,11 @@ def test_every_place_that_holds_nothing_is_refused(tmp_path, small, monkeypatch)
 @pytest.mark.slow
 def test_an_average_that_is_not_there_is_refused(tmp_path, small):
     saved(tmp_path, mlp())
-    with pytest.raises(UsageError, match=r"^init.ema: '.*checkpoints/2' keeps no running average; leave it out"):
+    with pytest.raises(UsageError, match=r"^init.ema: '.*checkpoints/2' has no running average; leave it out"):
         open_weights(locate(str(tmp_path)), True)
-    with pytest.raises(UsageError, match=r"^init.ema: '.*export.safetensors' holds no running average; leave it out"):
+    with pytest.raises(UsageError, match=r"^init.ema: '.*export.safetensors' has no running average; leave it out"):
         open_weights(locate(str(small[2])), True)
-    with pytest.raises(UsageError, match=r"^--ema: '.*' keeps no running average"):
+    with pytest.raises(UsageError, match=r"^--ema: '.*' has no running average"):
         write_export(tmp_path, ema=True)
 
 

@@ -98,7 +98,7 @@ def test_a_spike_rolls_back_and_its_data_is_left_out(tmp_path):
     run = guarded_run(tmp_path, [8], spike=spike)
     final = loop.fit(run)
     run.watch.stop()
-    assert "the loss of update 8 is a spike: back to step 6, on with the data after it" in run.writer.said
+    assert "the loss of update 8 is a spike: back to step 6, continuing with the data after it" in run.writer.said
     meta = run.checkpoints.meta(12)
     assert (meta["offset"], meta["rollbacks"]) == (2, 1) and np.isfinite(final["loss"])
     steps = [r["step"] for r in run.writer.records if r["split"] == "train"]

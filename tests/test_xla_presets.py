@@ -30,7 +30,7 @@ def remember(known):
 def test_what_was_probed_is_set_beside_what_is_set_already(two_gpus):
     missing = "--xla_gpu_enable_while_loop_double_buffering"
     remember({name: name != missing for name in xla_presets.OVERLAP})
-    assert xla_presets.use("overlap", here=2) is None  # it was said when it was found out
+    assert xla_presets.use("overlap", local_gpus=2) is None  # it was said when it was found out
     flags = os.environ["XLA_FLAGS"].split()
     assert flags[0] == "--xla_gpu_enable_pipelined_all_gather=false" and len(flags) == len(xla_presets.OVERLAP) - 1
     assert "--xla_gpu_enable_latency_hiding_scheduler=true" in flags and not any(missing in flag for flag in flags)
@@ -38,10 +38,11 @@ def test_what_was_probed_is_set_beside_what_is_set_already(two_gpus):
 
 def test_nothing_is_set_where_it_would_do_nothing(two_gpus, monkeypatch):
     before = os.environ["XLA_FLAGS"]
-    assert xla_presets.use("default", here=2) is None and xla_presets.use("overlap", devices=1, here=2) is None
-    assert xla_presets.use("overlap", here=1) is None and xla_presets.use("overlap", here=0) is None
+    assert xla_presets.use("default", local_gpus=2) is None
+    assert xla_presets.use("overlap", devices=1, local_gpus=2) is None
+    assert xla_presets.use("overlap", local_gpus=1) is None and xla_presets.use("overlap", local_gpus=0) is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert xla_presets.use("overlap", here=2) is None and os.environ["XLA_FLAGS"] == before
+    assert xla_presets.use("overlap", local_gpus=2) is None and os.environ["XLA_FLAGS"] == before
 
 
 def test_a_flag_whose_name_begins_that_of_another_is_set(two_gpus):
@@ -52,5 +53,5 @@ def test_a_flag_whose_name_begins_that_of_another_is_set(two_gpus):
 
 def test_what_cannot_be_tried_is_left_out_and_said(two_gpus, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "nonexistent")
-    said = xla_presets.use("overlap", here=2)
+    said = xla_presets.use("overlap", local_gpus=2)
     assert said is not None and "could not open the devices" in said and "latency" not in os.environ["XLA_FLAGS"]

@@ -1,4 +1,4 @@
-"""The floating-point operations of a traced program: its matrix products and convolutions, loops multiplied out."""
+"""FLOP counts of a traced program: its matrix products and convolutions, times the lengths of loops."""
 
 import math
 from collections.abc import Callable
@@ -6,35 +6,35 @@ from typing import Any
 
 import jax.extend
 
-# cuDNN's attention, query[example, token, head, width]: its products; backward without that of the scores once more.
+# Products of cuDNN's attention, query[example, token, head, width]; backward does not count the scores again.
 FUSED_ATTENTION = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 4}
 
-REMATERIALIZED = {"checkpoint", "remat", "remat2"}  # by JAX's version
+REMATERIALIZED = {"checkpoint", "remat", "remat2"}  # depends on JAX's version
 
 
 def count_flops(jaxpr: Any) -> int:
-    """Multiplications and additions of the products in a (closed) jaxpr, at most once for each branch's longest.
+    """Count the multiplications and additions of products in a (closed) jaxpr. A `cond` counts its longest branch.
 
-    Inside a `shard_map` shapes are one device's, so that what is counted there is too. A `while` counts once.
+    Inside a `shard_map` shapes are those of one device, and so are the counts. A `while` counts once.
     """
-    return sum(_of(eqn) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
+    return sum(_flops_of(eqn) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
 
 
 def model_flops(grads: Any, forward: Callable[[], Any]) -> int:
-    """Those of a jaxpr of gradients that the model itself asks for: what is computed again only to save memory is not.
+    """Count the model's FLOPs in a jaxpr of gradients, without recomputation by remat.
 
-    forward: traces the same without gradients. Where the jaxpr computes anything again, the backward pass counts as
-    twice the forward one, as in Chowdhery et al., arXiv 2204.02311, appendix B; else what is there is counted.
+    forward: traces the same without gradients. If the jaxpr recomputes anything, the backward pass counts as twice the
+    forward pass, as in Chowdhery et al., arXiv 2204.02311, appendix B; else the jaxpr's own products are counted.
     """
     counted = count_flops(grads)
     return min(counted, 3 * count_flops(forward())) if _recomputes(grads) else counted
 
 
 def gpt_flops(parameters: int, layers: int, dim: int, tokens: int) -> int:
-    """By the formula, of one token of an update: 6 N + 12 layers dim tokens (arXiv 2204.02311, appendix B).
+    """Return the FLOPs of one token of an update by the formula 6 N + 12 layers dim tokens (arXiv 2204.02311, app. B).
 
-    parameters: N, those that take part in products: an untied embedding and learned positions do not. tokens: the
-    context; a causal mask is not taken into account.
+    parameters: N, the parameters used in products: without an untied embedding and learned positions. tokens: the
+    context; a causal mask is ignored.
     """
     return 6 * parameters + 12 * layers * dim * tokens
 
@@ -48,7 +48,7 @@ def _all_jaxprs(eqn: Any) -> list[Any]:
     return [j for value in eqn.params.values() for j in _jaxprs(value)]
 
 
-def _of(eqn: Any) -> int:
+def _flops_of(eqn: Any) -> int:
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general" and not eqn.outvars[0].aval.shape:
         return 0  # the square of a norm, not a layer's product
@@ -68,6 +68,6 @@ def _of(eqn: Any) -> int:
 
 
 def _jaxprs(value: Any) -> list[Any]:
-    """The programs among an operation's parameters; functions that JAX calls only to differentiate are none."""
+    """Return the jaxprs among an operation's parameters, without functions that JAX calls only to differentiate."""
     values = value if isinstance(value, tuple | list) else [value]
     return [v for v in values if isinstance(v, jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr)]

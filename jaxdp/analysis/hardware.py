@@ -1,8 +1,8 @@
-"""How long bytes and products take: latency and bandwidth of two kinds of link, and published peaks.
+"""A hardware model for the time of an update: latency and bandwidth of two kinds of link, and published peaks.
 
-A model to rank layouts with, not a measurement: links carry what their data sheet says, nobody else uses them, and a
-collective inside a host and one between hosts follow each other. The alpha-beta costs are those of Thakur, Rabenseifner
-& Gropp (2005) and of Patarasuk & Yuan (2009).
+It ranks layouts and measures nothing. It assumes links at data-sheet speed without other traffic, and that collectives
+inside a host and between hosts do not overlap. The alpha-beta costs are those of Thakur, Rabenseifner & Gropp (2005)
+and of Patarasuk & Yuan (2009).
 """
 
 import difflib
@@ -26,7 +26,7 @@ class Hardware(NamedTuple):
     default matmul precision uses for float32 on GPUs that have it.
     memory: bytes per device; memory_bandwidth: bytes/s.
     intra: between the devices of a host; inter: between hosts, each device over its own share of the network.
-    efficiency: the share of the peak that a model's products reach; an assumption. source: where the figures are from.
+    efficiency: the assumed share of the peak that a model's products reach. source: the origin of the figures.
     """
 
     name: str
@@ -50,17 +50,17 @@ def _row(
     inter: float,
     sheets: str,
 ) -> Hardware:
-    """A host of eight: TFLOP/s in (bfloat16, tensorfloat32, float32), (bytes, bytes/s), (bytes/s, s), bytes/s."""
+    """Build a host of eight: TFLOP/s in (bfloat16, tensorfloat32, float32), (bytes, bytes/s), (bytes/s, s), bytes/s."""
     bf16, tf32, f32 = (1e12 * peak for peak in tflops)
     flops = {"bfloat16": bf16, "float16": bf16, "tensorfloat32": tf32, "float32": f32}
     source = f"NVIDIA data sheets: {sheets}; latencies: NCCL 2.18, src/graph/tuning.cc"
     return Hardware(name, flops, *memory, 8, *intra, inter, 4e-6, 0.5, source)
 
 
-# Dense peaks: the sheets' figures for tensor cores count sparsity, twice as much, where they say so.
-# NVLink and PCIe: one direction, half the sheets' sum of both. A DGX has one network card per GPU; the L4s of a cloud's
-# host share theirs. The latency of a step is NCCL's own, of its ring with protocol LL128: NVLink 1.9, PCIe 2.5, network
-# 4 microseconds.
+# Dense peaks: where the sheets' tensor-core figures include sparsity, they are halved.
+# NVLink and PCIe: one direction, half the sheets' sum of both. A DGX has one network card per GPU; the L4s of a cloud
+# host share one. The latency of a step is NCCL's, for a ring with protocol LL128: NVLink 1.9, PCIe 2.5, network 4
+# microseconds.
 _HOPPER = (989.4, 494.7, 66.9)
 _NVLINK4 = (450e9, 1.9e-6)
 _TABLE = [
@@ -73,9 +73,9 @@ _TABLE = [
 HARDWARE = {row.name: row for row in _TABLE}
 
 
-# Of TPUs, whose float32 products are of bfloat16 pieces unless asked otherwise: cloud.google.com/tpu/docs, by version.
+# Peaks of TPUs, which by default compute float32 products in bfloat16: cloud.google.com/tpu/docs, by version.
 _TPU = {"v4": 275e12, "v5 lite": 197e12, "v5": 459e12, "v5p": 459e12, "v6 lite": 918e12, "v6e": 918e12}
-# JAX's device_kind, as an expression, to what a device of that kind can do.
+# JAX's device_kind, as a regular expression -> the peaks of such a device.
 _KINDS = {
     r"NVIDIA (H100 80GB HBM3|GH200.*)": HARDWARE["h100-nvlink-ib400"].flops,
     r"NVIDIA H200": HARDWARE["h200-nvlink-ib400"].flops,
@@ -87,23 +87,23 @@ _KINDS = {
 
 
 def peak_flops(kind: str, compute: str, matmul: str = "default") -> float | None:
-    """The dense peak of one device, FLOP/s, for products of `compute` operands; None where it is not known.
+    """Return the dense peak of one device, FLOP/s, for products of `compute` operands, or None if unknown.
 
-    kind: JAX's `device_kind`. matmul: jax_default_matmul_precision, which is about float32 products.
+    kind: JAX's `device_kind`. matmul: jax_default_matmul_precision, which applies to float32 products.
     """
-    found = next((peaks for name, peaks in _KINDS.items() if re.fullmatch(name, kind)), {})
-    return found.get(rate(compute, matmul, found))
+    peaks = next((peaks for name, peaks in _KINDS.items() if re.fullmatch(name, kind)), {})
+    return peaks.get(rate(compute, matmul, peaks))
 
 
 def rate(compute: str, matmul: str, peaks: Mapping[str, float]) -> str:
-    """The row of `peaks` for products of `compute` operands: those of float32 are TF32 unless asked otherwise."""
+    """Return the key of `peaks` for products of `compute` operands: by default TF32 for float32, if there is a peak."""
     return "tensorfloat32" if compute == "float32" and matmul == "default" and "tensorfloat32" in peaks else compute
 
 
 def load_hardware(name_or_path: str) -> Hardware:
-    """A row of HARDWARE by its name, or a YAML file with all fields of `Hardware`.
+    """Load a row of HARDWARE by its name, or a YAML file with all fields of `Hardware`.
 
-    Raises UsageError that names the field, its value and the fix.
+    Raises UsageError for an unknown name, a file that cannot be read, and a missing, unknown or invalid field.
     """
     if name_or_path in HARDWARE:
         return HARDWARE[name_or_path]
@@ -116,26 +116,26 @@ def load_hardware(name_or_path: str) -> Hardware:
             f"path of a YAML file with the fields {', '.join(Hardware._fields)}"
         )
     try:
-        given = bounded_yaml.load(file.read_text(), str(file))
+        fields = bounded_yaml.load(file.read_text(), str(file))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"hardware: {name_or_path!r} cannot be read: {one_line(error)}") from None
-    if not isinstance(given, dict):
-        raise UsageError(f"hardware: {name_or_path!r} holds no fields; write one per line, such as memory: 80e9")
-    for field in given:
+    if not isinstance(fields, dict):
+        raise UsageError(f"hardware: {name_or_path!r} has no fields; write one per line, such as memory: 80e9")
+    for field in fields:
         if field not in Hardware._fields:
             near = difflib.get_close_matches(str(field), Hardware._fields, 1, 0.7)
             hint = f"did you mean {near[0]!r}?" if near else "drop it"
             raise UsageError(f"hardware.{field}: {name_or_path!r} has this field, which nothing reads; {hint}")
     for field in Hardware._fields:
-        if field not in given:
+        if field not in fields:
             raise UsageError(
                 f"hardware.{field}: {name_or_path!r} leaves it out; give a value, such as {_example(field)!r}"
             )
-    return Hardware(**{field: _checked(field, value) for field, value in given.items()})
+    return Hardware(**{field: _checked(field, value) for field, value in fields.items()})
 
 
 def _example(field: str) -> Any:
-    """What the table's first row has there; of flops, its first entry."""
+    """Return the field of the table's first row as an example; for flops, its first entry."""
     value = getattr(_TABLE[0], field.split(".")[0])
     if isinstance(value, dict):
         name, flops = next(iter(value.items()))
@@ -144,15 +144,15 @@ def _example(field: str) -> Any:
 
 
 def _checked(field: str, value: Any) -> Any:
-    """The value as the field's type. YAML takes 450e9 for a text: a number may be one."""
+    """Convert the value to the field's type. Accepts numbers as strings, since YAML parses 450e9 as one."""
     wrong = f"hardware.{field}: {value!r} is"
     if field == "flops":
         if not isinstance(value, dict) or not value:
-            raise UsageError(f"{wrong} no mapping of dtypes; give FLOP/s for each, such as {_example(field)}")
+            raise UsageError(f"{wrong} not a mapping of dtypes; give FLOP/s for each, such as {_example(field)}")
         return {str(dtype): _checked(f"flops.{dtype}", flops) for dtype, flops in value.items()}
     if field in ("name", "source"):
         if not isinstance(value, str):
-            raise UsageError(f"{wrong} no text; put it in quotes")
+            raise UsageError(f"{wrong} not a string; put it in quotes")
         return value
     try:
         number = math.nan if isinstance(value, bool) else float(value)
@@ -170,7 +170,7 @@ def _checked(field: str, value: Any) -> Any:
 
 
 class _Link(NamedTuple):
-    """n devices in a ring, s per step (alpha) and per byte (beta)."""
+    """A ring of n devices; alpha: s per step, beta: s per byte."""
 
     n: int
     alpha: float
@@ -178,7 +178,7 @@ class _Link(NamedTuple):
 
 
 def _share(link: _Link, size: float) -> float:
-    """A reduce-scatter's ring, and an all-gather's: n - 1 steps of size/n."""
+    """Return the seconds of a ring reduce-scatter or all-gather: n - 1 steps of size/n."""
     return (link.n - 1) * link.alpha + (link.n - 1) / link.n * size * link.beta
 
 
@@ -187,7 +187,7 @@ def _all_reduce(link: _Link, size: float) -> float:
 
 
 def _two_levels(ring: Callable[[_Link, float], float]) -> Callable[[_Link, _Link, float], float]:
-    """Inside a host, and between hosts with the 1/g of the array that each of its g devices has then."""
+    """Apply `ring` inside a host, then between hosts on 1/g of the array, as each of the host's g devices has 1/g."""
     return lambda intra, inter, size: ring(intra, size) + ring(inter, size / intra.n)
 
 
@@ -220,10 +220,10 @@ _COST: dict[str, Callable[[_Link, _Link, float], float]] = {
 def collective_seconds(
     hw: Hardware, kind: str, bytes: float, group_size: int, devices_in_group_per_host: int | None = None
 ) -> float:
-    """Seconds of one collective, alone on the links, for a group of n devices, g of them on each of its h = n/g hosts.
+    """Return the seconds of a collective without other traffic, for a group of n devices, g on each of h = n/g hosts.
 
-    kind, bytes: as in `Collective`: the whole array. devices_in_group_per_host: g, by default a host's devices.
-    With alpha the latency and B the bandwidth of a link, and a group that lies in one host:
+    kind, bytes: as in `Collective`: the full array. devices_in_group_per_host: g, by default a host's devices.
+    With alpha the latency and B the bandwidth of a link, and a group inside one host:
 
         reduce-scatter, all-gather  (n - 1) alpha + (n - 1)/n bytes/B                 ring
         all-reduce                  2 ceil(log2 n) alpha + 2 (n - 1)/n bytes/B        see below
@@ -231,11 +231,11 @@ def collective_seconds(
         collective-permute          alpha + bytes/B
         collective-broadcast        ceil(log2 n) alpha + bytes/B                      pipelined tree
 
-    An all-reduce's bandwidth is the ring's; its latency that of NCCL's double binary trees, never more than the ring's
-    2 (n - 1) steps, since NCCL takes whichever is faster. Across hosts, the first three work in two levels, one after
-    the other: inside the host (n := g), and between hosts (n := h) with bytes/g, since each of the g devices carries
-    its part over its own network card. An all-to-all's n - g peers on other hosts, a permute, and a broadcast's bytes
-    go at the network's pace. A group of one takes 0 s. Raises ValueError for an unknown kind or an impossible group.
+    An all-reduce has the bandwidth of a ring and the latency of NCCL's double binary trees, which never exceeds the
+    ring's 2 (n - 1) steps, since NCCL chooses the faster. Across hosts, the first three work in two levels, one after
+    the other: inside the host (n := g), and between hosts (n := h) with bytes/g, since each of the g devices sends its
+    part over its own network card. An all-to-all's n - g peers on other hosts, a permute, and a broadcast's bytes use
+    the network's rate. A group of one takes 0 s. Raises ValueError for an unknown kind or an impossible group.
     """
     if kind not in _COST:
         raise ValueError(f"kind: {kind!r} is no collective; known: {', '.join(_COST)}")
@@ -252,18 +252,18 @@ def collective_seconds(
 def update_seconds(
     hw: Hardware, flops: float, dtype: str, collectives: Sequence[tuple[Collective, int]], traffic: float = 0.0
 ) -> dict[str, float]:
-    """Seconds of one update, by its parts and between two bounds.
+    """Return the seconds of one update: its parts, and an upper and a lower bound.
 
     flops: of one device, in products of `dtype` operands, at hw.efficiency of its peak. collectives: each with the
-    devices of a group that share a host (`Collective.per_block(hw.devices_per_host)`). traffic: bytes of a device's
-    memory that are read and written outside of products, as by the optimizer.
+    devices of a group that share a host (`Collective.per_block(hw.devices_per_host)`). traffic: bytes of device memory
+    read and written outside of products, such as by the optimizer.
 
         compute         flops/(peak efficiency) + traffic/memory_bandwidth
         communication   the collectives, one after the other
         no_overlap      compute + communication: the upper bound
         full_overlap    max(compute, communication): the lower bound
 
-    Raises UsageError where the hardware has no peak for `dtype`.
+    Raises UsageError if the hardware has no peak for `dtype`.
     """
     if dtype not in hw.flops:
         raise UsageError(f"hardware.flops.{dtype}: {hw.name!r} has no peak for it; it has: {', '.join(hw.flops)}")

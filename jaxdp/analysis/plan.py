@@ -1,7 +1,7 @@
-"""A plan is what the compiler says of one update on devices that are not there, and a stated model of the hardware.
+"""The plan of one update on simulated devices: memory and traffic from the compiler, time from a hardware model.
 
-Programs are compiled for simulated CPU devices from shapes alone: no parameter is made. Beyond what can be simulated,
-two smaller programs, split as the large one would be, are scaled: every figure is a + b/devices.
+Programs are compiled for simulated CPU devices from shapes alone: no parameter is allocated. For more devices than JAX
+can simulate, two smaller programs, sharded like the large one, are extrapolated: every figure is a + b/devices.
 """
 
 import math
@@ -13,7 +13,7 @@ import jax
 from jaxdp.analysis.flops import count_flops
 from jaxdp.analysis.hardware import Hardware, update_seconds
 from jaxdp.analysis.hlo import Collective
-from jaxdp.analysis.memory import bytes_by_tree, moved, peak
+from jaxdp.analysis.memory import bytes_by_tree, peak, update_collectives
 from jaxdp.core.state import Batch
 from jaxdp.core.step import Step
 from jaxdp.errors import UsageError
@@ -21,20 +21,20 @@ from jaxdp.parallel.layout import Share
 from jaxdp.parallel.strategy import Strategy
 
 SIMULATED = 2048  # devices that JAX can simulate
-SCALED = 1024  # a plan for more is scaled from two of at most so many, where they will do
+SCALED = 1024  # a larger plan is extrapolated from two of at most this many devices, if possible
 
 
 class Case(NamedTuple):
-    """A strategy over simulated devices and what it runs; example: one microbatch's shapes {name: [example, ...]}."""
+    """A strategy over simulated devices and its step; example: the shapes of a microbatch {name: [example, ...]}."""
 
     strategy: Strategy
     step: Step
     example: Batch
-    accumulate_split: bool  # gradients are split while they are accumulated
+    accumulate_split: bool  # gradients are sharded while they accumulate
 
 
 class Memory(NamedTuple):
-    """Bytes per device. activations: the compiler's temporaries without the gradients; peak: all at once."""
+    """Bytes per device. activations: the compiler's temporaries without the gradients; peak: the total."""
 
     params: float
     grads: float
@@ -46,7 +46,7 @@ class Memory(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One update of one stage. slots: microbatches of a device; flops: of a device's products."""
+    """The figures of an update in one ZeRO stage. slots: microbatches per device; flops: of a device's products."""
 
     zero: int
     devices: int
@@ -56,14 +56,14 @@ class Plan(NamedTuple):
     gathered_whole: bool  # stage 3, and the model does not scan blocks
     collectives: tuple[Collective, ...]
     flops: float
-    scaled_from: tuple[int, ...]  # the numbers of devices that were compiled, where these are not all
+    scaled_from: tuple[int, ...]  # the numbers of devices that were compiled, if extrapolated
 
 
 def make_plan(case: Callable[[int], Case], zero: int, devices: int, group: int | None = None) -> Plan:
-    """The plan for `devices`, from case(n) for n simulated ones split as `devices` would be.
+    """Return the plan for `devices`, from case(n) on n simulated devices, sharded as for `devices`.
 
-    group: the devices of a sharding group, None for all. Raises UsageError where more devices than can be simulated
-    are no multiple of two numbers of devices that can be compiled.
+    group: the number of devices in a sharding group, None for all. Raises UsageError if `devices` exceeds SIMULATED
+    and is not a multiple of two numbers of devices that can be compiled.
     """
     if devices <= SIMULATED:
         return _measure(case(devices), zero, devices)
@@ -86,10 +86,10 @@ def make_plan(case: Callable[[int], Case], zero: int, devices: int, group: int |
 
 
 def scale(small: Plan, large: Plan, devices: int) -> Plan:
-    """The plan of more devices from those of two smaller numbers: each figure is a + b/devices."""
+    """Extrapolate the plan of more devices from those of two smaller numbers: each figure is a + b/devices."""
     a, b = small.devices, large.devices
 
-    def at(x: float, y: float) -> float:
+    def extrapolate(x: float, y: float) -> float:
         slope = (x - y) / (1 / a - 1 / b)
         return max(0.0, y + slope * (1 / devices - 1 / b))
 
@@ -97,12 +97,12 @@ def scale(small: Plan, large: Plan, devices: int) -> Plan:
     assert all((x.kind, x.count) == (y.kind, y.count) for x, y in pairs)
     grown = [
         y._replace(
-            bytes=round(at(x.bytes, y.bytes)),
+            bytes=round(extrapolate(x.bytes, y.bytes)),
             group_size=y.group_size if x.group_size == y.group_size else y.group_size * devices // b,
         )
         for x, y in pairs
     ]
-    memory = Memory(*(at(x, y) for x, y in zip(small.memory, large.memory)))
+    memory = Memory(*(extrapolate(x, y) for x, y in zip(small.memory, large.memory)))
     return large._replace(devices=devices, memory=memory, collectives=tuple(grown), scaled_from=(a, b))
 
 
@@ -126,31 +126,31 @@ def _measure(case: Case, zero: int, devices: int) -> Plan:
         ),
         strategy.share(),
         zero == 3 and not strategy.blocks,
-        tuple(moved({name: (compiled[name].as_text(), lowered[name].as_text()) for name in lowered}, slots)),
+        tuple(update_collectives({k: (compiled[k].as_text(), lowered[k].as_text()) for k in lowered}, slots)),
         count_flops(jax.make_jaxpr(program.update)(state, batch)),
         (),
     )
 
 
 def predict(plan: Plan, hardware: Hardware, dtype: str) -> dict[str, float]:
-    """Seconds of one update on named hardware (`update_seconds`), and the efficiency of scaling to so many devices.
+    """Return the seconds of one update on the hardware (`update_seconds`), and the scaling efficiency.
 
-    efficiency: the time of one device with the same work and no communication, over that of an update; without any
-    overlap, and `efficiency_overlap` with all communication that computation can hide hidden.
+    efficiency: the time of the computation alone over that of an update without overlap; efficiency_overlap: over that
+    of an update whose communication is hidden as far as possible.
     """
     memory = plan.memory
-    traffic = 2 * (memory.params + memory.opt_state) + memory.grads  # each read and written once, gradients read
+    traffic = 2 * (memory.params + memory.opt_state) + memory.grads  # state: read and written; gradients: read
     calls = [(c, c.per_block(hardware.devices_per_host)) for c in plan.collectives]
     calls = [(c, min(g, hardware.devices_per_host, c.group_size)) for c, g in calls]
     seconds = update_seconds(hardware, plan.flops, dtype, calls, traffic)
-    alone = seconds["compute"]
+    compute = seconds["compute"]
     return {
         **seconds,
-        "efficiency": alone / seconds["no_overlap"],
-        "efficiency_overlap": alone / seconds["full_overlap"],
+        "efficiency": compute / seconds["no_overlap"],
+        "efficiency_overlap": compute / seconds["full_overlap"],
     }
 
 
 def recommend(plans: Sequence[Plan], memory: float) -> Plan | None:
-    """The lowest stage that fits into `memory` bytes, None where none does."""
+    """Return the lowest stage that fits into `memory` bytes, or None."""
     return next((p for p in sorted(plans, key=lambda p: p.zero) if p.memory.peak <= memory), None)

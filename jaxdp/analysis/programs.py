@@ -1,6 +1,6 @@
-"""A traced program as lines of text, one for each operation: programs with equal lines compute equal numbers.
+"""Traced programs as lines of text, one per operation: programs with equal lines compute equal numbers.
 
-The text has no addresses, no object ids and no order of a hash, so that it can be compared between processes.
+The text contains no addresses, object ids or hash orders, so that it can be compared between processes.
 """
 
 import enum
@@ -26,7 +26,7 @@ LIBRARIES = tuple(
 )
 PYTHON = sysconfig.get_paths()["stdlib"]
 ROOT = pathlib.Path(__file__).parents[1]
-OURS = (ROOT / "jaxdp" / "verify", ROOT / "jaxdp" / "precision.py")  # call or cast what is traced
+OURS = (ROOT / "jaxdp" / "verify", ROOT / "jaxdp" / "precision.py")  # they call or cast the traced code
 LOGS = ("debug_callback", "debug_print")  # operations that change no number
 CALLBACKS = ("pure_callback", "io_callback")
 Digest = tuple[str, Mapping[str, str]]  # of a program, and of each line of code in it
@@ -34,7 +34,7 @@ PLAIN = (str, int, float, complex, type(None), np.dtype, enum.Enum, slice)
 
 
 class Line(NamedTuple):
-    """An operation. operands: numbers of earlier results; where: file:line of the code that asked for it."""
+    """An operation. operands: numbers of earlier results; where: file:line of the code that called it."""
 
     text: str
     operands: tuple[str, ...]
@@ -44,7 +44,7 @@ class Line(NamedTuple):
 def lines(closed: jex.ClosedJaxpr, callbacks: bool = False) -> Iterator[Line]:
     """Yield every operation that a result depends on, then the results.
 
-    callbacks: call each host callback once, with ones, and add what it returns.
+    callbacks: call each host callback once, with ones, and add its result.
     """
     yield from _lines(closed.jaxpr, closed.consts, callbacks)
 
@@ -71,25 +71,25 @@ def _lines(jaxpr: jex.Jaxpr, consts: Any, callbacks: bool, outer: str = "") -> I
 
 def needed(jaxpr: jex.Jaxpr) -> list[jex.JaxprEqn]:
     """Return the operations that the results depend on, or that have an effect other than a log line."""
-    wanted, kept = {v for v in jaxpr.outvars if not isinstance(v, jex.Literal)}, []
+    used, eqns = {v for v in jaxpr.outvars if not isinstance(v, jex.Literal)}, []
     for eqn in reversed(jaxpr.eqns):
         effect = any("Debug" not in type(e).__name__ for e in eqn.effects)
-        if eqn.primitive.name not in LOGS and (effect or not wanted.isdisjoint(eqn.outvars)):
-            kept.append(eqn)
-            wanted |= {v for v in eqn.invars if not isinstance(v, jex.Literal)}
-    return kept[::-1]
+        if eqn.primitive.name not in LOGS and (effect or not used.isdisjoint(eqn.outvars)):
+            eqns.append(eqn)
+            used |= {v for v in eqn.invars if not isinstance(v, jex.Literal)}
+    return eqns[::-1]
 
 
 def inside(eqn: jex.JaxprEqn) -> Iterator[Any]:
-    """Yield the programs inside of an operation: those of loops, calls and rules."""
+    """Yield the jaxprs inside an operation: those of loops, calls and rules."""
     for value in eqn.params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(one, jex.Jaxpr | jex.ClosedJaxpr):
-                yield one
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, jex.Jaxpr | jex.ClosedJaxpr):
+                yield item
 
 
 def describe(value: Any) -> str:
-    """Return a parameter or a constant as text; of an object that holds no numbers, its type's or own name."""
+    """Return a parameter or a constant as text; an object without numbers becomes its name or its type's name."""
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, Mapping):
@@ -110,7 +110,7 @@ def digest_of(array: Any) -> str:
 
 
 def called(eqn: jex.JaxprEqn) -> str:
-    """Return what a host callback gives for ones, or the name of the error that it raises."""
+    """Call a host callback with ones; return its result as text, or the name of the error that it raises."""
     avals: list[Any] = [v.aval for v in eqn.invars]
     try:
         returned = eqn.params["callback"](*(np.ones(aval.shape, aval.dtype) for aval in avals))
@@ -120,7 +120,7 @@ def called(eqn: jex.JaxprEqn) -> str:
 
 
 def line(eqn: jex.JaxprEqn) -> str:
-    """Return file:line of the innermost code that belongs to no library."""
+    """Return file:line of the innermost frame outside of libraries."""
     trace: Any = eqn.source_info.traceback
     for frame in trace.frames if trace is not None else ():
         if file := shown(frame.file_name):
@@ -130,7 +130,7 @@ def line(eqn: jex.JaxprEqn) -> str:
 
 @functools.cache
 def shown(name: str) -> str:
-    """Return a file's path as messages show it; "" for one that computes nothing of the user's."""
+    """Return a file's path for messages; "" for library files and our own tracing code."""
     file = pathlib.Path(name)
     python = name.startswith(PYTHON) and "site-packages" not in file.parts
     if not file.is_absolute() or python or name.startswith(LIBRARIES) or any(map(file.is_relative_to, OURS)):
@@ -140,24 +140,24 @@ def shown(name: str) -> str:
 
 
 def digest(program: Iterable[Line]) -> Digest:
-    """Return the digest of a program, and one for each line of code that is in it, in the order of the program."""
-    total, places = hashlib.sha256(), dict[str, Any]()
+    """Return the digest of a program, and {file:line: digest} of its source lines, in the order of the program."""
+    total, by_line = hashlib.sha256(), dict[str, Any]()
     for text, operands, where in program:
         total.update(f"{text} {operands}\n".encode())
-        places.setdefault(where, hashlib.sha256()).update(text.encode())
-    return total.hexdigest()[:16], {where: found.hexdigest()[:8] for where, found in places.items() if where}
+        by_line.setdefault(where, hashlib.sha256()).update(text.encode())
+    return total.hexdigest()[:16], {where: sha.hexdigest()[:8] for where, sha in by_line.items() if where}
 
 
 def check_same(context: Context, programs: Mapping[str, Digest], timeout: float = 60.0) -> None:
-    """UsageError on every rank, for rank 0 to print, where some rank would compute something else than rank 0."""
+    """Raise UsageError on every rank, printed by rank 0, if a rank's programs differ from those of rank 0."""
     name = "the traced programs"
     try:
         context.check_same(name, {part: total for part, (total, _) in programs.items()}, timeout)
     except UsageError as difference:
         text = str(difference)
-        places = {f"{part} at {where}": d for part, (_, places) in programs.items() for where, d in places.items()}
+        lines = {f"{part} at {where}": d for part, (_, by_line) in programs.items() for where, d in by_line.items()}
         try:
-            context.check_same(name, places, timeout)
+            context.check_same(name, lines, timeout)
         except UsageError as located:
             text = str(located)
         causes = "the rank, the environment, the time, a file or a process id"

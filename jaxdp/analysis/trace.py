@@ -1,4 +1,4 @@
-"""What a profiler's trace says of a device's time: computing, communicating, idle; and which operations took it."""
+"""Analysis of a profiler's trace: a device's time for computation, communication and idling, and by operation."""
 
 import collections
 import pathlib
@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from jaxdp.analysis.hlo import WIRE
 from jaxdp.errors import UsageError
 
-OUTER = re.compile(r"^(jit\([^)]*\)/|shard_map/|while/body/|closed_call/|vmap\(\)/)+")  # says nothing
-ANNOTATION = "jaxdp update"  # what an update is called in a trace
+OUTER = re.compile(r"^(jit\([^)]*\)/|shard_map/|while/body/|closed_call/|vmap\(\)/)+")  # prefixes without information
+ANNOTATION = "jaxdp update"  # the name of an update in a trace
 
 
 class Operation(NamedTuple):
-    """One run of one instruction of a compiled program. device: its plane or ordinal; lane: of operations that follow
-    or enclose each other; start, end: ns."""
+    """One execution of an instruction of a compiled program. device: its plane or ordinal; lane: a sequence of
+    operations that follow or enclose each other; start, end: ns."""
 
     device: str
     lane: str
@@ -25,7 +25,7 @@ class Operation(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Of a device's time in a window, ns. hidden: communication behind computing, which is counted as computing."""
+    """A device's time in a window, ns. hidden: communication that overlaps computation; it counts as computation."""
 
     device: str
     window: float
@@ -39,7 +39,7 @@ class Shares(NamedTuple):
 
 
 class Row(NamedTuple):
-    """An instruction: its own time, ns, without what it encloses, over all devices, and how often it ran."""
+    """An instruction: its time in ns, without enclosed operations, over all devices, and its number of executions."""
 
     name: str
     time: float
@@ -47,9 +47,9 @@ class Row(NamedTuple):
 
 
 def read(directory: pathlib.Path) -> tuple[list[Operation], list[tuple[float, float]]]:
-    """(the operations of the newest trace below a folder, the intervals of its updates as the host called them).
+    """Read the newest trace below a folder: return (its operations, the intervals of updates on the host).
 
-    Raises UsageError where there is none. The format is XPlane (https://openxla.org/xprof), read by JAX.
+    Raises UsageError if there is none. The format is XPlane (https://openxla.org/xprof), read by JAX.
     """
     import jax
 
@@ -66,9 +66,9 @@ def read(directory: pathlib.Path) -> tuple[list[Operation], list[tuple[float, fl
                     continue
                 stats = _stats(event)
                 if "hlo_op" in stats:
-                    own = plane.name if plane.name.startswith("/device") else f"cpu:{stats.get('device_ordinal', 0)}"
+                    device = plane.name if plane.name.startswith("/device") else f"cpu:{stats.get('device_ordinal', 0)}"
                     lane = f"{plane.name} {line.name}"
-                    operations.append(Operation(own, lane, str(stats["hlo_op"]), event.start_ns, event.end_ns))
+                    operations.append(Operation(device, lane, str(stats["hlo_op"]), event.start_ns, event.end_ns))
     return operations, sorted(updates)
 
 
@@ -77,24 +77,24 @@ def _stats(event: Any) -> dict[str, Any]:
 
 
 def shares(operations: Iterable[Operation], window: tuple[float, float], kinds: Mapping[str, str]) -> list[Shares]:
-    """How each device spent a window of time; kinds: instruction -> opcode, of the programs that ran (`opcodes`)."""
+    """Return each device's use of a window of time; kinds: instruction -> opcode of the programs (`opcodes`)."""
     by_device: dict[str, list[Operation]] = collections.defaultdict(list)
     for operation in operations:
         if operation.end > window[0] and operation.start < window[1]:
             by_device[operation.device].append(operation)
-    found = []
-    for device, own in sorted(by_device.items()):
-        leaves = [o for o in own if kinds.get(o.name) not in ("while", "call", "conditional")]
+    result = []
+    for device, executed in sorted(by_device.items()):
+        leaves = [o for o in executed if kinds.get(o.name) not in ("while", "call", "conditional")]
         moving = union([(o.start, o.end) for o in leaves if is_collective(o.name, kinds)], window)
         busy = union([(o.start, o.end) for o in leaves if not is_collective(o.name, kinds)], window)
         both = union([*moving, *busy], window)
         compute, communication, total = length(busy), length(moving), length(both)
-        found.append(Shares(device, window[1] - window[0], compute, total - compute, compute + communication - total))
-    return found
+        result.append(Shares(device, window[1] - window[0], compute, total - compute, compute + communication - total))
+    return result
 
 
 def top(operations: Iterable[Operation], window: tuple[float, float]) -> list[Row]:
-    """The instructions of a window, the longest first."""
+    """Return the instructions of a window, the longest first."""
     times: dict[str, float] = collections.defaultdict(float)
     counts: collections.Counter[str] = collections.Counter()
     lanes: dict[str, list[Operation]] = collections.defaultdict(list)
@@ -106,7 +106,7 @@ def top(operations: Iterable[Operation], window: tuple[float, float]) -> list[Ro
         for operation in sorted(lane, key=lambda o: (o.start, -o.end)):
             while open_ and open_[-1].end <= operation.start:
                 open_.pop()
-            if open_:  # inside: it is not the other's own time
+            if open_:  # enclosed: not the outer operation's own time
                 times[open_[-1].name] -= min(operation.end, open_[-1].end) - operation.start
             times[operation.name] += operation.end - operation.start
             counts[operation.name] += 1
@@ -116,7 +116,7 @@ def top(operations: Iterable[Operation], window: tuple[float, float]) -> list[Ro
 
 
 def union(intervals: Iterable[tuple[float, float]], window: tuple[float, float]) -> list[tuple[float, float]]:
-    """What intervals cover of a window, in order and apart."""
+    """Merge intervals, clipped to a window, into disjoint ones in order."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         start, end = max(start, window[0]), min(end, window[1])
@@ -134,14 +134,14 @@ def length(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def opcodes(text: str) -> dict[str, str]:
-    """Instruction -> opcode of a compiled program's text."""
+    """Return {instruction: opcode} from a compiled program's text."""
     return dict(re.findall(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*?[\]})] ([\w\-]+)\(", text, re.M))
 
 
 def origins(text: str) -> dict[str, str]:
-    """Instruction -> where the program asked for it, such as "transpose(jvp(Block))/dot_general"."""
-    found = re.findall(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*?op_name="([^"]*)"', text, re.M)
-    return {name: OUTER.sub("", where) for name, where in found}
+    """Return {instruction: its origin in the program}, such as "transpose(jvp(Block))/dot_general"."""
+    pairs = re.findall(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*?op_name="([^"]*)"', text, re.M)
+    return {name: OUTER.sub("", where) for name, where in pairs}
 
 
 def is_collective(name: str, kinds: Mapping[str, str]) -> bool:

@@ -1,4 +1,4 @@
-"""Config -> what `jaxdp verify --exact` trains: the run itself, as any number of devices would."""
+"""The configurations of `jaxdp verify --exact`: the config's own run, on different numbers of devices."""
 
 import dataclasses
 from typing import Any
@@ -18,7 +18,7 @@ __all__ = ["exactly", "make_bits"]
 
 
 def exactly(config: Config) -> Config:
-    """Return the config in exact mode, with the smaller arguments that `verify` names. Raises UsageError."""
+    """Return the config in exact mode, with the smaller arguments of `verify`. Raises UsageError."""
     parallel = dataclasses.replace(config.parallel, reduction=config.parallel.exact_reduction, accumulate="auto")
     config = dataclasses.replace(smaller(config), parallel=parallel)
     check_exact(config)
@@ -26,28 +26,28 @@ def exactly(config: Config) -> Config:
 
 
 def make_bits(config: Config, devices: int, updates: int) -> tuple[Make, list[Configuration], list[int]]:
-    """Return (what builds a configuration, the configurations, the batches).
+    """Return (the function that builds a configuration, the configurations, the numbers of the batches).
 
-    The batches are the first ones and the last of an epoch, which may be ragged. In a job of several processes the
+    The batches are the first ones and the last of an epoch, which may be incomplete. In a job of several processes the
     configurations are one device of each process, and all devices.
     """
     set_jax(config)
     parts = make_parts(config)
-    there, several = jax.devices(), jax.process_count() > 1
+    all_devices, several = jax.devices(), jax.process_count() > 1
     summands = config.microbatches // config.parallel.exact_group
-    most = len(there) if several else min(devices, len(there), summands)
+    limit = len(all_devices) if several else min(devices, len(all_devices), summands)
 
     def make(configuration: Configuration) -> Any:
         parallel: Any = {k: getattr(configuration, k) for k in ("backend", "zero", "gradient_buffer", "shard_size")}
-        here = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **parallel))
-        check_exact(here)
-        step = make_the_step(here, parts)
-        chosen = jax.local_devices() if several and configuration.devices == 1 else there
-        strategy = make_strategy(here, parts, state_maker(here, parts), chosen[: configuration.devices])
-        check_optimizer(here, strategy, parts.tx, step)
+        variant = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **parallel))
+        check_exact(variant)
+        step = make_the_step(variant, parts)
+        chosen = jax.local_devices() if several and configuration.devices == 1 else all_devices
+        strategy = make_strategy(variant, parts, state_maker(variant, parts), chosen[: configuration.devices])
+        check_optimizer(variant, strategy, parts.tx, step)
         read = lambda i: read_batch(parts.dataset, parts.cursor, i, strategy.local_slots)
         return strategy, step, lambda i: strategy.shard_batch(read(i))
 
     last = parts.cursor.steps_per_epoch - 1
     batches = [min(i, last) if i < updates - 1 else last for i in range(updates)]
-    return make, exact_configurations(most, config.parallel.reduction, several), batches
+    return make, exact_configurations(limit, config.parallel.reduction, several), batches

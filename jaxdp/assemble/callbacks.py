@@ -1,4 +1,4 @@
-"""The callbacks that a config or a script names."""
+"""The callbacks of a config or a script."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,13 +13,13 @@ KEY = "callbacks"
 
 
 def make_callbacks(entries: Sequence[Any], scripted: Mapping[str, Any], context: Context) -> Callbacks:
-    """Make the callbacks of a run.
+    """Build the callbacks of a run.
 
     Args:
-        scripted: objects of a script, by the name that stands for each among the entries.
+        scripted: {name: object} from a script; an entry with such a name refers to the object.
 
     Raises:
-        UsageError: an unknown name, a wrong argument, or an object without any method of `POINTS`.
+        UsageError: an unknown name, a wrong argument, or an object without a method of `POINTS`.
     """
     callbacks = []
     for target, args in targets_in(KEY, entries, "callback", "EarlyStopping"):

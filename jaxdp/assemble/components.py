@@ -1,4 +1,4 @@
-"""The components that a config names: model, loss, optimizer, the step and its state; each usable alone."""
+"""The components that a config names: model, loss, optimizer, step and state; each can be built separately."""
 
 import difflib
 import functools
@@ -40,10 +40,10 @@ SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision")
 
 
 class Parts(NamedTuple):
-    """What a config names, made. eval_set: what to evaluate on, or None. cursor: the order of the training data.
+    """The built components of a config. eval_set: the evaluation set, or None. cursor: the order of the training data.
 
-    sequential: of both. transform, eval_transform: what is run on their microbatches, on the device, or None.
-    facts: see `facts_of`.
+    sequential: both sets are read sequentially. transform, eval_transform: run on their microbatches, on the device,
+    or None. facts: see `facts_of`.
     """
 
     dataset: Dataset
@@ -64,7 +64,7 @@ class Parts(NamedTuple):
 
 
 def set_jax(config: Config) -> None:
-    """What a config decides of JAX's own settings (`SETTINGS`), whatever they were; before anything is made."""
+    """Set JAX's settings (`SETTINGS`) from the config, before anything is built."""
     jax.config.update("jax_enable_x64", config.precision.params == "float64")
     if config.parallel.exact:
         environment.check_exact(config.microbatches)
@@ -79,32 +79,32 @@ def set_jax(config: Config) -> None:
 
 
 @user_errors.said()
-def make_parts(config: Config, given: Given = NOTHING) -> Parts:
-    """Everything that the config names. Names are checked before any data is read.
+def make_parts(config: Config, objects: Given = NOTHING) -> Parts:
+    """Build all components that the config names. Names are checked before any data is read.
 
-    given: objects by section and name, that a script brings beside what is built in or importable.
+    objects: {section: {name: object}} of a script, in addition to built-in names and dotted paths.
     """
-    table = lambda section, own: {**own, **given.get(section, {})}
+    table = lambda section, built_in: {**built_in, **objects.get(section, {})}
     target = locate("model", config.model.target, table("model", MODELS))
     if not is_given(target):
         bind("model", target, config.model.args)
     loss = make_loss(config.loss.target, config.loss.args, table=table("loss", LOSSES))
-    own = make_transform(config, table("data.transform", TRANSFORMS))
+    transform = make_transform(config, table("data.transform", TRANSFORMS))
     optimizers = table("optimizer", OPTIMIZERS)
     make_tx(config, lambda step: 0.0, table=optimizers)
     dataset, eval_set = make_data(config, table("data", SOURCES), table("eval.data", SOURCES))
     facts = facts_of(dataset)
     model = make_model(config, target, facts)
-    model = model._replace(init=jax.jit(model.init))  # traced once, and not by each of those who want its shapes
-    transform = both(getattr(dataset, "transform", None), own)
-    eval_transform = both(getattr(eval_set, "transform", None), own)
+    model = model._replace(init=jax.jit(model.init))  # traced only once
+    eval_transform = both(getattr(eval_set, "transform", None), transform)
+    transform = both(getattr(dataset, "transform", None), transform)
     dtypes = config.precision
     casts = policy(dtypes.params, dtypes.compute or dtypes.params, dtypes.reduce or dtypes.params)
     sequential = is_sequential(config, model, dataset, transform, casts)
     cursor = make_order(config, dataset, sequential)
     steps = config.steps or math.ceil((config.epochs or 0) * cursor.steps_per_epoch)
     schedule = schedule_of(config, steps)
-    named = config.optimizer.target in OPTIMIZERS or "optimizer" not in given
+    named = config.optimizer.target in OPTIMIZERS or "optimizer" not in objects
     return Parts(
         dataset,
         eval_set,
@@ -125,7 +125,7 @@ def make_parts(config: Config, given: Given = NOTHING) -> Parts:
 
 
 def make_the_step(config: Config, parts: Parts, padded: bool = True) -> Step:
-    """padded: see `make_step`. Raises UsageError where the loss couples what the reduction keeps apart."""
+    """Build the step. padded: see `make_step`. Raises UsageError if the loss couples examples in exact mode."""
     opt = config.optimizer
     if config.parallel.exact and attribute(parts.loss, "scope", "example") == "global":  # before anything is compiled
         raise UsageError(COUPLED.format(config.parallel.reduction))
@@ -152,10 +152,10 @@ def make_the_step(config: Config, parts: Parts, padded: bool = True) -> Step:
 
 def state_maker(config: Config, parts: Parts) -> Callable[[], TrainState]:
     """Return a function that computes the state before the first update."""
-    example, places = parts.dataset.read(np.zeros(1, np.int64)), parts.cursor.examples_per_microbatch
+    example, size = parts.dataset.read(np.zeros(1, np.int64)), parts.cursor.examples_per_microbatch
 
     def make_state() -> TrainState:
-        inputs = first_microbatch(example, places, parts.transform)
+        inputs = first_microbatch(example, size, parts.transform)
         return init_state(
             parts.model,
             parts.tx,
@@ -175,7 +175,7 @@ def state_maker(config: Config, parts: Parts) -> Callable[[], TrainState]:
 def make_strategy(
     config: Config, parts: Parts, make_state: Callable[[], TrainState], devices: Sequence[jax.Device], **more: Any
 ) -> Strategy:
-    """The strategy that `parallel` asks for; more: arguments of its own."""
+    """Build the strategy of the config's `parallel`; more: further arguments of the strategy."""
     parallel, dtypes = config.parallel, config.precision
     return STRATEGIES[parallel.backend](
         make_state,
@@ -192,16 +192,16 @@ def make_strategy(
 
 
 def make_model(config: Config, target: Any, data: Mapping[str, Any]) -> Model:
-    """What a target is or gives, as a `Model`; what makes it may take input_shape and num_classes."""
+    """Build the `Model` of a target: an object, or a function that may take input_shape and num_classes."""
     if is_given(target):
         if config.model.args:
-            raise UsageError(f"model.args: {config.model.target!r} is made already and takes none; leave them out")
+            raise UsageError(f"model.args: {config.model.target!r} is an object and takes no args; leave them out")
         return as_model(target)
     known = {"input_shape": tuple(data["input_shape"]), "num_classes": data["num_classes"]}
     bound = bind("model", target, config.model.args, {k: v for k, v in known.items() if v})
-    wanted = bound.keywords.get("num_classes")
-    if isinstance(wanted, int) and wanted < known["num_classes"]:
-        raise UsageError(f"model.args.num_classes: {wanted}, but the data has {known['num_classes']} classes")
+    num_classes = bound.keywords.get("num_classes")
+    if isinstance(num_classes, int) and num_classes < known["num_classes"]:
+        raise UsageError(f"model.args.num_classes: {num_classes}, but the data has {known['num_classes']} classes")
     for name, make in {"rngs": lambda rngs: bound(rngs=rngs), "key": lambda key: bound(key=key)}.items():
         if name in parameters(bound):  # a class of Flax NNX or Equinox, or a function that makes its module
             require("model", bound, name)
@@ -210,7 +210,7 @@ def make_model(config: Config, target: Any, data: Mapping[str, Any]) -> Model:
 
 
 def schedule_of(config: Config, steps: int) -> Callable[[Any], Any]:
-    """The learning rate of an update, of a run of so many."""
+    """Return the learning-rate schedule of a run of `steps` updates."""
     opt = config.optimizer
     return make_schedule(opt.schedule, opt.lr, opt.schedule_steps or steps, opt.warmup_steps, opt.final_lr)
 
@@ -219,9 +219,9 @@ def make_tx(config: Config, schedule: Any, blocks: Sequence[str] = (), table: Ma
     opt = config.optimizer
     target = locate("optimizer", opt.target, table)
     bound = bind("optimizer", target, opt.args)
-    for arg, own in {"learning_rate": "lr", "weight_decay": "weight_decay", "mask": "no_decay"}.items():
+    for arg, key in {"learning_rate": "lr", "weight_decay": "weight_decay", "mask": "no_decay"}.items():
         if arg in opt.args:
-            raise UsageError(f"optimizer.args.{arg}: it is set by optimizer.{own}; set that")
+            raise UsageError(f"optimizer.args.{arg}: it is set by optimizer.{key}; set that")
     make = lambda: make_optimizer(
         target, schedule, opt.weight_decay, opt.no_decay, lr_scale=opt.lr_scale, blocks=blocks, **opt.args
     )
@@ -229,7 +229,7 @@ def make_tx(config: Config, schedule: Any, blocks: Sequence[str] = (), table: Ma
 
 
 def make_scaling(config: Config, dataset: Dataset) -> LossScaling | None:
-    """The weight of an update is that of a full batch: its labels, one or more an example."""
+    """Build the loss scaling, for the weight of a full batch: its number of labels, one or more per example."""
     scale, interval = config.precision.loss_scale, config.precision.loss_scale_interval
     if scale is None:
         return None
@@ -241,27 +241,27 @@ def make_scaling(config: Config, dataset: Dataset) -> LossScaling | None:
 
 
 def make_spike(config: Config) -> Spike | None:
-    own = config.spike
-    return None if own.factor is None else Spike(own.factor, own.decay, own.after, own.action)
+    spike = config.spike
+    return None if spike.factor is None else Spike(spike.factor, spike.decay, spike.after, spike.action)
 
 
 def choose_accumulate(config: Config) -> str:
-    """The named way; the exact reductions give the step so many microbatches as are to be computed at once."""
-    own = config.parallel
-    return "vmap" if own.accumulate == "auto" or own.exact else own.accumulate
+    """Return the configured accumulation; exact reductions call the step on one group at a time, so 'vmap' there."""
+    parallel = config.parallel
+    return "vmap" if parallel.accumulate == "auto" or parallel.exact else parallel.accumulate
 
 
 def choose_remat(config: Config, model: Model) -> str:
-    """The named policy; by itself, stage 3 gathers the parameters of a block again rather than keep them whole, and
-    exact mode does in all stages what it does in one."""
-    own = config.parallel
-    if own.remat == "auto":
-        return "dots_no_batch" if (own.zero == 3 or own.exact) and model.blocks else "none"
-    return config.parallel.remat
+    """Return the configured remat policy. 'auto': in stage 3 the backward pass gathers a block's parameters again, so
+    that they are not kept in full; exact mode does the same in all stages."""
+    parallel = config.parallel
+    if parallel.remat == "auto":
+        return "dots_no_batch" if (parallel.zero == 3 or parallel.exact) and model.blocks else "none"
+    return parallel.remat
 
 
 def check_paths(config: Config, params: Any) -> None:
-    """UsageError for an expression that is meant for parameters and matches none, or freezes all of them."""
+    """Raise UsageError if an expression matches no parameter, or if all parameters are frozen."""
     paths = [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     for name in ("frozen", "lr_scale"):
         for pattern in getattr(config.optimizer, name):

@@ -1,4 +1,4 @@
-"""The data that a config names: data sets, the transform, the order of examples."""
+"""The data of a config: datasets, the transform, the order of examples."""
 
 import os
 from collections.abc import Mapping
@@ -27,10 +27,10 @@ SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision")
 def make_data(
     config: Config, sources: Mapping[str, Any] = SOURCES, eval_sources: Mapping[str, Any] = SOURCES
 ) -> tuple[Dataset, Dataset | None]:
-    """(the training set, what to evaluate on or None)."""
+    """Return (the training set, the evaluation set or None)."""
     x64 = config.precision.params == "float64"
-    found = locate("data", config.data.target, sources)
-    splits = callable(found) and "split" in parameters(found) and "split" not in config.data.args
+    target = locate("data", config.data.target, sources)
+    splits = callable(target) and "split" in parameters(target) and "split" not in config.data.args
     dataset = read_set("data", config.data, "train", x64, sources)
     if config.eval.data is not None:
         return dataset, read_set("eval.data", config.eval.data, "test", x64, eval_sources)
@@ -38,23 +38,23 @@ def make_data(
 
 
 def read_set(key: str, target: Target, split: str, x64: bool, sources: Mapping[str, Any]) -> Dataset:
-    """The data set that a target makes, or is: the path of a sized sequence of examples will do."""
-    found = locate(key, target.target, sources)
-    if not callable(found) and not hasattr(found, "__len__"):
+    """Return the dataset of a target: a callable that returns one, or a sized sequence of examples."""
+    source = locate(key, target.target, sources)
+    if not callable(source) and not hasattr(source, "__len__"):
         raise UsageError(
-            f"{key}.target: {target.target!r} is {type(found).__name__}, neither examples nor what makes them"
+            f"{key}.target: {target.target!r} is {type(source).__name__}, neither examples nor a function that "
+            "returns them"
         )
-    made = call(key, bind(key, found, target.args, {"split": split})) if callable(found) else found
-    dataset = as_dataset(made)
+    dataset = as_dataset(call(key, bind(key, source, target.args, {"split": split})) if callable(source) else source)
     check_dtypes(dataset, x64)
     return dataset
 
 
 def facts_of(dataset: Dataset) -> dict[str, Any]:
-    """What a model may want to know: input_shape and num_classes, of text the tokenizer's spec; all JSON."""
+    """Return facts about the data that a model may need, as JSON: input_shape, num_classes, the tokenizer's spec."""
     first = dataset.read(np.zeros(1, np.int64))
     shape = first.get("inputs", next(iter(first.values()))).shape[1:]
-    spec = getattr(dataset, "tokenizer_spec", None)  # one that is made when it is needed
+    spec = getattr(dataset, "tokenizer_spec", None)  # of a tokenizer that is built on demand
     if spec is None and getattr(dataset, "tokenizer", None) is not None:
         spec = dataset.tokenizer.spec()  # type: ignore[attr-defined]
     if spec is not None and "path" in spec:
@@ -67,39 +67,38 @@ def facts_of(dataset: Dataset) -> dict[str, Any]:
 
 
 def make_transform(config: Config, table: Mapping[str, Any] = TRANSFORMS) -> Transform | None:
-    """What the config asks to be run on microbatches."""
-    own = config.data.transform
-    if own is None:
+    """Return the transform of microbatches that the config names, or None."""
+    section = config.data.transform
+    if section is None:
         return None
-    found = locate("data.transform", own.target, table)
-    bound = bind("data.transform", found, own.args)
-    made = call("data.transform", bound) if isinstance(found, type) else bound
-    return as_transform(made)
+    target = locate("data.transform", section.target, table)
+    bound = bind("data.transform", target, section.args)
+    return as_transform(call("data.transform", bound) if isinstance(target, type) else bound)
 
 
 def is_sequential(config: Config, model: Model, dataset: Dataset, transform: Transform | None, casts: Policy) -> bool:
-    """Whether rows go on from batch to batch: as the config says, else where the model carries something."""
+    """Return True if rows continue from batch to batch: by the config's order, else if the model has a carry."""
     if config.data.order is not None:
         return config.data.order == "sequential"
     example = dataset.read(np.zeros(1, np.int64))
-    places = make_order(config, dataset, sequential=False).examples_per_microbatch
+    size = make_order(config, dataset, sequential=False).examples_per_microbatch
 
-    def init() -> Any:  # as `init_state` calls it: traced once for both
-        inputs = first_microbatch(example, places, transform)
+    def init() -> Any:  # called as in `init_state`, so that it is traced once for both
+        inputs = first_microbatch(example, size, transform)
         return model.init(jax.random.key(config.seed), casts.inputs(inputs))
 
     return split_carry(jax.eval_shape(init)[1])[1] is not None
 
 
-def first_microbatch(example: dict[str, np.ndarray], places: int, transform: Transform | None) -> Batch:
-    """Copies of an example [1, ...], as the model gets them."""
-    inputs: Batch = {k: jax.numpy.broadcast_to(v[0], (places, *v.shape[1:])) for k, v in example.items()}
-    inputs.setdefault("mask", jax.numpy.ones(places, bool))
+def first_microbatch(example: dict[str, np.ndarray], size: int, transform: Transform | None) -> Batch:
+    """Return a microbatch of `size` copies of an example [1, ...], transformed as for the model."""
+    inputs: Batch = {k: jax.numpy.broadcast_to(v[0], (size, *v.shape[1:])) for k, v in example.items()}
+    inputs.setdefault("mask", jax.numpy.ones(size, bool))
     return inputs if transform is None else transform(inputs, jax.random.key(0), True)
 
 
 def make_order(config: Config, dataset: Dataset, sequential: bool, shuffle: bool = True) -> Order:
-    """Which examples each microbatch of each step holds."""
+    """Return the order: which examples each microbatch of each step contains."""
     if sequential:
         return Streams(len(dataset), config.batch_size, config.microbatches)
     return Cursor(len(dataset), config.batch_size, config.microbatches, config.seed if shuffle else 0, shuffle)

@@ -1,4 +1,4 @@
-"""Identify a run: the values that must be equal on every rank, and what a checkpoint records to compare on resume."""
+"""The identity of a run: values that must be equal on every rank, and fingerprints to compare on resume."""
 
 import hashlib
 import os
@@ -24,7 +24,7 @@ NOT_COMPARABLE = "not comparable: "
 
 
 def facts(config: Config, data: str) -> dict[str, str]:
-    """Return what must be equal on every rank: every config key, the package's code, the data's fingerprint."""
+    """Return the values that must be equal on every rank: config keys, the package's code, the data's fingerprint."""
     keys = {k: repr(v) for k, v in flatten(config).items()}
     code = hashlib.sha256()
     for file in sorted(pathlib.Path(__file__).parent.parent.rglob("*.py")):
@@ -35,7 +35,7 @@ def facts(config: Config, data: str) -> dict[str, str]:
 
 
 def sections(config: Config) -> list[tuple[str, Target | Optimizer, Mapping[str, Any]]]:
-    """Return (key, section, built-in names) of everything that a config names."""
+    """Return (key, section, built-in names) of every object that a config names."""
     transform, eval_data = config.data.transform, config.eval.data
     return [
         ("model", config.model, MODELS),
@@ -47,26 +47,26 @@ def sections(config: Config) -> list[tuple[str, Target | Optimizer, Mapping[str,
     ]
 
 
-def fingerprints(config: Config, given: Given) -> dict[str, str]:
-    """Return {key: fingerprint} of the objects of a script and of the code that a config names by a dotted path.
+def fingerprints(config: Config, objects: Given) -> dict[str, str]:
+    """Return {key: fingerprint} of a script's objects, and of code that a config names by a dotted path.
 
     Built-in names have none. For an object that cannot be compared, the value is NOT_COMPARABLE and the reason.
     """
     result: dict[str, str] = {}
     for key, section, table in sections(config):
-        named = {**table, **given.get(key, {})}
-        if key not in given and is_built_in(named.get(section.target, section.target)):
+        named = {**table, **objects.get(key, {})}
+        if key not in objects and is_built_in(named.get(section.target, section.target)):
             continue
-        try:  # what a data set reads from files is compared by reading some examples
+        try:  # data in files is compared by reading some examples
             result[key] = fingerprint(locate(key, section.target, named), pure="data" not in key.split("."))
         except NotComparable as error:
-            if key in given:
+            if key in objects:
                 result[key] = f"{NOT_COMPARABLE}{error}"
     return result
 
 
 def is_built_in(entry: Any) -> bool:
-    """Return whether a table's entry, a dotted path or the object that it names, is this package's or Optax's."""
+    """Return True if a table's entry, a dotted path or an object, belongs to this package or to Optax."""
     return str(entry if isinstance(entry, str) else getattr(entry, "__module__", "")).startswith(("jaxdp.", "optax."))
 
 

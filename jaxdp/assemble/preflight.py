@@ -1,4 +1,4 @@
-"""Before training: trace one update of one microbatch, by shape alone, so that what does not fit is reported first."""
+"""Checks before training: trace one update of one microbatch from shapes, to report misfits early."""
 
 import collections
 from collections.abc import Callable, Mapping
@@ -39,9 +39,9 @@ def rehearse(
     step: Step,
     make_state: Callable[[], TrainState],
 ) -> tuple[float, dict[str, jex.ClosedJaxpr]]:
-    """Trace one update of one microbatch from shapes alone, so that what does not fit is refused before it is computed.
+    """Trace one update of one microbatch from shapes alone. Raises UsageError if model, data, loss or optimizer misfit.
 
-    Returns the model's FLOPs for an example, forward and backward, and the traced programs by name.
+    Returns the model's FLOPs per example, forward and backward, and the traced programs by name.
     """
     with user_errors.said():
         first, state = jax.make_jaxpr(make_state, return_shape=True)()
@@ -49,7 +49,7 @@ def rehearse(
         if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
             raise UsageError(f"model: parameter {path_string(path)!r} is {leaf.dtype}; only floats have a gradient")
         if not leaf.size:
-            raise UsageError(f"model: parameter {path_string(path)!r} has shape {leaf.shape}; it holds nothing")
+            raise UsageError(f"model: parameter {path_string(path)!r} has shape {leaf.shape}; it is empty")
 
     trained = step.trainable(state.params)
     shapes = lambda tree: jax.tree.map(lambda x: x.shape, tree)
@@ -57,7 +57,7 @@ def rehearse(
     if updated != (shapes(trained), shapes(state.opt_state)):
         raise UsageError(
             f"optimizer.target: {config.optimizer.target!r} cannot be used: its update must return updates like the "
-            "parameters, and a state like the one that it was given"
+            "parameters, and a state like the one that it got"
         )
     batch = read_batch(parts.dataset, parts.cursor, 0, np.zeros(1, np.int32))
     slot = np.zeros(1, np.int32)
@@ -76,13 +76,13 @@ def rehearse(
 
 
 def view_of_one(state: TrainState) -> View:
-    """The shapes of what a program for one microbatch sees of a state."""
+    """Return the shapes of a state's view for a program of one microbatch."""
     one = lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
     return state.view._replace(carry=jax.tree.map(one, state.carry))
 
 
 def check_examples(parts: Parts, state: TrainState, train: bool, examples: Mapping[str, Any]) -> None:
-    """UsageError where one of these examples does not fit the model's outputs, as the loss sees them."""
+    """Raise UsageError if the loss finds that an example does not fit the model's outputs."""
     if attribute(parts.loss, "check", None) is None:
         return
     shapes = output_shapes(parts, state, parts.dataset.read(np.zeros(1, np.int64)))
@@ -98,7 +98,7 @@ def check_examples(parts: Parts, state: TrainState, train: bool, examples: Mappi
 
 
 def output_shapes(parts: Parts, state: TrainState, examples: dict[str, np.ndarray]) -> Any:
-    """Those of the model's outputs for a microbatch."""
+    """Return the shapes of the model's outputs for a microbatch."""
     carry = state.carry
 
     def outputs(params: Any, model_state: Any) -> Any:
@@ -109,12 +109,12 @@ def output_shapes(parts: Parts, state: TrainState, examples: dict[str, np.ndarra
     def first(x: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
-    of_model = state.model_state if carry is None else {**state.model_state, CARRY: jax.tree.map(first, carry)}
-    return jax.eval_shape(outputs, state.params, of_model)
+    model_state = state.model_state if carry is None else {**state.model_state, CARRY: jax.tree.map(first, carry)}
+    return jax.eval_shape(outputs, state.params, model_state)
 
 
 def called_with(key: str, parts: Parts, state: TrainState) -> str:
-    """What the model or the loss got in a rehearsal, in words."""
+    """Describe the arguments that the model or the loss was called with."""
     examples = parts.dataset.read(np.zeros(1, np.int64))
     batch = jax.eval_shape(
         lambda: parts.policy.inputs(first_microbatch(examples, parts.cursor.examples_per_microbatch, parts.transform))
@@ -128,12 +128,12 @@ def called_with(key: str, parts: Parts, state: TrainState) -> str:
 
 
 def in_words(tree: Any) -> str:
-    """Shapes and dtypes, such as {inputs: float32[13, 2]}."""
+    """Format shapes and dtypes, such as {inputs: float32[13, 2]}."""
     return str(jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)).replace("'", "")
 
 
 def rehearse_evaluation(config: Config, parts: Parts, step: Step, state: TrainState) -> None:
-    """Traces the evaluation of a microbatch whose examples have other shapes than those to train on."""
+    """Trace the evaluation of a microbatch, if its examples have other shapes than those for training."""
     assert parts.eval_set is not None
     ours, others = shapes_of(parts.dataset), shapes_of(parts.eval_set)
     if ours == others:
@@ -145,25 +145,25 @@ def rehearse_evaluation(config: Config, parts: Parts, step: Step, state: TrainSt
     except Exception as error:
         shapes = [", ".join(f"{k} {v.name}{list(s[1:])}" for k, (s, v) in x.items()) for x in (others, ours)]
         raise UsageError(
-            f"eval.data: its examples ({shapes[0]}) do not fit what is trained on ({shapes[1]}): {one_line(error)}"
+            f"eval.data: its examples ({shapes[0]}) do not match the training examples ({shapes[1]}): {one_line(error)}"
         ) from None
 
 
 def check_best(config: Config, parts: Parts, metrics: set[str]) -> None:
-    """UsageError where `checkpoint.best` is none of the numbers of an evaluation."""
-    best, of_updates = config.checkpoint.best, {"grad_norm", "nonfinite_grads", "weight", "lr", "loss_scale"}
+    """Raise UsageError if `checkpoint.best` is not a metric of the evaluation."""
+    best, update_only = config.checkpoint.best, {"grad_norm", "nonfinite_grads", "weight", "lr", "loss_scale"}
     if best is None:
         return
     if parts.eval_set is None:
         raise UsageError(f"checkpoint.best: {best!r}, but the data has no test split; set eval.data, or leave it null")
     metrics |= set(attribute(parts.loss, "derive", lambda means: {})(collections.defaultdict(float)))
-    known = sorted(n for n in metrics - of_updates if not n.startswith(("skipped", "halted", "disagreeing", WEIGHT)))
+    known = sorted(n for n in metrics - update_only if not n.startswith(("skipped", "halted", "disagreeing", WEIGHT)))
     if best not in known:
         raise UsageError(f"checkpoint.best: {best!r} is not among the numbers of an evaluation: {', '.join(known)}")
 
 
 def check_optimizer(config: Config, strategy: Strategy, tx: Any, step: Step) -> None:
-    """UsageError, with its name, where the optimizer cannot do what the strategy asks of it."""
+    """Raise UsageError, with the optimizer's name, if it does not work with the strategy."""
     try:
         strategy.check(tx, step.trainable(strategy.shapes.params))
     except UsageError as error:

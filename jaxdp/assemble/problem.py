@@ -1,4 +1,4 @@
-"""Config -> what `jaxdp verify` verifies: the parts of a run, made smaller where the config says so."""
+"""The problem of `jaxdp verify`: the parts of a run, with the smaller arguments of the config's `verify`."""
 
 import contextlib
 import dataclasses
@@ -13,29 +13,29 @@ __all__ = ["make_problem", "smaller"]
 
 
 def smaller(config: Config) -> Config:
-    """Return the config with the smaller arguments that `verify` names."""
-    own = config.verify
+    """Return the config with the smaller arguments of `verify`."""
+    verify = config.verify
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, args={**config.model.args, **own.model_args}),
-        data=dataclasses.replace(config.data, args={**config.data.args, **own.data_args}),
+        model=dataclasses.replace(config.model, args={**config.model.args, **verify.model_args}),
+        data=dataclasses.replace(config.data, args={**config.data.args, **verify.data_args}),
     )
 
 
 def make_problem(config: Config) -> Problem:
-    """Return the config's model, data, loss and optimizer, the latter at a constant learning rate."""
-    own, opt, x64 = config.verify, config.optimizer, jax.config.jax_enable_x64  # type: ignore[attr-defined]
-    as_given, config = config, smaller(config)
+    """Return the config's model, data, loss and optimizer, the latter with_stage a constant learning rate."""
+    opt, x64 = config.optimizer, jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    original, config = config, smaller(config)
     parts, parallel = make_parts(config), config.parallel
-    if not own.model_args:
-        with contextlib.suppress(NameError):  # of an axis, which is what verification finds
+    if not config.verify.model_args:
+        with contextlib.suppress(NameError):  # of an axis: verification reports it
             check_paths(config, jax.eval_shape(state_maker(config, parts)).params)
 
     def remake() -> Problem:
         with jax.enable_x64(x64):
-            return make_problem(as_given)
+            return make_problem(original)
 
-    at = lambda zero: dataclasses.replace(config, parallel=dataclasses.replace(parallel, zero=zero))
+    with_stage = lambda zero: dataclasses.replace(config, parallel=dataclasses.replace(parallel, zero=zero))
     return Problem(
         model=parts.model,
         loss=parts.loss,
@@ -58,6 +58,6 @@ def make_problem(config: Config) -> Problem:
         clip_norm=opt.clip_norm,
         frozen=opt.frozen,
         ema_decay=opt.ema,
-        remat=lambda zero: choose_remat(at(zero), parts.model),
+        remat=lambda zero: choose_remat(with_stage(zero), parts.model),
         remake=remake,
     )

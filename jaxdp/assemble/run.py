@@ -1,4 +1,4 @@
-"""Config -> Run, built once."""
+"""Build a `Run` from a config."""
 
 import dataclasses
 import functools
@@ -46,19 +46,21 @@ T = TypeVar("T")
 SLOW = 600.0  # seconds that one rank may take longer than another to read its data
 
 
-def make_run(config: Config, directory: pathlib.Path, context: Context, given: Given = NOTHING, offset: int = 0) -> Run:
-    """Build the objects of a run; compute none of them, write nothing.
+def make_run(
+    config: Config, directory: pathlib.Path, context: Context, objects: Given = NOTHING, offset: int = 0
+) -> Run:
+    """Build the objects of a run; compute no arrays, write no files.
 
     Args:
-        given: see `make_parts`.
-        offset: the number of batches that a resumed run has left out.
+        objects: see `make_parts`.
+        offset: the number of batches that a resumed run has skipped.
 
     Raises:
-        UsageError: on every rank, if any rank refuses its config, data or model.
+        UsageError: on every rank, if any rank rejects its config, data or model.
     """
     set_jax(config)
-    jax.devices()  # opened by all together: one that opens them on its way to `together` would wait for the others
-    parts = together(context, lambda: make_parts(config, given))
+    jax.devices()  # opening them waits for the other processes, so do it outside of `together`
+    parts = together(context, lambda: make_parts(config, objects))
     data = together(context, lambda: checked_fingerprint(parts.dataset))
     others = context.size > 1 and parts.eval_set is not None
     evaluated = together(context, lambda: checked_fingerprint(cast(Dataset, parts.eval_set)) if others else "")
@@ -100,7 +102,7 @@ def make_run(config: Config, directory: pathlib.Path, context: Context, given: G
         max_rollbacks=config.spike.max_rollbacks,
         directory=directory,
         meta={
-            **describe_config(config, context, given),
+            **describe_config(config, context, objects),
             "data_fingerprint": data,
             "data": parts.facts,
             "saved_by": {"processes": context.size, "devices": len(devices), "backend": config.parallel.backend},
@@ -108,18 +110,18 @@ def make_run(config: Config, directory: pathlib.Path, context: Context, given: G
     )
 
 
-def describe_config(config: Config, context: Context, given: Given) -> dict[str, Any]:
-    """Return what a checkpoint stores of the config, its code and the libraries, to compare when it is resumed."""
+def describe_config(config: Config, context: Context, objects: Given) -> dict[str, Any]:
+    """Return the config, fingerprints and versions that a checkpoint stores, to compare on resume."""
     return {
         "config": dataclasses.asdict(config),
         "versions": versions(),
         "microbatches": config.microbatches,
-        "fingerprints": context.of_root("fingerprints", lambda: fingerprints(config, given), SLOW),
+        "fingerprints": context.of_root("fingerprints", lambda: fingerprints(config, objects), SLOW),
     }
 
 
 def make_sources(config: Config, parts: Parts, strategy: Strategy) -> tuple[Source, Source | None]:
-    """Return what to train on, and what to evaluate on or None. Raises UsageError."""
+    """Return the source for training, and the source for evaluation or None. Raises UsageError."""
     checked = attribute(parts.loss, "check", None) is not None
 
     def source(dataset: Any, order: Any, train: bool) -> Source:
@@ -134,13 +136,14 @@ def make_sources(config: Config, parts: Parts, strategy: Strategy) -> tuple[Sour
 
 
 def make_case(config: Config, parts: Parts, zero: int, slots: int, devices: int, split_as: int) -> Case:
-    """Return what `plan` compiles: a ZeRO stage on `devices` devices with `slots` microbatches each.
+    """Build the case that `plan` compiles: a ZeRO stage on `devices` devices with `slots` microbatches each.
 
     split_as: shard leaves as for this number of devices.
     """
-    own, stages = config.parallel, [name for name, stages in STAGES.items() if zero in stages]
-    backend: Any = own.backend if own.backend in stages else stages[0]
-    parallel = dataclasses.replace(own, backend=backend, zero=zero, shard_size=own.shard_size if zero else None)
+    configured, backends = config.parallel, [name for name, stages in STAGES.items() if zero in stages]
+    backend: Any = configured.backend if configured.backend in backends else backends[0]
+    shard_size = configured.shard_size if zero else None
+    parallel = dataclasses.replace(configured, backend=backend, zero=zero, shard_size=shard_size)
     if devices != split_as or devices > config.microbatches:
         config = dataclasses.replace(config, microbatches=slots * devices)
     config = dataclasses.replace(config, parallel=parallel)
@@ -155,17 +158,17 @@ def make_case(config: Config, parts: Parts, zero: int, slots: int, devices: int,
         split_as=split_as if group == devices else group,
     )
     step = make_the_step(config, parts)
-    if zero == own.zero:
+    if zero == configured.zero:
         check_optimizer(config, strategy, parts.tx, step)
-    places = parts.cursor.examples_per_microbatch
+    size = parts.cursor.examples_per_microbatch
     first = parts.dataset.read(np.zeros(1, np.int64))
-    example = {k: jax.ShapeDtypeStruct((places, *v.shape[1:]), v.dtype) for k, v in first.items()}
-    example.setdefault("mask", jax.ShapeDtypeStruct((places,), np.dtype(np.float32)))
+    example = {k: jax.ShapeDtypeStruct((size, *v.shape[1:]), v.dtype) for k, v in first.items()}
+    example.setdefault("mask", jax.ShapeDtypeStruct((size,), np.dtype(np.float32)))
     return Case(strategy, step, cast(Any, example), zero > 1 and parallel.gradient_buffer == "sharded")
 
 
 def speed(config: Config, parts: Parts, flops: float, devices: Sequence[jax.Device]) -> Callable[[float], Record]:
-    """Return a function of an update's milliseconds: throughput and use of the devices. flops: of an example."""
+    """Return a function from an update's milliseconds to throughput and device utilization. flops: per example."""
     shape, dtype = shapes_of(parts.dataset).get("inputs", ((), np.dtype(float)))
     tokens = shape[1] if len(shape) == 2 and np.issubdtype(dtype, np.integer) else None
     dtypes = config.precision
@@ -174,21 +177,21 @@ def speed(config: Config, parts: Parts, flops: float, devices: Sequence[jax.Devi
 
 
 def make_profile(config: Config, directory: pathlib.Path, start: int, steps: int) -> Profile:
-    """Return the window of updates to trace, if it lies after `start`; a signal asks for another."""
-    first, place = config.profile.start, str(directory / "profile")
+    """Return the window of updates to trace, if it lies after `start`; a signal can request another."""
+    first, folder = config.profile.start, str(directory / "profile")
     if first is None or not start <= first < steps:
-        return Profile(place, steps=config.profile.steps)
-    return Profile(place, first, min(config.profile.steps, steps - first))
+        return Profile(folder, steps=config.profile.steps)
+    return Profile(folder, first, min(config.profile.steps, steps - first))
 
 
 def together(context: Context, make: Callable[[], T]) -> T:
     """Run `make` on every rank. If any rank fails, all raise the lowest rank's `UsageError`."""
     try:
-        made, problem = make(), None
+        result, problem = make(), None
     except UsageError as error:
-        made, problem = None, str(error)
+        result, problem = None, str(error)
     context.agree(problem, SLOW)
-    return cast(T, made)
+    return cast(T, result)
 
 
 def checked_fingerprint(dataset: Dataset) -> str:
@@ -197,16 +200,16 @@ def checked_fingerprint(dataset: Dataset) -> str:
 
 
 def is_padded(config: Config, parts: Parts, table: np.ndarray, offset: int = 0) -> bool:
-    """Return whether a batch of this run may have padding or a mask.
+    """Return True if a batch of this run may have padding or a mask.
 
-    Exact mode always has masks, so that its operations do not depend on a run's length; a run that may be rolled back
+    Exact mode always has masks, so that its operations do not depend on the run's length; a run that may be rolled back
     reads batches that are not known beforehand.
     """
     order = parts.cursor
-    whole = order.size % order.batch_size == 0 or parts.steps + offset <= order.size // order.batch_size
-    dealt = order.batch_size % order.microbatches == 0 and (table >= 0).all()
-    never = config.parallel.exact or config.spike.action == "rollback"
-    return not whole or not dealt or never or "mask" in shapes_of(parts.dataset)
+    full_batches = order.size % order.batch_size == 0 or parts.steps + offset <= order.size // order.batch_size
+    even_split = order.batch_size % order.microbatches == 0 and (table >= 0).all()
+    always = config.parallel.exact or config.spike.action == "rollback"
+    return not full_batches or not even_split or always or "mask" in shapes_of(parts.dataset)
 
 
 def choose_devices(config: Config, context: Context) -> list[jax.Device]:

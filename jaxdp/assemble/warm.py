@@ -1,4 +1,4 @@
-"""Initialize a run from another run's parameters; report what does not fit before anything is read."""
+"""Initialization of a run from another run's parameters; misfits are reported before anything is read."""
 
 import dataclasses
 import pathlib
@@ -19,21 +19,21 @@ __all__ = ["warm"]
 
 
 def warm(run: Run, config: Config, context: Context) -> Run:
-    """Return the run with the first state that `init_from` and `init` ask for. Raises UsageError on every rank."""
-    path, own, strategy = config.init_from, config.init, run.strategy
+    """Return the run with the initial state of `init_from` and `init`. Raises UsageError on every rank."""
+    path, init, strategy = config.init_from, config.init, run.strategy
     assert path is not None
-    found = together(context, lambda: str(locate(path)))
-    place = pathlib.Path(context.of_root("init_from", lambda: found))  # the last of a run that still goes on
-    weights = together(context, lambda: open_weights(place, own.ema))
+    local = together(context, lambda: str(locate(path)))
+    source = pathlib.Path(context.of_root("init_from", lambda: local))  # ranks may differ while its run is going on
+    weights = together(context, lambda: open_weights(source, init.ema))
     context.check_same("init_from", weights.facts)
     shapes = named(strategy.shapes.params, strategy.shapes.model_state)
     ours = {name: x for name, x in shapes.items() if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)}
-    if not own.rename:  # expressions are about the file's own names
-        weights = together(context, lambda: as_gpt2(weights, place, ours))
+    if not init.rename:  # expressions apply to the file's own names
+        weights = together(context, lambda: as_gpt2(weights, source, ours))
     theirs, names = weights.arrays, weights.names
     matched = together(
         context,
-        lambda: match(ours, theirs, weights.title, rename=own.rename, load=own.load, skip=own.skip, names=names),
+        lambda: match(ours, theirs, weights.title, rename=init.rename, load=init.load, skip=init.skip, names=names),
     )
     tx = make_tx(config, schedule_of(config, run.steps), strategy.blocks)
 

@@ -1,4 +1,4 @@
-"""Agreement of all processes on one save: each learns at once when another could not write its part."""
+"""Agreement of all processes on a save: each learns at once if another could not write its part."""
 
 import itertools
 import time
@@ -31,14 +31,14 @@ class Commit:
             try:
                 return response.result(timeout=0.2)
             except TimeoutError:
-                if time.monotonic() - asked < 0.1:  # Orbax's own: it counts by the wall clock, which may be set
+                if time.monotonic() - asked < 0.1:  # Orbax's timeout: it uses the wall clock, which may be changed
                     raise
                 self._raise_if_failed()
                 if time.monotonic() > deadline:
                     raise
 
     def share(self, name: str, text: str) -> list[str]:
-        """Return every process's text. Unlike `Context.exchange`, raise PeerFailed when another could not save."""
+        """Return the texts of all processes. Unlike `Context.exchange`, raise PeerFailed if another could not save."""
         if self.context.size == 1:
             return [text]
         membership.joined().put(self._key(f"{name}/{self.context.rank}"), text)

@@ -1,4 +1,4 @@
-"""The digest of a run: one SHA-256 over its parameters, so that two runs can be compared by a string."""
+"""The digest of a run: one SHA-256 over its parameters, to compare two runs by a string."""
 
 import hashlib
 import json
@@ -11,9 +11,9 @@ from jaxdp.split import path_string
 
 
 def params_sha256(params: Any) -> str:
-    """SHA-256 over the leaves in path order, each as path, dtype, shape and little-endian bytes, leaf by leaf.
+    """Return the SHA-256 over the leaves in path order, each as path, dtype, shape and little-endian bytes.
 
-    params: global arrays, replicated or split; every process must call. NumPy's do as well.
+    params: global arrays, replicated or split, or NumPy arrays. Every process must call this.
     """
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     digest = hashlib.sha256()
@@ -25,7 +25,7 @@ def params_sha256(params: Any) -> str:
 
 
 def host(leaf: jax.Array | np.ndarray) -> np.ndarray:
-    """A whole array on the host; one that is split over processes is gathered by all of them."""
+    """Return the full array on the host; all processes gather an array that is split over them."""
     if isinstance(leaf, np.ndarray):
         return leaf
     if leaf.is_fully_replicated:

@@ -1,4 +1,4 @@
-"""The folders of checkpoints: checkpoints/STEP, and what a failed, damaged or removed one is called."""
+"""The folders of checkpoints: checkpoints/STEP, and the names of failed, damaged or removed ones."""
 
 import contextlib
 import pathlib
@@ -30,7 +30,7 @@ def unfinished(directory: pathlib.Path) -> list[int]:
 
 
 def clean(directory: pathlib.Path, step: int | None = None) -> None:
-    """Remove the remains of saves that failed, or those of `step`: the next save needs their room."""
+    """Remove the remains of failed saves, or only those of `step`: the next save needs the space."""
     name = "*" if step is None else str(step)
     for path in [*directory.glob(f"{name}{_TEMPORARY}*"), *directory.glob(f"{name}{_REMOVED}")]:
         shutil.rmtree(path, ignore_errors=True)
@@ -39,7 +39,7 @@ def clean(directory: pathlib.Path, step: int | None = None) -> None:
 
 
 def remove(directory: pathlib.Path, steps: Iterable[int]) -> None:
-    """Remove checkpoints; first under another name, since half of a checkpoint is none."""
+    """Remove checkpoints, renaming each first, so that a partly removed one is not taken for a checkpoint."""
     for step in steps:
         with contextlib.suppress(OSError):
             renamed = (directory / str(step)).rename(directory / f"{step}{_REMOVED}")

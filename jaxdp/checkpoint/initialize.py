@@ -1,4 +1,4 @@
-"""A run begins with arrays of another's in the place of its own; what follows from the parameters is made from them."""
+"""Initialize a run from another run's arrays. Optimizer state and EMA are rebuilt from the loaded parameters."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,40 +23,40 @@ def begin_with(
     trainable: Callable[[Tree], Tree],
     rows: Mapping[str, int] | None = None,
 ) -> TrainState:
-    """The state before the first update, its arrays `pairs` {our name: theirs} read in their place, in our dtypes.
+    """Return the initial state, with the arrays in `pairs` {our name: theirs} loaded, sharded and cast to our dtypes.
 
-    The others are initialized as ever, and of those in `rows` {their name: how many} all rows but the first so many.
-    Optimizer state and running average are those of the parameters that result.
+    The other arrays are initialized as usual. rows {their name: n}: only the first n rows are loaded, the rest are
+    initialized. Optimizer state and running average are computed from the resulting parameters.
     """
-    places, rows = strategy.abstract(), rows or {}
+    abstract, rows = strategy.abstract(), rows or {}
     state = strategy.export(strategy.init()).replace(opt_state=None, ema=None)
-    first = named(state.params, state.model_state)
-    values = {name: x for name, x in first.items() if pairs.get(name) in {None, *rows}}
-    del first
-    state = state.replace(params=None, model_state=None)  # what is not needed goes before anything comes
-    like = named(places.params, places.model_state)
-    found = read({theirs: like[ours] for ours, theirs in pairs.items()})
+    initial = named(state.params, state.model_state)
+    values = {name: x for name, x in initial.items() if pairs.get(name) in {None, *rows}}
+    del initial
+    state = state.replace(params=None, model_state=None)  # free memory before loading
+    like = named(abstract.params, abstract.model_state)
+    loaded = read({theirs: like[ours] for ours, theirs in pairs.items()})
     for ours, theirs in pairs.items():
-        values[ours] = _below(rows[theirs], found[theirs], values[ours]) if theirs in rows else found[theirs]
-    put = lambda tree, prefix="": jax.tree_util.tree_map_with_path(
+        values[ours] = _merge_rows(rows[theirs], loaded[theirs], values[ours]) if theirs in rows else loaded[theirs]
+    fill = lambda tree, prefix="": jax.tree_util.tree_map_with_path(
         lambda path, _: values[prefix + path_string(path)], tree
     )
-    params = put(places.params)
+    params = fill(abstract.params)
 
     def derive(params: Tree) -> tuple[Tree, Tree]:
         params = jax.tree.map(jnp.copy, params)  # an update donates all of the state, so no two arrays may share memory
-        average = None if places.ema is None else jax.tree.map(lambda p, e: p.astype(e.dtype), params, places.ema)
+        average = None if abstract.ema is None else jax.tree.map(lambda p, e: p.astype(e.dtype), params, abstract.ema)
         return tx.init(trainable(params)), average
 
-    where = jax.tree.map(lambda x: x.sharding, (places.opt_state, places.ema))
-    opt_state, ema = jax.jit(derive, out_shardings=where)(params)
+    shardings = jax.tree.map(lambda x: x.sharding, (abstract.opt_state, abstract.ema))
+    opt_state, ema = jax.jit(derive, out_shardings=shardings)(params)
     return strategy.adopt(
-        state.replace(params=params, model_state=put(places.model_state, MODEL_STATE), opt_state=opt_state, ema=ema)
+        state.replace(params=params, model_state=fill(abstract.model_state, MODEL_STATE), opt_state=opt_state, ema=ema)
     )
 
 
-def _below(rows: int, new: jax.Array, old: jax.Array) -> jax.Array:
-    """`new` in so many first rows, `old` in the rest; placed as both are."""
+def _merge_rows(rows: int, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Return `new` in the first `rows` rows and `old` in the rest, with their common sharding."""
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
         inside = jnp.arange(len(new)).reshape(-1, *(1,) * (new.ndim - 1)) < rows

@@ -12,7 +12,7 @@ from jaxdp.split import path_string
 
 
 def fields_of(state: TrainState) -> dict[str, Any]:
-    """Return the fields that are in use, by name."""
+    """Return {name: tree} of the fields that are in use."""
     fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
     return {name: tree for name, tree in fields.items() if tree is not None}
 
@@ -24,7 +24,7 @@ def leaves_of(tree: Any) -> dict[str, Any]:
 
 
 def check_same_leaves(step: int, saved: Mapping[str, Any], ours: Mapping[str, Any], rank: int) -> None:
-    """Raise UsageError, for `rank` to print, at the first leaf that differs; the exponents of exact sums may."""
+    """Raise UsageError, printed by `rank`, for the first leaf that differs; exponents of exact sums may differ."""
     describe = lambda path, leaves: f"{path} {leaves[path][0]}{leaves[path][1]}" if path in leaves else f"no {path}"
     for path in sorted({**saved, **ours}.keys() - {"exponents"}):
         if saved.get(path) != ours.get(path):

@@ -1,7 +1,7 @@
-"""Which arrays of a run begin as which of another's: a pure function of names, shapes and expressions.
+"""Matching of a run's arrays to those of another run or file, by names, shapes and regular expressions.
 
-An array's name is its path (a/b/c); that of the model state (BatchNorm's running averages) begins with `model_state/`,
-so that one set of expressions serves both.
+An array's name is its path (a/b/c). Names of the model state (BatchNorm's running averages) begin with `model_state/`,
+so that the same expressions apply to both.
 """
 
 import difflib
@@ -21,7 +21,7 @@ SHOWN = 8  # names in a line
 
 
 class Match(NamedTuple):
-    """pairs: {our name: theirs}; missing: ours that they don't have; skipped: ours not asked for; unused: theirs."""
+    """pairs: {our name: theirs}; missing: ours not in the source; skipped: ours not selected; unused: theirs."""
 
     pairs: dict[str, str]
     missing: list[str]
@@ -30,7 +30,7 @@ class Match(NamedTuple):
 
 
 def named(params: Any, model_state: Any) -> dict[str, Any]:
-    """{name: leaf} of both trees."""
+    """Return {name: leaf} of both trees."""
     trees = (("", params), (MODEL_STATE, model_state))
     return {
         f"{prefix}{path_string(path)}": leaf
@@ -49,12 +49,12 @@ def match(
     skip: Sequence[str] = (),
     names: Mapping[str, str] | None = None,
 ) -> Match:
-    """Ours and theirs by name; both are {name: what has shape and dtype}, and source says where theirs are from.
+    """Match our arrays to theirs by name; both are {name: object with shape and dtype}. source: theirs, for messages.
 
-    rename: expression to replacement, as `re.sub` takes them; the first that is found in one of their names changes it.
-    names: {their name: ours} of a layout that is known, in its place. load, skip: expressions; loaded is what one of
-    `load` is found in, and none of `skip`. Raises UsageError for an expression that is found nowhere, names that become
-    one, another shape or kind of number, and where nothing is left.
+    rename: {expression: replacement} as for `re.sub`; the first expression found in one of their names changes it.
+    names: {their name: ours} of a known layout, instead of rename. load, skip: expressions; an array is loaded if one
+    of `load` matches and none of `skip`. Raises UsageError for an expression without a match, two names that become
+    equal, a different shape or kind of dtype, and if nothing is left to load.
     """
     new_names = renamed(theirs, source, rename or {}) if names is None else {names.get(n, n): n for n in theirs}
     for key, patterns in (("load", load), ("skip", skip)):
@@ -63,27 +63,27 @@ def match(
                 raise UsageError(
                     f"init.{key}: {pattern!r} matches no parameter; a path is such as {near(pattern, ours)!r}"
                 )
-    found = lambda patterns, name: any(re.search(pattern, name) for pattern in patterns)
-    asked = [name for name in ours if found(load, name) and not found(skip, name)]
-    pairs = {name: new_names[name] for name in asked if name in new_names}
+    matches = lambda patterns, name: any(re.search(pattern, name) for pattern in patterns)
+    selected = [name for name in ours if matches(load, name) and not matches(skip, name)]
+    pairs = {name: new_names[name] for name in selected if name in new_names}
     if not pairs:
         fix = "widen init.load, or skip less"
-        if asked:
-            other = near(asked[0], new_names) if new_names else "none at all"
-            fix = f"a path here is {asked[0]!r}, there {other!r}; map them with init.rename"
-        raise UsageError(f"init_from: {source} has nothing of what is to be loaded; {fix}")
+        if selected:
+            other = near(selected[0], new_names) if new_names else "none at all"
+            fix = f"a path here is {selected[0]!r}, there {other!r}; map them with init.rename"
+        raise UsageError(f"init_from: {source} has none of the arrays to load; {fix}")
     check_fit({name: (ours[name], theirs[other], other) for name, other in pairs.items()}, source)
     used = set(pairs.values())
     return Match(
         pairs,
-        missing=[name for name in asked if name not in pairs],
-        skipped=[name for name in ours if name not in set(asked)],
+        missing=[name for name in selected if name not in pairs],
+        skipped=[name for name in ours if name not in set(selected)],
         unused=[name for name in theirs if name not in used],
     )
 
 
 def renamed(names: Iterable[str], source: str, rename: Mapping[str, str]) -> dict[str, str]:
-    """{new name: name}. Raises UsageError for an expression that is found nowhere, and names that become one."""
+    """Return {new name: name}. Raises UsageError for an expression without a match, and names that become equal."""
     names = list(names)
     for pattern in rename:
         if not any(re.search(pattern, name) for name in names):
@@ -109,14 +109,14 @@ def renamed(names: Iterable[str], source: str, rename: Mapping[str, str]) -> dic
 
 
 def check_fit(pairs: Mapping[str, tuple[Any, Any, str]], source: str) -> None:
-    """UsageError for the first of {our name: (ours, theirs, their name)} that cannot begin as the other."""
+    """Raise UsageError for the first of {our name: (ours, theirs, their name)} with another shape or kind of dtype."""
     wrong = []
-    for name, (own, other, their_name) in pairs.items():
-        there = f"{source} as {their_name!r}" if their_name != name else source
-        if tuple(own.shape) != tuple(other.shape):
-            wrong.append((name, f"has shape {tuple(other.shape)} in {there}, but {tuple(own.shape)} here"))
-        elif kind(own.dtype) != kind(other.dtype):
-            wrong.append((name, f"is {other.dtype} in {there}, but {own.dtype} here"))
+    for name, (ours, theirs, their_name) in pairs.items():
+        origin = f"{source} as {their_name!r}" if their_name != name else source
+        if tuple(ours.shape) != tuple(theirs.shape):
+            wrong.append((name, f"has shape {tuple(theirs.shape)} in {origin}, but {tuple(ours.shape)} here"))
+        elif kind(ours.dtype) != kind(theirs.dtype):
+            wrong.append((name, f"is {theirs.dtype} in {origin}, but {ours.dtype} here"))
     if wrong:
         name, problem = wrong[0]
         more = f" (and {len(wrong) - 1} more do not fit)" if wrong[1:] else ""
@@ -127,43 +127,43 @@ def check_fit(pairs: Mapping[str, tuple[Any, Any, str]], source: str) -> None:
 
 
 def kind(dtype: Any) -> str:
-    """What may be cast into another of its kind without a loss of meaning."""
+    """Return the kind of a dtype; dtypes of one kind can be cast into each other."""
     kinds = {"float": jnp.floating, "integer": jnp.integer, "bool": jnp.bool_}
-    if isinstance(dtype, str):  # a name that nothing here can read
+    if isinstance(dtype, str):  # the name of a dtype that NumPy does not have
         return dtype
     return next((name for name, group in kinds.items() if jnp.issubdtype(dtype, group)), str(dtype))
 
 
-def describe(found: Match, ours: Mapping[str, Any], source: str, rows: Mapping[str, int] | None = None) -> str:
-    """What was loaded, what was not, and what was not used, for people. rows: {their name: how many are loaded} of
-    those that have fewer than ours."""
-    lines, loaded = [], list(found.pairs)
+def describe(result: Match, ours: Mapping[str, Any], source: str, rows: Mapping[str, int] | None = None) -> str:
+    """Describe in text which arrays were loaded, not loaded, and not used. rows: {their name: number of loaded rows}
+    of arrays with fewer rows than ours."""
+    lines, loaded = [], list(result.pairs)
     of_model = lambda names: [name for name in names if name.startswith(MODEL_STATE)]
     count = f"{len(loaded) - len(of_model(loaded))} of {len(ours) - len(of_model(ours))} parameters"
     if of_model(ours):
         count += f", {len(of_model(loaded))} of {len(of_model(ours))} arrays of the model state"
     elements = 0
-    for name, theirs in found.pairs.items():
+    for name, theirs in result.pairs.items():
         first, *rest = ours[name].shape or (1,)
         elements += (rows or {}).get(theirs, first) * math.prod(rest)
     lines.append(f"loaded {count}, {elements:,} elements, from {source}")
-    for what, names in (
-        ("left as initialized, not in it", found.missing),
-        ("left as initialized, skipped", found.skipped),
-        ("not used of it", found.unused),
+    for title, names in (
+        ("left as initialized, not in the source", result.missing),
+        ("left as initialized, skipped", result.skipped),
+        ("not used from the source", result.unused),
     ):
         if names:
-            lines.append(f"  {what}: {shortly(names)}")
+            lines.append(f"  {title}: {shortly(names)}")
     return "\n".join(lines)
 
 
 def shortly(names: Sequence[str]) -> str:
-    """The first few of them, and how many there are more."""
+    """Join the first few names, and the number of the others."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 
 
 def near(pattern: str, names: Iterable[str]) -> str:
-    """The name most like it."""
+    """Return the name most similar to the pattern."""
     names = list(names)
     return (difflib.get_close_matches(pattern, names, 1, 0.1) or names)[0]

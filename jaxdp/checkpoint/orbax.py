@@ -1,4 +1,4 @@
-"""How Orbax is used: imported late, with our time limit, and without its tracebacks."""
+"""Access to Orbax: imported late, with our time limit, and without its tracebacks."""
 
 import functools
 import logging
@@ -9,7 +9,7 @@ TIMEOUT = 1200.0  # seconds for the files of one save
 
 
 def orbax() -> Any:
-    """Import the library when something is first saved or restored: the first update need not wait for it."""
+    """Import Orbax at the first save or restore, so that the first update does not wait for it."""
     from orbax.checkpoint import v1
 
     return v1
@@ -24,7 +24,7 @@ def options() -> Any:
 
 @functools.cache
 def silence_orbax() -> None:
-    """Drop Orbax's tracebacks of a failed write, and those of the event loop that it closed: we report it in a line."""
+    """Drop Orbax's tracebacks of a failed write and of its closed event loop: we report the failure in one line."""
     logging.getLogger("absl").addFilter(lambda record: "_SignalingThread" not in str(record.msg))
     previous = sys.unraisablehook
 

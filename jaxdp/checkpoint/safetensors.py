@@ -1,4 +1,4 @@
-"""A `.safetensors` file holds named arrays behind a header: read slice by slice, written whole or not at all."""
+"""Reading of `.safetensors` files slice by slice, and writing them atomically."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import ml_dtypes  # must be imported for NumPy to know a bfloat16, which safetensors asks it for
+import ml_dtypes  # registers bfloat16 with NumPy, as safetensors needs it
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -23,7 +23,7 @@ DTYPES = {
 
 
 class Array(NamedTuple):
-    """dtype: NumPy's; or the file's name of one that NumPy does not have."""
+    """dtype: a NumPy dtype, or the file's name of one that NumPy does not have."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -35,7 +35,7 @@ class Header(NamedTuple):
 
 
 def header(path: pathlib.Path) -> Header:
-    """What the file holds. Raises OSError or SafetensorError where it cannot be read."""
+    """Read the file's header. Raises OSError or SafetensorError if it cannot be read."""
     with safe_open(path, framework="np") as file:
         arrays = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         return Header(
@@ -45,19 +45,19 @@ def header(path: pathlib.Path) -> Header:
 
 
 def read(path: pathlib.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Arrays with the dtypes and shardings of `wanted`; of the file, only what this process's devices hold is read."""
+    """Read arrays with the dtypes and shardings of `wanted`; each process reads only the slices of its devices."""
     with safe_open(path, framework="np") as file:
 
-        def place(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+        def load(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
             stored = file.get_slice(name)
             part = lambda index: np.asarray(stored[index or ...]).astype(like.dtype)
             return jax.make_array_from_callback(like.shape, like.sharding, part)
 
-        return {name: place(name, like) for name, like in wanted.items()}
+        return {name: load(name, like) for name, like in wanted.items()}
 
 
 class Parts(NamedTuple):
-    """An array put together: one tensor, from the offset on along its last dim; or one of each name, stacked."""
+    """The parts of an array: one tensor, from `offset` along its last dim; or, stacked, one tensor per name."""
 
     names: tuple[str, ...]
     stacked: bool = False
@@ -65,7 +65,7 @@ class Parts(NamedTuple):
 
 
 def assemble(path: pathlib.Path, wanted: Mapping[str, tuple[jax.ShapeDtypeStruct, Parts]]) -> dict[str, jax.Array]:
-    """As `read`, of arrays that are put together; rows that the file has not are zeros."""
+    """Read like `read`, assembling arrays from parts; rows that the file does not have are zeros."""
     with safe_open(path, framework="np") as file:
 
         def cut(name: str, index: list[slice], offset: int) -> np.ndarray:
@@ -73,27 +73,27 @@ def assemble(path: pathlib.Path, wanted: Mapping[str, tuple[jax.ShapeDtypeStruct
             rows = stored.get_shape()[0]
             *first, last = index
             inside = [*first, slice(last.start + offset, last.stop + offset)]
-            there = inside[0].start < rows
-            inside[0] = slice(inside[0].start, min(inside[0].stop, rows)) if there else slice(0, 0)
-            found = np.asarray(stored[tuple(inside)])
-            missing = index[0].stop - index[0].start - len(found)
-            return np.pad(found, [(0, missing)] + [(0, 0)] * (found.ndim - 1)) if missing else found
+            has_rows = inside[0].start < rows
+            inside[0] = slice(inside[0].start, min(inside[0].stop, rows)) if has_rows else slice(0, 0)
+            values = np.asarray(stored[tuple(inside)])
+            missing = index[0].stop - index[0].start - len(values)
+            return np.pad(values, [(0, missing)] + [(0, 0)] * (values.ndim - 1)) if missing else values
 
-        def place(like: jax.ShapeDtypeStruct, parts: Parts) -> jax.Array:
+        def load(like: jax.ShapeDtypeStruct, parts: Parts) -> jax.Array:
             def part(index: tuple[slice, ...] | None) -> np.ndarray:
-                whole = [slice(*own.indices(size)[:2]) for own, size in zip(index or (), like.shape)]
+                slices = [slice(*dim.indices(size)[:2]) for dim, size in zip(index or (), like.shape)]
                 if not parts.stacked:
-                    return cut(parts.names[0], whole, parts.offset).astype(like.dtype)
-                names = parts.names[whole[0]]
-                return np.stack([cut(name, whole[1:], parts.offset) for name in names]).astype(like.dtype)
+                    return cut(parts.names[0], slices, parts.offset).astype(like.dtype)
+                names = parts.names[slices[0]]
+                return np.stack([cut(name, slices[1:], parts.offset) for name in names]).astype(like.dtype)
 
             return jax.make_array_from_callback(like.shape, like.sharding, part)
 
-        return {name: place(*how) for name, how in wanted.items()}
+        return {name: load(like, parts) for name, (like, parts) in wanted.items()}
 
 
 def write(path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
-    """Under another name first, then renamed. Raises OSError or SafetensorError, and leaves nothing then."""
+    """Write a file atomically, by a rename. Raises OSError or SafetensorError, and leaves no file then."""
     new = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         save_file({name: np.asarray(x, order="C") for name, x in arrays.items()}, new, dict(metadata))

@@ -1,8 +1,8 @@
-"""A checkpoint is the logical state under checkpoints/STEP, written by Orbax, and whole once its manifest is there.
+"""Checkpoints: the logical state under checkpoints/STEP, written by Orbax, complete once it has a manifest.
 
 Saving is asynchronous: the caller waits for the copy to the host, every process writes its shards, Orbax commits by a
-rename, and then the manifest, with a checksum of every file, is renamed in. "Saved" is said after that. Reading starts
-with the checksums; a checkpoint that fails them is set aside, and the one before it is taken.
+rename, and then the manifest, with a checksum of every file, is renamed into place. Only then "saved" is printed.
+Reading verifies the checksums first; a checkpoint that fails them is set aside, and the previous one is used.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ from jaxdp.distributed.context import Context, current
 from jaxdp.errors import UsageError, one_line
 from jaxdp.metrics.events import NoEvents
 
-LOWER_IS_BETTER = ("loss", "perplexity", "cross_entropy")  # and NAME_loss, of a task
+LOWER_IS_BETTER = ("loss", "perplexity", "cross_entropy")  # and NAME_loss of a task
 Say = Callable[[str], None]
 
 
 @dataclasses.dataclass
 class Failure:
-    """A save that did not become durable. reason: one line; nothing that was saved before is touched."""
+    """A save that failed. reason: one line. Earlier checkpoints are not touched."""
 
     step: int
     reason: str
@@ -45,9 +45,9 @@ class Failure:
 class Checkpoints:
     """The checkpoints of one run directory, shared by all processes, which must make the same calls.
 
-    keep: how many of the last stay; keep_every: those of its multiples stay too; best: so does the best one by this
-    number of the evaluation (`LOWER_IS_BETTER`: the lowest; others: the highest). context: the processes; the
-    current ones where it is left out. What becomes of a save is noted in `events`.
+    keep: the number of last checkpoints to keep; keep_every: also keep multiples of this step; best: also keep the best
+    one by this metric of the evaluation (`LOWER_IS_BETTER`: the lowest; others: the highest). context: the processes,
+    by default the current ones. The result of each save is logged in `events`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Checkpoints:
     ):
         self.directory, self.keep, self.keep_every, self.best = directory.resolve(), keep, keep_every, best
         self.context = context or current()
-        self.last: int | None = None  # the step that was last begun to be saved, or is known to be there
+        self.last: int | None = None  # the last step whose save was started, or that is known to exist
         self.events = NoEvents()
         self._failure: Failure | None = None
         self._thread: threading.Thread | None = None
@@ -71,20 +71,20 @@ class Checkpoints:
         silence_orbax()
 
     def steps(self) -> list[int]:
-        """The steps that say they are whole, in order; see `latest` for those that are."""
+        """Return the steps that have a manifest, in order; only `latest` verifies the files."""
         return folders.complete(self.directory)
 
     def meta(self, step: int) -> dict[str, Any]:
-        """What was saved with the state at `step`. Raises Damaged."""
+        """Return the metadata that was saved with the state at `step`. Raises Damaged."""
         return manifest.read(self.directory / str(step))["meta"]
 
     def best_step(self) -> int | None:
-        """The step whose evaluation was best by `best`; the earliest of equals. None without one."""
+        """Return the step with the best evaluation by `best`, the earliest of equals, or None."""
         values = self._values()
         return min(values, key=lambda step: (values[step] * _sign(self.best), step)) if values else None
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
-        """Whether an evaluation is better than that of every checkpoint that there is."""
+        """Return True if an evaluation is better than those of all checkpoints."""
         if self.best is None or not math.isfinite(metrics.get(self.best, math.nan)):
             return False
         name, sign = self.best, _sign(self.best)
@@ -92,10 +92,10 @@ class Checkpoints:
         return self.context.of_root("best", better)
 
     def _values(self) -> dict[int, float]:
-        """The number that `best` names, of every checkpoint that has it, written yet or not."""
-        found: dict[int, float] = {}
+        """Return {step: the metric named by `best`} of all checkpoints that have it, durable yet or not."""
+        values: dict[int, float] = {}
         if self.best is None:
-            return found
+            return values
         with self._lock:
             metas = dict(self._notes)
             for step in self.steps():
@@ -104,30 +104,30 @@ class Checkpoints:
         for step, meta in metas.items():
             value = meta.get("metrics", {}).get(self.best)
             if isinstance(value, int | float) and math.isfinite(value):
-                found[step] = value
-        return found
+                values[step] = value
+        return values
 
     def annotate(self, step: int, more: Mapping[str, Any]) -> None:
-        """Adds to what is saved with `step`, whether that is durable yet or not; nothing where it is not saved."""
+        """Add metadata to the checkpoint of `step`, durable yet or not; do nothing if there is none."""
         if step != self.last or self._failure is not None or not self.context.is_root:
             return
         folder = self.directory / str(step)
         with self._lock:
             if (folder / manifest.NAME).is_file():
-                with contextlib.suppress(OSError, Damaged):  # the manifest that is there stands
-                    found = manifest.read(folder)
-                    if any(found["meta"].get(name) != value for name, value in more.items()):
-                        manifest.write(folder, found["files"], {**found["meta"], **more})
+                with contextlib.suppress(OSError, Damaged):  # then the old manifest remains
+                    content = manifest.read(folder)
+                    if any(content["meta"].get(name) != value for name, value in more.items()):
+                        manifest.write(folder, content["files"], {**content["meta"], **more})
             else:
                 self._notes[step] = dict(more)
                 return
-        self._prune(step)  # the best may be another now
+        self._prune(step)  # the best step may have changed
 
     def save(self, step: int, state: TrainState, meta: Mapping[str, Any], say: Say = print) -> None:
-        """Begins to save an exported state; returns once it is copied, so that the state may be donated.
+        """Start to save an exported state; return once it is copied, so that the state may be donated.
 
-        meta: JSON that is kept with it. say: told on root when the checkpoint is durable, or could not be made. A save
-        that is still under way is waited for first. `wait` tells how it ended.
+        Waits first for a save that is still running. meta: JSON to store with the state. say: called on root with a
+        line when the checkpoint is durable or has failed. `wait` returns the result.
         """
         self.wait()
         if step == self.last and self._failure is None:
@@ -137,9 +137,9 @@ class Checkpoints:
         if self.context.is_root:
             folders.clean(self.directory)
         tree = fields_of(state)
-        if jax.default_backend() == "cpu":  # Orbax would read them in place, and the next update copy them instead
-            room = self._copies if leaves_of(self._copies) == leaves_of(tree) else None
-            self._copies = tree = _copy(room, tree)
+        if jax.default_backend() == "cpu":  # Orbax would read the buffers in place, so the next update would copy them
+            old_copies = self._copies if leaves_of(self._copies) == leaves_of(tree) else None
+            self._copies = tree = _copy(old_copies, tree)
         meta = {"step": step, **meta, "state": leaves_of(tree)}
         try:
             with options():
@@ -153,7 +153,7 @@ class Checkpoints:
         self._thread.start()
 
     def wait(self) -> Failure | None:
-        """Waits for the save that is under way; why it failed, or None."""
+        """Wait for the save that is running; return its failure, or None."""
         if self._thread is not None:
             while self._thread.is_alive():
                 self._thread.join(0.2)  # in pieces: signals are handled in between
@@ -161,11 +161,10 @@ class Checkpoints:
         return self._failure
 
     def latest(self, say: Say = print, tidy: bool = True) -> int:
-        """The last step that is whole, every byte of it checked; 0 without one. All processes share the reading.
+        """Return the last complete step, after verifying every byte, or 0. All processes share the reading.
 
-        What is damaged or was not finished is set aside under another name, which `say` is told on root; not so where
-        tidy is false, since the directory may be another run's.
-        Raises UsageError where files cannot be read.
+        Damaged and unfinished checkpoints are renamed, which `say` reports on root; not if tidy is false, since the
+        directory may belong to another run. Raises UsageError if files cannot be read.
         """
         refused: set[int] = set()
         if self.context.is_root and tidy:
@@ -175,19 +174,20 @@ class Checkpoints:
             if not step:
                 self.last = None
                 return 0
-            here = "" if problem else self._check_share(step, files)
-            found = problem or next(filter(None, self.context.exchange("checked", here, timeout=TIMEOUT)), "")
-            if found.startswith("cannot read"):
-                raise UsageError(f"run_dir: {found}; mend that first", rank=self.context.root_rank)
-            if not found:
+            if not problem:
+                local = self._check_share(step, files)
+                problem = next(filter(None, self.context.exchange("checked", local, timeout=TIMEOUT)), "")
+            if problem.startswith("cannot read"):
+                raise UsageError(f"run_dir: {problem}; fix that first", rank=self.context.root_rank)
+            if not problem:
                 self.last = step
                 return step
             refused.add(step)
             if self.context.is_root:
-                self._set_aside(step, "damaged" if tidy else None, f"checkpoint {step} is damaged: {found}", say)
+                self._set_aside(step, "damaged" if tidy else None, f"checkpoint {step} is damaged: {problem}", say)
 
     def _candidate(self, refused: set[int]) -> tuple[int, dict[str, Any], str]:
-        """(the last step that is not refused or 0, its files, what is wrong with its manifest)."""
+        """Return (the last step that is not refused or 0, its files, the problem with its manifest or '')."""
         step = max((s for s in self.steps() if s not in refused), default=0)
         try:
             return step, manifest.read(self.directory / str(step))["files"] if step else {}, ""
@@ -197,41 +197,41 @@ class Checkpoints:
             return step, {}, _unreadable(error)
 
     def restore(self, step: int, abstract: TrainState, say: Say = print) -> TrainState:
-        """The state saved at `step`, placed as `abstract` says. UsageError where its leaves are not those of ours.
+        """Restore the state saved at `step`, with the shardings of `abstract`. Raises UsageError if leaves differ.
 
-        Exponents of sums may be there or not: what is not known is found out by the next update.
+        Exponents of exact sums may be missing: the next update determines them.
         """
         saved = self.check_fits(step, abstract)
-        asked, own = fields_of(abstract), abstract.exponents
-        asked.pop("exponents", None)
+        fields, exponents = fields_of(abstract), abstract.exponents
+        fields.pop("exponents", None)
         if "exponents" in saved:
             dtype, shape = saved["exponents"]
-            asked["exponents"] = jax.ShapeDtypeStruct(shape, dtype, sharding=abstract.step.sharding)
-        found = orbax().load(self.directory / str(step), asked)
-        if own is None:
-            found["exponents"] = None
-        elif "exponents" not in found or found["exponents"].shape != own.shape:
-            found["exponents"] = jax.make_array_from_callback(
-                own.shape, own.sharding, lambda part: np.zeros(own.shape, own.dtype)[part]
+            fields["exponents"] = jax.ShapeDtypeStruct(shape, dtype, sharding=abstract.step.sharding)
+        state = orbax().load(self.directory / str(step), fields)
+        if exponents is None:
+            state["exponents"] = None
+        elif "exponents" not in state or state["exponents"].shape != exponents.shape:
+            state["exponents"] = jax.make_array_from_callback(
+                exponents.shape, exponents.sharding, lambda part: np.zeros(exponents.shape, exponents.dtype)[part]
             )
             if self.context.is_root:
                 say(f"checkpoint {step} has no exponents for exact sums: the next update is computed twice")
-        return abstract.replace(**found)
+        return abstract.replace(**state)
 
     def check_fits(self, step: int, abstract: TrainState) -> dict[str, Any]:
-        """Return {path: [dtype, shape]} of the state saved at `step`. Raises UsageError if `abstract` has others."""
+        """Return {path: [dtype, shape]} of the state saved at `step`. Raises UsageError if `abstract` differs."""
         saved = self.context.of_root("state", lambda: self.meta(step)["state"])
         check_same_leaves(step, saved, leaves_of(fields_of(abstract)), self.context.root_rank)
         return saved
 
     def _finish(self, step: int, response: Any, meta: Mapping[str, Any], say: Say) -> None:
-        """In a thread: from Orbax's writing to a durable checkpoint, or to a failure that all processes know of."""
+        """Wait in a thread for Orbax and write the manifest; on failure, tell all processes."""
         try:
             self._commit.wait_for(response)
             names = manifest.list_files(self.directory / str(step)) if self.context.is_root else []
             names = json.loads(self._commit.share("files", json.dumps(names))[self.context.root_rank])
-            own = names[self.context.rank :: self.context.size]
-            parts = self._commit.share("digests", json.dumps(manifest.digests(self.directory / str(step), own)))
+            share = names[self.context.rank :: self.context.size]
+            parts = self._commit.share("digests", json.dumps(manifest.digests(self.directory / str(step), share)))
             if self.context.is_root:
                 files = {name: entry for part in parts for name, entry in json.loads(part).items()}
                 manifest.flush(self.directory / str(step), files)
@@ -240,17 +240,17 @@ class Checkpoints:
                     self._notes.pop(step, None)
                 self._prune(step)
             self._commit.share("durable", "")
-            with contextlib.suppress(Exception):  # standard output may be closed; the checkpoint is there
+            with contextlib.suppress(Exception):  # standard output may be closed; the checkpoint is saved
                 if self.context.is_root:
                     self.events.note("saved", step, seconds=round(time.monotonic() - self._began, 3))
                     say(f"saved step {step}")
         except PeerFailed as failure:
             self._failed(step, str(failure), say)
-        except BaseException as error:  # whatever it is, the run goes on, and the next occasion tries again
+        except BaseException as error:  # on any error the run continues, and the next save tries again
             self._give_up(step, error, say)
 
     def _give_up(self, step: int, error: BaseException, say: Say) -> None:
-        """This process cannot save, and tells the others."""
+        """Record that this process cannot save, and tell the others."""
         reason = _reason(error)
         with contextlib.suppress(Exception):
             self._commit.report_failure(reason)
@@ -262,20 +262,20 @@ class Checkpoints:
             self._notes.pop(step, None)
         if self.context.is_root:
             folders.clean(self.directory, step)
-            kept = self.steps()
+            steps = self.steps()
             self.events.note("save_failed", step, reason=reason)
             say(
                 f"checkpoint {step} could not be saved: {reason}; "
-                + (f"the last one is {kept[-1]}, " if kept else "there is none yet, ")
-                + "and the next occasion tries again"
+                + (f"the last one is {steps[-1]}, " if steps else "there is none yet, ")
+                + "and the next save tries again"
             )
 
     def _prune(self, saved: int) -> None:
-        """Remove the checkpoints that are not to be kept; a step after `saved` is not one to resume from."""
+        """Remove checkpoints that need not be kept; ignore steps after `saved`, from which no run resumes."""
         steps = [step for step in self.steps() if step <= saved]
-        stay = set(steps[-self.keep :]) | {s for s in steps if self.keep_every and s % self.keep_every == 0}
-        stay.add(self.best_step() or 0)
-        folders.remove(self.directory, set(steps) - stay)
+        retained = set(steps[-self.keep :]) | {s for s in steps if self.keep_every and s % self.keep_every == 0}
+        retained.add(self.best_step() or 0)
+        folders.remove(self.directory, set(steps) - retained)
 
     def _set_unfinished_aside(self, say: Say) -> None:
         with contextlib.suppress(OSError):
@@ -293,10 +293,10 @@ class Checkpoints:
             say(f"{why}; it is not used (and cannot be renamed: {error.strerror})")
 
     def _check_share(self, step: int, files: Mapping[str, Any]) -> str:
-        """What is wrong with this process's share of the files, or nothing."""
-        own = dict(list(files.items())[self.context.rank :: self.context.size])
+        """Check this process's share of the files; return the problem, or ''."""
+        share = dict(list(files.items())[self.context.rank :: self.context.size])
         try:
-            manifest.check(self.directory / str(step), own, 0.0 if self.context.is_root else 10.0)
+            manifest.check(self.directory / str(step), share, 0.0 if self.context.is_root else 10.0)
         except OSError as error:
             return _unreadable(error)
         except Damaged as error:
@@ -318,6 +318,6 @@ def _unreadable(error: OSError) -> str:
 
 
 @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
-def _copy(room: Any, tree: Any) -> Any:
-    """room: copies that are needed no more, whose memory is taken; None makes new ones."""
+def _copy(old_copies: Any, tree: Any) -> Any:
+    """Copy a tree. old_copies: donated, so that their memory is reused; None allocates new memory."""
     return jax.tree.map(jnp.copy, tree)

@@ -1,4 +1,4 @@
-"""What makes a training loop that somebody has already data-parallel: data, parameters, gradients and metrics.
+"""Tools that make an existing training loop data-parallel: data, parameters, gradients and metrics.
 
-The names are those that users know from Horovod and PyTorch; `docs/own_loop.md` tells how they go together.
+The names are those of Horovod and PyTorch; `docs/own_loop.md` shows how to combine them.
 """

@@ -1,4 +1,4 @@
-"""Average metrics over all ranks, each weighted by the number of examples behind it."""
+"""Averages of metrics over all ranks, weighted by the number of examples."""
 
 import json
 import math
@@ -14,54 +14,56 @@ from jaxdp.split import path_string
 
 
 def allreduce_metrics(metrics: Any, weight: Any = 1.0) -> Any:
-    """The mean over the ranks of each number in `metrics`, weighted, as Python floats: the same bits on every rank.
+    """Return the weighted mean over the ranks of each number in `metrics`, as Python floats, bit-equal on every rank.
 
-    metrics: a dict, or any pytree, of scalars (JAX's, NumPy's or Python's), the same on all ranks. weight: how much
-    this rank's count, as a rule the number of examples behind them; or a tree like `metrics`, with a weight for each
-    (for the accuracy of a class, its examples). A rank of weight 0 counts nothing, even with NaN; NaN where all weights
-    are 0. They travel as text, in double precision, and are waited for: call it where something is printed, on all
-    ranks together.
+    metrics: a dict, or any pytree, of scalars (JAX, NumPy or Python), with the same names on all ranks. weight: the
+    weight of this rank, usually its number of examples; or a tree like `metrics`, with a weight for each metric (for
+    the accuracy of a class, its examples). A rank of weight 0 is ignored, even with NaN; if all weights are 0, the mean
+    is NaN. The values are exchanged as text in double precision, and the call blocks: call it on all ranks together,
+    where metrics are printed.
 
-    Raises UsageError on every rank where one brings something else; DistributedError where one does not come within
-    JAXDP_TIMEOUT seconds (60).
+    Raises UsageError on every rank if names differ or a value is not a number; DistributedError if a rank does not call
+    it within JAXDP_TIMEOUT seconds (60).
     """
     context = joined()
     paths, structure = jax.tree_util.tree_flatten_with_path(metrics)
-    own: dict[str, Any] = {"names": [path_string(path) or "metrics" for path, _ in paths]}
+    message: dict[str, Any] = {"names": [path_string(path) or "metrics" for path, _ in paths]}
     try:
-        own["values"] = [_scalar(name, value) for name, (_, value) in zip(own["names"], paths)]
-        own["weights"] = [_weight(value) for value in _weights(weight, structure)]
+        message["values"] = [_scalar(name, value) for name, (_, value) in zip(message["names"], paths)]
+        message["weights"] = [_weight(value) for value in _weights(weight, structure)]
     except UsageError as error:
-        own["error"] = str(error)
-    texts = context.exchange("allreduce_metrics", json.dumps(own), membership.default_timeout())
+        message["error"] = str(error)
+    texts = context.exchange("allreduce_metrics", json.dumps(message), membership.default_timeout())
     ranks = [json.loads(text) for text in texts]
-    for rank, one in enumerate(ranks):
-        if "error" in one:
-            raise UsageError(f"allreduce_metrics: {context.title(rank)}: {one['error']}", rank=rank)
-        if one["names"] != ranks[0]["names"]:
+    for rank, received in enumerate(ranks):
+        if "error" in received:
+            raise UsageError(f"allreduce_metrics: {context.title(rank)}: {received['error']}", rank=rank)
+        if received["names"] != ranks[0]["names"]:
             raise UsageError(
-                f"allreduce_metrics: {context.title(rank)} has {', '.join(one['names'])}, but {context.title(0)} has "
-                f"{', '.join(ranks[0]['names'])}: they must be the same",
+                f"allreduce_metrics: {context.title(rank)} has {', '.join(received['names'])}, but {context.title(0)} "
+                f"has {', '.join(ranks[0]['names'])}: they must be the same",
                 rank=0,
             )
-    means = [_mean([(one["weights"][i], one["values"][i]) for one in ranks]) for i in range(len(paths))]
+    means = [_mean([(r["weights"][i], r["values"][i]) for r in ranks]) for i in range(len(paths))]
     return jax.tree.unflatten(structure, means)
 
 
 def _mean(terms: list[tuple[float, float]]) -> float:
-    """Return the mean of (weight, value), without those of weight 0; NaN where there is no other."""
+    """Return the mean of (weight, value) pairs, ignoring weight 0; NaN if nothing is left."""
     counted = [(weight, value) for weight, value in terms if weight]
     total = math.fsum(weight for weight, _ in counted)
     return _sum(weight * value for weight, value in counted) / total if counted else math.nan
 
 
 def _weights(weight: Any, structure: Any) -> list[Any]:
-    """Return the weight of each metric. Raises UsageError where there is neither one for all nor one for each."""
-    leaves, own = jax.tree.flatten(weight)
-    if own == structure:
+    """Return the weight of each metric. Raises UsageError unless there is one weight for all, or one for each."""
+    leaves, treedef = jax.tree.flatten(weight)
+    if treedef == structure:
         return leaves
-    if not jax.tree_util.treedef_is_leaf(own):
-        raise UsageError(f"weight: {own} is not a tree like the metrics, {structure}; give one number, or one for each")
+    if not jax.tree_util.treedef_is_leaf(treedef):
+        raise UsageError(
+            f"weight: {treedef} is not a tree like the metrics, {structure}; give one number, or one for each"
+        )
     return leaves * structure.num_leaves
 
 
@@ -73,9 +75,9 @@ def _weight(value: Any) -> float:
 
 
 def _sum(terms: Any) -> float:
-    """Rounded once, so in any order; fsum itself refuses infinities of both signs."""
-    listed = list(terms)
-    return math.fsum(listed) if all(map(math.isfinite, listed)) else sum(listed)
+    """Sum with one rounding, so that the order does not matter; `fsum` rejects infinities of both signs."""
+    values = list(terms)
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 
 
 def _scalar(name: str, value: Any) -> float:

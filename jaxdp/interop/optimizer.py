@@ -1,4 +1,4 @@
-"""Gradients are averaged over the ranks before the optimizer sees them, each rank counted by its examples."""
+"""An optimizer wrapper that averages gradients over the ranks, weighted by their numbers of examples."""
 
 from __future__ import annotations
 
@@ -29,28 +29,27 @@ Tree = Any
 def distributed_optimizer(
     tx: optax.GradientTransformation, axis_name: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """`tx` on the gradients' mean over all ranks: the one optimizer step that a single process would have made.
+    """Wrap `tx` to update with the gradients' mean over all ranks: the same optimizer step as in a single process.
 
         updates, state = tx.update(grads, state, params, weight=len(labels))
 
-    weight: how much this rank's gradients count, the number of examples that their mean is over; left out, all ranks
-    count alike. A rank of weight 0 counts nothing, even where its gradients are NaN; where all are of weight 0, the
-    gradients are zeros. Halves are added up in float32. Leaves that are not floats are left as they are. Other
-    arguments reach `tx`.
+    weight: the weight of this rank's gradients, the number of examples in their mean; by default all ranks have equal
+    weight. A rank of weight 0 is ignored, even if its gradients are NaN; if all weights are 0, the gradients are zeros.
+    16-bit floats are summed in float32. Leaves that are not floats are not changed. Other arguments are passed to `tx`.
 
-    axis_name None: update is called outside jit, by all ranks together; gradients are packed and averaged by one
-    program between the processes, and `tx` is compiled. An axis, or several: update is called where it is mapped, by
-    `pmap`, or by `shard_map` with check_vma=False, over all devices of all processes; weight is each device's own.
-    Either way this belongs around the whole of `tx`, a chain or a MultiSteps included.
+    axis_name None: call update outside jit, on all ranks together; one program packs and averages the gradients between
+    the processes, and `tx` is compiled. One or several axes: call update inside a function that `pmap`, or `shard_map`
+    with check_vma=False, maps over all devices of all processes; weight is then that of the device. In both cases wrap
+    the complete `tx`, including a chain or MultiSteps.
 
-    Raises UsageError where update is called in the wrong place, or a weight is not 0 or more; DistributedError where
-    the ranks bring different gradients, or one does not come. Horovod's DistributedOptimizer; buckets as in PyTorch's
-    DistributedDataParallel (Li et al. 2020, arXiv 2006.15704).
+    Raises UsageError if update is called in the wrong context, or a weight is not 0 or more; DistributedError if the
+    ranks' gradients differ in shape, or a rank does not call it. Like Horovod's DistributedOptimizer; buckets as in
+    PyTorch's DistributedDataParallel (Li et al. 2020, arXiv 2006.15704).
     """
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        named = getattr(tx, "__name__", type(tx).__name__)
+        name = getattr(tx, "__name__", type(tx).__name__)
         raise UsageError(
-            f"distributed_optimizer: {named} is no Optax transformation; give one, such as optax.adam(1e-3)"
+            f"distributed_optimizer: {name} is not an Optax transformation; give one, such as optax.adam(1e-3)"
         )
     inner = optax.with_extra_args_support(tx)
     compiled = jax.jit(inner.update)
@@ -72,7 +71,7 @@ def distributed_optimizer(
 
 
 def mean_over_axis(grads: Tree, weight: Any, axis_name: Any) -> Tree:
-    """The weighted mean of each float leaf over a mapped axis, by one operand per bucket of 25 MB."""
+    """Return the weighted mean of each float leaf over a mapped axis, with one operand per bucket of 25 MB."""
     try:
         index = lax.axis_index(axis_name)
     except NameError:
@@ -87,9 +86,9 @@ def mean_over_axis(grads: Tree, weight: Any, axis_name: Any) -> Tree:
             f"distributed_optimizer: shard_map has summed the gradients over {axis_name!r} already; give it "
             "check_vma=False"
         )
-    own = jnp.asarray(1.0 if weight is None else weight, jnp.float32)
-    scaled = [_scaled(leaves[i], own) for i in floats]
-    total, *sums = make_reduction("bucket").reduce([own, *scaled], axis_name)
+    weight = jnp.asarray(1.0 if weight is None else weight, jnp.float32)
+    scaled = [_scaled(leaves[i], weight) for i in floats]
+    total, *sums = make_reduction("bucket").reduce([weight, *scaled], axis_name)
     for i, x in zip(floats, sums):
         mean = jnp.where(total > 0, x / total.astype(x.dtype), jnp.zeros_like(x))
         leaves[i] = mean.astype(leaves[i].dtype)
@@ -97,7 +96,7 @@ def mean_over_axis(grads: Tree, weight: Any, axis_name: Any) -> Tree:
 
 
 def mean_over_ranks(grads: Tree, weight: Any) -> Tree:
-    """The weighted mean of each float leaf over the processes, on the devices where this one's are."""
+    """Return the weighted mean of each float leaf over the processes, on the devices of this process's leaves."""
     context, arrays, number, error = joined(), [], None, None
     leaves, structure = jax.tree.flatten(grads)
     floats = [i for i, x in enumerate(leaves) if _is_float(x)]
@@ -107,7 +106,7 @@ def mean_over_ranks(grads: Tree, weight: Any) -> Tree:
         if number is not None and not 0 <= number < math.inf:
             raise UsageError(f"weight: {number} is not a number of examples; give 0 or more")
         arrays = [as_array(leaves[i]) for i in floats] if context.size > 1 else []
-    except Exception as problem:  # of any kind: the others must hear of it, or they would wait
+    except Exception as problem:  # tell the other ranks about any error, or they would wait
         error = one_line(problem)
     if context.size == 1:
         if error:
@@ -115,9 +114,9 @@ def mean_over_ranks(grads: Tree, weight: Any) -> Tree:
         return jax.tree.map(lambda g: jnp.zeros_like(g) if _is_float(g) else g, grads) if number == 0 else grads
     label = "distributed_optimizer" if weight is None else "distributed_optimizer with weights"
     members = tuple(range(context.size))
-    brought = Signature(f"{label} on {_names(grads, structure)}", [described(x) for x in arrays], True, error)
-    compare("collective", context.rank, members, brought)
-    for i, mean in zip(floats, _meet(arrays, 1.0 if number is None else number, context.rank, members)):
+    signature = Signature(f"{label} on {_names(grads, structure)}", [described(x) for x in arrays], True, error)
+    compare("collective", context.rank, members, signature)
+    for i, mean in zip(floats, _all_reduce(arrays, 1.0 if number is None else number, context.rank, members)):
         x = leaves[i]
         elsewhere = isinstance(x, jax.Array) and x.sharding != mean.sharding
         leaves[i] = jax.device_put(mean, x.sharding) if elsewhere else mean
@@ -126,14 +125,14 @@ def mean_over_ranks(grads: Tree, weight: Any) -> Tree:
 
 def _check_one_number(weight: Any) -> None:
     if weight is not None and jnp.shape(weight) != ():
-        raise UsageError(f"weight: of shape {jnp.shape(weight)}; give one number, this rank's or device's own")
+        raise UsageError(f"weight: of shape {jnp.shape(weight)}; give one number, for this rank or device")
 
 
 _known_names: dict[Any, str] = {}
 
 
 def _names(tree: Tree, structure: Any) -> str:
-    """The first names in a tree, and a digest of all: two trees of equal shapes may be of other parameters."""
+    """Return the first names in a tree, and a digest of all: trees of equal shapes may have different parameters."""
     if structure not in _known_names:
         text = ", ".join(path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0])
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -141,27 +140,27 @@ def _names(tree: Tree, structure: Any) -> str:
     return _known_names[structure]
 
 
-def _meet(arrays: list[Any], weight: float, rank: int, members: tuple[int, ...]) -> list[jax.Array]:
+def _all_reduce(arrays: list[Any], weight: float, rank: int, members: tuple[int, ...]) -> list[jax.Array]:
     mesh = kernels.ranks_mesh(members)
     sharding, device = NamedSharding(mesh, P(kernels.AXIS)), mesh.devices.flat[rank]
     rows: list[jax.Array] = _as_rows(jax.device_put([*arrays, np.float32(weight)], device))
-    whole = [jax.make_array_from_single_device_arrays((len(members), *x.shape[1:]), sharding, [x]) for x in rows]
-    return [x.addressable_data(0) for x in _program(members)(whole)]
+    stacked = [jax.make_array_from_single_device_arrays((len(members), *x.shape[1:]), sharding, [x]) for x in rows]
+    return [x.addressable_data(0) for x in _program(members)(stacked)]
 
 
 @jax.jit
 def _as_rows(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Each with a dim for the rank in front."""
+    """Add a leading dim for the rank to each array."""
     return [x[None] for x in arrays]
 
 
 @functools.cache
 def _program(members: tuple[int, ...]) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
-    """(grads[rank, ...], the last of them the weights[rank]) -> their means."""
+    """Return the program that maps grads[rank, ...], followed by weights[rank], to the means."""
 
     def replica(rows: list[jax.Array]) -> list[jax.Array]:
-        *own, weight = [x[0] for x in rows]
-        return mean_over_axis(own, weight, kernels.AXIS)
+        *grads, weight = [x[0] for x in rows]
+        return mean_over_axis(grads, weight, kernels.AXIS)
 
     mapped = jax.shard_map(
         replica, mesh=kernels.ranks_mesh(members), in_specs=P(kernels.AXIS), out_specs=P(), check_vma=False
@@ -179,7 +178,7 @@ def _scaled(g: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _varies(x: Any) -> bool:
-    """Whether shard_map keeps account of what differs between devices, and this does."""
+    """Return True if shard_map tracks which values vary between devices, and x varies."""
     kind = jax.typeof(x)
-    kept = getattr(kind, "mat", None)  # JAX has moved this more than once; without it, only the error is lost
-    return bool(getattr(kind, "vma", None) or getattr(kept, "varying", None))
+    mat = getattr(kind, "mat", None)  # JAX has moved this attribute more than once; without it, only the error is lost
+    return bool(getattr(kind, "vma", None) or getattr(mat, "varying", None))

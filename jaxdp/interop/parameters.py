@@ -1,4 +1,4 @@
-"""Training begins from one rank's numbers, bit for bit, on all of them."""
+"""Broadcast of one rank's parameters to all ranks, bit for bit, before training."""
 
 from typing import Any
 
@@ -16,25 +16,25 @@ NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 def broadcast_parameters(tree: Tree, root_rank: int = 0) -> Tree:
-    """`tree` with the numbers that rank `root_rank` has in it, bit for bit, on every rank.
+    """Broadcast the numbers in rank `root_rank`'s `tree` to every rank, bit for bit; return the tree.
 
-    tree: parameters, the state of an optimizer, a Flax NNX module or its state, any pytree of JAX and NumPy arrays of
-    any type, PRNG keys and Python numbers; other leaves (an activation function) stay each rank's own. Each leaf comes
-    back as it was brought: of its type, on its devices. A leaf is what it is: one that `pmap` replicated, with a
-    leading dim for this process's devices, is sent with it, so all ranks must have equally many.
+    tree: parameters, optimizer state, a Flax NNX module or its state, any pytree of JAX and NumPy arrays of any dtype,
+    PRNG keys and Python numbers; other leaves (such as an activation function) are not changed. Each leaf keeps its
+    type and devices. A leaf that `pmap` replicated is sent with its leading dim for this process's devices, so all
+    ranks must have the same number of devices.
 
-    All ranks call it together. Raises UsageError, naming rank, path and both shapes, where the trees differ, and where
-    a leaf is split over processes. Horovod's `broadcast_parameters` and `broadcast_optimizer_state` in one.
+    All ranks call it together. Raises UsageError with rank, path and both shapes if the trees differ, and if a leaf is
+    split over processes. Replaces Horovod's `broadcast_parameters` and `broadcast_optimizer_state`.
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [leaf for _, leaf in paths]
-    # In the order of their paths, which is the same whatever containers the ranks keep them in.
+    # In the order of paths, which does not depend on the ranks' containers.
     names = [path_string(path) for path, _ in paths]
     sent = sorted((i for i, x in enumerate(leaves) if isinstance(x, NUMBERS)), key=names.__getitem__)
     joined().check_same("broadcast_parameters", {names[i]: _kind(leaves[i]) for i in sent})
     received = broadcast([_bits(leaves[i]) for i in sent], root_rank)
     for i, bits in zip(sent, received):
-        leaves[i] = _as_brought(leaves[i], bits)
+        leaves[i] = _from_bits(leaves[i], bits)
     return jax.tree.unflatten(structure, leaves)
 
 
@@ -43,12 +43,12 @@ def _is_key(x: Any) -> bool:
 
 
 def _kind(x: Any) -> str:
-    """What must be alike on all ranks, as in float32[4,2], key<fry>[] or int."""
+    """Return the type that must be equal on all ranks, such as float32[4,2], key<fry>[] or int."""
     return described(x) if hasattr(x, "dtype") else type(x).__name__
 
 
 def _bits(x: Any) -> Any:
-    """x as collectives take it: key data for a key, and words of 32 bits where JAX would cut 64 to 32."""
+    """Convert x for collectives: a key to its data, and 64-bit numbers to 32-bit words if JAX would truncate them."""
     if _is_key(x):
         return jax.random.key_data(x)
     if isinstance(x, jax.Array):
@@ -59,8 +59,8 @@ def _bits(x: Any) -> Any:
     return as_array(array)
 
 
-def _as_brought(x: Any, bits: jax.Array) -> Any:
-    """The numbers that were sent as `bits`, in the type and the place of x."""
+def _from_bits(x: Any, bits: jax.Array) -> Any:
+    """Convert received `bits` back to the type and devices of x."""
     if _is_key(x):
         return _placed(x, jax.random.wrap_key_data(jnp.asarray(np.asarray(bits)), impl=jax.random.key_impl(x)))
     if isinstance(x, jax.Array):
@@ -73,7 +73,7 @@ def _as_brought(x: Any, bits: jax.Array) -> Any:
 
 
 def _placed(x: jax.Array, value: Any) -> jax.Array:
-    """`value` on the devices of x; not bound to them where x is not."""
+    """Put `value` on the devices of x, committed only if x is."""
     if not x.is_fully_addressable:
         return jax.make_array_from_callback(x.shape, x.sharding, lambda index: value[index])
     return jax.device_put(value, x.sharding) if x.committed else jax.device_put(value)

@@ -1,4 +1,4 @@
-"""An index sampler tells a loader of somebody else's which examples are this rank's."""
+"""An index sampler that selects this rank's examples for an existing data loader."""
 
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from jaxdp.errors import UsageError
 
 
 class DistributedSampler:
-    """This rank's indices of a data set, equally many on every rank, in the manner of PyTorch's DistributedSampler.
+    """This rank's indices of a dataset, the same number on every rank, like PyTorch's DistributedSampler.
 
-    dataset_or_size: anything with a length, or the length. Every size-th index from the rank-th on, of a shuffled order
-    that the seed and the epoch give. Where size does not divide the length, the first ones of the order come once more
-    at its end; with drop_last, the last ones are left out instead. Call `set_epoch` before each epoch: the order stays
-    the same otherwise. rank, size: those of `jaxdp.init()` where left out.
+    dataset_or_size: an object with a length, or the length. The rank gets every size-th index, from position `rank` on,
+    of an order shuffled by seed and epoch. If size does not divide the length, the first indices of the order are
+    repeated at its end; with drop_last, the last ones are dropped instead. Call `set_epoch` before each epoch, or the
+    order stays the same. rank, size: by default those of `jaxdp.init()`.
 
-    `batches` has nothing twice and leaves nothing out. Raises UsageError where there is no example or no such rank.
+    `batches` repeats and drops nothing. Raises UsageError if there is no example or no such rank.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class DistributedSampler:
         self.shuffle, self.seed, self.drop_last, self.epoch = shuffle, seed, drop_last, 0
 
     def __len__(self) -> int:
-        """Indices of this rank in an epoch, the same number on every rank."""
+        """Return the number of this rank's indices in an epoch, the same on every rank."""
         return self.examples // self.size if self.drop_last else -(-self.examples // self.size)
 
     def __iter__(self) -> Iterator[int]:
@@ -56,23 +56,23 @@ class DistributedSampler:
         return iter(order.tolist())
 
     def set_epoch(self, epoch: int) -> None:
-        """What is iterated over from now on is this epoch's order."""
+        """Set the epoch that decides the order of the following iterations."""
         if epoch < 0:
             raise UsageError(f"epoch: {epoch} is negative; the first one is 0")
         self.epoch = epoch
 
     def batches(self, batch_size: int) -> "BatchSampler":
-        """This rank's rows of each batch of `batch_size` examples over all ranks, for a loader's `batch_sampler`.
+        """Return this rank's rows of each batch of `batch_size` examples over all ranks, as a `batch_sampler`.
 
-        The batches are those of `partition_dataset` with the same seed and epoch, and so is their number, the same on
-        every rank. With drop_last the last batch is left out where it is not whole.
+        The batches and their number are those of `partition_dataset` with the same seed and epoch, the same on every
+        rank. With drop_last, an incomplete last batch is dropped.
         """
         return BatchSampler(self, Cursor(self.examples, batch_size, self.size, self.seed, self.shuffle))
 
 
 @dataclass(frozen=True)
 class BatchSampler:
-    """A list of indices for each step of the sampler's epoch: perhaps an empty one in the last batch."""
+    """An iterable of index lists, one for each step of the sampler's epoch; the last one may be empty."""
 
     sampler: DistributedSampler
     cursor: Cursor

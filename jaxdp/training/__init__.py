@@ -1,1 +1,1 @@
-"""The training loop and what it does between updates: read `loop` first."""
+"""The training loop and its work between updates: read `loop` first."""

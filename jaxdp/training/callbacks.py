@@ -1,4 +1,4 @@
-"""Objects of the user that the loop calls at known points, on every rank, outside `jax.jit`.
+"""User callbacks: objects that the loop calls at fixed points, on every rank, outside `jax.jit`.
 
     on_start(run)               before the first update
     on_update(step, metrics)    after update `step` was sent to the device; metrics: arrays on the device
@@ -27,7 +27,7 @@ class StopTraining(Exception):
 
 
 class Callbacks:
-    """Calls each callback that has a method for a point. A raised error becomes RunFailed and names the callback."""
+    """A list of callbacks. An error raised in one becomes RunFailed and names the callback."""
 
     def __init__(self, callbacks: Sequence[Any] = (), context: Context | None = None):
         self.callbacks, self.context = callbacks, context or Context()
@@ -54,7 +54,7 @@ class Callbacks:
             self.call("on_update", step, metrics if len(updates) == 1 else {k: x[i] for k, x in metrics.items()})
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Call `on_eval`; return why training ends here, on all ranks alike, or None."""
+        """Call `on_eval`; return the reason to end training, the same on all ranks, or None."""
         if not self.callbacks:
             return None
         reason: str | None = None
@@ -66,12 +66,12 @@ class Callbacks:
         return next((reason for reason in reasons if reason), None)
 
     def state(self) -> dict[str, Any]:
-        """Return {'callbacks': what each `state_dict()` returns, None for one without}; saved with checkpoints."""
+        """Return {'callbacks': [`state_dict()` of each, or None]}, which is saved with checkpoints."""
         states = [c.state_dict() if hasattr(c, "state_dict") else None for c in self.callbacks]
         return {"callbacks": states} if states else {}
 
     def load(self, states: Sequence[Any]) -> None:
-        """Restore callbacks from `state`; ignored where the list of callbacks has another length."""
+        """Restore callbacks from `state`; do nothing if the number of callbacks has changed."""
         if len(states) != len(self.callbacks):
             return
         for callback, state in zip(self.callbacks, states):

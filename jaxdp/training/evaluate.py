@@ -1,4 +1,4 @@
-"""Evaluation: every example of a set exactly once, whatever the number of devices."""
+"""Evaluation: every example of a set exactly once, for any number of devices."""
 
 import collections
 import math
@@ -15,11 +15,11 @@ from jaxdp.training.run import Run
 
 
 def evaluate(run: Run, program: Program, state: TrainState) -> Record:
-    """The loss and metrics over the evaluation set, every example exactly once."""
+    """Return the loss and metrics over the evaluation set, counting every example exactly once."""
     assert run.eval is not None
     source, totals, suspects = run.eval, collections.defaultdict[str, float](float), list[int]()
     state = run.strategy.averaged(state) if run.averaged else state
-    ahead: collections.deque[tuple[Any, Any]] = collections.deque()
+    in_flight: collections.deque[tuple[Any, Any]] = collections.deque()
 
     def add(number: int, sums: dict[str, jax.Array]) -> None:
         values = jax.device_get(sums)
@@ -33,11 +33,11 @@ def evaluate(run: Run, program: Program, state: TrainState) -> Record:
             sums = run.watch.together(f"evaluation, batch {number}", program.evaluate, state, batch)
             if sums.carry is not None:
                 state = state.replace(carry=sums.carry)
-            ahead.append((number, {"loss": sums.loss, "weight": sums.weight, **sums.metrics}))
-            if len(ahead) > 2:  # bounded: at most this many batches wait on the device
-                add(*ahead.popleft())
-    for number, waiting in ahead:
-        add(number, waiting)
+            in_flight.append((number, {"loss": sums.loss, "weight": sums.weight, **sums.metrics}))
+            if len(in_flight) > 2:  # at most this many batches wait on the device
+                add(*in_flight.popleft())
+    for number, pending in in_flight:
+        add(number, pending)
     for number in suspects[:1]:
         source.examine(number, f"batch {number} of the evaluation", run.checkpoints.context)
     weight = totals.pop("weight") or 1.0

@@ -1,7 +1,7 @@
-"""Look at updates that the device has finished, a few updates behind the loop, at the same one on every rank.
+"""Checks of updates that the device has finished, a few updates behind the loop, the same update on every rank.
 
-The loop waits only where it is `BEHIND` updates (or one call) ahead of the device. What it then sees is equal on all
-ranks, and so is what they decide, without a message between them.
+The loop waits only if it is `BEHIND` updates (or one call) ahead of the device. All ranks see the same values, so they
+take the same decision without exchanging messages.
 """
 
 import collections
@@ -12,12 +12,12 @@ import numpy as np
 
 from jaxdp.supervise.monitor import Stopped
 
-BEHIND = 8  # updates: enough that the device has work while the host is held up for a few milliseconds
-EXAMINED = 10  # updates whose examples are looked at, each the first of some in a row that are not finite
+BEHIND = 8  # updates: keeps the device busy while the host stalls for a few milliseconds
+EXAMINED = 10  # updates whose examples are checked: only the first of consecutive non-finite updates
 
 
 class NotFinite(Exception):
-    """The loss of `update` is not finite: its examples may say why."""
+    """The loss of `update` is not finite; its examples may show the cause."""
 
     def __init__(self, update: int):
         super().__init__(f"the loss of update {update} is not finite")
@@ -25,9 +25,9 @@ class NotFinite(Exception):
 
 
 class Lookback:
-    """Raise NotFinite where the loss of an update is not finite, Stopped once the guard has halted.
+    """A check that raises NotFinite if the loss of an update is not finite, and Stopped once the guard has halted.
 
-    examine: how many updates at most are reported as NotFinite.
+    examine: the maximum number of updates to report as NotFinite.
     """
 
     def __init__(self, examine: int = EXAMINED, rank: int = 0):
@@ -35,14 +35,14 @@ class Lookback:
         self.sent: collections.deque[tuple[range, jax.Array, jax.Array]] = collections.deque()
 
     def add(self, updates: range, metrics: Mapping[str, jax.Array]) -> None:
-        """Updates were sent to the device in one call; metrics: [] of one, or [update] of several."""
+        """Add updates that were sent to the device in one call; metrics: [] of one, or [update] of several."""
         loss, halted = metrics["loss"], metrics["halted"]
         for array in (loss, halted):
             array.copy_to_host_async()
         self.sent.append((updates, loss, halted))
 
     def look(self, last: int) -> None:
-        """Wait for the calls up to update `last`, and look at them."""
+        """Wait for the calls up to update `last`, and check their updates."""
         while self.sent and self.sent[0][0][-1] <= last:
             updates, *arrays = self.sent.popleft()
             losses, halted = (np.asarray(x).reshape(-1) for x in arrays)

@@ -23,92 +23,92 @@ from jaxdp.training.save import restore, save, save_preempted, stop_if_halted, w
 
 
 def fit(run: Run) -> Record:
-    """Train to the last update, evaluate, save; return the final record. Raises what `complete` raises."""
+    """Train to the last update, evaluate, save; return the final record. Raises the same errors as `complete`."""
     return complete(run)[0]
 
 
 def complete(run: Run) -> tuple[Record, TrainState]:
-    """Return the final record, and the state after the last update as the strategy stores it.
+    """Train; return the final record and the state after the last update, as the strategy stores it.
 
     Raises:
         Stopped: the run is preempted; its state is saved.
-        RunFailed: the last state cannot be saved, too many updates in a row are not finite, or a callback failed.
+        RunFailed: the last state cannot be saved, too many consecutive updates are not finite, or a callback failed.
     """
     program = run.strategy.compile(run.step)
     with run.watch.patience("makes the state"):
         state = restore(run, run.start) if run.start else run.begin(run)
-    at = Progress(run.start, state, evaluated=run.start if run.evaluated else -1)
+    progress = Progress(run.start, state, evaluated=run.start if run.evaluated else -1)
     lookback = Lookback(EXAMINED if run.train.check else 0, run.checkpoints.context.rank)
     run.callbacks.call("on_start", run)
     try:
         while True:
             try:
-                stopped = advance(run, program, at, lookback)
-                return finish(run, program, at, stopped), at.state
+                stopped = advance(run, program, progress, lookback)
+                return finish(run, program, progress, stopped), progress.state
             except NotFinite as error:
                 name = f"the batch of update {error.update}"
                 with run.watch.patience(f"examines {name}"):
                     run.train.examine(error.update - 1 + run.offset, name, run.checkpoints.context)
             except Stopped as stop:
-                if int(at.state.guard.halted):  # else the halt is of updates that are rolled back already
-                    run, at = roll_back(run, at)
+                if int(progress.state.guard.halted):  # else the halted updates are rolled back already
+                    run, progress = roll_back(run, progress)
                     lookback.sent.clear()
                 if stop.kind == "preempt":
-                    save_preempted(run, at, stop)
+                    save_preempted(run, progress, stop)
                     raise
     finally:
         gc.unfreeze()
 
 
-def advance(run: Run, program: Program, at: Progress, lookback: Lookback) -> str | None:
-    """Make the remaining updates, and what is due between them; return why a callback ended training, or None.
+def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) -> str | None:
+    """Run the remaining updates, with checkpoints and evaluations; return why a callback ended training, or None.
 
-    Raises what `lookback` raises.
+    Raises the errors of `lookback`.
     """
-    examples = run.train.cursor.examples_per_step
+    examples, start = run.train.cursor.examples_per_step, progress.step
     more = lambda milliseconds: {**run.speed(milliseconds), **run.watch.straggler(milliseconds)}
     with (
         Meter(run.writer, run.log_every, run.steps, examples, more, run.derive) as meter,
-        run.train.batches(at.step + run.offset, run.steps + run.offset, run.strategy, calls(run, at.step)) as batches,
+        run.train.batches(start + run.offset, run.steps + run.offset, run.strategy, calls(run, start)) as batches,
     ):
         stopped = None
-        if 0 < at.step < run.steps and run.evaluation_is_due(at.step) and at.evaluated != at.step:
-            stopped = between(run, program, at)
+        if 0 < start < run.steps and run.evaluation_is_due(start) and progress.evaluated != start:
+            stopped = between(run, program, progress)
         if stopped:
             return stopped
         numbered = ((updates_of(steps, run.offset), batch) for steps, batch in batches)
-        for updates, batch in run.watch.reading(meter.reading(numbered), at.step):
-            lookback.look(at.step - BEHIND)
-            step, several, first = updates[-1], len(updates) > 1, not at.metrics
+        for updates, batch in run.watch.reading(meter.reading(numbered), start):
+            lookback.look(progress.step - BEHIND)
+            step, several, first = updates[-1], len(updates) > 1, not progress.metrics
             run.profile.before(updates[0])
             name = f"updates {updates[0]} to {step}" if several else f"update {step}"
             call: Any = program.updates if several else program.update
-            at.state, at.metrics = run.watch.together(name, call, at.state, batch)
-            at.step = step
-            run.watch.sent(at.metrics)
-            lookback.add(updates, at.metrics)
-            run.profile.after(step, at.metrics)
-            meter.update(updates, at.metrics)
-            run.callbacks.on_update(updates, at.metrics)
-            if first:  # while the device is at work
+            progress.state, progress.metrics = run.watch.together(name, call, progress.state, batch)
+            progress.step = step
+            run.watch.sent(progress.metrics)
+            lookback.add(updates, progress.metrics)
+            run.profile.after(step, progress.metrics)
+            meter.update(updates, progress.metrics)
+            run.callbacks.on_update(updates, progress.metrics)
+            if first:  # while the device is busy
                 run.events.note("first_update", step)
                 if run.layout is not None:
-                    memory.record(run.directory, run.layout, run.strategy, program, at.state, batch, len(updates))
-                gc.freeze()  # objects made by a start stay: to scan them again would stop a rank for 0.1 s
-            asked = run.watch.save_is_asked()
-            if step < run.steps and (asked or run.evaluation_is_due(step) or run.checkpoint_is_due(step)):
+                    memory.record(run.directory, run.layout, run.strategy, program, progress.state, batch, len(updates))
+                gc.freeze()  # startup objects stay alive: scanning them again would pause a rank for 0.1 s
+            save_requested = run.watch.save_is_asked()
+            if step < run.steps and (save_requested or run.evaluation_is_due(step) or run.checkpoint_is_due(step)):
                 meter.pause()
-                if stopped := between(run, program, at, asked):
+                if stopped := between(run, program, progress, save_requested):
                     break
-        lookback.look(at.step)
+        lookback.look(progress.step)
         meter.flush()
         return stopped
 
 
 def calls(run: Run, start: int) -> Iterator[Steps]:
-    """Yield the batches of each call of a program after update `start`: `steps_per_call` of them, as a range, or one.
+    """Yield the batches of each program call after update `start`: a range of `steps_per_call`, or a single one.
 
-    What is due between two updates is due between two calls, so that only these two programs are compiled.
+    Checkpoints and evaluations fall between two calls, so that only these two programs are compiled.
     """
     ends = [every for every in (run.eval_every if run.eval else None, run.save_every) if every]
     window = [] if run.profile.start is None else [run.profile.start, run.profile.start + run.profile.steps]
@@ -123,56 +123,58 @@ def calls(run: Run, start: int) -> Iterator[Steps]:
             start += 1
 
 
-def between(run: Run, program: Program, at: Progress, asked: bool = False) -> str | None:
-    """Do what is due between two updates: a checkpoint, and an evaluation, which runs while that is written.
+def between(run: Run, program: Program, progress: Progress, save_requested: bool = False) -> str | None:
+    """Save and evaluate between two updates, if due; the evaluation runs while the checkpoint is written.
 
     Returns why a callback ends training here, or None.
     """
-    stop_if_halted(run, at)
-    if asked or run.checkpoint_is_due(at.step):
-        save(run, at)
-    return evaluate_and_record(run, program, at, "eval")[1] if run.evaluation_is_due(at.step) else None
+    stop_if_halted(run, progress)
+    if save_requested or run.checkpoint_is_due(progress.step):
+        save(run, progress)
+    return evaluate_and_record(run, program, progress, "eval")[1] if run.evaluation_is_due(progress.step) else None
 
 
 def evaluate_and_record(
-    run: Run, program: Program, at: Progress, split: str | None = None
+    run: Run, program: Program, progress: Progress, split: str | None = None
 ) -> tuple[Record, str | None]:
     """Evaluate the state; return (the metrics, why a callback ends training here or None).
 
-    split: write the metrics as a record of this split. They are added to the checkpoint of this step.
+    split: the split under which to log the metrics, or None. They are added to this step's checkpoint.
     """
     began = time.perf_counter()
-    metrics = evaluate(run, program, at.state)
-    run.events.note("evaluation", at.step, seconds=round(time.perf_counter() - began, 4))
+    metrics = evaluate(run, program, progress.state)
+    run.events.note("evaluation", progress.step, seconds=round(time.perf_counter() - began, 4))
     if split is not None:
-        run.writer.write({"step": at.step, "split": split, **metrics})
-    at.record_evaluation(metrics)
-    stop = run.callbacks.on_eval(at.step, metrics)
+        run.writer.write({"step": progress.step, "split": split, **metrics})
+    progress.record_evaluation(metrics)
+    stop = run.callbacks.on_eval(progress.step, metrics)
     if run.checkpoints.is_best(metrics):
-        save(run, at)
-    run.checkpoints.annotate(at.step, {"metrics": at.evaluation, "evaluated": True, **run.callbacks.state()})
+        save(run, progress)
+    run.checkpoints.annotate(
+        progress.step, {"metrics": progress.evaluation, "evaluated": True, **run.callbacks.state()}
+    )
     return metrics, stop
 
 
-def finish(run: Run, program: Program, at: Progress, stopped: str | None = None) -> Record:
-    """Save, evaluate, and return the final record: the evaluation (without a set, the last loss), and the digest.
+def finish(run: Run, program: Program, progress: Progress, stopped: str | None = None) -> Record:
+    """Save and evaluate; return the final record: the evaluation (without a set, the last loss) and the digest.
 
     stopped: why a callback ended training.
     """
-    final: Record = {"step": at.step, "split": "final"}
-    if run.start < at.step:  # else it is what was restored
-        save(run, at)
+    final: Record = {"step": progress.step, "split": "final"}
+    if run.start < progress.step:  # else nothing has changed since the restore
+        save(run, progress)
     if run.eval and stopped is None:
-        final |= evaluate_and_record(run, program, at)[0]
+        final |= evaluate_and_record(run, program, progress)[0]
     elif run.eval:
-        final |= at.evaluation | {"stopped": stopped}
-    elif at.metrics:
-        final["loss"] = float(np.reshape(at.metrics["loss"], -1)[-1])
+        final |= progress.evaluation | {"stopped": stopped}
+    elif progress.metrics:
+        final["loss"] = float(np.reshape(progress.metrics["loss"], -1)[-1])
     wait_for_checkpoint(run)
     with run.watch.patience("makes the digest"):
-        final["params_sha256"] = params_sha256(run.strategy.export(at.state).params)
+        final["params_sha256"] = params_sha256(run.strategy.export(progress.state).params)
     final |= run.account()
     run.writer.write(final)
-    run.events.note("finished", at.step)
+    run.events.note("finished", progress.step)
     run.callbacks.call("on_end", final)
     return final

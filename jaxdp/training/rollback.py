@@ -1,4 +1,4 @@
-"""After a spike of the loss: back to the last checkpoint, and on with the data after the spike."""
+"""Rollback after a spike of the loss: restore the last checkpoint and continue with the data after the spike."""
 
 import contextlib
 import dataclasses
@@ -15,14 +15,14 @@ from jaxdp.training.save import restore
 from jaxdp.training.source import describe
 
 
-def roll_back(run: Run, at: Progress) -> tuple[Run, Progress]:
-    """Return (the run, its progress) at the last checkpoint, to continue with the data after the spike.
+def roll_back(run: Run, progress: Progress) -> tuple[Run, Progress]:
+    """Restore the last checkpoint; return (the run, its progress), set to continue with the data after the spike.
 
-    Raises RunFailed if updates were not finite rather than a spike, or after `max_rollbacks`.
+    Raises RunFailed if the run halted on non-finite updates, or after `max_rollbacks`.
     """
     run.profile.stop()
     run.profile.start = None
-    guard = jax.device_get(at.state.guard)
+    guard = jax.device_get(progress.state.guard)
     first, last = int(guard.since), int(guard.halted_at)
     with run.watch.patience("waits for the checkpoint"):
         run.checkpoints.wait()
@@ -33,7 +33,7 @@ def roll_back(run: Run, at: Progress) -> tuple[Run, Progress]:
         batch = describe(run.train.read(first - 1 + run.offset))
         raise RunFailed(
             f"updates {first} to {last} were not finite, {int(guard.in_a_row)} in a row (nonfinite.max_consecutive); "
-            f"none of them was made, {checkpoint}; the "
+            f"none of them was applied, {checkpoint}; the "
             f"batch of update {first} has {batch}; the indices of all their examples are in {file}",
             rank=0,
         )
@@ -48,7 +48,7 @@ def roll_back(run: Run, at: Progress) -> tuple[Run, Progress]:
         state = restore(run, step) if step else run.begin(run)
     run.writer.rewind(step)
     run.events.note("rolled_back", last, to=step, reason="a spike of the loss")
-    run.writer.say(f"the loss of update {last} is a spike: back to step {step}, on with the data after it")
+    run.writer.say(f"the loss of update {last} is a spike: back to step {step}, continuing with the data after it")
     offset = run.offset + last - step
     run = dataclasses.replace(run, start=step, offset=offset, rollbacks=run.rollbacks + 1)
     return run, Progress(step, state, evaluated=step)

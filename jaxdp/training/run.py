@@ -1,4 +1,4 @@
-"""What the loop works with: the built objects of a run, and how far it is."""
+"""The state of the loop: the built objects of a run, and its progress."""
 
 import dataclasses
 import math
@@ -24,14 +24,14 @@ from jaxdp.training.source import Source
 class Run:
     """The built objects of a run.
 
-    steps_per_call: updates in one compiled call, where nothing is due between them.
-    start: the update to resume after, 0 for a new run; evaluated: the evaluation due there already ran. offset: the
-    number of batches that were left out after spikes, in `rollbacks` of at most `max_rollbacks`.
+    steps_per_call: the number of updates in one compiled call, if nothing is due between them.
+    start: the update to resume after, 0 for a new run. evaluated: True if the evaluation due at `start` already ran.
+    offset: the number of batches skipped after spikes, by `rollbacks` rollbacks, at most `max_rollbacks`.
     begin: returns the state of a new run. averaged: evaluate the running average of the parameters.
-    derive: adds metrics computed from the means of a record; speed: computes metrics from the milliseconds of an
-    update; account: computes metrics of the whole run at its end.
+    derive: returns metrics computed from the means of a record; speed: from the milliseconds of an update; account:
+    of the full run, at its end.
     asynchronous: training continues while a checkpoint is written. meta: saved with every checkpoint.
-    layout: the content of layout.json before the first update; None: there is no file.
+    layout: the content of layout.json before the first update; None: write no file.
     """
 
     strategy: Strategy
@@ -73,9 +73,9 @@ class Run:
 
 @dataclasses.dataclass
 class Progress:
-    """How far a run is: the state after update `step`, whose metrics are on the device.
+    """The progress of a run: the state after update `step`, and the update's metrics on the device.
 
-    evaluated: the step that was last evaluated; evaluation: its metrics that are finite.
+    evaluated: the last step that was evaluated; evaluation: its finite metrics.
     """
 
     step: int
@@ -94,6 +94,6 @@ def is_due(step: int, every: int | None) -> bool:
 
 
 def updates_of(steps: int | range, offset: int) -> range:
-    """Return the numbers of the updates of batches `steps`; batches count from 0, and `offset` of them are left out."""
+    """Return the numbers of the updates on batches `steps`; batches count from 0, and `offset` of them were skipped."""
     first, count = (steps.start, len(steps)) if isinstance(steps, range) else (steps, 1)
     return range(first + 1 - offset, first + 1 - offset + count)

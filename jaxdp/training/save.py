@@ -9,35 +9,35 @@ from jaxdp.supervise.monitor import Stopped
 from jaxdp.training.run import Progress, Run
 
 
-def save(run: Run, at: Progress) -> None:
-    """Start a checkpoint; it is durable when the writer reports it. Raises Stopped where training has halted."""
+def save(run: Run, progress: Progress) -> None:
+    """Start a checkpoint; it is durable when the writer reports it. Raises Stopped if training has halted."""
     began = time.perf_counter()
-    with run.watch.patience(f"saves step {at.step}"):
-        stop_if_halted(run, at)
+    with run.watch.patience(f"saves step {progress.step}"):
+        stop_if_halted(run, progress)
         more: Record = {"offset": run.offset, "rollbacks": run.rollbacks, **run.callbacks.state()}
-        if at.evaluated == at.step:
-            more |= {"metrics": at.evaluation, "evaluated": True}
-        run.checkpoints.save(at.step, run.strategy.export(at.state), {**run.meta, **more}, run.writer.say)
+        if progress.evaluated == progress.step:
+            more |= {"metrics": progress.evaluation, "evaluated": True}
+        run.checkpoints.save(progress.step, run.strategy.export(progress.state), {**run.meta, **more}, run.writer.say)
         if not run.asynchronous:
             run.checkpoints.wait()
-    run.events.note("saving", at.step, blocked=round(time.perf_counter() - began, 4))
-    run.callbacks.call("on_save", at.step, run.checkpoints.directory / str(at.step))
+    run.events.note("saving", progress.step, blocked=round(time.perf_counter() - began, 4))
+    run.callbacks.call("on_save", progress.step, run.checkpoints.directory / str(progress.step))
 
 
-def save_preempted(run: Run, at: Progress, stop: Stopped) -> None:
-    """Save what there is, for the next job to resume from."""
-    if at.step > run.start:
-        save(run, at)
+def save_preempted(run: Run, progress: Progress, stop: Stopped) -> None:
+    """Save the latest state, so that the next job resumes from it."""
+    if progress.step > run.start:
+        save(run, progress)
     wait_for_checkpoint(run)
     last = run.checkpoints.last
     state = f"saved step {last}" if last else "nothing to save yet"
-    run.events.note("preempted", at.step, reason=str(stop), saved=last)
-    run.writer.say(f"preempted by {stop}, after update {at.step}: {state}; the same command goes on from there")
+    run.events.note("preempted", progress.step, reason=str(stop), saved=last)
+    run.writer.say(f"preempted by {stop}, after update {progress.step}: {state}; run the same command to resume")
 
 
-def stop_if_halted(run: Run, at: Progress) -> None:
-    """Raise Stopped where training has halted: never evaluate or save such a state."""
-    if int(at.state.guard.halted):
+def stop_if_halted(run: Run, progress: Progress) -> None:
+    """Raise Stopped if training has halted: never evaluate or save such a state."""
+    if int(progress.state.guard.halted):
         raise Stopped("halt", "", run.checkpoints.context.rank)
 
 
@@ -49,8 +49,8 @@ def wait_for_checkpoint(run: Run) -> None:
     run.events.note("settled", blocked=round(time.perf_counter() - began, 4))
     if failure:
         raise RunFailed(
-            f"checkpoint {failure.step} could not be saved: {failure.reason}; mend that, and run the same command: it "
-            "goes on from the last one",
+            f"checkpoint {failure.step} could not be saved: {failure.reason}; fix that and run the same command to "
+            "resume from the last one",
             rank=0,
         )
 

@@ -1,4 +1,4 @@
-"""A data set and the order that it is read in."""
+"""A dataset and the order in which it is read."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,9 +18,9 @@ from jaxdp.parallel.strategy import Strategy
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A dataset and the order it is read in, by a thread, or by so many processes; or from the devices' own memory.
+    """A dataset and its order, read by a thread, by `workers` processes, or from device memory (`resident`).
 
-    check(examples): raises UsageError where the loss cannot take them; None where it has nothing to say.
+    check(examples): raise UsageError if the loss does not accept them; None: no check.
     """
 
     dataset: Any
@@ -30,7 +30,7 @@ class Source:
     check: Callable[[Mapping[str, Any]], None] | None = None
 
     def read(self, number: int) -> dict[str, np.ndarray]:
-        """Return the examples of batch `number`, of all processes; only while nothing else reads."""
+        """Read the examples of batch `number`, of all processes; no other thread may read at the same time."""
         return self.dataset.read(self.indices(number))
 
     def indices(self, number: int) -> np.ndarray:
@@ -39,7 +39,7 @@ class Source:
         return indices[rows]
 
     def examine(self, number: int, name: str, context: Context) -> None:
-        """Raise UsageError, on every rank, where examples of batch `number` are why its loss is not finite."""
+        """Raise UsageError, on every rank, if examples of batch `number` explain its non-finite loss."""
         problem = None
         try:
             if self.check is not None:
@@ -51,9 +51,9 @@ class Source:
     def batches(
         self, start: int, stop: int, strategy: Strategy, groups: Iterable[Steps] | None = None
     ) -> AbstractContextManager[Iterator[tuple[Steps, Batch]]]:
-        """This process's share of batches `start` to `stop - 1`, on its devices, read ahead: (step, batch).
+        """Prefetch batches `start` to `stop - 1`: iterate over (step, this process's share on its devices).
 
-        groups: these steps, in order, each by itself or several as a range; those are (range, batches[step, ...]).
+        groups: the same steps in order, as single numbers or ranges; a range gives (range, batches[step, ...]).
         """
         if self.resident is not None:
             return self.resident.batches(self.cursor, range(start, stop) if groups is None else groups)
@@ -67,7 +67,7 @@ class Source:
 
 
 def describe(examples: Mapping[str, Any]) -> str:
-    """Return what may explain a loss that is not finite: the range of integers, and where floats are not finite."""
+    """Describe a batch whose loss is not finite: the range of its integers, and examples with non-finite floats."""
     words = []
     for name, values in examples.items():
         values = np.asarray(values)

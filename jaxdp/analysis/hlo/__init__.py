@@ -1,7 +1,7 @@
-"""What a compiled program moves between devices, read from its text: each collective, times the loops around it.
+"""The collectives of a compiled program, read from its text, multiplied by the loops around them.
 
-A layout promises bytes on the wire; only the compiled program says what was kept. The text is XLA's HLO, as
-`jax.stages.Compiled.as_text()` prints it on CPU and GPU. Nothing here needs jax, or a device.
+A layout promises bytes on the wire; only the compiled program shows the real ones. The text is XLA's HLO, as
+`jax.stages.Compiled.as_text()` prints it on CPU and GPU. This module needs neither jax nor a device.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from jaxdp.analysis.hlo.groups import Groups, replica_groups
 
-# Kind of collective -> how often each byte of the payload crosses the wire (a ring's, without its (n - 1)/n).
+# Kind of collective -> how often each payload byte crosses the wire, for a ring, without the factor (n - 1)/n.
 WIRE = {
     "all-reduce": 2,
     "reduce-scatter": 1,
@@ -24,15 +24,15 @@ WIRE = {
 
 
 class Collective(NamedTuple):
-    """One collective instruction of a program, or its operands of one dtype where it has several.
+    """One collective instruction of a program, or its operands of one dtype if it has several dtypes.
 
-    count: how often one run of the program executes it. exact: False where only the run knows that: a loop without a
+    count: executions per run of the program. exact: False if the count is known only at run time: a loop without a
     known trip count counts once, and so does each branch of a conditional.
-    bytes: the whole array per execution: what an all-gather gives, what every other kind takes; of all its operands.
-    dtype: as NumPy and JAX call it.
-    groups: positions in the mesh's device order that exchange data with each other; of a permute, those that its
-    source-target pairs connect. group_size: of the largest.
-    op_name: where the program asked for it ("jit(update)/.../psum"), or "".
+    bytes: the full array per execution: the result of an all-gather, the input of other kinds; summed over operands.
+    dtype: the name in NumPy and JAX.
+    groups: positions in the mesh's device order that exchange data with each other; for a permute, positions connected
+    by its source-target pairs. group_size: of the largest.
+    op_name: the origin in the program ("jit(update)/.../psum"), or "".
     """
 
     kind: str
@@ -47,36 +47,36 @@ class Collective(NamedTuple):
 
     @property
     def wire(self) -> int:
-        """Bytes per run, an all-reduce's twice: parameters all-reduced give 2, reduce-scattered or gathered 1."""
+        """Payload bytes per run, those of an all-reduce counted twice."""
         return WIRE[self.kind] * self.bytes * self.count
 
     @property
     def ring(self) -> float:
-        """Bytes that one device sends per run, by the ring algorithms (Patarasuk & Yuan 2009): wire x (n - 1)/n."""
+        """Bytes that a device sends per run with ring algorithms (Patarasuk & Yuan 2009): wire x (n - 1)/n."""
         n = self.group_size
         return self.wire * (1.0 if self.kind == "collective-permute" and n > 1 else (n - 1) / n)
 
     def per_block(self, k: int) -> int:
-        """How many devices of a group share a block of k consecutive ones (a host's); group_size where none leaves it.
+        """Return how many devices of a group share a block of k consecutive ones (a host); group_size if all do.
 
-        Of groups that are spread unevenly, the smallest share: it has the least bandwidth.
+        For an uneven spread, return the smallest number: it has the least bandwidth.
         """
         spread = [Counter(device // k for device in group) for group in self.groups]
         return min((min(blocks.values()) for blocks in spread if len(blocks) > 1), default=self.group_size)
 
 
 class Total(NamedTuple):
-    """Executions, bytes and wire bytes per run."""
+    """Totals per run: executions, bytes and wire bytes."""
 
     count: int  # type: ignore[assignment]
     bytes: int
     wire: int
 
 
-def summarize(found: list[Collective]) -> dict[str, Total]:
-    """Kind -> totals per run of the program; a kind that it does not use is left out."""
+def summarize(instructions: list[Collective]) -> dict[str, Total]:
+    """Return {kind: totals per run of the program}, for the kinds that it uses."""
     rows: dict[str, Total] = {}
-    for c in found:
+    for c in instructions:
         old = rows.get(c.kind, Total(0, 0, 0))
         rows[c.kind] = Total(old.count + c.count, old.bytes + c.bytes * c.count, old.wire + c.wire)
     return rows
@@ -95,26 +95,26 @@ _ARRAY = re.compile(r"\b(pred|[a-z]+\d\w*)\[([\d,]*)\]")
 
 
 def collectives(compiled_text: str, lowered_text: str | None = None) -> list[Collective]:
-    """The collectives that a run of a program executes, in the order of its text.
+    """Return the collectives that a run of a program executes, in the order of its text.
 
     compiled_text: `jit(f).lower(...).compile().as_text()`. lowered_text: `jit(f).lower(...).as_text()`, StableHLO.
-    XLA:CPU widens narrow floats to float32 for a collective; where StableHLO has only narrower ones of the same kind
-    and number of elements, they are taken instead: a GPU sends those. What the partitioner inserted is not in StableHLO
-    and stays as compiled.
+    XLA:CPU widens narrow floats to float32 for a collective. If StableHLO has only narrower ones of the same kind and
+    number of elements, their dtype is used, as on a GPU. Collectives inserted by the partitioner are not in StableHLO
+    and keep the compiled dtype.
     An asynchronous pair (-start, -done) is one collective. One with operands of several dtypes is one entry for each.
-    Raises ValueError where the text is no compiled module.
+    Raises ValueError if the text is not a compiled module.
     """
     stated = _stated(lowered_text or "")
     sites: defaultdict[str, list[tuple[str, int, bool]]] = defaultdict(list)  # callee -> caller, times, exact
-    found: list[tuple[str, Collective]] = []
-    here, entry, devices = "", "", 1
+    located: list[tuple[str, Collective]] = []
+    computation, entry, devices = "", "", 1
     for line in compiled_text.splitlines():
         line = re.sub(r"/\*.*?\*/", "", line).rstrip()
         if line.startswith("HloModule"):
             devices = math.prod(int(n) for n in re.findall(r"(?:replica_count|num_partitions)=(\d+)", line))
         elif header := _COMPUTATION.match(line):
-            here = header[2]
-            entry = here if header[1] else entry
+            computation = header[2]
+            entry = computation if header[1] else entry
         elif instruction := _INSTRUCTION.match(line):
             shape, opcode, rest = instruction.groups()
             name = _NAME.search(rest)
@@ -123,28 +123,28 @@ def collectives(compiled_text: str, lowered_text: str | None = None) -> list[Col
             for role, callees in called:
                 times, exact = _times(opcode, role, rest)
                 for callee in re.findall(r"[\w.-]+", callees):
-                    sites[callee].append((here, times, exact))
+                    sites[callee].append((computation, times, exact))
             kind = opcode.removesuffix("-start")
             if kind in WIRE and not any(role == "calls" for role, _ in called):  # else its wrapped computation has it
                 result = shape if opcode == kind else _started(kind, shape)
                 for c in _read(kind, result, replica_groups(rest, devices), stated):
-                    found.append((here, c._replace(op_name=name[1] if name else "")))
+                    located.append((computation, c._replace(op_name=name[1] if name else "")))
     if not entry:
         raise ValueError("no ENTRY computation: this is not the text of a compiled program, compile().as_text()")
 
     @functools.cache
-    def runs(computation: str) -> tuple[int, bool]:
-        if computation == entry:
+    def runs(name: str) -> tuple[int, bool]:
+        if name == entry:
             return 1, True
-        calls = [(*runs(caller), times, exact) for caller, times, exact in sites[computation]]
+        calls = [(*runs(caller), times, exact) for caller, times, exact in sites[name]]
         return sum(n * times for n, _, times, _ in calls), all(sure and exact for _, sure, _, exact in calls)
 
-    counted = [c._replace(count=runs(where)[0], exact=runs(where)[1]) for where, c in found]
+    counted = [c._replace(count=runs(where)[0], exact=runs(where)[1]) for where, c in located]
     return [c for c in counted if c.count]
 
 
 def _times(opcode: str, role: str, rest: str) -> tuple[int, bool]:
-    """How often one execution of an instruction runs a computation that it calls, and whether that is certain."""
+    """Return how often an instruction runs a computation that it calls, and whether that number is certain."""
     if opcode == "while":
         trips = _TRIPS.search(rest)
         return (int(trips[1]) + (role == "condition"), True) if trips else (1, False)
@@ -152,7 +152,7 @@ def _times(opcode: str, role: str, rest: str) -> tuple[int, bool]:
 
 
 def _started(kind: str, shape: str) -> str:
-    """The result in the shape of a -start: of (operands, results, contexts...), but an all-reduce's is its results."""
+    """Return the result's part of a -start's shape (operands, results, contexts...); an all-reduce has only results."""
     depth, parts = 0, [""]
     for c in shape[1:-1]:
         depth += (c in "([{") - (c in ")]}")
@@ -165,7 +165,7 @@ def _started(kind: str, shape: str) -> str:
 
 
 def _read(kind: str, shape: str, groups: Groups, stated: dict[tuple[str, int], set[str]]) -> list[Collective]:
-    """A collective from its result, an entry per dtype."""
+    """Build a collective from the shape of its result: an entry per dtype."""
     size = max(map(len, groups))
     arrays = [(dtype, math.prod(map(int, filter(None, dims.split(","))))) for dtype, dims in _ARRAY.findall(shape)]
     if kind == "reduce-scatter":
@@ -184,14 +184,14 @@ def _read(kind: str, shape: str, groups: Groups, stated: dict[tuple[str, int], s
 
 
 def _stated(lowered: str) -> dict[tuple[str, int], set[str]]:
-    """(kind, number of elements) -> the dtypes of StableHLO's collectives, floats of 32 bits or fewer."""
+    """Return {(kind, number of elements): dtypes} of StableHLO's collectives, for floats of at most 32 bits."""
     stated: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
     kind = ""
     for line in lowered.splitlines():
         op = re.search(r'"stablehlo\.(\w+)"\(', line)
         if op and (name := op[1].replace("_", "-")) in WIRE:
             kind = name
-        types = re.search(r"\}[>)] : \((.*?)\) -> (.*)", line)  # after the reducer's region, where it has one
+        types = re.search(r"\}[>)] : \((.*?)\) -> (.*)", line)  # after the reducer's region, if any
         if kind and types:
             for dims, dtype in re.findall(r"tensor<((?:\d+x)*)(b?f\d\w*)>", types[2 if kind == "all-gather" else 1]):
                 if _bits(dtype) <= 32:
@@ -205,7 +205,7 @@ def _bits(dtype: str) -> int:
 
 
 def _numpy_name(dtype: str) -> str:
-    """bf16 -> bfloat16, f8e4m3fn -> float8_e4m3fn, s32 -> int32."""
+    """Convert an XLA dtype: bf16 -> bfloat16, f8e4m3fn -> float8_e4m3fn, s32 -> int32."""
     if dtype == "pred":
         return "bool"
     letters, bits, variant = re.findall(r"([a-z]+)(\d+)(\w*)", dtype)[0]

@@ -1,4 +1,4 @@
-"""Who exchanges with whom: XLA prints one fact, a partition of the devices, in four syntaxes."""
+"""Parsing of replica groups: XLA prints a partition of the devices in four syntaxes."""
 
 import functools
 import itertools
@@ -16,26 +16,26 @@ _ATTRIBUTE = re.compile(
 
 
 def replica_groups(attributes: str, devices: int) -> Groups:
-    """The groups of a collective of HLO text, whose attributes say nothing where all `devices` are one group.
+    """Return the groups of a collective in HLO text; without the attribute, all `devices` are one group.
 
     {{0,1},{2,3}}; [2,4]<=[4,2]T(1,0), an iota reshaped and transposed; mesh['r'=2,'d'=4] {'d'}, the axes that a group
     runs along, perhaps with device_ids=(...); source_target_pairs={{0,1},{1,0}}, the devices that the pairs connect
     (XLA: hlo/ir/replica_group.cc, hlo/ir/mesh_and_axis.cc).
     """
-    found = _ATTRIBUTE.search(attributes)
-    if found is None or found[1] == "{}":
+    attribute = _ATTRIBUTE.search(attributes)
+    if attribute is None or attribute[1] == "{}":
         return (tuple(range(devices)),)
-    return _connected(found[1]) if found[0].startswith("source") else _parsed(found[1])
+    return _connected(attribute[1]) if attribute[0].startswith("source") else _parsed(attribute[1])
 
 
 @functools.lru_cache
 def _connected(pairs: str) -> Groups:
-    of: dict[int, set[int]] = {}
+    group_of: dict[int, set[int]] = {}
     for pair in re.findall(r"\d+,\d+", pairs):
         source, target = _ints(pair)
-        merged = of.get(source, {source}) | of.get(target, {target})
-        of.update(dict.fromkeys(merged, merged))
-    return tuple(sorted({tuple(sorted(group)) for group in of.values()}))
+        merged = group_of.get(source, {source}) | group_of.get(target, {target})
+        group_of.update(dict.fromkeys(merged, merged))
+    return tuple(sorted({tuple(sorted(group)) for group in group_of.values()}))
 
 
 @functools.lru_cache
@@ -49,10 +49,10 @@ def _parsed(text: str) -> Groups:
 
 
 def _along(mesh: str, axes: str) -> Groups:
-    """The groups of devices along some axes of a mesh.
+    """Return the groups of devices along some axes of a mesh.
 
-    A sub-axis 'd':(pre)size is the dim of that size in d seen as [pre, size, rest]; several may cut one axis. So each
-    axis is cut where any of them begins or ends: `dims` has a name, a beginning and an end per cut.
+    A sub-axis 'd':(pre)size is the dim of that size in d reshaped to [pre, size, rest]; several may cut one axis. So
+    each axis is cut where any of them begins or ends: `dims` has a name, a beginning and an end per piece.
     """
     sizes = {name: int(n) for name, n in re.findall(r"'?([^',\[\]=]+)'?=(\d+)", mesh.split("]")[0])}
     ids = re.search(r"device_ids=\((.*)\)", mesh)
@@ -74,7 +74,7 @@ def _along(mesh: str, axes: str) -> Groups:
 
 
 def _iota(text: str) -> np.ndarray:
-    """[4,2]T(1,0): 0, 1, 2, ... in that shape, transposed."""
+    """Parse [4,2]T(1,0): 0, 1, 2, ... in that shape, transposed."""
     shape, _, order = text.partition("T")
     ids = np.arange(math.prod(_ints(shape))).reshape(_ints(shape))
     return ids.transpose(_ints(order)) if order else ids
