@@ -139,7 +139,7 @@ def bind(
     for arg, value in args.items():
         default = getattr(known.get(arg), "default", None)
         if isinstance(value, str) and isinstance(default, int | float):
-            raise UsageError(f"{key}.args.{arg}: {value!r} is a string, unlike {name}'s default, {default!r}")
+            raise UsageError(f"{key}.args.{arg}: {value!r} is a text, unlike {name}'s default, {default!r}")
         if arg == "rngs" and isinstance(value, YAML):
             raise UsageError(f"{key}.args.rngs: leave it out; {name} gets its random numbers from the config's seed")
         hint = hint_of(target, arg, default)

@@ -128,7 +128,7 @@ def test_characters_are_numbered_by_code_point_and_one_outside_is_named():
     made = Char.of("hello\n")
     assert made.alphabet == "\nehlo" and made.encode("hole").tolist() == [2, 4, 3, 1] and made.end_of_text is None
     assert Char("ba\0").encode("ab\0").tolist() == [1, 0, 2] and Char("ba\0").end_of_text == 2
-    with pytest.raises(UsageError, match=r"character 'x' at 6 \(line 2\) is not in the alphabet of 5; take another"):
+    with pytest.raises(UsageError, match=r"character 'x' at 6 \(line 2\) is not in the alphabet of 5; use another"):
         made.encode("hello\nxx")
 
 
@@ -188,8 +188,8 @@ def test_tiktoken_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ({"kind": "bytes"}, r"\{'kind': 'bytes'\} is no spec; its kind is one of byte, char, words, file, named"),
-        ({"kind": "char"}, "is no spec"),
+        ({"kind": "bytes"}, r"\{'kind': 'bytes'\} is not a spec; its kind is one of byte, char, words, file, named"),
+        ({"kind": "char"}, "is not a spec"),
         ({"kind": "char", "alphabet": ""}, "char has an empty alphabet"),
     ],
 )

@@ -120,7 +120,7 @@ def test_documents_are_separated_by_the_token_that_ends_them(tmp_path):
     assert found["segments"].tolist() == [[0, 0, 1, 1], [0, 1, 1, 1]]
     assert found["mask"].tolist() == [[1, 0, 1, 1], [0, 1, 1, 1]]
     assert "mask" not in TokenFile(path, length=4, end_of_text=0).read(np.array([0]))
-    with pytest.raises(UsageError, match=r"data.args.end_of_text: documents are to be separated, but by which token"):
+    with pytest.raises(UsageError, match=r"data.args.end_of_text: documents: separate needs the token"):
         TokenFile(path, length=4, documents="separate")
 
 
@@ -130,7 +130,7 @@ def test_documents_are_separated_by_the_token_that_ends_them(tmp_path):
         (lambda p: p.write_bytes(b"abc"), {}, r"x.bin' has a torn end: 3 bytes are no whole number of uint16"),
         (lambda p: p.write_bytes(b"abcdef"), {"dtype": "uint32"}, r"torn end: 6 bytes are no whole number of uint32"),
         (lambda p: llmc(p, TOKENS, count=501), {}, r"x.bin' holds 500 tokens, and should hold 501; write it again"),
-        (lambda p: llmc(p, TOKENS, version=2), {}, r"x.bin' is llm.c's version 2; version 1 is read"),
+        (lambda p: llmc(p, TOKENS, version=2), {}, r"x.bin' has version 2 of llm.c's format; only version 1 is"),
         (
             lambda p: raw(p, TOKENS),
             {"length": 500},
@@ -240,7 +240,7 @@ def test_each_part_of_a_file_is_read_at_its_own_place(tmp_path, dtype, split):
     pieces = dict.fromkeys(range(4_000, 400_000, 50_000), TOKENS)
     tokens = sparse(tmp_path / "x.bin", 400_000, pieces, np.dtype(dtype).newbyteorder("<"))
     source = TokenFile(str(tmp_path / "x.bin"), split, 99, dtype=dtype, test_fraction=0.3)
-    source._maps[0]._told = False  # as for a file of somebody else: then all is read
+    source._maps[0]._can_probe = False  # as for a file of somebody else: then all is read
     part = tokens[280_000:] if split == "test" else tokens[:280_000]
     indices = RNG.permutation(len(source))
     assert_windows(source, [part], indices[:300])

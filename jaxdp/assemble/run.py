@@ -51,12 +51,11 @@ def make_run(
 ) -> Run:
     """Build the objects of a run; compute no arrays, write no files.
 
+    Raises UsageError on every rank, if any rank rejects its config, data or model.
+
     Args:
         objects: see `make_parts`.
         offset: the number of batches that a resumed run has skipped.
-
-    Raises:
-        UsageError: on every rank, if any rank rejects its config, data or model.
     """
     set_jax(config)
     jax.devices()  # opening them waits for the other processes, so do it outside of `together`
@@ -75,7 +74,6 @@ def make_run(
         check_same(context, {name: digest(lines(program)) for name, program in programs.items()}, SLOW)
     strategy = make_strategy(config, parts, make_state, devices)
     together(context, lambda: check_optimizer(config, strategy, parts.tx, step))
-
     training, evaluation = together(context, lambda: make_sources(config, parts, strategy))
     return Run(
         strategy=strategy,

@@ -11,7 +11,7 @@ from jaxdp.errors import UsageError
 
 FOLDER = "cifar-10-batches-py"
 FILES = {"train": tuple(f"data_batch_{number}" for number in range(1, 6)), "test": ("test_batch",)}
-# Of the training pixels in [0, 1], by channel.
+# Mean and standard deviation of the training pixels in [0, 1], by channel.
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
 
@@ -21,8 +21,8 @@ class CIFAR10(Arrays):
 
     A. Krizhevsky 2009, "Learning Multiple Layers of Features from Tiny Images",
     https://www.cs.toronto.edu/~kriz/cifar.html. root: the folder `cifar-10-batches-py`, or the one above it.
-    augment: in training, random crops of the image padded by 4 zeros, and mirroring. Raises UsageError naming a file
-    that is missing, damaged, or holds anything but arrays and numbers: nothing in a file is ever executed.
+    augment: in training, random crops of the image padded by 4 zeros, and mirroring. Raises UsageError with the name of
+    a file that is missing, damaged, or contains anything but arrays and numbers; never executes code from a file.
     """
 
     classes = 10
@@ -34,14 +34,14 @@ class CIFAR10(Arrays):
         batches = [_read_batch(folder / name) for name in FILES[split]]
         images = np.empty((sum(len(labels) for _, labels in batches), *self.input_shape), np.uint8)
         filled = 0
-        for planes, labels in batches:  # each file's planes are red, green, blue, row by row
+        for planes, labels in batches:  # each row of `planes` is the red, green and blue plane of an image
             images[filled : filled + len(labels)] = planes.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
             filled += len(labels)
         super().__init__(inputs=images, labels=np.concatenate([labels for _, labels in batches]))
         self.augment = augment
 
     def transform(self, batch: dict[str, Any], key: Any, train: bool) -> dict[str, Any]:
-        """Pixels to float32 of mean 0 and variance 1 by channel over the training set; see `Dataset`."""
+        """Standardize pixels to float32 with mean 0 and variance 1 by channel over the training set; see `Dataset`."""
         from jax import random
 
         from jaxdp.data.augment import random_crop, random_flip, standardize
@@ -69,14 +69,14 @@ def _find(root: str, names: tuple[str, ...]) -> Path:
 
 
 def _read_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """(planes[n, 3072] uint8, labels[n] int32)"""
+    """Return (planes[n, 3072] uint8, labels[n] int32). Raises UsageError."""
     try:
         content = load_arrays(path)
-    except Exception as error:  # an unpickler fails in many ways on what is no pickle
+    except Exception as error:  # an invalid pickle raises many types of errors
         cause = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
         raise UsageError(f"data.args.root: cannot read {path}: {cause}; fetch the file again") from error
-    found = content if isinstance(content, dict) else {}
-    planes, labels = (found.get(name, found.get(name.encode())) for name in ("data", "labels"))
+    entries = content if isinstance(content, dict) else {}
+    planes, labels = (entries.get(name, entries.get(name.encode())) for name in ("data", "labels"))
     if planes is None or labels is None:
         raise UsageError(f"data.args.root: {path} is not a CIFAR-10 batch: it has no 'data' and 'labels'")
     if not isinstance(planes, np.ndarray) or planes.dtype != np.uint8 or planes.shape[1:] != (3072,):

@@ -1,4 +1,4 @@
-"""Real handwritten digits inside the package: a data set that needs no download."""
+"""Handwritten digits included in the package: a data set that needs no download."""
 
 from importlib import resources
 from typing import Any
@@ -28,7 +28,7 @@ class Digits(Arrays):
         self.augment = augment
 
     def transform(self, batch: dict[str, Any], key: Any, train: bool) -> dict[str, Any]:
-        """Pixels to float32 in [0, 1]; see `Dataset`."""
+        """Scale pixels to float32 in [0, 1]; see `Dataset`."""
         from jaxdp.data.augment import random_crop, standardize
 
         images = batch["inputs"]

@@ -1,4 +1,4 @@
-"""Documents from text: a line of a .jsonl file each, or the parts of a .txt file; read in pieces of bounded size."""
+"""Documents from text files, the lines of a .jsonl file or the parts of a .txt file, read in pieces of bounded size."""
 
 import codecs
 import json
@@ -9,25 +9,25 @@ from typing import BinaryIO, NamedTuple
 
 from jaxdp.errors import UsageError
 
-MARK = "<|endoftext|>"  # stands between documents in a .txt file
-BLOCK = 1 << 20  # bytes read at once
-SAFE = re.compile(r"\S\n(?=\S)")  # to cut here changes no token of GPT-2's kind: they cross no single line break
-LONGEST = 1 << 24  # characters without such a place, after which a text is cut anywhere
+MARK = "<|endoftext|>"  # separates documents in a .txt file
+BLOCK = 1 << 20  # bytes per read
+SAFE = re.compile(r"\S\n(?=\S)")  # a cut here changes no token of GPT-2-like tokenizers: none crosses a single newline
+LONGEST = 1 << 24  # characters without a safe position, after which a text is cut anywhere
 
 
 class Piece(NamedTuple):
-    """Some text, and whether a document ends with it."""
+    """A piece of text; ends: True if a document ends with it."""
 
     text: str
     ends: bool
 
 
 def pieces(path: Path, start: int = 0, stop: int | None = None, key: str = "data.args.path") -> Iterator[Piece]:
-    """The text of a file between two positions in bytes, which are those of `boundary`, or the file's own ends.
+    """Yield the text of a file between two byte positions, which are 0, the file's size, or results of `boundary`.
 
-    A .jsonl file gives each line's field "text", a document. Any other gives a text bit by bit, cut at line breaks,
-    and a document's end at each `<|endoftext|>`. key: what messages begin with. Raises UsageError that names the line
-    or the byte which cannot be read.
+    A .jsonl file yields the field "text" of each line as a document. Any other file yields its text in pieces cut at
+    line breaks, and ends a document at each `<|endoftext|>`. key: the prefix of error messages. Raises UsageError with
+    the position of a line or byte that cannot be read.
     """
     size = path.stat().st_size if stop is None else stop
     with path.open("rb") as file:
@@ -60,8 +60,8 @@ def _lines(file: BinaryIO, path: Path, stop: int, key: str) -> Iterator[Piece]:
 def _parts(file: BinaryIO, path: Path, stop: int, key: str) -> Iterator[Piece]:
     rest = ""
     for text in _decoded(file, path, stop, key):
-        *whole, rest = (rest + text).split(MARK)
-        yield from (Piece(document, True) for document in whole)
+        *documents, rest = (rest + text).split(MARK)
+        yield from (Piece(document, True) for document in documents)
         if len(rest) >= BLOCK:
             cut = _last_safe(rest)
             if cut:
@@ -72,11 +72,11 @@ def _parts(file: BinaryIO, path: Path, stop: int, key: str) -> Iterator[Piece]:
 
 
 def _last_safe(text: str) -> int:
-    """The last place where a text may be cut; 0 where there is none yet. Never inside what may become the mark."""
-    for first in (len(text) - (1 << 14), 0):  # near the end, mostly
-        found = [match.end() for match in SAFE.finditer(text, max(first, 0))]
-        if found:
-            return found[-1]
+    """Return the last position where a text may be cut, never inside a partial mark; 0 if there is none yet."""
+    for first in (len(text) - (1 << 14), 0):  # search near the end first
+        positions = [match.end() for match in SAFE.finditer(text, max(first, 0))]
+        if positions:
+            return positions[-1]
     return len(text) - len(MARK) if len(text) > LONGEST else 0
 
 
@@ -98,40 +98,40 @@ def _decoded(file: BinaryIO, path: Path, stop: int, key: str) -> Iterator[str]:
 
 
 def boundary(path: Path, fraction: float) -> int:
-    """The position in bytes before the last `fraction` of a file, moved to where a line or a document begins: the next
-    such place, or the one before where there is no next; the file's size where there is none at all."""
+    """Return the byte position before the last `fraction` of a file, moved to the next start of a line or document, or
+    to the previous one if there is no next; the file's size if there is none."""
     size = path.stat().st_size
     if not fraction:
         return size
     near = int(size * (1 - fraction))
     marks = [b"\n"] if is_lines(path) else [MARK.encode(), b"\n"]
     for mark in marks:
-        found = _after(path, mark, max(0, near - len(mark)), size)
-        if found < size:
-            return found
+        position = _after(path, mark, max(0, near - len(mark)), size)
+        if position < size:
+            return position
     for mark in marks:
-        if found := _before(path, mark, near):
-            return found
+        if position := _before(path, mark, near):
+            return position
     return size
 
 
 def _after(path: Path, mark: bytes, start: int, size: int) -> int:
-    """The position behind the first `mark` from `start` on; `size` where there is none."""
+    """Return the position after the first `mark` at or after `start`; `size` if there is none."""
     with path.open("rb") as file:
         file.seek(start)
         tail = b""
         while content := file.read(BLOCK):
             tail += content
-            if (found := tail.find(mark)) >= 0:
-                return file.tell() - len(tail) + found + len(mark)
+            if (index := tail.find(mark)) >= 0:
+                return file.tell() - len(tail) + index + len(mark)
             tail = tail[-len(mark) :]
     return size
 
 
 def _before(path: Path, mark: bytes, stop: int) -> int:
-    """The position behind the last `mark` before `stop`; 0 where there is none in the block before it."""
+    """Return the position after the last `mark` before `stop`; 0 if there is none in the block before it."""
     with path.open("rb") as file:
         first = max(0, stop - BLOCK)
         file.seek(first)
-        found = file.read(stop - first).rfind(mark)
-    return first + found + len(mark) if found >= 0 else 0
+        index = file.read(stop - first).rfind(mark)
+    return first + index + len(mark) if index >= 0 else 0

@@ -1,4 +1,4 @@
-"""A data set that Hugging Face's `datasets` saved to disk, by its columns."""
+"""Data sets saved to disk by Hugging Face's `datasets`, read by column."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,13 +13,13 @@ KEYS = ("inputs", "labels")
 
 
 class HuggingFace:
-    """Rows of a folder that `save_to_disk` wrote: each of `columns` is a key of an example.
+    """A data set that reads the rows of a folder written by `save_to_disk`.
 
-    path: the folder, of one data set or of several by split; test is also found as validation. A folder of one set is
-    that set in every split: name another as eval.data. columns: key to column, e.g. `{inputs: image, labels: label}`;
-    by itself the columns called inputs and labels. int64 becomes int32 where the values fit. `classes` is that of the
-    labels' column, where it is a ClassLabel. Needs the package `datasets`. Raises UsageError naming a column that is
-    not there, or a row that is not numbers of the first one's shape.
+    path: the folder of one data set, or of several by split (validation serves as test). A folder of one data set
+    ignores the split: set eval.data to another. columns: {key of an example: column}, e.g. `{inputs: image, labels:
+    label}`; by default the columns named inputs and labels. int64 becomes int32 if the values fit. `classes` is that of
+    the labels' column if it is a ClassLabel. Needs the package `datasets`. Raises UsageError with the name of a missing
+    column, or of a row without numbers of the first row's shape.
     """
 
     def __init__(self, path: str, split: str = "train", columns: Mapping[str, str] | None = None):
@@ -30,24 +30,24 @@ class HuggingFace:
             fix = "pip install 'jaxdp-trainer[datasets]'"
             raise UsageError(f"data.target: HuggingFace needs `datasets`; {fix}") from None
         try:
-            found = datasets.load_from_disk(str(Path(path).expanduser()))
+            loaded = datasets.load_from_disk(str(Path(path).expanduser()))
         except (FileNotFoundError, ValueError, OSError) as error:
             raise UsageError(
                 f"data.args.path: cannot load {path!r} ({one_line(error)}); give a folder that save_to_disk wrote"
             ) from None
-        if isinstance(found, datasets.DatasetDict):
-            name = next((name for name in SPLITS[split] if name in found), None)
+        if isinstance(loaded, datasets.DatasetDict):
+            name = next((name for name in SPLITS[split] if name in loaded), None)
             if name is None:
-                raise UsageError(f"data.args.path: {path!r} has no split {split!r}, only {', '.join(found)}")
-            found = found[name]
-        self.columns = dict(columns or {key: key for key in KEYS if key in found.column_names})
+                raise UsageError(f"data.args.path: {path!r} has no split {split!r}, only {', '.join(loaded)}")
+            loaded = loaded[name]
+        self.columns = dict(columns or {key: key for key in KEYS if key in loaded.column_names})
         for key, column in self.columns.items() or [("inputs", "inputs")]:
-            if column not in found.column_names:
+            if column not in loaded.column_names:
                 raise UsageError(
-                    f"data.args.columns.{key}: no column {column!r}; it is one of {', '.join(found.column_names)}"
+                    f"data.args.columns.{key}: no column {column!r}; it is one of {', '.join(loaded.column_names)}"
                 )
-        feature = found.features[self.columns["labels"]] if "labels" in self.columns else None
-        self.source = found.select_columns([*dict.fromkeys(self.columns.values())]).with_format("numpy")
+        feature = loaded.features[self.columns["labels"]] if "labels" in self.columns else None
+        self.source = loaded.select_columns([*dict.fromkeys(self.columns.values())]).with_format("numpy")
         self.spec = {key: (value.shape[1:], value.dtype) for key, value in self._rows([0]).items()}
         if isinstance(feature, datasets.ClassLabel):
             self.classes = feature.num_classes
@@ -73,8 +73,8 @@ class HuggingFace:
         return rows
 
     def _rows(self, indices: list[int]) -> dict[str, np.ndarray]:
-        found = self.source[indices]
-        return {key: _narrow(np.asarray(found[column]), column) for key, column in self.columns.items()}
+        rows = self.source[indices]
+        return {key: _narrow(np.asarray(rows[column]), column) for key, column in self.columns.items()}
 
 
 def _narrow(value: np.ndarray, column: str) -> np.ndarray:

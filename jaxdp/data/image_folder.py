@@ -1,4 +1,4 @@
-"""Images in folders named by their class, decoded when they are read."""
+"""Images in one folder per class, decoded when they are read."""
 
 import zlib
 from pathlib import Path
@@ -16,15 +16,15 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's traini
 
 
 class ImageFolder:
-    """Images by class: "inputs" uint8 [size, size, 3], "labels" int32, the place of the class among the sorted names.
+    """Images by class: "inputs" uint8 [size, size, 3], "labels" int32, the index of the class in the sorted names.
 
     root: a folder with train/CLASS/* and test/CLASS/* (or val/CLASS/*); or with CLASS/*, of which about a
-    `test_fraction`, chosen by the hash of CLASS/NAME, is the test split: another image changes nothing for the rest.
-    An image is turned as its camera says, made RGB, resized so that its shorter side is `size` (bilinear, with
-    antialiasing), and cut to the middle. On the device, `transform` standardizes it by mean and std, of [0, 1] by
-    channel and ImageNet's by themselves. augment: in training, mirrored by chance. `names` are the classes' names.
+    `test_fraction`, selected by a hash of CLASS/NAME, is the test split: adding an image does not move the others.
+    Images are rotated according to EXIF, converted to RGB, resized to a shorter side of `size` (bilinear, antialiased)
+    and center-cropped. On the device, `transform` standardizes them by mean and std, per channel in [0, 1], ImageNet's
+    by default. augment: in training, mirror at random. `names` are the class names.
 
-    Needs Pillow. Raises UsageError for a folder without images, for test classes that are not train's, and, when it is
+    Needs Pillow. Raises UsageError for a folder without images, for test classes missing in train, and, when it is
     read, for an image that cannot be decoded, with its path.
     """
 
@@ -46,15 +46,15 @@ class ImageFolder:
         top = Path(root).expanduser()
         folders = {name: next((top / n for n in FOLDERS[name] if (top / n).is_dir()), None) for name in FOLDERS}
         divided = None in folders.values()
-        found = images(folders["train"] or top if divided else folders[split])
-        self.names = sorted(found if divided else images(folders["train"]))
-        if unknown := sorted(set(found) - set(self.names)):
+        by_class = images(folders["train"] or top if divided else folders[split])
+        self.names = sorted(by_class if divided else images(folders["train"]))
+        if unknown := sorted(set(by_class) - set(self.names)):
             raise UsageError(f"data.args.root: {str(folders[split])!r} has class {unknown[0]!r}, which train lacks")
-        files = [(path, label) for label, name in enumerate(self.names) for path in found.get(name, [])]
+        files = [(path, label) for label, name in enumerate(self.names) for path in by_class.get(name, [])]
         if divided:
             files = [file for file in files if held_out(file[0], test_fraction) == (split == "test")]
         if not files:
-            what = f"no image for {split} in its classes" if found else "no folder of images"
+            what = f"no image for {split} in its classes" if by_class else "no folder of images"
             raise UsageError(f"data.args.root: {what} in {root!r}; images are in {root}/CLASS or {root}/{split}/CLASS")
         self.files = [path for path, _ in files]
         self.labels = np.array([label for _, label in files], np.int32)
@@ -66,12 +66,12 @@ class ImageFolder:
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         inputs = np.empty((len(indices), *self.input_shape), np.uint8)
-        for place, index in enumerate(indices.tolist()):
-            inputs[place] = decode(self.files[index], self.size)
+        for row, index in enumerate(indices.tolist()):
+            inputs[row] = decode(self.files[index], self.size)
         return {"inputs": inputs, "labels": self.labels[indices]}
 
     def transform(self, batch: dict[str, Any], key: Any, train: bool) -> dict[str, Any]:
-        """Pixels to float32 of mean 0 and variance 1 by channel, as mean and std say; see `Dataset`."""
+        """Standardize pixels to float32 by the channels' mean and std; see `Dataset`."""
         from jaxdp.data.augment import random_flip, standardize
 
         inputs = random_flip(batch["inputs"], key) if train and self.augment else batch["inputs"]
@@ -79,15 +79,15 @@ class ImageFolder:
 
 
 def images(folder: Path | None) -> dict[str, list[Path]]:
-    """The image files of each subfolder, at any depth, that has some; sorted by path."""
+    """Return {subfolder: its image files at any depth, sorted by path} for all subfolders with images."""
     if folder is None or not folder.is_dir():
         return {}
-    found = {
-        place.name: sorted(path for path in place.rglob("*") if path.suffix.lower() in ENDINGS)
-        for place in sorted(folder.iterdir())
-        if place.is_dir() and not place.name.startswith(".")
+    by_class = {
+        child.name: sorted(path for path in child.rglob("*") if path.suffix.lower() in ENDINGS)
+        for child in sorted(folder.iterdir())
+        if child.is_dir() and not child.name.startswith(".")
     }
-    return {name: paths for name, paths in found.items() if paths}
+    return {name: paths for name, paths in by_class.items() if paths}
 
 
 def held_out(path: Path, fraction: float) -> bool:
@@ -95,15 +95,15 @@ def held_out(path: Path, fraction: float) -> bool:
 
 
 def decode(path: Path, size: int) -> np.ndarray:
-    """An image file as uint8 [size, size, 3]."""
-    pillow, turned = _pillow()
+    """Read an image file as uint8 [size, size, 3]. Raises UsageError."""
+    pillow, transpose = _pillow()
     try:
         with pillow.open(path) as opened:
-            image = turned(opened).convert("RGB")
+            image = transpose(opened).convert("RGB")
             scale = size / min(image.size)
             shape = [max(size, round(side * scale)) for side in image.size]
             image = image.resize(shape, pillow.Resampling.BILINEAR)
-    except Exception as error:  # what is no image fails in many ways
+    except Exception as error:  # an invalid image raises many types of errors
         raise UsageError(f"data: cannot read image {str(path)!r}: {one_line(error)}; replace or remove it") from error
     left, top = ((side - size) // 2 for side in image.size)
     return np.asarray(image.crop((left, top, left + size, top + size)))

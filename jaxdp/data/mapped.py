@@ -1,7 +1,7 @@
-"""A mapped file: pages in memory are looked at; of those that are not, a batch asks for all at once, then reads them.
+"""A memory-mapped file. Resident pages are read directly; missing ones are prefetched together.
 
-A page that is looked at before it is there costs a fault, and on a disk a wait, each by itself. `posix_fadvise(2)` with
-POSIX_FADV_WILLNEED begins to read and does not wait, so that a disk, or a server, works at all of them together.
+Touching a missing page costs a page fault and a disk access, one at a time. `posix_fadvise(2)` with POSIX_FADV_WILLNEED
+starts a read without waiting for it, so that a disk, or a server, serves all of them concurrently.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxdp.errors import UsageError, one_line
 
-PROBE = 32  # of so many places, the first is looked up: it tells of the others, and costs little where pages are there
+PROBE = 32  # test the residency of one in this many offsets, as a cheap sample of them all
 PAGE = -mmap.PAGESIZE
 CAN_ASK = hasattr(os, "posix_fadvise")
 if CAN_ASK:
@@ -23,10 +23,9 @@ if CAN_ASK:
 
 
 class Mapped:
-    """The `bytes` of a file, uint8, at an `address` in memory; it is closed when nothing refers to this any more.
+    """A file mapped as `bytes`, uint8, at an `address` in memory; closed when this object is garbage-collected.
 
-    random: what is looked at lies anywhere, so that what follows it is not worth reading ahead. UsageError naming the
-    file where it cannot be mapped.
+    random: accesses are random, so disable readahead. Raises UsageError with the name of a file that cannot be mapped.
     """
 
     def __init__(self, path: Path, random: bool):
@@ -43,28 +42,28 @@ class Mapped:
         except OSError as error:  # a file takes two descriptors: `ulimit -n` may be too low for hundreds of them
             raise UsageError(f"data.args.path: cannot map {str(path)!r}: {one_line(error)}") from None
         self.address = self.bytes.ctypes.data
-        # to others than an owner and those who may write, mincore(2) says that every page is there
-        self._told = CAN_ASK and (status.st_uid == os.geteuid() or os.access(path, os.W_OK))
+        # mincore(2) reports every page as resident unless the caller owns the file or may write to it
+        self._can_probe = CAN_ASK and (status.st_uid == os.geteuid() or os.access(path, os.W_OK))
 
     def ask(self, offsets: np.ndarray, size: int) -> bool:
-        """Whether to `read` the `size` bytes at each of offsets, and not to look at them; they are on their way then.
+        """Start to prefetch the `size` bytes at each of offsets; return True if the caller should `read` them.
 
-        False where those that are looked up are in memory, and where the system has no such calls.
+        Return False, without prefetching, if a sample of them is resident or the system lacks `posix_fadvise`.
         """
-        if not CAN_ASK or (self._told and self._resident(offsets[::PROBE].tolist())):
+        if not CAN_ASK or (self._can_probe and self._resident(offsets[::PROBE].tolist())):
             return False
         for offset in offsets.tolist():
             os.posix_fadvise(self._file, offset, size, os.POSIX_FADV_WILLNEED)
         return True
 
     def read(self, offsets: np.ndarray, rows: np.ndarray) -> None:
-        """Fills rows[k] with the bytes at offsets[k]; rows is contiguous."""
+        """Fill rows[k] with the bytes at offsets[k]; rows is contiguous."""
         for row, offset in zip(rows, offsets.tolist()):
-            if os.preadv(self._file, (row,), offset) != row.nbytes:  # some file systems may give less
+            if os.preadv(self._file, (row,), offset) != row.nbytes:  # some file systems may return less
                 row[...] = self.bytes[offset : offset + row.nbytes].view(row.dtype)
 
     def _resident(self, offsets: list[int]) -> bool:
-        """Whether the pages of all these bytes are in memory."""
-        found = ctypes.c_ubyte()
-        place = ctypes.byref(found)
-        return all(mincore((self.address + at) & PAGE, 1, place) == 0 and found.value & 1 for at in offsets)
+        """Return True if the pages at all offsets are in memory."""
+        status = ctypes.c_ubyte()
+        pointer = ctypes.byref(status)
+        return all(mincore((self.address + at) & PAGE, 1, pointer) == 0 and status.value & 1 for at in offsets)

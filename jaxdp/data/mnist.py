@@ -1,4 +1,4 @@
-"""MNIST and its look-alikes, in the IDX files in which they are published, gzipped or not."""
+"""MNIST and Fashion-MNIST, from their published IDX files, gzipped or not."""
 
 import gzip
 import zlib
@@ -12,9 +12,9 @@ from jaxdp.errors import UsageError
 
 
 def read_idx(path: Path, dims: int) -> np.ndarray:
-    """A uint8 array with `dims` dims from an IDX file (big-endian; the format is at http://yann.lecun.com/exdb/mnist).
+    """Read a uint8 array with `dims` dims from an IDX file (big-endian; format: http://yann.lecun.com/exdb/mnist).
 
-    Raises UsageError, naming the file, where it is not such a file, is cut short or too long.
+    Raises UsageError with the name of a file that is not an IDX file, is cut short or too long.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -42,8 +42,8 @@ class MNIST(Arrays):
     """60,000 and 10,000 images: "inputs" uint8 [28, 28, 1], "labels" int32 in [0, 10).
 
     Y. LeCun, C. Cortes, C. Burges, http://yann.lecun.com/exdb/mnist. root: the folder with the four files, or the
-    one above it. augment: random shifts by up to two pixels in training. Raises UsageError naming a file that is
-    missing, damaged, or does not fit the other.
+    one above it. augment: random shifts by up to two pixels in training. Raises UsageError with the name of a file that
+    is missing, damaged, or does not match the other.
     """
 
     classes = 10
@@ -85,7 +85,7 @@ class MNIST(Arrays):
         )
 
     def transform(self, batch: dict[str, Any], key: Any, train: bool) -> dict[str, Any]:
-        """Pixels to float32 of mean 0 and variance 1 over the training set; see `Dataset`."""
+        """Standardize pixels to float32 with mean 0 and variance 1 over the training set; see `Dataset`."""
         from jax import random
 
         from jaxdp.data.augment import random_crop, random_flip, standardize
@@ -99,7 +99,7 @@ class MNIST(Arrays):
 
 
 class FashionMNIST(MNIST):
-    """As `MNIST`, of articles of clothing; augment also mirrors them.
+    """Fashion-MNIST: like `MNIST`, with articles of clothing; augment also mirrors the images.
 
     H. Xiao, K. Rasul, R. Vollgraf 2017, "Fashion-MNIST", https://github.com/zalandoresearch/fashion-mnist.
     """

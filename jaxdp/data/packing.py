@@ -1,4 +1,4 @@
-"""Whole documents side by side in examples of one length: nothing is learned across them, and little room is lost."""
+"""Pack full documents into examples of one length, with segments that separate them."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,15 +17,15 @@ from jaxdp.errors import UsageError
 class Documents:
     """Packed documents: "inputs", "labels", "segments" int32 [length] and "mask" float32 [length].
 
-    path: a .jsonl file, one document a line in its field "text"; or a UTF-8 text, where documents stand between
-    `<|endoftext|>`, or, where it has none, between blank lines. They are packed greedily in their order: each begins
-    behind the one before if it fits as a whole, else in the next example; one longer than `length` is cut. labels are
-    the next token of the same document, and at its last token the tokenizer's end_of_text. mask is 0 on padding, and
-    at a document's last token where there is no end_of_text; segments is the document's number within the example
-    (padding has the number after the last). `filled` is the share of the places that hold tokens.
+    path: a .jsonl file, one document per line in its field "text"; or a UTF-8 text with documents separated by
+    `<|endoftext|>`, or by blank lines if it has none. Documents are packed greedily in order: each follows the one
+    before if it fits in full, else starts the next example; a document longer than `length` is split. labels are the
+    next token of the same document, and the tokenizer's end_of_text after its last token. mask is 0 on padding, and at
+    a document's last token if there is no end_of_text; segments is the document's number within the example (padding
+    has the number after the last). `filled` is the fraction of positions that are tokens.
 
-    The last `test_fraction` of the documents is the test split. Everything is in memory: 5 bytes a token up to 256
-    kinds of them, 7 up to 65,536. Raises UsageError for a file that cannot be read or holds no document.
+    The last `test_fraction` of the documents is the test split. All data is in memory: 5 bytes per token for
+    vocabularies up to 256, 7 up to 65,536. Raises UsageError for a file that cannot be read or has no document.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Documents:
 
 
 def read_documents(path: str) -> list[str]:
-    """The documents of a file that are not empty; UsageError where there is none."""
+    """Return the non-empty documents of a file. Raises UsageError if there are none."""
     if is_lines(Path(path)) and Path(path).expanduser().is_file():
         texts = [piece.text for piece in pieces(Path(path).expanduser())]
     else:
@@ -73,7 +73,8 @@ def read_documents(path: str) -> list[str]:
 
 
 def pack(documents: Sequence[np.ndarray], length: int, end_of_text: int | None) -> dict[str, np.ndarray]:
-    """Documents of tokens[any] as inputs, labels, segments, mask and filled [example, length]; see `Documents`."""
+    """Pack documents (tokens [any length]) into inputs, labels, segments, mask and filled [example, length]; see
+    `Documents`."""
     spans, example, used, segment = [], -1, length, 0
     for number, document in enumerate(documents):
         for first in range(0, len(document), length):
@@ -83,17 +84,17 @@ def pack(documents: Sequence[np.ndarray], length: int, end_of_text: int | None) 
             spans.append((number, first, size, example, used, segment))
             used, segment = used + size, segment + 1
     shape, dtype = (example + 1, length), documents[0].dtype
-    found = {"inputs": np.zeros(shape, dtype), "labels": np.zeros(shape, dtype)}
-    found["segments"] = np.zeros(shape, smallest(length + 1))
-    found |= {"mask": np.zeros(shape, bool), "filled": np.zeros(shape, bool)}
-    for number, first, size, row, place, segment in spans:
-        here, document = (row, slice(place, place + size)), documents[number]
+    arrays = {"inputs": np.zeros(shape, dtype), "labels": np.zeros(shape, dtype)}
+    arrays["segments"] = np.zeros(shape, smallest(length + 1))
+    arrays |= {"mask": np.zeros(shape, bool), "filled": np.zeros(shape, bool)}
+    for number, first, size, row, start, segment in spans:
+        span, document = (row, slice(start, start + size)), documents[number]
         following = document[first + 1 : first + size + 1]
         if len(following) < size and end_of_text is not None:
             following = np.append(following, dtype.type(end_of_text))
-        learned = (row, slice(place, place + len(following)))
-        found["inputs"][here], found["filled"][here] = document[first : first + size], True
-        found["labels"][learned], found["mask"][learned] = following, True
-        found["segments"][row, place:] = segment
-        found["segments"][row, place + size :] = segment + 1
-    return found
+        labeled = (row, slice(start, start + len(following)))
+        arrays["inputs"][span], arrays["filled"][span] = document[first : first + size], True
+        arrays["labels"][labeled], arrays["mask"][labeled] = following, True
+        arrays["segments"][row, start:] = segment
+        arrays["segments"][row, start + size :] = segment + 1
+    return arrays

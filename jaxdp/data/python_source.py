@@ -1,4 +1,4 @@
-"""The Python that runs this brings its own text: the source of its standard library, byte by byte."""
+"""A byte-level text data set without a download: the source of Python's standard library."""
 
 import sysconfig
 import zlib
@@ -12,7 +12,7 @@ from jaxdp.data.tokenizers import Byte
 from jaxdp.data.windows import Windows
 from jaxdp.errors import UsageError
 
-# Tests, what was installed beside the library, and what the build of this one Python wrote.
+# Skipped: tests, installed packages, and files written by the build of this particular Python.
 SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 BUILT = ("config-", "_sysconfigdata", "sitecustomize")
 
@@ -20,10 +20,10 @@ BUILT = ("config-", "_sysconfigdata", "sitecustomize")
 class PythonSource(Windows):
     """The bytes of the standard library's .py files: "inputs" and "labels" int32 [length] in [0, 256), one byte apart.
 
-    About one file in 20, chosen by its path, is the test split. The files of a split follow one another by path, a
-    zero byte between two; example i is bytes length i to length (i + 1), its labels those one later. The last bytes,
-    too few for another example, are left out. About 10 MB; the text, and so every number, differs between versions of
-    Python. max_mb: only so many MB (10^6 bytes) from the start. Raises UsageError where there is no source to read.
+    About one file in 20, selected by a hash of its path, is the test split. The files of a split are joined in order of
+    their paths, with zero bytes between them; example i is bytes length i to length (i + 1), its labels are one byte
+    later. Drops the last bytes, too few for another example. About 10 MB; the text and all results differ between
+    Python versions. max_mb: read only the first max_mb MB (10^6 bytes). Raises UsageError if there is no source.
     """
 
     def __init__(self, split: str = "train", length: int = 128, max_mb: float | None = None):
@@ -41,7 +41,7 @@ class PythonSource(Windows):
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """The library's own .py files, in an order that does not depend on the file system."""
+    """Yield the library's .py files in an order that does not depend on the file system."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.name in SKIPPED or path.name.startswith(BUILT):
             continue

@@ -1,4 +1,4 @@
-"""Text becomes shards of tokens: read as a stream, written beside the output, and renamed in when all is there."""
+"""Tokenize text into shards: stream the input, write to a temporary folder, and rename it when complete."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from jaxdp.errors import UsageError
 
 
 class Writer:
-    """Tokens to files KIND_000000.bin, KIND_000001.bin, ... of `size` tokens each, the last of fewer."""
+    """Write tokens to files KIND_000000.bin, KIND_000001.bin, ... of `size` tokens each; the last may have fewer."""
 
     def __init__(self, folder: Path, kind: str, dtype: np.dtype, size: int):
         self.folder, self.kind, self.dtype, self.size = folder, kind, dtype, size
@@ -38,7 +38,7 @@ class Writer:
                 self.close()
 
     def close(self) -> None:
-        """What is written reaches the disk."""
+        """Flush the open file to disk and close it."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -47,23 +47,23 @@ class Writer:
 
 
 def tokenize(inputs: Sequence[Path], output: Path, tokenizer: str, split: float, shard_tokens: int) -> dict[str, Any]:
-    """Writes the folder `output`; returns the content of its tokens.json.
+    """Write the folder `output`; return the content of its tokens.json.
 
-    inputs: .txt and .jsonl files; see `documents.pieces`. Of each, the last `split` of its bytes, from a line or a
-    document on, is for validation. The tokenizer's end_of_text follows each document of a .jsonl file, stands where a
-    text has <|endoftext|>, and between two files. Tokens are little-endian uint16, or uint32 where the vocabulary is
-    larger. shard_tokens: tokens in a shard. tokenizer: as `make_tokenizer` takes it; char takes its alphabet from all
-    inputs, which are read twice then, with U+0000 as end_of_text where there are several documents.
+    inputs: .txt and .jsonl files; see `documents.pieces`. The last fraction `split` of the bytes of each, from the
+    start of a line or document, is for validation. The tokenizer's end_of_text follows each document of a .jsonl file,
+    replaces <|endoftext|> in a text, and separates two files. Tokens are little-endian uint16, or uint32 for a larger
+    vocabulary. shard_tokens: tokens per shard. tokenizer: as in `make_tokenizer`; char reads the inputs twice, to
+    collect its alphabet, with U+0000 as end_of_text if there are several documents.
     """
     if tokenizer == "words":
         raise UsageError(
-            "data.args.tokenizer: words is not for files of tokens; give another, or train on the text by TextFile"
+            "data.args.tokenizer: words is not for files of tokens; give another, or train on the text with TextFile"
         )
-    made = Char(alphabet(inputs)) if tokenizer == "char" else make_tokenizer(tokenizer)
+    encoder = Char(alphabet(inputs)) if tokenizer == "char" else make_tokenizer(tokenizer)
     partial = output.parent / f".{output.name}.partial{os.getpid()}"
     partial.mkdir(parents=True)
     try:
-        meta = _write(inputs, partial, made, split, shard_tokens)
+        meta = _write(inputs, partial, encoder, split, shard_tokens)
         partial.rename(output)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -72,11 +72,11 @@ def tokenize(inputs: Sequence[Path], output: Path, tokenizer: str, split: float,
 
 
 def alphabet(inputs: Sequence[Path]) -> str:
-    """The characters of all inputs by their code points; with U+0000 where a document ends before the last."""
-    found: set[str] = set()
-    for tokens, ends in _texts([(path, 0, path.stat().st_size) for path in inputs]):
-        found.update(tokens, "\0" * ends)
-    return "".join(sorted(found))
+    """Return the characters of all inputs, sorted by code point; with U+0000 if a document ends before the last."""
+    characters: set[str] = set()
+    for text, ends in _texts([(path, 0, path.stat().st_size) for path in inputs]):
+        characters.update(text, "\0" * ends)
+    return "".join(sorted(characters))
 
 
 def _write(inputs: Sequence[Path], folder: Path, tokenizer: Tokenizer, split: float, shard_tokens: int) -> dict:
@@ -98,7 +98,7 @@ def _write(inputs: Sequence[Path], folder: Path, tokenizer: Tokenizer, split: fl
     if not any(counts.values()):
         raise UsageError(f"INPUT: {', '.join(map(repr, map(str, inputs)))} hold no text; give files that are not empty")
     spec = tokenizer.spec()
-    if isinstance(tokenizer, File):  # the folder is whole by itself
+    if isinstance(tokenizer, File):  # make the folder self-contained
         shutil.copyfile(tokenizer.path, folder / "tokenizer.json")
         spec["path"] = "tokenizer.json"
     meta = {
@@ -118,11 +118,11 @@ def _write(inputs: Sequence[Path], folder: Path, tokenizer: Tokenizer, split: fl
 
 
 def _texts(ranges: Sequence[tuple[Path, int, int]]) -> Iterator[tuple[str, bool]]:
-    """The text in parts of files, and whether a document ends behind it: as it says, or as another file follows."""
-    filled = [part for part in ranges if part[1] < part[2]]
-    for number, (path, start, stop) in enumerate(filled):
+    """Yield (text, True if a document ends after it) for ranges of files; a document also ends between two files."""
+    nonempty = [part for part in ranges if part[1] < part[2]]
+    for number, (path, start, stop) in enumerate(nonempty):
         ends = True
         for text, ends in pieces(path, start, stop, "INPUT"):
             yield text, ends
-        if not ends and number + 1 < len(filled):
+        if not ends and number + 1 < len(nonempty):
             yield "", True

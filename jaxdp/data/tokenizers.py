@@ -1,4 +1,4 @@
-"""A tokenizer turns text into numbers and back, and its spec, a JSON object, is enough to make it again elsewhere."""
+"""Tokenizers: convert text to token ids and back; a tokenizer's spec, a JSON object, is enough to rebuild it."""
 
 import difflib
 import hashlib
@@ -11,13 +11,13 @@ import numpy as np
 
 from jaxdp.errors import UsageError, one_line
 
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # what published vocabularies call it
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # names of end_of_text in known vocabularies
 
 
 class Tokenizer(Protocol):
-    """size: of the vocabulary; every number is below it. end_of_text: the token that ends a document, where it has one.
+    """The tokenizer interface. size: of the vocabulary; ids are below it. end_of_text: the token that ends a document.
 
-    encode(text) gives integers [token]; decode(ids) the text again; spec() what `from_spec` makes it from.
+    encode(text) returns integers [token]; decode(ids) returns the text; spec() returns the argument of `from_spec`.
     """
 
     size: int
@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
 
 
 class Byte:
-    """The bytes of UTF-8. Byte 0, which no text has, ends a document."""
+    """The bytes of UTF-8. Byte 0, which does not occur in text, ends a document."""
 
     kind: ClassVar[str] = "byte"
     size = 256
@@ -41,7 +41,7 @@ class Byte:
         return np.frombuffer(text.encode(errors="surrogatepass"), np.uint8)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """What is not UTF-8, such as half a character, becomes U+FFFD."""
+        """Return the text; invalid UTF-8, such as half a character, becomes U+FFFD."""
         return bytes(int(i) for i in ids).decode(errors="replace")
 
     def spec(self) -> dict[str, Any]:
@@ -49,9 +49,9 @@ class Byte:
 
 
 class Char:
-    """One token a character; alphabet: the characters, in the order of their tokens, each once.
+    """One token per character; alphabet: the distinct characters, in the order of their ids.
 
-    U+0000, where the alphabet has it, ends a document.
+    If the alphabet has U+0000, it ends a document.
     """
 
     kind: ClassVar[str] = "char"
@@ -67,20 +67,20 @@ class Char:
 
     @classmethod
     def of(cls, text: str) -> "Char":
-        """The characters of a text by their code points, as in nanoGPT's `shakespeare_char`."""
+        """Return the tokenizer of a text's characters, sorted by code point as in nanoGPT's `shakespeare_char`."""
         return cls("".join(map(chr, np.unique(_codes(text)).tolist())))
 
     def encode(self, text: str) -> np.ndarray:
         codes = _codes(text)
-        places = np.minimum(np.searchsorted(self._codes, codes), self.size - 1)
-        unknown = np.flatnonzero(self._codes[places] != codes)
+        ranks = np.minimum(np.searchsorted(self._codes, codes), self.size - 1)
+        unknown = np.flatnonzero(self._codes[ranks] != codes)
         if len(unknown):
             at = int(unknown[0])
             raise UsageError(
                 f"data.args.tokenizer: character {text[at]!r} at {at:,} (line {text.count(chr(10), 0, at) + 1:,}) is "
-                f"not in the alphabet of {self.size}; take another tokenizer, such as byte, or leave the character out"
+                f"not in the alphabet of {self.size}; use another tokenizer, such as byte, or remove the character"
             )
-        return self._order[places]
+        return self._order[ranks]
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.alphabet[int(i)] for i in ids)
@@ -90,10 +90,10 @@ class Char:
 
 
 class Words:
-    """The words between spaces, and <eos> at the end of each line; vocabulary: the words, in the order of their tokens.
+    """One token per word between spaces, and <eos> at the end of each line; vocabulary: the words, in the order of ids.
 
-    As the Penn Treebank is read for language models (Mikolov et al. 2010; PyTorch's `word_language_model`). A word
-    that is not in the vocabulary is <unk> where that is, else a UsageError.
+    The usual reading of the Penn Treebank (Mikolov et al. 2010; PyTorch's `word_language_model`). A word outside the
+    vocabulary becomes <unk>, or raises UsageError if the vocabulary has no <unk>.
     """
 
     kind: ClassVar[str] = "words"
@@ -106,7 +106,7 @@ class Words:
 
     @classmethod
     def of(cls, text: str) -> "Words":
-        """The words of a text by their order of appearance."""
+        """Return the tokenizer of a text's words, in order of appearance."""
         return cls(dict.fromkeys(_words(text)))
 
     def encode(self, text: str) -> np.ndarray:
@@ -117,7 +117,7 @@ class Words:
             at = ids.index(None)
             raise UsageError(
                 f"data.args.tokenizer: word {words[at]!r} (line {words[:at].count('<eos>') + 1:,}) is not in the "
-                f"vocabulary of {self.size:,}, which has no '<unk>' either; leave it out, or put '<unk>' for it"
+                f"vocabulary of {self.size:,}, which has no '<unk>' either; remove it, or replace it by '<unk>'"
             )
         return np.array(ids, np.int32)
 
@@ -129,7 +129,7 @@ class Words:
 
 
 class File:
-    """A `tokenizer.json` of the `tokenizers` library; no special token is added to a text by itself."""
+    """A `tokenizer.json` of the `tokenizers` library; encodes without adding special tokens."""
 
     kind: ClassVar[str] = "file"
 
@@ -141,7 +141,7 @@ class File:
             self._tokenizer = library.Tokenizer.from_str(content.decode())
         except FileNotFoundError:
             raise UsageError(f"data.args.tokenizer: no file {str(path)!r}; give the path of a tokenizer.json") from None
-        except Exception as error:  # the library raises plain Exceptions for what is no tokenizer
+        except Exception as error:  # the library raises plain Exceptions for invalid files
             raise UsageError(f"data.args.tokenizer: {str(path)!r} is not a tokenizer.json: {one_line(error)}") from None
         self.sha256 = hashlib.sha256(content).hexdigest()
         if sha256 not in (None, self.sha256):
@@ -163,7 +163,7 @@ class File:
 
 
 class Named:
-    """A vocabulary of the `tiktoken` library by its name, such as gpt2; fetched once, then kept by tiktoken."""
+    """A vocabulary of the `tiktoken` library by its name, such as gpt2; downloaded once, then cached by tiktoken."""
 
     kind: ClassVar[str] = "named"
 
@@ -176,7 +176,7 @@ class Named:
             raise UsageError(f"data.args.tokenizer: {name!r} is not known; {hint} or one of {', '.join(known)}")
         try:
             self._encoding = library.get_encoding(name)
-        except Exception as error:  # of the network, in many ways
+        except Exception as error:  # network errors have many types
             raise UsageError(
                 f"data.args.tokenizer: {name!r} could not be fetched ({type(error).__name__}); run once with a "
                 "network, or set TIKTOKEN_CACHE_DIR to a folder where it is"
@@ -201,9 +201,9 @@ KINDS: dict[str, Callable[..., Any]] = {"byte": Byte, "char": Char, "words": Wor
 
 
 def make_tokenizer(name: str | Mapping[str, Any], text: Callable[[], str] | None = None) -> Tokenizer:
-    """The tokenizer called byte, char or words, that of a `tokenizer.json`, of tiktoken by name, or of a spec.
+    """Return the tokenizer named byte, char or words, of a `tokenizer.json`, of a tiktoken name, or of a spec.
 
-    text: gives what char and words take their alphabet or vocabulary from. Raises UsageError where there is none.
+    text: returns the text from which char and words build their vocabulary; UsageError if they need it and it is None.
     """
     if not isinstance(name, str):
         return from_spec(name)
@@ -217,16 +217,16 @@ def make_tokenizer(name: str | Mapping[str, Any], text: Callable[[], str] | None
 
 
 def from_spec(spec: Mapping[str, Any], folder: str | Path = ".") -> Tokenizer:
-    """The tokenizer that `spec()` described; folder: where a relative path begins."""
-    found = dict(spec)
-    kind = found.pop("kind", None)
-    if "path" in found:
-        found["path"] = Path(folder) / Path(found["path"]).expanduser()
+    """Return the tokenizer that `spec()` described; folder: the base of a relative path. Raises UsageError."""
+    args = dict(spec)
+    kind = args.pop("kind", None)
+    if "path" in args:
+        args["path"] = Path(folder) / Path(args["path"]).expanduser()
     try:
-        return KINDS[kind](**found)
+        return KINDS[kind](**args)
     except (KeyError, TypeError):
         raise UsageError(
-            f"data.args.tokenizer: {one_line(dict(spec))[:200]} is no spec; its kind is one of {', '.join(KINDS)}"
+            f"data.args.tokenizer: {one_line(dict(spec))[:200]} is not a spec; its kind is one of {', '.join(KINDS)}"
         ) from None
 
 

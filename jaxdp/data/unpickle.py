@@ -1,7 +1,7 @@
-"""Reading a pickle need not run it: this one knows arrays, lists, dicts, strings and numbers, and refuses the rest.
+"""A safe unpickler: reads arrays, lists, dicts, strings and numbers, rejects everything else, and never runs code.
 
-NumPy's own classes are not called either. What a pickle says of them is checked by the stand-ins below, so that a
-made-up shape or dtype is an error instead of a fault in NumPy's C code.
+It does not call NumPy's own classes either: the stand-ins below check their arguments, so that an invalid shape or
+dtype raises an error instead of crashing NumPy's C code.
 """
 
 import pickle
@@ -13,7 +13,7 @@ import numpy as np
 
 
 class _Dtype:
-    """Stands for numpy.dtype: numbers only."""
+    """A stand-in for numpy.dtype that permits only numbers."""
 
     def __init__(self, code: str | bytes, *_flags: Any):
         name = code.decode() if isinstance(code, bytes) else str(code)
@@ -27,7 +27,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stands for an array that is named first and filled after, by a state of (version, shape, dtype, order, bytes)."""
+    """A stand-in for an array that is created first and filled later from (version, shape, dtype, order, bytes)."""
 
     value: np.ndarray
 
@@ -41,7 +41,7 @@ def _from_buffer(raw: bytes, dtype: _Dtype, shape: tuple[int, ...], order: str) 
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Stands for codecs.encode, with which protocol 2 writes bytes: as latin-1, and in no other encoding."""
+    """Replace codecs.encode, which protocol 2 uses for bytes, always as latin-1. Raises ValueError for others."""
     if encoding not in ("latin1", "latin-1"):
         raise ValueError(f"bytes in the encoding {encoding!r}")
     return text.encode("latin-1")
@@ -58,7 +58,7 @@ def _numpy(module: str) -> dict[tuple[str, str], Any]:
 _ALLOWED = {
     **_numpy("numpy.core"),
     **_numpy("numpy._core"),
-    ("numpy", "ndarray"): None,  # only ever an argument of _reconstruct
+    ("numpy", "ndarray"): None,  # only an argument of _reconstruct
     ("numpy", "dtype"): _Dtype,
     ("_codecs", "encode"): _encode,
 }
@@ -72,17 +72,17 @@ class _Unpickler(pickle.Unpickler):
 
 
 def load_arrays(path: Path) -> Any:
-    """The content of a pickle (protocols 0 to 5, of Python 2 or 3) made of arrays, lists, dicts, str, bytes, numbers.
+    """Load a pickle (protocols 0 to 5, of Python 2 or 3) of arrays, lists, dicts, str, bytes and numbers.
 
-    Python 2 strings come as bytes. Raises ValueError for anything else in it, and what pickle and NumPy raise
-    (UnpicklingError, EOFError, ...) for a file that is damaged or no pickle. Never imports or calls what a file names.
+    Python 2 strings become bytes. Raises ValueError for any other content, and the errors of pickle and NumPy
+    (UnpicklingError, EOFError, ...) for an invalid file. Never imports or calls anything that the file names.
     """
     with path.open("rb") as file:
         return _arrays(_Unpickler(file, encoding="bytes").load())
 
 
 def _arrays(value: Any) -> Any:
-    """Puts arrays for their stand-ins."""
+    """Replace stand-ins by their arrays."""
     if isinstance(value, _Array):
         return value.value
     if isinstance(value, dict):
