@@ -107,8 +107,8 @@ class Coordinator:
         if not self.reported:
             self.reported = True
             self.report(
-                f"rank 0: refused {printable(source, 200)}: {printable(value, 80)}: no message of this job; the job "
-                "continues, further ones are refused without a line (who can reach its port? see docs/hosts.md)"
+                f"rank 0: refused {printable(source, 200)}: {printable(value, 80)}: not a message of this job; the "
+                "job continues, and refuses further ones silently (who can reach its port? see docs/hosts.md)"
             )
 
     # Joining
