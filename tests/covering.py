@@ -39,3 +39,8 @@ def only(quick, rows):
     """Mark every row that is not in `quick` as slow."""
     quick = list(quick)
     return [row if row in quick else pytest.param(row, marks=pytest.mark.slow) for row in rows]
+
+
+def name(row):
+    """The id of a row."""
+    return "-".join(str(v) for v in row.values())

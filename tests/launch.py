@@ -8,6 +8,7 @@ import os
 import pathlib
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -120,6 +121,18 @@ def processes(
     """`python ARGV...` once for each of `envs`, at the same time, without a launcher. prefixes: what runs each."""
     prefixes = prefixes or [[] for _ in envs]
     return together([([*p, sys.executable, *argv], e) for p, e in zip(prefixes, envs)], timeout, devices)
+
+
+def port() -> int:
+    """A port that is free."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def ranks(n: int, coordinator: str, **more: str) -> list[dict[str, str | None]]:
+    both = {"JAXDP_COORDINATOR": coordinator, "JAXDP_NUM_PROCESSES": str(n), **more}
+    return [{**both, "JAXDP_PROCESS_ID": str(r)} for r in range(n)]
 
 
 def in_process(*argv: object) -> Finished:

@@ -24,8 +24,7 @@ from jaxdp.parallel.placement import slot_table
 from jaxdp.training import loop
 from jaxdp.training.profile import Profile
 from launch import mpirun
-from test_loop import make_run
-from test_sequential import summing
+from plain_runs import make_run
 
 DIGITS = pathlib.Path(__file__).parent.parent / "configs" / "digits.yaml"
 
@@ -104,7 +103,7 @@ def test_the_loop_writes_the_same_records(tmp_path, resident):
 
 @pytest.mark.slow
 def test_what_is_carried_goes_on_inside_a_call(tmp_path):
-    model, examples = summing(), toys.data(53)
+    model, examples = toys.summing(), toys.data(53)
     strategy, step, _ = toys.build(model, examples, sequential=True, devices=3, backend="pjit")
     program, order = strategy.compile(step), Streams(53, 20, 8)
     read = read_batches(Arrays(**examples), order, range(4), strategy.local_slots)

@@ -1,6 +1,5 @@
 """Checkpoints: whole or not at all, asynchronous, the same for every strategy, and damage is seen before it is read."""
 
-import hashlib
 import itertools
 import json
 import os
@@ -16,18 +15,13 @@ import pytest
 
 import launch
 import toys
+from checkpoints import META, WAYS, digest, strategy
 from jaxdp.checkpoint import manifest
-from jaxdp.checkpoint.digest import host as host_array
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.core.state import init_state
 from jaxdp.errors import UsageError
-from jaxdp.parallel import STRATEGIES, make_reduction
 from jaxdp.precision import LossScaling, Policy
 from jaxdp.split import path_string
-from test_step import counting
-
-WAYS = [("pmap", 0), ("pmap", 1), ("pjit", 0), ("pjit", 1), ("pjit", 2), ("pjit", 3)]
-META = {"config": {}, "data_fingerprint": "x"}
 
 
 def states(n=2, seed=0):
@@ -274,15 +268,6 @@ def test_a_state_of_another_shape_is_refused_by_name(two):
         checkpoints.restore(1, ours.replace(ema=None))
 
 
-def strategy(way, devices, model, scaling=None):
-    backend, zero = way
-    examples = toys.data(24)
-    make = lambda: init_state(
-        model, optax.adam(1e-2), Policy(), 0, 8, {k: v[:3] for k, v in examples.items()}, ema=True, loss_scaling=scaling
-    )
-    return STRATEGIES[backend](make, 8, make_reduction("xla"), None, jax.devices()[:devices], zero=zero)
-
-
 def pairs(ways, counts):
     return list(itertools.product(itertools.product(ways, counts), repeat=2))
 
@@ -309,12 +294,6 @@ def check_pairs(tmp_path, chosen, model):
         for target in (t for s, t in chosen if s == source):
             restored = of[target].adopt(checkpoints.restore(1, of[target].abstract()))
             assert equal(host(of[target], restored), reference), (source, target)
-
-
-def digest(state):
-    """One string for all leaves of an exported state; every process must call."""
-    leaves = sorted((path_string(p), host_array(x)) for p, x in jax.tree_util.tree_leaves_with_path(state))
-    return hashlib.sha256(b"".join(f"{p}{x.dtype}{x.shape}".encode() + x.tobytes() for p, x in leaves)).hexdigest()
 
 
 @pytest.mark.mpi
@@ -357,7 +336,7 @@ def test_all_pairs_of_strategies_and_device_counts(tmp_path):
 
 @pytest.mark.slow
 def test_carried_state_and_loss_scale_are_saved_too(tmp_path):
-    check_pairs(tmp_path, [((WAYS[0], 4), (WAYS[5], 2)), ((WAYS[5], 2), (WAYS[1], 8))], counting())
+    check_pairs(tmp_path, [((WAYS[0], 4), (WAYS[5], 2)), ((WAYS[5], 2), (WAYS[1], 8))], toys.counting())
 
 
 def needs_root_mount():

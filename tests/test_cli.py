@@ -13,42 +13,16 @@ import sys
 import numpy as np
 import pytest
 
+from cli_runs import curve, ended, jaxdp, records, write
 from covering import first
 from jaxdp import cli
 from jaxdp.config.describe import groups
 from jaxdp.config.keys import inner, known_keys
-from launch import in_process, mpirun, processes
+from launch import mpirun, processes
 from two_hosts import TwoHosts
 
 ROOT = pathlib.Path(__file__).parent.parent
 CNN = ["--model", "{target: CNN, args: {widths: [4, 8], dropout: 0.1}}"]
-
-
-def jaxdp(*argv, cwd=ROOT, code=0, devices=1, env=None):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *map(str, argv)], cwd=cwd, capture_output=True, text=True, timeout=120,
-        env={**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", **(env or {})},
-    )  # fmt: skip
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
-
-
-def ended(*argv, code=0):
-    """Run `jaxdp ARGV...` in this process, and check its exit code."""
-    done = in_process(*argv)
-    assert done.returncode == code, done.output
-    return done
-
-
-def records(run_dir, split=None):
-    lines = [json.loads(line) for line in (pathlib.Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
-    return [r for r in lines if split is None or r["split"] == split]
-
-
-def write(tmp_path, text):
-    file = tmp_path / "config.yaml"
-    file.write_text(text)
-    return file
 
 
 SMALL = """
@@ -67,10 +41,6 @@ def single(tmp_path_factory):
     folder = tmp_path_factory.mktemp("single")
     jaxdp("--config", write(folder, SMALL), "--run_dir", folder / "run")
     return folder / "run"
-
-
-def curve(run_dir):
-    return np.array([r["loss"] for r in records(run_dir, "train")])
 
 
 def assert_same_curve(run_dir, reference):

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cli_runs import DIGITS
 from jaxdp import config as schema
 from jaxdp.cli import load
 from jaxdp.config import check, keys
 from jaxdp.errors import UsageError
 
 CONFIGS = sorted((pathlib.Path(__file__).parent.parent / "configs").glob("*.yaml"))
-DIGITS = ["--config", str(next(c for c in CONFIGS if c.name == "digits.yaml"))]
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda f: f.stem)

@@ -18,6 +18,7 @@ from jaxdp.data.packing import pack
 from jaxdp.data.tokenizers import Byte, Char, File, Named, Words, from_spec, make_tokenizer
 from jaxdp.data.windows import Windows, cut
 from jaxdp.errors import UsageError
+from tokenizer_files import TEXT, bpe
 
 REAL = os.environ.get("JAXDP_DATA")
 real_data = pytest.mark.skipif(not REAL, reason="JAXDP_DATA does not name a folder with the full data sets")
@@ -85,26 +86,6 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_place(monkeypatch):
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
-
-TEXT = "to be, or not to be:\nthat is the question — «ça» 🙂\n\n"
-
-
-def bpe(folder, text=TEXT):
-    """A tokenizer.json as GPT-2's: bytes, its splitting into words, merges learned from a text."""
-    import tokenizers
-
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator([text] * 3, trainer)
-    made.save(str(folder / "tokenizer.json"))
-    return str(folder / "tokenizer.json")
 
 
 @pytest.mark.parametrize("name", ["byte", "char", "words", pytest.param("file", marks=needs("tokenizers"))])

@@ -22,7 +22,7 @@ from jaxdp.data.documents import boundary, pieces
 from jaxdp.data.tokenize import tokenize
 from jaxdp.data.tokenizers import File
 from jaxdp.errors import UsageError
-from test_data_text import bpe
+from tokenizer_files import bpe
 
 ROOT = Path(__file__).parent.parent
 RNG = np.random.default_rng(0)

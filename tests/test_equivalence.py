@@ -1,7 +1,5 @@
 """What trains on many devices is what one device would have trained: three rings, and planted faults that must show."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import oracle
 import toys
-from covering import cover, first, product
+from covering import cover, first, name, product
 from jaxdp.axes import DATA
 from jaxdp.core.state import init_state
 from jaxdp.core.step import make_step
@@ -21,9 +18,8 @@ from jaxdp.data.cursor import Cursor
 from jaxdp.data.prefetch import read_batch
 from jaxdp.losses import MeanSquaredError, SoftmaxCrossEntropy
 from jaxdp.models import as_model
+from judging import STEPS, TOLERANCE, judged, smallest
 
-TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
-STEPS = 10
 FACTORS = {
     "backend": ("pmap", "pjit"),
     "devices": (1, 2, 3, 4, 8),
@@ -34,26 +30,6 @@ FACTORS = {
     "reduction": ("xla", "bucket", "exact"),
     "dtype": ("float32", "float64"),
 }
-
-
-@functools.cache
-def judged(model, optimizer, microbatches, dtype):
-    """The oracle's (params, state) from the initial values that jaxdp makes on one device; 53 examples in batches of
-    20, so that every third batch has 13 rows and, with 16 microbatches, three of them none."""
-    first = toys.train(
-        toys.MODELS[model](),
-        toys.data(dtype=dtype),
-        microbatches=microbatches,
-        optimizer=optimizer,
-        dtype=dtype,
-        steps=0,
-    )[0]
-    tx, clip = toys.OPTIMIZERS[optimizer]
-    tx = optax.chain(optax.clip_by_global_norm(clip), tx()) if clip else tx()
-    return oracle.train(
-        oracle.FORWARD[model], first.params, first.model_state, tx, toys.data(dtype=dtype),
-        steps=STEPS, batch_size=20, microbatches=microbatches,
-    )  # fmt: skip
 
 
 def check(backend, devices, microbatches, accumulate, model, optimizer, reduction, dtype):
@@ -69,17 +45,7 @@ def check(backend, devices, microbatches, accumulate, model, optimizer, reductio
     assert all(m["nonfinite_grads"] == 0 for m in metrics)
 
 
-def name(row):
-    return "-".join(str(v) for v in row.values())
-
-
 ORDINARY = {"reduction": ("auto",), "dtype": ("float64",)}
-
-
-def smallest(row):
-    """Order rows by what they cost to compile, several devices before one."""
-    place = str(row["devices"] if "devices" in row else row["place"])
-    return row["model"] != "mlp", place not in ("2", "3", "4"), row["reduction"] == "exact"
 
 
 def one_by_one(row):

@@ -17,6 +17,7 @@ import optax
 import pytest
 
 import toys
+from cli_runs import curve, jaxdp, records, write
 from covering import first
 from jaxdp import environment
 from jaxdp.analysis.hlo import collectives
@@ -32,7 +33,6 @@ from jaxdp.parallel.placement import slot_table
 from jaxdp.parallel.rounding import as_written, fusion_barrier, opaque_true
 from jaxdp.verify import exact
 from launch import Finished, mpirun, together
-from test_cli import curve, jaxdp, records, write
 
 SCRIPT = str(pathlib.Path(__file__).parent / "mpi" / "exact.py")
 MODELS = ("dropout", "resnet", "lstm", "blocks", "gpt")

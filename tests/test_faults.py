@@ -16,6 +16,7 @@ import pytest
 
 import launch
 from covering import first
+from faulty_runs import argv, final, kept, when, written
 from jaxdp.metrics.jsonl import read
 from jaxdp.report.read import read_run
 from jaxdp.training.lookback import BEHIND
@@ -23,44 +24,17 @@ from two_hosts import TwoHosts
 
 pytestmark = pytest.mark.mpi
 HERE = pathlib.Path(__file__).parent
-CONFIG = """
-model: {target: MLP, args: {hidden: [16]}}
-data: {target: faulty.Faulty}
-steps: 60
-batch_size: 72
-microbatches: 4
-optimizer: {target: adamw, lr: 1.0e-2}
-log: {every: 5}
-eval: {every: 25}
-checkpoint: {every: 10}
-"""
 DONE, PREEMPTED = 0, 75
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    path = tmp_path_factory.mktemp("config") / "faulty.yaml"
-    path.write_text(CONFIG)
-    return path
-
-
-def argv(config, run_dir, what="none", rank=0, at=0, where="train", more=()):
-    fault = {"what": what, "rank": rank, "at": at, "where": where, "run_dir": run_dir}
-    keys = [f"--data.args={json.dumps(fault, default=str)}"]
-    return ["train.py", "--config", str(config), "--run_dir", str(run_dir), *keys, "--resume.force", "true", *more]
+    return written(tmp_path_factory.mktemp("config"))
 
 
 def job(config, run_dir, what="none", which="openmpi5", np_=2, more=(), timeout=90, **fault):
     env = {"PYTHONPATH": str(HERE / "mpi")}
     return launch.mpirun(np_, argv(config, run_dir, what, more=more, **fault), which, env, timeout)
-
-
-def final(run_dir):
-    return [r for r in read(run_dir / "metrics.jsonl") if r["split"] == "final"]
-
-
-def kept(run_dir):
-    return sorted(int(p.name) for p in (run_dir / "checkpoints").iterdir() if (p / "manifest.json").is_file())
 
 
 @pytest.fixture(scope="module")
@@ -249,16 +223,6 @@ def test_sigterm_to_open_mpi_promises_the_last_save(config, tmp_path):
 
 def trained(run_dir):
     return lambda: bool(read(run_dir / "metrics.jsonl"))
-
-
-def when(condition, act):
-    def during(process):
-        deadline = time.monotonic() + 60
-        while not condition() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        act(process)
-
-    return during
 
 
 def cut_once_it_trains(hosts, run_dir, host):

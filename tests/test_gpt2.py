@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import toys
+from cli_runs import jaxdp, records, write
 from covering import first
 from jaxdp.checkpoint.initialize import begin_with
 from jaxdp.checkpoint.matching import describe, match, named
@@ -24,7 +25,6 @@ from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models import as_model, gpt2
 from jaxdp.models.gpt import GPT
 from jaxdp.split import path_string
-from test_cli import jaxdp, records, write
 
 VOCABULARY, LENGTH, LAYERS, HEADS, DIM = 13, 8, 2, 2, 8
 ROWS = 16  # of our embedding

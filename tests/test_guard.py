@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jax.extend.core import jaxpr_as_fun
 
 import toys
+from cli_runs import DIGITS
 from covering import first, only
 from jaxdp.assemble.components import make_parts, make_the_step, state_maker
 from jaxdp.cli import load
@@ -26,10 +27,9 @@ from jaxdp.metrics.console import Console
 from jaxdp.metrics.meter import Meter
 from jaxdp.optim import OPTIMIZERS
 from jaxdp.precision import LossScaling
-from test_config import DIGITS
-from test_precision import LAYOUTS as USUAL
-from test_precision import assert_same_bits, contents, of_all_kinds
-from test_zero_bytes import compiled
+from layouts import LAYOUTS as USUAL
+from layouts import assert_same_bits, contents
+from programs import compiled
 
 EXACT = {"pmap-0": {"backend": "pmap"}, "pjit-3": {"backend": "pjit", "layout": {"zero": 3}}}
 LAYOUTS = {
@@ -65,7 +65,7 @@ def odd(outputs, batch):
 def machine(layout, scaling=None, action="skip"):
     """(strategy, update, i -> batch i on its devices)"""
     strategy, step, batch = toys.build(
-        of_all_kinds(), examples(), devices=8, batch_size=8, ema=0.9, loss=odd, optimizer="adamw", scaling=scaling,
+        toys.of_all_kinds(), examples(), devices=8, batch_size=8, ema=0.9, loss=odd, optimizer="adamw", scaling=scaling,
         max_nonfinite=MOST, spike=WATCH._replace(action=action), **LAYOUTS[layout],
     )  # fmt: skip
     return strategy, strategy.compile(step).update, batch
@@ -201,7 +201,7 @@ def test_with_a_scale_that_stays_every_overflow_counts(layout):
 def test_the_learning_rate_told_is_that_of_the_updates_made():
     schedule = lambda count: 0.5 ** (count + 1.0)
     strategy, step, batch = toys.build(
-        of_all_kinds(), examples(), devices=1, batch_size=8, loss=odd, schedule=schedule,
+        toys.of_all_kinds(), examples(), devices=1, batch_size=8, loss=odd, schedule=schedule,
         optimizer=(optax.sgd(schedule), None),
     )  # fmt: skip
     state, update, told = strategy.init(), strategy.compile(step).update, []

@@ -14,62 +14,14 @@ import pytest
 import toys
 from covering import first, only
 from jaxdp.checkpoint.digest import params_sha256
-from jaxdp.checkpoint.store import Checkpoints
-from jaxdp.core.state import init_state
-from jaxdp.core.step import make_step
 from jaxdp.data.base import Arrays
-from jaxdp.data.cursor import Cursor
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.metrics.jsonl import JsonLines, read
-from jaxdp.parallel import STRATEGIES, make_reduction
-from jaxdp.precision import Policy
 from jaxdp.supervise.monitor import NullMonitor
 from jaxdp.training import loop
 from jaxdp.training.lookback import BEHIND, EXAMINED
-from jaxdp.training.source import Source
-from test_sequential import summing
-from test_step import counting
-
-
-class Kept:
-    """A writer that keeps what it is given."""
-
-    def __init__(self):
-        self.records, self.said = [], []
-
-    def write(self, record):
-        self.records.append(record)
-
-    def say(self, text):
-        self.said.append(text)
-
-    def rewind(self, step):
-        self.records = [r for r in self.records if r["step"] <= step]
-
-    def close(self): ...
-
-
-def make_run(
-    tmp_path, model=None, backend="pmap", devices=1, train=None, held_out=None, spike=None, examples=None, loss=None,
-    step=None, **settings,
-):  # fmt: skip
-    model, examples = model or toys.MODELS["resnet"](), examples or toys.data(60)
-    tx = optax.adam(1e-2)
-    cursor = Cursor(60, 20, 8, 0)
-    make = lambda: init_state(model, tx, Policy(), 0, 8, {k: v[:3] for k, v in examples.items()}, spike=spike)
-    eval_source = None
-    if held_out is not None:
-        eval_source = Source(Arrays(**held_out), Cursor(len(held_out["labels"]), 20, 8, 0, shuffle=False))
-    return loop.Run(
-        strategy=STRATEGIES[backend](make, 8, make_reduction("xla"), None, jax.devices()[:devices]),
-        step=make_step(model, loss or SoftmaxCrossEntropy(), tx, spike=spike, **(step or {})),
-        train=Source(train or Arrays(**examples), cursor),
-        eval=eval_source,
-        writer=Kept(),
-        checkpoints=Checkpoints(tmp_path / "checkpoints"),
-        **{"steps": 6, "log_every": 2, **settings},
-    )
+from plain_runs import Kept, make_run
 
 
 @pytest.mark.slow
@@ -100,7 +52,7 @@ class Broken(Arrays):
 def test_an_evaluation_does_not_go_on_from_training(tmp_path):
     """Of a data set that says itself where what is carried begins anew, which may be later than its first example."""
     examples = {**toys.data(60), "reset": np.arange(60) == 33}
-    run = make_run(tmp_path, summing(), examples=examples, held_out=examples)
+    run = make_run(tmp_path, toys.summing(), examples=examples, held_out=examples)
     program, state = run.strategy.compile(run.step), run.strategy.init()
     trained = state.replace(carry=jax.tree.map(jnp.ones_like, state.carry))
     assert loop.evaluate(run, program, state) == loop.evaluate(run, program, trained)
@@ -207,17 +159,17 @@ def test_garbage_collection_leaves_out_what_a_start_has_made(tmp_path, monkeypat
 
 
 def test_counters_that_depend_on_the_examples_end_the_run(tmp_path):
-    model = counting(lambda batch: (batch["labels"][0] > 0).astype(jnp.int32))
+    model = toys.counting(lambda batch: (batch["labels"][0] > 0).astype(jnp.int32))
     with pytest.raises(RunFailed, match="update 2: integers of the model state differ"):
         loop.fit(make_run(tmp_path, model))
 
 
 @pytest.mark.slow
 def test_carried_state_resumes_under_another_strategy(tmp_path):
-    whole = make_run(tmp_path / "whole", counting())
+    whole = make_run(tmp_path / "whole", toys.counting())
     loop.fit(whole)
-    loop.fit(make_run(tmp_path / "parts", counting(), "pmap", 3, steps=4))
-    parts = make_run(tmp_path / "parts", counting(), "pjit", 8, start=4)
+    loop.fit(make_run(tmp_path / "parts", toys.counting(), "pmap", 3, steps=4))
+    parts = make_run(tmp_path / "parts", toys.counting(), "pjit", 8, start=4)
     loop.fit(parts)
     a, b = (r.checkpoints.restore(6, r.strategy.abstract()) for r in (whole, parts))
     assert toys.relative_error(a, b)[0] < 1e-5

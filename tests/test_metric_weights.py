@@ -15,7 +15,7 @@ from jaxdp.losses import CausalLM, MultiTask, SoftmaxCrossEntropy
 from jaxdp.metrics.sums import WEIGHT, check_result
 from jaxdp.training import loop
 from jaxdp.verify.oracle import mean_of
-from test_loop import make_run
+from plain_runs import make_run
 
 RARE = 2  # a class that only the last batch has
 

@@ -9,18 +9,12 @@ import sys
 import pytest
 
 from covering import only
-from launch import Finished, mpirun, processes, require
+from launch import Finished, mpirun, port, processes, ranks, require
 from two_hosts import TwoHosts
 
 pytestmark = pytest.mark.mpi
 SCRIPT = str(pathlib.Path(__file__).parent / "mpi" / "context.py")
 FAST = {"JAXDP_TIMEOUT": "3"}
-
-
-def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 def told(*jobs: Finished) -> list[dict]:
@@ -37,11 +31,6 @@ def errors(*jobs: Finished) -> list[str]:
         assert not job.left, job.output
         assert "Traceback" not in job.stderr and "terminate called" not in job.stderr, job.output
     return [line for job in jobs for line in job.stderr.splitlines() if line.startswith("jaxdp: ")]
-
-
-def ranks(n: int, coordinator: str, **more: str) -> list[dict[str, str | None]]:
-    both = {"JAXDP_COORDINATOR": coordinator, "JAXDP_NUM_PROCESSES": str(n), **more}
-    return [{**both, "JAXDP_PROCESS_ID": str(r)} for r in range(n)]
 
 
 @pytest.mark.parametrize("which", only(["openmpi5", "mpich"], ["openmpi5", "openmpi4", "mpich"]))

@@ -12,11 +12,11 @@ import sys
 import pytest
 
 import launch
+from faulty_runs import final, kept, when, written
 from jaxdp.distributed import channel, hosts, joining, messages, protocol
 from jaxdp.distributed.connection import Connection
 from jaxdp.errors import UsageError
-from test_faults import argv, config, final, kept, when  # noqa: F401
-from test_mpi_launch import port, ranks
+from launch import port, ranks
 from two_hosts import TwoHosts
 
 HERE = pathlib.Path(__file__).parent
@@ -219,10 +219,15 @@ def spoil(context):
 """
 
 
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("config"))
+
+
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("end", ["finishes", "is preempted", "fails"])
-def test_garbage_in_every_operation(config, tmp_path, end):  # noqa: F811
+def test_garbage_in_every_operation(config, tmp_path, end):
     """From a rank that has the secret: the job trains, saves, and still ends by what really happens to it."""
     fault = {"what": "garbage in keys", "rank": 1, "at": 5, "run_dir": str(tmp_path / "run")}
     if end == "fails":

@@ -18,41 +18,14 @@ from jaxdp.config import Config, Optimizer
 from jaxdp.core.step import make_step
 from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
-from jaxdp.models.base import Model
 from jaxdp.optim import make_optimizer
 from jaxdp.precision import LossScaling, Policy
 from jaxdp.split import WHOLE, path_string, split_dims
-from test_zero_bytes import compiled
+from layouts import LAYOUTS, assert_same_bits, contents
+from programs import compiled
 
 F16 = Policy(jnp.float32, jnp.float16, jnp.float32)
-LAYOUTS = {
-    "pmap-0": {"backend": "pmap"},
-    "pmap-1": {"backend": "pmap", "layout": {"zero": 1}},
-    "pjit-0": {"backend": "pjit"},
-    "pjit-2": {"backend": "pjit", "layout": {"zero": 2}},
-    "pjit-3": {"backend": "pjit", "layout": {"zero": 3}},
-    "hybrid-3": {"backend": "pjit", "layout": {"zero": 3, "shard_size": 4}},
-}
 every_layout = pytest.mark.parametrize("layout", only(["pjit-3"], LAYOUTS))
-
-
-def of_all_kinds():
-    """A linear model with a running mean, a count, and what each place has seen."""
-
-    def init(key, batch):
-        x = batch["inputs"].reshape(len(batch["inputs"]), -1)
-        params = {"w": 0.1 * jax.random.normal(key, (x.shape[1], toys.CLASSES)), "b": jnp.zeros(toys.CLASSES)}
-        state = {"mean": jnp.zeros(x.shape[1]), "calls": jnp.zeros((), jnp.int32)}
-        return params, {**state, "carry": {"seen": jnp.zeros(x.shape)}}
-
-    def apply(params, state, batch, key, train):
-        x = batch["inputs"].reshape(len(batch["inputs"]), -1)
-        wide = x.astype(jnp.float32)
-        mean = 0.9 * state["mean"] + 0.1 * wide.mean(0)
-        new = {"mean": mean, "calls": state["calls"] + 1, "carry": {"seen": state["carry"]["seen"] + wide}}
-        return x @ params["w"] + params["b"], new
-
-    return Model(init, apply)
 
 
 def overflowing(feature=5):
@@ -78,19 +51,10 @@ def run(steps, *args, **settings):
     return states, metrics, state, strategy
 
 
-def assert_same_bits(a, b):
-    assert jax.tree.leaves(a)
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
-def contents(state):
-    return state.params, state.opt_state, state.model_state, state.ema, state.carry
-
-
 @functools.cache
 def overflowed(layout):
     return run(
-        8, of_all_kinds(), overflowing(), policy=F16, scaling=LossScaling(16.0, interval=2), ema=0.9,
+        8, toys.of_all_kinds(), overflowing(), policy=F16, scaling=LossScaling(16.0, interval=2), ema=0.9,
         **LAYOUTS[layout],
     )  # fmt: skip
 
@@ -129,7 +93,7 @@ def test_an_update_that_overflows_is_skipped_on_all_devices(layout):
 def test_a_scale_never_falls_below_one():
     examples = toys.data(20)
     examples["inputs"][:, 0, 0, 0] = 6e4
-    states, metrics, *_ = run(4, of_all_kinds(), examples, policy=F16, scaling=LossScaling(4.0))
+    states, metrics, *_ = run(4, toys.of_all_kinds(), examples, policy=F16, scaling=LossScaling(4.0))
     assert [int(m["skipped"]) for m in metrics[:3]] == [1, 1, 1]
     assert [float(s.loss_scale.value) for s in states] == [4, 2, 1, 1, 1]
     assert_same_bits(contents(states[3]), contents(states[0]))
@@ -138,7 +102,7 @@ def test_a_scale_never_falls_below_one():
 @pytest.mark.slow
 def test_a_static_scale_stays_and_skips_too():
     states, metrics, *_ = run(
-        5, of_all_kinds(), overflowing(), policy=F16, scaling=LossScaling(16.0, dynamic=False, interval=1)
+        5, toys.of_all_kinds(), overflowing(), policy=F16, scaling=LossScaling(16.0, dynamic=False, interval=1)
     )
     assert [int(m["skipped"]) for m in metrics] == [0, 1, 0, 0, 1]
     assert {float(s.loss_scale.value) for s in states} == {16.0} and {int(s.loss_scale.good) for s in states} == {0}

@@ -16,29 +16,11 @@ import yaml
 
 from launch import ROOT, environment, require
 from launch import _survivors as survivors
+from slow_runs import CONFIG, SLOW
 
 PAGE = (ROOT / "docs" / "restart.md").read_text()
 ONE_LINE, LIMITED, ASKING, SRUN, MPIRUN = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
 COMMAND = "jaxdp train --config run.yaml"
-# Exact, so that one process and two end in the same bits; slow, so that there is time to stop it.
-CONFIG = """
-model: {target: MLP, args: {hidden: [16]}}
-data: {target: slow_digits.SlowDigits}
-steps: 150
-batch_size: 32
-parallel: {reduction: exact}
-log: {every: 1}
-checkpoint: {every: 20}
-"""
-SLOW = """import time
-from jaxdp.data.digits import Digits
-
-
-class SlowDigits(Digits):
-    def read(self, indices):
-        time.sleep(0.01)
-        return super().read(indices)
-"""
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from jaxdp.data.base import Arrays
 from jaxdp.data.cursor import Cursor, Streams
 from jaxdp.data.prefetch import read_batch
 from jaxdp.losses import SoftmaxCrossEntropy
-from jaxdp.models.base import Model
 
 
 @pytest.mark.parametrize("size, batch_size, microbatches", [(53, 20, 8), (12, 4, 4), (7, 10, 3), (40, 6, 8), (1, 1, 1)])
@@ -58,7 +57,7 @@ def unrolled(examples, batch_size, steps):
 def test_what_is_carried_begins_anew_with_an_epoch(way):
     """53 examples in 20 rows, three updates an epoch, in the last of which seven rows have ended."""
     backend, devices, accumulate = way
-    model, examples = summing(), toys.data(53)
+    model, examples = toys.summing(), toys.data(53)
     for steps in (2, 4):
         _, state, *_ = toys.train(
             model, examples, steps=steps, sequential=True, backend=backend, devices=devices, accumulate=accumulate
@@ -66,21 +65,6 @@ def test_what_is_carried_begins_anew_with_an_epoch(way):
         for r, want in enumerate(unrolled(examples, 20, steps)):
             got = state.carry["seen"][r % 8, r // 8]
             np.testing.assert_allclose(got, want.ravel(), rtol=1e-5, atol=1e-5)
-
-
-def summing():
-    """Carries the sum of what a row has seen; its output depends on it."""
-
-    def init(key, batch):
-        size = int(np.prod(batch["inputs"].shape[1:]))
-        kernel = jax.random.normal(key, (size, toys.CLASSES)) * 0.1
-        return {"kernel": kernel}, {"carry": {"seen": jnp.zeros((len(batch["inputs"]), size))}}
-
-    def apply(params, state, batch, key, train):
-        seen = jax.lax.stop_gradient(state["carry"]["seen"]) + batch["inputs"].reshape(len(batch["inputs"]), -1)
-        return seen @ params["kernel"], {"carry": {"seen": seen}}
-
-    return Model(init, apply)
 
 
 def evaluated(model, examples, sequential, **way):
@@ -98,7 +82,7 @@ def evaluated(model, examples, sequential, **way):
 @pytest.mark.slow
 def test_an_evaluation_goes_on_from_batch_to_batch():
     """By hand: the output of each row is that of the sum of what it has seen."""
-    model, examples = summing(), toys.data(53)
+    model, examples = toys.summing(), toys.data(53)
     params = jax.device_get(model.init(jax.random.key(0), examples)[0])
     total = 0.0
     for part in np.array_split(np.arange(53), 20):
@@ -148,7 +132,7 @@ def test_a_skipped_update_begins_anew_all_the_same(way, own):
         return total + jnp.sum(batch["odd"] * batch["mask"]), weight, metrics
 
     strategy, step, batch = toys.build(
-        summing(), examples, loss=loss, sequential=True, backend=backend, devices=devices, reduction=reduction,
+        toys.summing(), examples, loss=loss, sequential=True, backend=backend, devices=devices, reduction=reduction,
         batch_size=20,
     )  # fmt: skip
     program, state, skipped = strategy.compile(step), strategy.init(), []

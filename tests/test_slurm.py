@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from launch import ROOT, processes
+from slow_runs import CONFIG, SLOW
 from slurm import Slurm
-from test_restart import CONFIG, SLOW
 
 pytestmark = [pytest.mark.slow, pytest.mark.mpi, pytest.mark.xdist_group("slurm")]
 TRAIN = [sys.executable, str(ROOT / "train.py")]

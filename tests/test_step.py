@@ -18,7 +18,6 @@ from jaxdp.data.cursor import Cursor
 from jaxdp.data.prefetch import read_batch
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models import as_model
-from jaxdp.models.base import Model
 from jaxdp.models.cnn import CNN
 from jaxdp.models.nnx import Carry
 from jaxdp.models.resnet9 import ResNet9
@@ -96,23 +95,6 @@ def test_a_microbatch_of_padding_changes_nothing(model, accumulate):
     assert all(float(jnp.abs(x).max()) == 0 for x in jax.tree.leaves(nothing))
 
 
-def counting(step_of=lambda batch: 1) -> Model:
-    """A linear model that counts its calls in an int32 and carries the sum of what each place has seen."""
-
-    def init(key, batch):
-        x = batch["inputs"].reshape(len(batch["inputs"]), -1)
-        params = {"w": jax.random.normal(key, (x.shape[1], toys.CLASSES), x.dtype) * 0.1}
-        return params, {"calls": jnp.zeros((), jnp.int32), "carry": {"seen": jnp.zeros(x.shape, x.dtype)}}
-
-    def apply(params, state, batch, key, train):
-        x = batch["inputs"].reshape(len(batch["inputs"]), -1)
-        seen = jax.lax.stop_gradient(state["carry"]["seen"]) + x
-        new = {"calls": state["calls"] + step_of(batch), "carry": {"seen": seen}}
-        return seen @ params["w"], new
-
-    return Model(init, apply)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", first(1, ["pjit", "pmap"]))
 @pytest.mark.parametrize("devices", first(1, [3, 1, 8]))
@@ -120,7 +102,13 @@ def counting(step_of=lambda batch: 1) -> Model:
 def test_carry_stays_with_its_places_and_integers_count_once(backend, devices, accumulate):
     examples = toys.data(53)
     _, state, _, strategy, _ = toys.train(
-        counting(), examples, backend=backend, devices=devices, accumulate=accumulate, steps=4, optimizer="momentum"
+        toys.counting(),
+        examples,
+        backend=backend,
+        devices=devices,
+        accumulate=accumulate,
+        steps=4,
+        optimizer="momentum",
     )
     assert int(state.model_state["calls"]) == 4
     want = np.zeros((8, 3, 32), np.float32)
@@ -136,10 +124,10 @@ def test_carry_stays_with_its_places_and_integers_count_once(backend, devices, a
 
 @pytest.mark.slow
 def test_integers_that_disagree_are_counted():
-    model = counting(lambda batch: (batch["labels"][0] > 0).astype(jnp.int32))
+    model = toys.counting(lambda batch: (batch["labels"][0] > 0).astype(jnp.int32))
     *_, metrics, _, _ = toys.train(model, toys.data(53), steps=2, devices=2)
     assert all(int(m["disagreeing_state"]) == 1 for m in metrics)
-    *_, metrics, _, _ = toys.train(counting(), toys.data(53), steps=2, devices=2)
+    *_, metrics, _, _ = toys.train(toys.counting(), toys.data(53), steps=2, devices=2)
     assert all(int(m["disagreeing_state"]) == 0 for m in metrics)
 
 

@@ -23,7 +23,7 @@ from jaxdp.metrics.meter import Meter
 from jaxdp.metrics.throughput import goodput, throughput
 from jaxdp.models.attention import fused
 from jaxdp.training import loop
-from test_loop import make_run
+from plain_runs import make_run
 
 LAYERS, DIM, TOKENS = 3, 128, 32
 GPT = {

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import toys
+from cli_runs import ended, jaxdp, records, write
 from covering import only
 from jaxdp import cli
 from jaxdp.checkpoint.digest import params_sha256
@@ -32,7 +33,6 @@ from jaxdp.models import as_model
 from jaxdp.models.mlp import MLP
 from jaxdp.split import path_string
 from launch import mpirun
-from test_cli import ended, jaxdp, records, write
 
 TX = optax.adamw(1e-2)
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float64": np.float64}

@@ -23,7 +23,7 @@ from jaxdp.supervise.monitor import RunMonitor, Stopped
 from jaxdp.supervise.watchdog import verdict
 from jaxdp.training import loop
 from jaxdp.training.source import Source
-from test_loop import make_run
+from plain_runs import make_run
 
 ALONE = Context(hosts=("here",))
 

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 import toys
-from covering import cover, first, only, product
+from covering import cover, first, name, only, product
 from jaxdp.precision import Policy
-from test_equivalence import TOLERANCE, judged, name, smallest
+from judging import STEPS, TOLERANCE, judged, smallest
 
-STEPS = 10
 PLACES = ("1", "2", "3", "4", "8", "8/4", "8/2")  # devices; devices / those that share one copy of the split state
 FACTORS = {
     "backend": ("pjit", "pmap"),

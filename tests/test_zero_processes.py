@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 
+from cli_runs import curve, records, write
 from launch import mpirun, require, together
 from mpi import zero
-from test_cli import curve, records, write
 
 pytestmark = pytest.mark.mpi
 SCRIPT = pathlib.Path(__file__).parent / "mpi" / "zero.py"

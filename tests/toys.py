@@ -111,6 +111,57 @@ def lstm_model(width=12) -> Model:
     return Model(init, apply)
 
 
+def summing():
+    """Carries the sum of what a row has seen; its output depends on it."""
+
+    def init(key, batch):
+        size = int(np.prod(batch["inputs"].shape[1:]))
+        kernel = jax.random.normal(key, (size, CLASSES)) * 0.1
+        return {"kernel": kernel}, {"carry": {"seen": jnp.zeros((len(batch["inputs"]), size))}}
+
+    def apply(params, state, batch, key, train):
+        seen = jax.lax.stop_gradient(state["carry"]["seen"]) + batch["inputs"].reshape(len(batch["inputs"]), -1)
+        return seen @ params["kernel"], {"carry": {"seen": seen}}
+
+    return Model(init, apply)
+
+
+def counting(step_of=lambda batch: 1) -> Model:
+    """A linear model that counts its calls in an int32 and carries the sum of what each place has seen."""
+
+    def init(key, batch):
+        x = batch["inputs"].reshape(len(batch["inputs"]), -1)
+        params = {"w": jax.random.normal(key, (x.shape[1], CLASSES), x.dtype) * 0.1}
+        return params, {"calls": jnp.zeros((), jnp.int32), "carry": {"seen": jnp.zeros(x.shape, x.dtype)}}
+
+    def apply(params, state, batch, key, train):
+        x = batch["inputs"].reshape(len(batch["inputs"]), -1)
+        seen = jax.lax.stop_gradient(state["carry"]["seen"]) + x
+        new = {"calls": state["calls"] + step_of(batch), "carry": {"seen": seen}}
+        return seen @ params["w"], new
+
+    return Model(init, apply)
+
+
+def of_all_kinds():
+    """A linear model with a running mean, a count, and what each place has seen."""
+
+    def init(key, batch):
+        x = batch["inputs"].reshape(len(batch["inputs"]), -1)
+        params = {"w": 0.1 * jax.random.normal(key, (x.shape[1], CLASSES)), "b": jnp.zeros(CLASSES)}
+        state = {"mean": jnp.zeros(x.shape[1]), "calls": jnp.zeros((), jnp.int32)}
+        return params, {**state, "carry": {"seen": jnp.zeros(x.shape)}}
+
+    def apply(params, state, batch, key, train):
+        x = batch["inputs"].reshape(len(batch["inputs"]), -1)
+        wide = x.astype(jnp.float32)
+        mean = 0.9 * state["mean"] + 0.1 * wide.mean(0)
+        new = {"mean": mean, "calls": state["calls"] + 1, "carry": {"seen": state["carry"]["seen"] + wide}}
+        return x @ params["w"] + params["b"], new
+
+    return Model(init, apply)
+
+
 MODELS = {
     "mlp": lambda: as_model(lambda rngs: MLP(SHAPE, CLASSES, (8,), rngs=rngs)),
     "resnet": lambda: as_model(ResNet),

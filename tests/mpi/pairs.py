@@ -11,8 +11,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 context = jaxdp.init()
 
+import toys  # noqa: E402
+from checkpoints import META, WAYS, digest, strategy  # noqa: E402
 from jaxdp.checkpoint.store import Checkpoints  # noqa: E402
-from test_checkpoint import META, WAYS, digest, strategy, toys  # noqa: E402
 
 directory, expected = pathlib.Path(sys.argv[1]), sys.argv[2]
 model = toys.MODELS["mlp"]()
