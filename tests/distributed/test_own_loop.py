@@ -324,6 +324,7 @@ def test_metrics_alone_are_floats():
 
 
 def test_who_was_started_with_others_must_join_them(monkeypatch):
+    monkeypatch.setattr("jaxdp.distributed.context._current", None)  # an earlier test may have joined
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     for call in (lambda: jaxdp.partition_dataset(np.zeros(4), 2), lambda: jaxdp.DistributedSampler(4)):
