@@ -110,6 +110,18 @@ def test_no_module_imports_itself_through_others():
     assert len(done) == len(names)
 
 
+def test_no_test_module_imports_another():
+    """What they share is in tests/support."""
+    files = [*pathlib.Path(__file__).parents[1].rglob("*.py")]
+    tests = {file.stem for file in files if file.name.startswith("test_")}
+    assert len(tests) > 70
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [getattr(node, "module", ""), *(alias.name for alias in node.names)]
+                assert tests.isdisjoint(".".join(names).split(".")), f"{file}:{node.lineno}"
+
+
 def test_the_config_is_known_to_few():
     names = modules()
     users = {layer(name) for name, file in names.items() if any(layer(o) == "config" for o in imports(file, names))}
