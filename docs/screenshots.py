@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from PIL import Image  # noqa: E402
 from terminal import Screen, watch  # noqa: E402

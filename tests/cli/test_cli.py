@@ -1,0 +1,448 @@
+"""The command as people use it: training, resuming, refusing, alone and under mpirun."""
+
+import json
+import os
+import pathlib
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from cli_runs import curve, ended, jaxdp, records, write
+from covering import first
+from jaxdp import cli
+from jaxdp.config.describe import groups
+from jaxdp.config.keys import inner, known_keys
+from launch import mpirun, processes
+from two_hosts import TwoHosts
+
+ROOT = pathlib.Path(__file__).parents[2]
+CNN = ["--model", "{target: CNN, args: {widths: [4, 8], dropout: 0.1}}"]
+
+
+SMALL = """
+model: {target: CNN, args: {widths: [4, 8], dropout: 0.1}}
+data: {target: Digits, args: {augment: true}}
+steps: 30
+batch_size: 60
+optimizer: {target: adamw, lr: 1.0e-2, weight_decay: 0.1, clip_norm: 1.0}
+log: {every: 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """One process, one device: what everything else must equal."""
+    folder = tmp_path_factory.mktemp("single")
+    jaxdp("--config", write(folder, SMALL), "--run_dir", folder / "run")
+    return folder / "run"
+
+
+def assert_same_curve(run_dir, reference):
+    ours, theirs = curve(run_dir), curve(reference)
+    assert len(ours) == len(theirs) == 30
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    final, want = records(run_dir, "final")[0], records(reference, "final")[0]
+    assert final["loss"] == pytest.approx(want["loss"], rel=1e-5)
+    assert final["accuracy"] == pytest.approx(want["accuracy"], abs=1e-6)
+
+
+@pytest.mark.slow
+def test_the_run_directory_holds_what_the_contract_says(single):
+    env = json.loads((single / "env.json").read_text())
+    assert env["versions"]["jax"] and env["topology"]["processes"] == 1 and env["launcher"] == "none"
+    assert "target: CNN" in (single / "config.yaml").read_text()
+    train, final = records(single, "train"), records(single, "final")
+    assert [r["step"] for r in train] == list(range(1, 31))
+    assert {"loss", "accuracy", "lr", "grad_norm", "nonfinite_grads"} <= set(train[0])
+    assert {"step_time_ms", "examples_per_s"} <= set(train[-1])
+    assert len(final) == 1 and re.fullmatch("[0-9a-f]{64}", final[0]["params_sha256"])
+    assert final[0]["step"] == 30 and 0 < final[0]["accuracy"] <= 1
+    assert train[-1]["loss"] < train[0]["loss"]
+    assert (single / "checkpoints" / "30").is_dir()
+    assert all(abs(r["time"] - train[0]["time"]) < 100 for r in train + final)
+    page = (single / "report.html").read_text()
+    assert '"word":"finished"' in page and re.search('"all-reduce"|"collectives":{}', page)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", first(1, [("pmap", 3), ("pjit", 8)]))
+def test_devices_and_backend_change_nothing(single, tmp_path, where):
+    backend, devices = where
+    jaxdp(
+        "--config", write(tmp_path, SMALL), "--run_dir", tmp_path / "run", "--parallel.backend", backend,
+        "--parallel.accumulate", "scan", devices=devices,
+    )  # fmt: skip
+    assert_same_curve(tmp_path / "run", single)
+
+
+def test_the_same_run_gives_the_same_digest_and_a_finished_one_says_so(single, tmp_path):
+    config = write(tmp_path, SMALL)
+    out = jaxdp("--config", config, "--run_dir", tmp_path / "run").stdout
+    digest = [records(d, "final")[0]["params_sha256"] for d in (single, tmp_path / "run")]
+    assert digest[0] == digest[1] and digest[0][:16] in out
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert "finished" in ended("train", "--config", config, "--run_dir", tmp_path / "run").stdout
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_it_stands_under_the_other_backend(single, tmp_path):
+    """Stopped after 20 updates on one device under pmap, goes on with 4 under pjit: the same curve, no line twice."""
+    config = write(tmp_path, SMALL)
+    argv = ["--config", config, "--run_dir", tmp_path / "run", "--optimizer.schedule_steps", 30]
+    jaxdp(*argv, "--steps", 20, "--checkpoint.every", 10)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 25, "split": "train", "loss": 99.0}\n{"step": 26, "spl')  # written before a crash
+    out = jaxdp(*argv, "--parallel.backend", "pjit", devices=4).stdout
+    assert "resumes after step 20" in out
+    assert_same_curve(tmp_path / "run", single)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    told = [(e["kind"], e["step"]) for e in events if e["kind"] not in ("saving", "settled")]
+    saved = [event for event in told if event[0] == "saved"]  # in a thread of its own
+    assert saved == [("saved", 10), ("saved", 20), ("saved", 30)]
+    assert [event for event in told if event not in saved] == [
+        ("start", 0), ("first_update", 1), ("evaluation", 20), ("finished", 20),
+        ("resume", 20), ("first_update", 21), ("evaluation", 30), ("finished", 30),
+    ]  # fmt: skip
+    layout = json.loads((tmp_path / "run" / "layout.json").read_text())
+    params = layout["parameters"] * 4
+    assert layout["bytes_per_device"]["params"] == params and layout["devices"] == 4
+    assert params <= layout["program"]["collectives"]["all-reduce"]["bytes"] <= params + 200  # and other sums
+    evaluated = ended("eval", "--run_dir", tmp_path / "run")
+    accuracy = records(tmp_path / "run", "final")[0]["accuracy"]
+    assert f"accuracy {accuracy:.4f}" in " ".join(evaluated.stdout.split())
+    refused = ended("train", *argv, "--seed", 5, code=2).stderr
+    assert "seed: 0 -> 5" in refused and refused.count("\n") == 1
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["10", "20", "30"]
+
+
+@pytest.mark.slow
+def test_a_class_outside_the_package_trains_by_its_path(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import numpy as np, flax.linen as nn, optax, jax.numpy as jnp\n"
+        "class Net(nn.Module):\n"
+        "    width: int = 8\n"
+        "    @nn.compact\n"
+        "    def __call__(self, x):\n"
+        "        return nn.Dense(1)(nn.tanh(nn.Dense(self.width)(x)))[:, 0]\n"
+        "class Data:\n"
+        "    def __init__(self, n, split='train'):\n"
+        "        self.x = np.random.default_rng(split == 'train').normal(size=(n, 3)).astype(np.float32)\n"
+        "    def __len__(self): return len(self.x)\n"
+        "    def __getitem__(self, i): return self.x[i], self.x[i].sum()\n"
+        "def loss(outputs, batch, scale=1.0):\n"
+        "    mask = batch['mask']\n"
+        "    return scale * jnp.sum(mask * (outputs - batch['labels']) ** 2), jnp.sum(mask), {}\n"
+        "def tx(learning_rate, decay=0.9):\n"
+        "    return optax.rmsprop(learning_rate, decay)\n"
+    )
+    config = write(
+        tmp_path,
+        "model: {target: mine.Net, args: {width: 16}}\ndata: {target: mine.Data, args: {n: 101}}\n"
+        "loss: {target: mine.loss, args: {scale: 0.5}}\noptimizer: {target: mine.tx, lr: 0.02, args: {decay: 0.99}}\n"
+        "epochs: 40\nbatch_size: 16\nlog: {every: 10}\n",
+    )
+    jaxdp("--config", config, cwd=tmp_path, devices=2)
+    losses = [r["loss"] for r in records(tmp_path / "runs" / "config")]
+    assert losses[-1] < 0.2 * losses[0]
+
+
+BAD = {
+    "unknown key": (["--modle.target", "MLP"], "did you mean 'model.target'"),
+    "wrong type": (["--batch_size", "many"], "batch_size"),
+    "target that is not there": (["--model.target", "nowhere.Net"], "model.target: 'nowhere.Net' cannot be imported"),
+    "misspelled target": (["--model.target", "CNM"], "did you mean 'CNN'"),
+    "target without such a name": (["--loss.target", "jaxdp.losses.Hinge"], "has no 'Hinge'"),
+    "unknown argument": (["--model.args.widhts", "[3]"], "model.args.widhts: CNN takes no such argument; did you mean"),
+    "wrong argument": (["--model.args.widths", "3"], "model.args.widths: 3 is not a list of integers, which CNN takes"),
+    "unknown optimizer argument": (["--optimizer.args.b7", "3"], "optimizer.args.b7: adamw takes no such argument"),
+    "unknown argument of sgd": (["--optimizer.target", "sgd", "--optimizer.args.b7", "3"], "b7: sgd takes no such"),
+    "decay that is not taken": (
+        ["--optimizer.target", "optax.rmsprop"],
+        "optimizer.weight_decay: 0.1 but rmsprop takes none",
+    ),
+    "classes that are no number": (["--model.args.num_classes", "abc"], "model.args"),
+    "missing argument": (["--data.target", "CIFAR10", "--data.args", "{}"], "data.args.root: CIFAR10 needs it"),
+    "missing data": (["--data.target", "MNIST", "--data.args", "{root: /nowhere}"], "data.args.root"),
+    "too many devices": (["--microbatches", "2"], "set microbatches to 8"),
+    "devices that are not there": (["--parallel.devices", "9"], "parallel.devices: 9, but there are 8"),
+    "labels that do not fit": (["--loss.target", "MeanSquaredError"], "loss: outputs"),
+    "target that is no path": (["--model.target", ".foo.bar"], "model.target: '.foo.bar' is not a dotted path"),
+    "target that is a number": (["--data.target", "math.pi", "--data.args", "{}"], "data.target: 'math.pi' is float"),
+    "target that is no model": (
+        ["--model.target", "os.getcwd", "--model.args", "{}"],
+        "model: str is not a model; give a Flax NNX class",
+    ),
+    "argument of another type": (["--model.args.dropout", "much"], "model.args.dropout: 'much' is a text"),
+    "too few classes": (["--model.args.num_classes", "4"], "model.args.num_classes: 4, but the data has 10"),
+    "argument with a key of its own": (["--optimizer.args.weight_decay", "1"], "set by optimizer.weight_decay"),
+    "a run directory that is a file": (["--run_dir", "pyproject.toml"], "run_dir: cannot write in 'pyproject.toml'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_code_2(case, tmp_path):
+    argv, words = BAD[case]
+    run_dir = tmp_path / "run"
+    done = ended("train", "--config", write(tmp_path, SMALL), "--run_dir", run_dir, *argv, code=2)
+    assert words in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("jaxdp: ")
+    assert "Traceback" not in done.stderr
+    assert not run_dir.exists()  # nothing is left of a run that never began
+
+
+def test_the_process_of_a_refused_command_ends_with_code_2(tmp_path):
+    """The other refusals are tested without a process."""
+    done = jaxdp("--config", write(tmp_path, SMALL), "--modle.target", "MLP", code=2)
+    assert "did you mean 'model.target'" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_is_by_a_number_that_there_is_and_is_kept(tmp_path):
+    argv = ["--config", write(tmp_path, SMALL), "--run_dir", tmp_path / "run", "--eval.every", 5]
+    refused = ended("train", *argv, "--checkpoint.best", "acuracy", code=2).stderr
+    assert refused == "jaxdp: checkpoint.best: 'acuracy' is not among the numbers of an evaluation: accuracy, loss\n"
+    jaxdp(*argv, "--checkpoint.best", "loss", "--checkpoint.keep", 1)
+    losses = {r["step"]: r["loss"] for r in records(tmp_path / "run", "eval") + records(tmp_path / "run", "final")}
+    best = min(losses, key=losses.get)
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == sorted({str(best), "30"})
+
+
+def test_int64_data_without_x64_is_refused(tmp_path):
+    (tmp_path / "wide.py").write_text(
+        "import numpy as np\ndef data():\n    return [(np.zeros((4, 4, 1), np.float32), np.int64(1))] * 8\n"
+    )
+    config = write(tmp_path, SMALL.replace("{target: Digits, args: {augment: true}}", "{target: wide.data}"))
+    done = jaxdp("--config", config, "--model.args.num_classes", 3, cwd=tmp_path, code=2)
+    assert "'labels' is int64" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_damaged_run_directories(single, tmp_path):
+    """What a checkpoint is of stands in its manifest; config.yaml is for people, and written anew."""
+    config = write(tmp_path, SMALL)
+    shutil.copytree(single, tmp_path / "odd")
+    (tmp_path / "odd" / "config.yaml").write_text("a: [")
+    run = lambda name, *more, **expected: ended(
+        "train", "--config", config, "--run_dir", tmp_path / name, *more, **expected
+    )
+    assert "finished" in run("odd").stdout
+    assert "seed: 0 -> 1" in run("odd", "--seed", 1, code=2).stderr
+    shutil.copytree(single, tmp_path / "torn")
+    with (tmp_path / "torn" / "metrics.jsonl").open("ab") as file:
+        file.write(b'3\n[1]\n\xff\xfe\n{"step":')
+    assert "finished" in run("torn").stdout
+    (tmp_path / "file").mkdir()
+    (tmp_path / "file" / "checkpoints").write_text("")
+    assert "cannot write" in run("file", code=2).stderr
+    done = ended("eval", "--run_dir", single, "--model.args.widths", "[2]", code=2)
+    assert "model.args.widths: [4, 8] -> [2]" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_sized_sequence_is_data_by_its_path(tmp_path):
+    (tmp_path / "rows.py").write_text(
+        "import numpy as np\nROWS = [{'inputs': np.ones((4, 4, 1), np.float32), 'labels': i % 3} for i in range(9)]\n"
+    )
+    config = write(tmp_path, SMALL.replace("{target: Digits, args: {augment: true}}", "{target: rows.ROWS}"))
+    jaxdp("--config", config, "--model.args.num_classes", 3, "--steps", 2, cwd=tmp_path)
+    final = records(tmp_path / "runs" / "config", "final")[0]
+    assert final["loss"] == records(tmp_path / "runs" / "config", "train")[-1]["loss"]  # nothing to evaluate on
+
+
+def test_help_reads_well():
+    for argv in (["-m", "jaxdp", "--help"], ["train.py", "--help"]):
+        done = subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and done.stdout.startswith("usage: ") and not done.stderr
+    for key in ("--optimizer.clip_norm", "--parallel.backend {pmap,pjit}", "--microbatches", "over all devices"):
+        assert key in done.stdout
+    for verb in cli.VERBS:
+        text = cli.help_of(verb, width=80)
+        assert text.startswith(f"usage: jaxdp {verb}") and f"  jaxdp {verb}" in text, verb
+        assert max(map(len, text.splitlines())) <= 115, verb
+    keys = [key for group in groups() for key in group.keys]
+    assert not [key.name for key in keys if not key.text]
+    assert {key.name for key in keys} == {k for k, hint in known_keys().items() if "." in k or inner(hint) is None}
+    assert not [key.name for key in keys if f"{'* '[key.decides == 'speed']} --{key.name} " not in done.stdout]
+    assert "--optimizer.lr" in cli.help_of("train", ["--help", "optimizer"])
+    assert "--model.target" not in cli.help_of("train", ["--help", "optimizer"])
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxdp", "trian"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and "unknown verb 'trian'" in done.stderr
+
+
+def test_help_is_quick_and_needs_no_jax():
+    code = "import sys, jaxdp.cli; jaxdp.cli.help_of('train'); assert not {'jax', 'jsonargparse'} & {*sys.modules}"
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(seconds) < 0.3  # of a processor: others may use this one
+
+
+TAB = """eval "$(jaxdp completion {shell})"
+[ -z "$ZSH_VERSION" ] || emulate sh  # as zsh's own bashcompinit does around such a function
+COMP_WORDS=(jaxdp {words}) COMP_CWORD={place}
+_jaxdp
+echo "${{COMPREPLY[*]}}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["tr"], "train"),
+        (["--ve"], "--version"),
+        (["train", "--parallel.ba"], "--parallel.backend"),
+        (["train", "--parallel.backend", "pj"], "pjit"),
+        (["train", "--config", "conf"], ""),  # the shell completes files
+        (["export", "--lay"], "--layout"),
+        (["plan", "--dev"], "--devices"),
+        (["completion", "z"], "zsh"),
+    ],
+)
+@pytest.mark.parametrize("shell", first(1, ["bash", "zsh"]))
+def test_a_shell_completes(shell, words, found):
+    if not shutil.which(shell):
+        pytest.skip(f"no {shell} here")
+    script = TAB.format(shell=shell, words=" ".join(words), place=len(words))
+    done = subprocess.run(
+        [shell, *{"bash": ["--norc"], "zsh": ["-f"]}[shell], "-c", script],
+        cwd=ROOT, text=True, capture_output=True, timeout=60,
+        env={**os.environ, "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert done.returncode == 0 and not done.stderr and done.stdout.strip() == found
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("which", "np_", "devices", "backend"),
+    [
+        ("openmpi5", 2, 2, "pjit"), pytest.param("openmpi5", 2, 1, "pmap", marks=pytest.mark.slow),
+        pytest.param("openmpi5", 4, 1, "pjit", marks=pytest.mark.slow),
+        pytest.param("openmpi5", 2, 2, "pmap", marks=pytest.mark.slow),
+        pytest.param("mpich", 2, 1, "pjit", marks=pytest.mark.slow),
+        pytest.param("openmpi4", 2, 1, "pmap", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_processes_change_nothing(single, tmp_path, which, np_, devices, backend):
+    argv = [
+        "train.py",
+        "--config",
+        write(tmp_path, SMALL),
+        "--run_dir",
+        tmp_path / "run",
+        "--parallel.backend",
+        backend,
+    ]
+    done = mpirun(np_, list(map(str, argv)), which, devices=devices)
+    assert done.returncode == 0, done.output
+    assert not done.left
+    assert_same_curve(tmp_path / "run", single)
+    assert done.stdout.count("final 30/30") == 1  # rank 0 alone prints
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.parametrize("which", first(1, ["openmpi5", "mpich"]))
+def test_bad_input_under_mpirun_is_said_once(tmp_path, which):
+    config = write(tmp_path, SMALL)
+    for argv, words in ((["--modle.target", "X"], "did you mean"), (["--microbatches", "1"], "set microbatches to 2")):
+        done = mpirun(
+            2, ["train.py", "--config", str(config), "--run_dir", str(tmp_path / "r"), *argv], which, timeout=60
+        )
+        assert done.returncode == 2, done.output
+        assert done.stderr.count("jaxdp: ") == 1 and words in done.stderr and "Traceback" not in done.stderr
+        assert not done.left and done.seconds < 30
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_two_hosts_change_nothing(single, tmp_path):
+    argv = ["train.py", "--config", str(write(tmp_path, SMALL)), "--run_dir", str(tmp_path / "run")]
+    with TwoHosts(tmp_path) as hosts:
+        done = hosts.mpirun(argv, timeout=120)
+    assert done.returncode == 0, done.output
+    assert json.loads((tmp_path / "run" / "env.json").read_text())["topology"]["hosts"] == hosts.names
+    assert_same_curve(tmp_path / "run", single)
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "fault", ["OSError('the disk is gone')", pytest.param("SystemExit(0)", marks=pytest.mark.slow)]
+)
+def test_a_rank_that_fails_ends_the_job_in_seconds(tmp_path, fault):
+    (tmp_path / "failing.py").write_text(
+        "import jaxdp\nfrom jaxdp.data.digits import Digits\n"
+        "class Data(Digits):\n"
+        "    def read(self, indices):\n"
+        "        if jaxdp.current().rank == 1 and 1000 in indices:\n"
+        f"            raise {fault}\n"
+        "        return super().read(indices)\n"
+    )
+    config = write(tmp_path, SMALL.replace("{target: Digits, args: {augment: true}}", "{target: failing.Data}"))
+    argv = ["train.py", "--config", str(config), "--run_dir", str(tmp_path / "run"), "--steps", "60"]
+    done = mpirun(2, argv, env={"PYTHONPATH": str(tmp_path)}, timeout=60)
+    assert done.returncode == 1, done.output
+    assert "rank 1 " in done.stderr and done.seconds < 40 and not done.left
+    assert ("the disk is gone" in done.stderr) == fault.startswith("OSError")
+
+
+def ranks(tmp_path, argvs, timeout=60.0, prefixes=None):
+    """Two processes with arguments of their own, as two hosts might have: told apart by their rank."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    script = tmp_path / "each.py"
+    script.write_text(
+        "import json, os, sys\nfrom jaxdp.cli import main\n"
+        "main(['train', *json.loads(sys.argv[1])[int(os.environ['JAXDP_PROCESS_ID'])]])\n"
+    )
+    env = {"JAXDP_COORDINATOR": f"127.0.0.1:{port}", "JAXDP_NUM_PROCESSES": "2"}
+    each = [env | {"JAXDP_PROCESS_ID": str(r)} for r in range(2)]
+    return processes([str(script), json.dumps([list(map(str, a)) for a in argvs])], each, timeout, 1, prefixes)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        pytest.param([], ["--modle.target", "X"], "rank 1", marks=pytest.mark.slow),
+        ([], ["--seed", "3"], "seed"),
+        pytest.param(
+            [], ["--data.target", "MNIST", "--data.args", "{root: /nowhere}"], "rank 1", marks=pytest.mark.slow
+        ),
+    ],
+    ids=["config error on one", "configs that differ", "data missing on one"],
+)
+def test_ranks_that_differ_are_named_once(tmp_path, first, second, words):
+    base = ["--config", write(tmp_path, SMALL), "--run_dir", tmp_path / "run"]
+    refused_once(ranks(tmp_path, [[*base, *first], [*base, *second]]), words)
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_a_run_directory_that_is_not_shared(tmp_path):
+    """Rank 1 has a file system of its own at the same path, as a host without the network mount would."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    alone = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(run_dir)]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("mounting in a namespace of one's own is not permitted here")
+    base = ["--config", write(tmp_path, SMALL), "--run_dir", run_dir]
+    refused_once(ranks(tmp_path, [base, base], prefixes=[[], alone]), "is not the directory that rank 0 writes to")
+
+
+def refused_once(done, words):
+    errors = "".join(d.stderr for d in done)
+    assert [d.returncode for d in done] == [2, 2], errors
+    assert errors.count("jaxdp: ") == 1 and words in errors and "Traceback" not in errors
+    assert max(d.seconds for d in done) < 30 and not done[0].left

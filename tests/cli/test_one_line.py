@@ -1,0 +1,248 @@
+"""What is wrong around a run (memory, a platform, a signal at the start, an argument) ends it in one line."""
+
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxdp import cli
+from jaxdp.assemble.run import make_run
+from jaxdp.distributed.context import Context
+from jaxdp.errors import RunFailed, UsageError, explained
+from jaxdp.job.start import advice
+from jaxdp.metrics.jsonl import JsonLines
+from launch import mpirun
+
+ROOT = pathlib.Path(__file__).parents[2]
+DIGITS = ["--config", "configs/digits.yaml", "--epochs", "null", "--steps", "20"]
+TRAIN = ["-m", "jaxdp", "train", *DIGITS]
+
+
+def run(*argv, code, env=None):
+    done = subprocess.run(
+        [sys.executable, *map(str, argv)], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "XLA_FLAGS": "", **(env or {})},
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def made(tmp_path, *more):
+    """(the run of a config, the config)"""
+    config, _, _ = cli.load([*DIGITS, "--parallel.devices", "1", *map(str, more)])
+    return make_run(config, tmp_path, Context()), config
+
+
+@pytest.mark.parametrize("bytes_", [10**15, 10**17])
+def test_memory_that_there_is_not_is_one_line(bytes_):
+    for allocate in (lambda: jax.jit(lambda: jnp.zeros(bytes_ // 4))(), lambda: np.ones(bytes_ // 8)):
+        with pytest.raises(Exception, match=r"(?i)allocat") as raised:
+            jax.block_until_ready(allocate())
+        found = explained(raised.value)
+        assert isinstance(found, RunFailed) and "\n" not in str(found)
+        assert str(found).startswith("out of memory: ") and "parallel.remat" in str(found) and "plan" in str(found)
+    assert explained(ValueError("out of memory")) is None  # anybody's
+
+
+PLATFORMS = [("cuda", "JAX_PLATFORMS: 'cuda'"), *(pytest.param(p, w, marks=pytest.mark.slow) for p, w in [
+    ("tpu", "libtpu.so"), ("cpuu", "not in the list of known backends"), ("rocm", "known backends"),
+])]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("platform", "words"), PLATFORMS)
+def test_a_platform_that_there_is_not_is_one_line(tmp_path, platform, words):
+    if jax.default_backend() != "cpu":
+        pytest.skip("it may be there")
+    done = run(*TRAIN, "--run_dir", tmp_path / "run", code=2, env={"JAX_PLATFORMS": platform})
+    assert words in done.stderr and done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_model_beyond_the_memory_is_one_line(tmp_path):
+    done = run(*TRAIN, "--run_dir", tmp_path, "--model.args.hidden", "[1000000000000]", code=1)
+    assert "memory     " in done.stdout and " a device, without activations: parameters" in done.stdout
+    assert done.stderr.count("\n") == 1 and "out of memory: " in done.stderr
+
+
+def interrupted(argv, number, code):
+    """Its output, where the signal comes as soon as the command has blocked it, in the middle of its imports."""
+    job = subprocess.Popen([sys.executable, *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    status = pathlib.Path(f"/proc/{job.pid}/status")
+    masks = lambda: dict(line.split(":\t") for line in status.read_text().splitlines() if line.startswith("Sig"))
+    while job.poll() is None and not any(int(masks()[m], 16) >> (number - 1) & 1 for m in ("SigBlk",)):
+        time.sleep(0.002)
+    job.send_signal(number)
+    out, err = job.communicate(timeout=100)
+    assert job.returncode == code and "Traceback" not in err, (job.returncode, out, err)
+    return out + err
+
+
+@pytest.mark.parametrize("verb", ["eval", "plan", "doctor"])
+def test_ctrl_c_in_the_imports_is_one_line(verb):
+    said = interrupted(["-m", "jaxdp", verb, *DIGITS], signal.SIGINT, 130)
+    assert said == "jaxdp: interrupted by Ctrl-C (SIGINT)\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_a_signal_in_the_imports_preempts(tmp_path, name):
+    said = interrupted([*TRAIN, "--run_dir", str(tmp_path)], getattr(signal, name), 75)
+    assert f"preempted by {name} on rank 0, after update 0: nothing to save yet" in said
+
+
+ARGUMENTS = {
+    "model.args.hidden": ["32", "abc", "[1.5]", "[[3]]", "{a: 3}", "null"],
+    "model.args.dropout": ["[1]", "true", "abc", "{a: 1}"],
+    "data.args.augment": ["[1]", "3", "maybe"],
+    "loss.args.label_smoothing": ["[1]", "x"],
+    "loss.args.top_k": ["3", "[a]"],
+    "optimizer.args.b1": ["[1]", "{a: 1}", "true", "x"],
+    "optimizer.args.nesterov": ["[1]", "2"],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in ARGUMENTS.items() for value in values])
+def test_an_argument_of_another_type_is_named(tmp_path, key, value):
+    with pytest.raises(UsageError, match=rf"^{key}: .* is (not|a text)"):
+        made(tmp_path, f"--{key}", value)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--model", "{target: CNN, args: {widths: 8}}"],
+        ["--model", "{target: ViT, args: {dim: [1]}}"],
+        ["--data.transform", "{target: Mixup, args: {classes: ten}}"],
+        ["--loss", "{target: MultiTask, args: {tasks: {a: {target: SoftmaxCrossEntropy, args: {top_k: 3}}}}}"],
+    ],
+)
+def test_so_is_one_of_another_target_or_inside_of_another(tmp_path, more):
+    with pytest.raises(
+        UsageError, match=r"args\.(widths|dim|classes|top_k): .* is not (a list of integers|an integer)"
+    ):
+        made(tmp_path, *more)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--model.args.dropout", "1.5"], "model.args.dropout: 1.5 is not in"),
+        (["--model", "{target: CNN, args: {dropout: -1}}"], "model.args.dropout: -1 is not in"),
+        (["--model.args.rngs", "3"], "model.args.rngs: leave it out"),
+        (["--model.args.rngs", "null"], "model.args.rngs: leave it out"),
+        (["--model.args.input_shape", "[1]"], r"model: its arguments do not fit the data: .*\(64,\) and \(1,\)"),
+        (["--model", "{target: GPT, args: {input_shape: [-1]}}"], "model.args.input_shape: .* is too short"),
+        (["--data.transform", "{target: Mixup, args: {classes: -1}}"], "data.transform.args.classes: -1 must"),
+    ],
+)
+def test_an_argument_out_of_range_or_that_does_not_fit_the_data_is_one_line(tmp_path, more, words):
+    with pytest.raises(UsageError, match=f"^{words}"):
+        made(tmp_path, *more)
+
+
+def test_arguments_of_the_right_types_stand(tmp_path):
+    more = ["--model.args.dropout", 0, "--loss.args.top_k", "[1, 3]", "--optimizer.args.b1", 0.5]
+    made(tmp_path, *more, "--optimizer.args.mu_dtype", "bfloat16", "--model.args.hidden", "[]")
+
+
+def lookahead(learning_rate):
+    return optax.lookahead(optax.sgd(learning_rate), 5, 0.5)
+
+
+def plateau(learning_rate):
+    return optax.chain(optax.sgd(learning_rate), optax.contrib.reduce_on_plateau())
+
+
+def no_transformation(learning_rate):
+    return optax.cosine_decay_schedule(learning_rate, 10)
+
+
+def other_updates(learning_rate):
+    return optax.GradientTransformation(lambda params: {}, lambda grads, state, params=None: ([1.0], state))
+
+
+def other_state(learning_rate):
+    return optax.GradientTransformation(lambda params: {}, lambda grads, state, params=None: (grads, {"n": 1}))
+
+
+@pytest.mark.parametrize("make", [lookahead, plateau, no_transformation, other_updates, other_state, optax.lbfgs])
+def test_an_optimizer_that_cannot_be_called_is_named(tmp_path, make):
+    name = f"{make.__module__}.{make.__name__}" if make is not optax.lbfgs else "optax.lbfgs"
+    with pytest.raises(UsageError, match=rf"^optimizer.target: '{name}' (cannot be used|returns function)"):
+        made(tmp_path, "--optimizer.target", name, "--optimizer.weight_decay", 0)
+
+
+def multi_steps(learning_rate):
+    return optax.MultiSteps(optax.sgd(learning_rate), 2)
+
+
+def test_one_that_only_looks_unlike_a_transformation_can_be_used(tmp_path):
+    made(tmp_path, "--optimizer.target", f"{__name__}.multi_steps", "--optimizer.weight_decay", 0)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (
+            ["--optimizer.warmup_steps", 21],
+            r"optimizer.warmup_steps: 21, but the run ends after 20 updates: .* 95% of lr",
+        ),
+        (
+            ["--optimizer.warmup_steps", 80],
+            r"optimizer.warmup_steps: 80, but the run ends after 20 updates: .* 25% of lr",
+        ),
+        (["--optimizer.schedule_steps", 10], r"optimizer.warmup_steps: 20, but optimizer.schedule_steps ends"),
+        (["--batch_size", 1438], "batch_size: 1438 is beyond the 1437 examples of the data"),
+        (["--batch_size", 1437, "--optimizer.warmup_steps", 20], None),
+    ],
+)
+def test_a_warm_up_or_a_batch_that_is_too_long_is_a_warning(tmp_path, more, words):
+    base = ["--optimizer.warmup_steps", 20 if "schedule_steps" in more[0] else 0]
+    found = [text for text in advice(*made(tmp_path, *base, *more)) if "warmup" in text or "beyond" in text]
+    assert len(found) == (words is not None) and all(re.match(words, text) for text in found), found
+
+
+@pytest.mark.parametrize("act", ["removed", "moved", "file"])
+def test_metrics_that_would_be_lost_end_the_run(tmp_path, act):
+    (tmp_path / "run").mkdir()
+    lines = JsonLines(tmp_path / "run" / "metrics.jsonl")
+    lines.write({"step": 1, "split": "train"})
+    if act == "removed":
+        shutil.rmtree(tmp_path / "run")
+    elif act == "moved":
+        (tmp_path / "run").rename(tmp_path / "other")
+    else:
+        lines.path.unlink()
+    with pytest.raises(RunFailed, match=r"metrics\.jsonl' was removed or replaced"):
+        lines.write({"step": 2, "split": "train"})
+    lines.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.mpi)])
+@pytest.mark.parametrize("more", [["--log.every", "50"], ["--log.every", "90000", "--checkpoint.every", "500"]])
+def test_a_run_directory_that_is_removed_ends_all_ranks(tmp_path, processes, more):
+    folder = tmp_path / "run"
+
+    def remove(process):
+        while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text():
+            time.sleep(0.05)
+        folder.rename(tmp_path / "moved")
+
+    argv = [*TRAIN, "--steps", "100000", "--eval.every", "100", "--run_dir", str(folder), *more]
+    done = mpirun(processes, argv, during=remove, timeout=100)
+    assert done.returncode == 1 and not done.left and not folder.exists(), done.output
+    assert done.output.count("was removed or replaced while the run was going on") >= 1

@@ -1,0 +1,232 @@
+"""A plan says what a real run then allocates and moves; and scaling two plans gives the third."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import toys
+from covering import first
+from jaxdp.analysis.flops import count_flops
+from jaxdp.analysis.hardware import HARDWARE
+from jaxdp.analysis.hlo import summarize
+from jaxdp.analysis.plan import Case, make_plan, predict, recommend, scale
+from jaxdp.cli.plan import read_bytes, read_stages
+from jaxdp.core.state import init_state
+from jaxdp.core.step import make_step
+from jaxdp.errors import UsageError
+from jaxdp.losses import SoftmaxCrossEntropy
+from jaxdp.models import as_model
+from jaxdp.models.gpt import GPT
+from jaxdp.parallel import STRATEGIES, make_reduction
+from jaxdp.precision import Policy
+from launch import in_process
+
+TOKENS = 16
+ROOT = pathlib.Path(__file__).parents[2]
+MEASURED = """import resource, subprocess, sys  # in a small process: a child's peak counts its parent's memory too
+code = subprocess.run([sys.executable, "-m", "jaxdp", *sys.argv[1:]]).returncode
+print("peak:", resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, "KiB", file=sys.stderr)
+sys.exit(code)"""
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}  # the verb simulates its own devices
+
+
+def case(backend, zero, n, split_as=None, model=None, gradient_buffer="sharded", per_device=1, shard_size=None):
+    model = model or as_model(lambda rngs: GPT((TOKENS,), 64, layers=2, heads=2, dim=32, rngs=rngs))
+    tx, example = optax.adamw(1e-3), {k: np.zeros((2, TOKENS), np.int32) for k in ("inputs", "labels")}
+    make = lambda: init_state(model, tx, Policy(), 0, n * per_device, example)
+    strategy = STRATEGIES[backend](
+        make, n * per_device, make_reduction("xla"), None, jax.devices()[:n],
+        zero=zero, blocks=model.blocks, gradient_buffer=gradient_buffer, split_as=split_as, shard_size=shard_size,
+    )  # fmt: skip
+    step = make_step(model, SoftmaxCrossEntropy(), tx, accumulate="scan" if per_device > 1 else "vmap")
+    return Case(strategy, step, {**example, "mask": np.zeros(2, np.float32)}, zero > 1 and gradient_buffer == "sharded")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", first(1, [("pmap", 1), ("pmap", 0), ("pjit", 1), ("pjit", 2), ("pjit", 3)]), ids=str)
+def test_state_bytes_are_those_of_a_real_run(where):
+    backend, zero = where
+    made = case(backend, zero, 8)
+    memory = make_plan(lambda n: made, zero, 8).memory
+    state = made.strategy.init()
+    device = made.strategy.devices[3]
+    on_device = lambda tree: sum(
+        s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device == device
+    )
+    assert memory.params == on_device(state.params)
+    assert memory.opt_state == on_device(state.opt_state)
+    batch = made.strategy.shard_batch({k: np.zeros((8, *v.shape), v.dtype) for k, v in made.example.items()})
+    assert memory.batch == on_device(batch)
+    assert memory.peak >= memory.params + memory.grads + memory.opt_state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", first(1, [3, 1, 2]))
+def test_two_plans_scale_to_a_third(zero):
+    made = lambda n: case("pjit", zero, n, split_as=8)
+    small, large, want = (make_plan(made, zero, n) for n in (2, 4, 8))
+    got = scale(small, large, 8)
+    for name, value in got.memory._asdict().items():
+        tolerance = 0.1 if name in ("activations", "peak") else 1e-9  # XLA pads and aligns
+        np.testing.assert_allclose(value, getattr(want.memory, name), rtol=tolerance, err_msg=name)
+    assert summarize(list(got.collectives)) == summarize(list(want.collectives))
+    assert [c.group_size for c in got.collectives] == [c.group_size for c in want.collectives]
+    assert got.scaled_from == (2, 4) and got.devices == 8 and got.flops == want.flops
+
+
+@pytest.mark.slow
+def test_what_is_moved_per_stage():
+    P = 4 * sum(x.size for x in jax.tree.leaves(case("pjit", 0, 8).strategy.shapes.params))
+    wire = lambda zero, **more: sum(
+        t.wire
+        for t in summarize(list(make_plan(lambda n: case("pjit", zero, n, **more), zero, 8).collectives)).values()
+    )
+    assert wire(0) == pytest.approx(2 * P, rel=0.02)
+    assert wire(1) == pytest.approx(2 * P, rel=0.02)
+    assert wire(2, per_device=4) == pytest.approx(5 * P, rel=0.02)
+
+
+def test_flops_are_those_of_the_products():
+    def f(x, w):
+        step = lambda x, _: (jnp.tanh(x @ w), None)
+        return jax.lax.scan(step, x, None, length=5)[0].sum()
+
+    x, w = jnp.ones((3, 4)), jnp.ones((4, 4))
+    assert count_flops(jax.make_jaxpr(f)(x, w)) == 5 * 2 * 3 * 4 * 4
+    assert count_flops(jax.make_jaxpr(jax.grad(f, 1))(x, w)) == 5 * 3 * 2 * 3 * 4 * 4  # forward, and both operands
+    again = count_flops(jax.make_jaxpr(jax.grad(jax.checkpoint(f), 1))(x, w))
+    assert again == 5 * 4 * 2 * 3 * 4 * 4
+    branch = lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: (x @ w) @ w)
+    assert count_flops(jax.make_jaxpr(branch)(x, w)) == 2 * 2 * 3 * 4 * 4
+    image, kernel = jnp.ones((2, 8, 8, 3)), jnp.ones((3, 3, 3, 5))
+    conv = lambda x, k: jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    assert count_flops(jax.make_jaxpr(conv)(image, kernel)) == 2 * (2 * 8 * 8 * 5) * (3 * 3 * 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", first(1, ["pjit", "pmap"]))
+def test_flops_of_an_update_are_one_device_s(backend):
+    """6 per parameter and token, and attention's: the published rule (Kaplan et al., arXiv 2001.08361)."""
+    plan = make_plan(lambda n: case(backend, 0, n), 0, 8)
+    shapes = case(backend, 0, 8).strategy.shapes.params
+    used = sum(x.size for x in jax.tree.leaves(shapes)) - shapes["positions"].size
+    tokens, attention = 2 * TOKENS, 12 * 2 * 32 * TOKENS * 2 * TOKENS  # 12 layers dim T per token
+    assert plan.flops == pytest.approx(6 * used * tokens + attention, rel=0.05)
+
+
+@pytest.mark.slow
+def test_the_lowest_stage_that_fits_is_recommended():
+    plans = [make_plan(lambda n, z=z: case("pjit", z, n), z, 8) for z in (0, 3)]
+    assert plans[0].memory.peak > plans[1].memory.peak
+    assert recommend(plans, plans[0].memory.peak).zero == 0
+    assert recommend(plans, plans[1].memory.peak).zero == 3
+    assert recommend(plans, 1) is None
+
+
+@pytest.mark.slow
+def test_more_bandwidth_is_never_slower():
+    plan, fast = make_plan(lambda n: case("pjit", 3, n), 3, 8), HARDWARE["h100-nvlink-ib400"]
+    slow = fast._replace(intra_bandwidth=fast.intra_bandwidth / 10)
+    a, b = predict(plan, fast, "float32"), predict(plan, slow, "float32")
+    assert a["communication"] < b["communication"] and a["compute"] == b["compute"]
+    assert 0 < b["efficiency"] < a["efficiency"] <= a["efficiency_overlap"] <= 1
+
+
+@pytest.mark.slow
+def test_a_model_without_blocks_says_that_it_is_gathered_whole():
+    assert not make_plan(lambda n: case("pjit", 3, n), 3, 2).gathered_whole
+    model = toys.MODELS["mlp"]()
+    make = lambda: init_state(model, optax.sgd(0.1), Policy(), 0, 2, toys.data(2))
+    strategy = STRATEGIES["pjit"](make, 2, make_reduction("xla"), None, jax.devices()[:2], zero=3)
+    step = make_step(model, SoftmaxCrossEntropy(), optax.sgd(0.1))
+    example = {**toys.data(2), "mask": np.zeros(2, np.float32)}
+    assert make_plan(lambda n: Case(strategy, step, example, True), 3, 2).gathered_whole
+
+
+def test_options_are_read():
+    assert [read_bytes(t) for t in ("80GB", "80 gb", "80e9", "1.5KiB")] == [80e9, 80e9, 80e9, 1536]
+    assert read_stages("all", 2) == [0, 1, 2, 3] and read_stages("config", 2) == [2] and read_stages("1", 2) == [1]
+    for bad in ("much", "80 GBit", "0"):
+        with pytest.raises(UsageError, match="not a number of bytes"):
+            read_bytes(bad)
+    with pytest.raises(UsageError, match="--zero: '4' is not 0"):
+        read_stages("4", 0)
+    with pytest.raises(UsageError, match=r"--devices: 2053 is more than .* such as 4096"):
+        make_plan(lambda n: None, 0, 2053)
+
+
+def run(*argv, config="gpt2_124m"):
+    return subprocess.run(
+        [sys.executable, "-c", MEASURED, "plan", "--config", f"configs/{config}.yaml", *argv],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+    )
+
+
+@pytest.mark.slow
+def test_a_gpt2_for_1024_devices_on_this_machine():
+    """Hybrid ZeRO-2 in groups of 8: what is split is 1/8 of the formulas' bytes, whatever the number of devices."""
+    arguments = ["--parallel.backend", "pjit", "--parallel.zero", "2", "--parallel.shard_size", "8"]
+    done = run("--devices", "1024", "--json", *arguments)
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    (two,) = plan["plans"]
+    P = 4 * plan["parameters"]
+    assert plan["parameters"] == 124_466_688 and two["share"]["whole"] == 0
+    np.testing.assert_allclose(
+        [two["memory"][k] / P for k in ("params", "grads", "opt_state")], [1, 1 / 8, 2 / 8], 1e-6
+    )
+    assert two["collectives"]["all-reduce"]["bytes"] == pytest.approx(P / 8, rel=0.02)
+    assert plan["recommended"] == 2 and plan["examples"] == 1024 * 16
+    assert any("microbatches: 32 cannot be split over 1,024 devices" in note for note in plan["notes"])
+    assert int(re.findall(r"peak: (\d+) KiB", done.stderr)[0]) < 4 * 2**20
+
+
+def test_bad_options_are_one_line():
+    for argv, words in {
+        ("--devices", "0"): "--devices: 0 is too small",
+        ("--hardware", "h100"): "did you mean",
+        ("--memory", "lots"): "--memory: 'lots' is not a number of bytes",
+        ("--zero", "9"): "--zero: '9' is not 0",
+    }.items():
+        done = in_process("plan", "--config", "configs/digits.yaml", *argv)
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.slow
+def test_512_and_256_devices_scale_to_1024(tmp_path):
+    script = textwrap.dedent("""
+        import os
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1024"
+        import pathlib, numpy as np
+        from jaxdp.assemble.run import make_case
+        from jaxdp.assemble.components import make_parts
+        from jaxdp.cli import load
+        from jaxdp.analysis.hlo import summarize
+        from jaxdp.analysis.plan import make_plan, scale
+        config, *_ = load(["--config", "configs/llama_7b.yaml"], "train")
+        parts = make_parts(config)
+        made = lambda n: make_case(config, parts, 3, 1, n, 1024)
+        small, large, want = (make_plan(made, 3, n) for n in (256, 512, 1024))
+        got = scale(small, large, 1024)
+        for name, value in got.memory._asdict().items():
+            np.testing.assert_allclose(value, getattr(want.memory, name), rtol=0.02, err_msg=name)
+        assert summarize(list(got.collectives)) == summarize(list(want.collectives))
+        assert [c.group_size for c in got.collectives] == [c.group_size for c in want.collectives]
+        print("scaled", got.memory.peak / want.memory.peak)
+    """)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT)
+    assert done.returncode == 0 and "scaled" in done.stdout, done.stderr

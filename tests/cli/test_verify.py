@@ -1,0 +1,519 @@
+"""`jaxdp verify` passes what is right, and names the cause of what is not."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import launch
+import oracle as plain_oracle
+import toys
+import verify_cases
+from covering import only
+from jaxdp.assemble.problem import make_problem
+from jaxdp.cli import load
+from jaxdp.data.base import Arrays
+from jaxdp.data.cursor import Cursor
+from jaxdp.data.prefetch import read_batch
+from jaxdp.errors import UsageError
+from jaxdp.losses import SoftmaxCrossEntropy
+from jaxdp.models.base import Model
+from jaxdp.parallel import REDUCTIONS, STAGES
+from jaxdp.parallel.fixed_point import FORMATS
+from jaxdp.parallel.reduction import xla
+from jaxdp.verify import Configuration, Problem, as_json, as_text, verify
+from jaxdp.verify.compare import difference, find_reference
+from jaxdp.verify.configurations import choose_configurations, is_meaningful, pairs
+from jaxdp.verify.machine import check_memory, settings
+from jaxdp.verify.oracle import Start, Trained, make_oracle, train
+from jaxdp.verify.problem import Trial, in_traceable_precision, make_trial
+from jaxdp.verify.static_checks import run_static_checks
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = """
+model: {target: planted.Net}
+data: {target: Digits}
+steps: 10
+batch_size: 60
+optimizer: {target: adamw, lr: 1.0e-2}
+verify: {strategies: 1}
+"""
+PLANTED = '''
+import jax, jax.numpy as jnp, numpy as np, optax
+from flax import linen as nn
+
+def losses(outputs, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(outputs, batch["labels"]) * batch["mask"]
+
+def scalar(outputs, batch):
+    return jnp.mean(losses(outputs, batch))
+
+def mean(outputs, batch):
+    return jnp.mean(losses(outputs, batch)), jnp.sum(batch["mask"]), {}
+
+def mean_of_means(outputs, batch):
+    weight = jnp.sum(batch["mask"])
+    return jnp.sum(losses(outputs, batch)) / jnp.maximum(weight, 1), jnp.minimum(weight, 1), {}
+
+def unmasked(outputs, batch):
+    each = optax.softmax_cross_entropy_with_integer_labels(outputs, batch["labels"])
+    return jnp.sum(each), jnp.sum(batch["mask"]), {}
+
+def mean_metric(outputs, batch):
+    right = (jnp.argmax(outputs, -1) == batch["labels"]).astype(outputs.dtype)
+    return jnp.sum(losses(outputs, batch)), jnp.sum(batch["mask"]), {"accuracy": jnp.mean(right)}
+
+def contrastive(outputs, batch):
+    mask = batch["mask"]
+    other = jnp.sum(outputs * mask[:, None], 0)
+    return jnp.sum(jnp.sum((outputs - other) ** 2, -1) * mask), jnp.sum(mask), {}
+
+class Restless:
+    """Augments where it reads."""
+    def __len__(self):
+        return 100
+    def __getitem__(self, i):
+        return {"inputs": np.random.rand(4, 4, 1).astype(np.float32), "labels": i % 10}
+
+class Net(nn.Module):
+    fault: str = ""
+    @nn.compact
+    def __call__(self, x, mask, train: bool):
+        x = nn.Dense(16)(x.reshape(len(x), -1))
+        if self.fault in ("sync", "unmasked", "noise", "part"):
+            norm = nn.BatchNorm(use_running_average=not train, axis_name="data" if self.fault == "sync" else None)
+            y = norm(x) if self.fault == "unmasked" else norm(x, mask=mask[:, None])
+            x = jnp.concatenate([y[:, :8], x[:, 8:]], 1) if self.fault == "part" else y
+        x = nn.relu(x)
+        if self.fault == "device" and train:
+            key = jax.random.fold_in(self.make_rng("dropout"), jax.lax.axis_index("data"))
+            x = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x * 2, 0)
+        if self.fault == "numpy" and train:
+            x = x * np.random.rand(x.shape[-1])
+        if self.fault == "count" and train:
+            x = x / jax.lax.psum(1, "data")
+        if self.fault == "axis" and train:
+            x = x - jax.lax.pmean(x, "batch")
+        if self.fault == "narrow":
+            x = nn.Dense(16, dtype=jnp.float32)(x)
+        if self.fault == "integer":
+            seen = self.variable("stats", "seen", lambda: jnp.zeros((), jnp.int32))
+            seen.value = seen.value + jnp.sum(x > 1).astype(jnp.int32)
+        return nn.Dense(10)(x)
+'''
+FAULTS = {
+    "a loss that is a scalar": (["--loss.target", "planted.scalar"], r"loss: it returned float64\[\]; a loss returns"),
+    "a mean": (["--loss.target", "planted.mean"], "the loss returns a mean instead of a sum"),
+    "a mean of means": (["--loss.target", "planted.mean_of_means"], "a mean of means"),
+    "a loss without the mask": (["--loss.target", "planted.unmasked"], r"counts examples whose batch\['mask'\] is 0"),
+    "a metric": (["--loss.target", "planted.mean_metric"], "metric 'accuracy' that is a mean"),
+    "a contrastive loss": (["--loss.target", "planted.contrastive"], "depends on the other examples of its microbatch"),
+    "dropout by device": (["--model.args.fault", "device"], r"which device it is on \(axis_index at .*planted.py:\d"),
+    "BatchNorm over devices": (["--model.args.fault", "sync"], r"communicates .*\(psum at .*planted.py:\d+\), as "),
+    "our own BatchNorm over devices": (
+        ["--model", "{target: CNN, args: {widths: [4], sync: true}}"], r"\(psum at .*jaxdp/models/layers.py:\d+\)",
+    ),
+    "a number of devices": (["--model.args.fault", "count"], r"how many devices there are .*planted.py:\d+"),
+    "NumPy's randomness": (["--model.args.fault", "numpy"], r"differs at .*planted.py:\d+\): it draws from a gen"),
+    "unmasked BatchNorm": (["--model.args.fault", "unmasked"], "counts padded examples: .*Norm_0/(mean|var) differs"),
+    "integers that differ": (["--model.args.fault", "integer"], "microbatches disagree on stats/seen"),
+    "LAMB on slices": (
+        ["--optimizer.target", "lamb", "--parallel.zero", "1"], "config asks for is refused: .*it is not elementwise",
+    ),
+    "a loss that overflows": (["--optimizer.target", "sgd", "--optimizer.lr", "1e200"], "the loss is not finite: "),
+    "an optimizer that wants more": (["--optimizer.target", "optax.polyak_sgd"], "missing 1 required keyword-only"),
+    "data that changes": (["--data.target", "planted.Restless"], "the data is not a function of the index: 'inputs'"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def judged(tmp_path, monkeypatch):
+    """A function of command-line arguments: the report on the planted model, on four devices."""
+    (tmp_path / "planted.py").write_text(PLANTED)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "planted", raising=False)
+
+    def run(*argv, devices=4, **more):
+        config = load(["--config", str(tmp_path / "config.yaml"), *argv], "verify")[0]
+        return verify(make_problem(config), jax.devices()[:devices], most=config.verify.strategies, **more)
+
+    return run
+
+
+def command(*argv, cwd, code):
+    argv = [sys.executable, "-m", "jaxdp", "verify", *map(str, argv)]
+    env = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.slow
+def test_a_good_config_is_verified_by_the_command(tmp_path):
+    argv = ["--config", ROOT / "configs" / "digits_cnn.yaml", "--model.args.widths", "[4, 8]", "--optimizer.ema", "0.9"]
+    done = command(*argv, "--devices", 4, "--updates", 2, "--verify.strategies", 3, "--json", cwd=tmp_path, code=0)
+    found = json.loads(done.stdout)
+    assert found["verified"] and found["causes"] == [] and found["error"] < 1e-12 and found["devices"] == 4
+    assert [c["verdict"] for c in found["checks"] if c["name"] != "rounding"] == ["ok"] * 5
+    assert [r["configuration"]["backend"] for r in found["configurations"]] == ["pjit", "pmap", "pjit", "pmap"]
+    assert done.stderr.count("\n") >= 4 + len(found["checks"])
+
+
+def test_a_fault_ends_the_command_with_code_1_and_the_cause_in_the_last_line(tmp_path):
+    (tmp_path / "planted.py").write_text(PLANTED)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    done = command("--config", "config.yaml", "--loss.target", "planted.scalar", cwd=tmp_path, code=1)
+    assert done.stdout.splitlines()[-1].startswith("not verified: loss: it returned float64[]; a loss returns (sum")
+    assert "tolerance" in command("--config", "config.yaml", "--tolerance", "tiny", cwd=tmp_path, code=2).stderr
+
+
+@pytest.mark.slow
+def test_exact_prints_a_digest_of_every_way_to_train_and_a_verdict(tmp_path):
+    (tmp_path / "planted.py").write_text(PLANTED)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    argv = ["--config", "config.yaml", "--exact", "--devices", 2, "--updates", 2]
+    found = json.loads(command(*argv, "--optimizer.clip_norm", 1, "--json", cwd=tmp_path, code=0).stdout)
+    chosen = [r["configuration"] for r in found["configurations"]]
+    assert found["exact"] and {(c["devices"], c["zero"]) for c in chosen} >= {(1, 0), *((2, zero) for zero in range(4))}
+    for key in ("params_sha256", "state_sha256"):
+        assert len({r[key] for r in found["configurations"]}) == 1
+    assert all(re.fullmatch("[0-9a-f]{64}", r["params_sha256"]) and not r["refused"] for r in found["configurations"])
+
+    done = command(*argv, "--model.args.fault", "device", "--optimizer.target", "lamb", cwd=tmp_path, code=1)
+    refused = [line for line in done.stdout.splitlines() if "refused" in line and "zero" not in line.split()[:3]]
+    assert sum("optimizer.target: lamb: it is not elementwise" in line for line in refused) >= 7
+    assert "FAILED: differs from update 1 on, in params/" in done.stdout
+    assert re.match(
+        r"not exact: 2 of 3 configurations differ from the first \(\d+ more refused\)", done.stdout.splitlines()[-1]
+    )
+    said = command(*argv[:3], "--microbatches", 12, "--precision.reduce", "bfloat16", cwd=tmp_path, code=2).stderr
+    assert said.startswith("jaxdp: precision.reduce: bfloat16 with reduction: exact") and said.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", only(["unmasked BatchNorm", "LAMB on slices"], FAULTS))
+def test_a_fault_is_caught_and_its_cause_named(judged, fault):
+    argv, cause = FAULTS[fault]
+    report = judged(*argv, updates=2)
+    assert not report.verified
+    assert re.search(cause, report.causes[0]), report.causes
+    assert as_text(report, "title").splitlines()[-1].startswith("not verified: ")
+    assert json.loads(json.dumps(as_json(report)))["verified"] is False
+
+
+TINY = """
+model: {target: verify_cases.pair}
+data: {target: verify_cases.Data}
+steps: 10
+batch_size: 24
+optimizer: {target: adam, lr: 1.0e-2}
+verify: {strategies: 1}
+"""
+QUICK = ("model device_count", "model rank_at_import", "data by process", "linen")
+
+
+def cases(table):
+    return [pytest.param(k, marks=[] if k in QUICK else pytest.mark.slow) for k in table]
+
+
+def verified(tmp_path, argv, updates=1):
+    (tmp_path / "config.yaml").write_text(TINY)
+    config = load(["--config", str(tmp_path / "config.yaml"), *argv], "verify")[0]
+    return verify(make_problem(config), jax.devices()[:2], updates=updates, most=1)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("case", cases(verify_cases.FAULTS))
+def test_what_depends_on_the_host_is_found_and_its_cause_named(tmp_path, case):
+    argv, cause = verify_cases.FAULTS[case]
+    report = verified(tmp_path, argv)
+    assert not report.verified and re.search(cause, report.causes[0]), report.causes
+    assert not any(check.name == "padding" for check in report.checks)  # noise is not blamed on a mask
+    if case != "model hidden_noise" and not case.startswith(
+        ("data by", "derived", "rate", "schedule", "momentum", "initial")
+    ):
+        assert re.search(r"verify_cases.py:\d+", report.causes[0]), report.causes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases(verify_cases.GOOD))
+def test_what_does_not_depend_on_the_host_is_not_accused(tmp_path, case):
+    report = verified(tmp_path, verify_cases.GOOD[case], updates=2)
+    assert report.verified, report.causes
+    judged, every = report.reference.judged
+    unjudged = [path for path in report.reference.unjudged if path.startswith("params/")]
+    assert judged and every - judged == len(unjudged) == (
+        case in ("bias before BatchNorm", "attention")
+    )  # of keys, too, a bias has no gradient
+    assert f"{judged} of {every} trained leaves judged" in as_text(report, "title").splitlines()[-1]
+
+
+RANKS = {  # what a rank has of its own: (arguments, what is refused before training)
+    "model": (verify_cases.FAULTS["model rank_at_import"][0], r"the gradients at tests/support/verify_cases.py:\d+="),
+    "initial values": (verify_cases.named("model", "ranked"), "the initial state"),
+    "optimizer": (verify_cases.named("optimizer", "rate_by_rank"), "the update"),
+    "data": (verify_cases.named("data", "Data", plant="pid"), "data fingerprint="),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.parametrize("case", [pytest.param(k, marks=[] if k == "model" else pytest.mark.slow) for k in RANKS])
+def test_ranks_whose_programs_differ_are_refused_before_training(tmp_path, case):
+    argv, cause = RANKS[case]
+    done = on_ranks("train", tmp_path, *argv, "--run_dir", str(tmp_path / "run"))
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.output
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("jaxdp: ")]
+    assert re.search(rf"rank 1 \(host .*\) has {cause}", said), said
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_ranks_whose_compilers_are_told_other_things_are_refused(tmp_path):
+    """Replicas that each rank updates by itself would drift apart."""
+    code = "import os; rank = os.environ['OMPI_COMM_WORLD_RANK']; os.environ['XLA_FLAGS'] = "
+    code += "'--xla_cpu_enable_fast_math=' + ('true' if rank == '1' else 'false'); from jaxdp.cli import main; main()"
+    (tmp_path / "config.yaml").write_text(TINY)
+    argv = ["-c", code, "train", "--config", str(tmp_path / "config.yaml"), "--run_dir", str(tmp_path / "run")]
+    done = launch.mpirun(2, argv, env={"PYTHONPATH": f"{ROOT}:{launch.SUPPORT}"}, timeout=300)
+    assert done.returncode == 2 and "has XLA_FLAGS=" in done.stderr and "Traceback" not in done.stderr, done.output
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_the_processes_of_a_job_verify_together(tmp_path):
+    done = on_ranks("verify", tmp_path, "--updates", "1", "--verify.strategies", "3", "--json")
+    assert done.returncode == 0, done.output
+    found = json.loads(done.stdout[done.stdout.index("{") :])  # one report
+    assert found["verified"] and found["devices"] == 2 and found["judged"] == [4, 4]
+    assert {row["configuration"]["devices"] for row in found["configurations"][1:]} == {2}
+    done = on_ranks("verify", tmp_path, *verify_cases.FAULTS["data by process"][0])
+    assert done.returncode == 1 and done.stdout.count("not verified: ") == 1, done.output
+    assert "rank 1" in done.stdout.splitlines()[-1]
+
+
+def on_ranks(verb, tmp_path, *argv):
+    (tmp_path / "config.yaml").write_text(TINY)
+    path = f"{ROOT}:{launch.SUPPORT}"
+    argv = ["-m", "jaxdp", verb, "--config", str(tmp_path / "config.yaml"), *argv]
+    return launch.mpirun(2, argv, env={"PYTHONPATH": path}, timeout=300)
+
+
+@pytest.mark.slow
+def test_what_is_right_passes_and_what_is_worth_knowing_is_said(judged):
+    report = judged("--optimizer.target", "lamb", updates=1)
+    assert report.verified and {c.name: c.verdict for c in report.checks}["optimizer"] == "note"
+    report = judged("--model.args.fault", "narrow", updates=2)
+    assert report.verified and report.tolerance == 1e-5 and report.largest.error > 1e-9
+    note = next(c for c in report.checks if c.name == "precision")
+    assert "the model computes in float32 at " in note.text and "planted.py:" in note.text
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_traced_in_float64_is_compared_in_float32():
+    def init(key, batch):
+        return {"kernel": jax.random.normal(key, (batch["inputs"][0].size, toys.CLASSES))}, {}
+
+    def apply(params, state, batch, key, train):
+        x = batch["inputs"].reshape(len(batch["inputs"]), -1) @ params["kernel"]
+        return jax.lax.fori_loop(0, 2, lambda _, total: total + x, jnp.zeros(x.shape, jnp.float32)), state
+
+    with settings(jax.devices()[0]):
+        fixed = problem(Model(init, apply))
+        trial = make_trial(fixed, 4, 1)
+        report = run_static_checks(in_traceable_precision(fixed, trial), trial, None)
+    note = next(c for c in report.checks if c.name == "precision")
+    assert re.search(r"the model computes in float32 at .*test_verify.py:\d+ \(in apply: .*fori_loop", note.text)
+    assert report.tolerance == 1e-5
+
+
+NOISE = "params/Dense_0/bias"
+
+
+@pytest.mark.slow
+def test_a_gradient_of_rounding_noise_is_set_apart_and_named(judged):
+    report = judged("--model.args.fault", "noise")
+    assert report.verified and {p for p in report.reference.unjudged if p.startswith("params/")} == {NOISE}
+    assert any(c.name == "rounding" and re.match(f"not judged, .*{NOISE}", c.text) for c in report.checks)
+    assert "5 of 6 trained leaves judged" in as_text(report, "title").splitlines()[-1]
+    assert report.largest.error < 1e-11  # the running mean moves with the bias
+    whole_steps = ["--optimizer.args.eps", "1e-30"]  # Adam makes steps even of gradients of 1e-18
+    # half of this bias goes into the norm, and the other half does not
+    report = judged("--model.args.fault", "part", *whole_steps)
+    mean = "model_state/batch_stats/BatchNorm_0/mean"
+    assert report.verified and set(report.reference.zero) == {NOISE} and mean in report.reference.unjudged
+    assert report.reference.judged == (6, 6) and NOISE not in report.reference.unjudged
+
+
+@pytest.mark.slow
+def test_what_only_fails_in_some_strategies_is_told_by_what_they_have_in_common(judged, monkeypatch):
+    good = xla()
+    lossy = good._replace(reduce=lambda tree, axes: jax.tree.map(lambda x: 0.5 * x, good.reduce(tree, axes)))
+    monkeypatch.setitem(REDUCTIONS, "bucket", lambda *args, **more: lossy)
+    report = judged("--optimizer.target", "sgd", "--verify.strategies", "4", updates=1)
+    assert not report.verified and "only reduction bucket" in report.causes[0]
+    assert {r.configuration.reduction for r in report.failed} == {"bucket"}
+
+
+def recurrent():
+    """A model of every kind of state: a float, an integer, one that belongs to the examples; dropout too."""
+    base = toys.dropout_model()
+
+    def init(key, batch):
+        x = batch["inputs"]
+        state = {"mean": jnp.zeros(()), "calls": jnp.zeros((), jnp.int32), "carry": {"seen": jnp.zeros(x.shape)}}
+        return base.init(key, batch)[0], state
+
+    def apply(params, state, batch, key, train):
+        x = batch["inputs"] + 0.5 * state["carry"]["seen"]
+        outputs, _ = base.apply(params, {}, {**batch, "inputs": x}, key, train)
+        new = {"mean": 0.9 * state["mean"] + 0.1 * jnp.mean(outputs), "calls": state["calls"] + 1}
+        return outputs, {**new, "carry": {"seen": x}}
+
+    return base._replace(init=init, apply=apply)
+
+
+def problem(model, dataset=None, **more):
+    base = {
+        "make_tx": lambda rate: optax.adamw(0.01 * rate, weight_decay=0.1),
+        "configuration": Configuration(0, next(iter(STAGES))),
+    }
+    return Problem(model, SoftmaxCrossEntropy(), dataset=dataset or Arrays(**toys.data()), **{**base, **more})
+
+
+@pytest.mark.slow
+def test_every_kind_of_state_is_compared():
+    more = {"batch_size": 16, "clip_norm": 0.5, "ema_decay": 0.9, "frozen": ("head/bias",)}
+    report = verify(problem(recurrent(), **more), jax.devices()[:4], most=2)
+    # The mean over a microbatch counts padding, which the check of padding finds; everything else agrees.
+    assert [c.verdict for c in report.checks][:5] == ["ok", "ok", "ok", "ok", "FAILED"] and len(report.causes) == 1
+    assert not report.failed and report.largest.error < 1e-13
+    for result in report.results:
+        groups = {path.split("/")[0] for path in result.errors}
+        assert groups == {"params", "model_state", "opt_state", "ema", "carry", "curve"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mlp", "resnet", "dropout"])
+def test_the_oracle_agrees_with_one_that_shares_nothing_with_it(model):
+    forward = {"mlp": plain_oracle.mlp, "resnet": plain_oracle.resnet, "dropout": plain_oracle.dropout_mlp}[model]
+    data = toys.data(48, dtype="float64")
+    with settings(jax.devices()[0]):
+        made, tx = toys.MODELS[model](), optax.adamw(1e-2, weight_decay=0.1)
+        cursor = Cursor(48, 16, 8, 0, shuffle=False)
+        batches = [read_batch(Arrays(**data), cursor, i, np.arange(8)) for i in range(3)]
+        params, state = made.init(jax.random.key(0), {"inputs": jnp.zeros((2, *toys.SHAPE)), "mask": jnp.ones(2, bool)})
+        params, state = jax.tree.map(lambda x: x.astype(jnp.float64), (params, state))
+        one = problem(made, Arrays(**data))
+        got = train(one, make_oracle(one), Trial(batches, {}, cursor), Start(params, state), tx)
+        want = plain_oracle.train(forward, params, state, tx, data, steps=3, batch_size=16, microbatches=8)
+        assert toys.relative_error((got.params, got.model_state), want)[0] < 1e-12
+
+
+def test_every_value_of_every_factor_meets_every_stage():
+    devices, own = jax.devices()[:8], Configuration(8, "pjit", 3, "bucket", "scan", "replicated", 2)
+    rows = choose_configurations(own, devices)
+    assert (
+        rows[0].devices == 1
+        and rows[1] == own
+        and len(rows) <= 19
+        and len(set(rows)) == len(rows)
+        and all(map(is_meaningful, rows))
+    )
+    met = set().union(*map(pairs, rows))
+    stages = {(name, zero) for name, zeros in STAGES.items() for zero in zeros}
+    for factor, values in {"devices": (8, 3), "reduction": ("xla", "bucket"), "accumulate": ("vmap", "scan")}.items():
+        assert {(("stage", s), (factor, v)) for s in stages for v in values} <= met
+    split = {(("stage", ("pjit", zero)), ("gradient_buffer", a)) for zero in (2, 3) for a in ("sharded", "replicated")}
+    groups = {(("stage", ("pjit", zero)), ("shard_size", n)) for zero in (1, 2, 3) for n in (None, 4)}
+    assert split | groups <= met
+    assert choose_configurations(Configuration(1, "pmap"), devices[:1])[0].devices == 1
+    for reduction in FORMATS:
+        own = Configuration(8, "pjit", 3, reduction)
+        rows = choose_configurations(own, devices)
+        assert rows[1] == own and all(map(is_meaningful, rows)) and 3 in {row.devices for row in rows}
+        assert {row.reduction for row in rows} == {"xla", "bucket", reduction}
+        assert all(row.accumulate == "vmap" for row in rows if row.reduction == reduction)
+
+
+def test_training_that_amplifies_rounding_is_slowed_down():
+    """One update takes a difference 1e6 x rate times as far."""
+
+    def trained(params, rate):
+        value = {"a": 1.0 + (params["a"] - 1.0) * 1e6 * rate}
+        return Trained(value, {}, {}, None, None, {"loss": np.ones(1)}, [value], frozenset())
+
+    found = find_reference(trained, lambda rate: rate, {"a": np.ones(3)}, 1e-15, 1e-10)
+    assert found.rate == 0.001 and found.tx == 0.001 and not found.unjudged
+
+
+@pytest.mark.parametrize("gradient", ["noise", "zero", "zero in part"])
+def test_what_is_not_judged_is_not_verified_unless_its_gradient_is_zero(gradient):
+    rng, rounding = np.random.default_rng(0), {"noise": 1.0, "zero": 1e-17, "zero in part": 1e-17}[gradient]
+
+    def trained(params, rate):
+        grads = {"a": np.ones(3), "b": rounding * rng.normal(size=3)}
+        if gradient == "zero in part":
+            grads["b"] = np.array([*grads["b"][:2], 1.0])
+        moved = {k: params[k] - 0.1 * np.sign(g) for k, g in grads.items()}
+        return Trained(moved, {}, {}, None, None, {"loss": np.ones(1)}, [grads], frozenset())
+
+    params = {"a": np.ones(3), "b": np.array([1.0, 2.0, 3.0])}
+    while True:  # until the signs of two gradients differ
+        found = find_reference(trained, lambda rate: rate, params, 1e-16, 1e-10)
+        if found.unjudged or found.zero:
+            break
+    assert set(found.unjudged) == (set() if gradient == "zero in part" else {"params/b"})
+    assert set(found.unexplained) == ({"params/b"} if gradient == "noise" else set())
+    if gradient == "zero in part":
+        assert list(found.zero["params/b"]) == [True, True, False] and found.judged == (2, 2)
+        other = found.trained._replace(params={**found.trained.params, "b": np.array([9.0, 9.0, 4.0])})
+        assert found.errors(found.trained, {"loss": np.ones(1)}, 1e-10)["params/b"] == 0
+        assert found.errors(other, {"loss": np.ones(1)}, 1e-10)["params/b"] > 0.1
+    else:
+        assert found.judged == (1, 2)
+
+
+def test_errors_are_relative_in_the_norm_of_a_leaf():
+    one = np.array([3.0, 4.0])
+    assert difference(one + np.array([0.0, 5e-3]), one) == pytest.approx(1e-3)
+    assert difference(one * 0, one * 0) == 0 and difference(one, one * 0) == np.inf
+    assert difference(np.array([np.nan, 4.0]), one) == np.inf and difference(None, one) == np.inf
+    assert difference(np.array([1, 2]), np.array([1, 3])) == np.inf
+
+
+def test_what_is_too_large_or_too_small_is_refused_with_what_to_set(monkeypatch):
+    small = problem(toys.MODELS["mlp"]())
+    with settings(jax.devices()[0]):
+        trial = make_trial(small, 4, 1)
+        monkeypatch.setattr("jaxdp.verify.machine.free_memory", lambda: 1e3)
+        with pytest.raises(UsageError, match=r"verify.model_args: 291 parameters need .* --verify.model_args.layers 2"):
+            check_memory(small, trial, jax.devices()[:4])
+    few = problem(toys.MODELS["mlp"](), Arrays(**toys.data(5)))
+    with pytest.raises(UsageError, match="data: 5 examples cannot be split into 8 microbatches"):
+        verify(few, jax.devices()[:4])
+    wrong = problem(toys.MODELS["mlp"](), configuration=Configuration(0, "pjit", 1, shard_size=3))
+    with pytest.raises(UsageError, match=r"parallel.shard_size: 3 does not split 4 devices"):
+        verify(wrong, jax.devices()[:4])
+
+
+@pytest.mark.slow
+def test_language_models_are_verified_small():
+    for file in sorted((ROOT / "configs").glob("*.yaml")):
+        if "PythonSource" not in file.read_text():
+            continue
+        config = load(["--config", str(file)], "verify")[0]
+        made = make_problem(config)
+        example = {"inputs": jnp.zeros((2, *made.dataset.input_shape), jnp.int32)}
+        params = jax.eval_shape(made.model.init, jax.random.key(0), example)[0]
+        assert sum(x.size for x in jax.tree.leaves(params)) < 1e6, file
+        assert made.dataset.input_shape == (32,)

@@ -1,0 +1,332 @@
+"""Five calls make a loop of one's own data-parallel, and its losses are those of one process."""
+
+import json
+import re
+import runpy
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jaxdp
+from jaxdp.data import Digits
+from jaxdp.distributed.context import shutdown
+from launch import ROOT, SUPPORT, mpirun, require, together
+from mpi import own_loop
+
+SCRIPT = SUPPORT / "mpi" / "own_loop.py"
+PAGE = (ROOT / "docs" / "own_loop.md").read_text()
+AXIS, N = "batch", 8
+
+
+@pytest.fixture(scope="module")
+def curve():
+    return own_loop.plain()
+
+
+def printed(job):
+    assert job.returncode == 0 and not job.left, job.output
+    return json.loads(next(line for line in job.stdout.splitlines() if line.startswith("[[2")))
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_three_ranks_have_the_curve_of_one_and_an_empty_batch_each_epoch(curve):
+    """And the rest of what `ranks` looks at: trees of all types, metrics, gradients, disagreements."""
+    (got,) = printed(mpirun(3, [str(SCRIPT), "ranks"], devices=2))
+    np.testing.assert_allclose(got, curve, rtol=1e-5)
+    assert len(curve) == 42 and np.mean(curve[-21:]) < 0.7 * np.mean(curve[:21])
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_two_processes_of_two_devices_have_it_too(curve):
+    """Through an axis of pmap over all four; and by jit over each one's own, with the mean between the processes."""
+    axis, mesh = printed(mpirun(2, [str(SCRIPT), "devices"], devices=2))
+    np.testing.assert_allclose(axis, curve, rtol=1e-5)
+    np.testing.assert_allclose(mesh, curve[:21], rtol=1e-5)
+
+
+@pytest.fixture
+def alone():
+    """`init` of this process by itself, forgotten afterwards."""
+    yield
+    shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_the_example_prints_the_same_losses_alone_and_under_mpirun(alone, capsys):
+    runpy.run_path(str(ROOT / "examples" / "own_loop.py"), run_name="__main__")
+    job = mpirun(2, ["examples/own_loop.py"])
+    assert job.returncode == 0 and not job.left, job.output
+    texts = (capsys.readouterr().out, job.stdout)
+    curves = [np.array(re.findall(r"update +(\d+)  loss ([\d.]+)  accuracy ([\d.]+)", t), float) for t in texts]
+    np.testing.assert_allclose(curves[1], curves[0], rtol=1e-5, atol=1e-6)
+    assert curves[0].shape == (5, 3) and curves[0][-1, 1] < 0.5 < 2 < curves[0][0, 1]
+    text = (ROOT / "examples" / "own_loop.py").read_text()
+    assert set(re.findall(r"# (\d)\n", text)) == set("12345")
+    documented = np.array(re.findall(r"    update +(\d+)  loss ([\d.]+)  accuracy ([\d.]+)", text), float)
+    np.testing.assert_allclose(curves[0], documented, rtol=1e-3)
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_the_resnet_example_runs_alone_and_under_mpirun():
+    alone = [sys.executable, "examples/needle_resnet9.py", "--fake"]
+    two = [require("openmpi5"), "--bind-to", "none", "--oversubscribe", "-np", "2", *alone]
+    for job in together([(alone, {}), (two, {})], timeout=180):
+        assert job.returncode == 0 and not job.left, job.output
+        (line,) = re.findall(r"epoch 0: [\d.]+ s, test accuracy ([\d.]+)\n", job.stdout)
+        assert 0 <= float(line) < 0.3  # noise
+
+
+@pytest.mark.slow
+def test_the_blocks_of_the_page_run(alone, capsys):
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    space = {}
+    for block in blocks:
+        exec(compile(block, "docs/own_loop.md", "exec"), space)
+        if block is blocks[0]:  # what is printed last is the loss of the whole set
+            whole = float(space["loss_of"](space["params"], space["images"], space["labels"]))
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert (
+        len(blocks) == 4 and len(losses) == 3 and space["epoch"] == 1 and losses[-1] == pytest.approx(whole, abs=1e-4)
+    )
+    assert losses == pytest.approx(
+        [float(x) for x in re.findall(r"^epoch \d  loss (.*)$", PAGE, re.MULTILINE)], abs=1e-3
+    )
+    assert np.isfinite(jax.tree.leaves(space["params"])[0]).all()
+    assert all(name in PAGE for name in ("partition_dataset", "broadcast_parameters", "allreduce_metrics"))
+
+
+SOURCES = {  # the form of a batch is that of an example
+    "pair of arrays": lambda x, y: (x, y),
+    "dict of arrays": lambda x, y: {"a": x, "labels": y},
+    "array": lambda x, y: x,
+    "examples as pairs": lambda x, y: [(a, int(b)) for a, b in zip(x, y)],
+    "examples as dicts": lambda x, y: [{"inputs": a} for a in x],
+    "examples as arrays": lambda x, y: list(x),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_batch_has_the_form_of_an_example(name):
+    x, y = np.arange(14, dtype=np.float32).reshape(7, 2), np.arange(7, dtype=np.int32)
+    batches = list(jaxdp.partition_dataset(SOURCES[name](x, y), 3, shuffle=False))
+    assert len(batches) == 3
+    want = {"array": x, "examples as arrays": x, "dict of arrays": {"a": x, "labels": y}}
+    want = want | {"examples as dicts": {"inputs": x}} | dict.fromkeys(["pair of arrays", "examples as pairs"], (x, y))
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda *b: np.concatenate(b), *batches), want[name])
+    assert jax.tree.structure(batches[0]) == jax.tree.structure(want[name])
+
+
+def test_a_data_set_with_read_gives_dicts_and_is_never_asked_for_nothing():
+    class Strict(Digits):
+        def read(self, indices):
+            assert len(indices)
+            return super().read(indices)
+
+    batches = jaxdp.partition_dataset(Strict(), 500, shuffle=False)
+    assert [len(b["labels"]) for b in batches] == [500, 500, 437]
+    batches.slots = np.array([-1])  # a rank without rows
+    assert [b["inputs"].shape for b in batches] == [(0, 8, 8, 1)] * 3
+
+
+def test_each_iteration_is_the_next_epoch_unless_it_is_set():
+    batches = jaxdp.partition_dataset(np.arange(10), 4, seed=5)
+    run = lambda: np.concatenate(list(batches)).tolist()
+    first, second, third = run(), run(), run()
+    assert sorted(first) == sorted(second) == list(range(10)) and first != second != third
+    batches.set_epoch(1)
+    assert [run(), run()] == [second, third]
+    assert np.concatenate(list(jaxdp.partition_dataset(np.arange(10), 4, seed=6))).tolist() != first
+    next(iter(batches))  # an iteration that is left early counts
+    assert batches.epoch == 4
+
+
+def test_dealt_to_devices_every_batch_has_one_shape():
+    seen = []
+    for (x, y), mask in jaxdp.partition_dataset((np.arange(21) * 2.0, np.arange(21)), 10, devices=N):
+        assert x.shape == y.shape == mask.shape == (N, 2)
+        np.testing.assert_array_equal(x, 2 * y)
+        seen += y[mask].tolist()
+    assert sorted(seen) == list(range(21)) and mask.sum() == 1
+
+
+@pytest.mark.parametrize("examples", [1, 7, 12])
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_a_sampler_gives_every_rank_equally_many(examples, size):
+    make = lambda rank, **kw: jaxdp.DistributedSampler(examples, rank=rank, size=size, seed=2, **kw)
+    ranks = [list(make(r)) for r in range(size)]
+    assert {len(r) for r in ranks} == {len(make(0))} == {-(-examples // size)}
+    whole = np.stack(ranks, 1).reshape(-1)  # dealt in turn
+    assert sorted(whole[:examples]) == list(range(examples))
+    np.testing.assert_array_equal(whole, np.resize(whole[:examples], whole.size))  # and then from the start again
+    dropped = [list(make(r, drop_last=True)) for r in range(size)]
+    np.testing.assert_array_equal(np.stack(dropped, 1).reshape(-1), whole[: examples // size * size])
+    plain = [list(make(r, shuffle=False)) for r in range(size)]
+    np.testing.assert_array_equal(np.stack(plain, 1).reshape(-1), np.resize(np.arange(examples), whole.size))
+
+
+def test_a_sampler_keeps_its_order_until_the_epoch_is_set():
+    sampler = jaxdp.DistributedSampler(range(50))
+    first = list(sampler)
+    assert list(sampler) == first
+    sampler.set_epoch(1)
+    assert list(sampler) != first and sorted(sampler) == sorted(first)
+
+
+def test_batches_of_indices_are_those_of_the_partition():
+    """On every rank equally many lists, of which the last may be empty; nothing twice, nothing left out."""
+    samplers = [jaxdp.DistributedSampler(21, seed=3, rank=r, size=3) for r in range(3)]
+    batches = [s.batches(10) for s in samplers]
+    for epoch, whole in zip(range(3), [jaxdp.partition_dataset(np.arange(21), 10, seed=3)] * 3):
+        for s in samplers:
+            s.set_epoch(epoch)
+        ranks = [list(b) for b in batches]
+        assert {len(r) for r in ranks} == {len(b) for b in batches} == {3}
+        assert [len(r[-1]) for r in ranks] == [1, 0, 0]
+        for one, *parts in zip(whole, *ranks):
+            assert sorted(one) == sorted(np.concatenate(parts))
+    dropped = jaxdp.DistributedSampler(21, drop_last=True, rank=1, size=3).batches(10)
+    assert [len(b) for b in dropped] == [3, 3] and len(dropped) == 2
+
+
+def test_alone_a_broadcast_gives_back_what_it_got():
+    tree = own_loop.everything(1)
+    assert jax.tree.map(own_loop.bits, jaxdp.broadcast_parameters(tree)) == jax.tree.map(own_loop.bits, tree)
+    model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
+    state = jaxdp.broadcast_parameters(nnx.state(model))
+    assert jax.tree.structure(state) == jax.tree.structure(nnx.state(model))
+    # On several devices, as pmap and a local mesh leave them.
+    mesh = jax.make_mesh((N,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    for spec in (P(), P(AXIS)):
+        placed = jax.device_put(np.arange(N, dtype=np.float32), jax.NamedSharding(mesh, spec))
+        got = jaxdp.broadcast_parameters([placed])[0]
+        assert got.sharding == placed.sharding and got.committed
+        np.testing.assert_array_equal(got, placed)
+
+
+GRADS = {"w": (3, 4), "scale": (), "half": (5,)}
+
+
+def gradients(seed=0):
+    """One tree for each of N devices [device, ...]."""
+    rng = np.random.default_rng(seed)
+    make = lambda shape: jnp.asarray(rng.normal(size=(N, *shape)), jnp.float32)
+    tree = jax.tree.map(make, GRADS, is_leaf=lambda x: isinstance(x, tuple))
+    return tree | {"half": tree["half"].astype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("weights", [None, [3, 1, 0, 2, 5, 0, 1, 4]])
+def test_over_an_axis_gradients_are_averaged_by_weight_in_one_packed_operand(weights):
+    grads, tx = gradients(), jaxdp.distributed_optimizer(optax.sgd(1.0), AXIS)
+    counts = np.ones(N) if weights is None else np.array(weights)
+    grads = jax.tree.map(lambda g: g.at[counts == 0].set(np.nan), grads)
+    update = lambda g, m: tx.update(g, tx.init(g), **({} if weights is None else {"weight": m}))[0]
+    mapped = jax.pmap(update, AXIS)
+    updates = mapped(grads, jnp.asarray(counts, jnp.int32))
+    share = lambda g: -np.tensordot(counts[counts > 0], np.asarray(g, np.float64)[counts > 0], 1) / counts.sum()
+    for name, got in updates.items():
+        assert got.dtype == grads[name].dtype
+        rtol = 1e-2 if name == "half" else 1e-5
+        np.testing.assert_allclose(np.asarray(got, np.float64), [share(grads[name])] * N, rtol=rtol, atol=rtol / 10)
+    text = mapped.lower(grads, jnp.asarray(counts, jnp.int32)).as_text()
+    assert text.count("all_reduce") == 1  # of the halves too, as float32, and of the weight
+
+
+def test_of_no_weight_at_all_the_gradients_are_zeros():
+    grads = {"w": jnp.full(3, np.nan), "n": jnp.int32(4)}
+    alone, axis = (jaxdp.distributed_optimizer(optax.identity(), name) for name in (None, AXIS))
+    got = alone.update(grads, alone.init(grads), weight=0)[0]
+    np.testing.assert_array_equal(got["w"], np.zeros(3))
+    mapped = jax.pmap(lambda g, m: axis.update(g, axis.init(g), weight=m)[0], AXIS)
+    got = mapped(jax.tree.map(lambda x: jnp.stack([x] * N), grads), jnp.zeros(N))
+    np.testing.assert_array_equal(got["w"], np.zeros((N, 3)))
+    np.testing.assert_array_equal(got["n"], np.full(N, 4))
+
+
+def test_alone_it_is_the_optimizer_itself():
+    params = {"w": jnp.arange(4.0)}
+    for tx in (optax.adam(0.1), optax.MultiSteps(optax.sgd(0.1), 2), optax.inject_hyperparams(optax.sgd)(0.1)):
+        own, state = jaxdp.distributed_optimizer(tx), tx.init(params)
+        for weight in ({}, {"weight": 3}, {"weight": jnp.float32(2)}):
+            want = tx.update(params, state, params)
+            got = own.update(params, state, params, **weight)
+            jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), got, want)
+            state = want[1]
+    search = jaxdp.distributed_optimizer(optax.scale_by_backtracking_linesearch(3))  # takes a function
+    value_fn = lambda p: (p["w"] ** 2).sum()
+    extra = {"value": value_fn(params), "grad": params, "value_fn": value_fn}
+    updates, _ = search.update(params, search.init(params), params, **extra)
+    assert np.isfinite(updates["w"]).all()
+
+
+def mapped_with_vma(grads):
+    tx = jaxdp.distributed_optimizer(optax.sgd(1.0), AXIS)
+    mesh = jax.make_mesh((N,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def update(w, x):
+        grads = jax.grad(lambda w: (w * x).sum())(w)
+        return tx.update(grads, tx.init(grads))[0]
+
+    return jax.jit(jax.shard_map(update, mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P()))(jnp.ones(()), grads)
+
+
+WRONG = {
+    "called inside jit": lambda g: jax.jit(lambda g: _update(None)(g))(g),
+    "no axis 'batch' is mapped here": lambda g: _update(AXIS)(g),
+    "weight: -1.0 is not a number of examples": lambda g: _update(None, weight=-1)(g),
+    "weight: nan is not": lambda g: _update(None, weight=np.nan)(g),
+    r"weight: of shape \(2,\); give one number": lambda g: _update(None, weight=np.ones(2))(g),
+    "summed the gradients over 'batch' already; give it check_vma=False": lambda g: mapped_with_vma(g),
+    "batch_size: 0 is not positive": lambda g: jaxdp.partition_dataset(np.arange(3), 0),
+    "devices: 0 is not positive": lambda g: jaxdp.partition_dataset(np.arange(3), 2, devices=0),
+    "has no length": lambda g: jaxdp.partition_dataset(iter([1]), 2),
+    "epoch: -1 is negative": lambda g: jaxdp.partition_dataset(np.arange(3), 2).set_epoch(-1),
+    "epoch: -2 is negative": lambda g: jaxdp.DistributedSampler(3).set_epoch(-2),
+    r"rank: 3 is not in \[0, 3\)": lambda g: jaxdp.DistributedSampler(3, rank=3, size=3),
+    "dataset_or_size: 0 examples": lambda g: jaxdp.DistributedSampler(0),
+    "dataset_or_size: list_iterator has no length": lambda g: jaxdp.DistributedSampler(iter([1])),
+    "adam is not an Optax transformation; give one": lambda g: jaxdp.distributed_optimizer(optax.adam),
+    "'loss' is traced": lambda g: jax.jit(lambda x: jaxdp.allreduce_metrics({"loss": x}))(1.0),
+    "'loss' is str, not a number": lambda g: jaxdp.allreduce_metrics({"loss": "x"}),
+    r"'a/b' has shape \(8,\), not one number": lambda g: jaxdp.allreduce_metrics({"a": {"b": g}}),
+    "weight: PyTreeDef.* is not a tree like": lambda g: jaxdp.allreduce_metrics({"a": 1.0}, weight={"b": 1.0}),
+    "weight: inf is not a number of examples": lambda g: jaxdp.allreduce_metrics(1.0, weight=np.inf),
+}
+
+
+def _update(axis, **extra):
+    tx = jaxdp.distributed_optimizer(optax.sgd(0.1), axis)
+    return lambda g: tx.update(g, tx.init(g), **extra)
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_cannot_work_is_refused_in_a_line(words):
+    with pytest.raises(jaxdp.UsageError, match=words) as error:
+        WRONG[words](jnp.ones(N))
+    assert "\n" not in str(error.value)
+
+
+def test_metrics_alone_are_floats():
+    got = jaxdp.allreduce_metrics({"a": jnp.float32(0.5), "b": [np.int64(3)], "c": jnp.ones((1,))}, weight=7)
+    assert got == {"a": 0.5, "b": [3.0], "c": 1.0} and all(type(x) is float for x in jax.tree.leaves(got))
+    assert np.isnan(jaxdp.allreduce_metrics(2.0, weight=0))
+    got = jaxdp.allreduce_metrics({"a": 2.0, "b": np.nan}, weight={"a": 3, "b": 0})
+    assert got["a"] == 2 and np.isnan(got["b"])
+
+
+def test_who_was_started_with_others_must_join_them(monkeypatch):
+    monkeypatch.setattr("jaxdp.distributed.context._current", None)  # an earlier test may have joined
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    for call in (lambda: jaxdp.partition_dataset(np.zeros(4), 2), lambda: jaxdp.DistributedSampler(4)):
+        with pytest.raises(jaxdp.UsageError, match=r"call jaxdp.init\(\) first: there are 2 processes"):
+            call()

@@ -1,0 +1,279 @@
+"""The README and the pages: every command on them is run as a new user would, or says what it needs."""
+
+import ast
+import importlib
+import importlib.util
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from commands import SHELL, Command, commands, shortened, trains_in
+from commands import blocks as all_blocks
+from jaxdp import cli
+from jaxdp.config.describe import groups
+from jaxdp.config.keys import known_keys
+from jaxdp.distributed import launchers
+from launch import environment, find
+
+ROOT = pathlib.Path(__file__).parents[2]
+BIN = pathlib.Path(sys.executable).parent
+
+
+def blocks(page, kind):
+    return re.findall(rf"^```{kind}\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def write_files(page, folder):
+    """The blocks that begin with a comment of a file name."""
+    for kind in ("python", "yaml"):
+        for block in blocks(page, kind):
+            if name := re.match(r"# (\w+\.\w+)(?:\n|: )", block):
+                (folder / name[1]).write_text(block)
+
+
+def run(command, folder):
+    words = shlex.split(command)
+    env = environment({}, 1) | {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    if words[0] == "jaxdp":
+        words = [sys.executable, "-m", *words]
+    elif words[0] == "mpirun":
+        words[1:1] = ["--bind-to", "none", "--oversubscribe"]
+        words = [sys.executable if w == "python" else w for w in words]
+    done = subprocess.run(words, cwd=folder, env=env, text=True, capture_output=True, timeout=120)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.skipif(find("openmpi5") is None, reason="no mpirun of openmpi5")
+def test_the_page_of_ones_own_model_works_as_it_stands(tmp_path):
+    """A class outside the repository trains by its dotted path, to what the page says."""
+    write_files("own_model.md", tmp_path)
+    commands = [line for block in blocks("own_model.md", "sh") for line in block.splitlines()]
+    train, *more, alone, two = commands
+    last = r"final 600/600 .* accuracy +(\S+)"
+    shown = re.search(last, (ROOT / "docs" / "own_model.md").read_text())
+    final = re.search(last, run(train, tmp_path))
+    assert shown and final and float(final[1]) > float(shown[1]) - 0.03
+    for command in (alone, two):
+        accuracy, shape = run(command, tmp_path).splitlines()[-1].split(" ", 1)
+        assert float(accuracy) > 0.9 and shape == "(2, 64)"
+    found = {command.split()[1]: run(command, tmp_path) for command in more}
+    run("jaxdp export --run_dir runs/spiral", tmp_path)
+    assert float(run("python load_spiral.py", tmp_path)) > 0.9
+    assert "agree with the oracle" in found["verify"] and "accuracy" in found["eval"]
+    loss = "--loss.target absolute.absolute_error --loss.args.scale 10 --steps 2 --run_dir runs/x"
+    assert "final 2/2" in run(f"jaxdp train --config spiral.yaml {loss}", tmp_path)
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+COMMANDS = {page.name: commands(page) for page in PAGES}
+
+
+def test_every_command_is_run_or_says_what_it_needs():
+    text = (ROOT / "Makefile").read_text()
+    extras = (ROOT / "pyproject.toml").read_text()
+    found = [command for page in COMMANDS.values() for command in page]
+    assert len(found) > 50 and sum(not (c.needs or c.tested or c.by_name) for c in found) > 30
+    for command in found:
+        words = shlex.split(command.text) if "\n" not in command.text else [""]
+        if command.tested:
+            (file,) = (ROOT / "tests").rglob(command.tested)
+            by = file.read_text()
+            assert command.page in by or any(w in by for w in words if w in cli.VERBS or w.endswith(".py")), command
+        if words[0] == "make":
+            assert all(re.search(rf"^{target}:", text, re.MULTILINE) for target in words[1:]), command
+        if words[:2] == ["pip", "install"]:
+            for name in re.findall(r"\[(\w+)\]", command.text):
+                assert re.search(rf"^{name} = \[", extras, re.MULTILINE), command
+        for word in words:
+            if re.match(r"(configs|benchmarks|examples)/", word) and not command.needs:
+                assert (ROOT / word).exists(), command
+
+
+def test_what_needs_a_cluster_is_run_by_a_test_of_its_own_or_says_so():
+    """Every line of a block that gives a command to Slurm or Kubernetes, wherever in a line, or a script, it stands."""
+    found = 0
+    for page in PAGES:
+        known = COMMANDS[page.name]
+        for _, language, content in all_blocks(page.read_text()):
+            for line in content.splitlines() if language in (*SHELL, "") else ():
+                if re.search(r"^(?!#)(.*[;&|] *)?(srun|sbatch|scancel|scontrol|kubectl) ", line):
+                    found += 1
+                    line = re.sub(r"\s{2,}#.*", "", line).strip()
+                    own = [c for c in known if line.removeprefix("$ ").removesuffix("\\").strip() in c.text]
+                    assert own and all(c.needs or c.tested for c in own), f"{page.name}: {line}"
+    assert found > 5
+
+
+def test_options_that_are_named_exist():
+    """Also those in the middle of a sentence."""
+    keys = {*known_keys(), "config", "help", "print_config"}
+    for page in PAGES:
+        text = page.read_text()
+        for line in [*re.findall(r"`(jaxdp [^`\n]+)`", text), *(c.text for c in COMMANDS[page.name])]:
+            for verb, rest in re.findall(r"jaxdp ([a-z]+)((?: [^\n&|;]*)?)", line):
+                if verb not in cli.VERBS:
+                    continue
+                own = {*cli.VERBS[verb].options} | (keys if cli.VERBS[verb].has_config else set()) | {"help"}
+                for option in re.findall(r" --([a-z][\w.]*)", rest):
+                    known = option in own or any(option.startswith(f"{k}.") for k in own if k.endswith("args"))
+                    assert known, f"{page.name}: {line}: no --{option}"
+
+
+PREPARED = {
+    "data.md": {
+        "tinyshakespeare.txt": "To be, or not to be: that is the question.\n" * 200,
+        "a.txt": "Some text.\n" * 3000,
+        "b.jsonl": '{"text": "A document."}\n' * 100,
+    }
+}
+BEFORE = {  # what a page takes to be there
+    "report.md": ["runs/digits", "runs/slower"],
+    "doctor.md": ["runs/digits"],
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """What a clone has, and what was run in it."""
+    folder = tmp_path_factory.mktemp("pages")
+    for name in ("train.py", "configs", "examples"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder, {}
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.xdist_group("docs")
+@pytest.mark.parametrize("page", [name for name, found in COMMANDS.items() if found])
+def test_the_commands_of_a_page_run(page, place):
+    """In their order, in one folder for all pages, made small by the rules of `commands.shortened`.
+
+    A training begins anew, unless it is the one that was there; what ran already on another page is not run again.
+    """
+    folder, done = place
+    if page != "README.md":
+        write_files(page, folder)
+    for name, text in PREPARED.get(page, {}).items():
+        (folder / name).write_text(text)
+    env = environment({}, 1) | {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}"}
+    there = [f"jaxdp train --config configs/digits.yaml --run_dir {run}" for run in BEFORE.get(page, [])]
+    for command in [Command(page, text) for text in there] + COMMANDS[page]:
+        text = command.text
+        lines = text.splitlines()
+        if command.needs or command.tested or command.by_name or (text.startswith("mpirun") and not find("openmpi5")):
+            continue
+        if "configs/" in text and len(lines) == 1 and done.get(text) and trains_in(text) in (None, done[text]):
+            continue
+        for line in lines:
+            directory = trains_in(line)
+            if directory and done.get(directory) != text:
+                shutil.rmtree(folder / directory, ignore_errors=True)
+                done[directory] = text
+        script = "\n".join(shortened(line) for line in lines)
+        ran = subprocess.run(["bash", "-ec", script], cwd=folder, env=env, text=True, capture_output=True, timeout=200)
+        assert ran.returncode == 0, f"{page}: {script}\n{ran.stdout}{ran.stderr}"
+        assert "Traceback" not in ran.stderr
+        done[text] = trains_in(lines[0]) or True
+
+
+def templates():
+    """Every text of the package, with a line break for what is filled in."""
+    for file in (ROOT / "jaxdp").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(v.value if isinstance(v, ast.Constant) else "\n" for v in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_messages_of_the_page_are_those_of_the_code():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+    assert len(messages) > 50
+    known = list(templates())
+    unknown = []
+    for message in messages:
+        fixed = [part for part in message.split("...") if part.strip()]
+        pattern = re.compile(".*?".join(re.escape(part) for part in fixed), re.DOTALL)
+        if not any(pattern.search(template) for template in known):
+            unknown.append(message)
+    assert not unknown
+
+
+def test_the_manifests_say_what_is_read():
+    """Of Kubernetes: the variables, and what the pods' names have to be; see jaxdp/distributed/launchers.py."""
+    text = (ROOT / "docs" / "kubernetes.md").read_text()
+    found = [doc for _, kind, block in all_blocks(text) if kind == "yaml" for doc in yaml.safe_load_all(block)]
+    service, job, jobset, mpijob = found
+    assert [d["kind"] for d in found] == ["Service", "Job", "JobSet", "MPIJob"]
+    inner = jobset["spec"]["replicatedJobs"][0]["template"]
+    for spec in (job["spec"], inner["spec"]):
+        assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
+        (container,) = spec["template"]["spec"]["containers"]
+        env = {e["name"]: e["value"] for e in container["env"] if "value" in e}
+        secret = next(e["valueFrom"]["secretKeyRef"] for e in container["env"] if e["name"] == "JAXDP_SECRET")
+        assert f"create secret generic {secret['name']} --from-literal={secret['key']}=" in text
+        assert int(env["JAXDP_NUM_PROCESSES"]) == spec["completions"] and float(env["JAXDP_TIMEOUT"]) > 60
+        name = f"run-{spec['completions'] - 1}"
+        pod = launchers.Kubernetes(full_name=lambda: f"{name}.run.default.svc.cluster.local")  # noqa: B023
+        world = pod.detect({**env, "JOB_COMPLETION_INDEX": str(spec["completions"] - 1), "HOSTNAME": name})
+        assert world.rank == 1 and world.size == 2 and world.coordinator == "run-0.run.default.svc.cluster.local:12355"
+    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"]["job-name"] == job["metadata"]["name"]
+    assert jobset["spec"]["network"]["enableDNSHostnames"]
+    launcher, worker = (mpijob["spec"]["mpiReplicaSpecs"][k] for k in ("Launcher", "Worker"))
+    args = launcher["template"]["spec"]["containers"][0]["args"]
+    np = int(args[args.index("-np") + 1])
+    assert (
+        np == worker["replicas"] * mpijob["spec"]["slotsPerWorker"] and f"ppr:{np // worker['replicas']}:node" in args
+    )
+    assert args[args.index("--hostfile") + 1] == "/etc/mpi/hostfile"
+
+
+def made_pages():
+    spec = importlib.util.spec_from_file_location("pages", ROOT / "docs" / "pages.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pages_that_are_made_say_everything():
+    pages = made_pages()
+    rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \| (.*?) \| (\w+) \| (.+) \|$", pages.config_page(), re.MULTILINE)
+    keys = [key for group in groups() for key in group.keys]
+    assert [row[0] for row in rows] == [key.name for key in keys]
+    assert {row[0]: row[3] for row in rows} == {key.name: key.decides for key in keys}
+    assert ("optimizer.lr", "number", "`0.001`", "numbers", "the peak learning rate") in rows
+    commands_page = pages.commands_page()
+    assert all(f"## jaxdp {verb}\n" in commands_page for verb in cli.VERBS)
+    for path in [name for _, names in pages.SECTIONS.values() for name in names]:
+        module, _, name = path.rpartition(".")
+        assert getattr(importlib.import_module(module), name).__doc__, path
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="no mkdocs: pip install -e '.[docs]'")
+def test_the_site_builds(tmp_path):
+    """Strictly: each link and anchor leads somewhere; and nothing of it comes from the network."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"},
+        text=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) >= 30 and (tmp_path / "reference" / "config.html").exists()
+    for page in pages:
+        html = page.read_text()
+        assert not re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(?:https?:)?//(?!localhost)[^"]+"', html), page
+        assert not re.search(r"fonts\.g|cdn\.|unpkg", html), page

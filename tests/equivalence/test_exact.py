@@ -1,0 +1,731 @@
+"""Exact mode trains the same bits on any number of devices and processes, in every stage; and what that is made of.
+
+Bits of runs are compared in jobs of their own, which `jaxdp.environment.exact` prepares before JAX starts.
+"""
+
+import functools
+import itertools
+import json
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import toys
+from cli_runs import curve, jaxdp, records, write
+from covering import first
+from jaxdp import environment
+from jaxdp.analysis.hlo import collectives
+from jaxdp.api import fit
+from jaxdp.assemble.preflight import check_optimizer
+from jaxdp.config import Config, Optimizer
+from jaxdp.distributed import private_jax
+from jaxdp.errors import UsageError
+from jaxdp.models import as_model
+from jaxdp.models.mlp import MLP
+from jaxdp.optim import OPTIMIZERS
+from jaxdp.parallel.placement import slot_table
+from jaxdp.parallel.rounding import as_written, fusion_barrier, opaque_true
+from jaxdp.verify import exact
+from launch import SUPPORT, Finished, mpirun, together
+
+SCRIPT = str(SUPPORT / "mpi" / "exact.py")
+MODELS = ("dropout", "resnet", "lstm", "blocks", "gpt")
+WAYS = ("pmap-0-{}-sharded", "pmap-1-{}-sharded", "pjit-0-{}-sharded", "pjit-1-{}-sharded", "pjit-2-{}-sharded")
+WAYS += ("pjit-2-{}-replicated", "pjit-3-{}-sharded", "pjit-3-{}-replicated")
+
+# --- the same bits --------------------------------------------------------------------------------------------------
+
+COVER = {
+    "dropout": ("pmap-0-1-sharded", "pmap-1-3-sharded", "pjit-3-5-sharded", "pjit-2-8/4-sharded"),
+    "gpt": ("pmap-0-1-sharded", "pjit-2-2-sharded", "pjit-1-6/3-sharded", "pjit-3-7-sharded"),
+    "resnet": ("pjit-0-1-sharded", "pjit-2-3-replicated", "pmap-1-8-sharded", "pjit-3-6/2-sharded"),
+    "lstm": ("pmap-1-1-sharded", "pjit-0-5-sharded", "pjit-2-4-replicated", "pjit-3-7-replicated"),
+    "blocks": ("pjit-1-1-sharded", "pjit-3-3-sharded", "pmap-0-6-sharded", "pjit-2-8/2-sharded"),
+}
+NARROW = {  # fewer bytes, and microbatches in groups: other numbers, and the same on any number of devices
+    "dropout-exact16": ("pjit-0-1-sharded", "pmap-1-3-sharded", "pjit-2-8/4-replicated"),
+    "blocks-exact8": ("pmap-0-1-sharded", "pjit-3-6-sharded", "pjit-2-5-replicated"),
+    "resnet-exact/2": ("pjit-0-1-sharded", "pmap-1-3-sharded", "pjit-3-4/2-sharded"),
+}
+FAULTS = {  # each adds up in another order than one device; loops over 8 devices would not
+    how: [f"dropout-pjit-0-{n}-sharded-adamw-{how}" for n in (1, devices)]
+    for how, devices in (("vmap", 8), ("scan", 3))
+}
+PROCESSES = ("dropout-pmap-1-4-sharded", "dropout-pjit-2-4/2-replicated", "blocks-pjit-3-4-sharded")
+
+
+def rows_of(model, ways, optimizer="adamw", how="exact"):
+    return [f"{model}-{way}-{optimizer}-{how}" for way in ways]
+
+
+def narrow_rows():
+    return [row for name, ways in NARROW.items() for row in rows_of(*name.split("-")[:1], ways, how=name.split("-")[1])]
+
+
+def read(job: Finished):
+    """{row: (digest, [[loss, norm] of each update])}"""
+    assert job.returncode == 0 and not job.left, job.output
+    (line,) = [line for line in job.stdout.splitlines() if line.startswith("{")]
+    return json.loads(line)
+
+
+def run(rows, devices=8, processes=1, timeout=1800.0):
+    if processes == 1:
+        return read(together([([sys.executable, SCRIPT, *rows], {})], timeout, devices)[0])
+    return read(mpirun(processes, [SCRIPT, *rows], devices=devices, timeout=timeout))
+
+
+def kind(row):
+    """What must be equal is of the same model, optimizer and sum."""
+    model, *_, optimizer, how = row.split("-")
+    return model, optimizer, how
+
+
+def differing(trained):
+    """[(row, the first update whose loss or norm is another than that of the first row of its kind, or 'state')]"""
+    first, found = {}, []
+    for row, (digest, numbers) in trained.items():
+        want = first.setdefault(kind(row), (digest, numbers))
+        if (digest, numbers) != want:
+            found.append(
+                (row, next((i for i, (a, b) in enumerate(zip(numbers, want[1], strict=True)) if a != b), "state"))
+            )
+    return found
+
+
+def of_exact_sums(trained):
+    return {row: got for row, got in trained.items() if "exact" in row}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Two jobs of eight devices at the same time: compiling is what takes the time."""
+    jobs = [["dropout", "gpt"], ["resnet", "lstm", "blocks"]]
+    rows = [[row for model in models for row in rows_of(model, COVER[model])] for models in jobs]
+    rows[0] += [row for pair in FAULTS.values() for row in pair] + narrow_rows()[:3]
+    rows[1] += narrow_rows()[3:]
+    done = together([([sys.executable, SCRIPT, *some], {}) for some in rows], timeout=1800, devices=8)
+    return {row: got for job in done for row, got in read(job).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("trained")
+def test_every_model_is_the_same_on_any_number_of_devices_in_every_stage(trained):
+    exact = of_exact_sums(trained)
+    assert not (wrong := differing(exact)), wrong
+    assert len({digest for digest, _ in exact.values()}) == len(MODELS) + len(NARROW)
+    for _, numbers in exact.values():
+        losses = [float.fromhex(loss) for loss, _ in numbers]
+        assert len(set(losses)) == 6 and np.isfinite(losses).all()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("trained")
+def test_the_exact_sum_is_that_of_floats_to_rounding_and_fewer_bytes_are_near_it(trained):
+    losses = lambda row: np.array([float.fromhex(loss) for loss, _ in trained[row][1]])
+    usual = losses(FAULTS["scan"][0])
+    np.testing.assert_allclose(losses(rows_of("dropout", COVER["dropout"])[0]), usual, rtol=1e-5)
+    np.testing.assert_allclose(losses(narrow_rows()[0]), usual, rtol=1e-2)
+    blocks, eight = losses(rows_of("blocks", COVER["blocks"])[0]), losses(narrow_rows()[3])
+    np.testing.assert_allclose(eight, blocks, rtol=0.15)
+
+
+def test_the_cover_has_each_number_of_devices_and_each_model_in_every_stage():
+    split = {model: [way.split("-") for way in ways] for model, ways in COVER.items()}
+    counts = {model: [int(place.partition("/")[0]) for _, _, place, _ in ways] for model, ways in split.items()}
+    assert set().union(*counts.values()) == set(range(1, 9))
+    for model, ways in split.items():
+        assert 1 in counts[model] and any(n % 2 for n in counts[model] if n > 1) and max(counts[model]) >= 6
+        assert {int(zero) for _, zero, _, _ in ways} == {0, 1, 2, 3}
+    everywhere = {f"{backend}-{zero}-{{}}-{how}" for ways in split.values() for backend, zero, _, how in ways}
+    assert everywhere == set(WAYS) and set(split) == set(MODELS)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("trained")
+def test_an_ordinary_sum_does_not_pass_for_exact(trained):
+    """The same rows, but for the reduction: what is compared does see another order of adding up."""
+    for one, more in FAULTS.values():
+        assert [row for row, _ in differing({row: trained[row] for row in (one, more)})] == [more]
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.xdist_group("trained")
+def test_two_processes_of_two_devices_are_one_device(trained):
+    together = run([f"{row}-adamw-exact" for row in PROCESSES], devices=2, processes=2, timeout=600)
+    assert len(together) == len(PROCESSES)
+    assert not (wrong := differing(of_exact_sums(trained) | together)), wrong
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.xdist_group("trained")
+@pytest.mark.parametrize(
+    ("processes", "devices", "rows"),
+    [
+        (
+            3,
+            1,
+            ("dropout-pmap-1-3-sharded-adamw-exact", "blocks-pjit-3-3-sharded-adamw-exact8"),
+        ),  # shares of 3, 3 and 2
+        (4, 1, ("dropout-pjit-2-4-sharded-adamw-exact16", "lstm-pmap-0-4-sharded-adamw-exact")),
+    ],
+)
+def test_three_processes_with_uneven_shares_and_four_are_one_device(trained, processes, devices, rows):
+    together = run(rows, devices, processes, timeout=600)
+    assert len(together) == len(rows)
+    assert not (wrong := differing(of_exact_sums(trained) | together)), wrong
+
+
+def everywhere(*counts):
+    """Every way, on these numbers of devices; hybrid too where a stage under pjit splits anything."""
+    for n, way in itertools.product(counts, WAYS):
+        groups = [k for k in (2, 4) if k < n and n % k == 0 and way.startswith("pjit") and "-0-" not in way]
+        yield from (way.format(place) for place in (n, *(f"{n}/{k}" for k in groups)))
+
+
+@functools.cache
+def alone(model, optimizer="adamw"):
+    """What one process of one device trains."""
+    return run(rows_of(model, ["pjit-0-1-sharded"], optimizer), devices=1)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("model", "ways"), [("resnet", 58), ("gpt", 58)])
+def test_every_way_on_every_number_of_devices_is_one_device(model, ways):
+    got = run(rows_of(model, everywhere(1, 2, 3, 5, 7, 8)), timeout=3600)
+    assert len(got) == ways
+    assert not (wrong := differing(alone(model) | got)), wrong
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("processes", "devices", "model"),
+    [(2, 1, "resnet"), (2, 1, "gpt"), (3, 1, "resnet"), (3, 2, "gpt"), (4, 1, "dropout"), (4, 2, "blocks")],
+)
+def test_stages_over_processes_are_one_device(processes, devices, model):
+    n = processes * devices
+    group = n if n == 3 else n // 2
+    few = [f"pmap-1-{n}-sharded", f"pjit-0-{n}-sharded", f"pjit-2-{n}/{group}-sharded", f"pjit-3-{n}-sharded"]
+    ways = [way.format(n) for way in WAYS] if n == 2 else few
+    got = run(rows_of(model, ways), devices, processes)
+    assert not (wrong := differing(alone(model) | got)), wrong
+
+
+SAMPLE = (
+    "pmap-0-7-sharded",
+    "pmap-1-2-sharded",
+    "pjit-0-5-sharded",
+    "pjit-1-8/2-sharded",
+    "pjit-2-4-sharded",
+    "pjit-3-3-sharded",
+)
+VARIANTS = {  # a way for each, beside one device; and, of twelve microbatches, more
+    "sixteen": ("pjit-3-6-sharded",),
+    "float64": ("pjit-2-3-sharded",),
+    "frozen": ("pmap-1-5-sharded",),
+    "guarded": ("pjit-1-8/2-sharded",),
+    "twelve": ("pmap-0-5-sharded", "pjit-2-8-replicated"),
+    "wide": ("pjit-3-3-sharded",),
+}
+
+
+@pytest.mark.slow
+def test_other_sizes_and_numbers_of_microbatches_are_the_same_on_any_number_of_devices():
+    rows = [rows_of(variant, ("pjit-0-1-sharded", *ways)) for variant, ways in VARIANTS.items()]
+    jobs = [[row for some in half for row in some] for half in (rows[::2], rows[1::2])]
+    done = together([([sys.executable, SCRIPT, *some], {}) for some in jobs], timeout=1800, devices=8)
+    got = {row: got for job in done for row, got in read(job).items()}
+    assert len(got) == 13 and not (wrong := differing(got)), wrong
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("variant", [*VARIANTS, "wide.bfloat16", "twelve.float16"])
+def test_every_other_size_in_every_stage(variant):
+    got = run(rows_of(variant, SAMPLE))
+    assert not (wrong := differing(alone(variant) | got)), wrong
+
+
+LAYERS = ("dropout", "resnet", "convolutions", "blocks", "gpt", "lstm", "gru", "experts", "large")
+PRECISIONS = ("float32", "bfloat16", "all_bfloat16", "float16", "static_float16")
+
+
+@pytest.mark.slow
+def test_narrow_floats_are_the_same_on_any_number_of_devices():
+    """Where XLA would leave out roundings by what it fuses; and where a loss scale falls and rises."""
+    ways = {
+        "dropout.bfloat16": ("pjit-2-5-sharded",),
+        "blocks.all_bfloat16": ("pjit-3-3-sharded",),
+        "dropout.float16": ("pmap-1-6-sharded",),
+    }
+    got = run([row for model, some in ways.items() for row in rows_of(model, ("pjit-0-1-sharded", *some))])
+    assert not (wrong := differing(got)), wrong
+    assert len({digest for digest, _ in got.values()}) == len(ways)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model", LAYERS)
+def test_every_layer_is_the_same_on_any_number_of_devices_in_every_precision(model):
+    """One device, and three other ways: every one of `SAMPLE` for some precision."""
+    rows = []
+    for i, precision in enumerate(PRECISIONS):
+        ways = ("pjit-0-1-sharded", *(SAMPLE[(2 * i + k) % len(SAMPLE)] for k in range(3)))
+        rows += rows_of(f"{model}.{precision}", ways)
+    got = run(rows)
+    assert not (wrong := differing(got)), wrong
+    assert len({digest for digest, _ in got.values()}) == len(PRECISIONS)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.mpi
+@pytest.mark.parametrize("model", LAYERS)
+def test_every_layer_is_the_same_on_two_processes_in_every_precision(model):
+    """Two processes of one device, or of two, and one device by itself."""
+    names = [f"{model}.{precision}" for precision in PRECISIONS]
+    ways = ("pmap-1-2-sharded", "pjit-3-2-sharded", "pjit-2-2-replicated", "pjit-0-2-sharded", "pmap-0-2-sharded")
+    rows = [rows_of(name, [way])[0] for name, way in zip(names, ways)]
+    base = run([rows_of(name, ["pjit-0-1-sharded"])[0] for name in names], devices=1)
+    assert not (wrong := differing(base | run(rows, devices=1, processes=2))), wrong
+
+
+@pytest.mark.slow
+def test_a_convolution_in_bfloat16_has_one_digest_under_both_backends(tmp_path):
+    """XLA leaves out roundings where it fuses, unless excess precision is off; and it fuses another way in stage 2."""
+    base = ["--config", "configs/digits_cnn.yaml", "--precision.compute", "bfloat16", "--parallel.reduction", "exact"]
+    base += ["--epochs", "null", "--steps", 4]
+    pmap = [*base, "--run_dir", tmp_path / "pmap", "--parallel.backend", "pmap"]
+    pjit = [*base, "--run_dir", tmp_path / "pjit", "--parallel.backend", "pjit", "--parallel.zero", 2]
+    devices = [{"XLA_FLAGS": f"--xla_force_host_platform_device_count={n}"} for n in (4, 3)]
+    argvs = [[sys.executable, "train.py", *map(str, argv)] for argv in (pmap, pjit)]
+    jobs = together(list(zip(argvs, devices)), 600)
+    assert all(job.returncode == 0 for job in jobs), "\n".join(job.output for job in jobs)
+    assert len({records(tmp_path / name, "final")[-1]["params_sha256"] for name in ("pmap", "pjit")}) == 1
+
+
+@pytest.mark.slow
+def test_every_optimizer_is_the_same_where_it_may_be_used():
+    """What looks beyond an element works on whole arrays, on any number of devices."""
+    rows = []
+    for optimizer, way in {"lion": "pjit-3-6-sharded", "lamb": "pmap-0-5-sharded", "muon": "pjit-0-7-sharded"}.items():
+        model = "blocks" if optimizer == "muon" else "dropout"
+        rows += rows_of(model, ("pjit-0-1-sharded", way), optimizer)
+    got = run(rows)
+    assert len(got) == 6 and not (wrong := differing(got)), wrong
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("optimizer", [name for name in toys.OPTIMIZERS if name != "adamw"])
+def test_every_optimizer_is_the_same_in_every_stage_that_it_may_be_used_in(optimizer):
+    model = "blocks" if optimizer == "muon" else "dropout"
+    whole = [way for way in everywhere(1, 2, 3, 7, 8) if "-0-" in way]
+    got = run(rows_of(model, SAMPLE if optimizer in ("momentum", "lion") else whole, optimizer))
+    assert not (wrong := differing(alone(model, optimizer) | got)), wrong
+
+
+CONFIG = """
+model: {target: MLP, args: {hidden: [36], dropout: 0.2}}
+data: {target: Digits, args: {augment: true}}
+steps: 10
+batch_size: 300
+optimizer: {target: adamw, lr: 3.0e-2, weight_decay: 0.1, clip_norm: 1.0, schedule_steps: 10, ema: 0.5}
+parallel: {reduction: exact}
+eval: {every: 4, ema: true}
+log: {every: 1}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_a_run_that_is_resumed_twice_on_other_devices_has_the_digest_of_one_device(tmp_path):
+    """Stopped after 5 of 10 updates on 8 devices under pjit, stage 2, and after 7 on 3 devices under pmap; then one
+    device in each of two processes. The fifth batch of an epoch is short."""
+    base = ["train.py", "--config", str(write(tmp_path, CONFIG)), "--run_dir"]
+    devices = lambda n: {"XLA_FLAGS": f"--xla_force_host_platform_device_count={n}"}
+    stage_2 = ["--steps", "5", "--parallel.backend", "pjit", "--parallel.zero", "2", "--steps_per_call", "4"]
+    split, whole = [*base, str(tmp_path / "run"), *stage_2], [*base, str(tmp_path / "whole")]
+    pmap = [*base, str(tmp_path / "run"), "--parallel.backend", "pmap"]
+    jobs = together([([sys.executable, *split], devices(8)), ([sys.executable, *whole], devices(1))], timeout=600)
+    jobs += together([([sys.executable, *pmap, "--steps", "7"], devices(3))], timeout=600)
+    jobs.append(mpirun(2, [*pmap, "--parallel.zero", "1"], timeout=600))
+    assert all(job.returncode == 0 and not job.left for job in jobs), "\n".join(job.output for job in jobs)
+    assert "resumes after step 5" in jobs[-2].stdout and "resumes after step 7" in jobs[-1].stdout
+
+    assert len(curve(tmp_path / "whole")) == 10
+    np.testing.assert_array_equal(curve(tmp_path / "run"), curve(tmp_path / "whole"))
+    evaluated = lambda name: {
+        r["step"]: (r["loss"], r["accuracy"]) for r in records(tmp_path / name) if r["split"] in ("eval", "final")
+    }
+    assert evaluated("run") == evaluated("whole") and list(evaluated("run")) == [4, 8, 10]
+    assert evaluated("run")[10][1] > 0.3
+    digests = [records(tmp_path / name, "final")[-1]["params_sha256"] for name in ("run", "whole")]
+    assert digests[0] == digests[1] and len(digests[0]) == 64
+
+
+# --- rounding as written --------------------------------------------------------------------------------------------
+
+
+def rounded(f, *args):
+    return jax.jit(lambda step, *args: as_written(f, opaque_true(step))(*args))(0, *args)
+
+
+def uneven(*shape):
+    """Numbers of many magnitudes."""
+    rng = np.random.default_rng(0)
+    return (rng.normal(size=shape) * 10.0 ** rng.integers(-3, 4, size=shape)).astype(np.float32)
+
+
+def draw(*shape, dtype=np.float32):
+    return np.random.default_rng(0).normal(size=shape).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_a_product_is_rounded_before_it_is_added(dtype):
+    a, b, c = draw(3, 10_000).astype(jnp.dtype(dtype))
+    f = lambda a, b, c: (a * b + c, jnp.square(a) - c, a**3 + b)
+    with jax.enable_x64(dtype == "float64"):
+        got = rounded(f, a, b, c)
+    for y, want in zip(got, (a * b + c, a * a - c, a * a * a + b), strict=True):
+        assert y.dtype == dtype
+        np.testing.assert_array_equal(y, want)
+    if dtype != "float64":
+        once = (a.astype(float) * b.astype(float) + c.astype(float)).astype(a.dtype)
+        assert (once != a * b + c).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_what_is_divided_by_a_scalar_is_multiplied_by_its_reciprocal(dtype):
+    """Also where the scalar was made an array of equal entries, and inside functions jitted for themselves."""
+    x, s = draw(10_000).astype(jnp.dtype(dtype)), draw(1)[0].astype(jnp.dtype(dtype))
+    inner = jax.jit(lambda x, s: (x / s, jax.jit(lambda x: x / jnp.full(x.shape, s))(x)))
+    with jax.enable_x64(dtype == "float64"):
+        got = [*rounded(lambda x, s: inner(x, s), x, s), rounded(lambda x, s: x / s + x, x, s)]
+    reciprocal = np.ones((), x.dtype) / s
+    product = x * reciprocal
+    for y, want in zip(got, (product, product, product + x), strict=True):
+        assert y.dtype == dtype
+        np.testing.assert_array_equal(y, want)
+    assert (product != x / s).any()
+
+
+def test_a_scalar_and_an_array_are_divided_as_ever():
+    x, s = draw(10_000), np.float32(0.3)
+    scalar, array = rounded(lambda s, x: (s / x[0], x / x[::-1]), s, x)
+    np.testing.assert_array_equal(scalar, s / x[0])
+    np.testing.assert_array_equal(array, x / x[::-1])
+
+
+def derived(f):
+    """f with a derivative of its own."""
+    f = jax.custom_jvp(f)
+    f.defjvp(lambda primals, tangents: (f(*primals), tangents[0]))
+    return f
+
+
+WITHIN = {
+    "jit": lambda f: jax.jit(f),
+    "cond": lambda f: lambda *args: jax.lax.cond(args[0][0] < 9, f, lambda *_: jnp.zeros(10_000), *args),
+    "other branch": lambda f: lambda *args: jax.lax.cond(args[0][0] > 9, lambda *_: jnp.zeros(10_000), f, *args),
+    "checkpoint": jax.checkpoint,
+    "custom_jvp": derived,
+    "vmap": jax.vmap,
+    "jit in cond in jit": lambda f: jax.jit(WITHIN["cond"](jax.jit(f))),
+}
+
+
+@pytest.mark.parametrize("within", WITHIN)
+def test_functions_inside_are_rounded_as_written_too(within):
+    a, b, c = draw(3, 10_000)
+    np.testing.assert_array_equal(rounded(WITHIN[within](lambda a, b, c: a * b + c), a, b, c), a * b + c)
+
+
+def test_what_settles_is_as_it_was():
+    tree = {"x": uneven(50), "n": np.arange(3), "yes": np.array([True, False]), "none": None, "zero": np.float32(-0.0)}
+    got = jax.jit(lambda step, tree: fusion_barrier(tree, opaque_true(step)))(0, tree)
+    assert jax.tree.structure(got) == jax.tree.structure(tree)
+    assert [x.tobytes() for x in jax.tree.leaves(jax.device_get(got))] == [
+        np.asarray(x).astype(y.dtype).tobytes()
+        for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(got), strict=True)
+    ]
+
+
+def test_integers_and_leaves_that_are_none_are_as_they_were():
+    n, x = np.arange(-5, 5, dtype=np.int32), draw(10)
+
+    def f(tree, nothing):
+        values, indices = jax.lax.top_k(tree["x"], 3)  # one operation, two results
+        assert nothing is None
+        return {"n": tree["n"] * 7 // 3, "top": values * 2, "at": indices, "none": None, "even": tree["n"] % 2 == 0}
+
+    got, want = rounded(f, {"n": n, "x": x}, None), f({"n": n, "x": x}, None)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert jax.tree.map(lambda x: x.dtype, got) == jax.tree.map(lambda x: x.dtype, want)
+
+
+# --- what it needs, and refuses -------------------------------------------------------------------------------------
+
+
+CPU = "--xla_cpu_experimental_ynn_fusion_type=individual_dot,individual_convolution --xla_allow_excess_precision=false"
+GPU = "--xla_gpu_deterministic_ops=true --xla_allow_excess_precision=false"
+
+
+@pytest.fixture
+def closed(monkeypatch):
+    """JAX as if it had not opened its devices yet."""
+    monkeypatch.setattr(private_jax, "backends_initialized", lambda: False)
+
+
+@pytest.fixture
+def variables(monkeypatch, closed):
+    """(XLA_FLAGS, the kind of machine) -> the environment's two variables after `environment.exact`."""
+    monkeypatch.setenv("NPROC", "5")
+
+    def after(flags, microbatches=8, gpus=0):
+        monkeypatch.setattr(environment.gpus, "count", lambda: gpus)
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        environment.exact(microbatches)
+        environment.check_exact(microbatches)
+        return os.environ["XLA_FLAGS"], os.environ["NPROC"]
+
+    return after
+
+
+def test_the_environment_of_exact_mode_keeps_the_users_own_flags(variables, monkeypatch):
+    off = "--xla_disable_hlo_passes="
+    assert variables("") == (f"{off}algsimp,reshape-mover {CPU}", "32")
+    mine = "--xla_force_host_platform_device_count=4 --xla_cpu_multi_thread_eigen=false"
+    assert variables(mine) == (f"{mine} {off}algsimp,reshape-mover {CPU}", "32")
+    theirs = f"--xla_a=1 {off}dce,cse --xla_b=2"
+    assert variables(theirs)[0] == f"--xla_a=1 --xla_b=2 {off}dce,cse,algsimp,reshape-mover {CPU}"
+    for done in (f"{off}algsimp,reshape-mover {CPU}", f"{CPU} {off}dce,algsimp,reshape-mover --xla_a=1"):
+        assert variables(done) == (done, "32")
+    assert variables("", microbatches=64)[1] == "256"
+    assert variables("", microbatches=2**20)[1] == "2048"
+    monkeypatch.delenv("XLA_FLAGS")
+    environment.exact(8)
+    assert os.environ["XLA_FLAGS"] == f"{off}algsimp,reshape-mover {CPU}"
+
+
+def test_of_a_flag_that_is_given_twice_the_last_does_not_undo_what_exact_mode_needs(variables):
+    name, other = "--xla_allow_excess_precision", "--xla_a=1"
+    for flags in (f"{name}=false {name}=true", f"{name}=true", name):
+        after, _ = variables(f"{flags} {other}")
+        assert after.split().count(f"{name}=false") == after.count(name) == 1
+
+
+def test_the_environment_of_a_gpu_asks_for_operations_that_are_the_same_every_time(variables):
+    assert variables("--xla_a=1", gpus=1) == (f"--xla_a=1 {GPU}", "32")
+    assert variables("--xla_gpu_deterministic_ops=false", gpus=1)[0] == GPU
+
+
+def test_an_environment_that_exact_mode_cannot_work_in_is_refused_with_what_to_call(monkeypatch, closed):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
+    monkeypatch.setenv("NPROC", "32")
+    with pytest.raises(UsageError, match=r"XLA_FLAGS='--xla_a=1 --xla_disable_hlo_passes=algsimp,.* the environment"):
+        environment.check_exact(8)
+    environment.exact(8)
+    with pytest.raises(UsageError, match=r"NPROC='64' in the environment, not '32'; call jaxdp.environment.exact.16."):
+        environment.check_exact(16)
+    environment.check_exact(8)
+
+
+def test_fit_is_refused_in_one_line_where_jax_has_opened_its_devices_without_the_settings(monkeypatch, tmp_path):
+    """What XLA has read from the environment, it has read: setting it now would look right and change nothing."""
+    jax.devices()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
+    images = toys.data()
+    with pytest.raises(UsageError, match=r"call jaxdp.environment.exact.8. before JAX opens its devices$"):
+        fit("MLP", (images["inputs"], images["labels"]), steps=1, run_dir=tmp_path, parallel={"reduction": "exact"})
+    assert os.environ["XLA_FLAGS"] == "--xla_a=1" and not any(tmp_path.iterdir())
+
+
+FEW_MICROBATCHES = "cannot be split over {} devices; set microbatches to {} or more"
+
+
+@pytest.mark.parametrize("backend", ["pmap", "pjit"])
+def test_more_devices_than_microbatches_or_groups_of_them_are_refused(backend):
+    build = lambda n, **more: toys.build(toys.MODELS["mlp"](), toys.data(), backend=backend, devices=n, **more)
+    with pytest.raises(UsageError, match=f"microbatches: 6 {FEW_MICROBATCHES.format(7, 7)}"):
+        build(7, microbatches=6, reduction="exact")
+    with pytest.raises(UsageError, match=f"microbatches: 8 in groups of 2 {FEW_MICROBATCHES.format(5, 10)} .*most 4"):
+        build(5, reduction="exact16", group=2)
+    assert build(4, reduction="exact", group=2)[0].table.shape == (4, 2)
+
+
+@pytest.mark.parametrize("devices", range(1, 7))
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_groups_of_microbatches_stay_together_and_each_is_there_once(devices, group):
+    table = slot_table(6 * group, devices, group)
+    groups = table.reshape(devices, -1, group)
+    real = groups[groups[..., 0] >= 0]
+    np.testing.assert_array_equal(real.reshape(-1), np.arange(6 * group))
+    np.testing.assert_array_equal(real[:, 0] % group, 0)
+    assert (groups[groups[..., 0] < 0] == -1).all()
+
+
+def test_the_command_refuses_fewer_microbatches_than_devices_in_one_line(tmp_path):
+    argv = ["--config", write(tmp_path, CONFIG), "--run_dir", tmp_path / "run", "--microbatches", 2]
+    said = jaxdp(*argv, code=2, devices=3).stderr.strip()
+    assert f"microbatches: 2 {FEW_MICROBATCHES.format(3, 3)}" in said and "\n" not in said
+
+
+BEYOND = {  # an element: what an update of it depends on
+    "lamb": lambda: optax.lamb(1e-2, weight_decay=0.1),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "muon": lambda: OPTIMIZERS["muon"](1e-2),
+    "adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+}
+beyond = functools.cache(lambda optimizer: BEYOND[optimizer]())  # one object: what was found out of it is remembered
+TWENTY = as_model(lambda rngs: MLP((12,), 20, (20,), rngs=rngs))  # 4 divides its dims, and 8 does not
+
+
+def refusal(model, optimizer, backend, zero, devices, reduction="exact"):
+    """What `build` says of the optimizer, or None."""
+    tx = beyond(optimizer)
+    strategy, step, _ = toys.build(
+        model, toys.data(), backend=backend, devices=devices, reduction=reduction,
+        optimizer=(tx, None), layout={"zero": zero},
+    )  # fmt: skip
+    try:
+        check_optimizer(Config(optimizer=Optimizer(target=optimizer)), strategy, tx, step)
+    except UsageError as error:
+        return str(error)
+
+
+PLACES = [("pmap", 1), ("pjit", 1), ("pjit", 3)]
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("optimizer", BEYOND)
+@pytest.mark.parametrize(("backend", "zero"), PLACES)
+def test_what_is_not_elementwise_is_refused_by_name_where_anything_is_split(optimizer, backend, zero):
+    """On one device too: it would not give what eight do."""
+    model = toys.MODELS["mlp"]()
+    for devices in (1, 8):
+        said = refusal(model, optimizer, backend, zero, devices)
+        assert said.startswith(f"optimizer.target: {optimizer}: it is not elementwise: "), said
+        assert "adamw or lion" in said
+    assert refusal(model, optimizer, backend, 0, 8) is None
+    assert backend == "pmap" or refusal(model, optimizer, backend, zero, 8, "bucket") is None
+
+
+@pytest.mark.parametrize(("backend", "zero"), PLACES)
+def test_what_is_not_elementwise_is_refused_where_only_few_devices_split_anything(backend, zero):
+    assert "not elementwise" in str(refusal(TWENTY, "lamb", backend, zero, devices=2))
+
+
+@pytest.mark.slow
+def test_the_command_refuses_lamb_in_one_line(tmp_path):
+    config = write(tmp_path, CONFIG.replace("adamw", "lamb"))
+    argv = ["--config", config, "--run_dir", tmp_path / "run", "--parallel.zero", 1, "--parallel.backend", "pjit"]
+    said = jaxdp(*argv, code=2, devices=2).stderr.strip()
+    assert "optimizer.target: lamb: it is not elementwise" in said and "or zero: 0" in said and "\n" not in said
+
+
+# --- what was not compared is not verified --------------------------------------------------------------------------
+
+
+def verdict(updates=2, devices=(1, 2), scale=1.0):
+    """Of two rows, or one, of a model of three numbers."""
+    apply = lambda params, x: scale * jnp.broadcast_to(params["w"], (len(x), 3))
+    model = as_model((lambda key: {"w": jnp.ones(3)}, apply))
+
+    def make(row):
+        if row.backend != "pmap" or row.zero or row.devices not in devices:
+            raise UsageError("not here")
+        return toys.build(model, toys.data(), devices=row.devices, reduction="exact", optimizer=(optax.sgd(0.1), None))
+
+    return exact.compare_bits(make, exact.exact_configurations(2, "exact"), range(updates))
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ({"updates": 0}, "0 updates changed no float"),
+        ({"scale": np.nan, "devices": (1,)}, "2 updates changed no float"),  # each is skipped
+        ({"scale": 0.0, "devices": (1,)}, "2 updates changed no float"),
+        ({"devices": (2,)}, "only 2 device"),
+    ],
+)
+def test_equal_rows_that_trained_nothing_or_on_one_number_of_devices_do_not_pass(case, says):
+    found = verdict(**case)
+    assert not found.exact and found.nothing and not found.differs
+    assert exact.verdict(found).startswith(f"not verified: {says}")
+    assert exact.as_json(found)["nothing_compared"] == found.nothing and not exact.as_json(found)["exact"]
+
+
+@pytest.mark.slow
+def test_rows_that_trained_the_same_on_several_numbers_of_devices_pass():
+    found = verdict()
+    assert found.exact and not found.nothing and exact.verdict(found).startswith("exact: 2 configurations")
+    with pytest.raises(UsageError, match="not here"):
+        verdict(devices=())
+
+
+# --- bytes ----------------------------------------------------------------------------------------------------------
+
+WIDE = as_model(lambda rngs: MLP(toys.SHAPE, toys.CLASSES, (3200,), rngs=rngs))  # 115,000 parameters
+BYTES = {"exact": (0.95, 1.02), "exact16": (0.45, 0.52), "exact8": (0.22, 0.27)}
+
+
+@functools.cache
+def moved(reduction, slots, zero, place="8", gradient_buffer="sharded", backend="pjit"):
+    """The collectives of an update, of its compiled program alone."""
+    devices, _, shard_size = place.partition("/")
+    strategy, step, _ = toys.build(
+        WIDE, toys.data(), backend=backend, devices=int(devices), microbatches=int(devices) * slots, bucket_mb=25.0,
+        reduction=reduction, accumulate="scan" if reduction == "bucket" else "vmap", optimizer=(optax.sgd(0.1), None),
+        layout={"zero": zero, "gradient_buffer": gradient_buffer, "shard_size": int(shard_size or 0) or None},
+    )  # fmt: skip
+    example = {"inputs": np.zeros((1, *toys.SHAPE), np.float32), "labels": np.zeros(1, np.int32)}
+    arguments = strategy.argument_shapes({**example, "mask": np.zeros(1, np.float32)})
+    (lowered,) = strategy.compile(step).lowered(*arguments).values()
+    compiled = lowered.compile({"xla_backend_optimization_level": 0})  # of no matter to collectives
+    return collectives(compiled.as_text(), lowered.as_text())
+
+
+def sent(reduction, slots, *where, **more):
+    """Bytes that one device sends: the only loops whose length the run alone knows are over slots, or made once."""
+    found = moved(reduction, slots, *where, **more)
+    return sum(c.ring * (1 if c.exact or c.bytes < 4096 else slots) for c in found)
+
+
+SENT = [({"zero": 0}, 1), ({"zero": 3}, 2)]
+ALSO = [({"zero": 1}, 2), ({"zero": 2}, 1)]
+ALSO += [({"zero": zero, "backend": "pmap"}, 2) for zero in (0, 1)] + [({"zero": 3, "place": "8/2"}, 2)]
+ALSO += [({"zero": 2, "gradient_buffer": "replicated", "place": "8/4"}, 4), ({"zero": 3, "place": "5"}, 1)]
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(
+    ("where", "slots"), [*SENT, *(pytest.param(*row, marks=pytest.mark.slow) for row in ALSO)], ids=str
+)
+def test_exact_mode_sends_what_buckets_do(where, slots):
+    exact, bucket = (sent(reduction, slots, **where) for reduction in ("exact", "bucket"))
+    assert 0.95 < exact / bucket <= 1.02, (exact, bucket)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", BYTES)
+@pytest.mark.parametrize("place", first(1, ["8", "3"]))
+def test_gradients_travel_as_integers_in_one_all_reduce_of_the_reductions_width(reduction, place):
+    least, most = BYTES[reduction]
+    share = sent(reduction, 1, 0, place) / sent("bucket", 1, 0, place)
+    assert least < share <= most, share
+    found = moved(reduction, 1, 0, place)
+    assert {c.kind for c in found} == {"all-reduce"} and {c.dtype for c in found} <= {"uint32", "int32"}
+    assert sum(c.bytes > 4096 for c in found) == 1

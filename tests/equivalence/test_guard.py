@@ -1,0 +1,414 @@
+"""What goes wrong is left out, counted and, in a row, halts: by the rule, and the same in every layout."""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from jax.extend.core import jaxpr_as_fun
+
+import toys
+from cli_runs import DIGITS
+from covering import first, only
+from jaxdp.assemble.components import make_parts, make_the_step, state_maker
+from jaxdp.cli import load
+from jaxdp.config import check
+from jaxdp.core import skip
+from jaxdp.core.skip import NONFINITE, SPIKE, Spike, decide, start_guard
+from jaxdp.data.prefetch import read_batch
+from jaxdp.losses import SoftmaxCrossEntropy
+from jaxdp.metrics.console import Console
+from jaxdp.metrics.meter import Meter
+from jaxdp.optim import OPTIMIZERS
+from jaxdp.precision import LossScaling
+from layouts import LAYOUTS as USUAL
+from layouts import assert_same_bits, contents
+from programs import compiled
+
+EXACT = {"pmap-0": {"backend": "pmap"}, "pjit-3": {"backend": "pjit", "layout": {"zero": 3}}}
+LAYOUTS = {
+    **USUAL,
+    "pjit-1": {"backend": "pjit", "layout": {"zero": 1}},
+    **{f"exact-{name}": {**layout, "reduction": "exact"} for name, layout in EXACT.items()},
+}
+FEW = ("pmap-1", "pjit-3", "exact-pmap-0")
+every_layout = pytest.mark.parametrize("layout", only(["pjit-3"], LAYOUTS))
+GOOD, MORE, NAN, INFINITE, STEEP, HIGH, LAST = range(7)  # batches
+MOST = 3
+WATCH = Spike(2.0, decay=0.5, after=2)
+
+
+def examples():
+    """A batch of 8 of each kind; `odd` goes to the loss alone."""
+    made = toys.data(8 * (LAST + 1))
+    made["inputs"][8 * NAN + 5, 0, 0, 0] = np.nan
+    made["odd"] = np.repeat(np.array([0, 0, 0, np.inf, -1, 100, 0], np.float32), 8)
+    made["odd"][8 * INFINITE : 8 * INFINITE + 7] = 0  # one example is enough
+    return made
+
+
+def odd(outputs, batch):
+    """Cross entropy and `odd`, of which the parameters know nothing; or, where it is -1, a slope that is not finite."""
+    total, weight, metrics = SoftmaxCrossEntropy()(outputs, batch)
+    steep = batch["odd"] == -1
+    slope = jnp.sqrt(jnp.where(steep, 0 * outputs.sum(-1), 1.0)) * steep
+    return total + jnp.sum(batch["mask"] * (slope + jnp.maximum(batch["odd"], 0))), weight, metrics
+
+
+@functools.cache
+def machine(layout, scaling=None, action="skip"):
+    """(strategy, update, i -> batch i on its devices)"""
+    strategy, step, batch = toys.build(
+        toys.of_all_kinds(), examples(), devices=8, batch_size=8, ema=0.9, loss=odd, optimizer="adamw", scaling=scaling,
+        max_nonfinite=MOST, spike=WATCH._replace(action=action), **LAYOUTS[layout],
+    )  # fmt: skip
+    return strategy, strategy.compile(step).update, batch
+
+
+def run(batches, layout, first=None, **settings):
+    """([the exported state before, after each update], [metrics of each]); first: changes the first state."""
+    strategy, update, batch = machine(layout, **settings)
+    state = strategy.init()
+    if first is not None:
+        put = lambda x, like: jax.device_put(np.asarray(x), like.sharding, may_alias=False)
+        state = strategy.adopt(jax.tree.map(put, first(strategy.export(state)), strategy.abstract()))
+    snapshot = lambda: jax.tree.map(np.array, strategy.export(state))
+    states, metrics = [snapshot()], []
+    for i in batches:
+        state, m = update(state, batch(i))
+        states.append(snapshot())
+        metrics.append(jax.device_get(m))
+    return states, metrics
+
+
+def counts(x):
+    """Of a state, or of its guard."""
+    guard = getattr(x, "guard", x)
+    return tuple(int(x) for x in (guard.in_a_row, guard.since, guard.skipped, guard.spikes, guard.halted))
+
+
+def column(metrics, name):
+    return [float(m[name]) for m in metrics]
+
+
+# --- in training ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(
+    "kind_and_layout",
+    only(
+        itertools.product([NAN, INFINITE, STEEP], ["pjit-3"]),
+        [*itertools.product([NAN], LAYOUTS), *itertools.product([INFINITE, STEEP], FEW)],
+    ),
+    ids=str,
+)
+def test_an_update_that_is_not_finite_leaves_no_trace(kind_and_layout):
+    """NaN in one example; an infinite loss with finite gradients; a finite loss with a gradient that is none."""
+    kind, layout = kind_and_layout
+    states, metrics = run([GOOD, kind, MORE, LAST], layout)
+    without, want = run([GOOD, MORE, LAST], layout)
+    assert_same_bits(contents(states[2]), contents(states[1]))
+    assert [math.isfinite(x) for x in column(metrics, "loss")] == [True, kind == STEEP, True, True]
+    assert [x > 0 for x in column(metrics, "nonfinite_grads")] == [False, kind != INFINITE, False, False]
+    for with_it, never in ((3, 2), (4, 3)):
+        assert_same_bits(contents(states[with_it]), contents(without[never]))
+        assert_same_bits(states[with_it].guard.level, without[never].guard.level)
+        assert toys.relative_error(contents(states[with_it]), contents(states[with_it - 1]))[0] > 0
+    assert metrics[2]["loss"] == want[1]["loss"] and metrics[2]["grad_norm"] == want[1]["grad_norm"]
+    assert [int(s.step) for s in states] == [0, 1, 2, 3, 4]
+    assert list(map(counts, states)) == [(0, 0, 0, 0, 0)] * 2 + [(1, 2, 1, 0, 0)] + [(0, 0, 1, 0, 0)] * 2
+    assert column(metrics, "skipped") == [0, 1, 0, 0] and column(metrics, "skipped_updates") == [0, 1, 1, 1]
+
+
+def poisoned(state):
+    w = np.array(state.params["w"])
+    w[-1, -1] = np.nan
+    return state.replace(params={**state.params, "w": w})
+
+
+@every_layout
+def test_a_parameter_that_is_not_finite_halts_the_run_and_nothing_moves_after_that(layout):
+    states, metrics = run([GOOD, MORE, LAST, GOOD, NAN, HIGH], layout, poisoned)
+    for state in states:
+        assert_same_bits(contents(state), contents(states[0]))
+    for state in states[4:]:
+        assert_same_bits(state, states[3])
+    assert list(map(counts, states))[1:4] == [(1, 1, 1, 0, 0), (2, 1, 2, 0, 0), (3, 1, 3, 0, NONFINITE)]
+    assert int(states[-1].guard.halted_at) == 3 and int(states[-1].step) == 3
+    assert column(metrics, "halted") == [0, 0, 1, 1, 1, 1] and column(metrics, "skipped") == [1] * 6
+    assert column(metrics, "skipped_updates") == [1, 2, 3, 3, 3, 3]
+
+
+@every_layout
+def test_a_spike_is_skipped_and_the_mean_follows_as_far_as_it_may(layout):
+    states, metrics = run([GOOD, HIGH, MORE, HIGH, NAN, LAST], layout)  # the first one comes before two good ones
+    before, after = states[3], states[4]
+    assert list(map(counts, states))[2:] == [(0, 0, 0, 0, 0)] * 2 + [(0, 0, 1, 1, 0), (1, 5, 2, 1, 0), (0, 0, 2, 1, 0)]
+    assert_same_bits(contents(after), contents(before))
+    level = before.guard.level
+    losses = np.float64(column(metrics, "loss")[:3])
+    np.testing.assert_allclose(level.mean, losses @ [0.125, 0.25, 0.5] / 0.875, rtol=1e-6)
+    assert losses[1] > 2 * losses[0] and int(level.good) == 3
+    assert metrics[3]["loss"] > 2 * level.mean and np.isfinite(metrics[3]["grad_norm"])
+    # The spike counts as twice the mean: mean + (2 mean - mean) x 0.5 / (1 - 0.5^4).
+    np.testing.assert_allclose(after.guard.level.mean, level.mean * (1 + 0.5 / 0.9375), rtol=1e-6)
+    assert column(metrics, "skipped") == [0, 0, 0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("layout", first(1, ["pjit-2", "pmap-0"]))
+def test_a_spike_that_is_to_be_rolled_back_halts(layout):
+    states, metrics = run([GOOD, MORE, NAN, LAST, HIGH, GOOD, NAN], layout, action="rollback")
+    assert_same_bits(contents(states[5]), contents(states[4]))
+    assert counts(states[4]) == (0, 0, 1, 0, 0) and counts(states[5]) == (0, 5, 2, 1, SPIKE)
+    assert int(states[5].guard.halted_at) == 5 and int(states[5].step) == 5
+    for state in states[6:]:
+        assert_same_bits(state, states[5])
+    assert column(metrics, "halted") == [0, 0, 0, 0, 2, 2, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", first(1, ["pjit-3", "pmap-1", "exact-pjit-3"]))
+def test_an_overflow_that_a_scale_may_have_made_is_not_counted_in_a_row(layout):
+    """From 4 the scale falls to 1; only then is a gradient that is not finite no fault of its own."""
+    scaling = LossScaling(4.0)
+    states, metrics = run([STEEP] * 6, layout, scaling=scaling)
+    assert [float(s.loss_scale.value) for s in states] == [4, 2, 1, 1, 1, 1, 1]
+    row = [0, 0, 1, 2, 3, 3]
+    assert list(map(counts, states[1:])) == [
+        (n, 3 if n else 0, min(i, 5), 0, NONFINITE if n == 3 else 0) for i, n in enumerate(row, 1)
+    ]
+    assert column(metrics, "skipped_updates") == [1, 2, 3, 4, 5, 5] and int(states[-1].guard.halted_at) == 5
+    assert_same_bits(states[6], states[5])
+    states, _ = run([STEEP, INFINITE, STEEP, NAN, GOOD, NAN], layout, scaling=scaling)  # a loss is never expected
+    assert [float(s.loss_scale.value) for s in states] == [4, 2, 2, 1, 1, 1, 1]
+    assert [counts(s)[:3] for s in states[1:]] == [(0, 0, 1), (1, 2, 2), (1, 2, 3), (2, 2, 4), (0, 0, 4), (1, 6, 5)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", first(1, ["pmap-1", "pjit-1"]))
+def test_with_a_scale_that_stays_every_overflow_counts(layout):
+    states, _ = run([STEEP] * 3, layout, scaling=LossScaling(4.0, dynamic=False))
+    assert counts(states[-1]) == (3, 1, 3, 0, NONFINITE)
+
+
+def test_the_learning_rate_told_is_that_of_the_updates_made():
+    schedule = lambda count: 0.5 ** (count + 1.0)
+    strategy, step, batch = toys.build(
+        toys.of_all_kinds(), examples(), devices=1, batch_size=8, loss=odd, schedule=schedule,
+        optimizer=(optax.sgd(schedule), None),
+    )  # fmt: skip
+    state, update, told = strategy.init(), strategy.compile(step).update, []
+    for i in (GOOD, NAN, MORE, NAN, LAST):
+        before = np.array(strategy.export(state).params["b"])
+        state, m = update(state, batch(i))
+        told.append(float(m["lr"]))
+        moved = np.linalg.norm(np.array(strategy.export(state).params["b"]) - before)
+        assert (moved == 0) == (i == NAN)
+    assert told == [0.5, 0.25, 0.25, 0.125, 0.125]
+
+
+# --- the rule -------------------------------------------------------------------------------------------------------
+
+
+class Plain:
+    """The rule in plain Python and float64."""
+
+    def __init__(self, most, spike):
+        self.most, self.spike = most, spike
+        self.row = self.since = self.skipped = self.spikes = self.halted = self.at = self.number = self.n = 0
+        self.sum = 0.0  # of the losses by their weights
+
+    @property
+    def mean(self):
+        return self.sum / (1 - self.spike.decay**self.n) if self.n else 0.0
+
+    def update(self, loss, finite, expected):
+        """(taken, how near the loss came to the threshold)"""
+        if self.halted:
+            return False, math.inf
+        self.number += 1
+        near = math.inf
+        good, spiked = finite and math.isfinite(loss), False
+        if good and self.spike:
+            most = self.mean + (self.spike.factor - 1) * abs(self.mean)
+            near = abs(loss - most) / max(abs(loss), abs(most), 1e-30)
+            spiked = self.n >= self.spike.after and loss > most
+            self.n += 1
+            self.sum = self.spike.decay * self.sum + (1 - self.spike.decay) * (most if spiked else loss)
+        if good and not spiked:
+            self.row = self.since = 0
+        else:
+            self.skipped += 1
+            self.spikes += spiked
+            if not good and not expected:
+                self.row += 1
+                self.since = self.since or self.number
+            if self.row == self.most:
+                self.halted = NONFINITE
+            if spiked and self.spike.action == "rollback":
+                self.halted, self.since = SPIKE, self.number
+            self.at = self.number if self.halted else 0
+        return good and not spiked, near
+
+
+RULES = [
+    (3, None), (1, None), (2, Spike(1.5, 0.5, 1)), (4, Spike(3.0, 0.9, 2)), (4, Spike(2.0, 0.98, 3, "rollback")),
+]  # fmt: skip
+
+
+@functools.cache
+def compiled_decision(most, spike):
+    def one(guard, update, loss, finite, expected):
+        return decide(guard, update, loss, finite & jnp.isfinite(loss), expected, most, spike)
+
+    return jax.jit(one)
+
+
+LOSS = st.one_of(
+    st.floats(0.5, 2, width=32), st.floats(-50, 50, width=32), st.sampled_from([math.nan, math.inf, -math.inf, 1e4])
+)
+UPDATE = st.tuples(LOSS, st.integers(0, 5).map(bool), st.integers(0, 3).map(lambda n: n == 0))
+
+
+@settings(deadline=None, max_examples=80)
+@given(rule=st.sampled_from(RULES), updates=st.lists(UPDATE, max_size=25))
+def test_the_guard_does_what_plain_python_does(rule, updates):
+    guard, plain = start_guard(rule[1]), Plain(*rule)
+    for loss, finite, expected in updates:
+        number = np.int32(plain.number + 1)
+        taken, guard = compiled_decision(*rule)(guard, number, np.float32(loss), finite, expected)
+        want, near = plain.update(loss, finite, expected)
+        assume(near > 1e-4)
+        assert bool(taken) == want
+        assert counts(guard) == (plain.row, plain.since, plain.skipped, plain.spikes, plain.halted)
+        assert int(guard.halted_at) == plain.at
+        if rule[1]:
+            assert int(guard.level.good) == plain.n
+            np.testing.assert_allclose(guard.level.mean, plain.mean, rtol=1e-4, atol=1e-4)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    rule=st.sampled_from([rule for rule in RULES if rule[1] and rule[1].action == "skip"]),
+    low=st.floats(0.01, 10),
+    times=st.floats(1, 1e4),
+    sign=st.sampled_from([1, -1]),
+)
+def test_losses_that_stay_higher_are_taken_after_a_while(rule, low, times, sign):
+    """Each spike moves the mean by a share of (factor - 1); losses below zero rise towards it."""
+    spike, guard = rule[1], start_guard(rule[1])
+    old, new = (low, low * times) if sign > 0 else (-low, -low / times)
+    step, taken = compiled_decision(*rule), []
+    for number in range(1, 400):
+        loss = np.float32(old if number <= spike.after else new)
+        done, guard = step(guard, np.int32(number), loss, True, False)
+        taken.append(bool(done))
+    assert all(taken[: spike.after]) and taken[-1]
+    first = taken.index(True, spike.after) - spike.after
+    assert all(taken[spike.after + first :])
+    grows = (1 - spike.decay) * (spike.factor - 1)
+    most = math.log(times) / (math.log1p(grows) if sign > 0 else -math.log1p(-min(grows, 0.999)))
+    assert first <= most + 1
+
+
+def test_a_level_is_kept_where_its_mean_would_not_be_finite():
+    rule = (3, Spike(2.0, 0.5, 5))
+    guard = start_guard(rule[1])
+    for i, loss in enumerate((-3e38, 3e38, -3e38), 1):
+        _, guard = compiled_decision(*rule)(guard, np.int32(i), np.float32(loss), True, False)
+    assert np.isfinite(guard.level.mean) and int(guard.level.good) == 2 and int(guard.skipped) == 0
+
+
+# --- in place -------------------------------------------------------------------------------------------------------
+
+PARAMS = {"w": np.float32([[1, 2, 3], [4, 5, 6]]), "b": np.float32([1, -1]), "none": None}
+TRANSFORMATIONS = {name: (lambda make=make: make(1e-2)) for name, make in OPTIMIZERS.items()} | {
+    "jitted": lambda: (lambda tx: tx._replace(update=jax.jit(tx.update)))(optax.adamw(1e-2)),
+    "several steps": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    "one count in two places": lambda: optax.GradientTransformation(
+        lambda params: (jnp.int32(0), jnp.int32(7), jnp.float32(2)),
+        lambda g, s, p=None: (jax.tree.map(lambda x: -s[2] * x, g), (s[0] + 1, *[s[0] + 1], s[2])),
+    ),
+    "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(1e-2)),
+}
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("name", only(["adamw", "several steps", "one count in two places"], TRANSFORMATIONS))
+def test_an_optimizer_in_place_does_what_it_does_or_nothing(name):
+    """Operation by operation, so that nothing is rounded otherwise."""
+    tx, params = TRANSFORMATIONS[name](), jax.tree.map(jnp.asarray, PARAMS)
+    state = tx.init(params)
+    for i in range(3):
+        grads = jax.tree.map(lambda p, i=i: jnp.cos(p + i), params)
+        closed, shapes = jax.make_jaxpr(tx.update, return_shape=True)(grads, state, params)
+        results = jaxpr_as_fun(closed)(*jax.tree.leaves((grads, state, params)))
+        want, after = jax.tree.unflatten(jax.tree.structure(shapes), results)
+        updates, kept = skip.update(tx, jnp.asarray(True), grads, state, params)
+        assert_same_bits(*(jax.tree.map(bits, tree) for tree in ((updates, kept), (want, after))))
+        _, kept = skip.update(tx, jnp.asarray(False), grads, state, params)
+        assert_same_bits(*(jax.tree.map(bits, tree) for tree in ((params, kept), (params, state))))
+        state, params = after, optax.apply_updates(params, want)
+
+
+def bits(x):
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+def test_the_state_is_not_there_twice(optimizer):
+    """Gradients of a device and of all are; with a choice at the end, there would be a third and a fourth of that size:
+    copies of the old state."""
+    program = compiled(zero=0, optimizer=optimizer, tokens=4, layers=4, slots=1, accumulate="vmap")
+    assert program.memory.temp_size_in_bytes < 2.1 * program.params
+    assert program.memory.alias_size_in_bytes > 2.99 * program.params
+
+
+# --- around it ------------------------------------------------------------------------------------------------------
+
+
+class Lines(list):
+    def write(self, record):
+        self.append(record)
+
+
+def test_records_have_the_counts_and_the_console_says_the_total(capsys):
+    records, metrics = Lines(), {"loss": 1.0, "skipped": 0, "skipped_updates": 3, "halted": 0, "nonfinite_grads": 0}
+    with Meter(records, 1, 1, 1.0) as meter:
+        meter.update(range(1, 2), {name: jnp.asarray(x) for name, x in metrics.items()})
+        meter.flush()
+    (record,) = records
+    assert record["skipped"] == 0 and record["skipped_updates"] == 3 and "halted" not in record
+    console = Console(10)
+    console.write(record)
+    console.write({**record, "skipped_updates": 0.0, "skipped": 0.0})
+    first, second = capsys.readouterr().out.splitlines()
+    assert "  skipped 3" in first and "skipped" not in second
+
+
+@pytest.mark.slow
+def test_the_config_makes_the_guard():
+    assert make_parts(check.resolve(load(DIGITS)[0])).spike is None
+    extra = ["--nonfinite.max_consecutive=2", "--spike.factor=3", "--spike.after=7", "--spike.action=rollback"]
+    config = check.resolve(load([*DIGITS, *extra])[0])
+    parts = make_parts(config)
+    assert parts.spike == Spike(3.0, 0.98, 7, "rollback")
+    step, make = make_the_step(config, parts), state_maker(config, parts)
+    apply = jax.jit(step.apply)
+    state = jax.jit(make)()
+    assert state.guard.level is not None
+    batch = read_batch(parts.dataset, parts.cursor, 0, np.arange(8))
+    sums = jax.eval_shape(step.grads, state.view, batch, jnp.arange(8))
+    broken = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), sums)
+    for halted in (0, NONFINITE, NONFINITE):
+        state, metrics = apply(state, broken)
+        assert int(metrics["halted"]) == halted
+    assert int(state.step) == 2 and int(state.guard.since) == 1 and int(state.guard.halted_at) == 2

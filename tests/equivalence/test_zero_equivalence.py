@@ -1,0 +1,188 @@
+"""Whatever is split over the devices, the numbers are those of one device: against the oracle, and for each optimizer
+against the run of one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import toys
+from covering import cover, first, name, only, product
+from jaxdp.precision import Policy
+from judging import STEPS, TOLERANCE, judged, smallest
+
+PLACES = ("1", "2", "3", "4", "8", "8/4", "8/2")  # devices; devices / those that share one copy of the split state
+FACTORS = {
+    "backend": ("pjit", "pmap"),
+    "zero": (0, 1, 2, 3),
+    "place": PLACES,
+    "gradient_buffer": ("sharded", "replicated"),
+    "accumulate": ("vmap", "scan"),
+    "reduction": ("xla", "bucket", "exact"),
+    "model": ("mlp", "resnet", "dropout", "blocks"),
+    "microbatches": (8, 16),
+    "optimizer": ("adamw", "momentum"),
+    "dtype": ("float32", "float64"),
+}
+
+
+def allowed(row):
+    """pmap has the stages 0 and 1 over all devices; only gradients that may be split come split or whole; exact mode
+    computes each microbatch by itself, whatever `accumulate` says."""
+    if row.get("reduction") == "exact" and row["accumulate"] == "vmap":
+        return False
+    if row["backend"] == "pmap" and (row["zero"] > 1 or "/" in row["place"]):
+        return False
+    return row["zero"] > 1 or row["gradient_buffer"] == "sharded"
+
+
+THINNED = FACTORS | {  # without what the cover, or `test_equivalence`, has enough of
+    "place": ("3", "4", "8", "8/4", "8/2"),
+    "model": ("resnet", "blocks"),
+    "dtype": ("float64",),
+}
+
+
+def thinned(row):
+    few = row["microbatches"] == (16 if row["place"] in ("3", "4") else 8)
+    split = row["zero"] > 0 or "/" not in row["place"]
+    return allowed(row) and few and split and row["optimizer"] == "adamw"
+
+
+def layout(place, zero, gradient_buffer):
+    """Arguments of `toys.train`."""
+    devices, _, shard_size = place.partition("/")
+    arguments = {"zero": zero, "gradient_buffer": gradient_buffer}
+    return {"devices": int(devices), "layout": arguments | ({"shard_size": int(shard_size)} if shard_size else {})}
+
+
+def check(backend, zero, place, gradient_buffer, model, microbatches, optimizer, dtype, **settings):
+    with jax.enable_x64(dtype == "float64"):
+        want = judged(model, optimizer, microbatches, dtype)
+        _, state, metrics, *_ = toys.train(
+            toys.MODELS[model](), toys.data(dtype=dtype), backend=backend, microbatches=microbatches,
+            optimizer=optimizer, dtype=dtype, steps=STEPS, **layout(place, zero, gradient_buffer), **settings,
+        )  # fmt: skip
+        error, where = toys.relative_error((state.params, state.model_state), want)
+    assert error <= TOLERANCE[dtype], f"{where}: {error:.2e}"
+    assert [int(m["weight"]) for m in metrics[:3]] == [20, 20, 13]
+    assert all(m["nonfinite_grads"] == 0 for m in metrics)
+    return error
+
+
+@pytest.mark.parametrize("row", first(3, sorted(cover(allowed, **FACTORS), key=smallest)), ids=name)
+def test_every_stage_agrees_with_the_oracle(row):
+    check(**row)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("row", product(thinned, **THINNED), ids=name)
+def test_every_combination_of_stages_agrees_with_the_oracle(row):
+    check(**row)
+
+
+OPTIMIZED = {
+    "backend": ("pjit", "pmap"),
+    "zero": (0, 1, 2, 3),
+    "optimizer": tuple(toys.OPTIMIZERS),
+    "place": ("8", "8/4", "8/2"),
+    "gradient_buffer": ("sharded", "replicated"),
+    "accumulate": ("scan", "vmap"),
+}
+ELEMENTWISE = ("adamw", "momentum", "lion")
+
+
+def fits(row):
+    """Under pmap's stage 1 an optimizer sees slices alone."""
+    return allowed(row) and (row["backend"] == "pjit" or row["optimizer"] in ELEMENTWISE)
+
+
+def everything(optimizer, backend="pjit", place="1", zero=0, gradient_buffer="sharded", accumulate="scan"):
+    """Dropout, microbatches of one row or two, two a device, clipping, EMA -> (what was computed, losses and norms)."""
+    _, state, metrics, *_ = toys.train(
+        toys.MODELS["blocks"](dropout=0.2), toys.data(dtype="float64"), backend=backend, microbatches=16,
+        accumulate=accumulate, optimizer=optimizer, ema=0.9, dtype="float64", steps=4,
+        **layout(place, zero, gradient_buffer),
+    )  # fmt: skip
+    return (state.params, state.opt_state, state.ema), [[m["loss"], m["grad_norm"]] for m in metrics]
+
+
+@functools.cache
+def alone(optimizer):
+    return everything(optimizer)
+
+
+def check_optimizer(optimizer, **row):
+    """One tolerance for all: each of them is smooth here, but Lion's sign, and what it takes the sign of is far from 0
+    (relative to float64), or, in rows of the embedding that no token looks up, exactly 0 on any number of devices."""
+    with jax.enable_x64(True):
+        want, want_metrics = alone(optimizer)
+        got, metrics = everything(optimizer, **row)
+        error, where = toys.relative_error(got, want)
+    assert error <= 1e-12, f"{where}: {error:.2e}"
+    np.testing.assert_allclose(metrics, want_metrics, rtol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", first(1, cover(fits, **OPTIMIZED | {"zero": (1, 2, 3)})), ids=name)
+def test_every_optimizer_agrees_with_one_device(row):
+    check_optimizer(**row)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("row", product(fits, **OPTIMIZED), ids=name)
+def test_every_optimizer_agrees_with_one_device_in_every_layout(row):
+    check_optimizer(**row)
+
+
+@pytest.mark.slow
+def test_the_optimizers_move_the_parameters_and_adafactor_factors():
+    with jax.enable_x64(True):
+        first = toys.train(toys.MODELS["blocks"](), toys.data(dtype="float64"), dtype="float64", steps=0)[0]
+        for optimizer in toys.OPTIMIZERS:
+            assert toys.relative_error(first.params, alone(optimizer)[0][0])[0] > 1e-3
+        rows = alone("adafactor")[0][1][0].v_row
+    assert rows["embed"]["embedding"].shape == (8,) and rows["blocks"]["stack"]["up"]["kernel"].shape == (3, 24)
+
+
+STAGES = [("pmap", "8", 1, "sharded"), ("pjit", "8", 1, "sharded"), ("pjit", "8/4", 2, "replicated")]
+STAGES += [("pjit", "8", 2, "sharded"), ("pjit", "8/2", 3, "sharded")]
+BF16 = Policy(jnp.float32, jnp.bfloat16, jnp.float32)
+
+
+def narrow(accumulate, backend="pjit", place="1", zero=0, gradient_buffer="sharded", **settings):
+    return toys.train(
+        toys.MODELS["blocks"](), toys.data(), backend=backend, microbatches=16, accumulate=accumulate,
+        optimizer="momentum", steps=4, **layout(place, zero, gradient_buffer), **settings,
+    )[1].params  # fmt: skip
+
+
+@functools.cache
+def narrow_alone(accumulate, policy):
+    return narrow(accumulate, policy=policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES, ids=str)
+def test_bfloat16_agrees_with_bfloat16_on_one_device(stage):
+    """One microbatch after the other, bfloat16 rounds inside a microbatch only: what adds up is float32, and agrees as
+    float32 does. All at once, a device adds its microbatches up in bfloat16, so that it matters how many they are: by
+    less than it matters, on one device, that it is bfloat16."""
+    one = {a: narrow_alone(a, BF16) for a in ("scan", "vmap")}
+    cost = toys.relative_error(one["vmap"], narrow_alone("vmap", None))[0]
+    assert 1e-2 < cost < 1e-1
+    for accumulate, tolerance in ("scan", 1e-5), ("vmap", cost):
+        error, where = toys.relative_error(narrow(accumulate, *stage, policy=BF16), one[accumulate])
+        assert error <= tolerance, f"{accumulate} {where}: {error:.2e} > {tolerance:.1e}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", only([("pjit", "8", 2, "sharded")], STAGES), ids=str)
+def test_gradients_reduced_in_bfloat16_are_those_of_float32_to_its_rounding(stage):
+    """bfloat16 rounds by up to 2^-9: each device's share, their sum, and what the sum over devices cancels."""
+    got = narrow("scan", *stage, reduce_dtype=jnp.bfloat16)
+    assert 2**-12 < toys.relative_error(got, narrow_alone("scan", None))[0] < 2**-6

@@ -1,0 +1,31 @@
+"""What saves and restores a state in every way, and one string for all that it holds."""
+
+import hashlib
+
+import jax
+import optax
+
+import toys
+from jaxdp.checkpoint.digest import host as host_array
+from jaxdp.core.state import init_state
+from jaxdp.parallel import STRATEGIES, make_reduction
+from jaxdp.precision import Policy
+from jaxdp.split import path_string
+
+WAYS = [("pmap", 0), ("pmap", 1), ("pjit", 0), ("pjit", 1), ("pjit", 2), ("pjit", 3)]
+META = {"config": {}, "data_fingerprint": "x"}
+
+
+def strategy(way, devices, model, scaling=None):
+    backend, zero = way
+    examples = toys.data(24)
+    make = lambda: init_state(
+        model, optax.adam(1e-2), Policy(), 0, 8, {k: v[:3] for k, v in examples.items()}, ema=True, loss_scaling=scaling
+    )
+    return STRATEGIES[backend](make, 8, make_reduction("xla"), None, jax.devices()[:devices], zero=zero)
+
+
+def digest(state):
+    """One string for all leaves of an exported state; every process must call."""
+    leaves = sorted((path_string(p), host_array(x)) for p, x in jax.tree_util.tree_leaves_with_path(state))
+    return hashlib.sha256(b"".join(f"{p}{x.dtype}{x.shape}".encode() + x.tobytes() for p, x in leaves)).hexdigest()

@@ -1,0 +1,56 @@
+"""Runs made of plain objects, without a config."""
+
+import jax
+import optax
+
+import toys
+from jaxdp.checkpoint.store import Checkpoints
+from jaxdp.core.state import init_state
+from jaxdp.core.step import make_step
+from jaxdp.data.base import Arrays
+from jaxdp.data.cursor import Cursor
+from jaxdp.losses import SoftmaxCrossEntropy
+from jaxdp.parallel import STRATEGIES, make_reduction
+from jaxdp.precision import Policy
+from jaxdp.training import loop
+from jaxdp.training.source import Source
+
+
+class Kept:
+    """A writer that keeps what it is given."""
+
+    def __init__(self):
+        self.records, self.said = [], []
+
+    def write(self, record):
+        self.records.append(record)
+
+    def say(self, text):
+        self.said.append(text)
+
+    def rewind(self, step):
+        self.records = [r for r in self.records if r["step"] <= step]
+
+    def close(self): ...
+
+
+def make_run(
+    tmp_path, model=None, backend="pmap", devices=1, train=None, held_out=None, spike=None, examples=None, loss=None,
+    step=None, **settings,
+):  # fmt: skip
+    model, examples = model or toys.MODELS["resnet"](), examples or toys.data(60)
+    tx = optax.adam(1e-2)
+    cursor = Cursor(60, 20, 8, 0)
+    make = lambda: init_state(model, tx, Policy(), 0, 8, {k: v[:3] for k, v in examples.items()}, spike=spike)
+    eval_source = None
+    if held_out is not None:
+        eval_source = Source(Arrays(**held_out), Cursor(len(held_out["labels"]), 20, 8, 0, shuffle=False))
+    return loop.Run(
+        strategy=STRATEGIES[backend](make, 8, make_reduction("xla"), None, jax.devices()[:devices]),
+        step=make_step(model, loss or SoftmaxCrossEntropy(), tx, spike=spike, **(step or {})),
+        train=Source(train or Arrays(**examples), cursor),
+        eval=eval_source,
+        writer=Kept(),
+        checkpoints=Checkpoints(tmp_path / "checkpoints"),
+        **{"steps": 6, "log_every": 2, **settings},
+    )

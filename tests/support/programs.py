@@ -1,0 +1,79 @@
+"""Updates of a small GPT under every layout, compiled and not run."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from jaxdp.analysis.hlo import Collective, collectives
+from jaxdp.core.state import init_state
+from jaxdp.core.step import make_step
+from jaxdp.losses import SoftmaxCrossEntropy
+from jaxdp.models import as_model
+from jaxdp.models.gpt import GPT
+from jaxdp.parallel import STRATEGIES, make_reduction
+from jaxdp.precision import Policy
+
+DEVICES, LAYERS, TOKENS, SLOTS = 8, 16, 16, 4  # SLOTS: microbatches of a device
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(1e-3, weight_decay=0.1),
+    "sgd": lambda: optax.sgd(1e-3),
+    "lion": lambda: optax.lion(1e-3),
+    "lamb": lambda: optax.lamb(1e-3),
+    "adafactor": lambda: optax.adafactor(1e-3),
+}
+USUAL = {
+    "backend": "pjit", "zero": 0, "gradient_buffer": "sharded", "place": "8", "reduction": "xla", "optimizer": "adamw",
+    "accumulate": "scan", "slots": SLOTS, "remat": None, "policy": Policy(), "layers": LAYERS, "tokens": TOKENS,
+}  # fmt: skip
+
+
+def build(
+    backend, zero, gradient_buffer, place, reduction, optimizer, accumulate, slots, remat, policy, layers, tokens
+):  # fmt: skip
+    """(strategy, step, the shapes of a program's arguments); nothing is computed."""
+    model = as_model(lambda rngs: GPT((tokens,), 256, layers=layers, heads=4, dim=256, rngs=rngs))
+    tx, microbatches = OPTIMIZERS[optimizer](), slots * DEVICES
+    example = {k: np.zeros((1, tokens), np.int32) for k in ("inputs", "labels")}
+    make = lambda: init_state(model, tx, policy, 0, microbatches, example)
+    strategy = STRATEGIES[backend](
+        make,
+        microbatches,
+        make_reduction(reduction),
+        None if policy.reduce == policy.params else policy.reduce,
+        jax.devices(),
+        zero=zero,
+        shard_size=int(place[2:]) if "/" in place else None,
+        gradient_buffer=gradient_buffer,
+        blocks=model.blocks,
+    )
+    remat = remat or ("full" if zero == 3 else "none")
+    step = make_step(model, SoftmaxCrossEntropy(), tx, policy=policy, accumulate=accumulate, remat=remat)
+    return strategy, step, strategy.argument_shapes({**example, "mask": np.zeros(1, np.float32)})
+
+
+def size(tree):
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+class Compiled(NamedTuple):
+    found: list[Collective]
+    memory: object
+    params: int  # bytes
+    strategy: object
+
+
+def compiled(**settings):
+    """The update's program, of `USUAL` settings but for these."""
+    return _compiled(**USUAL | settings)
+
+
+@functools.cache
+def _compiled(**settings):
+    strategy, step, arguments = build(**settings)
+    lowered = strategy.compile(step).lowered(*arguments)["update"]
+    program = lowered.compile()
+    found = collectives(program.as_text(), lowered.as_text())
+    return Compiled(found, program.memory_analysis(), size(strategy.shapes.params), strategy)

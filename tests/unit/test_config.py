@@ -1,0 +1,278 @@
+"""A config is typed, complete and says what is wrong with it in one line."""
+
+import pathlib
+import typing
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cli_runs import DIGITS
+from jaxdp import config as schema
+from jaxdp.cli import load
+from jaxdp.config import check, keys
+from jaxdp.errors import UsageError
+
+CONFIGS = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda f: f.stem)
+def test_shipped_configs_load_and_say_how_they_are_run(file):
+    config, path, _ = load(["--config", str(file)])
+    assert schema.run_dir(config, path) == pathlib.Path("runs") / file.stem
+    head = file.read_text().split("\nmodel:")[0]
+    assert f"configs/{file.name}" in head and ("easured" in head or "accuracy" in head)
+
+
+def test_the_contract_of_keys_and_defaults():
+    config, *_ = load(["--steps", "5", "--model.target", "MLP", "--data.target", "Digits"])
+    flat = check.flatten(config)
+    want = {
+        "seed": 0, "run_dir": None, "steps": 5, "epochs": None, "batch_size": 128, "microbatches": 8,
+        "init_from": None, "model.target": "MLP", "model.args": {}, "data.target": "Digits", "data.args": {},
+        "loss.target": "SoftmaxCrossEntropy", "optimizer.target": "adamw", "optimizer.lr": 1e-3,
+        "optimizer.schedule": "cosine", "optimizer.warmup_steps": 0, "optimizer.weight_decay": 0.0,
+        "optimizer.clip_norm": None, "parallel.backend": "pmap", "parallel.zero": 0, "parallel.reduction": "auto",
+        "parallel.bucket_mb": 25.0, "parallel.shard_size": None, "parallel.accumulate": "auto",
+        "precision.params": "float32", "precision.compute": "float32", "precision.reduce": "float32",
+        "precision.matmul": "default", "precision.loss_scale": None, "eval.every": None, "log.every": 50,
+        "profile.start": None, "profile.steps": 5, "checkpoint.every": None, "checkpoint.every_minutes": None,
+        "checkpoint.asynchronous": True, "checkpoint.keep": 3, "checkpoint.keep_every": None,
+        "checkpoint.best": None, "resume.force": False,
+        "watchdog.step_timeout": 600.0, "watchdog.straggler_factor": 2.0,
+        "nonfinite.max_consecutive": 10, "spike.factor": None,
+        "spike.decay": 0.98, "spike.after": 100, "spike.action": "skip", "spike.max_rollbacks": 3,
+    }  # fmt: skip
+    assert {k: flat[k] for k in want} == want
+
+
+def test_arguments_on_the_command_line_override_the_file():
+    config, *_ = load(
+        [*DIGITS, "--model.args.hidden", "[64, 32]", "--optimizer.lr", "3e-4", "--model.args.dropout=0.5"]
+    )
+    assert config.model.args == {"hidden": [64, 32], "dropout": 0.5}
+    assert config.optimizer.lr == 3e-4 and config.epochs == 60
+    config, *_ = load([*DIGITS, "--steps", "7"])
+    assert (config.steps, config.epochs) == (7, None)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--modle.target", "MLP"], ["'modle.target'", "did you mean 'model.target'"]),
+        (["--optimizer.learning_rate", "1"], ["unknown key 'optimizer.learning_rate'"]),
+        (["--parallel.bakend", "pjit"], ["did you mean 'parallel.backend'"]),
+        (["--model.arg.width", "3"], ["unknown key 'model.arg.width'"]),
+        (["--batch_size", "many"], ["batch_size: 'many' is not an integer"]),
+        (["--model", "MLP"], ["model: 'MLP' is not a mapping; set its keys, as in --model.target VALUE"]),
+        (["--parallel=pmap"], ["parallel: 'pmap' is not a mapping; set its keys, as in --parallel.backend VALUE"]),
+        (["--epochs", "many"], ["epochs: 'many' is not a number or null"]),
+        (["--log.every", "1.5"], ["log.every: '1.5' is not an integer"]),
+        (["--optimizer.lr", ".nan"], ["optimizer.lr: nan is not a finite number"]),
+        (["--optimizer.lr", "1e999"], ["optimizer.lr: inf is not a finite number"]),
+        (["--optimizer.no_decay", "['(']"], ["optimizer.no_decay: '(' is not a regular expression"]),
+        (["--batch_size", "99999999999999999999"], ["batch_size: 99999999999999999999 is too large"]),
+        (["--batch_size", "0"], ["batch_size: 0", "at least 1"]),
+        (["--optimizer.lr", "-1"], ["optimizer.lr: -1.0"]),
+        (["--optimizer.clip_norm", "0"], ["optimizer.clip_norm: 0.0", "greater than 0"]),
+        (["--parallel.backend", "tpu"], ["parallel.backend: 'tpu' is not one of pmap, pjit"]),
+        (["--parallel.zero", "4"], ["parallel.zero: 4 is too large; it must be at most 3"]),
+        (["--parallel.zero", "2"], ["parallel.zero: 2 does not work under pmap; set parallel.backend to pjit"]),
+        (["--parallel.zero", "1", "--parallel.shard_size", "2"], ["parallel.shard_size: 2 does not work under pmap"]),
+        (["--parallel.shard_size", "2"], ["parallel.shard_size: 2 with zero: 0"]),
+        (["--parallel.remat", "some"], ["parallel.remat: 'some' is not one of auto, none, full"]),
+        (["--precision.loss_scale", "often"], ["precision.loss_scale: 'often' is not a number or one of dynamic"]),
+        (["--precision.loss_scale", "0"], ["precision.loss_scale: 0.0 must be greater than 0"]),
+        (["--optimizer.ema", "1"], ["optimizer.ema: 1.0 must be below 1"]),
+        (["--nonfinite.max_consecutive", "0"], ["nonfinite.max_consecutive: 0 is too small", "at least 1"]),
+        (["--spike.factor", "1"], ["spike.factor: 1.0 must be greater than 1"]),
+        (["--spike.factor", "-2"], ["spike.factor: -2.0 must be greater than 1"]),
+        (["--spike.decay", "1"], ["spike.decay: 1.0 must be below 1"]),
+        (["--spike.decay", "0"], ["spike.decay: 0.0 must be greater than 0"]),
+        (["--spike.after", "0"], ["spike.after: 0 is too small", "at least 1"]),
+        (["--spike.action", "stop"], ["spike.action: 'stop' is not one of skip, rollback"]),
+        (["--spike.max_rollbacks", "-1"], ["spike.max_rollbacks: -1 is too small", "at least 0"]),
+        (["--eval.ema", "true"], ["eval.ema: True, but no average is kept; set optimizer.ema"]),
+        (["--eval.ema", "perhaps"], ["eval.ema: 'perhaps' is not true or false"]),
+        (["--optimizer.frozen", "['[']"], ["optimizer.frozen: '[' is not a regular expression"]),
+        (["--optimizer.lr_scale", "{head: -1}"], ["optimizer.lr_scale: 'head' has -1.0; give a factor"]),
+        (["--parallel.accumulator", "whole"], ["parallel.accumulator is now called parallel.gradient_buffer"]),
+        (["--parallel.gradient_buffer", "whole"], ["'whole' is not one of sharded, replicated", "is now replicated"]),
+        (["--parallel.accumulate", "loop"], ["'loop' is not one of auto, vmap, scan (loop is now scan)"]),
+        (
+            ["--parallel.reduction", "exact", "--parallel.accumulate", "vmap"],
+            ["parallel.accumulate: vmap with reduction: exact", "leave it auto"],
+        ),
+        (
+            ["--parallel.reduction", "exact", "--precision.reduce", "bfloat16"],
+            ["precision.reduce: bfloat16 with reduction: exact", "leave it null"],
+        ),
+        (
+            ["--parallel.reduction", "exact8", "--microbatches", "32"],
+            ["microbatches: 32 with reduction: exact8 leave 2 of 7 bits", "use at most 18, or 2 in each"],
+        ),
+        (
+            ["--parallel.reduction", "exact16", "--microbatches", "8192"],
+            ["microbatches: 8192 with reduction: exact16 leave 2 of 15 bits", "at most 4681", "or reduction: exact"],
+        ),
+        (
+            ["--parallel.reduction", "exact", "--parallel.exact_group", "3"],
+            ["parallel.exact_group: 3 does not divide microbatches: 8"],
+        ),
+        (["--parallel.reduction", "exact", "--parallel.exact_group", "0"], ["parallel.exact_group: 0"]),
+        (["--parallel.exact_group", "2"], ["parallel.exact_group: 2 with reduction: auto", "set reduction to exact"]),
+        (
+            ["--parallel.reduction", "exact8", "--parallel.accumulate", "vmap"],
+            ["parallel.accumulate: vmap with reduction: exact8", "set exact_group"],
+        ),
+        (["--steps", "10", "--epochs", "2"], ["steps: 10", "epochs: 2", "one of the two"]),
+        (["--seed", "-1"], ["seed: -1"]),
+        (["--config", "nowhere.yaml"], ["--config: no file 'nowhere.yaml'"]),
+        (["--config"], ["--config: no file given"]),
+        (["extra"], ["extra"]),
+        (["--precision.compute", "float64"], ["precision.params: 'float32'", "float64"]),
+    ],
+)
+def test_bad_arguments_are_one_clear_line(argv, words):
+    with pytest.raises(UsageError) as error:
+        load([*DIGITS, *argv])
+    text = str(error.value)
+    assert all(w in text for w in words) and "\n" not in text
+
+
+def test_no_arguments_at_all_say_what_to_give():
+    with pytest.raises(UsageError, match="no file given"):
+        load([])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("modle: {target: MLP}", ["unknown key 'modle'; did you mean 'model'"]),
+        ("model: {target: MLP, arg: {a: 1}}", ["unknown key 'model.arg'; did you mean 'model.args'"]),
+        ("batch_size: [1, 2", ["not YAML"]),
+        ("- a\n- b", ["mapping", "list"]),
+        ("batch_size: {a: 1}", ["batch_size: {'a': 1} is not an integer"]),
+        ("eval: null", ["eval: None is not a mapping"]),
+        ("parallel: [pmap]", ["parallel: ['pmap'] is not a mapping"]),
+        ("checkpoint: 5", ["checkpoint: 5 is not a mapping"]),
+        ("loss: {args: null}", ["loss.args: None is not a mapping"]),
+        ("optimizer: {no_decay: null}", ["optimizer.no_decay: None is not a list"]),
+        ("steps: 3\nsteps: 4", ["line 1: the key 'steps' appears twice"]),
+        ("1: 2", ["'1' is not a key"]),
+        ("model: {target: MLP}\ndata: {target: Digits}\nsteps: 3\noptimizer: {lr: .nan}", ["optimizer.lr: nan"]),
+        ("microbatches: none", ["microbatches", "none"]),
+        ("steps: 3", ["model.target: missing"]),
+        ("", ["mapping"]),
+        ("model: MLP\nsteps: 3", ["model"]),
+    ],
+)
+def test_bad_files_are_one_clear_line(tmp_path, text, words):
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError) as error:
+        load(["--config", str(file)])
+    assert all(w in str(error.value) for w in words) and "\n" not in str(error.value)
+
+
+def test_every_field_says_what_it_decides():
+    for key, value in {
+        "seed": "numbers", "batch_size": "numbers", "microbatches": "numbers", "model.args.width": "numbers",
+        "parallel.backend": "speed", "parallel.zero": "speed", "log.every": "speed", "run_dir": "speed",
+        "precision.compute": "numbers", "optimizer.lr": "numbers", "eval.every": "speed",
+        "nonfinite.max_consecutive": "speed", "spike.factor": "numbers", "spike.max_rollbacks": "numbers",
+    }.items():  # fmt: skip
+        assert check.decides(key) == value, key
+    assert {check.decides(k) for k in keys.known_keys()} == {"numbers", "speed"}
+
+
+def test_a_change_of_speed_is_no_change_of_numbers():
+    import dataclasses
+
+    before = dataclasses.asdict(load(DIGITS)[0])
+    assert check.changed_numbers(before, load([*DIGITS, "--parallel.backend", "pjit", "--log.every", "7"])[0]) == []
+    changed = check.changed_numbers(before, load([*DIGITS, "--seed", "7", "--model.args.hidden", "[3]"])[0])
+    assert changed == ["seed: 0 -> 7", "model.args.hidden: [256, 256] -> [3]"]
+
+
+@settings(max_examples=30)
+@given(st.text(min_size=1, max_size=20))
+def test_any_unknown_key_is_refused(key):
+    free = [f"{known}." for known, hint in keys.known_keys().items() if typing.get_origin(hint) is dict]
+    if key not in keys.known_keys() and not key.startswith(tuple(free)):
+        with pytest.raises(UsageError, match="unknown key"):
+            keys.check_key(key, "test")
+
+
+def test_the_readme_shows_the_config_that_is_shipped():
+    readme = (CONFIGS[0].parent.parent / "README.md").read_text()
+    assert pathlib.Path(DIGITS[1]).read_text() in readme
+    commands = [line for line in readme.splitlines() if "--config configs/" in line]
+    assert all(
+        pathlib.Path(CONFIGS[0].parent.parent / line.split("--config ")[1].split()[0]).is_file() for line in commands
+    )
+
+
+def test_a_key_of_a_dict_inside_a_dict_is_set_by_itself(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("model: {target: MLP, args: {block: {dim: 8, heads: 2}}}\ndata: {target: Digits}\nsteps: 1\n")
+    argv = ["--config", str(file), "--model.args.block.dim", "64", "--model.args.block.rates=[0.5, 1e-3]"]
+    more = ["--model.args.new.deep.name", "a: b: c", "--model.args.width", "3", "--run_dir", "7"]
+    config, *_ = load([*argv, *more])
+    block = {"dim": 64, "heads": 2, "rates": [0.5, 1e-3]}
+    assert config.model.args == {"block": block, "new": {"deep": {"name": "a: b: c"}}, "width": 3}
+    assert config.run_dir == "7"
+    with pytest.raises(UsageError, match=r"model.args.block.dim.x: model.args.block.dim is 8, which has no keys; set"):
+        load([*argv[:2], "--model.args.block.dim.x", "1"])
+    with pytest.raises(UsageError, match=r"model.args.block.dim: no value given"):
+        load([*argv[:2], "--model.args.block.dim"])
+    with pytest.raises(UsageError, match=r"model.args.block.dim: no value given"):
+        load([*argv[:2], "--model.args.block.dim", "--steps", "3"])
+
+
+def written(first, again, levels=9):
+    """A mapping in which each level repeats the one before ten times."""
+    return "{a0: &a0 " + first + "".join(f", a{i}: &a{i} {again(f'*a{i - 1}')}" for i in range(1, levels)) + "}"
+
+
+BOMBS = {
+    "anchors": written("[x, x]", lambda alias: f"[{', '.join([alias] * 10)}]"),
+    "merge keys": written("{k: 1}", lambda alias: f"{{<<: [{', '.join([alias] * 10)}], k: 2}}"),
+    "a long list": f"{{a: [{'1, ' * 30_000}1]}}",
+    "a deep list": f"{{a: {'[' * 9_000}{']' * 9_000}}}",
+    "a deep mapping": f"{'{a: ' * 9_000}1{'}' * 9_000}",
+    "a long text": f"{{a: {'x' * 300_000}}}",
+    "a long integer": f"{{a: {'9' * 5_000}}}",
+    "a long integer of base 16": f"{{a: 0x{'f' * 60_000}}}",
+    "a long integer of base 60": f"{{a: 1{':1' * 30_000}}}",
+    "an alias of itself": "{a: &a [*a]}",
+    "a merge of itself": "&a {<<: *a}",
+}
+BOMBS["a text that is a bomb"] = f"{{a: '{BOMBS['anchors']}'}}"
+
+
+@pytest.mark.quick(8)
+@pytest.mark.parametrize("bomb", BOMBS)
+@pytest.mark.parametrize("where", ["file", "--model.args", "--verify.model_args", "--model.args.block.inner"])
+def test_yaml_that_expands_without_bounds_is_refused(tmp_path, bomb, where):
+    text = BOMBS[bomb]
+    if where == "file":
+        (tmp_path / "bomb.yaml").write_text(f"steps: 2\ndata: {{target: Digits}}\nmodel: {{target: MLP, args: {text}}}")
+        argv = ["--config", str(tmp_path / "bomb.yaml")]
+    else:
+        argv = [*DIGITS, where, text]
+    if where == "--model.args.block.inner" and bomb == "a text that is a bomb":  # which stays a text there
+        assert load(argv)[0].model.args["block"]["inner"]["a"] == BOMBS["anchors"]
+        return
+    with pytest.raises(UsageError, match="is refused") as error:
+        load(argv)
+    assert len(str(error.value)) < 300 and "\n" not in str(error.value)
+
+
+def test_yaml_may_repeat_itself(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "steps: 2\nmodel: {target: MLP, args: {hidden: &h [8, 8], more: *h, block: &b {a: 1}, other: {<<: *b, c: 2}}}\n"
+        "data: {target: Digits}"
+    )
+    args = load(["--config", str(tmp_path / "run.yaml")])[0].model.args
+    assert args == {"hidden": [8, 8], "more": [8, 8], "block": {"a": 1}, "other": {"a": 1, "c": 2}}

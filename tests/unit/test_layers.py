@@ -1,0 +1,141 @@
+"""Imports point one way: a total order of the folders, and no cycle between modules inside them."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import jaxdp
+
+ROOT = pathlib.Path(jaxdp.__file__).parent
+LAYERS = [
+    "errors",
+    "bounded_yaml",
+    "config",
+    "user_errors",
+    "distributed",
+    "rundir",
+    "supervise",
+    "data",
+    "logits",
+    "targets",
+    "losses",
+    "axes",
+    "precision",
+    "models",
+    "split",
+    "metrics",
+    "core",
+    "optim",
+    "parallel",
+    "analysis",
+    "checkpoint",
+    "verify",
+    "training",
+    "environment",
+    "fingerprint",
+    "assemble",
+    "generate",
+    "xla_presets",
+    "report",
+    "doctor",
+    "compilation_cache",
+    "job",
+    "api",
+    "cli",
+    "interop",
+    "lax",
+    "__main__",
+    "__init__",
+]
+# `Context.broadcast` is a method for users, of a collective that needs a context.
+CYCLE = ("jaxdp.distributed.context", "jaxdp.distributed.collectives")
+NEED_CONFIG = {"assemble", "job", "cli", "config", "api"}
+
+
+def modules():
+    """{dotted name: file} of the package."""
+    names = {}
+    for file in ROOT.rglob("*.py"):
+        parts = [p for p in file.relative_to(ROOT).with_suffix("").parts if p != "__init__"]
+        names[".".join(["jaxdp", *parts])] = file
+    return names
+
+
+def imports(file, names):
+    """The modules that a file imports, anywhere in it, functions included."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name in names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                if full in names or node.module in names:
+                    yield full if full in names else node.module
+
+
+def layer(name):
+    return name.split(".")[1] if "." in name else "__init__"
+
+
+def test_each_layer_imports_only_those_before_it():
+    names, edges = modules(), 0
+    assert {layer(name) for name in names} == set(LAYERS) and len(set(LAYERS)) == len(LAYERS)
+    wrong = []
+    for name, file in names.items():
+        for other in imports(file, names):
+            edges += 1
+            if other != "jaxdp" and LAYERS.index(layer(name)) < LAYERS.index(layer(other)):
+                wrong.append(f"{name} imports {other}")
+    assert edges > 400 and not wrong
+
+
+def test_no_module_imports_itself_through_others():
+    names = modules()
+    graph = {name: {o for o in imports(file, names) if o not in ("jaxdp", name)} for name, file in names.items()}
+    graph[CYCLE[0]].remove(CYCLE[1])
+    done, path = set(), []
+
+    def visit(name):
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
+        if name not in done:
+            path.append(name)
+            for other in sorted(graph[name]):
+                visit(other)
+            done.add(path.pop())
+
+    for name in graph:
+        visit(name)
+    assert len(done) == len(names)
+
+
+def test_no_test_module_imports_another():
+    """What they share is in tests/support."""
+    files = [*pathlib.Path(__file__).parents[1].rglob("*.py")]
+    tests = {file.stem for file in files if file.name.startswith("test_")}
+    assert len(tests) > 70
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [getattr(node, "module", ""), *(alias.name for alias in node.names)]
+                assert tests.isdisjoint(".".join(names).split(".")), f"{file}:{node.lineno}"
+
+
+def test_the_config_is_known_to_few():
+    names = modules()
+    users = {layer(name) for name, file in names.items() if any(layer(o) == "config" for o in imports(file, names))}
+    assert users == NEED_CONFIG
+
+
+def test_config_and_command_line_need_no_jax():
+    code = "import sys, jaxdp.cli; jaxdp.cli.load(['--config', sys.argv[1]]); assert 'jax' not in sys.modules"
+    config = ROOT.parent / "configs" / "digits.yaml"
+    subprocess.run([sys.executable, "-c", code, str(config)], check=True, timeout=60)
+
+
+def test_only_strategies_know_their_names():
+    """No `if backend ==` outside the table."""
+    for file in ROOT.rglob("*.py"):
+        if file.parent.name not in ("config", "parallel"):
+            assert '"pmap"' not in file.read_text() and '"pjit"' not in file.read_text(), file

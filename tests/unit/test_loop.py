@@ -1,0 +1,210 @@
+"""The loop from plain objects, without a config: evaluation, faults of a reader, resuming with carried state."""
+
+import dataclasses
+import functools
+import gc
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import toys
+from covering import first, only
+from jaxdp.checkpoint.digest import params_sha256
+from jaxdp.data.base import Arrays
+from jaxdp.errors import RunFailed, UsageError
+from jaxdp.losses import SoftmaxCrossEntropy
+from jaxdp.metrics.jsonl import JsonLines, read
+from jaxdp.supervise.monitor import NullMonitor
+from jaxdp.training import loop
+from jaxdp.training.lookback import BEHIND, EXAMINED
+from plain_runs import Kept, make_run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", first(1, [("pjit", 3), ("pmap", 1), ("pmap", 8)]), ids=str)
+def test_evaluation_counts_every_example_once(tmp_path, where):
+    backend, devices = where
+    model, held_out = toys.MODELS["resnet"](), toys.data(33, seed=5)  # batches of 20 and 13
+    run = make_run(tmp_path, model, backend, devices, held_out=held_out, eval_every=3)
+    final = loop.fit(run)
+    state = run.checkpoints.restore(6, run.strategy.abstract())
+    batch = {**held_out, "mask": np.ones(33, bool)}
+    logits, _ = model.apply(state.params, state.model_state, batch, jax.random.key(0), False)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, held_out["labels"])
+    assert final["loss"] == pytest.approx(float(losses.mean()), rel=1e-5)
+    assert final["accuracy"] == pytest.approx(float((logits.argmax(-1) == held_out["labels"]).mean()), abs=1e-6)
+    assert final["params_sha256"] == params_sha256(state.params)
+    kinds = [(r["split"], r["step"]) for r in run.writer.records]
+    assert kinds == [("train", 2), ("eval", 3), ("train", 4), ("train", 6), ("final", 6)]
+
+
+class Broken(Arrays):
+    def read(self, indices):
+        if len(indices) > 3:  # a batch, not the probe
+            raise OSError("the disk is gone")
+        return super().read(indices)
+
+
+def test_an_evaluation_does_not_go_on_from_training(tmp_path):
+    """Of a data set that says itself where what is carried begins anew, which may be later than its first example."""
+    examples = {**toys.data(60), "reset": np.arange(60) == 33}
+    run = make_run(tmp_path, toys.summing(), examples=examples, held_out=examples)
+    program, state = run.strategy.compile(run.step), run.strategy.init()
+    trained = state.replace(carry=jax.tree.map(jnp.ones_like, state.carry))
+    assert loop.evaluate(run, program, state) == loop.evaluate(run, program, trained)
+
+
+@pytest.mark.slow
+def test_a_readers_fault_reaches_the_loop_with_its_traceback(tmp_path):
+    with pytest.raises(OSError, match="the disk is gone") as fault:
+        loop.fit(make_run(tmp_path, train=Broken(**toys.data(60))))
+    assert any(entry.name == "read" for entry in fault.traceback)
+
+
+class Counting(NullMonitor):
+    """Counts the updates that the loop has sent to the device."""
+
+    made = 0
+
+    def sent(self, result):
+        self.made += result["loss"].size
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("where", first(1, [("pjit", 3), ("pmap", 1)]), ids=str)
+@pytest.mark.parametrize("steps_per_call", only([1, 3], [1, 3, 16]))
+def test_a_run_that_is_halted_ends_a_few_updates_later(tmp_path, steps_per_call, where):
+    """Also where nothing is logged, evaluated or saved until the end; the state is that before the halt."""
+    backend, devices = where
+    data = toys.data(60)
+    data["inputs"][:, 0] = np.nan
+    run = make_run(
+        tmp_path, toys.MODELS["mlp"](), backend, devices, examples=data, steps=400, log_every=1000,
+        steps_per_call=steps_per_call, watch=(watch := Counting()), directory=tmp_path,
+    )  # fmt: skip
+    words = (
+        "updates 1 to 10 were not finite, 10 in a row .* there is no checkpoint; the batch of update 1 has inputs not "
+    )
+    with pytest.raises(RunFailed, match=words + "finite in 20 examples, labels from 0 to 2;"):
+        loop.fit(run)
+    assert watch.made <= 10 + BEHIND + 2 * steps_per_call and not run.checkpoints.steps()
+
+
+class Checked(Arrays):
+    """Notes from which thread it is read, one at a time."""
+
+    reading = False
+
+    def read(self, indices):
+        assert not self.reading, "two threads read"
+        self.reading = True
+        time.sleep(0.001)
+        try:
+            return super().read(indices)
+        finally:
+            self.reading = False
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("steps_per_call", first(1, [4, 1]))
+@pytest.mark.parametrize("where", ["train", "eval", "last"])
+def test_a_label_that_is_no_class_is_named_as_soon_as_it_is_seen(tmp_path, where, steps_per_call):
+    """One of 60, with batches between that have none; and one of the evaluation, or of the last update."""
+    data, watch, loss = toys.data(60), Counting(), SoftmaxCrossEntropy()
+    data["labels"][7] = toys.CLASSES
+    sound = toys.data(60)
+    held_out = data if where == "eval" else sound
+    shapes = jax.ShapeDtypeStruct((3, toys.CLASSES), np.float32)
+    run = make_run(
+        tmp_path, toys.MODELS["mlp"](), train=Checked(**(sound if where == "eval" else data)), held_out=held_out,
+        steps=3 if where == "last" else 400, log_every=1000, eval_every=8, steps_per_call=steps_per_call, watch=watch,
+    )  # fmt: skip
+    check = functools.partial(loss.check, shapes)
+    sources = {name: dataclasses.replace(getattr(run, name), check=check) for name in ("train", "eval")}
+    run = dataclasses.replace(run, **sources)
+    batch = "batch 0 of the evaluation" if where == "eval" else r"the batch of update \d"
+    words = rf"a label is 3, but the model's outputs are for 3 classes, 0 to 2; number .* \(in {batch}\)"
+    with pytest.raises(UsageError, match=words):
+        loop.fit(run)
+    assert watch.made <= 3 + BEHIND + 2 * steps_per_call
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_for_another_reason_ends_nothing(tmp_path):
+    """Its examples are looked at, and training goes on as if they were not, with all that is due."""
+    data, made = toys.data(60), []
+    data["inputs"][7] = np.nan
+    for name in ("looks", "does not"):
+        run = make_run(tmp_path / name, toys.MODELS["mlp"](), examples=data, steps=30, log_every=5, save_every=4)
+        asked = []
+        check = asked.append if name == "looks" else None
+        run = dataclasses.replace(run, train=dataclasses.replace(run.train, check=check))
+        final = loop.fit(run)
+        records = [(r["step"], r.get("loss")) for r in run.writer.records]
+        made.append((final["params_sha256"], records, sorted(run.checkpoints.steps())))
+        assert len(asked) == (EXAMINED if check else 0) and all(np.isnan(e["inputs"]).any() for e in asked)
+    np.testing.assert_equal(made[0], made[1])
+
+
+@pytest.mark.slow
+def test_garbage_collection_leaves_out_what_a_start_has_made(tmp_path, monkeypatch):
+    counts, write = [], Kept.write
+    monkeypatch.setattr(Kept, "write", lambda self, record: (counts.append(gc.get_freeze_count()), write(self, record)))
+    loop.fit(make_run(tmp_path))
+    assert min(counts) > 1000 and gc.get_freeze_count() == 0
+
+
+def test_counters_that_depend_on_the_examples_end_the_run(tmp_path):
+    model = toys.counting(lambda batch: (batch["labels"][0] > 0).astype(jnp.int32))
+    with pytest.raises(RunFailed, match="update 2: integers of the model state differ"):
+        loop.fit(make_run(tmp_path, model))
+
+
+@pytest.mark.slow
+def test_carried_state_resumes_under_another_strategy(tmp_path):
+    whole = make_run(tmp_path / "whole", toys.counting())
+    loop.fit(whole)
+    loop.fit(make_run(tmp_path / "parts", toys.counting(), "pmap", 3, steps=4))
+    parts = make_run(tmp_path / "parts", toys.counting(), "pjit", 8, start=4)
+    loop.fit(parts)
+    a, b = (r.checkpoints.restore(6, r.strategy.abstract()) for r in (whole, parts))
+    assert toys.relative_error(a, b)[0] < 1e-5
+    assert int(a.step) == int(b.step) == 6
+    assert float(jnp.abs(a.carry["seen"]).max()) > 0
+
+
+def test_old_checkpoints_go_and_stray_directories_are_no_steps(tmp_path):
+    run = make_run(tmp_path, toys.MODELS["mlp"](), save_every=1)
+    (tmp_path / "checkpoints" / "99").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "notes").mkdir()
+    loop.fit(run)
+    assert run.checkpoints.steps() == [4, 5, 6]
+    assert run.writer.said[-1] == "saved step 6"
+
+
+def test_a_resumed_metrics_file_has_no_torn_or_later_lines(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": NaN}\n{"step": 3, "loss": 1.0}\n{"st')
+    lines = JsonLines(file, keep_until=2)
+    lines.write({"step": 3, "split": "train", "loss": float("inf")})
+    lines.close()
+    assert [r["step"] for r in read(file)] == [1, 2, 3]
+    assert float(read(file)[2]["loss"]) == np.inf
+    file.write_text("".join(f'{{"step": {n}, "split": "{split}"}}\n' for n in (2, 4) for split in ("train", "eval")))
+    JsonLines(file, keep_until=4, evaluated=False).close()  # it will be made again
+    assert [(r["step"], r["split"]) for r in read(file)] == [(2, "train"), (2, "eval"), (4, "train")]
+
+
+def test_the_digest_is_of_path_dtype_shape_and_bytes():
+    base = {"a": jnp.arange(4.0), "b": {"c": jnp.zeros((2, 2))}}
+    same = {"b": {"c": jnp.zeros((2, 2))}, "a": jnp.arange(4.0)}
+    others = [
+        {**base, "a": jnp.arange(4)}, {**base, "a": jnp.arange(4.0).reshape(2, 2)}, {"a": base["a"], "d": base["b"]},
+        {**base, "a": base["a"].at[0].set(-0.0)},
+    ]  # fmt: skip
+    assert params_sha256(base) == params_sha256(same)
+    assert len({params_sha256(x) for x in [base, *others]}) == 5

@@ -1,0 +1,178 @@
+"""A metric is a sum, divided by the loss's weight, or a pair (sum, its own weight), from the loss to every record."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import toys
+from covering import first
+from jaxdp.errors import UsageError
+from jaxdp.losses import CausalLM, MultiTask, SoftmaxCrossEntropy
+from jaxdp.metrics.sums import WEIGHT, check_result
+from jaxdp.training import loop
+from jaxdp.verify.oracle import mean_of
+from plain_runs import make_run
+
+RARE = 2  # a class that only the last batch has
+
+
+def examples(dtype=np.float32):
+    """53 examples: batches of 20, 20 and 13, in 8 microbatches."""
+    made = toys.data(53, dtype=dtype)
+    made["labels"] = np.where(np.arange(53) < 45, np.arange(53) % 2, RARE).astype(np.int32)
+    return made
+
+
+def per_class(outputs, batch):
+    """Of each class the mean of an input, which no parameter changes."""
+    total, weight, metrics = SoftmaxCrossEntropy()(outputs, batch)
+    for label in range(toys.CLASSES):
+        own = (batch["labels"] == label) * batch["mask"]
+        metrics[f"class{label}"] = (jnp.sum(own * batch["inputs"][:, 0, 0, 0]), jnp.sum(own))
+    return total, weight, {**metrics, "all": jnp.sum(batch["inputs"][:, 0, 0, 0] * batch["mask"])}
+
+
+per_class.derive = lambda means: {"balanced": sum(means[f"class{c}"] for c in range(toys.CLASSES)) / toys.CLASSES}
+
+
+def coupled(outputs, batch):
+    return per_class(outputs, batch)
+
+
+coupled.scope = "global"
+
+
+def want(batch):
+    """{metric: mean} of a batch, by NumPy; NaN of a class that it has not."""
+    made = examples(np.float64)
+    x, labels = (made[k][20 * batch : 20 * batch + 20] for k in ("inputs", "labels"))
+    means = {f"class{c}": x[labels == c, 0, 0, 0].mean() if (labels == c).any() else np.nan for c in range(3)}
+    return {**means, "all": x[:, 0, 0, 0].mean()}
+
+
+WAYS = [
+    {"devices": 8, "accumulate": "scan"},
+    {"devices": 4, "backend": "pjit", "layout": {"zero": 2}, "reduction": "exact"},
+    {"devices": 2, "backend": "pjit", "loss": coupled, "accumulate": "scan"},
+    {"devices": 1},
+    {"devices": 3, "backend": "pjit"},
+    {"devices": 4, "backend": "pjit", "layout": {"zero": 3}, "accumulate": "scan", "reduction": "bucket"},
+    {"devices": 2, "reduction": "exact"},
+    {"devices": 2, "loss": coupled},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "way",
+    first(3, WAYS),
+    ids=lambda way: " ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in way.items()),
+)
+def test_each_metric_is_divided_by_its_own_weight_in_every_layout(way):
+    _, _, metrics, *_ = toys.train(
+        toys.MODELS["mlp"](), examples(), steps=3, **{"loss": per_class, "optimizer": "momentum", **way}
+    )
+    for batch, got in enumerate(metrics):
+        for name, mean in want(batch).items():
+            np.testing.assert_allclose(got[name], mean, rtol=1e-5, err_msg=f"{name} of batch {batch}")
+    assert [float(m[f"{WEIGHT}class{RARE}"]) for m in metrics] == pytest.approx([0, 0, 8], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps_per_call", first(1, [3, 1]))
+def test_records_leave_out_what_nothing_was_counted_for(tmp_path, steps_per_call):
+    """Of updates, evaluations and the end; what `derive` makes of a mean of nothing is left out with it."""
+    train, held_out = toys.data(60), examples()
+    train["labels"] = (np.arange(60) % 2).astype(np.int32)
+    run = make_run(
+        tmp_path, toys.MODELS["mlp"](), devices=2, examples=train, held_out=held_out, loss=per_class, steps=4,
+        log_every=1, eval_every=3, steps_per_call=steps_per_call, derive=per_class.derive,
+    )  # fmt: skip
+    run.checkpoints.best = f"class{RARE}"
+    final, records = loop.fit(run), run.writer.records
+    assert [(r["step"], r["split"][0]) for r in records] == [(1, "t"), (2, "t"), (3, "t"), (3, "e"), (4, "t"), (4, "f")]
+    for record in (*records[:3], records[4]):
+        assert {"class0", "class1", "all"} <= set(record) and not {"class2", "balanced"} & set(record)
+        assert all(math.isfinite(v) for v in record.values() if isinstance(v, float)) and WEIGHT not in str(record)
+    x, labels = (np.float64(held_out[k]) for k in ("inputs", "labels"))
+    means = [x[labels == c, 0, 0, 0].mean() for c in range(3)]
+    for record in (records[3], final):
+        assert [record[f"class{c}"] for c in range(3)] == pytest.approx(means, rel=1e-5)
+        assert record["balanced"] == pytest.approx(np.mean(means), rel=1e-5)
+    assert run.checkpoints.meta(4)["metrics"][f"class{RARE}"] == final[f"class{RARE}"]
+    empty = dataclasses.replace(run, eval=make_run(tmp_path, held_out=train).eval)
+    found = loop.evaluate(empty, run.strategy.compile(run.step), run.strategy.init())
+    assert "class2" not in found and "class0" in found and not run.checkpoints.is_best(found)
+
+
+@pytest.mark.slow
+def test_a_metric_that_is_not_finite_is_shown_as_it_is(tmp_path):
+    """Which is something else than a weight of 0."""
+
+    def broken(outputs, batch):
+        total, weight, _ = SoftmaxCrossEntropy()(outputs, batch)
+        return total, weight, {"nan": (weight * jnp.nan, weight), "inf": (weight, 0 * weight), "sum": weight * jnp.nan}
+
+    run = make_run(tmp_path, toys.MODELS["mlp"](), loss=broken, steps=2, log_every=1)
+    loop.fit(run)
+    record = run.writer.records[0]
+    assert math.isnan(record["nan"]) and math.isnan(record["sum"]) and "inf" not in record
+
+
+def rare(outputs, batch):
+    """Of examples of one class alone."""
+    own = batch["mask"] * (batch["labels"] == RARE)
+    return jnp.sum(outputs[:, 0] * own), jnp.sum(own), {"own": (jnp.sum(outputs[:, 1] * own), 2 * jnp.sum(own))}
+
+
+def test_metrics_of_tasks_are_means_over_their_own_elements_however_a_batch_is_split():
+    loss = MultiTask({"a": {"target": f"{__name__}.rare", "outputs": "x"}})
+    outputs = {"x": np.arange(12.0).reshape(6, 2)}
+    batch = {"a": np.array([RARE, RARE, 0, RARE, 0, 0]), "mask": np.ones(6)}
+    for parts in ([slice(0, 6)], [slice(0, 1), slice(1, 4), slice(4, 6)]):
+        rows = lambda tree, part: jax.tree.map(lambda x: jnp.asarray(x[part]), tree)
+        found = [check_result(loss(rows(outputs, part), rows(batch, part)))[2] for part in parts]
+        total = {name: sum(float(one[name]) for one in found) for name in found[0]}
+        assert total["a_loss"] / total[f"{WEIGHT}a_loss"] == pytest.approx((0 + 2 + 6) / 3)
+        assert total["a_own"] / total[f"{WEIGHT}a_own"] == pytest.approx((1 + 3 + 7) / 6)
+
+
+def test_perplexity_is_that_of_the_cross_entropy_without_smoothing():
+    scores, labels = np.random.default_rng(0).normal(size=(4, 3, 7)), (np.arange(12, dtype=np.int32) % 7).reshape(4, 3)
+    batch = {"labels": labels, "mask": np.array([[1.0, 1, 0]] * 4)}
+    logs = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+    nats = -np.take_along_axis(logs, labels[..., None], -1)[..., 0][:, :2].mean()
+    for loss in (CausalLM(), CausalLM(label_smoothing=0.3)):
+        total, weight, metrics = loss(jnp.asarray(scores, jnp.float32), batch)
+        means = {name: float(value / weight) for name, value in {"loss": total, **metrics}.items()}
+        assert loss.derive(means)["perplexity"] == pytest.approx(np.exp(nats), rel=1e-5)
+        assert (means["loss"] == pytest.approx(nats, rel=1e-5)) == (not loss.label_smoothing)
+    assert math.isnan(CausalLM().derive({"loss": math.nan})["perplexity"])
+
+
+ONE = jnp.ones(())
+
+
+@pytest.mark.parametrize(
+    "metrics", [{"a": (ONE, ONE, ONE)}, {"a": (ONE,)}, {"a": (ONE, 1.0)}, {"a": (jnp.ones(2), ONE)}, {"a": {"b": ONE}}],
+    ids=str,
+)  # fmt: skip
+def test_what_is_neither_a_sum_nor_a_pair_is_refused(metrics):
+    with pytest.raises(UsageError, match=r"a loss returns \(sum \[\], weight \[\], {name: sum \[\] or"):
+        check_result((ONE, ONE, metrics))
+    assert check_result((ONE, ONE, {"a": [ONE, ONE], "b": ONE}))[2].keys() == {"a", f"{WEIGHT}a", "b"}
+
+
+@pytest.mark.parametrize("name", ["loss", "weight/a", 3])
+def test_names_of_metrics_that_a_record_has_itself_are_refused(name):
+    with pytest.raises(UsageError, match="which every record contains already"):
+        check_result((ONE, ONE, {name: ONE}))
+
+
+def test_the_oracle_of_verify_divides_by_the_same_weights():
+    assert mean_of([3.0, 5.0], 4.0) == 2 and mean_of([(3.0, 1.0), (5.0, 3.0)], 100.0) == 2
+    assert math.isnan(mean_of([(0.0, 0.0)], 1.0))

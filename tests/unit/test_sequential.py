@@ -1,0 +1,149 @@
+"""Rows that go on from batch to batch: the order, what begins anew, and that devices and backends do not matter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import toys
+from covering import first
+from jaxdp.data.base import Arrays
+from jaxdp.data.cursor import Cursor, Streams
+from jaxdp.data.prefetch import read_batch
+from jaxdp.losses import SoftmaxCrossEntropy
+
+
+@pytest.mark.parametrize("size, batch_size, microbatches", [(53, 20, 8), (12, 4, 4), (7, 10, 3), (40, 6, 8), (1, 1, 1)])
+def test_every_row_reads_its_own_part_in_order(size, batch_size, microbatches):
+    order = Streams(size, batch_size, microbatches)
+    parts = np.array_split(np.arange(size), batch_size)
+    for epoch in range(2):
+        for t in range(order.steps_per_epoch):
+            step = epoch * order.steps_per_epoch + t
+            assert order.begins(step) == (t == 0)
+            indices, mask = order.rows(step, np.arange(microbatches))
+            for r, part in enumerate(parts):
+                place = (r % microbatches, r // microbatches)
+                assert mask[place] == (t < len(part))
+                if mask[place]:
+                    assert indices[place] == part[t]
+            assert mask.sum() == order.examples(step) and (indices[~mask] < size).all()
+
+
+def test_a_batch_says_where_its_rows_begin_anew():
+    order = Streams(10, 4, 2)
+    data = Arrays(inputs=np.arange(10.0), reset=np.arange(10) % 5 == 4)
+    assert read_batch(data, order, 0, [0, 1])["reset"].all()
+    later = read_batch(data, order, 1, [0, 1, -1])
+    np.testing.assert_array_equal(later["inputs"][:2], [[1, 7], [4, 9]])
+    np.testing.assert_array_equal(later["reset"][:2], [[False, False], [True, True]])
+    any_order = Cursor(10, 4, 2, shuffle=False)  # says nothing of it by itself, but that there is nothing before it
+    assert read_batch(data, any_order, 0, [0, 1])["reset"].all()
+    np.testing.assert_array_equal(read_batch(data, any_order, 1, [0, 1])["reset"], [[True, False], [False, False]])
+    assert "reset" not in read_batch(Arrays(inputs=np.arange(10.0)), any_order, 0, [0, 1])
+    of_tokens = Arrays(inputs=np.arange(10.0), reset=np.ones((10, 3)))  # something else of the same name
+    assert read_batch(of_tokens, any_order, 0, [0, 1])["reset"].shape == (2, 2, 3)
+
+
+def unrolled(examples, batch_size, steps):
+    """What each row carries after `steps` updates: the sum of what it has seen in this epoch."""
+    parts = np.array_split(np.arange(len(examples["inputs"])), batch_size)
+    t = steps % -(-len(examples["inputs"]) // batch_size)
+    return [examples["inputs"][part[:t]].sum(0) for part in parts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [("pmap", 1, "vmap"), ("pmap", 4, "scan"), ("pjit", 3, "vmap")])
+def test_what_is_carried_begins_anew_with_an_epoch(way):
+    """53 examples in 20 rows, three updates an epoch, in the last of which seven rows have ended."""
+    backend, devices, accumulate = way
+    model, examples = toys.summing(), toys.data(53)
+    for steps in (2, 4):
+        _, state, *_ = toys.train(
+            model, examples, steps=steps, sequential=True, backend=backend, devices=devices, accumulate=accumulate
+        )
+        for r, want in enumerate(unrolled(examples, 20, steps)):
+            got = state.carry["seen"][r % 8, r // 8]
+            np.testing.assert_allclose(got, want.ravel(), rtol=1e-5, atol=1e-5)
+
+
+def evaluated(model, examples, sequential, **way):
+    strategy, step, batch = toys.build(model, examples, sequential=sequential, **way)
+    state, program, totals = strategy.init(), strategy.compile(step), np.zeros(2)
+    for i in range(3):
+        sums = program.evaluate(state, batch(i))
+        assert (sums.carry is not None) == sequential
+        if sequential:
+            state = state.replace(carry=sums.carry)
+        totals += [float(sums.loss), float(sums.weight)]
+    return totals[0] / totals[1]
+
+
+@pytest.mark.slow
+def test_an_evaluation_goes_on_from_batch_to_batch():
+    """By hand: the output of each row is that of the sum of what it has seen."""
+    model, examples = toys.summing(), toys.data(53)
+    params = jax.device_get(model.init(jax.random.key(0), examples)[0])
+    total = 0.0
+    for part in np.array_split(np.arange(53), 20):
+        seen = examples["inputs"][part].reshape(len(part), -1).cumsum(0)
+        scores = seen @ params["kernel"]
+        logs = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+        total -= logs[np.arange(len(part)), examples["labels"][part]].sum()
+    for way in ({"devices": 1}, {"devices": 4, "backend": "pjit"}, {"reduction": "exact", "devices": 2}):
+        assert evaluated(model, examples, True, **way) == pytest.approx(total / 53, rel=1e-4)
+    # In any other order each batch begins with nothing.
+    alone = examples["inputs"].reshape(53, -1) @ params["kernel"]
+    logs = alone - np.log(np.exp(alone).sum(-1, keepdims=True))
+    want = -logs[np.arange(53), examples["labels"]].mean()
+    assert evaluated(model, examples, False, devices=2) == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_training_in_order_is_the_same_on_any_devices_and_backend():
+    ways = [("pmap", 1, "xla"), ("pmap", 8, "bucket"), ("pjit", 4, "exact")]
+    with jax.enable_x64(True):
+        states = [
+            toys.train(
+                toys.lstm_model(), toys.data(53, dtype=np.float64), steps=5, dtype="float64", sequential=True,
+                backend=backend, devices=devices, reduction=reduction,
+            )[1]
+            for backend, devices, reduction in ways
+        ]  # fmt: skip
+    for state in states[1:]:
+        assert toys.relative_error((state.params, state.carry), (states[0].params, states[0].carry))[0] < 1e-11
+
+
+WAYS = [("pjit", 3, "xla"), ("pmap", 1, "xla"), ("pmap", 4, "bucket"), ("pmap", 2, "exact"), ("pjit", 4, "exact")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", first(1, WAYS), ids=str)
+@pytest.mark.parametrize("own", [False, True])
+def test_a_skipped_update_begins_anew_all_the_same(way, own):
+    """The first batch of the second epoch is not finite, or some in the middle with resets of the data's own; what is
+    carried after it is the sum since then, without what was skipped."""
+    backend, devices, reduction = way
+    examples, bad = toys.data(60), 1 if own else 3
+    examples |= {"odd": np.zeros(60, np.float32)} | ({"reset": np.arange(60) % 3 == 1} if own else {})
+
+    def loss(outputs, batch):
+        total, weight, metrics = SoftmaxCrossEntropy()(outputs, batch)
+        return total + jnp.sum(batch["odd"] * batch["mask"]), weight, metrics
+
+    strategy, step, batch = toys.build(
+        toys.summing(), examples, loss=loss, sequential=True, backend=backend, devices=devices, reduction=reduction,
+        batch_size=20,
+    )  # fmt: skip
+    program, state, skipped = strategy.compile(step), strategy.init(), []
+    for i in range(bad + 2):
+        data = batch(i)
+        if i == bad:
+            data = {**data, "odd": data["odd"] + np.float32(np.inf)}
+        state, metrics = program.update(state, data)
+        skipped.append(int(metrics["skipped"]))
+    assert skipped == [0] * bad + [1, 0]
+    got = np.asarray(strategy.export(state).carry["seen"])
+    for r, part in enumerate(np.array_split(np.arange(60), 20)):  # three examples each, by update
+        want = examples["inputs"][part[(bad + 1) % 3]].ravel()
+        np.testing.assert_allclose(got[r % 8, r // 8], want, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,272 @@
+"""The step by itself: padding, kinds of model state, carry, clipping, non-finite gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import toys
+from covering import first
+from jaxdp.core.state import init_state
+from jaxdp.core.step import make_step
+from jaxdp.data.base import Arrays
+from jaxdp.data.cursor import Cursor
+from jaxdp.data.prefetch import read_batch
+from jaxdp.losses import SoftmaxCrossEntropy
+from jaxdp.models import as_model
+from jaxdp.models.cnn import CNN
+from jaxdp.models.nnx import Carry
+from jaxdp.models.resnet9 import ResNet9
+from jaxdp.precision import Policy
+from jaxdp.split import path_string
+
+
+class Norm(nnx.Module):
+    """BatchNorm alone, on the inputs."""
+
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(toys.SHAPE[-1], momentum=0.5, rngs=rngs)
+        self.head = nnx.Linear(toys.SHAPE[-1], toys.CLASSES, rngs=rngs)
+
+    def __call__(self, x, mask):
+        return self.head(self.norm(x, mask=mask.reshape(-1, 1, 1, 1)).mean((1, 2)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", first(1, [("pjit", 3), ("pmap", 1), ("pmap", 8)]), ids=str)
+def test_running_statistics_are_those_of_the_real_rows(where):
+    """13 rows in 8 microbatches of 2 places: some full, some with one row; then 5 rows: three with none."""
+    backend, devices = where
+    for size in (13, 5):
+        examples = toys.data(size, dtype="float64")
+        with jax.enable_x64(True):
+            _, state, *_ = toys.train(
+                as_model(Norm), examples, backend=backend, devices=devices, steps=1, batch_size=16, dtype="float64"
+            )
+        x, rows = examples["inputs"], min(size, 8)
+        pieces = [x[m::8] for m in range(rows)]
+        share = np.array([len(p) / size for p in pieces])
+        mean = 0.5 * np.zeros(2) + 0.5 * sum(s * p.mean((0, 1, 2)) for s, p in zip(share, pieces))
+        var = 0.5 * np.ones(2) + 0.5 * sum(s * p.var((0, 1, 2)) for s, p in zip(share, pieces))
+        np.testing.assert_allclose(state.model_state["norm"]["mean"], mean, rtol=1e-12)
+        np.testing.assert_allclose(state.model_state["norm"]["var"], var, rtol=1e-12)
+        np.testing.assert_allclose(mean, 0.5 * x.mean((0, 1, 2)), rtol=1e-12)  # the mean of all real rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", first(1, [("pjit", 4), ("pmap", 2)]), ids=str)
+def test_without_padding_the_masks_are_left_out(where):
+    """The same numbers; the masks are not looked at any more, in training alone."""
+    backend, devices = where
+    made, examples = toys.MODELS["resnet"](), toys.data(40)
+    losses = []
+    for padded in (True, False):
+        strategy, step, batch = toys.build(
+            made, examples, backend=backend, devices=devices, batch_size=16, padded=padded
+        )
+        program, state = strategy.compile(step), strategy.init()
+        for i in range(2):
+            state, metrics = program.update(state, batch(i))
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    half = dict(batch(2))  # 8 of its 16 places are examples
+    assert float(program.evaluate(state, half).weight) == 8
+    assert float(program.update(state, half)[1]["weight"]) == 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", first(1, ["dropout", "resnet"]))
+@pytest.mark.parametrize("accumulate", ["vmap", "scan"])
+def test_a_microbatch_of_padding_changes_nothing(model, accumulate):
+    examples, made = toys.data(6), toys.MODELS[model]()
+    step = make_step(made, SoftmaxCrossEntropy(), optax.sgd(0.1), accumulate=accumulate)
+    state = init_state(made, optax.sgd(0.1), Policy(), 0, 8, {k: v[:2] for k, v in examples.items()})
+    batch = read_batch(Arrays(**examples), Cursor(6, 6, 4, 0, shuffle=False), 0, np.array([0, 1, 2, 3, -1, -1]))
+    grads = jax.jit(step.grads)
+    with_padding = grads(state.view, batch, jnp.array([0, 1, 2, 3, 5, -1]))
+    without = grads(state.view, {k: v[:4] for k, v in batch.items()}, jnp.arange(4))
+    assert int(with_padding.weight) == int(without.weight) == 6
+    assert toys.relative_error(with_padding, without)[0] < 1e-6
+    nothing = grads(state.view, {k: v[4:] for k, v in batch.items()}, jnp.array([5, -1]))
+    assert all(float(jnp.abs(x).max()) == 0 for x in jax.tree.leaves(nothing))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", first(1, ["pjit", "pmap"]))
+@pytest.mark.parametrize("devices", first(1, [3, 1, 8]))
+@pytest.mark.parametrize("accumulate", ["vmap", "scan"])
+def test_carry_stays_with_its_places_and_integers_count_once(backend, devices, accumulate):
+    examples = toys.data(53)
+    _, state, _, strategy, _ = toys.train(
+        toys.counting(),
+        examples,
+        backend=backend,
+        devices=devices,
+        accumulate=accumulate,
+        steps=4,
+        optimizer="momentum",
+    )
+    assert int(state.model_state["calls"]) == 4
+    want = np.zeros((8, 3, 32), np.float32)
+    for step in range(4):  # batches of 20, 20, 13, 20 rows
+        rows = examples["inputs"][(step % 3) * 20 :][:20].reshape(-1, 32)
+        for r, row in enumerate(rows):
+            want[r % 8, r // 8] += row
+    np.testing.assert_allclose(state.carry["seen"], want, rtol=1e-5, atol=1e-5)
+    exported = jax.tree.map(jnp.asarray, state)
+    again = strategy.export(strategy.adopt(jax.device_put(exported, strategy.abstract().step.sharding)))
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, again), state)
+
+
+@pytest.mark.slow
+def test_integers_that_disagree_are_counted():
+    model = toys.counting(lambda batch: (batch["labels"][0] > 0).astype(jnp.int32))
+    *_, metrics, _, _ = toys.train(model, toys.data(53), steps=2, devices=2)
+    assert all(int(m["disagreeing_state"]) == 1 for m in metrics)
+    *_, metrics, _, _ = toys.train(toys.counting(), toys.data(53), steps=2, devices=2)
+    assert all(int(m["disagreeing_state"]) == 0 for m in metrics)
+
+
+class Recurrent(nnx.Module):
+    def __init__(self, rngs):
+        self.head = nnx.Linear(32, toys.CLASSES, rngs=rngs)
+        self.seen = Carry(jnp.zeros(32))
+
+    def __call__(self, x):
+        self.seen[...] = jax.lax.stop_gradient(self.seen[...]) + x.reshape(len(x), -1)
+        return self.head(self.seen[...])
+
+
+class LinenRecurrent(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        seen = self.variable("carry", "seen", lambda: jnp.zeros((len(x), 32)))
+        if not self.is_initializing():
+            seen.value = jax.lax.stop_gradient(seen.value) + x.reshape(len(x), -1)
+        return linen.Dense(toys.CLASSES)(seen.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", first(1, [as_model(Recurrent), as_model(LinenRecurrent())]), ids=["nnx", "linen"])
+def test_modules_carry_state_by_place(model):
+    examples = toys.data(60)
+    _, state, *_ = toys.train(model, examples, devices=4, steps=2)
+    want = np.zeros((8, 3, 32), np.float32)
+    for step in range(2):
+        for r, row in enumerate(examples["inputs"][step * 20 :][:20].reshape(-1, 32)):
+            want[r % 8, r // 8] += row
+    np.testing.assert_allclose(state.carry["seen"], want, rtol=1e-5, atol=1e-5)
+    assert state.model_state == {}
+
+
+class LinenNet(linen.Module):
+    """Linen's BatchNorm and Dropout, with their own argument names."""
+
+    @linen.compact
+    def __call__(self, x, train: bool):
+        x = linen.Conv(4, (3, 3), use_bias=False)(x)
+        x = linen.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+        x = linen.Dropout(0.3, deterministic=not train)(linen.relu(x).mean((1, 2)))
+        return linen.Dense(toys.CLASSES)(x)
+
+
+@pytest.mark.slow
+def test_a_linen_module_trains_the_same_on_one_and_eight_devices():
+    with jax.enable_x64(True):
+        runs = [
+            toys.train(
+                as_model(LinenNet()), toys.data(48, dtype="float64"), backend=backend, devices=n, steps=4,
+                batch_size=16, dtype="float64",
+            )
+            for backend, n in (("pmap", 1), ("pjit", 8))
+        ]  # fmt: skip
+    first, one, eight = runs[0][0], runs[0][1], runs[1][1]
+    assert "batch_stats" in one.model_state
+    assert toys.relative_error(eight.params, one.params)[0] < 1e-12
+    assert toys.relative_error(eight.model_state, one.model_state)[0] < 1e-12
+    assert toys.relative_error(first.model_state, one.model_state)[0] > 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [as_model(LinenNet()), toys.MODELS["resnet"]()], ids=["linen", "nnx"])
+def test_evaluation_changes_no_state_and_draws_no_dropout(model):
+    examples = toys.data(16)
+    params, state = model.init(jax.random.key(0), examples)
+    batch = {**examples, "mask": np.ones(16, bool)}
+    outputs = [model.apply(params, state, batch, jax.random.key(i), False) for i in (1, 2)]
+    np.testing.assert_array_equal(outputs[0][0], outputs[1][0])
+    jax.tree.map(np.testing.assert_array_equal, outputs[0][1], state)
+    trained = [model.apply(params, state, batch, jax.random.key(i), True)[1] for i in (1, 1)]
+    assert toys.relative_error(trained[0], state)[0] > 1e-3
+    assert toys.relative_error(trained[0], trained[1])[0] == 0
+
+
+@pytest.mark.slow
+def test_clipping_is_of_the_global_norm_of_the_mean_gradient():
+    examples, model = toys.data(16), toys.MODELS["mlp"]()
+    state = init_state(model, optax.sgd(1.0), Policy(), 0, 8, examples)
+    batch = read_batch(Arrays(**examples), Cursor(16, 16, 8, 0), 0, np.arange(8))
+    updates = {}
+    for clip in (None, 1e-3, 1e3):
+        step = make_step(model, SoftmaxCrossEntropy(), optax.sgd(1.0), clip_norm=clip)
+        sums = step.grads(state.view, batch, jnp.arange(8))
+        new, metrics = step.apply(state, sums)
+        updates[clip] = optax.tree.norm(jax.tree.map(jnp.subtract, new.params, state.params))
+        norm = optax.tree.norm(jax.tree.map(lambda g, w=sums.weight: g / w, sums.grads))
+        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+    np.testing.assert_allclose(updates[1e-3], 1e-3, rtol=1e-4)
+    np.testing.assert_allclose(updates[1e3], updates[None], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_gradients_that_are_not_finite_are_counted():
+    examples = toys.data(16)
+    examples["inputs"][3] = np.nan
+    *_, metrics, _, _ = toys.train(toys.MODELS["mlp"](), examples, steps=1, devices=2, batch_size=16)
+    assert metrics[0]["nonfinite_grads"] > 0
+    *_, metrics, _, _ = toys.train(toys.MODELS["mlp"](), toys.data(16), steps=1, devices=2, batch_size=16)
+    assert metrics[0]["nonfinite_grads"] == 0
+
+
+def shapes(model, shape):
+    params, _ = jax.eval_shape(model.init, jax.random.key(0), {"inputs": jnp.zeros((1, *shape))})
+    return {path_string(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
+
+
+def test_resnet9_has_needles_shape():
+    kernels = [s for p, s in shapes(as_model(lambda rngs: ResNet9(rngs=rngs)), (32, 32, 3)).items() if "kernel" in p]
+    want = [
+        (7, 7, 3, 16), (3, 3, 16, 32), (3, 3, 32, 32), (3, 3, 32, 32), (3, 3, 32, 64), (3, 3, 64, 128),
+        (3, 3, 128, 128), (3, 3, 128, 128), (128, 128), (128, 10),
+    ]  # fmt: skip
+    assert sorted(kernels) == sorted(want)
+
+
+@pytest.mark.parametrize("variant", ["needle", "dawnbench"])
+def test_resnet9_gives_logits_for_any_image_size(variant):
+    for shape in ((32, 32, 3), (28, 28, 1)):
+        model = as_model(lambda rngs, s=shape: ResNet9(s, 7, variant, 4, rngs=rngs))
+        params, state = jax.eval_shape(model.init, jax.random.key(0), {"inputs": jnp.zeros((2, *shape))})
+        batch = {"inputs": jax.ShapeDtypeStruct((2, *shape), jnp.float32), "mask": jax.ShapeDtypeStruct((2,), bool)}
+        outputs, _ = jax.eval_shape(functools.partial(model.apply, train=True), params, state, batch, jax.random.key(0))
+        assert outputs.shape == (2, 7)
+
+
+@pytest.mark.slow
+def test_synchronized_batchnorm_sees_all_devices():
+    """With one microbatch a device, the synchronized statistics are those of the whole batch."""
+    examples = toys.data(16, dtype="float64")
+    states = {}
+    with jax.enable_x64(True):
+        for sync in (True, False):
+            model = as_model(lambda rngs, s=sync: CNN(toys.SHAPE, toys.CLASSES, (4,), sync=s, rngs=rngs))
+            _, state, *_ = toys.train(model, examples, devices=8, steps=1, batch_size=16, dtype="float64")
+            states[sync] = state.model_state["blocks"]["0"]["norm"]
+        one = toys.train(model, examples, devices=1, microbatches=1, steps=1, batch_size=16, dtype="float64")[1]
+    whole = one.model_state["blocks"]["0"]["norm"]
+    assert toys.relative_error(states[True], whole)[0] < 1e-12
+    assert toys.relative_error(states[False], whole)[0] > 1e-3

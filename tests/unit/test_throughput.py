@@ -1,0 +1,225 @@
+"""What a run says of its speed: model FLOPs as they are counted and by formula, peaks by device, and goodput."""
+
+import dataclasses
+import json
+import time
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import pytest
+
+import toys
+from jaxdp import rundir
+from jaxdp.analysis.flops import count_flops, gpt_flops
+from jaxdp.analysis.hardware import peak_flops
+from jaxdp.assemble.components import make_parts, make_the_step, set_jax, state_maker
+from jaxdp.assemble.preflight import rehearse
+from jaxdp.config.reading import from_mapping
+from jaxdp.data.base import Arrays
+from jaxdp.errors import UsageError
+from jaxdp.metrics.console import Console
+from jaxdp.metrics.meter import Meter
+from jaxdp.metrics.throughput import goodput, throughput
+from jaxdp.models.attention import fused
+from jaxdp.training import loop
+from plain_runs import make_run
+
+LAYERS, DIM, TOKENS = 3, 128, 32
+GPT = {
+    "model": {"target": "GPT", "args": {"layers": LAYERS, "heads": 4, "dim": DIM}},
+    "data": {"target": "PythonSource", "args": {"length": TOKENS}},
+    "loss": {"target": "CausalLM"},
+    "steps": 2,
+    "batch_size": 12,
+    "microbatches": 4,
+}
+
+
+def rehearsed(**more):
+    """(FLOPs of an example, the shapes of the parameters) of the model in `GPT`."""
+    config = from_mapping({**GPT, **more}, "test")
+    set_jax(config)
+    parts = make_parts(config)
+    make_state = state_maker(config, parts)
+    flops, _ = rehearse(config, parts, make_the_step(config, parts), make_state)
+    return flops, jax.eval_shape(make_state).params
+
+
+@pytest.mark.slow
+def test_the_flops_of_a_gpt_are_those_of_the_formula():
+    flops, params = rehearsed()
+    used = sum(x.size for x in jax.tree.leaves(params)) - params["positions"].size
+    assert flops / TOKENS == pytest.approx(gpt_flops(used, LAYERS, DIM, TOKENS), rel=0.02)
+    assert rehearsed(parallel={"remat": "full"})[0] == pytest.approx(flops, rel=1e-6)  # no more for computing it twice
+    assert rehearsed(microbatches=2)[0] == flops
+
+
+def test_the_flops_of_gpt2_by_formula_are_those_that_are_published():
+    """nanoGPT's figure for 124M parameters and 1,024 tokens: 6 x 123.6M + 12 x 12 x 768 x 1024."""
+    assert gpt_flops(123_653_376, 12, 768, 1024) == 6 * 123_653_376 + 113_246_208
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """JAX traces as it does on a GPU whose cuDNN has the kernel."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91002)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda least: True)
+    monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda other: False)
+
+
+def test_the_products_of_cudnns_attention_are_counted(gpu):
+    """2 forward and 4 backward, the mask aside."""
+    x, product = jax.ShapeDtypeStruct((8, 256, 4, 64), jnp.bfloat16), 2 * 8 * 4 * 256 * 256 * 64
+    attend = lambda *x: fused(*x).astype(jnp.float32).sum()
+    assert count_flops(jax.make_jaxpr(attend)(x, x, x)) == 2 * product
+    assert count_flops(jax.make_jaxpr(jax.grad(attend, (0, 1, 2)))(x, x, x)) == 6 * product
+
+
+def test_a_gpt_with_cudnns_attention_is_rehearsed(gpu):
+    args = {**GPT["model"]["args"], "attention": "cudnn"}
+    model, bf16 = {"target": "GPT", "args": args}, {"compute": "bfloat16"}
+    flops, params = rehearsed(model=model, precision=bf16)
+    used = sum(x.size for x in jax.tree.leaves(params)) - params["positions"].size
+    assert flops / TOKENS == pytest.approx(gpt_flops(used, LAYERS, DIM, TOKENS), rel=0.02)
+    with pytest.raises(UsageError, match=r"model.args.attention: 'cudnn' needs bfloat16 .*, not float32 on gpu"):
+        rehearsed(model=model)
+
+
+@pytest.mark.parametrize(
+    "kind, compute, matmul, peak",
+    [
+        ("NVIDIA H200", "bfloat16", "default", 989.4e12),
+        ("NVIDIA H100 80GB HBM3", "float32", "default", 494.7e12),
+        ("NVIDIA H100 80GB HBM3", "float32", "highest", 66.9e12),
+        ("NVIDIA H100 PCIe", "bfloat16", "default", None),  # slower, and no sheet of it is in the table
+        ("NVIDIA A100-SXM4-80GB", "float16", "default", 312e12),
+        ("NVIDIA L4", "bfloat16", "default", 121e12),
+        ("NVIDIA L40S", "bfloat16", "default", None),
+        ("TPU v4", "bfloat16", "default", 275e12),
+        ("TPU v5 lite", "float32", "default", 197e12),
+        ("TPU v5p", "bfloat16", "default", 459e12),
+        ("TPU v6 lite", "bfloat16", "default", 918e12),
+        ("TPU v4", "float32", "highest", None),
+        ("NVIDIA H200", "float64", "default", None),
+        ("cpu", "float32", "default", None),
+    ],
+)
+def test_peaks_by_kind_of_device(kind, compute, matmul, peak):
+    assert peak_flops(kind, compute, matmul) == (peak and pytest.approx(peak))
+
+
+def test_a_record_of_an_interval():
+    speed = throughput(examples=64, tokens=128, flops=3e9, peak=4e12)
+    assert speed(100.0) == pytest.approx({"tokens_per_s": 81_920, "model_flops_per_s": 1.92e12, "mfu": 0.48})
+    assert throughput(64, None, None, 4e12)(100.0) == {}
+    assert throughput(64, None, 3e9, None)(100.0) == {"model_flops_per_s": pytest.approx(1.92e12)}
+
+
+def test_goodput_is_of_the_time_since_the_first_start(tmp_path):
+    """5 updates of 0.4 s and, after a restart, 5 of 0.2 s, in 10 s; evaluations and what came before are not work."""
+    file, now = tmp_path / "metrics.jsonl", time.time()
+    records = [
+        {"step": 5, "split": "train", "step_time_ms": 400.0},
+        {"step": 5, "split": "eval", "loss": 1.0},
+        {"step": 10, "split": "train", "step_time_ms": 200.0},
+    ]
+    file.write_text("".join(json.dumps(r) + "\n" for r in records))
+    assert goodput(file, now - 10)["goodput"] == pytest.approx(0.3, rel=0.01)
+    assert goodput(tmp_path / "none.jsonl", now - 10) == {}
+
+
+def test_a_run_directory_keeps_when_it_began(tmp_path):
+    rundir.write_env(tmp_path, {})
+    began = json.loads((tmp_path / "env.json").read_text())["began"]
+    assert abs(began - time.time()) < 60
+    (tmp_path / "env.json").write_text(json.dumps({"began": began - 1000}))
+    rundir.write_env(tmp_path, {"launcher": "none"})
+    assert rundir.began(tmp_path) == began - 1000
+
+
+def test_the_console_shows_it(capsys):
+    record = {"step": 2, "split": "train", "loss": 1.0, "examples_per_s": 2e3, "tokens_per_s": 2.5e5, "mfu": 0.412}
+    Console(2).write({**record, "input_wait": 0.25})
+    Console(2).write({"step": 2, "split": "final", "goodput": 0.9, "input_wait": 0.01})
+    lines = capsys.readouterr().out.splitlines()
+    told = " ".join(lines[0].split())
+    assert told.endswith("loss 1.0000 examples/s 2,000 tokens/s 250,000 MFU 41.2% waits for data 25%")
+    assert " ".join(lines[1].split()).endswith("goodput 90.0%")
+
+
+COMPILES = 0.5  # seconds
+
+
+def timed(records, groups, every, paused=()):
+    """{step: milliseconds} as recorded, of calls of 20 ms an update, where the first of each length compiles."""
+    seen = set()
+
+    def call(updates):
+        time.sleep(0.02 * len(updates) + COMPILES * (len(updates) not in seen))
+        seen.add(len(updates))
+        return {"loss": jnp.zeros(len(updates))}
+
+    with Meter(records, every, groups[-1][-1], 10.0) as meter:
+        for updates, _ in meter.reading((group, None) for group in groups):
+            meter.update(updates, call(updates))
+            if updates[-1] in paused:
+                meter.pause()
+                time.sleep(COMPILES)
+        meter.flush()
+    return {r["step"]: r["step_time_ms"] for r in records if "step_time_ms" in r}
+
+
+@pytest.mark.slow
+def test_compiling_is_no_time_of_an_update():
+    """Calls of two updates and of one: the first of each compiles; and what runs in a pause is not counted either."""
+    found = timed(Lines(), [range(i, i + 2) for i in range(1, 13, 2)] + [range(13, 14)], 4, paused=(6, 8))
+    assert list(found) == [4, 8, 12], found  # of 13 there is the first alone
+    assert all(20 <= ms < 100 for ms in found.values()), found
+
+
+def test_a_record_that_is_told_late_takes_nothing_off_the_next():
+    """Its writer is at work, and sees the end of what it writes of, while the next program compiles."""
+    found = timed(Late(), [range(1, 4), range(4, 7), range(7, 8), range(8, 9)], 1)
+    assert list(found) == [4, 5, 6, 8] and all(15 <= ms < 100 for ms in found.values()), found
+
+
+def test_an_interval_of_one_call_is_timed(tmp_path):
+    """Also where an evaluation follows each."""
+    run = make_run(tmp_path, toys.MODELS["mlp"](), held_out=toys.data(20), steps=12, steps_per_call=4, log_every=4)
+    loop.fit(dataclasses.replace(run, eval_every=4))
+    train = [r for r in run.writer.records if r["split"] == "train"]
+    assert ["step_time_ms" in r for r in train] == [False, True, True]
+
+
+class Lines(list):
+    def write(self, record):
+        self.append(record)
+
+
+class Late(Lines):
+    def write(self, record):
+        time.sleep(0.05)
+        super().write(record)
+
+
+class Slow(Arrays):
+    """Data that takes a while."""
+
+    seconds = 0.0
+
+    def read(self, indices):
+        time.sleep(self.seconds)
+        return super().read(indices)
+
+
+def test_the_share_of_time_in_waiting_for_data(tmp_path):
+    data = Slow(**toys.data(60))
+    run = make_run(tmp_path, toys.MODELS["mlp"](), train=data, steps=12, log_every=4)
+    data.seconds = 0.05
+    loop.fit(run)
+    waits = [r["input_wait"] for r in run.writer.records if "input_wait" in r]
+    assert len(waits) == 3 and all(0.5 <= w <= 1 for w in waits[1:]), waits

@@ -1,0 +1,236 @@
+"""What watches over a run, without a launcher: where all stop, who is behind, what a guard's halt does to the loop."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import toys
+from jaxdp.core.skip import Spike
+from jaxdp.data.base import Arrays
+from jaxdp.distributed.context import Context
+from jaxdp.errors import RunFailed
+from jaxdp.supervise.agreement import Agreement
+from jaxdp.supervise.monitor import RunMonitor, Stopped
+from jaxdp.supervise.watchdog import verdict
+from jaxdp.training import loop
+from jaxdp.training.source import Source
+from plain_runs import make_run
+
+ALONE = Context(hosts=("here",))
+
+
+def test_one_process_stops_before_its_next_point():
+    agreement = Agreement(ALONE)
+    assert [agreement.point() for _ in range(3)] == [None] * 3
+    agreement.request("save")
+    agreement.request("preempt", "SIGTERM")
+    agreement.request("preempt", "SIGUSR1")
+    assert agreement.point() == {"kind": "save", "why": "", "rank": 0}
+    assert agreement.point() == {"kind": "preempt", "why": "SIGTERM", "rank": 0}
+    assert agreement.point() is None and agreement.passed == 4
+
+
+@pytest.mark.parametrize(
+    ("passed", "words"),
+    [
+        ({0: 5, 1: 4, 2: 5}, r"rank 1 \(host b\) is behind: at 4; rank 0 \(host a\): at 5"),
+        ({0: 5, 2: 5}, r"rank 1 \(host b\) does not answer, no stacks"),
+        ({1: 3}, r"rank 0 \(host a\), rank 2 \(host c\) do not answer"),
+        ({0: 5, 1: 5, 2: 5}, r"all are at the same point, such as rank 0 \(host a\): at 5"),
+    ],
+)
+def test_who_is_behind(passed, words):
+    import re
+
+    answers = {rank: {"passed": n, "where": f"at {n}"} for rank, n in passed.items()}
+    assert re.match(words, verdict(answers, Context(size=3, hosts=("a", "b", "c"))))
+
+
+class Spiked(Arrays):
+    """Batches of 20 whose labels are wrong where the batch is one of `bad`, by its order of being read."""
+
+    def __init__(self, bad, what="spike", **arrays):
+        super().__init__(**arrays)
+        self.bad, self.what, self.order = bad, what, []
+
+    def read(self, indices):
+        values = super().read(indices)
+        if len(indices) > 3:
+            self.order.append(len(self.order) + 1)
+            if self.order[-1] in self.bad:
+                scale = np.float32(np.nan if self.what == "nan" else 1e4)
+                values = {**values, "inputs": values["inputs"] * scale}
+        return values
+
+
+def guarded_run(tmp_path, bad, what="spike", spike=None, steps=12, **settings):
+    data = Spiked(bad, what, **toys.data(60))
+    run = make_run(tmp_path, toys.MODELS["mlp"](), train=data, steps=steps, save_every=3, spike=spike, **settings)
+    watch = RunMonitor(run.checkpoints.context, tmp_path, None)
+    return dataclasses.replace(run, watch=watch, directory=tmp_path)
+
+
+def test_updates_that_are_not_finite_stop_the_run_and_their_examples_are_named(tmp_path):
+    run = guarded_run(tmp_path, range(5, 100), "nan", steps=40)
+    with pytest.raises(RunFailed, match=r"updates 5 to 14 were not finite, 10 in a row .* checkpoint 12 is the last"):
+        loop.fit(run)
+    run.watch.stop()
+    found = json.loads((tmp_path / "halted.json").read_text())["updates"]
+    assert list(found) == [str(n) for n in range(5, 15)]
+    indices, rows = run.train.cursor.rows(4, np.arange(8))
+    assert found["5"] == sorted(indices[rows].tolist())
+    restored = run.checkpoints.restore(12, run.strategy.abstract())
+    assert int(restored.guard.in_a_row) == 8 and all(np.isfinite(x).all() for x in jax.tree.leaves(restored.params))
+
+
+@pytest.mark.slow
+def test_a_spike_rolls_back_and_its_data_is_left_out(tmp_path):
+    spike = Spike(factor=3.0, after=2, action="rollback")
+    run = guarded_run(tmp_path, [8], spike=spike)
+    final = loop.fit(run)
+    run.watch.stop()
+    assert "the loss of update 8 is a spike: back to step 6, continuing with the data after it" in run.writer.said
+    meta = run.checkpoints.meta(12)
+    assert (meta["offset"], meta["rollbacks"]) == (2, 1) and np.isfinite(final["loss"])
+    steps = [r["step"] for r in run.writer.records if r["split"] == "train"]
+    assert steps == sorted(set(steps))
+    # The same as a run whose data had never held updates 7 and 8.
+    clean = guarded_run(tmp_path / "clean", [], spike=spike)
+    shifted = dataclasses.replace(clean, steps=6)
+    loop.fit(shifted)
+    resumed = guarded_run(tmp_path / "clean", [], spike=spike, start=6, offset=2, rollbacks=1)
+    assert loop.fit(resumed)["params_sha256"] == final["params_sha256"]
+    for r in (clean, resumed):
+        r.watch.stop()
+
+
+@pytest.mark.slow
+def test_too_many_spikes_end_the_run(tmp_path):
+    spike = Spike(factor=3.0, after=2, action="rollback")
+    run = guarded_run(tmp_path, range(8, 100), spike=spike, max_rollbacks=1)
+    with pytest.raises(RunFailed, match=r"is a spike, and the run was rolled back 1 times already"):
+        loop.fit(run)
+    run.watch.stop()
+
+
+@pytest.mark.slow
+def test_preempted_after_an_evaluation_it_is_not_made_again(tmp_path):
+    held_out = toys.data(33, seed=5)
+    run = make_run(tmp_path, toys.MODELS["mlp"](), held_out=held_out, eval_every=2, steps=6)
+    watch = RunMonitor(run.checkpoints.context, tmp_path, None)
+    run = dataclasses.replace(run, watch=watch)
+    write = run.writer.write
+    run.writer.write = lambda record: (write(record), record["split"] == "eval" and watch._preempt("SIGTERM"))
+    with pytest.raises(Stopped, match="SIGTERM on rank 0"):
+        loop.fit(run)
+    watch.stop()
+    meta = run.checkpoints.meta(2)
+    assert meta["evaluated"] and meta["metrics"]["loss"] == run.writer.records[-1]["loss"]
+    assert run.writer.said[-1].startswith("preempted by SIGTERM on rank 0, after update 2: saved step 2")
+    again = make_run(tmp_path, toys.MODELS["mlp"](), held_out=held_out, eval_every=2, start=2, evaluated=True)
+    loop.fit(again)
+    assert [(r["split"], r["step"]) for r in again.writer.records] == [
+        ("train", 4), ("eval", 4), ("train", 6), ("final", 6)
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_time_alone_makes_it_save(tmp_path):
+    run = make_run(tmp_path, toys.MODELS["mlp"](), steps=60)
+    watch = RunMonitor(run.checkpoints.context, tmp_path, None, minutes=0.3 / 60)
+    slow = Slow(**toys.data(60))
+    run = dataclasses.replace(run, watch=watch, train=Source(slow, run.train.cursor))
+    loop.fit(run)
+    watch.stop()
+    assert 2 <= len(run.writer.said) <= 12 and run.writer.said[-1] == "saved step 60"
+
+
+class Slow(Arrays):
+    def read(self, indices):
+        time.sleep(0.03)
+        return super().read(indices)
+
+
+CHILD = """
+import multiprocessing, os, signal, time
+from jaxdp.supervise import signals
+heard = []
+signals.listen()
+signals.subscribe(heard.append)
+multiprocessing.set_start_method("fork")
+started = multiprocessing.Event()
+child = multiprocessing.Process(target=lambda: (started.set(), time.sleep(60)))
+child.start()
+assert started.wait(30)
+child.terminate()
+child.join(10)
+assert child.exitcode == -signal.SIGTERM and not heard, (child.exitcode, heard)
+os.kill(os.getpid(), signal.SIGUSR1)
+deadline = time.monotonic() + 30
+while not heard and time.monotonic() < deadline:
+    time.sleep(0.01)
+assert heard == ["SIGUSR1"], heard
+print("right")
+"""
+
+
+def test_a_forked_child_dies_of_its_signals_and_they_are_not_ours():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", CHILD], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "right\n", done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_process_that_stands_still_ends_itself(tmp_path):
+    """One process alone: its stacks, one line, code 1; a suspension is no standstill."""
+    code = (
+        "import sys, time, pathlib\n"
+        "from jaxdp.distributed.context import Context\n"
+        "from jaxdp.supervise.watchdog import Watchdog\n"
+        f"dog = Watchdog(Context(hosts=('here',)), pathlib.Path({str(tmp_path)!r}), 3.0)\n"
+        "dog.at('update 7')\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+    )
+    assert process.stdout.readline() == "ready\n"
+    threading.Timer(1.0, process.send_signal, [signal.SIGSTOP]).start()
+    threading.Timer(6.0, process.send_signal, [signal.SIGCONT]).start()
+    began = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and time.monotonic() - began > 8.5
+    assert "jaxdp: no progress for 3 s (watchdog.step_timeout: 3): update 7 (<string>:" in err
+    assert "time.sleep" not in err and "<string>" in (tmp_path / "stacks" / "rank_0.txt").read_text()
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("updates, ends", [(1, 1), (60, 0)])
+def test_each_update_of_a_call_has_its_time(tmp_path, updates, ends):
+    """A call of about 3 s, where one update may take 1 s."""
+    code = (
+        "import time, pathlib, jax, jax.numpy as jnp\n"
+        "from jaxdp.distributed.context import Context\n"
+        "from jaxdp.supervise.watchdog import Watchdog\n"
+        f"dog = Watchdog(Context(hosts=('here',)), pathlib.Path({str(tmp_path)!r}), 1.0)\n"
+        f"ones = lambda x: jnp.zeros({updates}) + x[0, 0]\n"
+        "call = jax.jit(lambda n: ones(jax.lax.fori_loop(0, n, lambda _, x: jnp.tanh(x @ x), jnp.eye(64))))\n"
+        "with dog.suspend_timeout('compiles'):\n"
+        "    call(1).block_until_ready()\n"
+        "    began = time.monotonic(); call(3000).block_until_ready(); took = time.monotonic() - began\n"
+        "loss = call(int(9000 / took))\n"
+        "dog.sent({'loss': loss})\n"
+        "loss.block_until_ready()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == ends, done.stderr
+    assert ("(watchdog.step_timeout: 1)" in done.stderr) == bool(ends)
