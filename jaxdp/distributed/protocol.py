@@ -53,6 +53,8 @@ OPERATIONS: dict[str, dict[str, Any]] = {
 # The answer to a rank's first message.
 ADMISSION: dict[str, Any] = {
     "members?": [FACTS],
+    "rank?": range(1 << 20),
+    "generation?": range(1 << 31),
     "jax?": str,
     "error?": str,
     "missing?": [range(1 << 20)],
@@ -66,6 +68,8 @@ class Settings:
 
     address: where to listen; None for all addresses of this host. jax_host: the host of JAX's service as other ranks
     reach it; None to choose one by the facts of the ranks. stderr: the file descriptor of rank 0's standard error.
+    elastic: a lost rank ends a generation instead of the job; then min_processes is the smallest number of ranks to
+    continue with, and join_timeout the seconds to wait for that many.
     """
 
     size: int
@@ -76,6 +80,9 @@ class Settings:
     timeout: float
     silence: float
     stderr: int
+    elastic: bool = False
+    min_processes: int = 1
+    join_timeout: float = 60.0
 
 
 def difference(first: Facts, other: Facts) -> str | None:
