@@ -64,7 +64,7 @@ def _sections(width: int, section: str | None = None) -> list[str]:
     lines: list[str] = []
     for group in groups():
         if section in (None, group.name):
-            text = f"{group.name}: {group.text[0].lower()}{group.text[1:]}" if group.name else "the run as a whole:"
+            text = f"{group.name}: {group.text[0].lower()}{group.text[1:]}" if group.name else "top-level keys:"
             lines += ["", *_wrapped(text, width)]
             for key in group.keys:
                 lines += _entry(f"--{key.name} {value(key)}", key.default, key.text, width, key.decides == "numbers")

@@ -232,9 +232,8 @@ class Spike:
             Not suitable for losses that pass through zero
         decay: decay of the running mean
         after: good updates before the first loss that can be a spike
-        action: skip the update (skip), or return to a checkpoint and skip the batches since then
-            (rollback)
-        max_rollbacks: the next one ends the run
+        action: skip skips the update; rollback returns to a checkpoint and skips the batches since then
+        max_rollbacks: the number of rollbacks allowed; one more ends the run
     """
 
     factor: float | None = numbers(None)

@@ -87,13 +87,13 @@ class Coordinator:
         head = await reader.readexactly(channel.HEAD)
         return sealer.open(head, await reader.readexactly(channel.length(head, limit)))
 
-    def refuse(self, what: str, value: str) -> None:
+    def refuse(self, source: str, value: str) -> None:
         """Report a message that does not belong to this job, once for the job."""
         if not self.reported:
             self.reported = True
             self.report(
-                f"rank 0: refused {printable(what, 200)}: {printable(value, 80)}: no message of this job; the job "
-                "continues, further ones are refused without a line (who can reach its port? see docs/hosts.md)"
+                f"rank 0: refused {printable(source, 200)}: {printable(value, 80)}: not a message of this job; the "
+                "job continues, and refuses further ones silently (who can reach its port? see docs/hosts.md)"
             )
 
     async def watch(self) -> None:

@@ -45,6 +45,8 @@ class Member:
 class Generation:
     """The ranks that train together."""
 
+    number = 0
+
     def __init__(self, coordinator: Coordinator):
         self.coordinator, self.settings = coordinator, coordinator.settings
         self.members: dict[int, Member] = {}  # the connected ranks
@@ -93,7 +95,7 @@ class Generation:
     def admit(self) -> None:
         """Start JAX's service and send every rank the facts of all, once all ranks have connected."""
         self.admitted = True
-        facts = [self.members[rank].facts for rank in range(self.settings.size)]
+        facts = [self.members[rank].facts for rank in range(len(self.members))]
         try:
             hosts.check_reachable(facts)
             one_host = hosts.on_one_host(facts)
@@ -105,15 +107,16 @@ class Generation:
             self.coordinator.jax_loaded.join()
             self.service = private_jax.start_service(
                 hosts.join(bind, port),
-                self.settings.size,
+                len(facts),
                 heartbeat_timeout=round(3 * self.settings.silence),  # counted from a beat that may be half as old
                 shutdown_timeout=max(1, min(20, round(self.settings.timeout))),
+                recoverable=self.settings.elastic,
             )
         except (UsageError, RuntimeError) as error:
             self.decide(error=str(error))
             return
         for member in self.members.values():
-            member.send(members=facts, jax=address)
+            member.send(members=facts, jax=address, rank=member.rank, generation=self.number)
 
     def decide(self, **verdict: Any) -> None:
         """Send every connected rank the same verdict: the job does not start."""

@@ -85,10 +85,13 @@ class Settings:
     join_timeout: float = 60.0
 
 
-def difference(first: Facts, other: Facts) -> str | None:
-    """Return a line that names the first fact in which `other` differs from rank 0; None if they agree."""
+def difference(first: Facts, other: Facts, elastic: bool = False) -> str | None:
+    """Return a line that names the first fact in which `other` differs from rank 0; None if they agree.
+
+    elastic: the number of processes may differ.
+    """
     for field, label in COMMON.items():
-        if first.get(field) != other.get(field):
+        if first.get(field) != other.get(field) and not (elastic and field == "size"):
             return (
                 f"{hosts.title(other['rank'], other['host'])} has {label} {other.get(field)}, but "
                 f"{hosts.title(0, first['host'])} has {first.get(field)}: start every process of the job with the same"
