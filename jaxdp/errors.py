@@ -37,6 +37,10 @@ class DistributedError(Said, RuntimeError):
     texts: dict[int, str] = {}
 
 
+class GenerationEnded(DistributedError):
+    """The processes of an elastic job regroup: one was lost, or another one joins."""
+
+
 class RunFailed(Said, RuntimeError):
     """The run itself cannot continue: one line, printed by rank 0. Exit code 1."""
 

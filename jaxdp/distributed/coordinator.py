@@ -35,6 +35,7 @@ class Coordinator:
         self.next: ElasticGeneration | None = None  # is forming
         self.unauthenticated: collections.OrderedDict[asyncio.StreamWriter, None] = collections.OrderedDict()
         self.reported = False
+        self.services: list[Any] = []  # JAX's, one for each generation
         self.jax_loaded = threading.Thread(target=private_jax.load)
         self.jax_loaded.start()  # takes a large part of a second, while the ranks connect
 

@@ -1,8 +1,8 @@
 """A generation of an elastic job: a lost rank ends the generation, and the job continues in the next one.
 
-A generation ends when a rank dies or is silent, or when its ranks regroup because a process waits to join. The ranks that
-report to the next generation within WINDOW seconds are its survivors; they keep their order, and new processes follow.
-There is one coordinator, so a cut network cannot form two generations.
+A generation ends when a rank dies or is silent, or when its ranks regroup because a process waits to join. The ranks
+that report to the next generation within WINDOW seconds are its survivors; they keep their order, and new processes
+follow. There is one coordinator, so a cut network cannot form two generations.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from jaxdp.distributed.generation import Generation, Member
-from jaxdp.distributed.protocol import difference
+from jaxdp.distributed.protocol import WINDOW, difference
 from jaxdp.errors import PREEMPTED
 
 if TYPE_CHECKING:
     from jaxdp.distributed.coordinator import Coordinator
-
-WINDOW = 10.0  # seconds that the survivors of a generation have to report to the next one
 
 
 class ElasticGeneration(Generation):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +57,6 @@ class Generation:
         self.exchanges, self.keys = Exchanges(), Keys()
         self.announced: dict[str, dict[str, Any]] = {}
         self.suspended = False
-        self.service: Any = None
 
     # Joining
 
@@ -105,13 +103,14 @@ class Generation:
                 address = hosts.join(self.settings.jax_host, port)
             bind = hosts.listening_address(hosts.split(address)[0], one_host) or "::"
             self.coordinator.jax_loaded.join()
-            self.service = private_jax.start_service(
+            service = private_jax.start_service(
                 hosts.join(bind, port),
                 len(facts),
                 heartbeat_timeout=round(3 * self.settings.silence),  # counted from a beat that may be half as old
                 shutdown_timeout=max(1, min(20, round(self.settings.timeout))),
                 recoverable=self.settings.elastic,
             )
+            self.coordinator.services.append(service)  # a client of an earlier one aborts its process if that one ends
         except (UsageError, RuntimeError) as error:
             self.decide(error=str(error))
             return
@@ -215,6 +214,7 @@ class Generation:
             self.exchanges.remove_rank(member.rank)
         if member.rank == 0 and self.fault is not None and self.fault["rank"] is None and self.log is not None:
             faults.append_event(self.log, self.fault["fault"])  # in case rank 0 could not
+
     def is_empty(self) -> bool:
         """Return whether all ranks have joined and disconnected."""
         return self.admitted and not self.members

@@ -16,6 +16,7 @@ COMMON = {
     "jaxlib": "jaxlib version",
     "python": "Python version",
 }
+WINDOW = 10.0  # seconds that the survivors of a generation have to report to the next one
 Facts = dict[str, Any]
 FACTS: dict[str, Any] = {
     **dict.fromkeys(["host", "boot", "jaxdp", "jax", "jaxlib", "python"], str),
