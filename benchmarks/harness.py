@@ -102,14 +102,14 @@ class Job:
                 except OSError:
                     text = ""
                 if not text:
-                    self.settle()
+                    self.fusion_barrier()
                     raise self.fail("a process of it is gone")
                 answers[rank] = json.loads(text)
             if not ready and time.monotonic() > deadline:
                 raise self.fail(f"no answer to {command} within {timeout:.0f} s")
         return [answers[rank] for rank in sorted(answers)]
 
-    def settle(self, seconds: float = 2.0) -> None:
+    def fusion_barrier(self, seconds: float = 2.0) -> None:
         """Gives what is dying a moment to say why."""
         for process in self.processes:
             try:
@@ -188,7 +188,7 @@ def measure(
                 job.facts["memory"] = job.ask(timeout, do="memory")
                 job.tell(do="stop")
             for job in jobs:
-                job.settle(5.0)
+                job.fusion_barrier(5.0)
         finally:
             for job in jobs:
                 job.end()
@@ -234,7 +234,7 @@ def meet(server: socket.socket, jobs: Sequence[Job], timeout: float) -> None:
         for job in jobs:
             if len(job.lines) < job.own.processes:
                 if any(process.poll() is not None for process in job.processes):
-                    job.settle()
+                    job.fusion_barrier()
                     codes = [process.poll() for process in job.processes]
                     raise job.fail(f"it ended with code {codes[0] if len(codes) == 1 else codes} before it began")
                 if time.monotonic() > deadline:

@@ -40,7 +40,7 @@ def main(folder: str, argv: list[str]) -> None:
     from jaxdp.assemble.run import make_run
     from jaxdp.metrics.jsonl import JsonLines
     from jaxdp.metrics.writer import Many, Nothing
-    from jaxdp.supervise.monitor import Guarded
+    from jaxdp.supervise.monitor import RunMonitor
     from jaxdp.training import loop
     from jaxdp.training.lookback import Lookback
     from jaxdp.training.run import Progress
@@ -50,7 +50,7 @@ def main(folder: str, argv: list[str]) -> None:
     if context.is_root:
         directory.mkdir(parents=True, exist_ok=True)
     run = make_run(config, directory, context)
-    watch = Guarded(context, directory, config.watchdog.step_timeout, config.watchdog.straggler_factor)
+    watch = RunMonitor(context, directory, config.watchdog.step_timeout, config.watchdog.straggler_factor)
     kept = Losses()
     lines = JsonLines(directory / "metrics.jsonl") if context.is_root else Nothing()
     run = dataclasses.replace(run, writer=Many([lines, kept]), watch=watch)

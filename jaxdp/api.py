@@ -110,7 +110,7 @@ def run(config: Config, objects: Mapping[str, Mapping[str, Any]], overwrite: boo
     from jaxdp.supervise.monitor import Stopped
 
     if in_main_thread:
-        signals.heed()
+        signals.act()
     before, cache = {name: jax.config.values[name] for name in SETTINGS}, compilation_cache.settings()
     try:
         final, state = train(config, None, context, objects, keep=True, overwrite=overwrite)
@@ -125,7 +125,7 @@ def run(config: Config, objects: Mapping[str, Mapping[str, Any]], overwrite: boo
             jax.config.update(name, value)
         compilation_cache.leave(cache)
         if in_main_thread:
-            signals.rest()
+            signals.restore()
     return Fitted(final, params, model_state, pathlib.Path(str(config.run_dir)))
 
 

@@ -13,7 +13,7 @@ PREEMPTED = 75  # exit code that asks the scheduler to start the job again (syse
 INTERRUPTED = 130  # exit code of a shell for a command that was ended by Ctrl-C
 
 
-class Said(Exception):
+class ReportedError(Exception):
     """An error that one rank prints for all.
 
     rank: the rank that prints it, if every rank raises the same error; None if only one rank raises it.
@@ -24,11 +24,11 @@ class Said(Exception):
         self.rank = rank
 
 
-class UsageError(Said, ValueError):
+class UsageError(ReportedError, ValueError):
     """Bad input: one line that names the field, its value and the fix. Exit code 2."""
 
 
-class DistributedError(Said, RuntimeError):
+class DistributedError(ReportedError, RuntimeError):
     """A process that did not join, ended early, or disagreed during a run; the message names the rank. Exit code 1.
 
     texts: rank -> text, of the ranks that took part in a failed exchange.
@@ -41,7 +41,7 @@ class GenerationEnded(DistributedError):
     """The processes of an elastic job regroup: one was lost, or another one joins."""
 
 
-class RunFailed(Said, RuntimeError):
+class RunFailed(ReportedError, RuntimeError):
     """The run itself cannot continue: one line, printed by rank 0. Exit code 1."""
 
 
@@ -50,7 +50,7 @@ def one_line(text: object) -> str:
     return " ".join(str(text).split())
 
 
-def explained(error: BaseException) -> Said | None:
+def explained(error: BaseException) -> ReportedError | None:
     """Return the one-line error for an exception of known cause (out of memory, missing JAX platform), else None."""
     text = f"{type(error).__name__}: {one_line(error)}"
     libraries = type(error).__module__.startswith(("jax", "numpy")) or isinstance(error, MemoryError | OSError)

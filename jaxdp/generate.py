@@ -63,10 +63,7 @@ def at(outputs: Any, position: int) -> jax.Array:
 
 
 def drawing(temperature: float = 1.0, top_k: int | None = None) -> Draw:
-    """Return a function that samples from softmax(logits / temperature) over the `top_k` largest, or all, logits.
-
-    Temperature 0 selects the largest logit.
-    """
+    """Return a sampler from softmax(logits / temperature) over the `top_k` largest or all; 0 selects the largest."""
 
     def draw(logits: jax.Array, key: jax.Array) -> jax.Array:
         if not temperature:

@@ -201,9 +201,8 @@ class MultiTask:
             loss_sum, elements, more = apply_loss(loss, outputs[output], {**batch, "labels": batch[labels]})
             share = weight / jnp.where(elements > 0, elements, 1)
             total += factor * share * loss_sum
-            sums = {"loss": loss_sum, **more}
-            pairs = {k: v if isinstance(v, tuple | list) else (v, elements) for k, v in sums.items()}
-            metrics |= {f"{name}_{k}": pair for k, pair in pairs.items()}
+            for key, value in {"loss": loss_sum, **more}.items():
+                metrics[f"{name}_{key}"] = value if isinstance(value, tuple | list) else (value, elements)
         return total, weight, metrics
 
     def check(self, outputs: Mapping[str, Any], batch: Mapping[str, Any]) -> None:

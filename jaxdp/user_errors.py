@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxdp.errors import Said, UsageError, one_line
+from jaxdp.errors import ReportedError, UsageError, one_line
 
 PACKAGE = pathlib.Path(__file__).parent
 STANDARD = sysconfig.get_path("stdlib")
@@ -23,7 +23,7 @@ TRACED = re.compile(r" The error occurred while tracing the function .+? for \w+
 
 
 @contextlib.contextmanager
-def said(called_with: Callable[[str], str] = lambda key: "") -> Iterator[None]:
+def reported(called_with: Callable[[str], str] = lambda key: "") -> Iterator[None]:
     """Turn an error raised in a user's code, or in a built-in model, loss or transform, into a UsageError.
 
     In built-in code, convert only TypeError and ValueError: shapes and dtypes that do not fit the data.
@@ -32,7 +32,7 @@ def said(called_with: Callable[[str], str] = lambda key: "") -> Iterator[None]:
     """
     try:
         yield
-    except Said:
+    except ReportedError:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)

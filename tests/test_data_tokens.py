@@ -130,7 +130,7 @@ def test_documents_are_separated_by_the_token_that_ends_them(tmp_path):
         (lambda p: p.write_bytes(b"abc"), {}, r"x.bin' has a torn end: 3 bytes are no whole number of uint16"),
         (lambda p: p.write_bytes(b"abcdef"), {"dtype": "uint32"}, r"torn end: 6 bytes are no whole number of uint32"),
         (lambda p: llmc(p, TOKENS, count=501), {}, r"x.bin' holds 500 tokens, and should hold 501; write it again"),
-        (lambda p: llmc(p, TOKENS, version=2), {}, r"x.bin' has version 2 of llm.c's format; only version 1 is"),
+        (lambda p: llmc(p, TOKENS, version=2), {}, r"x.bin' is llm.c's version 2; only 1 is supported"),
         (
             lambda p: raw(p, TOKENS),
             {"length": 500},

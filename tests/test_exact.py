@@ -29,7 +29,7 @@ from jaxdp.models import as_model
 from jaxdp.models.mlp import MLP
 from jaxdp.optim import OPTIMIZERS
 from jaxdp.parallel.placement import slot_table
-from jaxdp.parallel.rounding import as_written, running, settle
+from jaxdp.parallel.rounding import as_written, fusion_barrier, opaque_true
 from jaxdp.verify import exact
 from launch import Finished, mpirun, together
 from test_cli import curve, jaxdp, records, write
@@ -379,7 +379,7 @@ def test_a_run_that_is_resumed_twice_on_other_devices_has_the_digest_of_one_devi
 
 
 def rounded(f, *args):
-    return jax.jit(lambda step, *args: as_written(f, running(step))(*args))(0, *args)
+    return jax.jit(lambda step, *args: as_written(f, opaque_true(step))(*args))(0, *args)
 
 
 def uneven(*shape):
@@ -454,7 +454,7 @@ def test_functions_inside_are_rounded_as_written_too(within):
 
 def test_what_settles_is_as_it_was():
     tree = {"x": uneven(50), "n": np.arange(3), "yes": np.array([True, False]), "none": None, "zero": np.float32(-0.0)}
-    got = jax.jit(lambda step, tree: settle(tree, running(step)))(0, tree)
+    got = jax.jit(lambda step, tree: fusion_barrier(tree, opaque_true(step)))(0, tree)
     assert jax.tree.structure(got) == jax.tree.structure(tree)
     assert [x.tobytes() for x in jax.tree.leaves(jax.device_get(got))] == [
         np.asarray(x).astype(y.dtype).tobytes()

@@ -37,7 +37,7 @@ from jaxdp.parallel.fixed_point import (
     unpack,
 )  # fmt: skip
 from jaxdp.parallel.placement import data_mesh
-from jaxdp.parallel.rounding import running
+from jaxdp.parallel.rounding import opaque_true
 from jaxdp.split import WHOLE, spec, split_dims
 
 EXACT, EXACT16, EXACT8 = FORMATS.values()
@@ -286,7 +286,7 @@ def filled(make):
 def measured(tree, devices, split):
     mesh = data_mesh(jax.devices()[:devices])
     dims = split_dims(tree, devices if split else 1, ("blocks",))
-    f = lambda tree, step: squares_and_bad(tree, dims if split else None, DATA, running(step))
+    f = lambda tree, step: squares_and_bad(tree, dims if split else None, DATA, opaque_true(step))
     specs = jax.tree.map(lambda d: spec(d, DATA), dims)
     mapped = jax.shard_map(f, mesh=mesh, in_specs=(specs, P()), out_specs=P(), check_vma=False)
     return np.asarray(jax.jit(mapped)(tree, 0)), sum(d != WHOLE for d in jax.tree.leaves(dims))

@@ -24,7 +24,7 @@ from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.metrics.jsonl import JsonLines, read
 from jaxdp.parallel import STRATEGIES, make_reduction
 from jaxdp.precision import Policy
-from jaxdp.supervise.monitor import Nobody
+from jaxdp.supervise.monitor import NullMonitor
 from jaxdp.training import loop
 from jaxdp.training.lookback import BEHIND, EXAMINED
 from jaxdp.training.source import Source
@@ -113,7 +113,7 @@ def test_a_readers_fault_reaches_the_loop_with_its_traceback(tmp_path):
     assert any(entry.name == "read" for entry in fault.traceback)
 
 
-class Counting(Nobody):
+class Counting(NullMonitor):
     """Counts the updates that the loop has sent to the device."""
 
     made = 0

@@ -17,11 +17,11 @@ from rich.console import Console as Terminal
 from covering import first
 from jaxdp.analysis import trace
 from jaxdp.errors import UsageError
-from jaxdp.metrics import aloud
+from jaxdp.metrics import safe_print
 from jaxdp.metrics.console import Clock, Console
 from jaxdp.metrics.numbers import duration, number
 from jaxdp.metrics.panel import Flow, Panel, sparkline
-from jaxdp.metrics.soft import Soft
+from jaxdp.metrics.soft import BackgroundWriter
 from jaxdp.metrics.writers import check_writers, make_writers
 
 JAXDP = [sys.executable, "-m", "jaxdp"]
@@ -239,7 +239,7 @@ def test_a_writer_of_ones_own_may_fail(tmp_path, capsys):
     assert [r["step"] for r in own.records] == [1, 2] and own.more == 7 and own.config == {"seed": 1}
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "log.writers: test_monitoring.Own failed" in error and "no route to host" in error
-    assert isinstance(writer, Soft) and writer.failed
+    assert isinstance(writer, BackgroundWriter) and writer.failed
 
 
 class Bad(Own):
@@ -327,7 +327,7 @@ def test_what_is_no_terminal_to_draw_on_gets_lines(tmp_path):
 def test_characters_that_the_output_has_not(monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    aloud.say("files in runs/\u00e9t\u00e9")
+    safe_print.say("files in runs/\u00e9t\u00e9")
     assert raw.getvalue() == b"files in runs/?t?\n"
 
 

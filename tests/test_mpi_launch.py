@@ -32,7 +32,7 @@ def told(*jobs: Finished) -> list[dict]:
 
 
 def errors(*jobs: Finished) -> list[str]:
-    """The errors that were printed, all ranks together. Nobody crashed or hung."""
+    """The errors that were printed, all ranks together. NullMonitor crashed or hung."""
     for job in jobs:
         assert not job.left, job.output
         assert "Traceback" not in job.stderr and "terminate called" not in job.stderr, job.output

@@ -335,7 +335,7 @@ def test_the_page_has_the_points_in_a_browser(tmp_path):
         page.open(bare / "report.html")
         assert page("jaxdp.view.charts.map(c => [c.name, c.series.map(s => s.y)])") == [["loss", [[2, 1]]]]
         text = page("document.body.innerText")
-        for shown in ("1 not finite", "stopped", "Not written with this run", "only updates were timed"):
+        for shown in ("1 not finite", "stopped", "Not recorded with this run", "only updates were timed"):
             assert shown in text, text
         assert page.errors == []
 

@@ -19,7 +19,7 @@ from jaxdp.data.base import Arrays
 from jaxdp.distributed.context import Context
 from jaxdp.errors import RunFailed
 from jaxdp.supervise.agreement import Agreement
-from jaxdp.supervise.monitor import Guarded, Stopped
+from jaxdp.supervise.monitor import RunMonitor, Stopped
 from jaxdp.supervise.watchdog import verdict
 from jaxdp.training import loop
 from jaxdp.training.source import Source
@@ -75,7 +75,7 @@ class Spiked(Arrays):
 def guarded_run(tmp_path, bad, what="spike", spike=None, steps=12, **settings):
     data = Spiked(bad, what, **toys.data(60))
     run = make_run(tmp_path, toys.MODELS["mlp"](), train=data, steps=steps, save_every=3, spike=spike, **settings)
-    watch = Guarded(run.checkpoints.context, tmp_path, None)
+    watch = RunMonitor(run.checkpoints.context, tmp_path, None)
     return dataclasses.replace(run, watch=watch, directory=tmp_path)
 
 
@@ -126,7 +126,7 @@ def test_too_many_spikes_end_the_run(tmp_path):
 def test_preempted_after_an_evaluation_it_is_not_made_again(tmp_path):
     held_out = toys.data(33, seed=5)
     run = make_run(tmp_path, toys.MODELS["mlp"](), held_out=held_out, eval_every=2, steps=6)
-    watch = Guarded(run.checkpoints.context, tmp_path, None)
+    watch = RunMonitor(run.checkpoints.context, tmp_path, None)
     run = dataclasses.replace(run, watch=watch)
     write = run.writer.write
     run.writer.write = lambda record: (write(record), record["split"] == "eval" and watch._preempt("SIGTERM"))
@@ -146,7 +146,7 @@ def test_preempted_after_an_evaluation_it_is_not_made_again(tmp_path):
 @pytest.mark.slow
 def test_time_alone_makes_it_save(tmp_path):
     run = make_run(tmp_path, toys.MODELS["mlp"](), steps=60)
-    watch = Guarded(run.checkpoints.context, tmp_path, None, minutes=0.3 / 60)
+    watch = RunMonitor(run.checkpoints.context, tmp_path, None, minutes=0.3 / 60)
     slow = Slow(**toys.data(60))
     run = dataclasses.replace(run, watch=watch, train=Source(slow, run.train.cursor))
     loop.fit(run)
@@ -224,7 +224,7 @@ def test_each_update_of_a_call_has_its_time(tmp_path, updates, ends):
         f"dog = Watchdog(Context(hosts=('here',)), pathlib.Path({str(tmp_path)!r}), 1.0)\n"
         f"ones = lambda x: jnp.zeros({updates}) + x[0, 0]\n"
         "call = jax.jit(lambda n: ones(jax.lax.fori_loop(0, n, lambda _, x: jnp.tanh(x @ x), jnp.eye(64))))\n"
-        "with dog.patience('compiles'):\n"
+        "with dog.suspend_timeout('compiles'):\n"
         "    call(1).block_until_ready()\n"
         "    began = time.monotonic(); call(3000).block_until_ready(); took = time.monotonic() - began\n"
         "loss = call(int(9000 / took))\n"

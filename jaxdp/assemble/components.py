@@ -78,7 +78,7 @@ def set_jax(config: Config) -> None:
         sys.path.insert(0, "")
 
 
-@user_errors.said()
+@user_errors.reported()
 def make_parts(config: Config, objects: Given = NOTHING) -> Parts:
     """Build all components that the config names. Names are checked before any data is read.
 

@@ -43,7 +43,7 @@ def rehearse(
 
     Returns the model's FLOPs per example, forward and backward, and the traced programs by name.
     """
-    with user_errors.said():
+    with user_errors.reported():
         first, state = jax.make_jaxpr(make_state, return_shape=True)()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
         if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
@@ -61,7 +61,7 @@ def rehearse(
         )
     batch = read_batch(parts.dataset, parts.cursor, 0, np.zeros(1, np.int32))
     slot = np.zeros(1, np.int32)
-    with user_errors.said(lambda key: called_with(key, parts, state)):
+    with user_errors.reported(lambda key: called_with(key, parts, state)):
         grads, sums = jax.make_jaxpr(step.grads, return_shape=True)(view_of_one(state), batch, slot)
     update, (_, metrics) = jax.make_jaxpr(step.apply, return_shape=True)(state, sums)
     check_paths(config, state.params)

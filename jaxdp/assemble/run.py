@@ -58,23 +58,23 @@ def make_run(
         offset: the number of batches that a resumed run has skipped.
     """
     set_jax(config)
-    jax.devices()  # opening them waits for the other processes, so do it outside of `together`
-    parts = together(context, lambda: make_parts(config, objects))
-    data = together(context, lambda: checked_fingerprint(parts.dataset))
+    jax.devices()  # opening them waits for the other processes, so do it outside of `on_all_ranks`
+    parts = on_all_ranks(context, lambda: make_parts(config, objects))
+    data = on_all_ranks(context, lambda: checked_fingerprint(parts.dataset))
     others = context.size > 1 and parts.eval_set is not None
-    evaluated = together(context, lambda: checked_fingerprint(cast(Dataset, parts.eval_set)) if others else "")
+    evaluated = on_all_ranks(context, lambda: checked_fingerprint(cast(Dataset, parts.eval_set)) if others else "")
     flags = environment.flags_of_numbers()
     context.check_same("the run", {**facts(config, data), "eval data fingerprint": evaluated, "XLA_FLAGS": flags})
     devices = choose_devices(config, context)
     table = slot_table(config.microbatches, len(devices), config.parallel.exact_group)
     padded = is_padded(config, parts, table, offset)
     step, make_state = make_the_step(config, parts, padded), state_maker(config, parts)
-    flops, programs = together(context, lambda: rehearse(config, parts, step, make_state))
+    flops, programs = on_all_ranks(context, lambda: rehearse(config, parts, step, make_state))
     if context.size > 1:
         check_same(context, {name: digest(lines(program)) for name, program in programs.items()}, SLOW)
     strategy = make_strategy(config, parts, make_state, devices)
-    together(context, lambda: check_optimizer(config, strategy, parts.tx, step))
-    training, evaluation = together(context, lambda: make_sources(config, parts, strategy))
+    on_all_ranks(context, lambda: check_optimizer(config, strategy, parts.tx, step))
+    training, evaluation = on_all_ranks(context, lambda: make_sources(config, parts, strategy))
     return Run(
         strategy=strategy,
         step=step,
@@ -182,7 +182,7 @@ def make_profile(config: Config, directory: pathlib.Path, start: int, steps: int
     return Profile(folder, first, min(config.profile.steps, steps - first))
 
 
-def together(context: Context, make: Callable[[], T]) -> T:
+def on_all_ranks(context: Context, make: Callable[[], T]) -> T:
     """Run `make` on every rank. If any rank fails, all raise the lowest rank's `UsageError`."""
     try:
         result, problem = make(), None
@@ -193,7 +193,7 @@ def together(context: Context, make: Callable[[], T]) -> T:
 
 
 def checked_fingerprint(dataset: Dataset) -> str:
-    with user_errors.said():
+    with user_errors.reported():
         return fingerprint(dataset)
 
 

@@ -6,7 +6,7 @@ import pathlib
 import jax
 
 from jaxdp.assemble.components import make_tx, schedule_of
-from jaxdp.assemble.run import together
+from jaxdp.assemble.run import on_all_ranks
 from jaxdp.checkpoint.initialize import begin_with
 from jaxdp.checkpoint.matching import describe, match, named
 from jaxdp.checkpoint.weights import as_gpt2, locate, open_weights
@@ -22,16 +22,16 @@ def warm(run: Run, config: Config, context: Context) -> Run:
     """Return the run with the initial state of `init_from` and `init`. Raises UsageError on every rank."""
     path, init, strategy = config.init_from, config.init, run.strategy
     assert path is not None
-    local = together(context, lambda: str(locate(path)))
+    local = on_all_ranks(context, lambda: str(locate(path)))
     source = pathlib.Path(context.of_root("init_from", lambda: local))  # ranks may differ while its run is going on
-    weights = together(context, lambda: open_weights(source, init.ema))
+    weights = on_all_ranks(context, lambda: open_weights(source, init.ema))
     context.check_same("init_from", weights.facts)
     shapes = named(strategy.shapes.params, strategy.shapes.model_state)
     ours = {name: x for name, x in shapes.items() if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)}
     if not init.rename:  # expressions apply to the file's own names
-        weights = together(context, lambda: as_gpt2(weights, source, ours))
+        weights = on_all_ranks(context, lambda: as_gpt2(weights, source, ours))
     theirs, names = weights.arrays, weights.names
-    matched = together(
+    matched = on_all_ranks(
         context,
         lambda: match(ours, theirs, weights.title, rename=init.rename, load=init.load, skip=init.skip, names=names),
     )

@@ -16,8 +16,8 @@ from jaxdp.cli.parse import load, load_options
 from jaxdp.cli.table import VERBS
 from jaxdp.config import Config
 from jaxdp.distributed import launchers
-from jaxdp.errors import INTERRUPTED, PREEMPTED, DistributedError, Said, UsageError, explained
-from jaxdp.metrics import aloud
+from jaxdp.errors import INTERRUPTED, PREEMPTED, DistributedError, ReportedError, UsageError, explained
+from jaxdp.metrics import safe_print
 from jaxdp.supervise import signals
 
 __all__ = ["PREEMPTED", "VERBS", "Call", "help_of", "load", "load_options", "main", "set_threads"]
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Run a command and exit: 0 done, 2 bad usage or config, 75 preempted and saved, 130 interrupted, 1 otherwise."""
     argv = sys.argv[1:] if argv is None else argv
     gc.set_threshold(BETWEEN_COLLECTIONS, *gc.get_threshold()[1:])
-    atexit.register(aloud.drain)
+    atexit.register(safe_print.drain)
     if not argv or argv[0] in ("-h", "--help"):
         print(usage(), end="")
         sys.exit(0 if argv else 2)
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
             print(help_of(argv[0], argv[1:]), end="")
         else:
             run(argv[0], argv[1:])
-    except Said as error:
+    except ReportedError as error:
         _refuse(error)
     except SystemExit as error:
         _exit_alone(error)
@@ -141,7 +141,7 @@ def run_in_job(name: str, argv: list[str]) -> None:
     import jaxdp
 
     context = jaxdp.init()
-    signals.heed()
+    signals.act()
     context.agree(error)
     if left_out and context.is_root:
         print(f"jaxdp: {left_out}", file=sys.stderr)
@@ -175,7 +175,7 @@ def _module(name: str) -> Any:
     return importlib.import_module(f"jaxdp.cli.{name}")
 
 
-def _refuse(error: Said, code: int | None = None) -> NoReturn:
+def _refuse(error: ReportedError, code: int | None = None) -> NoReturn:
     """Print the error on its rank and exit with `code`, or with 2 for bad input and 1 for any other failure."""
     if "jaxdp.distributed.context" in sys.modules:
         from jaxdp.distributed import context

@@ -8,7 +8,7 @@ from jaxdp import user_errors
 from jaxdp.assemble.bits import exactly, make_bits
 from jaxdp.assemble.components import set_jax
 from jaxdp.assemble.problem import make_problem
-from jaxdp.assemble.run import together
+from jaxdp.assemble.run import on_all_ranks
 from jaxdp.cli import Call
 from jaxdp.config import Config
 from jaxdp.distributed.context import Context
@@ -21,14 +21,14 @@ ALONE = Context()
 def run(call: Call) -> None:
     """Print the report on root. Exit with code 1 if several devices do not reproduce single-device training."""
     config, options, context = call.config, call.options, call.context or ALONE
-    with user_errors.said():
+    with user_errors.reported():
         if options["exact"]:
             set_jax(config)
             text, verified = report_exact(config, options, context)
         else:
             compile_quickly()
             set_jax(config)
-            problem = together(context, lambda: make_problem(config))
+            problem = on_all_ranks(context, lambda: make_problem(config))
             text, verified = report(config, problem, options, context)
     if context.is_root:
         print(text, flush=True)

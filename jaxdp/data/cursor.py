@@ -68,9 +68,7 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
 @functools.lru_cache(maxsize=32)
 def _rows_and_mask(slots: bytes, microbatches: int, padded: int, examples: int) -> tuple[np.ndarray, np.ndarray]:
     """Return (batch rows, mask), each [slot, padded] and read-only, because they are cached for all steps.
-
-    slots: int64 microbatch numbers as bytes; padded: rows of a microbatch; examples: real rows of the batch.
-    """
+    slots: int64 microbatch numbers as bytes; padded: rows of a microbatch; examples: real rows of the batch."""
     numbers = np.frombuffer(slots, np.int64).reshape(-1, 1)
     if ((numbers < -1) | (numbers >= microbatches)).any():
         raise ValueError(f"slots: {numbers[:, 0].tolist()} are not all in [-1, {microbatches})")
@@ -93,9 +91,8 @@ class Order:
     """The assignment of examples to the microbatches of each step.
 
     sequential: row r of a batch continues row r of the batch before. size: examples in the set. batch_size: examples
-    per update over all devices. microbatches: the number of microbatches that a batch is split into, round-robin: row r
-    becomes row `r // microbatches` of microbatch `r % microbatches`. The last batch of an epoch has the remaining
-    examples. Raises UsageError if one of the sizes is not positive.
+    per update over all devices. microbatches: a batch is split into this many, round-robin: row r becomes row
+    `r // microbatches` of microbatch `r % microbatches`. The last batch of an epoch may be smaller. Raises UsageError.
     """
 
     size: int

@@ -73,8 +73,7 @@ def read_documents(path: str) -> list[str]:
 
 
 def pack(documents: Sequence[np.ndarray], length: int, end_of_text: int | None) -> dict[str, np.ndarray]:
-    """Pack documents (tokens [any length]) into inputs, labels, segments, mask and filled [example, length]; see
-    `Documents`."""
+    """Pack arrays of tokens into inputs, labels, segments, mask and filled [example, length]; see `Documents`."""
     spans, example, used, segment = [], -1, length, 0
     for number, document in enumerate(documents):
         for first in range(0, len(document), length):

@@ -178,8 +178,7 @@ def dtype_of(name: str) -> np.dtype:
 
 
 def open_shard(path: Path, dtype: np.dtype, stated: int | None = None) -> Shard:
-    """Return a file's `Shard`, from its size and first bytes. dtype: of a raw file. stated: expected number of tokens.
-    Raises UsageError."""
+    """Return a file's `Shard`. dtype: of a raw file. stated: the expected number of tokens. Raises UsageError."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -190,8 +189,7 @@ def open_shard(path: Path, dtype: np.dtype, stated: int | None = None) -> Shard:
     if size >= HEADER and int(head[0]) in MAGIC:
         version, dtype, vocabulary = MAGIC[int(head[0])]
         if head[1] != version:
-            problem = f"has version {head[1]} of llm.c's format; only version {version} is supported"
-            raise UsageError(f"data.args.path: {str(path)!r} {problem}")
+            raise UsageError(f"data.args.path: {str(path)!r} is llm.c's version {head[1]}; only {version} is supported")
         offset, stated = HEADER, int(head[2])
     count, torn = divmod(size - offset, dtype.itemsize)
     if torn:

@@ -77,8 +77,7 @@ def as_transform(f: Callable[..., Any]) -> Transform:
         run = (lambda example, key: f(example, key, train)) if always else f
         result = jax.vmap(run)(examples, keys)
         if not isinstance(result, dict):
-            name = type(result).__name__
-            raise UsageError(f"data.transform: it returned {name}; return the example, a dict of arrays")
+            raise UsageError(f"data.transform: it returned {type(result).__name__}; return a dict of arrays")
         return {**result, **untouched}
 
     return transform

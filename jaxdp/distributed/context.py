@@ -18,7 +18,7 @@ from jaxdp.distributed import enter, faults, hosts, membership, private_jax
 from jaxdp.distributed.gpus import bind
 from jaxdp.distributed.joining import Elastic
 from jaxdp.distributed.launchers import World, discover
-from jaxdp.errors import DistributedError, Said, UsageError, one_line
+from jaxdp.errors import DistributedError, ReportedError, UsageError, one_line
 
 __all__ = ["Context", "Elastic", "bind", "crash", "current", "fail", "init", "leave", "regroup", "shutdown"]
 GRACE = 2.0  # seconds that an ending process waits for other ending processes
@@ -191,7 +191,7 @@ def _hook(world: World) -> None:
     previous = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if not isinstance(error, Said):
+        if not isinstance(error, ReportedError):
             if membership.current() is not None:
                 crash(error)
             previous(kind, error, trace)
@@ -201,12 +201,12 @@ def _hook(world: World) -> None:
 
 
 def _end(error: BaseException, rank: int, size: int, code: int | None = None) -> NoReturn:
-    speaker = error.rank if isinstance(error, Said) else None
+    speaker = error.rank if isinstance(error, ReportedError) else None
     code = code or (2 if isinstance(error, UsageError) else 1)
     member = membership.current()
     if member is not None and speaker is None:  # the other ranks have not raised it
         member.report_fault(f"{member.name(rank)}: {error}", code)
-    if isinstance(error, Said) and speaker in (None, rank):
+    if isinstance(error, ReportedError) and speaker in (None, rank):
         sys.stderr.write(f"jaxdp: {error}\n")  # in one piece, among what other ranks write
     _leave(code, size, rank, speaker)
 
@@ -237,7 +237,7 @@ def crash(error: BaseException) -> NoReturn:
     _leave(1, member.size, member.rank, None)
 
 
-def fail(error: Said, code: int | None = None) -> NoReturn:
+def fail(error: ReportedError, code: int | None = None) -> NoReturn:
     """Print `error` on its rank and end this process with `code`, or with 2 for UsageError and 1 otherwise."""
     world = _current or _joining or Context()
     _end(error, world.rank, world.size, code)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from jaxdp.errors import Said, one_line
+from jaxdp.errors import ReportedError, one_line
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 
@@ -45,7 +45,7 @@ def graded(name: str, value: float, least: float, enough: float, found: str, fix
 def of_error(name: str, error: BaseException) -> Check:
     """Return an exception as a failure. The project's own errors end in the fix, after a colon or a semicolon."""
     text = one_line(error)
-    if not isinstance(error, Said):
+    if not isinstance(error, ReportedError):
         return failure(name, f"the check itself failed: {type(error).__name__}: {text}", "report it with this line")
     at = max(text.rfind(": "), text.rfind("; "))
     return failure(name, text[:at], text[at + 2 :]) if at > 0 else failure(name, text, "")

@@ -20,7 +20,7 @@ from jaxdp.doctor.check import FAILURE, OK, Check, Checker, Line, failure, of_er
 from jaxdp.doctor.local import LOCAL, START, check_alone, check_begin, local_checks, of_devices
 from jaxdp.doctor.probe import Ended, Probe
 from jaxdp.doctor.report import Examined
-from jaxdp.errors import Said, UsageError
+from jaxdp.errors import ReportedError, UsageError
 
 # A running job keeps its memory.
 QUIET = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"}
@@ -202,7 +202,7 @@ def all_reduce(world: World, facts: Facts, probe: Probe) -> tuple[list[Check], d
         lines = list(devices.check_devices(opened))
         name = collective.NAME
         timed = probe.ask("all_reduce", START, elements=collective.elements(opened["platform"]), times=5)
-    except Said as error:
+    except ReportedError as error:
         return [of_error(name, error)], {}
     except Ended as error:
         return [of_devices(name, error)], {}

@@ -10,7 +10,7 @@ from jaxdp.distributed.world import World
 from jaxdp.doctor import bindings, collective, devices, mpi, network, resources, settings, versions
 from jaxdp.doctor.check import FAILURE, Check, Checker, failure, of_error, ok, run_checks
 from jaxdp.doctor.probe import Ended, Probe
-from jaxdp.errors import Said
+from jaxdp.errors import ReportedError
 
 LOCAL = 8.0  # seconds for a check of this machine
 START = 20.0  # seconds for importing JAX, and for opening its devices
@@ -73,7 +73,7 @@ def check_begin(probe: Probe) -> list[Check]:
     """Check what the probe's task `begin` imported; the last line says whether that works."""
     try:
         imported = probe.receive(START)
-    except Said as error:
+    except ReportedError as error:
         return [of_error("imports", error)]
     except Ended as error:
         fix = "see the lines on versions; pip install -U jaxdp-trainer, in a fresh environment"

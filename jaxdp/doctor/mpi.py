@@ -14,7 +14,7 @@ from jaxdp.distributed.world import World
 from jaxdp.doctor.check import Check, failure, of_error, ok, warning
 from jaxdp.doctor.probe import Ended, Probe
 from jaxdp.doctor.versions import installed
-from jaxdp.errors import Said
+from jaxdp.errors import ReportedError
 
 INSTALL = "pip install 'jaxdp-trainer[mpi]'"
 FLAVOURS = (  # what `mpirun --version`, or a library, prints
@@ -115,7 +115,7 @@ def load(
         if own is not None:
             ranks = [world.rank, world.size, world.local_rank, world.local_size, world.launcher]
             facts = probe.ask("exchange", timeout + 5, world=ranks, own=own, timeout=timeout)
-    except Said as error:
+    except ReportedError as error:
         return [], of_error("mpi4py", error)
     except Ended as error:
         return [], failure("mpi4py", str(error), next(fix for cause, fix in CAUSES if cause in str(error)))

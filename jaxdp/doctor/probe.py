@@ -17,7 +17,7 @@ import sys
 import threading
 from typing import Any
 
-from jaxdp.errors import Said
+from jaxdp.errors import ReportedError
 
 MARK = "jaxdp-probe "  # before each answer: libraries print as well
 
@@ -64,7 +64,7 @@ class Probe:
             self.process.stdin.flush()
 
     def receive(self, seconds: float) -> Any:
-        """Return the task's result. Raises Ended if the process ends or is silent for that long, or the task's Said."""
+        """Return the task's result. Raises Ended if the process ends or stays silent, or its task's error."""
         try:
             line = self.answers.get(timeout=seconds)
         except queue.Empty:
@@ -77,7 +77,7 @@ class Probe:
             raise Ended(f"{how}{self.last_words()}")
         answer = json.loads(line)
         if "said" in answer:
-            raise Said(answer["said"])
+            raise ReportedError(answer["said"])
         if "error" in answer:
             raise Ended(answer["error"])
         return answer["value"]
@@ -127,7 +127,7 @@ def serve(kind: str) -> None:
         try:
             tasks = importlib.import_module("jaxdp.doctor.tasks")
             answer = {"value": getattr(tasks, arguments.pop("task"))(**arguments)}
-        except Said as error:
+        except ReportedError as error:
             answer = {"said": str(error)}
         except BaseException as error:
             answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}

@@ -9,13 +9,13 @@ from typing import IO, Any
 from jaxdp import rundir
 from jaxdp.assemble.components import Given
 from jaxdp.assemble.identity import NOT_COMPARABLE
-from jaxdp.assemble.run import together
+from jaxdp.assemble.run import on_all_ranks
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.config import Config
 from jaxdp.config.check import changed_numbers, flatten
 from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
-from jaxdp.metrics import aloud
+from jaxdp.metrics import safe_print
 from jaxdp.training.run import Run
 
 FIX = (
@@ -47,7 +47,7 @@ def check_same_run(
         if key in objects and (old != new or new.startswith(NOT_COMPARABLE)):
             raise UsageError(f"{name} {_difference(old, new, step)}")
         if old is not None and old != new:
-            aloud.say(
+            safe_print.say(
                 f"warning: {name} has changed since this run was trained to step {step}; the result may not be that of "
                 "the current code (another --run_dir starts over)"
             )
@@ -97,11 +97,11 @@ def resume_step(
     Raises UsageError if the config, the data or an object of a script would change the numbers, unless resume.force.
     """
     checkpoints = run.checkpoints
-    start = checkpoints.latest(aloud.say, tidy)
+    start = checkpoints.latest(safe_print.say, tidy)
     if not start:
         return 0, {}
     saved = context.of_root("meta", lambda: checkpoints.meta(start))
     if not config.resume.force:
         compare = lambda: check_same_run(saved, run.meta, config, start, given)
-        together(context, compare if context.is_root else lambda: None)
+        on_all_ranks(context, compare if context.is_root else lambda: None)
     return start, saved

@@ -11,15 +11,15 @@ from jaxdp import compilation_cache, rundir
 from jaxdp import config as schema
 from jaxdp.assemble.callbacks import make_callbacks
 from jaxdp.assemble.components import NOTHING, Given
-from jaxdp.assemble.run import make_profile, make_run, together
+from jaxdp.assemble.run import make_profile, make_run, on_all_ranks
 from jaxdp.config import Config
 from jaxdp.core.state import TrainState
 from jaxdp.distributed import faults
 from jaxdp.distributed.context import Context
-from jaxdp.errors import Said, UsageError, one_line
+from jaxdp.errors import ReportedError, UsageError, one_line
 from jaxdp.job.resume import lock_run_dir, resume_step, with_former_defaults
 from jaxdp.job.start import layout_of, start_writer
-from jaxdp.metrics import aloud
+from jaxdp.metrics import safe_print
 from jaxdp.metrics.events import Events, NoEvents
 from jaxdp.metrics.jsonl import read
 from jaxdp.metrics.throughput import goodput
@@ -27,7 +27,7 @@ from jaxdp.metrics.writer import Nothing, Record, Writer
 from jaxdp.metrics.writers import check_writers
 from jaxdp.report import writer as report_file
 from jaxdp.supervise import signals
-from jaxdp.supervise.monitor import Guarded, Stopped
+from jaxdp.supervise.monitor import RunMonitor, Stopped
 from jaxdp.training import loop
 from jaxdp.training.run import Run
 
@@ -52,8 +52,8 @@ def train(
     config = config if overwrite else with_former_defaults(config, directory, context)
     use_compilation_cache(config, context)
     run = make_run(config, directory, context, given)
-    together(context, lambda: check_writers(config.log.writers))
-    callbacks = together(context, lambda: make_callbacks(config.callbacks, given.get("callbacks", {}), context))
+    on_all_ranks(context, lambda: check_writers(config.log.writers))
+    callbacks = on_all_ranks(context, lambda: make_callbacks(config.callbacks, given.get("callbacks", {}), context))
     context.agree(rundir.not_ours(directory) if overwrite and context.is_root else None)
     with lock_run_dir(directory, context) or contextlib.nullcontext():
         context.agree(rundir.clear(directory) if overwrite and context.is_root else None)
@@ -92,12 +92,12 @@ def final_record(run: Run, config: Config, directory: pathlib.Path, context: Con
     run.checkpoints.check_fits(start, run.strategy.abstract())
     if context.is_root:
         reason = f" ({final[-1]['stopped']})" if early else ""
-        aloud.say(
+        safe_print.say(
             f"finished: {directory} is at its last step {start}{reason}; nothing to do (another --run_dir starts over)"
         )
-        aloud.say(summary(final[-1], directory))
+        safe_print.say(summary(final[-1], directory))
         if (directory / report_file.NAME).is_file():
-            aloud.say(report_file.said(directory))
+            safe_print.say(report_file.said(directory))
     final[-1].pop("time", None)
     return final[-1]
 
@@ -123,7 +123,7 @@ def supervised(
         run = dataclasses.replace(run, layout=layout)
     facts = {"devices": len(run.strategy.devices), "processes": context.size, "steps": run.steps}
     events.note("resume" if run.start else "start", run.start, t=round(began, 3), **facts)
-    watch = Guarded(
+    watch = RunMonitor(
         context,
         directory,
         config.watchdog.step_timeout,
@@ -166,7 +166,11 @@ def log_failure(events: NoEvents, alone: bool) -> Iterator[None]:
     except BaseException as error:
         unsubscribe = alone
         prefix = "" if alone or not faults.is_consequence(error) else "another process was lost: "
-        log(str(error) if isinstance(error, Said) else f"{prefix}{type(error).__name__}: {one_line(error)[:300]}")
+        log(
+            str(error)
+            if isinstance(error, ReportedError)
+            else f"{prefix}{type(error).__name__}: {one_line(error)[:300]}"
+        )
         raise
     finally:
         if unsubscribe:

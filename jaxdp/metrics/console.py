@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Mapping
 
-from jaxdp.metrics import aloud
+from jaxdp.metrics import safe_print
 from jaxdp.metrics.numbers import duration, number
 from jaxdp.metrics.panel import Panel
 from jaxdp.metrics.writer import Record
@@ -38,7 +38,7 @@ class Console:
         self.steps = steps
         self.clock = Clock(steps, start)
         self.advised = False
-        self.panel = Panel(self.clock, facts or {}) if panel and aloud.draws() else None
+        self.panel = Panel(self.clock, facts or {}) if panel and safe_print.draws() else None
 
     def write(self, record: Record) -> None:
         step, split = record["step"], record["split"]
@@ -70,7 +70,7 @@ class Console:
             with contextlib.suppress(OSError, ValueError):  # the terminal is gone
                 self.panel.say(text)
         else:
-            aloud.say(text)
+            safe_print.say(text)
 
     def happened(self, kind: str, step: int | None) -> None:
         """Handle an event of the run, such as `saved`."""

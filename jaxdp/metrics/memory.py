@@ -5,8 +5,7 @@ import os
 
 
 def memory() -> str:
-    """Return the memory use of this process's fullest device, such as "12.3 of 141.0 GB (most 14.0)", or of the process
-    if the devices do not report it; empty if unknown."""
+    """Return the use of the fullest device, such as "12.3 of 141.0 GB (most 14.0)", else of the process, else ""."""
     import jax
 
     stats = [s for s in (device.memory_stats() for device in jax.local_devices()) if s]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxdp.errors import UsageError, one_line
-from jaxdp.metrics import aloud
+from jaxdp.metrics import safe_print
 from jaxdp.metrics.writer import Record, Writer
 
 START = 10.0  # seconds that training waits for a writer to start
@@ -15,7 +15,7 @@ PATIENCE = 30.0  # seconds that one call may take at the end of the run
 WAITING = 10_000  # the capacity of the call queue
 
 
-class Soft:
+class BackgroundWriter:
     """A writer that makes another writer and forwards calls to it in a separate thread, until that raises or hangs.
 
     If `make` takes longer than START seconds, calls wait in the queue. Raises the UsageError of `make`.
@@ -82,4 +82,4 @@ class Soft:
             self._warn(f"{reason}; training continues without it")
 
     def _warn(self, text: str) -> None:
-        aloud.say(f"jaxdp: warning: log.writers: {self.name} {text}", error=True)
+        safe_print.say(f"jaxdp: warning: log.writers: {self.name} {text}", error=True)

@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxdp.metrics.soft import Soft
+from jaxdp.metrics.soft import BackgroundWriter
 from jaxdp.metrics.tensorboard import TensorBoard
 from jaxdp.metrics.wandb import WandB
 from jaxdp.metrics.writer import Writer
@@ -36,5 +36,5 @@ def make_writers(
         extra = {name: value for name, value in available.items() if name in parameters(make)}
         bound = bind(KEY, make, args, extra)
         require(KEY, bound)
-        writers.append(Soft(target, bound))
+        writers.append(BackgroundWriter(target, bound))
     return writers

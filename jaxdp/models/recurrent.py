@@ -27,8 +27,7 @@ class Recurrent(nnx.Module):
     An embedding, recurrent layers, a linear head. input_shape: (length,) of any length, and num_classes, the
     vocabulary, come from the data. dim: width of the embedding; hidden: width of every layer. dropout: rate for the
     inputs and outputs of the layers, not for the state between tokens. tied: compute logits with the embedding matrix
-    (Press and Wolf, arXiv 1608.05859); requires hidden = dim. Raises UsageError for arguments that do not fit each
-    other.
+    (Press and Wolf, arXiv 1608.05859); requires hidden = dim. Raises UsageError for inconsistent arguments.
     """
 
     def __init__(

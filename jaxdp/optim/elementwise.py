@@ -47,13 +47,11 @@ def check_elementwise(
     million updates). An update that takes `value` gets 1.0; an update that needs another argument is rejected. Takes
     about a second for 150 leaves, on the CPU; works while a caller is tracing; caches its answers.
     """
-    leaves_with_paths, treedef = jax.tree_util.tree_flatten_with_path(params)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
     dims = jax.tree.leaves(split_dims(params, parts, blocks))
     if all(dim == WHOLE for dim in dims):
         return
-    leaves = [
-        _Leaf(path_string(p), tuple(x.shape), x.dtype, dim) for (p, x), dim in zip(leaves_with_paths, dims, strict=True)
-    ]
+    leaves = [_Leaf(path_string(p), tuple(x.shape), x.dtype, dim) for (p, x), dim in zip(flat, dims, strict=True)]
     problem = _problem(tx, treedef, tuple(leaves), jax.config.values["jax_enable_x64"])
     if problem is not None:
         raise UsageError(f"optimizer: {problem}; {advice}")

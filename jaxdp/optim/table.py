@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxdp import user_errors
-from jaxdp.errors import Said, UsageError, one_line
+from jaxdp.errors import ReportedError, UsageError, one_line
 from jaxdp.optim.muon import muon
 from jaxdp.optim.paths import decay_mask, scale_by_path
 from jaxdp.optim.schedule import Schedule
@@ -104,7 +104,7 @@ def checked(name: str, tx: Any) -> optax.GradientTransformation:
         def run(*args: Any, **extra: Any) -> Any:
             try:
                 return function(*args, **extra)
-            except Said:
+            except ReportedError:
                 raise
             except Exception as error:
                 line = user_errors.lines(error)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxdp.parallel.rounding import pin, settle
+from jaxdp.parallel.rounding import fusion_barrier, pin
 from jaxdp.split import WHOLE
 
 Tree = Any
@@ -154,7 +154,7 @@ def squares_and_bad(tree: Tree, dims: Tree, axis: str, live: jax.Array) -> jax.A
     values = [jnp.where(ok, x, 0) for ok, x in zip(finite, leaves)]
     needed = functools.reduce(jnp.maximum, (exponent_of(x) for x in values), jnp.int32(0))
     bad = sum((jnp.sum(~ok, dtype=jnp.int32) for ok in finite), jnp.int32(0))
-    needed = settle(jax.lax.pmax(needed, axis) if split else needed, live)
+    needed = fusion_barrier(jax.lax.pmax(needed, axis) if split else needed, live)
     unit = power_of_two(-needed - ZERO, dtype)
     rows = sum((digits_of(x * unit, live) for x in values), jnp.zeros((), jnp.uint32))
     if split:
@@ -163,7 +163,7 @@ def squares_and_bad(tree: Tree, dims: Tree, axis: str, live: jax.Array) -> jax.A
     size = power_of_two(needed + ZERO, dtype)
     squares = functools.reduce(jnp.add, terms) * size * size
     squares = jnp.where((bad > 0) | (needed == NOT_FINITE), jnp.nan, squares)
-    return settle(jnp.stack([squares, bad.astype(dtype)]), live)
+    return fusion_barrier(jnp.stack([squares, bad.astype(dtype)]), live)
 
 
 def digits_of(x: jax.Array, live: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ from jaxdp.core.state import Gather, plain_gather
 from jaxdp.models.scan import BlockGather, as_they_are
 from jaxdp.parallel.layout import whole_shape
 from jaxdp.parallel.reduction import Reduction
-from jaxdp.parallel.rounding import settle
+from jaxdp.parallel.rounding import fusion_barrier
 from jaxdp.precision import cast_floats
 from jaxdp.split import path_string, take
 
@@ -41,7 +41,7 @@ class GatherRule(NamedTuple):
         """Gather the full `source` in the compute dtype, with gradients for `handle`."""
 
         def barrier(tree: Tree, sharded: bool, live: jax.Array | None) -> Tree:
-            return settle(tree, live) if live is not None and (sharded or block) else tree
+            return fusion_barrier(tree, live) if live is not None and (sharded or block) else tree
 
         def gather(handle: Tree, source: Tree, live: jax.Array | None) -> Tree:
             source = cast_floats(source, dtype)

@@ -34,7 +34,7 @@ from jaxdp.parallel.fixed_point import (
     unpack,
 )
 from jaxdp.parallel.reduction import Reduction, exchange, in_buckets
-from jaxdp.parallel.rounding import as_written, running, scan_unfused, settle
+from jaxdp.parallel.rounding import as_written, fusion_barrier, opaque_true, scan_unfused
 from jaxdp.parallel.sums import Arithmetic, Reduce, ReductionPlan, SlotSums, reducer, scatter_split
 
 Tree = Any
@@ -78,9 +78,9 @@ def integers(name: str, bucket_mb: float = 25.0, safe: bool = False, group: int 
     """Return a reduction that sums integers in buckets. group: number of microbatches computed and rounded together."""
     add_up = lambda flat, axes: unpack(jax.lax.psum(pack(flat), axes), flat.dtype, flat.size)
     row_of = lambda rows, axes: unpack(exchange(pack(rows), axes, safe), rows.dtype, rows.shape[-1])
-    total = lambda dims, axis, update: lambda tree: squares_and_bad(tree, dims, axis, running(update))
+    total = lambda dims, axis, update: lambda tree: squares_and_bad(tree, dims, axis, opaque_true(update))
     slots = functools.partial(over_slots, form=FORMATS[name], group=group, refuse=refuse_to_join(name))
-    arithmetic = Arithmetic(slots, finish, total, running, in_backward=False, elementwise=ELEMENTWISE)
+    arithmetic = Arithmetic(slots, finish, total, opaque_true, in_backward=False, elementwise=ELEMENTWISE)
     return in_buckets(int(bucket_mb * 1e6), add_up, row_of)._replace(arithmetic=arithmetic, group=group)
 
 
@@ -99,14 +99,14 @@ def over_slots(f: SlotSums, plan: ReductionPlan, form: Format, group: int, refus
     summands = (int(plan.table.max()) + 1) // group
 
     def run(view: View, batch: Batch, slots: jax.Array, gather: Gather, join: Join) -> Sums:
-        live = running(view.step)
+        live = opaque_true(view.step)
         pieces = (view.carry, batch, slots)
         pieces = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), pieces)
         exponents = view.exponents if plan.key else jnp.zeros(0, jnp.int32)
 
         def compute(piece: Tree) -> Sums:
             carry, batch, slots = piece
-            return settle(f(view._replace(carry=carry), batch, slots, gather, refuse), live)
+            return fusion_barrier(f(view._replace(carry=carry), batch, slots, gather, refuse), live)
 
         def attempt(before: Attempt) -> Attempt:
             def add(total: Part, piece: Tree) -> tuple[Part, Sums]:
@@ -154,7 +154,7 @@ def group_part(
     if not leaves:
         return Part(grads, jnp.zeros(0, jnp.int32), none)
     # without the fusion barrier, every reader of one exponent would compute all of them
-    needed = settle(jnp.stack([exponent_of(x) for x in leaves]), live)
+    needed = fusion_barrier(jnp.stack([exponent_of(x) for x in leaves]), live)
     count = lambda: sum((jnp.sum(~(jnp.abs(x) < 2.0**LARGEST), dtype=jnp.int32) for x in leaves), none)
     bad = jax.lax.cond(jnp.any(needed == NOT_FINITE), count, lambda: none)
     return Part(quantized(grads, exponents, form, summands, key), needed, bad)
@@ -199,8 +199,8 @@ def finish(apply: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(apply)
     def run(state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, jax.Array]]:
-        live, info = running(state.step), sums.exponents
-        new, metrics = as_written(apply, live)(state, settle(sums._replace(exponents=None), live))
+        live, info = opaque_true(state.step), sums.exponents
+        new, metrics = as_written(apply, live)(state, fusion_barrier(sums._replace(exponents=None), live))
         bad = jnp.where(info.nonfinite > 0, info.nonfinite.astype(jnp.float32), metrics["nonfinite_grads"])
         metrics |= {"nonfinite_grads": bad, "recomputed": info.recomputed}
         return new.replace(exponents=info.exponents), metrics

@@ -21,13 +21,13 @@ CALLS = {"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "ch
 BITS: dict[int, Any] = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
-def running(step: jax.Array) -> jax.Array:
+def opaque_true(step: jax.Array) -> jax.Array:
     """Return True as a value that the compiler cannot know."""
     return step >= 0
 
 
 def pin(tree: Tree, live: jax.Array) -> Tree:
-    """Return the values, rounded to their dtype before any later operation; live: from `running`."""
+    """Return the values, rounded to their dtype before any later operation; live: from `opaque_true`."""
 
     def pin_array(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize not in BITS:
@@ -39,7 +39,7 @@ def pin(tree: Tree, live: jax.Array) -> Tree:
     return jax.tree.map(pin_array, tree)
 
 
-def settle(tree: Tree, live: jax.Array) -> Tree:
+def fusion_barrier(tree: Tree, live: jax.Array) -> Tree:
     """Return the arrays behind a fusion barrier: XLA does not fuse their producers with their readers.
 
     They pass through a loop that runs zero times, which the compiler cannot know.
@@ -61,7 +61,7 @@ def scan_unfused(f: Callable, start: Tree, pieces: Tree, live: jax.Array, like: 
     def body(i: jax.Array, state: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
         carried, results = state
         piece = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), pieces)
-        carried, result = f(carried, settle(piece, live))
+        carried, result = f(carried, fusion_barrier(piece, live))
         write = lambda buffer, x: jax.lax.dynamic_update_index_in_dim(buffer, x, i, 0)
         return carried, jax.tree.map(write, results, result)
 
@@ -114,10 +114,10 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], live: jax.
         elif divisor is not None:
             out = [pin(inputs[0] * pin(1 / divisor, live), live)]
         else:
-            inputs = settle(inputs, live) if name in SUMS and floating else inputs
+            inputs = fusion_barrier(inputs, live) if name in SUMS and floating else inputs
             result = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
             out = list(result) if eqn.primitive.multiple_results else [result]
-            out = settle(out, live) if name in SUMS and floating else out
+            out = fusion_barrier(out, live) if name in SUMS and floating else out
             if name in PRODUCTS and floating:
                 out = [pin(out[0], live)]
         values.update(zip(eqn.outvars, out, strict=True))

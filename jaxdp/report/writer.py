@@ -5,7 +5,7 @@ import pathlib
 import time
 
 from jaxdp.errors import one_line
-from jaxdp.metrics import aloud
+from jaxdp.metrics import safe_print
 from jaxdp.metrics.writer import Record
 from jaxdp.report import html
 from jaxdp.report.read import read_run
@@ -51,7 +51,7 @@ class Reports:
         except Exception as error:
             if not self.failed:
                 self.failed = True
-                aloud.say(f"jaxdp: {NAME} could not be written: {one_line(error)}", error=True)
+                safe_print.say(f"jaxdp: {NAME} could not be written: {one_line(error)}", error=True)
         self.since = time.monotonic()
         self.took = self.since - began
         return written

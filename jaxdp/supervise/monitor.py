@@ -26,7 +26,7 @@ class Stopped(Exception):
 class Watch(Protocol):
     """The interface through which the training loop reports its progress."""
 
-    def together(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
+    def run_step(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
         """Run f(*args) in all processes and return its result. Raises Stopped if all stop before it."""
 
     def sent(self, result: dict[str, Any]) -> None:
@@ -35,7 +35,7 @@ class Watch(Protocol):
     def reading(self, batches: Iterator[tuple[range, Any]], start: int) -> Iterator[tuple[range, Any]]:
         """Yield (the updates of a call, their data) from `batches`, which begin after update `start`."""
 
-    def patience(self, what: str) -> contextlib.AbstractContextManager[None]:
+    def suspend_timeout(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Suspend the step timeout inside this context."""
 
     def save_is_asked(self) -> bool:
@@ -48,10 +48,10 @@ class Watch(Protocol):
         """Stop monitoring at the end of the run."""
 
 
-class Nobody:
+class NullMonitor:
     """A monitor that does nothing."""
 
-    def together(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
+    def run_step(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
         return f(*args)
 
     def sent(self, result: dict[str, Any]) -> None: ...
@@ -59,7 +59,7 @@ class Nobody:
     def reading(self, batches: Iterator[tuple[range, Any]], start: int) -> Iterator[tuple[range, Any]]:
         return batches
 
-    def patience(self, what: str) -> contextlib.AbstractContextManager[None]:
+    def suspend_timeout(self, what: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def save_is_asked(self) -> bool:
@@ -71,7 +71,7 @@ class Nobody:
     def stop(self) -> None: ...
 
 
-class Guarded:
+class RunMonitor:
     """The monitor of a training job. minutes: between two saves, besides those of the loop; None for no such saves."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Guarded:
             self.watchdog.often(lambda: self._save_by_time(60.0 * minutes))
         signals.subscribe(self._preempt)
 
-    def together(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
+    def run_step(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
         while (request := self.agreement.point()) is not None:
             if request["kind"] != "save":
                 rundir.mark_ending()  # the next job may start while this one saves
@@ -104,7 +104,7 @@ class Guarded:
         if id(f) in self._called:
             result = f(*args)
         else:
-            with self.watchdog.patience(f"{what} (compiles)"):
+            with self.watchdog.suspend_timeout(f"{what} (compiles)"):
                 result = f(*args)
             self._called.add(id(f))
         return result
@@ -126,8 +126,8 @@ class Guarded:
             yield updates, batch
             last = updates[-1]
 
-    def patience(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return self.watchdog.patience(what)
+    def suspend_timeout(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return self.watchdog.suspend_timeout(what)
 
     def save_is_asked(self) -> bool:
         requested, self._save = self._save, False

@@ -35,7 +35,7 @@ def listen() -> None:
     reader, _socket = socket.socketpair()
     _socket.setblocking(False)
     _previous.update({number: signal.getsignal(number) for number in NUMBERS})
-    heed()
+    act()
     signal.set_wakeup_fd(_socket.fileno(), warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=_forget)
     threading.Thread(target=_read, args=(reader,), name="signals", daemon=True).start()
@@ -47,14 +47,14 @@ def deliver() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NUMBERS)
 
 
-def heed() -> None:
+def act() -> None:
     """Install the handlers again after `listen`, in case a library replaced one: MPICH takes SIGUSR1 at its start."""
     if _socket is not None:
         for number in NUMBERS:
             signal.signal(number, lambda number, frame: None)
 
 
-def rest() -> None:
+def restore() -> None:
     """Restore the handlers from before `listen`, and forget received signals. Call it in the main thread."""
     global _socket
     if _socket is None:

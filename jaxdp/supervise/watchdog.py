@@ -65,7 +65,7 @@ class Watchdog:
         self._sent.append(metrics)
 
     @contextlib.contextmanager
-    def patience(self, where: str) -> Iterator[None]:
+    def suspend_timeout(self, where: str) -> Iterator[None]:
         """Suspend the step timeout inside this context."""
         self.at(where)
         self._suspended += 1

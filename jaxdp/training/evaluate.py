@@ -30,7 +30,7 @@ def evaluate(run: Run, program: Program, state: TrainState) -> Record:
 
     with source.batches(0, source.cursor.steps_per_epoch, run.strategy) as batches:
         for number, batch in batches:
-            sums = run.watch.together(f"evaluation, batch {number}", program.evaluate, state, batch)
+            sums = run.watch.run_step(f"evaluation, batch {number}", program.evaluate, state, batch)
             if sums.carry is not None:
                 state = state.replace(carry=sums.carry)
             in_flight.append((number, {"loss": sums.loss, "weight": sums.weight, **sums.metrics}))

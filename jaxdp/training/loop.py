@@ -35,7 +35,7 @@ def complete(run: Run) -> tuple[Record, TrainState]:
         RunFailed: the last state cannot be saved, too many consecutive updates are not finite, or a callback failed.
     """
     program = run.strategy.compile(run.step)
-    with run.watch.patience("makes the state"):
+    with run.watch.suspend_timeout("makes the state"):
         state = restore(run, run.start) if run.start else run.begin(run)
     progress = Progress(run.start, state, evaluated=run.start if run.evaluated else -1)
     lookback = Lookback(EXAMINED if run.train.check else 0, run.checkpoints.context.rank)
@@ -47,7 +47,7 @@ def complete(run: Run) -> tuple[Record, TrainState]:
                 return finish(run, program, progress, stopped), progress.state
             except NotFinite as error:
                 name = f"the batch of update {error.update}"
-                with run.watch.patience(f"examines {name}"):
+                with run.watch.suspend_timeout(f"examines {name}"):
                     run.train.examine(error.update - 1 + run.offset, name, run.checkpoints.context)
             except Stopped as stop:
                 if int(progress.state.guard.halted):  # else the halted updates are rolled back already
@@ -83,7 +83,7 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
             run.profile.before(updates[0])
             name = f"updates {updates[0]} to {step}" if several else f"update {step}"
             call: Any = program.updates if several else program.update
-            progress.state, progress.metrics = run.watch.together(name, call, progress.state, batch)
+            progress.state, progress.metrics = run.watch.run_step(name, call, progress.state, batch)
             progress.step = step
             run.watch.sent(progress.metrics)
             lookback.add(updates, progress.metrics)
@@ -171,7 +171,7 @@ def finish(run: Run, program: Program, progress: Progress, stopped: str | None =
     elif progress.metrics:
         final["loss"] = float(np.reshape(progress.metrics["loss"], -1)[-1])
     wait_for_checkpoint(run)
-    with run.watch.patience("makes the digest"):
+    with run.watch.suspend_timeout("makes the digest"):
         final["params_sha256"] = params_sha256(run.strategy.export(progress.state).params)
     final |= run.account()
     run.writer.write(final)

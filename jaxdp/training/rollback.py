@@ -24,7 +24,7 @@ def roll_back(run: Run, progress: Progress) -> tuple[Run, Progress]:
     run.profile.start = None
     guard = jax.device_get(progress.state.guard)
     first, last = int(guard.since), int(guard.halted_at)
-    with run.watch.patience("waits for the checkpoint"):
+    with run.watch.suspend_timeout("waits for the checkpoint"):
         run.checkpoints.wait()
     file = write_batches(run, first, last)
     if int(guard.halted) == NONFINITE:
@@ -43,7 +43,7 @@ def roll_back(run: Run, progress: Progress) -> tuple[Run, Progress]:
             f"(spike.max_rollbacks); the indices of its examples are in {file}",
             rank=0,
         )
-    with run.watch.patience("restores"):
+    with run.watch.suspend_timeout("restores"):
         step = run.checkpoints.latest(run.writer.say)
         state = restore(run, step) if step else run.begin(run)
     run.writer.rewind(step)

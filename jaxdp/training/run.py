@@ -14,7 +14,7 @@ from jaxdp.core.step import Step
 from jaxdp.metrics.events import NoEvents
 from jaxdp.metrics.writer import Record, Writer
 from jaxdp.parallel.strategy import Strategy
-from jaxdp.supervise.monitor import Nobody, Watch
+from jaxdp.supervise.monitor import NullMonitor, Watch
 from jaxdp.training.callbacks import Callbacks
 from jaxdp.training.profile import Profile
 from jaxdp.training.source import Source
@@ -41,7 +41,7 @@ class Run:
     steps: int
     writer: Writer
     checkpoints: Checkpoints
-    watch: Watch = Nobody()
+    watch: Watch = NullMonitor()
     callbacks: Callbacks = Callbacks()
     steps_per_call: int = 1
     start: int = 0

@@ -12,7 +12,7 @@ from jaxdp.training.run import Progress, Run
 def save(run: Run, progress: Progress) -> None:
     """Start a checkpoint; it is durable when the writer reports it. Raises Stopped if training has halted."""
     began = time.perf_counter()
-    with run.watch.patience(f"saves step {progress.step}"):
+    with run.watch.suspend_timeout(f"saves step {progress.step}"):
         stop_if_halted(run, progress)
         more: Record = {"offset": run.offset, "rollbacks": run.rollbacks, **run.callbacks.state()}
         if progress.evaluated == progress.step:
@@ -44,7 +44,7 @@ def stop_if_halted(run: Run, progress: Progress) -> None:
 def wait_for_checkpoint(run: Run) -> None:
     """Wait until the checkpoint being written is durable. Raises RunFailed if it could not be saved."""
     began = time.perf_counter()
-    with run.watch.patience("waits for the checkpoint"):
+    with run.watch.suspend_timeout("waits for the checkpoint"):
         failure = run.checkpoints.wait()
     run.events.note("settled", blocked=round(time.perf_counter() - began, 4))
     if failure:

@@ -1,11 +1,11 @@
-// A chart is a canvas: every point counts, as the extremes of its column of pixels. All charts share one view.
+// A chart is a canvas that draws the minimum and maximum of each pixel column. All charts share one view.
 
 const view = { axis: "step", smooth: 0, zoom: null, hover: null, hidden: new Set(), charts: [] };
-const EXACT = ["lr"]; // without noise to smooth
-const SPIKY = ["examples_per_s", "tokens_per_s", "step_time_ms"]; // a pause is far outside of what is common
+const EXACT = ["lr"]; // has no noise to smooth
+const SPIKY = ["examples_per_s", "tokens_per_s", "step_time_ms"]; // a pause causes outliers
 const redraw = () => view.charts.forEach((chart) => chart.draw());
 
-function smoothed(series) { // an exponential mean without the bias of its begin, as TensorBoard draws it
+function smoothed(series) { // a bias-corrected exponential moving average, as in TensorBoard
   if (!view.smooth || series.split !== "train" || EXACT.includes(series.name)) return series.y;
   if (series.weight !== view.smooth) {
     let mean = 0, left = 1;
@@ -101,7 +101,7 @@ class Chart {
       back: (px) => x0 + (px - box.left) / (box.right - box.left) * (x1 - x0) };
   }
 
-  common(shown, x0, x1, y0, y1) { // the range without the highest and lowest fiftieth, where these are far out
+  common(shown, x0, x1, y0, y1) { // the range without the highest and lowest 2 %, if these are outliers
     const values = shown.flatMap((s) => s.y.filter((_, i) => s[view.axis][i] >= x0 && s[view.axis][i] <= x1)).sort((a, b) => a - b);
     const low = values[Math.floor(values.length * 0.02)], high = values[Math.ceil(values.length * 0.98) - 1];
     return values.length > 50 && y1 - y0 > 2 * (high - low) ? [low, high] : [y0, y1];
@@ -231,7 +231,7 @@ class Chart {
     if (this !== view.over || !rows.length) return;
     this.tip.replaceChildren(el("table", {}, rows));
     this.tip.hidden = false;
-    const most = this.canvas.parentElement.clientWidth - this.tip.offsetWidth; // below: the curve stays to be seen
+    const most = this.canvas.parentElement.clientWidth - this.tip.offsetWidth; // below the curve, so as not to cover it
     this.tip.style.left = Math.max(0, Math.min(most, this.canvas.offsetLeft + x - this.tip.offsetWidth / 2)) + "px";
     this.tip.style.top = this.canvas.offsetTop + this.height + 4 + "px";
   }
@@ -262,7 +262,7 @@ addEventListener("pointerup", () => {
 });
 
 let waiting = false;
-function later() { // one drawing a frame
+function later() { // draw at most once per frame
   if (waiting) return;
   waiting = true;
   requestAnimationFrame(() => { waiting = false; redraw(); });

@@ -1,8 +1,8 @@
-// What the file holds, as columns of numbers: runs[i].series.train.loss is a Float64Array, NaN where there is none.
+// The data of the file as columns of numbers: runs[i].series.train.loss is a Float64Array, NaN for missing values.
 
 const runs = JSON.parse(document.getElementById("data").textContent).runs;
 
-const count = (table) => (table.step ? table.step.length : 0); // of its records
+const count = (table) => (table.step ? table.step.length : 0); // the number of its records
 
 function column(packed, n, name) {
   const values = new Float64Array(n);
@@ -16,8 +16,8 @@ function column(packed, n, name) {
 }
 
 for (const run of runs) {
-  run.strange = Object.create(null); // how many values of a name are not finite
-  for (const named of [...Object.values(run.series), run.config, run.environment]) Object.setPrototypeOf(named, null); // any name may come
+  run.strange = Object.create(null); // the number of non-finite values by name
+  for (const named of [...Object.values(run.series), run.config, run.environment]) Object.setPrototypeOf(named, null); // so that any name can be a key
   for (const table of Object.values(run.series)) {
     const n = count(table);
     for (const name of Object.keys(table)) {
@@ -32,7 +32,7 @@ for (const run of runs) {
   run.start = Number.isFinite(run.start) ? run.start : null;
 }
 
-// The points of a name: those of the evaluations end with the final one.
+// The points of a metric; evaluations end with the final one.
 function points(run, split, name) {
   const parts = (split === "eval" ? ["eval", "final"] : [split]).map((s) => run.series[s]);
   const steps = [], times = [], values = [];
@@ -65,7 +65,7 @@ function number(value, digits = 4) {
   return (+value).toFixed(Math.max(0, digits - Math.max(0, Math.ceil(Math.log10(size)))));
 }
 
-function short(value) { // of an axis
+function short(value) { // a label of an axis
   const size = Math.abs(value);
   if (size >= 1e4) {
     const [scale, unit] = size >= 1e9 ? [1e9, "G"] : size >= 1e6 ? [1e6, "M"] : [1e3, "k"];
@@ -93,7 +93,7 @@ function duration(seconds) {
 
 const percent = (share) => (share >= 0.9995 || share < 0.0005 ? Math.round(100 * share) : (100 * share).toFixed(1)) + " %";
 
-// Okabe and Ito's colours, told apart by colour-blind people; the order is that of contrast with the page.
+// Okabe and Ito's colours, distinguishable for colour-blind people, in the order of contrast with the page.
 const PALETTE = {
   light: ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6b6b6b"],
   dark: ["#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#f0e442", "#a0a0a0"],
@@ -101,8 +101,8 @@ const PALETTE = {
 const root = document.documentElement;
 const systemDark = matchMedia("(prefers-color-scheme: dark)");
 const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : systemDark.matches);
-const colour = (i) => PALETTE[isDark() ? "dark" : "light"][i] || `hsl(${(i * 137.5) % 360} 60% ${(isDark() ? 72 : 30) - 6 * (i % 3)}%)`; // of many runs
-const paint = (name) => { // a colour of the style sheet, as the canvas takes it
+const colour = (i) => PALETTE[isDark() ? "dark" : "light"][i] || `hsl(${(i * 137.5) % 360} 60% ${(isDark() ? 72 : 30) - 6 * (i % 3)}%)`; // for further runs
+const paint = (name) => { // a colour of the style sheet, in the format of the canvas
   root.style.setProperty("outline-color", `var(--${name})`);
   return getComputedStyle(root).outlineColor;
 };

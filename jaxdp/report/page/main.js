@@ -1,8 +1,8 @@
-// The page: controls, charts, sections; and what a test may ask, in window.jaxdp.
+// The page: controls, charts and sections; window.jaxdp is the interface for tests.
 
 const MAIN = Object.keys(LABELS);
 
-function varies(name) { // a name that is the same number in all records needs no curve
+function varies(name) { // a metric that is constant over all records needs no curve
   const values = runs.flatMap((r) => ["train", "eval", "final"].flatMap((s) => (r.series[s][name] ? [...r.series[s][name]] : []))).filter((v) => !Number.isNaN(v));
   return values.some((v) => v !== values[0]);
 }
@@ -57,7 +57,7 @@ function dressed() {
 
 const hasValues = (name) => runs.some((r) => ["train", "eval", "final"].some((s) => r.series[s][name]));
 const names = [...new Set(runs.flatMap((r) => ["train", "eval"].flatMap((s) => Object.keys(r.series[s]))))].filter((n) => !["step", "time"].includes(n));
-// Goodput is one number of a run, and stands in its head.
+// Goodput is one number per run, shown in the summary.
 const first = MAIN.filter((n) => n !== "goodput" && hasValues(n) && (varies(n) || n === "loss"));
 const rest = names.filter((n) => !MAIN.includes(n) && varies(n)).sort();
 

@@ -1,4 +1,4 @@
-// The sections beside the curves: each takes the runs and fills its element; what was not measured is said so.
+// The sections beside the curves: each fills its element from the runs, and names data that is missing.
 
 const NOTABLE = { resume: "good", failed: "bad", preempted: "note", rolled_back: "bad", skipped: "muted", save_failed: "bad",
   checkpoint_refused: "bad", stopped: "bad" };
@@ -66,14 +66,14 @@ function spent() {
   const updates = runs.map(update), head = several ? ["", ...runs.map((r) => r.name)] : null;
   const cells = (key) => updates.map((u) => (u ? (u[key] === null ? "not measured" : `${number(u[key], 3)} ms`) : "–"));
   at("spent").append(...stacks.filter(Boolean), table(head, rows),
-    some ? "" : el("p", { class: "muted small" }, "No events were written: only updates were timed."),
+    some ? "" : el("p", { class: "muted small" }, "No events were logged: only updates were timed."),
     el("h2", { style: { margin: "18px 0 6px" } }, "An update"),
     table(several ? head : null, [row(["median time", ...cells("time")]), row(["of it waiting for data", ...cells("waited")])]),
-    el("p", { class: "muted small" }, "Sending is part of the device's time and not measured by itself; ",
-      el("code", {}, "jaxdp profile"), " tells computing, sending and idling apart."));
+    el("p", { class: "muted small" }, "Communication is part of the device's time and not measured separately; ",
+      el("code", {}, "jaxdp profile"), " separates compute, communication and idle time."));
 }
 
-function update(run) { // of the median: a record after a pause is no common one
+function update(run) { // uses the median: a record after a pause is an outlier
   const { step_time_ms: all, input_wait: waits } = run.series.train;
   const order = [...(all || []).keys()].filter((i) => !Number.isNaN(all[i])).sort((a, b) => all[a] - all[b]);
   if (!order.length) return null;
@@ -83,9 +83,9 @@ function update(run) { // of the median: a record after a pause is no common one
 
 function events() {
   const section = at("events"), known = runs.filter((r) => r.sessions.length);
-  if (!known.length) return section.append(el("p", { class: "muted small" }, "No events were written with " + (several ? "these runs." : "this run.")));
+  if (!known.length) return section.append(el("p", { class: "muted small" }, "No events were logged with " + (several ? "these runs." : "this run.")));
   const span = Math.max(...known.map((r) => r.sessions.at(-1).end - r.start), 1e-3);
-  const width = Math.max(section.clientWidth - 42, 240), tall = 46; // its pixels: text keeps its size
+  const width = Math.max(section.clientWidth - 42, 240), tall = 46; // in pixels, so that text keeps its size
   const svg = el("svg", { viewBox: `0 0 ${width} ${known.length * tall + 22}`, role: "img", "aria-label": "events over time" });
   const x = (t) => 6 + (t / span) * (width - 12);
   known.forEach((run, lane) => {
@@ -111,7 +111,7 @@ function events() {
       ["rolled_back", "rollbacks"], ["failed", "failures"]].filter(([k]) => times(k)).map(([k, name]) => `${times(k)} ${times(k) === 1 ? name.slice(0, -1) : name}`);
     const listed = run.events.filter((e) => NOTABLE[e.kind] || e.kind === "start" || e.kind === "finished").slice(-200);
     section.append(el("div", { class: "run" }, named(run, i), el("div", { class: "small", style: { margin: "8px 0" } }, counts.join(" · ")),
-      el("details", listed.length < 9 && !several ? { open: "" } : {}, el("summary", {}, "In words"),
+      el("details", listed.length < 9 && !several ? { open: "" } : {}, el("summary", {}, "As a list"),
         table(null, listed.map((e) => el("tr", {}, el("td", { class: "muted", style: { whiteSpace: "nowrap" } }, e.t ? duration(e.t - run.start) : "–"), el("td", {}, said(e))))))));
   });
 }
@@ -128,7 +128,7 @@ function holds() {
     if (program) held.temporaries = Math.max(program.temporaries - (held.grads || 0), 0);
     return held;
   });
-  if (!known.some((k) => Object.keys(k).length)) return at("bytes").append(el("p", { class: "muted small" }, "Not written with this run; jaxdp plan tells."));
+  if (!known.some((k) => Object.keys(k).length)) return at("bytes").append(el("p", { class: "muted small" }, "Not recorded with this run; jaxdp plan reports it."));
   const most = Math.max(...known.map((k) => Object.values(k).reduce((a, b) => a + b, 0)), 1);
   at("bytes").append(...known.map((held, i) => el("div", { class: "run" }, named(runs[i], i), stack(TREES.map(([key, name], c) => [name, held[key] || 0, c]), most))),
     table(several ? ["", ...runs.map((r) => r.name)] : null, TREES.filter(([key]) => known.some((k) => k[key])).map(([key, name]) =>
@@ -140,8 +140,8 @@ function sends() {
   const section = at("collectives");
   section.append(...runs.map((run, i) => {
     const { devices, program } = run.layout, found = program ? Object.entries(program.collectives) : [];
-    const said = !devices ? "Not written with this run; jaxdp plan tells." : devices === 1 ? "One device: nothing is sent."
-      : !program ? "The program's text was not at hand; jaxdp plan tells." : !found.length ? "Nothing." : null;
+    const said = !devices ? "Not recorded with this run; jaxdp plan reports it." : devices === 1 ? "One device: no communication."
+      : !program ? "The program's text was not available; jaxdp plan reports it." : !found.length ? "Nothing." : null;
     const held = run.layout.bytes_per_device || {};
     return el("div", { class: "run" }, named(run, i), said ? el("p", { class: "muted small" }, said) : [
       table(["kind", "times", "bytes", "on the wire"], found.map(([kind, t]) => row([kind, number(t.count), bytes(t.bytes), bytes(t.wire)]))),
@@ -157,7 +157,7 @@ function settings(section, title, key, folded) {
   const differ = keys.filter((k) => new Set(runs.map((r) => JSON.stringify(r[key][k]))).size > 1);
   const pairs = (names) => el("dl", { class: "pairs" }, names.map((k) => el("div", {}, el("dt", {}, k), el("dd", {}, show(runs[0][key][k])))));
   section.append(el("h2", {}, title));
-  if (!keys.length) return section.append(el("p", { class: "muted small" }, "Not written with this run."));
+  if (!keys.length) return section.append(el("p", { class: "muted small" }, "Not recorded with this run."));
   if (!several) return section.append(folded ? el("details", {}, el("summary", {}, `${keys.length} keys`), pairs(keys)) : pairs(keys));
   section.append(differ.length ? el("div", { class: "differences" }, table(["differs", ...runs.map((r) => r.name)], differ.map((k) => row([k, ...runs.map((r) => show(r[key][k]))]))))
     : el("p", { class: "muted small" }, "No differences."),
