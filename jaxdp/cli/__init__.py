@@ -140,7 +140,7 @@ def run_in_job(name: str, argv: list[str]) -> None:
     left_out = xla_presets.use(config.parallel.xla_preset, config.parallel.devices) if config is not None else None
     import jaxdp
 
-    context = jaxdp.init()
+    context = jaxdp.init(elastic=elastic_of(config))
     signals.act()
     context.agree(error)
     if left_out and context.is_root:
@@ -156,6 +156,14 @@ def run_in_job(name: str, argv: list[str]) -> None:
         if name != "verify" or context.size == 1:
             raise
         leave(int(str(ended)), speaker=0)
+
+
+def elastic_of(config: Config | None) -> Any:
+    """Return what `jaxdp.init` needs of `elastic`; None if it is off."""
+    from jaxdp.distributed.context import Elastic
+
+    elastic = config.elastic if config is not None else None
+    return Elastic(elastic.min_processes, elastic.join_timeout) if elastic and elastic.enabled else None
 
 
 def set_threads(config: Config | None, simulated: bool = True, exact: bool = False) -> None:

@@ -319,6 +319,23 @@ class Resume:
 
 
 @dataclasses.dataclass(frozen=True)
+class Elastic:
+    """Continue in the same processes when one of several is lost, and admit others while training (docs/elastic.md).
+
+    Args:
+        enabled: a lost process does not end the others
+        min_processes: fewer processes wait for others, and end with code 75 after join_timeout
+        snapshot_every: updates between two copies of the state in memory; updates since the last one are repeated
+        join_timeout: seconds to wait for enough processes
+    """
+
+    enabled: bool = speed(False)
+    min_processes: int = speed(1)
+    snapshot_every: int = speed(10)
+    join_timeout: float = speed(60.0)
+
+
+@dataclasses.dataclass(frozen=True)
 class Watchdog:
     """A watchdog that ends a run without progress, and names slow processes.
 
@@ -393,6 +410,7 @@ class Config:
     checkpoint: Checkpoint = speed(Checkpoint())
     resume: Resume = speed(Resume())
     watchdog: Watchdog = speed(Watchdog())
+    elastic: Elastic = speed(Elastic())
     callbacks: list[Any] = speed([])
     verify: Verify = speed(Verify())
 

@@ -81,9 +81,6 @@ def enter(entered: Entered) -> dict[str, Any]:
     devices = bind(local_rank, local_size, count, visible, neighbours)
     heartbeat = round(3 * silence)
     private_jax.connect(joined.jax_address, rank, len(everyone), timeout, heartbeat, devices, elastic is not None)
-    if elastic is not None and facts["gloo"]:
-        jax.devices()
-        private_jax.store_programs()
     names, pids = tuple(f["host"] for f in everyone), tuple(f["pid"] for f in everyone)
     return {
         "rank": rank,

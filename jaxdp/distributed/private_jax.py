@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -114,14 +114,19 @@ def disconnect() -> None:
     backend.clear_backends()
 
 
-def store_programs() -> None:
-    """Let this process write to the compilation cache: JAX lets process 0 write, but on CPU the keys differ by process.
+@contextlib.contextmanager
+def store_programs() -> Iterator[None]:
+    """Let this process write what it compiles inside this context to the compilation cache.
 
-    Call it after the devices have been opened, which needs the true number of the process.
+    JAX lets process 0 alone write, but on CPU the keys differ by process, so the others would always compile again.
     """
     from jax._src.distributed import global_state
 
-    global_state.process_id = 0
+    number, global_state.process_id = global_state.process_id, 0
+    try:
+        yield
+    finally:
+        global_state.process_id = number
 
 
 def backends_initialized() -> bool:

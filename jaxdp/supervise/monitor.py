@@ -2,12 +2,13 @@
 
 import contextlib
 import pathlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from jaxdp import rundir
-from jaxdp.distributed import membership
+from jaxdp.distributed import membership, private_jax
 from jaxdp.distributed.context import Context
 from jaxdp.errors import DistributedError
 from jaxdp.supervise import signals
@@ -16,7 +17,10 @@ from jaxdp.supervise.watchdog import Watchdog
 
 
 class Stopped(Exception):
-    """All processes have stopped at the same point. kind: 'preempt' or 'halt'. why: the signal. rank: its receiver."""
+    """All processes have stopped at the same point. kind: 'preempt', 'halt' or 'regroup'.
+
+    why: the signal. rank: its receiver.
+    """
 
     def __init__(self, kind: str, why: str, rank: int):
         super().__init__(f"{why or kind} on rank {rank}")
@@ -81,10 +85,12 @@ class RunMonitor:
         timeout: float | None = 600.0,
         straggler_factor: float = 2.0,
         minutes: float | None = None,
+        elastic: bool = False,
     ):
         self.agreement = Agreement(context)
         self.watchdog = Watchdog(context, directory, timeout)
         self.factor = straggler_factor
+        self.storing = private_jax.store_programs if elastic else contextlib.nullcontext
         if context.is_root and (member := membership.current()) is not None:
             member.keep_log(str((directory / "events.jsonl").absolute()))
         self._called: set[int] = set()
@@ -93,18 +99,21 @@ class RunMonitor:
         if minutes is not None and context.is_root:
             self.watchdog.often(lambda: self._save_by_time(60.0 * minutes))
         signals.subscribe(self._preempt)
+        if context.is_root and (member := membership.current()) is not None:
+            member.on("join", self._admit)
 
     def run_step(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
         while (request := self.agreement.point()) is not None:
             if request["kind"] != "save":
-                rundir.mark_ending()  # the next job may start while this one saves
+                if request["kind"] != "regroup":
+                    rundir.mark_ending()  # the next job may start while this one saves
                 raise Stopped(**request)
             self._save = True
         self.watchdog.at(what)
         if id(f) in self._called:
             result = f(*args)
         else:
-            with self.watchdog.suspend_timeout(f"{what} (compiles)"):
+            with self.watchdog.suspend_timeout(f"{what} (compiles)"), self.storing():
                 result = f(*args)
             self._called.add(id(f))
         return result
@@ -145,6 +154,10 @@ class RunMonitor:
     def _preempt(self, name: str) -> None:
         if name != signals.TRACE:
             self._request("preempt", name)
+
+    def _admit(self, rank: int, name: str) -> None:
+        """Ask all processes to regroup, since another one waits to join. Runs in the reader thread."""
+        threading.Thread(target=self._request, args=("regroup", f"{name} joins"), daemon=True).start()
 
     def _save_by_time(self, seconds: float) -> None:
         if time.monotonic() - self._last_save > seconds:

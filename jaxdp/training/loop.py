@@ -36,7 +36,7 @@ def complete(run: Run) -> tuple[Record, TrainState]:
     """
     program = run.strategy.compile(run.step)
     with run.watch.suspend_timeout("makes the state"):
-        state = restore(run, run.start) if run.start else run.begin(run)
+        state = run.recovered or (restore(run, run.start) if run.start else run.begin(run))
     progress = Progress(run.start, state, evaluated=run.start if run.evaluated else -1)
     lookback = Lookback(EXAMINED if run.train.check else 0, run.checkpoints.context.rank)
     run.callbacks.call("on_start", run)
@@ -55,6 +55,9 @@ def complete(run: Run) -> tuple[Record, TrainState]:
                     lookback.sent.clear()
                 if stop.kind == "preempt":
                     save_preempted(run, progress, stop)
+                    raise
+                if stop.kind == "regroup":
+                    run.snapshots.take_now(run, progress)
                     raise
     finally:
         gc.unfreeze()
@@ -85,6 +88,8 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
             call: Any = program.updates if several else program.update
             progress.state, progress.metrics = run.watch.run_step(name, call, progress.state, batch)
             progress.step = step
+            if run.snapshots is not None:
+                run.snapshots.take(run, progress)
             run.watch.sent(progress.metrics)
             lookback.add(updates, progress.metrics)
             run.profile.after(step, progress.metrics)
