@@ -139,8 +139,9 @@ def run_in_job(name: str, argv: list[str]) -> None:
         environment.trace_operations()
     left_out = xla_presets.use(config.parallel.xla_preset, config.parallel.devices) if config is not None else None
     import jaxdp
+    from jaxdp.job.elastic import settings
 
-    context = jaxdp.init(elastic=elastic_of(config))
+    context = jaxdp.init(elastic=settings(config))
     signals.act()
     context.agree(error)
     if left_out and context.is_root:
@@ -156,14 +157,6 @@ def run_in_job(name: str, argv: list[str]) -> None:
         if name != "verify" or context.size == 1:
             raise
         leave(int(str(ended)), speaker=0)
-
-
-def elastic_of(config: Config | None) -> Any:
-    """Return what `jaxdp.init` needs of `elastic`; None if it is off."""
-    from jaxdp.distributed.context import Elastic
-
-    elastic = config.elastic if config is not None else None
-    return Elastic(elastic.min_processes, elastic.join_timeout) if elastic and elastic.enabled else None
 
 
 def set_threads(config: Config | None, simulated: bool = True, exact: bool = False) -> None:

@@ -50,6 +50,7 @@ OPERATIONS: dict[str, dict[str, Any]] = {
     "fault": {"text": str, "code": range(1, 256)},
     "log": {"path": str},
     "leave": {},
+    "regroup": {},
 }
 # The answer to a rank's first message.
 ADMISSION: dict[str, Any] = {
@@ -58,6 +59,7 @@ ADMISSION: dict[str, Any] = {
     "generation?": range(1 << 31),
     "jax?": str,
     "error?": str,
+    "code?": range(1, 256),
     "missing?": [range(1 << 20)],
     "timeout?": float,
 }

@@ -1,16 +1,26 @@
 """Train in an elastic job: with the processes that are left when one is lost, and with those that join."""
 
+import contextlib
 import gc
 from collections.abc import Callable
 from typing import TypeVar
 
+from jaxdp.config import Config
 from jaxdp.distributed import faults, membership
-from jaxdp.distributed.context import Context, regroup
+from jaxdp.distributed.context import Context, Elastic, regroup
+from jaxdp.errors import DistributedError
 from jaxdp.supervise.monitor import Stopped
 from jaxdp.training.snapshots import Snapshots
 
 T = TypeVar("T")
 VERDICT = 5.0  # seconds that the coordinator has to report the lost process that a collective has failed by
+
+
+def settings(config: Config | None) -> Elastic | None:
+    """Return the argument `elastic` of `jaxdp.init`; None if it is off."""
+    if config is None or not config.elastic.enabled:
+        return None
+    return Elastic(config.elastic.min_processes, config.elastic.join_timeout)
 
 
 def train_elastic(train: Callable[[Context, Snapshots], T], context: Context, every: int) -> T:
@@ -24,13 +34,15 @@ def train_elastic(train: Callable[[Context, Snapshots], T], context: Context, ev
             return train(context, snapshots)
         except Exception as error:
             if isinstance(error, Stopped) and error.kind == "regroup":
-                context.barrier("regroup")
-                membership.joined().request("regroup")
+                with contextlib.suppress(DistributedError):  # another process has ended the generation already
+                    context.barrier("regroup")
+                    membership.joined().request("regroup")
             elif not has_ended(error):
                 raise
         snapshots.settle()
         gc.collect()
         context = regroup()
+        context.agree(None)  # a process that joins tells here if its config is wrong
         snapshots.generations += 1
 
 
