@@ -14,7 +14,7 @@ from jaxdp.assemble.components import NOTHING, Given
 from jaxdp.assemble.run import make_profile, make_run, on_all_ranks
 from jaxdp.config import Config
 from jaxdp.core.state import TrainState
-from jaxdp.distributed import faults
+from jaxdp.distributed import faults, private_jax
 from jaxdp.distributed.context import Context
 from jaxdp.errors import ReportedError, UsageError, one_line
 from jaxdp.job.elastic import has_ended, train_elastic
@@ -100,6 +100,7 @@ def train_here(
             callbacks=callbacks,
             recovered=recovered and recovered[2],
             snapshots=snapshots,
+            compiling=private_jax.store_programs() if snapshots is not None else contextlib.nullcontext(),
         )
         if snapshots is not None:
             snapshots.start(run)
@@ -156,7 +157,6 @@ def supervised(
         config.watchdog.step_timeout,
         config.watchdog.straggler_factor,
         config.checkpoint.every_minutes,
-        run.snapshots is not None,
     )
     account = lambda: context.of_root("goodput", lambda: goodput(directory / "metrics.jsonl", rundir.began(directory)))
     run = dataclasses.replace(run, writer=writer, watch=watch, account=account)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from jaxdp import rundir
-from jaxdp.distributed import membership, private_jax
+from jaxdp.distributed import membership
 from jaxdp.distributed.context import Context
 from jaxdp.errors import DistributedError
 from jaxdp.supervise import signals
@@ -85,12 +85,10 @@ class RunMonitor:
         timeout: float | None = 600.0,
         straggler_factor: float = 2.0,
         minutes: float | None = None,
-        elastic: bool = False,
     ):
         self.agreement = Agreement(context)
         self.watchdog = Watchdog(context, directory, timeout)
         self.factor = straggler_factor
-        self.storing = private_jax.store_programs if elastic else contextlib.nullcontext
         if context.is_root and (member := membership.current()) is not None:
             member.keep_log(str((directory / "events.jsonl").absolute()))
         self._called: set[int] = set()
@@ -113,7 +111,7 @@ class RunMonitor:
         if id(f) in self._called:
             result = f(*args)
         else:
-            with self.watchdog.suspend_timeout(f"{what} (compiles)"), self.storing():
+            with self.watchdog.suspend_timeout(f"{what} (compiles)"):
                 result = f(*args)
             self._called.add(id(f))
         return result

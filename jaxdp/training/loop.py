@@ -1,5 +1,6 @@
 """The loop, read from top to bottom: restore, update, log, evaluate, save."""
 
+import contextlib
 import gc
 import time
 from collections.abc import Iterator
@@ -86,7 +87,8 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
             run.profile.before(updates[0])
             name = f"updates {updates[0]} to {step}" if several else f"update {step}"
             call: Any = program.updates if several else program.update
-            progress.state, progress.metrics = run.watch.run_step(name, call, progress.state, batch)
+            with run.compiling if first else contextlib.nullcontext():
+                progress.state, progress.metrics = run.watch.run_step(name, call, progress.state, batch)
             progress.step = step
             if run.snapshots is not None:
                 run.snapshots.take(run, progress)
