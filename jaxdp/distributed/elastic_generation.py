@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxdp.distributed.generation import Generation, Member
 from jaxdp.distributed.protocol import WINDOW, difference
 from jaxdp.errors import PREEMPTED
 
-if TYPE_CHECKING:
-    from jaxdp.distributed.coordinator import Coordinator
-
 
 class ElasticGeneration(Generation):
     """before: the previous generation; None for the first, which the launcher's processes join."""
 
-    def __init__(self, coordinator: Coordinator, before: ElasticGeneration | None = None):
+    def __init__(self, coordinator: Any, before: ElasticGeneration | None = None):
         super().__init__(coordinator)
         self.before, self.number = before, before.number + 1 if before else 0
         self.log = before.log if before else None

@@ -10,16 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxdp.distributed import channel, faults, hosts, private_jax
 from jaxdp.distributed.exchange import Exchanges, Keys
 from jaxdp.distributed.messages import checked
 from jaxdp.distributed.protocol import FACTS, OPERATIONS, Facts, difference
 from jaxdp.errors import UsageError
-
-if TYPE_CHECKING:
-    from jaxdp.distributed.coordinator import Coordinator
 
 TICK = 0.1  # seconds between two checks of deadlines and silent ranks
 QUIET = 5.0  # seconds: if all ranks are silent for longer, the job is suspended, and no rank is declared dead
@@ -42,11 +39,11 @@ class Member:
 
 
 class Generation:
-    """The ranks that train together."""
+    """The ranks that train together. coordinator: the `Coordinator` that owns the generation."""
 
     number = 0
 
-    def __init__(self, coordinator: Coordinator):
+    def __init__(self, coordinator: Any):
         self.coordinator, self.settings = coordinator, coordinator.settings
         self.members: dict[int, Member] = {}  # the connected ranks
         self.left: set[int] = set()  # ranks that have left the job
