@@ -94,8 +94,10 @@ def run(config: Config, objects: Mapping[str, Mapping[str, Any]], overwrite: boo
     if in_main_thread:
         signals.listen()
     import jaxdp
+    from jaxdp.job.elastic import settings
 
-    context = jaxdp.init()
+    context = jaxdp.init(elastic=settings(config))
+    context.agree(None)
     if config.run_dir is None:
         config = dataclasses.replace(config, run_dir=context.of_root("run_dir", temporary))
     if ignored_flags and context.is_root:

@@ -37,6 +37,10 @@ class DistributedError(ReportedError, RuntimeError):
     texts: dict[int, str] = {}
 
 
+class GenerationEnded(DistributedError):
+    """The processes of an elastic job regroup: one was lost, or another one joins."""
+
+
 class RunFailed(ReportedError, RuntimeError):
     """The run itself cannot continue: one line, printed by rank 0. Exit code 1."""
 

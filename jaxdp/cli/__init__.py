@@ -139,8 +139,9 @@ def run_in_job(name: str, argv: list[str]) -> None:
         environment.trace_operations()
     left_out = xla_presets.use(config.parallel.xla_preset, config.parallel.devices) if config is not None else None
     import jaxdp
+    from jaxdp.job.elastic import settings
 
-    context = jaxdp.init()
+    context = jaxdp.init(elastic=settings(config))
     signals.act()
     context.agree(error)
     if left_out and context.is_root:

@@ -60,6 +60,7 @@ def load_options(argv: list[str], verb: str) -> dict[str, Any]:
     from jaxdp import bounded_yaml
 
     options = VERBS[verb].options
+    argv, command = split_command(argv, options) if VERBS[verb].command else (argv, None)
     parser = bounded_yaml.parser(prog=f"jaxdp {verb}")
     add_options(parser, options)
     for name, count in VERBS[verb].arguments.items():
@@ -71,13 +72,22 @@ def load_options(argv: list[str], verb: str) -> dict[str, Any]:
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(options)}"
             raise UsageError(f"command line: unknown option {name!r}; {hint}")
     try:
-        return check_least(parser.parse_args(options_first(argv, options)).as_dict(), options)
+        values = check_least(parser.parse_args(options_first(argv, options)).as_dict(), options)
+        return values if command is None else {**values, "command": command}
     except (argparse.ArgumentError, TypeError, KeyError) as error:
         key = re.search(r'(?:key|for|Option) "?(\w+)"?', str(error))
         value = re.search(r"(?:Got|Given) value: *(.+?) *(?:\n|$)", str(error))
         if key and value and key[1] in options:
             raise UsageError(f"--{key[1]}: {value[1]!r} is not {WORDS[options[key[1]].kind]}") from None
         raise UsageError(unnamed(error) or one_line(error)) from None
+
+
+def split_command(argv: list[str], options: Options) -> tuple[list[str], list[str]]:
+    """Return (the options of a verb, the command behind them). `-n N` stands for the first option."""
+    argv, i = [f"--{next(iter(options))}" if arg == "-n" else arg for arg in argv], 0
+    while i < len(argv) and argv[i].startswith("-") and argv[i] != "--":
+        i += 1 if "=" in argv[i] or argv[i] in ("-h", "--help") else 2
+    return argv[:i], argv[i + 1 if argv[i : i + 1] == ["--"] else i :]
 
 
 def check_least(values: dict[str, Any], options: Options) -> dict[str, Any]:

@@ -22,6 +22,7 @@ class Verb:
         where: "job", in all processes of a job, on their devices; "alone", in one process, on simulated devices if
             there are no real ones; "host", without devices and without the keys of a config.
         arguments: name -> argparse's nargs, of positional arguments.
+        command: what follows the options is a command with options of its own.
         featured: the number of examples that `jaxdp --help` shows.
     """
 
@@ -31,6 +32,7 @@ class Verb:
     options: dict[str, Option] = dataclasses.field(default_factory=dict)
     arguments: dict[str, str] = dataclasses.field(default_factory=dict)
     featured: int = 1
+    command: bool = False
 
     @property
     def has_config(self) -> bool:
@@ -175,6 +177,20 @@ VERBS = {
             "json": JSON,
         },
         featured=2,
+    ),
+    "launch": Verb(
+        "start the processes of a job on this host, and restart those that die",
+        "host",
+        (
+            f"jaxdp launch --processes 2 train {DIGITS}",
+            f"jaxdp launch --processes 4 --restart 5 train {DIGITS} --elastic.enabled true",
+            "jaxdp launch --processes 2 python examples/allreduce.py",
+        ),
+        {
+            "processes": Option(int, 2, "the number of processes; also -n", 1),
+            "restart": Option(int, 0, "how many times a process that dies is started again, with a growing pause", 0),
+        },
+        command=True,
     ),
     "completion": Verb(
         "print a script that lets bash or zsh complete commands and keys",

@@ -4,348 +4,47 @@ A field that changes the numbers of a run (loss curve, parameters) is created wi
 speed, memory or output with `speed`; `config.check` reads these marks. This module does not import JAX.
 """
 
-import copy
 import dataclasses
 import pathlib
-from typing import Any, Literal
-
-
-def _field(decides: str, default: Any) -> Any:
-    if isinstance(default, list | dict) or dataclasses.is_dataclass(default):
-        return dataclasses.field(default_factory=lambda: copy.copy(default), metadata={"decides": decides})
-    return dataclasses.field(default=default, metadata={"decides": decides})
-
-
-def numbers(default: Any) -> Any:
-    """Create a field that changes the numbers of a run."""
-    return _field("numbers", default)
-
-
-def speed(default: Any) -> Any:
-    """Create a field that changes only speed, memory or output."""
-    return _field("speed", default)
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A pluggable component.
-
-    Args:
-        target: a built-in name, or the dotted path of any importable class or function
-        args: its arguments, checked against its signature; --X.args.NAME VALUE sets one
-    """
-
-    target: str = numbers("")
-    args: dict[str, Any] = numbers({})
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelTarget(Target):
-    """The model.
-
-    Args:
-        target: MLP, CNN, ResNet9, ViT, LSTM, RNN, GPT, or the dotted path of any Flax (NNX or Linen) or Equinox module,
-            a function that returns one, or a pair of functions (init, apply)
-        args: its arguments, checked against its signature; --model.args.NAME VALUE sets one
-    """
-
-
-@dataclasses.dataclass(frozen=True)
-class DataTarget(Target):
-    """The training data.
-
-    Args:
-        target: Digits (embedded), PythonSource (that of the standard library), CIFAR10, MNIST, FashionMNIST, TextFile,
-            TokenFile, PennTreebank, Documents, ImageFolder, HuggingFace, or the dotted path of any sized sequence of
-            examples (docs/data.md)
-        args: its arguments, e.g. root, the folder of the files; --data.args.NAME VALUE sets one
-        order: shuffled, differently in each epoch, or sequential: each row of a batch continues in the same row of the
-            next, for models that carry state between batches; null means sequential for such models, else shuffled
-        transform: runs on the device: Mixup, or the dotted path of a function (example, key) -> example for training
-            examples, or (example, key, train) -> example for all
-        workers: the number of processes that read the data; 0 reads it in a thread
-        on_device: store the full data set on every device, and gather batches there; for small data sets
-    """
-
-    order: Literal["shuffled", "sequential"] | None = numbers(None)
-    transform: Target | None = numbers(None)
-    workers: int = speed(0)
-    on_device: bool = speed(False)
-
-
-@dataclasses.dataclass(frozen=True)
-class LossTarget(Target):
-    """The loss.
-
-    Args:
-        target: SoftmaxCrossEntropy, CausalLM (with perplexity), MeanSquaredError, Contrastive, MultiTask, or the dotted
-            path of a class or function
-        args: its arguments; --loss.args.NAME VALUE sets one
-    """
-
-    target: str = numbers("SoftmaxCrossEntropy")
-
-
-@dataclasses.dataclass(frozen=True)
-class Optimizer:
-    """The optimizer and its learning-rate schedule.
-
-    Args:
-        target: sgd, adam, adamw, lamb, adafactor, lion, muon, or the dotted path of a function that returns
-            an Optax transformation
-        lr: the peak learning rate
-        schedule: the shape of the learning rate after the warm-up
-        warmup_steps: updates of linear warm-up from zero
-        schedule_steps: the update at which the schedule ends; null means the last one
-        final_lr: the learning rate at the end of the schedule, as a fraction of lr
-        weight_decay: the coefficient of weight decay
-        no_decay: parameters whose path matches one of these regular expressions are not decayed
-        clip_norm: gradients are scaled down to this global norm; null disables clipping
-        frozen: parameters whose path matches one of these regular expressions are not updated
-        lr_scale: regular expression to factor; the learning rate of a parameter is multiplied by the factor of the
-            first one that its path matches
-        ema: decay of a running average of the parameters, such as 0.999; null for no average (see eval.ema)
-        args: more arguments of the target (momentum, b1, b2, eps, ...)
-    """
-
-    target: str = numbers("adamw")
-    lr: float = numbers(1e-3)
-    schedule: Literal["constant", "cosine", "linear", "one_cycle"] = numbers("cosine")
-    warmup_steps: int = numbers(0)
-    schedule_steps: int | None = numbers(None)
-    final_lr: float = numbers(0.0)
-    weight_decay: float = numbers(0.0)
-    no_decay: list[str] = numbers([r"(^|/)(bias|scale)$"])
-    clip_norm: float | None = numbers(None)
-    frozen: list[str] = numbers([])
-    lr_scale: dict[str, float] = numbers({})
-    ema: float | None = numbers(None)
-    args: dict[str, Any] = numbers({})
-
-
-@dataclasses.dataclass(frozen=True)
-class Init:
-    """The parameters to load from init_from, selected by path. BatchNorm's averages are below model_state/.
-
-    Args:
-        rename: regular expression to replacement, as in re.sub; the first expression found in a path of the source
-            renames it
-        load: load parameters whose path matches one of these regular expressions, if the source has them
-        skip: do not load parameters whose path matches one of these
-        ema: load the source's running average of the parameters
-    """
-
-    rename: dict[str, str] = numbers({})
-    load: list[str] = numbers([".*"])
-    skip: list[str] = numbers([])
-    ema: bool = numbers(False)
-
-
-@dataclasses.dataclass(frozen=True)
-class Parallel:
-    """Distribution of the work over the devices; only the marked keys change the numbers.
-
-    Args:
-        backend: pmap, or jit over a mesh
-        zero: ZeRO stage: 1 splits the optimizer state over the devices, 2 the gradients too, 3 the parameters too;
-            pmap has 0 and 1
-        reduction: xla sums leaf by leaf, bucket packs leaves into few large operands; auto selects bucket between
-            processes on CPU, else xla; exact gives the same bits on any number of devices (docs/exact.md); exact16 and
-            exact8 do so with 2 and 1 bytes an element and stochastic rounding, which changes the numbers
-        exact_group: number of microbatches that the exact reductions compute at once; this changes the numbers
-        bucket_mb: size of a bucket in MB
-        shard_size: number of devices over which the state is sharded, such as those of a host; null means all
-        gradient_buffer: stages 2 and 3 reduce gradients after each microbatch, into shards (sharded), or once, after
-            all (replicated: fewer bytes to send under accumulate: scan, more memory)
-        remat: what the backward pass recomputes in each block: none, full, all but matrix products (dots), all but
-            those with weights (dots_no_batch); auto is none, or dots_no_batch if stage 3 gathers blocks or the
-            reduction is exact and there are blocks
-        accumulate: compute a device's microbatches all at once (vmap) or one after the other (scan, with the memory of
-            one); auto is vmap. The exact reductions compute exact_group of them at once
-        devices: use only this many devices of a single process; null uses all
-        xla_preset: overlap sets XLA flags that let collectives overlap with the backward pass on several GPUs; default
-            leaves XLA_FLAGS unchanged (docs/performance.md)
-    """
-
-    backend: Literal["pmap", "pjit"] = speed("pmap")
-    zero: int = speed(0)
-    reduction: Literal["auto", "xla", "bucket", "exact", "exact16", "exact8"] = speed("auto")
-    exact_group: int = numbers(1)
-    bucket_mb: float = speed(25.0)
-    shard_size: int | None = speed(None)
-    gradient_buffer: Literal["sharded", "replicated"] = speed("sharded")
-    remat: Literal["auto", "none", "full", "dots", "dots_no_batch"] = speed("auto")
-    accumulate: Literal["auto", "vmap", "scan"] = speed("auto")
-    devices: int | None = speed(None)
-    xla_preset: Literal["default", "overlap"] = speed("default")
-
-    @property
-    def exact(self) -> bool:
-        """Return whether the bits are the same on any number of devices."""
-        return self.reduction.startswith("exact")
-
-    @property
-    def exact_reduction(self) -> Literal["exact", "exact16", "exact8"]:
-        """The reduction that gives the same bits: the configured one, if it does, else the widest."""
-        return self.reduction if self.reduction in ("exact16", "exact8") else "exact"
-
-
-@dataclasses.dataclass(frozen=True)
-class Precision:
-    """Number formats.
-
-    Args:
-        params: dtype of parameters and optimizer state
-        compute: dtype of the forward and backward pass; by default that of params
-        reduce: dtype of the gradient reduction over devices; by default that of params
-        matmul: jax_default_matmul_precision
-        loss_scale: factor of the mean loss; an update that overflows is skipped. A number stays constant; dynamic is
-            halved after an overflow, and grows; by default dynamic if compute or reduce is float16, else none
-        loss_scale_interval: updates without overflow after which a dynamic scale doubles
-    """
-
-    params: Literal["float32", "float64", "bfloat16"] = numbers("float32")
-    compute: Literal["float32", "float64", "bfloat16", "float16"] | None = numbers(None)
-    reduce: Literal["float32", "float64", "bfloat16", "float16"] | None = numbers(None)
-    matmul: Literal["default", "high", "highest"] = numbers("default")
-    loss_scale: float | Literal["dynamic"] | None = numbers(None)
-    loss_scale_interval: int = numbers(2000)
-
-
-@dataclasses.dataclass(frozen=True)
-class Nonfinite:
-    """Updates whose loss or gradients are not finite: they are skipped, and change nothing.
-
-    Args:
-        max_consecutive: number of consecutive ones that ends the run
-    """
-
-    max_consecutive: int = speed(10)
-
-
-@dataclasses.dataclass(frozen=True)
-class Spike:
-    """Updates whose loss is finite but too large.
-
-    Args:
-        factor: a loss above this factor times the running mean of earlier losses is a spike; null disables the check.
-            Not suitable for losses that pass through zero
-        decay: decay of the running mean
-        after: good updates before the first loss that can be a spike
-        action: skip skips the update; rollback returns to a checkpoint and skips the batches since then
-        max_rollbacks: the number of rollbacks allowed; one more ends the run
-    """
-
-    factor: float | None = numbers(None)
-    decay: float = numbers(0.98)
-    after: int = numbers(100)
-    action: Literal["skip", "rollback"] = numbers("skip")
-    max_rollbacks: int = numbers(3)
-
-
-@dataclasses.dataclass(frozen=True)
-class Eval:
-    """Evaluation: every example exactly once.
-
-    Args:
-        every: updates between evaluations; null evaluates only at the end
-        data: the data to evaluate on; null means the test split of the training data, if it has one
-        ema: evaluate the running average of the parameters (optimizer.ema)
-    """
-
-    every: int | None = speed(None)
-    data: Target | None = speed(None)
-    ema: bool = speed(False)
-
-
-@dataclasses.dataclass(frozen=True)
-class Log:
-    """Logging during training.
-
-    Args:
-        every: updates between two records
-        writers: further outputs besides the console and metrics.jsonl: TensorBoard, WandB, or {target, args} with the
-            dotted path of your own (docs/monitoring.md)
-    """
-
-    every: int = speed(50)
-    writers: list[Any] = speed([])
-
-
-@dataclasses.dataclass(frozen=True)
-class Profile:
-    """A trace for TensorBoard or Perfetto, in the run directory; SIGUSR2 starts one at the next updates.
-
-    Args:
-        start: the first update to trace; null traces none
-        steps: the number of updates to trace
-    """
-
-    start: int | None = speed(None)
-    steps: int = speed(5)
-
-
-@dataclasses.dataclass(frozen=True)
-class Checkpoint:
-    """Checkpoints, in the run directory; there is always one at the end, and one on preemption.
-
-    Args:
-        every: updates between two checkpoints; null saves only the last one
-        every_minutes: minutes between two checkpoints, in addition to `every`
-        asynchronous: write while training continues; else training waits until the checkpoint is complete
-        keep: the number of latest checkpoints to keep
-        keep_every: keep those at multiples of this number of updates too, such as 10000
-        best: keep the best one by this metric of the evaluation too, such as accuracy; loss, NAME_loss (of a task),
-            cross_entropy and perplexity are best when low, others when high
-    """
-
-    every: int | None = speed(None)
-    every_minutes: float | None = speed(None)
-    asynchronous: bool = speed(True)
-    keep: int = speed(3)
-    keep_every: int | None = speed(None)
-    best: str | None = speed(None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Resume:
-    """Another start in the same directory resumes the run from its latest checkpoint.
-
-    Args:
-        force: resume even if the config now has other values that change the numbers
-    """
-
-    force: bool = speed(False)
-
-
-@dataclasses.dataclass(frozen=True)
-class Watchdog:
-    """A watchdog that ends a run without progress, and names slow processes.
-
-    Args:
-        step_timeout: seconds that an update may take (without compilation; for several in one call, each) before all
-            processes write their stacks and the run ends; null waits for ever
-        straggler_factor: name a process in the metrics if its own work between updates, such as waiting for its data,
-            takes this many times as long as that of the others
-    """
-
-    step_timeout: float | None = speed(600.0)
-    straggler_factor: float = speed(2.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Verify:
-    """Smaller sizes for `jaxdp verify`; no other command reads them.
-
-    Args:
-        model_args: arguments that replace those in model.args, such as layers and dim
-        data_args: arguments that replace those in data.args, such as length
-        strategies: the number of strategies to try, the config's own first; null tries all that are needed
-    """
-
-    model_args: dict[str, Any] = speed({})
-    data_args: dict[str, Any] = speed({})
-    strategies: int | None = speed(None)
+from typing import Any
+
+from jaxdp.config.fields import numbers, speed
+from jaxdp.config.operation import Checkpoint, Elastic, Eval, Log, Profile, Resume, Verify, Watchdog
+from jaxdp.config.training import (
+    DataTarget,
+    Init,
+    LossTarget,
+    ModelTarget,
+    Nonfinite,
+    Optimizer,
+    Parallel,
+    Precision,
+    Spike,
+    Target,
+)
+
+__all__ = [
+    "Checkpoint",
+    "Config",
+    "DataTarget",
+    "Elastic",
+    "Eval",
+    "Init",
+    "Log",
+    "LossTarget",
+    "ModelTarget",
+    "Nonfinite",
+    "Optimizer",
+    "Parallel",
+    "Precision",
+    "Profile",
+    "Resume",
+    "Spike",
+    "Target",
+    "Verify",
+    "Watchdog",
+    "run_dir",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -393,6 +92,7 @@ class Config:
     checkpoint: Checkpoint = speed(Checkpoint())
     resume: Resume = speed(Resume())
     watchdog: Watchdog = speed(Watchdog())
+    elastic: Elastic = speed(Elastic())
     callbacks: list[Any] = speed([])
     verify: Verify = speed(Verify())
 

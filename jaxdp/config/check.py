@@ -16,7 +16,7 @@ AT_LEAST = {
     "parallel.devices": 1, "parallel.zero": 0, "parallel.shard_size": 2, "precision.loss_scale_interval": 1,
     "verify.strategies": 1, "checkpoint.keep_every": 1, "watchdog.straggler_factor": 1,
     "nonfinite.max_consecutive": 1, "spike.after": 1, "spike.max_rollbacks": 0, "data.workers": 0,
-    "steps_per_call": 1,
+    "steps_per_call": 1, "elastic.min_processes": 1, "elastic.snapshot_every": 1,
 }  # fmt: skip
 AT_MOST = {
     "seed": 2**32 - 1,
@@ -39,6 +39,7 @@ ABOVE_ZERO = (
     "spike.decay",
     "checkpoint.every_minutes",
     "watchdog.step_timeout",
+    "elastic.join_timeout",
 )
 BELOW_ONE = {"optimizer.ema": 0.999, "spike.decay": 0.98}  # with a reasonable value
 FORMERLY = {"data.order": "shuffled"}  # behaviour of runs older than a key, if it is not the key's default

@@ -53,11 +53,12 @@ class Connection:
         return bytes(data)
 
 
-def join(host: str, port: int, secret: str, facts: Facts, timeout: float) -> tuple[Connection, list[Facts], str]:
+def join(host: str, port: int, secret: str, facts: Facts, timeout: float) -> tuple[Connection, dict[str, Any]]:
     """Join the job at its coordinator, retrying until it answers.
 
-    Returns the connection, the facts of all ranks, and the "host:port" of JAX's coordination service. Raises UsageError
-    (foreign program at the address, other secret, other facts) or DistributedError (a missing rank or coordinator).
+    Returns the connection, and {members: the facts of all ranks, jax: "host:port" of JAX's coordination service, rank:
+    this process's, generation}. Raises UsageError (foreign program at the address, other secret, other facts) or
+    DistributedError (a missing rank or coordinator; too few processes to continue an elastic job).
     """
     title, began, problem = hosts.title(facts["rank"], facts["host"]), time.monotonic(), "not tried"
     foreign = refused = 0
@@ -67,7 +68,7 @@ def join(host: str, port: int, secret: str, facts: Facts, timeout: float) -> tup
             connection = Connection(host, port, secret, min(remaining, 5.0), facts=facts)
             greeted = True
             connection.socket.settimeout(remaining + 10.0)  # the coordinator's deadline comes first
-            return connection, *_admitted(connection.receive(), facts["size"])
+            return connection, _admitted(connection.receive(), facts["size"])
         except (OSError, channel.Refused) as error:
             problem = printable(error, 200) or type(error).__name__
             refused += greeted
@@ -89,10 +90,12 @@ def join(host: str, port: int, secret: str, facts: Facts, timeout: float) -> tup
     )
 
 
-def _admitted(message: dict[str, Any], size: int) -> tuple[list[Facts], str]:
+def _admitted(message: dict[str, Any], size: int) -> dict[str, Any]:
     verdict = checked(message, ADMISSION)
     if verdict is None:
         raise channel.Refused(f"it answered {str(message)[:80]!r}")
+    if "code" in verdict:
+        raise DistributedError(verdict["error"], rank=0)
     if "error" in verdict:
         raise UsageError(verdict["error"], rank=0)
     if "missing" in verdict:
@@ -102,4 +105,4 @@ def _admitted(message: dict[str, Any], size: int) -> tuple[list[Facts], str]:
             "and what it printed (JAXDP_TIMEOUT sets how long to wait, in seconds)",
             rank=0,
         )
-    return verdict["members"], verdict["jax"]
+    return verdict

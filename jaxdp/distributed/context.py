@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import jax
-import jaxlib
 
-import jaxdp
-from jaxdp.distributed import faults, gpus, hosts, joining, membership, private_jax
+from jaxdp.distributed import enter, faults, hosts, membership, private_jax
 from jaxdp.distributed.gpus import bind
+from jaxdp.distributed.joining import Elastic
 from jaxdp.distributed.launchers import World, discover
-from jaxdp.distributed.world import MPI
 from jaxdp.errors import DistributedError, ReportedError, UsageError, one_line
 
-__all__ = ["Context", "bind", "crash", "current", "fail", "init", "leave", "shutdown"]
+__all__ = ["Context", "Elastic", "bind", "crash", "current", "fail", "init", "leave", "regroup", "shutdown"]
 GRACE = 2.0  # seconds that an ending process waits for other ending processes
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Context:
     """One process of a job.
 
@@ -136,13 +134,15 @@ def init(
     local_size: int | None = None,
     init_method: str | None = None,
     timeout: float | None = None,
+    elastic: Elastic | None = None,
 ) -> Context:
     """Join the job that this process belongs to; call it before anything touches a device.
 
     Rank and size come from the arguments, else from the launcher's variables (`launchers.discover`); a process without
     either is alone, and `jax.distributed` stays untouched. coordinator: "host:port" of rank 0; init_method:
     "tcp://host:port" or "env://", as in torch.distributed. timeout: seconds, for the rendezvous and for detecting a
-    dead process; by default JAXDP_TIMEOUT, or 60. A second call returns the same context.
+    dead process; by default JAXDP_TIMEOUT, or 60. elastic: the death of a process does not end the others, and others
+    may join (`regroup`). A second call returns the same context.
 
     Raises UsageError (wrong or different variables, addresses, host names, versions or sizes; other arguments in a
     second call) and DistributedError (a process did not come). In a job of several processes, an uncaught exception
@@ -154,7 +154,7 @@ def init(
         if arguments and arguments != _arguments:
             raise UsageError(f"init({arguments}), but this process already joined with init({_arguments})")
         return _current
-    world = discover(**{k: v for k, v in arguments.items() if k != "timeout"})
+    world = discover(**{k: v for k, v in arguments.items() if k not in ("timeout", "elastic")})
     if world.size > 1 and (private_jax.backends_initialized() or private_jax.is_connected()):
         raise UsageError(
             "jaxdp.init() comes too late to join other processes: JAX's devices are in use, or jax.distributed is "
@@ -163,41 +163,27 @@ def init(
     if world.size == 1:
         context = Context(launcher=world.launcher, hosts=(hosts.hostname(),), pids=(os.getpid(),))
     else:
-        context = _join(world, membership.default_timeout(timeout))
+        context = _join(world, membership.default_timeout(timeout), elastic)
     _current, _arguments = context, arguments
     return context
 
 
-def _join(world: World, timeout: float) -> Context:
-    count, visible = gpus.count(), gpus.visible_devices()
-    facts = {
-        **{package.__name__: package.__version__ for package in (jaxdp, jax, jaxlib)},
-        "python": ".".join(map(str, sys.version_info[:2])),
-        "gloo": count == 0,
-        "visible": visible,
-    }
+def _join(world: World, timeout: float, elastic: Elastic | None) -> Context:
     global _joining
     _joining = world
     _hook(world)
-    joined = joining.meet(world, facts, timeout)
-    everyone = joined.facts
-    counted = hosts.local_ranks(everyone, world.rank)
-    local_rank = counted[0] if world.local_rank is None else world.local_rank
-    local_size = counted[1] if world.local_size is None else world.local_size
-    neighbours = [f["visible"] for f in everyone if hosts.key(f) == hosts.key(everyone[world.rank])]
-    sharers = gpus.sharers(local_size, count, visible, neighbours)
-    if sharers > 1:  # each would reserve three quarters of the GPU
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.75 / sharers:.3f}")
-    silence = membership.silence(timeout)
-    parent = os.getppid() if world.launcher in MPI else None
-    member = membership.Membership(joined.connection, everyone, world.rank, local_rank, silence, parent)
-    membership.start(member)
-    if hosts.on_one_host(everyone):
-        private_jax.bind_gloo("127.0.0.1")
-    devices = bind(local_rank, local_size, count, visible, neighbours)
-    private_jax.connect(joined.jax_address, world.rank, world.size, timeout, round(3 * silence), devices)
-    names, pids = tuple(f["host"] for f in everyone), tuple(f["pid"] for f in everyone)
-    return Context(world.rank, world.size, local_rank, local_size, world.launcher, names, pids=pids)
+    return Context(launcher=world.launcher, **enter.join(world, timeout, elastic))
+
+
+def regroup() -> Context:
+    """Join the next generation of an elastic job, and return the context of this process in it.
+
+    All arrays and compiled programs of this process become invalid. Raises DistributedError if too few processes are
+    left, or the coordinator has gone.
+    """
+    global _current
+    _current = dataclasses.replace(current(), **enter.regroup())
+    return _current
 
 
 def _hook(world: World) -> None:

@@ -1,8 +1,7 @@
 """The coordinator: a small process on rank 0's host that every rank connects to; no rank's death ends it.
 
-It admits the ranks and compares their facts, runs JAX's coordination service, exchanges texts between ranks, stores a
-few keys, and detects dead ranks: a closed connection, or missing heartbeats. The first fault ends the job, and every
-rank receives its cause. Messages are those of `channel` and `protocol`; `coordinator_process` runs it.
+It authenticates connections and passes their messages to the current `Generation` of ranks. Messages are those of
+`channel` and `protocol`; `coordinator_process` runs it.
 """
 
 from __future__ import annotations
@@ -16,59 +15,33 @@ import threading
 import time
 from typing import Any
 
-from jaxdp.distributed import channel, faults, hosts, private_jax
-from jaxdp.distributed.exchange import Exchanges, Keys
+from jaxdp.distributed import channel, private_jax
+from jaxdp.distributed.elastic_generation import ElasticGeneration
+from jaxdp.distributed.generation import TICK, Generation, Member
 from jaxdp.distributed.messages import checked, printable
-from jaxdp.distributed.protocol import FACTS, OPERATIONS, Facts, Settings, difference
-from jaxdp.errors import UsageError
+from jaxdp.distributed.protocol import Settings
 
-TICK = 0.1  # seconds between two checks of deadlines and silent ranks
-QUIET = 5.0  # seconds: if all ranks are silent for longer, the job is suspended, and no rank is declared dead
 FIRST_MESSAGE = 10.0  # seconds until a connection must have sent its first message
 UNAUTHENTICATED = 256  # open connections without a first message; beyond that, the oldest is closed
-LINGER = 20.0  # seconds that the coordinator runs after a fault, at most
-
-
-class Member:
-    """A rank that has joined: its facts and its connection."""
-
-    def __init__(self, facts: Facts, writer: asyncio.StreamWriter, sealer: channel.Sealer):
-        self.facts, self.writer, self.sealer = facts, writer, sealer
-        self.rank: int = facts["rank"]
-        self.title = hosts.title(self.rank, facts["host"])
-        self.silent = 0.0  # seconds
-        self.note: dict[str, Any] = {}
-
-    def send(self, **message: Any) -> None:
-        with contextlib.suppress(OSError, RuntimeError):  # the rank has ended
-            self.writer.write(self.sealer.seal(message))
 
 
 class Coordinator:
-    """The state of one job."""
+    """The connections of a job, and its generations of ranks: the current one, and in an elastic job the next."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
-        self.members: dict[int, Member] = {}  # the connected ranks
-        self.left: set[int] = set()  # ranks that have left the job
-        self.admitted = False  # whether all ranks have joined
-        self.deadline = time.monotonic() + settings.timeout
-        self.fault: dict[str, Any] | None = None
-        self.log: str | None = None
-        self.exchanges, self.keys = Exchanges(), Keys()
-        self.announced: dict[str, dict[str, Any]] = {}
-        self.unauthenticated: collections.OrderedDict[asyncio.StreamWriter, None] = collections.OrderedDict()
         self.over = asyncio.Event()
-        self.suspended = self.reported = False
-        self.service: Any = None
+        self.generation: Generation = ElasticGeneration(self) if settings.elastic else Generation(self)
+        self.next: ElasticGeneration | None = None  # is forming
+        self.unauthenticated: collections.OrderedDict[asyncio.StreamWriter, None] = collections.OrderedDict()
+        self.reported = False
+        self.services: list[Any] = []  # JAX's, one for each generation
         self.jax_loaded = threading.Thread(target=private_jax.load)
         self.jax_loaded.start()  # takes a large part of a second, while the ranks connect
 
     def report(self, line: str) -> None:
         with contextlib.suppress(OSError):
             os.write(self.settings.stderr, f"jaxdp: {line}\n".encode())
-
-    # Connections
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection until it closes."""
@@ -82,9 +55,14 @@ class Coordinator:
             sealer = channel.to_coordinator(self.settings.secret, nonce)
             async with asyncio.timeout(FIRST_MESSAGE):
                 first = await self.receive(reader, sealer, channel.FIRST_LIMIT)
-            member = self.join(first, nonce, writer)
+            if probe := checked(first, {"nonce": str, "probe": True}):
+                nonces = nonce, probe["nonce"].encode()
+                writer.write(channel.to_rank(self.settings.secret, *nonces).seal({"pid": os.getpid()}))
+                return
+            member = self.admitting().join(first, nonce, writer)
+            self.unauthenticated.pop(writer, None)
             while True:
-                self.handle(member, await self.receive(reader, sealer))
+                member.generation.handle(member, await self.receive(reader, sealer))
         except channel.Refused as error:
             peer = writer.get_extra_info("peername") or ["?"]
             self.refuse(f"a message from {peer[0]}", str(error))
@@ -93,8 +71,16 @@ class Coordinator:
         finally:
             self.unauthenticated.pop(writer, None)
             if member is not None:
-                self.disconnected(member)
+                member.generation.disconnected(member)
             writer.close()
+
+    def admitting(self) -> Generation:
+        """Return the generation that a new process joins: the current one until it is complete, then the next."""
+        current = self.generation
+        if not isinstance(current, ElasticGeneration) or not current.admitted:
+            return current
+        self.next = self.next or ElasticGeneration(self, current)
+        return self.next
 
     async def receive(
         self, reader: asyncio.StreamReader, sealer: channel.Sealer, limit: int = channel.LIMIT
@@ -111,189 +97,15 @@ class Coordinator:
                 "job continues, and refuses further ones silently (who can reach its port? see docs/hosts.md)"
             )
 
-    # Joining
-
-    def join(self, message: dict[str, Any], nonce: bytes, writer: asyncio.StreamWriter) -> Member:
-        if probe := checked(message, {"nonce": str, "probe": True}):
-            nonces = nonce, probe["nonce"].encode()
-            writer.write(channel.to_rank(self.settings.secret, *nonces).seal({"pid": os.getpid()}))
-            raise EOFError
-        first = checked(message, {"nonce": str, "facts": FACTS})
-        if first is None or first["facts"]["rank"] >= first["facts"]["size"] or len(first["facts"]["spaces"]) != 2:
-            raise channel.Refused("its first message is malformed")
-        self.unauthenticated.pop(writer, None)
-        member = Member(first["facts"], writer, channel.to_rank(self.settings.secret, nonce, first["nonce"].encode()))
-        if self.admitted:
-            member.send(error=f"{member.title} comes too late: all ranks of the job have joined already")
-            raise EOFError
-        rival, self.members[member.rank] = self.members.get(member.rank), member
-        error = difference(self.members[0].facts, member.facts) if 0 in self.members else None
-        if rival:
-            error = (
-                f"two processes say they are rank {member.rank}: {rival.facts['pid']} on host {rival.facts['host']} "
-                f"and {member.facts['pid']} on host {member.facts['host']}: give every process its own rank"
-            )
-            rival.send(error=error)
-        elif member.rank == 0:
-            errors = (difference(member.facts, other.facts) for other in self.members.values())
-            error = next(filter(None, errors), None)
-        if error and 0 in self.members:
-            self.decide(error=error)
-        elif len(self.members) == self.settings.size:
-            self.admit()
-        return member
-
-    def admit(self) -> None:
-        """Start JAX's service and send every rank the facts of all, once all ranks have connected."""
-        self.admitted = True
-        facts = [self.members[rank].facts for rank in range(self.settings.size)]
-        try:
-            hosts.check_reachable(facts)
-            one_host = hosts.on_one_host(facts)
-            port = hosts.free_port()
-            address = hosts.meeting_address(facts, port)
-            if not one_host and self.settings.jax_host:
-                address = hosts.join(self.settings.jax_host, port)
-            bind = hosts.listening_address(hosts.split(address)[0], one_host) or "::"
-            self.jax_loaded.join()
-            self.service = private_jax.start_service(
-                hosts.join(bind, port),
-                self.settings.size,
-                heartbeat_timeout=round(3 * self.settings.silence),  # counted from a beat that may be half as old
-                shutdown_timeout=max(1, min(20, round(self.settings.timeout))),
-            )
-        except (UsageError, RuntimeError) as error:
-            self.decide(error=str(error))
-            return
-        for member in self.members.values():
-            member.send(members=facts, jax=address)
-
-    def decide(self, **verdict: Any) -> None:
-        """Send every connected rank the same verdict: the job does not start."""
-        self.admitted = True
-        self.left |= self.members.keys()
-        for member in self.members.values():
-            member.send(**verdict)
-
-    # Operations
-
-    def handle(self, member: Member, message: dict[str, Any]) -> None:
-        """Do one operation for a rank. Refuse a malformed one, without ending the rank."""
-        member.silent = 0.0
-        name = message.get("op")
-        fields = checked(message, OPERATIONS[name]) if isinstance(name, str) and name in OPERATIONS else None
-        if fields is None:
-            self.refuse(f"an operation of rank {member.rank}", str(name))
-            member.send(id=message.get("id"), refused=True)
-            return
-        reply = getattr(self, f"do_{name}")(member, message.get("id"), **fields)
-        if reply is not None:
-            member.send(id=message.get("id"), **reply)
-
-    def do_beat(self, member: Member, id: Any, note: dict[str, Any]) -> None:
-        member.note = note
-        member.send(beat=True)
-
-    def do_beats(self, member: Member, id: Any) -> dict[str, Any]:
-        return {"beats": {m.rank: m.note for m in self.members.values()}}
-
-    def do_silent(self, member: Member, id: Any, seconds: float) -> None:
-        def answer() -> None:
-            silent = [m.rank for m in self.members.values() if m.silent >= seconds - TICK and m is not member]
-            member.send(id=id, silent=silent)
-
-        asyncio.get_running_loop().call_later(min(seconds, 60.0), answer)
-
-    def do_exchange(self, member: Member, id: Any, members: list[int], **fields: Any) -> None:
-        reply = lambda message: member.send(id=id, **message)
-        self.exchanges.add(member.rank, tuple(members), reply, self.left, **fields)
-
-    def do_put(self, member: Member, id: Any, key: str, text: str) -> dict[str, Any]:
-        self.keys.put(key, text)
-        return {}
-
-    def do_get(self, member: Member, id: Any, key: str, timeout: float) -> None:
-        self.keys.get(key, timeout, lambda text: member.send(id=id, text=text))
-
-    def do_forget(self, member: Member, id: Any, prefix: str) -> dict[str, Any]:
-        self.keys.forget(prefix)
-        return {}
-
-    def do_announce(self, member: Member, id: Any, name: str, text: str) -> dict[str, Any]:
-        """Send every rank the first announcement of a name; ignore later ones."""
-        first = name not in self.announced
-        if first:
-            self.announced[name] = {"rank": member.rank, "text": text}
-            for other in self.members.values():
-                other.send(announced=name, **self.announced[name])
-        return {"first": first}
-
-    def do_fault(self, member: Member, id: Any, text: str, code: int) -> dict[str, Any]:
-        return {"first": self.end(text, code, member.rank)}
-
-    def do_log(self, member: Member, id: Any, path: str) -> dict[str, Any]:
-        self.log = path
-        return {}
-
-    def do_leave(self, member: Member, id: Any) -> dict[str, Any]:
-        self.left.add(member.rank)
-        self.exchanges.remove_rank(member.rank)
-        return {}
-
-    # Faults
-
-    def end(self, text: str, code: int = 1, author: int | None = None) -> bool:
-        """End the job with this cause, unless another fault came first; return whether this one is the cause."""
-        if self.fault is not None:
-            return False
-        self.fault = {"fault": text, "code": code, "rank": author}
-        if author is None:
-            self.report(text)
-        for member in self.members.values():
-            member.send(**self.fault)
-        asyncio.get_running_loop().call_later(LINGER, self.over.set)
-        return True
-
-    def disconnected(self, member: Member) -> None:
-        if self.members.get(member.rank) is not member:
-            return
-        del self.members[member.rank]
-        if self.admitted and member.rank not in self.left:
-            # Launchers kill all ranks some milliseconds after the first has died, and may blame another one.
-            self.end(f"{member.title}, process {member.facts['pid']}, ended first, without an error: killed or crashed")
-            self.left.add(member.rank)
-            self.exchanges.remove_rank(member.rank)
-        if member.rank == 0 and self.fault is not None and self.fault["rank"] is None and self.log is not None:
-            faults.append_event(self.log, self.fault["fault"])  # in case rank 0 could not
-        if self.admitted and not self.members:
-            self.over.set()
-
     async def watch(self) -> None:
-        """Check deadlines and silent ranks until the job is over."""
+        """Check the generations until the job is over."""
         checked_at = time.monotonic()
         while not self.over.is_set():
             await asyncio.sleep(TICK)
             now = time.monotonic()
             elapsed, checked_at = now - checked_at, now
-            self.exchanges.expire(lambda rank: rank in self.members and self.members[rank].silent < 1.5)
-            self.keys.expire()
-            if not self.admitted and now > self.deadline:
-                missing = [rank for rank in range(self.settings.size) if rank not in self.members]
-                self.decide(missing=missing, timeout=self.settings.timeout)
-            if self.admitted and not self.members:
+            if self.next is not None:
+                self.next.tick(elapsed)
+            self.generation.tick(elapsed)
+            if self.generation.is_empty() and (self.next is None or self.next.is_empty()):
                 self.over.set()
-            if self.admitted:
-                self.check_silence(elapsed)
-
-    def check_silence(self, elapsed: float) -> None:
-        """Add up the silence of each rank, at most 1 s for each check, so that a suspended job blames no rank."""
-        active = [m for m in self.members.values() if m.rank not in self.left]
-        was_suspended = self.suspended
-        self.suspended = bool(active) and all(m.silent > QUIET for m in active)
-        for member in active:
-            member.silent = 0.0 if was_suspended and not self.suspended else member.silent + min(elapsed, 1.0)
-        if not self.suspended and (silent := [m for m in active if m.silent >= self.settings.silence]):
-            names = ", ".join(m.title for m in silent)
-            verb = "has" if len(silent) == 1 else "have"
-            silence = self.settings.silence
-            self.end(f"{names} {verb} not been heard from for {silence:.0f} s: killed, stopped, or cut off")

@@ -23,18 +23,34 @@ BY_NAME = 3.0  # seconds that rank 0 tries to reach its coordinator at an addres
 
 
 @dataclasses.dataclass(frozen=True)
+class Elastic:
+    """Settings of a job whose processes may come and go; see `jaxdp.config.Elastic`."""
+
+    min_processes: int = 1
+    join_timeout: float = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
 class Joined:
-    """A joined job. connection: to the coordinator. facts[rank]. jax_address: "host:port" of JAX's service."""
+    """A joined job. connection: to the coordinator. facts[rank]. jax_address: "host:port" of JAX's service.
+
+    rank: this process's, in this generation of the job. address: (host, port) of the coordinator. secret: the job's.
+    """
 
     connection: Connection
     facts: list[Facts]
     jax_address: str
+    rank: int
+    generation: int
+    address: tuple[str, int]
+    secret: str
 
 
-def meet(world: World, facts: Mapping[str, object], timeout: float) -> Joined:
+def meet(world: World, facts: Mapping[str, object], timeout: float, elastic: Elastic | None = None) -> Joined:
     """Join the job of `world` within about `timeout` seconds.
 
-    facts: versions and properties of this rank; `gloo`: whether its collectives run over Gloo. Raises UsageError (port
+    facts: versions and properties of this rank; `gloo`: whether its collectives run over Gloo. elastic: processes may
+    come and go; if the job is running already, this process joins it. Raises UsageError (port
     in use, wrong address or secret, different facts, a host name that other ranks cannot use) or DistributedError (a
     rank did not come); rank=0 if all ranks raise the same.
     """
@@ -46,7 +62,7 @@ def meet(world: World, facts: Mapping[str, object], timeout: float) -> Joined:
     if one_host and hosts.is_own(host):
         host = "127.0.0.1"
     remaining = max(1.0, timeout - (time.monotonic() - began))
-    if world.rank == 0:
+    if world.rank == 0 and not (elastic and answers(host, port, secret)):
         settings = Settings(
             size=world.size,
             secret=secret,
@@ -56,11 +72,31 @@ def meet(world: World, facts: Mapping[str, object], timeout: float) -> Joined:
             timeout=remaining,
             silence=silence(timeout),
             stderr=os.dup(2),
+            elastic=elastic is not None,
+            **dataclasses.asdict(elastic or Elastic()),
         )
         pid = start_coordinator(settings, local["host"])
         if not hosts.is_own(host):
             check_forwards_to(pid, host, port, secret, local)
-    return Joined(*join(host, port, secret, local, remaining))
+    return enter(host, port, secret, local, remaining)
+
+
+def enter(host: str, port: int, secret: str, facts: Facts, timeout: float) -> Joined:
+    """Join at the coordinator's address: the job, or the next generation of an elastic one."""
+    connection, verdict = join(host, port, secret, facts, timeout)
+    rank, generation = verdict["rank"], verdict["generation"]
+    return Joined(connection, verdict["members"], verdict["jax"], rank, generation, (host, port), secret)
+
+
+def answers(host: str, port: int, secret: str) -> bool:
+    """Return whether the coordinator of this job runs already: this process was started again."""
+    try:
+        connection = Connection(host, port, secret, BY_NAME, probe=True)
+        running = "pid" in connection.receive()
+        connection.socket.close()
+    except OSError:
+        return False
+    return running
 
 
 def agree(world: World, facts: Facts, timeout: float) -> tuple[str, str]:

@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxdp.distributed import faults, hosts
+from jaxdp.distributed import faults, hosts, sockets
 from jaxdp.distributed.connection import Connection
-from jaxdp.distributed.messages import LONG_TEXT, checked
+from jaxdp.distributed.messages import LONG_TEXT, checked, printable
 from jaxdp.distributed.protocol import Facts
-from jaxdp.errors import DistributedError, UsageError, one_line
+from jaxdp.errors import DistributedError, GenerationEnded, UsageError, one_line
 
 BEAT = 1.0  # seconds
 TIMEOUT = 60.0  # seconds
@@ -56,6 +56,7 @@ class Membership:
         self, connection: Connection, facts: list[Facts], rank: int, local_rank: int, silence: float, parent: int | None
     ):
         self.connection, self.rank, self.size, self.local_rank = connection, rank, len(facts), local_rank
+        self.over: str | None = None  # why this generation of an elastic job has ended
         self.hosts, self.silence, self.parent = [f["host"] for f in facts], silence, parent
         self.note: dict[str, Any] = {}
         self.ending = threading.Event()
@@ -86,9 +87,11 @@ class Membership:
         try:
             self.connection.send(op=op, id=number, **fields)
         except OSError as error:
+            self.check_generation()
             raise DistributedError(f"the coordinator beside rank 0 has gone: {one_line(error)}") from None
         with self._changed:
             while number not in self._replies:
+                self.check_generation()
                 remaining = deadline - time.monotonic()
                 if self._lost is not None or remaining <= 0:
                     why = self._lost or f"it did not answer within {wait:g} s"
@@ -165,6 +168,21 @@ class Membership:
             return bool(self.request("fault", 2.0, text=one_line(text)[:4000], code=code)["first"])
         return True
 
+    def check_generation(self) -> None:
+        """Raise GenerationEnded if this generation of an elastic job has ended."""
+        if self.over is not None:
+            raise GenerationEnded(self.over)
+
+    def has_ended(self, seconds: float) -> bool:
+        """Wait up to `seconds` for the end of this generation; return whether it has ended."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.over is not None, seconds)
+
+    def close(self) -> None:
+        """Leave an ended generation: close the connection, and stop the threads."""
+        self.ending.set()
+        self.connection.socket.close()
+
     def keep_log(self, path: str) -> None:
         """Let the coordinator append the fault to this file, events.jsonl, if rank 0 ends before it can."""
         with contextlib.suppress(DistributedError):
@@ -205,11 +223,16 @@ class Membership:
             with self._changed:
                 self._lost = one_line(error)
                 self._changed.notify_all()
-            if not self.ending.is_set():
+            if not self.ending.is_set() and self.over is None:
                 self.end(f"{self.name(self.rank)} ends: the coordinator beside {self.name(0)} has gone", 1, self.rank)
 
     def _hear(self, message: dict[str, Any]) -> None:
-        if fault := checked(message, {"fault": str, "code": range(1, 256), "rank": (range(self.size), None)}):
+        if isinstance(text := message.get("over"), str):
+            with self._changed:
+                self.over = self.over or printable(text) or "its ranks regroup"
+                self._changed.notify_all()
+            sockets.break_collectives()
+        elif fault := checked(message, {"fault": str, "code": range(1, 256), "rank": (range(self.size), None)}):
             if fault["rank"] != self.rank and not self.ending.is_set():
                 time.sleep(0.3)  # the failed rank prints first
                 self.end(fault["fault"], fault["code"], fault["rank"])

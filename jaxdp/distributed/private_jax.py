@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -22,17 +22,32 @@ def load() -> None:
     from jaxlib import _jax  # noqa: F401
 
 
-def start_service(address: str, size: int, heartbeat_timeout: int, shutdown_timeout: int) -> Any:
-    """Start JAX's coordination service at "host:port"; it ends when the object is deleted. Timeouts in seconds."""
+def start_service(
+    address: str, size: int, heartbeat_timeout: int, shutdown_timeout: int, recoverable: bool = False
+) -> Any:
+    """Start JAX's coordination service at "host:port"; it ends when the object is deleted. Timeouts in seconds.
+
+    recoverable: the death of a process is not an error for the others.
+    """
     from jaxlib import _jax
 
     return _jax.get_distributed_runtime_service(
-        address, size, heartbeat_timeout=heartbeat_timeout, shutdown_timeout=shutdown_timeout
+        address,
+        size,
+        heartbeat_timeout=heartbeat_timeout,
+        shutdown_timeout=shutdown_timeout,
+        recoverable=recoverable,
     )
 
 
 def connect(
-    address: str, rank: int, size: int, timeout: float, heartbeat_timeout: int, devices: Sequence[int] | None
+    address: str,
+    rank: int,
+    size: int,
+    timeout: float,
+    heartbeat_timeout: int,
+    devices: Sequence[int] | None,
+    elastic: bool = False,
 ) -> None:
     """Connect this process to JAX's coordination service, as `jax.distributed.initialize` does on ranks above 0.
 
@@ -40,6 +55,7 @@ def connect(
         address: "host:port" of the service.
         timeout: seconds.
         devices: the local GPUs of this process; None for all.
+        elastic: this process may leave without waiting for the others (`disconnect`).
     """
     import jax
     from jax._src.distributed import global_state
@@ -58,6 +74,7 @@ def connect(
         init_timeout=max(1, round(timeout)),
         use_compression=True,
         heartbeat_timeout=heartbeat_timeout,
+        shutdown_on_destruction=not elastic,
     )
     client.connect()
     global_state.client, global_state.coordinator_address = client, address
@@ -76,6 +93,40 @@ def shut_down_client() -> None:
     import jax
 
     jax.distributed.shutdown()
+
+
+_old_clients: list[Any] = []
+
+
+def disconnect() -> None:
+    """Leave a job whose other processes may be dead, and close the devices, so that `connect` can join another job.
+
+    All arrays and compiled programs become invalid. The old client stays referenced: if it were destroyed, JAX would
+    wait for the dead processes and then abort this one.
+    """
+    import jax
+    from jax._src.distributed import global_state
+    from jax.extend import backend
+
+    _old_clients.append(global_state.client)
+    global_state.client = None
+    jax.clear_caches()
+    backend.clear_backends()
+
+
+@contextlib.contextmanager
+def store_programs() -> Iterator[None]:
+    """Let this process write what it compiles inside this context to the compilation cache.
+
+    JAX lets process 0 alone write, but on CPU the keys differ by process, so the others would always compile again.
+    """
+    from jax._src.distributed import global_state
+
+    number, global_state.process_id = global_state.process_id, 0
+    try:
+        yield
+    finally:
+        global_state.process_id = number
 
 
 def backends_initialized() -> bool:

@@ -16,6 +16,7 @@ COMMON = {
     "jaxlib": "jaxlib version",
     "python": "Python version",
 }
+WINDOW = 10.0  # seconds that the survivors of a generation have to report to the next one
 Facts = dict[str, Any]
 FACTS: dict[str, Any] = {
     **dict.fromkeys(["host", "boot", "jaxdp", "jax", "jaxlib", "python"], str),
@@ -49,12 +50,16 @@ OPERATIONS: dict[str, dict[str, Any]] = {
     "fault": {"text": str, "code": range(1, 256)},
     "log": {"path": str},
     "leave": {},
+    "regroup": {},
 }
 # The answer to a rank's first message.
 ADMISSION: dict[str, Any] = {
     "members?": [FACTS],
+    "rank?": range(1 << 20),
+    "generation?": range(1 << 31),
     "jax?": str,
     "error?": str,
+    "code?": range(1, 256),
     "missing?": [range(1 << 20)],
     "timeout?": float,
 }
@@ -66,6 +71,8 @@ class Settings:
 
     address: where to listen; None for all addresses of this host. jax_host: the host of JAX's service as other ranks
     reach it; None to choose one by the facts of the ranks. stderr: the file descriptor of rank 0's standard error.
+    elastic: a lost rank ends a generation instead of the job; then min_processes is the smallest number of ranks to
+    continue with, and join_timeout the seconds to wait for that many.
     """
 
     size: int
@@ -76,12 +83,18 @@ class Settings:
     timeout: float
     silence: float
     stderr: int
+    elastic: bool = False
+    min_processes: int = 1
+    join_timeout: float = 60.0
 
 
-def difference(first: Facts, other: Facts) -> str | None:
-    """Return a line that names the first fact in which `other` differs from rank 0; None if they agree."""
+def difference(first: Facts, other: Facts, elastic: bool = False) -> str | None:
+    """Return a line that names the first fact in which `other` differs from rank 0; None if they agree.
+
+    elastic: the number of processes may differ.
+    """
     for field, label in COMMON.items():
-        if first.get(field) != other.get(field):
+        if first.get(field) != other.get(field) and not (elastic and field == "size"):
             return (
                 f"{hosts.title(other['rank'], other['host'])} has {label} {other.get(field)}, but "
                 f"{hosts.title(0, first['host'])} has {first.get(field)}: start every process of the job with the same"

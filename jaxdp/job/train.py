@@ -14,9 +14,10 @@ from jaxdp.assemble.components import NOTHING, Given
 from jaxdp.assemble.run import make_profile, make_run, on_all_ranks
 from jaxdp.config import Config
 from jaxdp.core.state import TrainState
-from jaxdp.distributed import faults
+from jaxdp.distributed import faults, private_jax
 from jaxdp.distributed.context import Context
 from jaxdp.errors import ReportedError, UsageError, one_line
+from jaxdp.job.elastic import has_ended, train_elastic
 from jaxdp.job.resume import lock_run_dir, resume_step, with_former_defaults
 from jaxdp.job.start import layout_of, start_writer
 from jaxdp.metrics import safe_print
@@ -30,6 +31,7 @@ from jaxdp.supervise import signals
 from jaxdp.supervise.monitor import RunMonitor, Stopped
 from jaxdp.training import loop
 from jaxdp.training.run import Run
+from jaxdp.training.snapshots import Snapshots
 
 
 def train(
@@ -47,6 +49,24 @@ def train(
         keep: return the exported state instead of None.
         overwrite: remove an existing run from the directory first.
     """
+    if not config.elastic.enabled or context.size == 1:
+        return train_here(config, path, context, given, keep, overwrite)
+    train_generation = lambda context, snapshots: train_here(
+        config, path, context, given, keep, overwrite and not snapshots.generations, snapshots
+    )
+    return train_elastic(train_generation, context, config.elastic.snapshot_every)
+
+
+def train_here(
+    config: Config,
+    path: str | None,
+    context: Context,
+    given: Given,
+    keep: bool,
+    overwrite: bool,
+    snapshots: Snapshots | None = None,
+) -> tuple[Record, TrainState | None]:
+    """Train with the processes of `context`; see `train`. snapshots: of an elastic job."""
     began = time.time()
     directory = schema.run_dir(config, path)
     config = config if overwrite else with_former_defaults(config, directory, context)
@@ -63,6 +83,9 @@ def train(
             raise UsageError(f"steps: {run.steps}, but {str(directory)!r} is at step {start}; give more", rank=0)
         if (record := final_record(run, config, directory, context, start)) is not None:
             return record, run.checkpoints.restore(start, run.strategy.abstract()) if keep else None
+        recovered = snapshots.recover(run, context, start) if snapshots is not None else None
+        if recovered is not None:
+            start, saved, _ = recovered
         if offset := saved.get("offset", 0):
             run = dataclasses.replace(make_run(config, directory, context, given, offset), checkpoints=run.checkpoints)
         callbacks.load(saved.get("callbacks", []))
@@ -75,7 +98,12 @@ def train(
             profile=make_profile(config, directory, start, run.steps),
             events=events,
             callbacks=callbacks,
+            recovered=recovered and recovered[2],
+            snapshots=snapshots,
+            compiling=private_jax.store_programs() if snapshots is not None else contextlib.nullcontext(),
         )
+        if snapshots is not None:
+            snapshots.start(run)
         if not start and config.init_from is not None:
             from jaxdp.assemble.warm import warm
 
@@ -139,7 +167,7 @@ def supervised(
 
     signals.subscribe(on_signal)
     try:
-        with log_failure(events, context.size == 1):
+        with log_failure(events, context.size == 1, run.snapshots is not None):
             record, state = loop.complete(run)
         writer.say(summary(record, directory))
         return record, run.strategy.export(state) if keep else None
@@ -151,10 +179,11 @@ def supervised(
 
 
 @contextlib.contextmanager
-def log_failure(events: NoEvents, alone: bool) -> Iterator[None]:
+def log_failure(events: NoEvents, alone: bool, elastic: bool) -> Iterator[None]:
     """Log an event if training ends by an error of this process or of another.
 
     alone: whether this is the only process. Otherwise the fault of another one may be reported after this error.
+    elastic: the loss of another process is not a failure.
     """
     log = lambda text: events.note("failed", reason=text.rstrip(": "))
     faults.subscribe(log)
@@ -164,6 +193,9 @@ def log_failure(events: NoEvents, alone: bool) -> Iterator[None]:
     except Stopped:
         raise
     except BaseException as error:
+        if elastic and has_ended(error):
+            events.note("regroup", reason=str(error)[:300])
+            raise
         unsubscribe = alone
         prefix = "" if alone or not faults.is_consequence(error) else "another process was lost: "
         log(

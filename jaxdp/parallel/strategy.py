@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxdp.core.state import Batch, Sums, TrainState
 from jaxdp.core.step import Step
@@ -40,6 +41,7 @@ class Strategy(Protocol):
     """
 
     devices: list[jax.Device]
+    mesh: Mesh
     parts: int
     blocks: tuple[str, ...]
     shapes: TrainState

@@ -17,6 +17,7 @@ from jaxdp.errors import DistributedError
 
 SIGTERM_DEADLINE = 2.0  # seconds; short, since some launchers send SIGTERM to all when one process has died
 DEADLINE = 20.0
+KINDS = ("save", "preempt", "halt", "regroup")
 
 
 class Agreement:
@@ -53,6 +54,8 @@ class Agreement:
         """Return the request that all processes stop for at this point, or None. Call it before each point."""
         with self._changed:
             while self._waiting and self._stop is None:
+                if self._member is not None:
+                    self._member.check_generation()
                 self._changed.wait(0.2)
             if self._stop is None or self.passed < self._stop[0]:
                 self.passed += 1
@@ -75,7 +78,7 @@ class Agreement:
 
     def _receive(self, turn: int, text: str) -> None:
         """Make this process wait before its next point. Runs in the reader thread, and must not block it."""
-        request = parse(text, {"kind": ("save", "preempt", "halt"), "why": str, "rank": range(self.context.size)})
+        request = parse(text, {"kind": KINDS, "why": str, "rank": range(self.context.size)})
         with self._changed:
             if request is None or self._waiting or turn != self._round:
                 return

@@ -2,6 +2,7 @@
 
 import contextlib
 import pathlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -16,7 +17,10 @@ from jaxdp.supervise.watchdog import Watchdog
 
 
 class Stopped(Exception):
-    """All processes have stopped at the same point. kind: 'preempt' or 'halt'. why: the signal. rank: its receiver."""
+    """All processes have stopped at the same point. kind: 'preempt', 'halt' or 'regroup'.
+
+    why: the signal. rank: its receiver.
+    """
 
     def __init__(self, kind: str, why: str, rank: int):
         super().__init__(f"{why or kind} on rank {rank}")
@@ -93,11 +97,14 @@ class RunMonitor:
         if minutes is not None and context.is_root:
             self.watchdog.often(lambda: self._save_by_time(60.0 * minutes))
         signals.subscribe(self._preempt)
+        if context.is_root and (member := membership.current()) is not None:
+            member.on("join", self._admit)
 
     def run_step(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
         while (request := self.agreement.point()) is not None:
             if request["kind"] != "save":
-                rundir.mark_ending()  # the next job may start while this one saves
+                if request["kind"] != "regroup":
+                    rundir.mark_ending()  # the next job may start while this one saves
                 raise Stopped(**request)
             self._save = True
         self.watchdog.at(what)
@@ -145,6 +152,10 @@ class RunMonitor:
     def _preempt(self, name: str) -> None:
         if name != signals.TRACE:
             self._request("preempt", name)
+
+    def _admit(self, rank: int, name: str) -> None:
+        """Ask all processes to regroup, since another one waits to join. Runs in the reader thread."""
+        threading.Thread(target=self._request, args=("regroup", f"{name} joins"), daemon=True).start()
 
     def _save_by_time(self, seconds: float) -> None:
         if time.monotonic() - self._last_save > seconds:

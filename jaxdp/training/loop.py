@@ -1,5 +1,6 @@
 """The loop, read from top to bottom: restore, update, log, evaluate, save."""
 
+import contextlib
 import gc
 import time
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ def complete(run: Run) -> tuple[Record, TrainState]:
     """
     program = run.strategy.compile(run.step)
     with run.watch.suspend_timeout("makes the state"):
-        state = restore(run, run.start) if run.start else run.begin(run)
+        state = run.recovered or (restore(run, run.start) if run.start else run.begin(run))
     progress = Progress(run.start, state, evaluated=run.start if run.evaluated else -1)
     lookback = Lookback(EXAMINED if run.train.check else 0, run.checkpoints.context.rank)
     run.callbacks.call("on_start", run)
@@ -55,6 +56,9 @@ def complete(run: Run) -> tuple[Record, TrainState]:
                     lookback.sent.clear()
                 if stop.kind == "preempt":
                     save_preempted(run, progress, stop)
+                    raise
+                if stop.kind == "regroup":
+                    run.snapshots.take_now(run, progress)
                     raise
     finally:
         gc.unfreeze()
@@ -83,8 +87,11 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
             run.profile.before(updates[0])
             name = f"updates {updates[0]} to {step}" if several else f"update {step}"
             call: Any = program.updates if several else program.update
-            progress.state, progress.metrics = run.watch.run_step(name, call, progress.state, batch)
+            with run.compiling if first else contextlib.nullcontext():
+                progress.state, progress.metrics = run.watch.run_step(name, call, progress.state, batch)
             progress.step = step
+            if run.snapshots is not None:
+                run.snapshots.take(run, progress)
             run.watch.sent(progress.metrics)
             lookback.add(updates, progress.metrics)
             run.profile.after(step, progress.metrics)

@@ -1,5 +1,6 @@
 """The state of the loop: the built objects of a run, and its progress."""
 
+import contextlib
 import dataclasses
 import math
 import pathlib
@@ -27,7 +28,9 @@ class Run:
     steps_per_call: the number of updates in one compiled call, if nothing is due between them.
     start: the update to resume after, 0 for a new run. evaluated: True if the evaluation due at `start` already ran.
     offset: the number of batches skipped after spikes, by `rollbacks` rollbacks, at most `max_rollbacks`.
-    begin: returns the state of a new run. averaged: evaluate the running average of the parameters.
+    begin: returns the state of a new run; recovered: the state to continue with instead, from the `snapshots` of an
+    elastic job. compiling: a context for the first update, which compiles.
+    averaged: evaluate the running average of the parameters.
     derive: returns metrics computed from the means of a record; speed: from the milliseconds of an update; account:
     of the full run, at its end.
     asynchronous: training continues while a checkpoint is written. meta: saved with every checkpoint.
@@ -59,6 +62,9 @@ class Run:
     speed: Callable[[float], Record] = lambda milliseconds: {}
     account: Callable[[], Record] = dict
     begin: Callable[["Run"], TrainState] = lambda run: run.strategy.init()
+    recovered: TrainState | None = None
+    snapshots: Any = None
+    compiling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     directory: pathlib.Path = pathlib.Path()
     events: NoEvents = NoEvents()

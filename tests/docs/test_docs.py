@@ -123,6 +123,8 @@ def test_options_that_are_named_exist():
             for verb, rest in re.findall(r"jaxdp ([a-z]+)((?: [^\n&|;]*)?)", line):
                 if verb not in cli.VERBS:
                     continue
+                if cli.VERBS[verb].command:  # what follows is another verb, or a program
+                    rest = re.split(rf" (?:{'|'.join(cli.VERBS)}|python) ", rest)[0]
                 own = {*cli.VERBS[verb].options} | (keys if cli.VERBS[verb].has_config else set()) | {"help"}
                 for option in re.findall(r" --([a-z][\w.]*)", rest):
                     known = option in own or any(option.startswith(f"{k}.") for k in own if k.endswith("args"))

@@ -14,9 +14,9 @@ import toys
 from jaxdp.models import as_model
 
 ROOT = pathlib.Path(jaxdp.__file__).parent
-BUDGET = {"package": 27_200, "file": 300, "function": 60, "one update": 700}  # lines
+BUDGET = {"package": 28_050, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
-LONG_FILES = {"config/__init__.py": 403, "checkpoint/store.py": 323}
+LONG_FILES = {"checkpoint/store.py": 323}
 LONG_FUNCTIONS = {
     "models/equinox.py from_equinox": 72,
     "models/gpt.py __init__": 62,

@@ -1,0 +1,89 @@
+"""The verb `launch`: start the processes of a job on this host, and restart those that die."""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+
+from jaxdp.cli import Call
+from jaxdp.cli.table import VERBS
+from jaxdp.distributed import hosts
+from jaxdp.errors import PREEMPTED, UsageError
+
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+FINAL = (0, 2, PREEMPTED)  # exit codes after which a process is not started again
+PAUSE = 30.0  # seconds before a restart, at most
+
+
+class Process:
+    """One process of the job. restarts: how many are left."""
+
+    def __init__(self, words: list[str], environment: dict[str, str], restarts: int):
+        self.words, self.environment, self.restarts = words, environment, restarts
+        self.pause = 1.0  # seconds before the next restart
+        self.restart_at: float | None = None  # when the next restart is due
+        self.child = subprocess.Popen(words, env=environment)
+
+    def code(self) -> int | None:
+        """Return the exit code, or None if the process runs or is to run again; start it again when that is due."""
+        code = self.child.poll()
+        if self.restart_at is None and code not in (None, *FINAL) and self.restarts:
+            self.restarts -= 1
+            self.restart_at = time.monotonic() + self.pause
+            self.pause = min(PAUSE, 2 * self.pause)
+        if self.restart_at is None:
+            return code
+        if time.monotonic() >= self.restart_at:
+            self.restart_at = None
+            self.child = subprocess.Popen(self.words, env=self.environment)
+        return None
+
+
+def run(call: Call) -> None:
+    """Start the processes, wait for their end, and exit with the code of the job.
+
+    The command is a verb of jaxdp or a program. Each process gets its rank, the number of processes, the coordinator's
+    address and the job's secret in its environment. Raises UsageError if there is no command.
+    """
+    command, count = call.options["command"], call.options["processes"]
+    if not command:
+        raise UsageError("launch: no command given; e.g. jaxdp launch -n 2 train --config configs/digits.yaml")
+    words = [sys.executable, "-m", "jaxdp", *command] if command[0] in VERBS else command
+    environment = {
+        **os.environ,
+        "JAXDP_COORDINATOR": f"127.0.0.1:{hosts.free_port()}",
+        "JAXDP_NUM_PROCESSES": str(count),
+        "JAXDP_LOCAL_SIZE": str(count),
+        "JAXDP_SECRET": os.environ.get("JAXDP_SECRET") or secrets.token_hex(32),
+    }
+    ranks = [{"JAXDP_PROCESS_ID": str(rank), "JAXDP_LOCAL_RANK": str(rank)} for rank in range(count)]
+    try:
+        processes = [Process(words, environment | rank, call.options["restart"]) for rank in ranks]
+    except OSError as error:
+        raise UsageError(f"launch: {command[0]!r} cannot be started: {error.strerror}") from None
+
+    def forward(number: int, frame: object) -> None:
+        for process in processes:
+            process.child.send_signal(number)
+
+    for number in FORWARDED:
+        signal.signal(number, forward)
+    try:
+        sys.exit(wait(processes))
+    finally:
+        for process in processes:
+            process.child.kill()
+
+
+def wait(processes: list[Process]) -> int:
+    """Wait until no process runs or is to run again; return the code of the job: 2, 75, 0 or 1."""
+    while None in (codes := [process.code() for process in processes]):
+        if 2 in codes:
+            return 2  # a usage error, which the others would repeat
+        if 0 in codes:
+            for process in processes:
+                process.restarts, process.restart_at = 0, None  # the job has finished
+        time.sleep(0.1)
+    return next((code for code in (2, PREEMPTED, 0) if code in codes), 1)

@@ -1,0 +1,152 @@
+"""A generation of an elastic job: a lost rank ends the generation, and the job continues in the next one.
+
+A generation ends when a rank dies or is silent, or when its ranks regroup because a process waits to join. The ranks
+that report to the next generation within WINDOW seconds are its survivors; they keep their order, and new processes
+follow. There is one coordinator, so a cut network cannot form two generations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from jaxdp.distributed.generation import Generation, Member
+from jaxdp.distributed.protocol import WINDOW, difference
+from jaxdp.errors import PREEMPTED
+
+
+class ElasticGeneration(Generation):
+    """before: the previous generation; None for the first, which the launcher's processes join."""
+
+    def __init__(self, coordinator: Any, before: ElasticGeneration | None = None):
+        super().__init__(coordinator)
+        self.before, self.number = before, before.number + 1 if before else 0
+        self.log = before.log if before else None
+        self.waiting: list[Member] = []  # until this generation is complete
+        self.ended_at: float | None = None  # seconds
+        self.size = 0
+        self.survivors: set[tuple[str, int]] = set()  # after the end: who may report to the next generation
+        self.dead = 0  # ranks whose connection has closed; a rank that is silent may be alive behind a cut network
+
+    # Joining
+
+    def join(self, message: dict[str, Any], nonce: bytes, writer: asyncio.StreamWriter) -> Member:
+        if self.before is None:
+            return super().join(message, nonce, writer)
+        member = self.greet(message, nonce, writer)
+        if error := difference(self.before.reference, member.facts, elastic=True):
+            member.send(error=error)
+            raise EOFError
+        self.waiting.append(member)
+        self.before.ask_to_regroup(member)
+        self.form()
+        return member
+
+    def form(self) -> None:
+        """Admit the waiting processes when all survivors have reported or WINDOW is over, if they are enough."""
+        before = self.before
+        if before is None or self.admitted or before.ended_at is None:
+            return
+        waited = time.monotonic() - before.ended_at
+        survivors = [m for m in self.waiting if identity(m) in before.survivors]
+        if waited < WINDOW and len(survivors) < len(before.survivors):
+            return
+        has_quorum = 2 * len(survivors) > before.size - before.dead
+        if not has_quorum or len(self.waiting) < self.settings.min_processes:
+            if waited > WINDOW + self.settings.join_timeout:
+                self.give_up(len(survivors))
+            return
+        joiners = [m for m in self.waiting if m not in survivors]
+        for rank, member in enumerate(sorted(survivors, key=lambda m: m.rank) + joiners):
+            member.rank = rank
+            member.facts = {**member.facts, "rank": rank, "size": len(self.waiting)}
+            self.members[rank] = member
+        self.waiting = []
+        self.coordinator.generation, self.coordinator.next = self, None
+        self.admit()
+
+    def admit(self) -> None:
+        self.size, self.reference = len(self.members), self.members[0].facts
+        super().admit()
+        if self.before is not None:
+            for member in self.before.members.values():
+                member.writer.close()  # a survivor has a new connection; whoever has none is expelled
+            self.before = None
+
+    def give_up(self, survivors: int) -> None:
+        assert self.before is not None
+        text = (
+            f"{len(self.waiting)} processes, {survivors} of the {self.before.size} before, are too few to continue "
+            f"(elastic.min_processes: {self.settings.min_processes}, and more than half of those that may be alive)"
+        )
+        for member in self.waiting:
+            member.send(error=text, code=PREEMPTED)
+        self.waiting = []
+        self.coordinator.over.set()
+
+    def ask_to_regroup(self, member: Member) -> None:
+        """Announce to the ranks of this generation that a process waits to join."""
+        if self.ended_at is None and identity(member) not in {identity(m) for m in self.members.values()}:
+            self.announced["join"] = {"rank": 0, "text": member.title}
+            for other in self.members.values():
+                other.send(announced="join", **self.announced["join"])
+
+    # The end
+
+    def handle(self, member: Member, message: dict[str, Any]) -> None:
+        if self.ended_at is not None and message.get("op") != "beat":
+            member.send(id=message.get("id"), over="")  # a rank of an old generation can do nothing
+        else:
+            super().handle(member, message)
+
+    def do_regroup(self, member: Member, id: Any) -> dict[str, Any]:
+        """A rank has reached the update at which all regroup."""
+        self.finish("processes wait to join")
+        return {}
+
+    def end(self, text: str, code: int = 1, author: int | None = None) -> bool:
+        """End the generation, or with `code` 2 (a usage error, which every rank would repeat) the job."""
+        if code != 1 or not self.admitted:
+            return super().end(text, code, author)
+        if self.ended_at is not None:
+            return False
+        self.coordinator.report(f"generation {self.number} ends: {text}")
+        silent = {m.rank for m in self.members.values() if m.silent >= self.settings.silence}
+        self.finish(text, without=silent | {author})
+        return True
+
+    def finish(self, text: str, without: set[Any] = frozenset()) -> None:  # type: ignore[assignment]
+        """End the generation: its ranks, but those `without`, may report to the next one."""
+        if self.ended_at is None:
+            self.ended_at = time.monotonic()
+            self.survivors = {identity(m) for rank, m in self.members.items() if rank not in without}
+            for member in self.members.values():
+                member.send(over=text)
+
+    def disconnected(self, member: Member) -> None:
+        if member in self.waiting:
+            self.waiting.remove(member)
+        if self.members.get(member.rank) is member:
+            self.dead += member.rank not in self.left
+            super().disconnected(member)
+            following = self.coordinator.next
+            if self.ended_at is not None and following is not None and member not in following.waiting:
+                known = {identity(m) for m in following.waiting}
+                self.survivors -= {identity(member)} - known
+                following.form()
+
+    def is_empty(self) -> bool:
+        return super().is_empty() if self.before is None else not self.waiting
+
+    def tick(self, elapsed: float) -> None:
+        if self.before is None:
+            if self.ended_at is None:
+                super().tick(elapsed)
+        else:
+            self.form()
+
+
+def identity(member: Member) -> tuple[str, int]:
+    """Return what a process keeps from generation to generation."""
+    return member.facts["boot"] + member.facts["host"], member.facts["pid"]

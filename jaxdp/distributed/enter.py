@@ -1,0 +1,92 @@
+"""Enter a job, or the next generation of an elastic one: its coordinator, then JAX's coordination service."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jaxlib
+
+import jaxdp
+from jaxdp.distributed import gpus, hosts, joining, membership, private_jax, sockets
+from jaxdp.distributed.gpus import bind
+from jaxdp.distributed.joining import Elastic, Joined
+from jaxdp.distributed.protocol import WINDOW, Facts
+from jaxdp.distributed.world import MPI, World
+
+
+class Entered(NamedTuple):
+    """What a process entered with, to enter the next generation. facts: properties of this process."""
+
+    world: World
+    facts: dict[str, Any]
+    timeout: float
+    elastic: Elastic | None
+    joined: Joined
+
+
+_entered: Entered | None = None
+
+
+def join(world: World, timeout: float, elastic: Elastic | None) -> dict[str, Any]:
+    """Join the job of `world`, and return the fields of this process's `Context`."""
+    facts = {
+        **{package.__name__: package.__version__ for package in (jaxdp, jax, jaxlib)},
+        "python": ".".join(map(str, sys.version_info[:2])),
+        "gloo": gpus.count() == 0,
+        "visible": gpus.visible_devices(),
+    }
+    joined = joining.meet(world, facts, timeout, elastic)
+    return enter(Entered(world, facts, timeout, elastic, joined))
+
+
+def regroup() -> dict[str, Any]:
+    """Leave the generation that has ended, join the next one, and return the fields of this process's `Context`."""
+    assert _entered is not None
+    world, facts, timeout, elastic, joined = _entered
+    assert elastic is not None
+    member = membership.joined()
+    private_jax.disconnect()
+    local: Facts = {**joined.facts[joined.rank], "rank": joined.rank}
+    patience = WINDOW + elastic.join_timeout + timeout
+    joined = joining.enter(*joined.address, joined.secret, local, patience)
+    member.close()
+    return enter(Entered(world, facts, timeout, elastic, joined))
+
+
+def enter(entered: Entered) -> dict[str, Any]:
+    """Start the membership of this process, and connect it to JAX's coordination service."""
+    global _entered
+    _entered = entered
+    world, facts, timeout, elastic, joined = entered
+    everyone, rank = joined.facts, joined.rank
+    counted = hosts.local_ranks(everyone, rank)
+    given = elastic is None or joined.generation == 0  # the launcher's numbers hold
+    local_rank = counted[0] if world.local_rank is None or not given else world.local_rank
+    local_size = counted[1] if world.local_size is None or not given else world.local_size
+    count, visible = gpus.count(), facts["visible"]
+    neighbours = [f["visible"] for f in everyone if hosts.key(f) == hosts.key(everyone[rank])]
+    sharers = gpus.sharers(local_size, count, visible, neighbours)
+    if sharers > 1:  # each would reserve three quarters of the GPU
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.75 / sharers:.3f}")
+    silence = membership.silence(timeout)
+    parent = os.getppid() if world.launcher in MPI else None
+    sockets.spare(joined.address[1], hosts.split(joined.jax_address)[1])
+    member = membership.Membership(joined.connection, everyone, rank, local_rank, silence, parent)
+    membership.start(member)
+    if hosts.on_one_host(everyone):
+        private_jax.bind_gloo("127.0.0.1")
+    devices = bind(local_rank, local_size, count, visible, neighbours)
+    heartbeat = round(3 * silence)
+    private_jax.connect(joined.jax_address, rank, len(everyone), timeout, heartbeat, devices, elastic is not None)
+    names, pids = tuple(f["host"] for f in everyone), tuple(f["pid"] for f in everyone)
+    return {
+        "rank": rank,
+        "size": len(everyone),
+        "local_rank": local_rank,
+        "local_size": local_size,
+        "hosts": names,
+        "pids": pids,
+    }

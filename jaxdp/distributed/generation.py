@@ -1,0 +1,240 @@
+"""One generation of a job: the ranks that train together, from the first to join until the last has left.
+
+It admits the ranks and compares their facts, runs JAX's coordination service, exchanges texts between ranks, stores a
+few keys, and detects dead ranks: a closed connection, or missing heartbeats. The first fault ends the job, and every
+rank receives its cause. In an elastic job (`elastic_generation`) it ends only the generation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+from jaxdp.distributed import channel, faults, hosts, private_jax
+from jaxdp.distributed.exchange import Exchanges, Keys
+from jaxdp.distributed.messages import checked
+from jaxdp.distributed.protocol import FACTS, OPERATIONS, Facts, difference
+from jaxdp.errors import UsageError
+
+TICK = 0.1  # seconds between two checks of deadlines and silent ranks
+QUIET = 5.0  # seconds: if all ranks are silent for longer, the job is suspended, and no rank is declared dead
+LINGER = 20.0  # seconds that the coordinator runs after a fault, at most
+
+
+class Member:
+    """A rank that has joined: its facts and its connection."""
+
+    def __init__(self, generation: Generation, facts: Facts, writer: asyncio.StreamWriter, sealer: channel.Sealer):
+        self.generation, self.facts, self.writer, self.sealer = generation, facts, writer, sealer
+        self.rank: int = facts["rank"]
+        self.title = hosts.title(self.rank, facts["host"])
+        self.silent = 0.0  # seconds
+        self.note: dict[str, Any] = {}
+
+    def send(self, **message: Any) -> None:
+        with contextlib.suppress(OSError, RuntimeError):  # the rank has ended
+            self.writer.write(self.sealer.seal(message))
+
+
+class Generation:
+    """The ranks that train together. coordinator: the `Coordinator` that owns the generation."""
+
+    number = 0
+
+    def __init__(self, coordinator: Any):
+        self.coordinator, self.settings = coordinator, coordinator.settings
+        self.members: dict[int, Member] = {}  # the connected ranks
+        self.left: set[int] = set()  # ranks that have left the job
+        self.admitted = False  # whether all ranks have joined
+        self.deadline = time.monotonic() + self.settings.timeout
+        self.fault: dict[str, Any] | None = None
+        self.log: str | None = None
+        self.exchanges, self.keys = Exchanges(), Keys()
+        self.announced: dict[str, dict[str, Any]] = {}
+        self.suspended = False
+
+    # Joining
+
+    def greet(self, message: dict[str, Any], nonce: bytes, writer: asyncio.StreamWriter) -> Member:
+        """Return the process of a first message. Raises channel.Refused if the message is malformed."""
+        first = checked(message, {"nonce": str, "facts": FACTS})
+        if first is None or first["facts"]["rank"] >= first["facts"]["size"] or len(first["facts"]["spaces"]) != 2:
+            raise channel.Refused("its first message is malformed")
+        key = channel.to_rank(self.settings.secret, nonce, first["nonce"].encode())
+        return Member(self, first["facts"], writer, key)
+
+    def join(self, message: dict[str, Any], nonce: bytes, writer: asyncio.StreamWriter) -> Member:
+        member = self.greet(message, nonce, writer)
+        if self.admitted:
+            member.send(error=f"{member.title} comes too late: all ranks of the job have joined already")
+            raise EOFError
+        rival, self.members[member.rank] = self.members.get(member.rank), member
+        error = difference(self.members[0].facts, member.facts) if 0 in self.members else None
+        if rival:
+            error = (
+                f"two processes say they are rank {member.rank}: {rival.facts['pid']} on host {rival.facts['host']} "
+                f"and {member.facts['pid']} on host {member.facts['host']}: give every process its own rank"
+            )
+            rival.send(error=error)
+        elif member.rank == 0:
+            errors = (difference(member.facts, other.facts) for other in self.members.values())
+            error = next(filter(None, errors), None)
+        if error and 0 in self.members:
+            self.decide(error=error)
+        elif len(self.members) == self.settings.size:
+            self.admit()
+        return member
+
+    def admit(self) -> None:
+        """Start JAX's service and send every rank the facts of all, once all ranks have connected."""
+        self.admitted = True
+        facts = [self.members[rank].facts for rank in range(len(self.members))]
+        try:
+            hosts.check_reachable(facts)
+            one_host = hosts.on_one_host(facts)
+            port = hosts.free_port()
+            address = hosts.meeting_address(facts, port)
+            if not one_host and self.settings.jax_host:
+                address = hosts.join(self.settings.jax_host, port)
+            bind = hosts.listening_address(hosts.split(address)[0], one_host) or "::"
+            self.coordinator.jax_loaded.join()
+            service = private_jax.start_service(
+                hosts.join(bind, port),
+                len(facts),
+                heartbeat_timeout=round(3 * self.settings.silence),  # counted from a beat that may be half as old
+                shutdown_timeout=max(1, min(20, round(self.settings.timeout))),
+                recoverable=self.settings.elastic,
+            )
+            self.coordinator.services.append(service)  # a client of an earlier one aborts its process if that one ends
+        except (UsageError, RuntimeError) as error:
+            self.decide(error=str(error))
+            return
+        for member in self.members.values():
+            member.send(members=facts, jax=address, rank=member.rank, generation=self.number)
+
+    def decide(self, **verdict: Any) -> None:
+        """Send every connected rank the same verdict: the job does not start."""
+        self.admitted = True
+        self.left |= self.members.keys()
+        for member in self.members.values():
+            member.send(**verdict)
+
+    # Operations
+
+    def handle(self, member: Member, message: dict[str, Any]) -> None:
+        """Do one operation for a rank. Refuse a malformed one, without ending the rank."""
+        member.silent = 0.0
+        name = message.get("op")
+        fields = checked(message, OPERATIONS[name]) if isinstance(name, str) and name in OPERATIONS else None
+        if fields is None:
+            self.coordinator.refuse(f"an operation of rank {member.rank}", str(name))
+            member.send(id=message.get("id"), refused=True)
+            return
+        reply = getattr(self, f"do_{name}")(member, message.get("id"), **fields)
+        if reply is not None:
+            member.send(id=message.get("id"), **reply)
+
+    def do_beat(self, member: Member, id: Any, note: dict[str, Any]) -> None:
+        member.note = note
+        member.send(beat=True)
+
+    def do_beats(self, member: Member, id: Any) -> dict[str, Any]:
+        return {"beats": {m.rank: m.note for m in self.members.values()}}
+
+    def do_silent(self, member: Member, id: Any, seconds: float) -> None:
+        def answer() -> None:
+            silent = [m.rank for m in self.members.values() if m.silent >= seconds - TICK and m is not member]
+            member.send(id=id, silent=silent)
+
+        asyncio.get_running_loop().call_later(min(seconds, 60.0), answer)
+
+    def do_exchange(self, member: Member, id: Any, members: list[int], **fields: Any) -> None:
+        reply = lambda message: member.send(id=id, **message)
+        self.exchanges.add(member.rank, tuple(members), reply, self.left, **fields)
+
+    def do_put(self, member: Member, id: Any, key: str, text: str) -> dict[str, Any]:
+        self.keys.put(key, text)
+        return {}
+
+    def do_get(self, member: Member, id: Any, key: str, timeout: float) -> None:
+        self.keys.get(key, timeout, lambda text: member.send(id=id, text=text))
+
+    def do_forget(self, member: Member, id: Any, prefix: str) -> dict[str, Any]:
+        self.keys.forget(prefix)
+        return {}
+
+    def do_announce(self, member: Member, id: Any, name: str, text: str) -> dict[str, Any]:
+        """Send every rank the first announcement of a name; ignore later ones."""
+        first = name not in self.announced
+        if first:
+            self.announced[name] = {"rank": member.rank, "text": text}
+            for other in self.members.values():
+                other.send(announced=name, **self.announced[name])
+        return {"first": first}
+
+    def do_fault(self, member: Member, id: Any, text: str, code: int) -> dict[str, Any]:
+        return {"first": self.end(text, code, member.rank)}
+
+    def do_log(self, member: Member, id: Any, path: str) -> dict[str, Any]:
+        self.log = path
+        return {}
+
+    def do_leave(self, member: Member, id: Any) -> dict[str, Any]:
+        self.left.add(member.rank)
+        self.exchanges.remove_rank(member.rank)
+        return {}
+
+    # Faults
+
+    def end(self, text: str, code: int = 1, author: int | None = None) -> bool:
+        """End the job with this cause, unless another fault came first; return whether this one is the cause."""
+        if self.fault is not None:
+            return False
+        self.fault = {"fault": text, "code": code, "rank": author}
+        if author is None:
+            self.coordinator.report(text)
+        for member in self.members.values():
+            member.send(**self.fault)
+        asyncio.get_running_loop().call_later(LINGER, self.coordinator.over.set)
+        return True
+
+    def disconnected(self, member: Member) -> None:
+        if self.members.get(member.rank) is not member:
+            return
+        del self.members[member.rank]
+        if self.admitted and member.rank not in self.left:
+            # Launchers kill all ranks some milliseconds after the first has died, and may blame another one.
+            self.end(f"{member.title}, process {member.facts['pid']}, ended first, without an error: killed or crashed")
+            self.left.add(member.rank)
+            self.exchanges.remove_rank(member.rank)
+        if member.rank == 0 and self.fault is not None and self.fault["rank"] is None and self.log is not None:
+            faults.append_event(self.log, self.fault["fault"])  # in case rank 0 could not
+
+    def is_empty(self) -> bool:
+        """Return whether all ranks have joined and disconnected."""
+        return self.admitted and not self.members
+
+    def tick(self, elapsed: float) -> None:
+        """Check deadlines and silent ranks. elapsed: seconds since the last call."""
+        self.exchanges.expire(lambda rank: rank in self.members and self.members[rank].silent < 1.5)
+        self.keys.expire()
+        if not self.admitted and time.monotonic() > self.deadline:
+            missing = [rank for rank in range(self.settings.size) if rank not in self.members]
+            self.decide(missing=missing, timeout=self.settings.timeout)
+        if self.admitted:
+            self.check_silence(elapsed)
+
+    def check_silence(self, elapsed: float) -> None:
+        """Add up the silence of each rank, at most 1 s for each check, so that a suspended job blames no rank."""
+        active = [m for m in self.members.values() if m.rank not in self.left]
+        was_suspended = self.suspended
+        self.suspended = bool(active) and all(m.silent > QUIET for m in active)
+        for member in active:
+            member.silent = 0.0 if was_suspended and not self.suspended else member.silent + min(elapsed, 1.0)
+        if not self.suspended and (silent := [m for m in active if m.silent >= self.settings.silence]):
+            names = ", ".join(m.title for m in silent)
+            verb = "has" if len(silent) == 1 else "have"
+            silence = self.settings.silence
+            self.end(f"{names} {verb} not been heard from for {silence:.0f} s: killed, stopped, or cut off")

@@ -1,0 +1,97 @@
+"""Copies of a run's state in the memory of its processes, from which an elastic job continues after it has lost one."""
+
+import json
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdp.core.state import TrainState
+from jaxdp.distributed.collectives import broadcast
+from jaxdp.distributed.context import Context
+from jaxdp.training.run import Progress, Run
+
+
+class Snapshot(NamedTuple):
+    """The state after update `step`. leaves: full arrays; meta: what a checkpoint stores beside the state, as JSON."""
+
+    step: int
+    leaves: list[Any]
+    meta: str
+
+
+class Snapshots:
+    """The newest snapshots of this process. every: updates between two.
+
+    The copy of update k is read from the device when the next one is taken, so that the loop never waits for it.
+    """
+
+    def __init__(self, every: int):
+        self.every = every
+        self.newest: Snapshot | None = None
+        self.generations = 0  # that have ended
+        self._pending: Snapshot | None = None  # its leaves are on the device
+        self._copy: Any = None
+
+    def start(self, run: Run) -> None:
+        """Prepare for a run on new devices."""
+        self._pending = None
+        full = NamedSharding(run.strategy.mesh, P())
+        self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=full)
+
+    def take(self, run: Run, progress: Progress) -> None:
+        """Copy the state, if `every` updates have passed."""
+        last = self._pending or self.newest
+        if progress.step - (last.step if last else run.start) >= self.every:
+            self.settle()
+            self._begin(run, progress)
+
+    def take_now(self, run: Run, progress: Progress) -> None:
+        """Copy the state, and wait for the copy."""
+        self._begin(run, progress)
+        self.settle()
+
+    def _begin(self, run: Run, progress: Progress) -> None:
+        copy = jax.tree.leaves(self._copy(run.strategy.export(progress.state)))
+        for x in copy:
+            x.addressable_data(0).copy_to_host_async()
+        meta = {"offset": run.offset, "rollbacks": run.rollbacks, **run.callbacks.state()}
+        if progress.evaluated == progress.step:
+            meta["evaluated"] = True
+        self._pending = Snapshot(progress.step, copy, json.dumps(meta))
+
+    def settle(self) -> None:
+        """Read the pending copy from the device; drop it if its update has failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            try:
+                leaves = [np.array(x.addressable_data(0)) for x in pending.leaves]
+            except (ValueError, jax.errors.JaxRuntimeError):  # the collective of its update has lost a process
+                return
+            self.newest = pending._replace(leaves=leaves)
+
+    def recover(self, run: Run, context: Context, saved: int) -> tuple[int, dict[str, Any], TrainState] | None:
+        """Return (step, metadata, state) of the newest snapshot of any process; None if a checkpoint is as new.
+
+        saved: the step of the newest checkpoint. Every process calls it; those that lack the snapshot receive it.
+        """
+        steps = [int(text) for text in context.exchange("snapshot", str(self.newest.step if self.newest else 0))]
+        newest = max(steps)
+        if newest <= saved:
+            return None
+        root, like = steps.index(newest), run.strategy.abstract()
+        shapes, structure = jax.tree.flatten(like)
+        meta = context.exchange("snapshot metadata", self.newest.meta if self.newest and context.rank == root else "")
+        if self.newest is not None and self.newest.step == newest:
+            leaves = self.newest.leaves
+        else:
+            leaves = [np.zeros(x.shape, x.dtype) for x in shapes]
+        if min(steps) != newest:
+            leaves = [np.asarray(x) for x in broadcast(leaves, root)]
+        self.newest = Snapshot(newest, leaves, meta[root])
+        place = lambda a, x: jax.make_array_from_callback(x.shape, x.sharding, lambda index: a[index].copy())
+        placed = [place(a, x) for a, x in zip(leaves, shapes)]
+        return newest, json.loads(meta[root]), run.strategy.adopt(jax.tree.unflatten(structure, placed))

@@ -1,0 +1,194 @@
+"""Elastic jobs: processes are killed and start again, and the parameters are those of an undisturbed run."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+CONFIG = """
+model: {target: MLP, args: {hidden: [32], dropout: 0.1}}
+data: {target: Digits, args: {augment: true}}
+steps: 400
+batch_size: 64
+optimizer: {target: adamw, lr: 3.0e-3}
+log: {every: 10}
+elastic: {enabled: true, snapshot_every: 5}
+parallel: {reduction: exact}
+"""
+SLOW = """
+import pathlib
+import time
+
+
+class Slow:
+    def on_update(self, step, metrics):
+        time.sleep(0.01 if pathlib.Path("finish").exists() else 0.2)
+"""
+
+
+class Job:
+    """`jaxdp launch` of a config; its processes by rank."""
+
+    def __init__(self, folder, processes, restart, *arguments):
+        (folder / "config.yaml").write_text(CONFIG + "callbacks: [{target: slow.Slow}]\n")
+        (folder / "slow.py").write_text(SLOW)
+        self.directory = folder / "run"
+        words = ["launch", "-n", processes, "--restart", restart, "train", "--config", folder / "config.yaml"]
+        words += ["--run_dir", self.directory, *arguments]
+        env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": f"{ROOT}:{folder}", "JAXDP_TIMEOUT": "60"}
+        self.launcher = subprocess.Popen(
+            [sys.executable, "-m", "jaxdp", *map(str, words)],
+            env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def pids(self):
+        """{rank that the launcher gave: process}"""
+        found = {}
+        for entry in pathlib.Path("/proc").glob("[0-9]*"):
+            try:
+                words = (entry / "environ").read_bytes().split(b"\0")
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except (OSError, IndexError):
+                continue
+            rank = [w.partition(b"=")[2] for w in words if w.startswith(b"JAXDP_PROCESS_ID=")]
+            if rank and parent == self.launcher.pid:
+                found[int(rank[0])] = int(entry.name)
+        return found
+
+    def lines(self, name):
+        file = self.directory / name
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def until(self, condition, seconds=150):
+        """Wait for a condition, not for a time."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.launcher.poll() is None and time.monotonic() < deadline, self.launcher.communicate()[0]
+            time.sleep(0.05)
+
+    def step(self):
+        return max((line["step"] for line in self.lines("metrics.jsonl")), default=0)
+
+    def generations(self):
+        """The numbers of processes of the generations that have made an update."""
+        events = self.lines("events.jsonl")
+        starts = [e for e in events if e["kind"] in ("start", "resume")]
+        return [e["processes"] for e in starts]
+
+    def kill(self, rank, number=signal.SIGKILL):
+        os.kill(self.pids()[rank], number)
+
+    def ends(self):
+        (self.directory.parent / "finish").touch()
+        out, _ = self.launcher.communicate(timeout=200)
+        assert self.launcher.returncode == 0, out
+        return [line for line in self.lines("metrics.jsonl") if line["split"] == "final"][-1], out
+
+
+def alone(folder, *arguments):
+    """The final record of one undisturbed process."""
+    (folder / "config.yaml").write_text(CONFIG)
+    words = [sys.executable, str(ROOT / "train.py"), "--config", folder / "config.yaml", "--run_dir", folder / "alone"]
+    env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*map(str, words), *arguments], env=env, text=True, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "alone" / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+@pytest.mark.mpi
+def test_a_killed_process_joins_again_and_the_bits_are_those_of_one_device(tmp_path):
+    job = Job(tmp_path, 3, 2)
+    job.until(lambda: job.step() >= 20)
+    job.kill(2)
+    job.until(lambda: job.generations()[1:] == [2, 3])
+    final, out = job.ends()
+    assert "generation 0 ends: rank 2" in out
+    assert final["step"] == 400 and final["params_sha256"] == alone(tmp_path)["params_sha256"]
+    trained = [line["step"] for line in job.lines("metrics.jsonl") if line["split"] == "train"]
+    assert trained == list(range(10, 401, 10))  # every update was made, and is in the metrics once
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_rank_0_may_die_and_its_place_is_taken(tmp_path):
+    job = Job(tmp_path, 3, 1)
+    job.until(lambda: job.step() >= 20)
+    job.kill(0)
+    job.until(lambda: job.generations()[1:] == [2, 3])
+    final, _ = job.ends()
+    assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_sharded_state_survives(tmp_path, zero):
+    layout = ["--parallel.backend", "pjit", "--parallel.zero", str(zero)]
+    job = Job(tmp_path, 3, 0, *layout)
+    job.until(lambda: job.step() >= 20)
+    job.kill(1)
+    final, _ = job.ends()
+    assert job.generations() == [3, 2]
+    assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_with_another_reduction_the_curve_is_the_same(tmp_path):
+    other = ["--parallel.reduction", "bucket"]
+    job = Job(tmp_path, 3, 0, *other, "--steps", "150")
+    job.until(lambda: job.step() >= 20)
+    job.kill(1)
+    final, _ = job.ends()
+    assert final["loss"] == pytest.approx(alone(tmp_path, *other, "--steps", "150")["loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_a_stopped_process_is_expelled(tmp_path):
+    job = Job(tmp_path, 3, 0)
+    job.until(lambda: job.step() >= 20)
+    stopped = job.pids()[1]
+    job.kill(1, signal.SIGSTOP)
+    job.until(lambda: job.generations() == [3, 2])
+    os.kill(stopped, signal.SIGCONT)
+    final, out = job.ends()
+    assert "rank 1" in out and "not been heard from" in out
+    assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_a_process_with_another_config_does_not_join(tmp_path):
+    job = Job(tmp_path, 2, 0)
+    job.until(lambda: job.step() >= 20)
+    environment = pathlib.Path(f"/proc/{job.pids()[1]}/environ").read_text().split("\0")
+    env = dict(word.split("=", 1) for word in environment if "=" in word)
+    words = ["train", "--config", tmp_path / "config.yaml", "--run_dir", tmp_path / "run", "--seed", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxdp", *map(str, words)],
+        env=env,
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.returncode == 2 and "seed=1" in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_too_few_processes_end_with_75(tmp_path):
+    job = Job(tmp_path, 3, 0, "--elastic.min_processes", "3", "--elastic.join_timeout", "1")
+    job.until(lambda: job.step() >= 20)
+    job.kill(1)
+    (tmp_path / "finish").touch()
+    out, _ = job.launcher.communicate(timeout=120)
+    assert job.launcher.returncode == 75 and "elastic.min_processes: 3" in out
