@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
 model: {target: MLP, args: {hidden: [32], dropout: 0.1}}
 data: {target: Digits, args: {augment: true}}
