@@ -35,6 +35,7 @@ class DistributedError(ReportedError, RuntimeError):
     """
 
     texts: dict[int, str] = {}
+    code: int | None = None  # the exit code, if it is not 1
 
 
 class GenerationEnded(DistributedError):

@@ -95,7 +95,9 @@ def _admitted(message: dict[str, Any], size: int) -> dict[str, Any]:
     if verdict is None:
         raise channel.Refused(f"it answered {str(message)[:80]!r}")
     if "code" in verdict:
-        raise DistributedError(verdict["error"], rank=0)
+        failure = DistributedError(verdict["error"], rank=0)
+        failure.code = verdict["code"]
+        raise failure
     if "error" in verdict:
         raise UsageError(verdict["error"], rank=0)
     if "missing" in verdict:

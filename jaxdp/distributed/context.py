@@ -202,7 +202,7 @@ def _hook(world: World) -> None:
 
 def _end(error: BaseException, rank: int, size: int, code: int | None = None) -> NoReturn:
     speaker = error.rank if isinstance(error, ReportedError) else None
-    code = code or (2 if isinstance(error, UsageError) else 1)
+    code = code or getattr(error, "code", None) or (2 if isinstance(error, UsageError) else 1)
     member = membership.current()
     if member is not None and speaker is None:  # the other ranks have not raised it
         member.report_fault(f"{member.name(rank)}: {error}", code)

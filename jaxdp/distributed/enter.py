@@ -37,6 +37,7 @@ def join(world: World, timeout: float, elastic: Elastic | None) -> dict[str, Any
         "python": ".".join(map(str, sys.version_info[:2])),
         "gloo": gpus.count() == 0,
         "visible": gpus.visible_devices(),
+        "config": elastic.config if elastic else "",
     }
     joined = joining.meet(world, facts, timeout, elastic)
     return enter(Entered(world, facts, timeout, elastic, joined))

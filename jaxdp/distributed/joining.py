@@ -24,10 +24,14 @@ BY_NAME = 3.0  # seconds that rank 0 tries to reach its coordinator at an addres
 
 @dataclasses.dataclass(frozen=True)
 class Elastic:
-    """Settings of a job whose processes may come and go; see `jaxdp.config.Elastic`."""
+    """Settings of a job whose processes may come and go; see `jaxdp.config.Elastic`.
+
+    config: a digest of what all processes must agree on.
+    """
 
     min_processes: int = 1
     join_timeout: float = 60.0
+    config: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +77,8 @@ def meet(world: World, facts: Mapping[str, object], timeout: float, elastic: Ela
             silence=silence(timeout),
             stderr=os.dup(2),
             elastic=elastic is not None,
-            **dataclasses.asdict(elastic or Elastic()),
+            min_processes=elastic.min_processes if elastic else 1,
+            join_timeout=elastic.join_timeout if elastic else 0.0,
         )
         pid = start_coordinator(settings, local["host"])
         if not hosts.is_own(host):

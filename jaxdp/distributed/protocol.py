@@ -20,6 +20,7 @@ WINDOW = 10.0  # seconds that the survivors of a generation have to report to th
 Facts = dict[str, Any]
 FACTS: dict[str, Any] = {
     **dict.fromkeys(["host", "boot", "jaxdp", "jax", "jaxlib", "python"], str),
+    "config?": str,
     "addresses": [str],
     "outward": (str, None),
     "spaces": [str],
@@ -91,9 +92,11 @@ class Settings:
 def difference(first: Facts, other: Facts, elastic: bool = False) -> str | None:
     """Return a line that names the first fact in which `other` differs from rank 0; None if they agree.
 
-    elastic: the number of processes may differ.
+    elastic: compare a process that joins a running job. The number of processes may differ, but not the config, which
+    otherwise is compared later, key by key.
     """
-    for field, label in COMMON.items():
+    compared = {**COMMON, "config": "config digest"} if elastic else COMMON
+    for field, label in compared.items():
         if first.get(field) != other.get(field) and not (elastic and field == "size"):
             return (
                 f"{hosts.title(other['rank'], other['host'])} has {label} {other.get(field)}, but "

@@ -2,10 +2,13 @@
 
 import contextlib
 import gc
+import hashlib
+import json
 from collections.abc import Callable
 from typing import TypeVar
 
 from jaxdp.config import Config
+from jaxdp.config.check import decides, flatten
 from jaxdp.distributed import faults, membership
 from jaxdp.distributed.context import Context, Elastic, regroup
 from jaxdp.errors import DistributedError
@@ -20,7 +23,10 @@ def settings(config: Config | None) -> Elastic | None:
     """Return the argument `elastic` of `jaxdp.init`; None if it is off."""
     if config is None or not config.elastic.enabled:
         return None
-    return Elastic(config.elastic.min_processes, config.elastic.join_timeout)
+    numbers = {key: value for key, value in flatten(config).items() if decides(key) == "numbers"}
+    text = json.dumps({**numbers, "run_dir": config.run_dir}, sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return Elastic(config.elastic.min_processes, config.elastic.join_timeout, digest)
 
 
 def train_elastic(train: Callable[[Context, Snapshots], T], context: Context, every: int) -> T:
