@@ -94,8 +94,8 @@ def _admitted(message: dict[str, Any], size: int) -> dict[str, Any]:
     verdict = checked(message, ADMISSION)
     if verdict is None:
         raise channel.Refused(f"it answered {str(message)[:80]!r}")
-    if "code" in verdict:
-        failure = DistributedError(verdict["error"], rank=0)
+    if "code" in verdict:  # of an elastic job, to this process alone
+        failure = DistributedError(verdict["error"])
         failure.code = verdict["code"]
         raise failure
     if "error" in verdict:

@@ -36,7 +36,7 @@ class ElasticGeneration(Generation):
             return super().join(message, nonce, writer)
         member = self.greet(message, nonce, writer)
         if error := difference(self.before.reference, member.facts, elastic=True):
-            member.send(error=error)
+            member.send(error=error, code=2)
             raise EOFError
         self.waiting.append(member)
         self.before.ask_to_regroup(member)
