@@ -11,7 +11,7 @@ from jaxdp import compilation_cache, rundir
 from jaxdp import config as schema
 from jaxdp.assemble.callbacks import make_callbacks
 from jaxdp.assemble.components import NOTHING, Given
-from jaxdp.assemble.run import make_profile, make_run, on_all_ranks
+from jaxdp.assemble.run import SLOW, make_profile, make_run, on_all_ranks
 from jaxdp.config import Config
 from jaxdp.core.state import TrainState
 from jaxdp.distributed import faults, private_jax
@@ -26,6 +26,7 @@ from jaxdp.metrics.jsonl import read
 from jaxdp.metrics.throughput import goodput
 from jaxdp.metrics.writer import Nothing, Record, Writer
 from jaxdp.metrics.writers import check_writers
+from jaxdp.parallel.placement import open_collectives
 from jaxdp.report import writer as report_file
 from jaxdp.supervise import signals
 from jaxdp.supervise.monitor import RunMonitor, Stopped
@@ -167,6 +168,9 @@ def supervised(
 
     signals.subscribe(on_signal)
     try:
+        if context.size > 1:
+            context.barrier("collectives", SLOW)
+            open_collectives()
         with log_failure(events, context.size == 1, run.snapshots is not None):
             record, state = loop.complete(run)
         writer.say(summary(record, directory))

@@ -30,6 +30,15 @@ def make_state(
     return from_first(state, mesh, dims, axes) if jax.process_count() > 1 else state
 
 
+def open_collectives() -> None:
+    """Connect the devices of all processes by a first all-reduce; call it in all processes at the same time.
+
+    Over Gloo the first collective waits 30 s at most for the other processes, which may compile for longer.
+    """
+    total = jax.pmap(lambda x: jax.lax.psum(x, "all"), axis_name="all")
+    jax.block_until_ready(total(np.zeros(jax.local_device_count(), np.float32)))
+
+
 def like(tree: Any, other: Any) -> Any:
     """Cast the leaves to the dtypes of another tree."""
     return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, other)
