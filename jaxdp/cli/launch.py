@@ -70,6 +70,7 @@ def run(call: Call) -> None:
 
     for number in FORWARDED:
         signal.signal(number, forward)
+    signal.signal(signal.SIGINT, lambda number, frame: None)  # a terminal sends it to the processes too, which save
     try:
         sys.exit(wait(processes))
     finally:
@@ -78,12 +79,10 @@ def run(call: Call) -> None:
 
 
 def wait(processes: list[Process]) -> int:
-    """Wait until no process runs or is to run again; return the code of the job: 2, 75, 0 or 1."""
+    """Wait until no process runs or is to run again; return the code of the job: 0, 2, 75 or 1."""
     while None in (codes := [process.code() for process in processes]):
-        if 2 in codes:
-            return 2  # a usage error, which the others would repeat
         if 0 in codes:
             for process in processes:
                 process.restarts, process.restart_at = 0, None  # the job has finished
         time.sleep(0.1)
-    return next((code for code in (2, PREEMPTED, 0) if code in codes), 1)
+    return next((code for code in FINAL if code in codes), 1)

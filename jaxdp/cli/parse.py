@@ -84,10 +84,11 @@ def load_options(argv: list[str], verb: str) -> dict[str, Any]:
 
 def split_command(argv: list[str], options: Options) -> tuple[list[str], list[str]]:
     """Return (the options of a verb, the command behind them). `-n N` stands for the first option."""
-    argv, i = [f"--{next(iter(options))}" if arg == "-n" else arg for arg in argv], 0
+    i = 0
     while i < len(argv) and argv[i].startswith("-") and argv[i] != "--":
-        i += 1 if "=" in argv[i] or argv[i] in ("-h", "--help") else 2
-    return argv[:i], argv[i + 1 if argv[i : i + 1] == ["--"] else i :]
+        i += 1 if "=" in argv[i] else 2
+    first = f"--{next(iter(options))}"
+    return [first if arg == "-n" else arg for arg in argv[:i]], argv[i + (argv[i : i + 1] == ["--"]) :]
 
 
 def check_least(values: dict[str, Any], options: Options) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 from typing import Any
 
 from jaxdp.distributed.generation import Generation, Member
@@ -87,10 +88,9 @@ class ElasticGeneration(Generation):
 
     def ask_to_regroup(self, member: Member) -> None:
         """Announce to the ranks of this generation that a process waits to join."""
-        if self.ended_at is None and identity(member) not in {identity(m) for m in self.members.values()}:
-            self.announced["join"] = {"rank": 0, "text": member.title}
-            for other in self.members.values():
-                other.send(announced="join", **self.announced["join"])
+        members = list(self.members.values())
+        if self.ended_at is None and members and identity(member) not in map(identity, members):
+            self.do_announce(members[0], None, "join", member.title)
 
     # The end
 
@@ -116,7 +116,7 @@ class ElasticGeneration(Generation):
         self.finish(text, without=silent | {author})
         return True
 
-    def finish(self, text: str, without: set[Any] = frozenset()) -> None:  # type: ignore[assignment]
+    def finish(self, text: str, without: Collection[int | None] = ()) -> None:
         """End the generation: its ranks, but those `without`, may report to the next one."""
         if self.ended_at is None:
             self.ended_at = time.monotonic()

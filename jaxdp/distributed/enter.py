@@ -13,15 +13,14 @@ import jaxdp
 from jaxdp.distributed import gpus, hosts, joining, membership, private_jax, sockets
 from jaxdp.distributed.gpus import bind
 from jaxdp.distributed.joining import Elastic, Joined
-from jaxdp.distributed.protocol import WINDOW, Facts
+from jaxdp.distributed.protocol import WINDOW
 from jaxdp.distributed.world import MPI, World
 
 
 class Entered(NamedTuple):
-    """What a process entered with, to enter the next generation. facts: properties of this process."""
+    """What a process entered with, to enter the next generation."""
 
     world: World
-    facts: dict[str, Any]
     timeout: float
     elastic: Elastic | None
     joined: Joined
@@ -40,34 +39,33 @@ def join(world: World, timeout: float, elastic: Elastic | None) -> dict[str, Any
         "config": elastic.config if elastic else "",
     }
     joined = joining.meet(world, facts, timeout, elastic)
-    return enter(Entered(world, facts, timeout, elastic, joined))
+    return enter(Entered(world, timeout, elastic, joined))
 
 
 def regroup() -> dict[str, Any]:
     """Leave the generation that has ended, join the next one, and return the fields of this process's `Context`."""
     assert _entered is not None
-    world, facts, timeout, elastic, joined = _entered
+    elastic, joined = _entered.elastic, _entered.joined
     assert elastic is not None
     member = membership.joined()
     private_jax.disconnect()
-    local: Facts = {**joined.facts[joined.rank], "rank": joined.rank}
-    patience = WINDOW + elastic.join_timeout + timeout
-    joined = joining.enter(*joined.address, joined.secret, local, patience)
+    limit = WINDOW + elastic.join_timeout + _entered.timeout
+    joined = joining.enter(*joined.address, joined.secret, joined.facts[joined.rank], limit)
     member.close()
-    return enter(Entered(world, facts, timeout, elastic, joined))
+    return enter(_entered._replace(joined=joined))
 
 
 def enter(entered: Entered) -> dict[str, Any]:
     """Start the membership of this process, and connect it to JAX's coordination service."""
     global _entered
     _entered = entered
-    world, facts, timeout, elastic, joined = entered
+    world, timeout, elastic, joined = entered
     everyone, rank = joined.facts, joined.rank
-    counted = hosts.local_ranks(everyone, rank)
-    given = elastic is None or joined.generation == 0  # the launcher's numbers hold
-    local_rank = counted[0] if world.local_rank is None or not given else world.local_rank
-    local_size = counted[1] if world.local_size is None or not given else world.local_size
-    count, visible = gpus.count(), facts["visible"]
+    local_rank, local_size = hosts.local_ranks(everyone, rank)
+    if joined.generation == 0:  # in later ones the launcher's numbers no longer hold
+        local_rank = local_rank if world.local_rank is None else world.local_rank
+        local_size = local_size if world.local_size is None else world.local_size
+    count, visible = gpus.count(), everyone[rank]["visible"]
     neighbours = [f["visible"] for f in everyone if hosts.key(f) == hosts.key(everyone[rank])]
     sharers = gpus.sharers(local_size, count, visible, neighbours)
     if sharers > 1:  # each would reserve three quarters of the GPU

@@ -56,4 +56,6 @@ def is_consequence(error: BaseException) -> bool:
     import jax
 
     text = str(error).lower()
+    if isinstance(error, ValueError):  # JAX's kind for a status of UNKNOWN
+        return "gloo" in text
     return isinstance(error, jax.errors.JaxRuntimeError | DistributedError) and any(w in text for w in CONSEQUENCES)

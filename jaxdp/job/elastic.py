@@ -54,8 +54,7 @@ def train_elastic(train: Callable[[Context, Snapshots], T], context: Context, ev
 
 def has_ended(error: BaseException) -> bool:
     """Return whether an error is a consequence of the end of this generation."""
+    if isinstance(error, Stopped):
+        return error.kind == "regroup"
     member = membership.current()
-    if member is None or isinstance(error, Stopped):
-        return isinstance(error, Stopped) and error.kind == "regroup"
-    lost = faults.is_consequence(error) or "gloo" in str(error).lower()
-    return member.has_ended(VERDICT if lost else 0.5)
+    return member is not None and member.has_ended(VERDICT if faults.is_consequence(error) else 0.5)

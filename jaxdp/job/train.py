@@ -101,7 +101,7 @@ def train_here(
             callbacks=callbacks,
             recovered=recovered and recovered[2],
             snapshots=snapshots,
-            compiling=private_jax.store_programs() if snapshots is not None else contextlib.nullcontext(),
+            compiling=private_jax.store_programs if snapshots is not None else contextlib.nullcontext,
         )
         if snapshots is not None:
             snapshots.start(run)
@@ -202,11 +202,8 @@ def log_failure(events: NoEvents, alone: bool, elastic: bool) -> Iterator[None]:
             raise
         unsubscribe = alone
         prefix = "" if alone or not faults.is_consequence(error) else "another process was lost: "
-        log(
-            str(error)
-            if isinstance(error, ReportedError)
-            else f"{prefix}{type(error).__name__}: {one_line(error)[:300]}"
-        )
+        text = f"{prefix}{type(error).__name__}: {one_line(error)[:300]}"
+        log(str(error) if isinstance(error, ReportedError) else text)
         raise
     finally:
         if unsubscribe:

@@ -87,7 +87,7 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
             run.profile.before(updates[0])
             name = f"updates {updates[0]} to {step}" if several else f"update {step}"
             call: Any = program.updates if several else program.update
-            with run.compiling if first else contextlib.nullcontext():
+            with run.compiling() if first else contextlib.nullcontext():
                 progress.state, progress.metrics = run.watch.run_step(name, call, progress.state, batch)
             progress.step = step
             if run.snapshots is not None:

@@ -29,7 +29,7 @@ class Run:
     start: the update to resume after, 0 for a new run. evaluated: True if the evaluation due at `start` already ran.
     offset: the number of batches skipped after spikes, by `rollbacks` rollbacks, at most `max_rollbacks`.
     begin: returns the state of a new run; recovered: the state to continue with instead, from the `snapshots` of an
-    elastic job. compiling: a context for the first update, which compiles.
+    elastic job. compiling: returns a context for an update that compiles.
     averaged: evaluate the running average of the parameters.
     derive: returns metrics computed from the means of a record; speed: from the milliseconds of an update; account:
     of the full run, at its end.
@@ -64,7 +64,7 @@ class Run:
     begin: Callable[["Run"], TrainState] = lambda run: run.strategy.init()
     recovered: TrainState | None = None
     snapshots: Any = None
-    compiling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    compiling: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     directory: pathlib.Path = pathlib.Path()
     events: NoEvents = NoEvents()

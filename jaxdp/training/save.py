@@ -14,14 +14,20 @@ def save(run: Run, progress: Progress) -> None:
     began = time.perf_counter()
     with run.watch.suspend_timeout(f"saves step {progress.step}"):
         stop_if_halted(run, progress)
-        more: Record = {"offset": run.offset, "rollbacks": run.rollbacks, **run.callbacks.state()}
-        if progress.evaluated == progress.step:
-            more |= {"metrics": progress.evaluation, "evaluated": True}
-        run.checkpoints.save(progress.step, run.strategy.export(progress.state), {**run.meta, **more}, run.writer.say)
+        meta = {**run.meta, **progress_metadata(run, progress)}
+        run.checkpoints.save(progress.step, run.strategy.export(progress.state), meta, run.writer.say)
         if not run.asynchronous:
             run.checkpoints.wait()
     run.events.note("saving", progress.step, blocked=round(time.perf_counter() - began, 4))
     run.callbacks.call("on_save", progress.step, run.checkpoints.directory / str(progress.step))
+
+
+def progress_metadata(run: Run, progress: Progress) -> Record:
+    """Return what is needed to resume, besides the state: skipped batches, callbacks, the evaluation of this step."""
+    meta: Record = {"offset": run.offset, "rollbacks": run.rollbacks, **run.callbacks.state()}
+    if progress.evaluated == progress.step:
+        meta |= {"metrics": progress.evaluation, "evaluated": True}
+    return meta
 
 
 def save_preempted(run: Run, progress: Progress, stop: Stopped) -> None:

@@ -13,6 +13,7 @@ from jaxdp.core.state import TrainState
 from jaxdp.distributed.collectives import broadcast
 from jaxdp.distributed.context import Context
 from jaxdp.training.run import Progress, Run
+from jaxdp.training.save import progress_metadata
 
 
 class Snapshot(NamedTuple):
@@ -43,9 +44,9 @@ class Snapshots:
         self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=full)
 
     def take(self, run: Run, progress: Progress) -> None:
-        """Copy the state, if `every` updates have passed."""
+        """Copy the state, if `every` updates have passed, or the run was rolled back."""
         last = self._pending or self.newest
-        if progress.step - (last.step if last else run.start) >= self.every:
+        if not 0 <= progress.step - (last.step if last else run.start) < self.every:
             self.settle()
             self._begin(run, progress)
 
@@ -58,10 +59,7 @@ class Snapshots:
         copy = jax.tree.leaves(self._copy(run.strategy.export(progress.state)))
         for x in copy:
             x.addressable_data(0).copy_to_host_async()
-        meta = {"offset": run.offset, "rollbacks": run.rollbacks, **run.callbacks.state()}
-        if progress.evaluated == progress.step:
-            meta["evaluated"] = True
-        self._pending = Snapshot(progress.step, copy, json.dumps(meta))
+        self._pending = Snapshot(progress.step, copy, json.dumps(progress_metadata(run, progress)))
 
     def settle(self) -> None:
         """Read the pending copy from the device; drop it if its update has failed."""
@@ -82,8 +80,8 @@ class Snapshots:
         newest = max(steps)
         if newest <= saved:
             return None
-        root, like = steps.index(newest), run.strategy.abstract()
-        shapes, structure = jax.tree.flatten(like)
+        root = steps.index(newest)
+        shapes, structure = jax.tree.flatten(run.strategy.abstract())
         meta = context.exchange("snapshot metadata", self.newest.meta if self.newest and context.rank == root else "")
         if self.newest is not None and self.newest.step == newest:
             leaves = self.newest.leaves

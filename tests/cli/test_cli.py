@@ -16,6 +16,8 @@ import pytest
 from cli_runs import curve, ended, jaxdp, records, write
 from covering import first
 from jaxdp import cli
+from jaxdp.cli.parse import split_command
+from jaxdp.cli.table import VERBS
 from jaxdp.config.describe import groups
 from jaxdp.config.keys import inner, known_keys
 from launch import mpirun, processes
@@ -446,3 +448,27 @@ def refused_once(done, words):
     assert [d.returncode for d in done] == [2, 2], errors
     assert errors.count("jaxdp: ") == 1 and words in errors and "Traceback" not in errors
     assert max(d.seconds for d in done) < 30 and not done[0].left
+
+
+@pytest.mark.parametrize(
+    ("argv", "options", "command"),
+    [
+        (["-n", "3", "train", "--config", "x"], ["--processes", "3"], ["train", "--config", "x"]),
+        (["--restart=2", "--", "python", "a.py", "-n", "5"], ["--restart=2"], ["python", "a.py", "-n", "5"]),
+        (["-n", "2"], ["--processes", "2"], []),
+    ],
+)
+def test_launch_leaves_the_command_as_it_is(argv, options, command):
+    assert split_command(argv, VERBS["launch"].options) == (options, command)
+
+
+@pytest.mark.mpi
+def test_launch_gives_each_process_its_rank_and_ends_with_the_code_of_the_job(tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, sys\nos.write(1, os.environb[b'JAXDP_PROCESS_ID'] + b' ')\nsys.exit(int(sys.argv[1]))\n"
+    )
+    for code in (0, 2, 75, 1):
+        words = [sys.executable, "-m", "jaxdp", "launch", "-n", "3", sys.executable, str(script), str(code)]
+        done = subprocess.run(words, cwd=ROOT, text=True, capture_output=True, timeout=60)
+        assert (done.returncode, sorted(done.stdout.split())) == (code, ["0", "1", "2"])

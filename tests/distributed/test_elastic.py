@@ -45,6 +45,7 @@ class Job:
         self.launcher = subprocess.Popen(
             [sys.executable, "-m", "jaxdp", *map(str, words)],
             env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
         )  # fmt: skip
 
     def pids(self):
@@ -103,13 +104,14 @@ def alone(folder, *arguments):
 
 
 @pytest.mark.mpi
-def test_a_killed_process_joins_again_and_the_bits_are_those_of_one_device(tmp_path):
-    job = Job(tmp_path, 2, 1)
+@pytest.mark.parametrize(("processes", "rank"), [(2, 1), pytest.param(3, 0, marks=pytest.mark.slow)])
+def test_a_killed_process_joins_again_and_the_bits_are_those_of_one_device(tmp_path, processes, rank):
+    job = Job(tmp_path, processes, 1)
     job.until(lambda: job.step() >= 20)
-    job.kill(1)
-    job.until(lambda: job.generations()[1:] == [1, 2])
+    job.kill(rank)
+    job.until(lambda: job.generations()[1:] == [processes - 1, processes])
     final, out = job.ends()
-    assert "generation 0 ends: rank 1" in out
+    assert f"generation 0 ends: rank {rank}" in out
     assert final["step"] == 400 and final["params_sha256"] == alone(tmp_path)["params_sha256"]
     trained = [line["step"] for line in job.lines("metrics.jsonl") if line["split"] == "train"]
     assert trained == list(range(10, 401, 10))  # every update was made, and is in the metrics once
@@ -117,13 +119,12 @@ def test_a_killed_process_joins_again_and_the_bits_are_those_of_one_device(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_rank_0_may_die_and_its_place_is_taken(tmp_path):
-    job = Job(tmp_path, 3, 1)
+def test_ctrl_c_in_a_terminal_saves(tmp_path):
+    job = Job(tmp_path, 2, 1)
     job.until(lambda: job.step() >= 20)
-    job.kill(0)
-    job.until(lambda: job.generations()[1:] == [2, 3])
-    final, _ = job.ends()
-    assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
+    os.killpg(job.launcher.pid, signal.SIGINT)  # as a terminal does
+    out, _ = job.launcher.communicate(timeout=120)
+    assert job.launcher.returncode == 75 and "saved step" in out
 
 
 @pytest.mark.slow

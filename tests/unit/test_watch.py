@@ -1,5 +1,6 @@
 """What watches over a run, without a launcher: where all stop, who is behind, what a guard's halt does to the loop."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -22,6 +23,7 @@ from jaxdp.supervise.agreement import Agreement
 from jaxdp.supervise.monitor import RunMonitor, Stopped
 from jaxdp.supervise.watchdog import verdict
 from jaxdp.training import loop
+from jaxdp.training.snapshots import Snapshots
 from jaxdp.training.source import Source
 from plain_runs import make_run
 
@@ -111,6 +113,26 @@ def test_a_spike_rolls_back_and_its_data_is_left_out(tmp_path):
     assert loop.fit(resumed)["params_sha256"] == final["params_sha256"]
     for r in (clean, resumed):
         r.watch.stop()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_rolled_back_continues_to_take_snapshots(tmp_path):
+    compilations, snapshots = [], Snapshots(2)
+
+    @contextlib.contextmanager
+    def compiling():
+        compilations.append(1)
+        yield
+
+    spike = Spike(factor=3.0, after=2, action="rollback")
+    run = guarded_run(tmp_path, [8], spike=spike)
+    run = dataclasses.replace(run, snapshots=snapshots, compiling=compiling)
+    snapshots.start(run)
+    loop.fit(run)
+    run.watch.stop()
+    snapshots.settle()
+    assert len(compilations) == 2  # the first update, and the first one after the rollback
+    assert snapshots.newest.step == 11 and json.loads(snapshots.newest.meta)["offset"] == 2
 
 
 @pytest.mark.slow
