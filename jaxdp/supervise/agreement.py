@@ -51,11 +51,16 @@ class Agreement:
         self._announce()
 
     def point(self) -> dict[str, Any] | None:
-        """Return the request that all processes stop for at this point, or None. Call it before each point."""
+        """Return the request that all processes stop for at this point, or None. Call it before each point.
+
+        Raises GenerationEnded if another process of an elastic job was lost.
+        """
         with self._changed:
-            while self._waiting and self._stop is None:
+            while True:
                 if self._member is not None:
                     self._member.check_generation()
+                if not self._waiting or self._stop is not None:
+                    break
                 self._changed.wait(0.2)
             if self._stop is None or self.passed < self._stop[0]:
                 self.passed += 1

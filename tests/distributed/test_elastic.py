@@ -109,7 +109,7 @@ def test_a_killed_process_joins_again_and_the_bits_are_those_of_one_device(tmp_p
     job = Job(tmp_path, processes, 1)
     job.until(lambda: job.step() >= 20)
     job.kill(rank)
-    job.until(lambda: job.generations()[1:] == [processes - 1, processes])
+    job.until(lambda: job.generations()[1:][-1:] == [processes])  # with or without a generation of one process fewer
     final, out = job.ends()
     assert f"generation 0 ends: rank {rank}" in out
     assert final["step"] == 400 and final["params_sha256"] == alone(tmp_path)["params_sha256"]
