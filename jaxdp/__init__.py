@@ -10,6 +10,7 @@ _HOME = {
     "init": "jaxdp.distributed.context",
     "current": "jaxdp.distributed.context",
     "Context": "jaxdp.distributed.context",
+    "Elastic": "jaxdp.distributed.context",
     **dict.fromkeys(
         [
             "allreduce",
@@ -31,6 +32,7 @@ _HOME = {
     "broadcast_parameters": "jaxdp.interop.parameters",
     "distributed_optimizer": "jaxdp.interop.optimizer",
     "allreduce_metrics": "jaxdp.interop.metrics",
+    "elastic": "jaxdp.interop.elastic",
     "UsageError": "jaxdp.errors",
     "DistributedError": "jaxdp.errors",
 }

@@ -14,7 +14,7 @@ from jaxdp.errors import PREEMPTED, UsageError
 
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 FINAL = (0, 2, PREEMPTED)  # exit codes after which a process is not started again
-PAUSE = 30.0  # seconds before a restart, at most
+PAUSE = 30.0  # seconds before a restart, at most; a process that has run for longer starts with 1 s again
 
 
 class Process:
@@ -24,6 +24,7 @@ class Process:
         self.words, self.environment, self.restarts = words, environment, restarts
         self.pause = 1.0  # seconds before the next restart
         self.restart_at: float | None = None  # when the next restart is due
+        self.started = time.monotonic()
         self.child = subprocess.Popen(words, env=environment)
 
     def code(self) -> int | None:
@@ -31,12 +32,14 @@ class Process:
         code = self.child.poll()
         if self.restart_at is None and code not in (None, *FINAL) and self.restarts:
             self.restarts -= 1
+            if time.monotonic() - self.started > PAUSE:
+                self.pause = 1.0
             self.restart_at = time.monotonic() + self.pause
             self.pause = min(PAUSE, 2 * self.pause)
         if self.restart_at is None:
             return code
         if time.monotonic() >= self.restart_at:
-            self.restart_at = None
+            self.restart_at, self.started = None, time.monotonic()
             self.child = subprocess.Popen(self.words, env=self.environment)
         return None
 
@@ -81,8 +84,8 @@ def run(call: Call) -> None:
 def wait(processes: list[Process]) -> int:
     """Wait until no process runs or is to run again; return the code of the job: 0, 2, 75 or 1."""
     while None in (codes := [process.code() for process in processes]):
-        if 0 in codes:
+        if 0 in codes or PREEMPTED in codes:  # the job has finished, or has saved
             for process in processes:
-                process.restarts, process.restart_at = 0, None  # the job has finished
+                process.restarts, process.restart_at = 0, None
         time.sleep(0.1)
     return next((code for code in FINAL if code in codes), 1)

@@ -8,10 +8,12 @@ follow. There is one coordinator, so a cut network cannot form two generations.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Collection
 from typing import Any
 
+from jaxdp.distributed import private_jax
 from jaxdp.distributed.generation import Generation, Member
 from jaxdp.distributed.protocol import WINDOW, difference
 from jaxdp.errors import PREEMPTED
@@ -123,18 +125,30 @@ class ElasticGeneration(Generation):
             self.survivors = {identity(m) for rank, m in self.members.items() if rank not in without}
             for member in self.members.values():
                 member.send(over=text)
+            kept = {m.rank for m in self.members.values() if identity(m) in self.survivors}
+            self.register(set(range(self.size)) - kept)
+
+    def register(self, lost: set[int]) -> None:
+        """Register lost ranks with JAX's service: others that are about to connect would wait for them."""
+        services, address = self.coordinator.services, self.jax_address
+        for rank in lost:
+            work = lambda rank=rank: services.append(private_jax.register(address, rank))
+            threading.Thread(target=work, daemon=True).start()
 
     def disconnected(self, member: Member) -> None:
         if member in self.waiting:
             self.waiting.remove(member)
         if self.members.get(member.rank) is member:
             self.dead += member.rank not in self.left
+            had_ended = self.ended_at is not None
             super().disconnected(member)
             following = self.coordinator.next
-            if self.ended_at is not None and following is not None and member not in following.waiting:
-                known = {identity(m) for m in following.waiting}
-                self.survivors -= {identity(member)} - known
-                following.form()
+            reported = {identity(m) for m in following.waiting} if following is not None else set()
+            if had_ended and identity(member) not in reported:
+                self.survivors.discard(identity(member))
+                self.register({member.rank})
+                if following is not None:
+                    following.form()
 
     def is_empty(self) -> bool:
         return super().is_empty() if self.before is None else not self.waiting

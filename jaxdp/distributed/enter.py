@@ -15,6 +15,9 @@ from jaxdp.distributed.gpus import bind
 from jaxdp.distributed.joining import Elastic, Joined
 from jaxdp.distributed.protocol import WINDOW
 from jaxdp.distributed.world import MPI, World
+from jaxdp.errors import GenerationEnded
+
+VERDICT = 5.0  # seconds that the coordinator has to report the lost process that something has failed by
 
 
 class Entered(NamedTuple):
@@ -39,20 +42,48 @@ def join(world: World, timeout: float, elastic: Elastic | None) -> dict[str, Any
         "config": elastic.config if elastic else "",
     }
     joined = joining.meet(world, facts, timeout, elastic)
-    return enter(Entered(world, timeout, elastic, joined))
+    return enter_until_formed(Entered(world, timeout, elastic, joined))
 
 
 def regroup() -> dict[str, Any]:
     """Leave the generation that has ended, join the next one, and return the fields of this process's `Context`."""
     assert _entered is not None
-    elastic, joined = _entered.elastic, _entered.joined
+    return enter_until_formed(rejoin(_entered))
+
+
+def rejoin(entered: Entered) -> Entered:
+    """Join the next generation. Raises DistributedError if too few processes are left."""
+    elastic, joined, member = entered.elastic, entered.joined, membership.joined()
     assert elastic is not None
-    member = membership.joined()
+    membership.forget()
     private_jax.disconnect()
-    limit = WINDOW + elastic.join_timeout + _entered.timeout
+    limit = WINDOW + elastic.join_timeout + entered.timeout
     joined = joining.enter(*joined.address, joined.secret, joined.facts[joined.rank], limit)
     member.close()
-    return enter(_entered._replace(joined=joined))
+    return entered._replace(joined=joined)
+
+
+def enter_until_formed(entered: Entered) -> dict[str, Any]:
+    """Enter the job; if a process is lost meanwhile, the next generation."""
+    while True:
+        try:
+            return enter(entered)
+        except GenerationEnded:
+            entered = rejoin(entered)
+
+
+def open_devices(member: membership.Membership) -> None:
+    """Open the devices of all processes together. Raises GenerationEnded if one is lost meanwhile.
+
+    Opening waits for the others, so that otherwise one that opens them early could wait for one that waits for it.
+    """
+    member.check_generation()
+    try:
+        jax.local_devices()
+    except RuntimeError:
+        if member.has_ended(VERDICT):
+            member.check_generation()
+        raise
 
 
 def enter(entered: Entered) -> dict[str, Any]:
@@ -80,6 +111,8 @@ def enter(entered: Entered) -> dict[str, Any]:
     devices = bind(local_rank, local_size, count, visible, neighbours)
     heartbeat = round(3 * silence)
     private_jax.connect(joined.jax_address, rank, len(everyone), timeout, heartbeat, devices, elastic is not None)
+    if elastic is not None:
+        open_devices(member)
     names, pids = tuple(f["host"] for f in everyone), tuple(f["pid"] for f in everyone)
     return {
         "rank": rank,

@@ -54,6 +54,7 @@ class Generation:
         self.exchanges, self.keys = Exchanges(), Keys()
         self.announced: dict[str, dict[str, Any]] = {}
         self.suspended = False
+        self.jax_address = ""  # of JAX's service
 
     # Joining
 
@@ -108,6 +109,7 @@ class Generation:
                 recoverable=self.settings.elastic,
             )
             self.coordinator.services.append(service)  # a client of an earlier one aborts its process if that one ends
+            self.jax_address = address
         except (UsageError, RuntimeError) as error:
             self.decide(error=str(error))
             return

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxdp.distributed import faults, hosts, sockets
+from jaxdp.distributed import faults, hosts, private_jax, sockets
 from jaxdp.distributed.connection import Connection
 from jaxdp.distributed.messages import LONG_TEXT, checked, printable
 from jaxdp.distributed.protocol import Facts
@@ -232,6 +232,7 @@ class Membership:
                 self.over = self.over or printable(text) or "its ranks regroup"
                 self._changed.notify_all()
             sockets.break_collectives()
+            private_jax.cancel_calls()
         elif fault := checked(message, {"fault": str, "code": range(1, 256), "rank": (range(self.size), None)}):
             if fault["rank"] != self.rank and not self.ending.is_set():
                 time.sleep(0.3)  # the failed rank prints first

@@ -95,23 +95,38 @@ def shut_down_client() -> None:
     jax.distributed.shutdown()
 
 
-_old_clients: list[Any] = []
+def cancel_calls() -> None:
+    """Leave JAX's coordination service, if connected: what waits in it, such as a barrier of Orbax, raises at once."""
+    from jax._src.distributed import global_state
+
+    if global_state.client is not None:
+        with contextlib.suppress(RuntimeError):  # has left already
+            global_state.client.shutdown()
 
 
 def disconnect() -> None:
     """Leave a job whose other processes may be dead, and close the devices, so that `connect` can join another job.
 
-    All arrays and compiled programs become invalid. The old client stays referenced: if it were destroyed, JAX would
-    wait for the dead processes and then abort this one.
+    All arrays and compiled programs become invalid.
     """
-    import jax
     from jax._src.distributed import global_state
     from jax.extend import backend
 
-    _old_clients.append(global_state.client)
+    cancel_calls()
     global_state.client = None
-    jax.clear_caches()
     backend.clear_backends()
+
+
+def register(address: str, rank: int) -> Any:
+    """Register in the place of a process that has died, and return the client.
+
+    `connect` in the others waits until all processes are registered, and aborts its process if one never is.
+    """
+    from jaxlib import _jax
+
+    client = _jax.get_distributed_runtime_client(address, rank, init_timeout=10, shutdown_on_destruction=False)
+    client.connect()
+    return client
 
 
 @contextlib.contextmanager

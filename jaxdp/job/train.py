@@ -17,7 +17,7 @@ from jaxdp.core.state import TrainState
 from jaxdp.distributed import faults, private_jax
 from jaxdp.distributed.context import Context
 from jaxdp.errors import ReportedError, UsageError, one_line
-from jaxdp.job.elastic import has_ended, train_elastic
+from jaxdp.job.elastic import train_elastic
 from jaxdp.job.resume import lock_run_dir, resume_step, with_former_defaults
 from jaxdp.job.start import layout_of, start_writer
 from jaxdp.metrics import safe_print
@@ -29,6 +29,7 @@ from jaxdp.metrics.writers import check_writers
 from jaxdp.parallel.placement import open_collectives
 from jaxdp.report import writer as report_file
 from jaxdp.supervise import signals
+from jaxdp.supervise.generations import has_ended
 from jaxdp.supervise.monitor import RunMonitor, Stopped
 from jaxdp.training import loop
 from jaxdp.training.run import Run

@@ -6,6 +6,7 @@ before its next point, and sends the number of points it has passed. All stop at
 process waits in a collective for one that has stopped before it.
 """
 
+import contextlib
 import json
 import threading
 from typing import Any
@@ -33,6 +34,8 @@ class Agreement:
         self._stop: tuple[int, dict[str, Any]] | None = None  # (the point, the request)
         self._member = membership.current()
         self._listen()
+        if self._member is not None and context.is_root:
+            self._member.on("join", self._admit)
 
     def _listen(self) -> None:
         if self._member is not None:
@@ -74,6 +77,14 @@ class Agreement:
         self._listen()
         self._announce()
         return request
+
+    def _admit(self, rank: int, name: str) -> None:
+        """Ask all processes to regroup, since another one waits to join. Runs in the reader thread."""
+        threading.Thread(target=self._regroup, args=(f"{name} joins",), daemon=True).start()
+
+    def _regroup(self, why: str) -> None:
+        with contextlib.suppress(DistributedError):
+            self.request("regroup", why)
 
     def _announce(self) -> None:
         with self._changed:

@@ -2,7 +2,6 @@
 
 import contextlib
 import pathlib
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -97,8 +96,6 @@ class RunMonitor:
         if minutes is not None and context.is_root:
             self.watchdog.often(lambda: self._save_by_time(60.0 * minutes))
         signals.subscribe(self._preempt)
-        if context.is_root and (member := membership.current()) is not None:
-            member.on("join", self._admit)
 
     def run_step(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
         while (request := self.agreement.point()) is not None:
@@ -152,10 +149,6 @@ class RunMonitor:
     def _preempt(self, name: str) -> None:
         if name != signals.TRACE:
             self._request("preempt", name)
-
-    def _admit(self, rank: int, name: str) -> None:
-        """Ask all processes to regroup, since another one waits to join. Runs in the reader thread."""
-        threading.Thread(target=self._request, args=("regroup", f"{name} joins"), daemon=True).start()
 
     def _save_by_time(self, seconds: float) -> None:
         if time.monotonic() - self._last_save > seconds:

@@ -1,6 +1,7 @@
 """Copies of a run's state in the memory of its processes, from which an elastic job continues after it has lost one."""
 
 import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -71,25 +72,37 @@ class Snapshots:
                 return
             self.newest = pending._replace(leaves=leaves)
 
+    def end_generation(self) -> None:
+        """Keep the newest copy; the devices are about to be closed."""
+        self.settle()
+        self.generations += 1
+
     def recover(self, run: Run, context: Context, saved: int) -> tuple[int, dict[str, Any], TrainState] | None:
         """Return (step, metadata, state) of the newest snapshot of any process; None if a checkpoint is as new.
 
         saved: the step of the newest checkpoint. Every process calls it; those that lack the snapshot receive it.
         """
-        steps = [int(text) for text in context.exchange("snapshot", str(self.newest.step if self.newest else 0))]
-        newest = max(steps)
-        if newest <= saved:
-            return None
-        root = steps.index(newest)
         shapes, structure = jax.tree.flatten(run.strategy.abstract())
-        meta = context.exchange("snapshot metadata", self.newest.meta if self.newest and context.rank == root else "")
-        if self.newest is not None and self.newest.step == newest:
-            leaves = self.newest.leaves
-        else:
-            leaves = [np.zeros(x.shape, x.dtype) for x in shapes]
-        if min(steps) != newest:
-            leaves = [np.asarray(x) for x in broadcast(leaves, root)]
-        self.newest = Snapshot(newest, leaves, meta[root])
+        if (newest := newest_of_all(context, self.newest, shapes, saved)) is None:
+            return None
+        self.newest = newest
         place = lambda a, x: jax.make_array_from_callback(x.shape, x.sharding, lambda index: a[index].copy())
-        placed = [place(a, x) for a, x in zip(leaves, shapes)]
-        return newest, json.loads(meta[root]), run.strategy.adopt(jax.tree.unflatten(structure, placed))
+        placed = [place(a, x) for a, x in zip(newest.leaves, shapes)]
+        return newest.step, json.loads(newest.meta), run.strategy.adopt(jax.tree.unflatten(structure, placed))
+
+
+def newest_of_all(context: Context, own: Snapshot | None, shapes: Sequence[Any], older: int) -> Snapshot | None:
+    """Return the newest snapshot of any process, on all of them; None if none is newer than step `older`.
+
+    shapes: of the leaves (anything with shape and dtype). Raises DistributedError if processes disagree on these.
+    """
+    steps = [int(text) for text in context.exchange("snapshot", str(own.step if own else 0))]
+    newest = max(steps)
+    if newest <= older:
+        return None
+    root = steps.index(newest)
+    meta = context.exchange("snapshot metadata", own.meta if own and context.rank == root else "")[root]
+    leaves = own.leaves if own and own.step == newest else [np.zeros(x.shape, x.dtype) for x in shapes]
+    if min(steps) != newest:
+        leaves = [np.asarray(x) for x in broadcast(leaves, root)]
+    return Snapshot(newest, leaves, meta)

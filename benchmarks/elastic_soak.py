@@ -1,0 +1,209 @@
+"""Training while processes are killed: the share of the updates that are made without faults in the same time.
+
+    python -m benchmarks.elastic_soak [--processes 4] [--minutes 5] [--every 10] [--ways elastic,restart,torchrun]
+        [--faults kill,first,pair,stop,coordinator] [--seed 0] [--key value ...]
+
+A small MLP, 20 ms of waiting in each update. `elastic`: jaxdp launch with elastic training. `restart`: jaxdp launch in
+a loop, which starts again from the last checkpoint. `torchrun`: PyTorch's DistributedDataParallel, restarted by its
+agent from its last checkpoint. A checkpoint is written every 100 updates. Faults: kill -9 of a random process, of rank
+0, of two processes one second apart, of the coordinator; SIGSTOP of a process for 25 s. Prints the goodput: the
+updates per second with faults relative to those before the first fault. The elastic run is then finished without
+faults, and compared with one device that ran alone. Other arguments go to jaxdp's config.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+from benchmarks.harness import ROOT
+
+HEALTHY = 15.0  # seconds without faults, from which the normal speed is measured
+CONFIG = """
+model: {target: MLP, args: {hidden: [64], dropout: 0.1}}
+data: {target: Digits, args: {augment: true}}
+batch_size: 64
+optimizer: {target: adam, lr: 1.0e-3}
+log: {every: 10}
+checkpoint: {every: 100}
+callbacks: [{target: waiting.Wait}]
+parallel: {reduction: exact}
+"""
+WAIT = """
+import os
+import time
+
+
+class Wait:
+    def on_update(self, step, metrics):
+        time.sleep(0 if os.path.exists("finish") else 0.02)
+"""
+
+
+class Job:
+    """One way to train. again: start the command again when it ends, until `close`."""
+
+    def __init__(self, command: list[str], folder: pathlib.Path, again: bool):
+        self.command, self.folder, self.again = command, folder, again
+        env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": f"{ROOT}:{folder}", "JAXDP_TIMEOUT": "60"}
+        self.log = (folder / "log").open("ab")
+        self.env = env | {"OMP_NUM_THREADS": "1"}
+        self.launcher = self._start()
+        threading.Thread(target=self._restart, daemon=True).start()
+
+    def _start(self) -> subprocess.Popen:
+        out = {"stdout": self.log, "stderr": self.log}
+        return subprocess.Popen(self.command, cwd=self.folder, env=self.env, start_new_session=True, **out)
+
+    def _restart(self) -> None:
+        while self.launcher.wait() != 0 and self.again:
+            self.launcher = self._start()
+
+    def ranks(self) -> list[int]:
+        """The processes that train."""
+        return [int(p.name) for p in pathlib.Path("/proc").glob("[0-9]*") if parent(p) == self.launcher.pid]
+
+    def coordinators(self) -> list[int]:
+        words = lambda p: (p / "cmdline").read_bytes().split(b"\0")
+        ranks = self.ranks()
+        mine = [p for p in pathlib.Path("/proc").glob("[0-9]*") if parent(p) in ranks]
+        return [int(p.name) for p in mine if b"jaxdp.distributed.coordinator_process" in words(p)]
+
+    def step(self) -> int:
+        """The newest update that is in the log of the run."""
+        file = self.folder / "run/metrics.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return max((json.loads(x)["step"] for x in lines[-3:] if x.endswith("}")), default=0)
+
+    def close(self) -> None:
+        self.again = False
+        for pid in [*self.coordinators(), *self.ranks(), self.launcher.pid]:
+            send(pid, signal.SIGKILL)
+        self.launcher.wait()
+
+
+def parent(process: pathlib.Path) -> int | None:
+    try:
+        return int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
+    except OSError:
+        return None
+
+
+def send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def harm(job: Job, kind: str, rng: random.Random) -> bool:
+    """Do one fault; return whether there was a process to do it to."""
+    ranks = sorted(job.ranks())
+    targets = job.coordinators() if kind == "coordinator" else ranks
+    if not targets:
+        return False
+    if kind == "stop":
+        pid = rng.choice(targets)
+        send(pid, signal.SIGSTOP)
+        threading.Timer(25.0, send, (pid, signal.SIGCONT)).start()
+    elif kind == "pair":
+        for pid in rng.sample(targets, min(2, len(targets))):
+            send(pid, signal.SIGKILL)
+            time.sleep(1.0)
+    else:
+        send(targets[0] if kind in ("first", "coordinator") else rng.choice(targets), signal.SIGKILL)
+    return True
+
+
+def soak(job: Job, minutes: float, every: float, faults: list[str], seed: int) -> dict:
+    """Train with faults; return the updates per second before the first fault, and the share that faults leave."""
+    rng, count = random.Random(seed), 0
+    while job.step() < 100:
+        time.sleep(0.1)
+    first, began = job.step(), time.monotonic()
+    time.sleep(HEALTHY)
+    base, start = job.step(), time.monotonic()
+    normal = (base - first) / (start - began)
+    while time.monotonic() < start + 60 * minutes:
+        time.sleep(every * rng.uniform(0.5, 1.5))
+        count += harm(job, faults[count % len(faults)], rng)
+    wall, reached = time.monotonic() - start, job.step()
+    share = (reached - base) / wall / normal
+    return {"faults": count, "normal_per_s": round(normal, 1), "updates": reached - base, "goodput": round(share, 3)}
+
+
+def commands(way: str, processes: int, steps: int, more: list[str]) -> list[str]:
+    jaxdp = [sys.executable, "-m", "jaxdp"]
+    train = ["train", "--config", "config.yaml", "--run_dir", "run", "--steps", str(steps), *more]
+    if way == "elastic":
+        elastic = ["--elastic.enabled", "true", "--elastic.snapshot_every", "10"]
+        return [*jaxdp, "launch", "-n", str(processes), "--restart", "1000", *train, *elastic]
+    if way == "restart":
+        return [*jaxdp, "launch", "-n", str(processes), *train]
+    agent = ROOT / ".venv-torch/bin/torchrun"
+    script = ROOT / "benchmarks/torch_ddp/restarted.py"
+    return [str(agent), "--nproc_per_node", str(processes), "--max_restarts", "1000", str(script), str(steps)]
+
+
+def alone(folder: pathlib.Path, steps: int, more: list[str]) -> str:
+    """The digest of the parameters after the same run on one device."""
+    command = [sys.executable, "train.py", "--config", f"{folder}/config.yaml", "--steps", str(steps), *more]
+    env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": f"{ROOT}:{folder}"}
+    subprocess.run([*command, "--run_dir", f"{folder}/alone"], cwd=ROOT, env=env, check=True, capture_output=True)
+    return final(folder / "alone")["params_sha256"]
+
+
+def final(folder: pathlib.Path) -> dict:
+    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def finish(job: Job, folder: pathlib.Path, steps: int, more: list[str]) -> dict:
+    """Finish the elastic run without faults; return whether it ended as one device does alone."""
+    (folder / "finish").touch()
+    code = job.launcher.wait(600)
+    trained = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    logged = [line["step"] for line in trained if line["split"] == "train"]
+    starts = [json.loads(line) for line in (folder / "run/events.jsonl").read_text().splitlines()]
+    return {
+        "code": code,
+        "generations": sum(e["kind"] in ("start", "resume") for e in starts),
+        "every_update_once": logged == list(range(10, steps + 1, 10)),
+        "equal_to_one_device": final(folder / "run")["params_sha256"] == alone(folder, steps, more),
+    }
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    for name, default in (("processes", 4), ("minutes", 5.0), ("every", 10.0), ("seed", 0)):
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    parser.add_argument("--faults", type=lambda text: text.split(","), default=["kill"])
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=["elastic", "restart", "torchrun"])
+    args, more = parser.parse_known_args(argv)
+    steps = round(60 * args.minutes / 0.02)
+    for way in args.ways:
+        folder = pathlib.Path(tempfile.mkdtemp())
+        (folder / "config.yaml").write_text(CONFIG)
+        (folder / "waiting.py").write_text(WAIT)
+        job = Job(commands(way, args.processes, steps, more), folder, again=way == "restart")
+        try:
+            result = soak(job, args.minutes, args.every, args.faults, args.seed)
+            if way == "elastic":
+                result |= finish(job, folder, steps, more)
+        finally:
+            job.close()
+        print(json.dumps({"way": way, **vars(args), **result}), flush=True)
+        if all(result.get(name, True) for name in ("every_update_once", "equal_to_one_device")):
+            shutil.rmtree(folder)
+        else:
+            print(f"kept {folder}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

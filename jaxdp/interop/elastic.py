@@ -1,0 +1,72 @@
+"""An elastic training loop of your own: it continues when processes are lost, and when others join."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from jaxdp.distributed.context import Context, joined
+from jaxdp.errors import UsageError
+from jaxdp.supervise.agreement import Agreement
+from jaxdp.supervise.generations import run_generations
+from jaxdp.supervise.monitor import Stopped
+from jaxdp.training.snapshots import Snapshot, newest_of_all
+
+T = TypeVar("T")
+State = Any  # a pytree of arrays and numbers
+
+
+def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) -> T:
+    """Return `train(state, commit)`, which is called again when processes are lost, and when others join.
+
+    Call `jaxdp.init(elastic=jaxdp.Elastic())` first, and start the processes with `jaxdp launch --restart`. state: a
+    pytree of arrays and numbers, the same on all processes. In each generation of the job, `train` gets the newest
+    state that any process has committed, as NumPy arrays; `jaxdp.current()` gives its rank and size. It must make all
+    of its device arrays and compiled functions anew, and all collectives belong inside it.
+
+    `commit(state)` copies a replicated state to host memory, waiting for it. All processes call it equally often: after
+    each update, or each few updates, which are then made again. It raises when the processes must regroup.
+
+    The model is Horovod's `hvd.elastic.run`. Raises UsageError if a leaf is not an array or a number.
+    """
+    leaves, structure = jax.tree.flatten(state)
+    for x in leaves:
+        if not isinstance(x, np.ndarray | np.generic | jax.Array | int | float) or np.asarray(x).dtype == object:
+            raise UsageError(f"elastic: a leaf of the state is a {type(x).__name__}; give arrays and numbers")
+    arrays = [np.asarray(x) for x in leaves]
+    newest = Snapshot(0, [as_bytes(x) for x in arrays], "")
+
+    def run(context: Context) -> T:
+        nonlocal newest
+        agreement = Agreement(context)
+        found = newest_of_all(context, newest, newest.leaves, -1)
+        assert found is not None
+        newest = found
+
+        def commit(state: State) -> None:
+            nonlocal newest
+            copies = [as_bytes(np.asarray(x)) for x in jax.tree.leaves(state)]
+            if [x.nbytes for x in copies] != [x.nbytes for x in newest.leaves]:
+                raise UsageError("commit: the state has another structure, or other shapes, than elastic() was given")
+            newest = Snapshot(newest.step + 1, copies, "")
+            if (request := agreement.point()) is not None:
+                raise Stopped(**request)
+
+        restored = [restore(data, like, leaf) for data, like, leaf in zip(newest.leaves, arrays, leaves)]
+        return train(jax.tree.unflatten(structure, restored), commit)
+
+    context = joined()
+    context.agree(None)  # as processes of later generations do
+    return run_generations(run, context, lambda: None)
+
+
+def as_bytes(x: np.ndarray) -> np.ndarray:
+    """Return a copy of an array as uint8, which collectives can send whatever the dtype."""
+    return np.frombuffer(x.tobytes(), np.uint8)
+
+
+def restore(data: np.ndarray, like: np.ndarray, leaf: Any) -> Any:
+    """Return an array like `like` from its bytes; a Python number if `leaf` is one."""
+    x = np.frombuffer(data.tobytes(), like.dtype).reshape(like.shape)
+    return type(leaf)(x.item()) if isinstance(leaf, int | float) else x.copy()
