@@ -10,7 +10,7 @@ import jax
 import jaxlib
 
 import jaxdp
-from jaxdp.distributed import gpus, hosts, joining, membership, private_jax, sockets
+from jaxdp.distributed import caches, gpus, hosts, joining, membership, private_jax, sockets
 from jaxdp.distributed.gpus import bind
 from jaxdp.distributed.joining import Elastic, Joined
 from jaxdp.distributed.protocol import WINDOW
@@ -57,6 +57,7 @@ def rejoin(entered: Entered) -> Entered:
     assert elastic is not None
     membership.forget()
     private_jax.disconnect()
+    caches.clear()
     limit = WINDOW + elastic.join_timeout + entered.timeout
     joined = joining.enter(*joined.address, joined.secret, joined.facts[joined.rank], limit)
     member.close()

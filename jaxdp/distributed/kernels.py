@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxdp.distributed.caches import cached
 from jaxdp.distributed.packing import Part, from_bits, pack, stays, to_bits, unpack
 from jaxdp.distributed.signature import Partition
 from jaxdp.errors import UsageError
@@ -151,14 +151,14 @@ def _join(part: Part, members: int, shape: tuple[int, ...], axis: int) -> Part:
     return (np if isinstance(part, np.ndarray) else jnp).moveaxis(arrays, 0, axis).reshape(dims)
 
 
-@functools.cache
+@cached
 def ranks_mesh(members: tuple[int, ...]) -> Mesh:
     """Return the mesh of the first device of each of these ranks, along AXIS."""
     first = {r: min((d for d in jax.devices() if d.process_index == r), key=lambda d: d.id) for r in members}
     return Mesh(np.array([first[r] for r in members]), (AXIS,))
 
 
-@functools.cache
+@cached
 def _program(name: str, argument: Any, members: tuple[int, ...]) -> Any:
     def replica(buffers: list[Array]) -> list[Array]:
         return [KERNELS[name](b, argument) for b in buffers]

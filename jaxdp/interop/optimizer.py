@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdp.distributed import kernels
+from jaxdp.distributed.caches import cached
 from jaxdp.distributed.context import joined
 from jaxdp.distributed.signature import Signature, as_array, compare, described
 from jaxdp.errors import UsageError, one_line
@@ -154,7 +154,7 @@ def _as_rows(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     return [x[None] for x in arrays]
 
 
-@functools.cache
+@cached
 def _program(members: tuple[int, ...]) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
     """Return the program that maps grads[rank, ...], followed by weights[rank], to the means."""
 

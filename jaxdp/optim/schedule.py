@@ -1,4 +1,9 @@
-"""Learning-rate schedules: a linear warm-up, then one of four shapes."""
+"""Learning-rate schedules: a linear warm-up, then a shape.
+
+A shape is a function of (lr, updates, final): the peak, the number of updates after the warm-up, and the fraction of
+lr to end at, which `constant` and `one_cycle` ignore. To add one: a row of `SCHEDULES`, its name in
+`jaxdp.config.training.Optimizer`, and a line in the docstring of `make_schedule`.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,20 +13,20 @@ import optax
 Schedule = Callable[[Any], Any]
 
 
-def _constant(lr: float, steps: int, final: float) -> Schedule:
+def _constant(lr: float, updates: int, final: float) -> Schedule:
     return optax.constant_schedule(lr)
 
 
-def _cosine(lr: float, steps: int, final: float) -> Schedule:
-    return optax.cosine_decay_schedule(lr, max(steps, 1), alpha=final)
+def _cosine(lr: float, updates: int, final: float) -> Schedule:
+    return optax.cosine_decay_schedule(lr, max(updates, 1), alpha=final)
 
 
-def _linear(lr: float, steps: int, final: float) -> Schedule:
-    return optax.linear_schedule(lr, lr * final, max(steps, 1))
+def _linear(lr: float, updates: int, final: float) -> Schedule:
+    return optax.linear_schedule(lr, lr * final, max(updates, 1))
 
 
-def _one_cycle(lr: float, steps: int, final: float) -> Schedule:
-    return optax.linear_onecycle_schedule(max(steps, 1), lr)
+def _one_cycle(lr: float, updates: int, final: float) -> Schedule:
+    return optax.linear_onecycle_schedule(max(updates, 1), lr)
 
 
 SCHEDULES: dict[str, Callable[[float, int, float], Schedule]] = {
@@ -33,10 +38,12 @@ SCHEDULES: dict[str, Callable[[float, int, float], Schedule]] = {
 
 
 def make_schedule(name: str, lr: float, steps: int, warmup_steps: int = 0, final: float = 0.0) -> Schedule:
-    """Return the learning-rate schedule: a linear warm-up from 0, then the named shape until update `steps`.
+    """Return the learning rate by update, from 0: a linear warm-up from 0, then the named shape until update `steps`.
 
-    final: the fraction of lr at which cosine and linear end. one_cycle rises over the first 30 %, then falls (Smith,
-    arXiv 1708.07120).
+    - constant: lr
+    - cosine: falls to final x lr by half a cosine (Loshchilov and Hutter, arXiv 1608.03983)
+    - linear: falls to final x lr in a line
+    - one_cycle: rises over the first 30 %, then falls to 0 (Smith, arXiv 1708.07120)
     """
     main = SCHEDULES[name](lr, steps - warmup_steps, final)
     if not warmup_steps:

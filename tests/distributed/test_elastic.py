@@ -49,18 +49,15 @@ class Job:
         )  # fmt: skip
 
     def pids(self):
-        """{rank that the launcher gave: process}"""
-        found = {}
-        for entry in pathlib.Path("/proc").glob("[0-9]*"):
-            try:
-                words = (entry / "environ").read_bytes().split(b"\0")
-                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            except (OSError, IndexError):
-                continue
-            rank = [w.partition(b"=")[2] for w in words if w.startswith(b"JAXDP_PROCESS_ID=")]
-            if rank and parent == self.launcher.pid:
-                found[int(rank[0])] = int(entry.name)
-        return found
+        return children(self.launcher.pid)
+
+    def kill_coordinator(self):
+        for pid in self.pids().values():
+            for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                if b"coordinator_process" in pathlib.Path(f"/proc/{child}/cmdline").read_bytes():
+                    os.kill(int(child), signal.SIGKILL)
+                    return
+        raise AssertionError("no coordinator")
 
     def lines(self, name):
         file = self.directory / name
@@ -91,6 +88,21 @@ class Job:
         out, _ = self.launcher.communicate(timeout=200)
         assert self.launcher.returncode == 0, out
         return [line for line in self.lines("metrics.jsonl") if line["split"] == "final"][-1], out
+
+
+def children(launcher):
+    """{rank that the launcher gave: process}"""
+    found = {}
+    for entry in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "environ").read_bytes().split(b"\0")
+            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (OSError, IndexError):
+            continue
+        rank = [w.partition(b"=")[2] for w in words if w.startswith(b"JAXDP_PROCESS_ID=")]
+        if rank and parent == launcher:
+            found[int(rank[0])] = int(entry.name)
+    return found
 
 
 def alone(folder, *arguments):
@@ -195,3 +207,48 @@ def test_too_few_processes_end_with_75(tmp_path):
     (tmp_path / "finish").touch()
     out, _ = job.launcher.communicate(timeout=120)
     assert job.launcher.returncode == 75 and "elastic.min_processes: 3" in out
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_a_process_is_killed_while_all_save(tmp_path):
+    """Orbax's barriers would wait for the dead process."""
+    job = Job(tmp_path, 3, 0, "--checkpoint.every", "1")
+    job.until(lambda: job.step() >= 20)
+    job.kill(1)
+    job.until(lambda: job.generations() == [3, 2])
+    job.kill(2)
+    job.until(lambda: job.generations() == [3, 2, 1])
+    final, _ = job.ends()
+    assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_without_its_coordinator_the_job_restarts_from_its_checkpoint(tmp_path):
+    job = Job(tmp_path, 2, 1, "--checkpoint.every", "10")
+    job.until(lambda: any(event["kind"] == "saved" for event in job.lines("events.jsonl")))
+    job.kill_coordinator()
+    job.until(lambda: len(job.generations()) == 2)
+    final, _ = job.ends()
+    resumed = [event["step"] for event in job.lines("events.jsonl") if event["kind"] == "resume"]
+    assert resumed[0] >= 10 and final["params_sha256"] == alone(tmp_path)["params_sha256"]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_loop_of_ones_own_survives(tmp_path, rank):
+    """The losses are those of the same loop without a fault."""
+    command = [sys.executable, "-m", "jaxdp", "launch", "-n", "3", "--restart", "1"]
+    command += [sys.executable, str(ROOT / "examples" / "elastic_loop.py")]
+    env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT), "JAXDP_TIMEOUT": "60"}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+        out = []
+        for line in launcher.stdout:
+            out.append(line)
+            if line.startswith("update 100 "):
+                os.kill(children(launcher.pid)[rank], signal.SIGKILL)
+        assert launcher.wait(60) == 0, "".join(out)
+    losses = {int(line.split()[1]): float(line.split()[3]) for line in out if line.startswith("update ")}
+    assert f"generation 0 ends: rank {rank}" in "".join(out)
+    assert losses == pytest.approx({100: 0.4652, 200: 0.2341, 300: 0.1928, 400: 0.1458, 500: 0.113, 600: 0.1304}, 1e-3)

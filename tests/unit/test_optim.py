@@ -1,11 +1,14 @@
 """Every optimizer and schedule of the tables, by contract."""
 
+from typing import get_args, get_type_hints
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+from jaxdp.config.training import Optimizer
 from jaxdp.errors import UsageError
 from jaxdp.optim import (
     OPTIMIZERS,
@@ -52,6 +55,10 @@ def test_a_schedule_warms_up_peaks_and_ends(name):
         np.testing.assert_allclose(values[:10], np.arange(10) * 0.05, atol=1e-6)
     assert values[100] == pytest.approx(0.5 if name == "constant" else 0.0, abs=1e-3)
     assert make_schedule("cosine", 0.5, 100, 0, final=0.1)(100) == pytest.approx(0.05)
+
+
+def test_the_config_names_the_schedules_of_the_table():
+    assert get_args(get_type_hints(Optimizer)["schedule"]) == tuple(SCHEDULES)
 
 
 def test_the_decay_mask_goes_by_path():
