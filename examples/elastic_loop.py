@@ -41,6 +41,6 @@ def train(state, commit):
             print(f"update {step + 1}  loss {loss:.4f}  {context.size} processes", flush=True)
 
 
-jaxdp.init(elastic=jaxdp.Elastic())
+jaxdp.init(elastic=jaxdp.ElasticOptions())
 params = {"kernel": np.zeros((64, 10), np.float32), "bias": np.zeros(10, np.float32)}
 jaxdp.elastic(train, {"step": 0, "params": params, "moments": tx.init(params)})

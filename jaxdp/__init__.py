@@ -10,7 +10,7 @@ _HOME = {
     "init": "jaxdp.distributed.context",
     "current": "jaxdp.distributed.context",
     "Context": "jaxdp.distributed.context",
-    "Elastic": "jaxdp.distributed.context",
+    "ElasticOptions": "jaxdp.distributed.context",
     **dict.fromkeys(
         [
             "allreduce",

@@ -1,14 +1,11 @@
 """Agreement of all processes on a save: each learns at once if another could not write its part."""
 
-import itertools
 import time
 from typing import Any
 
 from jaxdp.checkpoint.orbax import TIMEOUT
 from jaxdp.distributed import membership
 from jaxdp.distributed.context import Context
-
-_turns = itertools.count(1)  # counts the saves of this process, in the same order on all
 
 
 class PeerFailed(Exception):
@@ -19,8 +16,8 @@ class Commit:
     """The messages of one save between all processes."""
 
     def __init__(self, context: Context):
-        self.context, self.turn = context, next(_turns)
-        if context.is_root and context.size > 1 and self.turn > 2:
+        self.context, self.turn = context, membership.joined().turn("save") if context.size > 1 else 0
+        if context.is_root and self.turn > 1:
             membership.joined().forget(f"save/{self.turn - 2}/")
 
     def wait_for(self, response: Any) -> None:

@@ -2,8 +2,11 @@
 
 import functools
 import logging
+import pathlib
 import sys
 from typing import Any
+
+from jaxdp.distributed.context import Context, current
 
 TIMEOUT = 1200.0  # seconds for the files of one save
 
@@ -20,6 +23,27 @@ def options() -> Any:
     context = orbax().Context()
     context.asynchronous.timeout_secs = int(TIMEOUT)
     return context
+
+
+def load(folder: pathlib.Path, targets: Any) -> Any:
+    """Return the tree in a folder of Orbax, as `targets` (abstract arrays) say. All processes call it."""
+    prepare(current())
+    return orbax().load(folder, targets)
+
+
+def prepare(context: Context) -> None:
+    """Let Orbax work in this generation of an elastic job, though it began in another one, or not on all processes.
+
+    It keeps a client of JAX's service, which an earlier generation has left. The names of its barriers have a count of
+    its operations; each process counts its own, so a process that has joined would wait in other barriers.
+    """
+    from orbax.checkpoint._src.futures.signaling_client import get_signaling_client
+    from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator as Operations
+
+    get_signaling_client.cache_clear()
+    counts = context.exchange("operations of Orbax", Operations.get_current_operation_id())
+    while int(Operations.get_current_operation_id()) < max(map(int, counts)):
+        Operations.next_operation_id()
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from jaxdp.checkpoint import folders, manifest
 from jaxdp.checkpoint.commit import Commit, PeerFailed
 from jaxdp.checkpoint.leaves import check_same_leaves, fields_of, leaves_of
 from jaxdp.checkpoint.manifest import Damaged
-from jaxdp.checkpoint.orbax import TIMEOUT, options, orbax, silence_orbax
+from jaxdp.checkpoint.orbax import TIMEOUT, load, options, orbax, prepare, silence_orbax
 from jaxdp.core.state import TrainState
 from jaxdp.distributed.context import Context, current
 from jaxdp.errors import UsageError, one_line
@@ -47,7 +47,7 @@ class Checkpoints:
 
     keep: the number of last checkpoints to keep; keep_every: also keep multiples of this step; best: also keep the best
     one by this metric of the evaluation (`LOWER_IS_BETTER`: the lowest; others: the highest). context: the processes,
-    by default the current ones. The result of each save is logged in `events`.
+    by default the current ones. `events`: a log of the saves.
     """
 
     def __init__(
@@ -142,6 +142,7 @@ class Checkpoints:
             self._copies = tree = _copy(old_copies, tree)
         meta = {"step": step, **meta, "state": leaves_of(tree)}
         try:
+            prepare(self.context)
             with options():
                 response: Any = orbax().save_async(self.directory / str(step), tree, overwrite=True)
         except (OSError, ValueError, TimeoutError) as error:
@@ -207,7 +208,7 @@ class Checkpoints:
         if "exponents" in saved:
             dtype, shape = saved["exponents"]
             fields["exponents"] = jax.ShapeDtypeStruct(shape, dtype, sharding=abstract.step.sharding)
-        state = orbax().load(self.directory / str(step), fields)
+        state = load(self.directory / str(step), fields)
         if exponents is None:
             state["exponents"] = None
         elif "exponents" not in state or state["exponents"].shape != exponents.shape:

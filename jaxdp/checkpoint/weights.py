@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxdp.checkpoint import manifest, safetensors
 from jaxdp.checkpoint.matching import MODEL_STATE, named
-from jaxdp.checkpoint.orbax import orbax
+from jaxdp.checkpoint.orbax import load, orbax
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.errors import UsageError, one_line
 from jaxdp.models import gpt2
@@ -88,7 +88,7 @@ def from_checkpoint(path: pathlib.Path, ema: bool, field: str = "init_from", ema
         for name in trees.keys() & tree.keys():
             pick = lambda key, _, prefix=trees[name]: wanted.get(prefix + path_string(key), orbax().PLACEHOLDER)
             targets[name] = jax.tree_util.tree_map_with_path(pick, tree[name])
-        restored = orbax().load(path.resolve(), targets)
+        restored = load(path.resolve(), targets)
         loaded = named(*(restored.get(name) for name in trees))
         return {name: loaded[name] for name in wanted}
 

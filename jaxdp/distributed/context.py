@@ -16,11 +16,11 @@ import jax
 
 from jaxdp.distributed import enter, faults, hosts, membership, private_jax
 from jaxdp.distributed.gpus import bind
-from jaxdp.distributed.joining import Elastic
+from jaxdp.distributed.joining import ElasticOptions
 from jaxdp.distributed.launchers import World, discover
 from jaxdp.errors import DistributedError, ReportedError, UsageError, one_line
 
-__all__ = ["Context", "Elastic", "bind", "crash", "current", "fail", "init", "leave", "regroup", "shutdown"]
+__all__ = ["Context", "ElasticOptions", "bind", "crash", "current", "fail", "init", "leave", "regroup", "shutdown"]
 GRACE = 2.0  # seconds that an ending process waits for other ending processes
 
 
@@ -134,7 +134,7 @@ def init(
     local_size: int | None = None,
     init_method: str | None = None,
     timeout: float | None = None,
-    elastic: Elastic | None = None,
+    elastic: ElasticOptions | None = None,
 ) -> Context:
     """Join the job that this process belongs to; call it before anything touches a device.
 
@@ -168,7 +168,7 @@ def init(
     return context
 
 
-def _join(world: World, timeout: float, elastic: Elastic | None) -> Context:
+def _join(world: World, timeout: float, elastic: ElasticOptions | None) -> Context:
     global _joining
     _joining = world
     _hook(world)

@@ -12,7 +12,7 @@ import jaxlib
 import jaxdp
 from jaxdp.distributed import caches, gpus, hosts, joining, membership, private_jax, sockets
 from jaxdp.distributed.gpus import bind
-from jaxdp.distributed.joining import Elastic, Joined
+from jaxdp.distributed.joining import ElasticOptions, Joined
 from jaxdp.distributed.protocol import WINDOW
 from jaxdp.distributed.world import MPI, World
 from jaxdp.errors import GenerationEnded
@@ -25,14 +25,14 @@ class Entered(NamedTuple):
 
     world: World
     timeout: float
-    elastic: Elastic | None
+    elastic: ElasticOptions | None
     joined: Joined
 
 
 _entered: Entered | None = None
 
 
-def join(world: World, timeout: float, elastic: Elastic | None) -> dict[str, Any]:
+def join(world: World, timeout: float, elastic: ElasticOptions | None) -> dict[str, Any]:
     """Join the job of `world`, and return the fields of this process's `Context`."""
     facts = {
         **{package.__name__: package.__version__ for package in (jaxdp, jax, jaxlib)},
@@ -56,8 +56,7 @@ def rejoin(entered: Entered) -> Entered:
     elastic, joined, member = entered.elastic, entered.joined, membership.joined()
     assert elastic is not None
     membership.forget()
-    private_jax.disconnect()
-    caches.clear()
+    private_jax.cancel_calls()
     limit = WINDOW + elastic.join_timeout + entered.timeout
     joined = joining.enter(*joined.address, joined.secret, joined.facts[joined.rank], limit)
     member.close()
@@ -112,6 +111,7 @@ def enter(entered: Entered) -> dict[str, Any]:
     devices = bind(local_rank, local_size, count, visible, neighbours)
     heartbeat = round(3 * silence)
     private_jax.connect(joined.jax_address, rank, len(everyone), timeout, heartbeat, devices, elastic is not None)
+    caches.clear()
     if elastic is not None:
         open_devices(member)
     names, pids = tuple(f["host"] for f in everyone), tuple(f["pid"] for f in everyone)

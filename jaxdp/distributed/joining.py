@@ -23,7 +23,7 @@ BY_NAME = 3.0  # seconds that rank 0 tries to reach its coordinator at an addres
 
 
 @dataclasses.dataclass(frozen=True)
-class Elastic:
+class ElasticOptions:
     """Settings of a job whose processes may come and go; see `jaxdp.config.Elastic`.
 
     config: a digest of what all processes must agree on.
@@ -50,7 +50,7 @@ class Joined:
     secret: str
 
 
-def meet(world: World, facts: Mapping[str, object], timeout: float, elastic: Elastic | None = None) -> Joined:
+def meet(world: World, facts: Mapping[str, object], timeout: float, elastic: ElasticOptions | None = None) -> Joined:
     """Join the job of `world` within about `timeout` seconds.
 
     facts: versions and properties of this rank; `gloo`: whether its collectives run over Gloo. elastic: processes may

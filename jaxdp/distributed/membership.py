@@ -109,9 +109,7 @@ class Membership:
         """
         if len(members) == 1:
             return [text]
-        key = (name, *members)
-        with self._changed:
-            turn, self._turns[key] = self._turns[key], self._turns[key] + 1
+        turn = self.turn(name, *members)
         fields = {"name": name, "turn": turn, "members": list(members), "text": text, "timeout": timeout}
         wait = float("inf") if await_responsive else timeout + GRACE
         reply = self.request("exchange", wait, **fields, await_responsive=await_responsive)
@@ -126,6 +124,12 @@ class Membership:
         error = DistributedError(f"{names} did not come to {name!r} within {timeout:g} s", rank=speaker)
         error.texts = {int(rank): text for rank, text in reply.get("texts", {}).items()}
         raise error
+
+    def turn(self, *key: Any) -> int:
+        """Return how often this was called with this key, which is the same on all ranks that make the same calls."""
+        with self._changed:
+            turn, self._turns[key] = self._turns[key], self._turns[key] + 1
+        return turn
 
     def put(self, key: str, text: str) -> None:
         """Store a text under a key, for all ranks."""

@@ -55,11 +55,14 @@ def connect(
         address: "host:port" of the service.
         timeout: seconds.
         devices: the local GPUs of this process; None for all.
-        elastic: this process may leave without waiting for the others (`disconnect`).
+        elastic: this process may leave without waiting for the others, and connect again. This closes its devices: all
+            arrays and compiled programs become invalid. They are closed last, so that a thread that still uses JAX
+            cannot open them for this process alone.
     """
     import jax
     from jax._src.distributed import global_state
     from jax._src.lib import _jax
+    from jax.extend import backend
 
     options: dict[str, Any] = {"jax_cpu_collectives_implementation": "gloo"}
     if devices is not None:
@@ -79,6 +82,8 @@ def connect(
     client.connect()
     global_state.client, global_state.coordinator_address = client, address
     global_state.process_id, global_state.num_processes = rank, size
+    if elastic:
+        backend.clear_backends()
 
 
 def is_connected() -> bool:
@@ -102,19 +107,6 @@ def cancel_calls() -> None:
     if global_state.client is not None:
         with contextlib.suppress(RuntimeError):  # has left already
             global_state.client.shutdown()
-
-
-def disconnect() -> None:
-    """Leave a job whose other processes may be dead, and close the devices, so that `connect` can join another job.
-
-    All arrays and compiled programs become invalid.
-    """
-    from jax._src.distributed import global_state
-    from jax.extend import backend
-
-    cancel_calls()
-    global_state.client = None
-    backend.clear_backends()
 
 
 def register(address: str, rank: int) -> Any:

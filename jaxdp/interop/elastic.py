@@ -20,10 +20,10 @@ State = Any  # a pytree of arrays and numbers
 def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) -> T:
     """Return `train(state, commit)`, which is called again when processes are lost, and when others join.
 
-    Call `jaxdp.init(elastic=jaxdp.Elastic())` first, and start the processes with `jaxdp launch --restart`. state: a
-    pytree of arrays and numbers, the same on all processes. In each generation of the job, `train` gets the newest
-    state that any process has committed, as NumPy arrays; `jaxdp.current()` gives its rank and size. It must make all
-    of its device arrays and compiled functions anew, and all collectives belong inside it.
+    Call `jaxdp.init(elastic=jaxdp.ElasticOptions())` first, and start the processes with `jaxdp launch --restart`.
+    state: a pytree of arrays and numbers, the same on all processes. In each generation of the job, `train` gets the
+    newest state that any process has committed, as NumPy arrays; `jaxdp.current()` gives its rank and size. It must
+    make all of its device arrays and compiled functions anew, and all collectives belong inside it.
 
     `commit(state)` copies a replicated state to host memory, waiting for it. All processes call it equally often: after
     each update, or each few updates, which are then made again. It raises when the processes must regroup.
@@ -40,7 +40,7 @@ def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) 
     def run(context: Context) -> T:
         nonlocal newest
         agreement = Agreement(context)
-        found = newest_of_all(context, newest, newest.leaves, -1)
+        found = newest_of_all(context, newest, newest.leaves, 0)
         assert found is not None
         newest = found
 

@@ -180,6 +180,8 @@ def supervised(
         signals.unsubscribe(on_signal)
         run.profile.stop()
         watch.stop()
+        if run.snapshots is not None:
+            run.checkpoints.wait()
         writer.close()
 
 

@@ -78,12 +78,12 @@ class Snapshots:
         self.generations += 1
 
     def recover(self, run: Run, context: Context, saved: int) -> tuple[int, dict[str, Any], TrainState] | None:
-        """Return (step, metadata, state) of the newest snapshot of any process; None if a checkpoint is as new.
+        """Return (step, metadata, state) of the newest snapshot of any process; None if a checkpoint is newer.
 
         saved: the step of the newest checkpoint. Every process calls it; those that lack the snapshot receive it.
         """
         shapes, structure = jax.tree.flatten(run.strategy.abstract())
-        if (newest := newest_of_all(context, self.newest, shapes, saved)) is None:
+        if (newest := newest_of_all(context, self.newest, shapes, max(saved, 1))) is None:
             return None
         self.newest = newest
         place = lambda a, x: jax.make_array_from_callback(x.shape, x.sharding, lambda index: a[index].copy())
@@ -91,14 +91,14 @@ class Snapshots:
         return newest.step, json.loads(newest.meta), run.strategy.adopt(jax.tree.unflatten(structure, placed))
 
 
-def newest_of_all(context: Context, own: Snapshot | None, shapes: Sequence[Any], older: int) -> Snapshot | None:
-    """Return the newest snapshot of any process, on all of them; None if none is newer than step `older`.
+def newest_of_all(context: Context, own: Snapshot | None, shapes: Sequence[Any], oldest: int) -> Snapshot | None:
+    """Return the newest snapshot of any process, on all of them; None if all are older than step `oldest`.
 
     shapes: of the leaves (anything with shape and dtype). Raises DistributedError if processes disagree on these.
     """
     steps = [int(text) for text in context.exchange("snapshot", str(own.step if own else 0))]
     newest = max(steps)
-    if newest <= older:
+    if newest < oldest:
         return None
     root = steps.index(newest)
     meta = context.exchange("snapshot metadata", own.meta if own and context.rank == root else "")[root]
