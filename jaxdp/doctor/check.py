@@ -1,4 +1,4 @@
-"""Define a check: a function without arguments that yields findings. A check that raises or hangs is a finding too."""
+"""Define a finding, and run the functions that yield findings. A function that raises or hangs is a finding too."""
 
 import threading
 import time
@@ -8,6 +8,7 @@ from typing import NamedTuple
 from jaxdp.errors import ReportedError, one_line
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
+LIMIT = 20.0  # seconds for a check of this machine, for importing JAX, and for opening its devices
 
 
 class Check(NamedTuple):
@@ -19,8 +20,8 @@ class Check(NamedTuple):
     fix: str = ""
 
 
-Line = tuple[Check, tuple[int, ...]]
 Checker = Callable[[], Iterable[Check]]
+Line = tuple[Check, tuple[int, ...]]  # a finding and its ranks; no ranks if it concerns the whole job
 
 
 def ok(name: str, found: str) -> Check:
@@ -42,20 +43,17 @@ def graded(name: str, value: float, least: float, enough: float, found: str, fix
     return Check(name, FAILURE if value < least else WARNING, found, fix)
 
 
-def of_error(name: str, error: BaseException) -> Check:
-    """Return an exception as a failure. The project's own errors end in the fix, after a colon or a semicolon."""
-    text = one_line(error)
-    if not isinstance(error, ReportedError):
-        return failure(name, f"the check itself failed: {type(error).__name__}: {text}", "report it with this line")
+def of_text(name: str, text: str) -> Check:
+    """Return an error message of jaxdp as a failure. Such a message ends in the fix, after a colon or a semicolon."""
     at = max(text.rfind(": "), text.rfind("; "))
     return failure(name, text[:at], text[at + 2 :]) if at > 0 else failure(name, text, "")
 
 
-def run_checks(checks: Mapping[str, Checker], seconds: float, more: Mapping[str, float] | None = None) -> list[Check]:
+def run_checks(checks: Mapping[str, Checker], seconds: float = LIMIT) -> list[Check]:
     """Run checks concurrently and return their findings in the order of `checks`.
 
     A dead name server or network file system can block a thread for minutes, so a check that takes longer than
-    `seconds` (or than its limit in `more`) is reported as a failure and no longer waited for.
+    `seconds` is reported as a failure and no longer waited for.
     """
     results: dict[str, list[Check]] = {}
 
@@ -63,17 +61,19 @@ def run_checks(checks: Mapping[str, Checker], seconds: float, more: Mapping[str,
         lines: list[Check] = []
         try:
             lines.extend(checker())
+        except ReportedError as error:
+            lines.append(of_text(name, one_line(error)))
         except BaseException as error:
-            lines.append(of_error(name, error))
+            text = f"the check itself failed: {type(error).__name__}: {one_line(error)}"
+            lines.append(failure(name, text, "report it with this line"))
         results[name] = lines
 
     threads = [threading.Thread(target=run, args=item, daemon=True) for item in checks.items()]
     for thread in threads:
         thread.start()
-    began, lines = time.monotonic(), []
+    deadline, lines = time.monotonic() + seconds, []
     for name, thread in zip(checks, threads):
-        allowed = (more or {}).get(name, seconds)
-        thread.join(max(0.0, began + allowed - time.monotonic()))
-        slow = failure(name, f"no answer within {allowed:g} s", "see what it waits for: a name server, a file system")
+        thread.join(max(0.0, deadline - time.monotonic()))
+        slow = failure(name, f"no answer within {seconds:g} s", "see what it waits for: a name server, a file system")
         lines += results.get(name, [slow])
     return lines

@@ -58,9 +58,8 @@ def check_gpus(dev: str = "/dev", proc: str = "/proc") -> Iterator[Check]:
             yield ok("gpu", f"{present}, driver {version}, plug-in {', '.join(kinds)}")
         yield from check_gpu_memory()
     elif cudas:
-        text = (
-            f"JAX's plug-in for {', '.join(cudas)} is installed, but there is no GPU{', and no driver' * (not version)}"
-        )
+        driver = "" if version else ", and no driver"
+        text = f"JAX's plug-in for {', '.join(cudas)} is installed, but there is no GPU{driver}"
         fix = "in a container, pass the GPUs on (docker run --gpus all); else install NVIDIA's driver"
         yield warning("gpu", text, fix)
     else:
@@ -91,8 +90,22 @@ def check_gpu_memory() -> Iterator[Check]:
             yield warning("gpu", text, "see nvidia-smi; end them, or hide it by CUDA_VISIBLE_DEVICES")
 
 
+def open_devices() -> dict[str, Any]:
+    """Return this process's devices: platform, kind, count, uuids, and the bytes of memory of each, if JAX knows."""
+    import jax
+
+    local = jax.local_devices()
+    return {
+        "platform": local[0].platform,
+        "kind": local[0].device_kind,
+        "count": len(local),
+        "memory": (local[0].memory_stats() or {}).get("bytes_limit"),
+        "uuids": [getattr(d, "uuid", None) or f"{d.device_kind} {d.id}" for d in local],
+    }
+
+
 def check_devices(opened: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> Iterator[Check]:
-    """Check what `tasks.devices` returned."""
+    """Check the result of `open_devices`."""
     text = f"{opened['count']} x {opened['kind']} ({opened['platform']})"
     if opened["memory"]:
         text += f", {size(opened['memory'])} each for JAX"
@@ -105,7 +118,7 @@ def check_devices(opened: Mapping[str, Any], env: Mapping[str, str] = os.environ
 
 def check_sharing(facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Check]:
     """Check that no two processes of a host opened one GPU."""
-    on_gpu = [fact for fact in facts.values() if fact.get("platform") not in (None, "cpu")]
+    on_gpu = [fact for fact in facts.values() if fact["platform"] != "cpu"]
     users = Counter((hosts.key(fact), fact["host"], uuid) for fact in on_gpu for uuid in fact["uuids"])
     for (_, host, _), most in users.most_common(1):
         if most > 1:

@@ -4,62 +4,54 @@ import contextlib
 import os
 import pathlib
 import socket
+import socketserver
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxdp.distributed import hosts, launchers
-from jaxdp.distributed.hosts import split
+from jaxdp.distributed import hosts
 from jaxdp.distributed.world import World
-from jaxdp.doctor.check import FAILURE, WARNING, Check, failure, ok, warning
+from jaxdp.doctor.check import Check, failure, ok, warning
 from jaxdp.errors import one_line
 
 SAMPLE = 8 << 20  # bytes sent to measure a link
+HOSTS = 16  # other hosts that each host connects to, at most
 
 
-def check_name(processes: int = 1, several: bool = False) -> Iterator[Check]:
-    """Check this host's own name, which Gloo and MPI advertise to other processes. several: the job spans hosts."""
+def check_name() -> Iterator[Check]:
+    """Check this host's name, which Gloo and MPI advertise to other hosts. A job that spans hosts checks it again."""
     name, outward = hosts.hostname(), hosts.outward()
     addresses = hosts.resolve(name)
-    status, when = (FAILURE, "") if several else (WARNING, "; it matters when a job spans hosts")
-    resolved = f"{name} resolves to {', '.join(addresses)}"
-    network = f" ({outward})" if outward else ""
+    text = f"{name} resolves to {', '.join(addresses)}"
+    fix = f"in /etc/hosts, give {name} its network address{f' ({outward})' if outward else ''}"
     if not addresses:
-        fix = f"add the line '{outward or '127.0.0.1'} {name}' to /etc/hosts, or fix the name server"
-        status = FAILURE if processes > 1 else WARNING
-        yield Check("host name", status, f"{name} does not resolve, and collectives on CPU advertise it", fix)
-    elif all(hosts.is_loopback(a) for a in addresses):
-        fix = f"in /etc/hosts, give {name} its network address{network}"
-        yield Check("host name", status, f"{resolved}, and collectives on CPU would advertise that{when}", fix)
+        yield warning("host name", f"{name} does not resolve, and collectives on CPU advertise it", fix)
+    elif all(map(hosts.is_loopback, addresses)):
+        yield warning("host name", f"{text}, and collectives on CPU would advertise that to other hosts", fix)
     elif not hosts.is_own(name):
-        fix = f"in /etc/hosts or the name server, give {name} its address{network}"
-        yield Check("host name", status, f"{resolved}, which is no address of this host{when}", fix)
+        yield warning("host name", f"{text}, which is no address of this host; jobs that span hosts need it", fix)
     else:
-        yield ok("host name", resolved)
+        yield ok("host name", text)
 
 
-class Listener:
-    """A socket that sends SAMPLE bytes to everyone who connects."""
+class Sender(socketserver.BaseRequestHandler):
+    """Send SAMPLE bytes to a client."""
 
-    def __init__(self) -> None:
-        self.socket = socket.create_server(("", 0), backlog=128)
-        self.port: int = self.socket.getsockname()[1]
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
+    def handle(self) -> None:
         with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self.socket.accept()
-                threading.Thread(target=self._send, args=(connection,), daemon=True).start()
+            self.request.sendall(bytes(SAMPLE))
 
-    def _send(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError), connection:
-            connection.sendall(bytes(SAMPLE))
+
+def listen() -> int:
+    """Serve SAMPLE bytes to everyone who connects; return the port."""
+    server = socketserver.ThreadingTCPServer(("", 0), Sender)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server.server_address[1]
 
 
 def speed(address: str, port: int, timeout: float = 5.0) -> float:
-    """Return the bytes per second from the Listener at that address. Raises OSError if it is not reached."""
+    """Return the bytes per second from the server at that address. Raises OSError if it is not reached."""
     with socket.create_connection((address, port), timeout) as connection:
         began, received, buffer = time.perf_counter(), 0, bytearray(1 << 18)
         while count := connection.recv_into(buffer):
@@ -67,19 +59,13 @@ def speed(address: str, port: int, timeout: float = 5.0) -> float:
         return received / (time.perf_counter() - began)
 
 
-def loopback_speed() -> float:
-    """Return the bytes per second over TCP on this host, the best of three."""
-    port = Listener().port
-    return max(speed("127.0.0.1", port) for _ in range(3))
-
-
 def check_reach(rank: int, facts: Mapping[int, Mapping[str, Any]], speeds: list[float]) -> Iterator[Check]:
-    """Check TCP to the other hosts, from one rank of each; of many hosts, to the next 16.
+    """Check TCP to the next HOSTS other hosts, from the first rank of each host.
 
-    speeds: gets the bytes per second to each.
+    speeds: receives the bytes per second to each.
     """
     firsts = {hosts.key(fact): r for r, fact in reversed(list(facts.items()))}
-    others = sorted(set(firsts.values()) - {rank}, key=lambda other: (other - rank) % (max(facts) + 1))[:16]
+    others = sorted(set(firsts.values()) - {rank}, key=lambda other: (other - rank) % len(facts))[:HOSTS]
     if firsts[hosts.key(facts[rank])] != rank or not others:
         return
     unreached = 0
@@ -100,47 +86,35 @@ def check_reach(rank: int, facts: Mapping[int, Mapping[str, Any]], speeds: list[
 
 
 def check_port(world: World | None, env: Mapping[str, str] = os.environ) -> Iterator[Check]:
-    """Check the coordinator's port, if one is set: it must be free on the host of rank 0, which is to listen there."""
-    if env.get("JAXDP_COORDINATOR"):
-        name, address = "JAXDP_COORDINATOR", env["JAXDP_COORDINATOR"]
-    elif env.get("MASTER_ADDR") and env.get("MASTER_PORT") and not env.get("TORCHELASTIC_RUN_ID"):
-        name, address = "MASTER_ADDR:MASTER_PORT", f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
-    elif world is not None and world.coordinator:
-        name, address = f"the coordinator ({world.launcher})", world.coordinator
-    else:
+    """Check the coordinator's port, if one is set: it must be free on the host of rank 0, which listens on it."""
+    if world is None or world.coordinator is None:
         return
-    host, port = split(launchers.address(address, name))
+    address = world.coordinator
+    name = "JAXDP_COORDINATOR" if env.get("JAXDP_COORDINATOR") else f"the coordinator ({world.launcher})"
+    host, port = hosts.split(address)
     if not hosts.resolve(host):
-        text = f"{name}={address}: {host} does not resolve"
-        yield failure("port", text, f"set {name} to an address of rank 0's host")
+        yield failure("port", f"{name}={address}: {host} does not resolve", "use an address of rank 0's host")
+    elif world.rank != 0:
+        return
     elif not hosts.is_own(host):
-        if world is None or world.rank == 0 < world.size - 1:
+        if world.size > 1:
             text = f"{name}={address}: {host} is no address of this host, {hosts.hostname()}"
-            yield warning("port", text, f"set {name} to rank 0's host, or start rank 0 there")
-    elif world is None or world.rank == 0:
-        if problem := why_taken(port):
-            fix = "choose another port, or end that program"
-            yield failure("port", f"{name}={address}: port {port} {problem}", fix)
-        else:
-            yield ok("port", f"{name}={address}: port {port} is free")
+            yield warning("port", text, "use an address of rank 0's host, or start rank 0 there")
+    elif problem := why_taken(port):
+        yield failure("port", f"{name}={address}: port {port} {problem}", "choose another port, or end that program")
+    else:
+        yield ok("port", f"{name}={address}: port {port} is free")
 
 
 def why_taken(port: int) -> str | None:
     """Return why this process cannot listen on `port`; None if it can."""
-    for family, host in ((socket.AF_INET6, "::"), (socket.AF_INET, "")):
-        with contextlib.suppress(OSError), socket.socket(family) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                trial.bind((host, port))
-                trial.listen()
-            except PermissionError:
-                return "is for root only"
-            except OSError as error:
-                if family == socket.AF_INET:
-                    return f"is taken{owner(port)} ({error.strerror})"
-                continue
+    try:
+        with socket.create_server(("", port)):
             return None
-    return "cannot be listened on"
+    except PermissionError:
+        return "is for root only"
+    except OSError as error:
+        return f"is taken{owner(port)} ({error.strerror})"
 
 
 def owner(port: int) -> str:

@@ -7,14 +7,11 @@ import jaxdp
 from jaxdp.distributed import hosts
 from jaxdp.doctor.check import FAILURE, OK, WARNING, Line
 
-STYLE = {OK: "green", WARNING: "bold yellow", FAILURE: "bold red"}
+COLORS = {OK: "\x1b[32m", WARNING: "\x1b[1;33m", FAILURE: "\x1b[1;31m"}
 
 
 class Examined(NamedTuple):
-    """The findings of a job. lines: (check, its ranks; none if it is about the job). hosts: names by rank.
-
-    stray: this rank did not reach rank 0, and these are its findings alone.
-    """
+    """The findings of a job. hosts: names by rank. stray: the problems of one rank that did not join the job."""
 
     lines: list[Line]
     size: int
@@ -38,8 +35,7 @@ def as_json(examined: Examined) -> dict[str, Any]:
     for check, ranks in ordered(examined.lines):
         entry: dict[str, Any] = check._asdict()
         if ranks and examined.size > 1:
-            names = list(dict.fromkeys(examined.hosts[r] for r in ranks))
-            entry |= {"rank": ranks[0], "ranks": list(ranks), "hosts": names}
+            entry |= {"rank": ranks[0], "ranks": list(ranks), "hosts": names_of(ranks, examined)}
         checks.append(entry)
     count = Counter(check.status for check, _ in examined.lines)
     return {
@@ -60,29 +56,25 @@ def as_text(examined: Examined, color: bool = False) -> str:
     text = [f"jaxdp {jaxdp.__version__} doctor: {size} process{'es' * (size > 1)} on {where}"]
     width = max(len(check.name) for check, _ in lines)
     for check, ranks in lines:
-        status = colored(check.status) if color else f"{check.status:7}"
-        text.append(f"{status}  {check.name:{width}}  {ranks_of(ranks, examined)}{check.found}")
+        status = f"{COLORS[check.status]}{check.status:7}\x1b[0m" if color else f"{check.status:7}"
+        text.append(f"{status}  {check.name:{width}}  {prefix(ranks, examined)}{check.found}")
         text += [f"{'':7}  {'':{width}}  fix: {check.fix}"] if check.fix else []
     count = Counter(check.status for check, _ in lines)
     counts = [f"{count[s]} {s}{'s' * (count[s] > 1)}" for s in (WARNING, FAILURE) if count[s]]
     return "\n".join([*text, ", ".join([f"{count[OK]} ok", *counts])])
 
 
-def colored(status: str) -> str:
-    from rich.console import Console
-
-    console = Console(force_terminal=True)
-    with console.capture() as capture:
-        console.print(f"{status:7}", style=STYLE[status], end="")
-    return capture.get()
+def names_of(ranks: tuple[int, ...], examined: Examined) -> list[str]:
+    """Return the hosts of these ranks."""
+    return list(dict.fromkeys(examined.hosts[r] for r in ranks))
 
 
-def ranks_of(ranks: tuple[int, ...], examined: Examined) -> str:
+def prefix(ranks: tuple[int, ...], examined: Examined) -> str:
     """Return the ranks of a finding as a prefix; empty if they are all."""
     if not ranks or len(ranks) == examined.size:
         return ""
+    names = names_of(ranks, examined)
     if len(ranks) == 1:
-        return f"{hosts.title(ranks[0], examined.hosts[ranks[0]])}: "
-    names = list(dict.fromkeys(examined.hosts[r] for r in ranks))
+        return f"{hosts.title(ranks[0], names[0])}: "
     more = " ..." if len(ranks) > 8 else ""
     return f"ranks {', '.join(map(str, ranks[:8]))}{more} (host{'s' * (len(names) > 1)} {', '.join(names[:4])}): "

@@ -1,4 +1,4 @@
-"""Check what a run uses up: open files, memory, shared memory, and room on disks, which is tried by writing."""
+"""Check what a run uses up: open files, memory, shared memory, and free space on disks, by a test write."""
 
 import contextlib
 import os
@@ -8,6 +8,7 @@ import resource
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 
 from jaxdp import environment
@@ -16,7 +17,6 @@ from jaxdp.errors import one_line
 from jaxdp.metrics.numbers import size as shown
 
 MB, GB = 1 << 20, 1 << 30
-TRIAL = 4 * MB  # bytes written to see whether they can be
 
 
 def check_limits(size: int = 1) -> Iterator[Check]:
@@ -26,17 +26,12 @@ def check_limits(size: int = 1) -> Iterator[Check]:
     fix = f"ulimit -n {min(65536, hard) if hard >= need else 65536}"
     if 0 <= hard < need:
         fix = "raise the hard limit (limits.conf, LimitNOFILE=, docker run --ulimit nofile=65536)"
-    limit = need if soft < 0 else soft
     text = "no limit" if soft < 0 else f"{soft} at most{f'; a run may need {need}' * (soft < need)}"
-    yield graded("open files", limit, 128, need, text, fix)
-    written, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if written >= 0:
-        text = f"files end at {shown(written)}: a larger checkpoint fails"
-        yield graded("file size", written, 64 * MB, float("inf"), text, "ulimit -f unlimited")
-    space, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if space >= 0:
-        text = f"{shown(space)} of address space at most: XLA and CUDA reserve more than they use"
-        yield warning("address space", text, "ulimit -v unlimited")
+    yield graded("open files", need if soft < 0 else soft, 128, need, text, fix)
+    for name, flag, limit in (("file size", "f", resource.RLIMIT_FSIZE), ("address space", "v", resource.RLIMIT_AS)):
+        most, _ = resource.getrlimit(limit)
+        if most >= 0:
+            yield warning(name, f"{shown(most)} at most: a run may need more", f"ulimit -{flag} unlimited")
 
 
 def check_memory() -> Iterator[Check]:
@@ -45,13 +40,13 @@ def check_memory() -> Iterator[Check]:
     with contextlib.suppress(OSError):
         available = re.search(r"MemAvailable:\s*(\d+) kB", pathlib.Path("/proc/meminfo").read_text())
         free += [1024 * int(available[1])] if available else []
-    group = pathlib.Path("/sys/fs/cgroup")
-    for folder, limit, used in (
-        (group, "memory.max", "memory.current"),
-        (group / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         with contextlib.suppress(OSError, ValueError):  # ValueError: no limit
-            free.append(int((folder / limit).read_text()) - int((folder / used).read_text()))
+            limit_bytes, used_bytes = (int(pathlib.Path("/sys/fs/cgroup", file).read_text()) for file in (limit, used))
+            free.append(limit_bytes - used_bytes)
     if free:
         fix = "end other programs, or raise the container's memory limit"
         yield graded("memory", min(free), 256 * MB, GB, f"{shown(min(free))} free", fix)
@@ -73,22 +68,16 @@ def check_shared_memory(size: int = 1, folder: str = "/dev/shm") -> Iterator[Che
 
 def check_run_dir(directory: pathlib.Path, needed: Callable[[], int] | None = None) -> Iterator[Check]:
     """Check room and permission for checkpoints. needed: returns the bytes of one; saving one needs room for two."""
-    folder = existing(directory)
-    what = f"{directory}" if folder == directory else f"{directory} (to be made in {folder})"
     size = needed() if needed else 0
     least, enough = (2 * size, 4 * size) if size else (256 * MB, 2 * GB)
     more = f"; a checkpoint takes {shown(size)}, and the next is written before the last is removed" if size else ""
-    yield check_folder("run_dir", folder, what, least, enough, "choose another --run_dir", more)
+    yield check_folder("run_dir", directory, least, enough, "choose another --run_dir", more)
 
 
 def check_temporary() -> Iterator[Check]:
     """Check the folder where mpirun and compilers keep files."""
-    folder, wanted = pathlib.Path(tempfile.gettempdir()), os.environ.get("TMPDIR")
-    if wanted and pathlib.Path(wanted).absolute() != folder.absolute():
-        text = f"TMPDIR={wanted} cannot be written to, and {folder} is used instead"
-        yield warning("temporary files", text, "make that folder, or unset TMPDIR")
-    fix = "set TMPDIR to another folder"
-    yield check_folder("temporary files", folder, str(folder), 16 * MB, 256 * MB, fix)
+    folder = pathlib.Path(tempfile.gettempdir())
+    yield check_folder("temporary files", folder, 16 * MB, 256 * MB, "set TMPDIR to another folder")
 
 
 def check_cache(where: str | None = "auto", env: Mapping[str, str] = os.environ) -> Iterator[Check]:
@@ -106,27 +95,29 @@ def check_cache(where: str | None = "auto", env: Mapping[str, str] = os.environ)
     fix = f"set {variable} to another folder" if value else "set compilation_cache to another folder, or to null"
     try:
         folder = environment.compiled(str(where)) if value is None else pathlib.Path(value)
+        check = check_folder(name, folder, 16 * MB, 256 * MB, fix)
     except RuntimeError as error:  # a user without a home directory
-        yield warning(name, f"{str(where)!r}: {one_line(error)}; every start compiles again", fix)
-        return
-    check = check_folder(name, existing(folder), str(folder), 16 * MB, 256 * MB, fix)
-    bad = check._replace(status=WARNING, found=f"{check.found}; every start compiles again")
-    yield check if check.status == OK else bad
+        check = warning(name, f"{str(where)!r}: {one_line(error)}", fix)
+    if check.status != OK:
+        check = check._replace(status=WARNING, found=f"{check.found}; every start compiles again")
+    yield check
 
 
-def check_folder(
-    name: str, folder: pathlib.Path, what: str, least: int, enough: int, other: str, more: str = ""
-) -> Check:
-    """Check that an existing folder takes files. least, enough: free bytes. other: the alternative to making room."""
+def check_folder(name: str, directory: pathlib.Path, least: int, enough: int, other: str, more: str = "") -> Check:
+    """Check that a folder, or the one in which it would be made, takes files.
+
+    least, enough: free bytes. other: the alternative to making room. more: a text for the finding.
+    """
+    folder = existing(directory)
     if not folder.is_dir():
-        return failure(name, f"{what}: {folder} is no directory", other)
+        return failure(name, f"{directory}: {folder} is no directory", other)
     free, nodes = shutil.disk_usage(folder).free, os.statvfs(folder)
     fix = f"make room there, or {other}"
     if problem := try_to_write(folder):
-        return failure(name, f"{what} cannot be written to: {problem} ({shown(free)} free)", fix)
+        return failure(name, f"{directory} cannot be written to: {problem} ({shown(free)} free)", fix)
     if nodes.f_files and nodes.f_favail < 1000:
-        return failure(name, f"{what} has room for {nodes.f_favail} more files only", f"remove files, or {other}")
-    return graded(name, free, least, enough, f"{what} has {shown(free)} free{more}", fix)
+        return failure(name, f"{directory} has room for {nodes.f_favail} more files only", f"remove files, or {other}")
+    return graded(name, free, least, enough, f"{directory} has {shown(free)} free{more}", fix)
 
 
 def existing(directory: pathlib.Path) -> pathlib.Path:
@@ -136,13 +127,12 @@ def existing(directory: pathlib.Path) -> pathlib.Path:
 
 
 def try_to_write(folder: pathlib.Path) -> str | None:
-    """Write TRIAL bytes to the disk and remove them; return the error, if any. A quota shows up in no other way."""
+    """Write 4 MB to the disk and remove them; return the error, if any. A quota shows up in no other way."""
     file = folder / f".jaxdp-doctor-{secrets.token_hex(4)}"
     try:
-        with file.open("wb", buffering=0) as out:
-            rest = secrets.token_bytes(1 << 16) * (TRIAL >> 16)
-            while rest:
-                rest = rest[out.write(rest) :]
+        with file.open("wb") as out:
+            out.write(secrets.token_bytes(4 * MB))
+            out.flush()
             os.fsync(out.fileno())
     except OSError as error:
         return error.strerror or str(error)
@@ -150,3 +140,49 @@ def try_to_write(folder: pathlib.Path) -> str | None:
         with contextlib.suppress(OSError):
             file.unlink()
     return None
+
+
+class Marker:
+    """A file that a rank of several keeps in the run directory while it is examined. text: its contents, if any."""
+
+    def __init__(self, directory: pathlib.Path, rank: int, text: str = ""):
+        self.directory, self.rank, self.text = directory, rank, text
+
+    def file(self, rank: int) -> pathlib.Path:
+        return existing(self.directory) / f".jaxdp-doctor-rank-{rank}"
+
+    def write(self) -> Iterator[Check]:
+        text = secrets.token_hex(8)
+        with contextlib.suppress(OSError):  # `check_run_dir` reports it
+            self.file(self.rank).write_text(text)
+            self.text = text
+        yield from ()
+
+    def check_shared(self, several: bool) -> Iterator[Check]:
+        """Check that this rank sees the file of rank 0. several: the job spans hosts; network file systems lag."""
+        deadline, file = time.monotonic() + (5.0 if several else 1.0), self.file(0)
+        while self.text and not (file.exists() and file.read_text() == self.text):
+            if time.monotonic() > deadline:
+                text = f"{file.parent} is not the folder that rank 0 writes to"
+                yield failure("run_dir", text, "use a --run_dir on a file system that all hosts share")
+                return
+            os.listdir(file.parent)  # makes NFS look again
+            time.sleep(0.05)
+        if several and self.text:
+            yield ok("run_dir", "shared by all hosts")
+
+    def check_missing(self, size: int) -> Iterator[Check]:
+        """Report the ranks that have written no file."""
+        missing = [rank for rank in range(size) if self.text and not self.file(rank).exists()]
+        if missing:
+            names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}{' ...' * bool(missing[8:])}"
+            text = f"{names} did not report in {self.file(0).parent}"
+            yield failure("ranks", text, "see whether it was started, what it printed, and whether it has that folder")
+
+    def remove(self, wait: bool) -> None:
+        """Remove the file. wait: until rank 0 has removed its own, which it does last."""
+        deadline = time.monotonic() + 5.0 * (wait and self.rank > 0 and bool(self.text))
+        while time.monotonic() < deadline and self.file(0).exists():
+            time.sleep(0.05)
+        if self.text:
+            self.file(self.rank).unlink(missing_ok=True)

@@ -10,11 +10,12 @@ from typing import NamedTuple
 from jaxdp.distributed import gpus
 from jaxdp.doctor.check import FAILURE, WARNING, Check, ok, warning
 
-JAXDP = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID", "LOCAL_RANK", "LOCAL_SIZE", "TIMEOUT")
-OURS = tuple(f"JAXDP_{name}" for name in JAXDP)
+NAMES = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID", "LOCAL_RANK", "LOCAL_SIZE", "SECRET", "TIMEOUT")
+JAXDP = tuple(f"JAXDP_{name}" for name in NAMES)
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 ON = r"\s*(1|true|t|yes|y|on)\s*"
 OFF = rf"(?!{ON}$).+"
+NOT_POSITIVE = r"(?!(\d+\.?\d*|\.\d+)(e-?\d+)?$).+|[0.]+"
 RANDOM = "makes random numbers depend on the devices"
 
 
@@ -25,13 +26,6 @@ def no_interface(value: str) -> bool:
         return False
     wanted = tuple(name.partition(":")[0] for name in value.lstrip("=").split(",") if name)
     return not any(p.name in wanted or (p.name.startswith(wanted) and value[0] != "=") for p in net.iterdir())
-
-
-def no_seconds(value: str) -> bool:
-    try:
-        return not float(value) > 0
-    except ValueError:
-        return True
 
 
 class Surprise(NamedTuple):
@@ -48,11 +42,9 @@ class Surprise(NamedTuple):
     gpu: bool = False
 
     def matches(self, name: str, value: str) -> bool:
-        if not re.fullmatch(self.names, name):
-            return False
         if callable(self.values):
-            return self.values(value)
-        return re.fullmatch(self.values, value, re.IGNORECASE | re.DOTALL) is not None
+            return re.fullmatch(self.names, name) is not None and self.values(value)
+        return bool(re.fullmatch(self.names, name) and re.fullmatch(self.values, value, re.IGNORECASE | re.DOTALL))
 
 
 SURPRISES = (
@@ -71,7 +63,9 @@ SURPRISES = (
     Surprise("NCCL_(P2P|IB|SHM)_DISABLE", ON, "turns the fast links between GPUs off", gpu=True),
     Surprise("NCCL_SOCKET_IFNAME", no_interface, "names no network interface", FAILURE, "set it to one of ip link"),
     Surprise("OMP_NUM_THREADS|NPROC", r"(?!\d*[1-9]\d*(,|$)).*", "is no number of threads"),
-    Surprise("JAXDP_TIMEOUT", no_seconds, "is no number of seconds above 0", FAILURE, "set it to seconds, such as 60"),
+    Surprise(
+        "JAXDP_TIMEOUT", NOT_POSITIVE, "is no number of seconds above 0", FAILURE, "set it to seconds: 60"
+    ),
     Surprise("LD_LIBRARY_PATH", ".*cuda.*", "loads another CUDA instead of the one that JAX installs", gpu=True),
 )
 
@@ -86,10 +80,10 @@ def check_settings(size: int = 1, env: Mapping[str, str] = os.environ) -> Iterat
         if row.matches(name, value) and (gpu or not row.gpu)
     ]
     for name in sorted(env):
-        if name.startswith("JAXDP_") and not name.startswith("JAXDP_TEST") and name not in OURS:
-            near = difflib.get_close_matches(name, OURS, 1, 0.6)
+        if name.startswith("JAXDP_") and not name.startswith("JAXDP_TEST") and name not in JAXDP:
+            near = difflib.get_close_matches(name, JAXDP, 1, 0.6)
             fix = f"did you mean {near[0]}?" if near else "unset it"
-            findings.append(warning("environment", f"{name}={env[name]} is not a variable of jaxdp", fix))
+            findings.append(warning("environment", f"{name} is not a variable of jaxdp", fix))
     for name in PROXIES:
         value = env.get(name) or env.get(name.upper())
         if size > 1 and value and not (env.get("no_proxy") or env.get("NO_PROXY") or env.get("no_grpc_proxy")):

@@ -1,22 +1,26 @@
 """Check that every installed package has the versions it asks for: pip's own rule, for what a run imports."""
 
+import importlib
 import importlib.metadata
 import pathlib
 import platform
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import jaxdp
+from jaxdp.distributed import hosts
 from jaxdp.doctor.check import Check, failure, ok, warning
 
 DISTRIBUTION = "jaxdp-trainer"
 SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4py")
 OPTIONAL = ("mpi4py",)
+IMPORTED = {"jax": "jax", "jaxlib": "jaxlib", "flax": "flax", "optax": "optax", "orbax-checkpoint": "orbax.checkpoint"}
 PLUGIN = re.compile(r"jax-(cuda\d+|rocm\d+)-(plugin|pjrt)")
 
 
@@ -100,10 +104,25 @@ def check_plugins() -> Iterator[Check]:
             yield ok(name, dist.version)
 
 
-def check_imports(versions: dict[str, str]) -> Iterator[Check]:
-    """Check {package: __version__} as imported: another version than the installed one is from a folder on the path."""
-    for name, imported in versions.items():
-        version = installed(name)
-        if version is not None and Version(version).public != Version(imported).public:
-            text = f"{imported} is what Python imports, but {version} is installed"
-            yield warning(name, text, f"see PYTHONPATH and the working directory: {name} is in two places")
+def check_imports() -> Iterator[Check]:
+    """Import what a run imports, and check that it is what is installed, not a folder elsewhere on the path."""
+    for name, module in IMPORTED.items():
+        package, version = importlib.import_module(module), installed(name)
+        imported = getattr(package, "__version__", None)
+        if imported is None:
+            text = f"Python imports {package.__file__ or package.__path__}, which is not a release of {name}"
+            yield failure("imports", text, "rename that")
+        elif version is not None and Version(version).public != Version(imported).public:
+            text = f"Python imports {name} {imported}, but {version} is installed"
+            yield warning("imports", text, f"see PYTHONPATH and the working directory: {name} is in two places")
+    yield ok("imports", f"{', '.join(IMPORTED)} can be imported")
+
+
+def check_same(facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Check]:
+    """Check that every rank has the package versions of rank 0."""
+    for rank, fact in facts.items():
+        for package, version in fact["versions"].items():
+            other = facts[0]["versions"].get(package)
+            if version != other:
+                text = f"{hosts.title(rank, fact['host'])} has {version}, {hosts.title(0, facts[0]['host'])} {other}"
+                yield failure(package, text, "use one environment for all ranks")

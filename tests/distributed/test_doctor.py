@@ -15,10 +15,10 @@ import pytest
 from jaxdp import environment as environment_of_jaxdp
 from jaxdp.doctor import bindings, collective, devices, mpi, resources, settings, versions
 from jaxdp.doctor.check import FAILURE, OK, WARNING, failure, ok, run_checks
-from jaxdp.doctor.probe import Ended, Probe
+from jaxdp.doctor.examine import SILENT, Job
 from jaxdp.doctor.report import Examined, as_json, as_text
 from jaxdp.errors import UsageError
-from launch import ROOT, environment, find, mpirun, require
+from launch import ROOT, environment, find, mpirun, port, processes, ranks, require
 from two_hosts import TwoHosts
 
 DOCTOR = ["-m", "jaxdp", "doctor"]
@@ -53,11 +53,13 @@ def test_a_machine_that_is_well_and_what_is_planted_around_it(tmp_path):
 
     assert ill.returncode == 1, ill.stdout + ill.stderr
     found = read(ill.stdout)
-    (port,) = bad(found["port"])
-    assert port["status"] == FAILURE and "is taken by process" in port["found"] and "another port" in port["fix"]
-    assert f"JAXDP_COORDINATOR={address}" in port["found"] and str(os.getpid()) in port["found"]
+    (taken_port,) = bad(found["port"])
+    text = taken_port["found"]
+    assert taken_port["status"] == FAILURE and "is taken by process" in text and "another port" in taken_port["fix"]
+    assert f"JAXDP_COORDINATOR={address}" in text and str(os.getpid()) in text
     texts = [check["found"] for check in bad(found["environment"])]
-    assert any("XLA_FLAGS" in t and "--xla_no_such_flag" in t for t in texts), texts
+    (aborted,) = bad(found["devices"])
+    assert "SIGABRT: Unknown flag" in aborted["found"] and "--xla_no_such_flag" in aborted["found"], aborted
     assert any("JAX_ENABLE_X64=1" in t for t in texts) and any("JAXDP_TIMOUT" in t for t in texts)
     assert "did you mean JAXDP_TIMEOUT?" in [check["fix"] for check in found["environment"]]
     assert found["open files"][0]["status"] == FAILURE and "64 at most" in found["open files"][0]["found"]
@@ -123,7 +125,7 @@ def test_a_full_disk_and_a_name_that_is_loopback(tmp_path):
     code = """
 import json, pathlib
 from jaxdp.doctor import network, resources
-checks = [*resources.check_run_dir(pathlib.Path("disk/run")), *network.check_name(1), *network.check_name(2, True)]
+checks = [*resources.check_run_dir(pathlib.Path("disk/run")), *network.check_name()]
 print(json.dumps({"checks": [c._asdict() for c in checks]}))
 """
     (tmp_path / "disk").mkdir()
@@ -136,7 +138,7 @@ print(json.dumps({"checks": [c._asdict() for c in checks]}))
         pytest.skip(f"namespaces are not permitted here: {done.stderr.strip()}")
     disk, name = read(done.stdout, "run_dir", "host name")
     assert disk[0]["status"] == FAILURE and "No space left on device" in disk[0]["found"] and disk[0]["fix"], disk
-    assert [c["status"] for c in name] == [WARNING, FAILURE]
+    assert [c["status"] for c in name] == [WARNING]
     assert "planted resolves to 127.0.1.1" in name[0]["found"] and "/etc/hosts" in name[0]["fix"]
 
 
@@ -145,26 +147,26 @@ print(json.dumps({"checks": [c._asdict() for c in checks]}))
 def test_ranks_on_one_core():
     job = mpirun(2, ["-c", AFTER.format("os.sched_setaffinity(0, {0})")])
     assert job.returncode == 0 and not job.left, job.output
-    binding, reduced, launcher, mpi4py = read(job.stdout, "bindings", "all-reduce", "launcher", "mpi4py")
+    binding, reduced, launcher, joined = read(job.stdout, "bindings", "all-reduce", "launcher", "ranks")
     assert binding[0]["status"] == WARNING and "ranks 0, 1" in binding[0]["found"], job.output
     assert "share core 0" in binding[0]["found"] and "--bind-to none" in binding[0]["fix"]
     assert "over 2 devices" in reduced[0]["found"] and "expected" in reduced[0]["found"]
-    assert "it sees 2 processes" in mpi4py[-1]["found"] and mpi4py[-1]["ranks"] == launcher[0]["ranks"] == [0, 1]
+    assert joined[0]["found"] == "2 processes have joined" and joined[0]["ranks"] == launcher[0]["ranks"] == [0, 1]
 
 
 @pytest.mark.mpi
 def test_an_mpi_that_is_not_mpirun_s():
-    """Each rank believes that it is alone, as MPI goes; they meet all the same, and one list is printed."""
+    """Each rank believes that it is alone, as MPI goes, so they cannot join: rank 0 prints one list."""
     require("openmpi5")
     library = pathlib.Path(sys.prefix) / "lib" / "libmpi.so.40"
     if not library.exists():
         pytest.skip("Open MPI's library is not in this environment")
     job = mpirun(2, [*DOCTOR, "--json"], "mpich", env={"MPI4PY_LIBMPI": str(library)})
     assert job.returncode == 1 and not job.left, job.output
-    mpi4py, reduced = read(job.stdout, "mpi4py", "all-reduce")
-    (mismatch,) = bad(mpi4py)
-    assert "started 2 processes, but mpi4py sees 1" in mismatch["found"] and mismatch["ranks"] == [0, 1]
-    assert "libmpi.so.12" in mismatch["fix"] and "over 2 devices" in reduced[0]["found"]
+    joined, mpi4py = read(job.stdout, "ranks", "mpi4py")
+    (problem,) = bad(joined)
+    assert "started 2 processes, but mpi4py sees 1" in problem["found"] and "libmpi.so.12" in problem["fix"]
+    assert "each rank may believe that it is alone" in bad(mpi4py)[0]["found"]
 
 
 @pytest.mark.slow
@@ -173,9 +175,21 @@ def test_a_host_among_others_that_calls_itself_loopback(tmp_path):
     with TwoHosts(tmp_path, loopback=1) as hosts:
         job = hosts.mpirun([*DOCTOR, "--json"])
         assert job.returncode == 1 and not job.left, job.output
-        (line,) = bad(read(job.stdout, "host name")[0])
-        assert line["status"] == FAILURE and (line["rank"], line["hosts"]) == (1, [hosts.names[1]])
-        assert f"{hosts.names[1]} resolves to 127.0.1.1" in line["found"]
+        (line,) = bad(read(job.stdout, "ranks")[0])
+        assert line["status"] == FAILURE and f"give {hosts.names[1]} its network address" in line["fix"]
+        assert f"rank 1: its host name {hosts.names[1]} resolves to 127.0.1.1" in line["found"]
+        assert f"{hosts.names[1]} resolves to 127.0.1.1" in job.stderr  # rank 1's own list
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_two_hosts_that_reach_each_other(tmp_path):
+    with TwoHosts(tmp_path) as hosts:
+        job = hosts.mpirun([*DOCTOR, "--json", "--run_dir", str(tmp_path)])
+        assert job.returncode == 0 and not job.left, job.output
+        network, run_dir, reduced = read(job.stdout, "network", "run_dir", "all-reduce")
+        assert "1 other host reached" in network[0]["found"] and "between hosts" in reduced[0]["found"]
+        assert "shared by all hosts" in run_dir[-1]["found"]
 
 
 @pytest.mark.slow
@@ -184,9 +198,38 @@ def test_a_rank_that_does_not_come_is_named():
     script = AFTER.format("os.environ['OMPI_COMM_WORLD_RANK'] == '1' and time.sleep(60)")
     job = mpirun(2, ["-c", script], env={"JAXDP_TIMEOUT": "2"}, timeout=60)
     assert job.returncode == 1 and job.seconds < 30 and not job.left, job.output
-    ranks, mpi4py = read(job.stdout, "ranks", "mpi4py")
-    assert "rank 1 did not report within 2 s" in ranks[0]["found"]
-    assert "it waits until every rank calls mpi init" in bad(mpi4py)[0]["found"]
+    (lines,) = read(job.stdout, "ranks")
+    assert [check["found"].partition(" in /")[0] for check in lines] == [
+        "MPI_Init waits until every rank calls it",
+        "rank 1 did not report",
+    ]
+
+
+@pytest.mark.slow
+def test_a_rank_without_jax_is_named_and_prints_its_own_list(tmp_path):
+    """It cannot join: rank 0 names it in its list, and it prints the cause."""
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text("raise ImportError('planted')\n")
+    envs = ranks(2, f"127.0.0.1:{port()}", JAXDP_TIMEOUT="4")
+    envs[1]["PYTHONPATH"] = str(tmp_path)
+    first, second = processes([*DOCTOR, "--json", "--run_dir", str(tmp_path)], envs)
+    assert first.returncode == 1 and first.seconds < 30 and not first.left, first.output
+    (missing,) = bad(read(first.stdout, "ranks")[0])
+    assert "rank 1 of 2 did not come within" in missing["found"]
+    assert "ImportError: planted" in second.stderr and not second.stdout and not list(tmp_path.glob(".jaxdp*"))
+
+
+@pytest.mark.slow
+def test_a_rank_with_another_run_dir_is_named(tmp_path):
+    both = ranks(2, f"127.0.0.1:{port()}", JAXDP_TIMEOUT="20")
+    script = AFTER.replace("'--json'", "'--json', '--run_dir', os.environ['FOLDER']").format("pass")
+    for env, folder in zip(both, ("a", "b")):
+        (tmp_path / folder).mkdir()
+        env["FOLDER"] = str(tmp_path / folder)
+    first, second = processes(["-c", script], both)
+    assert first.returncode == 1 and second.returncode == 0 and not second.stdout, first.output
+    (line,) = bad(read(first.stdout, "run_dir")[0])
+    assert line["rank"] == 1 and f"{tmp_path}/b is not the folder that rank 0 writes to" in line["found"]
 
 
 def test_a_check_that_raises_or_hangs_is_a_line():
@@ -205,14 +248,21 @@ def test_a_check_that_raises_or_hangs_is_a_line():
     assert said == failure("refused", "x: 3 is wrong", "use 4")
 
 
-def test_a_probe_says_how_its_process_ended():
-    probe = Probe("mpi")
-    with pytest.raises(Ended, match="TypeError"):
-        probe.ask("library", 20)
-    probe.process.kill()
-    with pytest.raises(Ended, match="killed by SIGKILL"):
-        probe.ask("library", 20)
-    probe.close()
+def test_how_the_process_that_joins_has_ended(tmp_path):
+    job = Job(tmp_path, 1.0)
+    job.process.kill()
+    assert "killed by SIGKILL" in job.follow({}).found
+    job = Job(tmp_path, 1.0)
+    job.process.stdin.close()
+    job.process.wait()
+    job.stage = "devices"
+    job.printed.clear()
+    job.printed.append("jaxdp: rank 1 (host b) ends: rank 0 (host a) has gone: see what it printed\n")
+    assert job.problem(SILENT) == failure("devices", "rank 0 (host a) has gone", "see what it printed")
+    job.printed.append("F1123 20:00:00.000000 12 flags.cc:234] Unknown flag in XLA_FLAGS: --x\n")
+    assert job.problem(SILENT).found == "rank 0 (host a) has gone"
+    job.printed.popleft()
+    assert "jaxlib does not know it" in job.problem("killed by SIGABRT").fix
 
 
 def cores(*sets, there=8, limit=None):
