@@ -38,9 +38,7 @@ def failure(name: str, found: str, fix: str) -> Check:
 
 def graded(name: str, value: float, least: float, enough: float, found: str, fix: str) -> Check:
     """Return a failure if `value` is below `least`, a warning if it is below `enough`, else ok."""
-    if value >= enough:
-        return ok(name, found)
-    return Check(name, FAILURE if value < least else WARNING, found, fix)
+    return ok(name, found) if value >= enough else Check(name, FAILURE if value < least else WARNING, found, fix)
 
 
 def of_text(name: str, text: str) -> Check:
@@ -55,7 +53,8 @@ def run_checks(checks: Mapping[str, Checker], seconds: float = LIMIT) -> list[Ch
     A dead name server or network file system can block a thread for minutes, so a check that takes longer than
     `seconds` is reported as a failure and no longer waited for.
     """
-    results: dict[str, list[Check]] = {}
+    slow = f"no answer within {seconds:g} s", "see what it waits for: a name server, a file system"
+    results = {name: [failure(name, *slow)] for name in checks}
 
     def run(name: str, checker: Checker) -> None:
         lines: list[Check] = []
@@ -71,9 +70,7 @@ def run_checks(checks: Mapping[str, Checker], seconds: float = LIMIT) -> list[Ch
     threads = [threading.Thread(target=run, args=item, daemon=True) for item in checks.items()]
     for thread in threads:
         thread.start()
-    deadline, lines = time.monotonic() + seconds, []
-    for name, thread in zip(checks, threads):
+    deadline = time.monotonic() + seconds
+    for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-        slow = failure(name, f"no answer within {seconds:g} s", "see what it waits for: a name server, a file system")
-        lines += results.get(name, [slow])
-    return lines
+    return [check for name in checks for check in results[name]]

@@ -1,7 +1,6 @@
-"""Examine a machine or a job: check this process's machine, and follow a process that joins the job and checks it."""
+"""Examine a machine or a job: start a process that joins the job and checks it, and follow that process to its end."""
 
 import contextlib
-import functools
 import json
 import os
 import pathlib
@@ -13,17 +12,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any
 
-from jaxdp import rundir
-from jaxdp.distributed import hosts, launchers
+from jaxdp.distributed import hosts
 from jaxdp.distributed.mpi import waits_until_every_rank_calls_mpi_init
-from jaxdp.distributed.world import MPI
-from jaxdp.doctor import bindings, devices, mpi, network, resources, settings, versions
-from jaxdp.doctor.check import LIMIT, OK, Check, Checker, Line, failure, of_text, ok, run_checks
-from jaxdp.doctor.report import Examined
-from jaxdp.errors import UsageError
+from jaxdp.doctor.check import LIMIT, OK, Check, Line, failure, of_text
+from jaxdp.doctor.report import Examined, as_text
+from jaxdp.doctor.resources import check_missing, existing, marker
 
 # A running job keeps its memory.
 QUIET = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"}
@@ -49,19 +43,21 @@ CAUSES = (  # a pattern in "stage: error", and the fix
 
 
 class Job:
-    """The process `jaxdp.doctor.job`: what it may join, open or load can block or kill it.
+    """The process `jaxdp.doctor.job`: what it opens, loads or joins can block or kill it.
 
-    stage: the last one it started. lines: its findings before that stage. hosts: the names of the ranks' hosts.
+    stage: the last one it started. lines: its findings before that stage. hosts: names by rank.
     """
 
-    def __init__(self, directory: pathlib.Path, timeout: float):
-        self.stage, self.lines, self.hosts = "imports", list[Line](), list[str]()
+    def __init__(self, directory: pathlib.Path, config: str | None, cache: str | None):
+        self.stage, self.lines = "checks", list[Line]()
+        self.rank, self.size, self.hosts = 0, 1, {0: hosts.hostname()}
         self.printed = deque[str](maxlen=400)  # lines of standard error
         self.messages = queue.Queue[str]()  # lines of standard output; "" at its end
+        options = {"directory": str(directory), "config": config, "cache": cache, "launcher": os.getppid()}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "jaxdp.doctor.job", str(directory)],
-            env={**os.environ, **QUIET, "JAXDP_TIMEOUT": str(timeout)},
-            stdin=subprocess.PIPE,
+            [sys.executable, "-m", "jaxdp.doctor.job", json.dumps(options)],
+            env={**os.environ, **QUIET},
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             close_fds=False,  # MPICH's mpirun talks to its ranks through a file descriptor that they inherit
@@ -71,11 +67,9 @@ class Job:
         for stream, use in ((self.process.stdout, self.messages.put), (self.process.stderr, self.printed.append)):
             threading.Thread(target=lambda s=stream, u=use: [*map(u, s), u("")], daemon=True).start()
 
-    def follow(self, report: dict[str, Any]) -> Check | None:
-        """Send this rank's findings and facts, and follow the process to its end; return how it failed."""
-        with contextlib.suppress(OSError):  # it has ended
-            print(json.dumps(report), file=self.process.stdin, flush=True)
-        seconds = LIMIT
+    def follow(self) -> Check | None:
+        """Follow the process to its end, and return how it failed."""
+        seconds = 2 * LIMIT
         while self.stage:
             try:
                 text = self.messages.get(timeout=seconds)
@@ -86,15 +80,16 @@ class Job:
                 code = self.process.wait()
                 return self.problem(f"killed by {signal.Signals(-code).name}" if code < 0 else SILENT)
             with contextlib.suppress(ValueError):  # printed by a library
-                self.stage, seconds, lines, self.hosts = json.loads(text)
+                self.stage, seconds, lines, self.rank, self.size, names = json.loads(text)
                 self.lines = [(Check(*check), tuple(ranks)) for check, ranks in lines]
+                self.hosts = {int(rank): name for rank, name in names.items()}
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(2.0)
         self.process.kill()
         return None
 
     def problem(self, how: str) -> Check:
-        """Return the failure of this process, from what it printed."""
+        """Return the failure of the process, from what it printed."""
         time.sleep(0.2)  # for the last lines
         text = "".join(self.printed.copy())
         if waits_until_every_rank_calls_mpi_init.__name__ in text:  # in the traceback of a deadline
@@ -106,55 +101,28 @@ class Job:
         return failure(self.stage, error, next(fix for p, fix in CAUSES if re.search(p, f"{self.stage}: {error}")))
 
 
-def examine(
-    directory: pathlib.Path, needed: Callable[[], int] | None = None, cache: str | None = "auto"
-) -> Examined | None:
-    """Run all checks of every rank; return None on ranks whose findings rank 0 has. Always ends, and never raises.
+def examine(directory: pathlib.Path, config: str | None = None, cache: str | None = "auto") -> Examined | None:
+    """Run all checks of every rank, and return the findings of all on rank 0. Always ends, and never raises.
 
-    directory: where checkpoints would go. needed: returns the bytes of one. cache: `compilation_cache` of the config.
+    The other ranks return None; one that does not join prints its own problems.
+
+    directory: where checkpoints would go. config: the path of a config, for their size. cache: its `compilation_cache`.
     """
-    world, checks, timeout = None, list[Check](), 30.0
-    with contextlib.suppress(ValueError):
-        timeout = max(1.0, float(os.environ.get("JAXDP_TIMEOUT") or timeout))
-    job = Job(directory, timeout)
-    try:
-        world = launchers.discover()
-        text = "a single process" if world.launcher == "none" else f"{world.launcher}, {world.size} processes"
-        checks.append(ok("launcher", text))
-    except UsageError as error:
-        checks.append(of_text("launcher", str(error)))
-    rank, size, launcher = (world.rank, world.size, world.launcher) if world else (0, 1, "")
-    marker = resources.Marker(directory, rank)
-    local: dict[str, Checker] = {
-        "versions": versions.check_versions,
-        "environment": functools.partial(settings.check_settings, size),
-        "gpu": devices.check_gpus,
-        "open files": functools.partial(resources.check_limits, size),
-        "memory": resources.check_memory,
-        "shared memory": functools.partial(resources.check_shared_memory, (world and world.local_size) or 1),
-        "run_dir": functools.partial(resources.check_run_dir, directory, needed),
-        "temporary files": resources.check_temporary,
-        "compilation cache": functools.partial(resources.check_cache, cache),
-        "host name": network.check_name,
-        "port": functools.partial(network.check_port, world),
-    }
-    if size > 1:
-        local["marker"] = marker.write
-    if size == 1 or launcher in MPI:
-        local["mpirun"] = functools.partial(mpi.check_mpirun, launcher in MPI)
-    checks += run_checks(local)
-    facts = {**hosts.identity(), "outward": hosts.outward(), **bindings.read_cores(), "versions": rundir.versions()}
-    report = {"rank": rank, "join": world is not None, "timeout": timeout, "checks": checks}
-    problem = job.follow({**report, "facts": {**facts, "marker": marker.text}})
-    lines = job.lines or [(check, (rank,)) for check in checks]
-    names = dict(enumerate(job.hosts)) or {rank: hosts.hostname()}
-    joined = job.stage not in ("imports", "ranks")
+    job = Job(directory, config, cache)
+    problem = job.follow()
+    rank, joined = job.rank, job.stage not in ("checks", "imports", "ranks")
     if problem and not (rank and problem.found == SILENT):  # rank 0 prints that error
-        lines.append((problem, () if joined else (rank,)))
+        job.lines.append((problem, () if joined else (rank,)))
     if rank == 0 and problem is MPI_INIT:
-        lines += [(check, ()) for check in marker.check_missing(size)]
-    marker.remove(wait=not joined)
-    if rank == 0:
-        return Examined(lines, size, names)
-    lines = [line for line in lines if line[0].status != OK]
-    return None if joined or not lines else Examined(lines, size, names, stray=True)
+        job.lines += [(check, ()) for check in check_missing(directory, job.size)]
+    if rank == 0 and problem and job.size > 1:
+        time.sleep(1.0)  # then every rank has printed its own
+    elif not joined:
+        lines = [line for line in job.lines if line[0].status != OK]
+        sys.stderr.write(f"{as_text(Examined(lines, job.size, job.hosts))}\n" if rank and lines else "")
+        deadline = time.monotonic() + 5.0
+        while rank and marker(directory, "0").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    for file in existing(directory).glob(marker(directory, "*" if rank == 0 else str(rank)).name):
+        file.unlink(missing_ok=True)
+    return None if rank else Examined(job.lines, job.size, job.hosts)

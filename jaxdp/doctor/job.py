@@ -1,87 +1,121 @@
-"""Join the job and check it: `python -m jaxdp.doctor.job DIRECTORY`, a process that `examine` starts and follows.
+"""Check this process's machine, join the job, and check it: `python -m jaxdp.doctor.job OPTIONS`; see `examine`.
 
-It reads one line: the findings and facts of this rank. It prints one before each stage (imports, ranks, network,
-devices, all-reduce): its name, the seconds that it may take, the findings so far, and the names of the ranks' hosts.
+It prints a line before each stage (imports, ranks, network, devices, all-reduce): the stage, the seconds that it may
+take, the findings so far, rank, size, and the names of the hosts. On rank 0, once all ranks have joined, the findings
+are those of all.
 """
 
+import contextlib
 import functools
 import json
 import os
 import pathlib
 import re
+import secrets
+import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from jaxdp.distributed import hosts, membership
-from jaxdp.doctor import bindings, collective, devices, network, resources, versions
-from jaxdp.doctor.check import LIMIT, OK, Check, Line, ok, run_checks
+from jaxdp import rundir
+from jaxdp.distributed import hosts, launchers, membership
+from jaxdp.distributed.world import World
+from jaxdp.doctor import devices, mpi, network, resources, settings, versions
+from jaxdp.doctor.check import LIMIT, OK, Check, Checker, Line, of_text, ok, run_checks
+from jaxdp.errors import UsageError
 
 
-def main(directory: pathlib.Path) -> None:
+def main(options: dict[str, Any]) -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is not a stage
-    imports = list(versions.check_imports())
-    report = json.loads(sys.stdin.readline())
-    checks = [*(Check(*check) for check in report["checks"]), *imports]
-    names: Sequence[str] = ()
+    world, checks, directory = None, list[Check](), pathlib.Path(options["directory"])
+    try:
+        world = launchers.discover()
+        text = "a single process" if world.launcher == "none" else f"{world.launcher}, {world.size} processes"
+        checks.append(ok("launcher", text))
+    except UsageError as error:
+        checks.append(of_text("launcher", str(error)))
+    rank, size = (world.rank, world.size) if world else (0, 1)
+    names = {rank: hosts.hostname()}
 
-    def stage(name: str, seconds: float, lines: list[Line]) -> None:
-        print(json.dumps([name, seconds, lines, names]), file=out, flush=True)
+    def stage(name: str, seconds: float, lines: list[Line] | None = None) -> None:
+        lines = [(check, (rank,)) for check in checks] if lines is None else lines
+        print(json.dumps([name, seconds, lines, rank, size, names]), file=out, flush=True)
 
-    lines = [(check, (report["rank"],)) for check in checks]
-    stage("ranks", 2 * report["timeout"] + 10, lines)
+    checks += run_checks(local_checks(world, directory, options["config"], options["cache"]))
+    stage("imports", LIMIT)
+    checks += versions.check_imports()
+    timeout = membership.default_timeout(None if os.environ.get("JAXDP_TIMEOUT") else 30.0)
+    stage("ranks", 2 * timeout + LIMIT)
+    facts = {**hosts.identity(), "outward": hosts.outward(), "versions": rundir.versions(), "nonce": ""}
+    facts |= resources.read_cores(options["launcher"])
+    if size > 1:
+        with contextlib.suppress(OSError):  # `check_run_dir` reports it
+            resources.marker(directory, str(rank)).write_text(nonce := secrets.token_hex(8))
+            facts["nonce"] = nonce
     import jax
 
     from jaxdp.distributed import context as contexts
 
-    context = contexts.init() if report["join"] else contexts.Context()
-    names = context.hosts if context.size > 1 else ()
-    stage("network", 2 * LIMIT + report["timeout"], lines)
-    more, link = check_between(context, directory, report["facts"])
-    reports = gather(context, "checks", {**report["facts"], "checks": [*checks, *more]})
+    context = contexts.init(timeout=timeout) if world else contexts.Context()
+    names = dict(enumerate(context.hosts)) if size > 1 else names
+    stage("network", 3 * LIMIT + timeout)
+    checks += check_between(context, directory, facts) if size > 1 else []
+    reports = gather(context, "checks", {**facts, "checks": checks})
     lines = merge(reports)
-    if reports:
-        lines += [(check, ()) for check in (*bindings.check_bindings(reports), *versions.check_same(reports))]
+    if rank == 0:
+        lines += [(check, ()) for check in (*resources.check_bindings(reports), *versions.check_same(reports))]
     stage("devices", LIMIT, lines)
     opened = devices.open_devices()
     if jax.device_count() > 1:
         stage("all-reduce", LIMIT, lines)
-        opened["timed"] = collective.all_reduce(opened["platform"])
-    facts = {name: report["facts"][name] for name in ("host", "boot")}
+        opened["timed"] = devices.all_reduce(opened["platform"])
     reports = gather(context, "devices", {**facts, **opened, "checks": list(devices.check_devices(opened))})
     lines += merge(reports)
-    if reports:
+    if rank == 0:
         lines += [(check, ()) for check in devices.check_sharing(reports)]
         if "timed" in opened:
             count = len({hosts.key(fact) for fact in reports.values()})
-            how = opened["platform"], opened["kind"], count, link, context.size
-            lines += [(check, ()) for check in collective.check_collective(opened["timed"], *how)]
+            checks = [*devices.check_all_reduce(opened["timed"], opened["platform"], opened["kind"], count)]
+            lines += [(check, ()) for check in checks]
     stage("", 0, lines)
     contexts.leave(0)
 
 
-def check_between(context: Any, directory: pathlib.Path, facts: dict[str, Any]) -> tuple[list[Check], float | None]:
-    """Check what lies between the ranks; return the findings, and the bytes per second of the slowest link."""
-    if context.size == 1:
-        return [], None
-    port = network.listen()
-    shared = {name: facts[name] for name in ("host", "boot", "addresses", "outward", "marker")}
-    texts = context.exchange("facts", json.dumps({**shared, "port": port}))
+def local_checks(
+    world: World | None, directory: pathlib.Path, config: str | None, cache: str | None
+) -> dict[str, Checker]:
+    """Return the checks that need no other process."""
+    size, local_size = (world.size, world.local_size or 1) if world else (1, 1)
+    checks: dict[str, Checker] = {
+        "versions": versions.check_versions,
+        "environment": functools.partial(settings.check_settings, size),
+        "gpu": devices.check_gpus,
+        "open files": functools.partial(resources.check_limits, size),
+        "memory": resources.check_memory,
+        "shared memory": functools.partial(resources.check_shared_memory, local_size),
+        "run_dir": lambda: resources.check_run_dir(directory, resources.checkpoint_bytes(config) if config else 0),
+        "temporary files": resources.check_temporary,
+        "compilation cache": functools.partial(resources.check_cache, cache),
+        "host name": network.check_name,
+        "port": functools.partial(network.check_port, world),
+    }
+    return checks if size > 1 else checks | {"mpirun": mpi.check_mpirun}
+
+
+def check_between(context: Any, directory: pathlib.Path, facts: dict[str, Any]) -> list[Check]:
+    """Check what lies between the ranks."""
+    listener = socket.create_server(("", 0), backlog=128)
+    local = {name: facts[name] for name in ("host", "boot", "addresses", "outward", "nonce")}
+    texts = context.exchange("facts", json.dumps({**local, "port": listener.getsockname()[1]}))
     everyone = {rank: json.loads(text) for rank, text in enumerate(texts)}
     several = len({hosts.key(fact) for fact in everyone.values()}) > 1
-    speeds: list[float] = []
-    marker = resources.Marker(directory, 0, everyone[0]["marker"])
-    checks = run_checks(
-        {
-            "network": functools.partial(network.check_reach, context.rank, everyone, speeds),
-            "run_dir": functools.partial(marker.check_shared, several),
-        }
-    )
-    context.barrier("network")
-    if not several and context.rank == 0:  # alone, so that no other check slows it down
-        speeds = [max(network.speed("127.0.0.1", port) for _ in range(3))]
-    return [ok("ranks", f"{context.size} processes have joined"), *checks], min(speeds, default=None)
+    checks: dict[str, Checker] = {"network": functools.partial(network.check_reach, context.rank, everyone)}
+    if text := everyone[0]["nonce"]:
+        checks["run_dir"] = functools.partial(resources.check_shared, directory, text, several)
+    findings = run_checks(checks)
+    context.barrier("network")  # until then, the listener is open
+    return [ok("ranks", f"{context.size} processes have joined"), *findings]
 
 
 def gather(context: Any, name: str, value: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -92,7 +126,7 @@ def gather(context: Any, name: str, value: dict[str, Any]) -> dict[int, dict[str
     member.put(f"{name} {context.rank}", json.dumps(value))
     context.barrier(name)
     ranks = range(context.size if context.rank == 0 else 0)
-    return {rank: json.loads(member.get(f"{name} {rank}") or "{}") for rank in ranks}
+    return {rank: json.loads(member.get(f"{name} {rank}") or "") for rank in ranks}
 
 
 def merge(reports: Mapping[int, Mapping[str, Any]]) -> list[Line]:
@@ -108,4 +142,4 @@ def merge(reports: Mapping[int, Mapping[str, Any]]) -> list[Line]:
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+    main(json.loads(sys.argv[1]))
