@@ -48,11 +48,7 @@ def of_text(name: str, text: str) -> Check:
 
 
 def run_checks(checks: Mapping[str, Checker], seconds: float = LIMIT) -> list[Check]:
-    """Run checks concurrently and return their findings in the order of `checks`.
-
-    A dead name server or network file system can block a thread for minutes, so a check that takes longer than
-    `seconds` is reported as a failure and no longer waited for.
-    """
+    """Run checks concurrently, and return their findings in order. A check that is not done in time is a failure."""
     slow = f"no answer within {seconds:g} s", "see what it waits for: a name server, a file system"
     results = {name: [failure(name, *slow)] for name in checks}
 

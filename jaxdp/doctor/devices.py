@@ -1,5 +1,6 @@
 """Check GPUs, NVIDIA's driver, JAX's plug-in, the devices that JAX opens, and an all-reduce over them."""
 
+import contextlib
 import os
 import pathlib
 import re
@@ -12,6 +13,7 @@ from typing import Any
 from jaxdp.distributed import gpus, hosts
 from jaxdp.doctor.check import Check, failure, ok, warning
 from jaxdp.doctor.versions import plugins
+from jaxdp.errors import one_line
 from jaxdp.metrics.numbers import size
 
 # The oldest driver for each CUDA of JAX's wheels: NVIDIA's table of minor version compatibility.
@@ -53,21 +55,16 @@ def check_gpus(dev: str = "/dev", proc: str = "/proc") -> Iterator[Check]:
 
 
 def check_gpu_memory() -> Iterator[Check]:
-    """Check that nvidia-smi answers, and that no other program uses the GPUs' memory."""
-    try:
-        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=7)
-    except FileNotFoundError:
-        return
-    except subprocess.TimeoutExpired:
-        yield failure("gpu", "nvidia-smi does not answer: a GPU hangs", "see dmesg for Xid; reset the GPU or the host")
-        return
-    if done.returncode:
-        text = f"nvidia-smi ends with code {done.returncode}: {' '.join(done.stdout.split())[:200]}"
-        yield failure("gpu", text, "reload the driver, or reboot")
-    for index, used, total in re.findall(r"^(\d+), (\d+), (\d+)$", done.stdout, re.MULTILINE):
-        if int(used) > 0.1 * int(total):
-            text = f"GPU {index}: {used} of {total} MB are in use by other programs"
-            yield warning("gpu", text, "see nvidia-smi; end them, or hide it by CUDA_VISIBLE_DEVICES")
+    """Check that no other program uses the GPUs' memory, if nvidia-smi exists."""
+    with contextlib.suppress(FileNotFoundError):
+        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=10)
+        if done.returncode:
+            text = f"nvidia-smi ends with code {done.returncode}: {one_line(done.stdout)[:200]}"
+            yield failure("gpu", text, "see dmesg for Xid; reload the driver, or reboot")
+        for index, used, total in re.findall(r"^(\d+), (\d+), (\d+)$", done.stdout, re.MULTILINE):
+            if int(used) > 0.1 * int(total):
+                text = f"GPU {index}: {used} of {total} MB are in use by other programs"
+                yield warning("gpu", text, "see nvidia-smi; end them, or hide it by CUDA_VISIBLE_DEVICES")
 
 
 def open_devices() -> dict[str, Any]:
@@ -129,15 +126,17 @@ def all_reduce(platform: str) -> dict[str, Any]:
     return {"seconds": min(seconds), "devices": count, "bytes": 4 * size, "right": bool(right)}
 
 
-def check_all_reduce(timed: Mapping[str, Any], platform: str, kind: str, host_count: int) -> Iterator[Check]:
-    """Check the result of `all_reduce`. On GPU, the model of `jaxdp.analysis.hardware` expects a time."""
+def check_all_reduce(opened: Mapping[str, Any], host_count: int) -> Iterator[Check]:
+    """Check what `all_reduce` measured, if it ran. On GPU, the model of `jaxdp.analysis.hardware` expects a time."""
     from jaxdp.analysis.hardware import HARDWARE, collective_seconds
 
+    if (timed := opened.get("timed")) is None:
+        return
     n, sent = timed["devices"], timed["bytes"]
     text = f"{sent / 1e6:.3g} MB over {n} devices in {1e3 * timed['seconds']:.3g} ms"
     slow, basis = 2 * sent / TCP, f"{TCP / 1e6:g} MB/s"
-    if platform != "cpu":
-        known = [hw for name, hw in HARDWARE.items() if name.partition("-")[0] in kind.lower()]
+    if opened["platform"] != "cpu":
+        known = [hw for name, hw in HARDWARE.items() if name.partition("-")[0] in opened["kind"].lower()]
         expected = [collective_seconds(hw, "all-reduce", sent, n, max(1, n // host_count)) for hw in known[:1]]
         slow, basis = (SLACK * expected[0], f"{SLACK:g} times {known[0].name}") if known else (float("inf"), "")
     if not timed["right"]:

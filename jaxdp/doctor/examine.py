@@ -23,9 +23,7 @@ from jaxdp.doctor.resources import check_missing, existing, marker
 QUIET = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"}
 SILENT = "it ended by itself"
 MPI_INIT = failure(
-    "ranks",
-    "MPI_Init waits until every rank calls it",
-    "see whether every rank was started, what it printed, and the line on mpi4py",
+    "ranks", "MPI_Init waits until every rank calls it", "see what every rank printed, if it was started"
 )
 MESSAGES = (  # the most useful line of standard error: jaxdp's, XLA's fatal one, an exception's, else the last
     r"^jaxdp: (?:rank \d+ \(host \S+\) ends: )?(.+)",
@@ -43,10 +41,7 @@ CAUSES = (  # a pattern in "stage: error", and the fix
 
 
 class Job:
-    """The process `jaxdp.doctor.job`: what it opens, loads or joins can block or kill it.
-
-    stage: the last one it started. lines: its findings before that stage. hosts: names by rank.
-    """
+    """The process `jaxdp.doctor.job`, in a stage, and its findings before that: what it opens may block or kill it."""
 
     def __init__(self, directory: pathlib.Path, config: str | None, cache: str | None):
         self.stage, self.lines = "checks", list[Line]()
@@ -102,9 +97,7 @@ class Job:
 
 
 def examine(directory: pathlib.Path, config: str | None = None, cache: str | None = "auto") -> Examined | None:
-    """Run all checks of every rank, and return the findings of all on rank 0. Always ends, and never raises.
-
-    The other ranks return None; one that does not join prints its own problems.
+    """Run all checks, and return the findings of all ranks on rank 0, None on the others. Always ends.
 
     directory: where checkpoints would go. config: the path of a config, for their size. cache: its `compilation_cache`.
     """
@@ -115,14 +108,11 @@ def examine(directory: pathlib.Path, config: str | None = None, cache: str | Non
         job.lines.append((problem, () if joined else (rank,)))
     if rank == 0 and problem is MPI_INIT:
         job.lines += [(check, ()) for check in check_missing(directory, job.size)]
-    if rank == 0 and problem and job.size > 1:
-        time.sleep(1.0)  # then every rank has printed its own
-    elif not joined:
-        lines = [line for line in job.lines if line[0].status != OK]
-        sys.stderr.write(f"{as_text(Examined(lines, job.size, job.hosts))}\n" if rank and lines else "")
-        deadline = time.monotonic() + 5.0
-        while rank and marker(directory, "0").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+    bad = [line for line in job.lines if line[0].status != OK]
+    if rank and bad and not joined:
+        sys.stderr.write(f"{as_text(Examined(bad, job.size, job.hosts))}\n")
+    if job.size > 1 and not joined:
+        time.sleep(2.0 if rank else 1.0)  # rank 0 looks for markers, and ends after the others have printed
     for file in existing(directory).glob(marker(directory, "*" if rank == 0 else str(rank)).name):
         file.unlink(missing_ok=True)
     return None if rank else Examined(job.lines, job.size, job.hosts)

@@ -1,8 +1,6 @@
 """Check this process's machine, join the job, and check it: `python -m jaxdp.doctor.job OPTIONS`; see `examine`.
 
-It prints a line before each stage (imports, ranks, network, devices, all-reduce): the stage, the seconds that it may
-take, the findings so far, rank, size, and the names of the hosts. On rank 0, once all ranks have joined, the findings
-are those of all.
+Before each stage it prints its name, the seconds it may take, the findings so far, rank, size and the names of hosts.
 """
 
 import contextlib
@@ -47,12 +45,10 @@ def main(options: dict[str, Any]) -> None:
     checks += versions.check_imports()
     timeout = membership.default_timeout(None if os.environ.get("JAXDP_TIMEOUT") else 30.0)
     stage("ranks", 2 * timeout + LIMIT)
-    facts = {**hosts.identity(), "outward": hosts.outward(), "versions": rundir.versions(), "nonce": ""}
-    facts |= resources.read_cores(options["launcher"])
-    if size > 1:
-        with contextlib.suppress(OSError):  # `check_run_dir` reports it
-            resources.marker(directory, str(rank)).write_text(nonce := secrets.token_hex(8))
-            facts["nonce"] = nonce
+    facts = {**hosts.identity(), "outward": hosts.outward(), **resources.read_cores(options["launcher"]), "marker": ""}
+    with contextlib.suppress(OSError):  # `check_run_dir` reports it
+        resources.marker(directory, str(rank)).write_text(text := secrets.token_hex(8))
+        facts["marker"] = text
     import jax
 
     from jaxdp.distributed import context as contexts
@@ -64,7 +60,7 @@ def main(options: dict[str, Any]) -> None:
     reports = gather(context, "checks", {**facts, "checks": checks})
     lines = merge(reports)
     if rank == 0:
-        lines += [(check, ()) for check in (*resources.check_bindings(reports), *versions.check_same(reports))]
+        lines += [(check, ()) for check in resources.check_bindings(reports)]
     stage("devices", LIMIT, lines)
     opened = devices.open_devices()
     if jax.device_count() > 1:
@@ -74,10 +70,8 @@ def main(options: dict[str, Any]) -> None:
     lines += merge(reports)
     if rank == 0:
         lines += [(check, ()) for check in devices.check_sharing(reports)]
-        if "timed" in opened:
-            count = len({hosts.key(fact) for fact in reports.values()})
-            checks = [*devices.check_all_reduce(opened["timed"], opened["platform"], opened["kind"], count)]
-            lines += [(check, ()) for check in checks]
+        count = len({hosts.key(fact) for fact in reports.values()})
+        lines += [(check, ()) for check in devices.check_all_reduce(opened, count)]
     stage("", 0, lines)
     contexts.leave(0)
 
@@ -95,7 +89,7 @@ def local_checks(
         "memory": resources.check_memory,
         "shared memory": functools.partial(resources.check_shared_memory, local_size),
         "run_dir": lambda: resources.check_run_dir(directory, resources.checkpoint_bytes(config) if config else 0),
-        "temporary files": resources.check_temporary,
+        "temporary files": lambda: [resources.check_temporary()],
         "compilation cache": functools.partial(resources.check_cache, cache),
         "host name": network.check_name,
         "port": functools.partial(network.check_port, world),
@@ -106,14 +100,18 @@ def local_checks(
 def check_between(context: Any, directory: pathlib.Path, facts: dict[str, Any]) -> list[Check]:
     """Check what lies between the ranks."""
     listener = socket.create_server(("", 0), backlog=128)
-    local = {name: facts[name] for name in ("host", "boot", "addresses", "outward", "nonce")}
+    local = {name: facts[name] for name in ("host", "boot", "addresses", "outward", "marker")}
     texts = context.exchange("facts", json.dumps({**local, "port": listener.getsockname()[1]}))
     everyone = {rank: json.loads(text) for rank, text in enumerate(texts)}
     several = len({hosts.key(fact) for fact in everyone.values()}) > 1
     checks: dict[str, Checker] = {"network": functools.partial(network.check_reach, context.rank, everyone)}
-    if text := everyone[0]["nonce"]:
+    if text := everyone[0]["marker"]:
         checks["run_dir"] = functools.partial(resources.check_shared, directory, text, several)
     findings = run_checks(checks)
+    try:
+        context.check_same("packages", {name: str(version) for name, version in rundir.versions().items()})
+    except UsageError as error:
+        findings += [of_text("versions", str(error))] * (context.rank == 0)
     context.barrier("network")  # until then, the listener is open
     return [ok("ranks", f"{context.size} processes have joined"), *findings]
 

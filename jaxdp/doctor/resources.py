@@ -75,17 +75,14 @@ def checkpoint_bytes(path: str) -> int:
     return int(done.stdout.split()[-1])
 
 
-def check_temporary() -> Iterator[Check]:
+def check_temporary() -> Check:
     """Check the folder where mpirun and compilers keep files."""
     folder = pathlib.Path(tempfile.gettempdir())
-    yield check_folder("temporary files", folder, 16 * MB, 256 * MB, "set TMPDIR to another folder")
+    return check_folder("temporary files", folder, 16 * MB, 256 * MB, "set TMPDIR to another folder")
 
 
 def check_cache(where: str | None = "auto", env: Mapping[str, str] = os.environ) -> Iterator[Check]:
-    """Check the folder of compiled programs. where: `compilation_cache` of the config.
-
-    A run that cannot use it compiles again at each start, so this is never a failure.
-    """
+    """Check the folder of compiled programs, without which a run only starts later. where: `compilation_cache`."""
     name, value = "compilation cache", env.get("JAX_COMPILATION_CACHE_DIR", where)
     by_variable = "JAX_COMPILATION_CACHE_DIR" in env
     if not value:
@@ -103,10 +100,7 @@ def check_cache(where: str | None = "auto", env: Mapping[str, str] = os.environ)
 
 
 def check_folder(name: str, directory: pathlib.Path, least: int, enough: int, other: str, more: str = "") -> Check:
-    """Check that a folder, or the one in which it would be made, takes files.
-
-    least, enough: free bytes. other: the alternative to making room. more: a text for the finding.
-    """
+    """Check a folder, or the one it would be made in. least, enough: free bytes. other: the fix besides making room."""
     folder = existing(directory)
     if not folder.is_dir():
         return failure(name, f"{directory}: {folder} is no directory", other)

@@ -6,15 +6,13 @@ import pathlib
 import platform
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import jaxdp
-from jaxdp.distributed import hosts
 from jaxdp.doctor.check import Check, failure, ok, warning
 
 SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4py")
@@ -58,10 +56,7 @@ def installed(name: str) -> str | None:
 
 
 def unmet(requirements: list[str]) -> dict[str, tuple[str, str]]:
-    """Return {package: (what is wrong, the fix)} for jaxdp's requirements and, recursively, for theirs.
-
-    A package that only an extra needs may be absent, but must fit if it is installed.
-    """
+    """Return {package: (what is wrong, the fix)} for requirements and, recursively, theirs. Extras may be absent."""
     wrong: dict[str, tuple[str, str]] = {}
     queue, seen = [("jaxdp", text) for text in requirements], set()
     for parent, text in queue:  # which grows
@@ -106,13 +101,3 @@ def check_imports() -> Iterator[Check]:
             text = f"Python imports {name} {imported} from {package.__file__ or package.__path__}, not {version}"
             yield warning("imports", text, f"see PYTHONPATH and the working directory: {name} is in two folders")
     yield ok("imports", f"{', '.join(SHOWN[:5])} can be imported")
-
-
-def check_same(facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Check]:
-    """Check that every rank has the package versions of rank 0."""
-    for rank, fact in facts.items():
-        for package, version in fact["versions"].items():
-            other = facts[0]["versions"].get(package)
-            if version != other:
-                text = f"{hosts.title(rank, fact['host'])} has {version}, {hosts.title(0, facts[0]['host'])} {other}"
-                yield failure(package, text, "use one environment for all ranks")

@@ -254,11 +254,11 @@ def test_how_the_process_that_joins_has_ended(tmp_path):
     job = Job(tmp_path, None, None)
     job.process.kill()
     assert "killed by SIGKILL" in job.follow().found
-    job.stage = "devices"
-    job.printed.clear()
-    job.printed.append("F1123 20:00:00.000000 12 flags.cc:234] Unknown flag in XLA_FLAGS: --x\n")
+    aborted = "F1123 20:00:00.000000 12 flags.cc:234] Unknown flag in XLA_FLAGS: --x\n"
+    cause = "jaxdp: rank 1 (host b) ends: rank 0 (host a) has gone: see what it printed\n"
+    job.stage, job.printed = "devices", [aborted]
     assert "jaxlib does not know it" in job.problem(SILENT).fix
-    job.printed.append("jaxdp: rank 1 (host b) ends: rank 0 (host a) has gone: see what it printed\n")
+    job.printed = [aborted, cause]
     assert job.problem(SILENT) == failure("devices", "rank 0 (host a) has gone", "see what it printed")
 
 
@@ -379,14 +379,15 @@ def test_the_doctor_looks_at_the_cache_of_the_config(tmp_path):
 
 def test_a_slow_all_reduce():
     timed = {"seconds": 0.01, "devices": 2, "bytes": 1 << 22, "right": True}
-    judged = lambda *how, **more: next(devices.check_all_reduce({**timed, **more}, *how))
-    cpu = ("cpu", "cpu", 1)
-    assert judged(*cpu).status == OK and judged(*cpu, right=False).status == FAILURE
-    slow = judged(*cpu, seconds=2.0)
+    judged = lambda platform, kind, **more: next(
+        devices.check_all_reduce({"platform": platform, "kind": kind, "timed": {**timed, **more}}, 1)
+    )
+    assert judged("cpu", "cpu").status == OK and judged("cpu", "cpu", right=False).status == FAILURE
+    slow = judged("cpu", "cpu", seconds=2.0)
     assert slow.status == WARNING and "more than the 671 ms of 12.5 MB/s" in slow.found
-    h100 = ("gpu", "NVIDIA H100 80GB HBM3", 1)
-    assert judged(*h100).status == OK and "h100-nvlink-ib400" in judged(*h100, seconds=2.0).found
-    assert judged("gpu", "a new one", 1, seconds=2.0).status == OK
+    h100 = "NVIDIA H100 80GB HBM3"
+    assert judged("gpu", h100).status == OK and "h100-nvlink-ib400" in judged("gpu", h100, seconds=2.0).found
+    assert judged("gpu", "a new one", seconds=2.0).status == OK
 
 
 def test_a_list_merges_what_ranks_have_in_common():
