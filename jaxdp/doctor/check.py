@@ -1,5 +1,6 @@
 """Define a finding, and run the functions that yield findings. A function that raises or hangs is a finding too."""
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -15,30 +16,21 @@ class Check(NamedTuple):
     """A finding. name: what was checked. fix: what the user should do; empty if nothing."""
 
     name: str
-    status: str
     found: str
     fix: str = ""
+    status: str = OK
 
 
 Checker = Callable[[], Iterable[Check]]
 Line = tuple[Check, tuple[int, ...]]  # a finding and its ranks; no ranks if it concerns the whole job
-
-
-def ok(name: str, found: str) -> Check:
-    return Check(name, OK, found)
-
-
-def warning(name: str, found: str, fix: str) -> Check:
-    return Check(name, WARNING, found, fix)
-
-
-def failure(name: str, found: str, fix: str) -> Check:
-    return Check(name, FAILURE, found, fix)
+ok = Check
+warning = functools.partial(Check, status=WARNING)
+failure = functools.partial(Check, status=FAILURE)
 
 
 def graded(name: str, value: float, least: float, enough: float, found: str, fix: str) -> Check:
     """Return a failure if `value` is below `least`, a warning if it is below `enough`, else ok."""
-    return ok(name, found) if value >= enough else Check(name, FAILURE if value < least else WARNING, found, fix)
+    return ok(name, found) if value >= enough else (failure if value < least else warning)(name, found, fix)
 
 
 def of_text(name: str, text: str) -> Check:

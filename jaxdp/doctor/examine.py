@@ -80,7 +80,6 @@ class Job:
                 self.hosts = {int(rank): name for rank, name in names.items()}
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(2.0)
-        self.process.kill()
         return None
 
     def problem(self, how: str) -> Check:

@@ -51,23 +51,17 @@ def check_reach(rank: int, facts: Mapping[int, Mapping[str, Any]]) -> Iterator[C
 
 
 def check_port(world: World | None) -> Iterator[Check]:
-    """Check the coordinator's port, if one is set: it must be free on the host of rank 0, which listens on it."""
-    if world is None or world.coordinator is None:
+    """Check that rank 0 can listen on the coordinator's port, if one is set. `jaxdp.init` checks its address."""
+    if world is None or world.coordinator is None or world.rank != 0:
         return
-    name = "JAXDP_COORDINATOR" if os.environ.get("JAXDP_COORDINATOR") else f"the coordinator ({world.launcher})"
-    text, (host, port) = f"{name}={world.coordinator}", hosts.split(world.coordinator)
-    if not hosts.resolve(host):
-        yield failure("port", f"{text}: {host} does not resolve", "use an address of rank 0's host")
-    elif world.rank == 0 and not hosts.is_own(host):
-        text = f"{text}: {host} is no address of this host, {hosts.hostname()}"
-        yield warning("port", text, "use an address of rank 0's host, or start rank 0 there")
-    elif world.rank == 0:
-        try:
-            socket.create_server(("", port)).close()
-            yield ok("port", f"{text}: port {port} is free")
-        except OSError as error:
-            fix = "choose another port, or end that program"
-            yield failure("port", f"{text}: port {port} is taken{owner(port)} ({error.strerror})", fix)
+    port = hosts.split(world.coordinator)[1]
+    text = f"port {port} of the coordinator, {world.coordinator}, is"
+    try:
+        socket.create_server(("", port)).close()
+        yield ok("port", f"{text} free")
+    except OSError as error:
+        fix = "choose another port, or end that program"
+        yield failure("port", f"{text} taken{owner(port)} ({error.strerror})", fix)
 
 
 def owner(port: int) -> str:

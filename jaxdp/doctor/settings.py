@@ -56,7 +56,7 @@ def check_settings(size: int = 1, env: Mapping[str, str] = os.environ) -> Iterat
         for row in SURPRISES:
             matches = re.fullmatch(row.names, name) and re.fullmatch(row.values, value, re.IGNORECASE | re.DOTALL)
             if matches and (gpu or not row.gpu):
-                findings.append(Check("environment", row.status, f"{name}={value} {row.effect}", row.fix))
+                findings.append(Check("environment", f"{name}={value} {row.effect}", row.fix, row.status))
         if name.startswith("JAXDP_") and not name.startswith("JAXDP_TEST") and name not in JAXDP:
             near = difflib.get_close_matches(name, JAXDP, 1, 0.6)
             fix = f"did you mean {near[0]}?" if near else "unset it"

@@ -2,49 +2,39 @@
 
 import importlib
 import importlib.metadata
-import pathlib
 import platform
 import re
-import tomllib
 from collections.abc import Iterator
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-import jaxdp
 from jaxdp.doctor.check import Check, failure, ok, warning
 
+JAXDP = "jaxdp-trainer"
 SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4py")
 PLUGIN = re.compile(r"jax-(cuda\d+|rocm\d+)-(plugin|pjrt)")
 
 
 def check_versions() -> Iterator[Check]:
     """Check Python and every package that jaxdp needs, directly or not, against the bounds of those that need it."""
-    requirements, pythons = own_requirements()
-    python = platform.python_version()
-    if Requirement(f"python{pythons or ''}").specifier.contains(python, prereleases=True):
+    if installed(JAXDP) is None:
+        yield warning(JAXDP, "not installed, so its requirements are not known", "pip install -e . in its source tree")
+        return
+    python, needed = platform.python_version(), importlib.metadata.metadata(JAXDP)["Requires-Python"]
+    if SpecifierSet(needed).contains(python, prereleases=True):
         yield ok("python", python)
     else:
-        yield failure("python", f"{python}; jaxdp needs {pythons}", "use another Python for this environment")
-    wrong = unmet(requirements)
+        yield failure("python", f"{python}; jaxdp needs {needed}", "use another Python for this environment")
+    wrong = unmet(importlib.metadata.requires(JAXDP) or [])
     for name in dict.fromkeys([*SHOWN, *wrong]):
         if name in wrong:
             yield failure(name, *wrong[name])
         elif version := installed(name):
             yield ok(name, version)
     yield from check_plugins()
-
-
-def own_requirements() -> tuple[list[str], str | None]:
-    """Return (requirements, bounds of Python) of jaxdp, from its source tree if there is one, else as installed."""
-    file = pathlib.Path(jaxdp.__file__).parent.parent / "pyproject.toml"
-    project = tomllib.loads(file.read_text()).get("project", {}) if file.is_file() else {}
-    if project.get("name") == "jaxdp-trainer":
-        extra = [f'{need}; extra == "mpi"' for need in project["optional-dependencies"]["mpi"]]
-        return [*project["dependencies"], *extra], project["requires-python"]
-    meta = importlib.metadata.metadata("jaxdp-trainer")
-    return meta.get_all("Requires-Dist") or [], meta["Requires-Python"]
 
 
 def installed(name: str) -> str | None:
