@@ -25,7 +25,7 @@ def run(call: Call) -> NoReturn:
         leave(0)
     color = sys.stdout.isatty() and examined.size == 1  # Open MPI gives its ranks a terminal even for a file or pipe
     print(json.dumps(as_json(examined), indent=1) if options["json"] else as_text(examined, color))
-    leave(int(examined.count()[FAILURE] > 0))
+    leave(int(examined.statuses()[FAILURE] > 0))
 
 
 def leave(code: int) -> NoReturn:

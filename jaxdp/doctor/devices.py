@@ -13,13 +13,11 @@ from typing import Any
 from jaxdp.distributed import gpus, hosts
 from jaxdp.doctor.check import Check, failure, ok, warning
 from jaxdp.doctor.versions import plugins
-from jaxdp.errors import one_line
 from jaxdp.metrics.numbers import size
 
 # The oldest driver for each CUDA of JAX's wheels: NVIDIA's table of minor version compatibility.
 DRIVERS = {"cuda12": (525, 60), "cuda13": (580, 0)}
-ELEMENTS = {"cpu": 1 << 20}  # float32 per device
-LARGE = 1 << 24  # on GPU, where latency would dominate a small all-reduce
+SMALL, LARGE = 1 << 20, 1 << 24  # float32 per device, on CPU and GPU, where latency would dominate
 TCP = 1.25e7  # bytes per second that an all-reduce on CPU should reach at least: a tenth of gigabit Ethernet
 SLACK, PAUSE = 10.0, 0.05  # normal on a shared machine: this many times the seconds of the model, plus PAUSE
 QUERY = ["nvidia-smi", "--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits"]
@@ -58,9 +56,6 @@ def check_gpu_memory() -> Iterator[Check]:
     """Check that no other program uses the GPUs' memory, if nvidia-smi exists."""
     with contextlib.suppress(FileNotFoundError):
         done = subprocess.run(QUERY, capture_output=True, text=True, timeout=10)
-        if done.returncode:
-            text = f"nvidia-smi ends with code {done.returncode}: {one_line(done.stdout)[:200]}"
-            yield failure("gpu", text, "see dmesg for Xid; reload the driver, or reboot")
         for index, used, total in re.findall(r"^(\d+), (\d+), (\d+)$", done.stdout, re.MULTILINE):
             if int(used) > 0.1 * int(total):
                 text = f"GPU {index}: {used} of {total} MB are in use by other programs"
@@ -101,8 +96,6 @@ def check_sharing(facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Check]:
         if most > 1:
             text = f"{most} processes use one GPU of host {host}: each gets 1/{most} of its memory and its time"
             yield warning("gpu sharing", text, "start as many processes on a host as it has GPUs")
-        else:
-            yield ok("gpu sharing", f"{len(users)} GPUs, each of one process")
 
 
 def all_reduce(platform: str) -> dict[str, Any]:
@@ -111,7 +104,7 @@ def all_reduce(platform: str) -> dict[str, Any]:
     import numpy as np
     from jax.sharding import NamedSharding, PartitionSpec
 
-    count, size = jax.device_count(), ELEMENTS.get(platform, LARGE)
+    count, size = jax.device_count(), SMALL if platform == "cpu" else LARGE
     mesh, split = jax.make_mesh((count,), ("all",)), PartitionSpec("all")
     one = lambda index: np.full((1, size), index[0].start + 1, np.float32)
     x = jax.make_array_from_callback((count, size), NamedSharding(mesh, split), one)

@@ -19,8 +19,6 @@ from jaxdp.doctor.check import LIMIT, OK, Check, Line, failure, of_text
 from jaxdp.doctor.report import Examined, as_text
 from jaxdp.doctor.resources import check_missing, existing, marker
 
-# A running job keeps its memory.
-QUIET = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"}
 SILENT = "it ended by itself"
 MPI_INIT = failure(
     "ranks", "MPI_Init waits until every rank calls it", "see what every rank printed, if it was started"
@@ -36,7 +34,7 @@ CAUSES = (  # a pattern in "stage: error", and the fix
     ("RESOURCE_EXHAUSTED|out of memory", "see nvidia-smi for programs that use the GPU's memory, and end them"),
     ("JAX_PLATFORMS|initialize backend", "unset JAX_PLATFORMS; for an NVIDIA GPU: pip install 'jaxdp-trainer[cuda12]'"),
     ("^imports", "see the lines on versions; pip install -U jaxdp-trainer, in a fresh environment"),
-    ("", "see the lines on versions, driver and plug-in; of several processes, on host name, network and bindings"),
+    ("", "see the lines on versions, gpu, host name, network and bindings"),
 )
 
 
@@ -51,7 +49,7 @@ class Job:
         options = {"directory": str(directory), "config": config, "cache": cache, "launcher": os.getppid()}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "jaxdp.doctor.job", json.dumps(options)],
-            env={**os.environ, **QUIET},
+            env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -114,4 +112,6 @@ def examine(directory: pathlib.Path, config: str | None = None, cache: str | Non
         time.sleep(2.0 if rank else 1.0)  # rank 0 looks for markers, and ends after the others have printed
     for file in existing(directory).glob(marker(directory, "*" if rank == 0 else str(rank)).name):
         file.unlink(missing_ok=True)
+    names = [check.name for check, _ in job.lines]
+    job.lines.sort(key=lambda line: names.index(line[0].name))  # those of one name side by side
     return None if rank else Examined(job.lines, job.size, job.hosts)

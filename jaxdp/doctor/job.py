@@ -40,7 +40,7 @@ def main(options: dict[str, Any]) -> None:
         lines = [(check, (rank,)) for check in checks] if lines is None else lines
         print(json.dumps([name, seconds, lines, rank, size, names]), file=out, flush=True)
 
-    checks += run_checks(local_checks(world, directory, options["config"], options["cache"]))
+    checks += run_checks(local_checks(world, directory, options))
     stage("imports", LIMIT)
     checks += versions.check_imports()
     timeout = membership.default_timeout(None if os.environ.get("JAXDP_TIMEOUT") else 30.0)
@@ -76,10 +76,9 @@ def main(options: dict[str, Any]) -> None:
     contexts.leave(0)
 
 
-def local_checks(
-    world: World | None, directory: pathlib.Path, config: str | None, cache: str | None
-) -> dict[str, Checker]:
+def local_checks(world: World | None, directory: pathlib.Path, options: dict[str, Any]) -> dict[str, Checker]:
     """Return the checks that need no other process."""
+    config, cache = options["config"], options["cache"]
     size, local_size = (world.size, world.local_size or 1) if world else (1, 1)
     checks: dict[str, Checker] = {
         "versions": versions.check_versions,
@@ -129,8 +128,7 @@ def gather(context: Any, name: str, value: dict[str, Any]) -> dict[int, dict[str
 
 def merge(reports: Mapping[int, Mapping[str, Any]]) -> list[Line]:
     """Return every finding once, with its ranks. What is ok on a host may differ in numbers from rank to rank."""
-    merged: dict[Check, list[int]] = {}
-    same: dict[tuple[object, ...], Check] = {}
+    merged, same = dict[Check, list[int]](), dict[tuple[object, ...], Check]()
     for rank, report in reports.items():
         for check in (Check(*fields) for fields in report["checks"]):
             if check.status == OK:

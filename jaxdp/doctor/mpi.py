@@ -20,29 +20,29 @@ SECONDS = 10.0
 
 def check_mpirun() -> Iterator[Check]:
     """Start two processes that exchange a message, with the mpirun on PATH."""
-    path, has_package = shutil.which("mpirun") or shutil.which("mpiexec"), importlib.util.find_spec("mpi4py")
-    if path is None and has_package is None:
+    path, package = shutil.which("mpirun") or shutil.which("mpiexec"), importlib.util.find_spec("mpi4py")
+    if path is None and package is None:
         yield ok("mpirun", "no MPI; several processes need mpirun, srun, torchrun or JAXDP_COORDINATOR")
-    elif path is None:
-        yield warning("mpirun", "mpi4py is installed, but no mpirun is on PATH", f"{INSTALL}, or set PATH")
-    elif has_package is None:
-        yield warning("mpi4py", "not installed: ranks under mpirun could not meet", INSTALL)
+    if (path is None) != (package is None):
+        text = "mpi4py is installed, but no mpirun is on PATH" if package else f"{path} needs mpi4py to start jaxdp"
+        yield warning("mpirun", text, INSTALL)
+    if path is None or package is None:
+        return
+    env = OVERSUBSCRIBE | {name: os.environ[name] for name in os.environ if not name.startswith("JAXDP_")}
+    command = [path, "-np", "2", sys.executable, "-m", "jaxdp.doctor.mpi"]
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS + 5)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        yield failure("mpirun", f"{path} does not run: {error}", f"{INSTALL}, or put another mpirun first on PATH")
+        return
+    if message := re.search(r"^jaxdp: (.+)", done.stderr, re.MULTILINE):
+        yield of_text("mpi4py", f"{message[1]}, or put the mpirun of that library first on PATH")
+    elif done.returncode:
+        text = " ".join(re.sub(r"[-*]{3,}", "", done.stdout + done.stderr).split())
+        fix = "see that message; for mpi4py's library, set MPI4PY_LIBMPI to the one of this mpirun"
+        yield failure("mpirun", f"{path} -np 2 ends with code {done.returncode}: {text[:300]}", fix)
     else:
-        command = [path, "-np", "2", sys.executable, "-m", "jaxdp.doctor.mpi"]
-        try:
-            env = OVERSUBSCRIBE | {name: os.environ[name] for name in os.environ if not name.startswith("JAXDP_")}
-            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS + 5)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            yield failure("mpirun", f"{path} does not run: {error}", f"{INSTALL}, or put another mpirun first on PATH")
-            return
-        if message := re.search(r"^jaxdp: (.+)", done.stderr, re.MULTILINE):
-            yield of_text("mpi4py", f"{message[1]}, or put the mpirun of that library first on PATH")
-        elif done.returncode:
-            text = " ".join(re.sub(r"[-*]{3,}", "", done.stdout + done.stderr).split())
-            fix = "see that message; for mpi4py's library, set MPI4PY_LIBMPI to the one of this mpirun"
-            yield failure("mpirun", f"{path} -np 2 ends with code {done.returncode}: {text[:300]}", fix)
-        else:
-            yield ok("mpirun", f"{path} starts processes that see each other, with {done.stdout.splitlines()[0]}")
+        yield ok("mpirun", f"{path} starts processes that see each other, with {done.stdout.splitlines()[0]}")
 
 
 if __name__ == "__main__":

@@ -30,23 +30,22 @@ def check_name() -> Iterator[Check]:
 
 def check_reach(rank: int, facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Check]:
     """Check TCP to the next HOSTS other hosts, from the first rank of each host. facts: with a `port` of each rank."""
-    firsts = {hosts.key(fact): r for r, fact in reversed(facts.items())}
+    firsts = {hosts.key(fact): r for r, fact in reversed(list(facts.items()))}
     others = sorted(set(firsts.values()) - {rank}, key=lambda other: (other - rank) % len(facts))[:HOSTS]
-    if rank not in firsts.values() or not others:
-        return
-    reached = 0
+    others = others if rank in firsts.values() else []
+    reached = len(others)
     for other in others:
         fact = facts[other]
         addresses = [a for a in hosts.resolve(fact["host"]) or fact["addresses"] if not hosts.is_loopback(a)]
         address = (addresses or [fact["outward"] or "no address"])[0]
         try:
             socket.create_connection((address, fact["port"]), 5.0).close()
-            reached += 1
         except OSError as error:
+            reached -= 1
             text = f"{hosts.title(other, fact['host'])} is not reached from {facts[rank]['host']} at {address}: {error}"
             fix = "see routes, and whether a firewall lets the job's hosts connect to each other on any port"
             yield failure("network", text, fix)
-    if reached == len(others):
+    if others and reached == len(others):
         yield ok("network", f"{reached} other host{'s' * (reached > 1)} reached")
 
 
@@ -66,13 +65,8 @@ def check_port(world: World | None) -> Iterator[Check]:
 
 def owner(port: int) -> str:
     """Return " by process N (its command)", if /proc shows it."""
-    inodes = set()
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            listening = re.findall(
-                rf":{port:04X} \S+ 0A (?:\S+ +){{5}}(\d+)", pathlib.Path(f"/proc/net/{table}").read_text()
-            )
-            inodes |= {f"socket:[{inode}]" for inode in listening}
+    tables = (path.read_text() for path in pathlib.Path("/proc/net").glob("tcp*"))
+    inodes = {f"socket:[{n}]" for n in re.findall(rf":{port:04X} \S+ 0A (?:\S+ +){{5}}(\d+)", "".join(tables))}
     for process in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if inodes & {os.readlink(f) for f in (process / "fd").iterdir()}:

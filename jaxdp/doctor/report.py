@@ -16,12 +16,7 @@ class Examined(NamedTuple):
     size: int
     hosts: dict[int, str]
 
-    def ordered(self) -> list[Line]:
-        """Return the findings with those of one name side by side, names in the order of their first finding."""
-        position = {name: i for i, name in enumerate(dict.fromkeys(check.name for check, _ in self.lines))}
-        return sorted(self.lines, key=lambda line: position[line[0].name])
-
-    def count(self) -> Counter[str]:
+    def statuses(self) -> Counter[str]:
         """Return the number of findings of each status."""
         return Counter(check.status for check, _ in self.lines)
 
@@ -29,7 +24,7 @@ class Examined(NamedTuple):
 def as_json(examined: Examined) -> dict[str, Any]:
     """Return {checks: [{name, status, found, fix; of several processes, rank, ranks, hosts}], failures, ...}."""
     checks = []
-    for check, ranks in examined.ordered():
+    for check, ranks in examined.lines:
         checks.append(check._asdict())
         if ranks and examined.size > 1:
             names = list(dict.fromkeys(examined.hosts[rank] for rank in ranks))
@@ -38,19 +33,19 @@ def as_json(examined: Examined) -> dict[str, Any]:
         "jaxdp": jaxdp.__version__,
         "processes": examined.size,
         "hosts": list(dict.fromkeys(examined.hosts.values())),
-        "failures": examined.count()[FAILURE],
-        "warnings": examined.count()[WARNING],
+        "failures": examined.statuses()[FAILURE],
+        "warnings": examined.statuses()[WARNING],
         "checks": checks,
     }
 
 
 def as_text(examined: Examined, color: bool = False) -> str:
     """Return a line for each finding, and a second one for its fix."""
-    names, size, count = list(dict.fromkeys(examined.hosts.values())), examined.size, examined.count()
+    names, size, count = list(dict.fromkeys(examined.hosts.values())), examined.size, examined.statuses()
     where = names[0] if len(names) == 1 else f"{len(names)} hosts ({', '.join(names[:8])})"
     text = [f"jaxdp {jaxdp.__version__} doctor: {size} process{'es' * (size > 1)} on {where}"]
     width = max(len(check.name) for check, _ in examined.lines)
-    for check, ranks in examined.ordered():
+    for check, ranks in examined.lines:
         status = f"{COLORS[check.status]}{check.status:7}\x1b[0m" if color else f"{check.status:7}"
         some = [f"{rank} (host {examined.hosts[rank]})" for rank in ranks] if len(ranks) < size else []
         prefix = f"rank{'s' * (len(some) > 1)} {', '.join(some[:4])}{' ...' * (len(some) > 4)}: " if some else ""

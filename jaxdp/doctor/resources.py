@@ -38,8 +38,7 @@ def check_memory() -> Iterator[Check]:
     read = lambda file: pathlib.Path("/sys/fs/cgroup", file).read_text()
     free: list[int] = []
     with contextlib.suppress(OSError):
-        available = re.search(r"MemAvailable:\s*(\d+) kB", read("/proc/meminfo"))
-        free += [1024 * int(available[1])] if available else []
+        free += [1024 * int(n) for n in re.findall(r"MemAvailable:\s*(\d+) kB", read("/proc/meminfo"))]
     with contextlib.suppress(OSError, ValueError):  # ValueError: no limit
         free.append(int(read("memory.max")) - int(read("memory.current")))
     if free:
@@ -70,8 +69,7 @@ def checkpoint_bytes(path: str) -> int:
     command = [sys.executable, "-m", "jaxdp.cli.checkpoint_size", path]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1]
-        raise RunFailed(f"--config {path} cannot be built, so its checkpoint's size is not known: {last}")
+        raise RunFailed(f"--config {path} cannot be built; see jaxdp plan: {one_line(done.stderr)[-200:]}")
     return int(done.stdout.split()[-1])
 
 
@@ -161,9 +159,9 @@ def check_missing(directory: pathlib.Path, size: int) -> Iterator[Check]:
 def read_cores(launcher: int) -> dict[str, Any]:
     """Return the cores of this process, the number of its launcher's (a process id), and the container's limit."""
     affinity = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count() or 1))
-    facts = {"cores": sorted(affinity(0)), "launcher_cores": len(affinity(0)), "limit": None}
+    facts: dict[str, Any] = {"cores": sorted(affinity(0)), "launcher_cores": 0, "limit": None}
     with contextlib.suppress(OSError):
-        facts["launcher_cores"] = max(facts["launcher_cores"], len(affinity(launcher)))
+        facts["launcher_cores"] = len(affinity(launcher))
     with contextlib.suppress(OSError, ValueError):  # ValueError: "max", which is no limit
         quota, period = map(int, pathlib.Path("/sys/fs/cgroup/cpu.max").read_text().split())
         facts["limit"] = quota / period
@@ -188,9 +186,7 @@ def check_host(host: str, facts: Mapping[int, Mapping[str, Any]]) -> Check:
         if len(sharers) > len(cores):
             names = f"ranks {', '.join(sharers[:8])}{' ...' * bool(sharers[8:])} on host {host}"
             shared = f"core {min(cores)}" if len(cores) == 1 else f"{len(cores)} cores"
-            fix = f"start at most {len(cores)} on that host, or request more cores"
-            unbound = len(cores) < max(available, os.cpu_count() or 1)
-            fix = f"{BIND}, or --map-by; or {fix}" if unbound else fix
+            fix = f"{BIND}; or start at most {len(cores)} on that host, or request more cores"
             return warning("bindings", f"{names} share {shared}: each waits for the other", fix)
     if used * 2 <= available:
         return warning("bindings", f"{ranks} are bound to {used} of {available} cores", BIND)

@@ -25,7 +25,6 @@ class Surprise(NamedTuple):
     values: str
     effect: str
     status: str = WARNING
-    fix: str = "unset it"
     gpu: bool = False
 
 
@@ -44,7 +43,7 @@ SURPRISES = (
     Surprise("CUDA_LAUNCH_BLOCKING", ON, "waits for every kernel", gpu=True),
     Surprise("NCCL_(P2P|IB|SHM)_DISABLE", ON, "turns the fast links between GPUs off", gpu=True),
     Surprise("OMP_NUM_THREADS|NPROC", r"(?!\d*[1-9]\d*(,|$)).*", "is no number of threads"),
-    Surprise("JAXDP_TIMEOUT", NOT_POSITIVE, "is no number of seconds above 0", FAILURE, "set it to seconds: 60"),
+    Surprise("JAXDP_TIMEOUT", NOT_POSITIVE, "is no number of seconds above 0", FAILURE),
     Surprise("LD_LIBRARY_PATH", ".*cuda.*", "loads another CUDA instead of the one that JAX installs", gpu=True),
 )
 
@@ -56,7 +55,7 @@ def check_settings(size: int = 1, env: Mapping[str, str] = os.environ) -> Iterat
         for row in SURPRISES:
             matches = re.fullmatch(row.names, name) and re.fullmatch(row.values, value, re.IGNORECASE | re.DOTALL)
             if matches and (gpu or not row.gpu):
-                findings.append(Check("environment", f"{name}={value} {row.effect}", row.fix, row.status))
+                findings.append(Check("environment", f"{name}={value} {row.effect}", "unset it", row.status))
         if name.startswith("JAXDP_") and not name.startswith("JAXDP_TEST") and name not in JAXDP:
             near = difflib.get_close_matches(name, JAXDP, 1, 0.6)
             fix = f"did you mean {near[0]}?" if near else "unset it"
@@ -68,8 +67,8 @@ def check_settings(size: int = 1, env: Mapping[str, str] = os.environ) -> Iterat
     value = env.get("NCCL_SOCKET_IFNAME", "")  # prefixes of names; ^ excludes, = takes them as full names
     prefixes = tuple(name.partition(":")[0] for name in value.removeprefix("=").split(",") if name)
     interfaces = [path.name for path in pathlib.Path("/sys/class/net").glob("*")]
-    named = [i for i in interfaces if i in prefixes or (i.startswith(prefixes) and value[:1] != "=")]
-    if value and value[0] != "^" and interfaces and not named:
+    unnamed = not any(i in prefixes or (i.startswith(prefixes) and value[0] != "=") for i in interfaces)
+    if value and value[0] != "^" and interfaces and unnamed:
         text = f"NCCL_SOCKET_IFNAME={value} names no network interface"
         findings.append(failure("environment", text, f"set it to one of {', '.join(interfaces)}"))
     flags = env.get("XLA_FLAGS", "")
