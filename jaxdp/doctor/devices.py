@@ -24,19 +24,18 @@ QUERY = ["nvidia-smi", "--query-gpu=index,memory.used,memory.total", "--format=c
 
 
 def check_gpus(dev: str = "/dev", proc: str = "/proc") -> Iterator[Check]:
-    """Check GPUs, their driver and JAX's plug-in: each needs the other two."""
-    count, kinds = gpus.count({}, dev), sorted({kind for kind, _ in plugins().values()})
+    """Check NVIDIA GPUs, their driver and JAX's plug-in, each of which needs the other two, and free memory."""
+    count, kinds = gpus.count({}, dev), sorted({kind for kind, _ in plugins().values() if kind in DRIVERS})
     file = pathlib.Path(proc, "driver", "nvidia", "version")
     match = re.search(r"(\d{3,})\.(\d+)[.\d]*", file.read_text() if file.exists() else "")
     numbers = (int(match[1]), int(match[2])) if match else (0, 0)
-    old = next((kind for kind in kinds if numbers < DRIVERS.get(kind, (0, 0))), "")
+    old = next((kind for kind in kinds if numbers < DRIVERS[kind]), "")
     present = f"{count} NVIDIA GPU{'s' * (count > 1)}"
     if not count and not kinds:
         yield ok("gpu", "none, and no plug-in for one")
     elif not count:
         text = f"JAX's plug-in for {', '.join(kinds)} is installed, but there is no GPU"
-        fix = "in a container, pass the GPUs on (docker run --gpus all); else install NVIDIA's driver"
-        yield warning("gpu", text, fix)
+        yield warning("gpu", text, "in a container, pass it on (docker run --gpus all); else install NVIDIA's driver")
     elif not kinds:
         text = f"{present}, but JAX has no CUDA plug-in here: it would compute on the CPU"
         cuda = "cuda13" if numbers >= DRIVERS["cuda13"] else "cuda12"
@@ -48,15 +47,9 @@ def check_gpus(dev: str = "/dev", proc: str = "/proc") -> Iterator[Check]:
         yield failure("gpu", f"driver {match[0]} is too old for {old}", fix)
     else:
         yield ok("gpu", f"{present}, driver {match[0]}, plug-in {', '.join(kinds)}")
-    if count:
-        yield from check_gpu_memory()
-
-
-def check_gpu_memory() -> Iterator[Check]:
-    """Check that no other program uses the GPUs' memory, if nvidia-smi exists."""
     with contextlib.suppress(FileNotFoundError):
-        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=10)
-        for index, used, total in re.findall(r"^(\d+), (\d+), (\d+)$", done.stdout, re.MULTILINE):
+        usage = subprocess.run(QUERY, capture_output=True, text=True, timeout=10).stdout if count else ""
+        for index, used, total in re.findall(r"^(\d+), (\d+), (\d+)$", usage, re.MULTILINE):
             if int(used) > 0.1 * int(total):
                 text = f"GPU {index}: {used} of {total} MB are in use by other programs"
                 yield warning("gpu", text, "see nvidia-smi; end them, or hide it by CUDA_VISIBLE_DEVICES")
@@ -78,12 +71,10 @@ def open_devices() -> dict[str, Any]:
 
 def check_devices(opened: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> Iterator[Check]:
     """Check the result of `open_devices`."""
-    text = f"{opened['count']} x {opened['kind']} ({opened['platform']})"
-    if opened["memory"]:
-        text += f", {size(opened['memory'])} each for JAX"
+    memory = f", {size(opened['memory'])} each for JAX" if opened["memory"] else ""
+    text = f"{opened['count']} x {opened['kind']} ({opened['platform']}){memory}"
     if opened["platform"] == "cpu" and gpus.count(env) and plugins() and not env.get("JAX_PLATFORMS"):
-        fix = "run python -c 'import jax; jax.devices(\"cuda\")'"
-        yield failure("devices", f"{text}: JAX does not open the GPU", fix)
+        yield failure("devices", f"{text}: JAX does not open the GPU", "set JAX_PLATFORMS=cuda to see JAX's error")
     else:
         yield ok("devices", text)
 

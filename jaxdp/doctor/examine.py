@@ -94,10 +94,7 @@ class Job:
 
 
 def examine(directory: pathlib.Path, config: str | None = None, cache: str | None = "auto") -> Examined | None:
-    """Run all checks, and return the findings of all ranks on rank 0, None on the others. Always ends.
-
-    directory: where checkpoints would go. config: the path of a config, for their size. cache: its `compilation_cache`.
-    """
+    """Run all checks, and return the findings of all ranks on rank 0, None on the others. directory: of the run."""
     job = Job(directory, config, cache)
     problem = job.follow()
     rank, joined = job.rank, job.stage not in ("checks", "imports", "ranks")

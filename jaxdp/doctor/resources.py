@@ -120,10 +120,9 @@ def existing(directory: pathlib.Path) -> pathlib.Path:
 def try_to_write(folder: pathlib.Path) -> str | None:
     """Write 4 MB to the disk and remove them; return the error, if any. A quota shows up in no other way."""
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".jaxdp-doctor-", buffering=0) as out:
-            rest = secrets.token_bytes(4 * MB)
-            while rest:
-                rest = rest[out.write(rest) :]
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".jaxdp-doctor-") as out:
+            out.write(secrets.token_bytes(4 * MB))
+            out.flush()
             os.fsync(out.fileno())
     except OSError as error:
         return error.strerror or str(error)

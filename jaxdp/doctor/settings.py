@@ -11,7 +11,6 @@ from jaxdp.distributed import gpus
 from jaxdp.doctor.check import FAILURE, WARNING, Check, failure, ok, warning
 
 NAMES = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID", "LOCAL_RANK", "LOCAL_SIZE", "SECRET", "TIMEOUT")
-JAXDP = [f"JAXDP_{name}" for name in NAMES]
 ON = r"\s*(1|true|t|yes|y|on)\s*"
 OFF = rf"(?!{ON}$).+"
 RANDOM = "makes random numbers depend on the devices"
@@ -56,9 +55,9 @@ def check_settings(size: int = 1, env: Mapping[str, str] = os.environ) -> Iterat
             matches = re.fullmatch(row.names, name) and re.fullmatch(row.values, value, re.IGNORECASE | re.DOTALL)
             if matches and (gpu or not row.gpu):
                 findings.append(Check("environment", f"{name}={value} {row.effect}", "unset it", row.status))
-        if name.startswith("JAXDP_") and not name.startswith("JAXDP_TEST") and name not in JAXDP:
-            near = difflib.get_close_matches(name, JAXDP, 1, 0.6)
-            fix = f"did you mean {near[0]}?" if near else "unset it"
+        if name.startswith("JAXDP_") and not name.startswith("JAXDP_TEST") and name[6:] not in NAMES:
+            near = difflib.get_close_matches(name[6:], NAMES, 1, 0.5)
+            fix = f"did you mean JAXDP_{near[0]}?" if near else "unset it"
             findings.append(warning("environment", f"{name} is not a variable of jaxdp", fix))
         is_proxy = name.lower() in ("grpc_proxy", "https_proxy", "http_proxy")
         if size > 1 and is_proxy and value and not {"no_proxy", "NO_PROXY", "no_grpc_proxy"} & set(env):
