@@ -93,7 +93,8 @@ def local_checks(world: World | None, directory: pathlib.Path, options: dict[str
         "host name": network.check_name,
         "port": functools.partial(network.check_port, world),
     }
-    return checks if size > 1 else checks | {"mpirun": mpi.check_mpirun}
+    alone = world is None or (size == 1 and world.launcher in ("none", "jaxdp"))  # mpirun does not start mpirun
+    return checks | {"mpirun": mpi.check_mpirun} if alone else checks
 
 
 def check_between(context: Any, directory: pathlib.Path, facts: dict[str, Any]) -> list[Check]:

@@ -223,6 +223,18 @@ def test_a_rank_without_jax_is_named_and_prints_its_own_list(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_rank_that_opens_no_devices_is_named(tmp_path):
+    """All have joined by then, so rank 0 prints what rank 1 reported as the cause."""
+    envs = ranks(2, f"127.0.0.1:{port()}", JAXDP_TIMEOUT="20")
+    envs[1]["JAX_PLATFORMS"] = "cuda"
+    first, second = processes([*DOCTOR, "--json", "--run_dir", str(tmp_path)], envs)
+    assert first.returncode == 1 and not first.left and not second.stdout, first.output + second.output
+    devices, joined = read(first.stdout, "devices", "ranks")
+    assert devices[0]["status"] == FAILURE and "rank 1 (host" in devices[0]["found"], devices
+    assert "cuda" in devices[0]["found"] and joined[0]["status"] == OK
+
+
+@pytest.mark.slow
 def test_a_rank_with_another_run_dir_is_named(tmp_path):
     both = ranks(2, f"127.0.0.1:{port()}", JAXDP_TIMEOUT="20")
     script = AFTER.replace("'--json'", "'--json', '--run_dir', os.environ['FOLDER']").format("pass")
