@@ -87,7 +87,7 @@ class Job:
         if waits_until_every_rank_calls_mpi_init.__name__ in text:  # in the traceback of a deadline
             return MPI_INIT
         match = next(filter(None, (re.search(pattern, text, re.MULTILINE) for pattern in MESSAGES)), None)
-        if match and match[0].startswith("jaxdp: "):
+        if match and match[0].startswith("jaxdp: ") and " failed: " not in match[1]:  # no traceback's last line
             return of_text(self.stage, match[1])
         error = f"{how}: {match[1][:400]}" if match else how
         return failure(self.stage, error, next(fix for p, fix in CAUSES if re.search(p, f"{self.stage}: {error}")))

@@ -58,10 +58,9 @@ def main(options: dict[str, Any]) -> None:
     stage("network", 3 * LIMIT + timeout)
     checks += check_between(context, directory, facts) if size > 1 else []
     reports = gather(context, "checks", {**facts, "checks": checks})
-    lines = merge(reports)
-    if rank == 0:
-        lines += [(check, ()) for check in resources.check_bindings(reports)]
+    lines = [*merge(reports), *((check, ()) for check in resources.check_bindings(reports))]
     stage("devices", LIMIT, lines)
+    context.barrier("devices")  # a rank that fails from now on ends all, and rank 0 has sent its findings
     opened = devices.open_devices()
     if jax.device_count() > 1:
         stage("all-reduce", LIMIT, lines)

@@ -231,7 +231,7 @@ def test_a_rank_that_opens_no_devices_is_named(tmp_path):
     assert first.returncode == 1 and not first.left and not second.stdout, first.output + second.output
     devices, joined = read(first.stdout, "devices", "ranks")
     assert devices[0]["status"] == FAILURE and "rank 1 (host" in devices[0]["found"], devices
-    assert "cuda" in devices[0]["found"] and joined[0]["status"] == OK
+    assert "failed: " in devices[0]["found"] and devices[0]["fix"] and joined[0]["status"] == OK
 
 
 @pytest.mark.slow
