@@ -3,15 +3,14 @@
 import json
 import os
 import pathlib
-import subprocess
 import sys
 from typing import NoReturn
 
 from jaxdp import config as schema
 from jaxdp.cli import Call, load
+from jaxdp.doctor.check import FAILURE
 from jaxdp.doctor.examine import examine
-from jaxdp.doctor.report import as_json, as_text, failed
-from jaxdp.errors import RunFailed
+from jaxdp.doctor.report import as_json, as_text
 
 
 def run(call: Call) -> NoReturn:
@@ -21,25 +20,12 @@ def run(call: Call) -> NoReturn:
     config = load(["--config", path])[0] if path else schema.Config()
     if path and not directory:
         directory = schema.run_dir(config, path)
-    needed = (lambda: checkpoint_bytes(path)) if path else None
-    examined = examine(pathlib.Path(directory or "runs"), needed, config.compilation_cache)
-    if examined is None:
+    examined = examine(pathlib.Path(directory or "runs"), path, config.compilation_cache)
+    if examined is None:  # on a code other than 0, mpirun would end rank 0 before it has printed its list
         leave(0)
     color = sys.stdout.isatty() and examined.size == 1  # Open MPI gives its ranks a terminal even for a file or pipe
-    text = json.dumps(as_json(examined), indent=1) if options["json"] else as_text(examined, color)
-    print(text, file=sys.stderr if examined.stray else sys.stdout, flush=True)
-    # On a code other than 0, mpirun would kill rank 0 before it has printed its list.
-    leave(0 if examined.stray else int(failed(examined)))
-
-
-def checkpoint_bytes(path: str) -> int:
-    """Return the bytes of a checkpoint, computed in a subprocess, since this one must not import JAX."""
-    command = [sys.executable, "-m", "jaxdp.cli.checkpoint_size", path]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1]
-        raise RunFailed(f"--config {path} cannot be built, so its checkpoint's size is not known: {last}")
-    return int(done.stdout.split()[-1])
+    print(json.dumps(as_json(examined), indent=1) if options["json"] else as_text(examined, color))
+    leave(int(examined.statuses()[FAILURE] > 0))
 
 
 def leave(code: int) -> NoReturn:

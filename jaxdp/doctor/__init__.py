@@ -1,1 +1,1 @@
-"""The doctor looks for what goes wrong in a run before it does: each check says what it found and what mends it."""
+"""Find problems of a machine or a cluster before a run does: each check reports a finding and its fix."""

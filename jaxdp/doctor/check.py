@@ -1,5 +1,6 @@
-"""Define a check: a function without arguments that yields findings. A check that raises or hangs is a finding too."""
+"""Define a finding, and run the functions that yield findings. A function that raises or hangs is a finding too."""
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -8,72 +9,56 @@ from typing import NamedTuple
 from jaxdp.errors import ReportedError, one_line
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
+LIMIT = 20.0  # seconds for a check of this machine, for importing JAX, and for opening its devices
 
 
 class Check(NamedTuple):
     """A finding. name: what was checked. fix: what the user should do; empty if nothing."""
 
     name: str
-    status: str
     found: str
     fix: str = ""
+    status: str = OK
 
 
-Line = tuple[Check, tuple[int, ...]]
 Checker = Callable[[], Iterable[Check]]
-
-
-def ok(name: str, found: str) -> Check:
-    return Check(name, OK, found)
-
-
-def warning(name: str, found: str, fix: str) -> Check:
-    return Check(name, WARNING, found, fix)
-
-
-def failure(name: str, found: str, fix: str) -> Check:
-    return Check(name, FAILURE, found, fix)
+Line = tuple[Check, tuple[int, ...]]  # a finding and its ranks; no ranks if it concerns the whole job
+ok = Check
+warning = functools.partial(Check, status=WARNING)
+failure = functools.partial(Check, status=FAILURE)
 
 
 def graded(name: str, value: float, least: float, enough: float, found: str, fix: str) -> Check:
     """Return a failure if `value` is below `least`, a warning if it is below `enough`, else ok."""
-    if value >= enough:
-        return ok(name, found)
-    return Check(name, FAILURE if value < least else WARNING, found, fix)
+    return ok(name, found) if value >= enough else (failure if value < least else warning)(name, found, fix)
 
 
-def of_error(name: str, error: BaseException) -> Check:
-    """Return an exception as a failure. The project's own errors end in the fix, after a colon or a semicolon."""
-    text = one_line(error)
-    if not isinstance(error, ReportedError):
-        return failure(name, f"the check itself failed: {type(error).__name__}: {text}", "report it with this line")
+def of_text(name: str, text: str) -> Check:
+    """Return an error message of jaxdp as a failure. Such a message ends in the fix, after a colon or a semicolon."""
     at = max(text.rfind(": "), text.rfind("; "))
     return failure(name, text[:at], text[at + 2 :]) if at > 0 else failure(name, text, "")
 
 
-def run_checks(checks: Mapping[str, Checker], seconds: float, more: Mapping[str, float] | None = None) -> list[Check]:
-    """Run checks concurrently and return their findings in the order of `checks`.
-
-    A dead name server or network file system can block a thread for minutes, so a check that takes longer than
-    `seconds` (or than its limit in `more`) is reported as a failure and no longer waited for.
-    """
-    results: dict[str, list[Check]] = {}
+def run_checks(checks: Mapping[str, Checker], seconds: float = LIMIT) -> list[Check]:
+    """Run checks concurrently, and return their findings in order. A check that is not done in time is a failure."""
+    slow = f"no answer within {seconds:g} s", "see what it waits for: a name server, a file system"
+    results = {name: [failure(name, *slow)] for name in checks}
 
     def run(name: str, checker: Checker) -> None:
         lines: list[Check] = []
         try:
             lines.extend(checker())
+        except ReportedError as error:
+            lines.append(of_text(name, one_line(error)))
         except BaseException as error:
-            lines.append(of_error(name, error))
+            text = f"the check itself failed: {type(error).__name__}: {one_line(error)}"
+            lines.append(failure(name, text, "report it with this line"))
         results[name] = lines
 
     threads = [threading.Thread(target=run, args=item, daemon=True) for item in checks.items()]
     for thread in threads:
         thread.start()
-    began, lines = time.monotonic(), []
-    for name, thread in zip(checks, threads):
-        allowed = (more or {}).get(name, seconds)
-        thread.join(max(0.0, began + allowed - time.monotonic()))
-        slow = failure(name, f"no answer within {allowed:g} s", "see what it waits for: a name server, a file system")
-        lines += results.get(name, [slow])
-    return lines
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [check for name in checks for check in results[name]]

@@ -1,115 +1,133 @@
-"""Check that the host's GPUs, NVIDIA's driver, JAX's plug-in and the devices that JAX opens agree."""
+"""Check GPUs, NVIDIA's driver, JAX's plug-in, the devices that JAX opens, and an all-reduce over them."""
 
-import importlib.metadata
+import contextlib
 import os
 import pathlib
 import re
-import shutil
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxdp.distributed import gpus, hosts
 from jaxdp.doctor.check import Check, failure, ok, warning
-from jaxdp.doctor.versions import PLUGIN
+from jaxdp.doctor.versions import plugins
 from jaxdp.metrics.numbers import size
 
 # The oldest driver for each CUDA of JAX's wheels: NVIDIA's table of minor version compatibility.
 DRIVERS = {"cuda12": (525, 60), "cuda13": (580, 0)}
-QUERY = ["--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits"]
-
-
-def plugins() -> list[str]:
-    """Return the kinds of GPU that JAX has a plug-in for: cuda12, cuda13, rocm7."""
-    names = [dist.metadata["Name"] or "" for dist in importlib.metadata.distributions()]
-    return sorted({kind[1] for name in names if (kind := PLUGIN.fullmatch(name))})
-
-
-def driver_version(proc: str = "/proc") -> str | None:
-    """Return the version of NVIDIA's driver; None if none is loaded."""
-    try:
-        text = (pathlib.Path(proc) / "driver" / "nvidia" / "version").read_text()
-    except OSError:
-        return None
-    match = re.search(r"\d{3,}\.\d+[.\d]*", text)
-    return match[0] if match else ""
+SMALL, LARGE = 1 << 20, 1 << 24  # float32 per device, on CPU and GPU, where latency would dominate
+TCP = 1.25e7  # bytes per second that an all-reduce on CPU should reach at least: a tenth of gigabit Ethernet
+SLACK, PAUSE = 10.0, 0.05  # normal on a shared machine: this many times the seconds of the model, plus PAUSE
+QUERY = ["nvidia-smi", "--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits"]
 
 
 def check_gpus(dev: str = "/dev", proc: str = "/proc") -> Iterator[Check]:
-    """Check GPUs, their driver and JAX's plug-in: each needs the other two."""
-    count, version, kinds = gpus.count({}, dev), driver_version(proc), plugins()
-    cudas = [kind for kind in kinds if kind.startswith("cuda")]
+    """Check NVIDIA GPUs, their driver and JAX's plug-in, each of which needs the other two, and free memory."""
+    count, kinds = gpus.count({}, dev), sorted({kind for kind, _ in plugins().values() if kind in DRIVERS})
+    file = pathlib.Path(proc, "driver", "nvidia", "version")
+    match = re.search(r"(\d{3,})\.(\d+)[.\d]*", file.read_text() if file.exists() else "")
+    numbers = (int(match[1]), int(match[2])) if match else (0, 0)
+    old = next((kind for kind in kinds if numbers < DRIVERS[kind]), "")
     present = f"{count} NVIDIA GPU{'s' * (count > 1)}"
-    if count and not kinds:
-        kind = "cuda13" if version and version >= "580" else "cuda12"
-        text = f"{present}, but JAX has no CUDA plug-in here: it would compute on the CPU"
-        yield warning("gpu", text, f"pip install 'jaxdp-trainer[{kind}]'")
-    elif count and version is None:
-        yield failure("gpu", f"{present}, but no driver is loaded", "install NVIDIA's driver, or reboot")
-    elif count:
-        numbers = tuple(int(n) for n in (version or "").split(".")[:2] if n)
-        old = [kind for kind in kinds if numbers and numbers < DRIVERS.get(kind, (0,))]
-        if old:
-            least = ".".join(map(str, DRIVERS[old[0]]))
-            fix = f"install driver {least} or later{', or jaxdp-trainer[cuda12]' if old[0] == 'cuda13' else ''}"
-            yield failure("gpu", f"driver {version} is too old for {old[0]}", fix)
-        else:
-            yield ok("gpu", f"{present}, driver {version}, plug-in {', '.join(kinds)}")
-        yield from check_gpu_memory()
-    elif cudas:
-        text = (
-            f"JAX's plug-in for {', '.join(cudas)} is installed, but there is no GPU{', and no driver' * (not version)}"
-        )
-        fix = "in a container, pass the GPUs on (docker run --gpus all); else install NVIDIA's driver"
-        yield warning("gpu", text, fix)
-    else:
+    if not count and not kinds:
         yield ok("gpu", "none, and no plug-in for one")
-    if len(cudas) > 1:
-        fix = f"pip uninstall jax-{cudas[0]}-plugin jax-{cudas[0]}-pjrt"
-        yield warning("gpu", f"plug-ins for {' and '.join(cudas)} are installed side by side", fix)
+    elif not count:
+        text = f"JAX's plug-in for {', '.join(kinds)} is installed, but there is no GPU"
+        yield warning("gpu", text, "in a container, pass it on (docker run --gpus all); else install NVIDIA's driver")
+    elif not kinds:
+        text = f"{present}, but JAX has no CUDA plug-in here: it would compute on the CPU"
+        cuda = "cuda13" if numbers >= DRIVERS["cuda13"] else "cuda12"
+        yield warning("gpu", text, f"pip install 'jaxdp-trainer[{cuda}]'")
+    elif match is None:
+        yield failure("gpu", f"{present}, but no driver is loaded", "install NVIDIA's driver, or reboot")
+    elif old:
+        fix = f"install driver {'.'.join(map(str, DRIVERS[old]))} or later, or the plug-in of an older CUDA"
+        yield failure("gpu", f"driver {match[0]} is too old for {old}", fix)
+    else:
+        yield ok("gpu", f"{present}, driver {match[0]}, plug-in {', '.join(kinds)}")
+    with contextlib.suppress(FileNotFoundError):
+        usage = subprocess.run(QUERY, capture_output=True, text=True, timeout=10).stdout if count else ""
+        for index, used, total in re.findall(r"^(\d+), (\d+), (\d+)$", usage, re.MULTILINE):
+            if int(used) > 0.1 * int(total):
+                text = f"GPU {index}: {used} of {total} MB are in use by other programs"
+                yield warning("gpu", text, "see nvidia-smi; end them, or hide it by CUDA_VISIBLE_DEVICES")
 
 
-def check_gpu_memory() -> Iterator[Check]:
-    """Check that nvidia-smi answers, and that no other program uses the GPUs' memory."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return
-    try:
-        done = subprocess.run([program, *QUERY], capture_output=True, text=True, timeout=7)
-    except subprocess.TimeoutExpired:
-        yield failure("gpu", "nvidia-smi does not answer: a GPU hangs", "see dmesg for Xid; reset the GPU or the host")
-        return
-    if done.returncode:
-        text = f"nvidia-smi ends with code {done.returncode}: {' '.join(done.stdout.split())[:200]}"
-        yield failure("gpu", text, "reload the driver, or reboot")
-        return
-    rows = [[int(x) for x in re.findall(r"\d+", line)] for line in done.stdout.splitlines()]
-    for index, used, total in (row for row in rows if len(row) == 3):
-        if used > 0.1 * total:
-            text = f"GPU {index}: {used:,} of {total:,} MB are in use by other programs"
-            yield warning("gpu", text, "see nvidia-smi; end them, or hide it by CUDA_VISIBLE_DEVICES")
+def open_devices() -> dict[str, Any]:
+    """Return this process's devices: platform, kind, count, uuids, and the bytes of memory of each, if JAX knows."""
+    import jax
+
+    local = jax.local_devices()
+    return {
+        "platform": local[0].platform,
+        "kind": local[0].device_kind,
+        "count": len(local),
+        "memory": (local[0].memory_stats() or {}).get("bytes_limit"),
+        "uuids": [getattr(d, "uuid", None) or f"{d.device_kind} {d.id}" for d in local],
+    }
 
 
 def check_devices(opened: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> Iterator[Check]:
-    """Check what `tasks.devices` returned."""
-    text = f"{opened['count']} x {opened['kind']} ({opened['platform']})"
-    if opened["memory"]:
-        text += f", {size(opened['memory'])} each for JAX"
+    """Check the result of `open_devices`."""
+    memory = f", {size(opened['memory'])} each for JAX" if opened["memory"] else ""
+    text = f"{opened['count']} x {opened['kind']} ({opened['platform']}){memory}"
     if opened["platform"] == "cpu" and gpus.count(env) and plugins() and not env.get("JAX_PLATFORMS"):
-        fix = "run python -c 'import jax; jax.devices(\"cuda\")'"
-        yield failure("devices", f"{text}: JAX does not open the GPU", fix)
+        yield failure("devices", f"{text}: JAX does not open the GPU", "set JAX_PLATFORMS=cuda to see JAX's error")
     else:
         yield ok("devices", text)
 
 
 def check_sharing(facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Check]:
     """Check that no two processes of a host opened one GPU."""
-    on_gpu = [fact for fact in facts.values() if fact.get("platform") not in (None, "cpu")]
-    users = Counter((hosts.key(fact), fact["host"], uuid) for fact in on_gpu for uuid in fact["uuids"])
-    for (_, host, _), most in users.most_common(1):
+    on_gpu = [fact for fact in facts.values() if fact["platform"] != "cpu"]
+    users = Counter((hosts.key(fact), uuid) for fact in on_gpu for uuid in fact["uuids"])
+    for ((host, _), _), most in users.most_common(1):
         if most > 1:
             text = f"{most} processes use one GPU of host {host}: each gets 1/{most} of its memory and its time"
             yield warning("gpu sharing", text, "start as many processes on a host as it has GPUs")
-        else:
-            yield ok("gpu sharing", f"{len(users)} GPUs, each of one process")
+
+
+def all_reduce(platform: str) -> dict[str, Any]:
+    """Return the best seconds of an all-reduce over all devices, their number, and whether the sum is right."""
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    count, size = jax.device_count(), SMALL if platform == "cpu" else LARGE
+    mesh, split = jax.make_mesh((count,), ("all",)), PartitionSpec("all")
+    one = lambda index: np.full((1, size), index[0].start + 1, np.float32)
+    x = jax.make_array_from_callback((count, size), NamedSharding(mesh, split), one)
+    total = lambda x: jax.lax.psum(x, "all")
+    reduce = jax.jit(jax.shard_map(total, mesh=mesh, in_specs=split, out_specs=PartitionSpec(), check_vma=False))
+    out, seconds = reduce(x).block_until_ready(), []
+    for _ in range(5):
+        began = time.perf_counter()
+        out = reduce(x).block_until_ready()
+        seconds.append(time.perf_counter() - began)
+    right = (np.asarray(out.addressable_data(0)) == count * (count + 1) / 2).all()
+    return {"seconds": min(seconds), "devices": count, "bytes": 4 * size, "right": bool(right)}
+
+
+def check_all_reduce(opened: Mapping[str, Any], host_count: int) -> Iterator[Check]:
+    """Check what `all_reduce` measured, if it ran. On GPU, the model of `jaxdp.analysis.hardware` expects a time."""
+    from jaxdp.analysis.hardware import HARDWARE, collective_seconds
+
+    if (timed := opened.get("timed")) is None:
+        return
+    n, sent = timed["devices"], timed["bytes"]
+    text = f"{sent / 1e6:.3g} MB over {n} devices in {1e3 * timed['seconds']:.3g} ms"
+    slow, basis = 2 * sent / TCP, f"{TCP / 1e6:g} MB/s"
+    if opened["platform"] != "cpu":
+        known = [hw for name, hw in HARDWARE.items() if name.partition("-")[0] in opened["kind"].lower()]
+        expected = [collective_seconds(hw, "all-reduce", sent, n, max(1, n // host_count)) for hw in known[:1]]
+        slow, basis = (SLACK * expected[0], f"{SLACK:g} times {known[0].name}") if known else (float("inf"), "")
+    if not timed["right"]:
+        fix = "see jaxdp verify; a device, a driver or a cable is broken"
+        yield failure("all-reduce", f"{text}: the sum is wrong", fix)
+    elif timed["seconds"] > slow + PAUSE:
+        fix = "see the line on bindings, what else uses the hosts and the network; on GPU, what NCCL_DEBUG=INFO prints"
+        yield warning("all-reduce", f"{text}: more than the {1e3 * slow:.3g} ms of {basis}", fix)
+    else:
+        yield ok("all-reduce", text)

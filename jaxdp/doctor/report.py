@@ -4,85 +4,52 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 import jaxdp
-from jaxdp.distributed import hosts
 from jaxdp.doctor.check import FAILURE, OK, WARNING, Line
 
-STYLE = {OK: "green", WARNING: "bold yellow", FAILURE: "bold red"}
+COLORS = {OK: "\x1b[32m", WARNING: "\x1b[1;33m", FAILURE: "\x1b[1;31m"}
 
 
 class Examined(NamedTuple):
-    """The findings of a job. lines: (check, its ranks; none if it is about the job). hosts: names by rank.
-
-    stray: this rank did not reach rank 0, and these are its findings alone.
-    """
+    """The findings of a job. hosts: names by rank."""
 
     lines: list[Line]
     size: int
     hosts: dict[int, str]
-    stray: bool = False
 
-
-def failed(examined: Examined) -> bool:
-    return any(check.status == FAILURE for check, _ in examined.lines)
-
-
-def ordered(lines: list[Line]) -> list[Line]:
-    """Return the findings with those of one name side by side, names in the order of their first finding."""
-    position = {name: i for i, name in enumerate(dict.fromkeys(check.name for check, _ in lines))}
-    return sorted(lines, key=lambda line: position[line[0].name])
+    def statuses(self) -> Counter[str]:
+        """Return the number of findings of each status."""
+        return Counter(check.status for check, _ in self.lines)
 
 
 def as_json(examined: Examined) -> dict[str, Any]:
     """Return {checks: [{name, status, found, fix; of several processes, rank, ranks, hosts}], failures, ...}."""
     checks = []
-    for check, ranks in ordered(examined.lines):
-        entry: dict[str, Any] = check._asdict()
+    for check, ranks in examined.lines:
+        checks.append(check._asdict())
         if ranks and examined.size > 1:
-            names = list(dict.fromkeys(examined.hosts[r] for r in ranks))
-            entry |= {"rank": ranks[0], "ranks": list(ranks), "hosts": names}
-        checks.append(entry)
-    count = Counter(check.status for check, _ in examined.lines)
+            names = list(dict.fromkeys(examined.hosts[rank] for rank in ranks))
+            checks[-1] |= {"rank": ranks[0], "ranks": list(ranks), "hosts": names}
     return {
         "jaxdp": jaxdp.__version__,
         "processes": examined.size,
         "hosts": list(dict.fromkeys(examined.hosts.values())),
-        "failures": count[FAILURE],
-        "warnings": count[WARNING],
+        "failures": examined.statuses()[FAILURE],
+        "warnings": examined.statuses()[WARNING],
         "checks": checks,
     }
 
 
 def as_text(examined: Examined, color: bool = False) -> str:
     """Return a line for each finding, and a second one for its fix."""
-    lines, size = ordered(examined.lines), examined.size
-    names = list(dict.fromkeys(examined.hosts.values()))
+    names, size, count = list(dict.fromkeys(examined.hosts.values())), examined.size, examined.statuses()
     where = names[0] if len(names) == 1 else f"{len(names)} hosts ({', '.join(names[:8])})"
     text = [f"jaxdp {jaxdp.__version__} doctor: {size} process{'es' * (size > 1)} on {where}"]
-    width = max(len(check.name) for check, _ in lines)
-    for check, ranks in lines:
-        status = colored(check.status) if color else f"{check.status:7}"
-        text.append(f"{status}  {check.name:{width}}  {ranks_of(ranks, examined)}{check.found}")
+    width = max(len(check.name) for check, _ in examined.lines)
+    for check, ranks in examined.lines:
+        status = f"{COLORS[check.status]}{check.status:7}\x1b[0m" if color else f"{check.status:7}"
+        some = [f"{rank} (host {examined.hosts[rank]})" for rank in ranks] if len(ranks) < size else []
+        prefix = f"rank{'s' * (len(some) > 1)} {', '.join(some[:4])}{' ...' * (len(some) > 4)}: " if some else ""
+        text.append(f"{status}  {check.name:{width}}  {prefix}{check.found}")
         text += [f"{'':7}  {'':{width}}  fix: {check.fix}"] if check.fix else []
-    count = Counter(check.status for check, _ in lines)
     counts = [f"{count[s]} {s}{'s' * (count[s] > 1)}" for s in (WARNING, FAILURE) if count[s]]
     return "\n".join([*text, ", ".join([f"{count[OK]} ok", *counts])])
-
-
-def colored(status: str) -> str:
-    from rich.console import Console
-
-    console = Console(force_terminal=True)
-    with console.capture() as capture:
-        console.print(f"{status:7}", style=STYLE[status], end="")
-    return capture.get()
-
-
-def ranks_of(ranks: tuple[int, ...], examined: Examined) -> str:
-    """Return the ranks of a finding as a prefix; empty if they are all."""
-    if not ranks or len(ranks) == examined.size:
-        return ""
-    if len(ranks) == 1:
-        return f"{hosts.title(ranks[0], examined.hosts[ranks[0]])}: "
-    names = list(dict.fromkeys(examined.hosts[r] for r in ranks))
-    more = " ..." if len(ranks) > 8 else ""
-    return f"ranks {', '.join(map(str, ranks[:8]))}{more} (host{'s' * (len(names) > 1)} {', '.join(names[:4])}): "

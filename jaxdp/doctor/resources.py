@@ -1,4 +1,4 @@
-"""Check what a run uses up: open files, memory, shared memory, and room on disks, which is tried by writing."""
+"""Check what a run needs of its host: open files, memory, space on disks (by a test write), and cores."""
 
 import contextlib
 import os
@@ -7,126 +7,108 @@ import re
 import resource
 import secrets
 import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from jaxdp import environment
+from jaxdp.distributed import hosts
 from jaxdp.doctor.check import OK, WARNING, Check, failure, graded, ok, warning
-from jaxdp.errors import one_line
+from jaxdp.errors import RunFailed, one_line
 from jaxdp.metrics.numbers import size as shown
 
 MB, GB = 1 << 20, 1 << 30
-TRIAL = 4 * MB  # bytes written to see whether they can be
+BIND = "mpirun --bind-to none (Open MPI), -bind-to none (MPICH), or srun --cpus-per-task"
 
 
 def check_limits(size: int = 1) -> Iterator[Check]:
-    """Check the limits of a process (ulimit). size: processes of the job; rank 0 has a connection to each."""
+    """Check the limit of open files. size: processes of the job; rank 0 has a connection to each."""
     need = 512 + 4 * size
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    fix = f"ulimit -n {min(65536, hard) if hard >= need else 65536}"
-    if 0 <= hard < need:
-        fix = "raise the hard limit (limits.conf, LimitNOFILE=, docker run --ulimit nofile=65536)"
-    limit = need if soft < 0 else soft
-    text = "no limit" if soft < 0 else f"{soft} at most{f'; a run may need {need}' * (soft < need)}"
-    yield graded("open files", limit, 128, need, text, fix)
-    written, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if written >= 0:
-        text = f"files end at {shown(written)}: a larger checkpoint fails"
-        yield graded("file size", written, 64 * MB, float("inf"), text, "ulimit -f unlimited")
-    space, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if space >= 0:
-        text = f"{shown(space)} of address space at most: XLA and CUDA reserve more than they use"
-        yield warning("address space", text, "ulimit -v unlimited")
+    soft, hard = (need if limit < 0 else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    fix = "raise the hard limit (limits.conf, LimitNOFILE=, docker run --ulimit nofile=65536)"
+    text = f"{soft} at most{f'; a run may need {need}' * (soft < need)}"
+    yield graded("open files", soft, 128, need, text, f"ulimit -n {min(65536, hard)}" if hard >= need else fix)
 
 
 def check_memory() -> Iterator[Check]:
     """Check the free memory of the machine, and of the control group that this process is in."""
+    read = lambda file: pathlib.Path("/sys/fs/cgroup", file).read_text()
     free: list[int] = []
     with contextlib.suppress(OSError):
-        available = re.search(r"MemAvailable:\s*(\d+) kB", pathlib.Path("/proc/meminfo").read_text())
-        free += [1024 * int(available[1])] if available else []
-    group = pathlib.Path("/sys/fs/cgroup")
-    for folder, limit, used in (
-        (group, "memory.max", "memory.current"),
-        (group / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):  # ValueError: no limit
-            free.append(int((folder / limit).read_text()) - int((folder / used).read_text()))
+        free += [1024 * int(n) for n in re.findall(r"MemAvailable:\s*(\d+) kB", read("/proc/meminfo"))]
+    with contextlib.suppress(OSError, ValueError):  # ValueError: no limit
+        free.append(int(read("memory.max")) - int(read("memory.current")))
     if free:
         fix = "end other programs, or raise the container's memory limit"
         yield graded("memory", min(free), 256 * MB, GB, f"{shown(min(free))} free", fix)
 
 
-def check_shared_memory(size: int = 1, folder: str = "/dev/shm") -> Iterator[Check]:
+def check_shared_memory(size: int = 1) -> Iterator[Check]:
     """Check the shared memory that Open MPI, NCCL and worker processes use; a container has 64 MB by default."""
-    name = "shared memory"
+    if not os.access("/dev/shm", os.W_OK):
+        yield warning("shared memory", "/dev/shm cannot be written to", "mount it, or chmod 1777 /dev/shm")
+        return
+    total, _, free = shutil.disk_usage("/dev/shm")
+    enough = 64 * MB * max(1, min(size, 4)) if total > 64 * MB else float("inf")
     fix = "mount a larger /dev/shm: docker run --shm-size=8g, or an emptyDir of medium Memory in Kubernetes"
-    if not os.path.isdir(folder):
-        yield warning(name, f"there is no {folder}", fix)
-    elif not os.access(folder, os.W_OK):
-        yield warning(name, f"{folder} cannot be written to", f"chmod 1777 {folder}")
-    else:
-        total, _, free = shutil.disk_usage(folder)
-        enough = 64 * MB * max(1, min(size, 4)) if total > 64 * MB else float("inf")
-        yield graded(name, free, 16 * MB, enough, f"{folder} has {shown(free)} free of {shown(total)}", fix)
+    yield graded("shared memory", free, 16 * MB, enough, f"/dev/shm has {shown(free)} free of {shown(total)}", fix)
 
 
-def check_run_dir(directory: pathlib.Path, needed: Callable[[], int] | None = None) -> Iterator[Check]:
-    """Check room and permission for checkpoints. needed: returns the bytes of one; saving one needs room for two."""
-    folder = existing(directory)
-    what = f"{directory}" if folder == directory else f"{directory} (to be made in {folder})"
-    size = needed() if needed else 0
+def check_run_dir(directory: pathlib.Path, size: int = 0) -> Iterator[Check]:
+    """Check space and permission for checkpoints. size: the bytes of one; 0 if it is not known."""
     least, enough = (2 * size, 4 * size) if size else (256 * MB, 2 * GB)
     more = f"; a checkpoint takes {shown(size)}, and the next is written before the last is removed" if size else ""
-    yield check_folder("run_dir", folder, what, least, enough, "choose another --run_dir", more)
+    yield check_folder("run_dir", directory, least, enough, "choose another --run_dir", more)
 
 
-def check_temporary() -> Iterator[Check]:
+def checkpoint_bytes(path: str) -> int:
+    """Return the bytes of a config's checkpoint, computed in a process that leaves the GPUs alone."""
+    command = [sys.executable, "-m", "jaxdp.cli.checkpoint_size", path]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise RunFailed(f"--config {path} cannot be built; see jaxdp plan: {one_line(done.stderr)[-200:]}")
+    return int(done.stdout.split()[-1])
+
+
+def check_temporary() -> Check:
     """Check the folder where mpirun and compilers keep files."""
-    folder, wanted = pathlib.Path(tempfile.gettempdir()), os.environ.get("TMPDIR")
-    if wanted and pathlib.Path(wanted).absolute() != folder.absolute():
-        text = f"TMPDIR={wanted} cannot be written to, and {folder} is used instead"
-        yield warning("temporary files", text, "make that folder, or unset TMPDIR")
-    fix = "set TMPDIR to another folder"
-    yield check_folder("temporary files", folder, str(folder), 16 * MB, 256 * MB, fix)
+    folder = pathlib.Path(tempfile.gettempdir())
+    return check_folder("temporary files", folder, 16 * MB, 256 * MB, "set TMPDIR to another folder")
 
 
 def check_cache(where: str | None = "auto", env: Mapping[str, str] = os.environ) -> Iterator[Check]:
-    """Check the folder of compiled programs. where: `compilation_cache` of the config.
-
-    A run that cannot use it compiles again at each start, so this is never a failure.
-    """
-    name, variable = "compilation cache", "JAX_COMPILATION_CACHE_DIR"
-    value = env.get(variable)
-    if value == "" or (where is None and value is None):
+    """Check the folder of compiled programs, without which a run only starts later. where: `compilation_cache`."""
+    name, value = "compilation cache", env.get("JAX_COMPILATION_CACHE_DIR", where)
+    by_variable = "JAX_COMPILATION_CACHE_DIR" in env
+    if not value:
         yield ok(name, "none: every start compiles again")
-        return
-    if value is not None and "://" in value:
-        return
-    fix = f"set {variable} to another folder" if value else "set compilation_cache to another folder, or to null"
-    try:
-        folder = environment.compiled(str(where)) if value is None else pathlib.Path(value)
-    except RuntimeError as error:  # a user without a home directory
-        yield warning(name, f"{str(where)!r}: {one_line(error)}; every start compiles again", fix)
-        return
-    check = check_folder(name, existing(folder), str(folder), 16 * MB, 256 * MB, fix)
-    bad = check._replace(status=WARNING, found=f"{check.found}; every start compiles again")
-    yield check if check.status == OK else bad
+    elif "://" not in value:
+        fix = "set JAX_COMPILATION_CACHE_DIR to another folder"
+        fix = fix if by_variable else "set compilation_cache to another folder, or to null"
+        try:
+            folder = pathlib.Path(value) if by_variable else environment.compiled(value)
+            check = check_folder(name, folder, 16 * MB, 256 * MB, fix)
+        except RuntimeError as error:  # a user without a home directory
+            check = warning(name, f"{value!r}: {one_line(error)}", fix)
+        bad = check._replace(status=WARNING, found=f"{check.found}; every start compiles again")
+        yield check if check.status == OK else bad
 
 
-def check_folder(
-    name: str, folder: pathlib.Path, what: str, least: int, enough: int, other: str, more: str = ""
-) -> Check:
-    """Check that an existing folder takes files. least, enough: free bytes. other: the alternative to making room."""
+def check_folder(name: str, directory: pathlib.Path, least: int, enough: int, other: str, more: str = "") -> Check:
+    """Check a folder, or the one it would be made in. least, enough: free bytes. other: the fix besides making room."""
+    folder = existing(directory)
     if not folder.is_dir():
-        return failure(name, f"{what}: {folder} is no directory", other)
+        return failure(name, f"{directory}: {folder} is no directory", other)
     free, nodes = shutil.disk_usage(folder).free, os.statvfs(folder)
     fix = f"make room there, or {other}"
     if problem := try_to_write(folder):
-        return failure(name, f"{what} cannot be written to: {problem} ({shown(free)} free)", fix)
+        return failure(name, f"{directory} cannot be written to: {problem} ({shown(free)} free)", fix)
     if nodes.f_files and nodes.f_favail < 1000:
-        return failure(name, f"{what} has room for {nodes.f_favail} more files only", f"remove files, or {other}")
-    return graded(name, free, least, enough, f"{what} has {shown(free)} free{more}", fix)
+        return failure(name, f"{directory} has room for {nodes.f_favail} more files only", f"remove files, or {other}")
+    return graded(name, free, least, enough, f"{directory} has {shown(free)} free{more}", fix)
 
 
 def existing(directory: pathlib.Path) -> pathlib.Path:
@@ -136,17 +118,78 @@ def existing(directory: pathlib.Path) -> pathlib.Path:
 
 
 def try_to_write(folder: pathlib.Path) -> str | None:
-    """Write TRIAL bytes to the disk and remove them; return the error, if any. A quota shows up in no other way."""
-    file = folder / f".jaxdp-doctor-{secrets.token_hex(4)}"
+    """Write 4 MB to the disk and remove them; return the error, if any. A quota shows up in no other way."""
     try:
-        with file.open("wb", buffering=0) as out:
-            rest = secrets.token_bytes(1 << 16) * (TRIAL >> 16)
-            while rest:
-                rest = rest[out.write(rest) :]
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".jaxdp-doctor-") as out:
+            out.write(secrets.token_bytes(4 * MB))
+            out.flush()
             os.fsync(out.fileno())
     except OSError as error:
         return error.strerror or str(error)
-    finally:
-        with contextlib.suppress(OSError):
-            file.unlink()
     return None
+
+
+def marker(directory: pathlib.Path, rank: str) -> pathlib.Path:
+    """Return the file that a rank of several keeps in the run directory while it is examined."""
+    return existing(directory) / f".jaxdp-doctor-rank-{rank}"
+
+
+def check_shared(directory: pathlib.Path, text: str, several: bool) -> Iterator[Check]:
+    """Check that this process sees the marker of rank 0, and `text` in it. several: on several hosts, which may lag."""
+    deadline, file = time.monotonic() + (5.0 if several else 1.0), marker(directory, "0")
+    while not (shared := file.exists() and file.read_text() == text) and time.monotonic() < deadline:
+        os.listdir(file.parent)  # makes NFS look again
+        time.sleep(0.05)
+    if not shared:
+        fix = "use a --run_dir on a file system that all hosts share"
+        yield failure("run_dir", f"{file.parent} is not the folder that rank 0 writes to", fix)
+    elif several:
+        yield ok("run_dir", "shared by all hosts")
+
+
+def check_missing(directory: pathlib.Path, size: int) -> Iterator[Check]:
+    """Report the ranks that have no marker."""
+    missing = [str(rank) for rank in range(size) if not marker(directory, str(rank)).exists()]
+    if 0 < len(missing) < size:
+        text = f"rank {', '.join(missing[:8])}{' ...' * bool(missing[8:])} did not report in {existing(directory)}"
+        yield failure("ranks", text, "see whether it was started, what it printed, and whether it has that folder")
+
+
+def read_cores(launcher: int) -> dict[str, Any]:
+    """Return the cores of this process, the number of its launcher's (a process id), and the container's limit."""
+    affinity = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count() or 1))
+    facts: dict[str, Any] = {"cores": sorted(affinity(0)), "launcher_cores": 0, "limit": None}
+    with contextlib.suppress(OSError):
+        facts["launcher_cores"] = len(affinity(launcher))
+    with contextlib.suppress(OSError, ValueError):  # ValueError: "max", which is no limit
+        quota, period = map(int, pathlib.Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        facts["limit"] = quota / period
+    return facts
+
+
+def check_bindings(facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Check]:
+    """Check on every host that its ranks have enough cores, and that bindings leave none idle."""
+    for host in dict.fromkeys(map(hosts.key, facts.values())):
+        yield check_host(host[0], {rank: fact for rank, fact in facts.items() if hosts.key(fact) == host})
+
+
+def check_host(host: str, facts: Mapping[int, Mapping[str, Any]]) -> Check:
+    """Check the cores of the ranks of one host."""
+    sets = {frozenset(fact["cores"]) for fact in facts.values()}
+    available = max(fact["launcher_cores"] for fact in facts.values())
+    used = len(frozenset().union(*sets))
+    limit = min((fact["limit"] for fact in facts.values() if fact["limit"]), default=used)
+    ranks = f"{len(facts)} rank{'s' * (len(facts) > 1)} on host {host}"
+    for cores in sorted(sets, key=len):
+        sharers = [str(rank) for rank, fact in facts.items() if set(fact["cores"]) <= cores]
+        if len(sharers) > len(cores):
+            names = f"ranks {', '.join(sharers[:8])}{' ...' * bool(sharers[8:])} on host {host}"
+            shared = f"core {min(cores)}" if len(cores) == 1 else f"{len(cores)} cores"
+            fix = f"{BIND}; or start at most {len(cores)} on that host, or request more cores"
+            return warning("bindings", f"{names} share {shared}: each waits for the other", fix)
+    if used * 2 <= available:
+        return warning("bindings", f"{ranks} are bound to {used} of {available} cores", BIND)
+    if limit < max(0.75 * used, min(used, len(facts))):
+        text = f"{ranks} see {used} cores, but the control group allows {limit:g} processors' worth of time"
+        return warning("bindings", text, "raise the container's CPU limit, or start fewer ranks or threads")
+    return ok("bindings", f"{ranks}, {used} core{'s' * (used > 1)}{' in all' * (used > 1 and len(facts) > 1)}")

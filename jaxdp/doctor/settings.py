@@ -4,55 +4,27 @@ import difflib
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from jaxdp.distributed import gpus
-from jaxdp.doctor.check import FAILURE, WARNING, Check, ok, warning
+from jaxdp.doctor.check import FAILURE, WARNING, Check, failure, ok, warning
 
-JAXDP = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID", "LOCAL_RANK", "LOCAL_SIZE", "TIMEOUT")
-OURS = tuple(f"JAXDP_{name}" for name in JAXDP)
-PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+NAMES = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID", "LOCAL_RANK", "LOCAL_SIZE", "SECRET", "TIMEOUT")
 ON = r"\s*(1|true|t|yes|y|on)\s*"
 OFF = rf"(?!{ON}$).+"
 RANDOM = "makes random numbers depend on the devices"
-
-
-def no_interface(value: str) -> bool:
-    """Return whether NCCL's list of prefixes of interfaces names none (^ excludes, = takes them as full names)."""
-    net = pathlib.Path("/sys/class/net")
-    if not value or value.startswith("^") or not net.is_dir():
-        return False
-    wanted = tuple(name.partition(":")[0] for name in value.lstrip("=").split(",") if name)
-    return not any(p.name in wanted or (p.name.startswith(wanted) and value[0] != "=") for p in net.iterdir())
-
-
-def no_seconds(value: str) -> bool:
-    try:
-        return not float(value) > 0
-    except ValueError:
-        return True
+NOT_POSITIVE = r"(?!(\d+\.?\d*|\.\d+)(e-?\d+)?$).+|[0.]+"
 
 
 class Surprise(NamedTuple):
-    """names, values: regular expressions of variables and of values with that effect; or a function of a value.
-
-    gpu: only on a host with GPUs.
-    """
+    """names, values: regular expressions of variables and of values with that effect. gpu: only on a host with GPUs."""
 
     names: str
-    values: str | Callable[[str], bool]
+    values: str
     effect: str
     status: str = WARNING
-    fix: str = "unset it"
     gpu: bool = False
-
-    def matches(self, name: str, value: str) -> bool:
-        if not re.fullmatch(self.names, name):
-            return False
-        if callable(self.values):
-            return self.values(value)
-        return re.fullmatch(self.values, value, re.IGNORECASE | re.DOTALL) is not None
 
 
 SURPRISES = (
@@ -69,31 +41,34 @@ SURPRISES = (
     Surprise("XLA_PYTHON_CLIENT_ALLOCATOR", "platform", "allocates through the driver, which is slow", gpu=True),
     Surprise("CUDA_LAUNCH_BLOCKING", ON, "waits for every kernel", gpu=True),
     Surprise("NCCL_(P2P|IB|SHM)_DISABLE", ON, "turns the fast links between GPUs off", gpu=True),
-    Surprise("NCCL_SOCKET_IFNAME", no_interface, "names no network interface", FAILURE, "set it to one of ip link"),
     Surprise("OMP_NUM_THREADS|NPROC", r"(?!\d*[1-9]\d*(,|$)).*", "is no number of threads"),
-    Surprise("JAXDP_TIMEOUT", no_seconds, "is no number of seconds above 0", FAILURE, "set it to seconds, such as 60"),
+    Surprise("JAXDP_TIMEOUT", NOT_POSITIVE, "is no number of seconds above 0", FAILURE),
     Surprise("LD_LIBRARY_PATH", ".*cuda.*", "loads another CUDA instead of the one that JAX installs", gpu=True),
 )
 
 
 def check_settings(size: int = 1, env: Mapping[str, str] = os.environ) -> Iterator[Check]:
     """Check variables against SURPRISES, those of jaxdp for misspelt names, and proxies between a job's processes."""
-    gpu = gpus.count({}) > 0
-    findings = [
-        Check("environment", row.status, f"{name}={value} {row.effect}", row.fix)
-        for name, value in sorted(env.items())
-        for row in SURPRISES
-        if row.matches(name, value) and (gpu or not row.gpu)
-    ]
-    for name in sorted(env):
-        if name.startswith("JAXDP_") and not name.startswith("JAXDP_TEST") and name not in OURS:
-            near = difflib.get_close_matches(name, OURS, 1, 0.6)
-            fix = f"did you mean {near[0]}?" if near else "unset it"
-            findings.append(warning("environment", f"{name}={env[name]} is not a variable of jaxdp", fix))
-    for name in PROXIES:
-        value = env.get(name) or env.get(name.upper())
-        if size > 1 and value and not (env.get("no_proxy") or env.get("NO_PROXY") or env.get("no_grpc_proxy")):
+    gpu, findings = gpus.count({}) > 0, list[Check]()
+    for name, value in sorted(env.items()):
+        for row in SURPRISES:
+            matches = re.fullmatch(row.names, name) and re.fullmatch(row.values, value, re.IGNORECASE | re.DOTALL)
+            if matches and (gpu or not row.gpu):
+                findings.append(Check("environment", f"{name}={value} {row.effect}", "unset it", row.status))
+        if name.startswith("JAXDP_") and not name.startswith("JAXDP_TEST") and name[6:] not in NAMES:
+            near = difflib.get_close_matches(name[6:], NAMES, 1, 0.5)
+            fix = f"did you mean JAXDP_{near[0]}?" if near else "unset it"
+            findings.append(warning("environment", f"{name} is not a variable of jaxdp", fix))
+        is_proxy = name.lower() in ("grpc_proxy", "https_proxy", "http_proxy")
+        if size > 1 and is_proxy and value and not {"no_proxy", "NO_PROXY", "no_grpc_proxy"} & set(env):
             text = f"{name}={value}: the job's processes would connect to each other through it, or fail to"
             findings.append(warning("environment", text, "unset it, or name the job's hosts in no_proxy"))
+    value = env.get("NCCL_SOCKET_IFNAME", "")  # prefixes of names; ^ excludes, = takes them as full names
+    prefixes = tuple(name.partition(":")[0] for name in value.removeprefix("=").split(",") if name)
+    interfaces = [path.name for path in pathlib.Path("/sys/class/net").glob("*")]
+    unnamed = not any(i in prefixes or (i.startswith(prefixes) and value[0] != "=") for i in interfaces)
+    if value and value[0] != "^" and interfaces and unnamed:
+        text = f"NCCL_SOCKET_IFNAME={value} names no network interface"
+        findings.append(failure("environment", text, f"set it to one of {', '.join(interfaces)}"))
     flags = env.get("XLA_FLAGS", "")
     yield from findings or [ok("environment", f"nothing unexpected{f'; XLA_FLAGS={flags}' if flags else ''}")]

@@ -1,55 +1,40 @@
 """Check that every installed package has the versions it asks for: pip's own rule, for what a run imports."""
 
+import importlib
 import importlib.metadata
-import pathlib
 import platform
 import re
-import tomllib
 from collections.abc import Iterator
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-import jaxdp
 from jaxdp.doctor.check import Check, failure, ok, warning
 
-DISTRIBUTION = "jaxdp-trainer"
+JAXDP = "jaxdp-trainer"
 SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4py")
-OPTIONAL = ("mpi4py",)
 PLUGIN = re.compile(r"jax-(cuda\d+|rocm\d+)-(plugin|pjrt)")
 
 
 def check_versions() -> Iterator[Check]:
     """Check Python and every package that jaxdp needs, directly or not, against the bounds of those that need it."""
-    requirements, pythons = own_requirements()
-    python = platform.python_version()
-    if pythons and not Requirement(f"python{pythons}").specifier.contains(python, prereleases=True):
-        yield failure("python", f"{python}; jaxdp needs {pythons}", "use another Python for this environment")
-    else:
+    if installed(JAXDP) is None:
+        yield warning(JAXDP, "not installed, so its requirements are not known", "pip install -e . in its source tree")
+        return
+    python, needed = platform.python_version(), importlib.metadata.metadata(JAXDP)["Requires-Python"]
+    if SpecifierSet(needed).contains(python, prereleases=True):
         yield ok("python", python)
-    wrong = unmet(requirements)
+    else:
+        yield failure("python", f"{python}; jaxdp needs {needed}", "use another Python for this environment")
+    wrong = unmet(importlib.metadata.requires(JAXDP) or [])
     for name in dict.fromkeys([*SHOWN, *wrong]):
-        version = installed(name)
         if name in wrong:
             yield failure(name, *wrong[name])
-        elif version is not None:
+        elif version := installed(name):
             yield ok(name, version)
-        elif name not in OPTIONAL:
-            yield failure(name, "not installed", f"pip install {name}")
     yield from check_plugins()
-
-
-def own_requirements() -> tuple[list[str], str | None]:
-    """Return (requirements, bounds of Python) of jaxdp, from its source tree if there is one, else as installed."""
-    file = pathlib.Path(jaxdp.__file__).parent.parent / "pyproject.toml"
-    if file.is_file():
-        project = tomllib.loads(file.read_text()).get("project", {})
-        if project.get("name") == DISTRIBUTION:
-            mpi = [f'{r}; extra == "mpi"' for r in project.get("optional-dependencies", {}).get("mpi", [])]
-            return [*project.get("dependencies", []), *mpi], project.get("requires-python")
-    meta = importlib.metadata.metadata(DISTRIBUTION)
-    return importlib.metadata.requires(DISTRIBUTION) or [], meta["Requires-Python"]
 
 
 def installed(name: str) -> str | None:
@@ -61,49 +46,48 @@ def installed(name: str) -> str | None:
 
 
 def unmet(requirements: list[str]) -> dict[str, tuple[str, str]]:
-    """Return {package: (what is wrong, the fix)} for jaxdp's requirements and, recursively, for theirs.
-
-    A package that only an extra needs may be absent, but must fit if it is installed.
-    """
+    """Return {package: (what is wrong, the fix)} for requirements and, recursively, theirs. Extras may be absent."""
     wrong: dict[str, tuple[str, str]] = {}
     queue, seen = [("jaxdp", text) for text in requirements], set()
-    while queue:
-        parent, text = queue.pop(0)
+    for parent, text in queue:  # which grows
         need = Requirement(text)
-        name, version = canonicalize_name(need.name), installed(need.name)
-        extra = need.marker is not None and "extra" in str(need.marker)
-        if need.marker is not None and not need.marker.evaluate({"extra": "mpi" if parent == "jaxdp" else ""}):
-            continue
+        version, extra = installed(need.name), "mpi" if parent == "jaxdp" else ""
         plain = need.name + ",".join(sorted(map(str, need.specifier), reverse=True))
-        if version is None:
-            if not extra:
-                wrong.setdefault(name, (f"not installed; {parent} needs {plain}", f"pip install '{plain}'"))
+        if need.marker is not None and not need.marker.evaluate({"extra": extra}):
             continue
-        if not need.specifier.contains(version, prereleases=True):
-            wrong.setdefault(name, (f"{version}; {parent} needs {plain}", f"pip install -U '{plain}'"))
-        if name not in seen:
-            seen.add(name)
+        if version is None and "extra" not in str(need.marker):
+            wrong.setdefault(need.name, (f"not installed; {parent} needs {plain}", f"pip install '{plain}'"))
+        elif version is not None and not need.specifier.contains(version, prereleases=True):
+            wrong.setdefault(need.name, (f"{version}; {parent} needs {plain}", f"pip install -U '{plain}'"))
+        if version is not None and need.name not in seen:
+            seen.add(need.name)
             queue += [(need.name, other) for other in importlib.metadata.requires(need.name) or []]
     return wrong
 
 
+def plugins() -> dict[str, tuple[str, str]]:
+    """Return {package: (kind, version)} of JAX's GPU plug-ins. kind: cuda12, cuda13, rocm7."""
+    packages = {canonicalize_name(d.metadata["Name"] or ""): d.version for d in importlib.metadata.distributions()}
+    return {name: (match[1], packages[name]) for name in packages if (match := PLUGIN.fullmatch(name))}
+
+
 def check_plugins() -> Iterator[Check]:
     """Check JAX's GPU plug-ins: jaxlib ignores one of another release without a message."""
-    jaxlib = installed("jaxlib")
-    for dist in importlib.metadata.distributions():
-        name = canonicalize_name(dist.metadata["Name"] or "")
-        kind = PLUGIN.fullmatch(name)
-        if kind and jaxlib and Version(dist.version).release[:3] != Version(jaxlib).release[:3]:
-            fix = f"pip install -U 'jax[{kind[1]}]=={installed('jax') or jaxlib}'"
-            yield failure(name, f"{dist.version}, but jaxlib is {jaxlib}: JAX would leave the GPU out", fix)
-        elif kind:
-            yield ok(name, dist.version)
+    jaxlib = installed("jaxlib") or "0"
+    for name, (kind, version) in plugins().items():
+        if Version(version).release[:3] == Version(jaxlib).release[:3]:
+            yield ok(name, version)
+        else:
+            fix = f"pip install -U 'jax[{kind}]=={installed('jax') or jaxlib}'"
+            yield failure(name, f"{version}, but jaxlib is {jaxlib}: JAX would leave the GPU out", fix)
 
 
-def check_imports(versions: dict[str, str]) -> Iterator[Check]:
-    """Check {package: __version__} as imported: another version than the installed one is from a folder on the path."""
-    for name, imported in versions.items():
-        version = installed(name)
+def check_imports() -> Iterator[Check]:
+    """Import what a run imports, and check that it is what is installed, not a folder elsewhere on the path."""
+    for name in SHOWN[:5]:
+        package, version = importlib.import_module(name.replace("-", ".")), installed(name)
+        imported = getattr(package, "__version__", "0")
         if version is not None and Version(version).public != Version(imported).public:
-            text = f"{imported} is what Python imports, but {version} is installed"
-            yield warning(name, text, f"see PYTHONPATH and the working directory: {name} is in two places")
+            text = f"Python imports {name} {imported} from {package.__file__ or package.__path__}, not {version}"
+            yield warning("imports", text, f"see PYTHONPATH and the working directory: {name} is in two folders")
+    yield ok("imports", f"{', '.join(SHOWN[:5])} can be imported")
