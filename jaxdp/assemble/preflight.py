@@ -151,7 +151,8 @@ def rehearse_evaluation(config: Config, parts: Parts, step: Step, state: TrainSt
 
 def check_best(config: Config, parts: Parts, metrics: set[str]) -> None:
     """Raise UsageError if `checkpoint.best` is not a metric of the evaluation."""
-    best, update_only = config.checkpoint.best, {"grad_norm", "nonfinite_grads", "weight", "lr", "loss_scale"}
+    best = config.checkpoint.best
+    update_only = {"grad_norm", "nonfinite_grads", "recomputed", "weight", "lr", "loss_scale"}
     if best is None:
         return
     if parts.eval_set is None:

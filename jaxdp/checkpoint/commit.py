@@ -6,6 +6,7 @@ from typing import Any
 from jaxdp.checkpoint.orbax import TIMEOUT
 from jaxdp.distributed import membership
 from jaxdp.distributed.context import Context
+from jaxdp.errors import one_line
 
 
 class PeerFailed(Exception):
@@ -60,3 +61,12 @@ class Commit:
 
     def _key(self, name: str) -> str:
         return f"save/{self.turn}/{name}"
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why a save has failed, in one line."""
+    member = membership.current()
+    if member is not None and member.over is not None:
+        return member.over  # the lost process of an elastic job
+    text = one_line(error) or type(error).__name__
+    return "no space left on the device" if "No space left" in text else text[:300]

@@ -21,13 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.checkpoint import folders, manifest
-from jaxdp.checkpoint.commit import Commit, PeerFailed
+from jaxdp.checkpoint.commit import Commit, PeerFailed, reason_of
 from jaxdp.checkpoint.leaves import check_same_leaves, fields_of, leaves_of
 from jaxdp.checkpoint.manifest import Damaged
 from jaxdp.checkpoint.orbax import TIMEOUT, load, options, orbax, prepare, silence_orbax
 from jaxdp.core.state import TrainState
 from jaxdp.distributed.context import Context, current
-from jaxdp.errors import UsageError, one_line
+from jaxdp.errors import UsageError
 from jaxdp.metrics.events import NoEvents
 
 LOWER_IS_BETTER = ("loss", "perplexity", "cross_entropy")  # and NAME_loss of a task
@@ -132,8 +132,7 @@ class Checkpoints:
         self.wait()
         if step == self.last and self._failure is None:
             return
-        self.last, self._failure, self._began = step, None, time.monotonic()
-        self._commit = Commit(self.context)
+        self.last, self._failure, self._began, self._commit = step, None, time.monotonic(), Commit(self.context)
         if self.context.is_root:
             folders.clean(self.directory)
         tree = fields_of(state)
@@ -252,7 +251,7 @@ class Checkpoints:
 
     def _give_up(self, step: int, error: BaseException, say: Say) -> None:
         """Record that this process cannot save, and tell the others."""
-        reason = _reason(error)
+        reason = reason_of(error)
         with contextlib.suppress(Exception):
             self._commit.report_failure(reason)
         self._failed(step, reason, say)
@@ -307,11 +306,6 @@ class Checkpoints:
 
 def _sign(metric: str | None) -> int:
     return 1 if metric in LOWER_IS_BETTER or str(metric).endswith("_loss") else -1
-
-
-def _reason(error: BaseException) -> str:
-    text = one_line(error) or type(error).__name__
-    return "no space left on the device" if "No space left" in text else text[:300]
 
 
 def _unreadable(error: OSError) -> str:

@@ -23,7 +23,18 @@ SPEED = {
     "mfu": "MFU {}",
     "input_wait": "waiting for input {}",
 }
-NOT_METRICS = {"loss", "lr", "grad_norm", "step", "split", "time", "skipped", "skipped_updates", "nonfinite_grads"}
+NOT_METRICS = {
+    "loss",
+    "lr",
+    "grad_norm",
+    "step",
+    "split",
+    "time",
+    "skipped",
+    "skipped_updates",
+    "recomputed",
+    "nonfinite_grads",
+}
 
 
 class Progress(Protocol):

@@ -8,7 +8,7 @@ Record = dict[str, Any]
 RESERVED = frozenset(
     (
         "step", "split", "time", "loss", "weight", "lr", "grad_norm", "nonfinite_grads", "skipped", "skipped_updates",
-        "halted", "disagreeing_state", "loss_scale", "step_time_ms", "examples_per_s", "tokens_per_s",
+        "recomputed", "halted", "disagreeing_state", "loss_scale", "step_time_ms", "examples_per_s", "tokens_per_s",
         "model_flops_per_s", "mfu", "input_wait", "straggler", "straggler_ms", "goodput", "params_sha256",
     )
 )  # fmt: skip

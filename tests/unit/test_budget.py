@@ -14,10 +14,10 @@ import toys
 from jaxdp.models import as_model
 
 ROOT = pathlib.Path(jaxdp.__file__).parent
-# 27,200, and 850 of elastic training.
-BUDGET = {"package": 28_050, "file": 300, "function": 60, "one update": 700}  # lines
+# 26,400, and 1,060 of elastic training.
+BUDGET = {"package": 27_460, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
-LONG_FILES = {"checkpoint/store.py": 323}
+LONG_FILES = {"checkpoint/store.py": 318}
 LONG_FUNCTIONS = {
     "models/equinox.py from_equinox": 72,
     "models/gpt.py __init__": 62,

@@ -1,0 +1,47 @@
+"""What elastic training costs where nothing happens: the time of an update with it and without it.
+
+    python -m benchmarks.elastic_cost [--config configs/gpt_3m.yaml] [--processes 2] [--repeats 3] [--key value ...]
+
+Two jobs in turn, `repeats` times. Prints the medians of `step_time_ms` over all their records, and the ratio. Other
+arguments go to the config.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+
+from benchmarks.harness import ROOT
+
+
+def times(args: argparse.Namespace, elastic: bool, more: list[str]) -> list[float]:
+    """The milliseconds of an update in each record of a job."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "jaxdp", "launch", "-n", str(args.processes), "train", "--config", args.config]
+        command += ["--run_dir", folder + "/run", "--elastic.enabled", str(elastic).lower(), *more]
+        env = os.environ | {"XLA_FLAGS": ""}
+        subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True)
+        lines = (pathlib.Path(folder) / "run/metrics.jsonl").read_text().splitlines()
+    return [record["step_time_ms"] for record in map(json.loads, lines) if "step_time_ms" in record]
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    for name, default in (("config", "configs/gpt_3m.yaml"), ("processes", 2), ("repeats", 3)):
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    args, more = parser.parse_known_args(argv)
+    found: dict[bool, list[float]] = {False: [], True: []}
+    for repeat in range(args.repeats):
+        for elastic in (False, True) if repeat % 2 else (True, False):
+            found[elastic] += times(args, elastic, more)
+    without, with_it = (statistics.median(found[elastic]) for elastic in (False, True))
+    result = {**vars(args), "without_ms": without, "with_ms": with_it, "ratio": round(with_it / without, 4)}
+    print(json.dumps(result | {"records": [len(x) for x in found.values()]}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
