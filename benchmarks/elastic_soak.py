@@ -154,7 +154,7 @@ def commands(way: str, processes: int, steps: int, more: list[str]) -> list[str]
 
 def alone(folder: pathlib.Path, steps: int, more: list[str]) -> str:
     """The digest of the parameters after the same run on one device."""
-    command = [sys.executable, str(ROOT / "train.py"), "--config", f"{folder}/config.yaml", "--steps", str(steps), *more]
+    command = [sys.executable, f"{ROOT}/train.py", "--config", f"{folder}/config.yaml", "--steps", str(steps), *more]
     env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": f"{ROOT}:{folder}"}
     subprocess.run([*command, "--run_dir", f"{folder}/alone"], cwd=folder, env=env, check=True, capture_output=True)
     return final(folder / "alone")["params_sha256"]
