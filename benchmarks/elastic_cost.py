@@ -39,7 +39,12 @@ def main(argv: list[str]) -> None:
         for elastic in (False, True) if repeat % 2 else (True, False):
             found[elastic] += times(args, elastic, more)
     without, with_it = (statistics.median(found[elastic]) for elastic in (False, True))
-    result = {**vars(args), "without_ms": without, "with_ms": with_it, "ratio": round(with_it / without, 4)}
+    result = {
+        **vars(args),
+        "without_ms": round(without, 2),
+        "with_ms": round(with_it, 2),
+        "ratio": round(with_it / without, 4),
+    }
     print(json.dumps(result | {"records": [len(x) for x in found.values()]}))
 
 

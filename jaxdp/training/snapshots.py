@@ -59,7 +59,7 @@ class Snapshots:
     def _begin(self, run: Run, progress: Progress) -> None:
         copy = jax.tree.leaves(self._copy(run.strategy.export(progress.state)))
         for x in copy:
-            x.addressable_data(0).copy_to_host_async()
+            x.copy_to_host_async()
         self._pending = Snapshot(progress.step, copy, json.dumps(progress_metadata(run, progress)))
 
     def settle(self) -> None:
@@ -67,7 +67,7 @@ class Snapshots:
         pending, self._pending = self._pending, None
         if pending is not None:
             try:
-                leaves = [np.array(x.addressable_data(0)) for x in pending.leaves]
+                leaves = jax.device_get(pending.leaves)
             except (ValueError, jax.errors.JaxRuntimeError):  # the collective of its update has lost a process
                 return
             self.newest = pending._replace(leaves=leaves)
