@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import socket
 import threading
@@ -12,6 +13,8 @@ from jaxdp.distributed import channel, hosts
 from jaxdp.distributed.messages import checked, printable
 from jaxdp.distributed.protocol import ADMISSION, Facts
 from jaxdp.errors import DistributedError, UsageError
+
+NOBODY = (errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)  # no program has answered
 
 
 class Connection:
@@ -77,7 +80,7 @@ def join(host: str, port: int, secret: str, facts: Facts, timeout: float) -> tup
                     f"{title}: the coordinator at {host}:{port} refused it, or is not of this job ({problem}): every "
                     f"process needs the same secret, in {channel.VARIABLE} or in {channel.secret_file()}"
                 ) from None
-            foreign += not greeted and not isinstance(error, ConnectionRefusedError)
+            foreign += not greeted and getattr(error, "errno", None) not in NOBODY
         if foreign >= 3:
             raise UsageError(
                 f"rank {facts['rank']}: what listens at the coordinator's address {host}:{port} is not rank 0 of this "
