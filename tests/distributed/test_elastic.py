@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+from launch import mpirun
+
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
 model: {target: MLP, args: {hidden: [48], dropout: 0.1}}
@@ -28,7 +30,7 @@ import time
 
 class Slow:
     def on_update(self, step, metrics):
-        time.sleep(0.01 if pathlib.Path("finish").exists() else 0.2)
+        time.sleep(0.01 if pathlib.Path(__file__).with_name("finish").exists() else 0.2)
 """
 
 
@@ -252,3 +254,42 @@ def test_a_loop_of_ones_own_survives(tmp_path, rank):
     losses = {int(line.split()[1]): float(line.split()[3]) for line in out if line.startswith("update ")}
     assert f"generation 0 ends: rank {rank}" in "".join(out)
     assert losses == pytest.approx({100: 0.4652, 200: 0.2341, 300: 0.1928, 400: 0.1458, 500: 0.113, 600: 0.1304}, 1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_open_mpi_5_lets_the_others_continue(tmp_path):
+    (tmp_path / "config.yaml").write_text(CONFIG + "callbacks: [{target: slow.Slow}]\n")
+    (tmp_path / "slow.py").write_text(SLOW)
+
+    def read():
+        file = tmp_path / "run" / "metrics.jsonl"
+        return [json.loads(x) for x in file.read_text().splitlines() if x.endswith("}")] if file.exists() else []
+
+    def during(launcher):
+        while launcher.poll() is None and max((line["step"] for line in read()), default=0) < 20:
+            time.sleep(0.05)
+        ranks = [pid for pid in below(launcher.pid) if rank_of(pid) == 1]
+        os.kill(max(ranks), signal.SIGKILL)
+        (tmp_path / "finish").touch()
+
+    words = ["-m", "jaxdp", "train", "--config", tmp_path / "config.yaml", "--run_dir", tmp_path / "run"]
+    words += ["--callbacks", "[{target: slow.Slow}]", "--steps", "100"]
+    env = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = mpirun(3, [*map(str, words)], env=env, options=["--enable-recovery"], during=during)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "generation 0 ends: rank 1" in done.stderr + done.stdout
+    final = read()[-1]
+    assert final["split"] == "final" and final["params_sha256"] == alone(tmp_path, "--steps", "100")["params_sha256"]
+
+
+def below(pid):
+    """All processes that a process has started."""
+    children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [*map(int, children), *(p for child in children for p in below(int(child)))]
+
+
+def rank_of(pid):
+    words = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    values = [w.partition(b"=")[2] for w in words if w.startswith(b"OMPI_COMM_WORLD_RANK=")]
+    return int(values[0]) if values else None
