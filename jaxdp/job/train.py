@@ -80,14 +80,13 @@ def train_here(
     with lock_run_dir(directory, context) or contextlib.nullcontext():
         context.agree(rundir.clear(directory) if overwrite and context.is_root else None)
         events = run.checkpoints.events = Events(directory) if context.is_root else NoEvents()
-        start, saved = resume_step(run, config, context, given)
+        recovered = snapshots.recover(run, context) if snapshots is not None else None
+        start, saved = recovered[:2] if recovered else resume_step(run, config, context, given)
         if start > run.steps:
             raise UsageError(f"steps: {run.steps}, but {str(directory)!r} is at step {start}; give more", rank=0)
-        if (record := final_record(run, config, directory, context, start)) is not None:
+        record = None if recovered else final_record(run, config, directory, context, start)
+        if record is not None:
             return record, run.checkpoints.restore(start, run.strategy.abstract()) if keep else None
-        recovered = snapshots.recover(run, context, start) if snapshots is not None else None
-        if recovered is not None:
-            start, saved, _ = recovered
         if offset := saved.get("offset", 0):
             run = dataclasses.replace(make_run(config, directory, context, given, offset), checkpoints=run.checkpoints)
         callbacks.load(saved.get("callbacks", []))

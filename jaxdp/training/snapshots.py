@@ -77,13 +77,13 @@ class Snapshots:
         self.settle()
         self.generations += 1
 
-    def recover(self, run: Run, context: Context, saved: int) -> tuple[int, dict[str, Any], TrainState] | None:
-        """Return (step, metadata, state) of the newest snapshot of any process; None if a checkpoint is newer.
+    def recover(self, run: Run, context: Context) -> tuple[int, dict[str, Any], TrainState] | None:
+        """Return (step, metadata, state) of the newest snapshot of any process; None if there is none.
 
-        saved: the step of the newest checkpoint. Every process calls it; those that lack the snapshot receive it.
+        Every process calls it; those that lack the snapshot receive it.
         """
         shapes, structure = jax.tree.flatten(run.strategy.abstract())
-        if (newest := newest_of_all(context, self.newest, shapes, max(saved, 1))) is None:
+        if (newest := newest_of_all(context, self.newest, shapes, 1)) is None:
             return None
         self.newest = newest
         place = lambda a, x: jax.make_array_from_callback(x.shape, x.sharding, lambda index: a[index].copy())
