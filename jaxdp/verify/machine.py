@@ -10,7 +10,6 @@ import jax
 
 from jaxdp.errors import UsageError
 from jaxdp.verify.problem import Problem, Trial
-from jaxdp.verify.run import make_first_state
 
 
 def choose_devices(number: int, microbatches: int) -> list[jax.Device]:
@@ -40,18 +39,18 @@ def settings(device: jax.Device) -> Iterator[None]:
 
 def check_memory(problem: Problem, trial: Trial, devices: Sequence[jax.Device]) -> None:
     """Raise UsageError if the states that exist at once do not fit into memory."""
-    shapes = jax.eval_shape(lambda: make_first_state(problem, trial, problem.make_tx(1.0)))
-    size = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-    params, state = size(shapes.params), size(shapes)
+    params, model_state = jax.eval_shape(problem.model.init, jax.random.key(0), trial.example)
+    state = (params, model_state, jax.eval_shape(problem.make_tx(1.0).init, params), params)
+    size = lambda tree: sum(math.prod(x.shape) * 8 for x in jax.tree.leaves(tree))
     simulated = devices[0].platform == "cpu"
-    per_device = state + 2 * params  # beside the state: gradients and their sum
-    needed = (len(devices) if simulated else 1) * per_device + 4 * state
+    per_device = size(state) + 2 * size(params)  # beside the state: gradients and their sum
+    needed = (len(devices) if simulated else 1) * per_device + 4 * size(state)
     limit = free_memory() if simulated else (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
     if needed > limit:
         raise UsageError(
-            f"verify.model_args: {params // 8:,} parameters need {needed / 1e9:.0f} GB in float64 on {len(devices)} "
-            f"devices, and there are {limit / 1e9:.0f}; make the model smaller while it is verified, e.g. "
-            "--verify.model_args.layers 2, or use fewer --devices"
+            f"verify.model_args: {size(params) // 8:,} parameters need {needed / 1e9:.0f} GB in float64 on "
+            f"{len(devices)} devices, and there are {limit / 1e9:.0f}; make the model smaller while it is verified, "
+            "e.g. --verify.model_args.layers 2, or use fewer --devices"
         )
 
 

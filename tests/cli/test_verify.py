@@ -163,7 +163,7 @@ def test_a_good_config_is_verified_by_the_command(tmp_path):
     done = command(*argv, "--devices", 4, "--updates", 2, "--verify.strategies", 3, "--json", cwd=tmp_path, code=0)
     found = json.loads(done.stdout)
     assert found["verified"] and found["causes"] == [] and found["error"] < 1e-12 and found["devices"] == 4
-    assert [c["verdict"] for c in found["checks"] if c["name"] != "rounding"] == ["ok"] * 5
+    assert [c["verdict"] for c in found["checks"] if c["name"] != "rounding"] == ["ok"] * 4
     assert [r["configuration"]["backend"] for r in found["configurations"]] == ["pjit", "pmap", "pjit", "pmap"]
     assert done.stderr.count("\n") >= 4 + len(found["checks"])
 
@@ -310,12 +310,12 @@ def on_ranks(verb, tmp_path, *argv):
 
 @pytest.mark.slow
 def test_what_is_right_passes_and_what_is_worth_knowing_is_said(judged):
-    report = judged("--optimizer.target", "lamb", updates=1)
-    assert report.verified and {c.name: c.verdict for c in report.checks}["optimizer"] == "note"
+    report = judged("--optimizer.target", "lamb", "--verify.strategies", "3", updates=1)
+    assert report.verified and any("not elementwise" in r.failure for r in report.results if r.verdict == "refused")
     report = judged("--model.args.fault", "narrow", updates=2)
     assert report.verified and report.tolerance == 1e-5 and report.largest.error > 1e-9
     note = next(c for c in report.checks if c.name == "precision")
-    assert "the model computes in float32 at " in note.text and "planted.py:" in note.text
+    assert "the model or the loss computes in float32 at " in note.text and "planted.py:" in note.text
 
 
 @pytest.mark.slow
@@ -332,7 +332,9 @@ def test_a_model_that_cannot_be_traced_in_float64_is_compared_in_float32():
         trial = make_trial(fixed, 4, 1)
         report = run_static_checks(in_traceable_precision(fixed, trial), trial, None)
     note = next(c for c in report.checks if c.name == "precision")
-    assert re.search(r"the model computes in float32 at .*test_verify.py:\d+ \(in apply: .*fori_loop", note.text)
+    assert re.search(
+        r"the model or the loss computes in float32 at .*test_verify.py:\d+ \(in apply: .*fori_loop", note.text
+    )
     assert report.tolerance == 1e-5
 
 
@@ -364,38 +366,22 @@ def test_what_only_fails_in_some_strategies_is_told_by_what_they_have_in_common(
     assert {r.configuration.reduction for r in report.failed} == {"bucket"}
 
 
-def recurrent():
-    """A model of every kind of state: a float, an integer, one that belongs to the examples; dropout too."""
-    base = toys.dropout_model()
-
-    def init(key, batch):
-        x = batch["inputs"]
-        state = {"mean": jnp.zeros(()), "calls": jnp.zeros((), jnp.int32), "carry": {"seen": jnp.zeros(x.shape)}}
-        return base.init(key, batch)[0], state
-
-    def apply(params, state, batch, key, train):
-        x = batch["inputs"] + 0.5 * state["carry"]["seen"]
-        outputs, _ = base.apply(params, {}, {**batch, "inputs": x}, key, train)
-        new = {"mean": 0.9 * state["mean"] + 0.1 * jnp.mean(outputs), "calls": state["calls"] + 1}
-        return outputs, {**new, "carry": {"seen": x}}
-
-    return base._replace(init=init, apply=apply)
-
-
 def problem(model, dataset=None, **more):
     base = {
         "make_tx": lambda rate: optax.adamw(0.01 * rate, weight_decay=0.1),
         "configuration": Configuration(0, next(iter(STAGES))),
+        "build": None,
     }
     return Problem(model, SoftmaxCrossEntropy(), dataset=dataset or Arrays(**toys.data()), **{**base, **more})
 
 
 @pytest.mark.slow
-def test_every_kind_of_state_is_compared():
-    more = {"batch_size": 16, "clip_norm": 0.5, "ema_decay": 0.9, "frozen": ("head/bias",)}
-    report = verify(problem(recurrent(), **more), jax.devices()[:4], most=2)
+def test_every_kind_of_state_is_compared(judged):
+    more = ["--optimizer.clip_norm", "0.5", "--optimizer.ema", "0.9", "--optimizer.frozen", "[head/bias]"]
+    more += ["--model.target", "verify_cases.recurrent", "--data.target", "verify_cases.shaped", "--batch_size", "16"]
+    report = judged(*more, "--optimizer.weight_decay", "0.1", "--verify.strategies", "2")
     # The mean over a microbatch counts padding, which the check of padding finds; everything else agrees.
-    assert [c.verdict for c in report.checks][:5] == ["ok", "ok", "ok", "ok", "FAILED"] and len(report.causes) == 1
+    assert [c.verdict for c in report.checks][:4] == ["ok", "ok", "ok", "FAILED"] and len(report.causes) == 1
     assert not report.failed and report.largest.error < 1e-13
     for result in report.results:
         groups = {path.split("/")[0] for path in result.errors}
