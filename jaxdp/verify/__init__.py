@@ -5,8 +5,9 @@ the loss alone, a few updates by an oracle that shares no code with the step, an
 configurations.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
@@ -14,14 +15,38 @@ from jaxdp.distributed.context import Context
 from jaxdp.verify.checks import any_failed, check_loss, check_padding, check_repeat, compare_processes
 from jaxdp.verify.compare import find_reference
 from jaxdp.verify.configurations import Configuration, check_layout, choose_configurations
-from jaxdp.verify.machine import check_memory, choose_devices, settings
 from jaxdp.verify.oracle import make_oracle, make_start, train
-from jaxdp.verify.problem import Problem, in_traceable_precision, make_trial
+from jaxdp.verify.problem import Problem, check_memory, in_traceable_precision, make_trial
 from jaxdp.verify.report import Report, as_json, as_text
 from jaxdp.verify.static_checks import run_static_checks
 from jaxdp.verify.training import run_configuration
 
-__all__ = ["Configuration", "Problem", "Report", "as_json", "as_text", "choose_devices", "verify"]
+__all__ = ["Configuration", "Problem", "Report", "as_json", "as_text", "choose_devices", "settings", "verify"]
+
+
+def choose_devices(number: int, microbatches: int) -> list[jax.Device]:
+    """Return this number of real devices, or of simulated ones if there are fewer; at most one per microbatch.
+
+    In a job of several processes: all devices of all processes.
+    """
+    if jax.process_count() > 1:
+        return jax.devices()
+    wanted, devices = min(number, microbatches), jax.devices()
+    if len(devices) < wanted and jax.default_backend() != "cpu":
+        devices = jax.devices("cpu")
+    return devices[:wanted]
+
+
+@contextlib.contextmanager
+def settings(device: jax.Device) -> Iterator[None]:
+    """Compute in float64 (in the threads of callbacks, too) with exact products, on this device by default."""
+    before = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    jax.config.update("jax_enable_x64", True)
+    try:
+        with jax.enable_x64(True), jax.default_matmul_precision("highest"), jax.default_device(device):
+            yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
 
 
 def verify(

@@ -5,8 +5,8 @@ from typing import NamedTuple
 OK, FAILED, NOTE, SKIPPED, REFUSED = "ok", "FAILED", "note", "skipped", "refused"
 CAUSES = {
     # The traced programs.
-    "axis_index": "{part} asks which device it is on (axis_index{at}), and a key or value made of that depends on the "
-    "devices; derive it from the key that is passed in",
+    "axis_index": "{part} asks which device it is on (axis_index{at}); derive random numbers from the key that is "
+    "passed in",
     "communicates": "{part} communicates over the devices ({what}{at}), as BatchNorm with sync: true does, so its "
     "numbers depend on how many there are",
     "counts": "{part} asks how many devices there are (axis_size, or psum of 1{at}), and its numbers depend on it",
@@ -16,26 +16,22 @@ CAUSES = {
     "the config, the key, or the data instead",
     "raises": "what the config names cannot be constructed or traced on another host (another value of {what})",
     "unbound": "{part} names an axis that does not exist ({what}); that of all devices is 'data', and init has none",
-    # The data, the model and the optimizer.
+    # The data and the model.
     "data": "the data is not a function of the index: {what!r} of an example changes when it is read again; move what "
     "is random into its transform(batch, key, train)",
     "repeat": "one microbatch computed twice gives another {leaf} (by {error:.1e}): model or loss draw from a random "
     "generator of their own, as in a host callback; derive random numbers from the key",
     "padding": "the model counts padded examples: with {what}, {leaf} differs by {error:.1e}; a BatchNorm (or anything "
     "that looks across examples) needs the mask, an argument named mask",
-    "integers": "the microbatches disagree on {leaves} of the model's state: an integer must change in the same way in "
-    "all",
+    "integers": "the microbatches disagree on {leaves} of the model's state; all must change an integer alike",
     # The loss.
     "loss not finite": "the loss has a {what} that is not finite",
     "no weight": "the loss has the weight {weight:g} for {size} examples; return batch['mask'] summed",
-    "mean of means": "the loss makes a mean of means: it returns a mean, and a weight that does not count examples; "
-    "return the sum of the losses, and batch['mask'] summed",
-    "weight": "the loss has a weight that does not count examples; return the sum of the losses, and batch['mask'] "
-    "summed",
-    "mean": "the loss returns a mean instead of a sum; return the losses times batch['mask'] summed, and the weight "
-    "beside",
+    "mean of means": "the loss makes a mean of means; return the sum of the losses, and batch['mask'] summed",
+    "weight": "the loss has a weight that does not count examples; return batch['mask'] summed",
+    "mean": "the loss returns a mean instead of a sum; return the losses times batch['mask'] summed",
     "couples": "the loss of an example depends on the other examples of its microbatch (as a contrastive loss does): "
-    "sums over parts do not add up; set its attribute scope to 'global', so that it gets the full batch",
+    "set its attribute scope to 'global', so that it gets the full batch",
     "metric": "the loss has a {what} that is a mean or does not add up; return its sum",
     "mask": "the loss counts examples whose batch['mask'] is 0 (in its {what}); multiply by the mask before summing",
     # Training.
@@ -53,7 +49,7 @@ CAUSES = {
 
 
 class Check(NamedTuple):
-    """verdict: one of the words above; FAILED alone means that the problem is not verified."""
+    """verdict: OK, FAILED, NOTE or SKIPPED; FAILED alone means that the problem is not verified."""
 
     name: str
     verdict: str

@@ -1,6 +1,10 @@
 """What is verified: the parts of a run, and the small batches that they are tried on."""
 
+import contextlib
 import dataclasses
+import math
+import pathlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -132,3 +136,28 @@ def in_float32(problem: Problem, line: str) -> Problem:
     model32 = model._replace(init=lambda key, batch: model.init(key, narrow(batch)), apply=apply)
     again = remake and (lambda: in_float32(remake(), line))
     return dataclasses.replace(problem, model=model32, remake=again, float32_line=line)
+
+
+def check_memory(problem: Problem, trial: Trial, devices: Sequence[jax.Device]) -> None:
+    """Raise UsageError if the states that exist at once do not fit into memory."""
+    params, model_state = jax.eval_shape(problem.model.init, jax.random.key(0), trial.example)
+    state = (params, model_state, jax.eval_shape(problem.make_tx(1.0).init, params), params)
+    size = lambda tree: sum(math.prod(x.shape) * 8 for x in jax.tree.leaves(tree))
+    simulated = devices[0].platform == "cpu"
+    per_device = size(state) + 2 * size(params)  # beside the state: gradients and their sum
+    needed = (len(devices) if simulated else 1) * per_device + 4 * size(state)
+    limit = free_memory() if simulated else (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+    if needed > limit:
+        raise UsageError(
+            f"verify.model_args: {size(params) // 8:,} parameters need {needed / 1e9:.0f} GB in float64 on "
+            f"{len(devices)} devices, and there are {limit / 1e9:.0f}; make the model smaller while it is verified, "
+            "e.g. --verify.model_args.layers 2, or use fewer --devices"
+        )
+
+
+def free_memory() -> float:
+    """Return the free bytes of this machine; infinity if unknown."""
+    with contextlib.suppress(OSError):
+        if match := re.search(r"MemAvailable:\s*(\d+) kB", pathlib.Path("/proc/meminfo").read_text()):
+            return int(match[1]) * 1024.0
+    return math.inf

@@ -29,12 +29,11 @@ from jaxdp.models.base import Model
 from jaxdp.parallel import REDUCTIONS, STAGES
 from jaxdp.parallel.fixed_point import FORMATS
 from jaxdp.parallel.reduction import xla
-from jaxdp.verify import Configuration, Problem, as_json, as_text, verify
+from jaxdp.verify import Configuration, Problem, as_json, as_text, settings, verify
 from jaxdp.verify.compare import difference, find_reference
 from jaxdp.verify.configurations import choose_configurations, is_meaningful, pairs
-from jaxdp.verify.machine import check_memory, settings
 from jaxdp.verify.oracle import Start, Trained, make_oracle, train
-from jaxdp.verify.problem import Trial, in_traceable_precision, make_trial
+from jaxdp.verify.problem import Trial, check_memory, in_traceable_precision, make_trial
 from jaxdp.verify.static_checks import run_static_checks
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -481,7 +480,7 @@ def test_what_is_too_large_or_too_small_is_refused_with_what_to_set(monkeypatch)
     small = problem(toys.MODELS["mlp"]())
     with settings(jax.devices()[0]):
         trial = make_trial(small, 4, 1)
-        monkeypatch.setattr("jaxdp.verify.machine.free_memory", lambda: 1e3)
+        monkeypatch.setattr("jaxdp.verify.problem.free_memory", lambda: 1e3)
         with pytest.raises(UsageError, match=r"verify.model_args: 291 parameters need .* --verify.model_args.layers 2"):
             check_memory(small, trial, jax.devices()[:4])
     few = problem(toys.MODELS["mlp"](), Arrays(**toys.data(5)))
