@@ -21,20 +21,7 @@ from jaxdp.verify.report import Report, as_json, as_text
 from jaxdp.verify.static_checks import run_static_checks
 from jaxdp.verify.training import run_configuration
 
-__all__ = ["Configuration", "Problem", "Report", "as_json", "as_text", "choose_devices", "settings", "verify"]
-
-
-def choose_devices(number: int, microbatches: int) -> list[jax.Device]:
-    """Return this number of real devices, or of simulated ones if there are fewer; at most one per microbatch.
-
-    In a job of several processes: all devices of all processes.
-    """
-    if jax.process_count() > 1:
-        return jax.devices()
-    wanted, devices = min(number, microbatches), jax.devices()
-    if len(devices) < wanted and jax.default_backend() != "cpu":
-        devices = jax.devices("cpu")
-    return devices[:wanted]
+__all__ = ["Configuration", "Problem", "Report", "as_json", "as_text", "settings", "verify"]
 
 
 @contextlib.contextmanager

@@ -134,14 +134,14 @@ def first_difference(first: Digests, other: Digests) -> str:
     return f"{when}, in {', '.join(leaves[:3]) or 'the metrics alone'}{more}"
 
 
-def as_text(report: ExactReport, title: str, terminal: bool = False) -> str:
+def as_text(report: ExactReport, title: str) -> str:
     """Return each configuration with its digest, and the verdict as the last line."""
     rows = []
     for i, one in enumerate(report.digests):
         note = f"FAILED: differs {report.differs[i]}" if i in report.differs else one.refused
         rows.append([*one.configuration.cells, one.params[:16] or "refused", note])
     heads = [*Configuration._fields, "params_sha256", ""]
-    return "\n\n".join([title, table(heads, rows, terminal), verdict(report)])
+    return "\n\n".join([title, table(heads, rows), verdict(report)])
 
 
 def verdict(report: ExactReport) -> str:

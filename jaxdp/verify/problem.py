@@ -141,12 +141,12 @@ def in_float32(problem: Problem, line: str) -> Problem:
 def check_memory(problem: Problem, trial: Trial, devices: Sequence[jax.Device]) -> None:
     """Raise UsageError if the states that exist at once do not fit into memory."""
     params, model_state = jax.eval_shape(problem.model.init, jax.random.key(0), trial.example)
-    state = (params, model_state, jax.eval_shape(problem.make_tx(1.0).init, params), params)
-    size = lambda tree: sum(math.prod(x.shape) * 8 for x in jax.tree.leaves(tree))
-    simulated = devices[0].platform == "cpu"
-    per_device = size(state) + 2 * size(params)  # beside the state: gradients and their sum
-    needed = (len(devices) if simulated else 1) * per_device + 4 * size(state)
-    limit = free_memory() if simulated else (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+    size = lambda *trees: sum(math.prod(x.shape) * 8 for x in jax.tree.leaves(trees))
+    state = size(params, model_state, jax.eval_shape(problem.make_tx(1.0).init, params), params)
+    number, limit = len(devices), free_memory()
+    if devices[0].platform != "cpu":
+        number, limit = 1, (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+    needed = number * (state + 2 * size(params)) + 4 * state  # beside the state: gradients and their sum
     if needed > limit:
         raise UsageError(
             f"verify.model_args: {size(params) // 8:,} parameters need {needed / 1e9:.0f} GB in float64 on "

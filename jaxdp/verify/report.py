@@ -2,18 +2,12 @@
 
 import dataclasses
 import functools
-import io
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from jaxdp.verify.causes import FAILED, OK, REFUSED, Check, cause
 from jaxdp.verify.compare import Reference, Worst, list_leaves
@@ -98,7 +92,7 @@ def explain_difference(report: Report) -> str:
     return cause("several devices" if several else "no setting")
 
 
-def as_text(report: Report, title: str, terminal: bool = False) -> str:
+def as_text(report: Report, title: str) -> str:
     """Return the checks, the configurations, and the verdict as the last line."""
     trial, problem, reference = report.trial, report.problem, report.reference
     examples, processes = trial.microbatches * trial.microbatch_size, len({d.process_index for d in report.devices})
@@ -108,11 +102,11 @@ def as_text(report: Report, title: str, terminal: bool = False) -> str:
         f"{len(trial.batches)} updates of {examples} examples in {trial.microbatches} microbatches (a run has "
         f"{problem.batch_size} in {problem.microbatches}); float64, no loss scaling, no warm-up{lower}"
     )
-    parts = [f"{title}\n{setting}", table(["check", "verdict", "result"], report.checks, terminal)]
+    parts = [f"{title}\n{setting}", table(["check", "verdict", "result"], report.checks)]
     if report.results:
         heads = [*Configuration._fields, f"error (allowed {report.tolerance:g})", "of the leaf"]
         rows = [[*r.configuration.cells, r.outcome, r.failure or r.worst.leaf] for r in report.results]
-        parts.append(table(heads, rows, terminal))
+        parts.append(table(heads, rows))
     return "\n\n".join([*parts, verdict(report)])
 
 
@@ -133,15 +127,11 @@ def verdict(report: Report) -> str:
     )
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], terminal: bool) -> str:
-    """Return a table: of a terminal's width and in colour, or as aligned lines."""
-    grid = Table(*heads, box=box.SIMPLE_HEAD if terminal else None, pad_edge=False)
-    for row in rows:
-        grid.add_row(*map(Text, row), style="red" if any("FAILED" in cell for cell in row) else None)
-    out = io.StringIO()
-    width = Console(file=sys.stdout).width if terminal else 10_000
-    Console(file=out, force_terminal=terminal, width=width).print(grid)
-    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return aligned lines."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows)]
+    line = lambda cells: "  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip()
+    return "\n".join(map(line, [heads, *rows]))
 
 
 def as_json(report: Report) -> dict[str, Any]:
