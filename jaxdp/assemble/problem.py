@@ -25,7 +25,7 @@ from jaxdp.verify import Configuration, Problem
 from jaxdp.verify.problem import Trial
 
 __all__ = ["make_problem", "make_variant", "smaller"]
-FLOAT64 = ("float64", "float64", "float64")
+FLOAT64 = Precision("float64", "float64", "float64")
 
 
 def smaller(config: Config) -> Config:
@@ -72,12 +72,12 @@ def make_problem(config: Config) -> Problem:
         devices: Sequence[jax.Device],
         bucket_mb: float,
     ) -> tuple[Strategy, Step]:
-        tried = dataclasses.replace(config, microbatches=trial.microbatches, precision=Precision(*FLOAT64))
+        tried = dataclasses.replace(config, microbatches=trial.microbatches, precision=FLOAT64)
         plain = parts._replace(
             model=problem.model,
             tx=tx,
             cursor=trial.order,
-            policy=policy(*FLOAT64),
+            policy=policy("float64", "float64", "float64"),
             scaling=None,
             spike=None,
             schedule=None,

@@ -47,15 +47,15 @@ def choose_configurations(first: Configuration, devices: Sequence[jax.Device]) -
     A job of several processes uses all its devices, or one of each process.
     """
     number = len(devices)
-    combinations = itertools.product(
+    settings: list[Sequence[Any]] = [
         [number, ODD] if number > ODD and jax.process_count() == 1 else [number],
         [(name, zero) for name, stages in STAGES.items() for zero in stages],
         [name for name in REDUCTIONS if name not in FORMATS or name == first.reduction],
         ("vmap", "scan"),
         ("sharded", "replicated"),
         [None, number // 2] if number % 2 == 0 and number > 2 else [None],
-    )
-    every = [Configuration(n, *stage, *rest) for n, stage, *rest in combinations]  # type: ignore[misc]
+    ]
+    every = [Configuration(n, *stage, *rest) for n, stage, *rest in itertools.product(*settings)]
     possible = [c for c in every if is_meaningful(c) and is_possible(c, devices)]
     chosen = list(dict.fromkeys([ONE_DEVICE, first]))
     missing = set().union(*map(pairs, possible)).difference(*map(pairs, chosen))

@@ -82,8 +82,8 @@ def clocks(seconds: int) -> dict[tuple[Any, str], Any]:
     """Return the replacements for clocks that are fast; what reads `time.time`, such as `date.today`, follows."""
 
     class Later(datetime.datetime):
-        now = classmethod(lambda cls, tz=None: cls.fromtimestamp(time.time(), tz))  # type: ignore[assignment]
-        utcnow = classmethod(lambda cls: cls.now(datetime.UTC).replace(tzinfo=None))  # type: ignore[assignment]
+        now = classmethod(lambda cls, tz=None: cls.fromtimestamp(time.time(), tz))
+        utcnow = classmethod(lambda cls: cls.now(datetime.UTC).replace(tzinfo=None))
 
     faster = lambda real, by: lambda: real() + by
     now = lambda real: lambda *a: real(*a) if a else real(time.time())
