@@ -162,7 +162,7 @@ def test_a_good_config_is_verified_by_the_command(tmp_path):
     done = command(*argv, "--devices", 4, "--updates", 2, "--verify.strategies", 3, "--json", cwd=tmp_path, code=0)
     found = json.loads(done.stdout)
     assert found["verified"] and found["causes"] == [] and found["error"] < 1e-12 and found["devices"] == 4
-    assert [c["verdict"] for c in found["checks"] if c["name"] != "rounding"] == ["ok"] * 4
+    assert [c["verdict"] for c in found["checks"] if c["name"] != "rounding"] == ["ok"] * 5
     assert [r["configuration"]["backend"] for r in found["configurations"]] == ["pjit", "pmap", "pjit", "pmap"]
     assert done.stderr.count("\n") >= 4 + len(found["checks"])
 
@@ -309,8 +309,8 @@ def on_ranks(verb, tmp_path, *argv):
 
 @pytest.mark.slow
 def test_what_is_right_passes_and_what_is_worth_knowing_is_said(judged):
-    report = judged("--optimizer.target", "lamb", "--verify.strategies", "3", updates=1)
-    assert report.verified and any("not elementwise" in r.failure for r in report.results if r.verdict == "refused")
+    report = judged("--optimizer.target", "lamb", updates=1)
+    assert report.verified and {c.name: c.verdict for c in report.checks}["optimizer"] == "note"
     report = judged("--model.args.fault", "narrow", updates=2)
     assert report.verified and report.tolerance == 1e-5 and report.largest.error > 1e-9
     note = next(c for c in report.checks if c.name == "precision")
@@ -380,7 +380,7 @@ def test_every_kind_of_state_is_compared(judged):
     more += ["--model.target", "verify_cases.recurrent", "--data.target", "verify_cases.shaped", "--batch_size", "16"]
     report = judged(*more, "--optimizer.weight_decay", "0.1", "--verify.strategies", "2")
     # The mean over a microbatch counts padding, which the check of padding finds; everything else agrees.
-    assert [c.verdict for c in report.checks][:4] == ["ok", "ok", "ok", "FAILED"] and len(report.causes) == 1
+    assert [c.verdict for c in report.checks][:5] == ["ok", "ok", "ok", "ok", "FAILED"] and len(report.causes) == 1
     assert not report.failed and report.largest.error < 1e-13
     for result in report.results:
         groups = {path.split("/")[0] for path in result.errors}
