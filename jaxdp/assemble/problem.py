@@ -22,6 +22,7 @@ from jaxdp.core.step import Step
 from jaxdp.parallel import Strategy
 from jaxdp.precision import policy
 from jaxdp.verify import Configuration, Problem
+from jaxdp.verify.configurations import devices_of
 from jaxdp.verify.problem import Trial
 
 __all__ = ["make_problem", "make_variant", "smaller"]
@@ -41,13 +42,11 @@ def smaller(config: Config) -> Config:
 def make_variant(
     config: Config, parts: Parts, configuration: Configuration, devices: Sequence[jax.Device], **parallel: Any
 ) -> tuple[Strategy, Step]:
-    """Build the run in another configuration; parallel: more of its settings. One device is one of this process."""
+    """Build the run in another configuration; parallel: more of its settings."""
     settings = {**configuration._asdict(), **parallel}
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **settings))
-    if configuration.devices == 1:
-        devices = [device for device in devices if device.process_index == jax.process_index()]
     step = make_the_step(config, parts)
-    strategy = make_strategy(config, parts, state_maker(config, parts), devices[: configuration.devices])
+    strategy = make_strategy(config, parts, state_maker(config, parts), devices_of(configuration, devices))
     return strategy, step
 
 

@@ -41,12 +41,11 @@ def any_failed(context: Context, checks: list[Check]) -> bool:
 
 
 def compute(problem: Problem, oracle: Oracle, start: Start, batch: dict[str, Any], state: Tree) -> Tree:
-    """Return {loss, weight, metrics, model_state, gradient: [all parameters]} of one microbatch."""
+    """Return {loss, weight, metrics, model_state, gradient} of one microbatch."""
     frozen, key = jax.tree.map(lambda x: None, start.params), key_of(problem, 0, 0)
     (loss, (weight, metrics, states)), grads = oracle.value(start.params, frozen, [state], [batch], [key])
-    gradient = np.concatenate([np.ravel(x) for x in jax.tree.leaves(grads)])  # some leaves may be rounding noise
     model_state = without_carry(states[0])[0]
-    return {"loss": loss, "weight": weight, "metrics": metrics, "model_state": model_state, "gradient": gradient}
+    return {"loss": loss, "weight": weight, "metrics": metrics, "model_state": model_state, "gradient": grads}
 
 
 def check_repeat(problem: Problem, oracle: Oracle, trial: Trial, start: Start, tolerance: float) -> list[Check]:
@@ -67,7 +66,12 @@ def check_padding(
     full, repeat = trial.microbatch(0, 0), np.arange(size) % real
     mask = full["mask"].copy()
     mask[real:] = 0
-    run = lambda batch, state: compute(problem, oracle, start, batch, state)
+
+    def run(batch: dict[str, Any], state: Tree) -> Tree:
+        sums = compute(problem, oracle, start, batch, state)
+        gradient = np.concatenate([np.ravel(x) for x in jax.tree.leaves(sums["gradient"])])
+        return {**sums, "gradient": gradient}  # as one vector: some leaves may be rounding noise
+
     padded = run({**{k: v[repeat] for k, v in full.items()}, "mask": mask}, start.model_state)
     others = {"other examples there": run({**full, "mask": mask}, start.model_state)}
     if not random:

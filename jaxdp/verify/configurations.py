@@ -88,8 +88,15 @@ def is_possible(configuration: Configuration, devices: Sequence[jax.Device]) -> 
     return True
 
 
+def devices_of(configuration: Configuration, devices: Sequence[jax.Device]) -> Sequence[jax.Device]:
+    """Return the devices that a configuration uses; one device is one of this process."""
+    if configuration.devices == 1:
+        devices = [device for device in devices if device.process_index == jax.process_index()]
+    return devices[: configuration.devices]
+
+
 def check_layout(configuration: Configuration, devices: Sequence[jax.Device]) -> None:
     """Raise UsageError if the configuration's strategy does not work on these devices, whatever is trained."""
     c, empty = configuration, TrainState(jnp.zeros((), jnp.int32), {}, {}, {})
     layout = {"zero": c.zero, "shard_size": c.shard_size, "gradient_buffer": c.gradient_buffer}
-    STRATEGIES[c.backend](lambda: empty, c.devices, make_reduction(c.reduction), None, devices[: c.devices], **layout)
+    STRATEGIES[c.backend](lambda: empty, c.devices, make_reduction(c.reduction), None, devices_of(c, devices), **layout)

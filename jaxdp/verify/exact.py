@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxdp.checkpoint.digest import params_sha256
-from jaxdp.core.state import Batch
+from jaxdp.core.state import Batch, TrainState
 from jaxdp.core.step import Step
 from jaxdp.errors import UsageError, one_line
 from jaxdp.parallel import STAGES, Strategy
@@ -23,8 +23,8 @@ Make = Callable[[Configuration], tuple[Strategy, Step, Callable[[int], Batch]]]
 class Digests(NamedTuple):
     """What a configuration trained, as digests of the parameters, of all of the state and of each update's metrics.
 
-    leaves: path -> digest, of the final state. changed: training changed the parameters. refused: why nothing was
-    trained, or "".
+    leaves: path -> digest, of the final state. changed: training changed a float of the parameters or of the optimizer
+    state. refused: why nothing was trained, or "".
     """
 
     configuration: Configuration
@@ -95,8 +95,8 @@ def compare_bits(
     nothing, counts = "", {one.configuration.devices for one in trained.values()}
     if not any(one.changed for one in trained.values()):
         nothing = (
-            f"{len(batches)} updates changed no parameter (none was applied, or every gradient or learning rate is "
-            "zero); verify with data and --updates that train something"
+            f"{len(batches)} updates changed no float of the parameters or the optimizer state (none was "
+            "applied, or every gradient is zero); verify with data and --updates that train something"
         )
     elif len(counts) == 1:
         nothing = f"only {counts.pop()} device(s) could train; use --devices 2 or more, and 2 microbatches or more"
@@ -110,7 +110,7 @@ def train(make: Make, configuration: Configuration, batches: Sequence[int]) -> D
     except UsageError as error:
         return Digests(configuration, refused=one_line(error), seconds=time.monotonic() - began)
     state, program, curve = strategy.init(), strategy.compile(step), []
-    before = params_sha256(strategy.export(state).params)
+    before = trainable_digests(strategy.export(state))
     for i in batches:
         state, metrics = program.update(state, batch(i))
         curve.append(params_sha256(metrics))
@@ -118,8 +118,14 @@ def train(make: Make, configuration: Configuration, batches: Sequence[int]) -> D
     names = ("params", "model_state", "opt_state", "guard", "ema", "carry", "exponents")
     parts = {name: part for name in names if (part := getattr(exported, name)) is not None}
     leaves = {path_string(p): params_sha256(x) for p, x in jax.tree_util.tree_leaves_with_path(parts)}
-    params, whole, seconds = params_sha256(exported.params), params_sha256(parts), time.monotonic() - began
-    return Digests(configuration, params, whole, tuple(curve), leaves, params != before, "", seconds)
+    params, whole, changed = params_sha256(exported.params), params_sha256(parts), trainable_digests(exported) != before
+    return Digests(configuration, params, whole, tuple(curve), leaves, changed, "", time.monotonic() - began)
+
+
+def trainable_digests(state: TrainState) -> list[str]:
+    """Return the digest of each float of the parameters and of the optimizer state."""
+    leaves = jax.tree.leaves((state.params, state.opt_state))
+    return [params_sha256(x) for x in leaves if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)]
 
 
 def first_difference(first: Digests, other: Digests) -> str:

@@ -27,11 +27,13 @@ HASHES = "the hash of a text (another in every process, unless PYTHONHASHSEED is
 FACTS = (COUNTS, VARIABLES, NAMES, CLOCKS, HASHES)
 # Variables by which launchers number processes and name hosts, and a pattern of others that may.
 RANKS = """RANK GROUP_RANK NODE_RANK OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_NODE_RANK PMI_RANK PMIX_RANK SLURM_PROCID
-SLURM_NODEID HOROVOD_RANK JAXDP_PROCESS_ID JOB_COMPLETION_INDEX"""
+SLURM_NODEID HOROVOD_RANK JAXDP_PROCESS_ID JOB_COMPLETION_INDEX MV2_COMM_WORLD_RANK FLUX_TASK_RANK
+PALS_RANKID"""
 LOCAL_RANKS = """LOCAL_RANK OMPI_COMM_WORLD_LOCAL_RANK MPI_LOCALRANKID SLURM_LOCALID HOROVOD_LOCAL_RANK JAXDP_LOCAL_RANK
-CUDA_VISIBLE_DEVICES"""
+MV2_COMM_WORLD_LOCAL_RANK CUDA_VISIBLE_DEVICES"""
 SIZES = """WORLD_SIZE LOCAL_WORLD_SIZE OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_SIZE PMI_SIZE MPI_LOCALNRANKS
-SLURM_NTASKS SLURM_NPROCS SLURM_STEP_NUM_TASKS SLURM_NNODES SLURM_JOB_NUM_NODES HOROVOD_SIZE JAXDP_NUM_PROCESSES"""
+SLURM_NTASKS SLURM_NPROCS SLURM_STEP_NUM_TASKS SLURM_NNODES SLURM_JOB_NUM_NODES HOROVOD_SIZE JAXDP_NUM_PROCESSES
+MV2_COMM_WORLD_SIZE"""
 HOST_NAMES = "HOSTNAME HOST SLURMD_NODENAME"
 NUMBERED = re.compile(r"RANK|PROC|TASK|NODE|WORKER|INDEX|(^|_)ID$")
 
@@ -85,13 +87,14 @@ def clocks(seconds: int) -> dict[tuple[Any, str], Any]:
         now = classmethod(lambda cls, tz=None: cls.fromtimestamp(time.time(), tz))
         utcnow = classmethod(lambda cls: cls.now(datetime.UTC).replace(tzinfo=None))
 
+    names = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
     faster = lambda real, by: lambda: real() + by
     now = lambda real: lambda *a: real(*a) if a else real(time.time())
     local, text = time.localtime, time.strftime
     return {
         (datetime, "datetime"): Later,
-        **{(time, name): faster(getattr(time, name), seconds) for name in ("time", "monotonic", "perf_counter")},
-        **{(time, f"{n}_ns"): faster(getattr(time, f"{n}_ns"), seconds * 10**9) for n in ("time", "monotonic")},
+        **{(time, name): faster(getattr(time, name), seconds) for name in names},
+        **{(time, f"{n}_ns"): faster(getattr(time, f"{n}_ns"), seconds * 10**9) for n in names},
         **{(time, name): now(getattr(time, name)) for name in ("gmtime", "localtime", "ctime")},
         (time, "strftime"): lambda format, *when: text(format, *when or [local(time.time())]),
     }
@@ -121,8 +124,12 @@ def variables(host: Host) -> dict[str, str]:
 
 @contextlib.contextmanager
 def pretend(host: Host, facts: Sequence[str]) -> Iterator[None]:
-    """Report these facts as `host` would, to the calling thread, inside this context."""
-    thread, replacements = threading.get_ident(), {k: v for fact in facts for k, v in fakes(fact, host).items()}
+    """Report these facts as `host` would, to the calling thread, inside this context.
+
+    Functions that a user's modules imported by name are replaced there, too.
+    """
+    thread, modules = threading.get_ident(), list(user_modules().values())
+    replacements = {key: fake for fact in facts for key, fake in fakes(fact, host).items()}
 
     def in_this_thread(fake: Any, real: Any) -> Any:
         return lambda *a, **k: (fake if threading.get_ident() == thread else real)(*a, **k)
@@ -130,8 +137,11 @@ def pretend(host: Host, facts: Sequence[str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for (module, name), fake in replacements.items():
             real = getattr(module, name)
-            stack.callback(setattr, module, name, real)
-            setattr(module, name, fake if isinstance(fake, type) else in_this_thread(fake, real))
+            fake = fake if isinstance(fake, type) else in_this_thread(fake, real)
+            users = [(user, alias) for user in modules for alias, value in vars(user).items() if value is real]
+            for owner, alias in [(module, name), *users]:
+                stack.callback(setattr, owner, alias, real)
+                setattr(owner, alias, fake)
         if VARIABLES in facts:
             stack.callback(os.environ.update, dict(os.environ))
             for name in (changed := variables(host)).keys() - os.environ.keys():

@@ -15,12 +15,13 @@ import numpy as np
 import optax
 
 from jaxdp.data.cursor import RESET
+from jaxdp.errors import UsageError
 from jaxdp.losses import apply_loss
 from jaxdp.metrics.sums import check_result
 from jaxdp.models.base import CARRY
 from jaxdp.precision import cast_floats
 from jaxdp.split import path_string
-from jaxdp.verify.problem import Problem, Tree, Trial
+from jaxdp.verify.problem import Misfit, Problem, Tree, Trial
 
 Batch = dict[str, Any]
 
@@ -78,13 +79,21 @@ def make_oracle(problem: Problem) -> Oracle:
             results = [forward(params, *microbatch) for microbatch in zip(states, batches, keys, strict=True)]
             outputs, targets, new = zip(*results, strict=True)
             join = lambda trees: trees[0] if len(trees) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
-            check_result(result := apply(join(outputs), join(targets)))
-            total, weight, metrics = result
+            total, weight, metrics = checked(apply(join(outputs), join(targets)))
             return total, (weight, metrics, list(new))
 
         return jax.value_and_grad(loss, has_aux=True)(trainable)
 
     return Oracle(jax.jit(forward), jax.jit(value), jax.jit(apply))
+
+
+def checked(result: Any) -> Any:
+    """Return what a loss returned. Raises Misfit if it is not (sum, weight, {metric: sum})."""
+    try:
+        check_result(result)
+    except UsageError as error:
+        raise Misfit(str(error)) from None
+    return result
 
 
 @functools.lru_cache(maxsize=4)

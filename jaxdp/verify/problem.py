@@ -31,6 +31,10 @@ Arrays = dict[str, np.ndarray]
 MOST_EXAMPLES = 4  # per microbatch; with two, a BatchNorm without pixels to average over has no gradient to compare
 
 
+class Misfit(UsageError):
+    """A loss or an optimizer that does not return what training needs: a failed check of the report."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """The parts of a run.

@@ -23,7 +23,7 @@ from jaxdp.precision import cast_floats
 from jaxdp.verify import hosts
 from jaxdp.verify.causes import FAILED, NOTE, OK, Check, failed
 from jaxdp.verify.oracle import key_of, make_oracle
-from jaxdp.verify.problem import Problem, Trial
+from jaxdp.verify.problem import Misfit, Problem, Trial
 
 EXAMPLES, TRANSFORM, INIT, GRADIENT = "the data", "the data's transform", "the model's init", "the model or the loss"
 DERIVED, EVALUATION, OPTIMIZER = "what the loss derives", "the evaluation", "the optimizer"
@@ -74,8 +74,8 @@ def run_static_checks(problem: Problem, trial: Trial, tolerance: float | None) -
     data, dtype = check_data(problem), jnp.dtype(jnp.float64)
     try:
         parts = trace_parts(problem, trial)
-    except UsageError as error:
-        return StaticChecks([data, Check("trace", FAILED, str(error))], tolerance or TOLERANCE[dtype.name])
+    except Misfit as error:
+        return StaticChecks([data, Check("trace", FAILED, str(error))], TOLERANCE[dtype.name])
     checks = [data, *check_surroundings(problem, trial, parts, data.verdict == OK)]
     init, gradient = parts[INIT], parts.get(GRADIENT, Program([]))
     if cast := gradient.cast:
@@ -146,12 +146,14 @@ def trace_parts(problem: Problem, trial: Trial, devices: int = 2) -> dict[str, P
     if gradient.unbound:
         return parts
 
-    def evaluate(params: Any, state: Any, batch: Any, key: jax.Array) -> Any:
-        inputs = cast_floats({**transform(batch, key, False), "mask": batch["mask"] != 0}, jnp.float64)
+    def evaluate(params: Any, state: Any, batch: Any, data: Any, key: jax.Array) -> Any:
+        with contextlib.suppress(Exception):  # a transform for training alone
+            data = transform(batch, key, False)
+        inputs = cast_floats({**data, "mask": batch["mask"] != 0}, jnp.float64)
         return model.apply(params, state, inputs, key, False)[0]
 
-    with contextlib.suppress(Exception):  # model or transform are for training alone
-        parts[EVALUATION] = trace(evaluate, params, state, batch, key, devices=devices)
+    with contextlib.suppress(Exception):  # a model for training alone
+        parts[EVALUATION] = trace(evaluate, params, state, batch, data.out, key, devices=devices)
     metrics = ["loss", *flat(gradient.out[0][1][1])]
     means = {name: 0.5 + i / 64 for i, name in enumerate(metrics) if not name.startswith(WEIGHT)}
     with contextlib.suppress(Exception):  # a run reports it
@@ -159,8 +161,8 @@ def trace_parts(problem: Problem, trial: Trial, devices: int = 2) -> dict[str, P
     tx = problem.make_tx(1.0)
     try:
         parts[OPTIMIZER] = trace(lambda params: tx.update(params, tx.init(params), params), params, devices=None)
-    except TypeError as error:
-        raise UsageError(f"optimizer: {one_line(error)}") from error
+    except (TypeError, UsageError) as error:
+        raise Misfit(f"optimizer: {one_line(error).removeprefix('optimizer.target: ')}") from error
     return parts
 
 

@@ -30,9 +30,10 @@ from jaxdp.parallel import REDUCTIONS, STAGES
 from jaxdp.parallel.fixed_point import FORMATS
 from jaxdp.parallel.reduction import xla
 from jaxdp.verify import Configuration, Problem, as_json, as_text, settings, verify
+from jaxdp.verify.checks import check_repeat
 from jaxdp.verify.compare import difference, find_reference
 from jaxdp.verify.configurations import choose_configurations, is_meaningful, pairs
-from jaxdp.verify.oracle import Start, Trained, make_oracle, train
+from jaxdp.verify.oracle import Start, Trained, make_oracle, make_start, train
 from jaxdp.verify.problem import Trial, check_memory, in_traceable_precision, make_trial
 from jaxdp.verify.static_checks import run_static_checks
 
@@ -172,7 +173,64 @@ def test_a_fault_ends_the_command_with_code_1_and_the_cause_in_the_last_line(tmp
     (tmp_path / "config.yaml").write_text(CONFIG)
     done = command("--config", "config.yaml", "--loss.target", "planted.scalar", cwd=tmp_path, code=1)
     assert done.stdout.splitlines()[-1].startswith("not verified: loss: it returned float64[]; a loss returns (sum")
-    assert "tolerance" in command("--config", "config.yaml", "--tolerance", "tiny", cwd=tmp_path, code=2).stderr
+    for tolerance in ("tiny", "inf"):
+        done = command("--config", "config.yaml", "--tolerance", tolerance, cwd=tmp_path, code=2)
+        assert "tolerance" in done.stderr and "Traceback" not in done.stderr
+
+
+REFUSING = """
+import numpy as np
+import planted
+from jaxdp.errors import UsageError
+
+def loss(outputs, batch):
+    raise UsageError("loss: this loss needs labels")
+
+class Net(planted.Net):
+    def __call__(self, x, mask, train):
+        raise UsageError("model: this model needs tokens")
+
+class Rows(planted.Restless):
+    def __getitem__(self, i):
+        if i:
+            raise UsageError("data: this file is damaged")
+        return {"inputs": np.ones((4, 4, 1), np.float32), "labels": 0}
+"""
+
+
+def test_a_usage_error_of_the_users_code_is_no_failed_check(judged, tmp_path):
+    (tmp_path / "refusing.py").write_text(REFUSING)
+    says = {
+        "loss": ("loss", "loss: this loss needs labels"),
+        "model": ("Net", "model: this model needs tokens"),
+        "data": ("Rows", "data: this file is damaged"),
+    }
+    for section, (name, text) in says.items():
+        with pytest.raises(UsageError, match=f"^{text}"):
+            judged(f"--{section}.target", f"refusing.{name}")
+    done = command("--config", "config.yaml", "--loss.target", "refusing.loss", cwd=tmp_path, code=2)
+    assert done.stderr.strip() == "jaxdp: loss: this loss needs labels" and not done.stdout
+
+
+def test_two_computations_are_compared_leaf_by_leaf():
+    """Noise in a small leaf is found beside a large one."""
+    rng, base = np.random.default_rng(0), toys.MODELS["mlp"]()
+
+    def init(key, batch):
+        params, state = base.init(key, batch)
+        return {"small": jnp.ones(2), "net": params}, state
+
+    def apply(params, state, batch, key, train):
+        outputs, state = base.apply(params["net"], state, batch, key, train)
+        scale = jax.pure_callback(lambda: rng.random(), jax.ShapeDtypeStruct((), jnp.float64))
+        small = params["small"] - jax.lax.stop_gradient(params["small"])
+        return outputs + 1e-13 * scale * jnp.sum(small), state
+
+    with settings(jax.devices()[0]):
+        one = problem(Model(init, apply))
+        trial = make_trial(one, 2, 1)
+        (check,) = check_repeat(one, make_oracle(one), trial, make_start(one, trial), 1e-10)
+    assert check.verdict == "FAILED" and "another gradient/small" in check.text
 
 
 @pytest.mark.slow

@@ -655,9 +655,9 @@ def verdict(updates=2, devices=(1, 2), scale=1.0):
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        ({"updates": 0}, "0 updates changed no parameter"),
-        ({"scale": np.nan, "devices": (1,)}, "2 updates changed no parameter"),  # each is skipped
-        ({"scale": 0.0, "devices": (1,)}, "2 updates changed no parameter"),
+        ({"updates": 0}, "0 updates changed no float"),
+        ({"scale": np.nan, "devices": (1,)}, "2 updates changed no float"),  # each is skipped
+        ({"scale": 0.0, "devices": (1,)}, "2 updates changed no float"),
         ({"devices": (2,)}, "only 2 device"),
     ],
 )
