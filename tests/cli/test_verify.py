@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from jaxdp.models.base import Model
 from jaxdp.parallel import REDUCTIONS, STAGES
 from jaxdp.parallel.fixed_point import FORMATS
 from jaxdp.parallel.reduction import xla
-from jaxdp.verify import Configuration, Problem, as_json, as_text, settings, verify
+from jaxdp.verify import Configuration, Problem, as_json, as_text, hosts, settings, verify
 from jaxdp.verify.checks import check_repeat
 from jaxdp.verify.compare import difference, find_reference
 from jaxdp.verify.configurations import choose_configurations, is_meaningful, pairs
@@ -393,6 +394,18 @@ def test_a_model_that_cannot_be_traced_in_float64_is_compared_in_float32():
         r"the model or the loss computes in float32 at .*test_verify.py:\d+ \(in apply: .*fori_loop", note.text
     )
     assert report.tolerance == 1e-5
+
+
+def test_another_host_is_pretended_inside_the_context_alone(monkeypatch):
+    """Names that a module imported are replaced too, for modules that cannot be imported twice."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("PALS_RANKID", raising=False)
+    devices, variables, now = jax.device_count(), dict(os.environ), time.process_time()
+    with hosts.pretend(hosts.Host(1, 2, 5), hosts.FACTS):
+        assert jax.device_count() == verify_cases.device_count() == 10 and verify_cases.getpid() == os.getpid()
+        assert os.environ["RANK"] == os.environ["PALS_RANKID"] == "1" and time.process_time() > now + 1e6
+    assert jax.device_count() == verify_cases.device_count() == devices and os.environ == variables
+    assert verify_cases.getpid is os.getpid and time.process_time() < now + 1e6
 
 
 NOISE = "params/Dense_0/bias"
