@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 
 from jaxdp.distributed.context import Context
-from jaxdp.errors import UsageError
 from jaxdp.verify.checks import any_failed, check_loss, check_optimizer, check_padding, check_repeat, compare_processes
 from jaxdp.verify.compare import find_reference
 from jaxdp.verify.configurations import Configuration, check_layout, choose_configurations
@@ -56,11 +55,8 @@ def verify(
         context: of a job of several processes; `devices` are those of all, and every process gets the same report.
 
     Raises:
-        UsageError: this machine or the data is too small, the problem's configuration needs other devices, or the
-            model, the loss or the data set raised it.
+        UsageError: too little memory or data, a configuration that needs other devices, or raised by the user's code.
     """
-    if tolerance is not None and not 0 < tolerance < 1:
-        raise UsageError(f"tolerance: {tolerance} is not between 0 and 1; to compare bits, use --exact")
     context = context or Context()
     local = [device for device in devices if device.process_index == jax.process_index()]
     with settings(local[0]):

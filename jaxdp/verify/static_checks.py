@@ -71,6 +71,8 @@ class Program(NamedTuple):
 
 def run_static_checks(problem: Problem, trial: Trial, tolerance: float | None) -> StaticChecks:
     """Check the data and the traced parts. tolerance: as asked for, or None."""
+    if tolerance is not None and not 0 < tolerance < 1:
+        raise UsageError(f"tolerance: {tolerance} is not between 0 and 1; to compare bits, use --exact")
     data, dtype = check_data(problem), jnp.dtype(jnp.float64)
     try:
         parts = trace_parts(problem, trial)
