@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from jaxdp.assemble.components import make_parts, make_strategy, make_the_step, set_jax, state_maker
+from jaxdp.assemble.components import make_parts, set_jax
 from jaxdp.assemble.preflight import check_optimizer
-from jaxdp.assemble.problem import smaller
+from jaxdp.assemble.problem import make_variant, smaller
 from jaxdp.config import Config
 from jaxdp.config.check import check_exact
 from jaxdp.data.prefetch import read_batch
@@ -38,13 +38,8 @@ def make_bits(config: Config, devices: int, updates: int) -> tuple[Make, list[Co
     limit = len(all_devices) if several else min(devices, len(all_devices), summands)
 
     def make(configuration: Configuration) -> Any:
-        parallel: Any = {k: getattr(configuration, k) for k in ("backend", "zero", "gradient_buffer", "shard_size")}
-        variant = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **parallel))
-        check_exact(variant)
-        step = make_the_step(variant, parts)
-        chosen = jax.local_devices() if several and configuration.devices == 1 else all_devices
-        strategy = make_strategy(variant, parts, state_maker(variant, parts), chosen[: configuration.devices])
-        check_optimizer(variant, strategy, parts.tx, step)
+        strategy, step = make_variant(config, parts, configuration, all_devices)
+        check_optimizer(config, strategy, parts.tx, step)
         read = lambda i: read_batch(parts.dataset, parts.cursor, i, strategy.local_slots)
         return strategy, step, lambda i: strategy.shard_batch(read(i))
 

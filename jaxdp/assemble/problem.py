@@ -2,14 +2,31 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 
-from jaxdp.assemble.components import check_paths, choose_accumulate, choose_remat, make_parts, make_tx, state_maker
-from jaxdp.config import Config
+from jaxdp.assemble.components import (
+    Parts,
+    check_paths,
+    choose_accumulate,
+    make_parts,
+    make_strategy,
+    make_the_step,
+    make_tx,
+    state_maker,
+)
+from jaxdp.config import Config, Precision
+from jaxdp.core.step import Step
+from jaxdp.parallel import Strategy
+from jaxdp.precision import policy
 from jaxdp.verify import Configuration, Problem
+from jaxdp.verify.configurations import devices_of
+from jaxdp.verify.problem import Trial
 
-__all__ = ["make_problem", "smaller"]
+__all__ = ["make_problem", "make_variant", "smaller"]
+FLOAT64 = Precision("float64", "float64", "float64")
 
 
 def smaller(config: Config) -> Config:
@@ -22,8 +39,19 @@ def smaller(config: Config) -> Config:
     )
 
 
+def make_variant(
+    config: Config, parts: Parts, configuration: Configuration, devices: Sequence[jax.Device], **parallel: Any
+) -> tuple[Strategy, Step]:
+    """Build the run in another configuration; parallel: more of its settings."""
+    settings = {**configuration._asdict(), **parallel}
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **settings))
+    step = make_the_step(config, parts)
+    strategy = make_strategy(config, parts, state_maker(config, parts), devices_of(configuration, devices))
+    return strategy, step
+
+
 def make_problem(config: Config) -> Problem:
-    """Return the config's model, data, loss and optimizer, the latter with_stage a constant learning rate."""
+    """Return the config's model, data, loss and optimizer, the latter with a constant learning rate."""
     opt, x64 = config.optimizer, jax.config.jax_enable_x64  # type: ignore[attr-defined]
     original, config = config, smaller(config)
     parts, parallel = make_parts(config), config.parallel
@@ -35,7 +63,26 @@ def make_problem(config: Config) -> Problem:
         with jax.enable_x64(x64):
             return make_problem(original)
 
-    with_stage = lambda zero: dataclasses.replace(config, parallel=dataclasses.replace(parallel, zero=zero))
+    def build(
+        problem: Problem,
+        trial: Trial,
+        tx: Any,
+        configuration: Configuration,
+        devices: Sequence[jax.Device],
+        bucket_mb: float,
+    ) -> tuple[Strategy, Step]:
+        tried = dataclasses.replace(config, microbatches=trial.microbatches, precision=FLOAT64)
+        plain = parts._replace(
+            model=problem.model,
+            tx=tx,
+            cursor=trial.order,
+            policy=policy("float64", "float64", "float64"),
+            scaling=None,
+            spike=None,
+            schedule=None,
+        )
+        return make_variant(tried, plain, configuration, devices, bucket_mb=bucket_mb, exact_group=1)
+
     return Problem(
         model=parts.model,
         loss=parts.loss,
@@ -43,6 +90,7 @@ def make_problem(config: Config) -> Problem:
         dataset=parts.dataset,
         transform=parts.transform,
         sequential=parts.sequential,
+        build=build,
         configuration=Configuration(
             devices=parallel.devices or 0,
             backend=parallel.backend,
@@ -58,6 +106,5 @@ def make_problem(config: Config) -> Problem:
         clip_norm=opt.clip_norm,
         frozen=opt.frozen,
         ema_decay=opt.ema,
-        remat=lambda zero: choose_remat(with_stage(zero), parts.model),
         remake=remake,
     )

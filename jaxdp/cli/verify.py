@@ -4,6 +4,8 @@ import json
 import sys
 from typing import Any
 
+import jax
+
 from jaxdp import user_errors
 from jaxdp.assemble.bits import exactly, make_bits
 from jaxdp.assemble.components import set_jax
@@ -13,7 +15,7 @@ from jaxdp.cli import Call
 from jaxdp.config import Config
 from jaxdp.distributed.context import Context
 from jaxdp.environment import add_flag
-from jaxdp.verify import Problem, as_json, as_text, choose_devices, exact, verify
+from jaxdp.verify import Problem, as_json, as_text, exact, verify
 
 ALONE = Context()
 
@@ -56,7 +58,7 @@ def report_exact(config: Config, options: dict[str, Any], context: Context) -> t
     )
     if options["json"]:
         return json.dumps({"title": title, **exact.as_json(result)}, indent=1), result.exact
-    return exact.as_text(result, title, sys.stdout.isatty()), result.exact
+    return exact.as_text(result, title), result.exact
 
 
 def show(text: str, context: Context) -> None:
@@ -81,4 +83,17 @@ def report(config: Config, problem: Problem, options: dict[str, Any], context: C
         title += f"; {part}.args with {args}" if args else ""
     if options["json"]:
         return json.dumps({"title": title, **as_json(result), "smaller": smaller}, indent=1), result.verified
-    return as_text(result, title, sys.stdout.isatty()), result.verified
+    return as_text(result, title), result.verified
+
+
+def choose_devices(number: int, microbatches: int) -> list[jax.Device]:
+    """Return this number of real devices, or of simulated ones if there are fewer; at most one per microbatch.
+
+    In a job of several processes: all devices of all processes.
+    """
+    if jax.process_count() > 1:
+        return jax.devices()
+    wanted, devices = min(number, microbatches), jax.devices()
+    if len(devices) < wanted and jax.default_backend() != "cpu":
+        devices = jax.devices("cpu")
+    return devices[:wanted]

@@ -5,25 +5,35 @@ the loss alone, a few updates by an oracle that shares no code with the step, an
 configurations.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
 from jaxdp.distributed.context import Context
-from jaxdp.verify.check_loss import check_loss
-from jaxdp.verify.checks import any_failed, check_optimizer, check_padding, check_repeat, compare_processes
+from jaxdp.verify.checks import any_failed, check_loss, check_optimizer, check_padding, check_repeat, compare_processes
 from jaxdp.verify.compare import find_reference
-from jaxdp.verify.configurations import Configuration, choose_configurations, make_strategy
-from jaxdp.verify.diagnosis import Report, note_exceptions
-from jaxdp.verify.machine import check_memory, choose_devices, settings
-from jaxdp.verify.oracle import Start, make_oracle, make_start, train
-from jaxdp.verify.problem import Problem, in_traceable_precision, make_trial
-from jaxdp.verify.report import as_json, as_text, outcome
-from jaxdp.verify.run import run_configuration
+from jaxdp.verify.configurations import Configuration, check_layout, choose_configurations
+from jaxdp.verify.oracle import make_oracle, make_start, train
+from jaxdp.verify.problem import Problem, check_memory, in_traceable_precision, make_trial
+from jaxdp.verify.report import Report, as_json, as_text
 from jaxdp.verify.static_checks import run_static_checks
+from jaxdp.verify.training import run_configuration
 
-__all__ = ["Configuration", "Problem", "Report", "as_json", "as_text", "choose_devices", "verify"]
+__all__ = ["Configuration", "Problem", "Report", "as_json", "as_text", "settings", "verify"]
+
+
+@contextlib.contextmanager
+def settings(device: jax.Device) -> Iterator[None]:
+    """Compute in float64 (in the threads of callbacks, too) with exact products, on this device by default."""
+    before = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    jax.config.update("jax_enable_x64", True)
+    try:
+        with jax.enable_x64(True), jax.default_matmul_precision("highest"), jax.default_device(device):
+            yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
 
 
 def verify(
@@ -45,14 +55,14 @@ def verify(
         context: of a job of several processes; `devices` are those of all, and every process gets the same report.
 
     Raises:
-        UsageError: this machine or the data is too small, or the problem's configuration needs other devices.
+        UsageError: too little memory or data, a configuration that needs other devices, or raised by the user's code.
     """
     context = context or Context()
     local = [device for device in devices if device.process_index == jax.process_index()]
     with settings(local[0]):
         first = problem.configuration
         first = first._replace(devices=min(first.devices or len(devices), len(devices)))
-        make_strategy(first, devices)
+        check_layout(first, devices)
         trial = make_trial(problem, len(devices), updates)
         problem = in_traceable_precision(dataclasses.replace(problem, configuration=first), trial)
         static = run_static_checks(problem, trial, tolerance)
@@ -70,27 +80,19 @@ def verify(
         if any_failed(context, checks):
             return report  # whatever is trained with it would be as wrong
         checks.append(check_padding(problem, oracle, trial, start, static.random, tolerance))
-        report.reference = find_reference(
+        report.reference = reference = find_reference(
             lambda params, tx: train(problem, oracle, trial, start._replace(params=params), tx),
             problem.make_tx,
             start.params,
             static.epsilon,
             tolerance,
         )
-        checks += note_exceptions(report.reference)
+        checks += reference.notes(tolerance)
         for check in checks:
             progress(f"{check.name}: {check.verdict}")
-        compare_configurations(report, start, most, progress)
+        chosen = choose_configurations(first, devices)[: None if most is None else most + 1]
+        for i, configuration in enumerate(chosen):
+            result = run_configuration(problem, trial, start, reference, configuration, devices, tolerance)
+            report.results.append(result)
+            progress(f"{i + 1}/{len(chosen)} {configuration.title}: {result.outcome}, {result.seconds:.1f} s")
         return report
-
-
-def compare_configurations(report: Report, start: Start, most: int | None, progress: Callable[[str], None]) -> None:
-    """Train each configuration, and add its result to the report."""
-    problem, devices, tolerance, reference = report.problem, report.devices, report.tolerance, report.reference
-    assert reference is not None
-    chosen = choose_configurations(problem.configuration, devices)[: None if most is None else most + 1]
-    for i, configuration in enumerate(chosen):
-        result = run_configuration(problem, report.trial, start, reference, configuration, devices, tolerance)
-        report.results.append(result)
-        text = f"{i + 1}/{len(chosen)} {configuration.title}: {outcome(result, tolerance)}, {result.seconds:.1f} s"
-        progress(text)

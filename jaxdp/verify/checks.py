@@ -1,7 +1,7 @@
-"""Checks that compute one microbatch: is it repeatable, does padding change it, can the optimizer work on slices."""
+"""Check one microbatch: it can be repeated, padding changes nothing, and sums of the loss over parts add up."""
 
 import json
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,23 +9,18 @@ import numpy as np
 from jaxdp.analysis.programs import Digest, check_same
 from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError, one_line
+from jaxdp.metrics.sums import flat
 from jaxdp.models.base import CARRY
 from jaxdp.optim import check_elementwise
-from jaxdp.verify.compare import Worst, leaf_errors, leaves, worst
+from jaxdp.verify.causes import FAILED, NOTE, OK, SKIPPED, Check, failed
+from jaxdp.verify.compare import leaf_errors, worst
 from jaxdp.verify.oracle import Oracle, Start, key_of, without_carry
 from jaxdp.verify.problem import Problem, Tree, Trial
 
-OK, FAILED, NOTE, SKIPPED = "ok", "FAILED", "note", "skipped"
 TIMEOUT = 600.0  # seconds that one process may take longer than another
 COARSE = 1e-6  # what padding may change: here a fault is never as small as rounding
-
-
-class Check(NamedTuple):
-    """verdict: one of the words above; FAILED alone means that the problem is not verified."""
-
-    name: str
-    verdict: str
-    text: str
+SPLITS = 3  # random ones, of the examples that the loss is checked on
+ROWS = 8  # of these examples
 
 
 def compare_processes(context: Context, digests: dict[str, Digest]) -> list[Check]:
@@ -39,87 +34,127 @@ def compare_processes(context: Context, digests: dict[str, Digest]) -> list[Chec
 
 def any_failed(context: Context, checks: list[Check]) -> bool:
     """Add the failures of other processes to the checks; return whether there are any, on all processes alike."""
-    failed = [check.text for check in checks if check.verdict == FAILED]
-    for rank, texts in enumerate(context.exchange("verify", json.dumps(failed), TIMEOUT)):
-        checks += [Check("ranks", FAILED, f"{context.title(rank)}: {t}") for t in json.loads(texts) if t not in failed]
+    texts = [check.text for check in checks if check.verdict == FAILED]
+    for rank, others in enumerate(context.exchange("verify", json.dumps(texts), TIMEOUT)):
+        checks += [Check("ranks", FAILED, f"{context.title(rank)}: {t}") for t in json.loads(others) if t not in texts]
     return any(check.verdict == FAILED for check in checks)
 
 
-def compute(problem: Problem, oracle: Oracle, start: Start, batch: dict[str, Any], state: Tree) -> tuple[Tree, Tree]:
-    """Return ({loss, weight, metrics, model_state}, gradients) of one microbatch."""
-    frozen = jax.tree.map(lambda x: None, start.params)
-    (loss, (weight, metrics, states)), grads = oracle.value(
-        start.params, frozen, [state], [batch], [key_of(problem, 0, 0)]
-    )
-    return {"loss": loss, "weight": weight, "metrics": metrics, "model_state": without_carry(states[0])[0]}, grads
+def compute(problem: Problem, oracle: Oracle, start: Start, batch: dict[str, Any], state: Tree) -> Tree:
+    """Return {loss, weight, metrics, model_state, gradient} of one microbatch."""
+    frozen, key = jax.tree.map(lambda x: None, start.params), key_of(problem, 0, 0)
+    (loss, (weight, metrics, states)), grads = oracle.value(start.params, frozen, [state], [batch], [key])
+    model_state = without_carry(states[0])[0]
+    return {"loss": loss, "weight": weight, "metrics": metrics, "model_state": model_state, "gradient": grads}
 
 
 def check_repeat(problem: Problem, oracle: Oracle, trial: Trial, start: Start, tolerance: float) -> list[Check]:
     """Return a failure if one microbatch, computed twice, gives different numbers."""
     one, other = (compute(problem, oracle, start, trial.microbatch(0, 0), start.model_state) for _ in range(2))
-    largest = worst(leaf_errors({**other[0], "gradient": other[1]}, {**one[0], "gradient": one[1]}))
-    if largest.error <= tolerance:
-        return []
-    text = (
-        f"one microbatch computed twice gives another {largest.leaf} (by {largest.error:.1e}): model or loss draw from "
-        "a random generator of their own, as in a host callback; derive random numbers from the key"
-    )
-    return [Check("repeat", FAILED, text)]
+    largest = worst(leaf_errors(other, one))
+    return [] if largest.error <= tolerance else [failed("repeat", "repeat", **largest._asdict())]
 
 
 def check_padding(
     problem: Problem, oracle: Oracle, trial: Trial, start: Start, random: bool, tolerance: float
 ) -> Check:
     """Check that the contents of padding change nothing, nor does leaving it out (unless numbers are random)."""
-    size, tolerance = trial.microbatch_size, max(tolerance, COARSE)
+    size, tolerance, largest = trial.microbatch_size, max(tolerance, COARSE), 0.0
     if size < 2:
         return Check("padding", SKIPPED, "a microbatch of one example is never padded in part")
     real = size - 1  # as many as possible: with few examples the gradients of a BatchNorm are ill-conditioned
-    full = trial.microbatch(0, 0)
+    full, repeat = trial.microbatch(0, 0), np.arange(size) % real
     mask = full["mask"].copy()
     mask[real:] = 0
-    repeat = np.where(np.arange(size) < real, np.arange(size), 0)
-    run = lambda batch, state: compute(problem, oracle, start, batch, state)
+
+    def run(batch: dict[str, Any], state: Tree) -> Tree:
+        sums = compute(problem, oracle, start, batch, state)
+        gradient = np.concatenate([np.ravel(x) for x in jax.tree.leaves(sums["gradient"])])
+        return {**sums, "gradient": gradient}  # as one vector: some leaves may be rounding noise
+
     padded = run({**{k: v[repeat] for k, v in full.items()}, "mask": mask}, start.model_state)
     others = {"other examples there": run({**full, "mask": mask}, start.model_state)}
     if not random:
         state, carry = without_carry(start.model_state)
-        if carry is not None:
-            state = {**state, CARRY: jax.tree.map(lambda x: x[:real], carry)}
+        state = state if carry is None else {**state, CARRY: jax.tree.map(lambda x: x[:real], carry)}
         others["none there"] = run({k: v[:real] for k, v in full.items()}, state)
-    largest = 0.0
     for what, other in others.items():
-        sums = leaf_errors(padded[0], other[0])
-        averages = worst({leaf: e for leaf, e in sums.items() if leaf.startswith("model_state/")})
-        changed = averages if averages.error > tolerance else max(worst(sums), gradient_error(padded[1], other[1]))
+        errors = leaf_errors(padded, other)
+        averages = {leaf: e for leaf, e in errors.items() if leaf.startswith("model_state/") and not e <= tolerance}
+        changed = worst(averages or errors)
         largest = max(largest, changed.error)
-        if changed.error > tolerance:
-            pads = len(problem.dataset) % problem.batch_size or problem.batch_size % problem.microbatches
-            text = (
-                f"the model counts padded examples: with {what}, {changed.leaf} differs by {changed.error:.1e}; a "
-                "BatchNorm (or anything that looks across examples) needs the mask, an argument named mask"
-            )
-            return Check("padding", FAILED if pads else NOTE, text if pads else f"{text}; this run has no padding")
+        if not changed.error <= tolerance:
+            check = failed("padding", "padding", what=what, **changed._asdict())
+            if len(problem.dataset) % problem.batch_size or problem.batch_size % problem.microbatches:
+                return check
+            return check._replace(verdict=NOTE, text=f"{check.text}; this run has no padding")
     more = "; leaving it out is not compared, because random numbers depend on the shape" if random else ""
     return Check("padding", OK, f"padded examples change nothing ({largest:.1e}){more}")
 
 
-def gradient_error(got: Tree, want: Tree) -> Worst:
-    """Return the leaf that differs most, relative to the norm of all gradients: some leaves may be rounding noise."""
-    norm = np.sqrt(sum(float(np.sum(np.square(x))) for x in jax.tree.leaves(want)))
-    apart = leaves(jax.tree.map(lambda a, b: np.linalg.norm(np.asarray(a) - np.asarray(b)), got, want))
-    return worst({f"gradient/{path}": float(e) / max(norm, np.finfo(np.float64).tiny) for path, e in apart})
-
-
 def check_optimizer(problem: Problem, params: Tree) -> Check:
-    """Check that the optimizer works at all, and on slices of the parameters."""
-    tx = problem.make_tx(1.0)
+    """Check whether the optimizer works on slices of the parameters."""
     try:
-        jax.eval_shape(lambda params: tx.update(params, tx.init(params), params), params)
-    except (TypeError, UsageError) as error:
-        return Check("optimizer", FAILED, one_line(error).removeprefix("optimizer.target: "))
-    try:
-        check_elementwise(tx, params, blocks=problem.model.blocks)
+        check_elementwise(problem.make_tx(1.0), params, blocks=problem.model.blocks)
     except UsageError as error:
         return Check("optimizer", NOTE, str(error).removeprefix("optimizer: "))
     return Check("optimizer", OK, "elementwise: it works on slices of the parameters as on full ones")
+
+
+def check_loss(problem: Problem, oracle: Oracle, trial: Trial, start: Start, tolerance: float) -> Check:
+    """Check that the loss's sums over parts of some examples add up, and that masked examples do not count."""
+    if problem.couples:
+        return Check("loss", NOTE, "it couples examples (scope: global): it is compared over full batches only")
+    outputs, batch = some_rows(problem, oracle, trial, start)
+    size, rng = len(batch["mask"]), np.random.default_rng(problem.seed)
+    metrics = sorted(flat(oracle.loss(outputs, batch)[2]))
+    names = ["loss", "weight", *(f"metric {name!r}" for name in metrics)]
+
+    def sums(index: np.ndarray, mask: Any = batch["mask"]) -> np.ndarray:
+        """Return [loss, weight, *metrics] of some rows."""
+        pick = lambda x: x[index] if x.ndim and len(x) == size else x
+        total, weight, values = oracle.loss(*jax.tree.map(pick, (outputs, {**batch, "mask": mask})))
+        return np.array([total, weight, *(flat(values)[name] for name in metrics)], np.float64)
+
+    full = sums(np.arange(size))
+    if not np.isfinite(full).all():
+        return failed("loss", "loss not finite", what=names[int(np.argmin(np.isfinite(full)))])
+    if full[1] <= 0:
+        return failed("loss", "no weight", weight=full[1], size=size)
+    if size < 2:
+        return Check("loss", SKIPPED, "one example cannot be split")
+    sizes, largest = [1, 2, size - 3] if size > 3 else [1, size - 1], 0.0
+    for _ in range(SPLITS):
+        parts = np.split(rng.permutation(size), np.cumsum(rng.permutation(sizes))[:-1])
+        try:
+            values = np.stack([sums(part) for part in parts])
+        except Exception as error:
+            text = f"it cannot be split: {type(error).__name__} where fewer examples are given: {one_line(error)}"
+            return Check("loss", NOTE, text)
+        wrong = relative(values.sum(0), full, np.abs(values).sum(0))
+        largest = max(largest, wrong.max())
+        if wrong.max() > tolerance:
+            shares = np.array([len(part) for part in parts]) / size, values[:, 1] / full[1]
+            is_mean = min(relative(share @ values, full, np.abs(full))[0] for share in shares) <= tolerance
+            loss, weight, *_ = wrong > tolerance
+            kind = ("mean of means" if is_mean and loss else "weight") if weight else "mean" if is_mean else "couples"
+            return failed("loss", kind if loss or weight else "metric", what=names[int(np.argmax(wrong))])
+    subset = np.sort(rng.permutation(size)[: -(-size // 2)])
+    mask = batch["mask"] * np.isin(np.arange(size), subset).reshape(-1, *[1] * (batch["mask"].ndim - 1))
+    wrong = relative(sums(np.arange(size), mask), sums(subset), np.abs(full))
+    if wrong.max() > tolerance:
+        return failed("loss", "mask", what=names[int(wrong.argmax())])
+    return Check("loss", OK, f"sums over parts of {size} examples add up ({max(largest, wrong.max()):.1e})")
+
+
+def relative(got: np.ndarray, want: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    largest = np.maximum(np.maximum(np.abs(want), scale), np.finfo(np.float64).tiny)
+    return np.nan_to_num(np.abs(got - want) / largest, nan=np.inf)
+
+
+def some_rows(problem: Problem, oracle: Oracle, trial: Trial, start: Start) -> tuple[Any, dict[str, Any]]:
+    """Return (outputs, what the loss gets) of up to ROWS examples, from as many microbatches as that takes."""
+    size, run = trial.microbatch_size, lambda m: oracle.forward(*start, trial.microbatch(0, m), key_of(problem, 0, m))
+    microbatches = [run(m)[:2] for m in range(min(-(-ROWS // size), trial.microbatches))]
+    join = lambda *x: np.concatenate(x)[:ROWS] if np.ndim(x[0]) and len(x[0]) == size else np.asarray(x[0])
+    return jax.tree.map(join, *microbatches)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from jaxdp.split import path_string
+from jaxdp.verify.causes import NOTE, Check
 from jaxdp.verify.oracle import Trained
 
 Tree = Any
@@ -16,6 +17,7 @@ Errors = dict[str, float]  # by path: part/of/the/state
 RATES = (1.0, 0.1, 0.01, 0.001)  # of the peak learning rate
 ZERO = 1e3  # last digits of the whole gradient's norm: a gradient below is zero but for rounding
 MARGIN, COARSEST = 10, 1e-2  # a leaf may differ by MARGIN x what rounding moves it, if that is at most COARSEST
+SHOWN = 5  # leaves of a list
 
 
 class Worst(NamedTuple):
@@ -28,7 +30,6 @@ class Reference(NamedTuple):
 
     Args:
         moved: {leaf: the relative error that rounding causes}.
-        margins: the same, of leaves that are compared with MARGIN times that.
         unjudged: the same, of leaves that rounding moves too far to compare.
         zero: {trained leaf: elements whose gradient is zero but for rounding}, of leaves that are compared without
             these elements; if these are all, the leaf is in `unjudged`.
@@ -39,7 +40,6 @@ class Reference(NamedTuple):
     tx: optax.GradientTransformation
     rate: float
     moved: Errors
-    margins: Errors
     unjudged: Errors
     zero: dict[str, np.ndarray]
     unexplained: Errors
@@ -47,20 +47,36 @@ class Reference(NamedTuple):
     @property
     def judged(self) -> tuple[int, int]:
         """Return (the number of trained leaves that are compared, the number of trained leaves)."""
-        trained = [f"params/{path}" for path, _ in leaves(self.trained.grads[0])]
+        trained = leaves({"params": self.trained.grads[0]})
         return sum(path not in self.unjudged for path in trained), len(trained)
+
+    def allowed(self, path: str, tolerance: float) -> float:
+        """Return the error that a leaf may have."""
+        apart = path in self.zero or path in self.unjudged
+        return tolerance if apart else max(tolerance, MARGIN * self.moved.get(path, 0.0))
+
+    def notes(self, tolerance: float) -> list[Check]:
+        """Return notes on the leaves that are not compared, or not as closely as the others."""
+        in_part = {path: self.moved[path] for path in self.zero if path not in self.unjudged}
+        near = {path: error for path, error in self.moved.items() if self.allowed(path, tolerance) > tolerance}
+        notes = {
+            "not judged, because rounding alone moves them too far": self.unjudged,
+            "judged without the elements whose gradient is zero but for rounding": in_part,
+            f"judged with a margin of {MARGIN} times what rounding moves them": near,
+        }
+        return [Check("rounding", NOTE, f"{text}: {list_leaves(errors)}") for text, errors in notes.items() if errors]
 
     def errors(self, state: Any, curve: dict[str, np.ndarray], tolerance: float) -> Errors:
         """Return the error of each leaf that is judged, scaled so that `tolerance` is what is allowed."""
         curve = {name: values for name, values in curve.items() if name in self.trained.curve}
         got, want = flatten(state, curve), flatten(self.trained, self.trained.curve)
         errors = Errors()
-        for path in [path for path in {**want, **got} if path not in self.unjudged]:
-            one, other, zero = got.get(path), want.get(path), self.zero.get(path)
-            if zero is not None and one is not None and other is not None and one.shape == other.shape:
-                one = np.where(zero, other, one)
-            scale = min(1.0, tolerance / (MARGIN * self.margins[path])) if path in self.margins else 1.0
-            errors[path] = difference(one, other) * scale
+        for path in {**want, **got}:
+            if path not in self.unjudged:
+                one, other, zero = got.get(path), want.get(path), self.zero.get(path)
+                if zero is not None and one is not None and other is not None and one.shape == other.shape:
+                    one = np.where(zero, other, one)
+                errors[path] = difference(one, other) * tolerance / self.allowed(path, tolerance)
         return errors
 
 
@@ -85,50 +101,46 @@ def find_reference(
         tx = make_tx(rate)
         trained, moved = train(params, tx), train(perturbed, tx)
         one, other = flatten(trained, trained.curve), flatten(moved, moved.curve)
-        rounding = leaf_errors(other, one)
+        rounding = {path: difference(other.get(path), value) for path, value in one.items()}
         if np.median(list(rounding.values())) <= max(tolerance / 100, 8 * epsilon):
             break
     limit = max(COARSEST, tolerance / 10)
-    unjudged = {path: e for path, e in rounding.items() if e > limit}
+    too_far = {path: e for path, e in rounding.items() if e > limit}
     zero = {}
     for path, elements in zero_gradients(trained.grads, epsilon).items():
-        path = f"params/{path}"
-        if path in unjudged and difference(np.where(elements, one[path], other[path]), one[path]) <= limit:
+        if path in too_far and difference(np.where(elements, one[path], other[path]), one[path]) <= limit:
             zero[path] = elements
     # Other leaves, such as the optimizer's, move with parameters whose gradient is zero.
-    unexplained = {p: e for p, e in unjudged.items() if p not in zero and (not zero or p.startswith("params/"))}
-    unjudged = {path: e for path, e in unjudged.items() if path not in zero or zero[path].all()}
-    margins = {path: e for path, e in rounding.items() if e > tolerance / MARGIN and path not in unjudged}
-    margins = {path: e for path, e in margins.items() if path not in zero}
-    return Reference(trained, tx, rate, rounding, margins, unjudged, zero, unexplained)
+    unexplained = {p: e for p, e in too_far.items() if p not in zero and (not zero or p.startswith("params/"))}
+    unjudged = {p: e for p, e in too_far.items() if p not in zero or zero[p].all()}
+    return Reference(trained, tx, rate, rounding, unjudged, zero, unexplained)
 
 
 def zero_gradients(grads: list[Tree], epsilon: float) -> dict[str, np.ndarray]:
-    """Return the elements of each leaf whose gradient is zero, but for rounding, in every update."""
+    """Return {params/path: the elements whose gradient is zero, but for rounding, in every update}."""
     zero: dict[str, np.ndarray] = {}
     for tree in grads:
         with np.errstate(over="ignore"):
             norm = np.sqrt(sum(float(np.sum(np.square(x))) for x in jax.tree.leaves(tree)))
         norm = norm if np.isfinite(norm) else 0.0  # nothing is small beside a gradient that overflows
-        for path, x in leaves(tree):
+        for path, x in leaves({"params": tree}).items():
             zero[path] = (np.abs(x) <= ZERO * epsilon * norm) & zero.get(path, True)
     return zero
 
 
-def leaves(tree: Tree) -> list[tuple[str, Any]]:
-    return [(path_string(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
+def leaves(tree: Tree) -> dict[str, np.ndarray]:
+    return {path_string(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def flatten(trained: Any, curve: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return what is compared of a state (the oracle's, or a strategy's) and its curve, by path."""
     names = ("params", "model_state", "opt_state", "ema", "carry")
-    trees = {**{name: getattr(trained, name) for name in names}, "curve": curve}
-    return {path: np.asarray(x) for path, x in leaves(trees)}
+    return leaves({**{name: getattr(trained, name) for name in names}, "curve": curve})
 
 
 def leaf_errors(got: Tree, want: Tree) -> Errors:
     """Return {path: |got - want| / |want|} of every leaf."""
-    one, other = ({path: np.asarray(x) for path, x in leaves(tree)} for tree in (got, want))
+    one, other = leaves(got), leaves(want)
     return {path: difference(one.get(path), other.get(path)) for path in {**other, **one}}
 
 
@@ -150,3 +162,9 @@ def difference(got: np.ndarray | None, want: np.ndarray | None) -> float:
 
 def worst(errors: Errors) -> Worst:
     return Worst(*max(((error, leaf) for leaf, error in errors.items()), default=(0.0, "")))
+
+
+def list_leaves(errors: Errors) -> str:
+    ordered = sorted(errors.items(), key=lambda item: -item[1])
+    more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
+    return ", ".join(f"{path} ({error:.0e})" for path, error in ordered[:SHOWN]) + more

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxdp.core.state import TrainState
 from jaxdp.errors import UsageError
-from jaxdp.parallel import REDUCTIONS, STAGES, STRATEGIES, Strategy, make_reduction
+from jaxdp.parallel import REDUCTIONS, STAGES, STRATEGIES, make_reduction
 from jaxdp.parallel.fixed_point import FORMATS
 from jaxdp.parallel.layout import ZERO
 
@@ -38,34 +38,32 @@ class Configuration(NamedTuple):
         return " ".join(f"{name} {cell}" for name, cell in zip(self._fields, self.cells) if cell != "-")
 
 
+ONE_DEVICE = Configuration(1, max(STAGES, key=lambda name: len(STAGES[name])))
+
+
 def choose_configurations(first: Configuration, devices: Sequence[jax.Device]) -> list[Configuration]:
-    """Return `first`, one device, and what pairs of values remain, in a fixed order.
+    """Return one device, `first`, and what pairs of values remain, in a fixed order.
 
     A job of several processes uses all its devices, or one of each process.
     """
     number = len(devices)
-    counts = [number, ODD] if number > ODD and jax.process_count() == 1 else [number]
     settings: list[Sequence[Any]] = [
-        counts,
+        [number, ODD] if number > ODD and jax.process_count() == 1 else [number],
         [(name, zero) for name, stages in STAGES.items() for zero in stages],
         [name for name in REDUCTIONS if name not in FORMATS or name == first.reduction],
         ("vmap", "scan"),
         ("sharded", "replicated"),
         [None, number // 2] if number % 2 == 0 and number > 2 else [None],
     ]
-    combinations = [Configuration(n, *stage, *rest) for n, stage, *rest in itertools.product(*settings)]
-    possible = [c for c in combinations if is_meaningful(c) and is_possible(c, devices)]
-    chosen = list(dict.fromkeys([one_device(), first]))
+    every = [Configuration(n, *stage, *rest) for n, stage, *rest in itertools.product(*settings)]
+    possible = [c for c in every if is_meaningful(c) and is_possible(c, devices)]
+    chosen = list(dict.fromkeys([ONE_DEVICE, first]))
     missing = set().union(*map(pairs, possible)).difference(*map(pairs, chosen))
     while missing:
         best = max(possible, key=lambda c: len(pairs(c) & missing))
         chosen.append(best)
         missing -= pairs(best)
     return chosen
-
-
-def one_device() -> Configuration:
-    return Configuration(1, max(STAGES, key=lambda name: len(STAGES[name])))
 
 
 def pairs(configuration: Configuration) -> set[tuple[Any, ...]]:
@@ -84,34 +82,21 @@ def is_meaningful(configuration: Configuration) -> bool:
 
 def is_possible(configuration: Configuration, devices: Sequence[jax.Device]) -> bool:
     try:
-        make_strategy(configuration, devices)
+        check_layout(configuration, devices)
     except UsageError:
         return False
     return True
 
 
-def make_strategy(
-    configuration: Configuration,
-    devices: Sequence[jax.Device],
-    make_state: Any = lambda: TrainState(jnp.zeros((), jnp.int32), {}, {}, {}),
-    microbatches: int | None = None,
-    bucket_mb: float = 1.0,
-    **more: Any,
-) -> Strategy:
-    """Return the strategy of a configuration. One device is a device of this process.
+def devices_of(configuration: Configuration, devices: Sequence[jax.Device]) -> Sequence[jax.Device]:
+    """Return the devices that a configuration uses; one device is one of this process."""
+    if configuration.devices == 1:
+        devices = [device for device in devices if device.process_index == jax.process_index()]
+    return devices[: configuration.devices]
 
-    Raises UsageError where these devices do not allow it.
-    """
-    c = configuration
-    local = [device for device in devices if device.process_index == jax.process_index()]
-    return STRATEGIES[c.backend](
-        make_state,
-        microbatches or c.devices,
-        make_reduction(c.reduction, bucket_mb),
-        None,
-        (local if c.devices == 1 else devices)[: c.devices],
-        zero=c.zero,
-        shard_size=c.shard_size,
-        gradient_buffer=c.gradient_buffer,
-        **more,
-    )
+
+def check_layout(configuration: Configuration, devices: Sequence[jax.Device]) -> None:
+    """Raise UsageError if the configuration's strategy does not work on these devices, whatever is trained."""
+    c, empty = configuration, TrainState(jnp.zeros((), jnp.int32), {}, {}, {})
+    layout = {"zero": c.zero, "shard_size": c.shard_size, "gradient_buffer": c.gradient_buffer}
+    STRATEGIES[c.backend](lambda: empty, c.devices, make_reduction(c.reduction), None, devices_of(c, devices), **layout)

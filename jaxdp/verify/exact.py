@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxdp.checkpoint.digest import params_sha256
-from jaxdp.core.state import Batch
+from jaxdp.core.state import Batch, TrainState
 from jaxdp.core.step import Step
 from jaxdp.errors import UsageError, one_line
 from jaxdp.parallel import STAGES, Strategy
 from jaxdp.parallel.layout import ZERO
 from jaxdp.split import path_string
-from jaxdp.verify.configurations import Configuration, one_device
+from jaxdp.verify.configurations import ONE_DEVICE, Configuration
 from jaxdp.verify.report import table
 
 # configuration -> (its strategy, the step, batch number -> its batch on the strategy's devices)
@@ -38,19 +38,16 @@ class Digests(NamedTuple):
 
 
 class ExactReport(NamedTuple):
-    """exact: configurations on several numbers of devices trained, and all have the same bits.
-
-    differs: index -> where its bits first differ from the first one's. nothing: why nothing was compared, or "".
-    """
+    """differs: index -> where its bits first differ from the first one's. nothing: why nothing was compared, or ""."""
 
     digests: list[Digests]
-    exact: bool
     differs: dict[int, str]
-    nothing: str = ""
+    nothing: str
 
     @property
-    def trained(self) -> list[Digests]:
-        return [d for d in self.digests if not d.refused]
+    def exact(self) -> bool:
+        """Return whether configurations on several numbers of devices trained, and all have the same bits."""
+        return not self.differs and not self.nothing
 
 
 def exact_configurations(most: int, reduction: str, several: bool = False) -> list[Configuration]:
@@ -68,9 +65,9 @@ def exact_configurations(most: int, reduction: str, several: bool = False) -> li
     fewer = range(1, most)
     chosen = [on(n, *layout) for i, n in enumerate(fewer) for layout in layouts[i :: max(len(fewer), 3)]]
     if several:
-        chosen = [one_device()._replace(reduction=reduction)]
+        chosen = [ONE_DEVICE._replace(reduction=reduction)]
     if most > 2 and most % 2 == 0:
-        layouts += [(one_device().backend, zero, "sharded", most // 2) for zero in (1, 3)]
+        layouts += [(ONE_DEVICE.backend, zero, "sharded", most // 2) for zero in (1, 3)]
     return chosen + [on(most, *layout) for layout in layouts]
 
 
@@ -90,27 +87,20 @@ def compare_bits(
         digests.append(one)
         outcome = one.refused or one.params[:16]
         progress(f"{i + 1}/{len(configurations)} {configuration.title}: {outcome}, {one.seconds:.1f} s")
-    trained = [i for i, one in enumerate(digests) if not one.refused]
+    trained = {i: one for i, one in enumerate(digests) if not one.refused}
     if not trained:
         raise UsageError(digests[0].refused)
-    first = digests[trained[0]]
-    bits = lambda one: (one.state, one.curve)
-    differs = {i: first_difference(first, digests[i]) for i in trained if bits(digests[i]) != bits(first)}
-    nothing = "" if differs else nothing_compared([digests[i] for i in trained])
-    return ExactReport(digests, not differs and not nothing, differs, nothing)
-
-
-def nothing_compared(trained: Sequence[Digests]) -> str:
-    """Return why equal digests say nothing about the number of devices, or ""."""
-    if not any(one.changed for one in trained):
-        return (
-            f"{len(trained[0].curve)} updates changed no float of the parameters or the optimizer state (none was "
+    first, *_ = trained.values()
+    differs = {i: text for i, one in trained.items() if (text := first_difference(first, one))}
+    nothing, counts = "", {one.configuration.devices for one in trained.values()}
+    if not any(one.changed for one in trained.values()):
+        nothing = (
+            f"{len(batches)} updates changed no float of the parameters or the optimizer state (none was "
             "applied, or every gradient is zero); verify with data and --updates that train something"
         )
-    counts = {one.configuration.devices for one in trained}
-    if len(counts) == 1:
-        return f"only {counts.pop()} device(s) could train; use --devices 2 or more, and 2 microbatches or more"
-    return ""
+    elif len(counts) == 1:
+        nothing = f"only {counts.pop()} device(s) could train; use --devices 2 or more, and 2 microbatches or more"
+    return ExactReport(digests, differs, "" if differs else nothing)
 
 
 def train(make: Make, configuration: Configuration, batches: Sequence[int]) -> Digests:
@@ -128,65 +118,58 @@ def train(make: Make, configuration: Configuration, batches: Sequence[int]) -> D
     names = ("params", "model_state", "opt_state", "guard", "ema", "carry", "exponents")
     parts = {name: part for name in names if (part := getattr(exported, name)) is not None}
     leaves = {path_string(p): params_sha256(x) for p, x in jax.tree_util.tree_leaves_with_path(parts)}
-    changed = trainable_digests(exported) != before
-    params, whole = params_sha256(exported.params), params_sha256(parts)
+    params, whole, changed = params_sha256(exported.params), params_sha256(parts), trainable_digests(exported) != before
     return Digests(configuration, params, whole, tuple(curve), leaves, changed, "", time.monotonic() - began)
 
 
-def trainable_digests(state: Any) -> list[str]:
+def trainable_digests(state: TrainState) -> list[str]:
     """Return the digest of each float of the parameters and of the optimizer state."""
     leaves = jax.tree.leaves((state.params, state.opt_state))
     return [params_sha256(x) for x in leaves if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)]
 
 
 def first_difference(first: Digests, other: Digests) -> str:
-    """Return where two first differ: the update, and the leaves at the end."""
+    """Return where two first differ, the update and the leaves at the end, or ""."""
+    if (first.state, first.curve) == (other.state, other.curve):
+        return ""
     update = next((i + 1 for i, (a, b) in enumerate(zip(first.curve, other.curve)) if a != b), None)
     when = f"from update {update} on" if update else "in the state alone"
     leaves = [leaf for leaf, digest in first.leaves.items() if other.leaves.get(leaf) != digest]
     leaves.sort(key=lambda leaf: not leaf.startswith("params/"))
-    if not leaves:
-        return f"{when}, in the metrics alone"
     more = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
-    return f"{when}, in {', '.join(leaves[:3])}{more}"
+    return f"{when}, in {', '.join(leaves[:3]) or 'the metrics alone'}{more}"
 
 
-def as_text(report: ExactReport, title: str, terminal: bool = False) -> str:
+def as_text(report: ExactReport, title: str) -> str:
     """Return each configuration with its digest, and the verdict as the last line."""
     rows = []
     for i, one in enumerate(report.digests):
         note = f"FAILED: differs {report.differs[i]}" if i in report.differs else one.refused
         rows.append([*one.configuration.cells, one.params[:16] or "refused", note])
     heads = [*Configuration._fields, "params_sha256", ""]
-    return "\n\n".join([title, table(heads, rows, terminal), verdict(report)])
+    return "\n\n".join([title, table(heads, rows), verdict(report)])
 
 
 def verdict(report: ExactReport) -> str:
-    trained = report.trained
+    trained = [one for one in report.digests if not one.refused]
     number = len(report.digests) - len(trained)
     refused = f" ({number} more refused)" if number else ""
-    if report.exact:
-        return f"exact: {len(trained)} configurations give the same bits{refused}; params_sha256 {trained[0].params}"
     if report.nothing:
         return f"not verified: {report.nothing}{refused}"
-    return f"not exact: {len(report.differs)} of {len(trained)} configurations differ from the first{refused}"
+    if report.differs:
+        return f"not exact: {len(report.differs)} of {len(trained)} configurations differ from the first{refused}"
+    return f"exact: {len(trained)} configurations give the same bits{refused}; params_sha256 {trained[0].params}"
 
 
 def as_json(report: ExactReport) -> dict[str, Any]:
-    configurations = [
-        {
-            "configuration": one.configuration._asdict(),
-            "params_sha256": one.params,
-            "state_sha256": one.state,
-            "refused": one.refused,
-            "differs": report.differs.get(i, ""),
-            "seconds": round(one.seconds, 2),
-        }
-        for i, one in enumerate(report.digests)
-    ]
-    return {
-        "exact": report.exact,
-        "nothing_compared": report.nothing,
-        "jax": jax.__version__,
-        "configurations": configurations,
+    row = lambda i, one: {
+        "configuration": one.configuration._asdict(),
+        "params_sha256": one.params,
+        "state_sha256": one.state,
+        "refused": one.refused,
+        "differs": report.differs.get(i, ""),
+        "seconds": round(one.seconds, 2),
     }
+    rows = [row(i, one) for i, one in enumerate(report.digests)]
+    verdict = {"exact": report.exact, "nothing_compared": report.nothing}
+    return {**verdict, "jax": jax.__version__, "configurations": rows}

@@ -15,11 +15,13 @@ import numpy as np
 import optax
 
 from jaxdp.data.cursor import RESET
+from jaxdp.errors import UsageError
 from jaxdp.losses import apply_loss
+from jaxdp.metrics.sums import check_result
 from jaxdp.models.base import CARRY
 from jaxdp.precision import cast_floats
 from jaxdp.split import path_string
-from jaxdp.verify.problem import Problem, Tree, Trial
+from jaxdp.verify.problem import Misfit, Problem, Tree, Trial
 
 Batch = dict[str, Any]
 
@@ -73,18 +75,25 @@ def make_oracle(problem: Problem) -> Oracle:
 
     def value(trainable: Tree, frozen: Tree, states: list[Tree], batches: list[Batch], keys: list[jax.Array]) -> Any:
         def loss(trainable: Tree) -> Any:
-            params = join(trainable, frozen)
+            params = merge(trainable, frozen)
             results = [forward(params, *microbatch) for microbatch in zip(states, batches, keys, strict=True)]
             outputs, targets, new = zip(*results, strict=True)
-            concatenate = lambda trees: (
-                jax.tree.map(lambda *x: jnp.concatenate(x), *trees) if len(trees) > 1 else trees[0]
-            )
-            total, weight, metrics = apply(concatenate(outputs), concatenate(targets))
+            join = lambda trees: trees[0] if len(trees) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
+            total, weight, metrics = checked(apply(join(outputs), join(targets)))
             return total, (weight, metrics, list(new))
 
         return jax.value_and_grad(loss, has_aux=True)(trainable)
 
     return Oracle(jax.jit(forward), jax.jit(value), jax.jit(apply))
+
+
+def checked(result: Any) -> Any:
+    """Return what a loss returned. Raises Misfit if it is not (sum, weight, {metric: sum})."""
+    try:
+        check_result(result)
+    except UsageError as error:
+        raise Misfit(str(error)) from None
+    return result
 
 
 @functools.lru_cache(maxsize=4)
@@ -111,7 +120,7 @@ def key_of(problem: Problem, update: int, microbatch: int) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(problem.seed), update), microbatch)
 
 
-@np.errstate(over="ignore", invalid="ignore")  # the diagnosis reports what is not finite
+@np.errstate(over="ignore", invalid="ignore")  # the report names what is not finite
 def train(problem: Problem, oracle: Oracle, trial: Trial, start: Start, tx: optax.GradientTransformation) -> Trained:
     """Train one update for each batch of the trial."""
     update = make_update(tx, problem.clip_norm)
@@ -146,19 +155,13 @@ def train(problem: Problem, oracle: Oracle, trial: Trial, start: Start, tx: opta
         state, different = average(states, [share / total for share in shares])
         disagreeing |= different
         trainable, opt_state = update(trainable, opt_state, mean)
-        params = join(trainable, frozen)
+        params = merge(trainable, frozen)
         if problem.ema_decay is not None:
             ema = weighted([ema, params], [problem.ema_decay, 1 - problem.ema_decay])
-    return Trained(
-        params,
-        state,
-        opt_state,
-        None if problem.ema_decay is None else ema,
-        None if first_carry is None else jax.tree.map(lambda *x: np.stack(x), *carry),
-        {name: np.array([metrics[name] for metrics in curve]) for name in curve[0]},
-        history,
-        frozenset(disagreeing),
-    )
+    ema = None if problem.ema_decay is None else ema
+    carries = None if first_carry is None else jax.tree.map(lambda *x: np.stack(x), *carry)
+    curves = {name: np.array([metrics[name] for metrics in curve]) for name in curve[0]}
+    return Trained(params, state, opt_state, ema, carries, curves, history, frozenset(disagreeing))
 
 
 def mean_of(values: list[Any], weight: float) -> float:
@@ -177,14 +180,14 @@ def average(states: list[Tree], shares: list[float]) -> tuple[Tree, set[str]]:
     """Return (the model state after an update, the paths of integers that disagree). Floats are averaged by share."""
     disagreeing = set[str]()
 
-    def merge(path: Any, *leaves: np.ndarray) -> np.ndarray:
+    def mean(path: Any, *leaves: np.ndarray) -> np.ndarray:
         if jnp.issubdtype(leaves[0].dtype, jnp.floating):
             return np.asarray(sum(x * share for x, share in zip(leaves, shares, strict=True)))
         if any((x != leaves[0]).any() for x in leaves):
             disagreeing.add(path_string(path))
         return leaves[0]
 
-    return jax.tree_util.tree_map_with_path(merge, *states), disagreeing
+    return jax.tree_util.tree_map_with_path(mean, *states), disagreeing
 
 
 def partition(params: Tree, patterns: Any) -> tuple[Tree, Tree]:
@@ -194,7 +197,7 @@ def partition(params: Tree, patterns: Any) -> tuple[Tree, Tree]:
     return pick(False), pick(True)
 
 
-def join(trainable: Tree, frozen: Tree) -> Tree:
+def merge(trainable: Tree, frozen: Tree) -> Tree:
     return jax.tree.map(lambda a, b: b if a is None else a, trainable, frozen, is_leaf=lambda x: x is None)
 
 

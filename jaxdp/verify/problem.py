@@ -1,6 +1,10 @@
 """What is verified: the parts of a run, and the small batches that they are tried on."""
 
+import contextlib
 import dataclasses
+import math
+import pathlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,18 +15,24 @@ import optax
 
 from jaxdp import user_errors
 from jaxdp.core.state import Transform
+from jaxdp.core.step import Step
 from jaxdp.data.base import Dataset
 from jaxdp.data.cursor import Cursor, Order, Streams
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
 from jaxdp.losses import LossFn, attribute
 from jaxdp.models.base import Model
+from jaxdp.parallel import Strategy
 from jaxdp.precision import cast_floats
 from jaxdp.verify.configurations import Configuration
 
 Tree = Any
 Arrays = dict[str, np.ndarray]
 MOST_EXAMPLES = 4  # per microbatch; with two, a BatchNorm without pixels to average over has no gradient to compare
+
+
+class Misfit(UsageError):
+    """A loss or an optimizer that does not return what training needs: a failed check of the report."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +42,8 @@ class Problem:
     Args:
         make_tx: factor -> the optimizer at that factor of its peak learning rate, from the first update on.
         configuration: the configuration of the run itself.
+        build: (problem, trial, optimizer, configuration, devices, MB of a bucket) -> a run's strategy and step.
         sequential: rows continue from batch to batch.
-        remat: ZeRO stage -> policy.
         remake: constructs all of this again, from the modules as they are imported then.
         float32_line: the line that cannot be traced in float64, if the model is computed in float32 because of it.
     """
@@ -43,6 +53,7 @@ class Problem:
     make_tx: Callable[[float], optax.GradientTransformation]
     dataset: Dataset
     configuration: Configuration
+    build: Callable[..., tuple[Strategy, Step]]
     transform: Transform | None = None
     sequential: bool = False
     seed: int = 0
@@ -51,7 +62,6 @@ class Problem:
     clip_norm: float | None = None
     frozen: Sequence[str] = ()
     ema_decay: float | None = None
-    remat: Callable[[int], str] = lambda zero: "none"
     remake: Callable[[], "Problem"] | None = None
     float32_line: str = ""
 
@@ -109,38 +119,49 @@ def in_traceable_precision(problem: Problem, trial: Trial) -> Problem:
 
     Some models fix the dtype of a loop's state, such as an LSTM's carry.
     """
-    error = float64_error(problem.model, trial)
-    if error is None or float64_error(in_float32(problem.model), trial) is not None:
-        return problem
-    line, remake = user_errors.lines(error), problem.remake
+    model, key, wide = problem.model, jax.random.key(0), lambda tree: cast_floats(tree, jnp.float64)
+    try:
+        jax.eval_shape(lambda x: model.apply(*wide(model.init(key, wide(x))), wide(x), key, True), trial.example)
+    except TypeError as error:
+        return in_float32(problem, user_errors.lines(error))
+    except Exception:  # reported where each part is traced
+        pass
+    return problem
 
-    def replace(problem: Problem) -> Problem:
-        return dataclasses.replace(problem, model=in_float32(problem.model), float32_line=line)
 
-    return dataclasses.replace(replace(problem), remake=remake and (lambda: replace(remake())))
-
-
-def in_float32(model: Model) -> Model:
-    """Return the model computed in float32, with arguments and results in float64."""
+def in_float32(problem: Problem, line: str) -> Problem:
+    """Return the problem with its model computed in float32, with arguments and results in float64."""
+    model, remake = problem.model, problem.remake
     narrow, wide = (lambda tree, to=dtype: cast_floats(tree, to) for dtype in (jnp.float32, jnp.float64))
 
     def apply(params: Tree, state: Tree, batch: Any, key: jax.Array, train: bool) -> tuple[Tree, Tree]:
         return wide(model.apply(*narrow((params, state, batch)), key, train))
 
-    return model._replace(init=lambda key, batch: model.init(key, narrow(batch)), apply=apply)
+    model32 = model._replace(init=lambda key, batch: model.init(key, narrow(batch)), apply=apply)
+    again = remake and (lambda: in_float32(remake(), line))
+    return dataclasses.replace(problem, model=model32, remake=again, float32_line=line)
 
 
-def float64_error(model: Model, trial: Trial) -> TypeError | None:
-    """Return the TypeError of tracing the model in float64, if there is one."""
-    wide, key = lambda tree: cast_floats(tree, jnp.float64), jax.random.key(0)
+def check_memory(problem: Problem, trial: Trial, devices: Sequence[jax.Device]) -> None:
+    """Raise UsageError if the states that exist at once do not fit into memory."""
+    params, model_state = jax.eval_shape(problem.model.init, jax.random.key(0), trial.example)
+    size = lambda *trees: sum(math.prod(x.shape) * 8 for x in jax.tree.leaves(trees))
+    state = size(params, model_state, jax.eval_shape(problem.make_tx(1.0).init, params), params)
+    number, limit = len(devices), free_memory()
+    if devices[0].platform != "cpu":
+        number, limit = 1, (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+    needed = number * (state + 2 * size(params)) + 4 * state  # beside the state: gradients and their sum
+    if needed > limit:
+        raise UsageError(
+            f"verify.model_args: {size(params) // 8:,} parameters need {needed / 1e9:.0f} GB in float64 on "
+            f"{len(devices)} devices, and there are {limit / 1e9:.0f}; make the model smaller while it is verified, "
+            "e.g. --verify.model_args.layers 2, or use fewer --devices"
+        )
 
-    def run(example: Any) -> Any:
-        return model.apply(*wide(model.init(key, wide(example))), wide(example), key, True)
 
-    try:
-        jax.eval_shape(run, trial.example)
-    except TypeError as error:
-        return error
-    except Exception:  # reported where each part is traced
-        pass
-    return None
+def free_memory() -> float:
+    """Return the free bytes of this machine; infinity if unknown."""
+    with contextlib.suppress(OSError):
+        if match := re.search(r"MemAvailable:\s*(\d+) kB", pathlib.Path("/proc/meminfo").read_text()):
+            return int(match[1]) * 1024.0
+    return math.inf

@@ -1,46 +1,113 @@
-"""Print a report for a person, or as JSON."""
+"""The report of a verification: its verdict and causes, as text for a person or as JSON."""
 
-import io
+import dataclasses
+import functools
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+import numpy as np
 
-from jaxdp.verify.compare import Worst
+from jaxdp.verify.causes import FAILED, OK, REFUSED, Check, cause
+from jaxdp.verify.compare import Reference, Worst, list_leaves
 from jaxdp.verify.configurations import Configuration
-from jaxdp.verify.diagnosis import Report
-from jaxdp.verify.run import Result
+from jaxdp.verify.problem import Problem, Trial
+from jaxdp.verify.training import Result
 
 
-def as_text(report: Report, title: str, terminal: bool = False) -> str:
+@dataclasses.dataclass
+class Report:
+    """What was compared, and the result. results: one device first, then the run's own configuration.
+
+    reference: what the oracle trained; None if a check failed before. causes: why it is not verified, or nothing.
+    """
+
+    problem: Problem
+    trial: Trial
+    devices: list[jax.Device]
+    parameters: int
+    tolerance: float
+    checks: list[Check]
+    reference: Reference | None = None
+    results: list[Result] = dataclasses.field(default_factory=list)
+
+    @functools.cached_property
+    def causes(self) -> list[str]:
+        return list(dict.fromkeys(find_causes(self)))
+
+    @property
+    def verified(self) -> bool:
+        return not self.causes
+
+    @property
+    def failed(self) -> list[Result]:
+        return [r for r in self.results if r.verdict == FAILED]
+
+    @property
+    def passed(self) -> list[Result]:
+        return [r for r in self.results if r.verdict == OK]
+
+    @property
+    def largest(self) -> Worst:
+        return max((r.worst for r in self.results), default=Worst(0.0, ""))
+
+
+def find_causes(report: Report) -> list[str]:
+    """Return why the problem is not verified, the most certain cause first."""
+    causes, reference = [check.text for check in report.checks if check.verdict == FAILED], report.reference
+    if reference is None:
+        return causes or [cause("nothing compared")]
+    asked = [r for r in report.results if r.configuration == report.problem.configuration and r.verdict == REFUSED]
+    causes += [cause("refused", failure=result.failure) for result in asked]
+    losses, before = reference.trained.curve["loss"], len(causes)
+    if reference.trained.disagreeing:
+        causes.append(cause("integers", leaves=", ".join(sorted(reference.trained.disagreeing))))
+    if not np.isfinite(losses).all():
+        causes.append(cause("not finite", losses=losses.tolist()))
+    elif reference.unexplained:
+        causes.append(cause("rounding", leaves=list_leaves(reference.unexplained)))
+    elif not reference.judged[0]:
+        causes.append(cause("nothing judged"))
+    elif not report.passed and not report.failed:
+        causes.append(cause("nothing compared"))
+    if report.failed and len(causes) == before:
+        causes.append(explain_difference(report))
+    return causes
+
+
+def explain_difference(report: Report) -> str:
+    """Return what the configurations that differ from the oracle have in common."""
+    failures = [r.failure for r in report.failed if r.failure]
+    if failures:
+        return cause("failed", number=len(failures), all=len(report.results), failure=failures[0])
+    bad, good = ([r.configuration for r in results] for results in (report.failed, report.passed))
+    if not good:
+        return cause("all differ")
+    for name in Configuration._fields:
+        values = {getattr(c, name) for c in bad}
+        if len(values) == 1 and not values & {getattr(c, name) for c in good}:
+            return cause("one setting", name=name, value=values.pop())
+    several = min(c.devices for c in bad) > 1 == max(c.devices for c in good)
+    return cause("several devices" if several else "no setting")
+
+
+def as_text(report: Report, title: str) -> str:
     """Return the checks, the configurations, and the verdict as the last line."""
-    parts = [f"{title}\n{describe(report)}"]
-    checks = [[check.name, check.verdict, check.text] for check in report.checks]
-    parts.append(table(["check", "verdict", "result"], checks, terminal))
-    if report.results:
-        heads = [*Configuration._fields, f"error (allowed {report.tolerance:g})", "of the leaf"]
-        rows = [
-            [*r.configuration.cells, outcome(r, report.tolerance), r.failure or r.worst.leaf] for r in report.results
-        ]
-        parts.append(table(heads, rows, terminal))
-    return "\n\n".join([*parts, verdict(report)])
-
-
-def describe(report: Report) -> str:
     trial, problem, reference = report.trial, report.problem, report.reference
     examples, processes = trial.microbatches * trial.microbatch_size, len({d.process_index for d in report.devices})
     lower = f", {reference.rate:g} of the peak learning rate" if reference and reference.rate < 1 else ""
-    return (
+    setting = (
         f"{len(report.devices)} x {report.devices[0].device_kind}{f' in {processes} processes' * (processes > 1)}; "
         f"{len(trial.batches)} updates of {examples} examples in {trial.microbatches} microbatches (a run has "
         f"{problem.batch_size} in {problem.microbatches}); float64, no loss scaling, no warm-up{lower}"
     )
+    parts = [f"{title}\n{setting}", table(["check", "verdict", "result"], report.checks)]
+    if report.results:
+        heads = [*Configuration._fields, f"error (allowed {report.tolerance:g})", "of the leaf"]
+        rows = [[*r.configuration.cells, r.outcome, r.failure or r.worst.leaf] for r in report.results]
+        parts.append(table(heads, rows))
+    return "\n\n".join([*parts, verdict(report)])
 
 
 def verdict(report: Report) -> str:
@@ -51,7 +118,7 @@ def verdict(report: Report) -> str:
     assert report.reference is not None
     judged, trained = report.reference.judged
     why = "" if judged == trained else "; the gradient of the others is zero but for rounding"
-    number = sum(r.refused for r in report.results)
+    number = sum(r.verdict == REFUSED for r in report.results)
     refused = f" ({number} more refused)" if number else ""
     return (
         f"verified: {len(report.passed)} configurations agree with the oracle{refused}; "
@@ -60,32 +127,29 @@ def verdict(report: Report) -> str:
     )
 
 
-def outcome(result: Result, tolerance: float) -> str:
-    if result.failure:
-        return "refused" if result.refused else "FAILED"
-    return f"{result.worst.error:.1e}{' FAILED' * (not result.worst.error <= tolerance)}"
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], terminal: bool) -> str:
-    """Return a table: of a terminal's width and in colour, or as aligned lines."""
-    grid = Table(*heads, box=box.SIMPLE_HEAD if terminal else None, pad_edge=False)
-    for row in rows:
-        bad = terminal and any("FAILED" in cell for cell in row)
-        grid.add_row(*map(Text, row), style="red" if bad else None)
-    out = io.StringIO()
-    width = Console(file=sys.stdout).width if terminal else 10_000
-    Console(file=out, force_terminal=terminal, width=width).print(grid)
-    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return aligned lines."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows)]
+    line = lambda cells: "  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip()
+    return "\n".join(map(line, [heads, *rows]))
 
 
 def as_json(report: Report) -> dict[str, Any]:
     """Return the report as plain values; an infinite error is the text "inf"."""
     reference, trial = report.reference, report.trial
+    values = lambda worst: {"error": worst.error if math.isfinite(worst.error) else "inf", "leaf": worst.leaf}
+    row = lambda r: {
+        "configuration": r.configuration._asdict(),
+        **values(r.worst),
+        "failure": r.failure,
+        "refused": r.verdict == REFUSED,
+        "seconds": round(r.seconds, 2),
+    }
     return {
         "verified": report.verified,
         "causes": report.causes,
         "tolerance": report.tolerance,
-        **as_values(report.largest),
+        **values(report.largest),
         "devices": len(report.devices),
         "device_kind": report.devices[0].device_kind,
         "jax": jax.__version__,
@@ -93,20 +157,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "microbatches": trial.microbatches,
         "batch_size": trial.microbatches * trial.microbatch_size,
         "checks": [c._asdict() for c in report.checks],
-        "configurations": [
-            {
-                "configuration": r.configuration._asdict(),
-                **as_values(r.worst),
-                "failure": r.failure,
-                "refused": r.refused,
-                "seconds": round(r.seconds, 2),
-            }
-            for r in report.results
-        ],
+        "configurations": [row(r) for r in report.results],
         "rate": reference.rate if reference else 1.0,
         "judged": reference.judged if reference else (0, 0),
     }
-
-
-def as_values(worst: Worst) -> dict[str, Any]:
-    return {"error": worst.error if math.isfinite(worst.error) else "inf", "leaf": worst.leaf}

@@ -4,37 +4,32 @@ A fault is named by its line of code, before anything is computed.
 """
 
 import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.analysis.programs import Digest, describe, digest
+from jaxdp.analysis.programs import Digest, Line, describe, digest, inside, line, lines, needed
+from jaxdp.axes import DATA
 from jaxdp.data.base import probes
 from jaxdp.errors import UsageError, one_line
-from jaxdp.metrics.sums import check_result
-from jaxdp.verify import other_hosts, trace
-from jaxdp.verify.checks import FAILED, NOTE, OK, Check
-from jaxdp.verify.problem import Problem, Trial
-from jaxdp.verify.trace import Program, trace_parts
+from jaxdp.losses import attribute
+from jaxdp.metrics.sums import WEIGHT, flat
+from jaxdp.precision import cast_floats
+from jaxdp.verify import hosts
+from jaxdp.verify.causes import FAILED, NOTE, OK, Check, failed
+from jaxdp.verify.oracle import key_of, make_oracle
+from jaxdp.verify.problem import Misfit, Problem, Trial
 
+EXAMPLES, TRANSFORM, INIT, GRADIENT = "the data", "the data's transform", "the model's init", "the model or the loss"
+DERIVED, EVALUATION, OPTIMIZER = "what the loss derives", "the evaluation", "the optimizer"
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}  # by the dtype of the computation
-CAUSES = {  # how the numbers of a part come to depend on its surroundings
-    "axis_index": "{part} asks which device it is on (axis_index{where}), and a key or value made of that depends on "
-    "the devices; derive it from the key that is passed in",
-    "communicates": "{part} communicates over the devices ({what}{where}), as BatchNorm with sync: true does, so that "
-    "its numbers depend on how many there are",
-    "counts": "{part} asks how many devices there are (axis_size, or psum of 1{where}), and its numbers depend on it",
-    "impure": "{part} is not the same when it is traced again (it differs{where}): it draws from a generator of its "
-    "own, NumPy's or Python's, or reads something that changes; derive random numbers from the key that is passed in",
-    "host": "{part} depends on {what} (it differs{where}), which is another in every process or on other hardware; use "
-    "the config, the key, or the data instead",
-    "raises": "what the config names cannot be constructed or traced on another host (another value of {what})",
-    "unbound": "{part} names an axis that does not exist ({what}); that of all devices is 'data', and init has none",
-}
-COMBINED = (trace.EVALUATION, trace.GRADIENT)  # repeat what the parts before them have
-MADE_BY_USER = (trace.DATA_TRAIN, trace.INIT, trace.MODEL, trace.LOSS)
+DRAWS = {"random_bits", "threefry2x32", "rng_uniform", "rng_bit_generator"}
+MOVES_NOTHING = {"pvary", "pcast", "pbroadcast"}  # operations that name an axis
 
 
 class StaticChecks(NamedTuple):
@@ -44,27 +39,59 @@ class StaticChecks(NamedTuple):
     """
 
     checks: list[Check]
-    random: bool
-    epsilon: float
     tolerance: float
-    parameters: int
-    digests: dict[str, Digest]
+    random: bool = False
+    epsilon: float = 0.0
+    parameters: int = 0
+    digests: dict[str, Digest] = {}
+
+
+class Program(NamedTuple):
+    """A traced part. out: the shapes of what it returns; None if it names an axis that is not bound, `unbound`."""
+
+    lines: list[Line]
+    eqns: list[jex.JaxprEqn] = []
+    out: Any = None
+    unbound: str = ""
+
+    @property
+    def random(self) -> bool:
+        return any(eqn.primitive.name in DRAWS for eqn in self.eqns)
+
+    @property
+    def cast(self) -> tuple[Any, str] | None:
+        """Return (dtype, line of code) of the first cast from float64 to a shorter float, or None."""
+        for eqn in self.eqns:
+            if eqn.primitive.name == "convert_element_type":
+                before, after = (jnp.dtype(v.aval.dtype) for v in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
+                if before == jnp.float64 != after and jnp.issubdtype(after, jnp.floating):
+                    return after, line(eqn)
+        return None
 
 
 def run_static_checks(problem: Problem, trial: Trial, tolerance: float | None) -> StaticChecks:
     """Check the data and the traced parts. tolerance: as asked for, or None."""
-    checks = [check_data(problem)]
-    parts = trace_parts(problem, trial)
-    checks += check_surroundings(problem, trial, parts, checks[0].verdict == OK)
-    checks += check_form(parts)
-    dtype, precision = check_precision(problem, parts, tolerance)
-    checks += precision
-    random = any(trace.is_random(parts[part]) for part in (trace.DATA_TRAIN, trace.MODEL) if part in parts)
-    init = parts[trace.INIT].out
-    count = 0 if init is None else sum(x.size for x in jax.tree.leaves(init[0]))
-    digests = {part: digest(program.lines) for part, program in parts.items()}
-    allowed = TOLERANCE[dtype.name] if tolerance is None else tolerance
-    return StaticChecks(checks, random, float(jnp.finfo(dtype).eps), allowed, count, digests)
+    if tolerance is not None and not 0 < tolerance < 1:
+        raise UsageError(f"tolerance: {tolerance} is not between 0 and 1; to compare bits, use --exact")
+    data, dtype = check_data(problem), jnp.dtype(jnp.float64)
+    try:
+        parts = trace_parts(problem, trial)
+    except Misfit as error:
+        return StaticChecks([data, Check("trace", FAILED, str(error))], tolerance or TOLERANCE[dtype.name])
+    checks = [data, *check_surroundings(problem, trial, parts, data.verdict == OK)]
+    init, gradient = parts[INIT], parts.get(GRADIENT, Program([]))
+    if cast := gradient.cast:
+        dtype, where = cast[0], problem.float32_line or cast[1]
+        at = where and f" at {where}"
+        checks.append(Check("precision", NOTE, f"{GRADIENT} computes in {dtype.name}{at}, also from float64 arguments"))
+    return StaticChecks(
+        checks,
+        tolerance or TOLERANCE[dtype.name],
+        random=parts[TRANSFORM].random or gradient.random,
+        epsilon=float(jnp.finfo(dtype).eps),
+        parameters=0 if init.unbound else sum(x.size for x in jax.tree.leaves(init.out[0])),
+        digests={part: digest(program.lines) for part, program in parts.items()},
+    )
 
 
 def check_data(problem: Problem) -> Check:
@@ -72,99 +99,140 @@ def check_data(problem: Problem) -> Check:
     index = probes(problem.dataset)
     one, other = problem.dataset.read(index), problem.dataset.read(index[::-1])
     same = lambda a, b: describe(np.asarray(a)) == describe(np.ascontiguousarray(np.asarray(b)[::-1]))
-    changed = [k for k in {**one, **other} if k not in one or k not in other or not same(one[k], other[k])]
-    if changed:
-        text = (
-            f"the data is not a function of the index: {changed[0]!r} of an example changes when it is read again; "
-            "move what is random into its transform(batch, key, train)"
-        )
-        return Check("data", FAILED, text)
+    for name in {**one, **other}:
+        if name not in one or name not in other or not same(one[name], other[name]):
+            return failed("data", "data", what=name)
     return Check("data", OK, f"{len(index)} examples are the same when they are read again")
+
+
+def trace(f: Callable, *args: Any, devices: int | None = 2) -> Program:
+    """Trace `f(*args)` as one of this number of devices; None: without an axis of devices."""
+    axes = [(DATA, devices)] if devices else None
+    try:
+        closed, out = jax.make_jaxpr(lambda *args: f(*args), axis_env=axes, return_shape=True)(*args)
+    except NameError as error:
+        if "axis name: " not in str(error):
+            raise
+        return Program([], unbound=repr(str(error).partition("axis name: ")[2].partition(".")[0]))
+    return Program(list(lines(closed, callbacks=True)), list(operations(closed.jaxpr)), out)
+
+
+def operations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
+    """Yield the operations that a result depends on, those inside loops and calls too."""
+    for eqn in needed(jaxpr):
+        yield eqn
+        for inner in inside(eqn):
+            yield from operations(inner.jaxpr if isinstance(inner, jex.ClosedJaxpr) else inner)
+
+
+def trace_parts(problem: Problem, trial: Trial, devices: int = 2) -> dict[str, Program]:
+    """Trace each part for one microbatch, up to the first that names an axis that is not bound."""
+    jax.clear_caches()
+    batch, key, model = trial.microbatch(0, 0), key_of(problem, 0, 0), problem.model
+    transform = problem.transform or (lambda batch, key, train: batch)
+    wide = lambda shapes: jax.eval_shape(lambda tree: cast_floats(tree, jnp.float64), shapes)
+    constants = lambda values: Program([Line(f"{name} {describe(value)}", (), "") for name, value in values.items()])
+    examples = problem.dataset.read(probes(problem.dataset))
+    parts = {EXAMPLES: constants({name: np.asarray(value) for name, value in examples.items()})}
+    augment = lambda batch, key: {"mask": batch["mask"], **transform(batch, key, True)}
+    parts[TRANSFORM] = data = trace(augment, batch, key, devices=devices)
+    parts[INIT] = first = trace(model.init, key, wide(trial.example), devices=None)
+    if data.unbound or first.unbound:
+        return parts
+    params, state = wide(first.out)
+    frozen, value = (
+        jax.tree.map(lambda x: None, params),
+        make_oracle(dataclasses.replace(problem, transform=None)).value,
+    )
+    parts[GRADIENT] = gradient = trace(value, params, frozen, [state], [data.out], [key], devices=devices)
+    if gradient.unbound:
+        return parts
+
+    def evaluate(params: Any, state: Any, batch: Any, data: Any, key: jax.Array) -> Any:
+        with contextlib.suppress(Exception):  # a transform for training alone
+            data = transform(batch, key, False)
+        inputs = cast_floats({**data, "mask": batch["mask"] != 0}, jnp.float64)
+        return model.apply(params, state, inputs, key, False)[0]
+
+    with contextlib.suppress(Exception):  # a model for training alone
+        parts[EVALUATION] = trace(evaluate, params, state, batch, data.out, key, devices=devices)
+    metrics = ["loss", *flat(gradient.out[0][1][1])]
+    means = {name: 0.5 + i / 64 for i, name in enumerate(metrics) if not name.startswith(WEIGHT)}
+    with contextlib.suppress(Exception):  # a run reports it
+        parts[DERIVED] = constants(attribute(problem.loss, "derive", dict)(means))
+    tx = problem.make_tx(1.0)
+    try:
+        parts[OPTIMIZER] = trace(lambda params: tx.update(params, tx.init(params), params), params, devices=None)
+    except (TypeError, UsageError) as error:
+        raise Misfit(f"optimizer: {one_line(error).removeprefix('optimizer.target: ')}") from error
+    return parts
 
 
 def check_surroundings(problem: Problem, trial: Trial, parts: dict[str, Program], readable: bool) -> list[Check]:
     """Check that no part depends on the devices, the host or the time."""
-    causes = differences(parts, trace_parts(problem, trial), "impure")
-    if not causes and readable:
-        causes = on_other_hosts(problem, trial, parts)
-    asked = [cause for part in MADE_BY_USER if part in parts for cause in device_causes(part, parts[part])]
-    if not causes and not asked:
-        asked = differences(parts, trace_parts(problem, trial, 3), "counts")
-    if causes or asked:
-        return [Check("devices", FAILED, cause) for cause in causes + asked]
+    checks, notes = differences(parts, trace_parts(problem, trial), "impure"), list[Check]()
+    if not checks and readable:
+        checks, notes = on_other_hosts(problem, trial, parts)
+    asked = [check for part in (TRANSFORM, INIT, GRADIENT) if part in parts for check in asks(part, parts[part])]
+    if not checks and not asked:
+        asked = differences(parts, trace_parts(problem, trial, devices=3), "counts")
     text = "data, model, loss and optimizer depend on neither devices, nor host, nor a random generator of their own"
-    return [Check("devices", OK, text)]
+    return (checks + asked or [Check("devices", OK, text)]) + notes
 
 
-def explain(kind: str, part: str = "", where: str = "", what: str = "") -> str:
-    return CAUSES[kind].format(part=part, what=what, where=where and f" at {where}")
-
-
-def device_causes(part: str, program: Program) -> list[str]:
-    """Return what the program asks of the devices, as causes."""
+def asks(part: str, program: Program) -> list[Check]:
+    """Return a failure for each operation that asks for the device or communicates over devices."""
     if program.unbound:
-        return [explain("unbound", part, what=program.unbound)]
-    return [
-        explain("axis_index" if name == "axis_index" else "communicates", part, where, name)
-        for name, where in trace.device_operations(program).items()
-    ]
+        return [failed("devices", "unbound", part=part, what=program.unbound)]
+    asked = dict[str, Check]()
+    for eqn in program.eqns:
+        name, axes = eqn.primitive.name, jax.tree.leaves([eqn.params.get(key) for key in ("axes", "axis_name")])
+        if DATA in axes and name not in MOVES_NOTHING:
+            kind = "axis_index" if name == "axis_index" else "communicates"
+            asked.setdefault(name, failed("devices", kind, line(eqn), part=part, what=name))
+    return list(asked.values())
 
 
-def differences(one: dict[str, Program], other: dict[str, Program], kind: str, what: str = "") -> list[str]:
-    """Return a cause for each part whose programs differ; for combined parts only if no other part differs."""
-    where = {part: trace.first_difference(program, other.get(part, Program([]))) for part, program in one.items()}
-    differ = [part for part, line in where.items() if line is not None]
-    chosen = [part for part in differ if part not in COMBINED] or differ[:1]
-    return [explain(kind, part, where[part] or "", what) for part in chosen]
+def differences(one: dict[str, Program], other: dict[str, Program], kind: str, what: str = "") -> list[Check]:
+    """Return a failure for each part whose programs differ; for the evaluation only if training does not."""
+    where = {part: first_difference(program, other.get(part, Program([]))) for part, program in one.items()}
+    if where.get(TRANSFORM) is not None or where.get(GRADIENT) is not None:
+        where.pop(EVALUATION, None)
+    return [failed("devices", kind, at, part=part, what=what) for part, at in where.items() if at is not None]
 
 
-def on_other_hosts(problem: Problem, trial: Trial, parts: dict[str, Program]) -> list[str]:
-    """Construct and trace everything again as on other hosts, and return what differs with its cause."""
-    remake = problem.remake
+def first_difference(one: Program, other: Program) -> str | None:
+    """Return the line of code where two programs first differ ("" if unknown), or None."""
+    for a, b in zip(one.lines, other.lines, strict=False):
+        if a[:2] != b[:2]:
+            return a.where or b.where
+    return None if len(one.lines) == len(other.lines) else ""
+
+
+def on_other_hosts(problem: Problem, trial: Trial, parts: dict[str, Program]) -> tuple[list[Check], list[Check]]:
+    """Construct and trace everything again as on other hosts. Return (failures with their causes, notes)."""
+    remake, notes = problem.remake, list[Check]()
 
     def trace_under(context: Any) -> dict[str, Program]:
-        with context, other_hosts.fresh_modules() if remake else contextlib.nullcontext():
+        with context, hosts.fresh_modules() if remake else contextlib.nullcontext():
             return trace_parts(remake() if remake else problem, trial)
 
+    def compare(host: hosts.Host, what: str, facts: tuple[str, ...]) -> list[Check]:
+        try:
+            return differences(parts, trace_under(hosts.pretend(host, facts)), "host", what)
+        except Exception as error:
+            return [failed("devices", "raises", what=f"{what}: {type(error).__name__}: {one_line(error)}")]
+
+    again = lambda: differences(parts, trace_under(contextlib.nullcontext()), "impure")
     if remake:
         try:
-            again = trace_under(contextlib.nullcontext())
-        except Exception:  # modules that cannot be imported twice
-            remake = None
-        else:
-            if causes := differences(parts, again, "impure"):
-                return causes
-
-    def compare(host: other_hosts.Host, what: str, facts: list[str]) -> list[str]:
-        try:
-            return differences(parts, trace_under(other_hosts.pretend(host, facts)), "host", what=what)
+            if checks := again():
+                return checks, notes
         except Exception as error:
-            return [explain("raises", what=f"{what}: {type(error).__name__}: {one_line(error)}")]
-
-    facts = list(other_hosts.FACTS)
-    for host in other_hosts.HOSTS:
-        if causes := compare(host, "what differs between hosts", facts):
-            return next((named for fact in facts if (named := compare(host, fact, [fact]))), causes)
-    return []
-
-
-def check_form(parts: dict[str, Program]) -> list[Check]:
-    """Return a failure if the loss does not return (sum, weight, {metric: sum})."""
-    if trace.LOSS in parts and not parts[trace.LOSS].unbound:
-        try:
-            check_result(parts[trace.LOSS].out)
-        except UsageError as error:
-            return [Check("loss", FAILED, str(error))]
-    return []
-
-
-def check_precision(problem: Problem, parts: dict[str, Program], tolerance: float | None) -> tuple[Any, list[Check]]:
-    """Return (the dtype that model or loss compute in, a note if it is not float64)."""
-    casts = [(part, trace.narrow_cast(parts[part])) for part in (trace.MODEL, trace.LOSS) if part in parts]
-    for part, cast in casts:
-        if cast is not None:
-            dtype, where = cast[0], problem.float32_line or cast[1]
-            allowed = TOLERANCE[dtype.name] if tolerance is None else tolerance
-            text = f"{part} computes in {dtype.name}{where and f' at {where}'}, also from float64 arguments; "
-            return dtype, [Check("precision", NOTE, f"{text}allowed is {allowed:g}")]
-    return jnp.dtype(jnp.float64), []
+            text = f"modules cannot be imported twice, so what they read at import is not checked: {one_line(error)}"
+            remake, notes = None, [Check("devices", NOTE, text)]
+    for host in hosts.HOSTS:
+        if checks := compare(host, "what differs between hosts", hosts.FACTS):
+            named = next(filter(None, (compare(host, fact, (fact,)) for fact in hosts.FACTS)), checks)
+            return again() or named, notes  # a clock that moved meanwhile is not blamed on the host
+    return [], notes

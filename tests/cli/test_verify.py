@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +30,12 @@ from jaxdp.models.base import Model
 from jaxdp.parallel import REDUCTIONS, STAGES
 from jaxdp.parallel.fixed_point import FORMATS
 from jaxdp.parallel.reduction import xla
-from jaxdp.verify import Configuration, Problem, as_json, as_text, verify
+from jaxdp.verify import Configuration, Problem, as_json, as_text, hosts, settings, verify
+from jaxdp.verify.checks import check_repeat
 from jaxdp.verify.compare import difference, find_reference
 from jaxdp.verify.configurations import choose_configurations, is_meaningful, pairs
-from jaxdp.verify.machine import check_memory, settings
-from jaxdp.verify.oracle import Start, Trained, make_oracle, train
-from jaxdp.verify.problem import Trial, in_traceable_precision, make_trial
+from jaxdp.verify.oracle import Start, Trained, make_oracle, make_start, train
+from jaxdp.verify.problem import Trial, check_memory, in_traceable_precision, make_trial
 from jaxdp.verify.static_checks import run_static_checks
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -173,7 +174,64 @@ def test_a_fault_ends_the_command_with_code_1_and_the_cause_in_the_last_line(tmp
     (tmp_path / "config.yaml").write_text(CONFIG)
     done = command("--config", "config.yaml", "--loss.target", "planted.scalar", cwd=tmp_path, code=1)
     assert done.stdout.splitlines()[-1].startswith("not verified: loss: it returned float64[]; a loss returns (sum")
-    assert "tolerance" in command("--config", "config.yaml", "--tolerance", "tiny", cwd=tmp_path, code=2).stderr
+    for tolerance in ("tiny", "inf"):
+        done = command("--config", "config.yaml", "--tolerance", tolerance, cwd=tmp_path, code=2)
+        assert "tolerance" in done.stderr and "Traceback" not in done.stderr
+
+
+REFUSING = """
+import numpy as np
+import planted
+from jaxdp.errors import UsageError
+
+def loss(outputs, batch):
+    raise UsageError("loss: this loss needs labels")
+
+class Net(planted.Net):
+    def __call__(self, x, mask, train):
+        raise UsageError("model: this model needs tokens")
+
+class Rows(planted.Restless):
+    def __getitem__(self, i):
+        if i:
+            raise UsageError("data: this file is damaged")
+        return {"inputs": np.ones((4, 4, 1), np.float32), "labels": 0}
+"""
+
+
+def test_a_usage_error_of_the_users_code_is_no_failed_check(judged, tmp_path):
+    (tmp_path / "refusing.py").write_text(REFUSING)
+    says = {
+        "loss": ("loss", "loss: this loss needs labels"),
+        "model": ("Net", "model: this model needs tokens"),
+        "data": ("Rows", "data: this file is damaged"),
+    }
+    for section, (name, text) in says.items():
+        with pytest.raises(UsageError, match=f"^{text}"):
+            judged(f"--{section}.target", f"refusing.{name}")
+    done = command("--config", "config.yaml", "--loss.target", "refusing.loss", cwd=tmp_path, code=2)
+    assert done.stderr.strip() == "jaxdp: loss: this loss needs labels" and not done.stdout
+
+
+def test_two_computations_are_compared_leaf_by_leaf():
+    """Noise in a small leaf is found beside a large one."""
+    rng, base = np.random.default_rng(0), toys.MODELS["mlp"]()
+
+    def init(key, batch):
+        params, state = base.init(key, batch)
+        return {"small": jnp.ones(2), "net": params}, state
+
+    def apply(params, state, batch, key, train):
+        outputs, state = base.apply(params["net"], state, batch, key, train)
+        scale = jax.pure_callback(lambda: rng.random(), jax.ShapeDtypeStruct((), jnp.float64))
+        small = params["small"] - jax.lax.stop_gradient(params["small"])
+        return outputs + 1e-13 * scale * jnp.sum(small), state
+
+    with settings(jax.devices()[0]):
+        one = problem(Model(init, apply))
+        trial = make_trial(one, 2, 1)
+        (check,) = check_repeat(one, make_oracle(one), trial, make_start(one, trial), 1e-10)
+    assert check.verdict == "FAILED" and "another gradient/small" in check.text
 
 
 @pytest.mark.slow
@@ -315,7 +373,7 @@ def test_what_is_right_passes_and_what_is_worth_knowing_is_said(judged):
     report = judged("--model.args.fault", "narrow", updates=2)
     assert report.verified and report.tolerance == 1e-5 and report.largest.error > 1e-9
     note = next(c for c in report.checks if c.name == "precision")
-    assert "the model computes in float32 at " in note.text and "planted.py:" in note.text
+    assert "the model or the loss computes in float32 at " in note.text and "planted.py:" in note.text
 
 
 @pytest.mark.slow
@@ -332,8 +390,22 @@ def test_a_model_that_cannot_be_traced_in_float64_is_compared_in_float32():
         trial = make_trial(fixed, 4, 1)
         report = run_static_checks(in_traceable_precision(fixed, trial), trial, None)
     note = next(c for c in report.checks if c.name == "precision")
-    assert re.search(r"the model computes in float32 at .*test_verify.py:\d+ \(in apply: .*fori_loop", note.text)
+    assert re.search(
+        r"the model or the loss computes in float32 at .*test_verify.py:\d+ \(in apply: .*fori_loop", note.text
+    )
     assert report.tolerance == 1e-5
+
+
+def test_another_host_is_pretended_inside_the_context_alone(monkeypatch):
+    """Names that a module imported are replaced too, for modules that cannot be imported twice."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("PALS_RANKID", raising=False)
+    devices, variables, now = jax.device_count(), dict(os.environ), time.process_time()
+    with hosts.pretend(hosts.Host(1, 2, 5), hosts.FACTS):
+        assert jax.device_count() == verify_cases.device_count() == 10 and verify_cases.getpid() == os.getpid()
+        assert os.environ["RANK"] == os.environ["PALS_RANKID"] == "1" and time.process_time() > now + 1e6
+    assert jax.device_count() == verify_cases.device_count() == devices and os.environ == variables
+    assert verify_cases.getpid is os.getpid and time.process_time() < now + 1e6
 
 
 NOISE = "params/Dense_0/bias"
@@ -364,36 +436,20 @@ def test_what_only_fails_in_some_strategies_is_told_by_what_they_have_in_common(
     assert {r.configuration.reduction for r in report.failed} == {"bucket"}
 
 
-def recurrent():
-    """A model of every kind of state: a float, an integer, one that belongs to the examples; dropout too."""
-    base = toys.dropout_model()
-
-    def init(key, batch):
-        x = batch["inputs"]
-        state = {"mean": jnp.zeros(()), "calls": jnp.zeros((), jnp.int32), "carry": {"seen": jnp.zeros(x.shape)}}
-        return base.init(key, batch)[0], state
-
-    def apply(params, state, batch, key, train):
-        x = batch["inputs"] + 0.5 * state["carry"]["seen"]
-        outputs, _ = base.apply(params, {}, {**batch, "inputs": x}, key, train)
-        new = {"mean": 0.9 * state["mean"] + 0.1 * jnp.mean(outputs), "calls": state["calls"] + 1}
-        return outputs, {**new, "carry": {"seen": x}}
-
-    return base._replace(init=init, apply=apply)
-
-
 def problem(model, dataset=None, **more):
     base = {
         "make_tx": lambda rate: optax.adamw(0.01 * rate, weight_decay=0.1),
         "configuration": Configuration(0, next(iter(STAGES))),
+        "build": None,
     }
     return Problem(model, SoftmaxCrossEntropy(), dataset=dataset or Arrays(**toys.data()), **{**base, **more})
 
 
 @pytest.mark.slow
-def test_every_kind_of_state_is_compared():
-    more = {"batch_size": 16, "clip_norm": 0.5, "ema_decay": 0.9, "frozen": ("head/bias",)}
-    report = verify(problem(recurrent(), **more), jax.devices()[:4], most=2)
+def test_every_kind_of_state_is_compared(judged):
+    more = ["--optimizer.clip_norm", "0.5", "--optimizer.ema", "0.9", "--optimizer.frozen", "[head/bias]"]
+    more += ["--model.target", "verify_cases.recurrent", "--data.target", "verify_cases.shaped", "--batch_size", "16"]
+    report = judged(*more, "--optimizer.weight_decay", "0.1", "--verify.strategies", "2")
     # The mean over a microbatch counts padding, which the check of padding finds; everything else agrees.
     assert [c.verdict for c in report.checks][:5] == ["ok", "ok", "ok", "ok", "FAILED"] and len(report.causes) == 1
     assert not report.failed and report.largest.error < 1e-13
@@ -495,7 +551,7 @@ def test_what_is_too_large_or_too_small_is_refused_with_what_to_set(monkeypatch)
     small = problem(toys.MODELS["mlp"]())
     with settings(jax.devices()[0]):
         trial = make_trial(small, 4, 1)
-        monkeypatch.setattr("jaxdp.verify.machine.free_memory", lambda: 1e3)
+        monkeypatch.setattr("jaxdp.verify.problem.free_memory", lambda: 1e3)
         with pytest.raises(UsageError, match=r"verify.model_args: 291 parameters need .* --verify.model_args.layers 2"):
             check_memory(small, trial, jax.devices()[:4])
     few = problem(toys.MODELS["mlp"](), Arrays(**toys.data(5)))

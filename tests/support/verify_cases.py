@@ -22,6 +22,8 @@ from flax import nnx
 from jax import device_count
 
 import jaxdp
+import toys
+from jaxdp.data.base import Arrays
 from jaxdp.models.base import Model
 
 DEVICES, STARTED = jax.device_count(), time.time()
@@ -250,6 +252,29 @@ def carried():
     return Model(make, step)
 
 
+def recurrent():
+    """A model of every kind of state: a float, an integer, one that belongs to the examples; dropout too."""
+    base = toys.dropout_model()
+
+    def init(key, batch):
+        x = batch["inputs"]
+        state = {"mean": jnp.zeros(()), "calls": jnp.zeros((), jnp.int32), "carry": {"seen": jnp.zeros(x.shape)}}
+        return base.init(key, batch)[0], state
+
+    def apply(params, state, batch, key, train):
+        x = batch["inputs"] + 0.5 * state["carry"]["seen"]
+        outputs, _ = base.apply(params, {}, {**batch, "inputs": x}, key, train)
+        new = {"mean": 0.9 * state["mean"] + 0.1 * jnp.mean(outputs), "calls": state["calls"] + 1}
+        return outputs, {**new, "carry": {"seen": x}}
+
+    return base._replace(init=init, apply=apply)
+
+
+def shaped():
+    """The examples of toys, which `recurrent` takes."""
+    return Arrays(**toys.data())
+
+
 def embedded():
     """Of integers."""
 
@@ -380,12 +405,12 @@ INNOCENT_PAIR = named("model", "pair", plant="plain")
 FAULTS = {
     **{f"model {k}": (named("model", "pair", plant=k), MODEL_CAUSES.get(k, DEVICES_CAUSE)) for k in IN_MODEL},
     "initial values": (named("model", "scaled_init"), f"the model's init {DEVICES_CAUSE}"),
-    "evaluation": (named("model", "evaluated"), f"the model's evaluation {DEVICES_CAUSE}"),
+    "evaluation": (named("model", "evaluated"), f"the evaluation {DEVICES_CAUSE}"),
     "constructor": (named("model", "constructed"), f"{TIME}|{AGAIN}"),
     "attribute": (named("model", "Scaled"), DEVICES_CAUSE),
-    "loss by devices": (named("loss", "loss_by_devices"), f"the loss {DEVICES_CAUSE}"),
-    "loss by time": (named("loss", "loss_by_monotonic"), f"the loss ({TIME}|is {AGAIN})"),
-    "metric by rank": (named("loss", "metric_by_rank"), f"the loss {DEVICES_CAUSE}"),
+    "loss by devices": (named("loss", "loss_by_devices"), f"the model or the loss {DEVICES_CAUSE}"),
+    "loss by time": (named("loss", "loss_by_monotonic"), f"the model or the loss ({TIME}|is {AGAIN})"),
+    "metric by rank": (named("loss", "metric_by_rank"), f"the model or the loss {DEVICES_CAUSE}"),
     "derived by devices": (named("loss", "loss_derived"), f"what the loss derives {DEVICES_CAUSE}"),
     "rate by devices": (named("optimizer", "rate_by_devices"), f"the optimizer {DEVICES_CAUSE}"),
     "schedule by rank": (named("optimizer", "rate_by_rank"), f"the optimizer {VARIABLE}"),
@@ -397,7 +422,7 @@ FAULTS = {
     "transform by rank": (named("data.transform", "by_local_rank"), f"the data's transform {VARIABLE}"),
     "transform of evaluation": (
         named("data.transform", "by_devices_in_evaluation"),
-        f"the data's transform in evaluation {DEVICES_CAUSE}",
+        f"the evaluation {DEVICES_CAUSE}",
     ),
     "transform by uuid": (named("data.transform", "by_uuid"), f"the data's transform is {AGAIN}"),
 }
