@@ -14,8 +14,8 @@ import toys
 from jaxdp.models import as_model
 
 ROOT = pathlib.Path(jaxdp.__file__).parent
-# 26,400, and 1,060 of elastic training.
-BUDGET = {"package": 27_460, "file": 300, "function": 60, "one update": 700}  # lines
+# 26,200, and 1,060 of elastic training.
+BUDGET = {"package": 27_270, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES = {"checkpoint/store.py": 318}
 LONG_FUNCTIONS = {
