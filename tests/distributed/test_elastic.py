@@ -1,4 +1,4 @@
-"""Elastic jobs: processes are killed and start again, and the parameters are those of an undisturbed run."""
+"""Elastic jobs: processes are killed and start again, and the parameters are those of an undisturbed run (elastic.md)."""
 
 import json
 import os

@@ -25,7 +25,7 @@ NEEDS = {
     r"^tensorboard ": "somebody who looks",
 }
 # What another test runs with all its options, on something small.
-TESTED = {r"jaxdp verify .*(--exact|gpt)": "test_verify.py", r"--elastic.enabled": "test_elastic.py"}
+TESTED = {r"jaxdp verify .*(--exact|gpt)": "test_verify.py", r"jaxdp launch .*--elastic": "test_elastic.py"}
 
 
 class Command(NamedTuple):
