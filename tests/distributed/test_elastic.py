@@ -1,4 +1,4 @@
-"""Elastic jobs: processes are killed and start again, and the parameters are those of an undisturbed run (elastic.md)."""
+"""Elastic jobs (elastic.md): processes are killed, start again, and the parameters are those of an undisturbed run."""
 
 import json
 import os
