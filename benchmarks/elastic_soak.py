@@ -126,6 +126,8 @@ def soak(job: Job, minutes: float, every: float, faults: list[str], seed: int) -
     """Train with faults; return the updates per second before the first fault, and the share that faults leave."""
     rng, count = random.Random(seed), 0
     while job.step() < 100:
+        if job.launcher.poll() == 2:
+            raise SystemExit(f"the job was refused: see {job.folder}/log")
         time.sleep(0.1)
     first, began = job.step(), time.monotonic()
     time.sleep(HEALTHY)
