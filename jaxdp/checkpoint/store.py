@@ -132,7 +132,8 @@ class Checkpoints:
         self.wait()
         if step == self.last and self._failure is None:
             return
-        self.last, self._failure, self._began, self._commit = step, None, time.monotonic(), Commit(self.context)
+        self.last, self._failure, self._began = step, None, time.monotonic()
+        self._commit = Commit(self.context)
         if self.context.is_root:
             folders.clean(self.directory)
         tree = fields_of(state)

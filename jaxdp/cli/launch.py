@@ -23,9 +23,12 @@ class Process:
     def __init__(self, words: list[str], environment: dict[str, str], restarts: int):
         self.words, self.environment, self.restarts = words, environment, restarts
         self.pause = 1.0  # seconds before the next restart
-        self.restart_at: float | None = None  # when the next restart is due
-        self.started = time.monotonic()
-        self.child = subprocess.Popen(words, env=environment)
+        self.restart_at: float | None  # when the next restart is due
+        self.start()
+
+    def start(self) -> None:
+        self.started, self.restart_at = time.monotonic(), None
+        self.child = subprocess.Popen(self.words, env=self.environment)
 
     def code(self) -> int | None:
         """Return the exit code, or None if the process runs or is to run again; start it again when that is due."""
@@ -39,8 +42,7 @@ class Process:
         if self.restart_at is None:
             return code
         if time.monotonic() >= self.restart_at:
-            self.restart_at, self.started = None, time.monotonic()
-            self.child = subprocess.Popen(self.words, env=self.environment)
+            self.start()
         return None
 
 

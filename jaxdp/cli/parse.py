@@ -87,8 +87,8 @@ def split_command(argv: list[str], options: Options) -> tuple[list[str], list[st
     i = 0
     while i < len(argv) and argv[i].startswith("-") and argv[i] != "--":
         i += 1 if "=" in argv[i] else 2
-    first = f"--{next(iter(options))}"
-    return [first if arg == "-n" else arg for arg in argv[:i]], argv[i + (argv[i : i + 1] == ["--"]) :]
+    first, command = f"--{next(iter(options))}", argv[i:]
+    return [first if arg == "-n" else arg for arg in argv[:i]], command[1:] if command[:1] == ["--"] else command
 
 
 def check_least(values: dict[str, Any], options: Options) -> dict[str, Any]:
