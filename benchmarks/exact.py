@@ -31,7 +31,7 @@ def work(way: str, argv: list[str]) -> None:
     asked = dataclasses.replace(config.parallel, reduction=reduction, accumulate=WAYS[way], exact_group=group)
     config = dataclasses.replace(config, parallel=asked)
     if asked.exact:
-        environment.exact(config.microbatches)
+        environment.exact()
     environment.enough_threads()
 
     import jax

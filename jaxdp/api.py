@@ -87,7 +87,7 @@ def fit(
 def run(config: Config, objects: Mapping[str, Mapping[str, Any]], overwrite: bool = False) -> Fitted:
     """Train a config with the objects of a script, {section: {name: object}}."""
     if config.parallel.exact:
-        environment.exact(config.microbatches)
+        environment.exact()
     environment.enough_threads()
     ignored_flags = xla_presets.use(config.parallel.xla_preset, config.parallel.devices)
     in_main_thread = threading.current_thread() is threading.main_thread()

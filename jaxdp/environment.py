@@ -21,7 +21,7 @@ EXACT = {"--xla_allow_excess_precision": "false"}
 EXACT_GPU = {"--xla_gpu_deterministic_ops": "true", **EXACT}
 EXACT_CPU = {
     "--xla_disable_hlo_passes": "algsimp,reshape-mover",
-    "--xla_cpu_experimental_ynn_fusion_type": "individual_dot,individual_convolution",
+    "--xla_cpu_experimental_ynn_fusion_type": "individual_dot",
     **EXACT,
 }
 
@@ -107,16 +107,16 @@ def trace_operations() -> None:
         add_flag("--xla_cpu_enable_xprof_traceme=true")
 
 
-def exact(microbatches: int) -> None:
-    """Set the XLA flags and threads that make results independent of the number of devices, before JAX opens devices.
+def exact() -> None:
+    """Set the XLA flags that make results independent of the number of devices, before JAX opens devices.
 
     All platforms: no excess precision. With it, XLA skips a rounding to bfloat16 or float16 wherever it fuses two
-    operations, and different programs fuse different ones. CPU: a fixed number of threads, over which XLA splits
-    products and sums; no algebraic simplification, which chooses between a division and a product with the reciprocal
-    by the rest of the program; no reshape mover, which without the simplifier moves transposes until the compiler's
-    stack overflows; library kernels for single products only, since the rounding of fused reductions depends on their
-    neighbours, and without the simplifier jaxlib 0.10.2 writes out of bounds. GPU: deterministic operations, and none
-    chosen by timing.
+    operations, and different programs fuse different ones. CPU: no algebraic simplification, which chooses between a
+    division and a product with the reciprocal by the rest of the program; no reshape mover, which without the
+    simplifier moves transposes until the compiler's stack overflows; library kernels for single products only, since
+    the rounding of fused reductions depends on their neighbours, and without the simplifier jaxlib 0.10.2 writes out of
+    bounds. GPU: deterministic operations, and none chosen by timing. The number of threads does not matter
+    (`jaxdp.parallel.products`).
 
     Raises `UsageError` if JAX has opened its devices without these settings.
     """
@@ -124,22 +124,21 @@ def exact(microbatches: int) -> None:
         from jaxdp.distributed import private_jax
 
         if private_jax.backends_initialized():
-            check_exact(microbatches)
-    os.environ.update(_exact(microbatches))
+            check_exact()
+    os.environ["XLA_FLAGS"] = _exact()
 
 
-def check_exact(microbatches: int) -> None:
-    """Raise `UsageError` if `exact` was not called, or with another number of microbatches."""
-    for name, value in _exact(microbatches).items():
-        if os.environ.get(name) != value:
-            raise UsageError(
-                f"parallel.reduction: exact needs {name}={value!r} in the environment, not {os.environ.get(name)!r}; "
-                f"call jaxdp.environment.exact({microbatches}) before JAX opens its devices"
-            )
+def check_exact() -> None:
+    """Raise `UsageError` if `exact` was not called."""
+    if os.environ.get("XLA_FLAGS") != _exact():
+        raise UsageError(
+            f"parallel.reduction: exact needs XLA_FLAGS={_exact()!r} in the environment, not "
+            f"{os.environ.get('XLA_FLAGS')!r}; call jaxdp.environment.exact() before JAX opens its devices"
+        )
 
 
-def _exact(microbatches: int) -> dict[str, str]:
-    """Return {environment variable: value} of `exact`."""
+def _exact() -> str:
+    """Return the XLA_FLAGS that `exact` sets."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     for name, value in (EXACT_GPU if gpus.count() else EXACT_CPU).items():
         values = [flag.partition("=")[2] for flag in flags if flag.partition("=")[0] == name]
@@ -149,7 +148,7 @@ def _exact(microbatches: int) -> dict[str, str]:
         if values != [value]:
             flags = [flag for flag in flags if flag.partition("=")[0] != name]
             flags.append(f"{name}={value}")
-    return {"XLA_FLAGS": " ".join(flags), "NPROC": threads(microbatches)}
+    return " ".join(flags)
 
 
 def flags_of_numbers() -> str:

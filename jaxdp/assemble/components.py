@@ -67,7 +67,7 @@ def set_jax(config: Config) -> None:
     """Set JAX's settings (`SETTINGS`) from the config, before anything is built."""
     jax.config.update("jax_enable_x64", config.precision.params == "float64")
     if config.parallel.exact:
-        environment.check_exact(config.microbatches)
+        environment.check_exact()
     jax.config.update(
         "jax_default_matmul_precision", None if config.precision.matmul == "default" else config.precision.matmul
     )

@@ -167,7 +167,7 @@ def set_threads(config: Config | None, simulated: bool = True, exact: bool = Fal
         exact: use exact reductions even if the config does not.
     """
     if config is not None and (exact or config.parallel.exact):
-        environment.exact(config.microbatches)
+        environment.exact()
     if simulated:
         environment.enough_threads()
 

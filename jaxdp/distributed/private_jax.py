@@ -6,6 +6,7 @@
   service too, so the client is created here.
 - `_jax.make_gloo_tcp_collectives`: Gloo listens on the address that the host's name resolves to, and JAX has no option
   for another one. Without this, a job on one host could be reached from the network.
+- `lax._dot_general_lower`: exact sums change how products are lowered for CPU, then call this.
 - `xla_bridge.backends_are_initialized`: whether it is too late to join other processes; there is no public function.
 """
 
@@ -148,3 +149,10 @@ def bind_gloo(hostname: str) -> None:
     from jax._src.lib import _jax
 
     _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname=hostname)
+
+
+def lower_dot(ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
+    """Lower `jax.lax.dot_general` for CPU as JAX does."""
+    from jax._src.lax.lax import _dot_general_lower
+
+    return _dot_general_lower(ctx, lhs, rhs, platform="cpu", **params)

@@ -33,6 +33,7 @@ from jaxdp.parallel.fixed_point import (
     squares_and_bad,
     unpack,
 )
+from jaxdp.parallel.products import lower_on_cpu
 from jaxdp.parallel.reduction import Reduction, exchange, in_buckets
 from jaxdp.parallel.rounding import as_written, fusion_barrier, opaque_true, scan_unfused
 from jaxdp.parallel.sums import Arithmetic, Reduce, ReductionPlan, SlotSums, reducer, scatter_split
@@ -76,6 +77,7 @@ class ExactInfo(NamedTuple):
 
 def integers(name: str, bucket_mb: float = 25.0, safe: bool = False, group: int = 1) -> Reduction:
     """Return a reduction that sums integers in buckets. group: number of microbatches computed and rounded together."""
+    lower_on_cpu()
     add_up = lambda flat, axes: unpack(jax.lax.psum(pack(flat), axes), flat.dtype, flat.size)
     row_of = lambda rows, axes: unpack(exchange(pack(rows), axes, safe), rows.dtype, rows.shape[-1])
     total = lambda dims, axis, update: lambda tree: squares_and_bad(tree, dims, axis, opaque_true(update))

@@ -478,7 +478,7 @@ def test_integers_and_leaves_that_are_none_are_as_they_were():
 # --- what it needs, and refuses -------------------------------------------------------------------------------------
 
 
-CPU = "--xla_cpu_experimental_ynn_fusion_type=individual_dot,individual_convolution --xla_allow_excess_precision=false"
+CPU = "--xla_cpu_experimental_ynn_fusion_type=individual_dot --xla_allow_excess_precision=false"
 GPU = "--xla_gpu_deterministic_ops=true --xla_allow_excess_precision=false"
 
 
@@ -490,56 +490,50 @@ def closed(monkeypatch):
 
 @pytest.fixture
 def variables(monkeypatch, closed):
-    """(XLA_FLAGS, the kind of machine) -> the environment's two variables after `environment.exact`."""
-    monkeypatch.setenv("NPROC", "5")
+    """(XLA_FLAGS, the number of GPUs) -> XLA_FLAGS after `environment.exact`."""
 
-    def after(flags, microbatches=8, gpus=0):
+    def after(flags, gpus=0):
         monkeypatch.setattr(environment.gpus, "count", lambda: gpus)
         monkeypatch.setenv("XLA_FLAGS", flags)
-        environment.exact(microbatches)
-        environment.check_exact(microbatches)
-        return os.environ["XLA_FLAGS"], os.environ["NPROC"]
+        environment.exact()
+        environment.check_exact()
+        return os.environ["XLA_FLAGS"]
 
     return after
 
 
 def test_the_environment_of_exact_mode_keeps_the_users_own_flags(variables, monkeypatch):
     off = "--xla_disable_hlo_passes="
-    assert variables("") == (f"{off}algsimp,reshape-mover {CPU}", "32")
+    assert variables("") == f"{off}algsimp,reshape-mover {CPU}"
     mine = "--xla_force_host_platform_device_count=4 --xla_cpu_multi_thread_eigen=false"
-    assert variables(mine) == (f"{mine} {off}algsimp,reshape-mover {CPU}", "32")
+    assert variables(mine) == f"{mine} {off}algsimp,reshape-mover {CPU}"
     theirs = f"--xla_a=1 {off}dce,cse --xla_b=2"
-    assert variables(theirs)[0] == f"--xla_a=1 --xla_b=2 {off}dce,cse,algsimp,reshape-mover {CPU}"
+    assert variables(theirs) == f"--xla_a=1 --xla_b=2 {off}dce,cse,algsimp,reshape-mover {CPU}"
     for done in (f"{off}algsimp,reshape-mover {CPU}", f"{CPU} {off}dce,algsimp,reshape-mover --xla_a=1"):
-        assert variables(done) == (done, "32")
-    assert variables("", microbatches=64)[1] == "256"
-    assert variables("", microbatches=2**20)[1] == "2048"
+        assert variables(done) == done
     monkeypatch.delenv("XLA_FLAGS")
-    environment.exact(8)
+    environment.exact()
     assert os.environ["XLA_FLAGS"] == f"{off}algsimp,reshape-mover {CPU}"
 
 
 def test_of_a_flag_that_is_given_twice_the_last_does_not_undo_what_exact_mode_needs(variables):
     name, other = "--xla_allow_excess_precision", "--xla_a=1"
     for flags in (f"{name}=false {name}=true", f"{name}=true", name):
-        after, _ = variables(f"{flags} {other}")
+        after = variables(f"{flags} {other}")
         assert after.split().count(f"{name}=false") == after.count(name) == 1
 
 
 def test_the_environment_of_a_gpu_asks_for_operations_that_are_the_same_every_time(variables):
-    assert variables("--xla_a=1", gpus=1) == (f"--xla_a=1 {GPU}", "32")
-    assert variables("--xla_gpu_deterministic_ops=false", gpus=1)[0] == GPU
+    assert variables("--xla_a=1", gpus=1) == f"--xla_a=1 {GPU}"
+    assert variables("--xla_gpu_deterministic_ops=false", gpus=1) == GPU
 
 
 def test_an_environment_that_exact_mode_cannot_work_in_is_refused_with_what_to_call(monkeypatch, closed):
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
-    monkeypatch.setenv("NPROC", "32")
     with pytest.raises(UsageError, match=r"XLA_FLAGS='--xla_a=1 --xla_disable_hlo_passes=algsimp,.* the environment"):
-        environment.check_exact(8)
-    environment.exact(8)
-    with pytest.raises(UsageError, match=r"NPROC='64' in the environment, not '32'; call jaxdp.environment.exact.16."):
-        environment.check_exact(16)
-    environment.check_exact(8)
+        environment.check_exact()
+    environment.exact()
+    environment.check_exact()
 
 
 def test_fit_is_refused_in_one_line_where_jax_has_opened_its_devices_without_the_settings(monkeypatch, tmp_path):
@@ -547,7 +541,7 @@ def test_fit_is_refused_in_one_line_where_jax_has_opened_its_devices_without_the
     jax.devices()
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
     images = toys.data()
-    with pytest.raises(UsageError, match=r"call jaxdp.environment.exact.8. before JAX opens its devices$"):
+    with pytest.raises(UsageError, match=r"call jaxdp.environment.exact.. before JAX opens its devices$"):
         fit("MLP", (images["inputs"], images["labels"]), steps=1, run_dir=tmp_path, parallel={"reduction": "exact"})
     assert os.environ["XLA_FLAGS"] == "--xla_a=1" and not any(tmp_path.iterdir())
 

@@ -16,7 +16,7 @@ import warnings
 
 from jaxdp import environment
 
-environment.exact(8)
+environment.exact()
 
 import jax
 import jax.numpy as jnp

@@ -1,0 +1,110 @@
+"""Products and convolutions on CPU that are rounded alike on any number of threads, for the exact reductions.
+
+XLA computes a product with its own kernels, or with Eigen, which divides a long sum among its threads and so rounds by
+their number. Eigen gets the products with a transposed left operand (gradients of kernels) and most convolutions. Here,
+such an operand is transposed in memory first, and a convolution becomes one product for each position in its window.
+Several microbatches at once (`exact_group`) are also faster so: XLA's grouped convolutions are slow.
+"""
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import mlir
+
+from jaxdp.distributed import private_jax
+
+
+@functools.cache
+def lower_on_cpu() -> None:
+    """Make this process lower its products and convolutions for CPU in this way, from its next compilation on."""
+    mlir.register_lowering(lax.dot_general_p, _lower_dot, platform="cpu")
+    convolution = mlir.lower_fun(_convolution, multiple_results=False)
+    mlir.register_lowering(lax.conv_general_dilated_p, convolution, platform="cpu")
+
+
+def _lower_dot(ctx: Any, lhs: Any, rhs: Any, *, dimension_numbers: Any, **params: Any) -> Any:
+    (contracted, _), _ = dimension_numbers
+    ndim = ctx.avals_in[0].ndim
+    if tuple(contracted) == tuple(range(ndim - len(contracted), ndim)):
+        return private_jax.lower_dot(ctx, lhs, rhs, dimension_numbers=dimension_numbers, **params)
+    transposed = functools.partial(_transposed_dot, dimension_numbers=dimension_numbers, **params)
+    return mlir.lower_fun(transposed, multiple_results=False)(ctx, lhs, rhs)
+
+
+def _transposed_dot(lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: Any, **params: Any) -> jax.Array:
+    """Compute `lax.dot_general` of lhs in memory as [batch..., free..., contracted...]."""
+    (contracted, rhs_contracted), (batch, rhs_batch) = dimension_numbers
+    free = [d for d in range(lhs.ndim) if d not in (*contracted, *batch)]
+    lhs = lax.optimization_barrier(lax.transpose(lhs, (*batch, *free, *contracted)))
+    last = tuple(range(lhs.ndim - len(contracted), lhs.ndim))
+    dimensions = ((last, tuple(rhs_contracted)), (tuple(range(len(batch))), tuple(rhs_batch)))
+    return lax.dot_general_p.bind(lhs, rhs, dimension_numbers=dimensions, **params)
+
+
+def _convolution(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    window_strides: Any,
+    padding: Any,
+    lhs_dilation: Any,
+    rhs_dilation: Any,
+    dimension_numbers: Any,
+    feature_group_count: int,
+    batch_group_count: int,
+    precision: Any,
+    preferred_element_type: Any,
+    **_: Any,
+) -> jax.Array:
+    """Compute `lax.conv_general_dilated`: the sum of a product for each position in the window; or, if there are fewer
+    positions in the output (the gradient of a kernel), a product for each of these."""
+    x_spec, w_spec, y_spec = dimension_numbers
+    x = lax.transpose(x, (x_spec[0], *x_spec[2:], x_spec[1]))  # [batch, *space, channel]
+    w = lax.transpose(w, (*w_spec[2:], w_spec[1], w_spec[0]))  # [*window, channel of a group, output channel]
+    pads = [(low, high, d - 1) for (low, high), d in zip(padding, lhs_dilation)]
+    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *pads, (0, 0, 0)])
+    size, (*window, inputs, outputs) = x.shape[0], w.shape
+    out = [(s - (k - 1) * d - 1) // t + 1 for s, k, d, t in zip(x.shape[1:-1], window, rhs_dilation, window_strides)]
+    kernel = w.reshape(math.prod(window), inputs, outputs)
+    groups, batches = feature_group_count, batch_group_count
+    dtype = preferred_element_type or x.dtype
+    wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+    def product(patch: jax.Array, kernel: jax.Array, places: int) -> jax.Array:
+        """patch [batch, *, channel], kernel [k, channel, output channel] -> [group, ..., batch, place, channel]."""
+        patch = patch.reshape(batches, size // batches, places, len(kernel), groups, inputs)
+        kernel = kernel.reshape(len(kernel), inputs, batches, groups, outputs // groups // batches)
+        dimensions = (((3, 5), (0, 1)), ((0, 4), (2, 3)))
+        return lax.dot_general(patch, kernel, dimensions, precision=precision, preferred_element_type=wide)
+
+    if math.prod(window) <= math.prod(out):
+        places, starts = math.prod(out), _starts(window, rhs_dilation)
+        term = lambda start, k: product(_strided(x, start, out, window_strides), k[None], places)
+        shape = (batches, groups, size // batches, places, outputs // groups // batches)
+        add = lambda i, total: total + term(starts[i], kernel[i])
+        y = lax.fori_loop(0, len(starts), add, jnp.zeros(shape, wide))
+    else:
+        one = lambda start: product(_strided(x, start, window, rhs_dilation), kernel, 1)[..., 0, :]
+        y = jnp.moveaxis(lax.map(one, _starts(out, window_strides)), 0, 3)
+    y = y.transpose(2, 3, 0, 1, 4).reshape(size // batches, *out, outputs).astype(dtype)
+    order = [y_spec.index(d) for d in range(y.ndim)]  # of y_spec: batch, channel, *space
+    return y.transpose([0 if i == 0 else y.ndim - 1 if i == 1 else i - 1 for i in order])
+
+
+def _starts(counts: list[int], steps: Any) -> jax.Array:
+    """Return the first index of every position, [position, dimension]."""
+    indices = itertools.product(*(range(0, count * step, step) for count, step in zip(counts, steps)))
+    return jnp.asarray(list(indices), jnp.int32).reshape(math.prod(counts), len(counts))
+
+
+def _strided(x: jax.Array, start: jax.Array, counts: list[int], strides: Any) -> jax.Array:
+    """Return the elements [batch, *counts, channel] of x that begin at start [dimension]."""
+    spans = [(count - 1) * stride + 1 for count, stride in zip(counts, strides)]
+    zero = jnp.int32(0)
+    box = lax.dynamic_slice(x, (zero, *start, zero), (x.shape[0], *spans, x.shape[-1]))
+    return lax.slice(box, [0] * x.ndim, box.shape, (1, *strides, 1))

@@ -1,0 +1,63 @@
+"""Print {name: SHA-256 of the value and the gradients} of products and convolutions, as exact mode computes them.
+
+Products with a long sum and a small result, which libraries divide among threads.
+"""
+
+# ruff: noqa: E402
+import hashlib
+import json
+
+from jaxdp import environment
+
+environment.exact()
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp.parallel.products import lower_on_cpu
+
+SHAPES = {  # name: (einsum, shapes)
+    "kernel": ("nk,km->nm", (16384, 64), (64, 64)),
+    "wide kernel": ("nk,km->nm", (8192, 256), (256, 256)),
+    "three inputs": ("nk,km->nm", (60000, 3), (3, 32)),
+    "vectors": ("k,k->", (70000,), (70000,)),
+    "heads": ("btd,dhk->bthk", (16, 512, 64), (64, 4, 16)),
+    "experts": ("ecd,edf->ecf", (4, 2048, 32), (4, 32, 64)),
+    "scores": ("bqhd,bkhd->bhqk", (4, 256, 4, 32), (4, 256, 4, 32)),
+}
+CONVOLUTIONS = {  # name: (shape of the input, of the kernel, other arguments)
+    "small": ((8, 8, 8, 3), (3, 3, 3, 8), {}),
+    "strided": ((32, 32, 32, 3), (7, 7, 3, 64), {"window_strides": (2, 2)}),
+    "grouped": ((32, 16, 16, 16), (3, 3, 4, 32), {"feature_group_count": 4}),
+    "depthwise": ((32, 16, 16, 16), (3, 3, 1, 16), {"feature_group_count": 16}),
+    "1d": ((64, 512, 16), (5, 16, 32), {}),
+    "3d": ((4, 16, 16, 16, 4), (3, 3, 3, 4, 8), {}),
+}
+
+
+def convolution(x, w, **more):
+    space = "DHW"[-(x.ndim - 2) :]
+    more.setdefault("window_strides", (1,) * len(space))
+    spec = (f"N{space}C", f"{space}IO", f"N{space}C")
+    return jax.lax.conv_general_dilated(x, w, padding="SAME", dimension_numbers=spec, **more)
+
+
+def main():
+    lower_on_cpu()
+    functions = {k: (lambda x, w, f=f: jnp.einsum(f, x, w), a, b) for k, (f, a, b) in SHAPES.items()}
+    functions |= {k: (lambda x, w, m=m: convolution(x, w, **m), a, b) for k, (a, b, m) in CONVOLUTIONS.items()}
+    rng, bits = np.random.default_rng(0), {}
+    for name, (f, *shapes) in functions.items():
+        for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+            args = [jnp.asarray(rng.standard_normal(s), dtype) for s in shapes]
+            value, pull = jax.vjp(jax.jit(f), *args)
+            digest = hashlib.sha256()
+            for x in (value, *pull(jnp.cos(value))):
+                digest.update(np.asarray(x).tobytes())
+            bits[f"{name} {jnp.dtype(dtype)}"] = digest.hexdigest()
+    print(json.dumps(bits))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Products and convolutions of exact mode: the values of JAX's own, and the same bits on any number of threads."""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Literal
+
+from jaxdp.parallel import products
+from launch import SUPPORT, together
+
+GEOMETRIES = {
+    "same": ((2, 7, 6, 3), (3, 2, 3, 4), {}),
+    "one position": ((2, 5, 5, 3), (5, 5, 3, 4), {"padding": "VALID"}),
+    "1x1": ((2, 5, 4, 3), (1, 1, 3, 4), {}),
+    "strided": ((2, 9, 8, 3), (3, 3, 3, 4), {"window_strides": (2, 3)}),
+    "dilated": ((2, 9, 8, 3), (3, 2, 3, 4), {"rhs_dilation": (2, 3)}),
+    "transposed": ((2, 4, 5, 3), (3, 3, 3, 4), {"lhs_dilation": (2, 3), "padding": ((1, 2), (-1, 2))}),
+    "grouped": ((2, 6, 6, 6), (3, 3, 3, 4), {"feature_group_count": 2}),
+    "depthwise": ((2, 6, 6, 4), (3, 3, 1, 8), {"feature_group_count": 4}),
+    "groups of the batch": ((4, 6, 6, 3), (3, 3, 3, 4), {"batch_group_count": 2}),
+    "1d": ((2, 9, 3), (4, 3, 5), {}),
+    "3d": ((2, 4, 5, 6, 2), (2, 3, 3, 2, 3), {}),
+}
+
+
+def convolution(x, w, **more):
+    space = "DHW"[-(x.ndim - 2) :]
+    arguments = {"window_strides": (1,) * len(space), "padding": "SAME", **more}
+    spec = (f"N{space}C", f"{space}IO", f"N{space}C")
+    return jax.lax.conv_general_dilated(x, w, dimension_numbers=spec, **arguments)
+
+
+def by_products(f, *args):
+    """f(*args), with each convolution and product evaluated as `lower_on_cpu` lowers it."""
+    closed = jax.make_jaxpr(f)(*args)
+    values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True))
+    replaced = {"conv_general_dilated": products._convolution, "dot_general": products._transposed_dot}
+    count = 0
+    for eqn in closed.jaxpr.eqns:
+        count += eqn.primitive.name in replaced
+        inputs = [x.val if isinstance(x, Literal) else values[x] for x in eqn.invars]
+        bind = replaced.get(eqn.primitive.name) or eqn.primitive.bind
+        out = bind(*inputs, **eqn.params)
+        values.update(zip(eqn.outvars, out if eqn.primitive.multiple_results else [out], strict=True))
+    assert count
+    return [values[x] for x in closed.jaxpr.outvars]
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_convolution_and_its_gradients_are_those_of_jax(name, dtype):
+    x_shape, w_shape, more = GEOMETRIES[name]
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal(s), dtype) for s in (x_shape, w_shape))
+    f = lambda x, w: convolution(x, w, **more)
+    out = jnp.asarray(rng.standard_normal(f(x, w).shape), dtype)
+
+    def backward(i):
+        def pull(x, w, out):
+            of_one = lambda t: f(*(t if i == j else a for j, a in enumerate((x, w))))
+            return jax.linear_transpose(of_one, (x, w)[i])(out)
+
+        return pull
+
+    tolerance = {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
+    for g, args in ((f, (x, w)), (backward(0), (x, w, out)), (backward(1), (x, w, out))):
+        (got,), want = by_products(g, *args), jax.tree.leaves(g(*args))[0]
+        assert got.dtype == want.dtype and got.shape == want.shape
+        np.testing.assert_allclose(got.astype("float32"), want.astype("float32"), tolerance, 8 * tolerance)
+
+
+PRODUCTS = {  # (shapes, the contracted and the batch dimensions of both)
+    "kernel": ((5, 3), (5, 4), (((0,), (0,)), ((), ()))),
+    "batch": ((2, 5, 3), (2, 5, 4), (((1,), (1,)), ((0,), (0,)))),
+    "batch in the middle": ((3, 2, 5), (5, 2, 4), (((2,), (0,)), ((1,), (1,)))),
+    "two contracted": ((5, 3, 6), (6, 5, 4), (((0, 2), (1, 0)), ((), ()))),
+    "vector": ((5,), (5, 4), (((0,), (0,)), ((), ()))),
+    "outer": ((3,), (4,), (((), ()), ((), ()))),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_is_that_of_jax(name):
+    x_shape, y_shape, dimensions = PRODUCTS[name]
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in (x_shape, y_shape))
+    f = lambda x, y: jax.lax.dot_general(x, y, dimensions)
+    np.testing.assert_allclose(by_products(f, x, y)[0], f(x, y), 1e-5, 1e-6)
+
+
+def test_all_products_have_the_same_bits_on_any_number_of_threads():
+    job = [sys.executable, str(SUPPORT / "product_bits.py")]
+    done = together([(job, {"NPROC": threads}) for threads in ("2", "5", "32")], timeout=600, devices=1)
+    bits = [json.loads(run.stdout.splitlines()[-1]) for run in done]
+    assert len(bits[0]) > 30
+    for other in bits[1:]:
+        assert {name for name in bits[0] if bits[0][name] != other[name]} == set()
