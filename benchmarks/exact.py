@@ -4,7 +4,8 @@
 
 Each way to train is a job of its own, since exact mode sets JAX's environment; all wait while one of them makes a few
 updates, in turn. Prints the medians and, of one process, the bytes that a device sends per update, as the compiled
-programs say. processes: over mpirun; devices: simulated, of each process. Other arguments go to the config.
+programs say. processes: over mpirun, or over another line of --launcher; devices: simulated, of each process; ways:
+some of `WAYS`, separated by commas. Other arguments go to the config.
 """
 
 import dataclasses
@@ -16,8 +17,8 @@ import sys
 import time
 from typing import Any
 
-WAYS = {"bucket": "vmap", "bucket, loop": "scan", "exact": "auto", "exact16": "auto", "exact8": "auto"}
-REPEATS, UPDATES = 9, 4
+WAYS = {"bucket": "vmap", "bucket loop": "scan", "exact": "auto", "exact16": "auto", "exact8": "auto"}
+UPDATES = 4
 
 
 def work(way: str, argv: list[str]) -> None:
@@ -26,7 +27,7 @@ def work(way: str, argv: list[str]) -> None:
     from jaxdp.cli import load
 
     config, *_ = load(argv)
-    reduction = way.partition(",")[0]
+    reduction = way.partition(" ")[0]
     group = config.parallel.exact_group if reduction.startswith("exact") else 1
     asked = dataclasses.replace(config.parallel, reduction=reduction, accumulate=WAYS[way], exact_group=group)
     config = dataclasses.replace(config, parallel=asked)
@@ -67,29 +68,31 @@ def work(way: str, argv: list[str]) -> None:
             print(json.dumps(1e3 * (time.perf_counter() - began) / UPDATES), flush=True)
 
 
-def take(argv: list[str], name: str, default: int) -> int:
+def take(argv: list[str], name: str, default: Any) -> Any:
     """The value of --name, taken out of the arguments."""
     if f"--{name}" not in argv:
         return default
     i = argv.index(f"--{name}")
     _, value = argv.pop(i), argv.pop(i)
-    return int(value)
+    return type(default)(value)
 
 
 def main(argv: list[str]) -> None:
     processes, devices, group = take(argv, "processes", 1), take(argv, "devices", 1), take(argv, "group", 1)
+    launcher = take(argv, "launcher", f"mpirun -np {processes} --bind-to none --oversubscribe").split()
+    ways, repeats = take(argv, "ways", ",".join(WAYS)).split(","), take(argv, "repeats", 9)
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
     env = {**os.environ, "XLA_FLAGS": flags, "JAXDP_TIMEOUT": "3600"}
     jobs, found = {}, {}
-    for way in WAYS:
-        launch = ["mpirun", "-np", str(processes), "--bind-to", "none", "--oversubscribe"] if processes > 1 else []
+    for way in ways:
+        launch = launcher if processes > 1 else []
         more = ["--parallel.reduction", "exact", "--parallel.exact_group", str(group)]
         command = [*launch, sys.executable, __file__, "work", way, *argv, *more]
         jobs[way] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         found[way] = answer(jobs[way])
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
-    for repeat in range(REPEATS):
-        for way in list(WAYS)[:: 1 if repeat % 2 else -1]:
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for repeat in range(repeats):
+        for way in ways[:: 1 if repeat % 2 else -1]:
             tell(jobs[way], "go")
             times[way].append(answer(jobs[way]))
     for job in jobs.values():
@@ -100,14 +103,14 @@ def main(argv: list[str]) -> None:
     result = {
         "arguments": " ".join(argv),
         "processes": processes,
-        "devices": found["exact"]["devices"],
+        "devices": found[ways[0]]["devices"],
         "sent_bytes": {way: round(f["sent"]) for way, f in found.items()},
         "sent_ratio": {way: round(f["sent"] / found["bucket"]["sent"], 4) for way, f in found.items() if f["sent"]},
         "loss": {way: f["loss"] for way, f in found.items()},
         "median_ms": {way: round(m, 2) for way, m in median.items()},
         "updates_per_s": {way: round(1e3 / m, 2) for way, m in median.items()},
         "over_bucket": {way: round(median["bucket"] / m, 3) for way, m in median.items()},
-        "jax": found["exact"]["jax"],
+        "jax": found[ways[0]]["jax"],
     }
     print(json.dumps(result))
 
