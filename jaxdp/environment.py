@@ -157,15 +157,11 @@ def flags_of_numbers() -> str:
     return " ".join(sorted(f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(harmless)))
 
 
-def threads(devices: int) -> str:
-    return str(min(THREADS * devices, MOST))
-
-
 def enough_threads() -> None:
     """Make the CPU thread pool large enough for every simulated device to wait in several collectives.
 
     XLA runs independent operations concurrently, in any order, and a collective blocks its thread. With one thread for
     each device, some devices in one collective and the rest in another deadlock.
     """
-    if simulated() is not None:
-        os.environ.setdefault("NPROC", threads(simulated() or 1))
+    if devices := simulated():
+        os.environ.setdefault("NPROC", str(min(THREADS * devices, MOST)))

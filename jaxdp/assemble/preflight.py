@@ -24,6 +24,7 @@ from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError, one_line
 from jaxdp.losses import attribute, check
 from jaxdp.metrics.sums import WEIGHT
+from jaxdp.metrics.writer import RESERVED
 from jaxdp.models.base import CARRY
 from jaxdp.parallel import Strategy
 from jaxdp.precision import cast_floats
@@ -152,13 +153,12 @@ def rehearse_evaluation(config: Config, parts: Parts, step: Step, state: TrainSt
 def check_best(config: Config, parts: Parts, metrics: set[str]) -> None:
     """Raise UsageError if `checkpoint.best` is not a metric of the evaluation."""
     best = config.checkpoint.best
-    update_only = {"grad_norm", "nonfinite_grads", "recomputed", "weight", "lr", "loss_scale"}
     if best is None:
         return
     if parts.eval_set is None:
         raise UsageError(f"checkpoint.best: {best!r}, but the data has no test split; set eval.data, or leave it null")
     metrics |= set(attribute(parts.loss, "derive", lambda means: {})(collections.defaultdict(float)))
-    known = sorted(n for n in metrics - update_only if not n.startswith(("skipped", "halted", "disagreeing", WEIGHT)))
+    known = sorted(n for n in metrics - RESERVED | {"loss"} if not n.startswith(WEIGHT))
     if best not in known:
         raise UsageError(f"checkpoint.best: {best!r} is not among the numbers of an evaluation: {', '.join(known)}")
 

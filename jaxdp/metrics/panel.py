@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from jaxdp.metrics.memory import memory
 from jaxdp.metrics.numbers import duration, number
-from jaxdp.metrics.writer import Record
+from jaxdp.metrics.writer import RESERVED, Record
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -22,18 +22,6 @@ SPEED = {
     "model_flops_per_s": "{}FLOP/s",
     "mfu": "MFU {}",
     "input_wait": "waiting for input {}",
-}
-NOT_METRICS = {
-    "loss",
-    "lr",
-    "grad_norm",
-    "step",
-    "split",
-    "time",
-    "skipped",
-    "skipped_updates",
-    "recomputed",
-    "nonfinite_grads",
 }
 
 
@@ -119,7 +107,7 @@ class Panel:
         if train:
             loss = Text(number("loss", train["loss"]), style="bold")
             rows.add_row("loss", Text.assemble(loss, "  ", (sparkline(self.losses), "cyan")))
-            if metrics := [f"{k} {number(k, v)}" for k, v in train.items() if _is_metric(k)]:
+            if metrics := [f"{k} {number(k, v)}" for k, v in train.items() if k not in RESERVED]:
                 rows.add_row("metrics", Flow(metrics))
             names = {"lr": "lr", "grad_norm": "|grad|"}
             rows.add_row("update", Flow([f"{name} {number(k, train[k])}" for k, name in names.items() if k in train]))
@@ -183,7 +171,3 @@ def sparkline(values: Sequence[float]) -> str:
     low, high = min(finite), max(finite)
     step = (high - low) / (len(BARS) - 1) or 1.0
     return "".join(BARS[round((v - low) / step)] if abs(v) < float("inf") else " " for v in values)
-
-
-def _is_metric(name: str) -> bool:
-    return name not in NOT_METRICS | SPEED.keys() and not name.startswith(("straggler", "goodput", "loss_scale"))

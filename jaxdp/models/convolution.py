@@ -10,7 +10,6 @@ from jax import lax
 
 from jaxdp.models.products import product
 
-LAYOUT = lax.ConvDimensionNumbers((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2))  # images [n, h, w, c], kernels [h, w, i, o]
 # With fewer channels, strided convolutions move pixels to channels: a processor reads 16 floats at once.
 FEW = 16
 Pads = list[tuple[int, int]]

@@ -7,7 +7,6 @@ Several microbatches at once (`exact_group`) are also faster so: XLA's grouped c
 """
 
 import functools
-import itertools
 import math
 from typing import Any
 
@@ -46,33 +45,20 @@ def _transposed_dot(lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: Any, *
     return lax.dot_general_p.bind(lhs, rhs, dimension_numbers=dimensions, **params)
 
 
-def _convolution(
-    x: jax.Array,
-    w: jax.Array,
-    *,
-    window_strides: Any,
-    padding: Any,
-    lhs_dilation: Any,
-    rhs_dilation: Any,
-    dimension_numbers: Any,
-    feature_group_count: int,
-    batch_group_count: int,
-    precision: Any,
-    preferred_element_type: Any,
-    **_: Any,
-) -> jax.Array:
+def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
     """Compute `lax.conv_general_dilated`: the sum of a product for each position in the window; or, if there are fewer
     positions in the output (the gradient of a kernel), a product for each of these."""
-    x_spec, w_spec, y_spec = dimension_numbers
+    x_spec, w_spec, y_spec = params["dimension_numbers"]
+    strides, dilation = params["window_strides"], params["rhs_dilation"]
+    groups, batches = params["feature_group_count"], params["batch_group_count"]
     x = lax.transpose(x, (x_spec[0], *x_spec[2:], x_spec[1]))  # [batch, *space, channel]
     w = lax.transpose(w, (*w_spec[2:], w_spec[1], w_spec[0]))  # [*window, channel of a group, output channel]
-    pads = [(low, high, d - 1) for (low, high), d in zip(padding, lhs_dilation)]
+    pads = [(low, high, d - 1) for (low, high), d in zip(params["padding"], params["lhs_dilation"])]
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *pads, (0, 0, 0)])
     size, (*window, inputs, outputs) = x.shape[0], w.shape
-    out = [(s - (k - 1) * d - 1) // t + 1 for s, k, d, t in zip(x.shape[1:-1], window, rhs_dilation, window_strides)]
+    out = [(s - (k - 1) * d - 1) // t + 1 for s, k, d, t in zip(x.shape[1:-1], window, dilation, strides)]
     kernel = w.reshape(math.prod(window), inputs, outputs)
-    groups, batches = feature_group_count, batch_group_count
-    dtype = preferred_element_type or x.dtype
+    dtype = params["preferred_element_type"] or x.dtype
     wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
     def product(patch: jax.Array, kernel: jax.Array, places: int) -> jax.Array:
@@ -80,26 +66,26 @@ def _convolution(
         patch = patch.reshape(batches, size // batches, places, len(kernel), groups, inputs)
         kernel = kernel.reshape(len(kernel), inputs, batches, groups, outputs // groups // batches)
         dimensions = (((3, 5), (0, 1)), ((0, 4), (2, 3)))
-        return lax.dot_general(patch, kernel, dimensions, precision=precision, preferred_element_type=wide)
+        return lax.dot_general(patch, kernel, dimensions, precision=params["precision"], preferred_element_type=wide)
 
     if math.prod(window) <= math.prod(out):
-        places, starts = math.prod(out), _starts(window, rhs_dilation)
-        term = lambda start, k: product(_strided(x, start, out, window_strides), k[None], places)
+        places, starts = math.prod(out), _starts(window, dilation)
+        term = lambda start, k: product(_strided(x, start, out, strides), k[None], places)
         shape = (batches, groups, size // batches, places, outputs // groups // batches)
         add = lambda i, total: total + term(starts[i], kernel[i])
         y = lax.fori_loop(0, len(starts), add, jnp.zeros(shape, wide))
     else:
-        one = lambda start: product(_strided(x, start, window, rhs_dilation), kernel, 1)[..., 0, :]
-        y = jnp.moveaxis(lax.map(one, _starts(out, window_strides)), 0, 3)
+        one = lambda start: product(_strided(x, start, window, dilation), kernel, 1)[..., 0, :]
+        y = jnp.moveaxis(lax.map(one, _starts(out, strides)), 0, 3)
     y = y.transpose(2, 3, 0, 1, 4).reshape(size // batches, *out, outputs).astype(dtype)
-    order = [y_spec.index(d) for d in range(y.ndim)]  # of y_spec: batch, channel, *space
-    return y.transpose([0 if i == 0 else y.ndim - 1 if i == 1 else i - 1 for i in order])
+    places_of = (y_spec[0], *y_spec[2:], y_spec[1])  # of the dimensions of y in the result
+    return y.transpose([places_of.index(d) for d in range(y.ndim)])
 
 
 def _starts(counts: list[int], steps: Any) -> jax.Array:
     """Return the first index of every position, [position, dimension]."""
-    indices = itertools.product(*(range(0, count * step, step) for count, step in zip(counts, steps)))
-    return jnp.asarray(list(indices), jnp.int32).reshape(math.prod(counts), len(counts))
+    indices = jnp.indices(counts, jnp.int32).reshape(len(counts), math.prod(counts))
+    return indices.T * jnp.asarray(steps, jnp.int32)
 
 
 def _strided(x: jax.Array, start: jax.Array, counts: list[int], strides: Any) -> jax.Array:

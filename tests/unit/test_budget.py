@@ -15,7 +15,7 @@ from jaxdp.models import as_model
 
 ROOT = pathlib.Path(jaxdp.__file__).parent
 # 26,200, and 1,060 of elastic training.
-BUDGET = {"package": 27_270, "file": 300, "function": 60, "one update": 700}  # lines
+BUDGET = {"package": 27_262, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES = {"checkpoint/store.py": 319}
 LONG_FUNCTIONS = {

@@ -42,7 +42,7 @@ X = jnp.ones((8, 3))  # 96 bytes
 def test_a_reduction_is_counted_whole():
     (c,) = found(lambda x: jax.lax.psum(x, ("r", "d")), X)
     assert c[:6] == ("all-reduce", 1, 96, "float32", 8, ALL)
-    assert c.operands == 1 and c.exact and c.op_name.endswith("/psum")
+    assert c.operands == 1 and c.exact
     assert c.wire == 2 * 96 and c.ring == 2 * 96 * 7 / 8
 
 
@@ -233,7 +233,6 @@ def test_a_gpu_program():
     ]
     got = read(GPU)
     assert brief(got) == want
-    assert got[0].op_name == "jit(update)/reduce_scatter"
     assert got[2].groups == ((0, 2, 4, 6), (1, 3, 5, 7)) and got[7].groups == ((0, 4), (1, 5))
     assert got[7].ring == 7
 

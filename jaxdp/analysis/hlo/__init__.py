@@ -32,7 +32,6 @@ class Collective(NamedTuple):
     dtype: the name in NumPy and JAX.
     groups: positions in the mesh's device order that exchange data with each other; for a permute, positions connected
     by its source-target pairs. group_size: of the largest.
-    op_name: the origin in the program ("jit(update)/.../psum"), or "".
     """
 
     kind: str
@@ -43,7 +42,6 @@ class Collective(NamedTuple):
     groups: Groups
     operands: int = 1
     exact: bool = True
-    op_name: str = ""
 
     @property
     def wire(self) -> int:
@@ -89,7 +87,6 @@ _CALLED = re.compile(
     r"(\{[^}]*\}|%?[\w.-]+)"
 )
 _TRIPS = re.compile(r'known_trip_count"?[=:]\s*\{"?n"?:\s*"?(\d+)')
-_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _METADATA = re.compile(r'metadata=\{(?:"(?:[^"\\]|\\.)*"|[^}"])*\}')
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d\w*)\[([\d,]*)\]")
 
@@ -117,7 +114,6 @@ def collectives(compiled_text: str, lowered_text: str | None = None) -> list[Col
             entry = computation if header[1] else entry
         elif instruction := _INSTRUCTION.match(line):
             shape, opcode, rest = instruction.groups()
-            name = _NAME.search(rest)
             rest = _METADATA.sub("", rest)
             called = [] if opcode.endswith(("-done", "-update")) else _CALLED.findall(rest)
             for role, callees in called:
@@ -127,8 +123,7 @@ def collectives(compiled_text: str, lowered_text: str | None = None) -> list[Col
             kind = opcode.removesuffix("-start")
             if kind in WIRE and not any(role == "calls" for role, _ in called):  # else its wrapped computation has it
                 result = shape if opcode == kind else _started(kind, shape)
-                for c in _read(kind, result, replica_groups(rest, devices), stated):
-                    located.append((computation, c._replace(op_name=name[1] if name else "")))
+                located += [(computation, c) for c in _read(kind, result, replica_groups(rest, devices), stated)]
     if not entry:
         raise ValueError("no ENTRY computation: this is not the text of a compiled program, compile().as_text()")
 
