@@ -23,7 +23,7 @@ def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) 
     Call `jaxdp.init(elastic=jaxdp.ElasticOptions())` first, and start the processes with `jaxdp launch --restart`.
     state: a pytree of arrays and numbers, the same on all processes. In each generation of the job, `train` gets the
     newest state that any process has committed, as NumPy arrays; `jaxdp.current()` gives its rank and size. It must
-    make all of its device arrays and compiled functions anew, and all collectives belong inside it.
+    make all of its device arrays and compiled functions again, and all collectives belong inside it.
 
     `commit(state)` copies a replicated state to host memory, waiting for it. All processes call it equally often: after
     each update, or each few updates, which are then made again. It raises when the processes must regroup.

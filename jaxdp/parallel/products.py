@@ -20,7 +20,7 @@ from jaxdp.distributed import private_jax
 
 @functools.cache
 def lower_on_cpu() -> None:
-    """Make this process lower its products and convolutions for CPU in this way, from its next compilation on."""
+    """Lower the products and convolutions that this process compiles for CPU from now on in this way."""
     mlir.register_lowering(lax.dot_general_p, _lower_dot, platform="cpu")
     convolution = mlir.lower_fun(_convolution, multiple_results=False)
     mlir.register_lowering(lax.conv_general_dilated_p, convolution, platform="cpu")
@@ -36,7 +36,7 @@ def _lower_dot(ctx: Any, lhs: Any, rhs: Any, *, dimension_numbers: Any, **params
 
 
 def _transposed_dot(lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: Any, **params: Any) -> jax.Array:
-    """Compute `lax.dot_general` of lhs in memory as [batch..., free..., contracted...]."""
+    """Compute `lax.dot_general` after transposing lhs in memory to [batch..., free..., contracted...]."""
     (contracted, rhs_contracted), (batch, rhs_batch) = dimension_numbers
     free = [d for d in range(lhs.ndim) if d not in (*contracted, *batch)]
     lhs = lax.optimization_barrier(lax.transpose(lhs, (*batch, *free, *contracted)))
@@ -46,8 +46,8 @@ def _transposed_dot(lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: Any, *
 
 
 def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
-    """Compute `lax.conv_general_dilated`: the sum of a product for each position in the window; or, if there are fewer
-    positions in the output (the gradient of a kernel), a product for each of these."""
+    """Compute `lax.conv_general_dilated` with one product for each position in the window, and add these up. If the
+    output has fewer positions (the gradient of a kernel), compute one product for each of them instead."""
     x_spec, w_spec, y_spec = params["dimension_numbers"]
     strides, dilation = params["window_strides"], params["rhs_dilation"]
     groups, batches = params["feature_group_count"], params["batch_group_count"]
@@ -61,25 +61,25 @@ def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
     dtype = params["preferred_element_type"] or x.dtype
     wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
-    def product(patch: jax.Array, kernel: jax.Array, places: int) -> jax.Array:
-        """patch [batch, *, channel], kernel [k, channel, output channel] -> [group, ..., batch, place, channel]."""
-        patch = patch.reshape(batches, size // batches, places, len(kernel), groups, inputs)
+    def product(patch: jax.Array, kernel: jax.Array, positions: int) -> jax.Array:
+        """patch [batch, *, channel], kernel [k, channel, output channel] -> [group, ..., batch, position, channel]."""
+        patch = patch.reshape(batches, size // batches, positions, len(kernel), groups, inputs)
         kernel = kernel.reshape(len(kernel), inputs, batches, groups, outputs // groups // batches)
         dimensions = (((3, 5), (0, 1)), ((0, 4), (2, 3)))
         return lax.dot_general(patch, kernel, dimensions, precision=params["precision"], preferred_element_type=wide)
 
     if math.prod(window) <= math.prod(out):
-        places, starts = math.prod(out), _starts(window, dilation)
-        term = lambda start, k: product(_strided(x, start, out, strides), k[None], places)
-        shape = (batches, groups, size // batches, places, outputs // groups // batches)
+        positions, starts = math.prod(out), _starts(window, dilation)
+        term = lambda start, k: product(_strided(x, start, out, strides), k[None], positions)
+        shape = (batches, groups, size // batches, positions, outputs // groups // batches)
         add = lambda i, total: total + term(starts[i], kernel[i])
         y = lax.fori_loop(0, len(starts), add, jnp.zeros(shape, wide))
     else:
         one = lambda start: product(_strided(x, start, window, dilation), kernel, 1)[..., 0, :]
         y = jnp.moveaxis(lax.map(one, _starts(out, strides)), 0, 3)
     y = y.transpose(2, 3, 0, 1, 4).reshape(size // batches, *out, outputs).astype(dtype)
-    places_of = (y_spec[0], *y_spec[2:], y_spec[1])  # of the dimensions of y in the result
-    return y.transpose([places_of.index(d) for d in range(y.ndim)])
+    order = (y_spec[0], *y_spec[2:], y_spec[1])  # of the dimensions of y in the result
+    return y.transpose([order.index(d) for d in range(y.ndim)])
 
 
 def _starts(counts: list[int], steps: Any) -> jax.Array:

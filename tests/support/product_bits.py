@@ -1,6 +1,6 @@
 """Print {name: SHA-256 of the value and the gradients} of products and convolutions, as exact mode computes them.
 
-Products with a long sum and a small result, which libraries divide among threads.
+Their sums are long and their results small, so libraries divide the sums among threads.
 """
 
 # ruff: noqa: E402
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from convolutions import convolution
 from jaxdp.parallel.products import lower_on_cpu
 
 SHAPES = {  # name: (einsum, shapes)
@@ -34,13 +35,6 @@ CONVOLUTIONS = {  # name: (shape of the input, of the kernel, other arguments)
     "1d": ((64, 512, 16), (5, 16, 32), {}),
     "3d": ((4, 16, 16, 16, 4), (3, 3, 3, 4, 8), {}),
 }
-
-
-def convolution(x, w, **more):
-    space = "DHW"[-(x.ndim - 2) :]
-    more.setdefault("window_strides", (1,) * len(space))
-    spec = (f"N{space}C", f"{space}IO", f"N{space}C")
-    return jax.lax.conv_general_dilated(x, w, padding="SAME", dimension_numbers=spec, **more)
 
 
 def main():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.extend.core import Literal
 
+from convolutions import convolution
 from jaxdp.parallel import products
 from launch import SUPPORT, together
 
@@ -25,13 +26,6 @@ GEOMETRIES = {
     "1d": ((2, 9, 3), (4, 3, 5), {}),
     "3d": ((2, 4, 5, 6, 2), (2, 3, 3, 2, 3), {}),
 }
-
-
-def convolution(x, w, **more):
-    space = "DHW"[-(x.ndim - 2) :]
-    arguments = {"window_strides": (1,) * len(space), "padding": "SAME", **more}
-    spec = (f"N{space}C", f"{space}IO", f"N{space}C")
-    return jax.lax.conv_general_dilated(x, w, dimension_numbers=spec, **arguments)
 
 
 def by_products(f, *args):
