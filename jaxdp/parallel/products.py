@@ -1,9 +1,10 @@
-"""Products and convolutions on CPU that are rounded alike on any number of threads, for the exact reductions.
+"""Products, convolutions and sums on CPU that are rounded alike on any number of threads, for the exact reductions.
 
 XLA computes a product with its own kernels, or with Eigen, which divides a long sum among its threads and so rounds by
 their number. Eigen gets the products with a transposed left operand (gradients of kernels) and most convolutions. Here,
 such an operand is transposed in memory first, and a convolution becomes one product for each position in its window.
-Several microbatches at once (`exact_group`) are also faster so: XLA's grouped convolutions are slow.
+Several microbatches at once (`exact_group`) are also faster so: XLA's grouped convolutions are slow. Sums are products
+with ones, since XLA's own are slow in exact mode.
 """
 
 import functools
@@ -17,6 +18,9 @@ from jax.interpreters import mlir
 
 from jaxdp.distributed import private_jax
 
+WINDOW = 32  # XLA divides longer sums into windows
+ROWS = 256  # summed one after the other; longer sums are sums of such sums
+
 
 @functools.cache
 def lower_on_cpu() -> None:
@@ -24,6 +28,7 @@ def lower_on_cpu() -> None:
     mlir.register_lowering(lax.dot_general_p, _lower_dot, platform="cpu")
     convolution = mlir.lower_fun(_convolution, multiple_results=False)
     mlir.register_lowering(lax.conv_general_dilated_p, convolution, platform="cpu")
+    mlir.register_lowering(lax.reduce_sum_p, mlir.lower_fun(_sum, multiple_results=False), platform="cpu")
 
 
 def _lower_dot(ctx: Any, lhs: Any, rhs: Any, *, dimension_numbers: Any, **params: Any) -> Any:
@@ -36,13 +41,46 @@ def _lower_dot(ctx: Any, lhs: Any, rhs: Any, *, dimension_numbers: Any, **params
 
 
 def _transposed_dot(lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: Any, **params: Any) -> jax.Array:
-    """Compute `lax.dot_general` after transposing lhs in memory to [batch..., free..., contracted...]."""
+    """Compute `lax.dot_general` after transposing the smaller operand in memory to [batch..., free..., contracted...].
+
+    If that is rhs, the operands change places, and so do the dimensions of the result.
+    """
     (contracted, rhs_contracted), (batch, rhs_batch) = dimension_numbers
+    if swap := rhs.size <= lhs.size:
+        lhs, rhs = rhs, lhs
+        contracted, rhs_contracted, batch, rhs_batch = rhs_contracted, contracted, rhs_batch, batch
     free = [d for d in range(lhs.ndim) if d not in (*contracted, *batch)]
-    lhs = lax.optimization_barrier(lax.transpose(lhs, (*batch, *free, *contracted)))
-    last = tuple(range(lhs.ndim - len(contracted), lhs.ndim))
-    dimensions = ((last, tuple(rhs_contracted)), (tuple(range(len(batch))), tuple(rhs_batch)))
-    return lax.dot_general_p.bind(lhs, rhs, dimension_numbers=dimensions, **params)
+    order = (*batch, *free, *contracted)
+    if order != tuple(range(lhs.ndim)):
+        lhs = lax.optimization_barrier(lax.transpose(lhs, order))
+    first, last = tuple(range(len(batch))), tuple(range(lhs.ndim - len(contracted), lhs.ndim))
+    dimensions = ((last, tuple(rhs_contracted)), (first, tuple(rhs_batch)))
+    y = lax.dot_general_p.bind(lhs, rhs, dimension_numbers=dimensions, **params)
+    boundary = len(batch) + len(free)
+    swapped = (*first, *range(boundary, y.ndim), *range(len(batch), boundary))
+    return lax.transpose(y, swapped) if swap else y
+
+
+def _sum(x: jax.Array, *, axes: Any, **params: Any) -> jax.Array:
+    """Compute `lax.reduce_sum`: of many rows with products with ones, of ROWS rows each; else as XLA does."""
+    first, after = (axes[0], axes[-1] + 1) if axes else (0, 0)
+    kept, rows, columns = math.prod(x.shape[:first]), math.prod(x.shape[first:after]), math.prod(x.shape[after:])
+    floats, adjacent = jnp.issubdtype(x.dtype, jnp.floating), tuple(axes) == tuple(range(first, after))
+    if not (floats and adjacent and rows > WINDOW and columns >= WINDOW):
+        return lax.reduce(x, jnp.zeros((), x.dtype), lambda a, b: lax.add(a, b), axes)  # `lax.add` itself would recurse
+    shape, dtype, wide = (*x.shape[:first], *x.shape[after:]), x.dtype, jnp.promote_types(x.dtype, jnp.float32)
+    batched = (((1,), (1,)), ((0,), (0,)))
+    while rows > 1:
+        block = min(rows, ROWS)
+        x = _padded(x.reshape(kept, rows, columns), [(0, 0, 0), (0, -rows % block, 0), (0, 0, 0)])
+        x, rows = x.reshape(-1, block, columns), -(-rows // block)
+        x = lax.dot_general(jnp.ones(x.shape[:2], x.dtype), x, batched, preferred_element_type=wide)
+    return x.reshape(shape).astype(dtype)
+
+
+def _padded(x: jax.Array, pads: list[tuple[int, int, int]]) -> jax.Array:
+    """Return `lax.pad` with zeros, and no operation where nothing is padded: XLA would not remove it."""
+    return lax.pad(x, jnp.zeros((), x.dtype), pads) if any(any(pad) for pad in pads) else x
 
 
 def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
@@ -54,7 +92,7 @@ def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
     x = lax.transpose(x, (x_spec[0], *x_spec[2:], x_spec[1]))  # [batch, *space, channel]
     w = lax.transpose(w, (*w_spec[2:], w_spec[1], w_spec[0]))  # [*window, channel of a group, output channel]
     pads = [(low, high, d - 1) for (low, high), d in zip(params["padding"], params["lhs_dilation"])]
-    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *pads, (0, 0, 0)])
+    x = _padded(x, [(0, 0, 0), *pads, (0, 0, 0)])
     size, (*window, inputs, outputs) = x.shape[0], w.shape
     out = [(s - (k - 1) * d - 1) // t + 1 for s, k, d, t in zip(x.shape[1:-1], window, dilation, strides)]
     kernel = w.reshape(math.prod(window), inputs, outputs)

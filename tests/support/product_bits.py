@@ -1,4 +1,4 @@
-"""Print {name: SHA-256 of the value and the gradients} of products and convolutions, as exact mode computes them.
+"""Print {name: SHA-256 of the value and the gradients} of products, convolutions and sums, as exact mode computes them.
 
 Their sums are long and their results small, so libraries divide the sums among threads.
 """
@@ -35,12 +35,18 @@ CONVOLUTIONS = {  # name: (shape of the input, of the kernel, other arguments)
     "1d": ((64, 512, 16), (5, 16, 32), {}),
     "3d": ((4, 16, 16, 16, 4), (3, 3, 3, 4, 8), {}),
 }
+SUMS = {  # name: (shape, axes)
+    "rows": ((64, 512, 128), (0, 1)),
+    "columns": ((16, 70000), (1,)),
+    "all": ((300000,), (0,)),
+}
 
 
 def main():
     lower_on_cpu()
     functions = {k: (lambda x, w, f=f: jnp.einsum(f, x, w), a, b) for k, (f, a, b) in SHAPES.items()}
     functions |= {k: (lambda x, w, m=m: convolution(x, w, **m), a, b) for k, (a, b, m) in CONVOLUTIONS.items()}
+    functions |= {f"sum of {k}": (lambda x, axes=axes: jnp.sum(jnp.sin(x), axes), a) for k, (a, axes) in SUMS.items()}
     rng, bits = np.random.default_rng(0), {}
     for name, (f, *shapes) in functions.items():
         for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):

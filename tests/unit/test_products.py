@@ -1,4 +1,4 @@
-"""Products and convolutions of exact mode: the values of JAX's own, and the same bits on any number of threads."""
+"""Products, convolutions and sums of exact mode: the values of JAX's own, the same bits on any number of threads."""
 
 import json
 import sys
@@ -29,10 +29,11 @@ GEOMETRIES = {
 
 
 def by_products(f, *args):
-    """f(*args), with each convolution and product evaluated as `lower_on_cpu` lowers it."""
+    """f(*args), with each convolution, product and sum evaluated as `lower_on_cpu` lowers it."""
     closed = jax.make_jaxpr(f)(*args)
     values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True))
     replaced = {"conv_general_dilated": products._convolution, "dot_general": products._transposed_dot}
+    replaced["reduce_sum"] = products._sum
     count = 0
     for eqn in closed.jaxpr.eqns:
         count += eqn.primitive.name in replaced
@@ -73,6 +74,7 @@ PRODUCTS = {  # (shapes, the contracted and the batch dimensions of both)
     "batch in the middle": ((3, 2, 5), (5, 2, 4), (((2,), (0,)), ((1,), (1,)))),
     "two contracted": ((5, 3, 6), (6, 5, 4), (((0, 2), (1, 0)), ((), ()))),
     "vector": ((5,), (5, 4), (((0,), (0,)), ((), ()))),
+    "smaller first": ((2, 5, 3), (2, 5, 7, 4), (((1,), (1,)), ((0,), (0,)))),
     "outer": ((3,), (4,), (((), ()), ((), ()))),
 }
 
@@ -84,6 +86,31 @@ def test_a_product_is_that_of_jax(name):
     x, y = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in (x_shape, y_shape))
     f = lambda x, y: jax.lax.dot_general(x, y, dimensions)
     np.testing.assert_allclose(by_products(f, x, y)[0], f(x, y), 1e-5, 1e-6)
+
+
+SUMS = {  # (shape, axes)
+    "rows": ((2, 130, 40), (0, 1)),
+    "rows of each": ((3, 2, 300, 33), (1, 2)),
+    "more than a product's": ((70000, 32), (0,)),
+    "few rows": ((8, 40), (0,)),
+    "columns": ((40, 300), (1,)),
+    "all": ((40, 300), (0, 1)),
+    "apart": ((40, 50, 60), (0, 2)),
+    "none": ((40, 50), ()),
+    "empty": ((0, 50), (0,)),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+def test_a_sum_is_that_of_numpy(name, dtype):
+    shape, axes = SUMS[name]
+    x = jnp.asarray(3 * np.random.default_rng(0).standard_normal(shape), dtype)
+    (got,) = by_products(lambda x: jax.lax.reduce_sum_p.bind(x, axes=axes, out_sharding=None), x)
+    x = np.asarray(x).astype("float64")
+    error = np.abs(np.asarray(got).astype("float64") - x.sum(axes))
+    assert got.dtype == dtype and got.shape == error.shape
+    assert np.all(error <= {"float32": 1e-5, "bfloat16": 2e-2, "int32": 0}[dtype] * np.abs(x).sum(axes))
 
 
 def test_all_products_have_the_same_bits_on_any_number_of_threads():
