@@ -7,11 +7,11 @@ import jax
 import numpy as np
 
 from jaxdp.distributed.context import Context, joined
-from jaxdp.errors import UsageError
+from jaxdp.errors import RunFailed, UsageError
 from jaxdp.supervise.agreement import Agreement
 from jaxdp.supervise.generations import run_generations
 from jaxdp.supervise.monitor import Stopped
-from jaxdp.training.snapshots import Snapshot, newest_of_all
+from jaxdp.training.snapshots import Snapshot, checksum, newest_of_all
 
 T = TypeVar("T")
 State = Any  # a pytree of arrays and numbers
@@ -35,21 +35,22 @@ def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) 
         if not isinstance(x, np.ndarray | np.generic | jax.Array | int | float) or np.asarray(x).dtype == object:
             raise UsageError(f"elastic: a leaf of the state is a {type(x).__name__}; give arrays and numbers")
     arrays = [np.asarray(x) for x in leaves]
-    newest = Snapshot(0, [as_bytes(x) for x in arrays], "")
+    newest = with_checksums(0, arrays)
 
     def run(context: Context) -> T:
         nonlocal newest
         agreement = Agreement(context)
         found = newest_of_all(context, newest, newest.leaves, 0)
-        assert found is not None
+        if found is None:
+            raise RunFailed("the copies of the state in all processes are damaged: faulty memory, or a bug in `train`")
         newest = found
 
         def commit(state: State) -> None:
             nonlocal newest
-            copies = [as_bytes(np.asarray(x)) for x in jax.tree.leaves(state)]
-            if [x.nbytes for x in copies] != [x.nbytes for x in newest.leaves]:
+            committed = with_checksums(newest.step + 1, [np.asarray(x) for x in jax.tree.leaves(state)])
+            if [x.nbytes for x in committed.leaves] != [x.nbytes for x in newest.leaves]:
                 raise UsageError("commit: the state has another structure, or other shapes, than elastic() was given")
-            newest = Snapshot(newest.step + 1, copies, "")
+            newest = committed
             if (request := agreement.point()) is not None:
                 raise Stopped(**request)
 
@@ -61,9 +62,10 @@ def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) 
     return run_generations(run, context, lambda: None)
 
 
-def as_bytes(x: np.ndarray) -> np.ndarray:
-    """Return a copy of an array as uint8, which collectives can send whatever the dtype."""
-    return np.frombuffer(x.tobytes(), np.uint8)
+def with_checksums(step: int, arrays: list[np.ndarray]) -> Snapshot:
+    """Return a snapshot with a copy of each array as uint8, which collectives can send whatever the dtype."""
+    leaves = [np.frombuffer(x.tobytes(), np.uint8) for x in arrays]
+    return Snapshot(step, leaves, "", [checksum(x) for x in leaves])
 
 
 def restore(data: np.ndarray, like: np.ndarray, leaf: Any) -> Any:

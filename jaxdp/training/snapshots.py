@@ -1,6 +1,7 @@
 """Copies of a run's state in the memory of its processes, from which an elastic job continues after it has lost one."""
 
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,11 +19,25 @@ from jaxdp.training.save import progress_metadata
 
 
 class Snapshot(NamedTuple):
-    """The state after update `step`. leaves: full arrays; meta: what a checkpoint stores beside the state, as JSON."""
+    """The state after update `step`. leaves: full arrays; meta: what a checkpoint stores beside the state, as JSON;
+    checksums: of the leaves, once these are in host memory."""
 
     step: int
     leaves: list[Any]
     meta: str
+    checksums: Sequence[int] = ()
+
+    def check(self) -> "Snapshot | None":
+        """Return the snapshot; None, with a warning, if a leaf has changed in memory since its checksum was made."""
+        bad = [i for i, x in enumerate(self.leaves) if checksum(x) != self.checksums[i]]
+        if bad:
+            print(
+                f"jaxdp: the snapshot of update {self.step} in this process is damaged (leaf {bad[0]} of "
+                f"{len(self.leaves)}): the memory of this host may be faulty; the copy of another process is used",
+                file=sys.stderr,
+                flush=True,
+            )
+        return None if bad else self
 
 
 class Snapshots:
@@ -70,7 +85,7 @@ class Snapshots:
                 leaves = jax.device_get(pending.leaves)
             except (ValueError, jax.errors.JaxRuntimeError):  # the collective of its update has lost a process
                 return
-            self.newest = pending._replace(leaves=leaves)
+            self.newest = pending._replace(leaves=leaves, checksums=[checksum(x) for x in leaves])
 
     def end_generation(self) -> None:
         """Keep the newest copy; the devices are about to be closed."""
@@ -92,11 +107,12 @@ class Snapshots:
 
 
 def newest_of_all(context: Context, own: Snapshot | None, shapes: Sequence[Any], oldest: int) -> Snapshot | None:
-    """Return the newest snapshot of any process, on all of them; None if all are older than step `oldest`.
+    """Return the newest snapshot of any process, on all of them; None if all are damaged or older than step `oldest`.
 
     shapes: of the leaves (anything with shape and dtype). Raises DistributedError if processes disagree on these.
     """
-    steps = [int(text) for text in context.exchange("snapshot", str(own.step if own else 0))]
+    own = own and own.check()
+    steps = [int(text) for text in context.exchange("snapshot", str(own.step if own else -1))]
     newest = max(steps)
     if newest < oldest:
         return None
@@ -105,4 +121,11 @@ def newest_of_all(context: Context, own: Snapshot | None, shapes: Sequence[Any],
     leaves = own.leaves if own and own.step == newest else [np.zeros(x.shape, x.dtype) for x in shapes]
     if min(steps) != newest:
         leaves = [np.asarray(x) for x in broadcast(leaves, root)]
-    return Snapshot(newest, leaves, meta)
+    return Snapshot(newest, leaves, meta, [checksum(x) for x in leaves])
+
+
+def checksum(x: np.ndarray) -> int:
+    """Return the sum of an array's bytes in words of 8: each flipped bit changes it."""
+    data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    words, rest = np.split(data, [data.size // 8 * 8])
+    return int(words.view(np.uint64).sum(dtype=np.uint64)) + int(rest.sum(dtype=np.uint64))

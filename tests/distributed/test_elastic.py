@@ -154,6 +154,43 @@ def test_sharded_state_survives(tmp_path, zero):
     assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
 
 
+DAMAGE = """
+import os
+
+import slow
+
+
+class Damage(slow.Slow):
+    def on_start(self, run):
+        settle = run.snapshots.settle
+
+        def settle_and_flip():
+            before = run.snapshots.newest
+            settle()
+            newest = run.snapshots.newest
+            if os.environ["JAXDP_PROCESS_ID"] in DAMAGED and newest is not before:
+                newest.leaves[1] = newest.leaves[1].copy()
+                newest.leaves[1].reshape(-1).view("uint8")[5] ^= 1 << 3
+
+        run.snapshots.settle = settle_and_flip
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.parametrize("damaged", ["1", "01"])
+def test_a_damaged_snapshot_is_named_and_another_used(tmp_path, damaged):
+    """damaged: the processes whose snapshots have a flipped bit. If all survivors', the checkpoint is used."""
+    (tmp_path / "damage.py").write_text(DAMAGE.replace("DAMAGED", repr(damaged)))
+    job = Job(tmp_path, 3, 0, "--callbacks", "[{target: damage.Damage}]", "--checkpoint.every", "10")
+    job.until(lambda: job.step() >= 20)
+    job.kill(2)
+    job.until(lambda: job.generations() == [3, 2])
+    final, out = job.ends()
+    assert out.count("in this process is damaged (leaf 1 of") == len(damaged)
+    assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
+
+
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_with_another_reduction_the_curve_is_the_same(tmp_path):
