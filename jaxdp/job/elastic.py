@@ -2,6 +2,10 @@
 
 import hashlib
 import json
+import os
+import pathlib
+import re
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -12,6 +16,12 @@ from jaxdp.supervise.generations import run_generations
 from jaxdp.training.snapshots import Snapshots
 
 T = TypeVar("T")
+ALL_END = {  # launcher: what it does when one process ends, and the alternative
+    "openmpi": "mpirun ends all processes when one is lost; add --enable-recovery",
+    "hydra": "this mpirun ends all processes when one is lost; use jaxdp launch, Open MPI or srun",
+    "torchrun": "torchrun restarts all processes when one is lost; use jaxdp launch",
+}
+RECOVERS = re.compile(r"^--?(enable-recovery|continuous)$|^ft_enable$|ulfm")  # arguments of Open MPI's mpirun
 
 
 def settings(config: Config | None) -> ElasticOptions | None:
@@ -30,4 +40,19 @@ def train_elastic(train: Callable[[Context, Snapshots], T], context: Context, ev
     Snapshots of the state, `every` so many updates, pass from one generation to the next.
     """
     snapshots = Snapshots(every)
+    if context.is_root and (problem := launcher_problem(context.launcher)) is not None:
+        print(f"jaxdp: elastic.enabled: {problem}", file=sys.stderr, flush=True)
     return run_generations(lambda context: train(context, snapshots), context, snapshots.end_generation)
+
+
+def launcher_problem(launcher: str) -> str | None:
+    """Return why the launcher will not let the other processes continue, and what to do; None if it will, or if that
+    is unknown: Slurm does unless its administrator has set KillOnBadExit."""
+    if launcher == "openmpi":
+        try:
+            name, *arguments = pathlib.Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
+        except OSError:
+            return None
+        if not name.endswith(("mpirun", "mpiexec", "prterun")) or any(map(RECOVERS.search, arguments)):
+            return None
+    return ALL_END.get(launcher)

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from launch import mpirun
+from slurm import Slurm
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
@@ -315,9 +316,59 @@ def test_open_mpi_5_lets_the_others_continue(tmp_path):
     env = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
     done = mpirun(3, [*map(str, words)], env=env, options=["--enable-recovery"], during=during)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "--enable-recovery" not in done.stdout + done.stderr
     assert "generation 0 ends: rank 1" in done.stderr + done.stdout
     final = read()[-1]
     assert final["split"] == "final" and final["params_sha256"] == alone(tmp_path, "--steps", "100")["params_sha256"]
+
+
+@pytest.mark.mpi
+def test_a_launcher_that_ends_all_processes_is_named_at_the_start(tmp_path):
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    words = [
+        "-m",
+        "jaxdp",
+        "train",
+        "--config",
+        tmp_path / "config.yaml",
+        "--run_dir",
+        tmp_path / "run",
+        "--steps",
+        "1",
+    ]
+    done = mpirun(2, [*map(str, words)])
+    assert (
+        done.returncode == 0 and done.stderr.count("mpirun ends all processes when one is lost; add --enable-rec") == 1
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_slurm_lets_the_others_continue(tmp_path):
+    (tmp_path / "config.yaml").write_text(CONFIG + "callbacks: [{target: slow.Slow}]\n")
+    (tmp_path / "slow.py").write_text(SLOW)
+    words = [sys.executable, "-m", "jaxdp", "train", "--config", "config.yaml", "--run_dir", "run", "--steps", "100"]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with Slurm() as slurm:
+        options = ["--no-kill", "--kill-on-bad-exit=0", "-n", "3"]
+        job = slurm.start("srun", *options, *words, cwd=tmp_path, PYTHONPATH=f"{ROOT}:{tmp_path}")
+        while job.poll() is None and not (metrics.exists() and '"step": 20' in metrics.read_text()):
+            time.sleep(0.05)
+        (pid,) = (pid for pid in every_process() if rank_of(pid, b"SLURM_PROCID=") == 1 and is_training(pid))
+        os.kill(pid, signal.SIGKILL)
+        (tmp_path / "finish").touch()
+        out, _ = job.communicate(timeout=120)
+    assert "generation 0 ends: rank 1" in out
+    final = json.loads(metrics.read_text().splitlines()[-1])
+    assert final["params_sha256"] == alone(tmp_path, "--steps", "100")["params_sha256"]
+
+
+def every_process():
+    return [int(entry.name) for entry in pathlib.Path("/proc").glob("[0-9]*")]
+
+
+def is_training(pid):
+    return b"jaxdp\0train" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def below(pid):
@@ -326,7 +377,10 @@ def below(pid):
     return [*map(int, children), *(p for child in children for p in below(int(child)))]
 
 
-def rank_of(pid):
-    words = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    values = [w.partition(b"=")[2] for w in words if w.startswith(b"OMPI_COMM_WORLD_RANK=")]
+def rank_of(pid, variable=b"OMPI_COMM_WORLD_RANK="):
+    try:
+        words = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    values = [w.partition(b"=")[2] for w in words if w.startswith(variable)]
     return int(values[0]) if values else None
