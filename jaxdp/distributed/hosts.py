@@ -1,10 +1,13 @@
-"""Host names and addresses, and the address at which the processes of a job reach each other."""
+"""Host names, addresses and memory, and the address at which the processes of a job reach each other."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import math
 import os
 import random
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -172,3 +175,14 @@ def local_ranks(ranks: Sequence[dict[str, Any]], rank: int) -> tuple[int, int]:
     """Return (local_rank, local_size) of `rank` by counting the ranks on its host. ranks: the facts of each rank."""
     local = [r for r, facts in enumerate(ranks) if key(facts) == key(ranks[rank])]
     return local.index(rank), len(local)
+
+
+def free_memory() -> float:
+    """Return the bytes that this process can still allocate on its host or in its control group; inf if unknown."""
+    read = lambda file: Path("/sys/fs/cgroup", file).read_text()
+    free = [math.inf]
+    with contextlib.suppress(OSError):
+        free += [1024.0 * int(n) for n in re.findall(r"MemAvailable:\s*(\d+) kB", read("/proc/meminfo"))]
+    with contextlib.suppress(OSError, ValueError):  # ValueError: no limit
+        free.append(int(read("memory.max")) - int(read("memory.current")))
+    return min(free)

@@ -1,6 +1,7 @@
 """Copies of a run's state in the memory of its processes, from which an elastic job continues after it has lost one."""
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,10 +13,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdp.core.state import TrainState
+from jaxdp.distributed import hosts
 from jaxdp.distributed.collectives import broadcast
 from jaxdp.distributed.context import Context
+from jaxdp.metrics.numbers import size as shown
 from jaxdp.training.run import Progress, Run
-from jaxdp.training.save import progress_metadata
+from jaxdp.training.save import progress_metadata, save, wait_for_checkpoint
 
 
 class Snapshot(NamedTuple):
@@ -43,7 +46,8 @@ class Snapshot(NamedTuple):
 class Snapshots:
     """The newest snapshots of this process. every: updates between two.
 
-    The copy of update k is read from the device when the next one is taken, so that the loop never waits for it.
+    The copy of update k is read from the device when the next one is taken, so that the loop never waits for it. If a
+    host lacks the memory for copies, none is taken, and the job continues from its checkpoints.
     """
 
     def __init__(self, every: int):
@@ -51,25 +55,31 @@ class Snapshots:
         self.newest: Snapshot | None = None
         self.generations = 0  # that have ended
         self._pending: Snapshot | None = None  # its leaves are on the device
+        self._enough_memory = True
         self._copy: Any = None
 
     def start(self, run: Run) -> None:
         """Prepare for a run on new devices."""
         self._pending = None
+        self._enough_memory = enough_memory(run, self.newest is not None)
         full = NamedSharding(run.strategy.mesh, P())
         self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=full)
 
     def take(self, run: Run, progress: Progress) -> None:
         """Copy the state, if `every` updates have passed, or the run was rolled back."""
         last = self._pending or self.newest
-        if not 0 <= progress.step - (last.step if last else run.start) < self.every:
+        if self._enough_memory and not 0 <= progress.step - (last.step if last else run.start) < self.every:
             self.settle()
             self._begin(run, progress)
 
     def take_now(self, run: Run, progress: Progress) -> None:
-        """Copy the state, and wait for the copy."""
-        self._begin(run, progress)
-        self.settle()
+        """Copy the state, and wait for the copy; without memory for it, save a checkpoint."""
+        if self._enough_memory:
+            self._begin(run, progress)
+            self.settle()
+        else:
+            save(run, progress)
+            wait_for_checkpoint(run)
 
     def _begin(self, run: Run, progress: Progress) -> None:
         copy = jax.tree.leaves(self._copy(run.strategy.export(progress.state)))
@@ -104,6 +114,28 @@ class Snapshots:
         place = lambda a, x: jax.make_array_from_callback(x.shape, x.sharding, lambda index: a[index].copy())
         placed = [place(a, x) for a, x in zip(newest.leaves, shapes)]
         return newest.step, json.loads(newest.meta), run.strategy.adopt(jax.tree.unflatten(structure, placed))
+
+
+def enough_memory(run: Run, one_exists: bool) -> bool:
+    """Return whether every host has the memory for the copies of the state that its processes hold: the newest one,
+    and the next while it is read from the device. Print what is missing."""
+    context = run.checkpoints.context
+    state = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(run.strategy.abstract()))
+    need, free = (2 - one_exists) * state * context.local_size, hosts.free_memory()
+    lacks = f"{shown(need)} on host {hosts.hostname()}, and {shown(free)} are free" if need > free else ""
+    if not any(lacking := context.exchange("memory of snapshots", lacks)):
+        return True
+    if context.is_root:
+        every = (
+            run.save_every and f"of every {run.save_every} updates"
+        ) or "(set checkpoint.every; now there are none)"
+        print(
+            f"jaxdp: elastic: the copies of the state in memory need {next(filter(None, lacking))}: none are made, and "
+            f"the job continues from its checkpoints {every}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return False
 
 
 def newest_of_all(context: Context, own: Snapshot | None, shapes: Sequence[Any], oldest: int) -> Snapshot | None:

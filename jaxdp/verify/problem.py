@@ -1,10 +1,7 @@
 """What is verified: the parts of a run, and the small batches that they are tried on."""
 
-import contextlib
 import dataclasses
 import math
-import pathlib
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +16,7 @@ from jaxdp.core.step import Step
 from jaxdp.data.base import Dataset
 from jaxdp.data.cursor import Cursor, Order, Streams
 from jaxdp.data.prefetch import read_batch
+from jaxdp.distributed import hosts
 from jaxdp.errors import UsageError
 from jaxdp.losses import LossFn, attribute
 from jaxdp.models.base import Model
@@ -147,7 +145,7 @@ def check_memory(problem: Problem, trial: Trial, devices: Sequence[jax.Device]) 
     params, model_state = jax.eval_shape(problem.model.init, jax.random.key(0), trial.example)
     size = lambda *trees: sum(math.prod(x.shape) * 8 for x in jax.tree.leaves(trees))
     state = size(params, model_state, jax.eval_shape(problem.make_tx(1.0).init, params), params)
-    number, limit = len(devices), free_memory()
+    number, limit = len(devices), hosts.free_memory()
     if devices[0].platform != "cpu":
         number, limit = 1, (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
     needed = number * (state + 2 * size(params)) + 4 * state  # beside the state: gradients and their sum
@@ -157,11 +155,3 @@ def check_memory(problem: Problem, trial: Trial, devices: Sequence[jax.Device]) 
             f"{len(devices)} devices, and there are {limit / 1e9:.0f}; make the model smaller while it is verified, "
             "e.g. --verify.model_args.layers 2, or use fewer --devices"
         )
-
-
-def free_memory() -> float:
-    """Return the free bytes of this machine; infinity if unknown."""
-    with contextlib.suppress(OSError):
-        if match := re.search(r"MemAvailable:\s*(\d+) kB", pathlib.Path("/proc/meminfo").read_text()):
-            return int(match[1]) * 1024.0
-    return math.inf

@@ -551,7 +551,7 @@ def test_what_is_too_large_or_too_small_is_refused_with_what_to_set(monkeypatch)
     small = problem(toys.MODELS["mlp"]())
     with settings(jax.devices()[0]):
         trial = make_trial(small, 4, 1)
-        monkeypatch.setattr("jaxdp.verify.problem.free_memory", lambda: 1e3)
+        monkeypatch.setattr("jaxdp.distributed.hosts.free_memory", lambda: 1e3)
         with pytest.raises(UsageError, match=r"verify.model_args: 291 parameters need .* --verify.model_args.layers 2"):
             check_memory(small, trial, jax.devices()[:4])
     few = problem(toys.MODELS["mlp"](), Arrays(**toys.data(5)))

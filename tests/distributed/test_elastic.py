@@ -194,6 +194,22 @@ def test_a_damaged_snapshot_is_named_and_another_used(tmp_path, damaged):
 
 @pytest.mark.slow
 @pytest.mark.mpi
+def test_without_memory_for_snapshots_checkpoints_are_used(tmp_path):
+    """The hosts say that they have little memory; a process joins again, too."""
+    (tmp_path / "little.py").write_text(
+        "import slow\nfrom jaxdp.distributed import hosts\n\nhosts.free_memory = lambda: 1e3\nSlow = slow.Slow\n"
+    )
+    job = Job(tmp_path, 2, 1, "--callbacks", "[{target: little.Slow}]", "--checkpoint.every", "10")
+    job.until(lambda: any(event["kind"] == "saved" for event in job.lines("events.jsonl")))
+    job.kill(1)
+    job.until(lambda: job.generations()[1:][-1:] == [2])
+    final, out = job.ends()
+    assert "elastic: the copies of the state in memory need 173 kB on host" in out and "1 kB are free" in out, out
+    assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
 def test_with_another_reduction_the_curve_is_the_same(tmp_path):
     other = ["--parallel.reduction", "bucket"]
     job = Job(tmp_path, 3, 0, *other, "--steps", "150")
