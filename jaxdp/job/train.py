@@ -151,6 +151,8 @@ def supervised(
             rundir.write_layout(directory, layout)
         run = dataclasses.replace(run, layout=layout)
     facts = {"devices": len(run.strategy.devices), "processes": context.size, "steps": run.steps}
+    if run.snapshots is not None and run.snapshots.reached > run.start:
+        facts["again"] = run.snapshots.reached - run.start
     events.note("resume" if run.start else "start", run.start, t=round(began, 3), **facts)
     watch = RunMonitor(
         context,
@@ -196,7 +198,9 @@ def log_failure(events: NoEvents, alone: bool, elastic: bool) -> Iterator[None]:
     unsubscribe = True
     try:
         yield
-    except Stopped:
+    except Stopped as stop:
+        if stop.kind == "regroup":
+            events.note("regroup", reason=str(stop))
         raise
     except BaseException as error:
         if elastic and has_ended(error):

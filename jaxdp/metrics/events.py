@@ -12,7 +12,7 @@ from jaxdp.metrics.jsonl import dump
 
 NAME = "events.jsonl"
 BEGINS = ("start", "resume")
-ENDS = ("finished", "preempted", "failed")
+ENDS = ("finished", "preempted", "failed", "regroup")
 
 
 class NoEvents:
@@ -27,7 +27,7 @@ class NoEvents:
         """Log `start`, `resume`, `first_update`, `evaluation`, `saved`, `save_failed`, `rolled_back`, or one of ENDS.
 
         step: the number of completed updates. more: JSON, such as `seconds`, the duration, and `blocked`, the seconds
-        of it that blocked the training loop.
+        of it that blocked the training loop, and `again`, the updates that a resume makes again.
         """
 
     def check_directory(self) -> None:

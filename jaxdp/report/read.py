@@ -19,7 +19,17 @@ Json = dict[str, Any]
 DIGITS = 6  # significant digits of a number in the page
 RATES = ("examples_per_s", "tokens_per_s", "mfu", "goodput")
 SPLITS = ("train", "eval", "final")
-COUNTS = ("step", "steps", "to", "updates", "devices", "processes", "seconds", "blocked")  # numeric event fields
+COUNTS = (
+    "step",
+    "steps",
+    "to",
+    "updates",
+    "devices",
+    "processes",
+    "seconds",
+    "blocked",
+    "again",
+)  # numeric event fields
 MOST = 1e300
 
 
@@ -132,7 +142,7 @@ def state(records: list[Json], events: list[Json], alive: bool) -> Json:
         done = bool(records) and records[-1]["split"] == "final"
         return {"word": "finished" if done else "stopped", "reason": ""}
     last = known[-1]
-    if last["kind"] in kinds.ENDS:
+    if last["kind"] in kinds.ENDS and last["kind"] != "regroup":  # after one, another session begins
         return {"word": last["kind"], "reason": last.get("reason", "")}
     return {"word": "stopped", "reason": "it logged no final event: killed, or its host went down"}
 

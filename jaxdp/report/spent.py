@@ -1,5 +1,6 @@
 """The breakdown of a run's time, from its records and events."""
 
+import statistics
 from typing import Any
 
 from jaxdp.metrics.events import BEGINS, ENDS
@@ -31,14 +32,14 @@ def seconds(records: list[Json], events: list[Json]) -> Json:
     """Return the total seconds from the first start to the last record or event, and the parts of it.
 
     starting: from a start to the end of its first update; updates: the device's work, and anything inseparable from it;
-    input: the loop waited for data; evaluation; saving: the loop was blocked by it; down: no process trained; other:
-    the rest, such as lost and repeated updates. The later of two records sets the time of all updates between them.
-    Empty without events, or if the clock was set back.
+    input: the loop waited for data; evaluation; saving: the loop was blocked by it; again: updates of an elastic job
+    that were lost and made again; down: no process trained; other: the rest. The later of two records sets the time of
+    all updates between them. Empty without events, or if the clock was set back.
     """
     spans = sessions(records, events)
     if not spans:
         return {}
-    parts = dict.fromkeys(("starting", "updates", "input", "evaluation", "saving", "down"), 0.0)
+    parts = dict.fromkeys(("starting", "updates", "input", "evaluation", "saving", "again", "down"), 0.0)
     for span, after in zip(spans, [*spans[1:], None]):
         inside = lambda t, span=span: t is not None and span["start"] <= t <= span["end"]
         first = [e for e in events if e["kind"] == "first_update" and inside(e["t"])]
@@ -54,6 +55,9 @@ def seconds(records: list[Json], events: list[Json]) -> Json:
         parts["down"] += max(after["start"] - span["end"], 0.0) if after else 0.0
     parts["evaluation"] = sum(_number(e.get("seconds")) for e in events if e["kind"] == "evaluation")
     parts["saving"] = sum(_number(e.get("blocked")) for e in events)
+    times = [t for r in records if r["split"] == "train" and (t := _number(r.get("step_time_ms")))]
+    lost = sum(_number(e.get("again")) for e in events)
+    parts["again"] = 1e-3 * lost * statistics.median(times) if times else 0.0
     total = spans[-1]["end"] - spans[0]["start"]
     if total <= 0:  # the clock was set
         return {}

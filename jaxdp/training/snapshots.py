@@ -54,6 +54,7 @@ class Snapshots:
         self.every = every
         self.newest: Snapshot | None = None
         self.generations = 0  # that have ended
+        self.reached = 0  # the last update of this process
         self._pending: Snapshot | None = None  # its leaves are on the device
         self._enough_memory = True
         self._copy: Any = None
@@ -67,7 +68,7 @@ class Snapshots:
 
     def take(self, run: Run, progress: Progress) -> None:
         """Copy the state, if `every` updates have passed, or the run was rolled back."""
-        last = self._pending or self.newest
+        last, self.reached = self._pending or self.newest, progress.step
         if self._enough_memory and not 0 <= progress.step - (last.step if last else run.start) < self.every:
             self.settle()
             self._begin(run, progress)

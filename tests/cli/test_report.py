@@ -126,9 +126,23 @@ def test_sessions_end_with_the_last_sign_of_life():
     found = spent.sessions(records, events)
     assert [(s["start"], s["end"], s["how"]) for s in found] == [(10, 14, None), (20, 21, "preempted"), (30, 30, None)]
     assert spent.seconds(records, events) == {
-        "total": 20, "starting": 3, "updates": 2, "input": 0, "evaluation": 0, "saving": 0, "down": 15, "other": 0
+        "total": 20, "starting": 3, "updates": 2, "input": 0, "evaluation": 0, "saving": 0, "again": 0,
+        "down": 15, "other": 0,
     }  # fmt: skip
     assert spent.seconds(records, []) == {}
+
+
+def test_an_elastic_runs_generations_and_the_updates_made_again():
+    records = [{"step": n, "split": "train", "time": 10.0 + n, "step_time_ms": 1000} for n in (5, 10)]
+    events = [
+        {"t": 10.0, "kind": "start", "step": 0, "processes": 3}, {"t": 11.0, "kind": "first_update", "step": 1},
+        {"t": 18.0, "kind": "regroup", "reason": "rank 1 was lost"},
+        {"t": 18.5, "kind": "resume", "step": 4, "processes": 2, "again": 3},
+        {"t": 21.0, "kind": "finished", "step": 10},
+    ]  # fmt: skip
+    found = spent.sessions(records, events)
+    assert [(s["how"], s["processes"]) for s in found] == [("regroup", 3), ("finished", 2)]
+    assert spent.seconds(records, events)["again"] == 3.0
 
 
 STRANGE = ("x", None, True, [1], {"a": 1}, 1e400, math.nan, -5, 10**400, "nan")

@@ -1,10 +1,11 @@
 // The sections beside the curves: each fills its element from the runs, and names data that is missing.
 
 const NOTABLE = { resume: "good", failed: "bad", preempted: "note", rolled_back: "bad", skipped: "muted", save_failed: "bad",
-  checkpoint_refused: "bad", stopped: "bad" };
+  checkpoint_refused: "bad", stopped: "bad", regroup: "note" };
 const WORDS = { start: "started", resume: "resumed", first_update: "first update done", evaluation: "evaluated", saved: "saved",
   preempted: "preempted", rolled_back: "rolled back", skipped: "updates skipped", failed: "failed", finished: "finished",
   save_failed: "could not save", checkpoint_refused: "checkpoint refused",
+  regroup: "regrouped",
   stopped: "ended without a final event" };
 const several = runs.length > 1;
 const at = (id) => document.getElementById(id);
@@ -56,7 +57,8 @@ const stack = (parts, whole) => el("div", { class: "stack" }, parts.filter((p) =
 
 function spent() {
   const NAMES = [["updates", "updates: computing and sending", 0], ["input", "waiting for data", 1], ["evaluation", "evaluation", 2],
-    ["saving", "held up by saving", 3], ["starting", "starting, compiling", 4], ["down", "nothing ran", 6], ["other", "the rest", -1]];
+    ["saving", "held up by saving", 3], ["starting", "starting, compiling", 4], ["again", "updates lost and made again", 5],
+    ["down", "nothing ran", 6], ["other", "the rest", -1]];
   const found = runs.map((run) => run.spent), fill = (c) => (c < 0 ? "var(--line)" : colour(c)), some = found.some((f) => f.total);
   const stacks = runs.map((run, i) => (found[i].total ? el("div", { class: "run" }, named(run, i),
     stack(NAMES.map(([key, name, c]) => [name, found[i][key], c]), found[i].total)) : null));
@@ -89,10 +91,13 @@ function events() {
   const svg = el("svg", { viewBox: `0 0 ${width} ${known.length * tall + 22}`, role: "img", "aria-label": "events over time" });
   const x = (t) => 6 + (t / span) * (width - 12);
   known.forEach((run, lane) => {
+    const most = Math.max(...run.sessions.map((s) => s.processes || 1));
     const y = lane * tall + 26, mark = (e, node) => svg.append(node) || node.append(el("title", {}, describe(run, e)));
     for (const s of run.sessions) {
       const left = x(s.start - run.start);
-      svg.append(el("rect", { x: left, y, width: Math.max(x(s.end - run.start) - left, 1.5), height: 8, rx: 2, fill: colour(several ? runs.indexOf(run) : 0), opacity: 0.85 }));
+      const bar = el("rect", { x: left, y, width: Math.max(x(s.end - run.start) - left, 1.5), height: 8, rx: 2, fill: colour(several ? runs.indexOf(run) : 0), opacity: 0.25 + 0.6 * (s.processes || 1) / most });
+      svg.append(bar);
+      bar.append(el("title", {}, `${s.processes || 1} processes from step ${s.first.toLocaleString("en-US")}, ${duration(s.end - s.start)}`));
     }
     for (const e of run.events) {
       const px = x(e.t - run.start);
@@ -104,10 +109,10 @@ function events() {
     const px = x(t * clockScale(span));
     svg.append(el("text", { x: px, y: known.length * tall + 16, "text-anchor": px < 20 ? "start" : px > width - 24 ? "end" : "middle" }, clock(t * clockScale(span), span)));
   }
-  section.append(svg, el("p", { class: "muted small" }, "Bars: training. Below them: saves. Above: restarts, faults, skipped updates."));
+  section.append(svg, el("p", { class: "muted small" }, "Bars: training, darker with more processes. Below them: saves. Above: restarts, faults, skipped updates."));
   runs.forEach((run, i) => {
     const times = (kind) => run.events.filter((e) => e.kind === kind).length;
-    const counts = [["saved", "saves"], ["evaluation", "evaluations"], ["resume", "restarts"], ["preempted", "preemptions"],
+    const counts = [["saved", "saves"], ["evaluation", "evaluations"], ["resume", "restarts"], ["regroup", "regroupings"], ["preempted", "preemptions"],
       ["rolled_back", "rollbacks"], ["failed", "failures"]].filter(([k]) => times(k)).map(([k, name]) => `${times(k)} ${times(k) === 1 ? name.slice(0, -1) : name}`);
     const listed = run.events.filter((e) => NOTABLE[e.kind] || e.kind === "start" || e.kind === "finished").slice(-200);
     section.append(el("div", { class: "run" }, named(run, i), el("div", { class: "small", style: { margin: "8px 0" } }, counts.join(" · ")),
@@ -117,7 +122,8 @@ function events() {
 }
 
 const said = (e) => [WORDS[e.kind] || e.kind.replaceAll("_", " "), e.kind !== "start" && e.step ? `step ${e.step.toLocaleString("en-US")}` : null,
-  e.updates ? `${e.updates} of them` : null, e.to !== undefined ? `to step ${e.to}` : null, e.reason || null].filter(Boolean).join(", ");
+  e.updates ? `${e.updates} of them` : null, e.to !== undefined ? `to step ${e.to}` : null,
+  e.kind === "resume" && e.processes > 1 ? `${e.processes} processes` : null, e.again ? `${e.again} updates again` : null, e.reason || null].filter(Boolean).join(", ");
 const describe = (run, e) => `${said(e)} (${duration(e.t - run.start)})`;
 
 function holds() {
