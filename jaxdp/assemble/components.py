@@ -40,14 +40,14 @@ SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision")
 
 
 class Parts(NamedTuple):
-    """The built components of a config. eval_set: the evaluation set, or None. cursor: the order of the training data.
+    """The built components of a config. eval_sets: the evaluation sets by name. cursor: the order of the training data.
 
     sequential: both sets are read sequentially. transform, eval_transform: run on their microbatches, on the device,
     or None. facts: see `facts_of`.
     """
 
     dataset: Dataset
-    eval_set: Dataset | None
+    eval_sets: dict[str, Dataset]
     model: Model
     loss: LossFn
     cursor: Order
@@ -92,11 +92,12 @@ def make_parts(config: Config, objects: Given = NOTHING) -> Parts:
     transform = make_transform(config, table("data.transform", TRANSFORMS))
     optimizers = table("optimizer", OPTIMIZERS)
     make_tx(config, lambda step: 0.0, table=optimizers)
-    dataset, eval_set = make_data(config, table("data", SOURCES), table("eval.data", SOURCES))
+    dataset, eval_sets = make_data(config, table("data", SOURCES), table("eval.data", SOURCES))
     facts = facts_of(dataset)
     model = make_model(config, target, facts)
     model = model._replace(init=jax.jit(model.init))  # traced only once
-    eval_transform = both(getattr(eval_set, "transform", None), transform)
+    own = (getattr(x, "transform", None) for x in eval_sets.values())
+    eval_transform = both(next(filter(None, own), None), transform)
     transform = both(getattr(dataset, "transform", None), transform)
     dtypes = config.precision
     casts = policy(dtypes.params, dtypes.compute or dtypes.params, dtypes.reduce or dtypes.params)
@@ -107,7 +108,7 @@ def make_parts(config: Config, objects: Given = NOTHING) -> Parts:
     named = config.optimizer.target in OPTIMIZERS or "optimizer" not in objects
     return Parts(
         dataset,
-        eval_set,
+        eval_sets,
         model,
         loss,
         cursor,

@@ -1,6 +1,7 @@
 """The data of a config: datasets, the transform, the order of examples."""
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxdp.data.transforms import TRANSFORMS, as_transform
 from jaxdp.errors import UsageError
 from jaxdp.models.base import Model
 from jaxdp.precision import Policy
-from jaxdp.targets import bind, call, locate, parameters
+from jaxdp.targets import bind, call, locate, parameters, targets_in
 
 Given = Mapping[str, Mapping[str, Any]]
 NOTHING: Given = {}
@@ -26,15 +27,31 @@ SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision")
 
 def make_data(
     config: Config, sources: Mapping[str, Any] = SOURCES, eval_sources: Mapping[str, Any] = SOURCES
-) -> tuple[Dataset, Dataset | None]:
-    """Return (the training set, the evaluation set or None)."""
+) -> tuple[Dataset, dict[str, Dataset]]:
+    """Return (the training set, the evaluation sets by name; "" is that of `eval.data`, or of the training data)."""
     x64 = config.precision.params == "float64"
     target = locate("data", config.data.target, sources)
     splits = callable(target) and "split" in parameters(target) and "split" not in config.data.args
     dataset = read_set("data", config.data, "train", x64, sources)
+    sets: dict[str, Dataset] = {}
     if config.eval.data is not None:
-        return dataset, read_set("eval.data", config.eval.data, "test", x64, eval_sources)
-    return dataset, read_set("data", config.data, "test", x64, sources) if splits else None
+        sets[""] = read_set("eval.data", config.eval.data, "test", x64, eval_sources)
+    elif splits:
+        sets[""] = read_set("data", config.data, "test", x64, sources)
+    for name, target in named_sets(config).items():
+        sets[name] = read_set(f"eval.also.{name}", target, "test", x64, SOURCES)
+    if len({type(x) for x in sets.values() if getattr(x, "transform", None) is not None}) > 1:
+        raise UsageError("eval.also: the sets have different transforms of their own; evaluate them in separate runs")
+    return dataset, sets
+
+
+def named_sets(config: Config) -> dict[str, Target]:
+    """Return the targets of `eval.also`. Raises UsageError if an entry or its name is malformed."""
+    for name in config.eval.also:
+        if not re.fullmatch(r"[\w-]+", name):
+            raise UsageError(f"eval.also: {name!r} is not a name; use letters, digits, - and _, such as valid")
+    entries = {k: targets_in(f"eval.also.{k}", [v], "data set", "Digits") for k, v in config.eval.also.items()}
+    return {name: Target(*entry) for name, [entry] in entries.items()}
 
 
 def read_set(key: str, target: Target, split: str, x64: bool, sources: Mapping[str, Any]) -> Dataset:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxdp.assemble.components import Given
+from jaxdp.assemble.data import named_sets
 from jaxdp.config import Config, Optimizer, Target
 from jaxdp.config.check import flatten
 from jaxdp.data import SOURCES
@@ -41,6 +42,7 @@ def sections(config: Config) -> list[tuple[str, Target | Optimizer, Mapping[str,
         ("optimizer", config.optimizer, OPTIMIZERS),
         *([("data.transform", transform, TRANSFORMS)] if transform else []),
         *([("eval.data", eval_data, SOURCES)] if eval_data else []),
+        *((f"eval.also.{name}", target, SOURCES) for name, target in named_sets(config).items()),
     ]
 
 

@@ -19,7 +19,7 @@ from jaxdp.assemble.identity import shapes_of
 from jaxdp.config import Config
 from jaxdp.core.state import TrainState, View
 from jaxdp.core.step import Step
-from jaxdp.data.base import probes
+from jaxdp.data.base import Dataset, probes
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError, one_line
 from jaxdp.losses import attribute, check
@@ -68,9 +68,9 @@ def rehearse(
     check_paths(config, state.params)
     check_best(config, parts, set(metrics))
     check_examples(parts, state, True, parts.dataset.read(probes(parts.dataset)))
-    if parts.eval_set is not None:
-        rehearse_evaluation(config, parts, step, state)
-        check_examples(parts, state, False, parts.eval_set.read(probes(parts.eval_set)))
+    for name, dataset in parts.eval_sets.items():
+        rehearse_evaluation(config, parts, step, state, dataset, f"eval.also.{name}" if name else "eval.data")
+        check_examples(parts, state, False, dataset.read(probes(dataset)))
     counted = model_flops(grads, lambda: jax.make_jaxpr(step.evaluate)(view_of_one(state), batch, slot))
     programs = {"the initial state": first, "the gradients": grads, "the update": update}
     return counted / parts.cursor.examples_per_microbatch, programs
@@ -133,20 +133,21 @@ def in_words(tree: Any) -> str:
     return str(jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)).replace("'", "")
 
 
-def rehearse_evaluation(config: Config, parts: Parts, step: Step, state: TrainState) -> None:
+def rehearse_evaluation(
+    config: Config, parts: Parts, step: Step, state: TrainState, dataset: Dataset, key: str
+) -> None:
     """Trace the evaluation of a microbatch, if its examples have other shapes than those for training."""
-    assert parts.eval_set is not None
-    ours, others = shapes_of(parts.dataset), shapes_of(parts.eval_set)
+    ours, others = shapes_of(parts.dataset), shapes_of(dataset)
     if ours == others:
         return
-    order = make_order(config, parts.eval_set, parts.sequential, shuffle=False)
+    order = make_order(config, dataset, parts.sequential, shuffle=False)
     try:
         slot = np.zeros(1, np.int32)
-        jax.eval_shape(step.evaluate, view_of_one(state), read_batch(parts.eval_set, order, 0, slot), slot)
+        jax.eval_shape(step.evaluate, view_of_one(state), read_batch(dataset, order, 0, slot), slot)
     except Exception as error:
         shapes = [", ".join(f"{k} {v.name}{list(s[1:])}" for k, (s, v) in x.items()) for x in (others, ours)]
         raise UsageError(
-            f"eval.data: its examples ({shapes[0]}) do not match the training examples ({shapes[1]}): {one_line(error)}"
+            f"{key}: its examples ({shapes[0]}) do not match the training examples ({shapes[1]}): {one_line(error)}"
         ) from None
 
 
@@ -155,10 +156,11 @@ def check_best(config: Config, parts: Parts, metrics: set[str]) -> None:
     best = config.checkpoint.best
     if best is None:
         return
-    if parts.eval_set is None:
+    if not parts.eval_sets:
         raise UsageError(f"checkpoint.best: {best!r}, but the data has no test split; set eval.data, or leave it null")
     metrics |= set(attribute(parts.loss, "derive", lambda means: {})(collections.defaultdict(float)))
-    known = sorted(n for n in metrics - RESERVED | {"loss"} if not n.startswith(WEIGHT))
+    names = [n for n in metrics - RESERVED | {"loss"} if not n.startswith(WEIGHT)]
+    known = sorted(f"{name}/{n}" if name else n for name in parts.eval_sets for n in names)
     if best not in known:
         raise UsageError(f"checkpoint.best: {best!r} is not among the numbers of an evaluation: {', '.join(known)}")
 

@@ -61,8 +61,8 @@ def make_run(
     jax.devices()  # opening them waits for the other processes, so do it outside of `on_all_ranks`
     parts = on_all_ranks(context, lambda: make_parts(config, objects))
     data = on_all_ranks(context, lambda: checked_fingerprint(parts.dataset))
-    others = context.size > 1 and parts.eval_set is not None
-    evaluated = on_all_ranks(context, lambda: checked_fingerprint(cast(Dataset, parts.eval_set)) if others else "")
+    sets = parts.eval_sets if context.size > 1 else {}
+    evaluated = on_all_ranks(context, lambda: " ".join(map(checked_fingerprint, sets.values())))
     flags = environment.flags_of_numbers()
     context.check_same("the run", {**facts(config, data), "eval data fingerprint": evaluated, "XLA_FLAGS": flags})
     devices = choose_devices(config, context)
@@ -118,8 +118,8 @@ def describe_config(config: Config, context: Context, objects: Given) -> dict[st
     }
 
 
-def make_sources(config: Config, parts: Parts, strategy: Strategy) -> tuple[Source, Source | None]:
-    """Return the source for training, and the source for evaluation or None. Raises UsageError."""
+def make_sources(config: Config, parts: Parts, strategy: Strategy) -> tuple[Source, dict[str, Source]]:
+    """Return the source for training, and those for evaluation by name. Raises UsageError."""
     checked = attribute(parts.loss, "check", None) is not None
 
     def source(dataset: Any, order: Any, train: bool) -> Source:
@@ -128,9 +128,8 @@ def make_sources(config: Config, parts: Parts, strategy: Strategy) -> tuple[Sour
         return Source(dataset, order, config.data.workers, resident, check)
 
     training = source(parts.dataset, parts.cursor, True)
-    if parts.eval_set is None:
-        return training, None
-    return training, source(parts.eval_set, make_order(config, parts.eval_set, parts.sequential, shuffle=False), False)
+    order = lambda dataset: make_order(config, dataset, parts.sequential, shuffle=False)
+    return training, {name: source(x, order(x), False) for name, x in parts.eval_sets.items()}
 
 
 def make_case(config: Config, parts: Parts, zero: int, slots: int, devices: int, split_as: int) -> Case:

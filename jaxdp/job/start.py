@@ -71,7 +71,8 @@ def summary(
 ) -> dict[str, str]:
     """Return the lines of a run's summary by name."""
     devices, parallel, order, opt = run.strategy.devices, config.parallel, run.train.cursor, config.optimizer
-    evaluates = f"; evaluates on {len(run.eval.dataset):,}" if run.eval else ""
+    sizes = [f"{len(x.dataset):,}{f' ({name})' if name else ''}" for name, x in run.eval.items()]
+    evaluates = f"; evaluates on {' and '.join(sizes)}" if sizes else ""
     hosts = f" on {len(set(context.hosts))} hosts" if len(set(context.hosts)) > 1 else ""
     rate = (
         f"{opt.target}, from the script"

@@ -49,6 +49,7 @@ class Console:
             if split == "train":
                 return
         parts = [f"{NAMES.get(k, k)} {number(k, record[k]):>{WIDTHS.get(k, WIDTH)}}" for k in SHOWN if k in record]
+        parts += [f"{k} {number('loss', record[k])}" for k in record if k.endswith("/loss")]  # of named evaluation sets
         if record.get("input_wait", 0.0) > TOO_LONG and not self.advised:
             self.advised = True
             self.say(

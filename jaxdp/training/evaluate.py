@@ -12,13 +12,21 @@ from jaxdp.metrics.sums import divide, make_record
 from jaxdp.metrics.writer import Record
 from jaxdp.parallel.strategy import Program
 from jaxdp.training.run import Run
+from jaxdp.training.source import Source
 
 
 def evaluate(run: Run, program: Program, state: TrainState) -> Record:
-    """Return the loss and metrics over the evaluation set, counting every example exactly once."""
-    assert run.eval is not None
-    source, totals, suspects = run.eval, collections.defaultdict[str, float](float), list[int]()
+    """Return the loss and metrics over each evaluation set; NAME/loss, ... of a named set."""
     state = run.strategy.averaged(state) if run.averaged else state
+    record: Record = {}
+    for name, source in run.eval.items():
+        record |= {f"{name}/{k}" if name else k: v for k, v in of_set(run, source, program, state).items()}
+    return record
+
+
+def of_set(run: Run, source: Source, program: Program, state: TrainState) -> Record:
+    """Return the loss and metrics over an evaluation set, counting every example exactly once."""
+    totals, suspects = collections.defaultdict[str, float](float), list[int]()
     in_flight: collections.deque[tuple[Any, Any]] = collections.deque()
 
     def add(number: int, sums: dict[str, jax.Array]) -> None:

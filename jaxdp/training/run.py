@@ -25,6 +25,7 @@ from jaxdp.training.source import Source
 class Run:
     """The built objects of a run.
 
+    eval: the evaluation sets by name; "" is the main one.
     steps_per_call: the number of updates in one compiled call, if nothing is due between them.
     start: the update to resume after, 0 for a new run. evaluated: True if the evaluation due at `start` already ran.
     offset: the number of batches skipped after spikes, by `rollbacks` rollbacks, at most `max_rollbacks`.
@@ -40,7 +41,7 @@ class Run:
     strategy: Strategy
     step: Step
     train: Source
-    eval: Source | None
+    eval: Mapping[str, Source]
     steps: int
     writer: Writer
     checkpoints: Checkpoints
@@ -71,7 +72,7 @@ class Run:
     layout: Mapping[str, Any] | None = None
 
     def evaluation_is_due(self, step: int) -> bool:
-        return self.eval is not None and is_due(step, self.eval_every)
+        return bool(self.eval) and is_due(step, self.eval_every)
 
     def checkpoint_is_due(self, step: int) -> bool:
         return is_due(step, self.save_every)

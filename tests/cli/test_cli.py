@@ -156,6 +156,10 @@ def test_a_class_outside_the_package_trains_by_its_path(tmp_path):
 
 
 BAD = {
+    "a name of a set": (["--eval.also", "{a.b: Digits}"], "eval.also: 'a.b' is not a name"),
+    "no set": (["--eval.also", "{a: {}}"], "eval.also.a: {} is not a data set; give a name such as Digits"),
+    "a set's argument": (["--eval.also", "{a: {target: Digits, args: {x: 1}}}"], "eval.also.a.args.x: Digits takes no"),
+    "the best of no set": (["--checkpoint.best", "a/loss"], "checkpoint.best: 'a/loss' is not among the numbers"),
     "unknown key": (["--modle.target", "MLP"], "did you mean 'model.target'"),
     "wrong type": (["--batch_size", "many"], "batch_size"),
     "target that is not there": (["--model.target", "nowhere.Net"], "model.target: 'nowhere.Net' cannot be imported"),
@@ -213,6 +217,31 @@ def test_the_best_checkpoint_is_by_a_number_that_there_is_and_is_kept(tmp_path):
     losses = {r["step"]: r["loss"] for r in records(tmp_path / "run", "eval") + records(tmp_path / "run", "final")}
     best = min(losses, key=losses.get)
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == sorted({str(best), "30"})
+
+
+@pytest.mark.mpi
+def test_named_evaluation_sets_are_in_the_same_records(tmp_path):
+    """And one of them can decide on the best checkpoint; on two processes the numbers are the same."""
+    also = "{train: {target: Digits, args: {split: train}}, again: Digits}"
+    argv = [
+        "--config",
+        write(tmp_path, SMALL),
+        "--eval.every",
+        15,
+        "--eval.also",
+        also,
+        "--checkpoint.best",
+        "train/loss",
+    ]
+    out = jaxdp(*argv, "--run_dir", tmp_path / "run").stdout
+    assert "evaluates on 360 and 1,437 (train) and 360 (again)" in out and "train/loss" in out
+    found = [*records(tmp_path / "run", "eval"), *records(tmp_path / "run", "final")]
+    assert [r["step"] for r in found] == [15, 30]
+    for r in found:
+        assert r["again/loss"] == r["loss"] != r["train/loss"] and r["again/accuracy"] == r["accuracy"]
+    two = mpirun(2, ["train.py", *map(str, argv), "--run_dir", str(tmp_path / "two")])
+    assert two.returncode == 0, two.stderr
+    assert records(tmp_path / "two", "final")[0]["train/loss"] == pytest.approx(found[-1]["train/loss"], rel=1e-5)
 
 
 def test_int64_data_without_x64_is_refused(tmp_path):

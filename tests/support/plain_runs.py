@@ -42,14 +42,14 @@ def make_run(
     tx = optax.adam(1e-2)
     cursor = Cursor(60, 20, 8, 0)
     make = lambda: init_state(model, tx, Policy(), 0, 8, {k: v[:3] for k, v in examples.items()}, spike=spike)
-    eval_source = None
+    sets = {}
     if held_out is not None:
-        eval_source = Source(Arrays(**held_out), Cursor(len(held_out["labels"]), 20, 8, 0, shuffle=False))
+        sets[""] = Source(Arrays(**held_out), Cursor(len(held_out["labels"]), 20, 8, 0, shuffle=False))
     return loop.Run(
         strategy=STRATEGIES[backend](make, 8, make_reduction("xla"), None, jax.devices()[:devices]),
         step=make_step(model, loss or SoftmaxCrossEntropy(), tx, spike=spike, **(step or {})),
         train=Source(train or Arrays(**examples), cursor),
-        eval=eval_source,
+        eval=sets,
         writer=Kept(),
         checkpoints=Checkpoints(tmp_path / "checkpoints"),
         **{"steps": 6, "log_every": 2, **settings},
