@@ -1,6 +1,6 @@
 """What exact sums of fewer bytes do to training: loss curves of each reduction, side by side, of several seeds.
 
-    python benchmarks/exact_curves.py --config configs/gpt_3m.yaml --steps 1000 [--seeds 3] [--key value ...]
+    python benchmarks/exact_curves.py --config configs/gpt_3m.yaml --steps 1000 [--seeds 3] [--first 0] [--key value ...]
 
 Prints, for each reduction, the mean of the last 50 training losses and the final loss of every seed; how far the first
 50 losses are from bucket's, relative; and the share of updates that were computed twice. Other arguments go to the
@@ -30,7 +30,8 @@ def train(argv: list[str], reduction: str, seed: int, folder: pathlib.Path) -> l
 
 
 def main(argv: list[str]) -> None:
-    seeds = range(take(argv, "seeds", 3))
+    first = take(argv, "first", 0)
+    seeds = range(first, first + take(argv, "seeds", 3))
     curves: dict[str, list[list[float]]] = {name: [] for name in REDUCTIONS}
     finals: dict[str, list[float]] = {name: [] for name in REDUCTIONS}
     again: dict[str, list[float]] = {name: [] for name in REDUCTIONS}
@@ -43,7 +44,8 @@ def main(argv: list[str]) -> None:
                 finals[name].append(next(r["loss"] for r in records if r["split"] == "final"))
                 again[name].append(statistics.mean(record.get("recomputed", 0) for record in updates))
     apart = lambda name, seed: max(
-        abs(a / b - 1) for a, b in zip(curves[name][seed][:50], curves["bucket"][seed][:50], strict=True)
+        abs(a / b - 1)
+        for a, b in zip(curves[name][seed - first][:50], curves["bucket"][seed - first][:50], strict=True)
     )
     table = {
         name: {

@@ -14,7 +14,7 @@ class Eval:
     Args:
         every: updates between evaluations; null evaluates only at the end
         data: the data to evaluate on; null means the test split of the training data, if it has one
-        also: "further sets by name, {NAME: {target, args}}; their metrics are NAME/loss, ..."
+        also: further sets by name, {NAME: {target, args}}; their metrics are NAME/loss, ...
         ema: evaluate the running average of the parameters (optimizer.ema)
     """
 

@@ -74,7 +74,8 @@ class Optimizer:
         target: sgd, adam, adamw, lamb, adafactor, lion, muon, or the dotted path of a function that returns
             an Optax transformation
         lr: the peak learning rate
-        schedule: the shape of the learning rate after the warm-up
+        schedule: the learning rate after the warm-up; constant, cosine, linear, one_cycle, or {target, args} with the
+            dotted path of a function that returns an Optax schedule (docs/own_model.md)
         warmup_steps: updates of linear warm-up from zero
         schedule_steps: the update at which the schedule ends; null means the last one
         final_lr: the learning rate at the end of the schedule, as a fraction of lr
@@ -90,7 +91,7 @@ class Optimizer:
 
     target: str = numbers("adamw")
     lr: float = numbers(1e-3)
-    schedule: Literal["constant", "cosine", "linear", "one_cycle"] = numbers("cosine")
+    schedule: dict[str, Any] | str = numbers("cosine")
     warmup_steps: int = numbers(0)
     schedule_steps: int | None = numbers(None)
     final_lr: float = numbers(0.0)

@@ -74,10 +74,11 @@ def summary(
     sizes = [f"{len(x.dataset):,}{f' ({name})' if name else ''}" for name, x in run.eval.items()]
     evaluates = f"; evaluates on {' and '.join(sizes)}" if sizes else ""
     hosts = f" on {len(set(context.hosts))} hosts" if len(set(context.hosts)) > 1 else ""
+    schedule = opt.schedule if isinstance(opt.schedule, str) else opt.schedule.get("target")
     rate = (
         f"{opt.target}, from the script"
         if opt.target.startswith(f"{OF_SCRIPT} ")
-        else f"{opt.target}, lr {opt.lr:g} {opt.schedule}"
+        else f"{opt.target}, lr {opt.lr:g} {schedule}"
     )
     per_call = f", {run.steps_per_call} a call" if run.steps_per_call > 1 else ""
     return {

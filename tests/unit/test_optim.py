@@ -1,6 +1,7 @@
 """Every optimizer and schedule of the tables, by contract."""
 
-from typing import get_args, get_type_hints
+import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -54,11 +55,40 @@ def test_a_schedule_warms_up_peaks_and_ends(name):
     if name != "one_cycle":
         np.testing.assert_allclose(values[:10], np.arange(10) * 0.05, atol=1e-6)
     assert values[100] == pytest.approx(0.5 if name == "constant" else 0.0, abs=1e-3)
-    assert make_schedule("cosine", 0.5, 100, 0, final=0.1)(100) == pytest.approx(0.05)
+    assert make_schedule("cosine", 0.5, 100, 0, final_lr=0.1)(100) == pytest.approx(0.05)
 
 
 def test_the_config_names_the_schedules_of_the_table():
-    assert get_args(get_type_hints(Optimizer)["schedule"]) == tuple(SCHEDULES)
+    assert all(name in inspect.getdoc(Optimizer) for name in SCHEDULES)
+
+
+def test_any_function_that_returns_a_schedule_is_one():
+    """Its own parameters come from args, and lr, steps and final_lr from the config."""
+    mine = make_schedule({"target": "objects.decay_to", "args": {"factor": 0.25}}, 0.8, 100, warmup_steps=10)
+    assert [float(mine(i)) for i in (5, 10, 11)] == pytest.approx([0.4, 0.8, 0.2])
+    assert make_schedule("objects.decay_to", 0.8, 100)(1) == pytest.approx(0.4)
+    args = {"init_value": 0.1, "decay_steps": 50}
+    of_optax = make_schedule({"target": "optax.cosine_decay_schedule", "args": args}, 1.0, 100)
+    assert [float(of_optax(i)) for i in (0, 25, 50)] == pytest.approx([0.1, 0.05, 0.0], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "shape, words",
+    [
+        ("cosin", "optimizer.schedule.target: 'cosin' is neither"),
+        (
+            {"target": "optax.cosine_decay_schedule"},
+            "optimizer.schedule.args.init_value: cosine_decay_schedule needs it",
+        ),
+        ({"target": "objects.decay_to", "args": {"fctor": 1}}, "did you mean 'factor'"),
+        ("jax.numpy.zeros", "optimizer.schedule.args.shape: zeros needs it"),
+        ("objects.pair", "'objects.pair' must return a function from the number of an update to one learning rate"),
+        ({"args": {}}, "optimizer.schedule: {'args': {}} is not a schedule; give a name such as cosine"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(shape, words):
+    with pytest.raises(UsageError, match=re.escape(words)):
+        make_schedule(shape, 0.1, 100)
 
 
 def test_the_decay_mask_goes_by_path():
