@@ -1,6 +1,6 @@
 """What exact sums of fewer bytes do to training: loss curves of each reduction, side by side, of several seeds.
 
-    python benchmarks/exact_curves.py --config configs/gpt_3m.yaml --steps 1000 [--seeds 3] [--first 0] [--key value ...]
+    python benchmarks/exact_curves.py --config configs/gpt_3m.yaml --steps 1000 [--seeds 3] [--first 0] [...]
 
 Prints, for each reduction, the mean of the last 50 training losses and the final loss of every seed; how far the first
 50 losses are from bucket's, relative; and the share of updates that were computed twice. Other arguments go to the

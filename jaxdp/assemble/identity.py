@@ -17,8 +17,8 @@ from jaxdp.data.transforms import TRANSFORMS
 from jaxdp.fingerprint import NotComparable, fingerprint
 from jaxdp.losses import LOSSES
 from jaxdp.models import MODELS
-from jaxdp.optim import OPTIMIZERS
-from jaxdp.targets import locate
+from jaxdp.optim import OPTIMIZERS, SCHEDULES
+from jaxdp.targets import locate, targets_in
 
 NOT_COMPARABLE = "not comparable: "
 
@@ -35,11 +35,13 @@ def facts(config: Config, data: str) -> dict[str, str]:
 def sections(config: Config) -> list[tuple[str, Target | Optimizer, Mapping[str, Any]]]:
     """Return (key, section, built-in names) of every object that a config names."""
     transform, eval_data = config.data.transform, config.eval.data
+    [schedule] = targets_in("optimizer.schedule", [config.optimizer.schedule], "schedule", "cosine")
     return [
         ("model", config.model, MODELS),
         ("data", config.data, SOURCES),
         ("loss", config.loss, LOSSES),
         ("optimizer", config.optimizer, OPTIMIZERS),
+        ("optimizer.schedule", Target(*schedule), SCHEDULES),
         *([("data.transform", transform, TRANSFORMS)] if transform else []),
         *([("eval.data", eval_data, SOURCES)] if eval_data else []),
         *((f"eval.also.{name}", target, SOURCES) for name, target in named_sets(config).items()),

@@ -71,7 +71,7 @@ def _key(part: Any, field: "dataclasses.Field[Any]", prefix: str) -> Key:
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     words: list[str] = []
     choices: tuple[str, ...] = ()
-    for kind in kinds:
+    for kind in sorted(kinds, key=lambda kind: get_origin(kind) is dict):  # a text first
         if get_origin(kind) is Literal:
             choices += get_args(kind)
             words += get_args(kind)

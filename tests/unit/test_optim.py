@@ -1,6 +1,7 @@
 """Every optimizer and schedule of the tables, by contract."""
 
 import inspect
+import pathlib
 import re
 
 import jax
@@ -70,6 +71,15 @@ def test_any_function_that_returns_a_schedule_is_one():
     args = {"init_value": 0.1, "decay_steps": 50}
     of_optax = make_schedule({"target": "optax.cosine_decay_schedule", "args": args}, 1.0, 100)
     assert [float(of_optax(i)) for i in (0, 25, 50)] == pytest.approx([0.1, 0.05, 0.0], abs=1e-6)
+
+
+@pytest.mark.parametrize("name, values", [("wsd", [1, 1, 1, 0.5, 0]), ("restarts", [1, 1, 1, 0.345, 0])])
+def test_the_schedules_of_the_example(name, values, monkeypatch):
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[2] / "examples")
+    schedule = make_schedule(f"schedules.{name}", 1.0, 100, final_lr=0.0)
+    assert [float(schedule(i)) for i in (0, 25, 75, 90, 100)] == pytest.approx(values, abs=1e-2)
+    root = make_schedule({"target": "schedules.inverse_sqrt", "args": {"timescale": 25}}, 1.0, 100)
+    assert [float(root(i)) for i in (0, 25, 100)] == pytest.approx([1, 1, 0.5])
 
 
 @pytest.mark.parametrize(
