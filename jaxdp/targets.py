@@ -36,19 +36,23 @@ def name_of(transformation: Any, depth: int = 3) -> str:
     return f"{name}({', '.join(name_of(x, depth - 1) for x in inner)})" if inner else name
 
 
-def locate(key: str, target: str, table: Mapping[str, Any]) -> Any:
-    """Import the object that `key`.target names: a row of `table` (an object or its dotted path), or a dotted path."""
+def locate(key: str, target: str, table: Mapping[str, Any], field: str | None = None) -> Any:
+    """Import the object that a target names: a row of `table` (an object or its dotted path), or a dotted path.
+
+    field: the config's key for messages, if it is not `key`.target.
+    """
+    field = field or f"{key}.target"
     entry = table.get(target, target)
     if not isinstance(entry, str):
         return entry
     module, _, name = entry.rpartition(".")
     if target.endswith(OBJECT):
-        raise UsageError(f"{key}.target: {target!r} cannot be imported{_of_script(target)}")
+        raise UsageError(f"{field}: {target!r} cannot be imported{_of_script(target)}")
     if not module:
         near = difflib.get_close_matches(target, table, 1, 0.5)
         hint = f"; did you mean {near[0]!r}, or module.{target}?" if near else f"; built in: {', '.join(table)}"
         raise UsageError(
-            f"{key}.target: {target!r} is neither built in nor a dotted path"
+            f"{field}: {target!r} is neither built in nor a dotted path"
             f"{_of_script(target) or _in_module(target) or hint}"
         )
     if os.path.isfile(target):
@@ -57,29 +61,29 @@ def locate(key: str, target: str, table: Mapping[str, Any]) -> Any:
             if name == "py"
             else "a function of yours that reads and returns it"
         )
-        raise UsageError(f"{key}.target: {target!r} is a file; name {name}")
+        raise UsageError(f"{field}: {target!r} is a file; name {name}")
     if not all(part.isidentifier() for part in entry.split(".")):
-        raise UsageError(f"{key}.target: {target!r} is not a dotted path, such as package.module.Name")
+        raise UsageError(f"{field}: {target!r} is not a dotted path, such as package.module.Name")
     try:
         imported: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise UsageError(f"{key}.target: {target!r} cannot be imported: it needs {error.name!r}") from error
+            raise UsageError(f"{field}: {target!r} cannot be imported: it needs {error.name!r}") from error
         local = [file.stem for file in pathlib.Path().glob("*.py")]
         near = difflib.get_close_matches(error.name, local, 1, 0.6)
         hint = f"did you mean {near[0]!r}?" if near else "is it installed, or its folder on PYTHONPATH?"
-        raise UsageError(f"{key}.target: {target!r} cannot be imported: no module {error.name!r}; {hint}") from None
+        raise UsageError(f"{field}: {target!r} cannot be imported: no module {error.name!r}; {hint}") from None
     except Exception as error:
         lines = user_errors.lines(error)
         raise UsageError(
-            f"{key}.target: {target!r} cannot be imported: {type(error).__name__}{f' at {lines}' if lines else ''}: "
+            f"{field}: {target!r} cannot be imported: {type(error).__name__}{f' at {lines}' if lines else ''}: "
             f"{one_line(error)}"
         ) from error
     if not hasattr(imported, name):
         public = [n for n, v in vars(imported).items() if not n.startswith("_") and callable(v)]
         near = difflib.get_close_matches(name, public, 1, 0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UsageError(f"{key}.target: module {module!r} has no {name!r}{_of_script(module) or hint}")
+        raise UsageError(f"{field}: module {module!r} has no {name!r}{_of_script(module) or hint}")
     return getattr(imported, name)
 
 

@@ -72,7 +72,7 @@ def make_run(
     flops, programs = on_all_ranks(context, lambda: rehearse(config, parts, step, make_state))
     if context.size > 1:
         check_same(context, {name: digest(lines(program)) for name, program in programs.items()}, SLOW)
-    strategy = make_strategy(config, parts, make_state, devices)
+    strategy = on_all_ranks(context, lambda: make_strategy(config, parts, make_state, devices))
     on_all_ranks(context, lambda: check_optimizer(config, strategy, parts.tx, step))
     training, evaluation = on_all_ranks(context, lambda: make_sources(config, parts, strategy))
     return Run(

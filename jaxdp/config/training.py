@@ -132,7 +132,8 @@ class Parallel:
             pmap has 0 and 1
         reduction: xla sums leaf by leaf, bucket packs leaves into few large operands; auto selects bucket between
             processes on CPU, else xla; exact gives the same bits on any number of devices (docs/exact.md); exact16 and
-            exact8 do so with 2 and 1 bytes an element and stochastic rounding, which changes the numbers
+            exact8 do so with 2 and 1 bytes an element and stochastic rounding, which changes the numbers; or the
+            dotted path of your own (docs/reductions.md)
         exact_group: number of microbatches that the exact reductions compute at once; this changes the numbers
         bucket_mb: size of a bucket in MB
         shard_size: number of devices over which the state is sharded, such as those of a host; null means all
@@ -150,7 +151,7 @@ class Parallel:
 
     backend: Literal["pmap", "pjit"] = speed("pmap")
     zero: int = speed(0)
-    reduction: Literal["auto", "xla", "bucket", "exact", "exact16", "exact8"] = speed("auto")
+    reduction: str = speed("auto")
     exact_group: int = numbers(1)
     bucket_mb: float = speed(25.0)
     shard_size: int | None = speed(None)
@@ -163,7 +164,7 @@ class Parallel:
     @property
     def exact(self) -> bool:
         """Return whether the bits are the same on any number of devices."""
-        return self.reduction.startswith("exact")
+        return self.reduction in ("exact", "exact16", "exact8")
 
     @property
     def exact_reduction(self) -> Literal["exact", "exact16", "exact8"]:

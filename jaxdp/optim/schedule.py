@@ -56,7 +56,7 @@ def make_schedule(
     parameters and args does not set them. Raises UsageError if it returns no schedule.
     """
     [(target, args)] = targets_in(KEY, [shape], "schedule", "cosine")
-    make = locate(KEY, target, SCHEDULES)
+    make = locate(KEY, target, SCHEDULES, KEY)
     bound = bind(KEY, make, args, {"lr": lr, "steps": steps - warmup_steps, "final_lr": final_lr})
     require(KEY, bound)
     main = call(KEY, bound)

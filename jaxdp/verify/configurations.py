@@ -50,7 +50,7 @@ def choose_configurations(first: Configuration, devices: Sequence[jax.Device]) -
     settings: list[Sequence[Any]] = [
         [number, ODD] if number > ODD and jax.process_count() == 1 else [number],
         [(name, zero) for name, stages in STAGES.items() for zero in stages],
-        [name for name in REDUCTIONS if name not in FORMATS or name == first.reduction],
+        sorted({name for name in REDUCTIONS if name not in FORMATS} | {first.reduction}),
         ("vmap", "scan"),
         ("sharded", "replicated"),
         [None, number // 2] if number % 2 == 0 and number > 2 else [None],

@@ -85,7 +85,7 @@ def test_the_schedules_of_the_example(name, values, monkeypatch):
 @pytest.mark.parametrize(
     "shape, words",
     [
-        ("cosin", "optimizer.schedule.target: 'cosin' is neither"),
+        ("cosin", "optimizer.schedule: 'cosin' is neither"),
         (
             {"target": "optax.cosine_decay_schedule"},
             "optimizer.schedule.args.init_value: cosine_decay_schedule needs it",
