@@ -167,7 +167,7 @@ class Parallel:
         return self.reduction in ("exact", "exact16", "exact8")
 
     @property
-    def exact_reduction(self) -> Literal["exact", "exact16", "exact8"]:
+    def exact_reduction(self) -> str:
         """The reduction that gives the same bits: the configured one, if it does, else the widest."""
         return self.reduction if self.reduction in ("exact16", "exact8") else "exact"
 

@@ -282,7 +282,8 @@ def test_a_config_takes_both_splits_and_the_vocabulary(tmp_path):
     raw(tmp_path / "train.bin", TOKENS[:400])
     raw(tmp_path / "val.bin", TOKENS[400:])
     target = DataTarget("TokenFile", {"path": str(tmp_path), "length": 4, "vocabulary": 1000})
-    train, test = make_data(Config(data=target, steps=1))
+    train, sets = make_data(Config(data=target, steps=1))
+    test = sets[""]
     assert (len(train), len(test), train.classes) == (99, 24, 1000)
 
 

@@ -124,7 +124,8 @@ def test_a_label_that_is_no_class_is_named_as_soon_as_it_is_seen(tmp_path, where
         steps=3 if where == "last" else 400, log_every=1000, eval_every=8, steps_per_call=steps_per_call, watch=watch,
     )  # fmt: skip
     check = functools.partial(loss.check, shapes)
-    sources = {name: dataclasses.replace(getattr(run, name), check=check) for name in ("train", "eval")}
+    checked = lambda source: dataclasses.replace(source, check=check)
+    sources = {"train": checked(run.train), "eval": {name: checked(x) for name, x in run.eval.items()}}
     run = dataclasses.replace(run, **sources)
     batch = "batch 0 of the evaluation" if where == "eval" else r"the batch of update \d"
     words = rf"a label is 3, but the model's outputs are for 3 classes, 0 to 2; number .* \(in {batch}\)"
