@@ -80,7 +80,7 @@ class ElasticGeneration(Generation):
     def give_up(self, survivors: int) -> None:
         assert self.before is not None
         text = (
-            f"{len(self.waiting)} processes, {survivors} of the {self.before.size} before, are too few to continue "
+            f"too few processes to continue: {len(self.waiting)}, with {survivors} of the {self.before.size} before "
             f"(elastic.min_processes: {self.settings.min_processes}, and more than half of those that may be alive)"
         )
         for member in self.waiting:

@@ -12,6 +12,7 @@ import pytest
 
 from launch import mpirun
 from slurm import Slurm
+from two_hosts import TwoHosts
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
@@ -377,6 +378,47 @@ def test_slurm_lets_the_others_continue(tmp_path):
     assert "generation 0 ends: rank 1" in out
     final = json.loads(metrics.read_text().splitlines()[-1])
     assert final["params_sha256"] == alone(tmp_path, "--steps", "100")["params_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_neither_half_of_a_cut_network_goes_on(tmp_path):
+    """One half is not more than half of the processes, which may all be alive: the same run must not train twice."""
+    (tmp_path / "config.yaml").write_text(CONFIG + "callbacks: [{target: slow.Slow}]\n")
+    (tmp_path / "slow.py").write_text(SLOW)
+    words = [
+        sys.executable,
+        "-m",
+        "jaxdp",
+        "train",
+        "--config",
+        tmp_path / "config.yaml",
+        "--run_dir",
+        tmp_path / "run",
+    ]
+    words += ["--elastic.join_timeout", "1"]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with TwoHosts(tmp_path) as hosts:
+        env = {"JAXDP_COORDINATOR": f"{hosts.address(0)}:4711", "JAXDP_NUM_PROCESSES": "2", "JAXDP_SECRET": "5" * 32}
+        env |= {"JAX_PLATFORMS": "cpu", "JAXDP_TIMEOUT": "60", "PYTHONPATH": f"{ROOT}:{tmp_path}", "XLA_FLAGS": ""}
+        jobs = [
+            subprocess.Popen(
+                [*prefix, *map(str, words)], env=os.environ | env | {"JAXDP_PROCESS_ID": str(rank)}, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )
+            for rank, prefix in enumerate(hosts.prefixes)
+        ]  # fmt: skip
+        try:
+            while jobs[0].poll() is None and not (metrics.exists() and '"step": 20' in metrics.read_text()):
+                time.sleep(0.05)
+            hosts.cut(1)
+            outs = [job.communicate(timeout=120)[0] for job in jobs]
+        finally:
+            for job in jobs:
+                job.kill()
+    assert [job.returncode for job in jobs] == [75, 1], outs
+    assert "too few processes to continue: 1, with 1 of the 2 before" in outs[0]
+    assert "rank 0" in outs[1] and "cannot be reached for 20 s" in outs[1]
 
 
 def every_process():
