@@ -200,7 +200,7 @@ def log_failure(events: NoEvents, alone: bool, elastic: bool) -> Iterator[None]:
         yield
     except Stopped as stop:
         if stop.kind == "regroup":
-            events.note("regroup", reason=str(stop))
+            events.note("regroup", reason=stop.why)
         raise
     except BaseException as error:
         if elastic and has_ended(error):
