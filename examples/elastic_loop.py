@@ -36,9 +36,9 @@ def train(state, commit):
         rows = np.random.default_rng(step).permutation(len(labels))[:60]  # depends on the step alone
         mine = np.array_split(rows, context.size)[context.rank].reshape(devices, -1)
         loss, params, moments = update(params, moments, images[mine], labels[mine])
-        commit({"step": step + 1, "params": params, "moments": moments})
         if context.is_root and step % 100 == 99:
             print(f"update {step + 1}  loss {loss:.4f}  {context.size} processes", flush=True)
+        commit({"step": step + 1, "params": params, "moments": moments})  # last: it may end this call of train()
 
 
 jaxdp.init(elastic=jaxdp.ElasticOptions())
