@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from jaxdp import environment, user_errors
 from jaxdp.analysis.hardware import peak_flops
 from jaxdp.analysis.plan import Case
-from jaxdp.analysis.programs import check_same, digest, lines
+from jaxdp.analysis.programs import Digest, check_same, digest, lines
 from jaxdp.assemble.components import (
     NOTHING,
     Given,
@@ -28,6 +28,7 @@ from jaxdp.assemble.identity import facts, fingerprints, shapes_of
 from jaxdp.assemble.preflight import check_examples, check_optimizer, rehearse
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.config import Config
+from jaxdp.core.state import TrainState
 from jaxdp.data.base import Dataset, fingerprint
 from jaxdp.data.resident import Resident
 from jaxdp.distributed.context import Context
@@ -46,8 +47,59 @@ T = TypeVar("T")
 SLOW = 600.0  # seconds that one rank may take longer than another to read its data
 
 
+class Prepared(NamedTuple):
+    """What a run needs on any number of devices.
+
+    facts: what all processes must have alike. flops: of an example, forward and backward. programs: digests of those
+    that `rehearse` traces.
+    """
+
+    parts: Parts
+    data_fingerprint: str
+    facts: dict[str, str]
+    flops: float
+    programs: dict[str, Digest]
+    make_state: Callable[[], TrainState]
+
+
+def prepare(config: Config, objects: Given = NOTHING, several: bool = False) -> Prepared:
+    """Build and check what does not depend on the devices. several: compare evaluation data and programs by digests.
+
+    Raises UsageError if the config, the data or the model is wrong, or they do not fit.
+    """
+    parts = make_parts(config, objects)
+    data = checked_fingerprint(parts.dataset)
+    evaluated = " ".join(checked_fingerprint(x) for x in parts.eval_sets.values()) if several else ""
+    same = {**facts(config, data), "eval data fingerprint": evaluated, "XLA_FLAGS": environment.flags_of_numbers()}
+    make_state = state_maker(config, parts)
+    flops, programs = rehearse(config, parts, make_the_step(config, parts), make_state)
+    digests = {name: digest(lines(program)) for name, program in programs.items()} if several else {}
+    return Prepared(parts, data, same, flops, digests, make_state)
+
+
+def prepare_on_all_ranks(
+    config: Config, context: Context, objects: Given = NOTHING, before: Prepared | None = None
+) -> Prepared:
+    """Return the result of `prepare`, after all ranks have compared theirs.
+
+    before: that of an earlier generation of an elastic job, which is not made again. Raises UsageError on every rank.
+    """
+    set_jax(config)
+    jax.devices()  # opening them waits for the other processes, so do it outside of `on_all_ranks`
+    prepared = on_all_ranks(context, lambda: before or prepare(config, objects, context.size > 1))
+    context.check_same("the run", prepared.facts)
+    if context.size > 1:
+        check_same(context, prepared.programs, SLOW)
+    return prepared
+
+
 def make_run(
-    config: Config, directory: pathlib.Path, context: Context, objects: Given = NOTHING, offset: int = 0
+    config: Config,
+    directory: pathlib.Path,
+    context: Context,
+    objects: Given = NOTHING,
+    offset: int = 0,
+    prepared: Prepared | None = None,
 ) -> Run:
     """Build the objects of a run; compute no arrays, write no files.
 
@@ -56,22 +108,13 @@ def make_run(
     Args:
         objects: see `make_parts`.
         offset: the number of batches that a resumed run has skipped.
+        prepared: the result of `prepare_on_all_ranks`, if it was called before.
     """
-    set_jax(config)
-    jax.devices()  # opening them waits for the other processes, so do it outside of `on_all_ranks`
-    parts = on_all_ranks(context, lambda: make_parts(config, objects))
-    data = on_all_ranks(context, lambda: checked_fingerprint(parts.dataset))
-    sets = parts.eval_sets if context.size > 1 else {}
-    evaluated = on_all_ranks(context, lambda: " ".join(map(checked_fingerprint, sets.values())))
-    flags = environment.flags_of_numbers()
-    context.check_same("the run", {**facts(config, data), "eval data fingerprint": evaluated, "XLA_FLAGS": flags})
+    prepared = prepared or prepare_on_all_ranks(config, context, objects)
+    parts, make_state = prepared.parts, prepared.make_state
     devices = choose_devices(config, context)
     table = slot_table(config.microbatches, len(devices), config.parallel.exact_group)
-    padded = is_padded(config, parts, table, offset)
-    step, make_state = make_the_step(config, parts, padded), state_maker(config, parts)
-    flops, programs = on_all_ranks(context, lambda: rehearse(config, parts, step, make_state))
-    if context.size > 1:
-        check_same(context, {name: digest(lines(program)) for name, program in programs.items()}, SLOW)
+    step = make_the_step(config, parts, is_padded(config, parts, table, offset))
     strategy = on_all_ranks(context, lambda: make_strategy(config, parts, make_state, devices))
     on_all_ranks(context, lambda: check_optimizer(config, strategy, parts.tx, step))
     training, evaluation = on_all_ranks(context, lambda: make_sources(config, parts, strategy))
@@ -96,12 +139,12 @@ def make_run(
         asynchronous=config.checkpoint.asynchronous,
         averaged=config.eval.ema,
         derive=attribute(parts.loss, "derive", lambda means: {}),
-        speed=speed(config, parts, flops, devices),
+        speed=speed(config, parts, prepared.flops, devices),
         max_rollbacks=config.spike.max_rollbacks,
         directory=directory,
         meta={
             **describe_config(config, context, objects),
-            "data_fingerprint": data,
+            "data_fingerprint": prepared.data_fingerprint,
             "data": parts.facts,
             "saved_by": {"processes": context.size, "devices": len(devices), "backend": config.parallel.backend},
         },

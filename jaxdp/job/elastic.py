@@ -1,5 +1,6 @@
 """Train in an elastic job: with the processes that are left when one is lost, and with those that join."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import TypeVar
 
+from jaxdp.assemble.run import Prepared
 from jaxdp.config import Config
 from jaxdp.config.check import decides, flatten
 from jaxdp.distributed.context import Context, ElasticOptions
@@ -34,15 +36,20 @@ def settings(config: Config | None) -> ElasticOptions | None:
     return ElasticOptions(config.elastic.min_processes, config.elastic.join_timeout, digest)
 
 
-def train_elastic(train: Callable[[Context, Snapshots], T], context: Context, every: int) -> T:
-    """Call `train` in each generation of the job, until it returns.
+@dataclasses.dataclass
+class Memory:
+    """What each process of an elastic job keeps from one generation to the next."""
 
-    Snapshots of the state, `every` so many updates, pass from one generation to the next.
-    """
-    snapshots = Snapshots(every)
+    snapshots: Snapshots
+    prepared: Prepared | None = None
+
+
+def train_elastic(train: Callable[[Context, Memory], T], context: Context, every: int) -> T:
+    """Call `train` in each generation of the job, until it returns. every: updates between two snapshots."""
+    memory = Memory(Snapshots(every))
     if context.is_root and (problem := launcher_problem(context.launcher)) is not None:
         print(f"jaxdp: elastic.enabled: {problem}", file=sys.stderr, flush=True)
-    return run_generations(lambda context: train(context, snapshots), context, snapshots.end_generation)
+    return run_generations(lambda context: train(context, memory), context, memory.snapshots.end_generation)
 
 
 def launcher_problem(launcher: str) -> str | None:

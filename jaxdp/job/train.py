@@ -11,13 +11,13 @@ from jaxdp import compilation_cache, rundir
 from jaxdp import config as schema
 from jaxdp.assemble.callbacks import make_callbacks
 from jaxdp.assemble.components import NOTHING, Given
-from jaxdp.assemble.run import SLOW, make_profile, make_run, on_all_ranks
+from jaxdp.assemble.run import SLOW, make_profile, make_run, on_all_ranks, prepare_on_all_ranks
 from jaxdp.config import Config
 from jaxdp.core.state import TrainState
 from jaxdp.distributed import faults, private_jax
 from jaxdp.distributed.context import Context
 from jaxdp.errors import ReportedError, UsageError, one_line
-from jaxdp.job.elastic import train_elastic
+from jaxdp.job.elastic import Memory, train_elastic
 from jaxdp.job.resume import lock_run_dir, resume_step, with_former_defaults
 from jaxdp.job.start import layout_of, start_writer
 from jaxdp.metrics import safe_print
@@ -33,7 +33,6 @@ from jaxdp.supervise.generations import has_ended
 from jaxdp.supervise.monitor import RunMonitor, Stopped
 from jaxdp.training import loop
 from jaxdp.training.run import Run
-from jaxdp.training.snapshots import Snapshots
 
 
 def train(
@@ -53,8 +52,8 @@ def train(
     """
     if not config.elastic.enabled or context.size == 1:
         return train_here(config, path, context, given, keep, overwrite)
-    train_generation = lambda context, snapshots: train_here(
-        config, path, context, given, keep, overwrite and not snapshots.generations, snapshots
+    train_generation = lambda context, memory: train_here(
+        config, path, context, given, keep, overwrite and not memory.snapshots.generations, memory
     )
     return train_elastic(train_generation, context, config.elastic.snapshot_every)
 
@@ -66,14 +65,17 @@ def train_here(
     given: Given,
     keep: bool,
     overwrite: bool,
-    snapshots: Snapshots | None = None,
+    memory: Memory | None = None,
 ) -> tuple[Record, TrainState | None]:
-    """Train with the processes of `context`; see `train`. snapshots: of an elastic job."""
-    began = time.time()
+    """Train with the processes of `context`; see `train`. memory: of an elastic job."""
+    began, snapshots = time.time(), memory.snapshots if memory else None
     directory = schema.run_dir(config, path)
     config = config if overwrite else with_former_defaults(config, directory, context)
     use_compilation_cache(config, context)
-    run = make_run(config, directory, context, given)
+    prepared = prepare_on_all_ranks(config, context, given, memory.prepared if memory else None)
+    if memory is not None:
+        memory.prepared = prepared
+    run = make_run(config, directory, context, given, prepared=prepared)
     on_all_ranks(context, lambda: check_writers(config.log.writers))
     callbacks = on_all_ranks(context, lambda: make_callbacks(config.callbacks, given.get("callbacks", {}), context))
     context.agree(rundir.not_ours(directory) if overwrite and context.is_root else None)
@@ -88,7 +90,9 @@ def train_here(
         if record is not None:
             return record, run.checkpoints.restore(start, run.strategy.abstract()) if keep else None
         if offset := saved.get("offset", 0):
-            run = dataclasses.replace(make_run(config, directory, context, given, offset), checkpoints=run.checkpoints)
+            checkpoints = run.checkpoints
+            run = make_run(config, directory, context, given, offset, prepared)
+            run = dataclasses.replace(run, checkpoints=checkpoints)
         callbacks.load(saved.get("callbacks", []))
         run = dataclasses.replace(
             run,
@@ -101,7 +105,7 @@ def train_here(
             callbacks=callbacks,
             recovered=recovered and recovered[2],
             snapshots=snapshots,
-            compiling=private_jax.store_programs if snapshots is not None else contextlib.nullcontext,
+            compiling=private_jax.store_programs if memory is not None else contextlib.nullcontext,
         )
         if snapshots is not None:
             snapshots.start(run)
@@ -147,9 +151,10 @@ def supervised(
     if context.is_root:
         layout = layout_of(run, config)
         writer = start_writer(directory, config, context, run, layout)
-        with contextlib.suppress(OSError):
-            rundir.write_layout(directory, layout)
-        run = dataclasses.replace(run, layout=layout)
+        if run.snapshots is None or not run.snapshots.generations:
+            with contextlib.suppress(OSError):
+                rundir.write_layout(directory, layout)
+            run = dataclasses.replace(run, layout=layout)
     facts = {"devices": len(run.strategy.devices), "processes": context.size, "steps": run.steps}
     if run.snapshots is not None and run.snapshots.reached > run.start:
         facts["again"] = run.snapshots.reached - run.start
