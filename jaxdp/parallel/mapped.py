@@ -41,7 +41,7 @@ class Mapped:
         self.all = {varies: NamedSharding(data_mesh(devices), sharding.spec) for varies, sharding in self.local.items()}
         anchor = np.zeros(local.size, bool)  # pmap needs at least one mapped argument
         self.anchor = jax.device_put(anchor, self.local[True])
-        self.compiled: Any = None
+        self.compiled: dict[Any, Any] = {}  # for each shape of the second argument
 
         # Over several processes, pmap uses all devices in JAX's order, which must be ours.
         chosen = None if jax.process_count() > 1 else devices
@@ -59,10 +59,11 @@ class Mapped:
         parts = self._cut(arguments)
         if jax.process_count() == 1:
             return self.gives.join(*self.mapped(self.anchor, *parts))
-        if self.compiled is None:
-            self.compiled = self._lower(parts).compile()
+        shapes = tuple(x.shape for part in parts[2:] for x in part)
+        if shapes not in self.compiled:
+            self.compiled[shapes] = self._lower(parts).compile()
             self.anchor = reshard(self.anchor, self.all[True])
-        return self.gives.join(*self.compiled(self.anchor, *map(self._to_global, parts, VARIES)))
+        return self.gives.join(*self.compiled[shapes](self.anchor, *map(self._to_global, parts, VARIES)))
 
     def _to_global(self, part: tuple, varies: bool) -> tuple:
         """Convert a part to global arrays; either all of its arrays are global already or none is."""

@@ -244,6 +244,51 @@ def test_named_evaluation_sets_are_in_the_same_records(tmp_path):
     assert records(tmp_path / "two", "final")[0]["train/loss"] == pytest.approx(found[-1]["train/loss"], rel=1e-5)
 
 
+LONGER = """
+import numpy as np
+
+
+class Text:
+    classes = 11
+
+    def __init__(self, number, length):
+        self.number, self.length = number, length
+
+    def __len__(self):
+        return self.number
+
+    def __getitem__(self, i):
+        tokens = np.random.default_rng(i).integers(0, 11, self.length + 1).astype(np.int32)
+        return {"inputs": tokens[:-1], "labels": tokens[1:]}
+"""
+LONGER_CONFIG = """
+model: {target: GPT, args: {layers: 1, heads: 2, dim: 16, positions: rotary}}
+data: {target: longer.Text, args: {number: 64, length: 16}}
+loss: {target: CausalLM}
+steps: 2
+batch_size: 8
+optimizer: {target: adamw, lr: 1.0e-3}
+eval:
+  data: {target: longer.Text, args: {number: 20, length: 24}}
+  also: {short: {target: longer.Text, args: {number: 12, length: 8}}}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.parametrize("backend", ["pmap", "pjit"])
+def test_evaluation_sets_may_have_other_shapes(tmp_path, backend):
+    (tmp_path / "longer.py").write_text(LONGER)
+    argv = ["--config", write(tmp_path, LONGER_CONFIG), "--parallel.backend", backend]
+    env = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    jaxdp(*argv, "--run_dir", tmp_path / "one", env=env)
+    two = mpirun(2, ["train.py", *map(str, argv), "--run_dir", str(tmp_path / "two")], env=env)
+    assert two.returncode == 0, two.stderr
+    one, two = (records(tmp_path / name, "final")[0] for name in ("one", "two"))
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    assert two["short/loss"] == pytest.approx(one["short/loss"], rel=1e-5) != one["loss"]
+
+
 def test_int64_data_without_x64_is_refused(tmp_path):
     (tmp_path / "wide.py").write_text(
         "import numpy as np\ndef data():\n    return [(np.zeros((4, 4, 1), np.float32), np.int64(1))] * 8\n"
