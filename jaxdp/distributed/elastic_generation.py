@@ -130,9 +130,9 @@ class ElasticGeneration(Generation):
 
     def register(self, lost: set[int]) -> None:
         """Register lost ranks with JAX's service: others that are about to connect would wait for them."""
-        services, address = self.coordinator.services, self.jax_address
+        services, address, secret = self.coordinator.services, self.jax_address, self.settings.secret
         for rank in lost:
-            work = lambda rank=rank: services.append(private_jax.register(address, rank))
+            work = lambda rank=rank: services.append(private_jax.register(address, rank, secret))
             threading.Thread(target=work, daemon=True).start()
 
     def disconnected(self, member: Member) -> None:

@@ -38,6 +38,7 @@ def join(world: World, timeout: float, elastic: ElasticOptions | None) -> dict[s
         **{package.__name__: package.__version__ for package in (jaxdp, jax, jaxlib)},
         "python": ".".join(map(str, sys.version_info[:2])),
         "gloo": gpus.count() == 0,
+        "tls": "yes" if private_jax.service_has_tls() else "no",
         "visible": gpus.visible_devices(),
         "config": elastic.config if elastic else "",
     }
@@ -110,7 +111,9 @@ def enter(entered: Entered) -> dict[str, Any]:
         private_jax.bind_gloo("127.0.0.1")
     devices = bind(local_rank, local_size, count, visible, neighbours)
     heartbeat = round(3 * silence)
-    private_jax.connect(joined.jax_address, rank, len(everyone), timeout, heartbeat, devices, elastic is not None)
+    private_jax.connect(
+        joined.jax_address, rank, len(everyone), joined.secret, timeout, heartbeat, devices, elastic is not None
+    )
     caches.clear()
     if elastic is not None:
         open_devices(member)

@@ -104,6 +104,7 @@ class Generation:
             service = private_jax.start_service(
                 hosts.join(bind, port),
                 len(facts),
+                self.settings.secret,
                 heartbeat_timeout=round(3 * self.settings.silence),  # counted from a beat that may be half as old
                 shutdown_timeout=max(1, min(20, round(self.settings.timeout))),
                 recoverable=self.settings.elastic,

@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from jaxdp.distributed import certificates
 
 
 def load() -> None:
@@ -23,28 +26,45 @@ def load() -> None:
     from jaxlib import _jax  # noqa: F401
 
 
+def service_has_tls() -> bool:
+    """Return whether JAX's coordination service uses mutual TLS: from JAX 0.12 on, with the package cryptography."""
+    from jaxlib import _jax
+
+    installed = importlib.util.find_spec("cryptography") is not None
+    return installed and "mtls_cert_file" in (_jax.get_distributed_runtime_service.__doc__ or "")
+
+
+def tls(secret: str) -> contextlib.AbstractContextManager[dict[str, str]]:
+    """Return a context with the options of the service and its clients; without TLS there are none."""
+    return certificates.files(secret) if service_has_tls() else contextlib.nullcontext({})
+
+
 def start_service(
-    address: str, size: int, heartbeat_timeout: int, shutdown_timeout: int, recoverable: bool = False
+    address: str, size: int, secret: str, heartbeat_timeout: int, shutdown_timeout: int, recoverable: bool = False
 ) -> Any:
     """Start JAX's coordination service at "host:port"; it ends when the object is deleted. Timeouts in seconds.
 
-    recoverable: the death of a process is not an error for the others.
+    secret: clients prove that they have it, if JAX supports it. recoverable: the death of a process is not an error for
+    the others.
     """
     from jaxlib import _jax
 
-    return _jax.get_distributed_runtime_service(
-        address,
-        size,
-        heartbeat_timeout=heartbeat_timeout,
-        shutdown_timeout=shutdown_timeout,
-        recoverable=recoverable,
-    )
+    with tls(secret) as options:
+        return _jax.get_distributed_runtime_service(
+            address,
+            size,
+            heartbeat_timeout=heartbeat_timeout,
+            shutdown_timeout=shutdown_timeout,
+            recoverable=recoverable,
+            **options,
+        )
 
 
 def connect(
     address: str,
     rank: int,
     size: int,
+    secret: str,
     timeout: float,
     heartbeat_timeout: int,
     devices: Sequence[int] | None,
@@ -53,7 +73,7 @@ def connect(
     """Connect this process to JAX's coordination service, as `jax.distributed.initialize` does on ranks above 0.
 
     Args:
-        address: "host:port" of the service.
+        address: "host:port" of the service. secret: that of `start_service`.
         timeout: seconds.
         devices: the local GPUs of this process; None for all.
         elastic: this process may leave without waiting for the others, and connect again. This closes its devices: all
@@ -65,21 +85,23 @@ def connect(
     from jax._src.lib import _jax
     from jax.extend import backend
 
-    options: dict[str, Any] = {"jax_cpu_collectives_implementation": "gloo"}
+    settings: dict[str, Any] = {"jax_cpu_collectives_implementation": "gloo"}
     if devices is not None:
         visible = ",".join(map(str, devices))
-        options |= {"jax_cuda_visible_devices": visible, "jax_rocm_visible_devices": visible}
-    for option, value in options.items():
+        settings |= {"jax_cuda_visible_devices": visible, "jax_rocm_visible_devices": visible}
+    for option, value in settings.items():
         with contextlib.suppress(AttributeError):  # an option of another release
             jax.config.update(option, value)
-    client = _jax.get_distributed_runtime_client(
-        address,
-        rank,
-        init_timeout=max(1, round(timeout)),
-        use_compression=True,
-        heartbeat_timeout=heartbeat_timeout,
-        shutdown_on_destruction=not elastic,
-    )
+    with tls(secret) as options:
+        client = _jax.get_distributed_runtime_client(
+            address,
+            rank,
+            init_timeout=max(1, round(timeout)),
+            use_compression=True,
+            heartbeat_timeout=heartbeat_timeout,
+            shutdown_on_destruction=not elastic,
+            **options,
+        )
     client.connect()
     global_state.client, global_state.coordinator_address = client, address
     global_state.process_id, global_state.num_processes = rank, size
@@ -110,14 +132,17 @@ def cancel_calls() -> None:
             global_state.client.shutdown()
 
 
-def register(address: str, rank: int) -> Any:
+def register(address: str, rank: int, secret: str) -> Any:
     """Register in the place of a process that has died, and return the client.
 
     `connect` in the others waits until all processes are registered, and aborts its process if one never is.
     """
     from jaxlib import _jax
 
-    client = _jax.get_distributed_runtime_client(address, rank, init_timeout=10, shutdown_on_destruction=False)
+    with tls(secret) as options:
+        client = _jax.get_distributed_runtime_client(
+            address, rank, init_timeout=10, shutdown_on_destruction=False, **options
+        )
     client.connect()
     return client
 

@@ -15,12 +15,14 @@ COMMON = {
     "jax": "JAX version",
     "jaxlib": "jaxlib version",
     "python": "Python version",
+    "tls": "TLS (the package cryptography)",
 }
 WINDOW = 10.0  # seconds that the survivors of a generation have to report to the next one
 Facts = dict[str, Any]
 FACTS: dict[str, Any] = {
     **dict.fromkeys(["host", "boot", "jaxdp", "jax", "jaxlib", "python"], str),
     "config?": str,
+    "tls?": str,
     "addresses": [str],
     "outward": (str, None),
     "spaces": [str],

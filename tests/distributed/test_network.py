@@ -12,7 +12,7 @@ import pytest
 
 import launch
 from faulty_runs import final, kept, when, written
-from jaxdp.distributed import channel, hosts, joining, messages, protocol
+from jaxdp.distributed import channel, hosts, joining, messages, private_jax, protocol
 from jaxdp.distributed.connection import Connection
 from jaxdp.errors import UsageError
 from launch import port, ranks
@@ -264,8 +264,10 @@ os._exit(0)
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_who_reaches_jaxs_service_can_end_the_job(tmp_path):
-    """JAX's own service has no authentication before JAX 0.12, as docs/hosts.md says: the job ends, and soon."""
+def test_who_reaches_jaxs_service(tmp_path):
+    """From JAX 0.12 on, a stranger is refused. Before, the service has no authentication, as docs/hosts.md says: the
+    job ends, and soon.
+    """
     running = tmp_path / "running"
     script = (
         "import jaxdp, time, jax._src.distributed as d\nc = jaxdp.init()\n"
@@ -283,7 +285,25 @@ def test_who_reaches_jaxs_service_can_end_the_job(tmp_path):
             subprocess.run(stranger, timeout=60, capture_output=True)
 
         jobs = launch.together(commands, 90, during=when(running.exists, register))
-    assert all(j.returncode not in (0, 2, 75, 124) and j.seconds < 60 for j in jobs), [j.output for j in jobs]
+    if private_jax.service_has_tls():
+        assert all(j.returncode == 0 for j in jobs), [j.output for j in jobs]
+    else:
+        assert all(j.returncode not in (0, 2, 75, 124) and j.seconds < 60 for j in jobs), [j.output for j in jobs]
+
+
+@pytest.mark.skipif(not private_jax.service_has_tls(), reason="needs JAX 0.12")
+def test_a_client_needs_the_secret():
+    """Without it, its certificate is refused: JAX then ends its process, so it runs in another one."""
+    address = f"127.0.0.1:{port()}"
+    service = private_jax.start_service(address, 1, "s" * 64, 20, 5, recoverable=True)
+    register = "from jaxdp.distributed import private_jax; private_jax.register(sys.argv[1], 0, sys.argv[2])"
+
+    def code(secret):
+        script = f"import os, sys; {register}; os._exit(7)"
+        return subprocess.run([sys.executable, "-c", script, address, secret], capture_output=True).returncode
+
+    assert code("s" * 64) == 7 != code("t" * 64)
+    del service
 
 
 @pytest.fixture
