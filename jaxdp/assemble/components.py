@@ -1,6 +1,5 @@
 """The components that a config names: model, loss, optimizer, step and state; each can be built separately."""
 
-import difflib
 import functools
 import math
 import re
@@ -23,7 +22,7 @@ from jaxdp.data import SOURCES
 from jaxdp.data.base import Dataset
 from jaxdp.data.cursor import Order
 from jaxdp.data.transforms import TRANSFORMS, both
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, nearest
 from jaxdp.losses import LOSSES, LossFn, attribute, make_loss
 from jaxdp.models import MODELS, as_model, is_given
 from jaxdp.models.base import Model
@@ -267,7 +266,7 @@ def check_paths(config: Config, params: Any) -> None:
     for name in ("frozen", "lr_scale"):
         for pattern in getattr(config.optimizer, name):
             if not any(re.search(pattern, path) for path in paths):
-                near = (difflib.get_close_matches(pattern, paths, 1, 0.1) or paths)[0]
+                near = nearest(pattern, paths, 0.1) or paths[0]
                 raise UsageError(f"optimizer.{name}: {pattern!r} matches no parameter; a path is such as {near!r}")
     if all(any(re.search(pattern, path) for pattern in config.optimizer.frozen) for path in paths):
         raise UsageError(f"optimizer.frozen: {config.optimizer.frozen!r} leaves nothing to train")

@@ -34,7 +34,7 @@ from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
 from jaxdp.losses import attribute
 from jaxdp.metrics.throughput import throughput
-from jaxdp.metrics.writer import Nothing, Record
+from jaxdp.metrics.writer import Record, Writer
 from jaxdp.parallel import STAGES, Strategy
 from jaxdp.parallel.placement import slot_table
 from jaxdp.rundir import versions
@@ -82,7 +82,7 @@ def make_run(
         eval=evaluation,
         steps_per_call=config.steps_per_call,
         steps=parts.steps,
-        writer=Nothing(),
+        writer=Writer(),
         checkpoints=Checkpoints(
             directory / "checkpoints",
             config.checkpoint.keep,

@@ -4,7 +4,6 @@ An array's name is its path (a/b/c). Names of the model state (BatchNorm's runni
 so that the same expressions apply to both.
 """
 
-import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, nearest
 from jaxdp.split import path_string
 
 MODEL_STATE = "model_state/"
@@ -166,4 +165,4 @@ def shortly(names: Sequence[str]) -> str:
 def near(pattern: str, names: Iterable[str]) -> str:
     """Return the name most similar to the pattern."""
     names = list(names)
-    return (difflib.get_close_matches(pattern, names, 1, 0.1) or names)[0]
+    return nearest(pattern, names, 0.1) or names[0]

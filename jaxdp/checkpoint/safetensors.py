@@ -1,7 +1,5 @@
 """Reading of `.safetensors` files slice by slice, and writing them atomically."""
 
-import contextlib
-import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,6 +9,8 @@ import ml_dtypes  # registers bfloat16 with NumPy, as safetensors needs it
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+
+from jaxdp import rundir
 
 __all__ = ["Header", "Parts", "SafetensorError", "assemble", "header", "read", "write"]
 
@@ -94,12 +94,5 @@ def assemble(path: pathlib.Path, wanted: Mapping[str, tuple[jax.ShapeDtypeStruct
 
 def write(path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
     """Write a file atomically, by a rename. Raises OSError or SafetensorError, and leaves no file then."""
-    new = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
+    with rundir.replaced(path, durable=True) as new:
         save_file({name: np.asarray(x, order="C") for name, x in arrays.items()}, new, dict(metadata))
-        with new.open("rb") as file:
-            os.fsync(file.fileno())
-        new.replace(path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            new.unlink()

@@ -1,7 +1,6 @@
 """The command line: `jaxdp VERB --config FILE [--key value ...]`. JAX is imported only after the config is checked."""
 
 import atexit
-import difflib
 import gc
 import importlib
 import os
@@ -16,7 +15,7 @@ from jaxdp.cli.parse import load, load_options
 from jaxdp.cli.table import VERBS
 from jaxdp.config import Config
 from jaxdp.distributed import launchers
-from jaxdp.errors import INTERRUPTED, PREEMPTED, DistributedError, ReportedError, UsageError, explained
+from jaxdp.errors import INTERRUPTED, PREEMPTED, DistributedError, ReportedError, UsageError, explained, suggest
 from jaxdp.metrics import safe_print
 from jaxdp.supervise import signals
 
@@ -54,8 +53,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         print(__version__)
         sys.exit(0)
     if argv[0] not in VERBS:
-        near = difflib.get_close_matches(argv[0], VERBS, 1, 0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(VERBS)}"
+        hint = suggest(argv[0], VERBS, otherwise=f"known: {', '.join(VERBS)}")
         _refuse(UsageError(f"unknown verb {argv[0]!r}; {hint}"))
     try:
         if argv[0] != "train":  # `train` saves its state on a signal

@@ -1,7 +1,6 @@
 """Parse command-line arguments into a checked config and a verb's options; report an error in one line."""
 
 import collections
-import difflib
 import os
 import pathlib
 import re
@@ -13,7 +12,7 @@ from jaxdp.config import Config
 from jaxdp.config.check import resolve
 from jaxdp.config.keys import WORDS, check_key, check_structure, expected, inner, known_keys
 from jaxdp.config.reading import explain, to_dataclass
-from jaxdp.errors import UsageError, one_line
+from jaxdp.errors import UsageError, one_line, suggest
 
 Options = Mapping[str, Option]
 
@@ -68,8 +67,7 @@ def load_options(argv: list[str], verb: str) -> dict[str, Any]:
     for arg in argv:
         name = arg[2:].partition("=")[0]
         if arg.startswith("--") and name not in ("help", *options):
-            near = difflib.get_close_matches(name, options, 1, 0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(options)}"
+            hint = suggest(name, options, otherwise=f"known: {', '.join(options)}")
             raise UsageError(f"command line: unknown option {name!r}; {hint}")
     try:
         values = check_least(parser.parse_args(options_first(argv, options)).as_dict(), options)

@@ -18,13 +18,13 @@ from jaxdp.distributed import faults, private_jax
 from jaxdp.distributed.context import Context
 from jaxdp.errors import ReportedError, UsageError, one_line
 from jaxdp.job.elastic import train_elastic
-from jaxdp.job.resume import lock_run_dir, resume_step, with_former_defaults
+from jaxdp.job.resume import lock_run_dir, resume_step
 from jaxdp.job.start import layout_of, start_writer
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.events import Events, NoEvents
 from jaxdp.metrics.jsonl import read
 from jaxdp.metrics.throughput import goodput
-from jaxdp.metrics.writer import Nothing, Record, Writer
+from jaxdp.metrics.writer import Record, Writer
 from jaxdp.metrics.writers import check_writers
 from jaxdp.parallel.placement import open_collectives
 from jaxdp.report import writer as report_file
@@ -71,7 +71,6 @@ def train_here(
     """Train with the processes of `context`; see `train`. snapshots: of an elastic job."""
     began = time.time()
     directory = schema.run_dir(config, path)
-    config = config if overwrite else with_former_defaults(config, directory, context)
     use_compilation_cache(config, context)
     run = make_run(config, directory, context, given)
     on_all_ranks(context, lambda: check_writers(config.log.writers))
@@ -143,7 +142,7 @@ def supervised(
 ) -> tuple[Record, TrainState | None]:
     """Train with writers, a monitor and signals. began: the start of the command, in seconds since 1970."""
     directory, events = run.directory, run.events
-    writer: Writer = Nothing()
+    writer = Writer()
     if context.is_root:
         layout = layout_of(run, config)
         writer = start_writer(directory, config, context, run, layout)

@@ -6,7 +6,7 @@ pmapped loop; it updates slices of leaves, so it rejects optimizers that need fu
 
 from jaxdp.optim.elementwise import check_elementwise
 from jaxdp.optim.muon import matrices
-from jaxdp.optim.paths import decay_mask, scale_by_path, unmatched
+from jaxdp.optim.paths import decay_mask, scale_by_path
 from jaxdp.optim.schedule import SCHEDULES, Schedule, make_schedule
 from jaxdp.optim.table import OPTIMIZERS, checked, make_optimizer
 from jaxdp.optim.zero import zero1
@@ -22,6 +22,5 @@ __all__ = [
     "make_schedule",
     "matrices",
     "scale_by_path",
-    "unmatched",
     "zero1",
 ]

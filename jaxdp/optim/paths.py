@@ -1,7 +1,7 @@
 """Per-parameter settings, selected by regular expressions that match anywhere in a path a/b/c."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
     """Scale each update by the factor of the first expression that matches its path, or by 1.
 
     Chained after an optimizer, it also scales decoupled weight decay, like the lr of a PyTorch parameter group; 0
-    freezes a parameter. `unmatched` lists the expressions without effect. Raises UsageError for an invalid expression.
+    freezes a parameter. Raises UsageError for an invalid expression.
     """
     rows = []
     for pattern, factor in factors.items():
@@ -41,9 +41,3 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
         return update * next((factor for pattern, factor in rows if pattern.search(name)), 1)
 
     return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(scale, updates))
-
-
-def unmatched(patterns: Iterable[str], params: Any) -> list[str]:
-    """Return the expressions that match no parameter's path."""
-    paths = [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    return [p for p in patterns if not any(re.search(p, path) for path in paths)]
