@@ -45,7 +45,7 @@ def main(folder: str, updates: int, argv: list[str]) -> None:
 
     from benchmarks.data import pixels
     from jaxdp.assemble.components import make_parts, set_jax, state_maker
-    from jaxdp.checkpoint.matching import named
+    from jaxdp.checkpoint.weights import named
     from jaxdp.cli import load
 
     config, *_ = load([*argv, "--steps", str(updates), "--epochs", "null"])

@@ -9,8 +9,7 @@ import numpy as np
 
 from jaxdp.assemble.components import make_model, set_jax
 from jaxdp.checkpoint import manifest
-from jaxdp.checkpoint.matching import MODEL_STATE
-from jaxdp.checkpoint.weights import from_checkpoint, on_host
+from jaxdp.checkpoint.weights import MODEL_STATE, from_checkpoint, on_host
 from jaxdp.cli import Call
 from jaxdp.cli.export import choose_step
 from jaxdp.config.reading import from_mapping

@@ -105,9 +105,9 @@ def train_here(
         if snapshots is not None:
             snapshots.start(run)
         if not start and config.init_from is not None:
-            from jaxdp.assemble.warm import warm
+            from jaxdp.assemble.initialize_from import initialize_from
 
-            run = warm(run, config, context)
+            run = initialize_from(run, config, context)
         return supervised(run, config, context, began, keep)
 
 
