@@ -72,23 +72,18 @@ def make_problem(config: Config) -> Problem:
         bucket_mb: float,
     ) -> tuple[Strategy, Step]:
         tried = dataclasses.replace(config, microbatches=trial.microbatches, precision=FLOAT64)
-        plain = parts._replace(
-            model=problem.model,
-            tx=tx,
-            cursor=trial.order,
-            policy=policy("float64", "float64", "float64"),
-            scaling=None,
-            spike=None,
-            schedule=None,
-        )
+        casts = policy("float64", "float64", "float64")
+        forward = parts.forward._replace(model=problem.model, policy=casts, loss_scaling=None)
+        rule = parts.rule._replace(tx=tx, spike=None, schedule=None)
+        plain = parts._replace(forward=forward, rule=rule, cursor=trial.order)
         return make_variant(tried, plain, configuration, devices, bucket_mb=bucket_mb, exact_group=1)
 
     return Problem(
-        model=parts.model,
-        loss=parts.loss,
-        make_tx=lambda factor: make_tx(config, lambda step: factor * opt.lr, parts.model.blocks),
+        model=parts.forward.model,
+        loss=parts.forward.loss,
+        make_tx=lambda factor: make_tx(config, lambda step: factor * opt.lr, parts.forward.model.blocks),
         dataset=parts.dataset,
-        transform=parts.transform,
+        transform=parts.forward.transform,
         sequential=parts.sequential,
         build=build,
         configuration=Configuration(

@@ -73,7 +73,7 @@ def make_run(
     if context.size > 1:
         check_same(context, {name: digest(lines(program)) for name, program in programs.items()}, SLOW)
     strategy = on_all_ranks(context, lambda: make_strategy(config, parts, make_state, devices))
-    on_all_ranks(context, lambda: check_optimizer(config, strategy, parts.tx, step))
+    on_all_ranks(context, lambda: check_optimizer(config, strategy, parts.rule.tx, step))
     training, evaluation = on_all_ranks(context, lambda: make_sources(config, parts, strategy))
     return Run(
         strategy=strategy,
@@ -95,7 +95,7 @@ def make_run(
         save_every=config.checkpoint.every,
         asynchronous=config.checkpoint.asynchronous,
         averaged=config.eval.ema,
-        derive=attribute(parts.loss, "derive", lambda means: {}),
+        derive=attribute(parts.forward.loss, "derive", lambda means: {}),
         speed=speed(config, parts, flops, devices),
         max_rollbacks=config.spike.max_rollbacks,
         directory=directory,
@@ -120,7 +120,7 @@ def describe_config(config: Config, context: Context, objects: Given) -> dict[st
 
 def make_sources(config: Config, parts: Parts, strategy: Strategy) -> tuple[Source, dict[str, Source]]:
     """Return the source for training, and those for evaluation by name. Raises UsageError."""
-    checked = attribute(parts.loss, "check", None) is not None
+    checked = attribute(parts.forward.loss, "check", None) is not None
 
     def source(dataset: Any, order: Any, train: bool) -> Source:
         resident = Resident(dataset, strategy) if config.data.on_device else None
@@ -156,7 +156,7 @@ def make_case(config: Config, parts: Parts, zero: int, slots: int, devices: int,
     )
     step = make_the_step(config, parts)
     if zero == configured.zero:
-        check_optimizer(config, strategy, parts.tx, step)
+        check_optimizer(config, strategy, parts.rule.tx, step)
     size = parts.cursor.examples_per_microbatch
     first = parts.dataset.read(np.zeros(1, np.int64))
     example = {k: jax.ShapeDtypeStruct((size, *v.shape[1:]), v.dtype) for k, v in first.items()}

@@ -257,7 +257,8 @@ def test_a_contrastive_evaluation_couples_the_batch_too():
 @pytest.mark.parametrize("reduction", ["exact", "exact8"])
 def test_exact_mode_refuses_what_couples_examples(reduction):
     config, *_ = load(["--config", "configs/digits.yaml"])
-    parts = make_parts(config)._replace(loss=Contrastive())
+    parts = make_parts(config)
+    parts = parts._replace(forward=parts.forward._replace(loss=Contrastive()))
     make_the_step(config, parts)
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, reduction=reduction))
     message = rf"parallel\.reduction: {reduction} computes each microbatch separately"
