@@ -28,6 +28,7 @@ from jaxdp.models.base import Model
 from jaxdp.optim import OPTIMIZERS, checked, make_optimizer, make_schedule
 from jaxdp.parallel import STRATEGIES, Strategy, make_reduction
 from jaxdp.parallel.integer_sums import COUPLED, remembering
+from jaxdp.parallel.layout import Sharding
 from jaxdp.precision import LossScaling, policy
 from jaxdp.split import path_string
 from jaxdp.targets import bind, call, locate, parameters, require
@@ -131,9 +132,13 @@ def state_maker(config: Config, parts: Parts) -> Callable[[], TrainState]:
 
 
 def make_strategy(
-    config: Config, parts: Parts, make_state: Callable[[], TrainState], devices: Sequence[jax.Device], **more: Any
+    config: Config,
+    parts: Parts,
+    make_state: Callable[[], TrainState],
+    devices: Sequence[jax.Device],
+    split_as: int | None = None,
 ) -> Strategy:
-    """Build the strategy of the config's `parallel`; more: further arguments of the strategy."""
+    """Build the strategy of the config's `parallel`. split_as: see `Sharding`."""
     parallel, dtypes = config.parallel, config.precision
     return STRATEGIES[parallel.backend](
         make_state,
@@ -141,11 +146,7 @@ def make_strategy(
         make_reduction(parallel.reduction, parallel.bucket_mb, parallel.exact_group),
         None if dtypes.reduce == dtypes.params else parts.forward.policy.reduce,
         devices,
-        zero=parallel.zero,
-        shard_size=parallel.shard_size,
-        gradient_buffer=parallel.gradient_buffer,
-        blocks=parts.forward.model.blocks,
-        **more,
+        Sharding(parallel.zero, parallel.shard_size, parallel.gradient_buffer, parts.forward.model.blocks, split_as),
     )
 
 

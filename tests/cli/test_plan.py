@@ -29,6 +29,7 @@ from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models import as_model
 from jaxdp.models.gpt import GPT
 from jaxdp.parallel import STRATEGIES, make_reduction
+from jaxdp.parallel.layout import Sharding
 from launch import in_process
 
 TOKENS = 16
@@ -47,7 +48,7 @@ def case(backend, zero, n, split_as=None, model=None, gradient_buffer="sharded",
     make = lambda: init_state(forward, rule, n * per_device, example)
     strategy = STRATEGIES[backend](
         make, n * per_device, make_reduction("xla"), None, jax.devices()[:n],
-        zero=zero, blocks=model.blocks, gradient_buffer=gradient_buffer, split_as=split_as, shard_size=shard_size,
+        Sharding(zero, shard_size, gradient_buffer, model.blocks, split_as),
     )  # fmt: skip
     step = make_step(forward, rule, "scan" if per_device > 1 else "vmap")
     return Case(strategy, step, {**example, "mask": np.zeros(2, np.float32)}, zero > 1 and gradient_buffer == "sharded")
@@ -149,7 +150,7 @@ def test_a_model_without_blocks_says_that_it_is_gathered_whole():
     model = toys.MODELS["mlp"]()
     forward, rule = Forward(model, SoftmaxCrossEntropy()), UpdateRule(optax.sgd(0.1))
     make = lambda: init_state(forward, rule, 2, toys.data(2))
-    strategy = STRATEGIES["pjit"](make, 2, make_reduction("xla"), None, jax.devices()[:2], zero=3)
+    strategy = STRATEGIES["pjit"](make, 2, make_reduction("xla"), None, jax.devices()[:2], Sharding(3))
     step = make_step(forward, rule)
     example = {**toys.data(2), "mask": np.zeros(2, np.float32)}
     assert make_plan(lambda n: Case(strategy, step, example, True), 3, 2).gathered_whole

@@ -15,6 +15,7 @@ from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models import as_model
 from jaxdp.models.gpt import GPT
 from jaxdp.parallel import STRATEGIES, make_reduction
+from jaxdp.parallel.layout import Sharding
 from jaxdp.precision import Policy
 
 DEVICES, LAYERS, TOKENS, SLOTS = 8, 16, 16, 4  # SLOTS: microbatches of a device
@@ -47,10 +48,7 @@ def build(
         make_reduction(reduction),
         None if policy.reduce == policy.params else policy.reduce,
         jax.devices(),
-        zero=zero,
-        shard_size=int(place[2:]) if "/" in place else None,
-        gradient_buffer=gradient_buffer,
-        blocks=model.blocks,
+        Sharding(zero, int(place[2:]) if "/" in place else None, gradient_buffer, model.blocks),
     )
     return (
         strategy,

@@ -22,6 +22,7 @@ from jaxdp.optim import OPTIMIZERS as TABLE
 from jaxdp.parallel import STRATEGIES, make_reduction
 from jaxdp.parallel.fixed_point import FORMATS
 from jaxdp.parallel.integer_sums import remembering
+from jaxdp.parallel.layout import Sharding
 from jaxdp.precision import Policy
 
 SHAPE, CLASSES, WIDTH = (4, 4, 2), 3, 24
@@ -242,8 +243,7 @@ def build(
         make_reduction(reduction, bucket_mb, group),
         reduce_dtype,
         jax.devices()[:devices],
-        blocks=model.blocks,
-        **(layout or {}),
+        Sharding(blocks=model.blocks, **(layout or {})),
     )
     return strategy, step, lambda i: strategy.shard_batch(read_batch(dataset, cursor, i, strategy.local_slots))
 

@@ -43,8 +43,6 @@ MANY_PARAMETERS = {
     "verify/problem.py Problem": 16,
     "distributed/collectives.py _call": 12,
     "distributed/exchange.py add": 9,
-    "parallel/pjit.py PJit": 10,
-    "parallel/pmap.py PMap": 10,
 }
 
 
