@@ -17,6 +17,7 @@ LAYERS = [
     "rundir",
     "supervise",
     "data",
+    "cpu",
     "logits",
     "targets",
     "losses",
