@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from jaxdp import __version__, environment, xla_presets
+from jaxdp import __version__, environment
 from jaxdp.cli.parse import load, load_options
 from jaxdp.cli.table import VERBS
 from jaxdp.config import Config
@@ -135,7 +135,7 @@ def run_in_job(name: str, argv: list[str]) -> None:
     set_threads(config, exact=options.get("exact", False))
     if name == "profile":
         environment.trace_operations()
-    left_out = xla_presets.use(config.parallel.xla_preset, config.parallel.devices) if config is not None else None
+    left_out = config and environment.use_preset(config.parallel.xla_preset, config.parallel.devices)
     import jaxdp
     from jaxdp.job.elastic import settings
 

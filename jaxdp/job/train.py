@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 from jaxdp import compilation_cache, rundir
 from jaxdp import config as schema
-from jaxdp.assemble.callbacks import make_callbacks
 from jaxdp.assemble.components import NOTHING, Given
 from jaxdp.assemble.run import SLOW, make_profile, make_run, on_all_ranks
 from jaxdp.config import Config
@@ -32,6 +31,7 @@ from jaxdp.supervise import signals
 from jaxdp.supervise.generations import has_ended
 from jaxdp.supervise.monitor import RunMonitor, Stopped
 from jaxdp.training import loop
+from jaxdp.training.callbacks import make_callbacks
 from jaxdp.training.run import Run
 from jaxdp.training.snapshots import Snapshots
 

@@ -36,8 +36,6 @@ LAYERS = [
     "environment",
     "fingerprint",
     "assemble",
-    "generate",
-    "xla_presets",
     "report",
     "doctor",
     "compilation_cache",
