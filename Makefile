@@ -29,9 +29,10 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# site/index.html; every link and anchor is checked.
+# site/index.html; every link and anchor is checked. The pages in docs/reference are written first.
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	$(BIN)/python docs/pages.py
+	$(BIN)/python -m zensical build --strict
 
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
@@ -69,4 +70,4 @@ bench-gpu:
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-torch .mpich benchmarks/results runs build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch .mpich benchmarks/results runs build site docs/reference .cache *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

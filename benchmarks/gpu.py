@@ -28,7 +28,6 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.run import ROOT, TORCH, make_material
-from jaxdp.analysis.flops import gpt_flops
 from jaxdp.analysis.hardware import peak_flops
 
 TOLERANCE = 2e-2  # of curves in bfloat16
@@ -177,7 +176,7 @@ def gpt2(bench: Bench, own: dict[str, Any]) -> None:
     def flops(material: pathlib.Path) -> int:
         with np.load(material / "weights.npz") as stored:
             parameters = sum(stored[name].size for name in stored.files if not name.endswith("positions"))
-        return batch * tokens * gpt_flops(parameters, layers, dim, tokens)
+        return batch * tokens * (6 * parameters + 12 * layers * dim * tokens)
 
     own["flops_by"] = "6 N + 12 layers dim tokens (arXiv 2204.02311, appendix B), N without positions"
     compared(bench, own, words, 2 if bench.tiny else 10, (batch * tokens, "tokens"), flops)

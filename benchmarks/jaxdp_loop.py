@@ -39,7 +39,7 @@ def main(folder: str, argv: list[str]) -> None:
     import jaxdp
     from jaxdp.assemble.run import make_run
     from jaxdp.metrics.jsonl import JsonLines
-    from jaxdp.metrics.writer import Many, Nothing
+    from jaxdp.metrics.writer import Many, Writer
     from jaxdp.supervise.monitor import RunMonitor
     from jaxdp.training import loop
     from jaxdp.training.lookback import Lookback
@@ -52,7 +52,7 @@ def main(folder: str, argv: list[str]) -> None:
     run = make_run(config, directory, context)
     watch = RunMonitor(context, directory, config.watchdog.step_timeout, config.watchdog.straggler_factor)
     kept = Losses()
-    lines = JsonLines(directory / "metrics.jsonl") if context.is_root else Nothing()
+    lines = JsonLines(directory / "metrics.jsonl") if context.is_root else Writer()
     run = dataclasses.replace(run, writer=Many([lines, kept]), watch=watch)
     program = run.strategy.compile(run.step)
     at = Progress(0, run.begin(run))

@@ -21,13 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 
 import jaxdp
+from jaxdp.cpu import convolve, product
 from jaxdp.logits import Logits
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models.attention import causal
-from jaxdp.models.convolution import convolve
 from jaxdp.models.gpt import look_up
 from jaxdp.models.normalization import standardize
-from jaxdp.models.products import product
 from jaxdp.models.resnet9 import halve
 
 REPEATS, CALLS = 11, 4

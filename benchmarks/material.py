@@ -45,7 +45,7 @@ def main(folder: str, updates: int, argv: list[str]) -> None:
 
     from benchmarks.data import pixels
     from jaxdp.assemble.components import make_parts, set_jax, state_maker
-    from jaxdp.checkpoint.matching import named
+    from jaxdp.checkpoint.weights import named
     from jaxdp.cli import load
 
     config, *_ = load([*argv, "--steps", str(updates), "--epochs", "null"])
@@ -63,7 +63,7 @@ def main(folder: str, updates: int, argv: list[str]) -> None:
     np.save(root / "order.npy", order.astype(np.int32))
     for name in ("inputs", "labels"):
         np.save(root / f"{name}.npy", narrow(everything[name]))
-    rate = parts.schedule or (lambda step: config.optimizer.lr)
+    rate = parts.rule.schedule or (lambda step: config.optimizer.lr)
     rates = jax.vmap(lambda step: jax.numpy.float32(rate(step)))(jax.numpy.arange(updates))
     np.save(root / "rates.npy", np.asarray(rates, np.float64))
     opt = dataclasses.asdict(config.optimizer)

@@ -60,7 +60,7 @@ def write(folder: pathlib.Path, count: int) -> None:
 def batches_per_s(dataset, batch: int, workers: int) -> float:
     cursor = Cursor(len(dataset), batch, 1, seed=0)
     stop = 16 + SKIPPED
-    with prefetch_in_workers(dataset, cursor, [0], 0, stop, workers) as batches:
+    with prefetch_in_workers(dataset, cursor, [0], range(stop), workers) as batches:
         for _ in range(SKIPPED):
             next(batches)
         began = time.perf_counter()

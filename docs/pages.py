@@ -1,8 +1,8 @@
-"""The pages that are made when the site is built: keys of a config, commands, and Python's public names."""
+"""Write the pages in docs/reference: keys of a config, commands, and Python's public names. `make docs` runs it."""
 
+import pathlib
 import re
 from collections.abc import Iterable
-from typing import Any
 
 import jaxdp
 from jaxdp import cli
@@ -70,12 +70,15 @@ SECTIONS: dict[str, tuple[str, list[str]]] = {
         [
             "jaxdp.core.state.TrainState",
             "jaxdp.core.state.Sums",
+            "jaxdp.core.options.Forward",
+            "jaxdp.core.options.UpdateRule",
             "jaxdp.core.step.Step",
             "jaxdp.core.step.make_step",
             "jaxdp.parallel.strategy.Strategy",
             "jaxdp.parallel.strategy.Program",
             "jaxdp.parallel.pmap.PMap",
             "jaxdp.parallel.pjit.PJit",
+            "jaxdp.parallel.layout.Sharding",
             "jaxdp.parallel.layout.Layout",
         ],
     ),
@@ -168,11 +171,8 @@ def _linked(text: str) -> str:
     )
 
 
-def on_files(files: Any, config: Any) -> Any:
-    """MkDocs asks for the pages here."""
-    from mkdocs.structure.files import File
-
-    made = {"config": config_page, "commands": commands_page, "python": python_page}
-    for name, page in made.items():
-        files.append(File.generated(config, f"reference/{name}.md", content=page()))
-    return files
+if __name__ == "__main__":
+    folder = pathlib.Path(__file__).parent / "reference"
+    folder.mkdir(exist_ok=True)
+    for name, page in {"config": config_page, "commands": commands_page, "python": python_page}.items():
+        (folder / f"{name}.md").write_text(page())

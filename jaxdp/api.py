@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxdp import environment, xla_presets
+from jaxdp import environment
 from jaxdp.config import Config
 from jaxdp.config.reading import from_mapping
 from jaxdp.errors import UsageError
@@ -89,7 +89,7 @@ def run(config: Config, objects: Mapping[str, Mapping[str, Any]], overwrite: boo
     if config.parallel.exact:
         environment.exact()
     environment.enough_threads()
-    ignored_flags = xla_presets.use(config.parallel.xla_preset, config.parallel.devices)
+    ignored_flags = environment.use_preset(config.parallel.xla_preset, config.parallel.devices)
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread:
         signals.listen()

@@ -1,8 +1,12 @@
 """Errors that end a run with one line: bad input, the failure of another process, or of the run itself."""
 
+import difflib
+import importlib
 import os
 import re
 import traceback
+from collections.abc import Iterable
+from typing import Any
 
 OUT_OF_MEMORY = re.compile(
     r"RESOURCE_EXHAUSTED|out of memory|unable to allocate|cannot allocate memory|failed to allocate|bad_alloc",
@@ -49,6 +53,26 @@ class RunFailed(ReportedError, RuntimeError):
 def one_line(text: object) -> str:
     """Return a message, or that of an error, on one line."""
     return " ".join(str(text).split())
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """Return the known name that is most similar to a word, or "" if none is similar. cutoff: from 0 to 1 (equal)."""
+    return next(iter(difflib.get_close_matches(word, known, 1, cutoff)), "")
+
+
+def suggest(word: str, known: Iterable[str], cutoff: float = 0.5, otherwise: str = "") -> str:
+    """Return "did you mean NAME?" with the most similar of the known names, or `otherwise` if none is similar."""
+    near = nearest(word, known, cutoff)
+    return f"did you mean {near!r}?" if near else otherwise
+
+
+def import_optional(name: str, user: str, extra: str, otherwise: str = "") -> Any:
+    """Import a package that only an extra installs. Raises UsageError if it is missing; user: what needs it."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        fix = f"pip install 'jaxdp-trainer[{extra}]'{otherwise}"
+        raise UsageError(f"{user} needs {name.partition('.')[0]}, which is not installed; {fix}") from None
 
 
 def explained(error: BaseException) -> ReportedError | None:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxdp.cpu import on_cpu
+
 AT_ONCE = 2**24  # logits in memory at a time on CPU: 64 MB in float32
 ON_ACCELERATORS = 2**28  # 1 GB: larger chunks, since each reads the full kernel and adds to its full gradient
 TILE = 128  # the number of rows of a chunk is a multiple of this on accelerators
@@ -38,7 +40,7 @@ class Logits(struct.PyTreeNode):
         rows, lead = self.x.reshape(-1, self.x.shape[-1]), self.x.shape[:-1]
         more = tuple(x.reshape(-1) for x in more)
         restore_shape = lambda tree: jax.tree.map(lambda x: x.reshape(lead), tree)
-        size = rows_at_once(len(self.kernel), jax.default_backend())
+        size = rows_at_once(len(self.kernel), on_cpu())
         if len(rows) <= size:
             return restore_shape(f(self.whole().reshape(-1, self.classes), *more))
         wide = self.kernel.astype(_wide(self.kernel.dtype))  # accumulate its gradient over the chunks in float32
@@ -54,9 +56,9 @@ class Logits(struct.PyTreeNode):
         return restore_shape(jax.tree.map(lambda x: x.reshape(-1)[: len(rows)], results))
 
 
-def rows_at_once(classes: int, backend: str) -> int:
+def rows_at_once(classes: int, cpu: bool) -> int:
     """Return the number of rows of logits in one chunk."""
-    if backend == "cpu":
+    if cpu:
         return max(1, AT_ONCE // classes)
     rows = max(1, ON_ACCELERATORS // classes)
     return rows - rows % TILE or rows

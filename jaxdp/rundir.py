@@ -14,7 +14,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 import yaml
@@ -237,7 +237,32 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _replace(file: pathlib.Path, text: str) -> None:
+@contextlib.contextmanager
+def replaced(file: pathlib.Path, durable: bool = False) -> Iterator[pathlib.Path]:
+    """Replace a file atomically: yield a path to write to, which then gets its name; remove it if writing fails.
+
+    durable: flush the new file to disk first.
+    """
     new = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    new.write_text(text)
-    new.replace(file)
+    try:
+        yield new
+        if durable:
+            flush(new)
+        new.replace(file)
+    finally:
+        with contextlib.suppress(OSError):
+            new.unlink()
+
+
+def flush(path: pathlib.Path) -> None:
+    """Flush a file or directory to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _replace(file: pathlib.Path, text: str) -> None:
+    with replaced(file) as new:
+        new.write_text(text)

@@ -1,7 +1,6 @@
 """Targets: built-in names or dotted paths with arguments; each argument is checked against the signature."""
 
 import contextlib
-import difflib
 import functools
 import importlib
 import inspect
@@ -13,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from jaxdp import user_errors
-from jaxdp.errors import UsageError, one_line
+from jaxdp.errors import UsageError, nearest, one_line, suggest
 
 OF_SCRIPT = "optax"  # prefix, in a config, of the name of an Optax transformation that a script passed to `fit`
 OBJECT = " (object)"  # suffix of the name of any other object that only the script has
@@ -49,8 +48,8 @@ def locate(key: str, target: str, table: Mapping[str, Any], field: str | None = 
     if target.endswith(OBJECT):
         raise UsageError(f"{field}: {target!r} cannot be imported{_of_script(target)}")
     if not module:
-        near = difflib.get_close_matches(target, table, 1, 0.5)
-        hint = f"; did you mean {near[0]!r}, or module.{target}?" if near else f"; built in: {', '.join(table)}"
+        near, known = nearest(target, table), ", ".join(table)
+        hint = f"; did you mean {near!r}, or module.{target}?" if near else f"; built in: {known}"
         raise UsageError(
             f"{field}: {target!r} is neither built in nor a dotted path"
             f"{_of_script(target) or _in_module(target) or hint}"
@@ -70,8 +69,7 @@ def locate(key: str, target: str, table: Mapping[str, Any], field: str | None = 
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise UsageError(f"{field}: {target!r} cannot be imported: it needs {error.name!r}") from error
         local = [file.stem for file in pathlib.Path().glob("*.py")]
-        near = difflib.get_close_matches(error.name, local, 1, 0.6)
-        hint = f"did you mean {near[0]!r}?" if near else "is it installed, or its folder on PYTHONPATH?"
+        hint = suggest(error.name, local, 0.6, "is it installed, or its folder on PYTHONPATH?")
         raise UsageError(f"{field}: {target!r} cannot be imported: no module {error.name!r}; {hint}") from None
     except Exception as error:
         lines = user_errors.lines(error)
@@ -81,8 +79,7 @@ def locate(key: str, target: str, table: Mapping[str, Any], field: str | None = 
         ) from error
     if not hasattr(imported, name):
         public = [n for n, v in vars(imported).items() if not n.startswith("_") and callable(v)]
-        near = difflib.get_close_matches(name, public, 1, 0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; {near}" if (near := suggest(name, public)) else ""
         raise UsageError(f"{field}: module {module!r} has no {name!r}{_of_script(module) or hint}")
     return getattr(imported, name)
 
@@ -137,8 +134,7 @@ def bind(
     if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
         for arg in args:
             if arg not in takes:
-                near = difflib.get_close_matches(arg, takes, 1, 0.5)
-                hint = f"did you mean {near[0]!r}?" if near else f"it takes: {', '.join(sorted(takes)) or 'none'}"
+                hint = suggest(arg, takes, otherwise=f"it takes: {', '.join(sorted(takes)) or 'none'}")
                 raise UsageError(f"{key}.args.{arg}: {name} takes no such argument; {hint}")
     for arg, value in args.items():
         default = getattr(known.get(arg), "default", None)

@@ -30,15 +30,6 @@ def model_flops(grads: Any, forward: Callable[[], Any]) -> int:
     return min(counted, 3 * count_flops(forward())) if _recomputes(grads) else counted
 
 
-def gpt_flops(parameters: int, layers: int, dim: int, tokens: int) -> int:
-    """Return the FLOPs of one token of an update by the formula 6 N + 12 layers dim tokens (arXiv 2204.02311, app. B).
-
-    parameters: N, the parameters used in products: without an untied embedding and learned positions. tokens: the
-    context; a causal mask is ignored.
-    """
-    return 6 * parameters + 12 * layers * dim * tokens
-
-
 def _recomputes(jaxpr: Any) -> bool:
     eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
     return any(eqn.primitive.name in REMATERIALIZED or any(map(_recomputes, _all_jaxprs(eqn))) for eqn in eqns)

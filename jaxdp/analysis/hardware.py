@@ -5,7 +5,6 @@ inside a host and between hosts do not overlap. The alpha-beta costs are those o
 and of Patarasuk & Yuan (2009).
 """
 
-import difflib
 import math
 import pathlib
 import re
@@ -16,7 +15,7 @@ import yaml
 
 from jaxdp import bounded_yaml
 from jaxdp.analysis.hlo import Collective
-from jaxdp.errors import UsageError, one_line
+from jaxdp.errors import UsageError, one_line, suggest
 
 
 class Hardware(NamedTuple):
@@ -109,11 +108,9 @@ def load_hardware(name_or_path: str) -> Hardware:
         return HARDWARE[name_or_path]
     file = pathlib.Path(name_or_path)
     if not file.is_file():
-        near = difflib.get_close_matches(name_or_path, HARDWARE, 1, 0.3)
-        hint = f"did you mean {near[0]!r}? " if near else ""
         raise UsageError(
-            f"hardware: {name_or_path!r} is neither a file nor known; {hint}known: {', '.join(HARDWARE)}; or give the "
-            f"path of a YAML file with the fields {', '.join(Hardware._fields)}"
+            f"hardware: {name_or_path!r} is neither a file nor known; {suggest(name_or_path, HARDWARE, 0.3)} known: "
+            f"{', '.join(HARDWARE)}; or give the path of a YAML file with the fields {', '.join(Hardware._fields)}"
         )
     try:
         fields = bounded_yaml.load(file.read_text(), str(file))
@@ -123,8 +120,7 @@ def load_hardware(name_or_path: str) -> Hardware:
         raise UsageError(f"hardware: {name_or_path!r} has no fields; write one per line, such as memory: 80e9")
     for field in fields:
         if field not in Hardware._fields:
-            near = difflib.get_close_matches(str(field), Hardware._fields, 1, 0.7)
-            hint = f"did you mean {near[0]!r}?" if near else "drop it"
+            hint = suggest(str(field), Hardware._fields, 0.7, "drop it")
             raise UsageError(f"hardware.{field}: {name_or_path!r} has this field, which nothing reads; {hint}")
     for field in Hardware._fields:
         if field not in fields:

@@ -1,6 +1,5 @@
 """The components that a config names: model, loss, optimizer, step and state; each can be built separately."""
 
-import difflib
 import functools
 import math
 import re
@@ -10,27 +9,27 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 
 from jaxdp import environment, user_errors
 from jaxdp.assemble.data import facts_of, first_microbatch, is_sequential, make_data, make_order, make_transform
 from jaxdp.config import Config
-from jaxdp.core.frozen import freeze
+from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.skip import Spike
-from jaxdp.core.state import TrainState, Transform, init_state
+from jaxdp.core.state import TrainState, init_state
 from jaxdp.core.step import Step, make_step
 from jaxdp.data import SOURCES
 from jaxdp.data.base import Dataset
 from jaxdp.data.cursor import Order
 from jaxdp.data.transforms import TRANSFORMS, both
-from jaxdp.errors import UsageError
-from jaxdp.losses import LOSSES, LossFn, attribute, make_loss
+from jaxdp.errors import UsageError, nearest
+from jaxdp.losses import LOSSES, attribute, make_loss
 from jaxdp.models import MODELS, as_model, is_given
 from jaxdp.models.base import Model
 from jaxdp.optim import OPTIMIZERS, checked, make_optimizer, make_schedule
 from jaxdp.parallel import STRATEGIES, Strategy, make_reduction
 from jaxdp.parallel.integer_sums import COUPLED, remembering
-from jaxdp.precision import LossScaling, Policy, policy
+from jaxdp.parallel.layout import Sharding
+from jaxdp.precision import LossScaling, policy
 from jaxdp.split import path_string
 from jaxdp.targets import bind, call, locate, parameters, require
 
@@ -42,24 +41,16 @@ SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision")
 class Parts(NamedTuple):
     """The built components of a config. eval_sets: the evaluation sets by name. cursor: the order of the training data.
 
-    sequential: both sets are read sequentially. transform, eval_transform: run on their microbatches, on the device,
-    or None. facts: see `facts_of`.
+    sequential: all sets are read sequentially. facts: see `facts_of`.
     """
 
+    forward: Forward
+    rule: UpdateRule
     dataset: Dataset
     eval_sets: dict[str, Dataset]
-    model: Model
-    loss: LossFn
     cursor: Order
     steps: int
-    schedule: Callable[[Any], Any] | None
-    tx: optax.GradientTransformation
-    policy: Policy
-    scaling: LossScaling | None
-    spike: Spike | None
     sequential: bool
-    transform: Transform | None
-    eval_transform: Transform | None
     facts: dict[str, Any]
 
 
@@ -104,51 +95,29 @@ def make_parts(config: Config, objects: Given = NOTHING) -> Parts:
     sequential = is_sequential(config, model, dataset, transform, casts)
     cursor = make_order(config, dataset, sequential)
     steps = config.steps or math.ceil((config.epochs or 0) * cursor.steps_per_epoch)
-    schedule = schedule_of(config, steps)
-    named = config.optimizer.target in OPTIMIZERS or "optimizer" not in objects
-    return Parts(
-        dataset,
-        eval_sets,
-        model,
-        loss,
-        cursor,
-        steps,
-        schedule if named else None,
+    schedule, opt = schedule_of(config, steps), config.optimizer
+    named = opt.target in OPTIMIZERS or "optimizer" not in objects
+    remat, scaling = choose_remat(config, model), make_scaling(config, dataset)
+    forward = Forward(model, loss, casts, config.seed, remat, scaling, transform, eval_transform)
+    rule = UpdateRule(
         make_tx(config, schedule, model.blocks, optimizers),
-        casts,
-        make_scaling(config, dataset),
+        opt.clip_norm,
+        opt.frozen,
+        opt.ema,
+        schedule if named else None,
+        config.nonfinite.max_consecutive,
         make_spike(config),
-        sequential,
-        transform,
-        eval_transform,
-        facts,
     )
+    return Parts(forward, rule, dataset, eval_sets, cursor, steps, sequential, facts)
 
 
 def make_the_step(config: Config, parts: Parts, padded: bool = True) -> Step:
     """Build the step. padded: see `make_step`. Raises UsageError if the loss couples examples in exact mode."""
-    opt = config.optimizer
-    if config.parallel.exact and attribute(parts.loss, "scope", "example") == "global":  # before anything is compiled
+    loss = parts.forward.loss
+    if config.parallel.exact and attribute(loss, "scope", "example") == "global":  # before anything is compiled
         raise UsageError(COUPLED.format(config.parallel.reduction))
-    return make_step(
-        parts.model,
-        parts.loss,
-        parts.tx,
-        seed=config.seed,
-        policy=parts.policy,
-        clip_norm=opt.clip_norm,
-        accumulate=choose_accumulate(config),
-        remat=choose_remat(config, parts.model),
-        frozen=opt.frozen,
-        ema_decay=opt.ema,
-        loss_scaling=parts.scaling,
-        transform=parts.transform,
-        eval_transform=parts.eval_transform,
-        schedule=parts.schedule,
-        max_nonfinite=config.nonfinite.max_consecutive,
-        padded=padded,
-        spike=parts.spike,
-    )
+    remat = choose_remat(config, parts.forward.model)  # of another strategy than the config's, perhaps
+    return make_step(parts.forward._replace(remat=remat), parts.rule, choose_accumulate(config), padded)
 
 
 def state_maker(config: Config, parts: Parts) -> Callable[[], TrainState]:
@@ -156,39 +125,28 @@ def state_maker(config: Config, parts: Parts) -> Callable[[], TrainState]:
     example, size = parts.dataset.read(np.zeros(1, np.int64)), parts.cursor.examples_per_microbatch
 
     def make_state() -> TrainState:
-        inputs = first_microbatch(example, size, parts.transform)
-        return init_state(
-            parts.model,
-            parts.tx,
-            parts.policy,
-            config.seed,
-            config.microbatches,
-            inputs,
-            frozen=config.optimizer.frozen,
-            ema=config.optimizer.ema is not None,
-            loss_scaling=parts.scaling,
-            spike=parts.spike,
-        )
+        inputs = first_microbatch(example, size, parts.forward.transform)
+        return init_state(parts.forward, parts.rule, config.microbatches, inputs)
 
-    return remembering(make_state, freeze(config.optimizer.frozen)) if config.parallel.exact else make_state
+    return remembering(make_state, parts.rule.trainable) if config.parallel.exact else make_state
 
 
 def make_strategy(
-    config: Config, parts: Parts, make_state: Callable[[], TrainState], devices: Sequence[jax.Device], **more: Any
+    config: Config,
+    parts: Parts,
+    make_state: Callable[[], TrainState],
+    devices: Sequence[jax.Device],
+    split_as: int | None = None,
 ) -> Strategy:
-    """Build the strategy of the config's `parallel`; more: further arguments of the strategy."""
+    """Build the strategy of the config's `parallel`. split_as: see `Sharding`."""
     parallel, dtypes = config.parallel, config.precision
     return STRATEGIES[parallel.backend](
         make_state,
         config.microbatches,
         make_reduction(parallel.reduction, parallel.bucket_mb, parallel.exact_group),
-        None if dtypes.reduce == dtypes.params else parts.policy.reduce,
+        None if dtypes.reduce == dtypes.params else parts.forward.policy.reduce,
         devices,
-        zero=parallel.zero,
-        shard_size=parallel.shard_size,
-        gradient_buffer=parallel.gradient_buffer,
-        blocks=parts.model.blocks,
-        **more,
+        Sharding(parallel.zero, parallel.shard_size, parallel.gradient_buffer, parts.forward.model.blocks, split_as),
     )
 
 
@@ -267,7 +225,7 @@ def check_paths(config: Config, params: Any) -> None:
     for name in ("frozen", "lr_scale"):
         for pattern in getattr(config.optimizer, name):
             if not any(re.search(pattern, path) for path in paths):
-                near = (difflib.get_close_matches(pattern, paths, 1, 0.1) or paths)[0]
+                near = nearest(pattern, paths, 0.1) or paths[0]
                 raise UsageError(f"optimizer.{name}: {pattern!r} matches no parameter; a path is such as {near!r}")
     if all(any(re.search(pattern, path) for pattern in config.optimizer.frozen) for path in paths):
         raise UsageError(f"optimizer.frozen: {config.optimizer.frozen!r} leaves nothing to train")

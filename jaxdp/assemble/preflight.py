@@ -17,7 +17,7 @@ from jaxdp.assemble.components import (
 from jaxdp.assemble.data import first_microbatch, make_order
 from jaxdp.assemble.identity import shapes_of
 from jaxdp.config import Config
-from jaxdp.core.state import TrainState, View
+from jaxdp.core.state import Batch, TrainState, View
 from jaxdp.core.step import Step
 from jaxdp.data.base import Dataset, probes
 from jaxdp.data.prefetch import read_batch
@@ -54,7 +54,7 @@ def rehearse(
 
     trained = step.trainable(state.params)
     shapes = lambda tree: jax.tree.map(lambda x: x.shape, tree)
-    updated = shapes(jax.eval_shape(parts.tx.update, trained, state.opt_state, trained))
+    updated = shapes(jax.eval_shape(parts.rule.tx.update, trained, state.opt_state, trained))
     if updated != (shapes(trained), shapes(state.opt_state)):
         raise UsageError(
             f"optimizer.target: {config.optimizer.target!r} cannot be used: its update must return updates like the "
@@ -84,18 +84,18 @@ def view_of_one(state: TrainState) -> View:
 
 def check_examples(parts: Parts, state: TrainState, train: bool, examples: Mapping[str, Any]) -> None:
     """Raise UsageError if the loss finds that an example does not fit the model's outputs."""
-    if attribute(parts.loss, "check", None) is None:
+    if attribute(parts.forward.loss, "check", None) is None:
         return
     shapes = output_shapes(parts, state, parts.dataset.read(np.zeros(1, np.int64)))
-    transform = parts.transform if train else parts.eval_transform
+    transform = parts.forward.transform if train else parts.forward.eval_transform
     try:
-        check(parts.loss, shapes, examples)
+        check(parts.forward.loss, shapes, examples)
     except UsageError:
         if transform is None:
             raise
         mask = {"mask": np.ones(len(next(iter(examples.values()))), bool)}
         arrays = jax.tree.map(jax.numpy.asarray, {**mask, **examples})
-        check(parts.loss, shapes, transform(arrays, jax.random.key(0), train))
+        check(parts.forward.loss, shapes, transform(arrays, jax.random.key(0), train))
 
 
 def output_shapes(parts: Parts, state: TrainState, examples: dict[str, np.ndarray]) -> Any:
@@ -103,9 +103,8 @@ def output_shapes(parts: Parts, state: TrainState, examples: dict[str, np.ndarra
     carry = state.carry
 
     def outputs(params: Any, model_state: Any) -> Any:
-        batch = first_microbatch(examples, parts.cursor.examples_per_microbatch, parts.transform)
-        params = cast_floats(params, parts.policy.compute)
-        return parts.model.apply(params, model_state, parts.policy.inputs(batch), jax.random.key(0), False)[0]
+        params, batch = cast_floats(params, parts.forward.policy.compute), model_inputs(parts, examples)
+        return parts.forward.model.apply(params, model_state, batch, jax.random.key(0), False)[0]
 
     def first(x: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
@@ -114,12 +113,16 @@ def output_shapes(parts: Parts, state: TrainState, examples: dict[str, np.ndarra
     return jax.eval_shape(outputs, state.params, model_state)
 
 
+def model_inputs(parts: Parts, examples: dict[str, np.ndarray]) -> Batch:
+    """Return a microbatch of copies of the first example, as the model gets it in training."""
+    batch = first_microbatch(examples, parts.cursor.examples_per_microbatch, parts.forward.transform)
+    return parts.forward.policy.inputs(batch)
+
+
 def called_with(key: str, parts: Parts, state: TrainState) -> str:
     """Describe the arguments that the model or the loss was called with."""
     examples = parts.dataset.read(np.zeros(1, np.int64))
-    batch = jax.eval_shape(
-        lambda: parts.policy.inputs(first_microbatch(examples, parts.cursor.examples_per_microbatch, parts.transform))
-    )
+    batch = jax.eval_shape(lambda: model_inputs(parts, examples))
     if key == "model":
         return f"; the batch is {in_words(batch)}"
     if key == "loss":
@@ -158,7 +161,7 @@ def check_best(config: Config, parts: Parts, metrics: set[str]) -> None:
         return
     if not parts.eval_sets:
         raise UsageError(f"checkpoint.best: {best!r}, but the data has no test split; set eval.data, or leave it null")
-    metrics |= set(attribute(parts.loss, "derive", lambda means: {})(collections.defaultdict(float)))
+    metrics |= set(attribute(parts.forward.loss, "derive", lambda means: {})(collections.defaultdict(float)))
     names = [n for n in metrics - RESERVED | {"loss"} if not n.startswith(WEIGHT)]
     known = sorted(f"{name}/{n}" if name else n for name in parts.eval_sets for n in names)
     if best not in known:

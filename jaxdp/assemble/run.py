@@ -35,7 +35,7 @@ from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
 from jaxdp.losses import attribute
 from jaxdp.metrics.throughput import throughput
-from jaxdp.metrics.writer import Nothing, Record
+from jaxdp.metrics.writer import Record, Writer
 from jaxdp.parallel import STAGES, Strategy
 from jaxdp.parallel.placement import slot_table
 from jaxdp.rundir import versions
@@ -116,7 +116,7 @@ def make_run(
     table = slot_table(config.microbatches, len(devices), config.parallel.exact_group)
     step = make_the_step(config, parts, is_padded(config, parts, table, offset))
     strategy = on_all_ranks(context, lambda: make_strategy(config, parts, make_state, devices))
-    on_all_ranks(context, lambda: check_optimizer(config, strategy, parts.tx, step))
+    on_all_ranks(context, lambda: check_optimizer(config, strategy, parts.rule.tx, step))
     training, evaluation = on_all_ranks(context, lambda: make_sources(config, parts, strategy))
     return Run(
         strategy=strategy,
@@ -125,7 +125,7 @@ def make_run(
         eval=evaluation,
         steps_per_call=config.steps_per_call,
         steps=parts.steps,
-        writer=Nothing(),
+        writer=Writer(),
         checkpoints=Checkpoints(
             directory / "checkpoints",
             config.checkpoint.keep,
@@ -138,7 +138,7 @@ def make_run(
         save_every=config.checkpoint.every,
         asynchronous=config.checkpoint.asynchronous,
         averaged=config.eval.ema,
-        derive=attribute(parts.loss, "derive", lambda means: {}),
+        derive=attribute(parts.forward.loss, "derive", lambda means: {}),
         speed=speed(config, parts, prepared.flops, devices),
         max_rollbacks=config.spike.max_rollbacks,
         directory=directory,
@@ -163,7 +163,7 @@ def describe_config(config: Config, context: Context, objects: Given) -> dict[st
 
 def make_sources(config: Config, parts: Parts, strategy: Strategy) -> tuple[Source, dict[str, Source]]:
     """Return the source for training, and those for evaluation by name. Raises UsageError."""
-    checked = attribute(parts.loss, "check", None) is not None
+    checked = attribute(parts.forward.loss, "check", None) is not None
 
     def source(dataset: Any, order: Any, train: bool) -> Source:
         resident = Resident(dataset, strategy) if config.data.on_device else None
@@ -199,7 +199,7 @@ def make_case(config: Config, parts: Parts, zero: int, slots: int, devices: int,
     )
     step = make_the_step(config, parts)
     if zero == configured.zero:
-        check_optimizer(config, strategy, parts.tx, step)
+        check_optimizer(config, strategy, parts.rule.tx, step)
     size = parts.cursor.examples_per_microbatch
     first = parts.dataset.read(np.zeros(1, np.int64))
     example = {k: jax.ShapeDtypeStruct((size, *v.shape[1:]), v.dtype) for k, v in first.items()}

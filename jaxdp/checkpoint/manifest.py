@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from jaxdp import rundir
 from jaxdp.errors import UsageError
 
 NAME = "manifest.json"
@@ -28,7 +29,7 @@ class Damaged(ValueError):
 def list_files(directory: pathlib.Path) -> list[str]:
     """List the relative paths of all files under `directory`, sorted, without the manifest."""
     files = (p for p in directory.rglob("*") if p.is_file())
-    return sorted(str(p.relative_to(directory)) for p in files if p.name.split(".tmp")[0] != NAME)
+    return sorted(str(p.relative_to(directory)) for p in files if not p.name.startswith(NAME))
 
 
 def digest(file: pathlib.Path, patience: float = 0.0) -> tuple[int, str]:
@@ -51,24 +52,16 @@ def digests(directory: pathlib.Path, names: Sequence[str], patience: float = 10.
 def flush(directory: pathlib.Path, names: Collection[str]) -> None:
     """Flush files and their directories to disk, before the manifest lists them."""
     for path in [*(directory / name for name in names), *sorted({(directory / name).parent for name in names})]:
-        _flush(path)
+        rundir.flush(path)
 
 
 def write(directory: pathlib.Path, files: Mapping[str, Sequence[Any]], meta: Mapping[str, Any]) -> None:
     """Write the manifest durably, by a rename; `files` must be flushed already."""
     body = {"format": FORMAT, "files": {k: list(v) for k, v in sorted(files.items())}, "meta": dict(meta)}
-    new = directory / f"{NAME}.tmp{os.getpid()}"
-    try:
-        with new.open("w") as f:
-            f.write(json.dumps({"sha256": _body_sha256(body), **body}, indent=1) + "\n")
-            f.flush()
-            os.fsync(f.fileno())
-        new.replace(directory / NAME)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
-    _flush(directory)
-    _flush(directory.parent)
+    with rundir.replaced(directory / NAME, durable=True) as new:
+        new.write_text(json.dumps({"sha256": _body_sha256(body), **body}, indent=1) + "\n")
+    rundir.flush(directory)
+    rundir.flush(directory.parent)
 
 
 def read(directory: pathlib.Path) -> dict[str, Any]:
@@ -140,12 +133,3 @@ def _body_sha256(body: Mapping[str, Any]) -> str:
 def _open(path: str, flags: int) -> int:
     """Open a file without blocking: a pipe in its place would wait for a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
-
-
-def _flush(path: pathlib.Path) -> None:
-    """Flush a file or directory to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,7 +1,5 @@
 """Reading of `.safetensors` files slice by slice, and writing them atomically."""
 
-import contextlib
-import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,7 +10,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-__all__ = ["Header", "Parts", "SafetensorError", "assemble", "header", "read", "write"]
+from jaxdp import rundir
+
+__all__ = ["Array", "Header", "Part", "SafetensorError", "header", "read", "write"]
 
 DTYPES = {
     "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
@@ -22,11 +22,24 @@ DTYPES = {
 }  # fmt: skip
 
 
+class Part(NamedTuple):
+    """A part of an array: a tensor, or the one of three equal parts of it along its last dim that `third` numbers."""
+
+    tensor: str
+    third: int | None = None
+
+
 class Array(NamedTuple):
-    """dtype: a NumPy dtype, or the file's name of one that NumPy does not have."""
+    """An array to read. dtype: a NumPy dtype, or the file's name of one that NumPy does not have.
+
+    parts: one part, or the parts to stack along a new first dim. label: its name in messages.
+    """
 
     shape: tuple[int, ...]
     dtype: Any
+    parts: tuple[Part, ...]
+    label: str
+    stacked: bool = False
 
 
 class Header(NamedTuple):
@@ -37,69 +50,48 @@ class Header(NamedTuple):
 def header(path: pathlib.Path) -> Header:
     """Read the file's header. Raises OSError or SafetensorError if it cannot be read."""
     with safe_open(path, framework="np") as file:
-        arrays = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        return Header(
-            {k: Array(tuple(x.get_shape()), DTYPES.get(x.get_dtype(), x.get_dtype())) for k, x in arrays.items()},
-            file.metadata() or {},
-        )
+        tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        dtype = lambda x: DTYPES.get(x.get_dtype(), x.get_dtype())
+        arrays = {k: Array(tuple(x.get_shape()), dtype(x), (Part(k),), k) for k, x in tensors.items()}
+        return Header(arrays, file.metadata() or {})
 
 
-def read(path: pathlib.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Read arrays with the dtypes and shardings of `wanted`; each process reads only the slices of its devices."""
+def read(
+    path: pathlib.Path, arrays: Mapping[str, Array], wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """Read arrays with the shapes, dtypes and shardings of `wanted`; each process reads the slices of its devices.
+
+    Rows that a tensor does not have are zeros.
+    """
     with safe_open(path, framework="np") as file:
 
-        def load(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-            stored = file.get_slice(name)
-            part = lambda index: np.asarray(stored[index or ...]).astype(like.dtype)
-            return jax.make_array_from_callback(like.shape, like.sharding, part)
-
-        return {name: load(name, like) for name, like in wanted.items()}
-
-
-class Parts(NamedTuple):
-    """The parts of an array: one tensor, from `offset` along its last dim; or, stacked, one tensor per name."""
-
-    names: tuple[str, ...]
-    stacked: bool = False
-    offset: int = 0
-
-
-def assemble(path: pathlib.Path, wanted: Mapping[str, tuple[jax.ShapeDtypeStruct, Parts]]) -> dict[str, jax.Array]:
-    """Read like `read`, assembling arrays from parts; rows that the file does not have are zeros."""
-    with safe_open(path, framework="np") as file:
-
-        def cut(name: str, index: list[slice], offset: int) -> np.ndarray:
-            stored = file.get_slice(name)
-            rows = stored.get_shape()[0]
-            *first, last = index
-            inside = [*first, slice(last.start + offset, last.stop + offset)]
-            has_rows = inside[0].start < rows
-            inside[0] = slice(inside[0].start, min(inside[0].stop, rows)) if has_rows else slice(0, 0)
-            values = np.asarray(stored[tuple(inside)])
+        def read_part(part: Part, index: tuple[slice, ...]) -> np.ndarray:
+            stored = file.get_slice(part.tensor)
+            if not index:
+                return np.asarray(stored[...])
+            shape = stored.get_shape()
+            if part.third is not None:
+                first = part.third * (shape[-1] // 3)
+                index = (*index[:-1], slice(index[-1].start + first, index[-1].stop + first))
+            rows = slice(index[0].start, min(index[0].stop, shape[0]))
+            rows = rows if rows.start < rows.stop else slice(0, 0)
+            values = np.asarray(stored[(rows, *index[1:])])
             missing = index[0].stop - index[0].start - len(values)
             return np.pad(values, [(0, missing)] + [(0, 0)] * (values.ndim - 1)) if missing else values
 
-        def load(like: jax.ShapeDtypeStruct, parts: Parts) -> jax.Array:
-            def part(index: tuple[slice, ...] | None) -> np.ndarray:
-                slices = [slice(*dim.indices(size)[:2]) for dim, size in zip(index or (), like.shape)]
-                if not parts.stacked:
-                    return cut(parts.names[0], slices, parts.offset).astype(like.dtype)
-                names = parts.names[slices[0]]
-                return np.stack([cut(name, slices[1:], parts.offset) for name in names]).astype(like.dtype)
+        def load(array: Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+            def read_slice(index: tuple[slice, ...] | None) -> np.ndarray:
+                slices = tuple(slice(*dim.indices(size)[:2]) for dim, size in zip(index or (), like.shape))
+                if not array.stacked:
+                    return read_part(array.parts[0], slices).astype(like.dtype)
+                return np.stack([read_part(part, slices[1:]) for part in array.parts[slices[0]]]).astype(like.dtype)
 
-            return jax.make_array_from_callback(like.shape, like.sharding, part)
+            return jax.make_array_from_callback(like.shape, like.sharding, read_slice)
 
-        return {name: load(like, parts) for name, (like, parts) in wanted.items()}
+        return {name: load(arrays[name], like) for name, like in wanted.items()}
 
 
 def write(path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
     """Write a file atomically, by a rename. Raises OSError or SafetensorError, and leaves no file then."""
-    new = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
+    with rundir.replaced(path, durable=True) as new:
         save_file({name: np.asarray(x, order="C") for name, x in arrays.items()}, new, dict(metadata))
-        with new.open("rb") as file:
-            os.fsync(file.fileno())
-        new.replace(path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            new.unlink()

@@ -1,5 +1,6 @@
 """Weights: named arrays in a checkpoint or in a `.safetensors` file, read directly into their shardings."""
 
+import functools
 import hashlib
 import json
 import pathlib
@@ -10,34 +11,42 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxdp.checkpoint import manifest, safetensors
-from jaxdp.checkpoint.matching import MODEL_STATE, named
+from jaxdp.checkpoint import gpt2, manifest, safetensors
 from jaxdp.checkpoint.orbax import load, orbax
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.errors import UsageError, one_line
-from jaxdp.models import gpt2
 from jaxdp.split import path_string
 
 GIVE = "give a run directory, one of its checkpoints (.../checkpoints/STEP) or a .safetensors file"
+MODEL_STATE = "model_state/"
 FORMAT = "jaxdp"  # in the metadata of files that `jaxdp export` writes
 
 
 class Weights(NamedTuple):
-    """title: the source. arrays: {name: object with shape and dtype}, names as in `jaxdp.checkpoint.matching`.
+    """title: the source. arrays: {name: object with shape and dtype}; see `named`.
 
     read({name: target}) -> {name: array}; every process must call it. A target is a ShapeDtypeStruct with a sharding
-    or, for a checkpoint, a NumPy array. facts: must be equal on every rank. names: {their name: ours} of a known
-    layout. rows: {name: number of rows} of arrays that have fewer rows than their target. note: a line to print about
-    the layout.
+    or, for a checkpoint, a NumPy array. facts: must be equal on every rank. rows: {name: number of rows} of arrays that
+    have fewer rows than their target. note: a line to print about the layout.
     """
 
     title: str
     arrays: dict[str, Any]
     read: Callable[[Mapping[str, Any]], dict[str, Any]]
     facts: dict[str, str]
-    names: Mapping[str, str] | None = None
     rows: Mapping[str, int] = MappingProxyType({})
     note: str = ""
+
+
+def named(params: Any, model_state: Any) -> dict[str, Any]:
+    """Return {name: leaf} of both trees. A name is a path (a/b/c); those of the model state (BatchNorm's running
+    averages) begin with `model_state/`, so that the same expressions apply to both."""
+    trees = (("", params), (MODEL_STATE, model_state))
+    return {
+        f"{prefix}{path_string(path)}": leaf
+        for prefix, tree in trees
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 def locate(path: str) -> pathlib.Path:
@@ -114,16 +123,11 @@ def from_safetensors(file: pathlib.Path, ema: bool) -> Weights:
     if ema and not (exported and metadata.get("ema") == "true"):
         raise UsageError(f"init.ema: {str(file)!r} has no running average; leave it out, or write it with export --ema")
     dotted = not exported and not any("/" in name for name in arrays)
-    names = {name.replace(".", "/") if dotted else name: name for name in arrays}
-    if len(names) < len(arrays):
+    renamed = {name.replace(".", "/") if dotted else name: array for name, array in arrays.items()}
+    if len(renamed) < len(arrays):
         raise UsageError(f"init_from: {str(file)!r} has names that differ only in '.'; rename them")
-
-    def read(wanted: Mapping[str, Any]) -> dict[str, Any]:
-        loaded = safetensors.read(file, {names[name]: like for name, like in wanted.items()})
-        return {name: loaded[names[name]] for name in wanted}
-
-    arrays = {name: arrays[stored] for name, stored in names.items()}
-    return Weights(str(file), arrays, read, facts(arrays) | {k: v for k, v in metadata.items() if k != "config"})
+    read = functools.partial(safetensors.read, file, renamed)
+    return Weights(str(file), renamed, read, facts(renamed) | {k: v for k, v in metadata.items() if k != "config"})
 
 
 def as_gpt2(weights: Weights, path: pathlib.Path, ours: Mapping[str, Any]) -> Weights:
@@ -137,41 +141,26 @@ def as_gpt2(weights: Weights, path: pathlib.Path, ours: Mapping[str, Any]) -> We
     stored = safetensors.header(path).arrays
     if not gpt2.is_published(stored):
         return weights
-    sources = gpt2.places(list(stored), f"{gpt2.STACK}/norm1/scale" in ours)
-    arrays, parts, rows, notes = {}, {}, {}, []
-    for name, source in sources.items():
-        first = stored[source.names[0]]
-        for other in source.names:
-            if stored[other].shape != first.shape:
-                raise UsageError(
-                    f"init_from: {str(path)!r} has {source.names[0]!r} of {first.shape}, but {other!r} of "
-                    f"{stored[other].shape}; give a file of equal blocks"
-                )
-        shape, offset = first.shape, 0
-        if source.third is not None:
-            shape = (*shape[:-1], shape[-1] // 3)
-            offset = source.third * shape[-1]
-        shape = (len(source.names), *shape) if source.stacked else shape
-        our_shape = ours[name].shape if name in ours else shape
-        if name == "embed/embedding" and our_shape[0] > shape[0] and our_shape[1:] == shape[1:]:
-            rows[source.label] = shape[0]
-            notes.append(f"rows {shape[0]} to {our_shape[0] - 1} of {name} left as initialized")
-            shape = our_shape
-        if name == "positions" and our_shape[0] < shape[0] and our_shape[1:] == shape[1:]:
-            notes.append(f"the first {our_shape[0]} of {shape[0]} positions")
-            shape = our_shape
-        arrays[source.label] = safetensors.Array(shape, first.dtype)
-        parts[source.label] = safetensors.Parts(source.names, source.stacked, offset)
-    for name in stored.keys() - gpt2.used(stored):
-        arrays[name] = stored[name]
-
-    def read(wanted: Mapping[str, Any]) -> dict[str, Any]:
-        return safetensors.assemble(path, {name: (like, parts[name]) for name, like in wanted.items()})
-
+    try:
+        arrays = gpt2.arrays_of(stored, f"{gpt2.STACK}/norm1/scale" in ours)
+    except ValueError as error:
+        raise UsageError(f"init_from: {str(path)!r} has {error}; give a file of equal blocks") from None
+    rows, notes = {}, []
+    for name in arrays.keys() & {"embed/embedding", "positions"} & ours.keys():
+        (theirs, *rest), (number, *our_rest) = arrays[name].shape, ours[name].shape
+        if rest != our_rest or theirs == number or (theirs > number) == (name == "embed/embedding"):
+            continue
+        if theirs < number:
+            rows[name] = theirs
+            notes.append(f"rows {theirs} to {number - 1} of {name} left as initialized")
+        else:
+            notes.append(f"the first {number} of {theirs} positions")
+        arrays[name] = arrays[name]._replace(shape=ours[name].shape)
     notes.append("key biases, which cancel in the softmax, left out")
+    arrays |= {name: stored[name] for name in stored.keys() - gpt2.used(stored)}
+    read = functools.partial(safetensors.read, path, arrays)
     note = f"  in GPT-2's published layout: {'; '.join(notes)}"
-    names = {source.label: name for name, source in sources.items()}
-    return weights._replace(arrays=arrays, read=read, names=names, rows=rows, note=note)
+    return weights._replace(arrays=arrays, read=read, rows=rows, note=note)
 
 
 def facts(arrays: Mapping[str, Any]) -> dict[str, str]:

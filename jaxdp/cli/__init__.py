@@ -1,7 +1,6 @@
 """The command line: `jaxdp VERB --config FILE [--key value ...]`. JAX is imported only after the config is checked."""
 
 import atexit
-import difflib
 import gc
 import importlib
 import os
@@ -11,12 +10,12 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from jaxdp import __version__, environment, xla_presets
+from jaxdp import __version__, environment
 from jaxdp.cli.parse import load, load_options
 from jaxdp.cli.table import VERBS
 from jaxdp.config import Config
 from jaxdp.distributed import launchers
-from jaxdp.errors import INTERRUPTED, PREEMPTED, DistributedError, ReportedError, UsageError, explained
+from jaxdp.errors import INTERRUPTED, PREEMPTED, DistributedError, ReportedError, UsageError, explained, suggest
 from jaxdp.metrics import safe_print
 from jaxdp.supervise import signals
 
@@ -54,8 +53,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         print(__version__)
         sys.exit(0)
     if argv[0] not in VERBS:
-        near = difflib.get_close_matches(argv[0], VERBS, 1, 0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(VERBS)}"
+        hint = suggest(argv[0], VERBS, otherwise=f"known: {', '.join(VERBS)}")
         _refuse(UsageError(f"unknown verb {argv[0]!r}; {hint}"))
     try:
         if argv[0] != "train":  # `train` saves its state on a signal
@@ -137,7 +135,7 @@ def run_in_job(name: str, argv: list[str]) -> None:
     set_threads(config, exact=options.get("exact", False))
     if name == "profile":
         environment.trace_operations()
-    left_out = xla_presets.use(config.parallel.xla_preset, config.parallel.devices) if config is not None else None
+    left_out = config and environment.use_preset(config.parallel.xla_preset, config.parallel.devices)
     import jaxdp
     from jaxdp.job.elastic import settings
 

@@ -8,9 +8,8 @@ from typing import NoReturn
 
 from jaxdp import config as schema
 from jaxdp.cli import Call, load
-from jaxdp.doctor.check import FAILURE
+from jaxdp.doctor.check import FAILURE, as_json, as_text
 from jaxdp.doctor.examine import examine
-from jaxdp.doctor.report import as_json, as_text
 
 
 def run(call: Call) -> NoReturn:

@@ -5,7 +5,7 @@ from jaxdp.assemble.components import NOTHING
 from jaxdp.assemble.run import make_run
 from jaxdp.cli import Call
 from jaxdp.errors import UsageError
-from jaxdp.job.resume import resume_step, with_former_defaults
+from jaxdp.job.resume import resume_step
 from jaxdp.job.train import use_compilation_cache
 from jaxdp.metrics.console import Console
 from jaxdp.training.evaluate import evaluate
@@ -14,9 +14,8 @@ from jaxdp.training.save import restore
 
 def run(call: Call) -> None:
     """Evaluate and print the result on root. Raises UsageError without a checkpoint or evaluation data."""
-    context = call.context
-    directory = schema.run_dir(call.config, call.path)
-    config = with_former_defaults(call.config, directory, context)
+    config, context = call.config, call.context
+    directory = schema.run_dir(config, call.path)
     use_compilation_cache(config, context)
     prepared = make_run(config, directory, context)
     step, _ = resume_step(prepared, config, context, NOTHING, tidy=False)

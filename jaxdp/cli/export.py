@@ -6,15 +6,13 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from jaxdp.checkpoint import manifest, safetensors
+from jaxdp.checkpoint import gpt2, manifest, safetensors
 from jaxdp.checkpoint.digest import params_sha256
-from jaxdp.checkpoint.matching import MODEL_STATE
 from jaxdp.checkpoint.store import Checkpoints
-from jaxdp.checkpoint.weights import FORMAT, from_checkpoint, on_host
+from jaxdp.checkpoint.weights import FORMAT, MODEL_STATE, from_checkpoint, on_host
 from jaxdp.cli import Call
 from jaxdp.errors import UsageError, one_line
 from jaxdp.metrics.numbers import size
-from jaxdp.models import gpt2
 
 # {layout: (arrays, number of classes or None) -> (the arrays under the layout's names, changes to the metadata)}
 LAYOUTS: dict[str, Callable[[dict[str, Any], int | None], tuple[dict[str, Any], dict[str, str]]]] = {

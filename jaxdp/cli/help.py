@@ -1,7 +1,6 @@
 """The text of `jaxdp VERB --help`: usage, examples, the verb's options, then the config's keys by section."""
 
 import dataclasses
-import difflib
 import json
 import shutil
 import textwrap
@@ -9,7 +8,7 @@ from typing import Any
 
 from jaxdp.cli.table import Option, Verb
 from jaxdp.config.describe import KINDS, Key, groups
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, suggest
 
 WIDEST = 100  # columns
 COMMON = {
@@ -58,8 +57,7 @@ KEYS = (
 def _sections(width: int, section: str | None = None) -> list[str]:
     known = [group.name for group in groups() if group.name]
     if section is not None and section not in known:
-        near = difflib.get_close_matches(section, known, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        hint = suggest(section, known, 0.6, f"known: {', '.join(known)}")
         raise UsageError(f"--help: no section {section!r}; {hint}")
     lines: list[str] = []
     for group in groups():

@@ -1,19 +1,18 @@
 """Parse command-line arguments into a checked config and a verb's options; report an error in one line."""
 
 import collections
-import difflib
 import os
 import pathlib
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, get_origin, get_type_hints
+from typing import Any, NoReturn, get_origin, get_type_hints
 
 from jaxdp.cli.table import VERBS, Option
 from jaxdp.config import Config
 from jaxdp.config.check import resolve
 from jaxdp.config.keys import WORDS, check_key, check_structure, expected, inner, known_keys
 from jaxdp.config.reading import explain, to_dataclass
-from jaxdp.errors import UsageError, one_line
+from jaxdp.errors import UsageError, one_line, suggest
 
 Options = Mapping[str, Option]
 
@@ -57,29 +56,30 @@ def load_options(argv: list[str], verb: str) -> dict[str, Any]:
     """Return the options and arguments of a verb without a config. Raises UsageError."""
     import argparse
 
-    from jaxdp import bounded_yaml
-
     options = VERBS[verb].options
     argv, command = split_command(argv, options) if VERBS[verb].command else (argv, None)
-    parser = bounded_yaml.parser(prog=f"jaxdp {verb}")
-    add_options(parser, options)
-    for name, count in VERBS[verb].arguments.items():
-        parser.add_argument(name, nargs=count)
     for arg in argv:
         name = arg[2:].partition("=")[0]
         if arg.startswith("--") and name not in ("help", *options):
-            near = difflib.get_close_matches(name, options, 1, 0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(options)}"
+            hint = suggest(name, options, otherwise=f"known: {', '.join(options)}")
             raise UsageError(f"command line: unknown option {name!r}; {hint}")
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise argparse.ArgumentError(None, message)
+
+    parser = Parser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_options(parser, options)
+    for name, count in VERBS[verb].arguments.items():
+        parser.add_argument(name, nargs=count)
     try:
-        values = check_least(parser.parse_args(options_first(argv, options)).as_dict(), options)
-        return values if command is None else {**values, "command": command}
-    except (argparse.ArgumentError, TypeError, KeyError) as error:
-        key = re.search(r'(?:key|for|Option) "?(\w+)"?', str(error))
-        value = re.search(r"(?:Got|Given) value: *(.+?) *(?:\n|$)", str(error))
-        if key and value and key[1] in options:
-            raise UsageError(f"--{key[1]}: {value[1]!r} is not {WORDS[options[key[1]].kind]}") from None
+        values = check_least(vars(parser.parse_intermixed_args(argv)), options)
+    except argparse.ArgumentError as error:
+        wrong = re.fullmatch(r"argument --(\w+): invalid \w+ value: (.*)", str(error))
+        if wrong:
+            raise UsageError(f"--{wrong[1]}: {wrong[2]} is not {WORDS[options[wrong[1]].kind]}") from None
         raise UsageError(unnamed(error) or one_line(error)) from None
+    return values if command is None else {**values, "command": command}
 
 
 def split_command(argv: list[str], options: Options) -> tuple[list[str], list[str]]:
@@ -106,18 +106,6 @@ def unnamed(error: Exception) -> str:
         return ""
     name = "config" if stray[1].endswith((".yaml", ".yml")) else "run_dir" if os.path.isdir(stray[1]) else "KEY"
     return f"command line: {stray[1]!r} belongs to no option; write --{name} {stray[1]}"
-
-
-def options_first(argv: list[str], options: Options) -> list[str]:
-    """Move positional arguments behind the options: argparse accepts them in one place only."""
-    named: list[str] = []
-    others: list[str] = []
-    remaining = iter(argv)
-    for arg in remaining:
-        (named if arg.startswith("-") else others).append(arg)
-        if arg[2:] in options and options[arg[2:]].kind is not bool:
-            named += [value for value in [next(remaining, None)] if value is not None]
-    return [*named, *others]
 
 
 def add_options(parser: Any, options: Options) -> None:

@@ -2,27 +2,31 @@
 
 import math
 import pathlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.assemble.components import make_model, set_jax
 from jaxdp.checkpoint import manifest
-from jaxdp.checkpoint.matching import MODEL_STATE
-from jaxdp.checkpoint.weights import from_checkpoint, on_host
+from jaxdp.checkpoint.weights import MODEL_STATE, from_checkpoint, on_host
 from jaxdp.cli import Call
 from jaxdp.cli.export import choose_step
 from jaxdp.config.reading import from_mapping
 from jaxdp.core.carry import split_carry
 from jaxdp.data.tokenizers import from_spec
 from jaxdp.errors import UsageError
-from jaxdp.generate import drawing, generate
+from jaxdp.logits import Logits
 from jaxdp.models import MODELS
-from jaxdp.models.base import CARRY
+from jaxdp.models.base import CARRY, Model
 from jaxdp.precision import cast_floats
 from jaxdp.split import path_string
 from jaxdp.targets import locate
+
+Tree = Any
+Draw = Callable[[jax.Array, jax.Array], jax.Array]  # (logits [vocabulary], key) -> token []
 
 
 def run(call: Call) -> None:
@@ -74,3 +78,64 @@ def check(options: dict[str, Any]) -> None:
     temperature = options["temperature"]
     if not 0 <= temperature < math.inf:
         raise UsageError(f"--temperature: {temperature} is not at least 0; 1 draws from what the model expects")
+
+
+def generate(
+    model: Model,
+    params: Tree,
+    model_state: Tree,
+    prompt: Sequence[int],
+    count: int,
+    context: int,
+    draw: Draw,
+    seed: int,
+) -> list[int]:
+    """Return `count` generated tokens that continue the prompt, which has at least one token.
+
+    A model with carried state reads one token at a time. Any other model rereads the last `context` tokens for each new
+    one: its outputs [example, token, vocabulary] must be causal. Both are compiled once.
+    """
+    key = jax.random.key(seed)
+    carry = model_state.get(CARRY) if isinstance(model_state, dict) else None
+
+    @jax.jit
+    def next_token(params: Tree, state: Tree, tokens: jax.Array, position: int, i: int) -> tuple[jax.Array, Tree]:
+        batch = {"inputs": tokens[None], "mask": jnp.ones(1, bool)}
+        outputs, state = model.apply(params, state, batch, key, False)
+        return draw(at(outputs, position), jax.random.fold_in(key, i)), state
+
+    params, sequence = jax.device_put(params), list(map(int, prompt))
+    if carry is not None:
+        state = {**model_state, CARRY: jax.tree.map(jnp.zeros_like, carry)}
+        for i in range(len(sequence) + count - 1):
+            last, state = next_token(params, state, np.asarray(sequence[i : i + 1], np.int32), 0, i)
+            if i >= len(prompt) - 1:
+                sequence.append(int(last))
+        return sequence[len(prompt) :]
+    for i in range(count):
+        window = sequence[-context:]
+        tokens = np.zeros(context, np.int32)
+        tokens[: len(window)] = window
+        last, _ = next_token(params, model_state, tokens, len(window) - 1, i)
+        sequence.append(int(last))
+    return sequence[len(prompt) :]
+
+
+def at(outputs: Any, position: int) -> jax.Array:
+    """Return the logits [vocabulary] at one token position of outputs [1, token, vocabulary]."""
+    if isinstance(outputs, Logits):
+        return outputs.replace(x=outputs.x[0, position]).whole()
+    return outputs[0, position].astype(jnp.float32)
+
+
+def drawing(temperature: float = 1.0, top_k: int | None = None) -> Draw:
+    """Return a sampler from softmax(logits / temperature) over the `top_k` largest or all; 0 selects the largest."""
+
+    def draw(logits: jax.Array, key: jax.Array) -> jax.Array:
+        if not temperature:
+            return jnp.argmax(logits)
+        if top_k is not None and top_k < len(logits):
+            logits = jnp.where(logits < jax.lax.top_k(logits, top_k)[0][-1], -jnp.inf, logits)
+        return jax.random.categorical(key, logits / temperature)
+
+    return draw

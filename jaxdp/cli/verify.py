@@ -7,10 +7,9 @@ from typing import Any
 import jax
 
 from jaxdp import user_errors
-from jaxdp.assemble.bits import exactly, make_bits
 from jaxdp.assemble.components import set_jax
-from jaxdp.assemble.problem import make_problem
 from jaxdp.assemble.run import on_all_ranks
+from jaxdp.assemble.verification import exactly, make_bits, make_problem
 from jaxdp.cli import Call
 from jaxdp.config import Config
 from jaxdp.distributed.context import Context

@@ -8,7 +8,6 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from jaxdp.config.fields import numbers, speed
 from jaxdp.config.operation import Checkpoint, Elastic, Eval, Log, Profile, Resume, Verify, Watchdog
 from jaxdp.config.training import (
     DataTarget,
@@ -21,6 +20,8 @@ from jaxdp.config.training import (
     Precision,
     Spike,
     Target,
+    numbers,
+    speed,
 )
 
 __all__ = [

@@ -42,7 +42,6 @@ ABOVE_ZERO = (
     "elastic.join_timeout",
 )
 BELOW_ONE = {"optimizer.ema": 0.999, "spike.decay": 0.98}  # with a reasonable value
-FORMERLY = {"data.order": "shuffled"}  # behaviour of runs older than a key, if it is not the key's default
 PATHS = ("data.args.root", "data.args.path")  # ignored in comparisons: the fingerprint of the data is compared instead
 
 
@@ -75,7 +74,6 @@ def changed_numbers(before: dict[str, Any], after: Config) -> list[str]:
     The number of steps does not count if the schedule does not depend on it.
     """
     old, new = flatten(filled(before, dataclasses.asdict(Config()))), flatten(after)
-    old |= {key: value for key, value in FORMERLY.items() if key not in flatten(before)}
     ignored = {*PATHS, *RENAMED}
     if after.optimizer.schedule == "constant" or after.optimizer.schedule_steps is not None:
         ignored |= {"steps", "epochs"}

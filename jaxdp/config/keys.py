@@ -1,12 +1,11 @@
 """The keys of a config and the types of their values; suggestions for unknown keys."""
 
 import dataclasses
-import difflib
 import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jaxdp.config import Config
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, nearest, suggest
 
 WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", dict: "a mapping", list: "a list"}
 RENAMED = {"parallel.accumulator": "parallel.gradient_buffer"}  # former key -> key
@@ -67,12 +66,10 @@ def check_key(key: str, where: str) -> None:
         raise UsageError(f"{where}: unknown key {key!r}; did you mean {meant!r}?")
     if f"{section}.args" in known:  # usually an argument of the target
         in_section = [k for k in known if k.startswith(f"{section}.")]
-        near = difflib.get_close_matches(key, in_section, 1, 0.85) or [f"{section}.args.{name}"]
-        raise UsageError(f"{where}: unknown key {key!r}; did you mean {near[0]!r}?")
-    near = difflib.get_close_matches(key, known, 1, 0.6) or [
-        leaf[m] for m in difflib.get_close_matches(key.rsplit(".", 1)[-1], leaf, 1, 0.7)
-    ]
-    hint = f"did you mean {near[0]!r}?" if near else "`train.py --help` lists the keys"
+        meant = suggest(key, in_section, 0.85, f"did you mean {f'{section}.args.{name}'!r}?")
+        raise UsageError(f"{where}: unknown key {key!r}; {meant}")
+    near = nearest(key, known, 0.6) or leaf.get(nearest(name, leaf, 0.7))
+    hint = f"did you mean {near!r}?" if near else "`train.py --help` lists the keys"
     raise UsageError(f"{where}: unknown key {key!r}; {hint}")
 
 

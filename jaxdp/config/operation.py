@@ -3,8 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxdp.config.fields import speed
-from jaxdp.config.training import Target
+from jaxdp.config.training import Target, speed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,24 @@
 """Sections of the config that say what is trained, and how."""
 
+import copy
 import dataclasses
 from typing import Any, Literal
 
-from jaxdp.config.fields import numbers, speed
+
+def _field(decides: str, default: Any) -> Any:
+    if isinstance(default, list | dict) or dataclasses.is_dataclass(default):
+        return dataclasses.field(default_factory=lambda: copy.copy(default), metadata={"decides": decides})
+    return dataclasses.field(default=default, metadata={"decides": decides})
+
+
+def numbers(default: Any) -> Any:
+    """Create a field that changes the numbers of a run."""
+    return _field("numbers", default)
+
+
+def speed(default: Any) -> Any:
+    """Create a field that changes only speed, memory or output."""
+    return _field("speed", default)
 
 
 @dataclasses.dataclass(frozen=True)

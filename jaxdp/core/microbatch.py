@@ -10,14 +10,14 @@ from jaxdp.core.carry import Carried, carry_of_examples, reset_carry, split_carr
 from jaxdp.core.coupled import Coupled, couple, surrogate_loss
 from jaxdp.core.frozen import merge
 from jaxdp.core.model_state import weighted_state
-from jaxdp.core.state import Batch, Gather, Join, Sums, Transform, View, microbatch_key, plain_gather, plain_join
+from jaxdp.core.options import Forward
+from jaxdp.core.state import Batch, Gather, Join, Sums, View, microbatch_key, plain_gather, plain_join
 from jaxdp.data.cursor import RESET
-from jaxdp.losses import LossFn, apply_loss, attribute
+from jaxdp.losses import apply_loss, attribute
 from jaxdp.metrics.sums import check_result
-from jaxdp.models.base import CARRY, Model
+from jaxdp.models.base import CARRY
 from jaxdp.models.scan import block_hooks
 from jaxdp.models.scan import remat as rematerialize
-from jaxdp.precision import LossScaling, Policy
 
 Tree = Any
 # loss_and_sums(params, carry, batch, slot, coupled) -> (the scaled loss [], Sums of one microbatch)
@@ -27,20 +27,11 @@ Differentiate = Callable[[Tree], tuple[tuple[Any, Sums], Tree]]
 
 
 class Microbatch(NamedTuple):
-    """A forward pass. remat: which values the backward pass recomputes (`jaxdp.models.scan.REMAT`), block by block if
-    the model has blocks. transform, eval_transform: change the batch before the model, in training and evaluation.
-    view, gather, train: what the methods read besides their arguments; a step sets them in each call."""
+    """The forward pass in one call of a step."""
 
-    model: Model
-    loss: LossFn
-    policy: Policy
-    seed: int
-    remat: str = "none"
-    loss_scaling: LossScaling | None = None
-    transform: Transform | None = None
-    eval_transform: Transform | None = None
-    view: Any = None  # a View
-    gather: Gather = plain_gather
+    options: Forward
+    view: View
+    gather: Gather
     train: bool = False
 
     def forward(self, params: Tree, carry: Tree, batch: Batch, slot: jax.Array) -> tuple[Tree, Batch, Tree]:
@@ -49,22 +40,22 @@ class Microbatch(NamedTuple):
         Padding repeats a real example. A microbatch without examples is computed like any other and has weight 0; if
         the model saw it masked, BatchNorm would divide 0 by 0.
         """
-        key, augment_key = jax.random.split(microbatch_key(self.seed, self.view.step, slot))
-        mask = batch["mask"]
-        transform = self.transform if self.train else self.eval_transform
+        options, mask = self.options, batch["mask"]
+        key, augment_key = jax.random.split(microbatch_key(options.seed, self.view.step, slot))
+        transform = options.transform if self.train else options.eval_transform
         if transform is not None:
             batch = transform(batch, augment_key, self.train)
         state = self.view.model_state
         if carry is not None:
             state = {**state, CARRY: reset_carry(carry, batch.get(RESET))}
         visible = jnp.logical_or(mask != 0, jnp.logical_not(jnp.any(mask != 0)))
-        params, block_gather = self.gather(merge(params, self.view.params), self.policy.compute)
-        inputs = self.policy.inputs({**batch, "mask": visible})
-        remat = self.remat if self.train else "none"
-        apply = rematerialize("none" if self.model.blocks else remat, self.model.apply, static_argnums=(4,))
+        params, block_gather = self.gather(merge(params, self.view.params), options.policy.compute)
+        inputs = options.policy.inputs({**batch, "mask": visible})
+        remat = options.remat if self.train else "none"
+        apply = rematerialize("none" if options.model.blocks else remat, options.model.apply, static_argnums=(4,))
         with block_hooks(block_gather, remat):
             outputs, new_state = apply(params, state, inputs, key, self.train)
-        return self.policy.outputs(outputs), {**batch, "mask": mask.astype(self.policy.state)}, new_state
+        return options.policy.outputs(outputs), {**batch, "mask": mask.astype(options.policy.state)}, new_state
 
     def loss_and_sums(
         self, params: Tree, carry: Tree, batch: Batch, slot: jax.Array, coupled: Coupled | None
@@ -77,7 +68,7 @@ class Microbatch(NamedTuple):
         outputs, loss_batch, new_state = self.forward(params, carry, batch, slot)
         new_state, new_carry = split_carry(new_state)
         if coupled is None:
-            total, weight, metrics = check_result(apply_loss(self.loss, outputs, loss_batch))
+            total, weight, metrics = check_result(apply_loss(self.options.loss, outputs, loss_batch))
             scaled = total
         else:
             total, weight, metrics, cotangents = coupled
@@ -93,8 +84,8 @@ class Microbatch(NamedTuple):
         )
         sums, scaled = jax.tree.map(lambda x: jnp.where(real, x, jnp.zeros_like(x)), (sums, scaled))
         new_carry = carry_of_examples(batch["mask"], reset_carry(carry, batch.get(RESET)), new_carry)
-        if self.loss_scaling is not None:
-            scaled = scaled * self.loss_scaling.factor(self.view.loss_scale).astype(dtype)
+        if self.options.loss_scaling is not None:
+            scaled = scaled * self.options.loss_scaling.factor(self.view.loss_scale).astype(dtype)
         return scaled, sums._replace(carry=new_carry)
 
 
@@ -137,7 +128,7 @@ ACCUMULATE: dict[str, Callable[[Loss, Tree], Differentiate]] = {"vmap": at_once,
 MAP: dict[str, Callable[[Callable, Tree], Any]] = {"vmap": lambda f, pieces: jax.vmap(f)(pieces), "scan": jax.lax.map}
 
 
-def make_grads(parts: Microbatch, trainable: Callable[[Tree], Tree], accumulate: str, padded: bool) -> Callable:
+def make_grads(forward: Forward, trainable: Callable[[Tree], Tree], accumulate: str, padded: bool) -> Callable:
     """Build `Step.grads`."""
 
     def grads(
@@ -146,7 +137,7 @@ def make_grads(parts: Microbatch, trainable: Callable[[Tree], Tree], accumulate:
         mask = batch["mask"]
         if not padded:
             batch = {**batch, "mask": jnp.ones_like(mask)}  # a constant that the compiler can fold
-        microbatch = parts._replace(view=view, gather=gather, train=True)
+        microbatch = Microbatch(forward, view, gather, train=True)
         coupled = first_pass(microbatch, accumulate, view.carry, batch, slots, join)
         pieces = (view.carry, batch, slots, coupled)
         differentiate = ACCUMULATE[accumulate](microbatch.loss_and_sums, pieces)
@@ -162,7 +153,7 @@ def make_grads(parts: Microbatch, trainable: Callable[[Tree], Tree], accumulate:
     return grads
 
 
-def make_evaluate(parts: Microbatch, accumulate: str) -> Callable:
+def make_evaluate(forward: Forward, accumulate: str) -> Callable:
     """Build `Step.evaluate`."""
 
     def evaluate(
@@ -171,7 +162,7 @@ def make_evaluate(parts: Microbatch, accumulate: str) -> Callable:
         """Sum over the slots without gradients. The carry starts at zero, unless batches mark where sequences start."""
         keep = RESET in batch
         carry = view.carry if keep else jax.tree.map(jnp.zeros_like, view.carry)
-        microbatch = parts._replace(view=view, gather=gather)
+        microbatch = Microbatch(forward, view, gather)
 
         def slot_sums(piece: Any) -> Sums:
             sums = microbatch.loss_and_sums(view.params, *piece)[1]
@@ -188,11 +179,11 @@ def first_pass(
     microbatch: Microbatch, accumulate: str, carry: Tree, batch: Batch, slots: jax.Array, join: Join
 ) -> Coupled | None:
     """Compute all outputs and couple them in the loss; return None if the loss is a sum over single examples."""
-    if attribute(microbatch.loss, "scope", "example") != "global":
+    if attribute(microbatch.options.loss, "scope", "example") != "global":
         return None
 
     def slot_outputs(piece: Any) -> tuple[Tree, Batch]:
         return microbatch.forward(microbatch.view.params, *piece)[:2]
 
     outputs, loss_batch = join(MAP[accumulate](slot_outputs, (carry, batch, slots)))
-    return couple(microbatch.loss, outputs, loss_batch, slots, microbatch.train)
+    return couple(microbatch.options.loss, outputs, loss_batch, slots, microbatch.train)

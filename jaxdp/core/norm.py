@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxdp.cpu import on_cpu
+
 SMALL = 4096  # elements: smaller leaves are concatenated on CPU
 Tree = Any
 
@@ -15,7 +17,7 @@ def plain_total(tree: Tree) -> jax.Array:
     On CPU, small leaves are concatenated, since starting an operation costs more than running it, and elements are
     counted only if the sum of squares is not finite.
     """
-    if jax.default_backend() != "cpu":
+    if not on_cpu():
         return _squares_and_nonfinite(tree)
     leaves = [x.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(-1) for x in jax.tree.leaves(tree)]
     small = [x for x in leaves if x.size <= SMALL]

@@ -1,23 +1,20 @@
 """The inputs and outputs of a step: the train state, a replica's view of it, and the sums of its microbatches."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import struct
 
 from jaxdp.core.carry import split_carry
-from jaxdp.core.frozen import freeze
-from jaxdp.core.skip import Guard, Spike, start_guard
-from jaxdp.models.base import Model
+from jaxdp.core.options import Batch, Forward, Transform, UpdateRule
+from jaxdp.core.skip import Guard, start_guard
 from jaxdp.models.scan import BlockGather, as_they_are
-from jaxdp.precision import LossScale, LossScaling, Policy, cast_floats
+from jaxdp.precision import LossScale, cast_floats
 
+__all__ = ["Batch", "Gather", "Join", "Sums", "Total", "TrainState", "Transform", "View", "init_state"]
 Tree = Any
-Batch = dict[str, jax.Array]
-Transform = Callable[[Batch, jax.Array, bool], Batch]  # (batch, key, train) -> batch
 # (parameters, compute dtype) -> (full parameters of that dtype, the function that gathers a block in `scan_blocks`)
 Gather = Callable[[Tree, Any], tuple[Tree, BlockGather]]
 # leaves [slot, ...] of a replica -> leaves [microbatch, ...] of all replicas
@@ -91,25 +88,15 @@ def microbatch_key(seed: int, step: jax.Array, microbatch: jax.Array) -> jax.Arr
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), microbatch)
 
 
-def init_state(
-    model: Model,
-    tx: optax.GradientTransformation,
-    policy: Policy,
-    seed: int,
-    microbatches: int,
-    example: Batch,
-    *,
-    frozen: Sequence[str] = (),
-    ema: bool = False,
-    loss_scaling: LossScaling | None = None,
-    spike: Spike | None = None,
-) -> TrainState:
+def init_state(forward: Forward, rule: UpdateRule, microbatches: int, example: Batch) -> TrainState:
     """Return the state before the first update.
 
     Args:
+        microbatches: of an update.
         example: one microbatch [example, ...]; only its shapes and dtypes matter.
     """
-    params, model_state = model.init(jax.random.key(seed), policy.inputs(example))
+    policy = forward.policy
+    params, model_state = forward.model.init(jax.random.key(forward.seed), policy.inputs(example))
     params = cast_floats(jax.tree.map(jnp.asarray, params), policy.params)
     model_state, carry = split_carry(cast_floats(model_state, policy.state))
     if carry is not None:
@@ -118,9 +105,10 @@ def init_state(
         jnp.zeros((), jnp.int32),
         params,
         model_state,
-        tx.init(freeze(frozen)(params)),
-        ema=jax.tree.map(jnp.copy, cast_floats(params, policy.state)) if ema else None,  # small steps need precision
-        loss_scale=loss_scaling.init() if loss_scaling else None,
+        rule.tx.init(rule.trainable(params)),
+        # small steps need precision
+        ema=None if rule.ema_decay is None else jax.tree.map(jnp.copy, cast_floats(params, policy.state)),
+        loss_scale=forward.loss_scaling.init() if forward.loss_scaling else None,
         carry=carry,
-        guard=start_guard(spike),
+        guard=start_guard(rule.spike),
     )

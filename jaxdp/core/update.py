@@ -11,6 +11,7 @@ from jaxdp.core import skip
 from jaxdp.core.frozen import merge
 from jaxdp.core.model_state import mean_state
 from jaxdp.core.norm import clip, plain_total
+from jaxdp.core.options import UpdateRule
 from jaxdp.core.state import Sums, Total, TrainState
 from jaxdp.metrics.sums import divide
 from jaxdp.precision import LossScale, LossScaling
@@ -19,35 +20,27 @@ Tree = Any
 Metrics = dict[str, jax.Array]
 
 
-def make_apply(
-    tx: optax.GradientTransformation,
-    trainable: Callable[[Tree], Tree],
-    *,
-    clip_norm: float | None = None,
-    max_nonfinite: int = 10,
-    spike: skip.Spike | None = None,
-    schedule: Callable[[jax.Array], jax.Array] | None = None,
-    loss_scaling: LossScaling | None = None,
-) -> Callable[..., tuple[TrainState, Metrics]]:
+def make_apply(rule: UpdateRule, loss_scaling: LossScaling | None) -> Callable[..., tuple[TrainState, Metrics]]:
     """Build `Step.apply`: apply(state, sums, total) -> (state, metrics)."""
 
     def apply(state: TrainState, sums: Sums, total: Total = plain_total) -> tuple[TrainState, Metrics]:
-        params = trainable(state.params)
+        params = rule.trainable(state.params)
         weight = jnp.where(sums.weight > 0, sums.weight, jnp.ones_like(sums.weight))
         grads = mean_gradients(sums.grads, params, scaled(weight, state.loss_scale, loss_scaling))
         squares, nonfinite = total(grads)
         norm = jnp.sqrt(squares)
-        if clip_norm is not None:
-            grads = clip(grads, norm, clip_norm)
+        if rule.clip_norm is not None:
+            grads = clip(grads, norm, rule.clip_norm)
         model_state, disagreeing = mean_state(state.model_state, sums.model_state, sums.weight)
         loss = sums.loss / weight
         finite = (nonfinite == 0) & jnp.isfinite(loss)
         overflow: Any = False  # True where non-finite gradients may come from a loss scale that is too large
         if loss_scaling is not None and state.loss_scale is not None:
             overflow = jnp.isfinite(loss) & loss_scaling.can_fall(state.loss_scale)
-        apply_update, guard = skip.decide(state.guard, state.step + 1, loss, finite, overflow, max_nonfinite, spike)
+        number = state.step + 1
+        apply_update, guard = skip.decide(state.guard, number, loss, finite, overflow, rule.max_nonfinite, rule.spike)
         grads = skip.where(apply_update, grads, jax.tree.map(jnp.zeros_like, grads))
-        updates, opt_state = skip.update(tx, apply_update, grads, state.opt_state, params)
+        updates, opt_state = skip.update(rule.tx, apply_update, grads, state.opt_state, params)
         params = skip.where(apply_update, optax.apply_updates(params, updates), params)
         running = state.guard.halted == 0
         metrics = {"loss": loss, **divide(sums.metrics, weight), "grad_norm": norm, "nonfinite_grads": nonfinite}
@@ -55,8 +48,8 @@ def make_apply(
         metrics |= {"skipped_updates": guard.skipped, "halted": guard.halted}
         if disagreeing is not None:
             metrics["disagreeing_state"] = disagreeing
-        if schedule is not None:
-            metrics["lr"] = jnp.asarray(schedule(state.step - state.guard.skipped), jnp.float32)
+        if rule.schedule is not None:
+            metrics["lr"] = jnp.asarray(rule.schedule(state.step - state.guard.skipped), jnp.float32)
         new = state.replace(
             step=state.step + running.astype(state.step.dtype),
             params=merge(params, state.params),

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxdp.data.base import check_split
-from jaxdp.errors import UsageError, one_line
+from jaxdp.errors import UsageError, import_optional, one_line
 
 SPLITS = {"train": ("train",), "test": ("test", "validation", "valid", "val")}
 KEYS = ("inputs", "labels")
@@ -24,11 +24,7 @@ class HuggingFace:
 
     def __init__(self, path: str, split: str = "train", columns: Mapping[str, str] | None = None):
         check_split(split)
-        try:
-            import datasets
-        except ModuleNotFoundError:
-            fix = "pip install 'jaxdp-trainer[datasets]'"
-            raise UsageError(f"data.target: HuggingFace needs `datasets`; {fix}") from None
+        datasets = import_optional("datasets", "data.target: HuggingFace", "datasets")
         try:
             loaded = datasets.load_from_disk(str(Path(path).expanduser()))
         except (FileNotFoundError, ValueError, OSError) as error:

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxdp.data.base import check_split
 from jaxdp.data.windows import check_fraction
-from jaxdp.errors import UsageError, one_line
+from jaxdp.errors import UsageError, import_optional, one_line
 
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"}
 FOLDERS = {"train": ("train",), "test": ("test", "val", "valid", "validation")}
@@ -42,7 +42,7 @@ class ImageFolder:
         check_fraction(test_fraction)
         if size < 1:
             raise UsageError(f"data.args.size: {size} is too small; it must be at least 1")
-        _pillow()
+        import_pillow("Image")
         top = Path(root).expanduser()
         folders = {name: next((top / n for n in FOLDERS[name] if (top / n).is_dir()), None) for name in FOLDERS}
         divided = None in folders.values()
@@ -96,10 +96,10 @@ def held_out(path: Path, fraction: float) -> bool:
 
 def decode(path: Path, size: int) -> np.ndarray:
     """Read an image file as uint8 [size, size, 3]. Raises UsageError."""
-    pillow, transpose = _pillow()
+    pillow, operations = import_pillow("Image"), import_pillow("ImageOps")
     try:
         with pillow.open(path) as opened:
-            image = transpose(opened).convert("RGB")
+            image = operations.exif_transpose(opened).convert("RGB")
             scale = size / min(image.size)
             shape = [max(size, round(side * scale)) for side in image.size]
             image = image.resize(shape, pillow.Resampling.BILINEAR)
@@ -109,9 +109,5 @@ def decode(path: Path, size: int) -> np.ndarray:
     return np.asarray(image.crop((left, top, left + size, top + size)))
 
 
-def _pillow() -> tuple[Any, Any]:
-    try:
-        from PIL import Image, ImageOps
-    except ModuleNotFoundError:
-        raise UsageError("data.target: ImageFolder needs Pillow; pip install 'jaxdp-trainer[images]'") from None
-    return Image, ImageOps.exif_transpose
+def import_pillow(module: str) -> Any:
+    return import_optional(f"PIL.{module}", "data.target: ImageFolder", "images")

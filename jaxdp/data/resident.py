@@ -4,7 +4,7 @@ import functools
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +21,13 @@ PIECE = 1 << 16  # examples per `read`
 INDEX, ROWS = "index", "rows"
 
 
-class Places(Protocol):
-    """The part of a strategy that this module uses."""
-
-    devices: list[jax.Device]
-    local_slots: np.ndarray
-
-    def shard_batch(self, batch: dict[str, np.ndarray], several: bool = False) -> dict[str, jax.Array]: ...
-    def replicate(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]: ...
-
-
 class Resident:
-    """A data set replicated on each device of this process.
+    """A data set replicated on each device of this process. strategy: a `jaxdp.parallel.Strategy`.
 
     Raises UsageError if it would take more than half of a device's free memory.
     """
 
-    def __init__(self, dataset: Dataset, strategy: Places):
+    def __init__(self, dataset: Dataset, strategy: Any):
         check_size(dataset, strategy.devices)
         pieces = [dataset.read(np.arange(i, min(i + PIECE, len(dataset)))) for i in range(0, len(dataset), PIECE)]
         self.arrays = strategy.replicate({key: np.concatenate([p[key] for p in pieces]) for key in pieces[0]})

@@ -1,6 +1,5 @@
 """Tokenizers: convert text to token ids and back; a tokenizer's spec, a JSON object, is enough to rebuild it."""
 
-import difflib
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -9,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from jaxdp.errors import UsageError, one_line
+from jaxdp.errors import UsageError, import_optional, one_line, suggest
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # names of end_of_text in known vocabularies
 
@@ -171,8 +170,7 @@ class Named:
         library = _library("tiktoken")
         known = library.list_encoding_names()
         if name not in known:
-            near = difflib.get_close_matches(name, ["byte", "char", "words", *known], 1, 0.5)
-            hint = f"did you mean {near[0]!r}?" if near else "give byte, char, a tokenizer.json"
+            hint = suggest(name, ["byte", "char", "words", *known], otherwise="give byte, char, a tokenizer.json")
             raise UsageError(f"data.args.tokenizer: {name!r} is not known; {hint} or one of {', '.join(known)}")
         try:
             self._encoding = library.get_encoding(name)
@@ -239,11 +237,4 @@ def _words(text: str) -> list[str]:
 
 
 def _library(name: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        raise UsageError(
-            f"data.args.tokenizer: it needs the package {name!r}; pip install 'jaxdp-trainer[bpe]', or use byte or char"
-        ) from None
+    return import_optional(name, "data.args.tokenizer: it", "bpe", ", or use byte or char")

@@ -37,34 +37,32 @@ def prefetch_in_workers(
     dataset: Dataset,
     cursor: Order,
     slots: Sequence[int] | np.ndarray,
-    start: int,
-    stop: int,
+    steps: range,
     workers: int,
-    depth: int = 2,
     then: Callable[[Steps, Batch], Any] = lambda steps, batch: batch,
     groups: Iterable[Steps] | None = None,
 ) -> Iterator[Iterator[Any]]:
     """Prefetch `read_batch(dataset, cursor, step, slots)` in `workers` processes; 0 prefetches in a thread.
 
     Each worker is a new interpreter (spawn) with a pickled copy of the dataset; pickling is cheap if the dataset
-    reopens its files when it is unpickled. A worker keeps one batch ready; `depth` more are received ahead. The
+    reopens its files when it is unpickled. A worker keeps one batch ready; more are received ahead (`prefetch`). The
     iterator raises a worker's exception after the batches before it, with the worker's traceback as a note, and
     RunFailed for a killed worker. Workers ignore the signals that ask a run to end, are killed when the context is
     left, exit when this process dies, and never use an accelerator.
 
-    groups: the steps from `start` to `stop`, in order, single or as ranges; a range becomes one item, as returned by
+    groups: the `steps` in order, single or as ranges; a range becomes one item, as returned by
     `read_batches`. then(steps, batch): applied to each item in this process, also ahead of use.
 
     Raises UsageError if the dataset cannot be pickled.
     """
-    items = range(start, stop) if groups is None else groups
+    items = steps if groups is None else groups
     if workers < 1:
-        with prefetch(lambda steps: then(steps, _read(dataset, cursor, steps, slots)), items, depth) as batches:
+        with prefetch(lambda steps: then(steps, _read(dataset, cursor, steps, slots)), items) as batches:
             yield batches
         return
     with (
-        _pool(_pickled(dataset), cursor, slots, start, stop, workers) as (receive, end),
-        prefetch(lambda steps: then(steps, _receive_steps(receive, steps)), items, max(1, depth)) as batches,
+        _pool(_pickled(dataset), cursor, slots, steps, workers) as (receive, end),
+        prefetch(lambda steps: then(steps, _receive_steps(receive, steps)), items) as batches,
     ):
         try:
             yield batches
@@ -92,16 +90,16 @@ def _receive_steps(receive: Callable[[int], Batch], steps: Steps) -> Batch:
 
 @contextmanager
 def _pool(
-    dataset: bytes, cursor: Order, slots: Any, start: int, stop: int, workers: int
+    dataset: bytes, cursor: Order, slots: Any, steps: range, workers: int
 ) -> Iterator[tuple[Callable[[int], Batch], Callable[[], None]]]:
     """Start the workers; yield (a function that receives the batch of a step, a function that kills all workers)."""
     context = multiprocessing.get_context("spawn")
-    count = min(workers, max(0, stop - start))
+    count = min(workers, len(steps))
     processes: list[Any] = []
     pipes: list[Connection] = []
 
     def receive(step: int) -> Batch:
-        worker = (step - start) % count
+        worker = (step - steps.start) % count
         try:
             return _receive(pipes[worker])
         except (EOFError, OSError):
@@ -126,7 +124,7 @@ def _pool(
             for worker in range(count):
                 pipe, far = context.Pipe(duplex=False)
                 _widen(pipe)
-                args = (far, dataset, cursor, np.asarray(slots), range(start + worker, stop, count))
+                args = (far, dataset, cursor, np.asarray(slots), steps[worker::count])
                 process = context.Process(target=_work, args=args, name=f"jaxdp-worker-{worker}", daemon=True)
                 process.start()
                 far.close()  # so that the pipe closes when the worker ends

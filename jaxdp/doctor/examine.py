@@ -15,8 +15,7 @@ from collections import deque
 
 from jaxdp.distributed import hosts
 from jaxdp.distributed.mpi import waits_until_every_rank_calls_mpi_init
-from jaxdp.doctor.check import LIMIT, OK, Check, Line, failure, of_text
-from jaxdp.doctor.report import Examined, as_text
+from jaxdp.doctor.check import LIMIT, OK, Check, Examined, Line, as_text, failure, of_text
 from jaxdp.doctor.resources import check_missing, existing, marker
 
 SILENT = "it ended by itself"

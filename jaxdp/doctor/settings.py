@@ -1,6 +1,5 @@
 """Check environment variables whose effect surprises: a table of names, values, effects and fixes."""
 
-import difflib
 import os
 import pathlib
 import re
@@ -9,6 +8,7 @@ from typing import NamedTuple
 
 from jaxdp.distributed import gpus
 from jaxdp.doctor.check import FAILURE, WARNING, Check, failure, ok, warning
+from jaxdp.errors import suggest
 
 NAMES = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID", "LOCAL_RANK", "LOCAL_SIZE", "SECRET", "TIMEOUT")
 ON = r"\s*(1|true|t|yes|y|on)\s*"
@@ -56,8 +56,7 @@ def check_settings(size: int = 1, env: Mapping[str, str] = os.environ) -> Iterat
             if matches and (gpu or not row.gpu):
                 findings.append(Check("environment", f"{name}={value} {row.effect}", "unset it", row.status))
         if name.startswith("JAXDP_") and not name.startswith("JAXDP_TEST") and name[6:] not in NAMES:
-            near = difflib.get_close_matches(name[6:], NAMES, 1, 0.5)
-            fix = f"did you mean JAXDP_{near[0]}?" if near else "unset it"
+            fix = suggest(name, [f"JAXDP_{known}" for known in NAMES], 0.7, "unset it")
             findings.append(warning("environment", f"{name} is not a variable of jaxdp", fix))
         is_proxy = name.lower() in ("grpc_proxy", "https_proxy", "http_proxy")
         if size > 1 and is_proxy and value and not {"no_proxy", "NO_PROXY", "no_grpc_proxy"} & set(env):

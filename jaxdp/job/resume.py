@@ -1,7 +1,5 @@
 """Find the checkpoint to resume from, and check that config, data and code are unchanged."""
 
-import contextlib
-import dataclasses
 import pathlib
 from collections.abc import Collection, Mapping
 from typing import IO, Any
@@ -10,7 +8,6 @@ from jaxdp import rundir
 from jaxdp.assemble.components import Given
 from jaxdp.assemble.identity import NOT_COMPARABLE
 from jaxdp.assemble.run import on_all_ranks
-from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.config import Config
 from jaxdp.config.check import changed_numbers, flatten
 from jaxdp.distributed.context import Context
@@ -64,20 +61,6 @@ def _difference(old: str | None, new: str, step: int) -> str:
     return (
         f"is not the one that this run was trained with to step {step}: its code or values differ; put it back, {FIX}"
     )
-
-
-def with_former_defaults(config: Config, directory: pathlib.Path, context: Context) -> Config:
-    """Return the config with the former behaviour for keys that did not exist when the run was started."""
-
-    def is_older_than_order() -> bool:
-        checkpoints = Checkpoints(directory / "checkpoints")
-        with contextlib.suppress(Exception):  # a damaged checkpoint is reported when it is restored
-            return "order" not in checkpoints.meta(checkpoints.steps()[-1])["config"]["data"]
-        return False
-
-    if config.data.order is None and context.of_root("begun", is_older_than_order):
-        return dataclasses.replace(config, data=dataclasses.replace(config.data, order="shuffled"))
-    return config
 
 
 def lock_run_dir(directory: pathlib.Path, context: Context) -> IO[str] | None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 from jaxdp import compilation_cache, rundir
 from jaxdp import config as schema
-from jaxdp.assemble.callbacks import make_callbacks
 from jaxdp.assemble.components import NOTHING, Given
 from jaxdp.assemble.run import SLOW, make_profile, make_run, on_all_ranks, prepare_on_all_ranks
 from jaxdp.config import Config
@@ -18,13 +17,13 @@ from jaxdp.distributed import faults, private_jax
 from jaxdp.distributed.context import Context
 from jaxdp.errors import ReportedError, UsageError, one_line
 from jaxdp.job.elastic import Memory, train_elastic
-from jaxdp.job.resume import lock_run_dir, resume_step, with_former_defaults
+from jaxdp.job.resume import lock_run_dir, resume_step
 from jaxdp.job.start import layout_of, start_writer
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.events import Events, NoEvents
 from jaxdp.metrics.jsonl import read
 from jaxdp.metrics.throughput import goodput
-from jaxdp.metrics.writer import Nothing, Record, Writer
+from jaxdp.metrics.writer import Record, Writer
 from jaxdp.metrics.writers import check_writers
 from jaxdp.parallel.placement import open_collectives
 from jaxdp.report import writer as report_file
@@ -32,6 +31,7 @@ from jaxdp.supervise import signals
 from jaxdp.supervise.generations import has_ended
 from jaxdp.supervise.monitor import RunMonitor, Stopped
 from jaxdp.training import loop
+from jaxdp.training.callbacks import make_callbacks
 from jaxdp.training.run import Run
 
 
@@ -70,7 +70,6 @@ def train_here(
     """Train with the processes of `context`; see `train`. memory: of an elastic job."""
     began, snapshots = time.time(), memory.snapshots if memory else None
     directory = schema.run_dir(config, path)
-    config = config if overwrite else with_former_defaults(config, directory, context)
     use_compilation_cache(config, context)
     prepared = prepare_on_all_ranks(config, context, given, memory.prepared if memory else None)
     if memory is not None:
@@ -110,9 +109,9 @@ def train_here(
         if snapshots is not None:
             snapshots.start(run)
         if not start and config.init_from is not None:
-            from jaxdp.assemble.warm import warm
+            from jaxdp.assemble.initialize_from import initialize_from
 
-            run = warm(run, config, context)
+            run = initialize_from(run, config, context)
         return supervised(run, config, context, began, keep)
 
 
@@ -147,7 +146,7 @@ def supervised(
 ) -> tuple[Record, TrainState | None]:
     """Train with writers, a monitor and signals. began: the start of the command, in seconds since 1970."""
     directory, events = run.directory, run.events
-    writer: Writer = Nothing()
+    writer = Writer()
     if context.is_root:
         layout = layout_of(run, config)
         writer = start_writer(directory, config, context, run, layout)

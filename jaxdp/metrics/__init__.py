@@ -1,5 +1,5 @@
 """Writers of a run's metrics, behind one small interface."""
 
-from jaxdp.metrics.writer import Many, Nothing, Writer
+from jaxdp.metrics.writer import Many, Writer
 
-__all__ = ["Many", "Nothing", "Writer"]
+__all__ = ["Many", "Writer"]

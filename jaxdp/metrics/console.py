@@ -1,13 +1,12 @@
 """Console output: a live panel on a terminal, one aligned line per log interval elsewhere."""
 
 import contextlib
-import time
 from collections.abc import Mapping
 
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.numbers import duration, number
-from jaxdp.metrics.panel import Panel
-from jaxdp.metrics.writer import Record
+from jaxdp.metrics.panel import Clock, Panel
+from jaxdp.metrics.writer import Record, Writer
 
 SHOWN = (
     "loss", "accuracy", "perplexity", "lr", "grad_norm", "step_time_ms", "examples_per_s", "tokens_per_s", "mfu",
@@ -26,7 +25,7 @@ WIDTHS = {"lr": 8, "mfu": 6, "goodput": 6}  # column widths of numbers
 WIDTH = 9  # the column width of all other numbers
 
 
-class Console:
+class Console(Writer):
     """A writer that prints lines with the remaining time; on a terminal they scroll above a live panel.
 
     steps: the last update of the run; start: the update it resumes after. panel: show the panel if standard output is a
@@ -85,34 +84,3 @@ class Console:
         if self.panel:
             with contextlib.suppress(OSError, ValueError):
                 self.panel.close()
-
-
-class Clock:
-    """The progress of a run and its estimated remaining time, from the speed since it started (or was rolled back)."""
-
-    def __init__(self, steps: int, start: int = 0):
-        self.steps, self.start, self.step = steps, start, start
-        self.began = self.paced = time.monotonic()
-        self.seen, self.first = self.began, True
-        self.pace: float | None = None
-
-    def at(self, step: int, ms: float | None = None) -> None:
-        """Record that update `step` is done; ms: recent milliseconds per update, for `left` until the second record."""
-        self.pace = ms
-        if self.first and self.step > self.start:  # exclude the time before the first record: it includes compilation
-            self.start, self.paced, self.first = self.step, self.seen, False
-        self.step, self.seen = step, time.monotonic()
-
-    def rewind(self, step: int) -> None:
-        self.start = self.step = step
-        self.paced = self.seen = time.monotonic()
-
-    def left(self) -> float | None:
-        """Return the estimated remaining seconds; None if the speed is not known yet."""
-        done = self.step - self.start
-        if self.first and done > 0 and self.pace is not None:
-            return self.pace / 1000 * (self.steps - self.step)
-        return (self.seen - self.paced) * (self.steps - self.step) / done if done > 0 else None
-
-    def elapsed(self) -> float:
-        return time.monotonic() - self.began

@@ -8,10 +8,10 @@ import time
 from typing import IO, Any
 
 from jaxdp import rundir
-from jaxdp.metrics.writer import Record
+from jaxdp.metrics.writer import Record, Writer
 
 
-class JsonLines:
+class JsonLines(Writer):
     """A writer that appends to `path`, after dropping a torn last line and all lines of steps after `keep_until`.
 
     evaluated: True if the evaluation after update `keep_until` already ran; its line is kept. Each record gets its
@@ -29,10 +29,9 @@ class JsonLines:
         self.pending = b""
         last = {"final": 0, "eval": step if evaluated else step - 1}
         valid = [line for line in read(self.path) if 0 < line.get("step", 0) <= last.get(line.get("split", ""), step)]
-        new = self.path.with_suffix(".tmp")
-        with contextlib.suppress(OSError):  # if the disk is full, keep the outdated lines rather than lose all
+        # If the disk is full, keep the outdated lines rather than lose all.
+        with contextlib.suppress(OSError), rundir.replaced(self.path) as new:
             new.write_text("".join(dump(line) for line in valid))
-            new.replace(self.path)
         self.file = self.path.open("ab", buffering=0)
 
     def write(self, record: Record) -> None:
@@ -42,8 +41,6 @@ class JsonLines:
         with contextlib.suppress(OSError):
             while self.pending and self.file is not None:
                 self.pending = self.pending[self.file.write(self.pending) :]
-
-    def say(self, text: str) -> None: ...
 
     def close(self) -> None:
         if self.file is not None:

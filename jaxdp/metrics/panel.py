@@ -1,11 +1,12 @@
 """The live panel: the progress and metrics of a run, redrawn four times a second."""
 
 import collections
+import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from jaxdp.metrics.memory import memory
 from jaxdp.metrics.numbers import duration, number
 from jaxdp.metrics.writer import RESERVED, Record
 
@@ -25,14 +26,52 @@ SPEED = {
 }
 
 
-class Progress(Protocol):
-    """The progress of a run; see `jaxdp.metrics.console.Clock`."""
+class Clock:
+    """The progress of a run and its estimated remaining time, from the speed since it started (or was rolled back)."""
 
-    steps: int
-    step: int
+    def __init__(self, steps: int, start: int = 0):
+        self.steps, self.start, self.step = steps, start, start
+        self.began = self.paced = time.monotonic()
+        self.seen, self.first = self.began, True
+        self.pace: float | None = None
 
-    def left(self) -> float | None: ...
-    def elapsed(self) -> float: ...
+    def at(self, step: int, ms: float | None = None) -> None:
+        """Record that update `step` is done; ms: recent milliseconds per update, for `left` until the second record."""
+        self.pace = ms
+        if self.first and self.step > self.start:  # exclude the time before the first record: it includes compilation
+            self.start, self.paced, self.first = self.step, self.seen, False
+        self.step, self.seen = step, time.monotonic()
+
+    def rewind(self, step: int) -> None:
+        self.start = self.step = step
+        self.paced = self.seen = time.monotonic()
+
+    def left(self) -> float | None:
+        """Return the estimated remaining seconds; None if the speed is not known yet."""
+        done = self.step - self.start
+        if self.first and done > 0 and self.pace is not None:
+            return self.pace / 1000 * (self.steps - self.step)
+        return (self.seen - self.paced) * (self.steps - self.step) / done if done > 0 else None
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self.began
+
+
+def memory() -> str:
+    """Return the use of the fullest device, such as "12.3 of 141.0 GB (most 14.0)", else of the process, else ""."""
+    import jax
+
+    stats = [s for s in (device.memory_stats() for device in jax.local_devices()) if s]
+    if stats:
+        fullest = max(stats, key=lambda s: s.get("peak_bytes_in_use", 0))
+        now, most = fullest.get("bytes_in_use", 0), fullest.get("peak_bytes_in_use", 0)
+        limit = f" of {fullest['bytes_limit'] / 1e9:.1f}" if "bytes_limit" in fullest else ""
+        return f"{now / 1e9:.1f}{limit} GB (most {most / 1e9:.1f})"
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        with open("/proc/self/statm") as file:
+            resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return f"{resident / 1e9:.1f} GB of the host, by this process"
+    return ""
 
 
 class Panel:
@@ -43,7 +82,7 @@ class Panel:
 
     def __init__(
         self,
-        clock: Progress,
+        clock: Clock,
         facts: Mapping[str, str],
         console: "Console | None" = None,
         in_use: Callable[[], str] = memory,

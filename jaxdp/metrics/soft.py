@@ -15,7 +15,7 @@ PATIENCE = 30.0  # seconds that one call may take at the end of the run
 WAITING = 10_000  # the capacity of the call queue
 
 
-class BackgroundWriter:
+class BackgroundWriter(Writer):
     """A writer that makes another writer and forwards calls to it in a separate thread, until that raises or hangs.
 
     If `make` takes longer than START seconds, calls wait in the queue. Raises the UsageError of `make`.

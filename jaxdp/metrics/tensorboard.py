@@ -2,11 +2,11 @@
 
 import pathlib
 
-from jaxdp.errors import UsageError
-from jaxdp.metrics.writer import Record
+from jaxdp.errors import import_optional
+from jaxdp.metrics.writer import Record, Writer
 
 
-class TensorBoard:
+class TensorBoard(Writer):
     """A writer of TensorBoard event files.
 
     directory: the run directory; start: the update that the run resumes after (later points are purged); folder: a
@@ -14,14 +14,8 @@ class TensorBoard:
     """
 
     def __init__(self, directory: pathlib.Path, start: int = 0, folder: str = "tensorboard", flush_secs: float = 10):
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError:
-            raise UsageError(
-                "log.writers: TensorBoard needs tensorboardX, which is not installed; "
-                "pip install 'jaxdp-trainer[tensorboard]'"
-            ) from None
-        self.make = lambda purge: SummaryWriter(
+        library = import_optional("tensorboardX", "log.writers: TensorBoard", "tensorboard")
+        self.make = lambda purge: library.SummaryWriter(
             str(directory / folder), purge_step=purge, flush_secs=flush_secs, write_to_disk=True
         )
         self.writer = self.make(start + 1 if start else None)
@@ -31,8 +25,6 @@ class TensorBoard:
         for name, value in record.items():
             if isinstance(value, int | float) and name not in ("step", "time"):
                 self.writer.add_scalar(f"{split}/{name}", value, step)
-
-    def say(self, text: str) -> None: ...
 
     def rewind(self, step: int) -> None:
         self.writer.close()

@@ -4,11 +4,11 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from jaxdp.errors import UsageError
-from jaxdp.metrics.writer import Record
+from jaxdp.errors import import_optional
+from jaxdp.metrics.writer import Record, Writer
 
 
-class WandB:
+class WandB(Writer):
     """A writer that logs to Weights & Biases; mode: offline works without a network, for a later `wandb sync`.
 
     directory: the run directory, which stores the W&B run's id in wandb_id; config: the config to show; project, name,
@@ -24,12 +24,7 @@ class WandB:
         mode: str | None = None,
         **others: Any,
     ):
-        try:
-            import wandb
-        except ImportError:
-            raise UsageError(
-                "log.writers: WandB needs wandb, which is not installed; pip install 'jaxdp-trainer[wandb]'"
-            ) from None
+        wandb = import_optional("wandb", "log.writers: WandB", "wandb")
         file = directory / "wandb_id"
         known = file.read_text().strip() if file.is_file() else None
         self.run = wandb.init(
@@ -39,7 +34,7 @@ class WandB:
             config=dict(config or {}),
             id=known,
             resume="allow",
-            mode=mode,  # type: ignore[arg-type]
+            mode=mode,
             **others,
         )
         file.write_text(f"{self.run.id}\n")
@@ -51,10 +46,6 @@ class WandB:
         self.run.log({"step": record["step"], **{f"{record['split']}/{k}": v for k, v in numbers.items()}})
         if record["split"] == "final":
             self.run.summary.update({k: v for k, v in record.items() if k not in ("step", "split")})
-
-    def say(self, text: str) -> None: ...
-
-    def rewind(self, step: int) -> None: ...
 
     def close(self) -> None:
         self.run.finish()

@@ -1,7 +1,7 @@
 """The writer interface: receives records (dicts of numbers) and lines of text."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 Record = dict[str, Any]
 # The names of built-in entries: a loss may not use them for its metrics.
@@ -14,8 +14,8 @@ RESERVED = frozenset(
 )  # fmt: skip
 
 
-class Writer(Protocol):
-    """A destination of a run's records; only rank 0 writes any."""
+class Writer:
+    """A destination of a run's records; only rank 0 writes any. This base class writes nothing."""
 
     def write(self, record: Record) -> None:
         """Write a record with `step`, `split` ('train', 'eval', 'final') and numbers by name."""
@@ -30,19 +30,7 @@ class Writer(Protocol):
         """Close the writer; no call follows."""
 
 
-class Nothing:
-    """A writer that writes nothing, for ranks other than root."""
-
-    def write(self, record: Record) -> None: ...
-
-    def say(self, text: str) -> None: ...
-
-    def rewind(self, step: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Many:
+class Many(Writer):
     """A writer that forwards to several writers."""
 
     def __init__(self, writers: Sequence[Writer]):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxdp.cpu import on_cpu
 from jaxdp.errors import UsageError
 
 PIECES, SHORTEST = 4, 128  # `causal` splits queries into at most PIECES chunks of at least SHORTEST tokens
@@ -76,7 +77,7 @@ def causal(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Arr
     On CPU it processes the queries in chunks, to skip most of the masked scores.
     """
     tokens = query.shape[1]
-    pieces = max(1, min(PIECES, tokens // SHORTEST)) if jax.default_backend() == "cpu" else 1
+    pieces = max(1, min(PIECES, tokens // SHORTEST)) if on_cpu() else 1
     lower = np.tri(tokens, dtype=bool)
     outputs = []
     for rows in np.array_split(np.arange(tokens), pieces):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 
 from jaxdp.axes import DATA, REPLICA, SHARD
 from jaxdp.errors import UsageError
@@ -185,13 +186,7 @@ def for_each_example(carry: Any, batch: dict[str, Any]) -> Any:
 
 def nest(pairs: Iterable[tuple[Sequence[Any], Any]]) -> dict[str, Any]:
     """Convert (path, value) pairs to nested dicts."""
-    tree: dict[str, Any] = {}
-    for path, value in pairs:
-        node = tree
-        for part in path[:-1]:
-            node = node.setdefault(str(part), {})
-        node[str(path[-1])] = value
-    return tree
+    return unflatten_dict({tuple(map(str, path)): value for path, value in pairs})
 
 
 def at(tree: dict[str, Any], path: Sequence[Any]) -> Any:

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxdp.cpu import product
 from jaxdp.errors import UsageError
 from jaxdp.logits import Logits
 from jaxdp.models.attention import ATTENTION, Attention, Rotation, rotation, wide
 from jaxdp.models.layers import make_dropout
 from jaxdp.models.nnx import Blocks
 from jaxdp.models.normalization import LayerNorm, RMSNorm
-from jaxdp.models.products import product
 
 DEVIATION = 0.02  # standard deviation of initial weights, except the projections into the residual stream
 EPSILON = 1e-5

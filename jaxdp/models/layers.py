@@ -6,8 +6,8 @@ import jax
 from flax import nnx
 
 from jaxdp.axes import data_axes
+from jaxdp.cpu import convolve
 from jaxdp.errors import UsageError
-from jaxdp.models.convolution import convolve
 
 
 def make_dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxdp.cpu import product
 from jaxdp.models.layers import make_dropout
-from jaxdp.models.products import product
 
 
 class MLP(nnx.Module):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxdp.cpu import unfused
 from jaxdp.models.attention import wide
 
 
@@ -37,7 +38,7 @@ def standardize(x: jax.Array, epsilon: float, center: bool) -> jax.Array:
 def _(epsilon: float, center: bool, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple:
     (x,), (change,) = primals, tangents
     y, inverse = _parts(x, epsilon, center)
-    tangent = change - y * _unfused(jnp.broadcast_to(_mean(y * change), x.shape))
+    tangent = change - y * unfused(jnp.broadcast_to(_mean(y * change), x.shape))
     return y, inverse * (tangent - _mean(change) if center else tangent)
 
 
@@ -50,11 +51,6 @@ def _parts(x: jax.Array, epsilon: float, center: bool) -> tuple[jax.Array, jax.A
 
 def _mean(x: jax.Array) -> jax.Array:
     return jnp.mean(x, -1, keepdims=True)
-
-
-def _unfused(x: jax.Array) -> jax.Array:
-    """Return x, with a fusion barrier on CPU: the transpose, a sum of products, is ten times slower if fused there."""
-    return jax.lax.optimization_barrier(x) if jax.default_backend() == "cpu" else x
 
 
 def _scaled(y: jax.Array, scale: nnx.Param | None, bias: nnx.Param | None, x: jax.Array) -> jax.Array:

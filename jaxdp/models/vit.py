@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxdp.cpu import product
 from jaxdp.errors import UsageError
 from jaxdp.models.attention import Attention, full
 from jaxdp.models.gpt import DEVIATION, GELU, NORMS, Block
 from jaxdp.models.layers import make_dropout
 from jaxdp.models.nnx import Blocks
-from jaxdp.models.products import product
 
 
 class ViT(nnx.Module):

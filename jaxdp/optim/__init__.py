@@ -6,9 +6,8 @@ pmapped loop; it updates slices of leaves, so it rejects optimizers that need fu
 
 from jaxdp.optim.elementwise import check_elementwise
 from jaxdp.optim.muon import matrices
-from jaxdp.optim.paths import decay_mask, scale_by_path, unmatched
 from jaxdp.optim.schedule import SCHEDULES, Schedule, make_schedule
-from jaxdp.optim.table import OPTIMIZERS, checked, make_optimizer
+from jaxdp.optim.table import OPTIMIZERS, checked, decay_mask, make_optimizer, scale_by_path
 from jaxdp.optim.zero import zero1
 
 __all__ = [
@@ -22,6 +21,5 @@ __all__ = [
     "make_schedule",
     "matrices",
     "scale_by_path",
-    "unmatched",
     "zero1",
 ]

@@ -30,6 +30,25 @@ ZERO = (
 )
 
 
+class Sharding(NamedTuple):
+    """How a strategy shards the state.
+
+    zero: the stage. shard_size: the number of devices that share one copy of the sharded state; None means all.
+    gradient_buffer: 'sharded' reduces the gradients of stages 2 and 3 after each slot, 'replicated' once after all.
+    blocks: paths of the parameters that are stacked [block, ...]. split_as: shard leaves as for this number of parts, a
+    multiple of the real one; to plan for more devices.
+    """
+
+    zero: int = 0
+    shard_size: int | None = None
+    gradient_buffer: str = "sharded"
+    blocks: tuple[str, ...] = ()
+    split_as: int | None = None
+
+
+UNSHARDED = Sharding()
+
+
 def of_params(state: TrainState, dims: Any) -> Any:
     """Shard only optimizer leaves that mirror a parameter; replicate scalars and other leaves."""
     shapes = {f"/{path_string(p)}": x.shape for p, x in jax.tree_util.tree_leaves_with_path(state.params)}

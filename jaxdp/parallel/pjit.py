@@ -15,7 +15,7 @@ from jaxdp.core.step import Step
 from jaxdp.errors import UsageError
 from jaxdp.optim import check_elementwise
 from jaxdp.parallel.gather import GatherRule, make_gather
-from jaxdp.parallel.layout import ZERO, Share, share, state_dims
+from jaxdp.parallel.layout import UNSHARDED, ZERO, Sharding, Share, share, state_dims
 from jaxdp.parallel.placement import (
     abstract_state,
     data_mesh,
@@ -37,15 +37,7 @@ from jaxdp.split import spec
 
 
 class PJit:
-    """State sharded over a mesh (NamedSharding), batches sharded along all its axes.
-
-    Args:
-        zero: the stage.
-        shard_size: the number of devices that share one copy of the sharded state; None means all.
-        gradient_buffer: 'sharded' reduces the gradients of stages 2 and 3 after each slot, 'replicated' once after all.
-        blocks: paths of the parameters that are stacked [block, ...].
-        split_as: shard leaves as for this number of parts, a multiple of `parts`; to plan for more devices.
-    """
+    """State sharded over a mesh (NamedSharding), batches sharded along all its axes."""
 
     def __init__(
         self,
@@ -54,18 +46,13 @@ class PJit:
         reduction: Reduction,
         reduce_dtype: Any = None,
         devices: Sequence[jax.Device] | None = None,
-        *,
-        zero: int = 0,
-        shard_size: int | None = None,
-        gradient_buffer: str = "sharded",
-        blocks: tuple[str, ...] = (),
-        split_as: int | None = None,
+        sharding: Sharding = UNSHARDED,
     ):
         self.devices = ordered_devices(devices)
-        self.layout, self.blocks = ZERO[zero], blocks
-        self.split_grads, self.arithmetic = self.layout.grads and gradient_buffer == "sharded", arithmetic(reduction)
+        self.layout, self.blocks, self.arithmetic = ZERO[sharding.zero], sharding.blocks, arithmetic(reduction)
+        self.split_grads = self.layout.grads and sharding.gradient_buffer == "sharded"
         self.table = slot_table(microbatches, len(self.devices), reduction.group)
-        self.parts = group_size(shard_size, len(self.devices))
+        self.parts = group_size(sharding.shard_size, len(self.devices))
         hybrid = self.parts < len(self.devices)
         self.axes = Axes(SHARD, REPLICA) if hybrid else FLAT
         self.mesh = data_mesh(self.devices, self.parts) if hybrid else data_mesh(self.devices)
@@ -76,9 +63,11 @@ class PJit:
         self.split_steps = NamedSharding(self.mesh, P(None, self.axes.all))
         self.reduction, self.reduce_dtype = reduction, reduce_dtype
         self.make, self.shapes = make, jax.eval_shape(make)
-        self.dims = state_dims(self.shapes, self.layout, split_as or self.parts, blocks)
-        whole_split = state_dims(self.shapes, ZERO[3], split_as or self.parts, blocks)
-        self.slices: Any = whole_split.params  # the dims of gradients and updates, if any state is split
+        parts = sharding.split_as or self.parts
+        self.dims = state_dims(self.shapes, self.layout, parts, self.blocks)
+        self.slices: Any = state_dims(
+            self.shapes, ZERO[3], parts, self.blocks
+        ).params  # the dims of gradients and updates, if any state is split
 
     def check(self, tx: Any, params: Any) -> None:
         """Accept any optimizer, as it gets full arrays; exact sums need an elementwise one, or the layout matters."""

@@ -15,7 +15,7 @@ from jaxdp.core.step import Step
 from jaxdp.errors import UsageError
 from jaxdp.optim import check_elementwise
 from jaxdp.parallel.gather import GatherRule, make_gather
-from jaxdp.parallel.layout import ZERO, Share, of_params, share, state_dims, whole_shape
+from jaxdp.parallel.layout import UNSHARDED, ZERO, Sharding, Share, of_params, share, state_dims, whole_shape
 from jaxdp.parallel.mapped import Mapped, from_buffers, reshard
 from jaxdp.parallel.placement import (
     abstract_state,
@@ -52,15 +52,11 @@ class PMap:
         reduction: Reduction,
         reduce_dtype: Any = None,
         devices: Sequence[jax.Device] | None = None,
-        *,
-        zero: int = 0,
-        shard_size: int | None = None,
-        gradient_buffer: str = "sharded",
-        blocks: tuple[str, ...] = (),
-        split_as: int | None = None,
+        sharding: Sharding = UNSHARDED,
     ):
-        if zero > 1 or shard_size is not None:
-            key, value = ("zero", zero) if zero > 1 else ("shard_size", shard_size)
+        if sharding.zero > 1 or sharding.shard_size is not None:
+            key = "zero" if sharding.zero > 1 else "shard_size"
+            value = getattr(sharding, key)
             raise UsageError(f"parallel.{key}: {value} does not work under pmap; set parallel.backend to pjit", rank=0)
         self.devices = ordered_devices(devices)
         self.arithmetic = arithmetic(reduction)
@@ -76,12 +72,14 @@ class PMap:
         self.split = NamedSharding(self.mesh, P(DATA))
         self.split_locally = NamedSharding(data_mesh(local), P(DATA))
         self.reduction, self.reduce_dtype = reduction, reduce_dtype
-        self.layout, self.blocks, self.parts = ZERO[zero], blocks, len(self.devices)
+        self.layout, self.blocks, self.parts = ZERO[sharding.zero], sharding.blocks, len(self.devices)
         self.make, self.shapes = make, jax.eval_shape(make)
-        self.dims = state_dims(self.shapes, self.layout, split_as or len(self.devices), blocks)
+        parts = sharding.split_as or self.parts
+        self.dims = state_dims(self.shapes, self.layout, parts, self.blocks)
         self.dims = self.dims.replace(opt_state=of_params(self.shapes, self.dims.opt_state))
-        whole_split = state_dims(self.shapes, ZERO[3], split_as or len(self.devices), blocks)
-        self.slices: Any = whole_split.params  # the dims of gradients and updates, if any state is split
+        self.slices: Any = state_dims(
+            self.shapes, ZERO[3], parts, self.blocks
+        ).params  # the dims of gradients and updates, if any state is split
 
     def check(self, tx: Any, params: Any) -> None:
         parts = 2 if self.arithmetic.elementwise else len(self.devices)

@@ -2,11 +2,12 @@
 
 import html
 import json
-import os
 import pathlib
 import re
 from collections.abc import Sequence
 from typing import Any
+
+from jaxdp import rundir
 
 FOLDER = pathlib.Path(__file__).parent / "page"
 SCRIPTS = ("data.js", "chart.js", "parts.js", "main.js")
@@ -34,11 +35,5 @@ def write(file: pathlib.Path, text: str) -> None:
     if file.exists() and not file.is_file():  # do not replace /dev/stdout or a pipe
         file.write_text(text, encoding="utf-8", errors="surrogateescape")
         return
-    file = file.resolve()  # keep a symbolic link
-    new = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # the run and `jaxdp report` may write at the same time
-    try:
+    with rundir.replaced(file.resolve()) as new:  # keep a symbolic link
         new.write_text(text, encoding="utf-8", errors="surrogateescape")
-        new.replace(file)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise

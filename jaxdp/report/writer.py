@@ -6,7 +6,7 @@ import time
 
 from jaxdp.errors import one_line
 from jaxdp.metrics import safe_print
-from jaxdp.metrics.writer import Record
+from jaxdp.metrics.writer import Record, Writer
 from jaxdp.report import html
 from jaxdp.report.read import read_run
 
@@ -19,7 +19,7 @@ def said(directory: pathlib.Path) -> str:
     return f"report in {directory / NAME}"
 
 
-class Reports:
+class Reports(Writer):
     """A writer of `directory`/report.html that prints its path at the end; if writing fails, it warns once and training
     continues."""
 
@@ -31,10 +31,6 @@ class Reports:
     def write(self, record: Record) -> None:
         if record["split"] == "eval" and time.monotonic() - self.since > max(self.took / SHARE, 1.0):
             self.refresh(alive=True)
-
-    def say(self, text: str) -> None: ...
-
-    def rewind(self, step: int) -> None: ...
 
     def close(self) -> None:
         if self.refresh(alive=False):

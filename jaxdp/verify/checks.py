@@ -11,7 +11,6 @@ from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError, one_line
 from jaxdp.metrics.sums import flat
 from jaxdp.models.base import CARRY
-from jaxdp.optim import check_elementwise
 from jaxdp.verify.causes import FAILED, NOTE, OK, SKIPPED, Check, failed
 from jaxdp.verify.compare import leaf_errors, worst
 from jaxdp.verify.oracle import Oracle, Start, key_of, without_carry
@@ -90,15 +89,6 @@ def check_padding(
             return check._replace(verdict=NOTE, text=f"{check.text}; this run has no padding")
     more = "; leaving it out is not compared, because random numbers depend on the shape" if random else ""
     return Check("padding", OK, f"padded examples change nothing ({largest:.1e}){more}")
-
-
-def check_optimizer(problem: Problem, params: Tree) -> Check:
-    """Check whether the optimizer works on slices of the parameters."""
-    try:
-        check_elementwise(problem.make_tx(1.0), params, blocks=problem.model.blocks)
-    except UsageError as error:
-        return Check("optimizer", NOTE, str(error).removeprefix("optimizer: "))
-    return Check("optimizer", OK, "elementwise: it works on slices of the parameters as on full ones")
 
 
 def check_loss(problem: Problem, oracle: Oracle, trial: Trial, start: Start, tolerance: float) -> Check:

@@ -11,7 +11,7 @@ from jaxdp.core.state import TrainState
 from jaxdp.errors import UsageError
 from jaxdp.parallel import REDUCTIONS, STAGES, STRATEGIES, make_reduction
 from jaxdp.parallel.fixed_point import FORMATS
-from jaxdp.parallel.layout import ZERO
+from jaxdp.parallel.layout import ZERO, Sharding
 
 ODD = 3  # a number of devices that divides neither the microbatches nor most dims
 
@@ -98,5 +98,5 @@ def devices_of(configuration: Configuration, devices: Sequence[jax.Device]) -> S
 def check_layout(configuration: Configuration, devices: Sequence[jax.Device]) -> None:
     """Raise UsageError if the configuration's strategy does not work on these devices, whatever is trained."""
     c, empty = configuration, TrainState(jnp.zeros((), jnp.int32), {}, {}, {})
-    layout = {"zero": c.zero, "shard_size": c.shard_size, "gradient_buffer": c.gradient_buffer}
-    STRATEGIES[c.backend](lambda: empty, c.devices, make_reduction(c.reduction), None, devices_of(c, devices), **layout)
+    sharding = Sharding(c.zero, c.shard_size, c.gradient_buffer)
+    STRATEGIES[c.backend](lambda: empty, c.devices, make_reduction(c.reduction), None, devices_of(c, devices), sharding)

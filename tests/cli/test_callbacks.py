@@ -133,8 +133,8 @@ def test_early_stopping_follows_the_better_direction():
     ],
 )
 def test_a_wrong_callback_is_one_line(entry, words):
-    from jaxdp.assemble.callbacks import make_callbacks
     from jaxdp.distributed.context import Context
+    from jaxdp.training.callbacks import make_callbacks
 
     scripted = {} if isinstance(entry, (str, dict)) else {"an object": entry}
     with pytest.raises(UsageError, match=words) as error:

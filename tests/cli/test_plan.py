@@ -21,6 +21,7 @@ from jaxdp.analysis.hardware import HARDWARE
 from jaxdp.analysis.hlo import summarize
 from jaxdp.analysis.plan import Case, make_plan, predict, recommend, scale
 from jaxdp.cli.plan import read_bytes, read_stages
+from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.state import init_state
 from jaxdp.core.step import make_step
 from jaxdp.errors import UsageError
@@ -28,7 +29,7 @@ from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models import as_model
 from jaxdp.models.gpt import GPT
 from jaxdp.parallel import STRATEGIES, make_reduction
-from jaxdp.precision import Policy
+from jaxdp.parallel.layout import Sharding
 from launch import in_process
 
 TOKENS = 16
@@ -43,12 +44,13 @@ ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}  # the v
 def case(backend, zero, n, split_as=None, model=None, gradient_buffer="sharded", per_device=1, shard_size=None):
     model = model or as_model(lambda rngs: GPT((TOKENS,), 64, layers=2, heads=2, dim=32, rngs=rngs))
     tx, example = optax.adamw(1e-3), {k: np.zeros((2, TOKENS), np.int32) for k in ("inputs", "labels")}
-    make = lambda: init_state(model, tx, Policy(), 0, n * per_device, example)
+    forward, rule = Forward(model, SoftmaxCrossEntropy()), UpdateRule(tx)
+    make = lambda: init_state(forward, rule, n * per_device, example)
     strategy = STRATEGIES[backend](
         make, n * per_device, make_reduction("xla"), None, jax.devices()[:n],
-        zero=zero, blocks=model.blocks, gradient_buffer=gradient_buffer, split_as=split_as, shard_size=shard_size,
+        Sharding(zero, shard_size, gradient_buffer, model.blocks, split_as),
     )  # fmt: skip
-    step = make_step(model, SoftmaxCrossEntropy(), tx, accumulate="scan" if per_device > 1 else "vmap")
+    step = make_step(forward, rule, "scan" if per_device > 1 else "vmap")
     return Case(strategy, step, {**example, "mask": np.zeros(2, np.float32)}, zero > 1 and gradient_buffer == "sharded")
 
 
@@ -146,9 +148,10 @@ def test_more_bandwidth_is_never_slower():
 def test_a_model_without_blocks_says_that_it_is_gathered_whole():
     assert not make_plan(lambda n: case("pjit", 3, n), 3, 2).gathered_whole
     model = toys.MODELS["mlp"]()
-    make = lambda: init_state(model, optax.sgd(0.1), Policy(), 0, 2, toys.data(2))
-    strategy = STRATEGIES["pjit"](make, 2, make_reduction("xla"), None, jax.devices()[:2], zero=3)
-    step = make_step(model, SoftmaxCrossEntropy(), optax.sgd(0.1))
+    forward, rule = Forward(model, SoftmaxCrossEntropy()), UpdateRule(optax.sgd(0.1))
+    make = lambda: init_state(forward, rule, 2, toys.data(2))
+    strategy = STRATEGIES["pjit"](make, 2, make_reduction("xla"), None, jax.devices()[:2], Sharding(3))
+    step = make_step(forward, rule)
     example = {**toys.data(2), "mask": np.zeros(2, np.float32)}
     assert make_plan(lambda n: Case(strategy, step, example, True), 3, 2).gathered_whole
 

@@ -22,10 +22,9 @@ from cli_runs import ended, jaxdp, records, write
 from covering import only
 from jaxdp import cli
 from jaxdp.checkpoint.digest import params_sha256
-from jaxdp.checkpoint.initialize import begin_with
-from jaxdp.checkpoint.matching import Match, describe, match, named
+from jaxdp.checkpoint.initialize_from import Match, begin_with, describe, match
 from jaxdp.checkpoint.store import Checkpoints
-from jaxdp.checkpoint.weights import locate, open_weights
+from jaxdp.checkpoint.weights import locate, named, open_weights
 from jaxdp.cli.export import export
 from jaxdp.config import check
 from jaxdp.errors import UsageError
@@ -65,7 +64,7 @@ def begun(source, model, *, average=False, tx=TX, rename=None, load=(".*",), ski
     weights = open_weights(locate(str(source)), average)
     ours = named(strategy.shapes.params, strategy.shapes.model_state)
     found = match(ours, weights.arrays, weights.title, rename=rename, load=load, skip=skip)
-    state = begin_with(strategy, found.pairs, weights.read, tx, step.trainable)
+    state = begin_with(strategy, weights, found.pairs, tx, step.trainable)
     exported = strategy.export(state)
     numbers = jax.tree.map(np.array, exported)
     places = jax.tree.map(lambda x, want: x.sharding == want.sharding, exported, strategy.abstract())
@@ -263,7 +262,7 @@ def test_export_and_back_keeps_every_bit(tmp_path, dtype):
 
 def begin(strategy, file):
     weights = open_weights(file, False)
-    return begin_with(strategy, {name: name for name in weights.arrays}, weights.read, TX, lambda tree: tree)
+    return begin_with(strategy, weights, {name: name for name in weights.arrays}, TX, lambda tree: tree)
 
 
 @pytest.mark.slow

@@ -15,9 +15,8 @@ import pytest
 
 from jaxdp import environment as environment_of_jaxdp
 from jaxdp.doctor import devices, resources, settings, versions
-from jaxdp.doctor.check import FAILURE, OK, WARNING, failure, ok, run_checks
+from jaxdp.doctor.check import FAILURE, OK, WARNING, Examined, as_json, as_text, failure, ok, run_checks
 from jaxdp.doctor.examine import SILENT, Job
-from jaxdp.doctor.report import Examined, as_json, as_text
 from jaxdp.errors import UsageError
 from launch import ROOT, environment, find, mpirun, port, processes, ranks, require
 from two_hosts import TwoHosts

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import toys
 from covering import cover, first, name, product
 from jaxdp.axes import DATA
+from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.state import init_state
 from jaxdp.core.step import make_step
 from jaxdp.data.base import Arrays
@@ -81,7 +82,9 @@ AGAINST_JIT = cover(backend=("pjit", "pmap"), devices=(3, 8, 1), model=("mlp", "
 def test_every_strategy_agrees_with_jit_of_apply_and_grads_on_one_device(row):
     model, examples = toys.MODELS[row["model"]](), toys.data(dtype="float64")
     with jax.enable_x64(True):
-        step = make_step(model, SoftmaxCrossEntropy(), optax.sgd(0.05, 0.9), policy=toys.uniform("float64"))
+        step = make_step(
+            Forward(model, SoftmaxCrossEntropy(), toys.uniform("float64")), UpdateRule(optax.sgd(0.05, 0.9))
+        )
         dataset, cursor = Arrays(**examples), Cursor(53, 20, 8, 0, shuffle=False)
         first, got, *_ = toys.train(
             model, examples, optimizer="momentum", dtype="float64", **{k: v for k, v in row.items() if k != "model"}
@@ -163,8 +166,8 @@ def test_gradients_are_computed_without_implicit_promotion(model):
     examples = toys.data()
     for dtype in ("float32", "bfloat16")[: 1 if model == "resnet" else 2]:  # Flax's BatchNorm promotes bfloat16 itself
         policy = toys.uniform("float32")._replace(compute=jnp.dtype(dtype))
-        step = make_step(toys.MODELS[model](), SoftmaxCrossEntropy(), optax.sgd(0.1), policy=policy)
-        state = init_state(toys.MODELS[model](), optax.sgd(0.1), policy, 0, 8, {k: v[:3] for k, v in examples.items()})
+        forward, rule = Forward(toys.MODELS[model](), SoftmaxCrossEntropy(), policy), UpdateRule(optax.sgd(0.1))
+        step, state = make_step(forward, rule), init_state(forward, rule, 8, {k: v[:3] for k, v in examples.items()})
         batch = read_batch(Arrays(**examples), Cursor(53, 20, 8, 0), 0, np.arange(8))
         with jax.numpy_dtype_promotion("strict"):
             sums = jax.eval_shape(step.grads, state.view, batch, jnp.arange(8))

@@ -396,11 +396,11 @@ def test_records_have_the_counts_and_the_console_says_the_total(capsys):
 
 @pytest.mark.slow
 def test_the_config_makes_the_guard():
-    assert make_parts(check.resolve(load(DIGITS)[0])).spike is None
+    assert make_parts(check.resolve(load(DIGITS)[0])).rule.spike is None
     extra = ["--nonfinite.max_consecutive=2", "--spike.factor=3", "--spike.after=7", "--spike.action=rollback"]
     config = check.resolve(load([*DIGITS, *extra])[0])
     parts = make_parts(config)
-    assert parts.spike == Spike(3.0, 0.98, 7, "rollback")
+    assert parts.rule.spike == Spike(3.0, 0.98, 7, "rollback")
     step, make = make_the_step(config, parts), state_maker(config, parts)
     apply = jax.jit(step.apply)
     state = jax.jit(make)()

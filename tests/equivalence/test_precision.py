@@ -15,6 +15,7 @@ from covering import first, only
 from jaxdp.analysis.hlo import collectives, summarize
 from jaxdp.assemble.components import check_paths
 from jaxdp.config import Config, Optimizer
+from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.step import make_step
 from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
@@ -198,7 +199,9 @@ def test_the_average_is_the_formula_and_what_is_evaluated(layout):
         assert toys.relative_error(before.ema, want)[0] < 1e-12
         assert toys.relative_error(before.params, want)[0] > 1e-2
 
-        judge = jax.jit(make_step(toys.MODELS["blocks"](), SoftmaxCrossEntropy(), optax.sgd(0.1)).evaluate)
+        judge = jax.jit(
+            make_step(Forward(toys.MODELS["blocks"](), SoftmaxCrossEntropy()), UpdateRule(optax.sgd(0.1))).evaluate
+        )
         one, _, rows = toys.build(toys.MODELS["blocks"](), toys.data(dtype="float64"), dtype="float64")
         view = one.init().view._replace(params=jax.tree.map(jnp.asarray, want))
         whole = judge(view, {k: x[0] for k, x in rows(1).items()}, jnp.arange(8))

@@ -7,9 +7,11 @@ import optax
 
 import toys
 from jaxdp.checkpoint.digest import host as host_array
+from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.state import init_state
+from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.parallel import STRATEGIES, make_reduction
-from jaxdp.precision import Policy
+from jaxdp.parallel.layout import Sharding
 from jaxdp.split import path_string
 
 WAYS = [("pmap", 0), ("pmap", 1), ("pjit", 0), ("pjit", 1), ("pjit", 2), ("pjit", 3)]
@@ -19,10 +21,10 @@ META = {"config": {}, "data_fingerprint": "x"}
 def strategy(way, devices, model, scaling=None):
     backend, zero = way
     examples = toys.data(24)
-    make = lambda: init_state(
-        model, optax.adam(1e-2), Policy(), 0, 8, {k: v[:3] for k, v in examples.items()}, ema=True, loss_scaling=scaling
-    )
-    return STRATEGIES[backend](make, 8, make_reduction("xla"), None, jax.devices()[:devices], zero=zero)
+    forward = Forward(model, SoftmaxCrossEntropy(), loss_scaling=scaling)
+    rule = UpdateRule(optax.adam(1e-2), ema_decay=0.9)
+    make = lambda: init_state(forward, rule, 8, {k: v[:3] for k, v in examples.items()})
+    return STRATEGIES[backend](make, 8, make_reduction("xla"), None, jax.devices()[:devices], Sharding(zero))
 
 
 def digest(state):

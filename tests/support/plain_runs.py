@@ -5,13 +5,13 @@ import optax
 
 import toys
 from jaxdp.checkpoint.store import Checkpoints
+from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.state import init_state
 from jaxdp.core.step import make_step
 from jaxdp.data.base import Arrays
 from jaxdp.data.cursor import Cursor
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.parallel import STRATEGIES, make_reduction
-from jaxdp.precision import Policy
 from jaxdp.training import loop
 from jaxdp.training.source import Source
 
@@ -41,13 +41,14 @@ def make_run(
     model, examples = model or toys.MODELS["resnet"](), examples or toys.data(60)
     tx = optax.adam(1e-2)
     cursor = Cursor(60, 20, 8, 0)
-    make = lambda: init_state(model, tx, Policy(), 0, 8, {k: v[:3] for k, v in examples.items()}, spike=spike)
+    forward, rule = Forward(model, loss or SoftmaxCrossEntropy()), UpdateRule(tx, spike=spike, **(step or {}))
+    make = lambda: init_state(forward, rule, 8, {k: v[:3] for k, v in examples.items()})
     sets = {}
     if held_out is not None:
         sets[""] = Source(Arrays(**held_out), Cursor(len(held_out["labels"]), 20, 8, 0, shuffle=False))
     return loop.Run(
         strategy=STRATEGIES[backend](make, 8, make_reduction("xla"), None, jax.devices()[:devices]),
-        step=make_step(model, loss or SoftmaxCrossEntropy(), tx, spike=spike, **(step or {})),
+        step=make_step(forward, rule),
         train=Source(train or Arrays(**examples), cursor),
         eval=sets,
         writer=Kept(),

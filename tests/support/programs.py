@@ -8,12 +8,14 @@ import numpy as np
 import optax
 
 from jaxdp.analysis.hlo import Collective, collectives
+from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.state import init_state
 from jaxdp.core.step import make_step
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models import as_model
 from jaxdp.models.gpt import GPT
 from jaxdp.parallel import STRATEGIES, make_reduction
+from jaxdp.parallel.layout import Sharding
 from jaxdp.precision import Policy
 
 DEVICES, LAYERS, TOKENS, SLOTS = 8, 16, 16, 4  # SLOTS: microbatches of a device
@@ -37,21 +39,22 @@ def build(
     model = as_model(lambda rngs: GPT((tokens,), 256, layers=layers, heads=4, dim=256, rngs=rngs))
     tx, microbatches = OPTIMIZERS[optimizer](), slots * DEVICES
     example = {k: np.zeros((1, tokens), np.int32) for k in ("inputs", "labels")}
-    make = lambda: init_state(model, tx, policy, 0, microbatches, example)
+    remat = remat or ("full" if zero == 3 else "none")
+    forward, rule = Forward(model, SoftmaxCrossEntropy(), policy, remat=remat), UpdateRule(tx)
+    make = lambda: init_state(forward, rule, microbatches, example)
     strategy = STRATEGIES[backend](
         make,
         microbatches,
         make_reduction(reduction),
         None if policy.reduce == policy.params else policy.reduce,
         jax.devices(),
-        zero=zero,
-        shard_size=int(place[2:]) if "/" in place else None,
-        gradient_buffer=gradient_buffer,
-        blocks=model.blocks,
+        Sharding(zero, int(place[2:]) if "/" in place else None, gradient_buffer, model.blocks),
     )
-    remat = remat or ("full" if zero == 3 else "none")
-    step = make_step(model, SoftmaxCrossEntropy(), tx, policy=policy, accumulate=accumulate, remat=remat)
-    return strategy, step, strategy.argument_shapes({**example, "mask": np.zeros(1, np.float32)})
+    return (
+        strategy,
+        make_step(forward, rule, accumulate),
+        strategy.argument_shapes({**example, "mask": np.zeros(1, np.float32)}),
+    )
 
 
 def size(tree):

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.state import init_state
 from jaxdp.core.step import make_step
 from jaxdp.data.base import Arrays
@@ -21,6 +22,7 @@ from jaxdp.optim import OPTIMIZERS as TABLE
 from jaxdp.parallel import STRATEGIES, make_reduction
 from jaxdp.parallel.fixed_point import FORMATS
 from jaxdp.parallel.integer_sums import remembering
+from jaxdp.parallel.layout import Sharding
 from jaxdp.precision import Policy
 
 SHAPE, CLASSES, WIDTH = (4, 4, 2), 3, 24
@@ -218,13 +220,14 @@ def build(
     **options,
 ):
     """(strategy, step, i -> the batch of update i on its devices); layout: more arguments of the strategy; options: of
-    `make_step`; optimizer: a name, or (transformation, clip_norm)."""
+    `Forward`, `UpdateRule` and `make_step`; optimizer: a name, or (transformation, clip_norm)."""
     tx, clip = optimizer if isinstance(optimizer, tuple) else (OPTIMIZERS[optimizer][0](), OPTIMIZERS[optimizer][1])
     policy = policy or uniform(dtype)
-    step = make_step(
-        model, loss or SoftmaxCrossEntropy(), tx, policy=policy, clip_norm=clip, accumulate=accumulate, frozen=frozen,
-        ema_decay=ema, loss_scaling=scaling, spike=spike, **options,
-    )  # fmt: skip
+    more = {name: options.pop(name) for name in Forward._fields if name in options}
+    forward = Forward(model, loss or SoftmaxCrossEntropy(), policy, loss_scaling=scaling, **more)
+    more = {name: options.pop(name) for name in UpdateRule._fields if name in options}
+    rule = UpdateRule(tx, clip, frozen, ema, spike=spike, **more)
+    step = make_step(forward, rule, accumulate, **options)
     dataset = Arrays(**examples)
     if sequential:
         cursor = Streams(len(dataset), batch_size, microbatches)
@@ -232,8 +235,7 @@ def build(
         cursor = Cursor(len(dataset), batch_size, microbatches, 0, shuffle=False)
     places = cursor.examples_per_microbatch
     example = {"mask": np.ones(places, bool), **{k: v[:places] for k, v in examples.items()}}
-    kept = {"frozen": frozen, "ema": ema is not None, "loss_scaling": scaling, "spike": spike}
-    first = lambda: init_state(model, tx, policy, 0, microbatches, example, **kept)
+    first = lambda: init_state(forward, rule, microbatches, example)
     make = remembering(first, step.trainable) if reduction in FORMATS else first
     strategy = STRATEGIES[backend](
         make,
@@ -241,8 +243,7 @@ def build(
         make_reduction(reduction, bucket_mb, group),
         reduce_dtype,
         jax.devices()[:devices],
-        blocks=model.blocks,
-        **(layout or {}),
+        Sharding(blocks=model.blocks, **(layout or {})),
     )
     return strategy, step, lambda i: strategy.shard_batch(read_batch(dataset, cursor, i, strategy.local_slots))
 

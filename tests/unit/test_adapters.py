@@ -154,7 +154,7 @@ def parts(target, *argv):
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("target", ["Nnx", "Linen", "LINEN", "Equinox", "PAIR", "BY_HAND", "make_pair", "make_equinox"])
 def test_every_kind_of_target_makes_a_model(target):
-    model = parts(target).model
+    model = parts(target).forward.model
     batch = {k: jnp.asarray(v[:3]) for k, v in toys.data().items()} | {"mask": jnp.ones(3, bool)}
     params, state = jax.jit(model.init)(KEY, batch)
     paths = {path_string(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}

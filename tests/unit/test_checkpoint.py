@@ -18,9 +18,11 @@ import toys
 from checkpoints import META, WAYS, digest, strategy
 from jaxdp.checkpoint import manifest
 from jaxdp.checkpoint.store import Checkpoints
+from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.state import init_state
 from jaxdp.errors import UsageError
-from jaxdp.precision import LossScaling, Policy
+from jaxdp.losses import SoftmaxCrossEntropy
+from jaxdp.precision import LossScaling
 from jaxdp.split import path_string
 
 
@@ -32,7 +34,8 @@ def states(n=2, seed=0):
 
 def toys_state(key):
     model = toys.MODELS["mlp"]()
-    state = init_state(model, optax.adam(1e-2), Policy(), 0, 8, {k: v[:3] for k, v in toys.data(12).items()}, ema=True)
+    forward, rule = Forward(model, SoftmaxCrossEntropy()), UpdateRule(optax.adam(1e-2), ema_decay=0.9)
+    state = init_state(forward, rule, 8, {k: v[:3] for k, v in toys.data(12).items()})
     leaves, tree = jax.tree.flatten(state)
     noise = lambda i, x: x + jax.random.normal(jax.random.fold_in(key, i), x.shape, jnp.float32).astype(x.dtype)
     return jax.tree.unflatten(tree, [noise(i, x) for i, x in enumerate(leaves)])

@@ -55,7 +55,7 @@ def gone(pids):
 
 def test_workers_read_what_a_thread_reads_in_its_order():
     dataset = Marked(inputs=X[:, :, ::-1], labels=np.arange(50), empty=np.zeros((50, 0), np.float32))
-    with prefetch_in_workers(dataset, CURSOR, [2, 0], 3, 20, 2) as batches:
+    with prefetch_in_workers(dataset, CURSOR, [2, 0], range(3, 20), 2) as batches:
         found = list(batches)
     pids = [set(np.unique(batch.pop("pid"))) for batch in found]
     assert len(found) == 17 and pids[0] != pids[1] and os.getpid() not in pids[0] | pids[1]
@@ -68,9 +68,9 @@ def test_workers_read_what_a_thread_reads_in_its_order():
             np.testing.assert_array_equal(batch[key], value, strict=True)
             assert batch[key].flags.writeable
     assert gone(pids[0] | pids[1])
-    with prefetch_in_workers(dataset, CURSOR, [0], 5, 5, 2) as batches:
+    with prefetch_in_workers(dataset, CURSOR, [0], range(5, 5), 2) as batches:
         assert list(batches) == []
-    with prefetch_in_workers(dataset, CURSOR, [0], 5, 7, 0) as batches:  # none: a thread
+    with prefetch_in_workers(dataset, CURSOR, [0], range(5, 7), 0) as batches:  # none: a thread
         assert [int(batch["pid"][0, 0]) for batch in batches] == [os.getpid()] * 2
 
 
@@ -82,7 +82,7 @@ def test_a_fault_arrives_after_the_batches_before_it_with_its_traceback(bad):
     got = []
     with (
         pytest.raises(wanted) as caught,
-        prefetch_in_workers(Marked(bad, inputs=X), CURSOR, [0, 1, 2], 0, 7, 1) as batches,
+        prefetch_in_workers(Marked(bad, inputs=X), CURSOR, [0, 1, 2], range(7), 1) as batches,
     ):
         for batch in batches:
             got.append(batch)
@@ -99,7 +99,7 @@ def test_a_fault_names_its_example_and_its_step(steps):
     first = next(step for step in range(7) if 7 in CURSOR.rows(step, [0, 1, 2])[0])
     with (
         pytest.raises(ZeroDivisionError) as caught,
-        prefetch_in_workers(Examples(Rows(X)), CURSOR, [0, 1, 2], 0, 7, 0, groups=steps) as batches,
+        prefetch_in_workers(Examples(Rows(X)), CURSOR, [0, 1, 2], range(7), 0, groups=steps) as batches,
     ):
         list(batches)
     where = "0 to 6" if steps else first
@@ -109,7 +109,7 @@ def test_a_fault_names_its_example_and_its_step(steps):
 def test_a_worker_that_is_killed_is_named_and_a_dataset_that_cannot_be_sent_is_refused():
     with (
         pytest.raises(RunFailed, match=r"worker 0 of 1 ended with code -9 while it read step \d+; is there"),
-        prefetch_in_workers(Marked(inputs=X), CURSOR, [0], 0, 10**6, 1) as batches,
+        prefetch_in_workers(Marked(inputs=X), CURSOR, [0], range(10**6), 1) as batches,
     ):
         pid = int(next(batches)["pid"][0, 0])
         os.kill(pid, signal.SIGKILL)
@@ -118,7 +118,7 @@ def test_a_worker_that_is_killed_is_named_and_a_dataset_that_cannot_be_sent_is_r
     dataset.open = lambda: 0
     with (
         pytest.raises(UsageError, match=r"Marked cannot be sent to another process .*set data.workers to 0"),
-        prefetch_in_workers(dataset, CURSOR, [0], 0, 9, 1),
+        prefetch_in_workers(dataset, CURSOR, [0], range(9), 1),
     ):
         pass
 
@@ -133,7 +133,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "heeds":
         signals.listen()
     data = Marked(inputs=np.zeros((50, 3), np.float32))
-    context = prefetch_in_workers(data, Cursor(50, 8, 3, seed=1), [0], 0, 10**9, 2)
+    context = prefetch_in_workers(data, Cursor(50, 8, 3, seed=1), [0], range(0, 10**9), 2)
     for step, batch in enumerate(context.__enter__()):
         print(int(batch["pid"][0, 0]), flush=True)
         if step == 3 and sys.argv[1] == "leaves":

@@ -15,14 +15,15 @@ from safetensors.numpy import load_file, save_file
 import toys
 from cli_runs import jaxdp, records, write
 from covering import first
-from jaxdp.checkpoint.initialize import begin_with
-from jaxdp.checkpoint.matching import describe, match, named
-from jaxdp.checkpoint.weights import as_gpt2, open_weights
+from jaxdp.checkpoint import gpt2
+from jaxdp.checkpoint.initialize_from import begin_with, describe, match
+from jaxdp.checkpoint.safetensors import Array, Part
+from jaxdp.checkpoint.weights import as_gpt2, named, open_weights
 from jaxdp.cli import load_options
 from jaxdp.cli.export import export
 from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
-from jaxdp.models import as_model, gpt2
+from jaxdp.models import as_model
 from jaxdp.models.gpt import GPT
 from jaxdp.split import path_string
 
@@ -85,6 +86,16 @@ def model(**args):
     return as_model(lambda rngs: GPT(**{**sizes, **args}, rngs=rngs))
 
 
+def from_published(tensors, stacked=True):
+    """{our path: array} of the tensors of a file."""
+    stored = {name: Array(x.shape, x.dtype, (Part(name),), name) for name, x in tensors.items()}
+    take = lambda part: (
+        tensors[part.tensor] if part.third is None else np.split(tensors[part.tensor], 3, -1)[part.third]
+    )
+    arrays = gpt2.arrays_of(stored, stacked)
+    return {k: np.stack([*map(take, x.parts)]) if x.stacked else take(x.parts[0]) for k, x in arrays.items()}
+
+
 def nested(flat):
     tree = {}
     for path, x in flat.items():
@@ -101,7 +112,7 @@ def nested(flat):
 @pytest.mark.parametrize("scan", [True, False])
 def test_logits_and_loss_are_those_of_the_published_model(scan, prefix):
     made, (inputs, labels) = model(scan=scan), (TEXT[:4, :-1], TEXT[:4, 1:])
-    params = nested(gpt2.from_published(published(prefix), scan))
+    params = nested(from_published(published(prefix), scan))
     got = jax.jit(lambda p: made.apply(p, {}, {"inputs": inputs}, jax.random.key(0), False)[0].whole())(params)
     got, want = np.asarray(got)[..., :VOCABULARY], oracle(published(), inputs)
     assert np.abs(want).max() > 1
@@ -112,7 +123,7 @@ def test_logits_and_loss_are_those_of_the_published_model(scan, prefix):
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_what_is_written_in_the_layout_reads_back(scan):
-    arrays = gpt2.from_published(published(), scan)
+    arrays = from_published(published(), scan)
     written = gpt2.to_published(arrays)
     for name, x in published().items():
         if name.endswith("attn.bias"):
@@ -134,9 +145,9 @@ def begun(file, made, **options):
     strategy, step, _ = toys.build(made, examples, batch_size=16, optimizer="momentum", **options)
     ours = named(strategy.shapes.params, strategy.shapes.model_state)
     weights = as_gpt2(open_weights(file, False), file, ours)
-    found = match(ours, weights.arrays, weights.title, names=weights.names)
+    found = match(ours, weights.arrays, weights.title)
     tx = toys.OPTIMIZERS["momentum"][0]()
-    state = strategy.export(begin_with(strategy, found.pairs, weights.read, tx, step.trainable, weights.rows))
+    state = strategy.export(begin_with(strategy, weights, found.pairs, tx, step.trainable))
     first = strategy.export(strategy.init())
     numbers = lambda tree: {path_string(k): np.array(x) for k, x in jax.tree_util.tree_leaves_with_path(tree)}
     return (
@@ -155,7 +166,7 @@ def test_a_file_is_read_in_its_place(tmp_path, layout):
     file = tmp_path / "model.safetensors"
     save_file({**published(), "lm_head.weight": published()["wte.weight"]}, file, {"format": "pt"})
     params, said, first = begun(file, model(num_classes=ROWS), **layout)
-    want = gpt2.from_published(published())
+    want = from_published(published())
     rows = len(params["embed/embedding"])
     assert rows >= ROWS and set(params) == set(want)
     for name, x in want.items():
@@ -199,7 +210,7 @@ def test_shapes_that_do_not_fit_name_the_tensor_and_both(tmp_path, args, words):
         ours = {**ours, "embed/embedding": rows}
     weights = as_gpt2(open_weights(file, False), file, ours)
     with pytest.raises(UsageError, match=words) as error:
-        match(ours, weights.arrays, weights.title, names=weights.names)
+        match(ours, weights.arrays, weights.title)
     assert "\n" not in str(error.value)
 
 

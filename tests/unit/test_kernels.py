@@ -14,13 +14,12 @@ from jax import lax
 
 from covering import first
 from jaxdp import environment
+from jaxdp.cpu import convolve, product
 from jaxdp.models.attention import SHORTEST, causal, shares
 from jaxdp.models.cnn import CNN
-from jaxdp.models.convolution import convolve
 from jaxdp.models.gpt import GPT
 from jaxdp.models.mlp import MLP
 from jaxdp.models.normalization import LayerNorm, RMSNorm
-from jaxdp.models.products import product
 from jaxdp.models.resnet9 import ResNet9, halve
 from jaxdp.models.vit import ViT
 

@@ -11,6 +11,7 @@ from flax import linen, nnx
 
 import toys
 from covering import first
+from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.state import init_state
 from jaxdp.core.step import make_step
 from jaxdp.data.base import Arrays
@@ -21,7 +22,6 @@ from jaxdp.models import as_model
 from jaxdp.models.cnn import CNN
 from jaxdp.models.nnx import Carry
 from jaxdp.models.resnet9 import ResNet9
-from jaxdp.precision import Policy
 from jaxdp.split import path_string
 
 
@@ -83,8 +83,11 @@ def test_without_padding_the_masks_are_left_out(where):
 @pytest.mark.parametrize("accumulate", ["vmap", "scan"])
 def test_a_microbatch_of_padding_changes_nothing(model, accumulate):
     examples, made = toys.data(6), toys.MODELS[model]()
-    step = make_step(made, SoftmaxCrossEntropy(), optax.sgd(0.1), accumulate=accumulate)
-    state = init_state(made, optax.sgd(0.1), Policy(), 0, 8, {k: v[:2] for k, v in examples.items()})
+    forward, rule = Forward(made, SoftmaxCrossEntropy()), UpdateRule(optax.sgd(0.1))
+    step, state = (
+        make_step(forward, rule, accumulate),
+        init_state(forward, rule, 8, {k: v[:2] for k, v in examples.items()}),
+    )
     batch = read_batch(Arrays(**examples), Cursor(6, 6, 4, 0, shuffle=False), 0, np.array([0, 1, 2, 3, -1, -1]))
     grads = jax.jit(step.grads)
     with_padding = grads(state.view, batch, jnp.array([0, 1, 2, 3, 5, -1]))
@@ -208,11 +211,12 @@ def test_evaluation_changes_no_state_and_draws_no_dropout(model):
 @pytest.mark.slow
 def test_clipping_is_of_the_global_norm_of_the_mean_gradient():
     examples, model = toys.data(16), toys.MODELS["mlp"]()
-    state = init_state(model, optax.sgd(1.0), Policy(), 0, 8, examples)
+    forward = Forward(model, SoftmaxCrossEntropy())
+    state = init_state(forward, UpdateRule(optax.sgd(1.0)), 8, examples)
     batch = read_batch(Arrays(**examples), Cursor(16, 16, 8, 0), 0, np.arange(8))
     updates = {}
     for clip in (None, 1e-3, 1e3):
-        step = make_step(model, SoftmaxCrossEntropy(), optax.sgd(1.0), clip_norm=clip)
+        step = make_step(forward, UpdateRule(optax.sgd(1.0), clip))
         sums = step.grads(state.view, batch, jnp.arange(8))
         new, metrics = step.apply(state, sums)
         updates[clip] = optax.tree.norm(jax.tree.map(jnp.subtract, new.params, state.params))

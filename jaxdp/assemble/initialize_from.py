@@ -7,18 +7,15 @@ import jax
 
 from jaxdp.assemble.components import make_tx, schedule_of
 from jaxdp.assemble.run import on_all_ranks
-from jaxdp.checkpoint.initialize import begin_with
-from jaxdp.checkpoint.matching import describe, match, named
-from jaxdp.checkpoint.weights import as_gpt2, locate, open_weights
+from jaxdp.checkpoint.initialize_from import begin_with, describe, match
+from jaxdp.checkpoint.weights import as_gpt2, locate, named, open_weights
 from jaxdp.config import Config
 from jaxdp.core.state import TrainState
 from jaxdp.distributed.context import Context
-from jaxdp.training.loop import Run
-
-__all__ = ["warm"]
+from jaxdp.training.run import Run
 
 
-def warm(run: Run, config: Config, context: Context) -> Run:
+def initialize_from(run: Run, config: Config, context: Context) -> Run:
     """Return the run with the initial state of `init_from` and `init`. Raises UsageError on every rank."""
     path, init, strategy = config.init_from, config.init, run.strategy
     assert path is not None
@@ -30,15 +27,14 @@ def warm(run: Run, config: Config, context: Context) -> Run:
     ours = {name: x for name, x in shapes.items() if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)}
     if not init.rename:  # expressions apply to the file's own names
         weights = on_all_ranks(context, lambda: as_gpt2(weights, source, ours))
-    theirs, names = weights.arrays, weights.names
     matched = on_all_ranks(
         context,
-        lambda: match(ours, theirs, weights.title, rename=init.rename, load=init.load, skip=init.skip, names=names),
+        lambda: match(ours, weights.arrays, weights.title, rename=init.rename, load=init.load, skip=init.skip),
     )
     tx = make_tx(config, schedule_of(config, run.steps), strategy.blocks)
 
     def begin(run: Run) -> TrainState:
         run.writer.say("\n".join(filter(None, [describe(matched, ours, weights.title, weights.rows), weights.note])))
-        return begin_with(run.strategy, matched.pairs, weights.read, tx, run.step.trainable, weights.rows)
+        return begin_with(run.strategy, weights, matched.pairs, tx, run.step.trainable)
 
     return dataclasses.replace(run, begin=begin)

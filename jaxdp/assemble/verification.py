@@ -1,4 +1,5 @@
-"""The problem of `jaxdp verify`: the parts of a run, with the smaller arguments of the config's `verify`."""
+"""What `jaxdp verify` trains: the parts of a run with the smaller arguments of the config's `verify`, in other
+configurations; with --exact, the config's own run."""
 
 import contextlib
 import dataclasses
@@ -15,17 +16,21 @@ from jaxdp.assemble.components import (
     make_strategy,
     make_the_step,
     make_tx,
+    set_jax,
     state_maker,
 )
+from jaxdp.assemble.preflight import check_optimizer
 from jaxdp.config import Config, Precision
+from jaxdp.config.check import check_exact
 from jaxdp.core.step import Step
+from jaxdp.data.prefetch import read_batch
 from jaxdp.parallel import Strategy
 from jaxdp.precision import policy
 from jaxdp.verify import Configuration, Problem
 from jaxdp.verify.configurations import devices_of
+from jaxdp.verify.exact import Make, exact_configurations
 from jaxdp.verify.problem import Trial
 
-__all__ = ["make_problem", "make_variant", "smaller"]
 FLOAT64 = Precision("float64", "float64", "float64")
 
 
@@ -72,23 +77,18 @@ def make_problem(config: Config) -> Problem:
         bucket_mb: float,
     ) -> tuple[Strategy, Step]:
         tried = dataclasses.replace(config, microbatches=trial.microbatches, precision=FLOAT64)
-        plain = parts._replace(
-            model=problem.model,
-            tx=tx,
-            cursor=trial.order,
-            policy=policy("float64", "float64", "float64"),
-            scaling=None,
-            spike=None,
-            schedule=None,
-        )
+        casts = policy("float64", "float64", "float64")
+        forward = parts.forward._replace(model=problem.model, policy=casts, loss_scaling=None)
+        rule = parts.rule._replace(tx=tx, spike=None, schedule=None)
+        plain = parts._replace(forward=forward, rule=rule, cursor=trial.order)
         return make_variant(tried, plain, configuration, devices, bucket_mb=bucket_mb, exact_group=1)
 
     return Problem(
-        model=parts.model,
-        loss=parts.loss,
-        make_tx=lambda factor: make_tx(config, lambda step: factor * opt.lr, parts.model.blocks),
+        model=parts.forward.model,
+        loss=parts.forward.loss,
+        make_tx=lambda factor: make_tx(config, lambda step: factor * opt.lr, parts.forward.model.blocks),
         dataset=parts.dataset,
-        transform=parts.transform,
+        transform=parts.forward.transform,
         sequential=parts.sequential,
         build=build,
         configuration=Configuration(
@@ -108,3 +108,34 @@ def make_problem(config: Config) -> Problem:
         ema_decay=opt.ema,
         remake=remake,
     )
+
+
+def exactly(config: Config) -> Config:
+    """Return the config in exact mode, with the smaller arguments of `verify`. Raises UsageError."""
+    parallel = dataclasses.replace(config.parallel, reduction=config.parallel.exact_reduction, accumulate="auto")
+    config = dataclasses.replace(smaller(config), parallel=parallel)
+    check_exact(config)
+    return config
+
+
+def make_bits(config: Config, devices: int, updates: int) -> tuple[Make, list[Configuration], list[int]]:
+    """Return (the function that builds a configuration, the configurations, the numbers of the batches).
+
+    The batches are the first ones and the last of an epoch, which may be incomplete. In a job of several processes the
+    configurations are one device of each process, and all devices.
+    """
+    set_jax(config)
+    parts = make_parts(config)
+    all_devices, several = jax.devices(), jax.process_count() > 1
+    summands = config.microbatches // config.parallel.exact_group
+    limit = len(all_devices) if several else min(devices, len(all_devices), summands)
+
+    def make(configuration: Configuration) -> Any:
+        strategy, step = make_variant(config, parts, configuration, all_devices)
+        check_optimizer(config, strategy, parts.rule.tx, step)
+        read = lambda i: read_batch(parts.dataset, parts.cursor, i, strategy.local_slots)
+        return strategy, step, lambda i: strategy.shard_batch(read(i))
+
+    last = parts.cursor.steps_per_epoch - 1
+    batches = [min(i, last) if i < updates - 1 else last for i in range(updates)]
+    return make, exact_configurations(limit, config.parallel.reduction, several), batches

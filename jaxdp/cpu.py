@@ -1,4 +1,4 @@
-"""Convolution; on CPU computed from patches with one matrix product where XLA's own loops are slower."""
+"""Formulas that XLA computes faster on CPU. Only `on_cpu` asks for the backend to choose between two formulas."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,11 +8,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdp.models.products import product
-
 # With fewer channels, strided convolutions move pixels to channels: a processor reads 16 floats at once.
 FEW = 16
 Pads = list[tuple[int, int]]
+
+
+def on_cpu() -> bool:
+    """Return True if programs run on the CPU by default, and so should use the formulas for it."""
+    return jax.default_backend() == "cpu"
+
+
+def product(x: jax.Array, kernel: jax.Array, dimension_numbers: Any = None, **options: Any) -> jax.Array:
+    """Return x[..., inputs] kernel[inputs, outputs] -> [..., outputs]; a `dot_general` for `nnx.Linear`.
+
+    The leading dimensions are joined, on all backends: XLA on CPU transposes operands in memory for a gradient that
+    sums over several. Raises ValueError for other dimension numbers.
+    """
+    if dimension_numbers not in (None, (((x.ndim - 1,), (0,)), ((), ()))) or kernel.ndim != 2:
+        raise ValueError(f"product: {dimension_numbers} is not x[..., inputs] kernel[inputs, outputs]")
+    y = lax.dot_general(x.reshape(-1, x.shape[-1]), kernel, (((1,), (0,)), ((), ())), **options)
+    return y.reshape(*x.shape[:-1], kernel.shape[-1])
+
+
+def unfused(x: jax.Array) -> jax.Array:
+    """Return x, on CPU with a fusion barrier: a sum of products that reads it is ten times slower if fused with it."""
+    return lax.optimization_barrier(x) if on_cpu() else x
 
 
 def convolve(
@@ -42,7 +62,7 @@ def convolve(
     if plain and images and isinstance(padding, str):
         pads = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], strides, padding)
     supported = plain and images and min(_outputs(x.shape[1:3], kernel.shape[:2], strides, pads)) > 0
-    if not (supported and jax.default_backend() == "cpu"):
+    if not (supported and on_cpu()):
         return lax.conv_general_dilated(
             x,
             kernel,

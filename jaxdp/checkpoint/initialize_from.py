@@ -1,22 +1,26 @@
-"""Matching of a run's arrays to those of another run or file, by names, shapes and regular expressions.
+"""Initialize a run from arrays of another run or file: match them by name, load them, and rebuild what follows.
 
-An array's name is its path (a/b/c). Names of the model state (BatchNorm's running averages) begin with `model_state/`,
-so that the same expressions apply to both.
+Optimizer state and running average are computed from the loaded parameters. `jaxdp.checkpoint.weights` opens a source;
+`jaxdp.assemble.initialize_from` applies this to the config's `init_from` and `init`.
 """
 
-import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from jaxdp.errors import UsageError
+from jaxdp.checkpoint.weights import MODEL_STATE, Weights, named
+from jaxdp.core.state import TrainState
+from jaxdp.errors import UsageError, nearest
+from jaxdp.parallel.strategy import Strategy
 from jaxdp.split import path_string
 
-MODEL_STATE = "model_state/"
+Tree = Any
+
 SHOWN = 8  # names in a line
 
 
@@ -29,16 +33,6 @@ class Match(NamedTuple):
     unused: list[str]
 
 
-def named(params: Any, model_state: Any) -> dict[str, Any]:
-    """Return {name: leaf} of both trees."""
-    trees = (("", params), (MODEL_STATE, model_state))
-    return {
-        f"{prefix}{path_string(path)}": leaf
-        for prefix, tree in trees
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-
-
 def match(
     ours: Mapping[str, Any],
     theirs: Mapping[str, Any],
@@ -47,16 +41,15 @@ def match(
     rename: Mapping[str, str] | None = None,
     load: Sequence[str] = (".*",),
     skip: Sequence[str] = (),
-    names: Mapping[str, str] | None = None,
 ) -> Match:
     """Match our arrays to theirs by name; both are {name: object with shape and dtype}. source: theirs, for messages.
 
     rename: {expression: replacement} as for `re.sub`; the first expression found in one of their names changes it.
-    names: {their name: ours} of a known layout, instead of rename. load, skip: expressions; an array is loaded if one
+    load, skip: expressions; an array is loaded if one
     of `load` matches and none of `skip`. Raises UsageError for an expression without a match, two names that become
     equal, a different shape or kind of dtype, and if nothing is left to load.
     """
-    new_names = renamed(theirs, source, rename or {}) if names is None else {names.get(n, n): n for n in theirs}
+    new_names = renamed(theirs, source, rename or {})
     for key, patterns in (("load", load), ("skip", skip)):
         for pattern in patterns:
             if not any(re.search(pattern, name) for name in ours):
@@ -72,7 +65,8 @@ def match(
             other = near(selected[0], new_names) if new_names else "none at all"
             fix = f"a path here is {selected[0]!r}, there {other!r}; map them with init.rename"
         raise UsageError(f"init_from: {source} has none of the arrays to load; {fix}")
-    check_fit({name: (ours[name], theirs[other], other) for name, other in pairs.items()}, source)
+    label = lambda name: str(getattr(theirs[name], "label", name))
+    check_fit({name: (ours[name], theirs[other], label(other)) for name, other in pairs.items()}, source)
     used = set(pairs.values())
     return Match(
         pairs,
@@ -166,4 +160,53 @@ def shortly(names: Sequence[str]) -> str:
 def near(pattern: str, names: Iterable[str]) -> str:
     """Return the name most similar to the pattern."""
     names = list(names)
-    return (difflib.get_close_matches(pattern, names, 1, 0.1) or names)[0]
+    return nearest(pattern, names, 0.1) or names[0]
+
+
+def begin_with(
+    strategy: Strategy,
+    weights: Weights,
+    pairs: Mapping[str, str],
+    tx: optax.GradientTransformation,
+    trainable: Callable[[Tree], Tree],
+) -> TrainState:
+    """Return the initial state, with the arrays in `pairs` {our name: theirs} loaded, sharded and cast to our dtypes.
+
+    The other arrays are initialized as usual, and so are the rows that an array of `weights.rows` does not have.
+    Optimizer state and running average are computed from the resulting parameters.
+    """
+    abstract, rows = strategy.abstract(), weights.rows
+    state = strategy.export(strategy.init()).replace(opt_state=None, ema=None)
+    initial = named(state.params, state.model_state)
+    values = {name: x for name, x in initial.items() if pairs.get(name) in {None, *rows}}
+    del initial
+    state = state.replace(params=None, model_state=None)  # free memory before loading
+    like = named(abstract.params, abstract.model_state)
+    loaded = weights.read({theirs: like[ours] for ours, theirs in pairs.items()})
+    for ours, theirs in pairs.items():
+        values[ours] = _merge_rows(rows[theirs], loaded[theirs], values[ours]) if theirs in rows else loaded[theirs]
+    fill = lambda tree, prefix="": jax.tree_util.tree_map_with_path(
+        lambda path, _: values[prefix + path_string(path)], tree
+    )
+    params = fill(abstract.params)
+
+    def derive(params: Tree) -> tuple[Tree, Tree]:
+        params = jax.tree.map(jnp.copy, params)  # an update donates all of the state, so no two arrays may share memory
+        average = None if abstract.ema is None else jax.tree.map(lambda p, e: p.astype(e.dtype), params, abstract.ema)
+        return tx.init(trainable(params)), average
+
+    shardings = jax.tree.map(lambda x: x.sharding, (abstract.opt_state, abstract.ema))
+    opt_state, ema = jax.jit(derive, out_shardings=shardings)(params)
+    return strategy.adopt(
+        state.replace(params=params, model_state=fill(abstract.model_state, MODEL_STATE), opt_state=opt_state, ema=ema)
+    )
+
+
+def _merge_rows(rows: int, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Return `new` in the first `rows` rows and `old` in the rest, with their common sharding."""
+
+    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+        inside = jnp.arange(len(new)).reshape(-1, *(1,) * (new.ndim - 1)) < rows
+        return jnp.where(inside, new, old)
+
+    return jax.jit(choose, out_shardings=new.sharding)(new, old)

@@ -8,9 +8,11 @@ cancels. `lm_head.weight` repeats the embedding; the buffers `attn.bias` and `at
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+
+from jaxdp.checkpoint.safetensors import Array, Part
 
 PREFIX = "transformer."
 STACK, MODULES = "blocks/stack", "blocks/modules"  # the path of the blocks with scan: true, and with scan: false
@@ -40,21 +42,6 @@ INSIDE = {
 }
 
 
-class Place(NamedTuple):
-    """The published source of one of our arrays: the tensor names (one per block if stacked), and which third of their
-    last dim (0 to 2), or None for all of it."""
-
-    names: tuple[str, ...]
-    stacked: bool = False
-    third: int | None = None
-
-    @property
-    def label(self) -> str:
-        """Return a short name for messages."""
-        name = re.sub(r"h\.\d+\.", "h.*.", self.names[0]) if self.stacked else self.names[0]
-        return name if self.third is None else f"{name}[{THIRDS[self.third]}]"
-
-
 def is_published(names: Iterable[str]) -> bool:
     """Return True for the names of the published layout."""
     plain = {name.removeprefix(PREFIX) for name in names}
@@ -68,24 +55,41 @@ def is_gpt(paths: Iterable[str]) -> bool:
     return {"embed/embedding", "positions"} <= paths and any(name in paths for name in blocks)
 
 
-def places(names: Sequence[str], stacked: bool) -> dict[str, Place]:
-    """Return {our path: its `Place`} for all arrays whose tensors are among these published names."""
-    prefix = PREFIX if f"{PREFIX}wte.weight" in names else ""
-    available = set(names)
-    sources = {ours: Place((f"{prefix}{theirs}",)) for ours, theirs in OUTSIDE.items()}
-    blocks = range(count(names))
+def arrays_of(tensors: Mapping[str, Array], stacked: bool) -> dict[str, Array]:
+    """Return {our path: its array} for the published tensors of a file. stacked: the blocks are, as with scan: true.
+
+    Raises ValueError if the blocks differ in shape.
+    """
+    prefix = PREFIX if f"{PREFIX}wte.weight" in tensors else ""
+    sources = {ours: ([f"{prefix}{theirs}"], f"{prefix}{theirs}") for ours, theirs in OUTSIDE.items()}
     for ours, theirs in INSIDE.items():
-        third = next((i for i, part in enumerate(THIRDS) if f"/{part}/" in ours), None)
-        each = [f"{prefix}h.{i}.{theirs}" for i in blocks]
+        blocks = [f"{prefix}h.{i}.{theirs}" for i in range(count(tensors))]
         if stacked:
-            sources[f"{STACK}/{ours}"] = Place(tuple(each), True, third)
+            sources[f"{STACK}/{ours}"] = (blocks, f"{prefix}h.*.{theirs}")
         else:
-            sources |= {f"{MODULES}/{i}/{ours}": Place((name,), False, third) for i, name in enumerate(each)}
-    return {ours: source for ours, source in sources.items() if available.issuperset(source.names)}
+            sources |= {f"{MODULES}/{i}/{ours}": ([name], name) for i, name in enumerate(blocks)}
+    return {
+        ours: _array(ours, [tensors[name] for name in names], label)
+        for ours, (names, label) in sources.items()
+        if names and tensors.keys() >= set(names)
+    }
+
+
+def _array(ours: str, tensors: Sequence[Array], label: str) -> Array:
+    """Return the array of our path `ours`: one tensor or a stack of them, or a third of each."""
+    first, third = tensors[0], next((i for i, part in enumerate(THIRDS) if f"/{part}/" in ours), None)
+    for other in tensors:
+        if other.shape != first.shape:
+            raise ValueError(f"{first.label!r} of {first.shape}, but {other.label!r} of {other.shape}")
+    shape, stacked = first.shape, ours.startswith(STACK)
+    if third is not None:
+        shape, label = (*shape[:-1], shape[-1] // 3), f"{label}[{THIRDS[third]}]"
+    parts = tuple(Part(tensor.label, third) for tensor in tensors)
+    return Array((len(parts), *shape) if stacked else shape, first.dtype, parts, label, stacked)
 
 
 def used(names: Iterable[str]) -> set[str]:
-    """Return the published names that `places` can use, and the redundant ones (`lm_head`, masks)."""
+    """Return the published names that `arrays_of` can use, and the redundant ones (`lm_head`, masks)."""
     inside = {*INSIDE.values(), "attn.bias", "attn.masked_bias"}
     known = {*OUTSIDE.values(), "lm_head.weight"}
     plain = lambda name: re.sub(r"^h\.\d+\.", "", name.removeprefix(PREFIX))
@@ -96,19 +100,6 @@ def count(names: Iterable[str]) -> int:
     """Return the number of blocks."""
     matches = (re.match(r"h\.(\d+)\.", name.removeprefix(PREFIX)) for name in names)
     return 1 + max((int(m[1]) for m in matches if m), default=-1)
-
-
-def from_published(arrays: Mapping[str, Any], stacked: bool = True) -> dict[str, np.ndarray]:
-    """Convert {published name: array} to {our path: array}; stacked: for a GPT that scans its blocks."""
-
-    def take(place: Place, name: str) -> np.ndarray:
-        tensor = np.asarray(arrays[name])
-        return tensor if place.third is None else np.split(tensor, 3, -1)[place.third]
-
-    return {
-        ours: np.stack([take(place, name) for name in place.names]) if place.stacked else take(place, place.names[0])
-        for ours, place in places(list(arrays), stacked).items()
-    }
 
 
 def to_published(params: Mapping[str, Any], vocabulary: int | None = None) -> dict[str, np.ndarray]:
