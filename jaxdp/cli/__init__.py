@@ -139,6 +139,7 @@ def run_in_job(name: str, argv: list[str]) -> None:
     import jaxdp
     from jaxdp.job.elastic import settings
 
+    verb = _module(name)  # imported before the job is joined: the others of an elastic job wait for what comes after
     context = jaxdp.init(elastic=settings(config))
     signals.act()
     context.agree(error)
@@ -148,7 +149,7 @@ def run_in_job(name: str, argv: list[str]) -> None:
     from jaxdp.supervise.monitor import Stopped
 
     try:
-        _module(name).run(Call(config, path, options, context))
+        verb.run(Call(config, path, options, context))
     except Stopped:
         leave(PREEMPTED, speaker=0)
     except SystemExit as ended:
