@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 
 DATA = "data"  # one entry per device: every replica's share of the batch
+OUTER = "outer"  # the logical replicas of local updates (`jaxdp.parallel.outer`); inside one of them, DATA
 REPLICA, SHARD = "replica", "shard"  # the devices in groups: state is split inside a group and replicated over groups
 
 

@@ -29,6 +29,7 @@ from jaxdp.optim import OPTIMIZERS, checked, make_optimizer, make_schedule
 from jaxdp.parallel import STRATEGIES, Strategy, make_reduction
 from jaxdp.parallel.integer_sums import COUPLED, remembering
 from jaxdp.parallel.layout import Sharding
+from jaxdp.parallel.outer import OuterRule, Replicas
 from jaxdp.precision import LossScaling, policy
 from jaxdp.split import path_string
 from jaxdp.targets import bind, call, locate, parameters, require
@@ -138,16 +139,35 @@ def make_strategy(
     devices: Sequence[jax.Device],
     split_as: int | None = None,
 ) -> Strategy:
-    """Build the strategy of the config's `parallel`. split_as: see `Sharding`."""
+    """Build the strategy of the config's `parallel` and `outer`. split_as: see `Sharding`."""
     parallel, dtypes = config.parallel, config.precision
+    reduction = make_reduction(parallel.reduction, parallel.bucket_mb, parallel.exact_group)
+    reduce_dtype = None if dtypes.reduce == dtypes.params else parts.forward.policy.reduce
+    if config.outer.replicas > 1:
+        return Replicas(make_state, config.microbatches, reduction, make_outer(config, parts), reduce_dtype, devices)
     return STRATEGIES[parallel.backend](
         make_state,
         config.microbatches,
-        make_reduction(parallel.reduction, parallel.bucket_mb, parallel.exact_group),
-        None if dtypes.reduce == dtypes.params else parts.forward.policy.reduce,
+        reduction,
+        reduce_dtype,
         devices,
         Sharding(parallel.zero, parallel.shard_size, parallel.gradient_buffer, parts.forward.model.blocks, split_as),
     )
+
+
+def make_outer(config: Config, parts: Parts) -> OuterRule:
+    """Build the rule of the outer steps. Raises UsageError if the run does not work with local updates."""
+    outer = config.outer
+    if parts.steps % outer.every:
+        raise UsageError(
+            f"outer.every: {outer.every} does not divide the {parts.steps} updates of epochs: {config.epochs}; set "
+            f"steps to {-(-parts.steps // outer.every) * outer.every} instead"
+        )
+    target = locate("outer.optimizer", outer.optimizer.target, OPTIMIZERS)
+    bound = bind("outer.optimizer", target, outer.optimizer.args)
+    make = lambda: make_optimizer(target, lambda step: outer.optimizer.lr, **outer.optimizer.args)
+    tx = checked(outer.optimizer.target, call("outer.optimizer", bound, make))
+    return OuterRule(outer.replicas, outer.every, tx, parts.rule.trainable, parts.forward.model.blocks)
 
 
 def make_model(config: Config, target: Any, data: Mapping[str, Any]) -> Model:

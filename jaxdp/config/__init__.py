@@ -16,6 +16,7 @@ from jaxdp.config.training import (
     ModelTarget,
     Nonfinite,
     Optimizer,
+    Outer,
     Parallel,
     Precision,
     Spike,
@@ -36,6 +37,7 @@ __all__ = [
     "ModelTarget",
     "Nonfinite",
     "Optimizer",
+    "Outer",
     "Parallel",
     "Precision",
     "Profile",
@@ -84,6 +86,7 @@ class Config:
     loss: LossTarget = numbers(LossTarget())
     optimizer: Optimizer = numbers(Optimizer())
     parallel: Parallel = speed(Parallel())
+    outer: Outer = numbers(Outer())
     precision: Precision = numbers(Precision())
     nonfinite: Nonfinite = speed(Nonfinite())
     spike: Spike = numbers(Spike())

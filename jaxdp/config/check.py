@@ -17,6 +17,7 @@ AT_LEAST = {
     "verify.strategies": 1, "checkpoint.keep_every": 1, "watchdog.straggler_factor": 1,
     "nonfinite.max_consecutive": 1, "spike.after": 1, "spike.max_rollbacks": 0, "data.workers": 0,
     "steps_per_call": 1, "elastic.min_processes": 1, "elastic.snapshot_every": 1,
+    "outer.replicas": 1, "outer.every": 1, "outer.optimizer.lr": 0,
 }  # fmt: skip
 AT_MOST = {
     "seed": 2**32 - 1,
@@ -163,6 +164,8 @@ def check(config: Config) -> None:
             f"parallel.exact_group: {parallel.exact_group} with reduction: {parallel.reduction}; leave it 1, or set "
             "reduction to exact"
         )
+    if config.outer.replicas > 1:
+        check_outer(config)
     if "float64" in (config.precision.compute, config.precision.reduce) and config.precision.params != "float64":
         raise UsageError(f"precision.params: {config.precision.params!r} with float64 elsewhere; set it to float64 too")
 
@@ -186,6 +189,32 @@ def check_init(config: Config) -> None:
     if config.init_from is None and config.init != Init():
         name, value = next((k, v) for k, v in vars(config.init).items() if v != getattr(Init(), k))
         raise UsageError(f"init.{name}: {value!r}, but nothing is loaded; set init_from")
+
+
+def check_outer(config: Config) -> None:
+    """Raise `UsageError` for settings that do not work with several logical replicas."""
+    replicas, every = config.outer.replicas, config.outer.every
+    group = replicas * config.parallel.exact_group
+    if config.microbatches % group:
+        grouped = f" in groups of {config.parallel.exact_group}" if config.parallel.exact_group > 1 else ""
+        raise UsageError(
+            f"outer.replicas: {replicas} cannot share microbatches: {config.microbatches}{grouped} evenly; set "
+            f"microbatches to a multiple of {group}"
+        )
+    if config.steps is not None and config.steps % every:
+        near = f"{config.steps // every * every} or " if config.steps > every else ""
+        raise UsageError(
+            f"outer.every: {every} does not divide steps: {config.steps}, and updates after the last outer step would "
+            f"be lost; set steps to {near}{(config.steps // every + 1) * every}"
+        )
+    other = {
+        "parallel.zero": config.parallel.zero,
+        "optimizer.ema": config.optimizer.ema,
+        "init_from": config.init_from,
+    }
+    for key, value in other.items():
+        if value:
+            raise UsageError(f"{key}: {value} does not work with outer.replicas: {replicas}; leave it out")
 
 
 def check_exact(config: Config) -> None:

@@ -188,6 +188,35 @@ class Parallel:
 
 
 @dataclasses.dataclass(frozen=True)
+class OuterOptimizer(Target):
+    """The optimizer of the outer step; its gradient is the mean of what the replicas have moved by, negated.
+
+    Args:
+        target: a name as in optimizer.target
+        lr: learning rate
+        args: more arguments of the target
+    """
+
+    target: str = numbers("sgd")
+    lr: float = numbers(0.7)
+    args: dict[str, Any] = numbers({"momentum": 0.9, "nesterov": True})
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    """Local updates for slow networks: replicas train alone, and average what they have moved by (docs/outer.md).
+
+    Args:
+        replicas: the number of logical replicas, which divides microbatches; 1 means ordinary training
+        every: updates between two outer steps
+    """
+
+    replicas: int = numbers(1)
+    every: int = numbers(20)
+    optimizer: OuterOptimizer = numbers(OuterOptimizer())
+
+
+@dataclasses.dataclass(frozen=True)
 class Precision:
     """Number formats.
 

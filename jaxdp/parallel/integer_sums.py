@@ -82,7 +82,9 @@ def integers(name: str, bucket_mb: float = 25.0, safe: bool = False, group: int 
     row_of = lambda rows, axes: unpack(exchange(pack(rows), axes, safe), rows.dtype, rows.shape[-1])
     total = lambda dims, axis, update: lambda tree: squares_and_bad(tree, dims, axis, opaque_true(update))
     slots = functools.partial(over_slots, form=FORMATS[name], group=group, refuse=refuse_to_join(name))
-    arithmetic = Arithmetic(slots, finish, total, opaque_true, in_backward=False, elementwise=ELEMENTWISE)
+    rounded = lambda f, update: as_written(f, opaque_true(update))
+    rows = functools.partial(sum_rows, form=FORMATS[name])
+    arithmetic = Arithmetic(slots, finish, total, opaque_true, rows, rounded, False, ELEMENTWISE)
     return in_buckets(int(bucket_mb * 1e6), add_up, row_of)._replace(arithmetic=arithmetic, group=group)
 
 
@@ -194,6 +196,27 @@ def reduce_attempt(done: Attempt, plan: ReductionPlan, form: Format, summands: i
     info = ExactInfo(exponents, done.times - 1, sums.exponents) if plan.key else None
     carry = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), done.rest.carry)
     return result._replace(grads=jax.tree.unflatten(grad_treedef, float_grads), carry=carry, exponents=info)
+
+
+def sum_rows(reduction: Reduction, tree: Tree, axis: str, rows: int, keys: jax.Array, form: Format) -> Tree:
+    """Sum leaves [row, ...] over their rows and over an axis, of `rows` rows in all; see `Arithmetic`.
+
+    The exponents are determined first, by a maximum over all devices, so that the integers always fit.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    if not leaves:
+        return tree
+    needed = jax.lax.pmax(jnp.stack([exponent_of(x) for x in leaves]), axis)
+
+    def integers_of(i: int, x: jax.Array, exponent: jax.Array) -> jax.Array:
+        if not form.stochastic:
+            return quantize(x, exponent, form, rows)
+        return jax.vmap(lambda x, key: quantize(x, exponent, form, rows, jax.random.fold_in(key, i)))(x, keys)
+
+    ints = [integers_of(i, x, e) for i, (x, e) in enumerate(zip(leaves, needed))]
+    wire = [x.sum(0, dtype=x.dtype).astype(form.wire(x.dtype)) for x in ints]
+    sums = [x.astype(y.dtype) for x, y in zip(reduction.reduce(wire, axis), ints)]
+    return jax.tree.unflatten(treedef, [restore(x, e, form, rows) for x, e in zip(sums, needed)])
 
 
 def finish(apply: Callable[..., Any]) -> Callable[..., Any]:

@@ -42,6 +42,9 @@ class Arithmetic(NamedTuple):
     finish(apply) -> apply(state, sums) -> (state, metrics), for those sums.
     total(dims, axis, update) -> the hook of `Step.apply`; leaves with a dim are slices along the axis.
     live(update): True, opaque to the compiler, if rounding must not depend on fusion; else None.
+    sum_rows(reduction, tree, axis, rows, keys[row]) -> the sum of leaves [row, ...] over the rows of all devices of the
+    axis, `rows` in all.
+    rounded(f, update) -> f, rounded alike in every program, if rounding must not depend on the program.
     in_backward: the backward pass scatters gradients that are sharded slot by slot; else it returns full ones.
     elementwise: the advice if the optimizer's state is sharded but it is not elementwise; empty: any will do.
     """
@@ -50,6 +53,8 @@ class Arithmetic(NamedTuple):
     finish: Callable[[Callable[..., Any]], Callable[..., Any]]
     total: Callable[[Any, str, jax.Array], Total]
     live: Callable[[jax.Array], jax.Array | None]
+    sum_rows: Callable[..., Any]
+    rounded: Callable[[Callable[..., Any], jax.Array], Callable[..., Any]]
     in_backward: bool
     elementwise: str
 
@@ -125,6 +130,8 @@ FLOATS = Arithmetic(
     finish=lambda apply: apply,
     total=_total,
     live=lambda update: None,
+    sum_rows=lambda reduction, tree, axis, rows, keys: reduction.reduce(jax.tree.map(lambda x: x.sum(0), tree), axis),
+    rounded=lambda f, update: f,
     in_backward=True,
     elementwise="",
 )

@@ -1,0 +1,255 @@
+"""Local updates: logical replicas train alone for `every` updates; then an outer optimizer moves what they share.
+
+    inner    each replica updates its own parameters, with its own microbatches and its own optimizer state
+    outer    gradient = shared parameters - mean of the replicas' parameters; then all replicas start from the result
+
+This is DiLoCo (Douillard et al., arXiv 2311.08105), after local SGD and federated averaging. The replicas are logical:
+the config decides how many there are, so one device computes what many sites would. A device has several replicas, or
+several devices share one. Nothing is sent between replicas but the differences, every `every` updates.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdp.axes import DATA, FLAT, OUTER, Axes
+from jaxdp.core.frozen import merge
+from jaxdp.core.state import Batch, Sums, TrainState
+from jaxdp.core.step import Step
+from jaxdp.errors import UsageError
+from jaxdp.parallel.gather import GatherRule, make_gather
+from jaxdp.parallel.layout import ZERO, Share, share
+from jaxdp.parallel.placement import (
+    abstract_state,
+    make_state,
+    of_this_process,
+    one_by_one,
+    ordered_devices,
+    sent_by_call,
+    slot_table,
+)
+from jaxdp.parallel.reduction import Reduction
+from jaxdp.parallel.rounding import opaque_true, scan_unfused
+from jaxdp.parallel.strategy import Program
+from jaxdp.parallel.sums import ReductionPlan, arithmetic, joiner, replica_slots
+from jaxdp.split import WHOLE
+
+Tree = Any
+ALL = Axes(shard=DATA, replica=OUTER)
+OUTER_KEY = 1 << 20  # differs from what the keys of microbatches are folded with
+
+
+class OuterRule(NamedTuple):
+    """replicas: their number. every: updates between two outer steps. tx: the outer optimizer.
+
+    trainable: see `Step`. blocks: paths of the parameters that are stacked [block, ...].
+    """
+
+    replicas: int
+    every: int
+    tx: optax.GradientTransformation
+    trainable: Callable[[Tree], Tree]
+    blocks: tuple[str, ...] = ()
+
+
+class Local(NamedTuple):
+    """In the place of a state's optimizer state. replicas: their states, stacked [replica, ...]; outer: of `tx`."""
+
+    replicas: TrainState
+    outer: Tree
+
+
+class Replicas:
+    """State of the replicas split over the axis `outer`; each replica's microbatches over the axis `data`.
+
+    The other arguments are those of `PJit`. Raises UsageError if neither the replicas can be split over the devices nor
+    the devices over the replicas, or if the model carries state from batch to batch.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], TrainState],
+        microbatches: int,
+        reduction: Reduction,
+        rule: OuterRule,
+        reduce_dtype: Any = None,
+        devices: Sequence[jax.Device] | None = None,
+    ):
+        self.devices = ordered_devices(devices)
+        self.parts, self.per_device = split_replicas(rule.replicas, len(self.devices))
+        self.sharing = len(self.devices) // self.parts  # devices that share one replica
+        self.mesh = Mesh(np.array(self.devices).reshape(self.parts, -1), (OUTER, DATA), axis_types=(AxisType.Auto,) * 2)
+        self.rule, self.reduction, self.reduce_dtype = rule, reduction, reduce_dtype
+        self.arithmetic, self.blocks, self.layout = arithmetic(reduction), rule.blocks, ZERO[0]
+        self.own = microbatches // rule.replicas  # microbatches of a replica
+        self.replica_table = slot_table(self.own, self.sharing, reduction.group)
+        self.table = replica_tables(self.replica_table, rule.replicas, self.parts)
+        self.local_slots = self.table[of_this_process(self.devices)].reshape(-1)
+        self.by_call = sent_by_call(self.devices)
+        self.full, self.split = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, P(ALL.all))
+        self.split_steps = NamedSharding(self.mesh, P(None, ALL.all))
+        self.make = functools.partial(with_replicas, make, rule)
+        self.shapes = jax.eval_shape(self.make)
+        if self.shapes.carry is not None:
+            raise UsageError(
+                "outer.replicas: the model carries state from batch to batch; use ordinary training", rank=0
+            )
+        whole = jax.tree.map(lambda _: WHOLE, self.shapes)
+        replicas = jax.tree.map(lambda _: 0, self.shapes.opt_state.replicas)
+        self.dims: Any = whole.replace(opt_state=whole.opt_state._replace(replicas=replicas))
+        self.slices: Any = whole.params
+
+    def check(self, tx: Any, params: Any) -> None:
+        """Accept any optimizer: it gets full arrays."""
+
+    def abstract(self) -> TrainState:
+        return abstract_state(self.shapes, self.mesh, self.dims, OUTER)
+
+    def share(self) -> Share:
+        return share(self.shapes, self.dims, self.layout)
+
+    def init(self) -> TrainState:
+        return make_state(self.make, self.abstract(), self.mesh, self.dims, Axes(shard=OUTER, replica=DATA))
+
+    def shard_batch(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
+        sharding = self.split_steps if several else self.split
+        if self.by_call:
+            return batch  # type: ignore[return-value]
+        return {k: jax.make_array_from_process_local_data(sharding, x) for k, x in batch.items()}
+
+    def replicate(self, arrays: dict[str, np.ndarray]) -> Batch:
+        return {k: jax.make_array_from_process_local_data(self.full, x, x.shape) for k, x in arrays.items()}
+
+    def compile(self, step: Step) -> Program:
+        """Return the programs. Metrics of an update are those of this process's first replica."""
+        state = jax.tree.map(lambda d: P() if d == WHOLE else P(OUTER), self.dims)
+        over = functools.partial(jax.shard_map, mesh=self.mesh, check_vma=False)
+        update = over(self._update(step), in_specs=(state, P(ALL.all)), out_specs=(state, P()))
+        evaluate = over(self._evaluate(step), in_specs=(P(), P(ALL.all)), out_specs=P())
+        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), state)
+        jitted = lambda f: jax.jit(f, donate_argnums=0, out_shardings=(shardings, self.full))
+        view = lambda state, batch: evaluate(state.view, batch)
+        return Program(jitted(update), jax.jit(view, out_shardings=self.full), jitted(one_by_one(update)))
+
+    def _sums(self, step: Step, f: Callable[..., Sums], plan: ReductionPlan) -> Callable[..., Sums]:
+        """Return (view, batch[slot, ...], slots) -> the sums of a function of the step over the axes of the plan."""
+        of_slots, reduce = self.arithmetic.over_slots(f, plan)
+        rule = GatherRule(self.reduction, plan.axes, self.blocks, step.trainable)
+
+        def sums(view: Any, batch: Batch, slots: jax.Array) -> Sums:
+            live = self.arithmetic.live(view.step)
+            params, gather = make_gather(view.params, self.slices, rule._replace(live=live))
+            return reduce(of_slots(view._replace(params=params), batch, slots, gather, joiner(plan.table, plan.axes)))
+
+        return sums
+
+    def _evaluate(self, step: Step) -> Callable[..., Sums]:
+        """Return the evaluation of the shared parameters: all devices share the microbatches."""
+        sums = self._sums(step, step.evaluate, ReductionPlan(self.reduction, self.table, ALL))
+        return lambda view, batch: sums(view, batch, replica_slots(self.table, ALL))
+
+    def _update(self, step: Step) -> Callable[..., Any]:
+        """Return an update on one device: of each of its replicas, and of what all share if that is due."""
+        plan = ReductionPlan(self.reduction, self.replica_table, FLAT, dtype=self.reduce_dtype, key=step.key)
+        grads = self._sums(step, step.grads, plan)
+        apply = self.arithmetic.finish(lambda s, sums: step.apply(s, sums, self.arithmetic.total(None, DATA, s.step)))
+
+        def of_replica(_: Any, piece: Any) -> Any:
+            number, replica, batch = piece
+            slots = replica_slots(self.replica_table, FLAT)
+            slots = jnp.where(slots < 0, slots, slots + number * self.own)
+            return _, apply(replica, grads(replica.view, batch, slots))
+
+        def update(state: TrainState, batch: Batch) -> Any:
+            live, count = opaque_true(state.step), self.per_device
+            numbers = jax.lax.axis_index(OUTER) * count + jnp.arange(count)
+            batch = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+            pieces = numbers, state.opt_state.replicas, batch
+            like = jax.eval_shape(of_replica, (), jax.tree.map(lambda x: x[0], pieces))[1]
+            _, (replicas, metrics) = scan_unfused(of_replica, (), pieces, live, like)
+            worst = jax.tree.map(lambda x: x.max(0), replicas.guard)
+            new = state.replace(step=state.step + 1, guard=worst, opt_state=state.opt_state._replace(replicas=replicas))
+            new = jax.lax.cond(new.step % self.rule.every == 0, self._outer_step(step), lambda s: s, new)
+            return new, {**jax.tree.map(lambda x: x[0], metrics), "halted": worst.halted}
+
+        return update
+
+    def _outer_step(self, step: Step) -> Callable[[TrainState], TrainState]:
+        """Return the outer update: the mean difference, the outer optimizer, and its result on all replicas."""
+        number, trainable = self.rule.replicas, step.trainable
+        sum_over = functools.partial(self.arithmetic.sum_rows, self.reduction, axis=OUTER, rows=number)
+
+        def move(state: TrainState, sums: Tree) -> tuple[Tree, Tree]:
+            mean = jax.tree.map(lambda x, p: (x / number).astype(p.dtype), sums, trainable(state.params))
+            updates, outer = self.rule.tx.update(mean, state.opt_state.outer, trainable(state.params))
+            return optax.apply_updates(trainable(state.params), updates), outer
+
+        def outer_step(state: TrainState) -> TrainState:
+            replicas = state.opt_state.replicas
+            differences = jax.tree.map(lambda x, y: y[None] - x, trainable(replicas.params), trainable(state.params))
+            numbers = jax.lax.axis_index(OUTER) * self.per_device + jnp.arange(self.per_device)
+            keys = jax.vmap(lambda n: jax.random.fold_in(step.key(state.step, n), OUTER_KEY))(numbers)
+            sums = sum_over(differences, keys=keys)
+            params, outer = self.arithmetic.rounded(move, state.step)(state, sums)
+            params = merge(params, state.params)
+            floats = jax.tree.map(lambda x: x if is_float(x) else None, replicas.model_state)
+            means = jax.tree.map(lambda x, y: (x / number).astype(y.dtype), sum_over(floats, keys=keys), floats)
+            model_state = merge(means, jax.tree.map(lambda x: x[0], replicas.model_state))
+            spread = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (self.per_device, *x.shape)), tree)
+            replicas = replicas.replace(params=spread(params), model_state=spread(model_state))
+            guard = jax.tree.map(lambda x: jax.lax.pmax(x, OUTER), state.guard)
+            return state.replace(params=params, model_state=model_state, guard=guard, opt_state=Local(replicas, outer))
+
+        return outer_step
+
+    def averaged(self, state: TrainState) -> TrainState:
+        raise UsageError("optimizer.ema: no average is kept with outer.replicas; leave it null")
+
+    def argument_shapes(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
+        shard = lambda x: jax.ShapeDtypeStruct((self.table.size, *x.shape), x.dtype, sharding=self.split)
+        return self.abstract(), {k: shard(x) for k, x in example.items()}
+
+    def export(self, state: TrainState) -> TrainState:
+        return state
+
+    def adopt(self, state: TrainState) -> TrainState:
+        return state
+
+
+def with_replicas(make: Callable[[], TrainState], rule: OuterRule) -> TrainState:
+    """Return the initial state: replicas that are equal, and a new outer optimizer."""
+    one = make()
+    replicas = jax.tree.map(lambda x: jnp.broadcast_to(x, (rule.replicas, *x.shape)), one)
+    return one.replace(opt_state=Local(replicas, rule.tx.init(rule.trainable(one.params))), exponents=None)
+
+
+def split_replicas(replicas: int, devices: int) -> tuple[int, int]:
+    """Return (parts of the devices with other replicas, replicas of each part). Raises UsageError."""
+    if replicas % devices and devices % replicas:
+        fit = [n for n in range(1, devices + 1) if replicas % n == 0 or n % replicas == 0]
+        raise UsageError(
+            f"outer.replicas: {replicas} cannot be split over {devices} devices; use {fit[-1]} devices, or as many "
+            "replicas as they divide (this changes the numbers)",
+            rank=0,
+        )
+    parts = min(replicas, devices)
+    return parts, replicas // parts
+
+
+def replica_tables(table: np.ndarray, replicas: int, parts: int) -> np.ndarray:
+    """Return the microbatch of each slot of each device [device, slot], from the table of one replica."""
+    own = int(table.max()) + 1
+    every = np.stack([np.where(table < 0, table, table + number * own) for number in range(replicas)])
+    # [part, replica of the part, device of the replica, slot] -> [device, slot]
+    return every.reshape(parts, -1, *table.shape).swapaxes(1, 2).reshape(parts * len(table), -1)
+
+
+def is_float(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
