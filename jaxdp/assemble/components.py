@@ -87,8 +87,8 @@ def make_parts(config: Config, objects: Given = NOTHING) -> Parts:
     facts = facts_of(dataset)
     model = make_model(config, target, facts)
     model = model._replace(init=jax.jit(model.init))  # traced only once
-    own = (getattr(x, "transform", None) for x in eval_sets.values())
-    eval_transform = both(next(filter(None, own), None), transform)
+    transforms = (getattr(x, "transform", None) for x in eval_sets.values())
+    eval_transform = both(next(filter(None, transforms), None), transform)
     transform = both(getattr(dataset, "transform", None), transform)
     dtypes = config.precision
     casts = policy(dtypes.params, dtypes.compute or dtypes.params, dtypes.reduce or dtypes.params)

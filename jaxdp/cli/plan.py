@@ -132,8 +132,8 @@ def remarks(
             notes.append(f"zero {p.zero}: scaled from programs for {' and '.join(map(str, p.scaled_from))} devices")
         if p.gathered_whole:
             notes.append("zero 3: this model does not scan blocks, so all its parameters are gathered at once")
-        if p.share.whole and p.zero:
-            replicated = f"{p.share.whole} leaves of {size(p.share.whole_bytes)}"
+        if p.share.replicated and p.zero:
+            replicated = f"{p.share.replicated} leaves of {size(p.share.replicated_bytes)}"
             group = max(k for k in range(1, hardware.devices_per_host + 1) if devices % k == 0)
             hint = f"; parallel.shard_size {group} shards over smaller groups" if 1 < group < devices else ""
             notes.append(f"zero {p.zero}: {replicated} stay replicated, since none of their dims divides evenly{hint}")

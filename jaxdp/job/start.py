@@ -101,7 +101,7 @@ def sharding(run: Run, config: Config) -> str:
     share = run.strategy.share()
     if run.strategy.parts < 2 or not config.parallel.zero:
         return ""
-    replicated = f", {share.whole} leaves that do not divide stay replicated" if share.whole else ""
+    replicated = f", {share.replicated} leaves that do not divide stay replicated" if share.replicated else ""
     sharded = share.split_bytes / max(share.total_bytes, 1)
     return f": {sharded:.1%} of the state in {run.strategy.parts} shards{replicated}"
 

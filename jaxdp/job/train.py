@@ -125,7 +125,7 @@ def final_record(run: Run, config: Config, directory: pathlib.Path, context: Con
         )
         safe_print.say(summary(final[-1], directory))
         if (directory / report_file.NAME).is_file():
-            safe_print.say(report_file.said(directory))
+            safe_print.say(report_file.location(directory))
     final[-1].pop("time", None)
     return final[-1]
 

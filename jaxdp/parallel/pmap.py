@@ -15,7 +15,7 @@ from jaxdp.core.step import Step
 from jaxdp.errors import UsageError
 from jaxdp.optim import check_elementwise
 from jaxdp.parallel.gather import GatherRule, make_gather
-from jaxdp.parallel.layout import UNSHARDED, ZERO, Sharding, Share, of_params, share, state_dims, whole_shape
+from jaxdp.parallel.layout import UNSHARDED, ZERO, Sharding, Share, of_params, share, state_dims, unsharded_shape
 from jaxdp.parallel.mapped import Mapped, from_buffers, reshard
 from jaxdp.parallel.placement import (
     abstract_state,
@@ -203,7 +203,7 @@ class PMap:
             return from_buffers(x.shape, self.replicated, x)
         slices = [s.data.reshape(s.data.shape[1:]) for s in x.addressable_shards]
         sharding = NamedSharding(self.mesh, spec(dim, DATA))
-        shape = whole_shape(slices[0], dim, len(self.devices))
+        shape = unsharded_shape(slices[0], dim, len(self.devices))
         return jax.make_array_from_single_device_arrays(shape, sharding, slices)
 
     def _to_local(self, x: jax.Array, dim: int) -> jax.Array:

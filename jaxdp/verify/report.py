@@ -67,8 +67,8 @@ def find_causes(report: Report) -> list[str]:
         causes.append(cause("not finite", losses=losses.tolist()))
     elif reference.unexplained:
         causes.append(cause("rounding", leaves=list_leaves(reference.unexplained)))
-    elif not reference.judged[0]:
-        causes.append(cause("nothing judged"))
+    elif not reference.compared[0]:
+        causes.append(cause("no trained leaf"))
     elif not report.passed and not report.failed:
         causes.append(cause("nothing compared"))
     if report.failed and len(causes) == before:
@@ -116,14 +116,14 @@ def verdict(report: Report) -> str:
         differ = f"{number} of {total} configurations differ from the oracle: " if number else ""
         return f"not verified: {differ}{'; '.join(report.causes)}"
     assert report.reference is not None
-    judged, trained = report.reference.judged
-    why = "" if judged == trained else "; the gradient of the others is zero but for rounding"
+    compared, trained = report.reference.compared
+    why = "" if compared == trained else "; the gradient of the others is zero but for rounding"
     number = sum(r.verdict == REFUSED for r in report.results)
     refused = f" ({number} more refused)" if number else ""
     return (
         f"verified: {len(report.passed)} configurations agree with the oracle{refused}; "
         f"largest relative error {report.largest.error:.1e}, of {report.largest.leaf}; allowed {report.tolerance:g}; "
-        f"{judged} of {trained} trained leaves judged{why}"
+        f"{compared} of {trained} trained leaves compared{why}"
     )
 
 
@@ -159,5 +159,5 @@ def as_json(report: Report) -> dict[str, Any]:
         "checks": [c._asdict() for c in report.checks],
         "configurations": [row(r) for r in report.results],
         "rate": reference.rate if reference else 1.0,
-        "judged": reference.judged if reference else (0, 0),
+        "compared": reference.compared if reference else (0, 0),
     }
