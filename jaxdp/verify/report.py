@@ -3,12 +3,12 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxdp.metrics.numbers import table
 from jaxdp.verify.causes import FAILED, OK, REFUSED, Check, cause
 from jaxdp.verify.compare import Reference, Worst, list_leaves
 from jaxdp.verify.configurations import Configuration
@@ -102,11 +102,11 @@ def as_text(report: Report, title: str) -> str:
         f"{len(trial.batches)} updates of {examples} examples in {trial.microbatches} microbatches (a run has "
         f"{problem.batch_size} in {problem.microbatches}); float64, no loss scaling, no warm-up{lower}"
     )
-    parts = [f"{title}\n{setting}", table(["check", "verdict", "result"], report.checks)]
+    parts = [f"{title}\n{setting}", "\n".join(table([("check", "verdict", "result"), *report.checks]))]
     if report.results:
         heads = [*Configuration._fields, f"error (allowed {report.tolerance:g})", "of the leaf"]
         rows = [[*r.configuration.cells, r.outcome, r.failure or r.worst.leaf] for r in report.results]
-        parts.append(table(heads, rows))
+        parts.append("\n".join(table([heads, *rows])))
     return "\n\n".join([*parts, verdict(report)])
 
 
@@ -125,13 +125,6 @@ def verdict(report: Report) -> str:
         f"largest relative error {report.largest.error:.1e}, of {report.largest.leaf}; allowed {report.tolerance:g}; "
         f"{compared} of {trained} trained leaves compared{why}"
     )
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return aligned lines."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows)]
-    line = lambda cells: "  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip()
-    return "\n".join(map(line, [heads, *rows]))
 
 
 def as_json(report: Report) -> dict[str, Any]:

@@ -451,7 +451,7 @@ def test_every_kind_of_state_is_compared(judged):
     more += ["--model.target", "verify_cases.recurrent", "--data.target", "verify_cases.shaped", "--batch_size", "16"]
     report = judged(*more, "--optimizer.weight_decay", "0.1", "--verify.strategies", "2")
     # The mean over a microbatch counts padding, which the check of padding finds; everything else agrees.
-    assert [c.verdict for c in report.checks][:5] == ["ok", "ok", "ok", "ok", "FAILED"] and len(report.causes) == 1
+    assert [c.verdict for c in report.checks][:4] == ["ok", "ok", "ok", "FAILED"] and len(report.causes) == 1
     assert not report.failed and report.largest.error < 1e-13
     for result in report.results:
         groups = {path.split("/")[0] for path in result.errors}
