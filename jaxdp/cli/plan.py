@@ -67,7 +67,7 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
         ]
         setup = {"model": config.model.target, "parameters": count, "devices": devices, "hardware": hardware._asdict()}
         result = {"memory": limit, "plans": stage_plans, "recommended": best and best.zero, "notes": notes}
-        return json.dumps({**setup, "examples": examples, "slots": per_device, **result}, indent=1)
+        return json.dumps({**setup, "examples": examples, "microbatches_per_device": per_device, **result}, indent=1)
     return "\n".join([*title, "", *figures(plans, seconds, examples), "", verdict(plans, best, limit), "", *notes])
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from jaxdp import compilation_cache, rundir
 from jaxdp import config as schema
-from jaxdp.assemble.components import NOTHING, Given
+from jaxdp.assemble.components import NOTHING, Objects
 from jaxdp.assemble.run import SLOW, make_profile, make_run, on_all_ranks
 from jaxdp.config import Config
 from jaxdp.core.state import TrainState
@@ -40,21 +40,21 @@ def train(
     config: Config,
     path: str | None,
     context: Context,
-    given: Given = NOTHING,
+    objects: Objects = NOTHING,
     keep: bool = False,
     overwrite: bool = False,
 ) -> tuple[Record, TrainState | None]:
     """Create the run directory and train to the last update; return the final record and the state.
 
     Args:
-        given: see `make_parts`.
+        objects: see `make_parts`.
         keep: return the exported state instead of None.
         overwrite: remove an existing run from the directory first.
     """
     if not config.elastic.enabled or context.size == 1:
-        return train_here(config, path, context, given, keep, overwrite)
+        return train_here(config, path, context, objects, keep, overwrite)
     train_generation = lambda context, snapshots: train_here(
-        config, path, context, given, keep, overwrite and not snapshots.generations, snapshots
+        config, path, context, objects, keep, overwrite and not snapshots.generations, snapshots
     )
     return train_elastic(train_generation, context, config.elastic.snapshot_every)
 
@@ -63,7 +63,7 @@ def train_here(
     config: Config,
     path: str | None,
     context: Context,
-    given: Given,
+    objects: Objects,
     keep: bool,
     overwrite: bool,
     snapshots: Snapshots | None = None,
@@ -72,22 +72,24 @@ def train_here(
     began = time.time()
     directory = schema.run_dir(config, path)
     use_compilation_cache(config, context)
-    run = make_run(config, directory, context, given)
+    run = make_run(config, directory, context, objects)
     on_all_ranks(context, lambda: check_writers(config.log.writers))
-    callbacks = on_all_ranks(context, lambda: make_callbacks(config.callbacks, given.get("callbacks", {}), context))
+    callbacks = on_all_ranks(context, lambda: make_callbacks(config.callbacks, objects.get("callbacks", {}), context))
     context.agree(rundir.not_ours(directory) if overwrite and context.is_root else None)
     with lock_run_dir(directory, context) or contextlib.nullcontext():
         context.agree(rundir.clear(directory) if overwrite and context.is_root else None)
         events = run.checkpoints.events = Events(directory) if context.is_root else NoEvents()
         recovered = snapshots.recover(run, context) if snapshots is not None else None
-        start, saved = recovered[:2] if recovered else resume_step(run, config, context, given)
+        start, saved = recovered[:2] if recovered else resume_step(run, config, context, objects)
         if start > run.steps:
             raise UsageError(f"steps: {run.steps}, but {str(directory)!r} is at step {start}; give more", rank=0)
         record = None if recovered else final_record(run, config, directory, context, start)
         if record is not None:
             return record, run.checkpoints.restore(start, run.strategy.abstract()) if keep else None
         if offset := saved.get("offset", 0):
-            run = dataclasses.replace(make_run(config, directory, context, given, offset), checkpoints=run.checkpoints)
+            run = dataclasses.replace(
+                make_run(config, directory, context, objects, offset), checkpoints=run.checkpoints
+            )
         callbacks.load(saved.get("callbacks", []))
         run = dataclasses.replace(
             run,

@@ -34,7 +34,7 @@ class Sharding(NamedTuple):
     """How a strategy shards the state.
 
     zero: the stage. shard_size: the number of devices that share one copy of the sharded state; None means all.
-    gradient_buffer: 'sharded' reduces the gradients of stages 2 and 3 after each slot, 'replicated' once after all.
+    gradient_buffer: 'sharded' reduces gradients in stages 2 and 3 after each microbatch, 'replicated' once after all.
     blocks: paths of the parameters that are stacked [block, ...]. split_as: shard leaves as for this number of parts, a
     multiple of the real one; to plan for more devices.
     """

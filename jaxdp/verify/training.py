@@ -86,7 +86,7 @@ def train(
     state = jax.tree.map(put, first, strategy.abstract().replace(exponents=None))
     state, program, curve = strategy.adopt(state.replace(exponents=exponents)), strategy.compile(step), []
     for i in range(len(trial.batches)):
-        batch = read_batch(problem.dataset, trial.order, i, strategy.local_slots)
+        batch = read_batch(problem.dataset, trial.order, i, strategy.local_microbatches)
         state, metrics = program.update(state, strategy.shard_batch(batch))
         curve.append(jax.device_get(metrics))
     final = jax.tree.map(host, strategy.export(state).replace(exponents=None))
