@@ -133,7 +133,7 @@ def make_bits(config: Config, devices: int, updates: int) -> tuple[Make, list[Co
     def make(configuration: Configuration) -> Any:
         strategy, step = make_variant(config, parts, configuration, all_devices)
         check_optimizer(config, strategy, parts.rule.tx, step)
-        read = lambda i: read_batch(parts.dataset, parts.cursor, i, strategy.local_slots)
+        read = lambda i: read_batch(parts.dataset, parts.cursor, i, strategy.local_microbatches)
         return strategy, step, lambda i: strategy.shard_batch(read(i))
 
     last = parts.cursor.steps_per_epoch - 1
