@@ -27,7 +27,20 @@ import numpy as np
 from jaxdp.user_errors import is_own
 
 # Modules whose results may differ in the next process.
-OUTSIDE = {"os", "io", "time", "random", "datetime", "secrets", "uuid", "socket", "subprocess", "pathlib", "tempfile"}
+OUTSIDE = {
+    "os",
+    "io",
+    "_io",
+    "time",
+    "random",
+    "datetime",
+    "secrets",
+    "uuid",
+    "socket",
+    "subprocess",
+    "pathlib",
+    "tempfile",
+}
 OUTSIDE |= {"numpy.random", "posix", "glob", "importlib", "urllib"}
 OUTSIDE_CALLS = {"open", "input", "eval", "exec", "compile", "globals", "locals", "__import__", "id", "hash"}
 ATOMS = {bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented)}

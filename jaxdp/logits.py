@@ -28,7 +28,7 @@ class Logits(struct.PyTreeNode):
     def shape(self) -> tuple[int, ...]:
         return (*self.x.shape[:-1], self.classes)
 
-    def whole(self) -> jax.Array:
+    def compute(self) -> jax.Array:
         """Compute all logits [..., classes], in at least float32."""
         return _product(self.x, self.kernel)[..., : self.classes]
 
@@ -42,7 +42,7 @@ class Logits(struct.PyTreeNode):
         restore_shape = lambda tree: jax.tree.map(lambda x: x.reshape(lead), tree)
         size = rows_at_once(len(self.kernel), on_cpu())
         if len(rows) <= size:
-            return restore_shape(f(self.whole().reshape(-1, self.classes), *more))
+            return restore_shape(f(self.compute().reshape(-1, self.classes), *more))
         wide = self.kernel.astype(_wide(self.kernel.dtype))  # accumulate its gradient over the chunks in float32
 
         @jax.checkpoint
@@ -64,10 +64,10 @@ def rows_at_once(classes: int, cpu: bool) -> int:
     return rows - rows % TILE or rows
 
 
-def whole(outputs: Any) -> Any:
+def compute_logits(outputs: Any) -> Any:
     """Return a model's outputs with every lazy `Logits` computed."""
     is_leaf = lambda x: isinstance(x, Logits)
-    return jax.tree.map(lambda x: x.whole() if is_leaf(x) else x, outputs, is_leaf=is_leaf)
+    return jax.tree.map(lambda x: x.compute() if is_leaf(x) else x, outputs, is_leaf=is_leaf)
 
 
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.errors import UsageError
-from jaxdp.logits import Logits, whole
+from jaxdp.logits import Logits, compute_logits
 from jaxdp.targets import bind, call, locate
 
 Numbers = dict[str, float]
@@ -68,7 +68,7 @@ class SoftmaxCrossEntropy:
         if isinstance(outputs, Logits) and not soft:
             terms = outputs.map(self._terms, labels)
         else:
-            terms = self._terms(whole(outputs), labels)
+            terms = self._terms(compute_logits(outputs), labels)
         mask = fit_mask(batch["mask"], terms["loss"])
         sums = {name: jnp.sum(value * mask) for name, value in terms.items()}
         return sums.pop("loss"), jnp.sum(mask), sums
@@ -221,7 +221,7 @@ def check(loss: LossFn, outputs: Any, batch: Mapping[str, Any]) -> None:
 
 def apply_loss(loss: LossFn, outputs: Any, batch: dict[str, jax.Array]) -> Any:
     """Return loss(outputs, batch); compute lazy `Logits` first unless the loss reads them."""
-    return loss(outputs if attribute(loss, "reads_logits", False) else whole(outputs), batch)
+    return loss(outputs if attribute(loss, "reads_logits", False) else compute_logits(outputs), batch)
 
 
 def make_loss(

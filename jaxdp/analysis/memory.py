@@ -22,7 +22,7 @@ def bytes_by_tree(strategy: Strategy, step: Step, batch: Mapping[str, Any], spli
     split_grads: gradients are sharded while they accumulate.
     """
     dims, shapes, n = strategy.dims, strategy.shapes, strategy.parts
-    devices = strategy.table.shape[0]
+    devices = strategy.assignment.shape[0]
     grads = step.trainable(shapes.params)
     return {
         "params": local_bytes(shapes.params, dims.params, n),
@@ -40,16 +40,16 @@ def local_bytes(tree: Any, dims: Any, parts: int) -> int:
     return sum(jax.tree.leaves(jax.tree.map(size, tree, dims)))
 
 
-def update_collectives(texts: Mapping[str, tuple[str, str]], slots: int) -> list[Collective]:
+def update_collectives(texts: Mapping[str, tuple[str, str]], per_device: int) -> list[Collective]:
     """Return the collectives of an update whose parts are {name: (compiled text, lowered text)}.
 
-    slots: the number of microbatches of a device; a loop of unknown length is the loop over them.
+    per_device: the number of microbatches of a device; a loop of unknown length is the loop over them.
     """
     counted = [c for compiled, lowered in texts.values() for c in collectives(compiled, lowered)]
-    return [c if c.exact else c._replace(count=c.count * slots, exact=True) for c in counted]
+    return [c if c.exact else c._replace(count=c.count * per_device, exact=True) for c in counted]
 
 
-def of_compiled(lowered: Mapping[str, Any], devices: int, slots: int, updates: int = 1) -> dict[str, Any] | None:
+def of_compiled(lowered: Mapping[str, Any], devices: int, per_device: int, updates: int = 1) -> dict[str, Any] | None:
     """Return the compiler's report on an update that has run: bytes per device beside the trees, collectives by kind.
 
     lowered: the update's parts, lowered again in a millisecond, since JAX caches them and their executables. Returns
@@ -61,7 +61,7 @@ def of_compiled(lowered: Mapping[str, Any], devices: int, slots: int, updates: i
     compiled = {name: part.compile() for name, part in lowered.items()}
     used = [part.memory_analysis() for part in compiled.values()]
     texts = {name: (compiled[name].as_text(), lowered[name].as_text()) for name in lowered if devices > 1}
-    totals = summarize(update_collectives(texts, slots))
+    totals = summarize(update_collectives(texts, per_device))
     per_update = lambda n: n / updates if n % updates else n // updates
     return {
         "temporaries": max(u.temp_size_in_bytes for u in used),
@@ -85,10 +85,10 @@ def record(
 
     updates: the number of updates in that call.
     """
-    devices, slots = strategy.table.shape
+    devices, per_device = strategy.assignment.shape
     with contextlib.suppress(Exception):  # without the compiler's report, keep the old file
         lowered = program.lowered(state, batch, updates > 1)
-        rundir.write_layout(directory, {**layout, "program": of_compiled(lowered, devices, slots, updates)})
+        rundir.write_layout(directory, {**layout, "program": of_compiled(lowered, devices, per_device, updates)})
 
 
 def peak(used: Any) -> int:

@@ -46,11 +46,11 @@ class Memory(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The figures of an update in one ZeRO stage. slots: microbatches per device; flops: of a device's products."""
+    """The figures of an update in one ZeRO stage. per_device: microbatches of a device; flops: of its products."""
 
     zero: int
     devices: int
-    slots: int
+    per_device: int
     memory: Memory
     share: Share
     gathered_whole: bool  # stage 3, and the model does not scan blocks
@@ -113,12 +113,12 @@ def _measure(case: Case, zero: int, devices: int) -> Plan:
     lowered = program.lowered(state, batch)
     compiled = {name: part.compile() for name, part in lowered.items()}
     used = [part.memory_analysis() for part in compiled.values()]
-    slots = strategy.table.shape[1]
+    per_device = strategy.assignment.shape[1]
     sizes = bytes_by_tree(strategy, case.step, batch, case.accumulate_split)
     return Plan(
         zero,
         devices,
-        slots,
+        per_device,
         Memory(
             **sizes,
             activations=max(0, used[0].temp_size_in_bytes - sizes["grads"]),
@@ -126,7 +126,7 @@ def _measure(case: Case, zero: int, devices: int) -> Plan:
         ),
         strategy.share(),
         zero == 3 and not strategy.blocks,
-        tuple(update_collectives({k: (compiled[k].as_text(), lowered[k].as_text()) for k in lowered}, slots)),
+        tuple(update_collectives({k: (compiled[k].as_text(), lowered[k].as_text()) for k in lowered}, per_device)),
         count_flops(jax.make_jaxpr(program.update)(state, batch)),
         (),
     )

@@ -34,8 +34,8 @@ from jaxdp.precision import LossScaling, policy
 from jaxdp.split import path_string
 from jaxdp.targets import bind, call, locate, parameters, require
 
-Given = Mapping[str, Mapping[str, Any]]
-NOTHING: Given = {}
+Objects = Mapping[str, Mapping[str, Any]]
+NOTHING: Objects = {}
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision")
 
 
@@ -71,7 +71,7 @@ def set_jax(config: Config) -> None:
 
 
 @user_errors.reported()
-def make_parts(config: Config, objects: Given = NOTHING) -> Parts:
+def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
     """Build all components that the config names. Names are checked before any data is read.
 
     objects: {section: {name: object}} of a script, in addition to built-in names and dotted paths.
@@ -88,8 +88,8 @@ def make_parts(config: Config, objects: Given = NOTHING) -> Parts:
     facts = facts_of(dataset)
     model = make_model(config, target, facts)
     model = model._replace(init=jax.jit(model.init))  # traced only once
-    own = (getattr(x, "transform", None) for x in eval_sets.values())
-    eval_transform = both(next(filter(None, own), None), transform)
+    transforms = (getattr(x, "transform", None) for x in eval_sets.values())
+    eval_transform = both(next(filter(None, transforms), None), transform)
     transform = both(getattr(dataset, "transform", None), transform)
     dtypes = config.precision
     casts = policy(dtypes.params, dtypes.compute or dtypes.params, dtypes.reduce or dtypes.params)

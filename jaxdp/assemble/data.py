@@ -20,10 +20,6 @@ from jaxdp.models.base import Model
 from jaxdp.precision import Policy
 from jaxdp.targets import bind, call, locate, parameters, targets_in
 
-Given = Mapping[str, Mapping[str, Any]]
-NOTHING: Given = {}
-SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision")
-
 
 def make_data(
     config: Config, sources: Mapping[str, Any] = SOURCES, eval_sources: Mapping[str, Any] = SOURCES

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.assemble.components import Given
+from jaxdp.assemble.components import Objects
 from jaxdp.assemble.data import named_sets
 from jaxdp.config import Config, Optimizer, Target
 from jaxdp.config.check import flatten
@@ -48,7 +48,7 @@ def sections(config: Config) -> list[tuple[str, Target | Optimizer, Mapping[str,
     ]
 
 
-def fingerprints(config: Config, objects: Given) -> dict[str, str]:
+def fingerprints(config: Config, objects: Objects) -> dict[str, str]:
     """Return {key: fingerprint} of a script's objects, and of code that a config names by a dotted path.
 
     Built-in names have none. For an object that cannot be compared, the value is NOT_COMPARABLE and the reason.

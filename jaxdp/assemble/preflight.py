@@ -61,9 +61,9 @@ def rehearse(
             "parameters, and a state like the one that it got"
         )
     batch = read_batch(parts.dataset, parts.cursor, 0, np.zeros(1, np.int32))
-    slot = np.zeros(1, np.int32)
+    number = np.zeros(1, np.int32)
     with user_errors.reported(lambda key: called_with(key, parts, state)):
-        grads, sums = jax.make_jaxpr(step.grads, return_shape=True)(view_of_one(state), batch, slot)
+        grads, sums = jax.make_jaxpr(step.grads, return_shape=True)(view_of_one(state), batch, number)
     update, (_, metrics) = jax.make_jaxpr(step.apply, return_shape=True)(state, sums)
     check_paths(config, state.params)
     check_best(config, parts, set(metrics))
@@ -71,7 +71,7 @@ def rehearse(
     for name, dataset in parts.eval_sets.items():
         rehearse_evaluation(config, parts, step, state, dataset, f"eval.also.{name}" if name else "eval.data")
         check_examples(parts, state, False, dataset.read(probes(dataset)))
-    counted = model_flops(grads, lambda: jax.make_jaxpr(step.evaluate)(view_of_one(state), batch, slot))
+    counted = model_flops(grads, lambda: jax.make_jaxpr(step.evaluate)(view_of_one(state), batch, number))
     programs = {"the initial state": first, "the gradients": grads, "the update": update}
     return counted / parts.cursor.examples_per_microbatch, programs
 
@@ -145,8 +145,8 @@ def rehearse_evaluation(
         return
     order = make_order(config, dataset, parts.sequential, shuffle=False)
     try:
-        slot = np.zeros(1, np.int32)
-        jax.eval_shape(step.evaluate, view_of_one(state), read_batch(dataset, order, 0, slot), slot)
+        number = np.zeros(1, np.int32)
+        jax.eval_shape(step.evaluate, view_of_one(state), read_batch(dataset, order, 0, number), number)
     except Exception as error:
         shapes = [", ".join(f"{k} {v.name}{list(s[1:])}" for k, (s, v) in x.items()) for x in (others, ours)]
         raise UsageError(

@@ -15,7 +15,7 @@ from jaxdp.analysis.plan import Case
 from jaxdp.analysis.programs import Digest, check_same, digest, lines
 from jaxdp.assemble.components import (
     NOTHING,
-    Given,
+    Objects,
     Parts,
     make_parts,
     make_strategy,
@@ -37,7 +37,7 @@ from jaxdp.losses import attribute
 from jaxdp.metrics.throughput import throughput
 from jaxdp.metrics.writer import Record, Writer
 from jaxdp.parallel import STAGES, Strategy
-from jaxdp.parallel.placement import slot_table
+from jaxdp.parallel.placement import assign_microbatches
 from jaxdp.rundir import versions
 from jaxdp.training.profile import Profile
 from jaxdp.training.run import Run
@@ -62,7 +62,7 @@ class Prepared(NamedTuple):
     make_state: Callable[[], TrainState]
 
 
-def prepare(config: Config, objects: Given = NOTHING, several: bool = False) -> Prepared:
+def prepare(config: Config, objects: Objects = NOTHING, several: bool = False) -> Prepared:
     """Build and check what does not depend on the devices. several: compare evaluation data and programs by digests.
 
     Raises UsageError if the config, the data or the model is wrong, or they do not fit.
@@ -78,7 +78,7 @@ def prepare(config: Config, objects: Given = NOTHING, several: bool = False) -> 
 
 
 def prepare_on_all_ranks(
-    config: Config, context: Context, objects: Given = NOTHING, before: Prepared | None = None
+    config: Config, context: Context, objects: Objects = NOTHING, before: Prepared | None = None
 ) -> Prepared:
     """Return the result of `prepare`, after all ranks have compared theirs.
 
@@ -97,7 +97,7 @@ def make_run(
     config: Config,
     directory: pathlib.Path,
     context: Context,
-    objects: Given = NOTHING,
+    objects: Objects = NOTHING,
     offset: int = 0,
     prepared: Prepared | None = None,
 ) -> Run:
@@ -113,8 +113,8 @@ def make_run(
     prepared = prepared or prepare_on_all_ranks(config, context, objects)
     parts, make_state = prepared.parts, prepared.make_state
     devices = choose_devices(config, context)
-    table = slot_table(config.microbatches, len(devices), config.parallel.exact_group)
-    step = make_the_step(config, parts, is_padded(config, parts, table, offset))
+    assignment = assign_microbatches(config.microbatches, len(devices), config.parallel.exact_group)
+    step = make_the_step(config, parts, is_padded(config, parts, assignment, offset))
     strategy = on_all_ranks(context, lambda: make_strategy(config, parts, make_state, devices))
     on_all_ranks(context, lambda: check_optimizer(config, strategy, parts.rule.tx, step))
     training, evaluation = on_all_ranks(context, lambda: make_sources(config, parts, strategy))
@@ -151,7 +151,7 @@ def make_run(
     )
 
 
-def describe_config(config: Config, context: Context, objects: Given) -> dict[str, Any]:
+def describe_config(config: Config, context: Context, objects: Objects) -> dict[str, Any]:
     """Return the config, fingerprints and versions that a checkpoint stores, to compare on resume."""
     return {
         "config": dataclasses.asdict(config),
@@ -175,8 +175,8 @@ def make_sources(config: Config, parts: Parts, strategy: Strategy) -> tuple[Sour
     return training, {name: source(x, order(x), False) for name, x in parts.eval_sets.items()}
 
 
-def make_case(config: Config, parts: Parts, zero: int, slots: int, devices: int, split_as: int) -> Case:
-    """Build the case that `plan` compiles: a ZeRO stage on `devices` devices with `slots` microbatches each.
+def make_case(config: Config, parts: Parts, zero: int, per_device: int, devices: int, split_as: int) -> Case:
+    """Build the case that `plan` compiles: a ZeRO stage on `devices` devices with `per_device` microbatches each.
 
     split_as: shard leaves as for this number of devices.
     """
@@ -185,7 +185,7 @@ def make_case(config: Config, parts: Parts, zero: int, slots: int, devices: int,
     shard_size = configured.shard_size if zero else None
     parallel = dataclasses.replace(configured, backend=backend, zero=zero, shard_size=shard_size)
     if devices != split_as or devices > config.microbatches:
-        config = dataclasses.replace(config, microbatches=slots * devices)
+        config = dataclasses.replace(config, microbatches=per_device * devices)
     config = dataclasses.replace(config, parallel=parallel)
     if devices > len(jax.devices()):
         raise UsageError(f"--devices: {devices}, but only {len(jax.devices())} could be simulated")
@@ -239,7 +239,7 @@ def checked_fingerprint(dataset: Dataset) -> str:
         return fingerprint(dataset)
 
 
-def is_padded(config: Config, parts: Parts, table: np.ndarray, offset: int = 0) -> bool:
+def is_padded(config: Config, parts: Parts, assignment: np.ndarray, offset: int = 0) -> bool:
     """Return True if a batch of this run may have padding or a mask.
 
     Exact mode always has masks, so that its operations do not depend on the run's length; a run that may be rolled back
@@ -247,7 +247,7 @@ def is_padded(config: Config, parts: Parts, table: np.ndarray, offset: int = 0) 
     """
     order = parts.cursor
     full_batches = order.size % order.batch_size == 0 or parts.steps + offset <= order.size // order.batch_size
-    even_split = order.batch_size % order.microbatches == 0 and (table >= 0).all()
+    even_split = order.batch_size % order.microbatches == 0 and (assignment >= 0).all()
     always = config.parallel.exact or config.spike.action == "rollback"
     return not full_batches or not even_split or always or "mask" in shapes_of(parts.dataset)
 

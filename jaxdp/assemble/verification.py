@@ -24,6 +24,7 @@ from jaxdp.config import Config, Precision
 from jaxdp.config.check import check_exact
 from jaxdp.core.step import Step
 from jaxdp.data.prefetch import read_batch
+from jaxdp.errors import UsageError
 from jaxdp.parallel import Strategy
 from jaxdp.precision import policy
 from jaxdp.verify import Configuration, Problem
@@ -35,10 +36,11 @@ FLOAT64 = Precision("float64", "float64", "float64")
 
 
 def smaller(config: Config) -> Config:
-    """Return the config with the smaller arguments of `verify`."""
+    """Return the config with the smaller arguments of `verify`; with an outer step after each update, if any."""
     verify = config.verify
     return dataclasses.replace(
         config,
+        outer=dataclasses.replace(config.outer, every=1),
         model=dataclasses.replace(config.model, args={**config.model.args, **verify.model_args}),
         data=dataclasses.replace(config.data, args={**config.data.args, **verify.data_args}),
     )
@@ -57,6 +59,8 @@ def make_variant(
 
 def make_problem(config: Config) -> Problem:
     """Return the config's model, data, loss and optimizer, the latter with a constant learning rate."""
+    if config.outer.replicas > 1:
+        raise UsageError("outer.replicas: verify compares with ordinary training; compare bits instead, with --exact")
     opt, x64 = config.optimizer, jax.config.jax_enable_x64  # type: ignore[attr-defined]
     original, config = config, smaller(config)
     parts, parallel = make_parts(config), config.parallel
@@ -133,7 +137,7 @@ def make_bits(config: Config, devices: int, updates: int) -> tuple[Make, list[Co
     def make(configuration: Configuration) -> Any:
         strategy, step = make_variant(config, parts, configuration, all_devices)
         check_optimizer(config, strategy, parts.rule.tx, step)
-        read = lambda i: read_batch(parts.dataset, parts.cursor, i, strategy.local_slots)
+        read = lambda i: read_batch(parts.dataset, parts.cursor, i, strategy.local_microbatches)
         return strategy, step, lambda i: strategy.shard_batch(read(i))
 
     last = parts.cursor.steps_per_epoch - 1

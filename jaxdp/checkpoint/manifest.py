@@ -32,9 +32,9 @@ def list_files(directory: pathlib.Path) -> list[str]:
     return sorted(str(p.relative_to(directory)) for p in files if not p.name.startswith(NAME))
 
 
-def digest(file: pathlib.Path, patience: float = 0.0) -> tuple[int, str]:
-    """Return (bytes, SHA-256) of a file; patience: seconds to wait for it to appear on a slow network file system."""
-    deadline = time.monotonic() + patience
+def digest(file: pathlib.Path, wait: float = 0.0) -> tuple[int, str]:
+    """Return (bytes, SHA-256) of a file; wait: seconds to wait for it to appear on a slow network file system."""
+    deadline = time.monotonic() + wait
     while True:
         try:
             with open(file, "rb", opener=_open) as f:
@@ -45,8 +45,8 @@ def digest(file: pathlib.Path, patience: float = 0.0) -> tuple[int, str]:
         time.sleep(0.05)
 
 
-def digests(directory: pathlib.Path, names: Sequence[str], patience: float = 10.0) -> Files:
-    return {name: digest(directory / name, patience) for name in names}
+def digests(directory: pathlib.Path, names: Sequence[str], wait: float = 10.0) -> Files:
+    return {name: digest(directory / name, wait) for name in names}
 
 
 def flush(directory: pathlib.Path, names: Collection[str]) -> None:
@@ -106,14 +106,14 @@ def located(directory: pathlib.Path, name: str) -> pathlib.Path:
     raise Damaged(f"its {NAME} names {name[:200]!r}, which is {why}")
 
 
-def check(directory: pathlib.Path, files: Mapping[str, Sequence[Any]], patience: float = 0.0) -> None:
+def check(directory: pathlib.Path, files: Mapping[str, Sequence[Any]], wait: float = 0.0) -> None:
     """Raise Damaged for the first of `files` that is missing, or has another size or checksum.
 
     Raises OSError if a file cannot be read, which is not damage.
     """
     for name, (size, sha256) in files.items():
         try:
-            actual = digest(located(directory, name), patience)
+            actual = digest(located(directory, name), wait)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             raise Damaged(f"{name}: {error.strerror or error}") from None
         except OSError as error:

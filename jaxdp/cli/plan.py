@@ -10,13 +10,14 @@ import jax
 from jaxdp.analysis.hardware import Hardware, load_hardware, rate
 from jaxdp.analysis.hlo import summarize
 from jaxdp.analysis.plan import Plan, make_plan, predict, recommend
+from jaxdp.analysis.sites import describe, read_network
 from jaxdp.assemble.components import Parts, make_parts, make_the_step, set_jax, state_maker
 from jaxdp.assemble.preflight import rehearse
 from jaxdp.assemble.run import make_case
 from jaxdp.cli import Call
 from jaxdp.config import Config
 from jaxdp.errors import UsageError
-from jaxdp.metrics.numbers import size
+from jaxdp.metrics.numbers import size, table
 from jaxdp.parallel.pjit import group_size
 
 UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -53,6 +54,12 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     examples = config.batch_size if enough else per_device * devices * parts.cursor.examples_per_microbatch
     notes = remarks(config, plans, hardware, dtype, per_device, devices, examples)
     shapes = jax.eval_shape(make_state)
+    if config.outer.replicas > 1 or options["network"] is not None:
+        width = {"exact16": 0.5, "exact8": 0.25}.get(config.parallel.reduction, 1.0)
+        data = width * sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes.params))
+        outer, network = config.outer, options["network"] and read_network(options["network"])
+        sites, every = (min(outer.replicas, devices), outer.every) if outer.replicas > 1 else (devices, 1)
+        notes += describe(sites, data, every, seconds[0]["compute"] if seconds[0] else None, network)
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.params))
     title = (
         f"{config.model.target} {count:,} parameters; {config.data.target}; {config.optimizer.target}; "
@@ -67,11 +74,11 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
         ]
         setup = {"model": config.model.target, "parameters": count, "devices": devices, "hardware": hardware._asdict()}
         result = {"memory": limit, "plans": stage_plans, "recommended": best and best.zero, "notes": notes}
-        return json.dumps({**setup, "examples": examples, "slots": per_device, **result}, indent=1)
-    return "\n".join([*title, "", *table(plans, seconds, examples), "", verdict(plans, best, limit), "", *notes])
+        return json.dumps({**setup, "examples": examples, "microbatches_per_device": per_device, **result}, indent=1)
+    return "\n".join([*title, "", *figures(plans, seconds, examples), "", verdict(plans, best, limit), "", *notes])
 
 
-def table(plans: list[Plan], seconds: list[Any], examples: int) -> list[str]:
+def figures(plans: list[Plan], seconds: list[Any], examples: int) -> list[str]:
     """Return the lines of a table with one column for each stage."""
     kinds = sorted({kind for p in plans for kind in summarize(list(p.collectives))})
     totals = [summarize(list(p.collectives)) for p in plans]
@@ -92,12 +99,7 @@ def table(plans: list[Plan], seconds: list[Any], examples: int) -> list[str]:
         ("  examples/s", [f"{examples / s['no_overlap']:,.0f}" if s else "-" for s in seconds]),
         ("  efficiency", [f"{s['efficiency']:.2f} to {s['efficiency_overlap']:.2f}" if s else "-" for s in seconds]),
     ]
-    widths = [max(len(cells[i]) for _, cells in rows) for i in range(len(plans))]
-    first = max(len(name) for name, _ in rows)
-    return [
-        f"{name:{first}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths)).rstrip()
-        for name, cells in rows
-    ]
+    return table([[name, *cells] for name, cells in rows], ">")
 
 
 def verdict(plans: list[Plan], best: Plan | None, limit: float) -> str:
@@ -132,8 +134,8 @@ def remarks(
             notes.append(f"zero {p.zero}: scaled from programs for {' and '.join(map(str, p.scaled_from))} devices")
         if p.gathered_whole:
             notes.append("zero 3: this model does not scan blocks, so all its parameters are gathered at once")
-        if p.share.whole and p.zero:
-            replicated = f"{p.share.whole} leaves of {size(p.share.whole_bytes)}"
+        if p.share.replicated and p.zero:
+            replicated = f"{p.share.replicated} leaves of {size(p.share.replicated_bytes)}"
             group = max(k for k in range(1, hardware.devices_per_host + 1) if devices % k == 0)
             hint = f"; parallel.shard_size {group} shards over smaller groups" if 1 < group < devices else ""
             notes.append(f"zero {p.zero}: {replicated} stay replicated, since none of their dims divides evenly{hint}")

@@ -124,7 +124,7 @@ def generate(
 def at(outputs: Any, position: int) -> jax.Array:
     """Return the logits [vocabulary] at one token position of outputs [1, token, vocabulary]."""
     if isinstance(outputs, Logits):
-        return outputs.replace(x=outputs.x[0, position]).whole()
+        return outputs.replace(x=outputs.x[0, position]).compute()
     return outputs[0, position].astype(jnp.float32)
 
 

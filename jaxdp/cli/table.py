@@ -71,6 +71,7 @@ VERBS = {
             "zero": Option(str, "config", "the ZeRO stage: 0 to 3, all, or the one of the config"),
             "memory": Option(str, None, "memory of one device, such as 80GB; by default that of the hardware"),
             "hardware": Option(str, "h100-nvlink-ib400", "the name of a built-in hardware, or a YAML file"),
+            "network": Option(str, None, "between the sites of local updates (outer), such as 100mbit:40ms"),
             "json": JSON,
         },
     ),

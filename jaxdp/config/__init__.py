@@ -71,14 +71,14 @@ class Config:
             file (docs/finetune.md); null initializes them
     """
 
-    seed: int = numbers(0)
+    seed: int = numbers(0, least=0, most=2**32 - 1)
     run_dir: str | None = speed(None)
-    steps: int | None = numbers(None)
-    epochs: float | None = numbers(None)
-    batch_size: int = numbers(128)
-    microbatches: int = numbers(8)
+    steps: int | None = numbers(None, least=1, most=2**31 - 1)
+    epochs: float | None = numbers(None, most=2**31 - 1, above=0)
+    batch_size: int = numbers(128, least=1, most=2**31 - 1)
+    microbatches: int = numbers(8, least=1, most=2**20)
     compilation_cache: str | None = speed("auto")
-    steps_per_call: int = speed(1)
+    steps_per_call: int = speed(1, least=1, most=2**16)
     init_from: str | None = numbers(None)
     init: Init = numbers(Init())
     model: ModelTarget = numbers(ModelTarget())

@@ -2,47 +2,21 @@
 
 import dataclasses
 import math
+import operator
 import re
-from typing import Any, get_type_hints
+from collections.abc import Mapping
+from typing import Any
 
 from jaxdp.config import Config, Init
-from jaxdp.config.keys import RENAMED, inner
+from jaxdp.config.keys import RENAMED, known_fields
 from jaxdp.errors import UsageError
 
-AT_LEAST = {
-    "steps": 1, "batch_size": 1, "microbatches": 1, "seed": 0, "optimizer.warmup_steps": 0, "optimizer.lr": 0,
-    "optimizer.schedule_steps": 1, "optimizer.weight_decay": 0, "optimizer.final_lr": 0, "eval.every": 1,
-    "log.every": 1, "profile.start": 0, "profile.steps": 1, "checkpoint.every": 1, "checkpoint.keep": 1,
-    "parallel.devices": 1, "parallel.zero": 0, "parallel.shard_size": 2, "precision.loss_scale_interval": 1,
-    "verify.strategies": 1, "checkpoint.keep_every": 1, "watchdog.straggler_factor": 1,
-    "nonfinite.max_consecutive": 1, "spike.after": 1, "spike.max_rollbacks": 0, "data.workers": 0,
-    "steps_per_call": 1, "elastic.min_processes": 1, "elastic.snapshot_every": 1,
-    "outer.replicas": 1, "outer.every": 1, "outer.optimizer.lr": 0,
-}  # fmt: skip
-AT_MOST = {
-    "seed": 2**32 - 1,
-    "batch_size": 2**31 - 1,
-    "microbatches": 2**20,
-    "steps_per_call": 2**16,
-    "steps": 2**31 - 1,
-    "epochs": 2**31 - 1,
-    "parallel.zero": 3,
-    "precision.loss_scale": 2**126,
-    "nonfinite.max_consecutive": 2**31 - 1,
-    "spike.after": 2**31 - 1,
+LIMITS = {  # limit: (whether a value violates it, the message)
+    "least": (operator.lt, "is too small; it must be at least {}"),
+    "most": (operator.gt, "is too large; it must be at most {}"),
+    "above": (operator.le, "must be greater than {}"),
+    "below": (operator.ge, "must be below {}"),
 }
-ABOVE_ZERO = (
-    "epochs",
-    "optimizer.clip_norm",
-    "parallel.bucket_mb",
-    "precision.loss_scale",
-    "optimizer.ema",
-    "spike.decay",
-    "checkpoint.every_minutes",
-    "watchdog.step_timeout",
-    "elastic.join_timeout",
-)
-BELOW_ONE = {"optimizer.ema": 0.999, "spike.decay": 0.98}  # with a reasonable value
 PATHS = ("data.args.root", "data.args.path")  # ignored in comparisons: the fingerprint of the data is compared instead
 
 
@@ -58,15 +32,10 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 def decides(key: str) -> str:
     """Return whether a dotted key changes 'numbers' or only 'speed'."""
-    cls: Any = Config
-    mark = "numbers"
-    for part in key.split("."):
-        fields = {f.name: f for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
-        if part not in fields:
-            break
-        mark = fields[part].metadata["decides"]
-        cls = inner(get_type_hints(cls)[part])
-    return mark
+    fields = known_fields()
+    while key and key not in fields:  # an argument of a target
+        key = key.rpartition(".")[0]
+    return fields[key].metadata["decides"] if key else "numbers"
 
 
 def changed_numbers(before: dict[str, Any], after: Config) -> list[str]:
@@ -113,15 +82,8 @@ def check(config: Config) -> None:
     for key, value in flat.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UsageError(f"{key}: {value} is not a finite number")
-    for key, least in AT_LEAST.items():
-        if flat[key] is not None and flat[key] < least:
-            raise UsageError(f"{key}: {flat[key]} is too small; it must be at least {least}")
-    for key, most in AT_MOST.items():
-        if isinstance(flat[key], int | float) and flat[key] > most:
-            raise UsageError(f"{key}: {flat[key]} is too large; it must be at most {most}")
-    for key in ABOVE_ZERO:
-        if isinstance(flat[key], int | float) and not flat[key] > 0:
-            raise UsageError(f"{key}: {flat[key]} must be greater than 0")
+    for key, field in known_fields().items():
+        check_limits(key, flat.get(key), field.metadata["limits"])
     for key in ("model", "data", "loss", "optimizer"):
         if not flat[f"{key}.target"]:
             raise UsageError(f"{key}.target: missing; name a built-in or a dotted path, e.g. {key}: {{target: ...}}")
@@ -140,11 +102,6 @@ def check(config: Config) -> None:
                 f"optimizer.lr_scale: {pattern!r} has {factor!r}; give a factor of at least 0, such as 0.1"
             )
     check_init(config)
-    for key, fit in BELOW_ONE.items():
-        if flat[key] is not None and flat[key] >= 1:
-            raise UsageError(f"{key}: {flat[key]} must be below 1, such as {fit}")
-    if config.spike.factor is not None and config.spike.factor <= 1:
-        raise UsageError(f"spike.factor: {config.spike.factor} must be greater than 1, such as 3")
     if config.eval.ema and opt.ema is None:
         raise UsageError("eval.ema: True, but no average is kept; set optimizer.ema, such as 0.999")
     if parallel.shard_size is not None and not parallel.zero:
@@ -168,6 +125,14 @@ def check(config: Config) -> None:
         check_outer(config)
     if "float64" in (config.precision.compute, config.precision.reduce) and config.precision.params != "float64":
         raise UsageError(f"precision.params: {config.precision.params!r} with float64 elsewhere; set it to float64 too")
+
+
+def check_limits(key: str, value: Any, limits: Mapping[str, float]) -> None:
+    """Raise `UsageError` if a number is outside of the limits of its key."""
+    example = f", such as {limits['example']:g}" if "example" in limits else ""
+    for name, (violates, text) in LIMITS.items():
+        if isinstance(value, int | float) and name in limits and violates(value, limits[name]):
+            raise UsageError(f"{key}: {value} {text.format(limits[name])}{example}")
 
 
 def check_patterns(config: Config, section: str, *names: str) -> None:

@@ -1,6 +1,7 @@
 """The keys of a config and the types of their values; suggestions for unknown keys."""
 
 import dataclasses
+import functools
 import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -20,14 +21,20 @@ def inner(hint: Any) -> Any:
     return next((k for k in (hint, *get_args(hint)) if dataclasses.is_dataclass(k)), None)
 
 
-def known_keys(cls: Any = Config, prefix: str = "") -> dict[str, Any]:
+def known_keys() -> dict[str, Any]:
     """Return {dotted key: type hint} of all keys."""
-    keys: dict[str, Any] = {}
-    for name, hint in get_type_hints(cls).items():
-        keys[f"{prefix}{name}"] = hint
-        if inner(hint) is not None:
-            keys |= known_keys(inner(hint), f"{prefix}{name}.")
-    return keys
+    return {key: field.type for key, field in known_fields().items()}
+
+
+@functools.cache
+def known_fields(cls: Any = Config, prefix: str = "") -> dict[str, "dataclasses.Field[Any]"]:
+    """Return {dotted key: field} of all keys."""
+    hints, fields = get_type_hints(cls), dict[str, Any]()
+    for field in dataclasses.fields(cls):
+        fields[f"{prefix}{field.name}"] = field
+        if (section := inner(hints[field.name])) is not None:
+            fields |= known_fields(section, f"{prefix}{field.name}.")
+    return fields
 
 
 # Names of keys in other trainers.

@@ -17,7 +17,7 @@ class Eval:
         ema: evaluate the running average of the parameters (optimizer.ema)
     """
 
-    every: int | None = speed(None)
+    every: int | None = speed(None, least=1)
     data: Target | None = speed(None)
     also: dict[str, Any] = speed({})
     ema: bool = speed(False)
@@ -33,7 +33,7 @@ class Log:
             dotted path of your own (docs/monitoring.md)
     """
 
-    every: int = speed(50)
+    every: int = speed(50, least=1)
     writers: list[Any] = speed([])
 
 
@@ -46,8 +46,8 @@ class Profile:
         steps: the number of updates to trace
     """
 
-    start: int | None = speed(None)
-    steps: int = speed(5)
+    start: int | None = speed(None, least=0)
+    steps: int = speed(5, least=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +64,11 @@ class Checkpoint:
             cross_entropy and perplexity are best when low, others when high
     """
 
-    every: int | None = speed(None)
-    every_minutes: float | None = speed(None)
+    every: int | None = speed(None, least=1)
+    every_minutes: float | None = speed(None, above=0)
     asynchronous: bool = speed(True)
-    keep: int = speed(3)
-    keep_every: int | None = speed(None)
+    keep: int = speed(3, least=1)
+    keep_every: int | None = speed(None, least=1)
     best: str | None = speed(None)
 
 
@@ -95,9 +95,9 @@ class Elastic:
     """
 
     enabled: bool = speed(False)
-    min_processes: int = speed(1)
-    snapshot_every: int = speed(10)
-    join_timeout: float = speed(60.0)
+    min_processes: int = speed(1, least=1)
+    snapshot_every: int = speed(10, least=1)
+    join_timeout: float = speed(60.0, above=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +111,8 @@ class Watchdog:
             takes this many times as long as that of the others
     """
 
-    step_timeout: float | None = speed(600.0)
-    straggler_factor: float = speed(2.0)
+    step_timeout: float | None = speed(600.0, above=0)
+    straggler_factor: float = speed(2.0, least=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,4 +127,4 @@ class Verify:
 
     model_args: dict[str, Any] = speed({})
     data_args: dict[str, Any] = speed({})
-    strategies: int | None = speed(None)
+    strategies: int | None = speed(None, least=1)

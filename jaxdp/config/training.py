@@ -5,20 +5,24 @@ import dataclasses
 from typing import Any, Literal
 
 
-def _field(decides: str, default: Any) -> Any:
+def _field(decides: str, default: Any, limits: dict[str, float]) -> Any:
+    metadata = {"decides": decides, "limits": limits}
     if isinstance(default, list | dict) or dataclasses.is_dataclass(default):
-        return dataclasses.field(default_factory=lambda: copy.copy(default), metadata={"decides": decides})
-    return dataclasses.field(default=default, metadata={"decides": decides})
+        return dataclasses.field(default_factory=lambda: copy.copy(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-def numbers(default: Any) -> Any:
-    """Create a field that changes the numbers of a run."""
-    return _field("numbers", default)
+def numbers(default: Any, **limits: float) -> Any:
+    """Create a field that changes the numbers of a run.
+
+    limits: of a number; `least` and `most` are allowed, `above` and `below` are not. example: a value, for the message.
+    """
+    return _field("numbers", default, limits)
 
 
-def speed(default: Any) -> Any:
-    """Create a field that changes only speed, memory or output."""
-    return _field("speed", default)
+def speed(default: Any, **limits: float) -> Any:
+    """Create a field that changes only speed, memory or output. limits: see `numbers`."""
+    return _field("speed", default, limits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +68,7 @@ class DataTarget(Target):
 
     order: Literal["shuffled", "sequential"] | None = numbers(None)
     transform: Target | None = numbers(None)
-    workers: int = speed(0)
+    workers: int = speed(0, least=0)
     on_device: bool = speed(False)
 
 
@@ -105,17 +109,17 @@ class Optimizer:
     """
 
     target: str = numbers("adamw")
-    lr: float = numbers(1e-3)
+    lr: float = numbers(1e-3, least=0)
     schedule: dict[str, Any] | str = numbers("cosine")
-    warmup_steps: int = numbers(0)
-    schedule_steps: int | None = numbers(None)
-    final_lr: float = numbers(0.0)
-    weight_decay: float = numbers(0.0)
+    warmup_steps: int = numbers(0, least=0)
+    schedule_steps: int | None = numbers(None, least=1)
+    final_lr: float = numbers(0.0, least=0)
+    weight_decay: float = numbers(0.0, least=0)
     no_decay: list[str] = numbers([r"(^|/)(bias|scale)$"])
-    clip_norm: float | None = numbers(None)
+    clip_norm: float | None = numbers(None, above=0)
     frozen: list[str] = numbers([])
     lr_scale: dict[str, float] = numbers({})
-    ema: float | None = numbers(None)
+    ema: float | None = numbers(None, above=0, below=1, example=0.999)
     args: dict[str, Any] = numbers({})
 
 
@@ -165,15 +169,15 @@ class Parallel:
     """
 
     backend: Literal["pmap", "pjit"] = speed("pmap")
-    zero: int = speed(0)
+    zero: int = speed(0, least=0, most=3)
     reduction: str = speed("auto")
     exact_group: int = numbers(1)
-    bucket_mb: float = speed(25.0)
-    shard_size: int | None = speed(None)
+    bucket_mb: float = speed(25.0, above=0)
+    shard_size: int | None = speed(None, least=2)
     gradient_buffer: Literal["sharded", "replicated"] = speed("sharded")
     remat: Literal["auto", "none", "full", "dots", "dots_no_batch"] = speed("auto")
     accumulate: Literal["auto", "vmap", "scan"] = speed("auto")
-    devices: int | None = speed(None)
+    devices: int | None = speed(None, least=1)
     xla_preset: Literal["default", "overlap"] = speed("default")
 
     @property
@@ -198,7 +202,7 @@ class OuterOptimizer(Target):
     """
 
     target: str = numbers("sgd")
-    lr: float = numbers(0.7)
+    lr: float = numbers(0.7, least=0)
     args: dict[str, Any] = numbers({"momentum": 0.9, "nesterov": True})
 
 
@@ -211,8 +215,8 @@ class Outer:
         every: updates between two outer steps
     """
 
-    replicas: int = numbers(1)
-    every: int = numbers(20)
+    replicas: int = numbers(1, least=1)
+    every: int = numbers(20, least=1)
     optimizer: OuterOptimizer = numbers(OuterOptimizer())
 
 
@@ -234,8 +238,8 @@ class Precision:
     compute: Literal["float32", "float64", "bfloat16", "float16"] | None = numbers(None)
     reduce: Literal["float32", "float64", "bfloat16", "float16"] | None = numbers(None)
     matmul: Literal["default", "high", "highest"] = numbers("default")
-    loss_scale: float | Literal["dynamic"] | None = numbers(None)
-    loss_scale_interval: int = numbers(2000)
+    loss_scale: float | Literal["dynamic"] | None = numbers(None, most=2**126, above=0)
+    loss_scale_interval: int = numbers(2000, least=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +250,7 @@ class Nonfinite:
         max_consecutive: number of consecutive ones that ends the run
     """
 
-    max_consecutive: int = speed(10)
+    max_consecutive: int = speed(10, least=1, most=2**31 - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,8 +266,8 @@ class Spike:
         max_rollbacks: the number of rollbacks allowed; one more ends the run
     """
 
-    factor: float | None = numbers(None)
-    decay: float = numbers(0.98)
-    after: int = numbers(100)
+    factor: float | None = numbers(None, above=1, example=3)
+    decay: float = numbers(0.98, above=0, below=1, example=0.98)
+    after: int = numbers(100, least=1, most=2**31 - 1)
     action: Literal["skip", "rollback"] = numbers("skip")
-    max_rollbacks: int = numbers(3)
+    max_rollbacks: int = numbers(3, least=0)

@@ -13,7 +13,7 @@ Tree = Any
 
 
 class Carried(NamedTuple):
-    """after: the carry after the update. reset[slot, example]: True where the carry starts at zero; None: nowhere."""
+    """after: the carry after the update. reset[local, example]: True where the carry starts at zero; None: nowhere."""
 
     after: Tree
     reset: jax.Array | None

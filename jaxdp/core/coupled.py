@@ -17,7 +17,8 @@ Tree = Any
 
 
 class Coupled(NamedTuple):
-    """The result of a loss over the full batch, per slot [slot, ...]: its share of the sums, and d loss / d outputs."""
+    """The result of a loss over the full batch for each local microbatch [local, ...]: its share of the sums, and the
+    derivatives by its outputs."""
 
     loss: jax.Array
     weight: jax.Array
@@ -25,12 +26,12 @@ class Coupled(NamedTuple):
     cotangents: Tree
 
 
-def couple(loss: LossFn, outputs: Tree, batch: Tree, slots: jax.Array, train: bool) -> Coupled:
-    """Apply the loss to the full batch and split the result over this replica's slots.
+def couple(loss: LossFn, outputs: Tree, batch: Tree, numbers: jax.Array, train: bool) -> Coupled:
+    """Apply the loss to the full batch and split the result over this replica's microbatches.
 
     Args:
         outputs, batch: of all microbatches [microbatch, example, ...].
-        slots: the microbatches of this replica [slot].
+        numbers: of the microbatches of this replica [local].
         train: also differentiate with respect to the outputs.
     """
     rows = batch["mask"].reshape(len(batch["mask"]), -1).sum(-1)
@@ -45,7 +46,7 @@ def couple(loss: LossFn, outputs: Tree, batch: Tree, slots: jax.Array, train: bo
         cotangents = jax.tree.map(lambda x, c: c if _is_float(x) else x, outputs, grads)
     else:
         (total, (weight, metrics)), cotangents = batch_loss(outputs), None
-    index = jnp.maximum(slots, 0)
+    index = jnp.maximum(numbers, 0)
     fraction = (rows / jnp.maximum(rows.sum(), 1))[index].astype(total.dtype)
     share = lambda x: x.astype(total.dtype) * fraction
     cotangents = jax.tree.map(lambda x: x[index], cotangents)

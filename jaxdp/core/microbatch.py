@@ -20,7 +20,7 @@ from jaxdp.models.scan import block_hooks
 from jaxdp.models.scan import remat as rematerialize
 
 Tree = Any
-# loss_and_sums(params, carry, batch, slot, coupled) -> (the scaled loss [], Sums of one microbatch)
+# loss_and_sums(params, carry, batch, number, coupled) -> (the scaled loss [], Sums of one microbatch)
 Loss = Callable[..., tuple[jax.Array, Sums]]
 # differentiate(params) -> ((a loss, Sums without gradients), gradients)
 Differentiate = Callable[[Tree], tuple[tuple[Any, Sums], Tree]]
@@ -34,14 +34,14 @@ class Microbatch(NamedTuple):
     gather: Gather
     train: bool = False
 
-    def forward(self, params: Tree, carry: Tree, batch: Batch, slot: jax.Array) -> tuple[Tree, Batch, Tree]:
+    def forward(self, params: Tree, carry: Tree, batch: Batch, number: jax.Array) -> tuple[Tree, Batch, Tree]:
         """Return (the model's outputs, the batch for the loss, the new model state).
 
         Padding repeats a real example. A microbatch without examples is computed like any other and has weight 0; if
         the model saw it masked, BatchNorm would divide 0 by 0.
         """
         options, mask = self.options, batch["mask"]
-        key, augment_key = jax.random.split(microbatch_key(options.seed, self.view.step, slot))
+        key, augment_key = jax.random.split(microbatch_key(options.seed, self.view.step, number))
         transform = options.transform if self.train else options.eval_transform
         if transform is not None:
             batch = transform(batch, augment_key, self.train)
@@ -58,14 +58,14 @@ class Microbatch(NamedTuple):
         return options.policy.outputs(outputs), {**batch, "mask": mask.astype(options.policy.state)}, new_state
 
     def loss_and_sums(
-        self, params: Tree, carry: Tree, batch: Batch, slot: jax.Array, coupled: Coupled | None
+        self, params: Tree, carry: Tree, batch: Batch, number: jax.Array, coupled: Coupled | None
     ) -> tuple[jax.Array, Sums]:
         """Return (the scaled loss [], the sums without gradients); both are 0 if the microbatch has no example.
 
         params: those to differentiate by, None for the others, which `view` has.
         """
         real = jnp.any(batch["mask"] != 0)
-        outputs, loss_batch, new_state = self.forward(params, carry, batch, slot)
+        outputs, loss_batch, new_state = self.forward(params, carry, batch, number)
         new_state, new_carry = split_carry(new_state)
         if coupled is None:
             total, weight, metrics = check_result(apply_loss(self.options.loss, outputs, loss_batch))
@@ -90,7 +90,7 @@ class Microbatch(NamedTuple):
 
 
 def at_once(loss_and_sums: Loss, pieces: Tree) -> Differentiate:
-    """Differentiate the total over pieces [slot, ...]: one product per weight, not per slot."""
+    """Differentiate the total over pieces [local, ...]: one product per weight, not per microbatch."""
     first = jax.tree.map(lambda x: x[0], pieces)
     single = len(jax.tree.leaves(pieces)[0]) == 1
 
@@ -106,18 +106,18 @@ def at_once(loss_and_sums: Loss, pieces: Tree) -> Differentiate:
 
 
 def one_by_one(loss_and_sums: Loss, pieces: Tree) -> Differentiate:
-    """Accumulate gradients slot by slot, with the activations of one slot in memory at a time."""
+    """Accumulate gradients microbatch by microbatch, with the activations of one microbatch in memory at a time."""
 
     def accumulate(params: Tree) -> tuple[tuple[None, Sums], Tree]:
-        def slot_sums(piece: Tree) -> Sums:
+        def microbatch_sums(piece: Tree) -> Sums:
             (_, sums), grads = jax.value_and_grad(loss_and_sums, has_aux=True)(params, *piece)
             return sums._replace(grads=grads)
 
         def add(sums: Sums, piece: Tree) -> tuple[Sums, Tree]:
-            new = slot_sums(piece)
+            new = microbatch_sums(piece)
             return jax.tree.map(jnp.add, sums, new._replace(carry=None)), new.carry
 
-        shapes = jax.eval_shape(slot_sums, jax.tree.map(lambda x: x[0], pieces))._replace(carry=None)
+        shapes = jax.eval_shape(microbatch_sums, jax.tree.map(lambda x: x[0], pieces))._replace(carry=None)
         sums, carry = jax.lax.scan(add, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), pieces)
         return (None, sums._replace(carry=carry)), sums.grads
 
@@ -132,14 +132,14 @@ def make_grads(forward: Forward, trainable: Callable[[Tree], Tree], accumulate: 
     """Build `Step.grads`."""
 
     def grads(
-        view: View, batch: Batch, slots: jax.Array, gather: Gather = plain_gather, join: Join = plain_join
+        view: View, batch: Batch, numbers: jax.Array, gather: Gather = plain_gather, join: Join = plain_join
     ) -> Sums:
         mask = batch["mask"]
         if not padded:
             batch = {**batch, "mask": jnp.ones_like(mask)}  # a constant that the compiler can fold
         microbatch = Microbatch(forward, view, gather, train=True)
-        coupled = first_pass(microbatch, accumulate, view.carry, batch, slots, join)
-        pieces = (view.carry, batch, slots, coupled)
+        coupled = first_pass(microbatch, accumulate, view.carry, batch, numbers, join)
+        pieces = (view.carry, batch, numbers, coupled)
         differentiate = ACCUMULATE[accumulate](microbatch.loss_and_sums, pieces)
         (_, sums), gradients = differentiate(trainable(view.params))
         sums = sums._replace(grads=gradients)
@@ -157,33 +157,33 @@ def make_evaluate(forward: Forward, accumulate: str) -> Callable:
     """Build `Step.evaluate`."""
 
     def evaluate(
-        view: View, batch: Batch, slots: jax.Array, gather: Gather = plain_gather, join: Join = plain_join
+        view: View, batch: Batch, numbers: jax.Array, gather: Gather = plain_gather, join: Join = plain_join
     ) -> Sums:
-        """Sum over the slots without gradients. The carry starts at zero, unless batches mark where sequences start."""
+        """Sum without gradients. The carry starts at zero, unless batches mark where sequences start."""
         keep = RESET in batch
         carry = view.carry if keep else jax.tree.map(jnp.zeros_like, view.carry)
         microbatch = Microbatch(forward, view, gather)
 
-        def slot_sums(piece: Any) -> Sums:
+        def microbatch_sums(piece: Any) -> Sums:
             sums = microbatch.loss_and_sums(view.params, *piece)[1]
             return sums._replace(model_state=None, carry=sums.carry if keep else None)
 
-        coupled = first_pass(microbatch, accumulate, carry, batch, slots, join)
-        sums = MAP[accumulate](slot_sums, (carry, batch, slots, coupled))
+        coupled = first_pass(microbatch, accumulate, carry, batch, numbers, join)
+        sums = MAP[accumulate](microbatch_sums, (carry, batch, numbers, coupled))
         return jax.tree.map(lambda x: x.sum(0), sums._replace(carry=None))._replace(carry=sums.carry)
 
     return evaluate
 
 
 def first_pass(
-    microbatch: Microbatch, accumulate: str, carry: Tree, batch: Batch, slots: jax.Array, join: Join
+    microbatch: Microbatch, accumulate: str, carry: Tree, batch: Batch, numbers: jax.Array, join: Join
 ) -> Coupled | None:
     """Compute all outputs and couple them in the loss; return None if the loss is a sum over single examples."""
     if attribute(microbatch.options.loss, "scope", "example") != "global":
         return None
 
-    def slot_outputs(piece: Any) -> tuple[Tree, Batch]:
+    def microbatch_outputs(piece: Any) -> tuple[Tree, Batch]:
         return microbatch.forward(microbatch.view.params, *piece)[:2]
 
-    outputs, loss_batch = join(MAP[accumulate](slot_outputs, (carry, batch, slots)))
-    return couple(microbatch.options.loss, outputs, loss_batch, slots, microbatch.train)
+    outputs, loss_batch = join(MAP[accumulate](microbatch_outputs, (carry, batch, numbers)))
+    return couple(microbatch.options.loss, outputs, loss_batch, numbers, microbatch.train)

@@ -17,7 +17,7 @@ __all__ = ["Batch", "Gather", "Join", "Sums", "Total", "TrainState", "Transform"
 Tree = Any
 # (parameters, compute dtype) -> (full parameters of that dtype, the function that gathers a block in `scan_blocks`)
 Gather = Callable[[Tree, Any], tuple[Tree, BlockGather]]
-# leaves [slot, ...] of a replica -> leaves [microbatch, ...] of all replicas
+# leaves [local, ...] of a replica -> leaves [microbatch, ...] of all replicas
 Join = Callable[[Tree], Tree]
 # gradients -> [2]: the sum of their squares, and the number of non-finite elements
 Total = Callable[[Tree], jax.Array]
@@ -47,7 +47,7 @@ class TrainState(struct.PyTreeNode):
 
 
 class View(NamedTuple):
-    """The part of the state that a replica needs to compute its sums; loss_scale [] or None, carry[slot, ...]."""
+    """The part of the state that a replica needs to compute its sums; loss_scale [] or None, carry[local, ...]."""
 
     step: jax.Array
     params: Tree
@@ -58,7 +58,7 @@ class View(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over microbatches and replicas. Only `carry` is not summed: it stays with its slots.
+    """Sums over microbatches and replicas. Only `carry` is not summed: it stays with its microbatches.
 
     model_state: floats times the weight; integers as `Change`. carry: a `Carried` from `Step.grads`, the tree itself
     from `Step.evaluate`. exponents: the reduction's own state.
@@ -79,7 +79,7 @@ def plain_gather(params: Tree, dtype: Any) -> tuple[Tree, BlockGather]:
 
 
 def plain_join(tree: Tree) -> Tree:
-    """Return the slots of the only replica unchanged."""
+    """Return the microbatches of the only replica unchanged."""
     return tree
 
 

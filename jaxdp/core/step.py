@@ -1,11 +1,13 @@
 """The training step: two pure functions that contain no strategy and no collective.
 
-    grads(view, batch[slot, example, ...], slots[slot], gather, join) -> Sums  one replica's share of the microbatches
-    apply(state, sums, total) -> (state, metrics)                              the one division, the optimizer
+    grads(view, batch[local, example, ...], numbers[local], gather, join) -> Sums  a replica's share of the microbatches
+    apply(state, sums, total) -> (state, metrics)                                  the one division, the optimizer
+
+`local` counts the microbatches of a replica; `numbers` are their numbers among all, -1 for none.
 
 Everything in `Sums` adds up over microbatches and replicas, and is divided once, by the global weight. A strategy has
 only three hooks into the step: `gather` gathers sharded parameters (and shapes gradients as the strategy wants them),
-`join` gathers the slots of all replicas for a loss that couples examples, `total` measures gradients that may be
+`join` gathers the microbatches of all replicas for a loss that couples examples, `total` measures gradients that may be
 sharded. On one device, a strategy needs none.
 """
 

@@ -66,12 +66,12 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
 
 
 @functools.lru_cache(maxsize=32)
-def _rows_and_mask(slots: bytes, microbatches: int, padded: int, examples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (batch rows, mask), each [slot, padded] and read-only, because they are cached for all steps.
-    slots: int64 microbatch numbers as bytes; padded: rows of a microbatch; examples: real rows of the batch."""
-    numbers = np.frombuffer(slots, np.int64).reshape(-1, 1)
+def _rows_and_mask(packed: bytes, microbatches: int, padded: int, examples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (batch rows, mask), each [local, padded] and read-only, because they are cached for all steps.
+    packed: int64 microbatch numbers as bytes; padded: rows of a microbatch; examples: real rows of the batch."""
+    numbers = np.frombuffer(packed, np.int64).reshape(-1, 1)
     if ((numbers < -1) | (numbers >= microbatches)).any():
-        raise ValueError(f"slots: {numbers[:, 0].tolist()} are not all in [-1, {microbatches})")
+        raise ValueError(f"microbatch numbers {numbers[:, 0].tolist()} are not all in [-1, {microbatches})")
     row = np.arange(padded) * microbatches + numbers
     mask = (numbers >= 0) & (row < examples)
     row = np.where(mask, row, 0)
@@ -130,14 +130,14 @@ class Order:
         """Return True if this step's batch is the first of an epoch."""
         return not self._batch(step)[1]
 
-    def rows(self, step: int, slots: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the examples of the local microbatches: (indices[slot, E] int64, mask[slot, E] bool).
+    def rows(self, step: int, numbers: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the examples of the local microbatches: (indices[local, E] int64, mask[local, E] bool).
 
-        slots: microbatch numbers in [0, microbatches), or -1 for no microbatch. Padding rows repeat the example of the
+        numbers: of the microbatches, in [0, microbatches), or -1 for none. Padding rows repeat the example of the
         batch's first row with mask False, so padding is always a real, finite example.
         """
-        numbers = np.asarray(slots, np.int64).tobytes()
-        row, mask = _rows_and_mask(numbers, self.microbatches, self.examples_per_microbatch, self.examples(step))
+        packed = np.asarray(numbers, np.int64).tobytes()
+        row, mask = _rows_and_mask(packed, self.microbatches, self.examples_per_microbatch, self.examples(step))
         return self._examples(step, row), mask
 
     def _examples(self, step: int, rows: np.ndarray) -> np.ndarray:

@@ -75,7 +75,7 @@ class HuggingFace:
 
 def _narrow(value: np.ndarray, column: str) -> np.ndarray:
     if value.dtype.kind not in "biufO" and value.dtype.name != "bfloat16":
-        raise UsageError(f"data.args.columns: {column!r} holds {value.dtype}, not numbers; encode it with `map` first")
+        raise UsageError(f"data.args.columns: {column!r} has {value.dtype}, not numbers; encode it with `map` first")
     if value.dtype == np.int64 and (value == value.astype(np.int32)).all():
         return value.astype(np.int32)
     return value

@@ -32,7 +32,7 @@ def read_idx(path: Path, dims: int) -> np.ndarray:
     size = int(np.prod(shape, dtype=object))
     if len(data) != header + size:
         raise UsageError(
-            f"data.args.root: {path} holds {len(data) - header:,} bytes of data, its header says {size:,} ({shape}); "
+            f"data.args.root: {path} has {len(data) - header:,} bytes of data, its header says {size:,} ({shape}); "
             "fetch the file again"
         )
     return np.frombuffer(data, np.uint8, offset=header).reshape(shape)
@@ -61,14 +61,14 @@ class MNIST(Arrays):
         image_file, label_file = self._find(root, f"{stem}-images", 3), self._find(root, f"{stem}-labels", 1)
         images, labels = read_idx(image_file, 3), read_idx(label_file, 1)
         if images.shape[1:] != self.input_shape[:2]:
-            raise UsageError(f"data.args.root: {image_file} holds images of {images.shape[1:]}, not (28, 28)")
+            raise UsageError(f"data.args.root: {image_file} has images of {images.shape[1:]}, not (28, 28)")
         if len(images) != len(labels):
             raise UsageError(
-                f"data.args.root: {image_file} holds {len(images):,} images, {label_file} {len(labels):,} labels; "
+                f"data.args.root: {image_file} has {len(images):,} images, {label_file} {len(labels):,} labels; "
                 "they are not of one set"
             )
         if labels.size and labels.max() >= self.classes:
-            raise UsageError(f"data.args.root: {label_file} holds label {labels.max()}; labels are 0 to 9")
+            raise UsageError(f"data.args.root: {label_file} has label {labels.max()}; labels are 0 to 9")
         super().__init__(inputs=images[..., None], labels=labels.astype(np.int32))
         self.augment = augment
 

@@ -44,7 +44,7 @@ class Documents:
         cut = min(int(len(texts) * (1 - test_fraction)), len(texts) - 1)
         chosen = texts[cut:] if split == "test" else texts[:cut]
         if not chosen:
-            raise UsageError(f"data.args.path: {path!r} holds {len(texts)} documents, too few for two splits; add some")
+            raise UsageError(f"data.args.path: {path!r} has {len(texts)} documents, too few for two splits; add some")
         dtype = smallest(self.tokenizer.size)
         tokens = [self.tokenizer.encode(text).astype(dtype, copy=False) for text in chosen]
         self.arrays = pack(tokens, length, self.tokenizer.end_of_text)
@@ -68,7 +68,7 @@ def read_documents(path: str) -> list[str]:
         texts = text.split(MARK) if MARK in text else [part.strip("\n") for part in text.split("\n\n")]
     texts = [text for text in texts if text.strip()]
     if not texts:
-        raise UsageError(f"data.args.path: {path!r} holds no document")
+        raise UsageError(f"data.args.path: {path!r} has no document")
     return texts
 
 

@@ -84,23 +84,25 @@ def prefetch(make: Callable[[S], T], steps: Iterable[S], depth: int = 2) -> Iter
         thread.join(GRACE_S)
 
 
-def read_batch(dataset: Dataset, cursor: Order, step: int, slots: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-    """Return one step's local microbatches, {name: [slot, E, ...]}, with the mask; see `read_batches`."""
-    return {key: value[0] for key, value in read_batches(dataset, cursor, [step], slots).items()}
+def read_batch(
+    dataset: Dataset, cursor: Order, step: int, numbers: Sequence[int] | np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return one step's local microbatches, {name: [local, E, ...]}, with the mask; see `read_batches`."""
+    return {key: value[0] for key, value in read_batches(dataset, cursor, [step], numbers).items()}
 
 
 def read_batches(
-    dataset: Dataset, cursor: Order, steps: Sequence[int], slots: Sequence[int] | np.ndarray
+    dataset: Dataset, cursor: Order, steps: Sequence[int], numbers: Sequence[int] | np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return several steps' local microbatches, {name: [step, slot, E, ...]}, from one `dataset.read`.
+    """Return several steps' local microbatches, {name: [step, local, E, ...]}, from one `dataset.read`.
 
-    "mask"[step, slot, E] is float32, 1 for a real row and 0 for padding (see `Order.rows`); a "mask" from the dataset
-    (of tokens, say) is multiplied by it and keeps its own shape. "reset"[step, slot, E] is bool, True where the model's
-    carried state is reset: a sequential order resets at the start of an epoch and where the dataset's "reset" is
-    nonzero; any other order has the entry only if the dataset has one, and also resets at step 0. Raises UsageError if
-    `read` does not return a dict of arrays with one entry per index.
+    "mask"[step, local, E] is float32, 1 for a real row and 0 for padding (see `Order.rows`); a "mask" from the dataset
+    (of tokens, say) is multiplied by it and keeps its own shape. "reset"[step, local, E] is bool, True where the
+    model's carried state is reset: a sequential order resets at the start of an epoch and where the dataset's "reset"
+    is nonzero; any other order has the entry only if the dataset has one, and also resets at step 0. Raises UsageError
+    if `read` does not return a dict of arrays with one entry per index.
     """
-    indices, rows = places(cursor, steps, slots)
+    indices, rows = places(cursor, steps, numbers)
     if rows.all():
         values = _read(dataset, indices.reshape(-1))
     else:  # read the example that padding repeats only once
@@ -119,14 +121,14 @@ def read_batches(
     return {**batch, "mask": mask}
 
 
-def places(cursor: Order, steps: Sequence[int], slots: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return `Order.rows` of several steps, stacked: (indices[step, slot, E] int64, mask[step, slot, E] bool)."""
-    indices, rows = (np.stack(part) for part in zip(*(cursor.rows(step, slots) for step in steps)))
+def places(cursor: Order, steps: Sequence[int], numbers: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return `Order.rows` of several steps, stacked: (indices[step, local, E] int64, mask[step, local, E] bool)."""
+    indices, rows = (np.stack(part) for part in zip(*(cursor.rows(step, numbers) for step in steps)))
     return indices, rows
 
 
 def begins(cursor: Order, steps: Sequence[int], shape: tuple[int, ...], data_resets: bool) -> np.ndarray | None:
-    """Return where the order resets the carried state, bool of `shape` [step, slot, E]; None if no state is carried.
+    """Return where the order resets the carried state, bool of `shape` [step, local, E]; None if no state is carried.
     data_resets: the dataset has a "reset" entry with one value per example."""
     if not cursor.sequential and not data_resets:
         return None

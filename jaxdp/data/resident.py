@@ -41,7 +41,7 @@ class Resident:
         def make(steps: Steps) -> tuple[Steps, dict[str, jax.Array]]:
             several = isinstance(steps, range)
             every = steps if isinstance(steps, range) else [steps]
-            indices, rows = places(cursor, every, self.strategy.local_slots)
+            indices, rows = places(cursor, every, self.strategy.local_microbatches)
             data_reset = self.arrays.get(RESET)
             reset = begins(cursor, every, rows.shape, data_reset is not None and data_reset.size == len(data_reset))
             selection = {INDEX: indices.astype(np.int32), ROWS: rows} | ({} if reset is None else {RESET: reset})

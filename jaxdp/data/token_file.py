@@ -198,7 +198,5 @@ def open_shard(path: Path, dtype: np.dtype, stated: int | None = None) -> Shard:
             "it again, or set data.args.dtype"
         )
     if stated not in (None, count):
-        raise UsageError(
-            f"data.args.path: {str(path)!r} holds {count:,} tokens, and should hold {stated:,}; write it again"
-        )
+        raise UsageError(f"data.args.path: {str(path)!r} has {count:,} tokens, instead of {stated:,}; write it again")
     return Shard(path, dtype, offset, count, vocabulary)

@@ -96,7 +96,7 @@ def _write(inputs: Sequence[Path], folder: Path, tokenizer: Tokenizer, split: fl
                     writer.write(end)
     counts = {kind: sum(writer.shards.values()) for kind, writer in writers.items()}
     if not any(counts.values()):
-        raise UsageError(f"INPUT: {', '.join(map(repr, map(str, inputs)))} hold no text; give files that are not empty")
+        raise UsageError(f"INPUT: {', '.join(map(repr, map(str, inputs)))} have no text; give files that are not empty")
     spec = tokenizer.spec()
     if isinstance(tokenizer, File):  # make the folder self-contained
         shutil.copyfile(tokenizer.path, folder / "tokenizer.json")

@@ -40,10 +40,10 @@ def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) 
     def run(context: Context) -> T:
         nonlocal newest
         agreement = Agreement(context)
-        found = newest_of_all(context, newest, newest.leaves, 0)
-        if found is None:
+        recovered = newest_of_all(context, newest, newest.leaves, 0)
+        if recovered is None:
             raise RunFailed("the copies of the state in all processes are damaged: faulty memory, or a bug in `train`")
-        newest = found
+        newest = recovered
 
         def commit(state: State) -> None:
             nonlocal newest

@@ -21,7 +21,7 @@ class Partition:
         self.dataset = as_dataset(dataset)
         self.form = _form(dataset, self.dataset)
         self.cursor = Cursor(len(self.dataset), batch_size, context.size * local, seed, shuffle)
-        self.slots = context.rank * local + np.arange(local)
+        self.numbers = context.rank * local + np.arange(local)
         self.per_device = devices is not None
         self.epoch = 0
 
@@ -41,7 +41,7 @@ class Partition:
         self.epoch = epoch
 
     def _batch(self, step: int) -> Any:
-        indices, mask = self.cursor.rows(step, self.slots)
+        indices, mask = self.cursor.rows(step, self.numbers)
         if self.per_device:
             rows = self.dataset.read(indices.reshape(-1))
             return self.form({key: x.reshape(*indices.shape, *x.shape[1:]) for key, x in rows.items()}), mask

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import IO, Any
 
 from jaxdp import rundir
-from jaxdp.assemble.components import Given
+from jaxdp.assemble.components import Objects
 from jaxdp.assemble.identity import NOT_COMPARABLE
 from jaxdp.assemble.run import on_all_ranks
 from jaxdp.config import Config
@@ -73,7 +73,7 @@ def lock_run_dir(directory: pathlib.Path, context: Context) -> IO[str] | None:
 
 
 def resume_step(
-    run: Run, config: Config, context: Context, given: Given, tidy: bool = True
+    run: Run, config: Config, context: Context, objects: Objects, tidy: bool = True
 ) -> tuple[int, dict[str, Any]]:
     """Return (the step of the checkpoint to resume from, its metadata), or (0, {}) without a checkpoint.
 
@@ -85,6 +85,6 @@ def resume_step(
         return 0, {}
     saved = context.of_root("meta", lambda: checkpoints.meta(start))
     if not config.resume.force:
-        compare = lambda: check_same_run(saved, run.meta, config, start, given)
+        compare = lambda: check_same_run(saved, run.meta, config, start, objects)
         on_all_ranks(context, compare if context.is_root else lambda: None)
     return start, saved

@@ -101,7 +101,7 @@ def sharding(run: Run, config: Config) -> str:
     share = run.strategy.share()
     if run.strategy.parts < 2 or not config.parallel.zero:
         return ""
-    replicated = f", {share.whole} leaves that do not divide stay replicated" if share.whole else ""
+    replicated = f", {share.replicated} leaves that do not divide stay replicated" if share.replicated else ""
     sharded = share.split_bytes / max(share.total_bytes, 1)
     return f": {sharded:.1%} of the state in {run.strategy.parts} shards{replicated}"
 
@@ -117,7 +117,7 @@ def memory_line(layout: dict[str, Any]) -> str:
 def advice(run: Run, config: Config) -> list[str]:
     """Return warnings about settings that waste the devices, with better values."""
     warnings = []
-    devices, per_device = run.strategy.table.shape
+    devices, per_device = run.strategy.assignment.shape
     batch, microbatches = config.batch_size, config.microbatches
     padded = microbatches * (per_microbatch := run.train.cursor.examples_per_microbatch)
     if 1 - batch / padded > EMPTY:
@@ -164,12 +164,12 @@ def layout_of(run: Run, config: Config) -> dict[str, Any]:
     batch.setdefault("mask", jax.ShapeDtypeStruct(rows, np.dtype(bool)))
     shard_gradients = config.parallel.zero > 1 and config.parallel.gradient_buffer == "sharded"
     sizes = memory.bytes_by_tree(strategy, run.step, batch, shard_gradients)
-    devices, per_device = strategy.table.shape
+    devices, per_device = strategy.assignment.shape
     return {
         "parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(strategy.shapes.params)),
         "devices": devices,
         "parts": strategy.parts,
-        "slots": per_device,
+        "microbatches_per_device": per_device,
         "share": strategy.share()._asdict(),
         "bytes_per_device": {name: round(count) for name, count in sizes.items()},
         "program": None,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from jaxdp import compilation_cache, rundir
 from jaxdp import config as schema
-from jaxdp.assemble.components import NOTHING, Given
+from jaxdp.assemble.components import NOTHING, Objects
 from jaxdp.assemble.run import SLOW, make_profile, make_run, on_all_ranks, prepare_on_all_ranks
 from jaxdp.config import Config
 from jaxdp.core.state import TrainState
@@ -39,21 +39,21 @@ def train(
     config: Config,
     path: str | None,
     context: Context,
-    given: Given = NOTHING,
+    objects: Objects = NOTHING,
     keep: bool = False,
     overwrite: bool = False,
 ) -> tuple[Record, TrainState | None]:
     """Create the run directory and train to the last update; return the final record and the state.
 
     Args:
-        given: see `make_parts`.
+        objects: see `make_parts`.
         keep: return the exported state instead of None.
         overwrite: remove an existing run from the directory first.
     """
     if not config.elastic.enabled or context.size == 1:
-        return train_here(config, path, context, given, keep, overwrite)
+        return train_here(config, path, context, objects, keep, overwrite)
     train_generation = lambda context, memory: train_here(
-        config, path, context, given, keep, overwrite and not memory.snapshots.generations, memory
+        config, path, context, objects, keep, overwrite and not memory.snapshots.generations, memory
     )
     return train_elastic(train_generation, context, config.elastic.snapshot_every)
 
@@ -62,7 +62,7 @@ def train_here(
     config: Config,
     path: str | None,
     context: Context,
-    given: Given,
+    objects: Objects,
     keep: bool,
     overwrite: bool,
     memory: Memory | None = None,
@@ -71,18 +71,18 @@ def train_here(
     began, snapshots = time.time(), memory.snapshots if memory else None
     directory = schema.run_dir(config, path)
     use_compilation_cache(config, context)
-    prepared = prepare_on_all_ranks(config, context, given, memory.prepared if memory else None)
+    prepared = prepare_on_all_ranks(config, context, objects, memory.prepared if memory else None)
     if memory is not None:
         memory.prepared = prepared
-    run = make_run(config, directory, context, given, prepared=prepared)
+    run = make_run(config, directory, context, objects, prepared=prepared)
     on_all_ranks(context, lambda: check_writers(config.log.writers))
-    callbacks = on_all_ranks(context, lambda: make_callbacks(config.callbacks, given.get("callbacks", {}), context))
+    callbacks = on_all_ranks(context, lambda: make_callbacks(config.callbacks, objects.get("callbacks", {}), context))
     context.agree(rundir.not_ours(directory) if overwrite and context.is_root else None)
     with lock_run_dir(directory, context) or contextlib.nullcontext():
         context.agree(rundir.clear(directory) if overwrite and context.is_root else None)
         events = run.checkpoints.events = Events(directory) if context.is_root else NoEvents()
         recovered = snapshots.recover(run, context) if snapshots is not None else None
-        start, saved = recovered[:2] if recovered else resume_step(run, config, context, given)
+        start, saved = recovered[:2] if recovered else resume_step(run, config, context, objects)
         if start > run.steps:
             raise UsageError(f"steps: {run.steps}, but {str(directory)!r} is at step {start}; give more", rank=0)
         record = None if recovered else final_record(run, config, directory, context, start)
@@ -90,7 +90,7 @@ def train_here(
             return record, run.checkpoints.restore(start, run.strategy.abstract()) if keep else None
         if offset := saved.get("offset", 0):
             checkpoints = run.checkpoints
-            run = make_run(config, directory, context, given, offset, prepared)
+            run = make_run(config, directory, context, objects, offset, prepared)
             run = dataclasses.replace(run, checkpoints=checkpoints)
         callbacks.load(saved.get("callbacks", []))
         run = dataclasses.replace(
@@ -129,7 +129,7 @@ def final_record(run: Run, config: Config, directory: pathlib.Path, context: Con
         )
         safe_print.say(summary(final[-1], directory))
         if (directory / report_file.NAME).is_file():
-            safe_print.say(report_file.said(directory))
+            safe_print.say(report_file.location(directory))
     final[-1].pop("time", None)
     return final[-1]
 

@@ -1,5 +1,6 @@
 """Formatting of numbers for people."""
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -43,3 +44,11 @@ def scaled(n: float) -> str:
         if n >= scale:
             return f"{n / scale:.3g} {prefix}" if n < 999.5 * scale else f"{n / scale:.0f} {prefix}"
     return f"{n:.0f} "
+
+
+def table(rows: Sequence[Sequence[str]], align: str = "<") -> list[str]:
+    """Return aligned lines, one for each row; the first column is aligned left, the others by `align`, "<" or ">"."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    aligns = ["<", *align * (len(widths) - 1)]
+    line = lambda row: "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, aligns, widths))
+    return [line(row).rstrip() for row in rows]

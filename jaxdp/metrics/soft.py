@@ -11,7 +11,7 @@ from jaxdp.metrics import safe_print
 from jaxdp.metrics.writer import Record, Writer
 
 START = 10.0  # seconds that training waits for a writer to start
-PATIENCE = 30.0  # seconds that one call may take at the end of the run
+LONGEST_CALL = 30.0  # seconds that one call may take at the end of the run
 WAITING = 10_000  # the capacity of the call queue
 
 
@@ -44,12 +44,12 @@ class BackgroundWriter(Writer):
         self._enqueue("rewind", step)
 
     def close(self) -> None:
-        """Wait for the queued calls, as long as no call takes PATIENCE seconds."""
+        """Wait for the queued calls, as long as no call takes LONGEST_CALL seconds."""
         self._enqueue("close")
         while self.thread.is_alive() and not self.failed:
-            remaining = self.began + PATIENCE - time.monotonic()
+            remaining = self.began + LONGEST_CALL - time.monotonic()
             if remaining <= 0:
-                self._abandon(f"did not answer for {PATIENCE:g} s")
+                self._abandon(f"did not answer for {LONGEST_CALL:g} s")
             self.thread.join(min(max(remaining, 0.0), 1.0))
 
     def _enqueue(self, method: str, *args: Any) -> None:

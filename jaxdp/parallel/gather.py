@@ -10,7 +10,7 @@ from jaxdp.axes import Axes
 from jaxdp.core.frozen import merge
 from jaxdp.core.state import Gather, plain_gather
 from jaxdp.models.scan import BlockGather, as_they_are
-from jaxdp.parallel.layout import whole_shape
+from jaxdp.parallel.layout import unsharded_shape
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.rounding import fusion_barrier
 from jaxdp.precision import cast_floats
@@ -95,7 +95,7 @@ def make_handle(params: Tree, dims: Tree, rule: GatherRule) -> Tree:
     if rule.shard_grads:
         index = jax.lax.axis_index(rule.axes.shard)
         return jax.tree.map(lambda x, d: take(x, d, index, parts), params, dims)
-    return jax.tree.map(lambda x, d: jnp.zeros(whole_shape(x, d, parts), x.dtype), params, dims)
+    return jax.tree.map(lambda x, d: jnp.zeros(unsharded_shape(x, d, parts), x.dtype), params, dims)
 
 
 def gather_stacks(rule: GatherRule, trees: list[Tree], dtype: Any) -> tuple[Tree, BlockGather]:

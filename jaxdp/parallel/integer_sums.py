@@ -36,7 +36,7 @@ from jaxdp.parallel.fixed_point import (
 from jaxdp.parallel.products import lower_on_cpu
 from jaxdp.parallel.reduction import Reduction, exchange, in_buckets
 from jaxdp.parallel.rounding import as_written, fusion_barrier, opaque_true, scan_unfused
-from jaxdp.parallel.sums import Arithmetic, Reduce, ReductionPlan, SlotSums, reducer, scatter_split
+from jaxdp.parallel.sums import Arithmetic, MicrobatchSums, Reduce, ReductionPlan, reducer, scatter_split
 
 Tree = Any
 ELEMENTWISE = "with reduction: exact, ZeRO needs an elementwise one, such as sgd, adam, adamw or lion, or zero: 0"
@@ -98,9 +98,11 @@ def remembering(make: Callable[[], TrainState], trainable: Callable[[Tree], Tree
     return make_state
 
 
-def over_slots(f: SlotSums, plan: ReductionPlan, form: Format, group: int, refuse: Join) -> tuple[SlotSums, Reduce]:
+def over_slots(
+    f: MicrobatchSums, plan: ReductionPlan, form: Format, group: int, refuse: Join
+) -> tuple[MicrobatchSums, Reduce]:
     """Return (f of each group of slots separately, summed as integers over all devices; the identity)."""
-    summands = (int(plan.table.max()) + 1) // group
+    summands = (int(plan.assignment.max()) + 1) // group
 
     def run(view: View, batch: Batch, slots: jax.Array, gather: Gather, join: Join) -> Sums:
         live = opaque_true(view.step)
@@ -166,7 +168,7 @@ def group_part(
 
 def scatter_by_slot(plan: ReductionPlan, ints: Tree, form: Format) -> Tree:
     """Reduce-scatter one slot's integers if gradients are sharded slot by slot; else return them unchanged."""
-    if not plan.per_slot:
+    if not plan.per_microbatch:
         return ints
     sent = jax.tree.map(lambda x: x.astype(form.wire(x.dtype)), ints)
     return jax.tree.map(lambda x, y: x.astype(y.dtype), scatter_split(plan, sent), ints)

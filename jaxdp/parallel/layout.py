@@ -34,7 +34,7 @@ class Sharding(NamedTuple):
     """How a strategy shards the state.
 
     zero: the stage. shard_size: the number of devices that share one copy of the sharded state; None means all.
-    gradient_buffer: 'sharded' reduces the gradients of stages 2 and 3 after each slot, 'replicated' once after all.
+    gradient_buffer: 'sharded' reduces gradients in stages 2 and 3 after each microbatch, 'replicated' once after all.
     blocks: paths of the parameters that are stacked [block, ...]. split_as: shard leaves as for this number of parts, a
     multiple of the real one; to plan for more devices.
     """
@@ -61,44 +61,42 @@ def of_params(state: TrainState, dims: Any) -> Any:
 
 
 class Share(NamedTuple):
-    """The sharded share of parameters and optimizer state. whole: the number of leaves that have no dim to shard."""
+    """The sharded share of parameters and optimizer state. replicated: the number of leaves without a dim to shard."""
 
     split_bytes: int
     total_bytes: int
-    whole: int
-    whole_bytes: int
+    replicated: int
+    replicated_bytes: int
 
 
 def state_dims(state: TrainState, layout: Layout, parts: int, blocks: tuple[str, ...]) -> Any:
     """Return a TrainState of the dim along which each leaf is sharded, or WHOLE. Strategies shard the carry."""
     split = lambda tree, sharded: split_dims(tree, parts if sharded else 1, blocks)
-    return TrainState(
-        step=split(state.step, False),
+    replicated: TrainState = jax.tree.map(lambda _: WHOLE, state)
+    return replicated.replace(
         params=split(state.params, layout.params),
-        model_state=split(state.model_state, False),
         opt_state=split(state.opt_state, layout.opt_state),
         ema=split(state.ema, layout.opt_state),
-        loss_scale=split(state.loss_scale, False),
-        carry=split(state.carry, False),
-        guard=split(state.guard, False),
-        exponents=split(state.exponents, False),
     )
 
 
 def share(state: TrainState, dims: Any, layout: Layout) -> Share:
     """Return the share of params, opt_state and ema that is sharded; scalars do not count as leaves."""
-    arrays = lambda tree, like: [x for x, s in zip(jax.tree.leaves(tree), jax.tree.leaves(like)) if s.shape]
-    bytes_of = lambda tree: [math.prod(x.shape) * x.dtype.itemsize for x in arrays(tree, tree)]
-    trees = lambda s: [(s.params, layout.params), ((s.opt_state, s.ema), layout.opt_state)]
-    split_bytes = whole = whole_bytes = 0
-    for (tree, sharded), (tree_dims, _) in zip(trees(state), trees(dims)):
-        sizes = list(zip(bytes_of(tree), arrays(tree_dims, tree)))
-        split_bytes += sum(size for size, d in sizes if d != WHOLE)
-        replicated = [size for size, d in sizes if d == WHOLE and sharded]
-        whole, whole_bytes = whole + len(replicated), whole_bytes + sum(replicated)
-    return Share(split_bytes, sum(bytes_of((state.params, state.opt_state, state.ema))), whole, whole_bytes)
+    trees = [
+        (state.params, dims.params, layout.params),
+        ((state.opt_state, state.ema), (dims.opt_state, dims.ema), layout.opt_state),
+    ]
+    leaves = [
+        (math.prod(x.shape) * x.dtype.itemsize, dim, sharded)
+        for tree, tree_dims, sharded in trees
+        for x, dim in zip(jax.tree.leaves(tree), jax.tree.leaves(tree_dims), strict=True)
+        if x.shape
+    ]
+    split_bytes = sum(size for size, dim, _ in leaves if dim != WHOLE)
+    replicated = [size for size, dim, sharded in leaves if dim == WHOLE and sharded]
+    return Share(split_bytes, sum(size for size, _, _ in leaves), len(replicated), sum(replicated))
 
 
-def whole_shape(x: Any, dim: int, parts: int) -> tuple[int, ...]:
+def unsharded_shape(x: Any, dim: int, parts: int) -> tuple[int, ...]:
     """Return the full shape of a slice along `dim`."""
     return tuple(size * parts if d == dim else size for d, size in enumerate(x.shape))

@@ -28,17 +28,17 @@ from jaxdp.parallel.gather import GatherRule, make_gather
 from jaxdp.parallel.layout import ZERO, Share, share
 from jaxdp.parallel.placement import (
     abstract_state,
+    assign_microbatches,
     make_state,
     of_this_process,
     one_by_one,
     ordered_devices,
     sent_by_call,
-    slot_table,
 )
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.rounding import opaque_true, scan_unfused
 from jaxdp.parallel.strategy import Program
-from jaxdp.parallel.sums import ReductionPlan, arithmetic, joiner, replica_slots
+from jaxdp.parallel.sums import ReductionPlan, arithmetic, joiner, replica_microbatches
 from jaxdp.split import WHOLE
 
 Tree = Any
@@ -89,9 +89,9 @@ class Replicas:
         self.rule, self.reduction, self.reduce_dtype = rule, reduction, reduce_dtype
         self.arithmetic, self.blocks, self.layout = arithmetic(reduction), rule.blocks, ZERO[0]
         self.own = microbatches // rule.replicas  # microbatches of a replica
-        self.replica_table = slot_table(self.own, self.sharing, reduction.group)
-        self.table = replica_tables(self.replica_table, rule.replicas, self.parts)
-        self.local_slots = self.table[of_this_process(self.devices)].reshape(-1)
+        self.of_replica = assign_microbatches(self.own, self.sharing, reduction.group)
+        self.assignment = assign_replicas(self.of_replica, rule.replicas, self.parts)
+        self.local_microbatches = self.assignment[of_this_process(self.devices)].reshape(-1)
         self.by_call = sent_by_call(self.devices)
         self.full, self.split = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, P(ALL.all))
         self.split_steps = NamedSharding(self.mesh, P(None, ALL.all))
@@ -139,41 +139,41 @@ class Replicas:
         return Program(jitted(update), jax.jit(view, out_shardings=self.full), jitted(one_by_one(update)))
 
     def _sums(self, step: Step, f: Callable[..., Sums], plan: ReductionPlan) -> Callable[..., Sums]:
-        """Return (view, batch[slot, ...], slots) -> the sums of a function of the step over the axes of the plan."""
-        of_slots, reduce = self.arithmetic.over_slots(f, plan)
+        """Return (view, batch[microbatch, ...], numbers) -> sums of a function of the step over the plan's axes."""
+        of_all, reduce = self.arithmetic.over_microbatches(f, plan)
         rule = GatherRule(self.reduction, plan.axes, self.blocks, step.trainable)
 
-        def sums(view: Any, batch: Batch, slots: jax.Array) -> Sums:
-            live = self.arithmetic.live(view.step)
+        def sums(view: Any, batch: Batch, numbers: jax.Array) -> Sums:
+            live, join = self.arithmetic.live(view.step), joiner(plan.assignment, plan.axes)
             params, gather = make_gather(view.params, self.slices, rule._replace(live=live))
-            return reduce(of_slots(view._replace(params=params), batch, slots, gather, joiner(plan.table, plan.axes)))
+            return reduce(of_all(view._replace(params=params), batch, numbers, gather, join))
 
         return sums
 
     def _evaluate(self, step: Step) -> Callable[..., Sums]:
         """Return the evaluation of the shared parameters: all devices share the microbatches."""
-        sums = self._sums(step, step.evaluate, ReductionPlan(self.reduction, self.table, ALL))
-        return lambda view, batch: sums(view, batch, replica_slots(self.table, ALL))
+        sums = self._sums(step, step.evaluate, ReductionPlan(self.reduction, self.assignment, ALL))
+        return lambda view, batch: sums(view, batch, replica_microbatches(self.assignment, ALL))
 
     def _update(self, step: Step) -> Callable[..., Any]:
         """Return an update on one device: of each of its replicas, and of what all share if that is due."""
-        plan = ReductionPlan(self.reduction, self.replica_table, FLAT, dtype=self.reduce_dtype, key=step.key)
+        plan = ReductionPlan(self.reduction, self.of_replica, FLAT, dtype=self.reduce_dtype, key=step.key)
         grads = self._sums(step, step.grads, plan)
         apply = self.arithmetic.finish(lambda s, sums: step.apply(s, sums, self.arithmetic.total(None, DATA, s.step)))
 
-        def of_replica(_: Any, piece: Any) -> Any:
+        def one_replica(_: Any, piece: Any) -> Any:
             number, replica, batch = piece
-            slots = replica_slots(self.replica_table, FLAT)
-            slots = jnp.where(slots < 0, slots, slots + number * self.own)
-            return _, apply(replica, grads(replica.view, batch, slots))
+            numbers = replica_microbatches(self.of_replica, FLAT)
+            numbers = jnp.where(numbers < 0, numbers, numbers + number * self.own)
+            return _, apply(replica, grads(replica.view, batch, numbers))
 
         def update(state: TrainState, batch: Batch) -> Any:
             live, count = opaque_true(state.step), self.per_device
             numbers = jax.lax.axis_index(OUTER) * count + jnp.arange(count)
             batch = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
             pieces = numbers, state.opt_state.replicas, batch
-            like = jax.eval_shape(of_replica, (), jax.tree.map(lambda x: x[0], pieces))[1]
-            _, (replicas, metrics) = scan_unfused(of_replica, (), pieces, live, like)
+            like = jax.eval_shape(one_replica, (), jax.tree.map(lambda x: x[0], pieces))[1]
+            _, (replicas, metrics) = scan_unfused(one_replica, (), pieces, live, like)
             worst = jax.tree.map(lambda x: x.max(0), replicas.guard)
             new = state.replace(step=state.step + 1, guard=worst, opt_state=state.opt_state._replace(replicas=replicas))
             new = jax.lax.cond(new.step % self.rule.every == 0, self._outer_step(step), lambda s: s, new)
@@ -186,22 +186,21 @@ class Replicas:
         number, trainable = self.rule.replicas, step.trainable
         sum_over = functools.partial(self.arithmetic.sum_rows, self.reduction, axis=OUTER, rows=number)
 
-        def move(state: TrainState, sums: Tree) -> tuple[Tree, Tree]:
-            mean = jax.tree.map(lambda x, p: (x / number).astype(p.dtype), sums, trainable(state.params))
-            updates, outer = self.rule.tx.update(mean, state.opt_state.outer, trainable(state.params))
-            return optax.apply_updates(trainable(state.params), updates), outer
+        def move(state: TrainState, moved: Tree, averages: Tree) -> tuple[Tree, Tree, Tree]:
+            """Return the parameters, the state of the outer optimizer and the averages of the model, from sums."""
+            params, mean = trainable(state.params), lambda x, like: (x / number).astype(like.dtype)
+            updates, outer = self.rule.tx.update(jax.tree.map(mean, moved, params), state.opt_state.outer, params)
+            return optax.apply_updates(params, updates), outer, jax.tree.map(mean, averages, floats(state.model_state))
 
         def outer_step(state: TrainState) -> TrainState:
             replicas = state.opt_state.replicas
             differences = jax.tree.map(lambda x, y: y[None] - x, trainable(replicas.params), trainable(state.params))
             numbers = jax.lax.axis_index(OUTER) * self.per_device + jnp.arange(self.per_device)
             keys = jax.vmap(lambda n: jax.random.fold_in(step.key(state.step, n), OUTER_KEY))(numbers)
-            sums = sum_over(differences, keys=keys)
-            params, outer = self.arithmetic.rounded(move, state.step)(state, sums)
+            sums = sum_over(differences, keys=keys), sum_over(floats(replicas.model_state), keys=keys)
+            params, outer, averages = self.arithmetic.rounded(move, state.step)(state, *sums)
             params = merge(params, state.params)
-            floats = jax.tree.map(lambda x: x if is_float(x) else None, replicas.model_state)
-            means = jax.tree.map(lambda x, y: (x / number).astype(y.dtype), sum_over(floats, keys=keys), floats)
-            model_state = merge(means, jax.tree.map(lambda x: x[0], replicas.model_state))
+            model_state = merge(averages, jax.tree.map(lambda x: x[0], replicas.model_state))
             spread = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (self.per_device, *x.shape)), tree)
             replicas = replicas.replace(params=spread(params), model_state=spread(model_state))
             guard = jax.tree.map(lambda x: jax.lax.pmax(x, OUTER), state.guard)
@@ -213,7 +212,7 @@ class Replicas:
         raise UsageError("optimizer.ema: no average is kept with outer.replicas; leave it null")
 
     def argument_shapes(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
-        shard = lambda x: jax.ShapeDtypeStruct((self.table.size, *x.shape), x.dtype, sharding=self.split)
+        shard = lambda x: jax.ShapeDtypeStruct((self.assignment.size, *x.shape), x.dtype, sharding=self.split)
         return self.abstract(), {k: shard(x) for k, x in example.items()}
 
     def export(self, state: TrainState) -> TrainState:
@@ -243,13 +242,14 @@ def split_replicas(replicas: int, devices: int) -> tuple[int, int]:
     return parts, replicas // parts
 
 
-def replica_tables(table: np.ndarray, replicas: int, parts: int) -> np.ndarray:
-    """Return the microbatch of each slot of each device [device, slot], from the table of one replica."""
-    own = int(table.max()) + 1
-    every = np.stack([np.where(table < 0, table, table + number * own) for number in range(replicas)])
-    # [part, replica of the part, device of the replica, slot] -> [device, slot]
-    return every.reshape(parts, -1, *table.shape).swapaxes(1, 2).reshape(parts * len(table), -1)
+def assign_replicas(assignment: np.ndarray, replicas: int, parts: int) -> np.ndarray:
+    """Return the microbatches of each device [device, local], from those of one replica [device of it, local]."""
+    own = int(assignment.max()) + 1
+    every = np.stack([np.where(assignment < 0, -1, assignment + number * own) for number in range(replicas)])
+    # [part, replica of the part, device of the replica, local] -> [device, local]
+    return every.reshape(parts, -1, *assignment.shape).swapaxes(1, 2).reshape(parts * len(assignment), -1)
 
 
-def is_float(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
+def floats(tree: Tree) -> Tree:
+    """Return the tree with None for all other leaves: counters, which all replicas have alike, and random keys."""
+    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, tree)

@@ -18,6 +18,7 @@ from jaxdp.parallel.gather import GatherRule, make_gather
 from jaxdp.parallel.layout import UNSHARDED, ZERO, Sharding, Share, share, state_dims
 from jaxdp.parallel.placement import (
     abstract_state,
+    assign_microbatches,
     data_mesh,
     gather_carry,
     like,
@@ -28,11 +29,10 @@ from jaxdp.parallel.placement import (
     same,
     scatter_carry,
     sent_by_call,
-    slot_table,
 )
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.strategy import Program
-from jaxdp.parallel.sums import ReductionPlan, arithmetic, joiner, replica_slots
+from jaxdp.parallel.sums import ReductionPlan, arithmetic, joiner, replica_microbatches
 from jaxdp.split import spec
 
 
@@ -51,12 +51,12 @@ class PJit:
         self.devices = ordered_devices(devices)
         self.layout, self.blocks, self.arithmetic = ZERO[sharding.zero], sharding.blocks, arithmetic(reduction)
         self.split_grads = self.layout.grads and sharding.gradient_buffer == "sharded"
-        self.table = slot_table(microbatches, len(self.devices), reduction.group)
+        self.assignment = assign_microbatches(microbatches, len(self.devices), reduction.group)
         self.parts = group_size(sharding.shard_size, len(self.devices))
         hybrid = self.parts < len(self.devices)
         self.axes = Axes(SHARD, REPLICA) if hybrid else FLAT
         self.mesh = data_mesh(self.devices, self.parts) if hybrid else data_mesh(self.devices)
-        self.local_slots = self.table[of_this_process(self.devices)].reshape(-1)
+        self.local_microbatches = self.assignment[of_this_process(self.devices)].reshape(-1)
         self.by_call = sent_by_call(self.devices)
         self.full = NamedSharding(self.mesh, P())
         self.split = NamedSharding(self.mesh, P(self.axes.all))
@@ -99,9 +99,9 @@ class PJit:
         full: Any = P()
         grad_dims = step.trainable(self.slices) if self.layout.opt_state else None
         grad_specs = full if grad_dims is None else self._specs(grad_dims)
-        plan = ReductionPlan(self.reduction, self.table, self.axes)
+        plan = ReductionPlan(self.reduction, self.assignment, self.axes)
         evaluation = self._summed(step, step.evaluate, plan, full)
-        plan = plan._replace(dims=grad_dims, per_slot=self.split_grads, dtype=self.reduce_dtype, key=step.key)
+        plan = plan._replace(dims=grad_dims, per_microbatch=self.split_grads, dtype=self.reduce_dtype, key=step.key)
         grads = self._summed(step, step.grads, plan, grad_specs)
         apply = self.arithmetic.finish(self._apply(step, grad_dims, grad_specs))
 
@@ -119,24 +119,24 @@ class PJit:
         return Program(jitted(update), jax.jit(evaluate, out_shardings=sums), jitted(one_by_one(update)))
 
     def _summed(self, step: Step, f: Callable[..., Sums], plan: ReductionPlan, grad_specs: Any) -> Any:
-        """Return (view, batch) -> sums over all devices of a function of the step, applied to each device's slots."""
+        """Return (view, batch) -> sums over all devices of a function of the step on each device's microbatches."""
         full: Any = P()
-        of_slots, reduce = self.arithmetic.over_slots(f, plan)
+        of_microbatches, reduce = self.arithmetic.over_microbatches(f, plan)
         rule = GatherRule(
             self.reduction,
             self.axes,
             self.blocks,
             step.trainable,
             shard_params=self.layout.params,
-            shard_grads=plan.per_slot and self.arithmetic.in_backward,
+            shard_grads=plan.per_microbatch and self.arithmetic.in_backward,
             reduce_dtype=self.reduce_dtype,
         )
 
         def device_sums(view: View, batch: Batch) -> Sums:
             live = self.arithmetic.live(view.step)
             params, gather = make_gather(view.params, self.slices, rule._replace(live=live))
-            slots, join = replica_slots(self.table, self.axes), joiner(self.table, self.axes)
-            return reduce(of_slots(view._replace(params=params), batch, slots, gather, join))
+            numbers, join = replica_microbatches(self.assignment, self.axes), joiner(self.assignment, self.axes)
+            return reduce(of_microbatches(view._replace(params=params), batch, numbers, gather, join))
 
         over_devices = P(self.axes.all)
         view = View(full, self._specs(self.dims.params), full, full, over_devices, full)
@@ -180,17 +180,23 @@ class PJit:
         return state.replace(params=jax.jit(same, out_shardings=shardings)(like(state.ema, state.params)))
 
     def argument_shapes(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
-        slots = self.table.size
+        count = self.assignment.size
         state = self.abstract()
         shard = lambda x, shape: jax.ShapeDtypeStruct(shape, x.dtype, sharding=self.split)
-        carry = jax.tree.map(lambda x: shard(x, (slots, *x.shape[1:])), self.shapes.carry)
-        return state.replace(carry=carry), {k: shard(x, (slots, *x.shape)) for k, x in example.items()}
+        carry = jax.tree.map(lambda x: shard(x, (count, *x.shape[1:])), self.shapes.carry)
+        return state.replace(carry=carry), {k: shard(x, (count, *x.shape)) for k, x in example.items()}
 
     def export(self, state: TrainState) -> TrainState:
-        return state if state.carry is None else state.replace(carry=gather_carry(self.table, state.carry, self.full))
+        return (
+            state if state.carry is None else state.replace(carry=gather_carry(self.assignment, state.carry, self.full))
+        )
 
     def adopt(self, state: TrainState) -> TrainState:
-        return state if state.carry is None else state.replace(carry=scatter_carry(self.table, state.carry, self.split))
+        return (
+            state
+            if state.carry is None
+            else state.replace(carry=scatter_carry(self.assignment, state.carry, self.split))
+        )
 
 
 def group_size(shard_size: int | None, devices: int) -> int:

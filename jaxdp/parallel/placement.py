@@ -49,8 +49,8 @@ def same(tree: Any) -> Any:
     return tree
 
 
-def slot_table(microbatches: int, devices: int, group: int = 1) -> np.ndarray:
-    """Assign microbatches: table[device, slot], consecutive, in shares that differ by at most one; -1: none.
+def assign_microbatches(microbatches: int, devices: int, group: int = 1) -> np.ndarray:
+    """Assign microbatches: assignment[device, local], consecutive, in shares that differ by at most one; -1: none.
 
     group: the number of microbatches, a divisor of `microbatches`, that stay together on a device.
     Raises UsageError if there are more devices than microbatches, or than groups of them.
@@ -63,10 +63,10 @@ def slot_table(microbatches: int, devices: int, group: int = 1) -> np.ndarray:
             f"{devices * group} or more (this changes the numbers), or use at most {number} of the devices",
             rank=0,
         )
-    table = np.full((devices, -(-number // devices), group), -1, np.int32)
-    for row, share in zip(table, np.array_split(np.arange(number * group).reshape(number, group), devices)):
+    assignment = np.full((devices, -(-number // devices), group), -1, np.int32)
+    for row, share in zip(assignment, np.array_split(np.arange(number * group).reshape(number, group), devices)):
         row[: len(share)] = share
-    return table.reshape(devices, -1)
+    return assignment.reshape(devices, -1)
 
 
 def of_this_process(devices: Sequence[jax.Device]) -> list[int]:
@@ -103,15 +103,15 @@ def one_by_one(update: Callable[..., Any]) -> Callable[..., Any]:
     return updates
 
 
-def scatter_carry(table: np.ndarray, carry: Any, sharding: NamedSharding) -> Any:
-    """Convert carry[microbatch, ...] to [device x slot, ...]; a slot without a microbatch repeats the first."""
-    index = np.maximum(table.reshape(-1), 0)
+def scatter_carry(assignment: np.ndarray, carry: Any, sharding: NamedSharding) -> Any:
+    """Convert carry[microbatch, ...] to [device x local, ...]; a place without a microbatch repeats the first."""
+    index = np.maximum(assignment.reshape(-1), 0)
     return jax.jit(lambda c: jax.tree.map(lambda x: x[index], c), out_shardings=sharding)(carry)
 
 
-def gather_carry(table: np.ndarray, carry: Any, sharding: NamedSharding) -> Any:
+def gather_carry(assignment: np.ndarray, carry: Any, sharding: NamedSharding) -> Any:
     """Invert `scatter_carry`."""
-    index = order_of(table)
+    index = order_of(assignment)
     return jax.jit(lambda c: jax.tree.map(lambda x: x[index], c), out_shardings=sharding)(carry)
 
 

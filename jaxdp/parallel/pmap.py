@@ -15,10 +15,11 @@ from jaxdp.core.step import Step
 from jaxdp.errors import UsageError
 from jaxdp.optim import check_elementwise
 from jaxdp.parallel.gather import GatherRule, make_gather
-from jaxdp.parallel.layout import UNSHARDED, ZERO, Sharding, Share, of_params, share, state_dims, whole_shape
+from jaxdp.parallel.layout import UNSHARDED, ZERO, Sharding, Share, of_params, share, state_dims, unsharded_shape
 from jaxdp.parallel.mapped import Mapped, from_buffers, reshard
 from jaxdp.parallel.placement import (
     abstract_state,
+    assign_microbatches,
     data_mesh,
     gather_carry,
     like,
@@ -29,11 +30,10 @@ from jaxdp.parallel.placement import (
     same,
     scatter_carry,
     sent_by_call,
-    slot_table,
 )
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.strategy import Program
-from jaxdp.parallel.sums import ReductionPlan, arithmetic, joiner, replica_slots
+from jaxdp.parallel.sums import ReductionPlan, arithmetic, joiner, replica_microbatches
 from jaxdp.split import WHOLE, spec, take
 
 
@@ -60,11 +60,11 @@ class PMap:
             raise UsageError(f"parallel.{key}: {value} does not work under pmap; set parallel.backend to pjit", rank=0)
         self.devices = ordered_devices(devices)
         self.arithmetic = arithmetic(reduction)
-        self.table = slot_table(microbatches, len(self.devices), reduction.group)
+        self.assignment = assign_microbatches(microbatches, len(self.devices), reduction.group)
         indices = of_this_process(self.devices)
         local = [self.devices[i] for i in indices]
-        self.local_slots = self.table[indices].reshape(-1)
-        self.per_device = (len(local), self.table.shape[1])
+        self.local_microbatches = self.assignment[indices].reshape(-1)
+        self.per_device = (len(local), self.assignment.shape[1])
         self.by_call = sent_by_call(self.devices)
         self.mesh = data_mesh(self.devices)
         self.replicated = NamedSharding(self.mesh, P())
@@ -97,7 +97,7 @@ class PMap:
 
     def shard_batch(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
         def by_device(x: np.ndarray) -> np.ndarray:
-            """Reshape to [local device, slot, ...] or [local device, step, slot, ...]."""
+            """Reshape to [local device, local, ...] or [local device, step, local, ...]."""
             if several:
                 return x.reshape(len(x), *self.per_device, *x.shape[2:]).swapaxes(0, 1)
             return x.reshape(*self.per_device, *x.shape[1:])
@@ -116,10 +116,10 @@ class PMap:
         return {k: reshard(x, sharding) for k, x in on_device.items()} if jax.process_count() > 1 else on_device
 
     def compile(self, step: Step) -> Program:
-        """Return the programs: each device computes its slots, reduces and applies the full update."""
+        """Return the programs: each device computes its microbatches, reduces and applies the full update."""
         arithmetic = self.arithmetic
         grad_dims = step.trainable(self.slices) if self.layout.opt_state else None
-        plan = ReductionPlan(self.reduction, self.table, FLAT)
+        plan = ReductionPlan(self.reduction, self.assignment, FLAT)
         evaluate = self._summed(step, step.evaluate, plan)
         grads = self._summed(step, step.grads, plan._replace(dims=grad_dims, dtype=self.reduce_dtype, key=step.key))
         apply = arithmetic.finish(self._apply(step, grad_dims))
@@ -136,15 +136,15 @@ class PMap:
         return Program(mapped(update), evaluation, mapped(one_by_one(update)))
 
     def _summed(self, step: Step, f: Callable[..., Sums], plan: ReductionPlan) -> Callable[[TrainState, Batch], Sums]:
-        """Return (state, batch) -> sums over all devices of a function of the step, applied to each device's slots."""
-        of_slots, reduce = self.arithmetic.over_slots(f, plan)
+        """Return (state, batch) -> sums over all devices of a function of the step on each device's microbatches."""
+        of_microbatches, reduce = self.arithmetic.over_microbatches(f, plan)
         rule = GatherRule(self.reduction, FLAT, self.blocks, step.trainable)
 
         def device_sums(state: TrainState, batch: Batch) -> Sums:
             live = self.arithmetic.live(state.step)
             params, gather = make_gather(state.params, self.slices, rule._replace(live=live))
-            slots, join = replica_slots(self.table, FLAT), joiner(self.table, FLAT)
-            return reduce(of_slots(state.view._replace(params=params), batch, slots, gather, join))
+            numbers, join = replica_microbatches(self.assignment, FLAT), joiner(self.assignment, FLAT)
+            return reduce(of_microbatches(state.view._replace(params=params), batch, numbers, gather, join))
 
         return device_sums
 
@@ -171,7 +171,7 @@ class PMap:
         return state.replace(params=jax.tree.map(lambda x: from_buffers(x.shape, sharding, x), full))
 
     def argument_shapes(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
-        local, slots = self.per_device
+        local, count = self.per_device
 
         def local_shape(x: Any, dim: int) -> Any:
             """Return the shape [local device, ...slice] of a split leaf; a replicated one keeps its shape."""
@@ -179,7 +179,7 @@ class PMap:
             return jax.ShapeDtypeStruct(x.shape if dim == WHOLE else (local, *slice_), x.dtype)
 
         state = jax.tree.map(local_shape, self.shapes.replace(carry=None), self.dims.replace(carry=None))
-        stack = lambda x, shape: jax.ShapeDtypeStruct((local, slots, *shape), x.dtype)
+        stack = lambda x, shape: jax.ShapeDtypeStruct((local, count, *shape), x.dtype)
         carry = jax.tree.map(lambda x: stack(x, x.shape[1:]), self.shapes.carry)
         return state.replace(carry=carry), {k: stack(x, x.shape) for k, x in example.items()}
 
@@ -188,13 +188,13 @@ class PMap:
         if state.carry is None:
             return exported
         carry = jax.tree.map(self._join, state.carry)
-        return exported.replace(carry=gather_carry(self.table, carry, self.replicated))
+        return exported.replace(carry=gather_carry(self.assignment, carry, self.replicated))
 
     def adopt(self, state: TrainState) -> TrainState:
         local = jax.tree.map(self._to_local, state.replace(carry=None), self.dims.replace(carry=None))
         if state.carry is None:
             return local
-        carry = scatter_carry(self.table, state.carry, self.split)
+        carry = scatter_carry(self.assignment, state.carry, self.split)
         return local.replace(carry=jax.tree.map(self._part, carry))
 
     def _to_global(self, x: jax.Array, dim: int) -> jax.Array:
@@ -203,7 +203,7 @@ class PMap:
             return from_buffers(x.shape, self.replicated, x)
         slices = [s.data.reshape(s.data.shape[1:]) for s in x.addressable_shards]
         sharding = NamedSharding(self.mesh, spec(dim, DATA))
-        shape = whole_shape(slices[0], dim, len(self.devices))
+        shape = unsharded_shape(slices[0], dim, len(self.devices))
         return jax.make_array_from_single_device_arrays(shape, sharding, slices)
 
     def _to_local(self, x: jax.Array, dim: int) -> jax.Array:
@@ -215,9 +215,9 @@ class PMap:
         return jax.make_array_from_single_device_arrays(shape, self.split_locally, slices)
 
     def _join(self, x: jax.Array) -> jax.Array:
-        """Convert the carry [local device, slot, ...] to a global array [device x slot, ...]."""
+        """Convert the carry [local device, local, ...] to a global array [device x local, ...]."""
         shards = [s.data.reshape(s.data.shape[1:]) for s in x.addressable_shards]
-        shape = (self.table.size, *x.shape[2:])
+        shape = (self.assignment.size, *x.shape[2:])
         return jax.make_array_from_single_device_arrays(shape, self.split, shards)
 
     def _part(self, x: jax.Array) -> jax.Array:

@@ -35,9 +35,9 @@ class Strategy(Protocol):
     """The interface of a backend for the loop and the checkpoint, built from a function that returns the state.
 
     shapes: of the state; dims: the dim along which each leaf is sharded into `parts`; slices: the same for gradients
-    and updates, if any state is sharded. blocks: paths of parameters that are stacked [block, ...]. table[device,
-    slot]: the assigned microbatch, -1 for none. local_slots: the same for the slots of this process's devices, in the
-    order of `shard_batch`.
+    and updates, if any state is sharded. blocks: paths of parameters that are stacked [block, ...]. assignment[device,
+    local]: the numbers of the microbatches of each device, -1 for none. local_microbatches: those of this process's
+    devices, in the order of `shard_batch`.
     """
 
     devices: list[jax.Device]
@@ -47,8 +47,8 @@ class Strategy(Protocol):
     shapes: TrainState
     dims: Any
     slices: Any
-    table: np.ndarray
-    local_slots: np.ndarray
+    assignment: np.ndarray
+    local_microbatches: np.ndarray
 
     def check(self, tx: Any, params: Any) -> None:
         """Raise UsageError if the optimizer cannot work on this strategy's slices."""
@@ -63,9 +63,9 @@ class Strategy(Protocol):
         """Compute the state before the first update in place: sharded leaves are never full on a device."""
 
     def shard_batch(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
-        """Place this process's slots [slot, example, ...] on their devices.
+        """Place this process's microbatches [local, example, ...] on their devices.
 
-        several: the slots of several updates [step, slot, ...], for `Program.updates`.
+        several: the microbatches of several updates [step, local, ...], for `Program.updates`.
         """
 
     def replicate(self, arrays: dict[str, np.ndarray]) -> Batch:

@@ -1,4 +1,4 @@
-"""Sums over all devices from the step's functions on each slot, in the arithmetic of a reduction."""
+"""Sums over all devices from the step's functions on each microbatch, in the arithmetic of a reduction."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,23 +14,24 @@ from jaxdp.core.state import Batch, Gather, Join, Sums, Total, View
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.split import WHOLE
 
-SlotSums = Callable[[View, Batch, jax.Array, Gather, Join], Sums]
+MicrobatchSums = Callable[[View, Batch, jax.Array, Gather, Join], Sums]
 Reduce = Callable[[Sums], Sums]
 
 
 class ReductionPlan(NamedTuple):
     """The settings of a sum inside a strategy's program, which defines the named axes.
 
-    table[device, slot]: the assigned microbatch, -1 for none. dims: the dim along which each gradient is returned as
-    this device's slice; None: all replicated. per_slot: sharded gradients are summed over the devices slot by slot.
-    dtype: of the gradient all-reduce, None for their own. key(update, microbatch): the key of a random reduction.
+    assignment[device, local]: the numbers of the microbatches of each device, -1 for none. dims: the dim along which
+    each gradient is returned as this device's slice; None: all replicated. per_microbatch: sharded gradients are summed
+    over the devices after each microbatch. dtype: of the gradient all-reduce, None for their own. key(update,
+    microbatch): the key of a random reduction.
     """
 
     reduction: Reduction
-    table: np.ndarray
+    assignment: np.ndarray
     axes: Axes
     dims: Any = None
-    per_slot: bool = False
+    per_microbatch: bool = False
     dtype: Any = None
     key: Any = None
 
@@ -38,18 +39,18 @@ class ReductionPlan(NamedTuple):
 class Arithmetic(NamedTuple):
     """How a reduction sums.
 
-    over_slots(f, plan) -> (f over all slots of this device, a function that sums its result over all devices).
+    over_microbatches(f, plan) -> (f over all microbatches of a device, a function that sums its result over devices).
     finish(apply) -> apply(state, sums) -> (state, metrics), for those sums.
     total(dims, axis, update) -> the hook of `Step.apply`; leaves with a dim are slices along the axis.
     live(update): True, opaque to the compiler, if rounding must not depend on fusion; else None.
     sum_rows(reduction, tree, axis, rows, keys[row]) -> the sum of leaves [row, ...] over the rows of all devices of the
     axis, `rows` in all.
     rounded(f, update) -> f, rounded alike in every program, if rounding must not depend on the program.
-    in_backward: the backward pass scatters gradients that are sharded slot by slot; else it returns full ones.
+    in_backward: the backward pass scatters gradients that are sharded after each microbatch; else it returns full ones.
     elementwise: the advice if the optimizer's state is sharded but it is not elementwise; empty: any will do.
     """
 
-    over_slots: Callable[[SlotSums, ReductionPlan], tuple[SlotSums, Reduce]]
+    over_microbatches: Callable[[MicrobatchSums, ReductionPlan], tuple[MicrobatchSums, Reduce]]
     finish: Callable[[Callable[..., Any]], Callable[..., Any]]
     total: Callable[[Any, str, jax.Array], Total]
     live: Callable[[jax.Array], jax.Array | None]
@@ -64,9 +65,9 @@ def arithmetic(reduction: Reduction) -> Arithmetic:
     return reduction.arithmetic or FLOATS
 
 
-def replica_slots(table: np.ndarray, axes: Axes) -> jax.Array:
-    """Return the microbatch of each slot of this replica; call it inside a strategy's program."""
-    return jnp.asarray(table)[jax.lax.axis_index(axes.all)]
+def replica_microbatches(assignment: np.ndarray, axes: Axes) -> jax.Array:
+    """Return the numbers of the microbatches of this replica; call it inside a strategy's program."""
+    return jnp.asarray(assignment)[jax.lax.axis_index(axes.all)]
 
 
 def reducer(plan: ReductionPlan) -> Reduce:
@@ -76,7 +77,7 @@ def reducer(plan: ReductionPlan) -> Reduce:
     def reduce(sums: Sums) -> Sums:
         grads = sums.grads
         sent = grads if plan.dtype is None else jax.tree.map(lambda x: x.astype(plan.dtype), grads)
-        split = grads if plan.per_slot else scatter_split(plan, sent)  # per slot: summed already
+        split = grads if plan.per_microbatch else scatter_split(plan, sent)  # per microbatch: summed already
         replicated = jax.tree.map(lambda x, d: x if d == WHOLE else None, sent, dims_of(plan, sent))
         total = reduction.reduce(sums._replace(grads=replicated, carry=None), axes.all)
         reduced = jax.tree.map(lambda x, g: x.astype(g.dtype), merge(total.grads, split), grads)
@@ -97,20 +98,22 @@ def scatter_split(plan: ReductionPlan, grads: Any) -> Any:
     return merge(plan.reduction.scatter(split, along, plan.axes), grads)
 
 
-def joiner(table: np.ndarray, axes: Axes) -> Join:
-    """Return the `join` hook of a strategy's program: gather the slots of all devices as [microbatch, ...]."""
+def joiner(assignment: np.ndarray, axes: Axes) -> Join:
+    """Return the `join` hook of a strategy's program: gather the microbatches of all devices as [microbatch, ...]."""
 
     def gather(x: jax.Array) -> jax.Array:
         small = jnp.issubdtype(x.dtype, jnp.bool_) or (jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4)
         sent = x.astype(jnp.int32) if small else x  # a dtype that all backends support
-        return jax.lax.all_gather(sent, axes.all, tiled=True)[order_of(table)].astype(x.dtype)
+        return jax.lax.all_gather(sent, axes.all, tiled=True)[order_of(assignment)].astype(x.dtype)
 
     return lambda tree: jax.tree.map(gather, tree)
 
 
-def order_of(table: np.ndarray) -> np.ndarray:
-    """Return the position of each microbatch in [device x slot]."""
-    return np.argsort(np.where(table.reshape(-1) < 0, table.size, table.reshape(-1)), kind="stable")[: table.max() + 1]
+def order_of(assignment: np.ndarray) -> np.ndarray:
+    """Return the position of each microbatch in [device x local]."""
+    return np.argsort(np.where(assignment.reshape(-1) < 0, assignment.size, assignment.reshape(-1)), kind="stable")[
+        : assignment.max() + 1
+    ]
 
 
 def _total(dims: Any, axis: str, update: jax.Array) -> Total:
@@ -126,7 +129,7 @@ def _total(dims: Any, axis: str, update: jax.Array) -> Total:
 
 
 FLOATS = Arithmetic(
-    over_slots=lambda f, plan: (f, reducer(plan)),
+    over_microbatches=lambda f, plan: (f, reducer(plan)),
     finish=lambda apply: apply,
     total=_total,
     live=lambda update: None,

@@ -14,7 +14,7 @@ NAME = "report.html"
 SHARE = 0.01  # the largest fraction of the time that writing may take during the run
 
 
-def said(directory: pathlib.Path) -> str:
+def location(directory: pathlib.Path) -> str:
     """Return a line with the path of a run's report."""
     return f"report in {directory / NAME}"
 
@@ -35,7 +35,7 @@ class Reports(Writer):
     def close(self) -> None:
         if self.refresh(alive=False):
             with contextlib.suppress(OSError):  # stdout is gone; the other writers must still be closed
-                print(said(self.directory), flush=True)
+                print(location(self.directory), flush=True)
 
     def refresh(self, alive: bool) -> bool:
         """Write the report unless the run has no metrics yet; return True if it was written."""

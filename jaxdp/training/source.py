@@ -62,7 +62,7 @@ class Source:
             return steps, strategy.shard_batch(batch, isinstance(steps, range))
 
         return prefetch_in_workers(
-            self.dataset, self.cursor, strategy.local_slots, range(start, stop), self.workers, then, groups
+            self.dataset, self.cursor, strategy.local_microbatches, range(start, stop), self.workers, then, groups
         )
 
 

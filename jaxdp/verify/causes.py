@@ -36,8 +36,8 @@ CAUSES = {
     "mask": "the loss counts examples whose batch['mask'] is 0 (in its {what}); multiply by the mask before summing",
     # Training.
     "not finite": "the loss is not finite: {losses} in the first updates; try a smaller optimizer.lr",
-    "rounding": "not judged, because rounding alone moves them too far to compare: {leaves}",
-    "nothing judged": "no parameter that is trained was judged",
+    "rounding": "not compared, because rounding alone moves them too far: {leaves}",
+    "no trained leaf": "no parameter that is trained was compared",
     "refused": "the configuration that the config asks for is refused: {failure}",
     "failed": "{number} of {all} configurations failed: {failure}",
     "all differ": "every configuration differs, on one device too: the step computes something other than the oracle",

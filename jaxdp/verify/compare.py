@@ -30,49 +30,49 @@ class Reference(NamedTuple):
 
     Args:
         moved: {leaf: the relative error that rounding causes}.
-        unjudged: the same, of leaves that rounding moves too far to compare.
+        uncompared: the same, of leaves that rounding moves too far to compare.
         zero: {trained leaf: elements whose gradient is zero but for rounding}, of leaves that are compared without
-            these elements; if these are all, the leaf is in `unjudged`.
-        unexplained: the part of `unjudged` that no such gradient explains.
+            these elements; if these are all, the leaf is in `uncompared`.
+        unexplained: the part of `uncompared` that no such gradient explains.
     """
 
     trained: Trained
     tx: optax.GradientTransformation
     rate: float
     moved: Errors
-    unjudged: Errors
+    uncompared: Errors
     zero: dict[str, np.ndarray]
     unexplained: Errors
 
     @property
-    def judged(self) -> tuple[int, int]:
+    def compared(self) -> tuple[int, int]:
         """Return (the number of trained leaves that are compared, the number of trained leaves)."""
         trained = leaves({"params": self.trained.grads[0]})
-        return sum(path not in self.unjudged for path in trained), len(trained)
+        return sum(path not in self.uncompared for path in trained), len(trained)
 
     def allowed(self, path: str, tolerance: float) -> float:
         """Return the error that a leaf may have."""
-        apart = path in self.zero or path in self.unjudged
+        apart = path in self.zero or path in self.uncompared
         return tolerance if apart else max(tolerance, MARGIN * self.moved.get(path, 0.0))
 
     def notes(self, tolerance: float) -> list[Check]:
         """Return notes on the leaves that are not compared, or not as closely as the others."""
-        in_part = {path: self.moved[path] for path in self.zero if path not in self.unjudged}
+        in_part = {path: self.moved[path] for path in self.zero if path not in self.uncompared}
         near = {path: error for path, error in self.moved.items() if self.allowed(path, tolerance) > tolerance}
         notes = {
-            "not judged, because rounding alone moves them too far": self.unjudged,
-            "judged without the elements whose gradient is zero but for rounding": in_part,
-            f"judged with a margin of {MARGIN} times what rounding moves them": near,
+            "not compared, because rounding alone moves them too far": self.uncompared,
+            "compared without the elements whose gradient is zero but for rounding": in_part,
+            f"compared with a margin of {MARGIN} times what rounding moves them": near,
         }
         return [Check("rounding", NOTE, f"{text}: {list_leaves(errors)}") for text, errors in notes.items() if errors]
 
     def errors(self, state: Any, curve: dict[str, np.ndarray], tolerance: float) -> Errors:
-        """Return the error of each leaf that is judged, scaled so that `tolerance` is what is allowed."""
+        """Return the error of each leaf that is compared, scaled so that `tolerance` is what is allowed."""
         curve = {name: values for name, values in curve.items() if name in self.trained.curve}
         got, want = flatten(state, curve), flatten(self.trained, self.trained.curve)
         errors = Errors()
         for path in {**want, **got}:
-            if path not in self.unjudged:
+            if path not in self.uncompared:
                 one, other, zero = got.get(path), want.get(path), self.zero.get(path)
                 if zero is not None and one is not None and other is not None and one.shape == other.shape:
                     one = np.where(zero, other, one)
@@ -112,8 +112,8 @@ def find_reference(
             zero[path] = elements
     # Other leaves, such as the optimizer's, move with parameters whose gradient is zero.
     unexplained = {p: e for p, e in too_far.items() if p not in zero and (not zero or p.startswith("params/"))}
-    unjudged = {p: e for p, e in too_far.items() if p not in zero or zero[p].all()}
-    return Reference(trained, tx, rate, rounding, unjudged, zero, unexplained)
+    uncompared = {p: e for p, e in too_far.items() if p not in zero or zero[p].all()}
+    return Reference(trained, tx, rate, rounding, uncompared, zero, unexplained)
 
 
 def zero_gradients(grads: list[Tree], epsilon: float) -> dict[str, np.ndarray]:

@@ -10,11 +10,11 @@ from jaxdp.checkpoint.digest import params_sha256
 from jaxdp.core.state import Batch, TrainState
 from jaxdp.core.step import Step
 from jaxdp.errors import UsageError, one_line
+from jaxdp.metrics.numbers import table
 from jaxdp.parallel import STAGES, Strategy
 from jaxdp.parallel.layout import ZERO
 from jaxdp.split import path_string
 from jaxdp.verify.configurations import ONE_DEVICE, Configuration
-from jaxdp.verify.report import table
 
 # configuration -> (its strategy, the step, batch number -> its batch on the strategy's devices)
 Make = Callable[[Configuration], tuple[Strategy, Step, Callable[[int], Batch]]]
@@ -147,7 +147,7 @@ def as_text(report: ExactReport, title: str) -> str:
         note = f"FAILED: differs {report.differs[i]}" if i in report.differs else one.refused
         rows.append([*one.configuration.cells, one.params[:16] or "refused", note])
     heads = [*Configuration._fields, "params_sha256", ""]
-    return "\n\n".join([title, table(heads, rows), verdict(report)])
+    return "\n\n".join([title, "\n".join(table([heads, *rows])), verdict(report)])
 
 
 def verdict(report: ExactReport) -> str:

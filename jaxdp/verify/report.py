@@ -3,12 +3,12 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxdp.metrics.numbers import table
 from jaxdp.verify.causes import FAILED, OK, REFUSED, Check, cause
 from jaxdp.verify.compare import Reference, Worst, list_leaves
 from jaxdp.verify.configurations import Configuration
@@ -67,8 +67,8 @@ def find_causes(report: Report) -> list[str]:
         causes.append(cause("not finite", losses=losses.tolist()))
     elif reference.unexplained:
         causes.append(cause("rounding", leaves=list_leaves(reference.unexplained)))
-    elif not reference.judged[0]:
-        causes.append(cause("nothing judged"))
+    elif not reference.compared[0]:
+        causes.append(cause("no trained leaf"))
     elif not report.passed and not report.failed:
         causes.append(cause("nothing compared"))
     if report.failed and len(causes) == before:
@@ -102,11 +102,11 @@ def as_text(report: Report, title: str) -> str:
         f"{len(trial.batches)} updates of {examples} examples in {trial.microbatches} microbatches (a run has "
         f"{problem.batch_size} in {problem.microbatches}); float64, no loss scaling, no warm-up{lower}"
     )
-    parts = [f"{title}\n{setting}", table(["check", "verdict", "result"], report.checks)]
+    parts = [f"{title}\n{setting}", "\n".join(table([("check", "verdict", "result"), *report.checks]))]
     if report.results:
         heads = [*Configuration._fields, f"error (allowed {report.tolerance:g})", "of the leaf"]
         rows = [[*r.configuration.cells, r.outcome, r.failure or r.worst.leaf] for r in report.results]
-        parts.append(table(heads, rows))
+        parts.append("\n".join(table([heads, *rows])))
     return "\n\n".join([*parts, verdict(report)])
 
 
@@ -116,22 +116,15 @@ def verdict(report: Report) -> str:
         differ = f"{number} of {total} configurations differ from the oracle: " if number else ""
         return f"not verified: {differ}{'; '.join(report.causes)}"
     assert report.reference is not None
-    judged, trained = report.reference.judged
-    why = "" if judged == trained else "; the gradient of the others is zero but for rounding"
+    compared, trained = report.reference.compared
+    why = "" if compared == trained else "; the gradient of the others is zero but for rounding"
     number = sum(r.verdict == REFUSED for r in report.results)
     refused = f" ({number} more refused)" if number else ""
     return (
         f"verified: {len(report.passed)} configurations agree with the oracle{refused}; "
         f"largest relative error {report.largest.error:.1e}, of {report.largest.leaf}; allowed {report.tolerance:g}; "
-        f"{judged} of {trained} trained leaves judged{why}"
+        f"{compared} of {trained} trained leaves compared{why}"
     )
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return aligned lines."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows)]
-    line = lambda cells: "  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip()
-    return "\n".join(map(line, [heads, *rows]))
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -159,5 +152,5 @@ def as_json(report: Report) -> dict[str, Any]:
         "checks": [c._asdict() for c in report.checks],
         "configurations": [row(r) for r in report.results],
         "rate": reference.rate if reference else 1.0,
-        "judged": reference.judged if reference else (0, 0),
+        "compared": reference.compared if reference else (0, 0),
     }

@@ -25,7 +25,7 @@ DRAWN = 1e-6  # initial values are drawn in float32, which two programs may roun
 
 
 class Result(NamedTuple):
-    """verdict: OK, FAILED, or REFUSED as a run would be. errors: of each judged leaf; failure: why there are none."""
+    """verdict: OK, FAILED, or REFUSED as a run would be. errors: of each compared leaf; failure: why there are none."""
 
     configuration: Configuration
     verdict: str
@@ -56,7 +56,7 @@ def run_configuration(
     try:
         state, curve = train(problem, trial, start, reference.tx, configuration, devices)
         errors = reference.errors(state, curve, tolerance)
-        failure = "" if errors else "nothing was judged"
+        failure = "" if errors else "nothing was compared"
         verdict = OK if errors and worst(errors).error <= tolerance else FAILED
     except UsageError as error:
         failure, verdict = one_line(error), REFUSED
@@ -86,7 +86,7 @@ def train(
     state = jax.tree.map(put, first, strategy.abstract().replace(exponents=None))
     state, program, curve = strategy.adopt(state.replace(exponents=exponents)), strategy.compile(step), []
     for i in range(len(trial.batches)):
-        batch = read_batch(problem.dataset, trial.order, i, strategy.local_slots)
+        batch = read_batch(problem.dataset, trial.order, i, strategy.local_microbatches)
         state, metrics = program.update(state, strategy.shard_batch(batch))
         curve.append(jax.device_get(metrics))
     final = jax.tree.map(host, strategy.export(state).replace(exponents=None))

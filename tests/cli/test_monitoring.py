@@ -271,7 +271,7 @@ class Bad(Own):
 def test_a_writer_holds_nothing_up(tmp_path, capsys, monkeypatch, when, how):
     """Whatever it does in whichever call: one warning, and the calls of the run return at once."""
     monkeypatch.setattr("jaxdp.metrics.soft.START", 0.2)
-    monkeypatch.setattr("jaxdp.metrics.soft.PATIENCE", 0.5)
+    monkeypatch.setattr("jaxdp.metrics.soft.LONGEST_CALL", 0.5)
     began = time.monotonic()
     (writer,) = make_writers([{"target": f"{__name__}.Bad", "args": {"when": when, "how": how}}], tmp_path, 0, {})
     record = {"step": 1, "split": "train", "loss": 1.0}

@@ -188,7 +188,7 @@ def test_a_gpt2_for_1024_devices_on_this_machine():
     plan = json.loads(done.stdout)
     (two,) = plan["plans"]
     P = 4 * plan["parameters"]
-    assert plan["parameters"] == 124_466_688 and two["share"]["whole"] == 0
+    assert plan["parameters"] == 124_466_688 and two["share"]["replicated"] == 0
     np.testing.assert_allclose(
         [two["memory"][k] / P for k in ("params", "grads", "opt_state")], [1, 1 / 8, 2 / 8], 1e-6
     )

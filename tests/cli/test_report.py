@@ -65,7 +65,7 @@ def make_run(directory, lines=200, seed=0, last="finished"):
     )
     (directory / "env.json").write_text('{"versions": {"jax": "0.10.2"}, "devices": {"count": 4, "kind": "cpu"}}')
     layout = {
-        "parameters": 85002, "devices": 4, "parts": 1, "slots": 2,
+        "parameters": 85002, "devices": 4, "parts": 1, "microbatches_per_device": 2,
         "bytes_per_device": {"params": 340008, "grads": 340008, "opt_state": 680024, "model_state": 0, "batch": 4416},
         "program": {"temporaries": 7e5, "peak": 1, "collectives": {"all-reduce": {"count": 1, "bytes": 8, "wire": 16}}},
     }  # fmt: skip

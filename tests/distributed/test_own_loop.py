@@ -134,7 +134,7 @@ def test_a_data_set_with_read_gives_dicts_and_is_never_asked_for_nothing():
 
     batches = jaxdp.partition_dataset(Strict(), 500, shuffle=False)
     assert [len(b["labels"]) for b in batches] == [500, 500, 437]
-    batches.slots = np.array([-1])  # a rank without rows
+    batches.numbers = np.array([-1])  # a rank without rows
     assert [b["inputs"].shape for b in batches] == [(0, 8, 8, 1)] * 3
 
 

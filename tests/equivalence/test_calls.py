@@ -20,7 +20,7 @@ from jaxdp.data.cursor import Cursor, Streams
 from jaxdp.data.prefetch import read_batch, read_batches
 from jaxdp.data.resident import Resident, gather
 from jaxdp.errors import UsageError
-from jaxdp.parallel.placement import slot_table
+from jaxdp.parallel.placement import assign_microbatches
 from jaxdp.training import loop
 from jaxdp.training.profile import Profile
 from launch import mpirun
@@ -63,7 +63,7 @@ def test_several_updates_in_a_call_are_those_one_by_one(way):
     cursor = Cursor(53, 20, 8, 0, shuffle=False)
     state, several = strategy.init(), []
     for begin in (0, 3):
-        read = read_batches(Arrays(**examples), cursor, range(begin, begin + 3), strategy.local_slots)
+        read = read_batches(Arrays(**examples), cursor, range(begin, begin + 3), strategy.local_microbatches)
         state, metrics = program.updates(state, strategy.shard_batch(read, several=True))
         metrics = jax.device_get(metrics)
         several += [{k: v[i] for k, v in metrics.items()} for i in range(3)]
@@ -106,7 +106,7 @@ def test_what_is_carried_goes_on_inside_a_call(tmp_path):
     model, examples = toys.summing(), toys.data(53)
     strategy, step, _ = toys.build(model, examples, sequential=True, devices=3, backend="pjit")
     program, order = strategy.compile(step), Streams(53, 20, 8)
-    read = read_batches(Arrays(**examples), order, range(4), strategy.local_slots)
+    read = read_batches(Arrays(**examples), order, range(4), strategy.local_microbatches)
     state, _ = program.updates(strategy.init(), strategy.shard_batch(read, several=True))
     got = strategy.export(state).carry["seen"]
     _, want, *_ = toys.train(model, examples, steps=4, sequential=True)
@@ -122,7 +122,7 @@ def test_the_guard_sees_every_update_of_a_call(action):
     model, spike = toys.MODELS["mlp"](), Spike(3.0, 0.5, 2, action)
     strategy, step, _ = toys.build(model, examples, spike=spike)
     program, cursor = strategy.compile(step), Cursor(53, 20, 8, 0, shuffle=False)
-    read = read_batches(Arrays(**examples), cursor, range(7), strategy.local_slots)
+    read = read_batches(Arrays(**examples), cursor, range(7), strategy.local_microbatches)
     read["inputs"][5] = np.nan_to_num(read["inputs"][5]) * 1e4
     state, metrics = program.updates(strategy.init(), strategy.shard_batch(read, several=True))
     one = strategy.init()
@@ -147,14 +147,14 @@ def test_what_is_gathered_on_the_device_is_what_is_read(backend, devices):
             for steps, got in batches:
                 several = isinstance(steps, range)
                 read = read_batches if several else read_batch
-                want = strategy.shard_batch(read(dataset, order, steps, strategy.local_slots), several)
+                want = strategy.shard_batch(read(dataset, order, steps, strategy.local_microbatches), several)
                 assert got.keys() == want.keys()
                 for name, x in want.items():
                     np.testing.assert_array_equal(got[name], x, err_msg=name)
                     assert got[name].dtype == x.dtype, name
                     if devices > 1:
                         assert got[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
-    slots = len(strategy.local_slots)
+    slots = len(strategy.local_microbatches)
     at = {"index": np.zeros((slots, 3), np.int32), "rows": np.ones((slots, 3), bool)}
     placed = strategy.shard_batch(at)
     place = getattr(placed["index"], "sharding", None)
@@ -206,7 +206,7 @@ def test_what_does_not_go_together_is_said(extra, text):
 def test_padding_is_known_of_beforehand(keys, devices, offset, padded):
     config = check.resolve(load(["--config", str(DIGITS), *keys])[0])
     parts = make_parts(config)
-    table = slot_table(config.microbatches, devices)
+    table = assign_microbatches(config.microbatches, devices)
     assert is_padded(config, parts, table, offset) == padded
     slots = np.arange(config.microbatches)
     seen = [parts.cursor.rows(step + offset, slots)[1].all() for step in range(parts.steps)]
@@ -217,7 +217,7 @@ def test_a_mask_of_the_data_is_never_left_out():
     config = check.resolve(load(["--config", str(DIGITS), "--steps", "22"])[0])
     parts = make_parts(config)
     own = Arrays(**{**toys.data(1437), "mask": np.ones(1437, np.float32)})
-    assert is_padded(config, parts._replace(dataset=own), slot_table(8, 1))
+    assert is_padded(config, parts._replace(dataset=own), assign_microbatches(8, 1))
 
 
 @pytest.mark.mpi

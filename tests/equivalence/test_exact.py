@@ -28,7 +28,7 @@ from jaxdp.errors import UsageError
 from jaxdp.models import as_model
 from jaxdp.models.mlp import MLP
 from jaxdp.optim import OPTIMIZERS
-from jaxdp.parallel.placement import slot_table
+from jaxdp.parallel.placement import assign_microbatches
 from jaxdp.parallel.rounding import as_written, fusion_barrier, opaque_true
 from jaxdp.verify import exact
 from launch import SUPPORT, Finished, mpirun, together
@@ -562,7 +562,7 @@ def test_more_devices_than_microbatches_or_groups_of_them_are_refused(backend):
 @pytest.mark.parametrize("devices", range(1, 7))
 @pytest.mark.parametrize("group", [1, 2, 3])
 def test_groups_of_microbatches_stay_together_and_each_is_there_once(devices, group):
-    table = slot_table(6 * group, devices, group)
+    table = assign_microbatches(6 * group, devices, group)
     groups = table.reshape(devices, -1, group)
     real = groups[groups[..., 0] >= 0]
     np.testing.assert_array_equal(real.reshape(-1), np.arange(6 * group))

@@ -21,8 +21,8 @@ from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.parallel import make_reduction
-from jaxdp.parallel.outer import OuterRule, Replicas, replica_tables, split_replicas
-from jaxdp.parallel.placement import slot_table
+from jaxdp.parallel.outer import OuterRule, Replicas, assign_replicas, split_replicas
+from jaxdp.parallel.placement import assign_microbatches
 from launch import mpirun
 
 MICROBATCHES, BATCH = 8, 20
@@ -47,7 +47,7 @@ def build(devices, every, inner, outer, examples, replicas=4, reduction="xla", d
         jax.devices()[:devices],
     )
     dataset = Arrays(**examples)
-    batch = lambda i: strategy.shard_batch(read_batch(dataset, cursor, i, strategy.local_slots))
+    batch = lambda i: strategy.shard_batch(read_batch(dataset, cursor, i, strategy.local_microbatches))
     return strategy, strategy.compile(step), batch
 
 
@@ -131,7 +131,7 @@ def test_each_microbatch_is_computed_once():
         parts, _ = split_replicas(replicas, devices)
         if devices // parts > per:
             continue
-        table = replica_tables(slot_table(per, devices // parts), replicas, parts)
+        table = assign_replicas(assign_microbatches(per, devices // parts), replicas, parts)
         assert sorted(table[table >= 0]) == list(range(replicas * per)) and len(table) == devices
     with pytest.raises(UsageError, match=r"outer\.replicas: 4 cannot be split over 3 devices; use 2 devices"):
         split_replicas(4, 3)

@@ -17,7 +17,7 @@ from jaxdp.data.cursor import Cursor
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
 from jaxdp.parallel import REDUCTIONS, make_reduction
-from jaxdp.parallel.placement import data_mesh, from_first, slot_table
+from jaxdp.parallel.placement import assign_microbatches, data_mesh, from_first
 from jaxdp.parallel.reduction import pack
 
 MESH = data_mesh(jax.devices()[:4])
@@ -97,7 +97,7 @@ def test_the_initial_sync_keeps_types_and_bits():
 
 @pytest.mark.parametrize("devices", range(1, 17))
 def test_shares_differ_by_at_most_one(devices):
-    table = slot_table(16, devices)
+    table = assign_microbatches(16, devices)
     shares = (table >= 0).sum(1)
     assert shares.max() - shares.min() <= 1
     assert sorted(table[table >= 0]) == list(range(16))
@@ -105,7 +105,7 @@ def test_shares_differ_by_at_most_one(devices):
 
 def test_more_devices_than_microbatches_says_what_to_set():
     with pytest.raises(UsageError, match="microbatches: 8 cannot be split over 9 devices; set microbatches to 9"):
-        slot_table(8, 9)
+        assign_microbatches(8, 9)
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_a_bucketed_step_is_one_all_reduce_of_one_operand(backend):
         toys.MODELS["resnet"](), examples, backend=backend, devices=4, reduction="bucket", bucket_mb=25.0, steps=0
     )
     state = strategy.adopt(jax.device_put(state, strategy.abstract().step.sharding))
-    batch = read_batch(Arrays(**examples), Cursor(20, 20, 8, 0), 0, strategy.local_slots)
+    batch = read_batch(Arrays(**examples), Cursor(20, 20, 8, 0), 0, strategy.local_microbatches)
     text = program.lowered(state, strategy.shard_batch(batch))["update"].compile().as_text()
     calls = [m.group(1) for m in re.finditer(r" all-reduce(?:-start)?\(([^)]*)\)", text)]
     assert len(calls) == 1 and "," not in calls[0]

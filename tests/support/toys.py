@@ -245,7 +245,7 @@ def build(
         jax.devices()[:devices],
         Sharding(blocks=model.blocks, **(layout or {})),
     )
-    return strategy, step, lambda i: strategy.shard_batch(read_batch(dataset, cursor, i, strategy.local_slots))
+    return strategy, step, lambda i: strategy.shard_batch(read_batch(dataset, cursor, i, strategy.local_microbatches))
 
 
 def train(model, examples, *, steps=10, **settings):

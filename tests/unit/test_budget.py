@@ -14,19 +14,18 @@ import toys
 from jaxdp.models import as_model
 
 ROOT = pathlib.Path(jaxdp.__file__).parent
-# 25,760, 1,180 of elastic training, 110 for named evaluation sets, schedules and reductions of a user, 90 for TLS.
-BUDGET = {"package": 27_269, "file": 300, "function": 60, "one update": 700}  # lines
+# 25,400, 360 of local updates, 1,180 of elastic training, 110 for named evaluation sets, schedules and reductions of a user, 90 for TLS.
+BUDGET = {"package": 27_693, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES = {"checkpoint/store.py": 319}
 LONG_FUNCTIONS = {
     "models/equinox.py from_equinox": 72,
     "models/gpt.py __init__": 62,
-    "config/check.py check": 61,
 }
 PARAMETERS = 8  # of a function, without self; fields of a record count as those of its constructor
 MANY_PARAMETERS = {
     # Sections of the config, and functions whose arguments are keys of the config: each is set by its name.
-    "config/__init__.py Config": 27,
+    "config/__init__.py Config": 28,
     "config/training.py Optimizer": 13,
     "config/training.py Parallel": 11,
     "api.py fit": 9,

@@ -141,7 +141,7 @@ def test_bad_numbers_are_refused():
         Cursor(5, 0, 2, 0)
     with pytest.raises(UsageError, match="microbatches: -1 is not positive"):
         Cursor(5, 8, -1, 0)
-    with pytest.raises(ValueError, match=r"slots: \[0, 2\] are not all in \[-1, 2\)"):
+    with pytest.raises(ValueError, match=r"microbatch numbers \[0, 2\] are not all in \[-1, 2\)"):
         Cursor(5, 8, 2, 0).rows(0, [0, 2])
     with pytest.raises(ValueError, match="step: -1"):
         Cursor(5, 8, 2, 0).rows(-1, [0])

@@ -133,7 +133,7 @@ def test_columns_of_a_saved_data_set_by_split(tmp_path, datasets):
     for given, words in (
         (None, r"data.args.columns.inputs: no column 'inputs'; it is one of x, kind, text"),
         ({"labels": "y"}, r"data.args.columns.labels: no column 'y'; it is one of x, kind, text"),
-        ({"inputs": "text"}, r"data.args.columns: 'text' holds .*, not numbers; encode it"),
+        ({"inputs": "text"}, r"data.args.columns: 'text' has .*, not numbers; encode it"),
     ):
         with pytest.raises(UsageError, match=words):
             HuggingFace(str(tmp_path / "parts"), columns=given)

@@ -333,8 +333,8 @@ zipped = functools.partial(gzip.compress, mtime=0)
         ("images-idx3", zipped(idx(IMAGES))[:-20], "cannot read .*end-of-stream"),
         ("images-idx3", b"<html>", "cannot read .*(gzip|compressed)"),
         ("images-idx3", b"\x1f\x8b" + bytes(30), "cannot read "),
-        ("images-idx3", zipped(idx(IMAGES)[:-5]), "holds 5,483 bytes of data, its header says 5,488"),
-        ("images-idx3", zipped(idx(IMAGES) + b"more"), "holds 5,492 bytes of data, its header says 5,488"),
+        ("images-idx3", zipped(idx(IMAGES)[:-5]), "has 5,483 bytes of data, its header says 5,488"),
+        ("images-idx3", zipped(idx(IMAGES) + b"more"), "has 5,492 bytes of data, its header says 5,488"),
         (
             "images-idx3",
             zipped(b"\x93NUMPY" + bytes(100)),
@@ -343,8 +343,8 @@ zipped = functools.partial(gzip.compress, mtime=0)
         ("images-idx3", zipped(b""), "starts with nothing"),
         ("images-idx3", zipped(idx(LABELS)), "starts with 00000801, not 00000803"),
         ("images-idx3", zipped(idx(IMAGES[:, 1:])), r"images of \(27, 28\), not \(28, 28\)"),
-        ("labels-idx1", zipped(idx(LABELS[1:])), "holds 7 images, .*labels-idx1-ubyte.gz 6 labels"),
-        ("labels-idx1", zipped(idx(LABELS + np.uint8(10))), "holds label 10"),
+        ("labels-idx1", zipped(idx(LABELS[1:])), "has 7 images, .*labels-idx1-ubyte.gz 6 labels"),
+        ("labels-idx1", zipped(idx(LABELS + np.uint8(10))), "has label 10"),
     ],
 )
 def test_a_damaged_idx_file_is_named_with_the_cause(tmp_path, stem, content, cause):

@@ -330,9 +330,9 @@ def test_documents_of_a_jsonl_file_and_of_texts(tmp_path):
         ("a.jsonl", '{"text": "a"}\n{"text": 3}\n', "at byte 14 is no JSON object with a 'text'"),
         ("a.jsonl", '{"text": "a"}\n[1\n', "at byte 14 is no JSON object"),
         ("a.jsonl", b'{"text": "\xff"}\n', "at byte 0 is not UTF-8"),
-        ("a.jsonl", "\n", "holds no document"),
-        ("a.txt", "\n \n", "holds no document"),
-        ("a.txt", "one", "holds 1 documents, too few for two splits"),
+        ("a.jsonl", "\n", "has no document"),
+        ("a.txt", "\n \n", "has no document"),
+        ("a.txt", "one", "has 1 documents, too few for two splits"),
     ],
 )
 def test_bad_documents_are_named(tmp_path, name, content, words):

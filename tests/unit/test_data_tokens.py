@@ -129,7 +129,7 @@ def test_documents_are_separated_by_the_token_that_ends_them(tmp_path):
     [
         (lambda p: p.write_bytes(b"abc"), {}, r"x.bin' has a torn end: 3 bytes are no whole number of uint16"),
         (lambda p: p.write_bytes(b"abcdef"), {"dtype": "uint32"}, r"torn end: 6 bytes are no whole number of uint32"),
-        (lambda p: llmc(p, TOKENS, count=501), {}, r"x.bin' holds 500 tokens, and should hold 501; write it again"),
+        (lambda p: llmc(p, TOKENS, count=501), {}, r"x.bin' has 500 tokens, instead of 501; write it again"),
         (lambda p: llmc(p, TOKENS, version=2), {}, r"x.bin' is llm.c's version 2; only 1 is supported"),
         (
             lambda p: raw(p, TOKENS),
@@ -324,7 +324,7 @@ def test_the_command_makes_what_token_file_reads(tmp_path):
     reference = TextFile(str(tmp_path / "poem.txt"), length=16, tokenizer="char")
     assert reference.tokenizer.spec() == meta["tokenizer"]
     (out / "val_000000.bin").write_bytes(b"ab")
-    with pytest.raises(UsageError, match=r"val_000000.bin' holds 1 tokens, and should hold [\d,]+; write it again"):
+    with pytest.raises(UsageError, match=r"val_000000.bin' has 1 tokens, instead of [\d,]+; write it again"):
         TokenFile(str(out), "test", 16)
 
 
@@ -374,7 +374,7 @@ def test_a_run_that_fails_leaves_no_output(tmp_path):
     with pytest.raises(UsageError, match=r"INPUT: '.*b.txt' is not UTF-8: byte 2 is 0xff; convert it"):
         tokenize([good, bad], tmp_path / "out", "byte", 0.1, 100)
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "b.txt"]
-    with pytest.raises(UsageError, match=r"INPUT: .*c.txt' hold no text"):
+    with pytest.raises(UsageError, match=r"INPUT: .*c.txt' have no text"):
         (tmp_path / "c.txt").write_text("")
         tokenize([tmp_path / "c.txt"], tmp_path / "out", "byte", 0.1, 100)
 

@@ -19,9 +19,9 @@ def test_a_program_that_has_run_tells_what_it_sends(backend, devices):
     model, examples = toys.MODELS["mlp"](), toys.data(40)
     strategy, step, _ = toys.build(model, examples, devices=devices, backend=backend)
     program, state = strategy.compile(step), strategy.init()
-    read = read_batch(Arrays(**examples), Cursor(40, 20, 8, 0), 0, strategy.local_slots)
+    read = read_batch(Arrays(**examples), Cursor(40, 20, 8, 0), 0, strategy.local_microbatches)
     batch = strategy.shard_batch(read)
-    slots = strategy.table.shape[1]
+    slots = strategy.assignment.shape[1]
     assert memory.of_compiled(program.lowered(state, batch), devices, slots) is None  # it would have to compile
     state, _ = program.update(state, batch)
     found = memory.of_compiled(program.lowered(state, batch), devices, slots)

@@ -39,7 +39,7 @@ def draw(made, dtype=np.float32):
 
 
 def logits(made, params, batch, train=False, key=KEY):
-    return made.apply(params, {}, batch, key, train)[0].whole()
+    return made.apply(params, {}, batch, key, train)[0].compute()
 
 
 # --- the numbers -----------------------------------------------------------------------------------------------------

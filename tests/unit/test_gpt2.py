@@ -113,7 +113,7 @@ def nested(flat):
 def test_logits_and_loss_are_those_of_the_published_model(scan, prefix):
     made, (inputs, labels) = model(scan=scan), (TEXT[:4, :-1], TEXT[:4, 1:])
     params = nested(from_published(published(prefix), scan))
-    got = jax.jit(lambda p: made.apply(p, {}, {"inputs": inputs}, jax.random.key(0), False)[0].whole())(params)
+    got = jax.jit(lambda p: made.apply(p, {}, {"inputs": inputs}, jax.random.key(0), False)[0].compute())(params)
     got, want = np.asarray(got)[..., :VOCABULARY], oracle(published(), inputs)
     assert np.abs(want).max() > 1
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)

@@ -85,7 +85,7 @@ def test_logits_in_pieces_are_the_whole(monkeypatch, dtype):
 
         def sums(x, kernel, whole):
             outputs = Logits(x, kernel, classes)
-            total, weight, metrics = loss(outputs.whole() if whole else outputs, {"labels": labels, "mask": mask})
+            total, weight, metrics = loss(outputs.compute() if whole else outputs, {"labels": labels, "mask": mask})
             return total, (weight, metrics)
 
         run = jax.jit(jax.value_and_grad(sums, argnums=(0, 1), has_aux=True), static_argnums=2)

@@ -10,7 +10,7 @@ from flax import linen, nnx
 import toys
 from covering import first
 from jaxdp.errors import UsageError
-from jaxdp.logits import whole
+from jaxdp.logits import compute_logits
 from jaxdp.losses import MeanSquaredError, SoftmaxCrossEntropy
 from jaxdp.models import MODELS, as_model
 from jaxdp.targets import locate
@@ -97,7 +97,7 @@ def test_every_product_is_computed_in_the_policys_dtype(name):
 
         def total(params, state, train=train):
             outputs, state = model.apply(params, state, batch, jax.random.key(0), train)
-            return whole(outputs).astype(jnp.float32).sum(), state
+            return compute_logits(outputs).astype(jnp.float32).sum(), state
 
         jaxpr, (_, after) = jax.make_jaxpr(jax.grad(total, has_aux=True), return_shape=True)(params, state)
         found = list(products(jaxpr))
