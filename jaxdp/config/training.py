@@ -213,6 +213,7 @@ class Outer:
     Args:
         replicas: the number of logical replicas, which divides microbatches; 1 means ordinary training
         every: updates between two outer steps
+        optimizer: the optimizer of the outer step
     """
 
     replicas: int = numbers(1, least=1)
