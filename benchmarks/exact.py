@@ -47,7 +47,7 @@ def work(way: str, argv: list[str]) -> None:
     parts = make_parts(config)
     strategy = make_strategy(config, parts, state_maker(config, parts), jax.devices())
     program, state = strategy.compile(make_the_step(config, parts)), strategy.init()
-    batch = strategy.shard_batch(read_batch(parts.dataset, parts.cursor, 0, strategy.local_microbatches))
+    batch = strategy.shard_batch(read_batch(parts.dataset, parts.order, 0, strategy.local_microbatches))
     sent, slots = 0.0, strategy.assignment.shape[1]
     for lowered in program.lowered(state, batch).values() if context.size == 1 else ():
         for c in collectives(lowered.compile().as_text(), lowered.as_text()):

@@ -34,7 +34,7 @@ def main() -> None:
     for name in ("bucket", "xla"):
         asked = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, reduction=name))
         strategy = make_strategy(asked, parts, make_state, jax.devices())
-        batch = strategy.shard_batch(read_batch(parts.dataset, parts.cursor, 0, strategy.local_microbatches))
+        batch = strategy.shard_batch(read_batch(parts.dataset, parts.order, 0, strategy.local_microbatches))
         program, state = strategy.compile(step), strategy.init()
         found = collectives(program.lowered(state, batch)["update"].compile().as_text())
         moved[name] = {kind: [t.count, t.bytes] for kind, t in summarize(found).items()}

@@ -57,7 +57,7 @@ def main(folder: str, updates: int, argv: list[str]) -> None:
     np.savez(root / "weights.npz", **named(state.params, state.model_state))
     everything = parts.dataset.read(np.arange(len(parts.dataset)))
     slots = np.arange(config.microbatches)
-    rows = [parts.cursor.rows(step, slots) for step in range(updates)]
+    rows = [parts.order.rows(step, slots) for step in range(updates)]
     assert all(mask.all() for _, mask in rows), "a batch is not full: take a data set of benchmarks.data"
     order = np.stack([indices for indices, _ in rows])
     np.save(root / "order.npy", order.astype(np.int32))

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from jaxdp.data.base import Arrays
-from jaxdp.data.cursor import Cursor
+from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.image_folder import ImageFolder
 from jaxdp.data.workers import prefetch_in_workers
 
@@ -58,7 +58,7 @@ def write(folder: pathlib.Path, count: int) -> None:
 
 
 def batches_per_s(dataset, batch: int, workers: int) -> float:
-    cursor = Cursor(len(dataset), batch, 1, seed=0)
+    cursor = EpochOrder(len(dataset), batch, 1, seed=0)
     stop = 16 + SKIPPED
     with prefetch_in_workers(dataset, cursor, [0], range(stop), workers) as batches:
         for _ in range(SKIPPED):

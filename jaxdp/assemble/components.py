@@ -19,7 +19,7 @@ from jaxdp.core.state import TrainState, init_state
 from jaxdp.core.step import Step, make_step
 from jaxdp.data import SOURCES
 from jaxdp.data.base import Dataset
-from jaxdp.data.cursor import Order
+from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.transforms import TRANSFORMS, both
 from jaxdp.errors import UsageError, nearest
 from jaxdp.losses import LOSSES, attribute, make_loss
@@ -40,7 +40,7 @@ SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision")
 
 
 class Parts(NamedTuple):
-    """The built components of a config. eval_sets: the evaluation sets by name. cursor: the order of the training data.
+    """The built components of a config. eval_sets: the evaluation sets by name. order: the order of the training data.
 
     sequential: all sets are read sequentially. facts: see `facts_of`.
     """
@@ -49,7 +49,7 @@ class Parts(NamedTuple):
     rule: UpdateRule
     dataset: Dataset
     eval_sets: dict[str, Dataset]
-    cursor: Order
+    order: ExampleOrder
     steps: int
     sequential: bool
     facts: dict[str, Any]
@@ -94,8 +94,8 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
     dtypes = config.precision
     casts = policy(dtypes.params, dtypes.compute or dtypes.params, dtypes.reduce or dtypes.params)
     sequential = is_sequential(config, model, dataset, transform, casts)
-    cursor = make_order(config, dataset, sequential)
-    steps = config.steps or math.ceil((config.epochs or 0) * cursor.steps_per_epoch)
+    order = make_order(config, dataset, sequential)
+    steps = config.steps or math.ceil((config.epochs or 0) * order.steps_per_epoch)
     schedule, opt = schedule_of(config, steps), config.optimizer
     named = opt.target in OPTIMIZERS or "optimizer" not in objects
     remat, scaling = choose_remat(config, model), make_scaling(config, dataset)
@@ -109,7 +109,7 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
         config.nonfinite.max_consecutive,
         make_spike(config),
     )
-    return Parts(forward, rule, dataset, eval_sets, cursor, steps, sequential, facts)
+    return Parts(forward, rule, dataset, eval_sets, order, steps, sequential, facts)
 
 
 def make_the_step(config: Config, parts: Parts, padded: bool = True) -> Step:
@@ -123,7 +123,7 @@ def make_the_step(config: Config, parts: Parts, padded: bool = True) -> Step:
 
 def state_maker(config: Config, parts: Parts) -> Callable[[], TrainState]:
     """Return a function that computes the state before the first update."""
-    example, size = parts.dataset.read(np.zeros(1, np.int64)), parts.cursor.examples_per_microbatch
+    example, size = parts.dataset.read(np.zeros(1, np.int64)), parts.order.examples_per_microbatch
 
     def make_state() -> TrainState:
         inputs = first_microbatch(example, size, parts.forward.transform)

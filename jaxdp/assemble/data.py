@@ -13,7 +13,7 @@ from jaxdp.core.carry import split_carry
 from jaxdp.core.state import Batch, Transform
 from jaxdp.data import SOURCES
 from jaxdp.data.base import Dataset, as_dataset, check_dtypes
-from jaxdp.data.cursor import Cursor, Order, Streams
+from jaxdp.data.example_order import EpochOrder, ExampleOrder, Streams
 from jaxdp.data.transforms import TRANSFORMS, as_transform
 from jaxdp.errors import UsageError
 from jaxdp.models.base import Model
@@ -110,8 +110,8 @@ def first_microbatch(example: dict[str, np.ndarray], size: int, transform: Trans
     return inputs if transform is None else transform(inputs, jax.random.key(0), True)
 
 
-def make_order(config: Config, dataset: Dataset, sequential: bool, shuffle: bool = True) -> Order:
+def make_order(config: Config, dataset: Dataset, sequential: bool, shuffle: bool = True) -> ExampleOrder:
     """Return the order: which examples each microbatch of each step contains."""
     if sequential:
         return Streams(len(dataset), config.batch_size, config.microbatches)
-    return Cursor(len(dataset), config.batch_size, config.microbatches, config.seed if shuffle else 0, shuffle)
+    return EpochOrder(len(dataset), config.batch_size, config.microbatches, config.seed if shuffle else 0, shuffle)

@@ -60,7 +60,7 @@ def rehearse(
             f"optimizer.target: {config.optimizer.target!r} cannot be used: its update must return updates like the "
             "parameters, and a state like the one that it got"
         )
-    batch = read_batch(parts.dataset, parts.cursor, 0, np.zeros(1, np.int32))
+    batch = read_batch(parts.dataset, parts.order, 0, np.zeros(1, np.int32))
     number = np.zeros(1, np.int32)
     with user_errors.reported(lambda key: called_with(key, parts, state)):
         grads, sums = jax.make_jaxpr(step.grads, return_shape=True)(view_of_one(state), batch, number)
@@ -73,7 +73,7 @@ def rehearse(
         check_examples(parts, state, False, dataset.read(probes(dataset)))
     counted = model_flops(grads, lambda: jax.make_jaxpr(step.evaluate)(view_of_one(state), batch, number))
     programs = {"the initial state": first, "the gradients": grads, "the update": update}
-    return counted / parts.cursor.examples_per_microbatch, programs
+    return counted / parts.order.examples_per_microbatch, programs
 
 
 def view_of_one(state: TrainState) -> View:
@@ -115,7 +115,7 @@ def output_shapes(parts: Parts, state: TrainState, examples: dict[str, np.ndarra
 
 def model_inputs(parts: Parts, examples: dict[str, np.ndarray]) -> Batch:
     """Return a microbatch of copies of the first example, as the model gets it in training."""
-    batch = first_microbatch(examples, parts.cursor.examples_per_microbatch, parts.forward.transform)
+    batch = first_microbatch(examples, parts.order.examples_per_microbatch, parts.forward.transform)
     return parts.forward.policy.inputs(batch)
 
 

@@ -170,7 +170,7 @@ def make_sources(config: Config, parts: Parts, strategy: Strategy) -> tuple[Sour
         check = functools.partial(check_examples, parts, strategy.shapes, train) if checked else None
         return Source(dataset, order, config.data.workers, resident, check)
 
-    training = source(parts.dataset, parts.cursor, True)
+    training = source(parts.dataset, parts.order, True)
     order = lambda dataset: make_order(config, dataset, parts.sequential, shuffle=False)
     return training, {name: source(x, order(x), False) for name, x in parts.eval_sets.items()}
 
@@ -200,7 +200,7 @@ def make_case(config: Config, parts: Parts, zero: int, per_device: int, devices:
     step = make_the_step(config, parts)
     if zero == configured.zero:
         check_optimizer(config, strategy, parts.rule.tx, step)
-    size = parts.cursor.examples_per_microbatch
+    size = parts.order.examples_per_microbatch
     first = parts.dataset.read(np.zeros(1, np.int64))
     example = {k: jax.ShapeDtypeStruct((size, *v.shape[1:]), v.dtype) for k, v in first.items()}
     example.setdefault("mask", jax.ShapeDtypeStruct((size,), np.dtype(np.float32)))
@@ -213,7 +213,7 @@ def speed(config: Config, parts: Parts, flops: float, devices: Sequence[jax.Devi
     tokens = shape[1] if len(shape) == 2 and np.issubdtype(dtype, np.integer) else None
     dtypes = config.precision
     peak = peak_flops(devices[0].device_kind, dtypes.compute or dtypes.params, dtypes.matmul)
-    return throughput(parts.cursor.examples_per_step, tokens, flops or None, peak and peak * len(devices))
+    return throughput(parts.order.examples_per_step, tokens, flops or None, peak and peak * len(devices))
 
 
 def make_profile(config: Config, directory: pathlib.Path, start: int, steps: int) -> Profile:
@@ -245,7 +245,7 @@ def is_padded(config: Config, parts: Parts, assignment: np.ndarray, offset: int 
     Exact mode always has masks, so that its operations do not depend on the run's length; a run that may be rolled back
     reads batches that are not known beforehand.
     """
-    order = parts.cursor
+    order = parts.order
     full_batches = order.size % order.batch_size == 0 or parts.steps + offset <= order.size // order.batch_size
     even_split = order.batch_size % order.microbatches == 0 and (assignment >= 0).all()
     always = config.parallel.exact or config.spike.action == "rollback"

@@ -84,7 +84,7 @@ def make_problem(config: Config) -> Problem:
         casts = policy("float64", "float64", "float64")
         forward = parts.forward._replace(model=problem.model, policy=casts, loss_scaling=None)
         rule = parts.rule._replace(tx=tx, spike=None, schedule=None)
-        plain = parts._replace(forward=forward, rule=rule, cursor=trial.order)
+        plain = parts._replace(forward=forward, rule=rule, order=trial.order)
         return make_variant(tried, plain, configuration, devices, bucket_mb=bucket_mb, exact_group=1)
 
     return Problem(
@@ -137,9 +137,9 @@ def make_bits(config: Config, devices: int, updates: int) -> tuple[Make, list[Co
     def make(configuration: Configuration) -> Any:
         strategy, step = make_variant(config, parts, configuration, all_devices)
         check_optimizer(config, strategy, parts.rule.tx, step)
-        read = lambda i: read_batch(parts.dataset, parts.cursor, i, strategy.local_microbatches)
+        read = lambda i: read_batch(parts.dataset, parts.order, i, strategy.local_microbatches)
         return strategy, step, lambda i: strategy.shard_batch(read(i))
 
-    last = parts.cursor.steps_per_epoch - 1
+    last = parts.order.steps_per_epoch - 1
     batches = [min(i, last) if i < updates - 1 else last for i in range(updates)]
     return make, exact_configurations(limit, config.parallel.reduction, several), batches

@@ -51,7 +51,7 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     seconds = [predict(p, hardware, dtype) if dtype in hardware.flops else None for p in plans]
     best = recommend(plans, limit)
     enough, uneven = devices <= config.microbatches, 0 < config.microbatches % devices < config.microbatches
-    examples = config.batch_size if enough else per_device * devices * parts.cursor.examples_per_microbatch
+    examples = config.batch_size if enough else per_device * devices * parts.order.examples_per_microbatch
     notes = remarks(config, plans, hardware, dtype, per_device, devices, examples)
     shapes = jax.eval_shape(make_state)
     if config.outer.replicas > 1 or options["network"] is not None:
@@ -65,7 +65,7 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
         f"{config.model.target} {count:,} parameters; {config.data.target}; {config.optimizer.target}; "
         f"{config.precision.params} state, {config.precision.compute} compute",
         f"{devices:,} devices ({hardware.name}), {'up to ' * uneven}{per_device} microbatch{'es' * (per_device > 1)} "
-        f"of {parts.cursor.examples_per_microbatch} on each: {examples:,} examples an update",
+        f"of {parts.order.examples_per_microbatch} on each: {examples:,} examples an update",
     )
     if options["json"]:
         stage_plans = [

@@ -12,7 +12,7 @@ from jaxdp.core.frozen import merge
 from jaxdp.core.model_state import weighted_state
 from jaxdp.core.options import Forward
 from jaxdp.core.state import Batch, Gather, Join, Sums, View, microbatch_key, plain_gather, plain_join
-from jaxdp.data.cursor import RESET
+from jaxdp.data.example_order import RESET
 from jaxdp.losses import apply_loss, attribute
 from jaxdp.metrics.sums import check_result
 from jaxdp.models.base import CARRY

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from jaxdp.data.base import Dataset
-from jaxdp.data.cursor import RESET, Order
+from jaxdp.data.example_order import RESET, ExampleOrder
 from jaxdp.errors import UsageError
 
 S = TypeVar("S")
@@ -85,24 +85,24 @@ def prefetch(make: Callable[[S], T], steps: Iterable[S], depth: int = 2) -> Iter
 
 
 def read_batch(
-    dataset: Dataset, cursor: Order, step: int, numbers: Sequence[int] | np.ndarray
+    dataset: Dataset, order: ExampleOrder, step: int, numbers: Sequence[int] | np.ndarray
 ) -> dict[str, np.ndarray]:
     """Return one step's local microbatches, {name: [local, E, ...]}, with the mask; see `read_batches`."""
-    return {key: value[0] for key, value in read_batches(dataset, cursor, [step], numbers).items()}
+    return {key: value[0] for key, value in read_batches(dataset, order, [step], numbers).items()}
 
 
 def read_batches(
-    dataset: Dataset, cursor: Order, steps: Sequence[int], numbers: Sequence[int] | np.ndarray
+    dataset: Dataset, order: ExampleOrder, steps: Sequence[int], numbers: Sequence[int] | np.ndarray
 ) -> dict[str, np.ndarray]:
     """Return several steps' local microbatches, {name: [step, local, E, ...]}, from one `dataset.read`.
 
-    "mask"[step, local, E] is float32, 1 for a real row and 0 for padding (see `Order.rows`); a "mask" from the dataset
+    "mask"[step, local, E] is float32, 1 for a real row and 0 for padding; a "mask" from the dataset
     (of tokens, say) is multiplied by it and keeps its own shape. "reset"[step, local, E] is bool, True where the
     model's carried state is reset: a sequential order resets at the start of an epoch and where the dataset's "reset"
     is nonzero; any other order has the entry only if the dataset has one, and also resets at step 0. Raises UsageError
     if `read` does not return a dict of arrays with one entry per index.
     """
-    indices, rows = places(cursor, steps, numbers)
+    indices, rows = places(order, steps, numbers)
     if rows.all():
         values = _read(dataset, indices.reshape(-1))
     else:  # read the example that padding repeats only once
@@ -116,23 +116,25 @@ def read_batches(
         mask = data_mask.astype(dtype) * rows.reshape(*rows.shape, *[1] * (data_mask.ndim - rows.ndim))
     data_reset = batch.get(RESET)
     per_example = data_reset is not None and data_reset.size == rows.size
-    if (reset := begins(cursor, steps, rows.shape, per_example)) is not None:
+    if (reset := begins(order, steps, rows.shape, per_example)) is not None:
         batch[RESET] = reset | (batch[RESET].reshape(rows.shape) != 0) if RESET in batch else reset
     return {**batch, "mask": mask}
 
 
-def places(cursor: Order, steps: Sequence[int], numbers: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return `Order.rows` of several steps, stacked: (indices[step, local, E] int64, mask[step, local, E] bool)."""
-    indices, rows = (np.stack(part) for part in zip(*(cursor.rows(step, numbers) for step in steps)))
+def places(
+    order: ExampleOrder, steps: Sequence[int], numbers: Sequence[int] | np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return `order.rows` of several steps, stacked: (indices[step, local, E] int64, mask[step, local, E] bool)."""
+    indices, rows = (np.stack(part) for part in zip(*(order.rows(step, numbers) for step in steps)))
     return indices, rows
 
 
-def begins(cursor: Order, steps: Sequence[int], shape: tuple[int, ...], data_resets: bool) -> np.ndarray | None:
+def begins(order: ExampleOrder, steps: Sequence[int], shape: tuple[int, ...], data_resets: bool) -> np.ndarray | None:
     """Return where the order resets the carried state, bool of `shape` [step, local, E]; None if no state is carried.
     data_resets: the dataset has a "reset" entry with one value per example."""
-    if not cursor.sequential and not data_resets:
+    if not order.sequential and not data_resets:
         return None
-    resets = cursor.begins if cursor.sequential else lambda step: step == 0
+    resets = order.begins if order.sequential else lambda step: step == 0
     return np.stack([np.full(shape[1:], resets(step)) for step in steps])
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.data.base import Dataset
-from jaxdp.data.cursor import RESET, Order
+from jaxdp.data.example_order import RESET, ExampleOrder
 from jaxdp.data.prefetch import begins, places, prefetch
 from jaxdp.data.workers import Steps
 from jaxdp.errors import UsageError
@@ -35,15 +35,15 @@ class Resident:
         self.gather = functools.cache(lambda to: jax.jit(gather, out_shardings=to) if to else jax.jit(gather))
 
     @contextmanager
-    def batches(self, cursor: Order, groups: Iterable[Steps]) -> Iterator[Iterator[Any]]:
+    def batches(self, order: ExampleOrder, groups: Iterable[Steps]) -> Iterator[Iterator[Any]]:
         """Iterate over (steps, their batch, or batches[step, ...] for a range), gathered ahead of use."""
 
         def make(steps: Steps) -> tuple[Steps, dict[str, jax.Array]]:
             several = isinstance(steps, range)
             every = steps if isinstance(steps, range) else [steps]
-            indices, rows = places(cursor, every, self.strategy.local_microbatches)
+            indices, rows = places(order, every, self.strategy.local_microbatches)
             data_reset = self.arrays.get(RESET)
-            reset = begins(cursor, every, rows.shape, data_reset is not None and data_reset.size == len(data_reset))
+            reset = begins(order, every, rows.shape, data_reset is not None and data_reset.size == len(data_reset))
             selection = {INDEX: indices.astype(np.int32), ROWS: rows} | ({} if reset is None else {RESET: reset})
             at = self.strategy.shard_batch(selection if several else {k: x[0] for k, x in selection.items()}, several)
             return steps, self.gather(getattr(at[INDEX], "sharding", None))(self.arrays, at)

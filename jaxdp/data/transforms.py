@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxdp.data.cursor import RESET
+from jaxdp.data.example_order import RESET
 from jaxdp.errors import UsageError
 
 Batch = dict[str, jax.Array]

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from jaxdp.data.base import Dataset
-from jaxdp.data.cursor import Order
+from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.prefetch import prefetch, read_batch, read_batches
 from jaxdp.errors import RunFailed, UsageError, one_line
 from jaxdp.supervise.signals import NUMBERS
@@ -35,14 +35,14 @@ Steps = int | range  # one step, or several consecutive steps
 @contextmanager
 def prefetch_in_workers(
     dataset: Dataset,
-    cursor: Order,
+    order: ExampleOrder,
     numbers: Sequence[int] | np.ndarray,
     steps: range,
     workers: int,
     then: Callable[[Steps, Batch], Any] = lambda steps, batch: batch,
     groups: Iterable[Steps] | None = None,
 ) -> Iterator[Iterator[Any]]:
-    """Prefetch `read_batch(dataset, cursor, step, numbers)` in `workers` processes; 0 prefetches in a thread.
+    """Prefetch `read_batch(dataset, order, step, numbers)` in `workers` processes; 0 prefetches in a thread.
 
     Each worker is a new interpreter (spawn) with a pickled copy of the dataset; pickling is cheap if the dataset
     reopens its files when it is unpickled. A worker keeps one batch ready; more are received ahead (`prefetch`). The
@@ -57,11 +57,11 @@ def prefetch_in_workers(
     """
     items = steps if groups is None else groups
     if workers < 1:
-        with prefetch(lambda steps: then(steps, _read(dataset, cursor, steps, numbers)), items) as batches:
+        with prefetch(lambda steps: then(steps, _read(dataset, order, steps, numbers)), items) as batches:
             yield batches
         return
     with (
-        _pool(_pickled(dataset), cursor, numbers, steps, workers) as (receive, end),
+        _pool(_pickled(dataset), order, numbers, steps, workers) as (receive, end),
         prefetch(lambda steps: then(steps, _receive_steps(receive, steps)), items) as batches,
     ):
         try:
@@ -70,10 +70,10 @@ def prefetch_in_workers(
             end()  # kill the workers first: prefetch waits for its thread, which waits for a worker
 
 
-def _read(dataset: Dataset, cursor: Order, steps: Steps, numbers: Any) -> Batch:
+def _read(dataset: Dataset, order: ExampleOrder, steps: Steps, numbers: Any) -> Batch:
     read: Callable[..., Batch] = read_batches if isinstance(steps, range) else read_batch
     try:
-        return read(dataset, cursor, steps, numbers)
+        return read(dataset, order, steps, numbers)
     except Exception as error:
         first, several = (steps.start, f" to {steps[-1]}") if isinstance(steps, range) else (steps, "")
         error.add_note(f"as the batch of step {first}{several} was read, counted from 0")
@@ -90,7 +90,7 @@ def _receive_steps(receive: Callable[[int], Batch], steps: Steps) -> Batch:
 
 @contextmanager
 def _pool(
-    dataset: bytes, cursor: Order, numbers: Any, steps: range, workers: int
+    dataset: bytes, order: ExampleOrder, numbers: Any, steps: range, workers: int
 ) -> Iterator[tuple[Callable[[int], Batch], Callable[[], None]]]:
     """Start the workers; yield (a function that receives the batch of a step, a function that kills all workers)."""
     context = multiprocessing.get_context("spawn")
@@ -124,7 +124,7 @@ def _pool(
             for worker in range(count):
                 pipe, far = context.Pipe(duplex=False)
                 _widen(pipe)
-                args = (far, dataset, cursor, np.asarray(numbers), steps[worker::count])
+                args = (far, dataset, order, np.asarray(numbers), steps[worker::count])
                 process = context.Process(target=_work, args=args, name=f"jaxdp-worker-{worker}", daemon=True)
                 process.start()
                 far.close()  # so that the pipe closes when the worker ends
@@ -154,7 +154,7 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _work(pipe: Connection, pickled: bytes, cursor: Order, numbers: np.ndarray, steps: range) -> None:
+def _work(pipe: Connection, pickled: bytes, order: ExampleOrder, numbers: np.ndarray, steps: range) -> None:
     """Read and send batches until killed, or until the parent has ended; runs in a worker."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -164,7 +164,7 @@ def _work(pipe: Connection, pickled: bytes, cursor: Order, numbers: np.ndarray, 
     try:
         dataset = pickle.loads(pickled)
         for step in steps:
-            _send(pipe, read_batch(dataset, cursor, step, numbers))
+            _send(pipe, read_batch(dataset, order, step, numbers))
     except BrokenPipeError:
         pass
     except BaseException as error:

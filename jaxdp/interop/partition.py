@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxdp.data.base import Examples, as_dataset
-from jaxdp.data.cursor import Cursor
+from jaxdp.data.example_order import EpochOrder
 from jaxdp.distributed.context import joined
 from jaxdp.errors import UsageError
 
@@ -20,14 +20,14 @@ class Partition:
         context, local = joined(), 1 if devices is None else devices
         self.dataset = as_dataset(dataset)
         self.form = _form(dataset, self.dataset)
-        self.cursor = Cursor(len(self.dataset), batch_size, context.size * local, seed, shuffle)
+        self.order = EpochOrder(len(self.dataset), batch_size, context.size * local, seed, shuffle)
         self.numbers = context.rank * local + np.arange(local)
         self.per_device = devices is not None
         self.epoch = 0
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch, the same on every rank."""
-        return self.cursor.steps_per_epoch
+        return self.order.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
         epoch, self.epoch = self.epoch, self.epoch + 1
@@ -41,7 +41,7 @@ class Partition:
         self.epoch = epoch
 
     def _batch(self, step: int) -> Any:
-        indices, mask = self.cursor.rows(step, self.numbers)
+        indices, mask = self.order.rows(step, self.numbers)
         if self.per_device:
             rows = self.dataset.read(indices.reshape(-1))
             return self.form({key: x.reshape(*indices.shape, *x.shape[1:]) for key, x in rows.items()}), mask

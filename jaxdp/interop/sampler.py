@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxdp.data.cursor import Cursor, permute
+from jaxdp.data.example_order import EpochOrder, permute
 from jaxdp.distributed.context import joined
 from jaxdp.errors import UsageError
 
@@ -67,7 +67,7 @@ class DistributedSampler:
         The batches and their number are those of `partition_dataset` with the same seed and epoch, the same on every
         rank. With drop_last, an incomplete last batch is dropped.
         """
-        return BatchSampler(self, Cursor(self.examples, batch_size, self.size, self.seed, self.shuffle))
+        return BatchSampler(self, EpochOrder(self.examples, batch_size, self.size, self.seed, self.shuffle))
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,15 @@ class BatchSampler:
     """An iterable of index lists, one for each step of the sampler's epoch; the last one may be empty."""
 
     sampler: DistributedSampler
-    cursor: Cursor
+    order: EpochOrder
 
     def __len__(self) -> int:
         if self.sampler.drop_last:
-            return self.cursor.size // self.cursor.batch_size
-        return self.cursor.steps_per_epoch
+            return self.order.size // self.order.batch_size
+        return self.order.steps_per_epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        first = self.sampler.epoch * self.cursor.steps_per_epoch
+        first = self.sampler.epoch * self.order.steps_per_epoch
         for step in range(first, first + len(self)):
-            indices, mask = self.cursor.rows(step, [self.sampler.rank])
+            indices, mask = self.order.rows(step, [self.sampler.rank])
             yield indices[mask].tolist()

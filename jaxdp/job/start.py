@@ -70,7 +70,7 @@ def summary(
     run: Run, config: Config, context: Context, directory: pathlib.Path, layout: dict[str, Any]
 ) -> dict[str, str]:
     """Return the lines of a run's summary by name."""
-    devices, parallel, order, opt = run.strategy.devices, config.parallel, run.train.cursor, config.optimizer
+    devices, parallel, order, opt = run.strategy.devices, config.parallel, run.train.order, config.optimizer
     sizes = [f"{len(x.dataset):,}{f' ({name})' if name else ''}" for name, x in run.eval.items()]
     evaluates = f"; evaluates on {' and '.join(sizes)}" if sizes else ""
     hosts = f" on {len(set(context.hosts))} hosts" if len(set(context.hosts)) > 1 else ""
@@ -119,7 +119,7 @@ def advice(run: Run, config: Config) -> list[str]:
     warnings = []
     devices, per_device = run.strategy.assignment.shape
     batch, microbatches = config.batch_size, config.microbatches
-    padded = microbatches * (per_microbatch := run.train.cursor.examples_per_microbatch)
+    padded = microbatches * (per_microbatch := run.train.order.examples_per_microbatch)
     if 1 - batch / padded > EMPTY:
         warnings.append(
             f"batch_size: {batch} is padded to {padded} ({microbatches} microbatches of {per_microbatch}); use "
@@ -157,7 +157,7 @@ def advice(run: Run, config: Config) -> list[str]:
 
 def layout_of(run: Run, config: Config) -> dict[str, Any]:
     """Return the memory and the sharding of the run on each device, for layout.json."""
-    strategy, order = run.strategy, run.train.cursor
+    strategy, order = run.strategy, run.train.order
     first = run.train.dataset.read(np.zeros(1, np.int64))
     rows = (config.microbatches, order.examples_per_microbatch)
     batch = {name: jax.ShapeDtypeStruct((*rows, *x.shape[1:]), x.dtype) for name, x in first.items()}

@@ -36,7 +36,7 @@ def of_set(run: Run, source: Source, program: Program, state: TrainState) -> Rec
         if not math.isfinite(values["loss"]):
             suspects.append(number)
 
-    with source.batches(0, source.cursor.steps_per_epoch, run.strategy) as batches:
+    with source.batches(0, source.order.steps_per_epoch, run.strategy) as batches:
         for number, batch in batches:
             sums = run.watch.run_step(f"evaluation, batch {number}", program.evaluate, state, batch)
             if sums.carry is not None:

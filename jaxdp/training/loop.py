@@ -69,7 +69,7 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
 
     Raises the errors of `lookback`.
     """
-    examples, start = run.train.cursor.examples_per_step, progress.step
+    examples, start = run.train.order.examples_per_step, progress.step
     more = lambda milliseconds: {**run.speed(milliseconds), **run.watch.straggler(milliseconds)}
     with (
         Meter(run.writer, run.log_every, run.steps, examples, more, run.derive) as meter,

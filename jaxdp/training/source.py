@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxdp.core.state import Batch
-from jaxdp.data.cursor import Order
+from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.resident import Resident
 from jaxdp.data.workers import Steps, prefetch_in_workers
 from jaxdp.distributed.context import Context
@@ -24,7 +24,7 @@ class Source:
     """
 
     dataset: Any
-    cursor: Order
+    order: ExampleOrder
     workers: int = 0
     resident: Resident | None = None
     check: Callable[[Mapping[str, Any]], None] | None = None
@@ -35,7 +35,7 @@ class Source:
 
     def indices(self, number: int) -> np.ndarray:
         """Return the indices of the examples of batch `number`, of all processes."""
-        indices, rows = self.cursor.rows(number, np.arange(self.cursor.microbatches))
+        indices, rows = self.order.rows(number, np.arange(self.order.microbatches))
         return indices[rows]
 
     def examine(self, number: int, name: str, context: Context) -> None:
@@ -56,13 +56,13 @@ class Source:
         groups: the same steps in order, as single numbers or ranges; a range gives (range, batches[step, ...]).
         """
         if self.resident is not None:
-            return self.resident.batches(self.cursor, range(start, stop) if groups is None else groups)
+            return self.resident.batches(self.order, range(start, stop) if groups is None else groups)
 
         def then(steps: Steps, batch: Any) -> tuple[Steps, Batch]:
             return steps, strategy.shard_batch(batch, isinstance(steps, range))
 
         return prefetch_in_workers(
-            self.dataset, self.cursor, strategy.local_microbatches, range(start, stop), self.workers, then, groups
+            self.dataset, self.order, strategy.local_microbatches, range(start, stop), self.workers, then, groups
         )
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.data.cursor import RESET
+from jaxdp.data.example_order import RESET
 from jaxdp.errors import UsageError
 from jaxdp.losses import apply_loss
 from jaxdp.metrics.sums import check_result

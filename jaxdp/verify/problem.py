@@ -14,7 +14,7 @@ from jaxdp import user_errors
 from jaxdp.core.state import Transform
 from jaxdp.core.step import Step
 from jaxdp.data.base import Dataset
-from jaxdp.data.cursor import Cursor, Order, Streams
+from jaxdp.data.example_order import EpochOrder, ExampleOrder, Streams
 from jaxdp.data.prefetch import read_batch
 from jaxdp.distributed import hosts
 from jaxdp.errors import UsageError
@@ -76,7 +76,7 @@ class Trial(NamedTuple):
 
     batches: list[Arrays]
     example: dict[str, jax.Array]
-    order: Order
+    order: ExampleOrder
 
     @property
     def microbatches(self) -> int:
@@ -100,9 +100,9 @@ def make_trial(problem: Problem, devices: int, updates: int) -> Trial:
     batch_size = microbatches * examples
     full = size - size % batch_size
     if problem.sequential:
-        order: Order = Streams(full, batch_size, microbatches)
+        order: ExampleOrder = Streams(full, batch_size, microbatches)
     else:
-        order = Cursor(full, batch_size, microbatches, problem.seed)
+        order = EpochOrder(full, batch_size, microbatches, problem.seed)
     batches = [read_batch(problem.dataset, order, i, np.arange(microbatches)) for i in range(updates)]
     first = problem.dataset.read(np.zeros(1, np.int64))
     example: Any = {k: jnp.broadcast_to(v[0], (examples, *v.shape[1:])) for k, v in first.items()}

@@ -22,7 +22,7 @@ from covering import only
 from jaxdp.assemble.verification import make_problem
 from jaxdp.cli import load
 from jaxdp.data.base import Arrays
-from jaxdp.data.cursor import Cursor
+from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
@@ -465,7 +465,7 @@ def test_the_oracle_agrees_with_one_that_shares_nothing_with_it(model):
     data = toys.data(48, dtype="float64")
     with settings(jax.devices()[0]):
         made, tx = toys.MODELS[model](), optax.adamw(1e-2, weight_decay=0.1)
-        cursor = Cursor(48, 16, 8, 0, shuffle=False)
+        cursor = EpochOrder(48, 16, 8, 0, shuffle=False)
         batches = [read_batch(Arrays(**data), cursor, i, np.arange(8)) for i in range(3)]
         params, state = made.init(jax.random.key(0), {"inputs": jnp.zeros((2, *toys.SHAPE)), "mask": jnp.ones(2, bool)})
         params, state = jax.tree.map(lambda x: x.astype(jnp.float64), (params, state))

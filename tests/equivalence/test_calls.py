@@ -16,7 +16,7 @@ from jaxdp.cli import load
 from jaxdp.config import check
 from jaxdp.core.skip import Spike
 from jaxdp.data.base import Arrays
-from jaxdp.data.cursor import Cursor, Streams
+from jaxdp.data.example_order import EpochOrder, Streams
 from jaxdp.data.prefetch import read_batch, read_batches
 from jaxdp.data.resident import Resident, gather
 from jaxdp.errors import UsageError
@@ -60,7 +60,7 @@ def test_several_updates_in_a_call_are_those_one_by_one(way):
         state, metrics = program.update(state, batch(i))
         one.append(jax.device_get(metrics))
     want = jax.tree.map(np.array, strategy.export(state))
-    cursor = Cursor(53, 20, 8, 0, shuffle=False)
+    cursor = EpochOrder(53, 20, 8, 0, shuffle=False)
     state, several = strategy.init(), []
     for begin in (0, 3):
         read = read_batches(Arrays(**examples), cursor, range(begin, begin + 3), strategy.local_microbatches)
@@ -121,7 +121,7 @@ def test_the_guard_sees_every_update_of_a_call(action):
     examples["inputs"][45] = np.nan
     model, spike = toys.MODELS["mlp"](), Spike(3.0, 0.5, 2, action)
     strategy, step, _ = toys.build(model, examples, spike=spike)
-    program, cursor = strategy.compile(step), Cursor(53, 20, 8, 0, shuffle=False)
+    program, cursor = strategy.compile(step), EpochOrder(53, 20, 8, 0, shuffle=False)
     read = read_batches(Arrays(**examples), cursor, range(7), strategy.local_microbatches)
     read["inputs"][5] = np.nan_to_num(read["inputs"][5]) * 1e4
     state, metrics = program.updates(strategy.init(), strategy.shard_batch(read, several=True))
@@ -142,7 +142,7 @@ def test_what_is_gathered_on_the_device_is_what_is_read(backend, devices):
     dataset = Arrays(**examples)
     strategy, _, _ = toys.build(toys.MODELS["mlp"](), toys.data(53), backend=backend, devices=devices)
     resident = Resident(dataset, strategy)
-    for order in (Cursor(53, 20, 8, 3), Streams(53, 20, 8)):
+    for order in (EpochOrder(53, 20, 8, 3), Streams(53, 20, 8)):
         with resident.batches(order, [0, range(1, 3), 3, 5]) as batches:
             for steps, got in batches:
                 several = isinstance(steps, range)
@@ -209,7 +209,7 @@ def test_padding_is_known_of_beforehand(keys, devices, offset, padded):
     table = assign_microbatches(config.microbatches, devices)
     assert is_padded(config, parts, table, offset) == padded
     slots = np.arange(config.microbatches)
-    seen = [parts.cursor.rows(step + offset, slots)[1].all() for step in range(parts.steps)]
+    seen = [parts.order.rows(step + offset, slots)[1].all() for step in range(parts.steps)]
     assert padded or all(seen)
 
 

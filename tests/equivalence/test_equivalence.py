@@ -15,7 +15,7 @@ from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.state import init_state
 from jaxdp.core.step import make_step
 from jaxdp.data.base import Arrays
-from jaxdp.data.cursor import Cursor
+from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.losses import MeanSquaredError, SoftmaxCrossEntropy
 from jaxdp.models import as_model
@@ -85,7 +85,7 @@ def test_every_strategy_agrees_with_jit_of_apply_and_grads_on_one_device(row):
         step = make_step(
             Forward(model, SoftmaxCrossEntropy(), toys.uniform("float64")), UpdateRule(optax.sgd(0.05, 0.9))
         )
-        dataset, cursor = Arrays(**examples), Cursor(53, 20, 8, 0, shuffle=False)
+        dataset, cursor = Arrays(**examples), EpochOrder(53, 20, 8, 0, shuffle=False)
         first, got, *_ = toys.train(
             model, examples, optimizer="momentum", dtype="float64", **{k: v for k, v in row.items() if k != "model"}
         )
@@ -168,7 +168,7 @@ def test_gradients_are_computed_without_implicit_promotion(model):
         policy = toys.uniform("float32")._replace(compute=jnp.dtype(dtype))
         forward, rule = Forward(toys.MODELS[model](), SoftmaxCrossEntropy(), policy), UpdateRule(optax.sgd(0.1))
         step, state = make_step(forward, rule), init_state(forward, rule, 8, {k: v[:3] for k, v in examples.items()})
-        batch = read_batch(Arrays(**examples), Cursor(53, 20, 8, 0), 0, np.arange(8))
+        batch = read_batch(Arrays(**examples), EpochOrder(53, 20, 8, 0), 0, np.arange(8))
         with jax.numpy_dtype_promotion("strict"):
             sums = jax.eval_shape(step.grads, state.view, batch, jnp.arange(8))
         assert {x.dtype.name for x in jax.tree.leaves(sums)} == {"float32"}

@@ -556,7 +556,7 @@ def test_more_devices_than_microbatches_or_groups_of_them_are_refused(backend):
         build(7, microbatches=6, reduction="exact")
     with pytest.raises(UsageError, match=f"microbatches: 8 in groups of 2 {FEW_MICROBATCHES.format(5, 10)} .*most 4"):
         build(5, reduction="exact16", group=2)
-    assert build(4, reduction="exact", group=2)[0].table.shape == (4, 2)
+    assert build(4, reduction="exact", group=2)[0].assignment.shape == (4, 2)
 
 
 @pytest.mark.parametrize("devices", range(1, 7))

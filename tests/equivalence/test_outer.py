@@ -16,7 +16,7 @@ from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.state import init_state
 from jaxdp.core.step import make_step
 from jaxdp.data.base import Arrays
-from jaxdp.data.cursor import Cursor
+from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
@@ -35,9 +35,9 @@ def build(devices, every, inner, outer, examples, replicas=4, reduction="xla", d
     forward = Forward(model, SoftmaxCrossEntropy(), toys.uniform(dtype))
     rule = UpdateRule(inner)
     step = make_step(forward, rule)
-    cursor = Cursor(len(examples["labels"]), batch_size, MICROBATCHES, 0, shuffle=False)
-    first = {k: v[: cursor.examples_per_microbatch] for k, v in examples.items()}
-    example = {"mask": np.ones(cursor.examples_per_microbatch, bool), **first}
+    order = EpochOrder(len(examples["labels"]), batch_size, MICROBATCHES, 0, shuffle=False)
+    first = {k: v[: order.examples_per_microbatch] for k, v in examples.items()}
+    example = {"mask": np.ones(order.examples_per_microbatch, bool), **first}
     strategy = Replicas(
         lambda: init_state(forward, rule, MICROBATCHES, example),
         MICROBATCHES,
@@ -47,7 +47,7 @@ def build(devices, every, inner, outer, examples, replicas=4, reduction="xla", d
         jax.devices()[:devices],
     )
     dataset = Arrays(**examples)
-    batch = lambda i: strategy.shard_batch(read_batch(dataset, cursor, i, strategy.local_microbatches))
+    batch = lambda i: strategy.shard_batch(read_batch(dataset, order, i, strategy.local_microbatches))
     return strategy, strategy.compile(step), batch
 
 

@@ -13,7 +13,7 @@ import toys
 from covering import first
 from jaxdp.axes import DATA
 from jaxdp.data.base import Arrays
-from jaxdp.data.cursor import Cursor
+from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
 from jaxdp.parallel import REDUCTIONS, make_reduction
@@ -117,7 +117,7 @@ def test_a_bucketed_step_is_one_all_reduce_of_one_operand(backend):
         toys.MODELS["resnet"](), examples, backend=backend, devices=4, reduction="bucket", bucket_mb=25.0, steps=0
     )
     state = strategy.adopt(jax.device_put(state, strategy.abstract().step.sharding))
-    batch = read_batch(Arrays(**examples), Cursor(20, 20, 8, 0), 0, strategy.local_microbatches)
+    batch = read_batch(Arrays(**examples), EpochOrder(20, 20, 8, 0), 0, strategy.local_microbatches)
     text = program.lowered(state, strategy.shard_batch(batch))["update"].compile().as_text()
     calls = [m.group(1) for m in re.finditer(r" all-reduce(?:-start)?\(([^)]*)\)", text)]
     assert len(calls) == 1 and "," not in calls[0]

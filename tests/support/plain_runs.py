@@ -9,7 +9,7 @@ from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.state import init_state
 from jaxdp.core.step import make_step
 from jaxdp.data.base import Arrays
-from jaxdp.data.cursor import Cursor
+from jaxdp.data.example_order import EpochOrder
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.parallel import STRATEGIES, make_reduction
 from jaxdp.training import loop
@@ -40,12 +40,12 @@ def make_run(
 ):  # fmt: skip
     model, examples = model or toys.MODELS["resnet"](), examples or toys.data(60)
     tx = optax.adam(1e-2)
-    cursor = Cursor(60, 20, 8, 0)
+    cursor = EpochOrder(60, 20, 8, 0)
     forward, rule = Forward(model, loss or SoftmaxCrossEntropy()), UpdateRule(tx, spike=spike, **(step or {}))
     make = lambda: init_state(forward, rule, 8, {k: v[:3] for k, v in examples.items()})
     sets = {}
     if held_out is not None:
-        sets[""] = Source(Arrays(**held_out), Cursor(len(held_out["labels"]), 20, 8, 0, shuffle=False))
+        sets[""] = Source(Arrays(**held_out), EpochOrder(len(held_out["labels"]), 20, 8, 0, shuffle=False))
     return loop.Run(
         strategy=STRATEGIES[backend](make, 8, make_reduction("xla"), None, jax.devices()[:devices]),
         step=make_step(forward, rule),

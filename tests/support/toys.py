@@ -10,7 +10,7 @@ from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.state import init_state
 from jaxdp.core.step import make_step
 from jaxdp.data.base import Arrays
-from jaxdp.data.cursor import Cursor, Streams
+from jaxdp.data.example_order import EpochOrder, Streams
 from jaxdp.data.prefetch import read_batch
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models import as_model
@@ -232,7 +232,7 @@ def build(
     if sequential:
         cursor = Streams(len(dataset), batch_size, microbatches)
     else:
-        cursor = Cursor(len(dataset), batch_size, microbatches, 0, shuffle=False)
+        cursor = EpochOrder(len(dataset), batch_size, microbatches, 0, shuffle=False)
     places = cursor.examples_per_microbatch
     example = {"mask": np.ones(places, bool), **{k: v[:places] for k, v in examples.items()}}
     first = lambda: init_state(forward, rule, microbatches, example)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxdp.data import prefetch as module
 from jaxdp.data.base import Arrays, Examples
-from jaxdp.data.cursor import Cursor
+from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import prefetch, read_batch
 from jaxdp.errors import UsageError
 
@@ -142,7 +142,7 @@ class Recorder(Arrays):
 
 
 def test_a_batch_is_the_cursors_rows_and_their_mask():
-    dataset, cursor = Recorder(inputs=X, labels=Y), Cursor(10, 6, 2, seed=1)
+    dataset, cursor = Recorder(inputs=X, labels=Y), EpochOrder(10, 6, 2, seed=1)
     for step in range(4):
         indices, mask = cursor.rows(step, [1, -1, 0])
         batch = read_batch(dataset, cursor, step, [1, -1, 0])
@@ -159,7 +159,7 @@ def test_a_batch_is_the_cursors_rows_and_their_mask():
 @pytest.mark.parametrize("kind", ["bool", "int32", "float32", "float64", "uint8"])
 def test_the_data_sets_own_mask_is_kept_in_its_shape(kind):
     tokens = (np.arange(50).reshape(10, 5) % 3 > 0).astype(kind)
-    cursor = Cursor(10, 6, 2, seed=1)
+    cursor = EpochOrder(10, 6, 2, seed=1)
     indices, mask = cursor.rows(1, [0, 1])
     got = read_batch(Arrays(inputs=X, mask=tokens), cursor, 1, [0, 1])["mask"]
     assert got.shape == (2, 3, 5) and got.dtype == ("float64" if kind == "float64" else "float32")
@@ -182,4 +182,4 @@ def test_a_read_that_breaks_the_contract_is_named(given, said):
             return given
 
     with pytest.raises(UsageError, match=said):
-        read_batch(Broken(inputs=X), Cursor(10, 6, 2, seed=1), 0, [0, 1])
+        read_batch(Broken(inputs=X), EpochOrder(10, 6, 2, seed=1), 0, [0, 1])

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from jaxdp.data.base import Arrays, Examples
-from jaxdp.data.cursor import Cursor
+from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.data.workers import prefetch_in_workers
 from jaxdp.errors import RunFailed, UsageError
 
 X = np.random.default_rng(0).normal(size=(50, 3, 4)).astype(np.float32)
-CURSOR = Cursor(50, 8, 3, seed=1)
+CURSOR = EpochOrder(50, 8, 3, seed=1)
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -125,7 +125,7 @@ def test_a_worker_that_is_killed_is_named_and_a_dataset_that_cannot_be_sent_is_r
 
 PROGRAM = """
 import sys, time, numpy as np
-from jaxdp.data.cursor import Cursor
+from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.workers import prefetch_in_workers
 from test_data_workers import Marked
 from jaxdp.supervise import signals
@@ -133,7 +133,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "heeds":
         signals.listen()
     data = Marked(inputs=np.zeros((50, 3), np.float32))
-    context = prefetch_in_workers(data, Cursor(50, 8, 3, seed=1), [0], range(0, 10**9), 2)
+    context = prefetch_in_workers(data, EpochOrder(50, 8, 3, seed=1), [0], range(0, 10**9), 2)
     for step, batch in enumerate(context.__enter__()):
         print(int(batch["pid"][0, 0]), flush=True)
         if step == 3 and sys.argv[1] == "leaves":

@@ -8,7 +8,7 @@ import pytest
 import toys
 from jaxdp.analysis import memory
 from jaxdp.data.base import Arrays
-from jaxdp.data.cursor import Cursor
+from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.distributed import faults
 
@@ -19,7 +19,7 @@ def test_a_program_that_has_run_tells_what_it_sends(backend, devices):
     model, examples = toys.MODELS["mlp"](), toys.data(40)
     strategy, step, _ = toys.build(model, examples, devices=devices, backend=backend)
     program, state = strategy.compile(step), strategy.init()
-    read = read_batch(Arrays(**examples), Cursor(40, 20, 8, 0), 0, strategy.local_microbatches)
+    read = read_batch(Arrays(**examples), EpochOrder(40, 20, 8, 0), 0, strategy.local_microbatches)
     batch = strategy.shard_batch(read)
     slots = strategy.assignment.shape[1]
     assert memory.of_compiled(program.lowered(state, batch), devices, slots) is None  # it would have to compile

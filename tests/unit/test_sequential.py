@@ -8,7 +8,7 @@ import pytest
 import toys
 from covering import first
 from jaxdp.data.base import Arrays
-from jaxdp.data.cursor import Cursor, Streams
+from jaxdp.data.example_order import EpochOrder, Streams
 from jaxdp.data.prefetch import read_batch
 from jaxdp.losses import SoftmaxCrossEntropy
 
@@ -37,7 +37,7 @@ def test_a_batch_says_where_its_rows_begin_anew():
     later = read_batch(data, order, 1, [0, 1, -1])
     np.testing.assert_array_equal(later["inputs"][:2], [[1, 7], [4, 9]])
     np.testing.assert_array_equal(later["reset"][:2], [[False, False], [True, True]])
-    any_order = Cursor(10, 4, 2, shuffle=False)  # says nothing of it by itself, but that there is nothing before it
+    any_order = EpochOrder(10, 4, 2, shuffle=False)  # says nothing of it by itself, but that there is nothing before it
     assert read_batch(data, any_order, 0, [0, 1])["reset"].all()
     np.testing.assert_array_equal(read_batch(data, any_order, 1, [0, 1])["reset"], [[True, False], [False, False]])
     assert "reset" not in read_batch(Arrays(inputs=np.arange(10.0)), any_order, 0, [0, 1])

@@ -15,7 +15,7 @@ from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.state import init_state
 from jaxdp.core.step import make_step
 from jaxdp.data.base import Arrays
-from jaxdp.data.cursor import Cursor
+from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models import as_model
@@ -88,7 +88,7 @@ def test_a_microbatch_of_padding_changes_nothing(model, accumulate):
         make_step(forward, rule, accumulate),
         init_state(forward, rule, 8, {k: v[:2] for k, v in examples.items()}),
     )
-    batch = read_batch(Arrays(**examples), Cursor(6, 6, 4, 0, shuffle=False), 0, np.array([0, 1, 2, 3, -1, -1]))
+    batch = read_batch(Arrays(**examples), EpochOrder(6, 6, 4, 0, shuffle=False), 0, np.array([0, 1, 2, 3, -1, -1]))
     grads = jax.jit(step.grads)
     with_padding = grads(state.view, batch, jnp.array([0, 1, 2, 3, 5, -1]))
     without = grads(state.view, {k: v[:4] for k, v in batch.items()}, jnp.arange(4))
@@ -213,7 +213,7 @@ def test_clipping_is_of_the_global_norm_of_the_mean_gradient():
     examples, model = toys.data(16), toys.MODELS["mlp"]()
     forward = Forward(model, SoftmaxCrossEntropy())
     state = init_state(forward, UpdateRule(optax.sgd(1.0)), 8, examples)
-    batch = read_batch(Arrays(**examples), Cursor(16, 16, 8, 0), 0, np.arange(8))
+    batch = read_batch(Arrays(**examples), EpochOrder(16, 16, 8, 0), 0, np.arange(8))
     updates = {}
     for clip in (None, 1e-3, 1e3):
         step = make_step(forward, UpdateRule(optax.sgd(1.0), clip))

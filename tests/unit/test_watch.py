@@ -88,7 +88,7 @@ def test_updates_that_are_not_finite_stop_the_run_and_their_examples_are_named(t
     run.watch.stop()
     found = json.loads((tmp_path / "halted.json").read_text())["updates"]
     assert list(found) == [str(n) for n in range(5, 15)]
-    indices, rows = run.train.cursor.rows(4, np.arange(8))
+    indices, rows = run.train.order.rows(4, np.arange(8))
     assert found["5"] == sorted(indices[rows].tolist())
     restored = run.checkpoints.restore(12, run.strategy.abstract())
     assert int(restored.guard.in_a_row) == 8 and all(np.isfinite(x).all() for x in jax.tree.leaves(restored.params))
@@ -170,7 +170,7 @@ def test_time_alone_makes_it_save(tmp_path):
     run = make_run(tmp_path, toys.MODELS["mlp"](), steps=60)
     watch = RunMonitor(run.checkpoints.context, tmp_path, None, minutes=0.3 / 60)
     slow = Slow(**toys.data(60))
-    run = dataclasses.replace(run, watch=watch, train=Source(slow, run.train.cursor))
+    run = dataclasses.replace(run, watch=watch, train=Source(slow, run.train.order))
     loop.fit(run)
     watch.stop()
     assert 2 <= len(run.writer.said) <= 12 and run.writer.said[-1] == "saved step 60"

@@ -87,7 +87,7 @@ def _span(number: int, size: int, seed: int, epoch: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Order:
+class ExampleOrder:
     """The assignment of examples to the microbatches of each step.
 
     sequential: row r of a batch continues row r of the batch before. size: examples in the set. batch_size: examples
@@ -153,7 +153,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Cursor(Order):
+class EpochOrder(ExampleOrder):
     """Batches in a new random order each epoch, derived from the seed; with shuffle=False in the data set's order."""
 
     seed: int = 0
@@ -174,7 +174,7 @@ class Cursor(Order):
 
 
 @dataclass(frozen=True)
-class Streams(Order):
+class Streams(ExampleOrder):
     """Batches for models with carried state: row r reads part r of `batch_size` consecutive parts of the set, in order.
 
     This is truncated back-propagation through time. The lengths of the parts differ by at most one example, longer

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxdp.data.cursor import Cursor, permute
+from jaxdp.data.example_order import EpochOrder, permute
 from jaxdp.errors import UsageError
 
 
@@ -40,7 +40,9 @@ def deals(draw, microbatches):
 def test_each_example_once_an_epoch_in_an_order_that_no_deal_changes(data):
     size, batch_size = data.draw(st.integers(1, 90)), data.draw(st.integers(1, 40))
     microbatches = data.draw(st.integers(1, 9))
-    cursor = Cursor(size, batch_size, microbatches, data.draw(st.integers(-(2**70), 2**70)), data.draw(st.booleans()))
+    cursor = EpochOrder(
+        size, batch_size, microbatches, data.draw(st.integers(-(2**70), 2**70)), data.draw(st.booleans())
+    )
     epoch = data.draw(st.integers(0, 3))
     order = []
     for step in range(epoch * cursor.steps_per_epoch, (epoch + 1) * cursor.steps_per_epoch):
@@ -49,20 +51,20 @@ def test_each_example_once_an_epoch_in_an_order_that_no_deal_changes(data):
         order += batch
     assert sorted(order) == list(range(size))
     assert cursor.shuffle or order == list(range(size))
-    whole = Cursor(size, size, 1, cursor.seed, cursor.shuffle)
+    whole = EpochOrder(size, size, 1, cursor.seed, cursor.shuffle)
     assert order == whole.rows(epoch, [0])[0][0].tolist(), "the order depends on the batch size or the microbatches"
 
 
 @given(st.integers(1, 300), st.integers(1, 60), st.integers(1, 9), st.integers(0, 40))
 def test_padding_is_the_batchs_first_example(size, batch_size, microbatches, step):
-    cursor = Cursor(size, batch_size, microbatches, seed=5)
+    cursor = EpochOrder(size, batch_size, microbatches, seed=5)
     indices, mask = cursor.rows(step, [*range(microbatches), -1])
     assert (indices[~mask] == indices[0, 0]).all() and mask[0, 0] and not mask[-1].any()
     assert mask.sum() == cursor.examples(step)
 
 
 def test_rows_are_dealt_round_robin():
-    cursor = Cursor(size=10, batch_size=7, microbatches=3, seed=0, shuffle=False)
+    cursor = EpochOrder(size=10, batch_size=7, microbatches=3, seed=0, shuffle=False)
     assert (cursor.steps_per_epoch, cursor.examples_per_microbatch) == (2, 3)
     indices, mask = cursor.rows(0, [0, 1, 2])
     assert indices.tolist() == [[0, 3, 6], [1, 4, 0], [2, 5, 0]]
@@ -126,7 +128,7 @@ def test_the_order_is_frozen():
 
 
 def test_twenty_billion_examples():
-    cursor = Cursor(size=20_000_000_000, batch_size=4096, microbatches=8, seed=1)
+    cursor = EpochOrder(size=20_000_000_000, batch_size=4096, microbatches=8, seed=1)
     last = cursor.steps_per_epoch - 1
     indices, mask = cursor.rows(last + 1000 * cursor.steps_per_epoch, [7, 0])
     assert indices.min() >= 0 and indices.max() < cursor.size
@@ -136,12 +138,12 @@ def test_twenty_billion_examples():
 
 def test_bad_numbers_are_refused():
     with pytest.raises(UsageError, match="data: the data set is empty"):
-        Cursor(0, 8, 2, 0)
+        EpochOrder(0, 8, 2, 0)
     with pytest.raises(UsageError, match="batch_size: 0 is not positive"):
-        Cursor(5, 0, 2, 0)
+        EpochOrder(5, 0, 2, 0)
     with pytest.raises(UsageError, match="microbatches: -1 is not positive"):
-        Cursor(5, 8, -1, 0)
+        EpochOrder(5, 8, -1, 0)
     with pytest.raises(ValueError, match=r"microbatch numbers \[0, 2\] are not all in \[-1, 2\)"):
-        Cursor(5, 8, 2, 0).rows(0, [0, 2])
+        EpochOrder(5, 8, 2, 0).rows(0, [0, 2])
     with pytest.raises(ValueError, match="step: -1"):
-        Cursor(5, 8, 2, 0).rows(-1, [0])
+        EpochOrder(5, 8, 2, 0).rows(-1, [0])
