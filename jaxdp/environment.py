@@ -37,7 +37,7 @@ most important first."""
 EXACT = {"--xla_allow_excess_precision": "false"}
 EXACT_GPU = {"--xla_gpu_deterministic_ops": "true", **EXACT}
 EXACT_CPU = {
-    "--xla_disable_hlo_passes": "algsimp,reshape-mover",
+    "--xla_disable_hlo_passes": "algsimp,reshape-mover,cpu-parallel-task-assigner",
     "--xla_cpu_experimental_ynn_fusion_type": "individual_dot",
     **EXACT,
 }
@@ -130,9 +130,10 @@ def exact() -> None:
     All platforms: no excess precision. With it, XLA skips a rounding to bfloat16 or float16 wherever it fuses two
     operations, and different programs fuse different ones. CPU: no algebraic simplification, which chooses between a
     division and a product with the reciprocal by the rest of the program; no reshape mover, which without the
-    simplifier moves transposes until the compiler's stack overflows; library kernels for single products only, since
-    the rounding of fused reductions depends on their neighbours, and without the simplifier jaxlib 0.10.2 writes out of
-    bounds. GPU: deterministic operations, and none chosen by timing. The number of threads does not matter
+    simplifier moves transposes until the compiler's stack overflows; no loops divided among threads, whose ends are
+    computed with scalar instructions that round `exp` and `log` differently; library kernels for single products only,
+    since the rounding of fused reductions depends on their neighbours, and without the simplifier jaxlib 0.10.2 writes
+    out of bounds. GPU: deterministic operations, and none chosen by timing. The number of threads does not matter
     (`jaxdp.parallel.products`).
 
     Raises `UsageError` if JAX has opened its devices without these settings.

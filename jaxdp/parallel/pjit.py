@@ -81,7 +81,8 @@ class PJit:
         return share(self.shapes, self.dims, self.layout)
 
     def init(self) -> TrainState:
-        return self.adopt(make_state(self.make, self.abstract(), self.mesh, self.dims, self.axes))
+        state = make_state(self.make, self.abstract(), self.mesh, self.dims, self.axes, self.arithmetic.live)
+        return self.adopt(state)
 
     def shard_batch(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
         sharding = self.split_steps if several else self.split

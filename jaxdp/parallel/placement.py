@@ -7,13 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxdp.axes import DATA, FLAT, REPLICA, SHARD, Axes
 from jaxdp.core.state import Batch, TrainState
 from jaxdp.errors import UsageError
-from jaxdp.parallel.rounding import BITS
+from jaxdp.parallel.rounding import BITS, fusion_barrier
 from jaxdp.parallel.sums import order_of
 from jaxdp.split import WHOLE, spec
+
+Live = Callable[[jax.Array], jax.Array | None]  # `jaxdp.parallel.sums.Arithmetic.live`
 
 
 def abstract_state(shapes: TrainState, mesh: Mesh, dims: TrainState, axis: str) -> TrainState:
@@ -23,10 +26,23 @@ def abstract_state(shapes: TrainState, mesh: Mesh, dims: TrainState, axis: str) 
 
 
 def make_state(
-    make: Callable[[], TrainState], abstract: TrainState, mesh: Mesh, dims: TrainState, axes: Axes
+    make: Callable[[], TrainState], abstract: TrainState, mesh: Mesh, dims: TrainState, axes: Axes, live: Live
 ) -> TrainState:
-    """Compute the initial state directly in its shardings, equal on all devices that store the same part."""
-    state = jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))()
+    """Compute the initial state directly in its shardings, equal on all devices that store the same part.
+
+    live: of the reduction's arithmetic. If its bits must not depend on the layout, every device computes full leaves
+    before it keeps its slices: the partitioner would divide sums (such as the norm that scales a matrix) over devices.
+    """
+
+    def full(step: jax.Array) -> TrainState:
+        running = live(step)
+        if running is None:
+            return make()
+        made = jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False)()
+        barrier = lambda x: fusion_barrier(x, running) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        return jax.tree.map(barrier, made)  # leaf by leaf, so that not all full leaves are in memory at once
+
+    state = jax.jit(full, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(np.int32(0))
     return from_first(state, mesh, dims, axes) if jax.process_count() > 1 else state
 
 

@@ -93,7 +93,8 @@ class PMap:
         return share(self.shapes, self.dims, self.layout)
 
     def init(self) -> TrainState:
-        return self.adopt(make_state(self.make, self.abstract(), self.mesh, self.dims, FLAT))
+        state = make_state(self.make, self.abstract(), self.mesh, self.dims, FLAT, self.arithmetic.live)
+        return self.adopt(state)
 
     def shard_batch(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
         def by_device(x: np.ndarray) -> np.ndarray:

@@ -374,6 +374,39 @@ def test_a_run_that_is_resumed_twice_on_other_devices_has_the_digest_of_one_devi
     assert digests[0] == digests[1] and len(digests[0]) == 64
 
 
+# --- the initial state ----------------------------------------------------------------------------------------------
+
+
+def normalized(key):
+    """Weights that depend on each other: the partitioner would divide these sums over the devices."""
+    one, two = jax.random.normal(key, (2, 24, 48))
+    norm = jnp.linalg.norm(two, axis=1, keepdims=True)
+    return {
+        "softmax": jax.nn.softmax(one),
+        "unit": two / norm,
+        "product": one @ two.T,
+        "step": jnp.log(jnp.exp(one[0])),
+    }
+
+
+def initial(backend, devices, zero, reduction="exact", shard_size=None):
+    """The initial parameters and averages."""
+    model = as_model((normalized, lambda params, x: x.reshape(len(x), -1) @ params["unit"][:, :3].repeat(2, 0)[:32]))
+    strategy, *_ = toys.build(
+        model, toys.data(), backend=backend, devices=devices, reduction=reduction, ema=0.9,
+        layout={"zero": zero, "shard_size": shard_size},
+    )  # fmt: skip
+    state = strategy.export(strategy.init())
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves((state.params, state.ema))]
+
+
+def test_initial_weights_that_depend_on_each_other_are_those_of_one_device():
+    whole = initial("pmap", 1, 0)
+    for where in (("pmap", 3, 1), ("pjit", 8, 3, "exact", 4)):
+        assert initial(*where) == whole, where
+    assert initial("pjit", 8, 3, "bucket") != whole
+
+
 # --- rounding as written --------------------------------------------------------------------------------------------
 
 
@@ -478,6 +511,8 @@ def test_integers_and_leaves_that_are_none_are_as_they_were():
 # --- what it needs, and refuses -------------------------------------------------------------------------------------
 
 
+NAMES = "algsimp,reshape-mover,cpu-parallel-task-assigner"
+PASSES = f"--xla_disable_hlo_passes={NAMES}"
 CPU = "--xla_cpu_experimental_ynn_fusion_type=individual_dot --xla_allow_excess_precision=false"
 GPU = "--xla_gpu_deterministic_ops=true --xla_allow_excess_precision=false"
 
@@ -504,16 +539,16 @@ def variables(monkeypatch, closed):
 
 def test_the_environment_of_exact_mode_keeps_the_users_own_flags(variables, monkeypatch):
     off = "--xla_disable_hlo_passes="
-    assert variables("") == f"{off}algsimp,reshape-mover {CPU}"
+    assert variables("") == f"{PASSES} {CPU}"
     mine = "--xla_force_host_platform_device_count=4 --xla_cpu_multi_thread_eigen=false"
-    assert variables(mine) == f"{mine} {off}algsimp,reshape-mover {CPU}"
+    assert variables(mine) == f"{mine} {PASSES} {CPU}"
     theirs = f"--xla_a=1 {off}dce,cse --xla_b=2"
-    assert variables(theirs) == f"--xla_a=1 --xla_b=2 {off}dce,cse,algsimp,reshape-mover {CPU}"
-    for done in (f"{off}algsimp,reshape-mover {CPU}", f"{CPU} {off}dce,algsimp,reshape-mover --xla_a=1"):
+    assert variables(theirs) == f"--xla_a=1 --xla_b=2 {off}dce,cse,{NAMES} {CPU}"
+    for done in (f"{PASSES} {CPU}", f"{CPU} {off}dce,{NAMES} --xla_a=1"):
         assert variables(done) == done
     monkeypatch.delenv("XLA_FLAGS")
     environment.exact()
-    assert os.environ["XLA_FLAGS"] == f"{off}algsimp,reshape-mover {CPU}"
+    assert os.environ["XLA_FLAGS"] == f"{PASSES} {CPU}"
 
 
 def test_of_a_flag_that_is_given_twice_the_last_does_not_undo_what_exact_mode_needs(variables):

@@ -1,6 +1,8 @@
-"""Print {name: SHA-256 of the value and the gradients} of products, convolutions and sums, as exact mode computes them.
+"""Print {name: SHA-256 of the value and the gradients} of products, convolutions, sums and elementwise functions, as
+exact mode computes them.
 
-Their sums are long and their results small, so libraries divide the sums among threads.
+The sums are long and their results small, so libraries divide the sums among threads; XLA divides the loops of
+elementwise functions, and the ends of each part are computed with scalar instructions.
 """
 
 # ruff: noqa: E402
@@ -42,11 +44,24 @@ SUMS = {  # name: (shape, axes)
 }
 
 
+def smooth(x):
+    y = jnp.exp(-x * x) + x * jax.lax.erf(x)
+    return jnp.tanh(y) * jnp.log1p(jnp.abs(x)) + jnp.exp(0.3 * x) * y
+
+
+ELEMENTWISE = {  # name: (function, shape)
+    "vector": (smooth, (30007,)),
+    "few columns": (smooth, (4000, 7)),
+    "logarithm": (lambda x: jnp.log(x * x + 1) * x + jnp.exp(x) * 0.7, (4000, 7)),
+}
+
+
 def main():
     lower_on_cpu()
     functions = {k: (lambda x, w, f=f: jnp.einsum(f, x, w), a, b) for k, (f, a, b) in SHAPES.items()}
     functions |= {k: (lambda x, w, m=m: convolution(x, w, **m), a, b) for k, (a, b, m) in CONVOLUTIONS.items()}
     functions |= {f"sum of {k}": (lambda x, axes=axes: jnp.sum(jnp.sin(x), axes), a) for k, (a, axes) in SUMS.items()}
+    functions |= {f"elementwise {k}": (f, a) for k, (f, a) in ELEMENTWISE.items()}
     rng, bits = np.random.default_rng(0), {}
     for name, (f, *shapes) in functions.items():
         for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
