@@ -116,7 +116,8 @@ class Replicas:
         return share(self.shapes, self.dims, self.layout)
 
     def init(self) -> TrainState:
-        return make_state(self.make, self.abstract(), self.mesh, self.dims, Axes(shard=OUTER, replica=DATA))
+        axes = Axes(shard=OUTER, replica=DATA)
+        return make_state(self.make, self.abstract(), self.mesh, self.dims, axes, self.arithmetic.live)
 
     def shard_batch(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
         sharding = self.split_steps if several else self.split
