@@ -185,7 +185,7 @@ class Checkpoints:
                 return step
             refused.add(step)
             if self.context.is_root:
-                self._set_aside(step, "damaged" if tidy else None, f"checkpoint {step} is damaged: {problem}", say)
+                self.set_aside(step, "damaged" if tidy else None, f"checkpoint {step} is damaged: {problem}", say)
 
     def _candidate(self, refused: set[int]) -> tuple[int, dict[str, Any], str]:
         """Return (the last step that is not refused or 0, its files, the problem with its manifest or '')."""
@@ -282,9 +282,9 @@ class Checkpoints:
         with contextlib.suppress(OSError):
             folders.clean(self.directory)
         for step in folders.unfinished(self.directory):
-            self._set_aside(step, "unfinished", f"checkpoint {step} was not finished: no {manifest.NAME}", say)
+            self.set_aside(step, "unfinished", f"checkpoint {step} was not finished: no {manifest.NAME}", say)
 
-    def _set_aside(self, step: int, word: str | None, why: str, say: Say) -> None:
+    def set_aside(self, step: int, word: str | None, why: str, say: Say) -> None:
         self.events.note("checkpoint_refused", step, reason=why)
         if word is None:
             return say(f"{why}; it is not used")

@@ -9,7 +9,7 @@ import pathlib
 from typing import Any
 
 from jaxdp.config.fields import numbers, speed
-from jaxdp.config.operation import Checkpoint, Elastic, Eval, Log, Profile, Resume, Verify, Watchdog
+from jaxdp.config.operation import Audit, Checkpoint, Elastic, Eval, Log, Profile, Resume, Verify, Watchdog
 from jaxdp.config.training import (
     DataTarget,
     Init,
@@ -24,6 +24,7 @@ from jaxdp.config.training import (
 )
 
 __all__ = [
+    "Audit",
     "Checkpoint",
     "Config",
     "DataTarget",
@@ -93,6 +94,7 @@ class Config:
     resume: Resume = speed(Resume())
     watchdog: Watchdog = speed(Watchdog())
     elastic: Elastic = speed(Elastic())
+    audit: Audit = speed(Audit())
     callbacks: list[Any] = speed([])
     verify: Verify = speed(Verify())
 

@@ -16,7 +16,7 @@ AT_LEAST = {
     "parallel.devices": 1, "parallel.zero": 0, "parallel.shard_size": 2, "precision.loss_scale_interval": 1,
     "verify.strategies": 1, "checkpoint.keep_every": 1, "watchdog.straggler_factor": 1,
     "nonfinite.max_consecutive": 1, "spike.after": 1, "spike.max_rollbacks": 0, "data.workers": 0,
-    "steps_per_call": 1, "elastic.min_processes": 1, "elastic.snapshot_every": 1,
+    "steps_per_call": 1, "elastic.min_processes": 1, "elastic.snapshot_every": 1, "audit.every": 1,
 }  # fmt: skip
 AT_MOST = {
     "seed": 2**32 - 1,
@@ -41,6 +41,7 @@ ABOVE_ZERO = (
     "watchdog.step_timeout",
     "elastic.join_timeout",
 )
+ABOVE_ONE = {"spike.factor": 3, "watchdog.slow_factor": 1.2}  # with a reasonable value
 BELOW_ONE = {"optimizer.ema": 0.999, "spike.decay": 0.98}  # with a reasonable value
 FORMERLY = {"data.order": "shuffled"}  # behaviour of runs older than a key, if it is not the key's default
 PATHS = ("data.args.root", "data.args.path")  # ignored in comparisons: the fingerprint of the data is compared instead
@@ -144,8 +145,10 @@ def check(config: Config) -> None:
     for key, fit in BELOW_ONE.items():
         if flat[key] is not None and flat[key] >= 1:
             raise UsageError(f"{key}: {flat[key]} must be below 1, such as {fit}")
-    if config.spike.factor is not None and config.spike.factor <= 1:
-        raise UsageError(f"spike.factor: {config.spike.factor} must be greater than 1, such as 3")
+    for key, fit in ABOVE_ONE.items():
+        if flat[key] is not None and flat[key] <= 1:
+            raise UsageError(f"{key}: {flat[key]} must be greater than 1, such as {fit}")
+    check_audit(config)
     if config.eval.ema and opt.ema is None:
         raise UsageError("eval.ema: True, but no average is kept; set optimizer.ema, such as 0.999")
     if parallel.shard_size is not None and not parallel.zero:
@@ -167,6 +170,20 @@ def check(config: Config) -> None:
         )
     if "float64" in (config.precision.compute, config.precision.reduce) and config.precision.params != "float64":
         raise UsageError(f"precision.params: {config.precision.params!r} with float64 elsewhere; set it to float64 too")
+
+
+def check_audit(config: Config) -> None:
+    """Raise `UsageError` for an audit that could not compare bits, or not act."""
+    if config.audit.every is not None and not config.parallel.exact:
+        raise UsageError(
+            f"audit.every: {config.audit.every} with reduction: {config.parallel.reduction}, where the bits of a "
+            "microbatch depend on the compiled program and the number of threads, so healthy devices may differ; set "
+            "parallel.reduction to exact, or audit.every to null"
+        )
+    if config.audit.action == "expel" and not config.elastic.enabled:
+        raise UsageError(
+            "audit.action: expel, but no process can leave this job; set elastic.enabled to true, or use stop"
+        )
 
 
 def check_patterns(config: Config, section: str, *names: str) -> None:

@@ -34,12 +34,8 @@ def settings(config: Config | None) -> ElasticOptions | None:
     return ElasticOptions(config.elastic.min_processes, config.elastic.join_timeout, digest)
 
 
-def train_elastic(train: Callable[[Context, Snapshots], T], context: Context, every: int) -> T:
-    """Call `train` in each generation of the job, until it returns.
-
-    Snapshots of the state, `every` so many updates, pass from one generation to the next.
-    """
-    snapshots = Snapshots(every)
+def train_elastic(train: Callable[[Context, Snapshots], T], context: Context, snapshots: Snapshots) -> T:
+    """Call `train` in each generation of the job, until it returns; the snapshots pass from one to the next."""
     if context.is_root and (problem := launcher_problem(context.launcher)) is not None:
         print(f"jaxdp: elastic.enabled: {problem}", file=sys.stderr, flush=True)
     return run_generations(lambda context: train(context, snapshots), context, snapshots.end_generation)

@@ -11,6 +11,7 @@ from jaxdp import compilation_cache, rundir
 from jaxdp import config as schema
 from jaxdp.assemble.callbacks import make_callbacks
 from jaxdp.assemble.components import NOTHING, Given
+from jaxdp.assemble.checks import of_this_process, with_checks
 from jaxdp.assemble.run import SLOW, make_profile, make_run, on_all_ranks
 from jaxdp.config import Config
 from jaxdp.core.state import TrainState
@@ -56,7 +57,8 @@ def train(
     train_generation = lambda context, snapshots: train_here(
         config, path, context, given, keep, overwrite and not snapshots.generations, snapshots
     )
-    return train_elastic(train_generation, context, config.elastic.snapshot_every)
+    audited = config.audit.every if config.audit.action == "expel" else None
+    return train_elastic(train_generation, context, Snapshots(audited or config.elastic.snapshot_every, bool(audited)))
 
 
 def train_here(
@@ -103,6 +105,7 @@ def train_here(
             snapshots=snapshots,
             compiling=private_jax.store_programs if snapshots is not None else contextlib.nullcontext,
         )
+        run = with_checks(run, config, on_all_ranks(context, of_this_process))
         if snapshots is not None:
             snapshots.start(run)
         if not start and config.init_from is not None:

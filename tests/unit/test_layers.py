@@ -32,6 +32,7 @@ LAYERS = [
     "checkpoint",
     "verify",
     "training",
+    "audit",
     "environment",
     "fingerprint",
     "assemble",
