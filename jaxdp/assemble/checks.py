@@ -12,7 +12,6 @@ from jaxdp.audit.slow import SlowDevices
 from jaxdp.config import Config
 from jaxdp.training.run import Run
 
-
 __all__ = ["of_this_process", "with_checks"]
 
 

@@ -91,9 +91,9 @@ class Audit:
         self._kinds = [kind for kind, _ in facts]
         for device, (_, serial) in zip(devices, facts):
             rank = device.process_index
-            process = f"{context.title(rank)}, process {context.pids[rank]}" if context.size > 1 else "this process"
-            serial = f", serial {serial}" if serial else ""
-            self._titles.append(f"device {len(self._titles)} ({device.device_kind} {device.id} of {process}{serial})")
+            owner = f"{context.title(rank)}, process {context.pids[rank]}" if context.size > 1 else "this process"
+            name = f"{device.device_kind} {device.local_hardware_id} of {owner}{f', serial {serial}' if serial else ''}"
+            self._titles.append(f"device {len(self._titles)} ({name})")
         shapes = jax.tree.leaves(self.probe.strategy.abstract().replace(carry=None))
         single = 0
         for x in shapes:
@@ -146,7 +146,7 @@ class Audit:
 
     def _text(self, verdict: Verdict) -> str:
         names = " and ".join(self._titles[i] for i in verdict.devices)
-        device, leaf = next(iter(verdict.devices.items()))
+        leaf = next(iter(verdict.devices.values()))
         path, state = self.probe.names[leaf], leaf < len(self.probe.shardings)
         others = f"of the {len(self._titles) - len(verdict.devices)} other devices"
         if not verdict.certain:

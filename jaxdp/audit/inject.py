@@ -1,6 +1,6 @@
 """Faults on purpose, for tests and drills: `JAXDP_FAULT`, read at the start of a run; see docs/audit.md.
 
-    JAXDP_FAULT=flip:grads:rank=1:step=50:bit=20:repeat=true      several: separated by commas
+JAXDP_FAULT=flip:grads:rank=1:step=50:bit=20:repeat=true      several: separated by commas
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ from jaxdp.training.run import Progress, Run
 
 NAME = "JAXDP_FAULT"
 TARGETS = {"kill": ("",), "slow": ("",), "flip": ("grads", "output", "params", "opt_state", "snapshot")}
+NUMBERS, BOOL = ("rank", "device", "step", "leaf", "index", "bit"), {"true": True, "false": False}
 PRODUCTS = ("dot_general", "conv_general_dilated")
 PAUSES = """import os, signal, sys, time
 pid, share = int(sys.argv[1]), 1 - 1 / float(sys.argv[2])
@@ -68,22 +69,21 @@ def parse(text: str) -> list[Fault]:
 def _parse(text: str) -> Fault:
     words = text.strip().split(":")
     kind, target = words[0], words[1] if len(words) > 1 and "=" not in words[1] else ""
-    types = {f.name: f.type for f in dataclasses.fields(Fault) if f.name not in ("kind", "target", "mine", "local", "done")}
+    read: dict[str, Callable[[str], Any]] = {**dict.fromkeys(NUMBERS, int), "repeat": BOOL.__getitem__, "factor": float}
     try:
         if target not in TARGETS[kind]:
             raise ValueError
         values: dict[str, Any] = {}
         for word in words[1 + bool(target) :]:
             name, value = word.split("=")
-            read = {int: int, float: float, bool: lambda v: {"true": True, "false": False}[v]}[types[name]]
-            values[name] = read(value)
+            values[name] = read[name](value)
             if not values[name] >= 0:
                 raise ValueError
         return Fault(kind, target, **values)
     except (KeyError, ValueError, TypeError):
         flips = f"flip with one of {', '.join(TARGETS['flip'])}"
         raise UsageError(
-            f"{NAME}: {text!r} is not a fault: give kill, slow, or {flips}, then {', '.join(types)}, as in "
+            f"{NAME}: {text!r} is not a fault: give kill, slow, or {flips}, then {', '.join(read)}, as in "
             "flip:grads:rank=1:step=50:bit=20:repeat=true"
         ) from None
 
@@ -104,8 +104,6 @@ class Injection:
                 rank = devices[fault.device % len(devices)].process_index if fault.device >= 0 else fault.rank
                 fault.mine = context.rank == rank and (fault.repeat or run.start < fault.step)
                 fault.local = of(rank).index(fault.device % len(devices)) if fault.device >= 0 and fault.mine else 0
-                if fault.mine and fault.kind == "slow":
-                    subprocess.Popen([sys.executable, "-c", PAUSES, str(os.getpid()), str(fault.factor)])
         texts = context.exchange("faults", json.dumps([fault.local if fault.mine else None for fault in faults]))
         for i, fault in enumerate(faults):
             locals_ = {rank: json.loads(text)[i] for rank, text in enumerate(texts)}
@@ -122,6 +120,8 @@ class Injection:
             fault.done = not fault.repeat
             if fault.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            elif fault.kind == "slow":
+                subprocess.Popen([sys.executable, "-c", PAUSES, str(os.getpid()), str(fault.factor)])
             elif fault.target in ("params", "opt_state"):
                 device = run.strategy.devices[fault.device]
                 tree = getattr(progress.state, fault.target)

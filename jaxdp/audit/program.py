@@ -54,7 +54,8 @@ class Probe:
         ((device, slot),) = np.argwhere(self.strategy.table == microbatch)
         key = next(key for key in self.ndim if key in batch)
         dims = np.ndim(batch[key]) - self.ndim[key]  # before those of an example: device, update, slot
-        specs = tuple((k, x.sharding.spec if isinstance(x, jax.Array) else P()) for k, x in sorted(batch.items()))
+        spec = lambda x: getattr(getattr(x, "sharding", None), "spec", P())
+        specs = tuple((name, spec(x)) for name, x in sorted(batch.items()))
         chosen = self._select((dims, specs), batch, device, slot)
         named = exported.replace(carry=None)
         paths = [path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(named)[0]]

@@ -1,7 +1,7 @@
 """Name the process that computes slowly: each times the same microbatch alone, without collectives.
 
-A slow device delays all alike, so the time of an update does not show which one it is, but it shows when to look: rank 0
-watches it, and asks all processes to measure when it rises, and once in a run's first minute.
+A slow device delays all alike, so the time of an update does not show which one it is, but it shows when to measure:
+rank 0 watches it, and asks all processes to measure when it rises, and once after a run's first minute.
 """
 
 import collections
@@ -108,13 +108,15 @@ def slowest(times: list[float]) -> tuple[int, float]:
 def condition() -> str:
     """Return clock and temperature of this process's GPUs, if NVML tells."""
     with contextlib.suppress(Exception):  # no pynvml, no driver, or a GPU that does not tell
-        import pynvml  # type: ignore[import-not-found,import-untyped]
+        import pynvml
 
         pynvml.nvmlInit()
         words = []
         for device in jax.local_devices():
             gpu = pynvml.nvmlDeviceGetHandleByIndex(device.local_hardware_id)
-            now, most = (f(gpu, pynvml.NVML_CLOCK_SM) for f in (pynvml.nvmlDeviceGetClockInfo, pynvml.nvmlDeviceGetMaxClockInfo))
+            now, most = (
+                f(gpu, pynvml.NVML_CLOCK_SM) for f in (pynvml.nvmlDeviceGetClockInfo, pynvml.nvmlDeviceGetMaxClockInfo)
+            )
             words.append(f"{now} of {most} MHz, {pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)} C")
         return f"; its GPUs: {'; '.join(words)}"
     return ""

@@ -26,13 +26,13 @@ def vote(prints: np.ndarray, groups: Sequence[Groups]) -> Verdict:
     """Compare the fingerprints [device, leaf] of each leaf inside each of its groups."""
     minority: dict[int, int] = {}
     undecided: dict[int, int] = {}
-    for leaf in np.flatnonzero((prints != prints[0]).any(0)):
+    for leaf in np.flatnonzero((prints != prints[0]).any(0)).tolist():
         for group in groups[leaf]:
             (value, most), *others = collections.Counter(prints[list(group), leaf].tolist()).most_common()
             if others:
                 outvoted = [d for d in group if 2 * most <= len(group) or prints[d, leaf] != value]
                 for device in outvoted:
-                    (minority if 2 * most > len(group) else undecided).setdefault(device, int(leaf))
+                    (minority if 2 * most > len(group) else undecided).setdefault(device, leaf)
     return Verdict(minority or undecided, bool(minority) or not undecided)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from jaxdp import compilation_cache, rundir
 from jaxdp import config as schema
 from jaxdp.assemble.callbacks import make_callbacks
-from jaxdp.assemble.components import NOTHING, Given
 from jaxdp.assemble.checks import of_this_process, with_checks
+from jaxdp.assemble.components import NOTHING, Given
 from jaxdp.assemble.run import SLOW, make_profile, make_run, on_all_ranks
 from jaxdp.config import Config
 from jaxdp.core.state import TrainState
