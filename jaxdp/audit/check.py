@@ -43,8 +43,9 @@ class Audit:
 
     def is_due(self, run: Run, progress: Progress) -> bool:
         if self.last is None:
-            self.last = self.passed = run.start
-        return progress.step == run.steps or not 0 <= progress.step - self.last < self.every
+            self.last = self.passed = run.checkpoints.audited = run.start
+        due = progress.step == run.steps or not 0 <= progress.step - self.last < self.every
+        return due and self.every > 0
 
     def check(self, run: Run, progress: Progress, batch: Batch) -> None:
         """Audit the devices after an update. Raises RunFailed if the action is to end this process or all."""
@@ -64,12 +65,12 @@ class Audit:
         verdict = judge(runs, groups, state)
         if verdict.software:
             self._warn(run, step, "software", self._software(verdict))
-            self.every = 1 << 62
+            self.every = 0
         if verdict.devices:
             self._act(run, step, verdict, context)
         else:
-            self.passed = step
-        self._warn_if_slow(run, step, began, first)
+            self.passed = run.checkpoints.audited = step
+            self._warn_if_slow(run, step, began, first)
 
     def _measure(self, run: Run, state: TrainState, batch: Batch, microbatch: int) -> np.ndarray:
         """Return the fingerprints [device, leaf] of all processes."""

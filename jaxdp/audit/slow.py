@@ -1,7 +1,7 @@
 """Name the process that computes slowly: each times the same microbatch alone, without collectives.
 
 A slow device delays all alike, so the time of an update does not show which one it is, but it shows when to measure:
-rank 0 watches it, and asks all processes to measure when it rises, and once after a run's first minute.
+rank 0 watches it, and asks all processes to measure when it rises, and once a run has lasted a minute.
 """
 
 import collections
@@ -16,11 +16,11 @@ from jaxdp.audit.program import Probe, Sample
 from jaxdp.core.state import Batch
 from jaxdp.training.run import Progress, Run
 
-RISE, RECENT, BASE = 1.1, 5, 50  # factor between the medians of the last updates and of those before them
-FIRST = 60.0  # seconds until the first measurement
-BLOCK, BLOCKS = 0.05, 3  # the least of three means of 50 ms each: longer than a scheduler's pauses
-COST = 10  # measurements take at most one COSTth of the time
-WAIT = 600.0  # seconds that one process may take longer than another to compile
+RISE, RECENT, BEFORE = 1.1, 5, 50  # the factor of a rise, from the median of BEFORE updates to that of RECENT ones
+ENOUGH = 20  # updates before the first rise
+FIRST = 60.0  # seconds until there is a measurement without a rise
+BLOCK, BLOCKS = 0.05, 3  # the least of three means over 50 ms each: longer than a scheduler's pauses
+WAIT = 600.0  # seconds that one process may take longer than another, such as to compile
 
 
 class SlowDevices:
@@ -28,34 +28,33 @@ class SlowDevices:
 
     def __init__(self, probe: Probe, factor: float):
         self.probe, self.factor = probe, factor
-        self.times: collections.deque[float] = collections.deque(maxlen=BASE + RECENT)  # seconds, of rank 0's updates
-        self.before: tuple[int, float] | None = None
-        self.next = time.monotonic() + FIRST
-        self.probed = False
+        self.times: collections.deque[float] = collections.deque(maxlen=BEFORE + RECENT)  # seconds, of updates
+        self.before: tuple[int, float] | None = None  # (update, time)
+        self.level = 0.0  # seconds of an update at which nothing was found
+        self.expires = 0  # the update after which `level` no longer counts
+        self.first = time.monotonic() + FIRST
         self.named: set[int] = set()
 
     def is_due(self, run: Run, progress: Progress) -> bool:
-        now = time.perf_counter()
+        now, step = time.perf_counter(), progress.step
         if self.before is not None and run.checkpoints.context.is_root:
-            self.times.append((now - self.before[1]) / max(1, progress.step - self.before[0]))
-            expected = not self.probed and time.monotonic() > self.next
-            if expected or (self.has_risen() and (not self.probed or time.monotonic() > self.next)):
-                self.next = time.monotonic() + FIRST  # until the measurement
-                self.probed = True
+            self.times.append((now - self.before[1]) / max(1, step - self.before[0]))
+            if self.has_risen(step) or time.monotonic() > self.first:
+                self.first = float("inf")
+                self.level, self.expires = statistics.median([*self.times][-RECENT:]), step + BEFORE
                 run.watch.request_probe()
-        self.before = (progress.step, now)
+        self.before = (step, now)
         return run.watch.probe_is_asked()
 
-    def has_risen(self) -> bool:
-        recent = len(self.times) - RECENT
-        if recent < 2 * RECENT:
-            return False
-        times = list(self.times)
-        return statistics.median(times[recent:]) > RISE * statistics.median(times[:recent])
+    def has_risen(self, step: int) -> bool:
+        """Return whether updates take longer than before, and longer than at the last measurement."""
+        *earlier, a, b, c, d, e = self.times if len(self.times) >= ENOUGH + RECENT else [0.0] * 6
+        level = self.level if step <= self.expires else 0.0
+        return statistics.median((a, b, c, d, e)) > RISE * max(level, statistics.median(earlier))
 
     def check(self, run: Run, progress: Progress, batch: Batch) -> None:
         """Measure all processes; measure again before one is named."""
-        began, context = time.monotonic(), run.checkpoints.context
+        context = run.checkpoints.context
         work = lambda: self._measure(run, *self.probe.sample(progress.state, batch, 0))
         with run.watch.suspend_timeout("measures its devices"):
             times = work()
@@ -76,9 +75,7 @@ class SlowDevices:
             )
             run.events.note("slow", progress.step, rank=rank, factor=round(factor, 3), reason=text)
             run.writer.say(f"warning: {text}")
-        self.times.clear()
         self.before = None
-        self.next = time.monotonic() + COST * (time.monotonic() - began)
 
     def _measure(self, run: Run, leaves: list[jax.Array], sample: Sample) -> list[float]:
         """Return the seconds that each process takes to compute the sample."""

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 # 26,230, 1,140 of elastic training, and 110 for named evaluation sets, schedules and reductions of a user.
 BUDGET = {"package": 27_471, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
-LONG_FILES = {"checkpoint/store.py": 319}
+LONG_FILES = {"checkpoint/store.py": 321}
 LONG_FUNCTIONS = {
     "models/equinox.py from_equinox": 72,
     "models/gpt.py __init__": 62,
