@@ -77,11 +77,22 @@ class Audit:
         prints = self.probe.fingerprints(*self.probe.sample(state, batch, microbatch))
         shards = sorted(prints.addressable_shards, key=lambda s: s.index[0].start or 0)
         local = np.concatenate([np.asarray(s.data) for s in shards])
-        texts = run.checkpoints.context.exchange("audit", base64.b64encode(local.tobytes()).decode(), SLOW)
-        rows = [np.frombuffer(base64.b64decode(text), np.uint32).reshape(-1, local.shape[1]) for text in texts]
-        if run.snapshots is not None and run.snapshots.newest is not None:
-            run.snapshots.newest = run.snapshots.newest.check()
-        return np.concatenate(rows)
+        newest = run.snapshots.newest if run.snapshots is not None else None
+        damaged = newest is not None and newest.check() is None
+        if damaged:
+            run.snapshots.newest = None
+        text = base64.b64encode(local.tobytes()).decode() + "!" * damaged
+        texts = run.checkpoints.context.exchange("audit", text, SLOW)
+        for rank in [rank for rank, text in enumerate(texts) if text.endswith("!")]:
+            owner = run.checkpoints.context.title(rank)
+            self._warn(
+                run,
+                self.last,
+                ("snapshot", rank),
+                f"audit: a snapshot in the memory of {owner} is damaged; it is not used",
+            )
+        rows = [np.frombuffer(base64.b64decode(text.rstrip("!")), np.uint32) for text in texts]
+        return np.concatenate([row.reshape(-1, local.shape[1]) for row in rows])
 
     def _describe(self, run: Run) -> None:
         """Exchange the names and kinds of all devices; warn of leaves that have one copy only."""
@@ -119,8 +130,7 @@ class Audit:
         faulty = {devices[i].process_index for i in verdict.devices}
         for i, leaf in verdict.devices.items():
             where = {"device": i, "rank": devices[i].process_index, "leaf": self.probe.names[leaf]}
-            if self.action != "warn" or i not in self.named:
-                run.events.note("audit_failed", step, reason=text, **where)
+            run.events.note("audit_failed", step, reason=text, **where)
         if self.action == "warn":
             return self._warn(run, step, frozenset(verdict.devices), text, log=False)
         self._set_aside(run, text)
@@ -167,7 +177,7 @@ class Audit:
             "microbatch: an operation of the model, the loss or a transform is not deterministic; the audit is off"
         )
 
-    def _warn(self, run: Run, step: int, what: Any, text: str, log: bool = True) -> None:
+    def _warn(self, run: Run, step: int | None, what: Any, text: str, log: bool = True) -> None:
         if what not in self.named:
             self.named |= {what, *(what if isinstance(what, frozenset) else ())}
             run.writer.say(f"warning: {text}")

@@ -27,7 +27,7 @@ from jaxdp.training.run import Progress, Run
 
 NAME = "JAXDP_FAULT"
 TARGETS = {"kill": ("",), "slow": ("",), "flip": ("grads", "output", "params", "opt_state", "snapshot")}
-NUMBERS, BOOL = ("rank", "device", "step", "leaf", "index", "bit"), {"true": True, "false": False}
+NUMBERS, BOOL = ("rank", "device", "step", "until", "leaf", "index", "bit"), {"true": True, "false": False}
 PRODUCTS = ("dot_general", "conv_general_dilated")
 PAUSES = """import os, signal, sys, time
 pid, share = int(sys.argv[1]), 1 - 1 / float(sys.argv[2])
@@ -41,7 +41,8 @@ while os.getppid() == pid:
 
 @dataclasses.dataclass
 class Fault:
-    """A fault. step: the update before or during which it occurs, from then on if `repeat`. device: in all processes.
+    """A fault. step: the update after which it occurs (a flip of `grads` or `output`: during which), from then on until
+    update `until` if `repeat`. device: among those of all processes; else the first one of `rank`.
 
     leaf, index, bit: what to flip, each modulo the number there is. factor: of the time of all computation.
     """
@@ -51,6 +52,7 @@ class Fault:
     rank: int = 0
     device: int = -1
     step: int = 1
+    until: int = 1 << 30
     leaf: int = 0
     index: int = 0
     bit: int = 20
@@ -161,7 +163,7 @@ def flip(x: jax.Array, fault: Fault, step: jax.Array) -> jax.Array:
     axes = data_axes()
     if axes is None:  # a rehearsal
         return x
-    now = step + 1 >= fault.step if fault.repeat else step + 1 == fault.step
+    now = (step + 1 >= fault.step) & (step + 1 <= (fault.until if fault.repeat else fault.step))
     kind, size = BITS[x.dtype.itemsize], 8 * x.dtype.itemsize
     mask = jnp.where((jax.lax.axis_index(axes) == fault.device) & now, 1 << fault.bit % size, 0).astype(kind)
     bits = jax.lax.bitcast_convert_type(x.reshape(-1), kind)
