@@ -50,24 +50,27 @@ class Audit:
     def check(self, run: Run, progress: Progress, batch: Batch) -> None:
         """Audit the devices after an update. Raises RunFailed if the action is to end this process or all."""
         began, first = time.perf_counter(), not self._titles
-        context, step, self.last = run.checkpoints.context, progress.step, progress.step
+        step = self.last = progress.step
         if first:
             self._describe(run)
         microbatch = int(np.random.default_rng(step).integers(self.probe.strategy.table.max() + 1))
         name = f"the audit after update {step}"
-        runs = [run.watch.run_step(name, self.measure, run, progress.state, batch, microbatch)]
-        groups, state = self._groups_of(len(runs[0][0])), len(self.probe.shardings)
-        repeat = lambda: run.watch.run_step(name, self.measure, run, progress.state, batch, microbatch)
-        if len(runs[0]) == 1:  # compare in time
-            runs.append(repeat())
+        compute = lambda: run.watch.run_step(name, self.measure, run, progress.state, batch, microbatch)
+        runs = [compute() for _ in range(2 if len(self._titles) == 1 else 1)]  # one device is compared in time
+        state = len(self._groups)
+        groups = [*self._groups, *[self._same_kind] * (len(runs[0][0]) - state)]
         if vote(runs[0], groups).devices or (runs[0] != runs[-1]).any():
-            runs += [repeat() for _ in range(AGAIN)]
+            runs += [compute() for _ in range(AGAIN)]
         verdict = judge(runs, groups, state)
         if verdict.software:
-            self._warn(run, step, "software", self._software(verdict))
             self.every = 0
+            text = (
+                f"audit: {len(verdict.unstable)} of {len(self._titles)} devices differ from themselves when they "
+                "repeat a microbatch: an operation of the model, loss or transform is not deterministic; the audit is off"
+            )
+            self._warn(run, step, "software", text)
         if verdict.devices:
-            self._act(run, step, verdict, context)
+            self._act(run, step, verdict)
         else:
             self.passed = run.checkpoints.audited = step
             self._warn_if_slow(run, step, began, first)
@@ -85,12 +88,8 @@ class Audit:
         texts = run.checkpoints.context.exchange("audit", text, SLOW)
         for rank in [rank for rank, text in enumerate(texts) if text.endswith("!")]:
             owner = run.checkpoints.context.title(rank)
-            self._warn(
-                run,
-                self.last,
-                ("snapshot", rank),
-                f"audit: a snapshot in the memory of {owner} is damaged; it is not used",
-            )
+            text = f"audit: a snapshot in the memory of {owner} is damaged; it is not used"
+            self._warn(run, self.last, ("snapshot", rank), text)
         rows = [np.frombuffer(base64.b64decode(text.rstrip("!")), np.uint32) for text in texts]
         return np.concatenate([row.reshape(-1, local.shape[1]) for row in rows])
 
@@ -100,7 +99,8 @@ class Audit:
         local = [devices[i] for i in of_this_process(devices)]
         texts = context.exchange("devices", json.dumps([[kind_of(d), getattr(d, "uuid", None)] for d in local]), SLOW)
         facts = [fact for text in texts for fact in json.loads(text)]
-        self._kinds = [kind for kind, _ in facts]
+        kinds = [kind for kind, _ in facts]
+        self._same_kind = [[i for i, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)]
         for device, (_, serial) in zip(devices, facts):
             rank = device.process_index
             owner = f"{context.title(rank)}, process {context.pids[rank]}" if context.size > 1 else "this process"
@@ -120,11 +120,8 @@ class Audit:
                 "shards them: the audit cannot compare them"
             )
 
-    def _groups_of(self, leaves: int) -> list[Groups]:
-        same_kind = [[i for i, k in enumerate(self._kinds) if k == kind] for kind in dict.fromkeys(self._kinds)]
-        return [*self._groups, *[same_kind] * (leaves - len(self._groups))]
-
-    def _act(self, run: Run, step: int, verdict: Verdict, context: Any) -> None:
+    def _act(self, run: Run, step: int, verdict: Verdict) -> None:
+        context = run.checkpoints.context
         text = f"audit after update {step}: {self._text(verdict)}"
         devices = self.probe.strategy.devices
         faulty = {devices[i].process_index for i in verdict.devices}
@@ -133,7 +130,7 @@ class Audit:
             run.events.note("audit_failed", step, reason=text, **where)
         if self.action == "warn":
             return self._warn(run, step, frozenset(verdict.devices), text, log=False)
-        self._set_aside(run, text)
+        self._set_aside(run)
         if self.action == "expel" and verdict.certain and run.snapshots is not None and len(faulty) < context.size:
             if context.rank in faulty:
                 raise RunFailed(f"{text}; this process leaves the job")
@@ -142,7 +139,7 @@ class Audit:
                 member.check_generation()
         raise RunFailed(f"{text}; audit.action: {self.action} ends the job", rank=0)
 
-    def _set_aside(self, run: Run, text: str) -> None:
+    def _set_aside(self, run: Run) -> None:
         """Let no state that was copied since the last audit that passed be used again."""
         assert self.passed is not None
         run.checkpoints.wait()
@@ -158,7 +155,7 @@ class Audit:
     def _text(self, verdict: Verdict) -> str:
         names = " and ".join(self._titles[i] for i in verdict.devices)
         leaf = next(iter(verdict.devices.values()))
-        path, state = self.probe.names[leaf], leaf < len(self.probe.shardings)
+        path, state = self.probe.names[leaf], leaf < len(self._groups)
         others = f"of the {len(self._titles) - len(verdict.devices)} other devices"
         if not verdict.certain:
             which = "their copies" if state else "their results"
@@ -170,12 +167,6 @@ class Audit:
         if state:
             return f"{names} has a wrong copy of the state: {path} {verb} from that {others}"
         return f"{names} computes wrongly: {path} {verb} from that {others}, in each of {AGAIN + 1} repetitions"
-
-    def _software(self, verdict: Verdict) -> str:
-        return (
-            f"audit: {len(verdict.unstable)} of {len(self._titles)} devices differ from themselves when they repeat a "
-            "microbatch: an operation of the model, the loss or a transform is not deterministic; the audit is off"
-        )
 
     def _warn(self, run: Run, step: int | None, what: Any, text: str, log: bool = True) -> None:
         if what not in self.named:

@@ -111,9 +111,8 @@ def condition() -> str:
         words = []
         for device in jax.local_devices():
             gpu = pynvml.nvmlDeviceGetHandleByIndex(device.local_hardware_id)
-            now, most = (
-                f(gpu, pynvml.NVML_CLOCK_SM) for f in (pynvml.nvmlDeviceGetClockInfo, pynvml.nvmlDeviceGetMaxClockInfo)
-            )
+            now = pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)
+            most = pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_SM)
             words.append(f"{now} of {most} MHz, {pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)} C")
         return f"; its GPUs: {'; '.join(words)}"
     return ""
