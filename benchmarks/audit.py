@@ -40,7 +40,7 @@ def faults(count: int, every: int, seed: int) -> list[dict]:
             {
                 "target": kind,
                 "device": draw.randrange(4),
-                "step": i * every + draw.randint(1, every),
+                "step": i * every + draw.randint(2, every),
                 "until": (i + 1) * every + 1,
                 "leaf": draw.randrange(64),
                 "index": draw.randrange(1 << 20),

@@ -66,7 +66,8 @@ class Audit:
             self.every = 0
             text = (
                 f"audit: {len(verdict.unstable)} of {len(self._titles)} devices differ from themselves when they "
-                "repeat a microbatch: an operation of the model, loss or transform is not deterministic; the audit is off"
+                "repeat a microbatch: an operation of the model, loss or transform is not deterministic; there are no "
+                "further audits"
             )
             self._warn(run, step, "software", text)
         if verdict.devices:

@@ -165,7 +165,8 @@ def flip(x: jax.Array, fault: Fault, step: jax.Array) -> jax.Array:
         return x
     now = (step + 1 >= fault.step) & (step + 1 <= (fault.until if fault.repeat else fault.step))
     kind, size = BITS[x.dtype.itemsize], 8 * x.dtype.itemsize
-    mask = jnp.where((jax.lax.axis_index(axes) == fault.device) & now, 1 << fault.bit % size, 0).astype(kind)
+    hit = (jax.lax.axis_index(axes) == fault.device) & now
+    mask = jnp.where(hit, np.asarray(1 << fault.bit % size, kind), np.zeros((), kind))
     bits = jax.lax.bitcast_convert_type(x.reshape(-1), kind)
     i = fault.index % bits.size
     return jax.lax.bitcast_convert_type(bits.at[i].set(bits[i] ^ mask), x.dtype).reshape(x.shape)
