@@ -13,6 +13,7 @@ seconds of an audit and of an update. Other arguments go to the config.
 import argparse
 import collections
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
@@ -63,13 +64,22 @@ class Timed:
         self.seconds.append(time.perf_counter() - began)
 
 
+def params_of(run, progress) -> str:
+    """A digest of the parameters on the first device of this process."""
+    import jax
+    import numpy as np
+
+    leaves = jax.tree.leaves(run.strategy.export(progress.state).params)
+    return hashlib.sha256(b"".join(np.asarray(x.addressable_shards[0].data).tobytes() for x in leaves)).hexdigest()
+
+
 class Restored:
     """Copies the state after the first update, and restores it after each audit."""
 
     saved = None
 
     def __init__(self, every: int):
-        self.every = every
+        self.every, self.digests = every, []
 
     def is_due(self, run, progress) -> bool:
         return progress.step % self.every == 0 and self.saved is not None
@@ -78,16 +88,17 @@ class Restored:
         import jax
         import jax.numpy as jnp
 
+        self.digests.append(params_of(run, progress))
         copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
-        step = copy(progress.state.step)
-        progress.state = run.strategy.adopt(copy(self.saved)).replace(step=step)
+        step = run.strategy.export(progress.state).step
+        progress.state = run.strategy.adopt(copy(self.saved.replace(step=step)))
 
 
 class Saved(Restored):
     """The copy is made before the first fault."""
 
     def __init__(self, restored: Restored):
-        self.restored = restored
+        self.restored, self.digests = restored, []
 
     def is_due(self, run, progress) -> bool:
         return self.restored.saved is None
@@ -127,7 +138,7 @@ def worker(args: argparse.Namespace, more: list[str]) -> None:
     folder = pathlib.Path(args.folder)
     run = dataclasses.replace(make_run(config, folder, context), events=Log(), log_every=10**9, eval={})
     wanted = [inject.Fault("flip", **fault) for fault in faults(args.flips, args.every, args.seed)]
-    run = with_checks(run, config, wanted if args.mode == "flips" else [])
+    run = with_checks(run, config, wanted if args.mode == "flips" and args.seed >= 0 else [])
     *before, audit = run.checks
     timed = Timed(audit)
     after = [Restored(args.every)] if args.mode == "flips" else []
@@ -141,7 +152,8 @@ def worker(args: argparse.Namespace, more: list[str]) -> None:
     loop.fit(run)
     if context.is_root:
         gaps = [b - a for a, b in itertools.pairwise(updates)]
-        result = {"named": named, "audits": timed.seconds, "updates": gaps}
+        digests = [digest for restored in after for digest in restored.digests]
+        result = {"named": named, "audits": timed.seconds, "updates": gaps, "digests": digests}
         (folder / "result.json").write_text(json.dumps(result))
     distributed.shutdown()
 
@@ -160,13 +172,17 @@ def measured(args: argparse.Namespace, more: list[str], devices: int) -> dict:
 
 def flips(args: argparse.Namespace, more: list[str]) -> dict:
     counts: collections.Counter = collections.Counter()
-    for part in range(-(-args.flips // args.part)):
-        args.seed, args.flips = part, args.part
+    total, args.flips, args.seed = args.flips, args.part, -1
+    undisturbed = measured(args, more, 4 if args.processes == 1 else 1)["digests"]
+    for part in range(-(-total // args.part)):
+        args.seed = part
         found = measured(args, more, 4 if args.processes == 1 else 1)
         for i, fault in enumerate(faults(args.part, args.every, part)):
             interval = range(i * args.every + 1, (i + 1) * args.every + 1)
             devices = {e["device"] for e in found["named"] if e["kind"] == "audit_failed" and e["step"] in interval}
             verdict = "right" if devices == {fault["device"]} else "wrong" if devices else "not named"
+            if verdict == "not named":
+                verdict += ", parameters " + ("as without" if found["digests"][i] == undisturbed[i] else "changed")
             if verdict != "right":
                 print(json.dumps([fault, [e for e in found["named"] if e["step"] in interval]]), file=sys.stderr)
             counts[f"{fault['target']}: {verdict}"] += 1

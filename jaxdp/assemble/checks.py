@@ -1,6 +1,7 @@
 """The checks of the devices between two updates that a config asks for, and the faults of `JAXDP_FAULT`."""
 
 import dataclasses
+import os
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,14 @@ def with_checks(run: Run, config: Config, faults: list[Fault]) -> Run:
     probe = Probe(run.strategy, step, {name: np.ndim(x) for name, x in first.items()})
     if config.audit.every is not None:
         checks.append(Audit(probe, config.audit.every, config.audit.action))
-    if run.checkpoints.context.size > 1 and config.watchdog.slow_factor is not None:
+    if run.checkpoints.context.size > 1 and config.watchdog.slow_factor is not None and has_cores(run):
         checks.append(SlowDevices(probe, config.watchdog.slow_factor))
     return dataclasses.replace(run, checks=checks)
+
+
+def has_cores(run: Run) -> bool:
+    """Return whether every CPU device of all processes has a core; else their processes slow each other down."""
+    context, devices = run.checkpoints.context, run.strategy.devices
+    local = sum(context.hosts[d.process_index] == context.hosts[context.rank] for d in devices)
+    lacks = devices[0].platform == "cpu" and local > (os.cpu_count() or 1)
+    return not any(context.exchange("cores", "lacks" if lacks else ""))
