@@ -2,6 +2,7 @@
 
     python -m benchmarks.audit flips [--processes 4] [--flips 200] [--every 5] [--key value ...]
     python -m benchmarks.audit alarms [--updates 20000] [--every 1] [--config ...] [--key value ...]
+    python -m benchmarks.audit slow [--repeats 20] [--updates 150] [--factor 1.3] [--key value ...]
     python -m benchmarks.audit cost [--config configs/gpt_3m.yaml] [--updates 60] [--key value ...]
 
 `flips` injects single-bit flips (random kind, device, leaf, element, bit and update) one after the other, on 4 devices
@@ -27,6 +28,17 @@ import time
 
 from benchmarks.harness import ROOT
 
+SLOW = [
+    "--model.args.hidden",
+    "[1024, 1536]",
+    "--batch_size",
+    "800",
+    "--microbatches",
+    "2",
+    "--optimizer.target",
+    "sgd",
+]
+SLOW += ["--log.every", "20", "--eval.every", "null"]
 KINDS = ("grads", "output", "params", "opt_state")
 
 
@@ -74,7 +86,7 @@ def params_of(run, progress) -> str:
 
 
 class Restored:
-    """Copies the state after the first update, and restores it after each audit."""
+    """Restores the state of the first update, one update after each audit: a fault that repeats ends before."""
 
     saved = None
 
@@ -82,13 +94,15 @@ class Restored:
         self.every, self.digests = every, []
 
     def is_due(self, run, progress) -> bool:
-        return progress.step % self.every == 0 and self.saved is not None
+        return progress.step % self.every < 2 and self.saved is not None
 
     def check(self, run, progress, batch) -> None:
         import jax
         import jax.numpy as jnp
 
-        self.digests.append(params_of(run, progress))
+        if progress.step % self.every == 0:
+            self.digests.append(params_of(run, progress))
+            return
         copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
         step = run.strategy.export(progress.state).step
         progress.state = run.strategy.adopt(copy(self.saved.replace(step=step)))
@@ -203,17 +217,43 @@ def cost(args: argparse.Namespace, more: list[str]) -> dict:
     return {"audit_ms": round(1e3 * audit, 2), "update_ms": round(1e3 * update, 2), "share_at_100": round(share, 5)}
 
 
+def slow(args: argparse.Namespace, more: list[str]) -> dict:
+    """Two processes, each on a core; rank 1 is slowed from half of the run on. factor: 0 slows none."""
+    at = args.updates // 2
+    fault = f"slow:rank=1:factor={args.factor}:step={at}" if args.factor else ""
+    counts: collections.Counter = collections.Counter()
+    delays, times = [], []
+    for _ in range(args.repeats):
+        with tempfile.TemporaryDirectory() as folder:
+            pinned = ["sh", "-c", 'exec taskset -c $JAXDP_PROCESS_ID "$0" "$@"', sys.executable, "-m", "jaxdp", "train"]
+            words = ["--config", args.config, "--steps", str(args.updates), "--run_dir", f"{folder}/run", *SLOW, *more]
+            env = os.environ | {"XLA_FLAGS": "", "JAXDP_FAULT": fault}
+            command = [sys.executable, "-m", "jaxdp", "launch", "-n", "2", *pinned, *words]
+            subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True)
+            events = map(json.loads, (pathlib.Path(folder) / "run/events.jsonl").read_text().splitlines())
+            named = [(e["step"], e["rank"]) for e in events if e["kind"] == "slow"]
+            lines = (pathlib.Path(folder) / "run/metrics.jsonl").read_text().splitlines()
+            times += [record["step_time_ms"] for record in map(json.loads, lines) if "step_time_ms" in record]
+        after = [step - at for step, rank in named if rank == 1 and step > at]
+        counts["slow process named"] += bool(after)
+        counts["within 20 updates"] += bool(after) and after[0] <= 20
+        counts["other names"] += len(named) - len(after)
+        delays += after[:1]
+        print(json.dumps(counts), named, file=sys.stderr, flush=True)
+    return {**counts, "delays": delays, "step_time_ms": round(statistics.median(times), 1)}
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("mode", choices=("flips", "alarms", "cost"))
+    parser.add_argument("mode", choices=("flips", "alarms", "cost", "slow"))
     defaults = {"config": "configs/digits.yaml", "processes": 1, "flips": 200, "part": 25, "every": 5, "updates": 200}
-    for name, default in (defaults | {"seed": 0, "folder": ""}).items():
+    for name, default in (defaults | {"seed": 0, "folder": "", "repeats": 20, "factor": 1.3}).items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     args, more = parser.parse_known_args(argv)
     if args.folder:
         worker(args, more)
         return
-    result = {"flips": flips, "alarms": alarms, "cost": cost}[args.mode](args, more)
+    result = {"flips": flips, "alarms": alarms, "cost": cost, "slow": slow}[args.mode](args, more)
     print(json.dumps({**{k: v for k, v in vars(args).items() if k != "folder"}, **result}))
 
 

@@ -112,18 +112,7 @@ def check(config: Config) -> None:
     if (config.steps is None) == (config.epochs is None):
         raise UsageError(f"steps: {config.steps} with epochs: {config.epochs}; give one of the two, e.g. steps: 1000")
     flat = flatten(config)
-    for key, value in flat.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UsageError(f"{key}: {value} is not a finite number")
-    for key, least in AT_LEAST.items():
-        if flat[key] is not None and flat[key] < least:
-            raise UsageError(f"{key}: {flat[key]} is too small; it must be at least {least}")
-    for key, most in AT_MOST.items():
-        if isinstance(flat[key], int | float) and flat[key] > most:
-            raise UsageError(f"{key}: {flat[key]} is too large; it must be at most {most}")
-    for key in ABOVE_ZERO:
-        if isinstance(flat[key], int | float) and not flat[key] > 0:
-            raise UsageError(f"{key}: {flat[key]} must be greater than 0")
+    check_bounds(flat)
     for key in ("model", "data", "loss", "optimizer"):
         if not flat[f"{key}.target"]:
             raise UsageError(f"{key}.target: missing; name a built-in or a dotted path, e.g. {key}: {{target: ...}}")
@@ -142,12 +131,6 @@ def check(config: Config) -> None:
                 f"optimizer.lr_scale: {pattern!r} has {factor!r}; give a factor of at least 0, such as 0.1"
             )
     check_init(config)
-    for key, fit in BELOW_ONE.items():
-        if flat[key] is not None and flat[key] >= 1:
-            raise UsageError(f"{key}: {flat[key]} must be below 1, such as {fit}")
-    for key, fit in ABOVE_ONE.items():
-        if flat[key] is not None and flat[key] <= 1:
-            raise UsageError(f"{key}: {flat[key]} must be greater than 1, such as {fit}")
     check_audit(config)
     if config.eval.ema and opt.ema is None:
         raise UsageError("eval.ema: True, but no average is kept; set optimizer.ema, such as 0.999")
@@ -170,6 +153,28 @@ def check(config: Config) -> None:
         )
     if "float64" in (config.precision.compute, config.precision.reduce) and config.precision.params != "float64":
         raise UsageError(f"precision.params: {config.precision.params!r} with float64 elsewhere; set it to float64 too")
+
+
+def check_bounds(flat: dict[str, Any]) -> None:
+    """Raise `UsageError` for the first number that is out of its bounds."""
+    for key, value in flat.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"{key}: {value} is not a finite number")
+    for key, least in AT_LEAST.items():
+        if flat[key] is not None and flat[key] < least:
+            raise UsageError(f"{key}: {flat[key]} is too small; it must be at least {least}")
+    for key, most in AT_MOST.items():
+        if isinstance(flat[key], int | float) and flat[key] > most:
+            raise UsageError(f"{key}: {flat[key]} is too large; it must be at most {most}")
+    for key in ABOVE_ZERO:
+        if isinstance(flat[key], int | float) and not flat[key] > 0:
+            raise UsageError(f"{key}: {flat[key]} must be greater than 0")
+    for key, fit in BELOW_ONE.items():
+        if flat[key] is not None and flat[key] >= 1:
+            raise UsageError(f"{key}: {flat[key]} must be below 1, such as {fit}")
+    for key, fit in ABOVE_ONE.items():
+        if flat[key] is not None and flat[key] <= 1:
+            raise UsageError(f"{key}: {flat[key]} must be greater than 1, such as {fit}")
 
 
 def check_audit(config: Config) -> None:

@@ -21,7 +21,6 @@ LONG_FILES = {"checkpoint/store.py": 321}
 LONG_FUNCTIONS = {
     "models/equinox.py from_equinox": 72,
     "models/gpt.py __init__": 62,
-    "config/check.py check": 61,
 }
 
 
