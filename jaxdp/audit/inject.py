@@ -79,7 +79,7 @@ def _parse(text: str) -> Fault:
         for word in words[1 + bool(target) :]:
             name, value = word.split("=")
             values[name] = read[name](value)
-            if not values[name] >= 0:
+            if not values[name] >= (name == "factor"):
                 raise ValueError
         return Fault(kind, target, **values)
     except (KeyError, ValueError, TypeError):
@@ -103,9 +103,15 @@ class Injection:
         of = lambda rank: [i for i, d in enumerate(devices) if d.process_index == rank]
         for fault in faults:
             if fault.mine is None:  # in later generations of an elastic job the ranks are others
-                rank = devices[fault.device % len(devices)].process_index if fault.device >= 0 else fault.rank
+                if not run.start and (fault.rank >= context.size or fault.device >= len(devices)):
+                    raise UsageError(
+                        f"{NAME}: rank {fault.rank}, device {fault.device}, but there are {context.size} ranks with "
+                        f"{len(devices)} devices; count from 0",
+                        rank=0,
+                    )
+                rank = devices[fault.device].process_index if 0 <= fault.device < len(devices) else fault.rank
                 fault.mine = context.rank == rank and (fault.repeat or run.start < fault.step)
-                fault.local = of(rank).index(fault.device % len(devices)) if fault.device >= 0 and fault.mine else 0
+                fault.local = of(rank).index(fault.device) if fault.device in of(rank) else 0
         texts = context.exchange("faults", json.dumps([fault.local if fault.mine else None for fault in faults]))
         for i, fault in enumerate(faults):
             locals_ = {rank: json.loads(text)[i] for rank, text in enumerate(texts)}
@@ -119,15 +125,13 @@ class Injection:
         for fault in self.faults:
             if not fault.mine or fault.done or progress.step < fault.step:
                 continue
-            fault.done = not fault.repeat
+            fault.done = not fault.repeat or fault.kind == "slow"
             if fault.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif fault.kind == "slow":
                 subprocess.Popen([sys.executable, "-c", PAUSES, str(os.getpid()), str(fault.factor)])
             elif fault.target in ("params", "opt_state"):
-                device = run.strategy.devices[fault.device]
-                tree = getattr(progress.state, fault.target)
-                flipped = flip_copy(tree, fault, device)
+                flipped = flip_copy(getattr(progress.state, fault.target), fault, run.strategy.devices[fault.device])
                 progress.state = progress.state.replace(**{fault.target: flipped})
             elif fault.target == "snapshot" and run.snapshots is not None:
                 fault.done = run.snapshots.newest is not None

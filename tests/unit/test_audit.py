@@ -174,12 +174,17 @@ def test_leaves_with_one_copy_are_reported(tmp_path):
 @pytest.mark.parametrize(
     "text",
     ["flip", "flip:weights:step=1", "kill:now", "flip:grads:step=x", "flip:grads:repeat=yes", "halt:rank=0",
-     "flip:grads:step=-1", "slow:bits=3", ","],
+     "flip:grads:step=-1", "slow:bits=3", "slow:factor=0.5", ","],
 )  # fmt: skip
 def test_a_wrong_fault_is_refused_in_one_line(text):
     with pytest.raises(UsageError, match=r"^JAXDP_FAULT: .* is not a fault: give kill, slow, or flip .*") as error:
         inject.parse(text)
     assert "\n" not in str(error.value)
+
+
+def test_a_fault_of_a_rank_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"^JAXDP_FAULT: rank 4, device -1, but there are 1 ranks with 4 devices"):
+        audited(tmp_path, "flip:grads:rank=4")
 
 
 def test_several_faults():
