@@ -97,30 +97,32 @@ class Restored:
         return progress.step % self.every < 2 and self.saved is not None
 
     def check(self, run, progress, batch) -> None:
+        if progress.step % self.every == 0:
+            self.digests.append(params_of(run, progress))
+        else:
+            self.restore(run, progress)
+
+    def restore(self, run, progress) -> None:
         import jax
         import jax.numpy as jnp
 
-        if progress.step % self.every == 0:
-            self.digests.append(params_of(run, progress))
-            return
         copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
         step = run.strategy.export(progress.state).step
         progress.state = run.strategy.adopt(copy(self.saved.replace(step=step)))
 
 
-class Saved(Restored):
-    """The copy is made before the first fault."""
+class Saved:
+    """Saves the state that is restored, before the first fault."""
 
     def __init__(self, restored: Restored):
-        self.restored, self.digests = restored, []
+        self.restored = restored
 
     def is_due(self, run, progress) -> bool:
         return self.restored.saved is None
 
     def check(self, run, progress, batch) -> None:
-        self.saved = run.strategy.export(progress.state)
-        super().check(run, progress, batch)  # the original stays
-        self.restored.saved = self.saved
+        self.restored.saved = run.strategy.export(progress.state)
+        self.restored.restore(run, progress)  # to a copy: the next update overwrites it
 
 
 def worker(args: argparse.Namespace, more: list[str]) -> None:
