@@ -33,7 +33,7 @@ class SlowDevices:
         self.level = 0.0  # seconds of an update at which nothing was found
         self.expires = 0  # the update after which `level` no longer counts
         self.first = time.monotonic() + FIRST
-        self.named: set[int] = set()
+        self.named: dict[int, float] = {}  # {rank: the factor with which it was named last}
 
     def is_due(self, run: Run, progress: Progress) -> bool:
         now, step = time.perf_counter(), progress.step
@@ -64,8 +64,8 @@ class SlowDevices:
                 again, factor = slowest(times)
                 factor = factor if again == rank else 1.0
         run.events.note("probe", progress.step, ms=[round(1e3 * t, 3) for t in times])
-        if factor > self.factor and rank not in self.named:
-            self.named.add(rank)
+        if factor > self.factor * self.named.get(rank, 1.0):
+            self.named[rank] = factor
             facts = context.exchange("state of the devices", condition() if context.rank == rank else "")[rank]
             others = statistics.median(t for r, t in enumerate(times) if r != rank)
             text = (
