@@ -1,6 +1,7 @@
 """The identity of a run: values that must be equal on every rank, and fingerprints to compare on resume."""
 
 import hashlib
+import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -29,6 +30,7 @@ def facts(config: Config, data: str) -> dict[str, str]:
     code = hashlib.sha256()
     for file in sorted(pathlib.Path(__file__).parent.parent.rglob("*.py")):
         code.update(file.read_bytes())
+    keys |= {"JAXDP_FAULT": os.environ.get("JAXDP_FAULT", "")}
     return {**keys, "the jaxdp package's code": code.hexdigest()[:16], "data fingerprint": data}
 
 

@@ -47,7 +47,8 @@ class Checkpoints:
 
     keep: the number of last checkpoints to keep; keep_every: also keep multiples of this step; best: also keep the best
     one by this metric of the evaluation (`LOWER_IS_BETTER`: the lowest; others: the highest). context: the processes,
-    by default the current ones. `events`: a log of the saves.
+    by default the current ones. `events`: a log of the saves. `audited`: the last update at which no device was found
+    wrong (`jaxdp.audit`), so that the last checkpoint up to it is kept too.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Checkpoints:
         self.directory, self.keep, self.keep_every, self.best = directory.resolve(), keep, keep_every, best
         self.context = context or current()
         self.last: int | None = None  # the last step whose save was started, or that is known to exist
+        self.audited: int | None = None
         self.events = NoEvents()
         self._failure: Failure | None = None
         self._thread: threading.Thread | None = None
@@ -185,7 +187,7 @@ class Checkpoints:
                 return step
             refused.add(step)
             if self.context.is_root:
-                self._set_aside(step, "damaged" if tidy else None, f"checkpoint {step} is damaged: {problem}", say)
+                self.set_aside(step, "damaged" if tidy else None, f"checkpoint {step} is damaged: {problem}", say)
 
     def _candidate(self, refused: set[int]) -> tuple[int, dict[str, Any], str]:
         """Return (the last step that is not refused or 0, its files, the problem with its manifest or '')."""
@@ -275,16 +277,16 @@ class Checkpoints:
         """Remove checkpoints that need not be kept; ignore steps after `saved`, from which no run resumes."""
         steps = [step for step in self.steps() if step <= saved]
         retained = set(steps[-self.keep :]) | {s for s in steps if self.keep_every and s % self.keep_every == 0}
-        retained.add(self.best_step() or 0)
+        retained |= {self.best_step() or 0, max((s for s in steps if s <= (self.audited or 0)), default=0)}
         folders.remove(self.directory, set(steps) - retained)
 
     def _set_unfinished_aside(self, say: Say) -> None:
         with contextlib.suppress(OSError):
             folders.clean(self.directory)
         for step in folders.unfinished(self.directory):
-            self._set_aside(step, "unfinished", f"checkpoint {step} was not finished: no {manifest.NAME}", say)
+            self.set_aside(step, "unfinished", f"checkpoint {step} was not finished: no {manifest.NAME}", say)
 
-    def _set_aside(self, step: int, word: str | None, why: str, say: Say) -> None:
+    def set_aside(self, step: int, word: str | None, why: str, say: Say) -> None:
         self.events.note("checkpoint_refused", step, reason=why)
         if word is None:
             return say(f"{why}; it is not used")

@@ -8,7 +8,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from jaxdp.config.operation import Checkpoint, Elastic, Eval, Log, Profile, Resume, Verify, Watchdog
+from jaxdp.config.operation import Audit, Checkpoint, Elastic, Eval, Log, Profile, Resume, Verify, Watchdog
 from jaxdp.config.training import (
     DataTarget,
     Init,
@@ -26,6 +26,7 @@ from jaxdp.config.training import (
 )
 
 __all__ = [
+    "Audit",
     "Checkpoint",
     "Config",
     "DataTarget",
@@ -97,6 +98,7 @@ class Config:
     resume: Resume = speed(Resume())
     watchdog: Watchdog = speed(Watchdog())
     elastic: Elastic = speed(Elastic())
+    audit: Audit = speed(Audit())
     callbacks: list[Any] = speed([])
     verify: Verify = speed(Verify())
 

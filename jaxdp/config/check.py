@@ -102,6 +102,7 @@ def check(config: Config) -> None:
                 f"optimizer.lr_scale: {pattern!r} has {factor!r}; give a factor of at least 0, such as 0.1"
             )
     check_init(config)
+    check_audit(config)
     if config.eval.ema and opt.ema is None:
         raise UsageError("eval.ema: True, but no average is kept; set optimizer.ema, such as 0.999")
     if parallel.shard_size is not None and not parallel.zero:
@@ -133,6 +134,20 @@ def check_limits(key: str, value: Any, limits: Mapping[str, float]) -> None:
     for name, (violates, text) in LIMITS.items():
         if isinstance(value, int | float) and name in limits and violates(value, limits[name]):
             raise UsageError(f"{key}: {value} {text.format(limits[name])}{example}")
+
+
+def check_audit(config: Config) -> None:
+    """Raise `UsageError` for an audit that could not compare bits, or not act."""
+    if config.audit.every is not None and not config.parallel.exact:
+        raise UsageError(
+            f"audit.every: {config.audit.every} with reduction: {config.parallel.reduction}, where the bits of a "
+            "microbatch depend on the compiled program and the number of threads, so healthy devices may differ; set "
+            "parallel.reduction to exact, or audit.every to null"
+        )
+    if config.audit.action == "expel" and not config.elastic.enabled:
+        raise UsageError(
+            "audit.action: expel, but no process can leave this job; set elastic.enabled to true, or use stop"
+        )
 
 
 def check_patterns(config: Config, section: str, *names: str) -> None:

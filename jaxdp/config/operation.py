@@ -1,7 +1,7 @@
 """Sections of the config that say how a run is evaluated, logged, saved and kept alive."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from jaxdp.config.training import Target, speed
 
@@ -109,10 +109,27 @@ class Watchdog:
             processes write their stacks and the run ends; null waits for ever
         straggler_factor: name a process in the metrics if its own work between updates, such as waiting for its data,
             takes this many times as long as that of the others
+        slow_factor: name a process whose devices take this many times as long as those of the others to compute the
+            same microbatch; null never measures it (docs/audit.md)
     """
 
     step_timeout: float | None = speed(600.0, above=0)
     straggler_factor: float = speed(2.0, least=1)
+    slow_factor: float | None = speed(1.2, above=1, example=1.2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """Let all devices compute the same microbatch, and name those that compute wrongly (docs/audit.md).
+
+    Args:
+        every: updates between two audits; null makes none
+        action: on a wrong device, warn; stop the job; or expel its process, and continue without it from the last
+            audited state (needs elastic.enabled)
+    """
+
+    every: int | None = speed(None, least=1)
+    action: Literal["warn", "stop", "expel"] = speed("warn")
 
 
 @dataclasses.dataclass(frozen=True)

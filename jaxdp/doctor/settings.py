@@ -10,7 +10,7 @@ from jaxdp.distributed import gpus
 from jaxdp.doctor.check import FAILURE, WARNING, Check, failure, ok, warning
 from jaxdp.errors import suggest
 
-NAMES = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID", "LOCAL_RANK", "LOCAL_SIZE", "SECRET", "TIMEOUT")
+NAMES = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID", "LOCAL_RANK", "LOCAL_SIZE", "SECRET", "TIMEOUT", "FAULT")
 ON = r"\s*(1|true|t|yes|y|on)\s*"
 OFF = rf"(?!{ON}$).+"
 RANDOM = "makes random numbers depend on the devices"
@@ -43,6 +43,7 @@ SURPRISES = (
     Surprise("NCCL_(P2P|IB|SHM)_DISABLE", ON, "turns the fast links between GPUs off", gpu=True),
     Surprise("OMP_NUM_THREADS|NPROC", r"(?!\d*[1-9]\d*(,|$)).*", "is no number of threads"),
     Surprise("JAXDP_TIMEOUT", NOT_POSITIVE, "is no number of seconds above 0", FAILURE),
+    Surprise("JAXDP_FAULT", ".+", "injects faults into runs"),
     Surprise("LD_LIBRARY_PATH", ".*cuda.*", "loads another CUDA instead of the one that JAX installs", gpu=True),
 )
 

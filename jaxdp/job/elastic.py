@@ -44,9 +44,9 @@ class Memory:
     prepared: Prepared | None = None
 
 
-def train_elastic(train: Callable[[Context, Memory], T], context: Context, every: int) -> T:
-    """Call `train` in each generation of the job, until it returns. every: updates between two snapshots."""
-    memory = Memory(Snapshots(every))
+def train_elastic(train: Callable[[Context, Memory], T], context: Context, snapshots: Snapshots) -> T:
+    """Call `train` in each generation of the job, until it returns; what `memory` has passes from one to the next."""
+    memory = Memory(snapshots)
     if context.is_root and (problem := launcher_problem(context.launcher)) is not None:
         print(f"jaxdp: elastic.enabled: {problem}", file=sys.stderr, flush=True)
     return run_generations(lambda context: train(context, memory), context, memory.snapshots.end_generation)

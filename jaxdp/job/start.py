@@ -12,6 +12,7 @@ import numpy as np
 from jaxdp import rundir
 from jaxdp.analysis import memory
 from jaxdp.assemble.identity import NOT_COMPARABLE
+from jaxdp.audit.inject import NAME as FAULT
 from jaxdp.config import Config
 from jaxdp.distributed import gpus
 from jaxdp.distributed.context import Context
@@ -146,6 +147,8 @@ def advice(run: Run, config: Config) -> list[str]:
         )
     if run.strategy.devices[0].platform == "cpu" and gpus.count() and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
         warnings.append("there is a GPU, but JAX runs on the CPU; pip install 'jaxdp-trainer[cuda12]' or: jaxdp doctor")
+    if text := os.environ.get(FAULT):
+        warnings.append(f"{FAULT}: {text!r} injects faults into this run: its numbers may be wrong")
     for key, text in run.meta.get("fingerprints", {}).items():
         if text.startswith(NOT_COMPARABLE):
             warnings.append(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from jaxdp import compilation_cache, rundir
 from jaxdp import config as schema
+from jaxdp.assemble.checks import of_this_process, with_checks
 from jaxdp.assemble.components import NOTHING, Objects
 from jaxdp.assemble.run import SLOW, make_profile, make_run, on_all_ranks, prepare_on_all_ranks
 from jaxdp.config import Config
@@ -33,6 +34,7 @@ from jaxdp.supervise.monitor import RunMonitor, Stopped
 from jaxdp.training import loop
 from jaxdp.training.callbacks import make_callbacks
 from jaxdp.training.run import Run
+from jaxdp.training.snapshots import Snapshots
 
 
 def train(
@@ -55,7 +57,8 @@ def train(
     train_generation = lambda context, memory: train_here(
         config, path, context, objects, keep, overwrite and not memory.snapshots.generations, memory
     )
-    return train_elastic(train_generation, context, config.elastic.snapshot_every)
+    audited = config.audit.every if config.audit.action == "expel" else None
+    return train_elastic(train_generation, context, Snapshots(audited or config.elastic.snapshot_every, bool(audited)))
 
 
 def train_here(
@@ -106,6 +109,7 @@ def train_here(
             snapshots=snapshots,
             compiling=private_jax.store_programs if memory is not None else contextlib.nullcontext,
         )
+        run = with_checks(run, config, on_all_ranks(context, of_this_process))
         if snapshots is not None:
             snapshots.start(run)
         if not start and config.init_from is not None:

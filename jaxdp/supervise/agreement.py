@@ -18,7 +18,7 @@ from jaxdp.errors import DistributedError
 
 SIGTERM_DEADLINE = 2.0  # seconds; short, since some launchers send SIGTERM to all when one process has died
 DEADLINE = 20.0
-KINDS = ("save", "preempt", "halt", "regroup")
+KINDS = ("save", "probe", "preempt", "halt", "regroup")
 
 
 class Agreement:

@@ -44,6 +44,12 @@ class Watch(Protocol):
     def save_is_asked(self) -> bool:
         """Return whether all processes must save now, and reset the request."""
 
+    def request_probe(self) -> None:
+        """Ask all processes to measure how long their devices compute."""
+
+    def probe_is_asked(self) -> bool:
+        """Return whether all processes must measure this now, and reset the request."""
+
     def straggler(self, step_ms: float) -> dict[str, float]:
         """Return the metrics of a process that slows down the others. step_ms: time of an update."""
 
@@ -66,6 +72,11 @@ class NullMonitor:
         return contextlib.nullcontext()
 
     def save_is_asked(self) -> bool:
+        return False
+
+    def request_probe(self) -> None: ...
+
+    def probe_is_asked(self) -> bool:
         return False
 
     def straggler(self, step_ms: float) -> dict[str, float]:
@@ -91,7 +102,7 @@ class RunMonitor:
         if context.is_root and (member := membership.current()) is not None:
             member.keep_log(str((directory / "events.jsonl").absolute()))
         self._called: set[int] = set()
-        self._save = False
+        self._save = self._probe = False
         self._last_save = time.monotonic()
         if minutes is not None and context.is_root:
             self.watchdog.often(lambda: self._save_by_time(60.0 * minutes))
@@ -99,11 +110,12 @@ class RunMonitor:
 
     def run_step(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
         while (request := self.agreement.point()) is not None:
-            if request["kind"] != "save":
+            if request["kind"] not in ("save", "probe"):
                 if request["kind"] != "regroup":
                     rundir.mark_ending()  # the next job may start while this one saves
                 raise Stopped(**request)
-            self._save = True
+            self._save |= request["kind"] == "save"
+            self._probe |= request["kind"] == "probe"
         self.watchdog.at(what)
         if id(f) in self._called:
             result = f(*args)
@@ -137,6 +149,13 @@ class RunMonitor:
         requested, self._save = self._save, False
         if requested:
             self._last_save = time.monotonic()
+        return requested
+
+    def request_probe(self) -> None:
+        self._request("probe", "")
+
+    def probe_is_asked(self) -> bool:
+        requested, self._probe = self._probe, False
         return requested
 
     def straggler(self, step_ms: float) -> dict[str, float]:

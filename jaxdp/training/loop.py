@@ -90,8 +90,6 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
             with run.compiling() if first else contextlib.nullcontext():
                 progress.state, progress.metrics = run.watch.run_step(name, call, progress.state, batch)
             progress.step = step
-            if run.snapshots is not None:
-                run.snapshots.take(run, progress)
             run.watch.sent(progress.metrics)
             lookback.add(updates, progress.metrics)
             run.profile.after(step, progress.metrics)
@@ -102,6 +100,12 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
                 if run.layout is not None:
                     memory.record(run.directory, run.layout, run.strategy, program, progress.state, batch, len(updates))
                 gc.freeze()  # startup objects stay alive: scanning them again would pause a rank for 0.1 s
+            for check in run.checks:
+                if check.is_due(run, progress):
+                    meter.pause()
+                    check.check(run, progress, batch)
+            if run.snapshots is not None:
+                run.snapshots.take(run, progress)
             save_requested = run.watch.save_is_asked()
             if step < run.steps and (save_requested or run.evaluation_is_due(step) or run.checkpoint_is_due(step)):
                 meter.pause()

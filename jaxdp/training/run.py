@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +35,8 @@ class Run:
     derive: returns metrics computed from the means of a record; speed: from the milliseconds of an update; account:
     of the full run, at its end.
     asynchronous: training continues while a checkpoint is written. meta: saved with every checkpoint.
+    checks: of the devices, such as `jaxdp.audit.Audit`: after an update for which `is_due(run, progress)`, `check(run,
+    progress, batch)` runs before anything else reads the new state.
     layout: the content of layout.json before the first update; None: write no file.
     """
 
@@ -65,6 +67,7 @@ class Run:
     begin: Callable[["Run"], TrainState] = lambda run: run.strategy.init()
     recovered: TrainState | None = None
     snapshots: Any = None
+    checks: Sequence[Any] = ()
     compiling: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     directory: pathlib.Path = pathlib.Path()

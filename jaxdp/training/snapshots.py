@@ -44,14 +44,15 @@ class Snapshot(NamedTuple):
 
 
 class Snapshots:
-    """The newest snapshots of this process. every: updates between two.
+    """The newest snapshots of this process. every: updates between two. audited: only states that an audit has
+    passed are copied, not the one at which processes regroup.
 
     The copy of update k is read from the device when the next one is taken, so that the loop never waits for it. If a
     host lacks the memory for copies, none is taken, and the job continues from its checkpoints.
     """
 
-    def __init__(self, every: int):
-        self.every = every
+    def __init__(self, every: int, audited: bool = False):
+        self.every, self.audited = every, audited
         self.newest: Snapshot | None = None
         self.generations = 0  # that have ended
         self.reached = 0  # the last update of this process
@@ -76,7 +77,8 @@ class Snapshots:
     def take_now(self, run: Run, progress: Progress) -> None:
         """Copy the state, and wait for the copy; without memory for it, save a checkpoint."""
         if self._enough_memory:
-            self._begin(run, progress)
+            if not self.audited:
+                self._begin(run, progress)
             self.settle()
         else:
             save(run, progress)
@@ -97,6 +99,12 @@ class Snapshots:
             except (ValueError, jax.errors.JaxRuntimeError):  # the collective of its update has lost a process
                 return
             self.newest = pending._replace(leaves=leaves, checksums=[checksum(x) for x in leaves])
+
+    def drop_after(self, step: int) -> None:
+        """Drop the snapshots of later updates."""
+        self.settle()
+        if self.newest is not None and self.newest.step > step:
+            self.newest = None
 
     def end_generation(self) -> None:
         """Keep the newest copy; the devices are about to be closed."""

@@ -14,11 +14,11 @@ import toys
 from jaxdp.models import as_model
 
 ROOT = pathlib.Path(jaxdp.__file__).parent
-# 25,400, 1,180 of elastic training, 360 of local updates, 110 for named evaluation sets, schedules and reductions of a
-# user, 90 for TLS.
-BUDGET = {"package": 27_716, "file": 300, "function": 60, "one update": 700}  # lines
+# 25,400; 830 of the audit: 370 that name a wrong device, 120 a slow one, 220 of faults on purpose; 1,180 of elastic
+# training; 360 of local updates; 110 for named evaluation sets, schedules and reductions of a user; 90 for TLS.
+BUDGET = {"package": 28_546, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
-LONG_FILES = {"checkpoint/store.py": 319}
+LONG_FILES = {"checkpoint/store.py": 321}
 LONG_FUNCTIONS = {
     "models/equinox.py from_equinox": 72,
     "models/gpt.py __init__": 62,
@@ -26,7 +26,7 @@ LONG_FUNCTIONS = {
 PARAMETERS = 8  # of a function, without self; fields of a record count as those of its constructor
 MANY_PARAMETERS = {
     # Sections of the config, and functions whose arguments are keys of the config: each is set by its name.
-    "config/__init__.py Config": 28,
+    "config/__init__.py Config": 29,
     "config/training.py Optimizer": 13,
     "config/training.py Parallel": 11,
     "api.py fit": 9,
@@ -35,11 +35,12 @@ MANY_PARAMETERS = {
     # Records of facts.
     "analysis/hardware.py Hardware": 11,
     "analysis/plan.py Plan": 9,
+    "audit/inject.py Fault": 14,
     "core/state.py TrainState": 9,
     "distributed/protocol.py Settings": 11,
     "distributed/world.py Variables": 9,
     # To be divided.
-    "training/run.py Run": 32,
+    "training/run.py Run": 33,
     "verify/problem.py Problem": 16,
     "distributed/collectives.py _call": 12,
     "distributed/exchange.py add": 9,

@@ -33,6 +33,7 @@ LAYERS = [
     "checkpoint",
     "verify",
     "training",
+    "audit",
     "environment",
     "fingerprint",
     "assemble",

@@ -1,0 +1,266 @@
+"""What the audit finds, what it names wrongly, and what it costs.
+
+    python -m benchmarks.audit flips [--processes 4] [--flips 200] [--every 5] [--key value ...]
+    python -m benchmarks.audit alarms [--updates 20000] [--every 1] [--config ...] [--key value ...]
+    python -m benchmarks.audit slow [--repeats 20] [--updates 150] [--factor 1.3] [--key value ...]
+    python -m benchmarks.audit cost [--config configs/gpt_3m.yaml] [--updates 60] [--key value ...]
+
+`flips` injects single-bit flips (random kind, device, leaf, element, bit and update) one after the other, on 4 devices
+of one process, or of 4 processes with `--processes 4`; after each, the state is restored. A flip of a gradient or a
+product lasts until the next audit. `alarms` counts devices that are named in an undisturbed run. `cost` measures the
+seconds of an audit and of an update. Other arguments go to the config.
+"""
+
+import argparse
+import collections
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+from benchmarks.harness import ROOT
+
+SLOW = [
+    "--model.args.hidden",
+    "[1024, 1536]",
+    "--batch_size",
+    "800",
+    "--microbatches",
+    "2",
+    "--optimizer.target",
+    "sgd",
+]
+SLOW += ["--log.every", "20", "--eval.every", "null"]
+KINDS = ("grads", "output", "params", "opt_state")
+
+
+def faults(count: int, every: int, seed: int) -> list[dict]:
+    """One flip for each interval between two audits."""
+    draw = random.Random(seed)
+    found = []
+    for i in range(count):
+        kind = draw.choice(KINDS)
+        repeat = kind in ("grads", "output")
+        found.append(
+            {
+                "target": kind,
+                "device": draw.randrange(4),
+                "step": i * every + draw.randint(2, every),
+                "until": (i + 1) * every + 1,
+                "leaf": draw.randrange(64),
+                "index": draw.randrange(1 << 20),
+                "bit": draw.randrange(32),
+                "repeat": repeat,
+            }
+        )
+    return found
+
+
+class Timed:
+    """A check of the loop, with the seconds that it takes."""
+
+    def __init__(self, check):
+        self.inner, self.is_due, self.seconds = check, check.is_due, []
+
+    def check(self, run, progress, batch):
+        import jax
+
+        jax.block_until_ready(progress.state)  # the time of updates that were sent before does not count
+        began, args = time.perf_counter(), (run, progress, batch)
+        self.inner.check(*args)
+        self.seconds.append(time.perf_counter() - began)
+
+
+def params_of(run, progress) -> str:
+    """A digest of the parameters on the first device of this process."""
+    import jax
+    import numpy as np
+
+    leaves = jax.tree.leaves(run.strategy.export(progress.state).params)
+    return hashlib.sha256(b"".join(np.asarray(x.addressable_shards[0].data).tobytes() for x in leaves)).hexdigest()
+
+
+class Restored:
+    """Restores the state of the first update, one update after each audit: a fault that repeats ends before."""
+
+    saved = None
+
+    def __init__(self, every: int):
+        self.every, self.digests = every, []
+
+    def is_due(self, run, progress) -> bool:
+        return progress.step % self.every < 2 and self.saved is not None
+
+    def check(self, run, progress, batch) -> None:
+        if progress.step % self.every == 0:
+            self.digests.append(params_of(run, progress))
+        else:
+            self.restore(run, progress)
+
+    def restore(self, run, progress) -> None:
+        import jax
+        import jax.numpy as jnp
+
+        copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+        step = run.strategy.export(progress.state).step
+        progress.state = run.strategy.adopt(copy(self.saved.replace(step=step)))
+
+
+class Saved:
+    """Saves the state that is restored, before the first fault."""
+
+    def __init__(self, restored: Restored):
+        self.restored = restored
+
+    def is_due(self, run, progress) -> bool:
+        return self.restored.saved is None
+
+    def check(self, run, progress, batch) -> None:
+        self.restored.saved = run.strategy.export(progress.state)
+        self.restored.restore(run, progress)  # to a copy: the next update overwrites it
+
+
+def worker(args: argparse.Namespace, more: list[str]) -> None:
+    """Train with an audit, and write what it named and how long it took."""
+    from jaxdp import environment
+    from jaxdp.assemble.checks import with_checks
+    from jaxdp.assemble.run import make_run
+    from jaxdp.audit import inject
+    from jaxdp.cli import load
+    from jaxdp.config.check import resolve
+    from jaxdp.distributed import context as distributed
+    from jaxdp.metrics.events import NoEvents
+    from jaxdp.parallel.placement import open_collectives
+    from jaxdp.training import loop
+
+    environment.exact()
+    context = distributed.init()
+    steps = args.updates if args.mode != "flips" else args.flips * args.every
+    words = ["--config", args.config, "--steps", str(steps), "--audit.every", str(args.every)]
+    config, *_ = load([*words, "--parallel.reduction", "exact", "--optimizer.schedule", "constant", *more])
+    config = resolve(dataclasses.replace(config, watchdog=dataclasses.replace(config.watchdog, slow_factor=None)))
+    named: list[dict] = []
+
+    class Log(NoEvents):
+        def note(self, kind, step=None, **facts):
+            if kind in ("audit", "audit_failed"):
+                named.append({"kind": kind, "step": step, **facts})
+
+    folder = pathlib.Path(args.folder)
+    run = dataclasses.replace(make_run(config, folder, context), events=Log(), log_every=10**9, eval={})
+    wanted = faults(args.flips, args.every, args.seed) if args.mode == "flips" and args.seed >= 0 else []
+    run = with_checks(run, config, [inject.Fault("flip", **fault) for fault in wanted])
+    *before, audit = run.checks
+    timed = Timed(audit)
+    after = [Restored(args.every)] if args.mode == "flips" else []
+    run = dataclasses.replace(run, checks=[*map(Saved, after), *before, timed, *after])
+    if context.size > 1:
+        open_collectives()
+    updates: list[float] = []
+    timer = Timed(audit)
+    timer.is_due = lambda run, progress: updates.append(time.perf_counter())
+    run = dataclasses.replace(run, checks=[*run.checks, timer])
+    loop.fit(run)
+    if context.is_root:
+        gaps = [b - a for a, b in itertools.pairwise(updates)]
+        digests = [digest for restored in after for digest in restored.digests]
+        result = {"named": named, "audits": timed.seconds, "updates": gaps, "digests": digests}
+        (folder / "result.json").write_text(json.dumps(result))
+    distributed.shutdown()
+
+
+def measured(args: argparse.Namespace, more: list[str], devices: int) -> dict:
+    """What `worker` writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, "-m", "benchmarks.audit", args.mode, "--folder", folder]
+        for name in ("flips", "every", "seed", "updates", "config"):
+            words += [f"--{name}", str(getattr(args, name))]
+        launch = [sys.executable, "-m", "jaxdp", "launch", "-n", str(args.processes)] if args.processes > 1 else []
+        flags = f"--xla_force_host_platform_device_count={devices}"
+        subprocess.run([*launch, *words, *more], cwd=ROOT, env=os.environ | {"XLA_FLAGS": flags}, check=True)
+        return json.loads((pathlib.Path(folder) / "result.json").read_text())
+
+
+def flips(args: argparse.Namespace, more: list[str]) -> dict:
+    counts: collections.Counter = collections.Counter()
+    total, args.flips, args.seed = args.flips, args.part, -1
+    undisturbed = measured(args, more, 4 if args.processes == 1 else 1)["digests"]
+    for part in range(-(-total // args.part)):
+        args.seed = part
+        found = measured(args, more, 4 if args.processes == 1 else 1)
+        for i, fault in enumerate(faults(args.part, args.every, part)):
+            interval = range(i * args.every + 1, (i + 1) * args.every + 1)
+            devices = {e["device"] for e in found["named"] if e["kind"] == "audit_failed" and e["step"] in interval}
+            verdict = "right" if devices == {fault["device"]} else "wrong" if devices else "not named"
+            if verdict == "not named":
+                verdict += ", parameters " + ("as without" if found["digests"][i] == undisturbed[i] else "changed")
+            if verdict != "right":
+                print(json.dumps([fault, [e for e in found["named"] if e["step"] in interval]]), file=sys.stderr)
+            counts[f"{fault['target']}: {verdict}"] += 1
+        print(json.dumps(counts), flush=True)
+    return dict(sorted(counts.items()))
+
+
+def alarms(args: argparse.Namespace, more: list[str]) -> dict:
+    found = measured(args, more, 4 if args.processes == 1 else 1)
+    return {"updates": args.updates, "audits": len(found["audits"]), "named": found["named"]}
+
+
+def cost(args: argparse.Namespace, more: list[str]) -> dict:
+    found = measured(args, more, 4 if args.processes == 1 else 1)
+    audit = statistics.median(found["audits"][1:])
+    update = statistics.median(found["updates"][1:])
+    share = audit / update / 100
+    return {"audit_ms": round(1e3 * audit, 2), "update_ms": round(1e3 * update, 2), "share_at_100": round(share, 5)}
+
+
+def slow(args: argparse.Namespace, more: list[str]) -> dict:
+    """Two processes, each on a core; rank 1 is slowed from half of the run on. factor: 0 slows none."""
+    at = args.updates // 2
+    fault = f"slow:rank=1:factor={args.factor}:step={at}" if args.factor else ""
+    counts: collections.Counter = collections.Counter()
+    delays, times = [], []
+    for _ in range(args.repeats):
+        with tempfile.TemporaryDirectory() as folder:
+            pinned = ["sh", "-c", 'exec taskset -c $JAXDP_PROCESS_ID "$0" "$@"', sys.executable, "-m", "jaxdp", "train"]
+            words = ["--config", args.config, "--steps", str(args.updates), "--run_dir", f"{folder}/run", *SLOW, *more]
+            env = os.environ | {"XLA_FLAGS": "", "JAXDP_FAULT": fault}
+            command = [sys.executable, "-m", "jaxdp", "launch", "-n", "2", *pinned, *words]
+            subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True)
+            events = map(json.loads, (pathlib.Path(folder) / "run/events.jsonl").read_text().splitlines())
+            named = [(e["step"], e["rank"]) for e in events if e["kind"] == "slow"]
+            lines = (pathlib.Path(folder) / "run/metrics.jsonl").read_text().splitlines()
+            times += [record["step_time_ms"] for record in map(json.loads, lines) if "step_time_ms" in record]
+        after = [step - at for step, rank in named if rank == 1 and step > at]
+        counts["slow process named"] += bool(after)
+        counts["within 20 updates"] += bool(after) and after[0] <= 20
+        counts["other names"] += len(named) - len(after)
+        delays += after[:1]
+        print(json.dumps(counts), named, file=sys.stderr, flush=True)
+    return {**counts, "delays": delays, "step_time_ms": round(statistics.median(times), 1)}
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("mode", choices=("flips", "alarms", "cost", "slow"))
+    defaults = {"config": "configs/digits.yaml", "processes": 1, "flips": 200, "part": 25, "every": 5, "updates": 200}
+    for name, default in (defaults | {"seed": 0, "folder": "", "repeats": 20, "factor": 1.3}).items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    args, more = parser.parse_known_args(argv)
+    if args.folder:
+        worker(args, more)
+        return
+    result = {"flips": flips, "alarms": alarms, "cost": cost, "slow": slow}[args.mode](args, more)
+    print(json.dumps({**{k: v for k, v in vars(args).items() if k != "folder"}, **result}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,40 @@
+"""The checks of the devices between two updates that a config asks for, and the faults of `JAXDP_FAULT`."""
+
+import dataclasses
+import os
+from typing import Any
+
+import numpy as np
+
+from jaxdp.audit.check import Audit
+from jaxdp.audit.inject import Fault, Injection, of_this_process
+from jaxdp.audit.program import Probe
+from jaxdp.audit.slow import SlowDevices
+from jaxdp.config import Config
+from jaxdp.training.run import Run
+
+__all__ = ["of_this_process", "with_checks"]
+
+
+def with_checks(run: Run, config: Config, faults: list[Fault]) -> Run:
+    """Return the run with its `checks`."""
+    step = run.step
+    checks: list[Any] = []
+    if faults:
+        checks = [injection := Injection(run, faults)]
+        run, step = dataclasses.replace(run, step=injection.flips(step)), injection.flips(step, once=False)
+    first = run.train.dataset.read(np.zeros(1, np.int64))
+    probe = Probe(run.strategy, step, {name: np.ndim(x) for name, x in first.items()})
+    if config.audit.every is not None:
+        checks.append(Audit(probe, config.audit.every, config.audit.action))
+    if run.checkpoints.context.size > 1 and config.watchdog.slow_factor is not None and has_cores(run):
+        checks.append(SlowDevices(probe, config.watchdog.slow_factor))
+    return dataclasses.replace(run, checks=checks)
+
+
+def has_cores(run: Run) -> bool:
+    """Return whether every CPU device of all processes has a core; else their processes slow each other down."""
+    context, devices = run.checkpoints.context, run.strategy.devices
+    local = sum(context.hosts[d.process_index] == context.hosts[context.rank] for d in devices)
+    lacks = devices[0].platform == "cpu" and local > (os.cpu_count() or 1)
+    return not any(context.exchange("cores", "lacks" if lacks else ""))

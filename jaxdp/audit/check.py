@@ -1,0 +1,196 @@
+"""The audit: every so many updates, all devices compute the same microbatch, and those that differ are named.
+
+It runs between two updates, on the state that the next one will use. Fingerprints of gradients and of the copies of the
+state are compared through the coordinator; where two differ, all devices compute again, and the majority is right.
+"""
+
+import base64
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdp.audit.program import Probe
+from jaxdp.audit.votes import Groups, Verdict, judge, vote
+from jaxdp.core.state import Batch, TrainState
+from jaxdp.distributed import membership
+from jaxdp.errors import RunFailed
+from jaxdp.parallel.placement import of_this_process
+from jaxdp.training.run import Progress, Run
+
+AGAIN = 3  # repetitions that tell a device from software
+SLOW = 600.0  # seconds that one process may take longer than another, such as to compile
+WAIT = 60.0  # seconds for the end of a generation that a process leaves
+
+
+class Audit:
+    """every: updates between two audits; there is one after the last update too. action: see the config's `audit`."""
+
+    def __init__(self, probe: Probe, every: int, action: str):
+        self.probe, self.every, self.action = probe, every, action
+        self.last: int | None = None  # the update after which the last audit was made
+        self.passed: int | None = None  # the same of the last one that found nothing
+        self.named: set[Any] = set()
+        self.measure: Callable[..., np.ndarray] = self._measure  # one object: the monitor knows what it has compiled
+        self._before: tuple[int, float] | None = None  # (update, time) at the end of the last audit
+        self._titles: list[str] = []
+        self._groups: list[Groups] = []
+
+    def is_due(self, run: Run, progress: Progress) -> bool:
+        if self.last is None:
+            self.last = self.passed = run.checkpoints.audited = run.start
+        due = progress.step == run.steps or not 0 <= progress.step - self.last < self.every
+        return due and self.every > 0
+
+    def check(self, run: Run, progress: Progress, batch: Batch) -> None:
+        """Audit the devices after an update. Raises RunFailed if the action is to end this process or all."""
+        began, first = time.perf_counter(), not self._titles
+        step = self.last = progress.step
+        if first:
+            self._describe(run)
+        microbatch = int(np.random.default_rng(step).integers(self.probe.strategy.assignment.max() + 1))
+        name = f"the audit after update {step}"
+        compute = lambda: run.watch.run_step(name, self.measure, run, progress.state, batch, microbatch)
+        runs = [compute() for _ in range(2 if len(self._titles) == 1 else 1)]  # one device is compared in time
+        state = len(self._groups)
+        groups = [*self._groups, *[self._same_kind] * (len(runs[0][0]) - state)]
+        if vote(runs[0], groups).devices or (runs[0] != runs[-1]).any():
+            runs += [compute() for _ in range(AGAIN)]
+        verdict = judge(runs, groups, state)
+        if verdict.software:
+            self.every = 0
+            text = (
+                f"audit: {len(verdict.unstable)} of {len(self._titles)} devices differ from themselves when they "
+                "repeat a microbatch: an operation of the model, loss or transform is not deterministic; there are no "
+                "further audits"
+            )
+            self._warn(run, step, "software", text)
+        if verdict.devices:
+            self._act(run, step, verdict)
+        else:
+            self.passed = run.checkpoints.audited = step
+            self._warn_if_slow(run, step, began, first)
+
+    def _measure(self, run: Run, state: TrainState, batch: Batch, microbatch: int) -> np.ndarray:
+        """Return the fingerprints [device, leaf] of all processes."""
+        prints = self.probe.fingerprints(*self.probe.sample(state, batch, microbatch))
+        shards = sorted(prints.addressable_shards, key=lambda s: s.index[0].start or 0)
+        local = np.concatenate([np.asarray(s.data) for s in shards])
+        newest = run.snapshots.newest if run.snapshots is not None else None
+        damaged = newest is not None and newest.check() is None
+        if damaged:
+            run.snapshots.newest = None
+        text = base64.b64encode(local.tobytes()).decode() + "!" * damaged
+        texts = run.checkpoints.context.exchange("audit", text, SLOW)
+        for rank in [rank for rank, text in enumerate(texts) if text.endswith("!")]:
+            owner = run.checkpoints.context.title(rank)
+            text = f"audit: a snapshot in the memory of {owner} is damaged; it is not used"
+            self._warn(run, self.last, ("snapshot", rank), text)
+        rows = [np.frombuffer(base64.b64decode(text.rstrip("!")), np.uint32) for text in texts]
+        return np.concatenate([row.reshape(-1, local.shape[1]) for row in rows])
+
+    def _describe(self, run: Run) -> None:
+        """Exchange the names and kinds of all devices; warn of leaves that have one copy only."""
+        context, devices = run.checkpoints.context, self.probe.strategy.devices
+        local = [devices[i] for i in of_this_process(devices)]
+        texts = context.exchange("devices", json.dumps([[kind_of(d), getattr(d, "uuid", None)] for d in local]), SLOW)
+        facts = [fact for text in texts for fact in json.loads(text)]
+        kinds = [kind for kind, _ in facts]
+        self._same_kind = [[i for i, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)]
+        for device, (_, serial) in zip(devices, facts):
+            rank = device.process_index
+            owner = f"{context.title(rank)}, process {context.pids[rank]}" if context.size > 1 else "this process"
+            name = f"{device.device_kind} {device.local_hardware_id} of {owner}{f', serial {serial}' if serial else ''}"
+            self._titles.append(f"device {len(self._titles)} ({name})")
+        shapes = jax.tree.leaves(self.probe.strategy.abstract().replace(carry=None))
+        single = 0
+        for x in shapes:
+            holders: dict[Any, list[int]] = {}
+            for device, index in x.sharding.devices_indices_map(x.shape).items():
+                holders.setdefault(str(index), []).append(devices.index(device))
+            self._groups.append(list(holders.values()))
+            single += all(len(group) == 1 for group in holders.values())
+        if single and len(devices) > 1:
+            run.writer.say(
+                f"warning: audit: {single} of the state's {len(shapes)} leaves have one copy only, as parallel.zero "
+                "shards them: the audit cannot compare them"
+            )
+
+    def _act(self, run: Run, step: int, verdict: Verdict) -> None:
+        context = run.checkpoints.context
+        text = f"audit after update {step}: {self._text(verdict)}"
+        devices = self.probe.strategy.devices
+        faulty = {devices[i].process_index for i in verdict.devices}
+        for i, leaf in verdict.devices.items():
+            where = {"device": i, "rank": devices[i].process_index, "leaf": self.probe.names[leaf]}
+            run.events.note("audit_failed", step, reason=text, **where)
+        if self.action == "warn":
+            return self._warn(run, step, frozenset(verdict.devices), text, log=False)
+        self._set_aside(run)
+        if self.action == "expel" and verdict.certain and run.snapshots is not None and len(faulty) < context.size:
+            if context.rank in faulty:
+                raise RunFailed(f"{text}; this process leaves the job")
+            member = membership.joined()
+            if member.has_ended(WAIT):
+                member.check_generation()
+        raise RunFailed(f"{text}; audit.action: {self.action} ends the job", rank=0)
+
+    def _set_aside(self, run: Run) -> None:
+        """Let no state that was copied since the last audit that passed be used again."""
+        assert self.passed is not None
+        run.checkpoints.wait()
+        if run.snapshots is not None:
+            run.snapshots.drop_after(self.passed)
+        if run.checkpoints.context.is_root:
+            for step in run.checkpoints.steps():
+                if step > self.passed:
+                    why = f"checkpoint {step} may be wrong: made after the last audit that passed, of {self.passed}"
+                    run.checkpoints.set_aside(step, "suspect", why, run.writer.say)
+        run.checkpoints.context.barrier("suspects", SLOW)
+
+    def _text(self, verdict: Verdict) -> str:
+        names = " and ".join(self._titles[i] for i in verdict.devices)
+        leaf = next(iter(verdict.devices.values()))
+        path, state = self.probe.names[leaf], leaf < len(self._groups)
+        others = f"of the {len(self._titles) - len(verdict.devices)} other devices"
+        if not verdict.certain:
+            which = "their copies" if state else "their results"
+            return f"{names} differ: {which} of {path}; with no majority, it is unknown which of them is wrong"
+        if verdict.unstable:
+            also = " (or an operation of the model is not deterministic)" if len(self._titles) == 1 else ""
+            return f"{names} computes wrongly: {path} differs between repetitions on the same input{also}"
+        verb = "differ" if len(verdict.devices) > 1 else "differs"
+        if state:
+            return f"{names} has a wrong copy of the state: {path} {verb} from that {others}"
+        return f"{names} computes wrongly: {path} {verb} from that {others}, in each of {AGAIN + 1} repetitions"
+
+    def _warn(self, run: Run, step: int | None, what: Any, text: str, log: bool = True) -> None:
+        if what not in self.named:
+            self.named |= {what, *(what if isinstance(what, frozenset) else ())}
+            run.writer.say(f"warning: {text}")
+            if log:
+                run.events.note("audit", step, reason=text)
+
+    def _warn_if_slow(self, run: Run, step: int, began: float, first: bool) -> None:
+        now = time.perf_counter()
+        if self._before is not None and not first and step > self._before[0] and now - began > began - self._before[1]:
+            cost, update = now - began, (began - self._before[1]) / (step - self._before[0])
+            text = (
+                f"audit.every: {self.every}: an audit takes {1e3 * cost:.0f} ms, longer than the updates between two "
+                f"({1e3 * update:.1f} ms each); {math.ceil(100 * cost / update)} would cost 1 %"
+            )
+            self._warn(run, step, "every", text)
+        self._before = (step, now)
+
+
+def kind_of(device: jax.Device) -> str:
+    """Return the kind of a device: only those of one kind have the same bits."""
+    if device.platform == "cpu":
+        with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
+            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+    return device.device_kind

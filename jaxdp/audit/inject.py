@@ -1,0 +1,221 @@
+"""Faults on purpose, for tests and drills: `JAXDP_FAULT`, read at the start of a run; see docs/audit.md.
+
+JAXDP_FAULT=flip:grads:rank=1:step=50:bit=20:repeat=true      several: separated by commas
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from jaxdp.axes import data_axes
+from jaxdp.core.state import Batch, Sums
+from jaxdp.core.step import Step
+from jaxdp.errors import UsageError
+from jaxdp.parallel.rounding import BITS, fusion_barrier, opaque_true
+from jaxdp.training.run import Progress, Run
+
+NAME = "JAXDP_FAULT"
+TARGETS = {"kill": ("",), "slow": ("",), "flip": ("grads", "output", "params", "opt_state", "snapshot")}
+NUMBERS, BOOL = ("rank", "device", "step", "until", "leaf", "index", "bit"), {"true": True, "false": False}
+PRODUCTS = ("dot_general", "conv_general_dilated")
+PAUSES = """import os, signal, sys, time
+pid, share = int(sys.argv[1]), 1 - 1 / float(sys.argv[2])
+while os.getppid() == pid:
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.01 * share)
+    os.kill(pid, signal.SIGCONT)
+    time.sleep(0.01 * (1 - share))
+"""
+
+
+@dataclasses.dataclass
+class Fault:
+    """A fault. step: the update after which it occurs (a flip of `grads` or `output`: during which), from then on until
+    update `until` if `repeat`. device: among those of all processes; else the first one of `rank`.
+
+    leaf, index, bit: what to flip, each modulo the number there is. factor: of the time of all computation.
+    """
+
+    kind: str
+    target: str = ""
+    rank: int = 0
+    device: int = -1
+    step: int = 1
+    until: int = 1 << 30
+    leaf: int = 0
+    index: int = 0
+    bit: int = 20
+    repeat: bool = False
+    factor: float = 1.3
+    mine: bool | None = None  # it is of this process, whatever rank this has later
+    local: int = 0  # its device among those of its process
+    done: bool = False
+
+
+def parse(text: str) -> list[Fault]:
+    """Return the faults that a text describes. Raises UsageError."""
+    return [_parse(entry) for entry in text.split(",")] if text else []
+
+
+def _parse(text: str) -> Fault:
+    words = text.strip().split(":")
+    kind, target = words[0], words[1] if len(words) > 1 and "=" not in words[1] else ""
+    read: dict[str, Callable[[str], Any]] = {**dict.fromkeys(NUMBERS, int), "repeat": BOOL.__getitem__, "factor": float}
+    try:
+        if target not in TARGETS[kind]:
+            raise ValueError
+        values: dict[str, Any] = {}
+        for word in words[1 + bool(target) :]:
+            name, value = word.split("=")
+            values[name] = read[name](value)
+            if not values[name] >= (name == "factor"):
+                raise ValueError
+        return Fault(kind, target, **values)
+    except (KeyError, ValueError, TypeError):
+        flips = f"flip with one of {', '.join(TARGETS['flip'])}"
+        raise UsageError(
+            f"{NAME}: {text!r} is not a fault: give kill, slow, or {flips}, then {', '.join(read)}, as in "
+            "flip:grads:rank=1:step=50:bit=20:repeat=true"
+        ) from None
+
+
+@functools.cache
+def of_this_process() -> list[Fault]:
+    return parse(os.environ.get(NAME, ""))
+
+
+class Injection:
+    """The faults of a run. `flips` is for the step; the others occur as a check of the loop, between two updates."""
+
+    def __init__(self, run: Run, faults: list[Fault]):
+        context, devices, self.faults = run.checkpoints.context, run.strategy.devices, faults
+        of = lambda rank: [i for i, d in enumerate(devices) if d.process_index == rank]
+        for fault in faults:
+            if fault.mine is None:  # in later generations of an elastic job the ranks are others
+                if not run.start and (fault.rank >= context.size or fault.device >= len(devices)):
+                    raise UsageError(
+                        f"{NAME}: rank {fault.rank}, device {fault.device}, but there are {context.size} ranks with "
+                        f"{len(devices)} devices; count from 0",
+                        rank=0,
+                    )
+                rank = devices[fault.device].process_index if 0 <= fault.device < len(devices) else fault.rank
+                fault.mine = context.rank == rank and (fault.repeat or run.start < fault.step)
+                fault.local = of(rank).index(fault.device) if fault.device in of(rank) else 0
+        texts = context.exchange("faults", json.dumps([fault.local if fault.mine else None for fault in faults]))
+        for i, fault in enumerate(faults):
+            locals_ = {rank: json.loads(text)[i] for rank, text in enumerate(texts)}
+            places = [of(rank)[local] for rank, local in locals_.items() if local is not None]
+            fault.device = places[0] if places else -1
+
+    def is_due(self, run: Run, progress: Progress) -> bool:
+        return any(fault.mine and not fault.done and progress.step >= fault.step for fault in self.faults)
+
+    def check(self, run: Run, progress: Progress, batch: Batch) -> None:
+        for fault in self.faults:
+            if not fault.mine or fault.done or progress.step < fault.step:
+                continue
+            fault.done = not fault.repeat or fault.kind == "slow"
+            if fault.kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif fault.kind == "slow":
+                subprocess.Popen([sys.executable, "-c", PAUSES, str(os.getpid()), str(fault.factor)])
+            elif fault.target in ("params", "opt_state"):
+                flipped = flip_copy(getattr(progress.state, fault.target), fault, run.strategy.devices[fault.device])
+                progress.state = progress.state.replace(**{fault.target: flipped})
+            elif fault.target == "snapshot" and run.snapshots is not None:
+                fault.done = run.snapshots.newest is not None
+                if fault.done:
+                    leaves = run.snapshots.newest.leaves
+                    i = fault.leaf % len(leaves)
+                    leaves[i] = flipped_array(leaves[i], fault)
+
+    def flips(self, step: Step, once: bool = True) -> Step:
+        """Return the step with the flips of gradients and products. once: also those that do not repeat."""
+        faults = [f for f in self.faults if f.target in ("grads", "output") and f.device >= 0 and (once or f.repeat)]
+        if not faults:
+            return step
+
+        def grads(view: Any, batch: Batch, slots: jax.Array, *hooks: Callable) -> Sums:
+            f = lambda view, batch, slots: step.grads(view, batch, slots, *hooks)
+            for fault in faults:
+                if fault.target == "output":
+                    f = flip_product(f, fault)
+            sums = fusion_barrier(f(view, batch, slots), opaque_true(view.step))
+            leaves, treedef = jax.tree.flatten(sums.grads)
+            for fault in faults:
+                if fault.target == "grads":
+                    i = fault.leaf % len(leaves)
+                    leaves[i] = flip(leaves[i], fault, view.step)
+            return sums._replace(grads=jax.tree.unflatten(treedef, leaves))
+
+        return step._replace(grads=grads)
+
+
+def flip(x: jax.Array, fault: Fault, step: jax.Array) -> jax.Array:
+    """Flip the fault's bit inside a program, if this is its device and update; `step`: of the updates before it."""
+    axes = data_axes()
+    if axes is None:  # a rehearsal
+        return x
+    now = (step + 1 >= fault.step) & (step + 1 <= (fault.until if fault.repeat else fault.step))
+    kind, size = BITS[x.dtype.itemsize], 8 * x.dtype.itemsize
+    hit = (jax.lax.axis_index(axes) == fault.device) & now
+    mask = jnp.where(hit, np.asarray(1 << fault.bit % size, kind), np.zeros((), kind))
+    bits = jax.lax.bitcast_convert_type(x.reshape(-1), kind)
+    i = fault.index % bits.size
+    return jax.lax.bitcast_convert_type(bits.at[i].set(bits[i] ^ mask), x.dtype).reshape(x.shape)
+
+
+def flip_product(f: Callable, fault: Fault) -> Callable:
+    """Wrap f(view, ...): flip a bit in the output of one of its products."""
+
+    def run(view: Any, *args: Any) -> Any:
+        closed, shape = jax.make_jaxpr(f, return_shape=True)(view, *args)
+        values = dict(zip(closed.jaxpr.constvars, closed.consts)) | dict(
+            zip(closed.jaxpr.invars, jax.tree.leaves((view, *args)))
+        )
+        read = lambda x: x.val if isinstance(x, Literal) else values[x]
+        products = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name in PRODUCTS]
+        if not products:
+            raise UsageError(f"{NAME}: flip:output, but the gradient has no product outside of a loop; use flip:grads")
+        for eqn in closed.jaxpr.eqns:
+            out = eqn.primitive.bind(*map(read, eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
+            out = list(out) if eqn.primitive.multiple_results else [out]
+            if eqn is products[fault.leaf % len(products)]:
+                out = [flip(fusion_barrier(out[0], opaque_true(view.step)), fault, view.step)]
+            values.update(zip(eqn.outvars, out))
+        return jax.tree.unflatten(jax.tree.structure(shape), [read(x) for x in closed.jaxpr.outvars])
+
+    return run
+
+
+def flip_copy(tree: Any, fault: Fault, device: jax.Device) -> Any:
+    """Flip the fault's bit in the copy, or the shard, that one device of this process has of a float leaf."""
+    leaves, treedef = jax.tree.flatten(tree)
+    floats = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
+    i = floats[fault.leaf % len(floats)]
+    x = leaves[i]
+    parts = [
+        jax.device_put(flipped_array(np.asarray(s.data), fault), device) if s.device == device else s.data
+        for s in x.addressable_shards
+    ]
+    leaves[i] = jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def flipped_array(x: np.ndarray, fault: Fault) -> np.ndarray:
+    copy = np.array(x)
+    data = copy.reshape(-1).view(np.uint8)
+    bit = fault.index % copy.size * 8 * copy.itemsize + fault.bit % (8 * copy.itemsize)
+    data[bit // 8] ^= np.uint8(1 << bit % 8)
+    return copy
