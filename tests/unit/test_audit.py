@@ -97,9 +97,9 @@ def test_one_device_is_compared_in_time():
 
 FLIPS = [
     ("flip:grads:device=2:step=4:repeat=true:bit=0:index=5", 2, "grads/", 4),
-    ("flip:output:device=3:step=4:repeat=true", 3, "grads/", 4),
+    pytest.param("flip:output:device=3:step=4:repeat=true", 3, "grads/", 4, marks=pytest.mark.slow),
     ("flip:params:device=1:step=3:bit=9:leaf=2", 1, "params/", 4),
-    ("flip:opt_state:device=0:step=3:leaf=3", 0, ("params/", "opt_state/"), 4),
+    pytest.param("flip:opt_state:device=0:step=3:leaf=3", 0, ("params/", "opt_state/"), 4, marks=pytest.mark.slow),
 ]
 
 
@@ -117,13 +117,14 @@ def test_a_flipped_bit_is_named_with_its_device(tmp_path, backend, fault, device
 @pytest.mark.parametrize("backend", ["pmap", pytest.param("pjit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("steps_per_call", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_healthy_devices_are_not_named_and_the_audit_changes_nothing(tmp_path, backend, steps_per_call):
-    model = toys.MODELS["resnet"]()
+    model = toys.MODELS["resnet" if backend == "pjit" else "dropout"]()
     final, run, events = audited(tmp_path / "a", "", 1, "stop", backend, 4, model, steps_per_call=steps_per_call)
     plain = make_run(tmp_path / "b", model, backend, 4, steps=8, log_every=8, steps_per_call=steps_per_call)
     assert final["params_sha256"] == loop.fit(plain)["params_sha256"]
     assert not failures(events) and not [text for text in run.writer.said if "devices" in text]
 
 
+@pytest.mark.slow
 def test_carried_state_is_audited(tmp_path):
     assert not failures(audited(tmp_path, "", model=toys.lstm_model())[2])
 
@@ -154,7 +155,7 @@ def noisy():
     return Model(plain.init, apply)
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_model_that_is_not_deterministic_is_named_once_and_no_device(tmp_path, devices):
     _, run, events = audited(tmp_path, "", 1, "stop", devices=devices, model=noisy(), step={"accumulate": "scan"})
     warnings = [text for text in run.writer.said if "not deterministic" in text]
@@ -162,6 +163,7 @@ def test_a_model_that_is_not_deterministic_is_named_once_and_no_device(tmp_path,
     assert [e["step"] for e in events if e["kind"] == "audit"] == [1]
 
 
+@pytest.mark.slow
 def test_leaves_with_one_copy_are_reported(tmp_path):
     run = make_run(tmp_path)
     strategy = type(run.strategy)(run.strategy.make, 8, run.strategy.reduction, None, jax.devices()[:4], zero=1)
