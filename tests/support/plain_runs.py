@@ -36,7 +36,7 @@ class Kept:
 
 def make_run(
     tmp_path, model=None, backend="pmap", devices=1, train=None, held_out=None, spike=None, examples=None, loss=None,
-    step=None, **settings,
+    step=None, accumulate="vmap", **settings,
 ):  # fmt: skip
     model, examples = model or toys.MODELS["resnet"](), examples or toys.data(60)
     tx = optax.adam(1e-2)
@@ -48,7 +48,7 @@ def make_run(
         sets[""] = Source(Arrays(**held_out), EpochOrder(len(held_out["labels"]), 20, 8, 0, shuffle=False))
     return loop.Run(
         strategy=STRATEGIES[backend](make, 8, make_reduction("xla"), None, jax.devices()[:devices]),
-        step=make_step(forward, rule),
+        step=make_step(forward, rule, accumulate),
         train=Source(train or Arrays(**examples), cursor),
         eval=sets,
         writer=Kept(),

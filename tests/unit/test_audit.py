@@ -20,6 +20,7 @@ from jaxdp.errors import RunFailed, UsageError
 from jaxdp.metrics.events import Events
 from jaxdp.metrics.jsonl import read
 from jaxdp.models.base import Model
+from jaxdp.parallel.layout import Sharding
 from jaxdp.training import loop
 from plain_runs import make_run
 
@@ -157,7 +158,7 @@ def noisy():
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_model_that_is_not_deterministic_is_named_once_and_no_device(tmp_path, devices):
-    _, run, events = audited(tmp_path, "", 1, "stop", devices=devices, model=noisy(), step={"accumulate": "scan"})
+    _, run, events = audited(tmp_path, "", 1, "stop", devices=devices, model=noisy(), accumulate="scan")
     warnings = [text for text in run.writer.said if "not deterministic" in text]
     assert len(warnings) == 1 and not failures(events)
     assert [e["step"] for e in events if e["kind"] == "audit"] == [1]
@@ -166,7 +167,9 @@ def test_a_model_that_is_not_deterministic_is_named_once_and_no_device(tmp_path,
 @pytest.mark.slow
 def test_leaves_with_one_copy_are_reported(tmp_path):
     run = make_run(tmp_path)
-    strategy = type(run.strategy)(run.strategy.make, 8, run.strategy.reduction, None, jax.devices()[:4], zero=1)
+    strategy = type(run.strategy)(
+        run.strategy.make, 8, run.strategy.reduction, None, jax.devices()[:4], Sharding(zero=1)
+    )
     run = dataclasses.replace(run, strategy=strategy)
     loop.fit(dataclasses.replace(run, checks=[Audit(Probe(strategy, run.step, NDIM), 3, "warn")]))
     said = [text for text in run.writer.said if "one copy only" in text]
