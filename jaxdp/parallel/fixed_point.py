@@ -21,6 +21,7 @@ Tree = Any
 ZERO, LARGEST = -90, 100  # binary exponents: smaller values count as zero, larger ones as not finite
 NOT_FINITE = 1 << 16  # in place of an exponent; exponents count from ZERO
 PER_BIT = 16  # updates until a stored exponent falls by one
+NEAR = 4  # bits above the needed exponent and its headroom, from which a stored one falls faster
 DIGITS, DIGIT, ROW = 3, 16, 2**16  # digits of a float32's square, bits per digit, digits that a uint32 can sum
 
 
@@ -90,9 +91,22 @@ def in_bits(exponents: jax.Array) -> jax.Array:  # from units of 1/PER_BIT, roun
 
 
 def remembered(exponents: jax.Array, needed: jax.Array, headroom: int) -> jax.Array:
-    """Return the next update's exponents: the needed ones plus headroom, falling by at most 1/PER_BIT an update."""
+    """Return the next update's exponents: the needed ones plus headroom, falling slowly.
+
+    They fall by 1/PER_BIT an update and by half of what is above NEAR bits. After gradients of zero only the first
+    applies, since a leaf that is not always used soon needs its exponent again.
+    """
     raised = jnp.where(needed == NOT_FINITE, exponents, (needed + headroom) * PER_BIT)
-    return jnp.maximum(raised, exponents - 1)
+    excess = jnp.where(needed > 0, exponents - raised - NEAR * PER_BIT, 0)
+    return jnp.maximum(raised, exponents - 1 - jnp.maximum(excess, 0) // 2)
+
+
+def fits(exponents: jax.Array, needed: jax.Array, form: Format, summands: int) -> jax.Array:
+    """Return for each leaf whether its gradients are not too large for its exponent, and not so small that the larger
+    half of the bits would be lost. Gradients of zero, or not finite, fit."""
+    bits, (_, power) = in_bits(exponents), limit_of(form.bits, summands)
+    coarse = (needed > 0) & (bits > needed + form.headroom + max(NEAR, power // 2))
+    return (needed == NOT_FINITE) | (needed <= bits) & ~coarse
 
 
 def power_of_two(exponent: jax.Array, dtype: Any) -> jax.Array:

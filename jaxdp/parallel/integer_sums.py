@@ -20,9 +20,11 @@ from jaxdp.parallel.fixed_point import (
     FORMATS,
     LARGEST,
     NOT_FINITE,
+    PER_BIT,
     WIDE,
     Format,
     exponent_of,
+    fits,
     in_bits,
     is_float,
     pack,
@@ -57,7 +59,7 @@ class Part(NamedTuple):
 
 class Attempt(NamedTuple):
     """The result of one attempt. part: sums of gradients; rest: the other sums [group, ...]; needed: the exponents that
-    both need. exponents[leaf]: for the next attempt, unchanged if all leaves fit. times: the number of attempts."""
+    both need. exponents[leaf]: for the next attempt, unchanged where a leaf fits. times: the number of attempts."""
 
     exponents: jax.Array
     part: Part
@@ -129,10 +131,9 @@ def over_slots(
             local = [part.needed, *(exponent_of(x)[None] for x in jax.tree.leaves(rest._replace(carry=None)))]
             needed = jax.lax.pmax(jnp.concatenate(local), plan.axes.all)
             grads = needed[: part.needed.size]
-            fits = jnp.all((grads <= in_bits(before.exponents)) | (grads == NOT_FINITE))
-            raised = remembered(before.exponents, grads, form.headroom)
-            after = jnp.where(fits, before.exponents, raised)
-            return Attempt(after, part, rest, needed, before.times + 1, fits)
+            good = fits(before.exponents, grads, form, summands)
+            after = jnp.where(good, before.exponents, (grads + form.headroom) * PER_BIT)
+            return Attempt(after, part, rest, needed, before.times + 1, jnp.all(good))
 
         like = jax.eval_shape(compute, jax.tree.map(lambda x: x[0], pieces))
         first = empty_attempt(like, exponents, plan, form, len(pieces[2]))
