@@ -81,10 +81,7 @@ class Audit:
         prints = self.probe.fingerprints(*self.probe.sample(state, batch, microbatch))
         shards = sorted(prints.addressable_shards, key=lambda s: s.index[0].start or 0)
         local = np.concatenate([np.asarray(s.data) for s in shards])
-        newest = run.snapshots.newest if run.snapshots is not None else None
-        damaged = newest is not None and newest.check() is None
-        if damaged:
-            run.snapshots.newest = None
+        damaged = run.snapshots is not None and run.snapshots.drop_damaged()
         text = base64.b64encode(local.tobytes()).decode() + "!" * damaged
         texts = run.checkpoints.context.exchange("audit", text, SLOW)
         for rank in [rank for rank, text in enumerate(texts) if text.endswith("!")]:

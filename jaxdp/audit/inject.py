@@ -136,9 +136,9 @@ class Injection:
             elif fault.target == "snapshot" and run.snapshots is not None:
                 fault.done = run.snapshots.newest is not None
                 if fault.done:
-                    leaves = run.snapshots.newest.leaves
-                    i = fault.leaf % len(leaves)
-                    leaves[i] = flipped_array(leaves[i], fault)
+                    arrays = next(iter(run.snapshots.newest.parts.values()))
+                    i = fault.leaf % len(arrays)
+                    arrays[i] = flipped_array(arrays[i], fault)
 
     def flips(self, step: Step, once: bool = True) -> Step:
         """Return the step with the flips of gradients and products. once: also those that do not repeat."""

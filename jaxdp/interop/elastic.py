@@ -8,10 +8,11 @@ import numpy as np
 
 from jaxdp.distributed.context import Context, joined
 from jaxdp.errors import RunFailed, UsageError
+from jaxdp.split import WHOLE
 from jaxdp.supervise.agreement import Agreement
 from jaxdp.supervise.generations import run_generations
 from jaxdp.supervise.monitor import Stopped
-from jaxdp.training.snapshots import Snapshot, checksum, newest_of_all
+from jaxdp.training.snapshots import Snapshot, find, receive
 
 T = TypeVar("T")
 State = Any  # a pytree of arrays and numbers
@@ -40,21 +41,22 @@ def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) 
     def run(context: Context) -> T:
         nonlocal newest
         agreement = Agreement(context)
-        recovered = newest_of_all(context, newest, newest.leaves, 0)
-        if recovered is None:
+        found = find(context, [newest], 0)
+        if found is None:
             raise RunFailed("the copies of the state in all processes are damaged: faulty memory, or a bug in `train`")
-        newest = recovered
+        [(_, own)] = receive(context, found, newest.parts[WHOLE])
+        newest = found.snapshot._replace(parts={WHOLE: own}).with_checksums()
 
         def commit(state: State) -> None:
             nonlocal newest
             committed = with_checksums(newest.step + 1, [np.asarray(x) for x in jax.tree.leaves(state)])
-            if [x.nbytes for x in committed.leaves] != [x.nbytes for x in newest.leaves]:
+            if [x.nbytes for x in committed.parts[WHOLE]] != [x.nbytes for x in newest.parts[WHOLE]]:
                 raise UsageError("commit: the state has another structure, or other shapes, than elastic() was given")
             newest = committed
             if (request := agreement.point()) is not None:
                 raise Stopped(**request)
 
-        restored = [restore(data, like, leaf) for data, like, leaf in zip(newest.leaves, arrays, leaves)]
+        restored = [restore(data, like, leaf) for data, like, leaf in zip(own, arrays, leaves)]
         return train(jax.tree.unflatten(structure, restored), commit)
 
     context = joined()
@@ -65,7 +67,7 @@ def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) 
 def with_checksums(step: int, arrays: list[np.ndarray]) -> Snapshot:
     """Return a snapshot with a copy of each array as uint8, which collectives can send whatever the dtype."""
     leaves = [np.frombuffer(x.tobytes(), np.uint8) for x in arrays]
-    return Snapshot(step, leaves, "", [checksum(x) for x in leaves])
+    return Snapshot(step, {WHOLE: leaves}, "", [WHOLE] * len(leaves)).with_checksums()
 
 
 def restore(data: np.ndarray, like: np.ndarray, leaf: Any) -> Any:

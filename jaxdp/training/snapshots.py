@@ -1,46 +1,67 @@
-"""Copies of a run's state in the memory of its processes, from which an elastic job continues after it has lost one."""
+"""Copies of a run's state in the memory of its processes, from which an elastic job continues after it has lost one.
+
+The state has parts (`copies`): its replicated leaves, which every process copies, and the slices of its split leaves on
+each device. A process copies the parts of its devices and those of a neighbour.
+"""
 
 import json
-import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxdp.core.state import TrainState
 from jaxdp.distributed import hosts
 from jaxdp.distributed.collectives import broadcast
 from jaxdp.distributed.context import Context
 from jaxdp.metrics.numbers import size as shown
+from jaxdp.split import WHOLE
+from jaxdp.training.copies import Copies, assemble
 from jaxdp.training.run import Progress, Run
 from jaxdp.training.save import progress_metadata, save, wait_for_checkpoint
 
 
 class Snapshot(NamedTuple):
-    """The state after update `step`. leaves: full arrays; meta: what a checkpoint stores beside the state, as JSON;
-    checksums: of the leaves, once these are in host memory."""
+    """The state after update `step`, as far as this process has it.
+
+    parts: the arrays of each part. meta: what a checkpoint stores beside the state, as JSON. dims: the dim along which
+    each leaf is split into `slices`, or WHOLE. checksums: of the arrays, once these are in host memory.
+    """
 
     step: int
-    leaves: list[Any]
+    parts: Mapping[int, Sequence[Any]]
     meta: str
-    checksums: Sequence[int] = ()
+    dims: Sequence[int]
+    slices: int = 0
+    checksums: Mapping[int, Sequence[int]] = {}
 
-    def check(self) -> "Snapshot | None":
-        """Return the snapshot; None, with a warning, if a leaf has changed in memory since its checksum was made."""
-        bad = [i for i, x in enumerate(self.leaves) if checksum(x) != self.checksums[i]]
-        if bad:
-            print(
-                f"jaxdp: the snapshot of update {self.step} in this process is damaged (leaf {bad[0]} of "
-                f"{len(self.leaves)}): the memory of this host may be faulty; the copy of another process is used",
-                file=sys.stderr,
-                flush=True,
-            )
-        return None if bad else self
+    def with_checksums(self) -> "Snapshot":
+        return self._replace(checksums={part: [checksum(x) for x in arrays] for part, arrays in self.parts.items()})
+
+    def check(self) -> "Snapshot":
+        """Return the snapshot without the parts that have changed in memory since their checksums were made."""
+        sound = dict(self.parts)
+        for part, arrays in self.parts.items():
+            if bad := [i for i, x in enumerate(arrays) if checksum(x) != self.checksums[part][i]]:
+                del sound[part]
+                print(
+                    f"jaxdp: the snapshot of update {self.step} in this process is damaged (leaf {bad[0]} of "
+                    f"{len(arrays)}): the memory of this host may be faulty; another copy is used",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        return self._replace(parts=sound)
+
+
+class Found(NamedTuple):
+    """A snapshot that the processes have all parts of. owners: a rank that has each part; lacking: the parts that are
+    not on all ranks; snapshot: as this rank has it, maybe without parts."""
+
+    owners: Mapping[int, int]
+    lacking: set[int]
+    snapshot: Snapshot
 
 
 class Snapshots:
@@ -54,18 +75,20 @@ class Snapshots:
     def __init__(self, every: int, audited: bool = False):
         self.every, self.audited = every, audited
         self.newest: Snapshot | None = None
+        self.previous: Snapshot | None = None  # of a split state: another process may not have read its newest parts
         self.generations = 0  # that have ended
         self.reached = 0  # the last update of this process
-        self._pending: Snapshot | None = None  # its leaves are on the device
+        self._pending: Snapshot | None = None  # its arrays are on the device
         self._enough_memory = True
-        self._copy: Any = None
+        self._copies: Any = None
 
     def start(self, run: Run) -> None:
-        """Prepare for a run on new devices."""
-        self._pending = None
-        self._enough_memory = enough_memory(run, self.newest is not None)
-        full = NamedSharding(run.strategy.mesh, P())
-        self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=full)
+        """Prepare for a run on new devices, and copy the state that it has recovered: it is split in another way."""
+        self._pending, self._copies = None, Copies(run.strategy, run.checkpoints.context.hosts)
+        copies = (3 if self._copies.count else 2) - (self.newest is not None)
+        self._enough_memory = enough_memory(run, copies * self._copies.size)
+        if self._enough_memory and run.recovered is not None:
+            self._begin(run, Progress(run.start, run.recovered, evaluated=run.start if run.evaluated else -1))
 
     def take(self, run: Run, progress: Progress) -> None:
         """Copy the state, if `every` updates have passed, or the run was rolled back."""
@@ -85,26 +108,35 @@ class Snapshots:
             wait_for_checkpoint(run)
 
     def _begin(self, run: Run, progress: Progress) -> None:
-        copy = jax.tree.leaves(self._copy(run.strategy.export(progress.state)))
-        for x in copy:
-            x.copy_to_host_async()
-        self._pending = Snapshot(progress.step, copy, json.dumps(progress_metadata(run, progress)))
+        copied = self._copies.start(run.strategy.export(progress.state))
+        meta = json.dumps(progress_metadata(run, progress))
+        self._pending = Snapshot(progress.step, copied, meta, self._copies.dims, self._copies.count)
 
     def settle(self) -> None:
         """Read the pending copy from the device; drop it if its update has failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             try:
-                leaves = jax.device_get(pending.leaves)
+                parts = self._copies.read(pending.parts)
             except (ValueError, jax.errors.JaxRuntimeError):  # the collective of its update has lost a process
                 return
-            self.newest = pending._replace(leaves=leaves, checksums=[checksum(x) for x in leaves])
+            is_older = self.newest is not None and self.newest.step <= pending.step  # else the run was rolled back
+            self.previous = self.newest if is_older and pending.slices else None
+            self.newest = pending._replace(parts=parts).with_checksums()
 
     def drop_after(self, step: int) -> None:
         """Drop the snapshots of later updates."""
         self.settle()
-        if self.newest is not None and self.newest.step > step:
-            self.newest = None
+        for snapshot in (self.newest, self.previous):
+            if snapshot is not None and snapshot.step <= step:
+                self.newest, self.previous = snapshot, None
+                return
+        self.newest = self.previous = None
+
+    def drop_damaged(self) -> bool:
+        """Drop the parts of the newest snapshot that have changed in memory; return whether there were any."""
+        before, self.newest = self.newest, self.newest and self.newest.check()
+        return before is not None and self.newest is not None and len(self.newest.parts) < len(before.parts)
 
     def end_generation(self) -> None:
         """Keep the newest copy; the devices are about to be closed."""
@@ -112,25 +144,28 @@ class Snapshots:
         self.generations += 1
 
     def recover(self, run: Run, context: Context) -> tuple[int, dict[str, Any], TrainState] | None:
-        """Return (step, metadata, state) of the newest snapshot of any process; None if there is none.
+        """Return (step, metadata, state) of the newest snapshot that the processes have all parts of; None without one.
 
-        Every process calls it; those that lack the snapshot receive it.
+        Every process calls it; those that lack a part receive it.
         """
         shapes, structure = jax.tree.flatten(run.strategy.abstract())
-        if (newest := newest_of_all(context, self.newest, shapes, 1)) is None:
+        found = find(context, [s for s in (self.newest, self.previous) if s is not None], 1)
+        self.newest, self.previous = found and found.snapshot, None
+        if found is None:
             return None
-        self.newest = newest
-        place = lambda a, x: jax.make_array_from_callback(x.shape, x.sharding, lambda index: a[index].copy())
-        placed = [place(a, x) for a, x in zip(newest.leaves, shapes)]
-        return newest.step, json.loads(newest.meta), run.strategy.adopt(jax.tree.unflatten(structure, placed))
+        step, _, meta, dims, _, _ = found.snapshot
+        state = assemble(shapes, dims, receive(context, found, shapes))
+        return step, json.loads(meta), run.strategy.adopt(jax.tree.unflatten(structure, state))
 
 
-def enough_memory(run: Run, one_exists: bool) -> bool:
-    """Return whether every host has the memory for the copies of the state that its processes hold: the newest one,
-    and the next while it is read from the device. Print what is missing."""
+def enough_memory(run: Run, need: int) -> bool:
+    """Return whether every host has the memory for the copies of its processes: the newest one, and the next while it
+    is read from the device; the one before too, if the state is split. Print what is missing.
+
+    need: bytes of this process.
+    """
     context = run.checkpoints.context
-    state = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(run.strategy.abstract()))
-    need, free = (2 - one_exists) * state * context.local_size, hosts.free_memory()
+    need, free = need * context.local_size, hosts.free_memory()
     lacks = f"{shown(need)} on host {hosts.hostname()}, and {shown(free)} are free" if need > free else ""
     if not any(lacking := context.exchange("memory of snapshots", lacks)):
         return True
@@ -147,22 +182,55 @@ def enough_memory(run: Run, one_exists: bool) -> bool:
     return False
 
 
-def newest_of_all(context: Context, own: Snapshot | None, shapes: Sequence[Any], oldest: int) -> Snapshot | None:
-    """Return the newest snapshot of any process, on all of them; None if all are damaged or older than step `oldest`.
+def find(context: Context, kept: Sequence[Snapshot], oldest: int) -> Found | None:
+    """Return the newest snapshot that the processes have all parts of; None if there is none since step `oldest`.
 
-    shapes: of the leaves (anything with shape and dtype). Raises DistributedError if processes disagree on these.
+    kept: of this process. Prints what is missing.
     """
-    own = own and own.check()
-    steps = [int(text) for text in context.exchange("snapshot", str(own.step if own else -1))]
-    newest = max(steps)
-    if newest < oldest:
+    kept = [snapshot.check() for snapshot in kept]
+    texts = context.exchange("snapshots", json.dumps([(s.step, s.slices, [*s.parts]) for s in kept]))
+    ranks: dict[tuple[int, int], dict[int, list[int]]] = {}  # {(step, slices): {part: ranks}}
+    for rank, text in enumerate(texts):
+        for step, count, parts in json.loads(text):
+            for part in parts:
+                ranks.setdefault((step, count), {}).setdefault(part, []).append(rank)
+    complete = [key for key, parts in ranks.items() if key[0] >= oldest and len(parts) > key[1]]
+    if not complete:
+        if ranks and context.is_root:
+            step, count = max(ranks)
+            missing = ", ".join(str(part) for part in range(count) if part not in ranks[step, count])
+            print(
+                f"jaxdp: elastic: no process that is left has part {missing} of the state after update {step}: the job "
+                "continues from its newest checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
         return None
-    root = steps.index(newest)
-    meta = context.exchange("snapshot metadata", own.meta if own and context.rank == root else "")[root]
-    leaves = own.leaves if own and own.step == newest else [np.zeros(x.shape, x.dtype) for x in shapes]
-    if min(steps) != newest:
-        leaves = [np.asarray(x) for x in broadcast(leaves, root)]
-    return Snapshot(newest, leaves, meta, [checksum(x) for x in leaves])
+    newest = max(complete)
+    owners = {part: holders[0] for part, holders in sorted(ranks[newest].items())}
+    own = next((s for s in kept if (s.step, s.slices) == newest), None)
+    text = json.dumps([own.meta, list(own.dims)]) if own and context.rank == owners[WHOLE] else ""
+    meta, dims = json.loads(context.exchange("snapshot metadata", text)[owners[WHOLE]])
+    lacking = {part for part, holders in ranks[newest].items() if len(holders) < context.size}
+    return Found(owners, lacking, own or Snapshot(newest[0], {}, meta, dims, newest[1]))
+
+
+def receive(context: Context, found: Found, shapes: Sequence[Any]) -> Iterator[tuple[int, Sequence[np.ndarray]]]:
+    """Yield (number, arrays) of each part of a snapshot, in one order on all processes; send it to those that lack it.
+
+    shapes: of the leaves of the state (anything with shape and dtype). Raises DistributedError if processes disagree on
+    these.
+    """
+    _, parts, _, dims, count, _ = found.snapshot
+    for part, owner in found.owners.items():
+        arrays = parts.get(part)
+        if arrays is None:
+            pieces = [(x, d) for x, d in zip(shapes, dims) if (d == WHOLE) == (part == WHOLE)]
+            cut = lambda x, d: [n // count if i == d else n for i, n in enumerate(x.shape)]
+            arrays = [np.zeros(cut(x, d), x.dtype) for x, d in pieces]
+        if part in found.lacking:
+            arrays = [np.asarray(x) for x in broadcast(arrays, owner)]
+        yield part, arrays
 
 
 def checksum(x: np.ndarray) -> int:

@@ -145,15 +145,64 @@ def test_ctrl_c_in_a_terminal_saves(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_sharded_state_survives(tmp_path, zero):
-    layout = ["--parallel.backend", "pjit", "--parallel.zero", str(zero)]
-    job = Job(tmp_path, 3, 0, *layout)
+@pytest.mark.parametrize(
+    "layout",
+    [("pmap", 1), ("pjit", 1), ("pjit", 2), ("pjit", 3), ("pjit", 3, "bucket")],
+    ids=lambda x: "-".join(map(str, x)),
+)
+def test_sharded_state_survives(tmp_path, layout):
+    """From the slices of the living, and the copy of the dead process's at its neighbour: there is no checkpoint."""
+    backend, zero, *reduction = layout
+    words = ["--parallel.backend", backend, "--parallel.zero", str(zero)]
+    words += [word for name in reduction for word in ("--parallel.reduction", name)]
+    job = Job(tmp_path, 3, 0, *words)
     job.until(lambda: job.step() >= 20)
     job.kill(1)
+    job.until(lambda: job.generations() == [3, 2])
+    job.kill(0)
     final, _ = job.ends()
-    assert job.generations() == [3, 2]
+    resumed = [event["step"] for event in job.lines("events.jsonl") if event["kind"] == "resume"]
+    assert job.generations() == [3, 2, 1] and resumed[0] >= 10 and resumed[1] >= resumed[0]
+    undisturbed = alone(tmp_path, *words[4:])
+    if reduction:
+        assert final["loss"] == pytest.approx(undisturbed["loss"], rel=1e-4)
+    else:
+        assert final["params_sha256"] == undisturbed["params_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_slices_without_a_living_copy_come_from_the_checkpoint(tmp_path):
+    words = ["--parallel.backend", "pjit", "--parallel.zero", "3", "--checkpoint.every", "10"]
+    job = Job(tmp_path, 4, 0, *words)
+    job.until(lambda: any(event["kind"] == "saved" for event in job.lines("events.jsonl")))
+    for rank in (1, 2):  # the slices of rank 2, and the copy of them
+        job.kill(rank)
+    final, out = job.ends()
+    resumed = [event["step"] for event in job.lines("events.jsonl") if event["kind"] == "resume"]
+    assert out.count("no process that is left has part 2 of the state after update") == 1
+    assert resumed and resumed[-1] % 10 == 0
     assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_two_processes_of_a_sharded_gpt_are_killed_and_join_again(tmp_path):
+    gpt = [
+        "--model",
+        "{target: GPT, args: {layers: 2, heads: 2, dim: 32, scan: false}}",
+        "--loss",
+        "{target: CausalLM}",
+    ]
+    gpt += ["--data", "{target: PythonSource, args: {length: 32, max_mb: 0.2}}", "--batch_size", "16", "--steps", "150"]
+    job = Job(tmp_path, 4, 5, "--parallel.backend", "pjit", "--parallel.zero", "3", *gpt)
+    job.until(lambda: job.step() >= 20)
+    job.kill(1)
+    time.sleep(5)  # the schedule of the faults, not a condition
+    job.kill(3)
+    job.until(lambda: job.generations()[1:][-1:] == [4])
+    final, _ = job.ends()
+    assert final["params_sha256"] == alone(tmp_path, *gpt)["params_sha256"]
 
 
 DAMAGE = """
