@@ -664,6 +664,13 @@ def test_the_command_refuses_lamb_in_one_line(tmp_path):
     assert "optimizer.target: lamb: it is not elementwise" in said and "or zero: 0" in said and "\n" not in said
 
 
+def test_complex_parameters_are_refused_by_name():
+    init = lambda key: {"phase": jax.random.normal(key, (32, 3), jnp.complex64)}
+    model = as_model((init, lambda params, x: jnp.abs(x.reshape(len(x), -1) @ params["phase"])))
+    with pytest.raises(UsageError, match="the parameter phase is complex64; store its real"):
+        toys.build(model, toys.data(), reduction="exact")
+
+
 # --- what was not compared is not verified --------------------------------------------------------------------------
 
 
