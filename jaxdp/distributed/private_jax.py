@@ -17,6 +17,9 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jaxdp.distributed.hosts import split
+from jaxdp.distributed.relay import close_relay, open_relay
+
 
 def load() -> None:
     """Import the library of the coordination service."""
@@ -73,7 +76,7 @@ def connect(
         with contextlib.suppress(AttributeError):  # an option of another release
             jax.config.update(option, value)
     client = _jax.get_distributed_runtime_client(
-        address,
+        open_relay(*split(address)) if elastic else address,
         rank,
         init_timeout=max(1, round(timeout)),
         use_compression=True,
@@ -108,6 +111,7 @@ def cancel_calls() -> None:
     if global_state.client is not None:
         with contextlib.suppress(RuntimeError):  # has left already
             global_state.client.shutdown()
+        close_relay()
 
 
 def register(address: str, rank: int) -> Any:
