@@ -7,6 +7,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from jaxdp.distributed import channel, hosts
@@ -56,8 +57,10 @@ class Connection:
         return bytes(data)
 
 
-def join(host: str, port: int, secret: str, facts: Facts, timeout: float) -> tuple[Connection, dict[str, Any]]:
-    """Join the job at its coordinator, retrying until it answers.
+def join(
+    host: str, port: int, secret: str, facts: Facts, timeout: float, absent: Callable[[float], None]
+) -> tuple[Connection, dict[str, Any]]:
+    """Join the job at its coordinator, retrying until it answers. absent: see `joining.enter`.
 
     Returns the connection, and {members: the facts of all ranks, jax: "host:port" of JAX's coordination service, rank:
     this process's, generation}. Raises UsageError (foreign program at the address, other secret, other facts) or
@@ -80,7 +83,9 @@ def join(host: str, port: int, secret: str, facts: Facts, timeout: float) -> tup
                     f"{title}: the coordinator at {host}:{port} refused it, or is not of this job ({problem}): every "
                     f"process needs the same secret, in {channel.VARIABLE} or in {channel.secret_file()}"
                 ) from None
-            foreign += not greeted and getattr(error, "errno", None) not in NOBODY
+            if is_absent := getattr(error, "errno", None) in NOBODY:
+                absent(time.monotonic() - began)
+            foreign += not greeted and not is_absent
         if foreign >= 3:
             raise UsageError(
                 f"rank {facts['rank']}: what listens at the coordinator's address {host}:{port} is not rank 0 of this "

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxdp.distributed import private_jax
 from jaxdp.distributed.generation import Generation, Member
-from jaxdp.distributed.protocol import WINDOW, difference
+from jaxdp.distributed.protocol import WINDOW, Facts, difference
 from jaxdp.errors import PREEMPTED
 
 
@@ -25,6 +25,7 @@ class ElasticGeneration(Generation):
     def __init__(self, coordinator: Any, before: ElasticGeneration | None = None):
         super().__init__(coordinator)
         self.before, self.number = before, before.number + 1 if before else 0
+        self.is_lost = False  # whether it stands for a generation of a coordinator that has gone
         self.log = before.log if before else None
         self.waiting: list[Member] = []  # until this generation is complete
         self.ended_at: float | None = None  # seconds
@@ -35,9 +36,13 @@ class ElasticGeneration(Generation):
     # Joining
 
     def join(self, message: dict[str, Any], nonce: bytes, writer: asyncio.StreamWriter) -> Member:
-        if self.before is None:
-            return super().join(message, nonce, writer)
         member = self.greet(message, nonce, writer)
+        if self.before is None:
+            if "last" not in member.facts or self.admitted:
+                return super().join(message, nonce, writer)
+            self.stand_for_last(member.facts)
+            return self.coordinator.admitting().join(message, nonce, writer)
+        self.before.count_survivor(member)
         if error := difference(self.before.reference, member.facts, elastic=True):
             member.send(error=error, code=2)
             raise EOFError
@@ -46,6 +51,26 @@ class ElasticGeneration(Generation):
         self.form()
         return member
 
+    def stand_for_last(self, facts: Facts) -> None:
+        """Stand for the last generation of a job whose coordinator has gone: those who report `last` are its survivors.
+
+        facts: of the first of them. New processes that came earlier connect again, and join the next generation.
+        """
+        self.is_lost, self.admitted, self.number = True, True, -1
+        self.ended_at, self.reference = time.monotonic(), facts
+        members, self.members = self.members, {}
+        for member in members.values():
+            member.writer.close()
+
+    def count_survivor(self, member: Member) -> None:
+        """Count a member of the generation that this one stands for."""
+        number, size = member.facts.get("last", (-1, 0))
+        if self.is_lost and number > self.number:  # those that report an earlier one were not in it
+            self.number, self.size, self.survivors = number, size, set()
+            self.coordinator.next.number = number + 1
+        if self.is_lost and number == self.number:
+            self.survivors.add(identity(member))
+
     def form(self) -> None:
         """Admit the waiting processes when all survivors have reported or WINDOW is over, if they are enough."""
         before = self.before
@@ -53,11 +78,12 @@ class ElasticGeneration(Generation):
             return
         waited = time.monotonic() - before.ended_at
         survivors = [m for m in self.waiting if identity(m) in before.survivors]
-        if waited < WINDOW and len(survivors) < len(before.survivors):
+        if waited < WINDOW and len(survivors) < (before.size if before.is_lost else len(before.survivors)):
             return
         has_quorum = 2 * len(survivors) > before.size - before.dead
         if not has_quorum or len(self.waiting) < self.settings.min_processes:
-            if waited > WINDOW + self.settings.join_timeout:
+            is_final = before.is_lost and not has_quorum  # who has died, and cannot come, is unknown
+            if waited > WINDOW + (0.0 if is_final else self.settings.join_timeout):
                 self.give_up(len(survivors))
             return
         joiners = [m for m in self.waiting if m not in survivors]
@@ -84,7 +110,7 @@ class ElasticGeneration(Generation):
             f"(elastic.min_processes: {self.settings.min_processes}, and more than half of those that may be alive)"
         )
         for member in self.waiting:
-            member.send(error=text, code=PREEMPTED)
+            member.send(error=text, code=1 if self.before.is_lost else PREEMPTED)  # 1: a launcher starts it again
         self.waiting = []
         self.coordinator.over.set()
 

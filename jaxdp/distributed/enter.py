@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from typing import Any, NamedTuple
@@ -59,7 +60,10 @@ def rejoin(entered: Entered) -> Entered:
     membership.forget()
     private_jax.cancel_calls()
     limit = WINDOW + elastic.join_timeout + entered.timeout
-    joined = joining.enter(*joined.address, joined.secret, joined.facts[joined.rank], limit)
+    facts = {**joined.facts[joined.rank], "last": [joined.generation, len(joined.facts)]}
+    settings = joining.coordinator_settings(entered.world, *joined.address, joined.secret, entered.timeout, elastic)
+    restart = functools.partial(joining.restart_coordinator, settings, member.local_rank)
+    joined = joining.enter(*joined.address, joined.secret, facts, limit, restart)
     member.close()
     return entered._replace(joined=joined)
 
@@ -105,7 +109,7 @@ def enter(entered: Entered) -> dict[str, Any]:
     silence = membership.silence(timeout)
     parent = os.getppid() if world.launcher in MPI else None
     sockets.spare(joined.address[1], hosts.split(joined.jax_address)[1])
-    member = membership.Membership(joined.connection, everyone, rank, local_rank, silence, parent)
+    member = membership.Membership(joined.connection, everyone, rank, local_rank, silence, parent, elastic is not None)
     membership.start(member)
     if hosts.on_one_host(everyone):
         private_jax.bind_gloo("127.0.0.1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -9,7 +10,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jaxdp.distributed import channel, hosts, mpi
@@ -67,28 +68,55 @@ def meet(world: World, facts: Mapping[str, object], timeout: float, elastic: Ela
         host = "127.0.0.1"
     remaining = max(1.0, timeout - (time.monotonic() - began))
     if world.rank == 0 and not (elastic and answers(host, port, secret)):
-        settings = Settings(
-            size=world.size,
-            secret=secret,
-            port=port,
-            address=hosts.listening_address(host, one_host),
-            jax_host=host if hosts.is_own(host) else None,
-            timeout=remaining,
-            silence=silence(timeout),
-            stderr=os.dup(2),
-            elastic=elastic is not None,
-            min_processes=elastic.min_processes if elastic else 1,
-            join_timeout=elastic.join_timeout if elastic else 0.0,
-        )
-        pid = start_coordinator(settings, local["host"])
+        settings = coordinator_settings(world, host, port, secret, timeout, elastic)
+        pid = start_coordinator(dataclasses.replace(settings, timeout=remaining, stderr=os.dup(2)), local["host"])
         if not hosts.is_own(host):
             check_forwards_to(pid, host, port, secret, local)
     return enter(host, port, secret, local, remaining)
 
 
-def enter(host: str, port: int, secret: str, facts: Facts, timeout: float) -> Joined:
-    """Join at the coordinator's address: the job, or the next generation of an elastic one."""
-    connection, verdict = join(host, port, secret, facts, timeout)
+def coordinator_settings(
+    world: World, host: str, port: int, secret: str, timeout: float, elastic: ElasticOptions | None
+) -> Settings:
+    """Return the settings of a coordinator at an address of this host, or one that forwards to it."""
+    return Settings(
+        size=world.size,
+        secret=secret,
+        port=port,
+        address=hosts.listening_address(host, world.local_size == world.size),
+        jax_host=host if hosts.is_own(host) else None,
+        timeout=timeout,
+        silence=silence(timeout),
+        elastic=elastic is not None,
+        min_processes=elastic.min_processes if elastic else 1,
+        join_timeout=elastic.join_timeout if elastic else 0.0,
+    )
+
+
+def restart_coordinator(settings: Settings, local_rank: int, waited: float) -> None:
+    """Start a coordinator in the place of one that has gone, if its address is this host's.
+
+    The processes of the host try it one by one, a second apart; the port is free for one of them. waited: seconds
+    without one.
+    """
+    if settings.jax_host is not None and waited >= local_rank:
+        with contextlib.suppress(UsageError):  # another process has just done so
+            start_coordinator(dataclasses.replace(settings, stderr=os.dup(2)), hosts.hostname())
+
+
+def enter(
+    host: str,
+    port: int,
+    secret: str,
+    facts: Facts,
+    timeout: float,
+    absent: Callable[[float], None] = lambda _: None,
+) -> Joined:
+    """Join at the coordinator's address: the job, or the next generation of an elastic one.
+
+    absent: called with the seconds since the start while no coordinator is there.
+    """
+    connection, verdict = join(host, port, secret, facts, timeout, absent)
     rank, generation = verdict["rank"], verdict["generation"]
     return Joined(connection, verdict["members"], verdict["jax"], rank, generation, (host, port), secret)
 

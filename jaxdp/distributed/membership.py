@@ -49,22 +49,28 @@ class Membership:
     """The membership of a process in a job of several.
 
     note: data sent with each heartbeat. parent: id of the launcher's process that started this one; this process ends
-    when it does. None: not tied to a parent.
+    when it does. None: not tied to a parent. elastic: the end of the coordinator ends this generation, not the process.
     """
 
     def __init__(
-        self, connection: Connection, facts: list[Facts], rank: int, local_rank: int, silence: float, parent: int | None
+        self,
+        connection: Connection,
+        facts: list[Facts],
+        rank: int,
+        local_rank: int,
+        silence: float,
+        parent: int | None,
+        elastic: bool = False,
     ):
         self.connection, self.rank, self.size, self.local_rank = connection, rank, len(facts), local_rank
         self.over: str | None = None  # why this generation of an elastic job has ended
-        self.hosts, self.silence, self.parent = [f["host"] for f in facts], silence, parent
+        self.hosts, self.silence, self.parent, self.elastic = [f["host"] for f in facts], silence, parent, elastic
         self.note: dict[str, Any] = {}
-        self.ending = threading.Event()
+        self.ending, self._changed = threading.Event(), threading.Condition()
         self._unheard = 0  # heartbeats since the last message from the coordinator
         self._ids = itertools.count()
         self._turns: collections.Counter[tuple[Any, ...]] = collections.Counter()
         self._replies: dict[int, dict[str, Any]] = {}
-        self._changed = threading.Condition()
         self._lost: str | None = None  # why the connection to the coordinator was lost
         self._listeners: dict[str, Callable[[int, str], None]] = {}
         self._announced: dict[str, tuple[int, str]] = {}
@@ -227,7 +233,9 @@ class Membership:
             with self._changed:
                 self._lost = one_line(error)
                 self._changed.notify_all()
-            if not self.ending.is_set() and self.over is None:
+            if not self.ending.is_set() and self.elastic:
+                self._hear({"over": "its coordinator has gone"})
+            elif not self.ending.is_set() and self.over is None:
                 self.end(f"{self.name(self.rank)} ends: the coordinator beside {self.name(0)} has gone", 1, self.rank)
 
     def _hear(self, message: dict[str, Any]) -> None:
@@ -257,7 +265,7 @@ class Membership:
             if self.parent is not None and os.getppid() != self.parent:
                 cause = f"the process that started it ({self.parent} on that host) has ended"
                 self.end(f"{self.name(self.rank)} ends: {cause}", 1, self.rank)
-            self._unheard += 1
+            self._unheard += self._lost is None
             if self._unheard * BEAT > self.silence:
                 lost = f"{self.name(0)} cannot be reached for {self.silence:.0f} s"
                 text = f"{self.name(self.rank)} ends: {lost}: the network is cut, or its host is down"

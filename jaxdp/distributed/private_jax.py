@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxdp.distributed import certificates
+from jaxdp.distributed.hosts import split
+from jaxdp.distributed.relay import close_relay, open_relay
 
 
 def load() -> None:
@@ -94,7 +96,7 @@ def connect(
             jax.config.update(option, value)
     with tls(secret) as options:
         client = _jax.get_distributed_runtime_client(
-            address,
+            open_relay(*split(address)) if elastic else address,
             rank,
             init_timeout=max(1, round(timeout)),
             use_compression=True,
@@ -130,6 +132,7 @@ def cancel_calls() -> None:
     if global_state.client is not None:
         with contextlib.suppress(RuntimeError):  # has left already
             global_state.client.shutdown()
+        close_relay()
 
 
 def register(address: str, rank: int, secret: str) -> Any:

@@ -23,6 +23,7 @@ FACTS: dict[str, Any] = {
     **dict.fromkeys(["host", "boot", "jaxdp", "jax", "jaxlib", "python"], str),
     "config?": str,
     "tls?": str,
+    "last?": [range(1 << 31)],  # the number of the generation that this process was in before, and its size
     "addresses": [str],
     "outward": (str, None),
     "spaces": [str],
@@ -85,7 +86,7 @@ class Settings:
     jax_host: str | None
     timeout: float
     silence: float
-    stderr: int
+    stderr: int = 2
     elastic: bool = False
     min_processes: int = 1
     join_timeout: float = 60.0

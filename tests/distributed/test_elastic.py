@@ -1,5 +1,6 @@
 """Elastic jobs (elastic.md): processes are killed, start again, and the parameters are those of an undisturbed run."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -56,12 +57,15 @@ class Job:
         return children(self.launcher.pid)
 
     def kill_coordinator(self):
-        for pid in self.pids().values():
-            for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-                if b"coordinator_process" in pathlib.Path(f"/proc/{child}/cmdline").read_bytes():
-                    os.kill(int(child), signal.SIGKILL)
-                    return
-        raise AssertionError("no coordinator")
+        """Any process may have started it, and may have died since."""
+        found = []
+        for entry in pathlib.Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                is_one = b"coordinator_process" in (entry / "cmdline").read_bytes()
+                if is_one and (entry / "cwd").readlink() == self.directory.parent:
+                    found.append(int(entry.name))
+        assert len(found) == 1
+        os.kill(found[0], signal.SIGKILL)
 
     def lines(self, name):
         file = self.directory / name
@@ -331,11 +335,29 @@ def test_a_process_is_killed_while_all_save(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_without_its_coordinator_the_job_restarts_from_its_checkpoint(tmp_path):
-    job = Job(tmp_path, 2, 1, "--checkpoint.every", "10")
-    job.until(lambda: any(event["kind"] == "saved" for event in job.lines("events.jsonl")))
+def test_another_coordinator_takes_the_place_of_a_killed_one(tmp_path):
+    """In the same processes, from memory: none is started again, and there is no checkpoint."""
+    job = Job(tmp_path, 3, 0)
+    job.until(lambda: job.step() >= 20)
     job.kill_coordinator()
-    job.until(lambda: len(job.generations()) == 2)
+    job.until(lambda: job.generations() == [3, 3])
+    job.kill(1)  # together with the second one
+    job.kill_coordinator()
+    job.until(lambda: job.generations() == [3, 3, 2])
+    final, _ = job.ends()
+    resumed = [event["step"] for event in job.lines("events.jsonl") if event["kind"] == "resume"]
+    assert resumed[0] >= 10 and final["params_sha256"] == alone(tmp_path)["params_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_with_its_coordinator_and_half_of_the_processes_the_job_restarts_from_its_checkpoint(tmp_path):
+    """The new coordinator cannot know that the other half is dead, and not behind a cut network."""
+    job = Job(tmp_path, 2, 3, "--checkpoint.every", "10")
+    job.until(lambda: any(event["kind"] == "saved" for event in job.lines("events.jsonl")))
+    job.kill(1)
+    job.kill_coordinator()
+    job.until(lambda: job.generations()[1:][-1:] == [2])
     final, _ = job.ends()
     resumed = [event["step"] for event in job.lines("events.jsonl") if event["kind"] == "resume"]
     assert resumed[0] >= 10 and final["params_sha256"] == alone(tmp_path)["params_sha256"]
