@@ -32,11 +32,8 @@ class Copies:
     """
 
     def __init__(self, strategy: Strategy, hosts: Sequence[str]):
-        leaves, self.dims, self.mesh = (
-            jax.tree.leaves(strategy.abstract()),
-            jax.tree.leaves(strategy.dims),
-            strategy.mesh,
-        )
+        leaves, self.mesh = jax.tree.leaves(strategy.abstract()), strategy.mesh
+        self.dims = jax.tree.leaves(strategy.dims)
         self.split = [i for i, d in enumerate(self.dims) if d != WHOLE]
         self.count = strategy.parts if self.split else 0
         positions = [d.process_index for d in self.mesh.devices.flat]

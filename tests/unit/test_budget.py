@@ -14,8 +14,8 @@ import toys
 from jaxdp.models import as_model
 
 ROOT = pathlib.Path(jaxdp.__file__).parent
-# 26,230, 1,140 of elastic training, and 110 for named evaluation sets, schedules and reductions of a user.
-BUDGET = {"package": 27_471, "file": 300, "function": 60, "one update": 700}  # lines
+# 26,230, 1,486 of elastic training, and 110 for named evaluation sets, schedules and reductions of a user.
+BUDGET = {"package": 27_817, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES = {"checkpoint/store.py": 319}
 LONG_FUNCTIONS = {
