@@ -1,14 +1,14 @@
 """Training while processes are killed: the share of the updates that are made without faults in the same time.
 
     python -m benchmarks.elastic_soak [--processes 4] [--minutes 5] [--every 10] [--ways elastic,restart,torchrun]
-        [--faults kill,first,pair,stop,coordinator] [--seed 0] [--key value ...]
+        [--faults kill,coordinator,...|all] [--seed 0] [--key value ...]
 
 A small MLP, 20 ms of waiting in each update. `elastic`: jaxdp launch with elastic training. `restart`: jaxdp launch in
 a loop, which starts again from the last checkpoint. `torchrun`: PyTorch's DistributedDataParallel, restarted by its
-agent from its last checkpoint. A checkpoint is written every 100 updates. Faults: kill -9 of a random process, of rank
-0, of two processes one second apart, of the coordinator; SIGSTOP of a process for 25 s. Prints the goodput: the
-updates per second with faults relative to those before the first fault. The elastic run is then finished without
-faults, and compared with one device that ran alone. Other arguments go to jaxdp's config.
+agent from its last checkpoint. A checkpoint is written every 100 updates. Faults: those of `elastic_faults`, of which
+`restart` and `torchrun` know kill, first, pair and stop. Prints the goodput: the updates per second with faults
+relative to those before the first fault. The elastic run is then finished without faults, and compared with one device
+that ran alone. Other arguments go to jaxdp's config.
 """
 
 import argparse
@@ -25,8 +25,10 @@ import tempfile
 import threading
 import time
 
+from benchmarks.elastic_faults import FAULTS, WAIT, send
 from benchmarks.harness import ROOT
 
+HUNG = 60.0  # seconds without an update
 HEALTHY = 15.0  # seconds without faults, from which the normal speed is measured
 CONFIG = """
 model: {target: MLP, args: {hidden: [64], dropout: 0.1}}
@@ -35,17 +37,9 @@ batch_size: 64
 optimizer: {target: adam, lr: 1.0e-3}
 log: {every: 10}
 checkpoint: {every: 100}
+eval: {every: 50}
 callbacks: [{target: waiting.Wait}]
 parallel: {reduction: exact}
-"""
-WAIT = """
-import os
-import time
-
-
-class Wait:
-    def on_update(self, step, metrics):
-        time.sleep(0 if os.path.exists("finish") else 0.02)
 """
 
 
@@ -73,10 +67,14 @@ class Job:
         return [int(p.name) for p in pathlib.Path("/proc").glob("[0-9]*") if parent(p) == self.launcher.pid]
 
     def coordinators(self) -> list[int]:
-        words = lambda p: (p / "cmdline").read_bytes().split(b"\0")
-        ranks = self.ranks()
-        mine = [p for p in pathlib.Path("/proc").glob("[0-9]*") if parent(p) in ranks]
-        return [int(p.name) for p in mine if b"jaxdp.distributed.coordinator_process" in words(p)]
+        """The coordinator: any rank may have started it, and may have died since."""
+        found = []
+        for process in pathlib.Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                is_one = b"jaxdp.distributed.coordinator_process" in (process / "cmdline").read_bytes()
+                if is_one and (process / "cwd").readlink() == self.folder:
+                    found.append(int(process.name))
+        return found
 
     def step(self) -> int:
         """The newest update that is in the log of the run."""
@@ -98,33 +96,32 @@ def parent(process: pathlib.Path) -> int | None:
         return None
 
 
-def send(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+class Progress(threading.Thread):
+    """Watches a job: the newest update, and the longest time without a new one since `clear`."""
 
+    def __init__(self, job: Job):
+        super().__init__(daemon=True)
+        self.job, self.newest, self.at, self.longest = job, 0, time.monotonic(), 0.0
 
-def harm(job: Job, kind: str, rng: random.Random) -> bool:
-    """Do one fault; return whether there was a process to do it to."""
-    ranks = sorted(job.ranks())
-    targets = job.coordinators() if kind == "coordinator" else ranks
-    if not targets:
-        return False
-    if kind == "stop":
-        pid = rng.choice(targets)
-        send(pid, signal.SIGSTOP)
-        threading.Timer(25.0, send, (pid, signal.SIGCONT)).start()
-    elif kind == "pair":
-        for pid in rng.sample(targets, min(2, len(targets))):
-            send(pid, signal.SIGKILL)
-            time.sleep(1.0)
-    else:
-        send(targets[0] if kind in ("first", "coordinator") else rng.choice(targets), signal.SIGKILL)
-    return True
+    def run(self) -> None:
+        while True:
+            step, now = self.job.step(), time.monotonic()
+            self.longest = max(self.longest, now - self.at)
+            if step > self.newest:
+                self.newest, self.at = step, now
+            time.sleep(0.05)
+
+    def clear(self) -> float:
+        longest, self.longest = self.longest, 0.0
+        return longest
 
 
 def soak(job: Job, minutes: float, every: float, faults: list[str], seed: int) -> dict:
-    """Train with faults; return the updates per second before the first fault, and the share that faults leave."""
-    rng, count = random.Random(seed), 0
+    """Train with faults; return the updates per second before the first fault, and the share that faults leave.
+
+    faults: each is chosen at random. longest: of each kind, the longest time without a new update until the next fault.
+    """
+    rng, longest = random.Random(seed), {}
     while job.step() < 100:
         if job.launcher.poll() == 2:
             raise SystemExit(f"the job was refused: see {job.folder}/log")
@@ -132,13 +129,28 @@ def soak(job: Job, minutes: float, every: float, faults: list[str], seed: int) -
     first, began = job.step(), time.monotonic()
     time.sleep(HEALTHY)
     base, start = job.step(), time.monotonic()
-    normal = (base - first) / (start - began)
+    normal, count = (base - first) / (start - began), 0
+    progress = Progress(job)
+    progress.start()
     while time.monotonic() < start + 60 * minutes:
+        kind = rng.choice(faults)
+        progress.clear()
+        print(f"{time.monotonic() - start:.1f} s: {kind}", file=sys.stderr, flush=True)
+        done = FAULTS[kind](job, rng)
         time.sleep(every * rng.uniform(0.5, 1.5))
-        count += harm(job, faults[count % len(faults)], rng)
+        while time.monotonic() - progress.at > every and time.monotonic() - progress.at < HUNG:
+            time.sleep(0.1)
+        seconds = round(progress.clear(), 1)
+        longest[kind] = [*longest.get(kind, []), seconds if done else None]
+        count += done
+        if seconds >= HUNG:
+            raise SystemExit(f"no progress for {HUNG} s after {kind}: see {job.folder}; its processes run")
     wall, reached = time.monotonic() - start, job.step()
     share = (reached - base) / wall / normal
-    return {"faults": count, "normal_per_s": round(normal, 1), "updates": reached - base, "goodput": round(share, 3)}
+    return {
+        "number": count, "normal_per_s": round(normal, 1), "updates": reached - base, "goodput": round(share, 3),
+        "longest": longest,
+    }  # fmt: skip
 
 
 def commands(way: str, processes: int, steps: int, more: list[str]) -> list[str]:
@@ -185,7 +197,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser()
     for name, default in (("processes", 4), ("minutes", 5.0), ("every", 10.0), ("seed", 0)):
         parser.add_argument(f"--{name}", type=type(default), default=default)
-    parser.add_argument("--faults", type=lambda text: text.split(","), default=["kill"])
+    parser.add_argument("--faults", type=lambda text: [*FAULTS] if text == "all" else text.split(","), default=["kill"])
     parser.add_argument("--ways", type=lambda text: text.split(","), default=["elastic", "restart", "torchrun"])
     args, more = parser.parse_known_args(argv)
     steps = round(60 * args.minutes / 0.02)

@@ -1,0 +1,201 @@
+"""Faults of an elastic job, as functions (job, rng) that return whether there was something to do them to."""
+
+import contextlib
+import os
+import pathlib
+import random
+import resource
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+PATIENCE = 20.0  # seconds that a fault waits for its moment
+
+# The callback of the run: it slows the run down, tells before a save or an evaluation, and damages a snapshot.
+WAIT = """
+import os
+import pathlib
+import time
+
+import numpy as np
+
+
+class Wait:
+    def on_start(self, run):
+        self.run = run
+
+    def on_update(self, step, metrics):
+        time.sleep(0 if os.path.exists("finish") else 0.02)
+        for name, every in (("save", 100), ("evaluation", 50)):
+            if step % every == 0:
+                pathlib.Path(name).touch()
+        file = pathlib.Path(f"damage.{os.getpid()}")
+        newest = self.run.snapshots and self.run.snapshots.newest
+        if newest and file.exists():
+            file.unlink()
+            for arrays in newest.parts.values():
+                arrays[0] = np.array(arrays[0])
+                arrays[0].reshape(-1).view("uint8")[0] ^= 8
+"""
+
+
+def send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def kill(job: Any, rng: random.Random) -> bool:
+    """A random process."""
+    return kill_one(job, rng.choice(job.ranks() or [0]))
+
+
+def kill_one(job: Any, pid: int) -> bool:
+    if pid:
+        send(pid, signal.SIGKILL)
+    return bool(pid)
+
+
+def first(job: Any, rng: random.Random) -> bool:
+    """The first process that the launcher has started."""
+    return kill_one(job, min(job.ranks(), default=0))
+
+
+def pair(job: Any, rng: random.Random) -> bool:
+    """Two processes, one second apart."""
+    for pid in rng.sample(job.ranks(), min(2, len(job.ranks()))):
+        send(pid, signal.SIGKILL)
+        time.sleep(1.0)
+    return True
+
+
+def stop(job: Any, rng: random.Random) -> bool:
+    """A process does nothing for 25 s: longer than silence is tolerated."""
+    if not (ranks := job.ranks()):
+        return False
+    pid = rng.choice(ranks)
+    send(pid, signal.SIGSTOP)
+    threading.Timer(25.0, send, (pid, signal.SIGCONT)).start()
+    return True
+
+
+def coordinator(job: Any, rng: random.Random) -> bool:
+    return kill_one(job, next(iter(job.coordinators()), 0))
+
+
+def both(job: Any, rng: random.Random) -> bool:
+    """The coordinator and a process."""
+    return coordinator(job, rng) and kill(job, rng)
+
+
+def recovery(job: Any, rng: random.Random) -> bool:
+    """A second process while the others recover from the loss of the first."""
+    kill(job, rng)
+    time.sleep(rng.uniform(0.0, 2.0))
+    return kill(job, rng)
+
+
+def when(changes: Callable[[Any], Any]) -> Callable[[Any, random.Random], bool]:
+    """Return a fault: kill a process at the moment when `changes(job)` does."""
+
+    def fault(job: Any, rng: random.Random) -> bool:
+        before, deadline = changes(job), time.monotonic() + PATIENCE
+        while changes(job) == before:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0.0, 0.05))
+        return kill(job, rng)
+
+    return fault
+
+
+def touched(name: str) -> Callable[[Any], Any]:
+    def time_of(job: Any) -> float:
+        file = job.folder / name
+        return file.stat().st_mtime if file.exists() else 0.0
+
+    return time_of
+
+
+def starts(job: Any) -> int:
+    """How many generations have started: they compile now."""
+    file = job.folder / "run/events.jsonl"
+    return file.read_text().count('"processes"') if file.exists() else 0
+
+
+def compilation(job: Any, rng: random.Random) -> bool:
+    """A process while the generation after the loss of another compiles."""
+    threading.Timer(0.1, kill, (job, rng)).start()
+    return when(starts)(job, rng)
+
+
+def restarted(job: Any, rng: random.Random, earliest: float, latest: float) -> int:
+    """Kill a process; return the one that is started in its place, `earliest` to `latest` seconds later, or 0."""
+    before, deadline = set(job.ranks()), time.monotonic() + PATIENCE
+    kill(job, rng)
+    while not (new := set(job.ranks()) - before):
+        if time.monotonic() > deadline:
+            return 0
+        time.sleep(0.01)
+    time.sleep(rng.uniform(earliest, latest))
+    return min(new)
+
+
+def start(job: Any, rng: random.Random) -> bool:
+    """A process that has just started again."""
+    return kill_one(job, restarted(job, rng, 0.0, 2.0))
+
+
+def join(job: Any, rng: random.Random) -> bool:
+    """One that joins, or another one while it joins."""
+    new = restarted(job, rng, 2.0, 6.0)
+    return bool(new) and kill_one(job, rng.choice([new, *job.ranks()]))
+
+
+def damage(job: Any, rng: random.Random) -> bool:
+    """A bit flips in the snapshot of a process, and another one is killed."""
+    ranks = job.ranks()
+    if len(ranks) < 3:
+        return False
+    damaged, lost = rng.sample(ranks, 2)
+    (job.folder / f"damage.{damaged}").touch()
+    time.sleep(0.1)
+    return kill_one(job, lost)
+
+
+def disk(job: Any, rng: random.Random) -> bool:
+    """For 3 s no file can grow."""
+    ranks = job.ranks()
+
+    def limit(size: int) -> None:
+        for pid in ranks:
+            with contextlib.suppress(OSError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    limit(4096)
+    threading.Timer(3.0, limit, (resource.RLIM_INFINITY,)).start()
+    return bool(ranks)
+
+
+def stranger(job: Any, rng: random.Random) -> bool:
+    """A program without the secret connects, 50 times."""
+    for pid in job.ranks():
+        with contextlib.suppress(OSError):
+            words = pathlib.Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+            address = next(word.partition("=")[2] for word in words if word.startswith("JAXDP_COORDINATOR="))
+            for _ in range(50):
+                with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), 1) as connection:
+                    connection.sendall(rng.randbytes(200))
+            return True
+    return False
+
+
+FAULTS: dict[str, Callable[[Any, random.Random], bool]] = {
+    **{f.__name__: f for f in (kill, first, pair, stop, coordinator, both, recovery, compilation, start, join)},
+    **{f.__name__: f for f in (damage, disk, stranger)},
+    "save": when(touched("save")),
+    "evaluation": when(touched("evaluation")),
+}
