@@ -102,10 +102,10 @@ def remembered(exponents: jax.Array, needed: jax.Array, headroom: int) -> jax.Ar
 
 
 def fits(exponents: jax.Array, needed: jax.Array, form: Format, summands: int) -> jax.Array:
-    """Return for each leaf whether its gradients are not too large for its exponent, and not so small that the larger
-    half of the bits would be lost. Gradients of zero, or not finite, fit."""
+    """Return for each leaf whether its gradients are not too large for its exponent, and not so small that most
+    bits would be lost. Gradients of zero, or not finite, fit."""
     bits, (_, power) = in_bits(exponents), limit_of(form.bits, summands)
-    coarse = (needed > 0) & (bits > needed + form.headroom + max(NEAR, power // 2))
+    coarse = (needed > 0) & (bits > needed + form.headroom + max(2 * NEAR, power // 2))
     return (needed == NOT_FINITE) | (needed <= bits) & ~coarse
 
 
