@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxdp.distributed import certificates
 from jaxdp.distributed.hosts import split
-from jaxdp.distributed.relay import close_relay, open_relay
+from jaxdp.distributed.relay import Relay
 
 
 def load() -> None:
@@ -94,9 +94,10 @@ def connect(
     for option, value in settings.items():
         with contextlib.suppress(AttributeError):  # an option of another release
             jax.config.update(option, value)
+    relay = Relay(*split(address)) if elastic else None
     with tls(secret) as options:
         client = _jax.get_distributed_runtime_client(
-            open_relay(*split(address)) if elastic else address,
+            relay.address if relay else address,
             rank,
             init_timeout=max(1, round(timeout)),
             use_compression=True,
@@ -105,6 +106,8 @@ def connect(
             **options,
         )
     client.connect()
+    if relay is not None:
+        _relays.append(relay)
     global_state.client, global_state.coordinator_address = client, address
     global_state.process_id, global_state.num_processes = rank, size
     if elastic:
@@ -132,7 +135,11 @@ def cancel_calls() -> None:
     if global_state.client is not None:
         with contextlib.suppress(RuntimeError):  # has left already
             global_state.client.shutdown()
-        close_relay()
+        while _relays:
+            _relays.pop().close()
+
+
+_relays: list[Relay] = []  # of `global_state.client`
 
 
 def register(address: str, rank: int, secret: str) -> Any:
