@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxdp.distributed.hosts import split
-from jaxdp.distributed.relay import close_relay, open_relay
+from jaxdp.distributed.relay import Relay
 
 
 def load() -> None:
@@ -75,8 +75,9 @@ def connect(
     for option, value in options.items():
         with contextlib.suppress(AttributeError):  # an option of another release
             jax.config.update(option, value)
+    relay = Relay(*split(address)) if elastic else None
     client = _jax.get_distributed_runtime_client(
-        open_relay(*split(address)) if elastic else address,
+        relay.address if relay else address,
         rank,
         init_timeout=max(1, round(timeout)),
         use_compression=True,
@@ -84,6 +85,7 @@ def connect(
         shutdown_on_destruction=not elastic,
     )
     client.connect()
+    _relays[:] = [(client, relay)] if relay is not None else []
     global_state.client, global_state.coordinator_address = client, address
     global_state.process_id, global_state.num_processes = rank, size
     if elastic:
@@ -111,7 +113,12 @@ def cancel_calls() -> None:
     if global_state.client is not None:
         with contextlib.suppress(RuntimeError):  # has left already
             global_state.client.shutdown()
-        close_relay()
+        for client, relay in _relays:
+            if client is global_state.client:  # else another thread has just connected it
+                relay.close()
+
+
+_relays: list[tuple[Any, Relay]] = []  # the newest client, and its relay
 
 
 def register(address: str, rank: int) -> Any:

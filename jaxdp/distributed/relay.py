@@ -8,46 +8,43 @@ import contextlib
 import socket
 import threading
 
-_sockets: list[socket.socket] = []
 
+class Relay:
+    """A relay to a port. address: the one that gRPC connects to."""
 
-def close_relay() -> None:
-    """Close the relay after this process has left the service: calls that wait for an answer fail."""
-    while _sockets:
-        with contextlib.suppress(OSError, IndexError):  # two threads may call this
-            _sockets.pop().shutdown(socket.SHUT_RDWR)
+    def __init__(self, host: str, port: int):
+        self.target, self.server = (host, port), socket.socket(socket.AF_UNIX)
+        self.server.bind("")  # an unused name that is no file
+        self.server.listen()
+        self.address = f"unix-abstract:{self.server.getsockname()[1:].decode()}"
+        self.sockets = [self.server]
+        threading.Thread(target=self._accept, name="relay", daemon=True).start()
 
+    def close(self) -> None:
+        """Close the relay after this process has left the service: calls that wait for an answer fail."""
+        for connection in self.sockets:
+            with contextlib.suppress(OSError):  # it is closed
+                connection.shutdown(socket.SHUT_RDWR)
 
-def open_relay(host: str, port: int) -> str:
-    """Return an address of gRPC's that relays to a port."""
-    server = socket.socket(socket.AF_UNIX)
-    server.bind("")  # an unused name that is no file
-    server.listen()
-    threading.Thread(target=_accept, args=(server, host, port), name="relay", daemon=True).start()
-    _sockets.append(server)
-    return f"unix-abstract:{server.getsockname()[1:].decode()}"
+    def _accept(self) -> None:
+        with self.server, contextlib.suppress(OSError):  # the relay is closed
+            while True:
+                client = self.server.accept()[0]
+                self.sockets.append(client)
+                threading.Thread(target=self._connect, args=(client,), name="relay", daemon=True).start()
 
-
-def _accept(server: socket.socket, host: str, port: int) -> None:
-    with server, contextlib.suppress(OSError):  # it is closed
-        while True:
-            client = server.accept()[0]
-            _sockets.append(client)
-            threading.Thread(target=_connect, args=(client, host, port), name="relay", daemon=True).start()
-
-
-def _connect(client: socket.socket, host: str, port: int) -> None:
-    """Relay a connection until this process closes it."""
-    try:
-        service = socket.create_connection((host, port))
-        service.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    except OSError:
-        service = socket.socket()  # the service has ended: nothing is received, and what is sent is lost
-    with client, service:
-        threading.Thread(target=_copy, args=(service, client), name="relay", daemon=True).start()
-        _copy(client, service)
-        with contextlib.suppress(OSError):
-            service.shutdown(socket.SHUT_RDWR)
+    def _connect(self, client: socket.socket) -> None:
+        """Relay a connection until this process closes it."""
+        try:
+            service = socket.create_connection(self.target)
+            service.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError:
+            service = socket.socket()  # the service has ended: nothing is received, and what is sent is lost
+        with client, service:
+            threading.Thread(target=_copy, args=(service, client), name="relay", daemon=True).start()
+            _copy(client, service)
+            with contextlib.suppress(OSError):
+                service.shutdown(socket.SHUT_RDWR)
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
