@@ -106,8 +106,7 @@ def connect(
             **options,
         )
     client.connect()
-    if relay is not None:
-        _relays.append(relay)
+    _relays[:] = [(client, relay)] if relay is not None else []
     global_state.client, global_state.coordinator_address = client, address
     global_state.process_id, global_state.num_processes = rank, size
     if elastic:
@@ -135,11 +134,12 @@ def cancel_calls() -> None:
     if global_state.client is not None:
         with contextlib.suppress(RuntimeError):  # has left already
             global_state.client.shutdown()
-        while _relays:
-            _relays.pop().close()
+        for client, relay in _relays:
+            if client is global_state.client:  # else another thread has just connected it
+                relay.close()
 
 
-_relays: list[Relay] = []  # of `global_state.client`
+_relays: list[tuple[Any, Relay]] = []  # the newest client, and its relay
 
 
 def register(address: str, rank: int, secret: str) -> Any:
