@@ -23,12 +23,14 @@ def with_checks(run: Run, config: Config, faults: list[Fault]) -> Run:
     if faults:
         checks = [injection := Injection(run, faults)]
         run, step = dataclasses.replace(run, step=injection.flips(step)), injection.flips(step, once=False)
-    first = run.train.dataset.read(np.zeros(1, np.int64))
-    probe = Probe(run.strategy, step, {name: np.ndim(x) for name, x in first.items()})
-    if config.audit.every is not None:
-        checks.append(Audit(probe, config.audit.every, config.audit.action))
-    if run.checkpoints.context.size > 1 and config.watchdog.slow_factor is not None and has_cores(run):
-        checks.append(SlowDevices(probe, config.watchdog.slow_factor))
+    every, factor = config.audit.every, config.watchdog.slow_factor
+    if run.checkpoints.context.size == 1 or not has_cores(run):
+        factor = None
+    if every is not None or factor is not None:
+        first = run.train.dataset.read(np.zeros(1, np.int64))
+        probe = Probe(run.strategy, step, {name: np.ndim(x) for name, x in first.items()})
+        checks += [Audit(probe, every, config.audit.action)] if every is not None else []
+        checks += [SlowDevices(probe, factor)] if factor is not None else []
     return dataclasses.replace(run, checks=checks)
 
 
