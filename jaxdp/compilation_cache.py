@@ -1,8 +1,8 @@
 """Configure JAX's persistent compilation cache, so that the next start need not compile the same programs again.
 
-Rank 0 writes and all ranks read, under a lock; the least recently used programs are removed first (docs.jax.dev,
-"Persistent compilation cache"). On CPU each process has different cache keys, so only rank 0 gets cache hits. A folder
-contains programs for one kind of processor: a program compiled for another may crash with an illegal instruction.
+Programs are read and written under a lock; the least recently used are removed first (docs.jax.dev, "Persistent
+compilation cache"). On CPU each process has different cache keys, so each writes those of training and evaluation.
+A folder contains programs for one kind of processor: those for another may crash with an illegal instruction.
 """
 
 import os

@@ -155,6 +155,9 @@ class Checkpoints:
         )
         self._thread.start()
 
+    def is_saving(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self) -> Failure | None:
         """Wait for the save that is running; return its failure, or None."""
         if self._thread is not None:

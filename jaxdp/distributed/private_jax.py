@@ -162,6 +162,7 @@ def store_programs() -> Iterator[None]:
     """Let this process write what it compiles inside this context to the compilation cache.
 
     JAX lets process 0 alone write, but on CPU the keys differ by process, so the others would always compile again.
+    Nothing else may read the number of this process meanwhile, as Orbax does while it saves.
     """
     from jax._src.distributed import global_state
 

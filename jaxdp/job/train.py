@@ -107,7 +107,7 @@ def train_here(
             callbacks=callbacks,
             recovered=recovered and recovered[2],
             snapshots=snapshots,
-            compiling=private_jax.store_programs if memory is not None else contextlib.nullcontext,
+            compiling=lambda: contextlib.nullcontext() if run.checkpoints.is_saving() else private_jax.store_programs(),
         )
         run = with_checks(run, config, on_all_ranks(context, of_this_process))
         if snapshots is not None:

@@ -38,7 +38,8 @@ def of_set(run: Run, source: Source, program: Program, state: TrainState) -> Rec
 
     with source.batches(0, source.order.steps_per_epoch, run.strategy) as batches:
         for number, batch in batches:
-            sums = run.watch.run_step(f"evaluation, batch {number}", program.evaluate, state, batch)
+            with run.compiling():
+                sums = run.watch.run_step(f"evaluation, batch {number}", program.evaluate, state, batch)
             if sums.carry is not None:
                 state = state.replace(carry=sums.carry)
             in_flight.append((number, {"loss": sums.loss, "weight": sums.weight, **sums.metrics}))

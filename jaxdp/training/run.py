@@ -30,7 +30,7 @@ class Run:
     start: the update to resume after, 0 for a new run. evaluated: True if the evaluation due at `start` already ran.
     offset: the number of batches skipped after spikes, by `rollbacks` rollbacks, at most `max_rollbacks`.
     begin: returns the state of a new run; recovered: the state to continue with instead, from the `snapshots` of an
-    elastic job. compiling: returns a context for an update that compiles.
+    elastic job. compiling: returns a context for calls that may compile.
     averaged: evaluate the running average of the parameters.
     derive: returns metrics computed from the means of a record; speed: from the milliseconds of an update; account:
     of the full run, at its end.
