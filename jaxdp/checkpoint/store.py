@@ -47,8 +47,8 @@ class Checkpoints:
 
     keep: the number of last checkpoints to keep; keep_every: also keep multiples of this step; best: also keep the best
     one by this metric of the evaluation (`LOWER_IS_BETTER`: the lowest; others: the highest). context: the processes,
-    by default the current ones. `events`: a log of the saves. `audited`: the last update at which no device was found
-    wrong (`jaxdp.audit`), so that the last checkpoint up to it is kept too.
+    by default the current ones. facts: JSON to store with every state. `events`: a log of the saves. `audited`: the
+    last update at which no device was found wrong (`jaxdp.audit`), so that the last checkpoint up to it is kept too.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class Checkpoints:
         keep_every: int | None = None,
         best: str | None = None,
         context: Context | None = None,
+        facts: Mapping[str, Any] | None = None,
     ):
         self.directory, self.keep, self.keep_every, self.best = directory.resolve(), keep, keep_every, best
-        self.context = context or current()
+        self.context, self.facts = context or current(), facts or {}
         self.last: int | None = None  # the last step whose save was started, or that is known to exist
         self.audited: int | None = None
         self.events = NoEvents()
         self._failure: Failure | None = None
         self._thread: threading.Thread | None = None
         self._copies: Any = None
-        self._lock = threading.Lock()
-        self._notes: dict[int, dict[str, Any]] = {}
+        self._lock, self._notes = threading.Lock(), dict[int, dict[str, Any]]()
         silence_orbax()
 
     def steps(self) -> list[int]:
@@ -142,7 +142,7 @@ class Checkpoints:
         if jax.default_backend() == "cpu":  # Orbax would read the buffers in place, so the next update would copy them
             old_copies = self._copies if leaves_of(self._copies) == leaves_of(tree) else None
             self._copies = tree = _copy(old_copies, tree)
-        meta = {"step": step, **meta, "state": leaves_of(tree)}
+        meta = {"step": step, **self.facts, **meta, "state": leaves_of(tree)}
         try:
             prepare(self.context)
             with options():

@@ -217,17 +217,17 @@ import slow
 
 class Damage(slow.Slow):
     def on_start(self, run):
-        settle = run.snapshots.settle
+        settle = run.hooks.snapshots.settle
 
         def settle_and_flip():
-            before = run.snapshots.newest
+            before = run.hooks.snapshots.newest
             settle()
-            newest = run.snapshots.newest
+            newest = run.hooks.snapshots.newest
             if os.environ["JAXDP_PROCESS_ID"] in DAMAGED and newest is not before:
                 newest.leaves[1] = newest.leaves[1].copy()
                 newest.leaves[1].reshape(-1).view("uint8")[5] ^= 1 << 3
 
-        run.snapshots.settle = settle_and_flip
+        run.hooks.snapshots.settle = settle_and_flip
 """
 
 
