@@ -155,19 +155,19 @@ def worker(args: argparse.Namespace, more: list[str]) -> None:
                 named.append({"kind": kind, "step": step, **facts})
 
     folder = pathlib.Path(args.folder)
-    run = dataclasses.replace(make_run(config, folder, context), events=Log(), log_every=10**9, eval={})
+    run = make_run(config, folder, context).replace(events=Log(), log_every=10**9, eval={})
     wanted = faults(args.flips, args.every, args.seed) if args.mode == "flips" and args.seed >= 0 else []
     run = with_checks(run, config, [inject.Fault("flip", **fault) for fault in wanted])
-    *before, audit = run.checks
+    *before, audit = run.hooks.checks
     timed = Timed(audit)
     after = [Restored(args.every)] if args.mode == "flips" else []
-    run = dataclasses.replace(run, checks=[*map(Saved, after), *before, timed, *after])
+    run = run.replace(checks=[*map(Saved, after), *before, timed, *after])
     if context.size > 1:
         open_collectives()
     updates: list[float] = []
     timer = Timed(audit)
     timer.is_due = lambda run, progress: updates.append(time.perf_counter())
-    run = dataclasses.replace(run, checks=[*run.checks, timer])
+    run = run.replace(checks=[*run.hooks.checks, timer])
     loop.fit(run)
     if context.is_root:
         gaps = [b - a for a, b in itertools.pairwise(updates)]

@@ -37,7 +37,7 @@ def turn_of(config: str, backend: str, more: list[str], updates: int, folder: st
     keys = ["--parallel.backend", backend, "--microbatches", "1", "--epochs", "null", "--steps", "100", *more]
     run = make_run(load(["--config", str(ROOT / config), *keys])[0], pathlib.Path(folder), jaxdp.init())
     program, state = run.strategy.compile(run.step), run.begin(run)
-    with run.train.batches(0, 1, run.strategy) as batches:
+    with run.data.train.batches(0, 1, run.strategy) as batches:
         _, batch = next(iter(batches))
 
     def turn() -> float:

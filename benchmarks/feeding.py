@@ -6,7 +6,6 @@ The pipeline: batches read and put on the device by the loop's own source, and a
 """
 
 import argparse
-import dataclasses
 import json
 import pathlib
 import statistics
@@ -61,14 +60,14 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = make_run(config, pathlib.Path(folder), jaxdp.init())
         program, at = run.strategy.compile(run.step), Progress(0, run.strategy.init())
-        dataset: Any = run.train.dataset
+        dataset: Any = run.data.train.dataset
         assert isinstance(dataset, CIFAR10)
         images = lambda batch: {"inputs": batch["inputs"].reshape(-1, *dataset.input_shape)}
         augment = jax.jit(lambda batch, key: dataset.transform(images(batch), key, True))
         key = jax.random.key(0)
 
         def fed() -> float:
-            with run.train.batches(0, n, run.strategy) as batches:
+            with run.data.train.batches(0, n, run.strategy) as batches:
                 began = time.perf_counter()
                 for _, batch in batches:
                     last = augment(batch, key)
@@ -77,7 +76,7 @@ def main(argv: list[str]) -> None:
 
         def trained() -> tuple[float, float]:
             waits: Any = Waits()
-            part = dataclasses.replace(run, writer=waits, log_every=10, start=at.step, steps=at.step + n)
+            part = run.replace(writer=waits, log_every=10, start=at.step, steps=at.step + n)
             began = time.perf_counter()
             loop.advance(part, program, at, Lookback())
             jax.block_until_ready(at.state)

@@ -3,7 +3,6 @@
 python -m benchmarks.jaxdp_loop FOLDER --config configs/gpt_3m.yaml [--key value ...]
 """
 
-import dataclasses
 import pathlib
 import sys
 from typing import Any
@@ -53,13 +52,13 @@ def main(folder: str, argv: list[str]) -> None:
     watch = RunMonitor(context, directory, config.watchdog.step_timeout, config.watchdog.straggler_factor)
     kept = Losses()
     lines = JsonLines(directory / "metrics.jsonl") if context.is_root else Writer()
-    run = dataclasses.replace(run, writer=Many([lines, kept]), watch=watch)
+    run = run.replace(writer=Many([lines, kept]), watch=watch)
     program = run.strategy.compile(run.step)
-    at = Progress(0, run.begin(run))
+    at = Progress(0, run.origin.begin(run))
     jax.block_until_ready(at.state)
 
     def advance(updates: int, **more: Any) -> None:
-        part = dataclasses.replace(run, start=at.step, steps=at.step + updates, **more)
+        part = run.replace(start=at.step, steps=at.step + updates, **more)
         loop.advance(part, program, at, Lookback())
         jax.block_until_ready(at.state)
 

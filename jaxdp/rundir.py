@@ -13,6 +13,7 @@ import secrets
 import shutil
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
@@ -44,6 +45,7 @@ WRITTEN = (
 CHECKPOINT = re.compile(r"\d+(\.(orbax-checkpoint-tmp|pruned|damaged|unfinished).*)?")
 
 _owner: "tuple[IO[str], Owner] | None" = None  # the open lock file of this process, and its owner
+_nonce: str | None = None  # of the run directory that this process has used last
 
 
 def make(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
@@ -52,7 +54,7 @@ def make(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "checkpoints").mkdir(exist_ok=True)
         file, problem = lock(directory)
-        if not problem:
+        if not problem and not _is_of_this_job(directory):
             (directory / ".nonce").write_text(secrets.token_hex(16))
     except OSError as error:
         return None, f"run_dir: cannot write in {str(directory)!r}: {error.strerror}; choose another with --run_dir"
@@ -65,7 +67,8 @@ def nonce(directory: pathlib.Path) -> str:
 
 def is_shared(directory: pathlib.Path, nonce: str, timeout: float = 10.0) -> str | None:
     """Wait until rank 0's nonce is visible to this rank (network file systems lag). Return an error message or None."""
-    deadline = time.monotonic() + timeout
+    global _nonce
+    _nonce, deadline = nonce, time.monotonic() + timeout
     while time.monotonic() < deadline:
         try:
             if (directory / ".nonce").read_text() == nonce:
@@ -83,7 +86,9 @@ def lock(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
     """Lock the directory until this process ends. Return (the lock, to keep open, None) or (None, the error message).
 
     It is a POSIX lock: the kernel releases it with the process, NFS supports it, and a forked child does not inherit
-    it. Wait for an owner that is ending, or whose launcher has ended; fail at once for any other.
+    it. Wait for an owner that is ending, or whose launcher has ended; fail at once for any other. But take the
+    directory from an owner that led this process's own job in its last generation: it is stopped or cut off, and may
+    keep the lock for as long as it lives.
     """
     global _owner
     file, deadline, reported = (directory / ".lock").open("a+", errors="replace"), time.monotonic() + WAIT, False
@@ -92,6 +97,9 @@ def lock(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except (BlockingIOError, PermissionError):
+            if _is_of_this_job(directory):
+                threading.Thread(target=_lock_later, args=[file], daemon=True).start()
+                break
             owner = Owner.read(file)
             problem = f"run_dir: {str(directory)!r} is in use by {owner.name}"
             if not owner.is_ending() or time.monotonic() > deadline:
@@ -108,6 +116,22 @@ def lock(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
     _owner = (file, Owner(name, socket.gethostname(), starters))
     _owner[1].write(file)
     return file, None
+
+
+def _is_of_this_job(directory: pathlib.Path) -> bool:
+    """Return whether the directory was last used by a job that this process belongs to."""
+    return _nonce is not None and (directory / ".nonce").exists() and nonce(directory) == _nonce
+
+
+def _lock_later(file: IO[str]) -> None:
+    """Lock an open file as soon as its owner releases it, unless it is closed first."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: closed
+        while not file.closed:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except (BlockingIOError, PermissionError):
+                time.sleep(0.2)
 
 
 def mark_ending() -> None:

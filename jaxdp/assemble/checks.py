@@ -1,6 +1,5 @@
 """The checks of the devices between two updates that a config asks for, and the faults of `JAXDP_FAULT`."""
 
-import dataclasses
 import os
 from typing import Any
 
@@ -22,16 +21,16 @@ def with_checks(run: Run, config: Config, faults: list[Fault]) -> Run:
     checks: list[Any] = []
     if faults:
         checks = [injection := Injection(run, faults)]
-        run, step = dataclasses.replace(run, step=injection.flips(step)), injection.flips(step, once=False)
+        run, step = run.replace(step=injection.flips(step)), injection.flips(step, once=False)
     every, factor = config.audit.every, config.watchdog.slow_factor
     if run.checkpoints.context.size == 1 or not has_cores(run):
         factor = None
     if every is not None or factor is not None:
-        first = run.train.dataset.read(np.zeros(1, np.int64))
+        first = run.data.train.dataset.read(np.zeros(1, np.int64))
         probe = Probe(run.strategy, step, {name: np.ndim(x) for name, x in first.items()})
         checks += [Audit(probe, every, config.audit.action)] if every is not None else []
         checks += [SlowDevices(probe, factor)] if factor is not None else []
-    return dataclasses.replace(run, checks=checks)
+    return run.replace(checks=checks)
 
 
 def has_cores(run: Run) -> bool:

@@ -1,6 +1,5 @@
 """Initialization of a run from another run's parameters; misfits are reported before anything is read."""
 
-import dataclasses
 import pathlib
 
 import jax
@@ -31,10 +30,12 @@ def initialize_from(run: Run, config: Config, context: Context) -> Run:
         context,
         lambda: match(ours, weights.arrays, weights.title, rename=init.rename, load=init.load, skip=init.skip),
     )
-    tx = make_tx(config, schedule_of(config, run.steps), strategy.blocks)
+    tx = make_tx(config, schedule_of(config, run.schedule.steps), strategy.blocks)
 
     def begin(run: Run) -> TrainState:
-        run.writer.say("\n".join(filter(None, [describe(matched, ours, weights.title, weights.rows), weights.note])))
+        run.log.writer.say(
+            "\n".join(filter(None, [describe(matched, ours, weights.title, weights.rows), weights.note]))
+        )
         return begin_with(run.strategy, weights, matched.pairs, tx, run.step.trainable)
 
-    return dataclasses.replace(run, begin=begin)
+    return run.replace(begin=begin)

@@ -35,12 +35,12 @@ from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
 from jaxdp.losses import attribute
 from jaxdp.metrics.throughput import throughput
-from jaxdp.metrics.writer import Record, Writer
+from jaxdp.metrics.writer import Record
 from jaxdp.parallel import STAGES, Strategy
 from jaxdp.parallel.placement import assign_microbatches
 from jaxdp.rundir import versions
 from jaxdp.training.profile import Profile
-from jaxdp.training.run import Run
+from jaxdp.training.run import Data, Log, Run, Schedule
 from jaxdp.training.source import Source
 
 T = TypeVar("T")
@@ -118,37 +118,34 @@ def make_run(
     strategy = on_all_ranks(context, lambda: make_strategy(config, parts, make_state, devices))
     on_all_ranks(context, lambda: check_optimizer(config, strategy, parts.rule.tx, step))
     training, evaluation = on_all_ranks(context, lambda: make_sources(config, parts, strategy))
-    return Run(
-        strategy=strategy,
-        step=step,
-        train=training,
-        eval=evaluation,
-        steps_per_call=config.steps_per_call,
-        steps=parts.steps,
-        writer=Writer(),
-        checkpoints=Checkpoints(
-            directory / "checkpoints",
-            config.checkpoint.keep,
-            keep_every=config.checkpoint.keep_every,
-            best=config.checkpoint.best,
-            context=context,
-        ),
-        log_every=config.log.every,
-        eval_every=config.eval.every,
-        save_every=config.checkpoint.every,
-        asynchronous=config.checkpoint.asynchronous,
-        averaged=config.eval.ema,
-        derive=attribute(parts.forward.loss, "derive", lambda means: {}),
-        speed=speed(config, parts, prepared.flops, devices),
-        max_rollbacks=config.spike.max_rollbacks,
-        directory=directory,
-        meta={
+    checkpoints = Checkpoints(
+        directory / "checkpoints",
+        config.checkpoint.keep,
+        keep_every=config.checkpoint.keep_every,
+        best=config.checkpoint.best,
+        context=context,
+        facts={
             **describe_config(config, context, objects),
             "data_fingerprint": prepared.data_fingerprint,
             "data": parts.facts,
             "saved_by": {"processes": context.size, "devices": len(devices), "backend": config.parallel.backend},
         },
     )
+    schedule = Schedule(
+        parts.steps,
+        steps_per_call=config.steps_per_call,
+        log_every=config.log.every,
+        eval_every=config.eval.every,
+        save_every=config.checkpoint.every,
+        asynchronous=config.checkpoint.asynchronous,
+        max_rollbacks=config.spike.max_rollbacks,
+    )
+    log = Log(
+        derive=attribute(parts.forward.loss, "derive", lambda means: {}),
+        speed=speed(config, parts, prepared.flops, devices),
+        directory=directory,
+    )
+    return Run(strategy, step, Data(training, evaluation, config.eval.ema), checkpoints, schedule, log)
 
 
 def describe_config(config: Config, context: Context, objects: Objects) -> dict[str, Any]:

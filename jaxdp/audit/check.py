@@ -43,8 +43,8 @@ class Audit:
 
     def is_due(self, run: Run, progress: Progress) -> bool:
         if self.last is None:
-            self.last = self.passed = run.checkpoints.audited = run.start
-        due = progress.step == run.steps or not 0 <= progress.step - self.last < self.every
+            self.last = self.passed = run.checkpoints.audited = run.origin.start
+        due = progress.step == run.schedule.steps or not 0 <= progress.step - self.last < self.every
         return due and self.every > 0
 
     def check(self, run: Run, progress: Progress, batch: Batch) -> None:
@@ -55,7 +55,7 @@ class Audit:
             self._describe(run)
         microbatch = int(np.random.default_rng(step).integers(self.probe.strategy.assignment.max() + 1))
         name = f"the audit after update {step}"
-        compute = lambda: run.watch.run_step(name, self.measure, run, progress.state, batch, microbatch)
+        compute = lambda: run.hooks.watch.run_step(name, self.measure, run, progress.state, batch, microbatch)
         runs = [compute() for _ in range(2 if len(self._titles) == 1 else 1)]  # one device is compared in time
         state = len(self._groups)
         groups = [*self._groups, *[self._same_kind] * (len(runs[0][0]) - state)]
@@ -81,7 +81,7 @@ class Audit:
         prints = self.probe.fingerprints(*self.probe.sample(state, batch, microbatch))
         shards = sorted(prints.addressable_shards, key=lambda s: s.index[0].start or 0)
         local = np.concatenate([np.asarray(s.data) for s in shards])
-        damaged = run.snapshots is not None and run.snapshots.drop_damaged()
+        damaged = run.hooks.snapshots is not None and run.hooks.snapshots.drop_damaged()
         text = base64.b64encode(local.tobytes()).decode() + "!" * damaged
         texts = run.checkpoints.context.exchange("audit", text, SLOW)
         for rank in [rank for rank, text in enumerate(texts) if text.endswith("!")]:
@@ -113,7 +113,7 @@ class Audit:
             self._groups.append(list(holders.values()))
             single += all(len(group) == 1 for group in holders.values())
         if single and len(devices) > 1:
-            run.writer.say(
+            run.log.writer.say(
                 f"warning: audit: {single} of the state's {len(shapes)} leaves have one copy only, as parallel.zero "
                 "shards them: the audit cannot compare them"
             )
@@ -125,11 +125,12 @@ class Audit:
         faulty = {devices[i].process_index for i in verdict.devices}
         for i, leaf in verdict.devices.items():
             where = {"device": i, "rank": devices[i].process_index, "leaf": self.probe.names[leaf]}
-            run.events.note("audit_failed", step, reason=text, **where)
+            run.log.events.note("audit_failed", step, reason=text, **where)
         if self.action == "warn":
             return self._warn(run, step, frozenset(verdict.devices), text, log=False)
         self._set_aside(run)
-        if self.action == "expel" and verdict.certain and run.snapshots is not None and len(faulty) < context.size:
+        elastic = run.hooks.snapshots is not None
+        if self.action == "expel" and verdict.certain and elastic and len(faulty) < context.size:
             if context.rank in faulty:
                 raise RunFailed(f"{text}; this process leaves the job")
             member = membership.joined()
@@ -141,13 +142,13 @@ class Audit:
         """Let no state that was copied since the last audit that passed be used again."""
         assert self.passed is not None
         run.checkpoints.wait()
-        if run.snapshots is not None:
-            run.snapshots.drop_after(self.passed)
+        if run.hooks.snapshots is not None:
+            run.hooks.snapshots.drop_after(self.passed)
         if run.checkpoints.context.is_root:
             for step in run.checkpoints.steps():
                 if step > self.passed:
                     why = f"checkpoint {step} may be wrong: made after the last audit that passed, of {self.passed}"
-                    run.checkpoints.set_aside(step, "suspect", why, run.writer.say)
+                    run.checkpoints.set_aside(step, "suspect", why, run.log.writer.say)
         run.checkpoints.context.barrier("suspects", SLOW)
 
     def _text(self, verdict: Verdict) -> str:
@@ -169,9 +170,9 @@ class Audit:
     def _warn(self, run: Run, step: int | None, what: Any, text: str, log: bool = True) -> None:
         if what not in self.named:
             self.named |= {what, *(what if isinstance(what, frozenset) else ())}
-            run.writer.say(f"warning: {text}")
+            run.log.writer.say(f"warning: {text}")
             if log:
-                run.events.note("audit", step, reason=text)
+                run.log.events.note("audit", step, reason=text)
 
     def _warn_if_slow(self, run: Run, step: int, began: float, first: bool) -> None:
         now = time.perf_counter()

@@ -103,14 +103,14 @@ class Injection:
         of = lambda rank: [i for i, d in enumerate(devices) if d.process_index == rank]
         for fault in faults:
             if fault.mine is None:  # in later generations of an elastic job the ranks are others
-                if not run.start and (fault.rank >= context.size or fault.device >= len(devices)):
+                if not run.origin.start and (fault.rank >= context.size or fault.device >= len(devices)):
                     raise UsageError(
                         f"{NAME}: rank {fault.rank}, device {fault.device}, but there are {context.size} ranks with "
                         f"{len(devices)} devices; count from 0",
                         rank=0,
                     )
                 rank = devices[fault.device].process_index if 0 <= fault.device < len(devices) else fault.rank
-                fault.mine = context.rank == rank and (fault.repeat or run.start < fault.step)
+                fault.mine = context.rank == rank and (fault.repeat or run.origin.start < fault.step)
                 fault.local = of(rank).index(fault.device) if fault.device in of(rank) else 0
         texts = context.exchange("faults", json.dumps([fault.local if fault.mine else None for fault in faults]))
         for i, fault in enumerate(faults):
@@ -133,10 +133,10 @@ class Injection:
             elif fault.target in ("params", "opt_state"):
                 flipped = flip_copy(getattr(progress.state, fault.target), fault, run.strategy.devices[fault.device])
                 progress.state = progress.state.replace(**{fault.target: flipped})
-            elif fault.target == "snapshot" and run.snapshots is not None:
-                fault.done = run.snapshots.newest is not None
+            elif fault.target == "snapshot" and run.hooks.snapshots is not None:
+                fault.done = run.hooks.snapshots.newest is not None
                 if fault.done:
-                    arrays = next(iter(run.snapshots.newest.parts.values()))
+                    arrays = next(iter(run.hooks.snapshots.newest.parts.values()))
                     i = fault.leaf % len(arrays)
                     arrays[i] = flipped_array(arrays[i], fault)
 

@@ -42,9 +42,9 @@ class SlowDevices:
             if self.has_risen(step) or time.monotonic() > self.first:
                 self.first = float("inf")
                 self.level, self.expires = statistics.median([*self.times][-RECENT:]), step + BEFORE
-                run.watch.request_probe()
+                run.hooks.watch.request_probe()
         self.before = (step, now)
-        return run.watch.probe_is_asked()
+        return run.hooks.watch.probe_is_asked()
 
     def has_risen(self, step: int) -> bool:
         """Return whether updates take longer than before, and longer than at the last measurement."""
@@ -56,14 +56,14 @@ class SlowDevices:
         """Measure all processes; measure again before one is named."""
         context = run.checkpoints.context
         work = lambda: self._measure(run, *self.probe.sample(progress.state, batch, 0))
-        with run.watch.suspend_timeout("measures its devices"):
+        with run.hooks.watch.suspend_timeout("measures its devices"):
             times = work()
             rank, factor = slowest(times)
             if factor > self.factor:
                 times = work()
                 again, factor = slowest(times)
                 factor = factor if again == rank else 1.0
-        run.events.note("probe", progress.step, ms=[round(1e3 * t, 3) for t in times])
+        run.log.events.note("probe", progress.step, ms=[round(1e3 * t, 3) for t in times])
         if factor > self.factor * self.named.get(rank, 1.0):
             self.named[rank] = factor
             facts = context.exchange("state of the devices", condition() if context.rank == rank else "")[rank]
@@ -73,8 +73,8 @@ class SlowDevices:
                 f"{1e3 * times[rank]:.1f} ms there, {factor:.2f} times as long as in the others ({1e3 * others:.1f} ms)"
                 f"{facts}"
             )
-            run.events.note("slow", progress.step, rank=rank, factor=round(factor, 3), reason=text)
-            run.writer.say(f"warning: {text}")
+            run.log.events.note("slow", progress.step, rank=rank, factor=round(factor, 3), reason=text)
+            run.log.writer.say(f"warning: {text}")
         self.before = None
 
     def _measure(self, run: Run, leaves: list[jax.Array], sample: Sample) -> list[float]:

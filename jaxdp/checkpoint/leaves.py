@@ -1,10 +1,12 @@
 """The leaves of a saved state: their paths, dtypes and shapes."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxdp.core.state import TrainState
 from jaxdp.errors import UsageError
@@ -21,6 +23,12 @@ def leaves_of(tree: Any) -> dict[str, Any]:
     """Return {path: [dtype, shape]}."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {path_string(path): [str(x.dtype), list(x.shape)] for path, x in leaves}
+
+
+@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+def copy(old_copies: Any, tree: Any) -> Any:
+    """Copy a tree. old_copies: donated, so that their memory is reused; None allocates new memory."""
+    return jax.tree.map(jnp.copy, tree)
 
 
 def check_same_leaves(step: int, saved: Mapping[str, Any], ours: Mapping[str, Any], rank: int) -> None:

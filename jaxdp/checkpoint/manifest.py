@@ -126,6 +126,21 @@ def check(directory: pathlib.Path, files: Mapping[str, Sequence[Any]], wait: flo
             raise Damaged(f"{name} has changed since it was written")
 
 
+def problem(directory: pathlib.Path, files: Mapping[str, Sequence[Any]], wait: float = 0.0) -> str:
+    """Return why `check` fails, or ''."""
+    try:
+        check(directory, files, wait)
+    except OSError as error:
+        return unreadable(error)
+    except Damaged as error:
+        return str(error)
+    return ""
+
+
+def unreadable(error: OSError) -> str:
+    return f"cannot read {error.filename!r}: {error.strerror}"
+
+
 def _body_sha256(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 

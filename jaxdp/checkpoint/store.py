@@ -7,7 +7,6 @@ Reading verifies the checksums first; a checkpoint that fails them is set aside,
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import pathlib
@@ -17,12 +16,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.checkpoint import folders, manifest
 from jaxdp.checkpoint.commit import Commit, PeerFailed, reason_of
-from jaxdp.checkpoint.leaves import check_same_leaves, fields_of, leaves_of
+from jaxdp.checkpoint.leaves import check_same_leaves, copy, fields_of, leaves_of
 from jaxdp.checkpoint.manifest import Damaged
 from jaxdp.checkpoint.orbax import TIMEOUT, load, options, orbax, prepare, silence_orbax
 from jaxdp.core.state import TrainState
@@ -47,8 +45,8 @@ class Checkpoints:
 
     keep: the number of last checkpoints to keep; keep_every: also keep multiples of this step; best: also keep the best
     one by this metric of the evaluation (`LOWER_IS_BETTER`: the lowest; others: the highest). context: the processes,
-    by default the current ones. `events`: a log of the saves. `audited`: the last update at which no device was found
-    wrong (`jaxdp.audit`), so that the last checkpoint up to it is kept too.
+    by default the current ones. facts: JSON to store with every state. `events`: a log of the saves. `audited`: the
+    last update at which no device was found wrong (`jaxdp.audit`), so that the last checkpoint up to it is kept too.
     """
 
     def __init__(
@@ -59,17 +57,17 @@ class Checkpoints:
         keep_every: int | None = None,
         best: str | None = None,
         context: Context | None = None,
+        facts: Mapping[str, Any] | None = None,
     ):
         self.directory, self.keep, self.keep_every, self.best = directory.resolve(), keep, keep_every, best
-        self.context = context or current()
+        self.context, self.facts = context or current(), facts or {}
         self.last: int | None = None  # the last step whose save was started, or that is known to exist
         self.audited: int | None = None
         self.events = NoEvents()
         self._failure: Failure | None = None
         self._thread: threading.Thread | None = None
         self._copies: Any = None
-        self._lock = threading.Lock()
-        self._notes: dict[int, dict[str, Any]] = {}
+        self._lock, self._notes = threading.Lock(), dict[int, dict[str, Any]]()
         silence_orbax()
 
     def steps(self) -> list[int]:
@@ -141,8 +139,8 @@ class Checkpoints:
         tree = fields_of(state)
         if jax.default_backend() == "cpu":  # Orbax would read the buffers in place, so the next update would copy them
             old_copies = self._copies if leaves_of(self._copies) == leaves_of(tree) else None
-            self._copies = tree = _copy(old_copies, tree)
-        meta = {"step": step, **meta, "state": leaves_of(tree)}
+            self._copies = tree = copy(old_copies, tree)
+        meta = {"step": step, **self.facts, **meta, "state": leaves_of(tree)}
         try:
             prepare(self.context)
             with options():
@@ -150,9 +148,8 @@ class Checkpoints:
         except (OSError, ValueError, TimeoutError) as error:
             self._give_up(step, error, say)
             return
-        self._thread = threading.Thread(
-            target=self._finish, args=(step, response, meta, say), name="checkpoint", daemon=True
-        )
+        arguments = (step, response, meta, say)
+        self._thread = threading.Thread(target=self._finish, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
     def is_saving(self) -> bool:
@@ -160,10 +157,9 @@ class Checkpoints:
 
     def wait(self) -> Failure | None:
         """Wait for the save that is running; return its failure, or None."""
-        if self._thread is not None:
-            while self._thread.is_alive():
-                self._thread.join(0.2)  # in pieces: signals are handled in between
-            self._thread = None
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(0.2)  # in pieces: signals are handled in between
+        self._thread = None
         return self._failure
 
     def latest(self, say: Say = print, tidy: bool = True) -> int:
@@ -181,7 +177,8 @@ class Checkpoints:
                 self.last = None
                 return 0
             if not problem:
-                local = self._check_share(step, files)
+                share = dict(list(files.items())[self.context.rank :: self.context.size])
+                local = manifest.problem(self.directory / str(step), share, 0.0 if self.context.is_root else 10.0)
                 problem = next(filter(None, self.context.exchange("checked", local, timeout=TIMEOUT)), "")
             if problem.startswith("cannot read"):
                 raise UsageError(f"run_dir: {problem}; fix that first", rank=self.context.root_rank)
@@ -200,7 +197,7 @@ class Checkpoints:
         except Damaged as error:
             return step, {}, str(error)
         except OSError as error:
-            return step, {}, _unreadable(error)
+            return step, {}, manifest.unreadable(error)
 
     def restore(self, step: int, abstract: TrainState, say: Say = print) -> TrainState:
         """Restore the state saved at `step`, with the shardings of `abstract`. Raises UsageError if leaves differ.
@@ -298,27 +295,6 @@ class Checkpoints:
         except OSError as error:
             say(f"{why}; it is not used (and cannot be renamed: {error.strerror})")
 
-    def _check_share(self, step: int, files: Mapping[str, Any]) -> str:
-        """Check this process's share of the files; return the problem, or ''."""
-        share = dict(list(files.items())[self.context.rank :: self.context.size])
-        try:
-            manifest.check(self.directory / str(step), share, 0.0 if self.context.is_root else 10.0)
-        except OSError as error:
-            return _unreadable(error)
-        except Damaged as error:
-            return str(error)
-        return ""
-
 
 def _sign(metric: str | None) -> int:
     return 1 if metric in LOWER_IS_BETTER or str(metric).endswith("_loss") else -1
-
-
-def _unreadable(error: OSError) -> str:
-    return f"cannot read {error.filename!r}: {error.strerror}"
-
-
-@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
-def _copy(old_copies: Any, tree: Any) -> Any:
-    """Copy a tree. old_copies: donated, so that their memory is reused; None allocates new memory."""
-    return jax.tree.map(jnp.copy, tree)

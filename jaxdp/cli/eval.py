@@ -21,7 +21,7 @@ def run(call: Call) -> None:
     step, _ = resume_step(prepared, config, context, NOTHING, tidy=False)
     if not step:
         raise UsageError(f"run_dir: no checkpoint in {str(directory)!r}; train first, or name another", rank=0)
-    if not prepared.eval:
+    if not prepared.data.eval:
         raise UsageError("eval.data: the data has no test split; name what to evaluate on", rank=0)
     record = evaluate(prepared, prepared.strategy.compile(prepared.step), restore(prepared, step))
     if context.is_root:

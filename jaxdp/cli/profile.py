@@ -30,8 +30,8 @@ def profile(config: Config, path: str | None, context: Context, options: dict[st
     directory = schema.run_dir(config, path) / "profile"
     run = make_run(config, directory.parent, context)
     program, strategy = run.strategy.compile(run.step), run.strategy
-    state = run.begin(run)
-    with run.train.batches(0, WARM_UP + updates, strategy) as batches:
+    state = run.origin.begin(run)
+    with run.data.train.batches(0, WARM_UP + updates, strategy) as batches:
         _, first = next(batches)
         texts = [part.compile().as_text() for part in program.lowered(state, first).values()]
         state, metrics = program.update(state, first)

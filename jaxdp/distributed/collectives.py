@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -50,27 +50,35 @@ Root = int | Sequence[int]
 Check = Callable[[list[Part], int], None]  # (this rank's arrays, number of ranks in its group)
 
 
+class Collective(NamedTuple):
+    """An operation.
+
+    words: the arguments, besides groups and root, that must be equal on all ranks. kernel: a key of `kernels.KERNELS`;
+    by default `name`. stack: the argument is a list with one array for each rank of the group, sent as one array.
+    """
+
+    name: str
+    words: Sequence[str] = ()
+    kernel: str | None = None
+    op: str | None = None
+    checks: Sequence[Check] = ()
+    stack: bool = False
+    split: int = 0
+    join: int = 0
+
+
 def _call(
-    name: str,
+    collective: Collective,
     x: Arrays,
-    words: Sequence[str],
-    *,
-    kernel: str | None = None,
-    op: str | None = None,
     groups: Groups = None,
     root: Root | None = None,
     pair: tuple[int, int] | None = None,
-    checks: Sequence[Check] = (),
-    stack: bool = False,
-    split: int = 0,
-    join: int = 0,
 ) -> Any:
-    """Run a collective: check this rank's arguments, compare them with those of the other ranks, transfer.
+    """Check this rank's arguments, compare them with those of the other ranks, transfer.
 
-    words: the arguments, besides groups and root, that must be equal on all ranks. kernel: a key of `kernels.KERNELS`;
-    by default `name`. pair: the two ranks of a send, of which the root sends; None if all ranks take part. stack: x is
-    a list with one array for each rank of the group, and is sent as one array.
+    pair: the two ranks of a send, of which the root sends; None if all ranks take part.
     """
+    name, words, kernel, op, checks, stack, split, join = collective
     context, kernel = joined(), kernel or name
     members = tuple(range(context.size)) if pair is None else pair
     parts: Partition = (members,)
@@ -146,12 +154,12 @@ def allreduce(x: Arrays, op: str = "sum", groups: Groups = None) -> Arrays:
     Floats below 32 bits are reduced in float32 and rounded once; integers wrap around; for bool, sum and max are `or`,
     prod and min are `and`; NaN stays NaN. Raises UsageError for avg of integers, min or max of complex numbers.
     """
-    return _call("allreduce", x, [str(op)], op=op, groups=groups, checks=[_check_op(op)])
+    return _call(Collective("allreduce", [str(op)], op=op, checks=[_check_op(op)]), x, groups)
 
 
 def reduce(x: Arrays, root: Root = 0, op: str = "sum", groups: Groups = None) -> Arrays:
     """Reduce x over the ranks by op; `root` gets the result, the others None (for a list, a list of None)."""
-    return _call("reduce", x, [str(op)], kernel="allreduce", op=op, groups=groups, root=root, checks=[_check_op(op)])
+    return _call(Collective("reduce", [str(op)], "allreduce", op, [_check_op(op)]), x, groups, root)
 
 
 def reduce_scatter(x: Arrays, op: str = "sum", groups: Groups = None, per_rank: bool = False) -> Arrays:
@@ -163,29 +171,29 @@ def reduce_scatter(x: Arrays, op: str = "sum", groups: Groups = None, per_rank: 
     """
     words = [str(op), "per_rank"] if per_rank else [str(op)]
     checks = [_check_op(op), _check_divisible()]
-    out = _call("reduce_scatter", x, words, op=op, groups=groups, checks=checks, stack=per_rank)
+    out = _call(Collective("reduce_scatter", words, op=op, checks=checks, stack=per_rank), x, groups)
     return out[0] if per_rank else out
 
 
 def allgather(x: Arrays, axis: int = 0, groups: Groups = None) -> Arrays:
     """Concatenate the ranks' x along dim `axis`, in the order of the group, on every rank; scalars become [n]."""
-    return _call("allgather", x, [f"axis={axis}"], groups=groups, checks=[_check_axis(axis)], join=axis)
+    return _call(Collective("allgather", [f"axis={axis}"], checks=[_check_axis(axis)], join=axis), x, groups)
 
 
 def gather(x: Arrays, root: Root = 0, axis: int = 0, groups: Groups = None) -> Arrays:
     """Concatenate the ranks' x along dim `axis` on rank `root`; the others get None (for a list, a list of None)."""
-    words, checks = [f"axis={axis}"], [_check_axis(axis)]
-    return _call("gather", x, words, kernel="allgather", groups=groups, root=root, checks=checks, join=axis)
+    gathered = Collective("gather", [f"axis={axis}"], "allgather", checks=[_check_axis(axis)], join=axis)
+    return _call(gathered, x, groups, root)
 
 
 def broadcast(x: Arrays, root: Root = 0, groups: Groups = None) -> Arrays:
     """Send the root's x to every rank, bit for bit. The others pass None, or arrays of the same shapes and types."""
-    return _call("broadcast", x, [], groups=groups, root=root)
+    return _call(Collective("broadcast"), x, groups, root)
 
 
 def scatter(x: Arrays, root: Root = 0, groups: Groups = None) -> Arrays:
     """Send chunk i of the root's x[n * k, ...] to the i-th rank: [k, ...], bit for bit. The others may pass None."""
-    return _call("scatter", x, [], groups=groups, root=root, checks=[_check_divisible()])
+    return _call(Collective("scatter", checks=[_check_divisible()]), x, groups, root)
 
 
 def all_to_all(x: Arrays, split_axis: int = 0, concat_axis: int = 0, groups: Groups = None) -> Arrays:
@@ -195,7 +203,7 @@ def all_to_all(x: Arrays, split_axis: int = 0, concat_axis: int = 0, groups: Gro
     """
     checks = [_check_divisible(split_axis, "split_axis"), _check_axis(concat_axis, "concat_axis")]
     words = [f"split_axis={split_axis}, concat_axis={concat_axis}"]
-    return _call("all_to_all", x, words, groups=groups, checks=checks, split=split_axis, join=concat_axis)
+    return _call(Collective("all_to_all", words, checks=checks, split=split_axis, join=concat_axis), x, groups)
 
 
 def send(x: Arrays, dst: int) -> None:
@@ -221,5 +229,5 @@ def _pair(x: Arrays, name: str, value: int) -> Arrays:
         raise UsageError(f"rank {peer} cannot {'send to' if sends else 'receive from'} itself")
     sender, receiver = (context.rank, peer) if sends else (peer, context.rank)
     pair = (min(sender, receiver), max(sender, receiver))
-    out = _call(f"send from rank {sender} to rank {receiver}", x, [], kernel="send", root=sender, pair=pair)
+    out = _call(Collective(f"send from rank {sender} to rank {receiver}", kernel="send"), x, root=sender, pair=pair)
     return None if sends else out

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from jaxdp.distributed import enter, faults, hosts, membership, private_jax
+from jaxdp.distributed import enter, faults, hosts, membership, private_jax, protocol
 from jaxdp.distributed.gpus import bind
 from jaxdp.distributed.joining import ElasticOptions
 from jaxdp.distributed.launchers import World, discover
@@ -163,7 +163,7 @@ def init(
     if world.size == 1:
         context = Context(launcher=world.launcher, hosts=(hosts.hostname(),), pids=(os.getpid(),))
     else:
-        context = _join(world, membership.default_timeout(timeout), elastic)
+        context = _join(world, protocol.default_timeout(timeout), elastic)
     _current, _arguments = context, arguments
     return context
 

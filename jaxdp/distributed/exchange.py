@@ -33,9 +33,13 @@ class Exchange:
 
 
 class Exchanges:
-    """The open exchanges: each member adds a text, and all members receive all texts once they are complete."""
+    """The open exchanges: each member adds a text, and all members receive all texts once they are complete.
 
-    def __init__(self) -> None:
+    departed: the ranks that have left the job.
+    """
+
+    def __init__(self, departed: Collection[int]) -> None:
+        self.departed = departed
         self.open: dict[tuple[Any, ...], Exchange] = {}
         self.failed: collections.OrderedDict[tuple[Any, ...], dict[str, Any]] = collections.OrderedDict()
 
@@ -44,7 +48,6 @@ class Exchanges:
         rank: int,
         members: tuple[int, ...],
         reply: Reply,
-        departed: Collection[int],
         name: str,
         turn: int,
         text: str,
@@ -64,7 +67,7 @@ class Exchanges:
             del self.open[key]
             kinds = list(dict.fromkeys(exchange.texts.values()))  # most texts are equal: send each distinct one once
             exchange.answer({"kinds": kinds, "of": [kinds.index(exchange.texts[m]) for m in members]})
-        elif absent := [m for m in exchange.missing if m in departed]:
+        elif absent := [m for m in exchange.missing if m in self.departed]:
             self.fail(key, {"left": absent})
 
     def fail(self, key: tuple[Any, ...], verdict: dict[str, Any]) -> None:

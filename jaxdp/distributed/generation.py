@@ -51,7 +51,7 @@ class Generation:
         self.deadline = time.monotonic() + self.settings.timeout
         self.fault: dict[str, Any] | None = None
         self.log: str | None = None
-        self.exchanges, self.keys = Exchanges(), Keys()
+        self.exchanges, self.keys = Exchanges(self.left), Keys()
         self.announced: dict[str, dict[str, Any]] = {}
         self.suspended = False
         self.jax_address = ""  # of JAX's service
@@ -155,7 +155,7 @@ class Generation:
 
     def do_exchange(self, member: Member, id: Any, members: list[int], **fields: Any) -> None:
         reply = lambda message: member.send(id=id, **message)
-        self.exchanges.add(member.rank, tuple(members), reply, self.left, **fields)
+        self.exchanges.add(member.rank, tuple(members), reply, **fields)
 
     def do_put(self, member: Member, id: Any, key: str, text: str) -> dict[str, Any]:
         self.keys.put(key, text)

@@ -20,24 +20,12 @@ from typing import Any
 from jaxdp.distributed import faults, hosts, private_jax, sockets
 from jaxdp.distributed.connection import Connection
 from jaxdp.distributed.messages import LONG_TEXT, checked, printable
-from jaxdp.distributed.protocol import Facts
-from jaxdp.errors import DistributedError, GenerationEnded, UsageError, one_line
+from jaxdp.distributed.protocol import TIMEOUT, Facts
+from jaxdp.errors import DistributedError, GenerationEnded, one_line
 
 BEAT = 1.0  # seconds
-TIMEOUT = 60.0  # seconds
+STUCK = 60.0  # seconds until a process that cannot leave an ended generation ends
 GRACE = 5.0  # seconds beyond the timeout of a request, so that the coordinator's deadline comes first
-
-
-def default_timeout(timeout: float | None = None) -> float:
-    """Return the seconds to wait for other ranks: `timeout`, else JAXDP_TIMEOUT, else 60. Raises UsageError."""
-    text = os.environ.get("JAXDP_TIMEOUT") or str(TIMEOUT)
-    try:
-        seconds = float(text) if timeout is None else timeout
-        if not seconds > 0:
-            raise ValueError
-    except ValueError:
-        raise UsageError(f"JAXDP_TIMEOUT={text!r} (or timeout={timeout}) is not a number of seconds above 0") from None
-    return seconds
 
 
 def silence(timeout: float) -> float:
@@ -245,6 +233,9 @@ class Membership:
                 self._changed.notify_all()
             sockets.break_collectives()
             private_jax.cancel_calls()
+            timer = threading.Timer(STUCK, self._end_if_stuck)
+            timer.daemon = True
+            timer.start()
         elif fault := checked(message, {"fault": str, "code": range(1, 256), "rank": (range(self.size), None)}):
             if fault["rank"] != self.rank and not self.ending.is_set():
                 time.sleep(0.3)  # the failed rank prints first
@@ -259,6 +250,11 @@ class Membership:
             with self._changed:
                 self._replies[number] = message
                 self._changed.notify_all()
+
+    def _end_if_stuck(self) -> None:
+        if _membership is self:  # else this process has asked to join the next generation
+            text = f"{self.name(self.rank)} ends: it waits for a program of the ended generation for {STUCK:.0f} s"
+            self.end(text, 1, self.rank)
 
     def _beat(self) -> None:
         while not self.ending.wait(BEAT):

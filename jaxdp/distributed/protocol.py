@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 from jaxdp.distributed import hosts
 from jaxdp.distributed.messages import LONG_TEXT
+from jaxdp.errors import UsageError
 
 # Facts that must be equal on all ranks, in the order in which a difference is reported.
 COMMON = {
@@ -17,6 +19,7 @@ COMMON = {
     "python": "Python version",
     "tls": "TLS (the package cryptography)",
 }
+TIMEOUT = 60.0  # seconds to wait for other ranks
 WINDOW = 10.0  # seconds that the survivors of a generation have to report to the next one
 Facts = dict[str, Any]
 FACTS: dict[str, Any] = {
@@ -106,3 +109,15 @@ def difference(first: Facts, other: Facts, elastic: bool = False) -> str | None:
                 f"{hosts.title(0, first['host'])} has {first.get(field)}: start every process of the job with the same"
             )
     return None
+
+
+def default_timeout(timeout: float | None = None) -> float:
+    """Return the seconds to wait for other ranks: `timeout`, else JAXDP_TIMEOUT, else 60. Raises UsageError."""
+    text = os.environ.get("JAXDP_TIMEOUT") or str(TIMEOUT)
+    try:
+        seconds = float(text) if timeout is None else timeout
+        if not seconds > 0:
+            raise ValueError
+    except ValueError:
+        raise UsageError(f"JAXDP_TIMEOUT={text!r} (or timeout={timeout}) is not a number of seconds above 0") from None
+    return seconds

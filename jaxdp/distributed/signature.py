@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.distributed import membership
+from jaxdp.distributed import membership, protocol
 from jaxdp.errors import DistributedError, UsageError
 
 Groups = Iterable[Iterable[int]] | None
@@ -157,7 +157,7 @@ def compare(
     Raises UsageError on all members if one has an error, and DistributedError if their calls differ, or the arrays
     within one of the `parts`. With `roots`, the root's arrays count, and the others of its group may pass None.
     """
-    texts, timeout = [json.dumps(asdict(signature))], membership.default_timeout()
+    texts, timeout = [json.dumps(asdict(signature))], protocol.default_timeout()
     if len(members) > 1:
         texts = membership.joined().exchange(name, texts[0], members, timeout)
     decoded = {text: Signature(**json.loads(text)) for text in dict.fromkeys(texts)}

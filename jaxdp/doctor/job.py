@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxdp import rundir
-from jaxdp.distributed import hosts, launchers, membership
+from jaxdp.distributed import hosts, launchers, membership, protocol
 from jaxdp.distributed.world import World
 from jaxdp.doctor import devices, mpi, network, resources, settings, versions
 from jaxdp.doctor.check import LIMIT, OK, Check, Checker, Line, of_text, ok, run_checks
@@ -43,7 +43,7 @@ def main(options: dict[str, Any]) -> None:
     checks += run_checks(local_checks(world, directory, options))
     stage("imports", LIMIT)
     checks += versions.check_imports()
-    timeout = membership.default_timeout(None if os.environ.get("JAXDP_TIMEOUT") else 30.0)
+    timeout = protocol.default_timeout(None if os.environ.get("JAXDP_TIMEOUT") else 30.0)
     stage("ranks", 2 * timeout + LIMIT)
     facts = {**hosts.identity(), "outward": hosts.outward(), **resources.read_cores(options["launcher"]), "marker": ""}
     with contextlib.suppress(OSError):  # `check_run_dir` reports it

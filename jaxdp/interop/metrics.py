@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdp.distributed import membership
+from jaxdp.distributed import protocol
 from jaxdp.distributed.context import joined
 from jaxdp.errors import UsageError
 from jaxdp.split import path_string
@@ -33,7 +33,7 @@ def allreduce_metrics(metrics: Any, weight: Any = 1.0) -> Any:
         message["weights"] = [_weight(value) for value in _weights(weight, structure)]
     except UsageError as error:
         message["error"] = str(error)
-    texts = context.exchange("allreduce_metrics", json.dumps(message), membership.default_timeout())
+    texts = context.exchange("allreduce_metrics", json.dumps(message), protocol.default_timeout())
     ranks = [json.loads(text) for text in texts]
     for rank, received in enumerate(ranks):
         if "error" in received:

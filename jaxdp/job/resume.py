@@ -85,6 +85,6 @@ def resume_step(
         return 0, {}
     saved = context.of_root("meta", lambda: checkpoints.meta(start))
     if not config.resume.force:
-        compare = lambda: check_same_run(saved, run.meta, config, start, objects)
+        compare = lambda: check_same_run(saved, run.checkpoints.facts, config, start, objects)
         on_all_ranks(context, compare if context.is_root else lambda: None)
     return start, saved

@@ -48,15 +48,16 @@ def start_writer(directory: pathlib.Path, config: Config, context: Context, run:
         },
     )
     facts = summary(run, config, context, directory, layout)
-    console = Console(run.steps, run.start, context.launcher == "none", {"title": directory.name, **facts})
+    steps, start = run.schedule.steps, run.origin.start
+    console = Console(steps, start, context.launcher == "none", {"title": directory.name, **facts})
     run.checkpoints.events.tell = console.happened
     console.advised = config.data.on_device  # the console would advise to set it
     writer = Many(
         [
-            JsonLines(directory / "metrics.jsonl", run.start, run.evaluated),
+            JsonLines(directory / "metrics.jsonl", start, run.origin.evaluated),
             console,
             Reports(directory),
-            *make_writers(config.log.writers, directory, run.start, dataclasses.asdict(config)),
+            *make_writers(config.log.writers, directory, start, dataclasses.asdict(config)),
         ]
     )
     if console.panel is None:
@@ -71,8 +72,9 @@ def summary(
     run: Run, config: Config, context: Context, directory: pathlib.Path, layout: dict[str, Any]
 ) -> dict[str, str]:
     """Return the lines of a run's summary by name."""
-    devices, parallel, order, opt = run.strategy.devices, config.parallel, run.train.order, config.optimizer
-    sizes = [f"{len(x.dataset):,}{f' ({name})' if name else ''}" for name, x in run.eval.items()]
+    devices, parallel, order, opt = run.strategy.devices, config.parallel, run.data.train.order, config.optimizer
+    start, steps, per_call = run.origin.start, run.schedule.steps, run.schedule.steps_per_call
+    sizes = [f"{len(x.dataset):,}{f' ({name})' if name else ''}" for name, x in run.data.eval.items()]
     evaluates = f"; evaluates on {' and '.join(sizes)}" if sizes else ""
     hosts = f" on {len(set(context.hosts))} hosts" if len(set(context.hosts)) > 1 else ""
     schedule = opt.schedule if isinstance(opt.schedule, str) else opt.schedule.get("target")
@@ -81,15 +83,14 @@ def summary(
         if opt.target.startswith(f"{OF_SCRIPT} ")
         else f"{opt.target}, lr {opt.lr:g} {schedule}"
     )
-    per_call = f", {run.steps_per_call} a call" if run.steps_per_call > 1 else ""
     return {
-        "run": f"{f'resumes after step {run.start}' if run.start else 'starts'} in {directory}",
+        "run": f"{f'resumes after step {start}' if start else 'starts'} in {directory}",
         "model": f"{config.model.target}, {layout['parameters']:,} parameters",
-        "data": f"{config.data.target}, {len(run.train.dataset):,} examples, {order.steps_per_epoch:,} updates an epoch"
-        f"{evaluates}",
+        "data": f"{config.data.target}, {len(run.data.train.dataset):,} examples, "
+        f"{order.steps_per_epoch:,} updates an epoch{evaluates}",
         "batch": f"{config.batch_size:,} examples in {config.microbatches} microbatches of "
         f"{order.examples_per_microbatch:,}",
-        "optimizer": f"{rate}, {run.steps:,} updates{per_call}",
+        "optimizer": f"{rate}, {steps:,} updates{f', {per_call} a call' if per_call > 1 else ''}",
         "devices": f"{len(devices)} x {devices[0].device_kind} in {context.size} "
         f"process{'es' * (context.size > 1)}{hosts} ({context.launcher})",
         "layout": f"{parallel.backend}, zero {parallel.zero}{sharding(run, config)}; reduction {parallel.reduction}",
@@ -120,21 +121,22 @@ def advice(run: Run, config: Config) -> list[str]:
     warnings = []
     devices, per_device = run.strategy.assignment.shape
     batch, microbatches = config.batch_size, config.microbatches
-    padded = microbatches * (per_microbatch := run.train.order.examples_per_microbatch)
+    padded = microbatches * (per_microbatch := run.data.train.order.examples_per_microbatch)
     if 1 - batch / padded > EMPTY:
         warnings.append(
             f"batch_size: {batch} is padded to {padded} ({microbatches} microbatches of {per_microbatch}); use "
             f"{padded} to avoid the padding (this changes the numbers)"
         )
-    if batch > (size := len(run.train.dataset)):
+    if batch > (size := len(run.data.train.dataset)):
         warnings.append(
             f"batch_size: {batch} is beyond the {size} examples of the data: every update takes all of them, and "
             f"the other {batch - size} are padding; make it {size} or smaller"
         )
     opt = config.optimizer
-    horizon = min(run.steps, opt.schedule_steps or run.steps)
+    steps = run.schedule.steps
+    horizon = min(steps, opt.schedule_steps or steps)
     if not opt.target.startswith(f"{OF_SCRIPT} ") and opt.warmup_steps > horizon:
-        end = "the run ends" if horizon == run.steps else "optimizer.schedule_steps ends the schedule"
+        end = "the run ends" if horizon == steps else "optimizer.schedule_steps ends the schedule"
         warnings.append(
             f"optimizer.warmup_steps: {opt.warmup_steps}, but {end} after {horizon} updates: the warm-up is cut off "
             f"there, at {horizon / opt.warmup_steps:.0%} of lr; make it shorter"
@@ -149,7 +151,7 @@ def advice(run: Run, config: Config) -> list[str]:
         warnings.append("there is a GPU, but JAX runs on the CPU; pip install 'jaxdp-trainer[cuda12]' or: jaxdp doctor")
     if text := os.environ.get(FAULT):
         warnings.append(f"{FAULT}: {text!r} injects faults into this run: its numbers may be wrong")
-    for key, text in run.meta.get("fingerprints", {}).items():
+    for key, text in run.checkpoints.facts.get("fingerprints", {}).items():
         if text.startswith(NOT_COMPARABLE):
             warnings.append(
                 f"{key}: it cannot be compared with another ({text.removeprefix(NOT_COMPARABLE)}), so this run can be "
@@ -160,8 +162,8 @@ def advice(run: Run, config: Config) -> list[str]:
 
 def layout_of(run: Run, config: Config) -> dict[str, Any]:
     """Return the memory and the sharding of the run on each device, for layout.json."""
-    strategy, order = run.strategy, run.train.order
-    first = run.train.dataset.read(np.zeros(1, np.int64))
+    strategy, order = run.strategy, run.data.train.order
+    first = run.data.train.dataset.read(np.zeros(1, np.int64))
     rows = (config.microbatches, order.examples_per_microbatch)
     batch = {name: jax.ShapeDtypeStruct((*rows, *x.shape[1:]), x.dtype) for name, x in first.items()}
     batch.setdefault("mask", jax.ShapeDtypeStruct(rows, np.dtype(bool)))

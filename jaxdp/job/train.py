@@ -1,7 +1,6 @@
 """Train a config in a run directory, with writers, a monitor and signals."""
 
 import contextlib
-import dataclasses
 import pathlib
 import sys
 import time
@@ -86,23 +85,22 @@ def train_here(
         events = run.checkpoints.events = Events(directory) if context.is_root else NoEvents()
         recovered = snapshots.recover(run, context) if snapshots is not None else None
         start, saved = recovered[:2] if recovered else resume_step(run, config, context, objects)
-        if start > run.steps:
-            raise UsageError(f"steps: {run.steps}, but {str(directory)!r} is at step {start}; give more", rank=0)
+        if start > (steps := run.schedule.steps):
+            raise UsageError(f"steps: {steps}, but {str(directory)!r} is at step {start}; give more", rank=0)
         record = None if recovered else final_record(run, config, directory, context, start)
         if record is not None:
             return record, run.checkpoints.restore(start, run.strategy.abstract()) if keep else None
         if offset := saved.get("offset", 0):
             checkpoints = run.checkpoints
             run = make_run(config, directory, context, objects, offset, prepared)
-            run = dataclasses.replace(run, checkpoints=checkpoints)
+            run = run.replace(checkpoints=checkpoints)
         callbacks.load(saved.get("callbacks", []))
-        run = dataclasses.replace(
-            run,
+        run = run.replace(
             start=start,
             evaluated=saved.get("evaluated", False),
             offset=offset,
             rollbacks=saved.get("rollbacks", 0),
-            profile=make_profile(config, directory, start, run.steps),
+            profile=make_profile(config, directory, start, steps),
             events=events,
             callbacks=callbacks,
             recovered=recovered and recovered[2],
@@ -123,7 +121,7 @@ def final_record(run: Run, config: Config, directory: pathlib.Path, context: Con
     """Return the final record of a run that has finished already, and report this on root; None for any other run."""
     final = [record for record in read(directory / "metrics.jsonl") if record.get("split") == "final"]
     early = bool(config.callbacks) and bool(final) and "stopped" in final[-1] and final[-1]["step"] == start
-    if not context.of_root("final", lambda: bool(final) and (start == run.steps or early)):
+    if not context.of_root("final", lambda: bool(final) and (start == run.schedule.steps or early)):
         return None
     run.checkpoints.check_fits(start, run.strategy.abstract())
     if context.is_root:
@@ -149,19 +147,19 @@ def supervised(
     run: Run, config: Config, context: Context, began: float, keep: bool
 ) -> tuple[Record, TrainState | None]:
     """Train with writers, a monitor and signals. began: the start of the command, in seconds since 1970."""
-    directory, events = run.directory, run.events
+    directory, events, snapshots, start = run.log.directory, run.log.events, run.hooks.snapshots, run.origin.start
     writer = Writer()
     if context.is_root:
         layout = layout_of(run, config)
         writer = start_writer(directory, config, context, run, layout)
-        if run.snapshots is None or not run.snapshots.generations:
+        if snapshots is None or not snapshots.generations:
             with contextlib.suppress(OSError):
                 rundir.write_layout(directory, layout)
-            run = dataclasses.replace(run, layout=layout)
-    facts = {"devices": len(run.strategy.devices), "processes": context.size, "steps": run.steps}
-    if run.snapshots is not None and run.snapshots.reached > run.start:
-        facts["again"] = run.snapshots.reached - run.start
-    events.note("resume" if run.start else "start", run.start, t=round(began, 3), **facts)
+            run = run.replace(layout=layout)
+    facts = {"devices": len(run.strategy.devices), "processes": context.size, "steps": run.schedule.steps}
+    if snapshots is not None and snapshots.reached > start:
+        facts["again"] = snapshots.reached - start
+    events.note("resume" if start else "start", start, t=round(began, 3), **facts)
     watch = RunMonitor(
         context,
         directory,
@@ -170,26 +168,26 @@ def supervised(
         config.checkpoint.every_minutes,
     )
     account = lambda: context.of_root("goodput", lambda: goodput(directory / "metrics.jsonl", rundir.began(directory)))
-    run = dataclasses.replace(run, writer=writer, watch=watch, account=account)
+    run = run.replace(writer=writer, watch=watch, account=account)
 
     def on_signal(name: str) -> None:
         if name == signals.TRACE:
-            run.profile.ask()
+            run.log.profile.ask()
 
     signals.subscribe(on_signal)
     try:
         if context.size > 1:
             context.barrier("collectives", SLOW)
             open_collectives()
-        with log_failure(events, context.size == 1, run.snapshots is not None):
+        with log_failure(events, context.size == 1, snapshots is not None):
             record, state = loop.complete(run)
         writer.say(summary(record, directory))
         return record, run.strategy.export(state) if keep else None
     finally:
         signals.unsubscribe(on_signal)
-        run.profile.stop()
+        run.log.profile.stop()
         watch.stop()
-        if run.snapshots is not None:
+        if snapshots is not None:
             run.checkpoints.wait()
         writer.close()
 

@@ -2,8 +2,11 @@
 
 import contextlib
 import gc
+import time
 from collections.abc import Callable
 from typing import TypeVar
+
+import jax
 
 from jaxdp.distributed import faults, membership
 from jaxdp.distributed.context import Context, regroup
@@ -12,6 +15,7 @@ from jaxdp.errors import DistributedError
 from jaxdp.supervise.monitor import Stopped
 
 T = TypeVar("T")
+STUCK = 5.0  # seconds
 
 
 def run_generations(train: Callable[[Context], T], context: Context, ended: Callable[[], None]) -> T:
@@ -32,9 +36,25 @@ def run_generations(train: Callable[[Context], T], context: Context, ended: Call
                     membership.joined().request("regroup")
             elif not has_ended(error):
                 raise
+            end_if_stuck()
         ended()
         gc.collect()
         context, regrouped = regroup(), True
+
+
+def end_if_stuck() -> None:
+    """Wait for the programs of an ended generation; end this process if one does not return.
+
+    It may wait for a send that Gloo never completes, and then the devices could not be closed. A launcher starts the
+    process again, and it joins the next generation. Call it while the results of all programs are still referenced.
+    """
+    deadline = time.monotonic() + STUCK
+    while any(not x.is_deleted() and not x.is_ready() for x in jax.live_arrays()):
+        if time.monotonic() > deadline:
+            member = membership.joined()
+            text = f"{member.name(member.rank)} ends: a collective of the ended generation does not return"
+            member.end(text, 1, member.rank)
+        time.sleep(0.01)
 
 
 def has_ended(error: BaseException) -> bool:

@@ -4,7 +4,7 @@ import contextlib
 import pathlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from jaxdp import rundir
 from jaxdp.distributed import membership
@@ -26,66 +26,44 @@ class Stopped(Exception):
         self.kind, self.why, self.rank = kind, why, rank
 
 
-class Watch(Protocol):
-    """The interface through which the training loop reports its progress."""
+class Monitor:
+    """The interface through which the training loop reports its progress. This base class does nothing."""
 
     def run_step(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
         """Run f(*args) in all processes and return its result. Raises Stopped if all stop before it."""
+        return f(*args)
 
     def sent(self, result: dict[str, Any]) -> None:
         """Report the metrics, on the device, of updates that were dispatched."""
 
     def reading(self, batches: Iterator[tuple[range, Any]], start: int) -> Iterator[tuple[range, Any]]:
         """Yield (the updates of a call, their data) from `batches`, which begin after update `start`."""
+        return batches
 
     def suspend_timeout(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Suspend the step timeout inside this context."""
+        return contextlib.nullcontext()
 
     def save_is_asked(self) -> bool:
         """Return whether all processes must save now, and reset the request."""
+        return False
 
     def request_probe(self) -> None:
         """Ask all processes to measure how long their devices compute."""
 
     def probe_is_asked(self) -> bool:
         """Return whether all processes must measure this now, and reset the request."""
+        return False
 
     def straggler(self, step_ms: float) -> dict[str, float]:
         """Return the metrics of a process that slows down the others. step_ms: time of an update."""
+        return {}
 
     def stop(self) -> None:
         """Stop monitoring at the end of the run."""
 
 
-class NullMonitor:
-    """A monitor that does nothing."""
-
-    def run_step(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
-        return f(*args)
-
-    def sent(self, result: dict[str, Any]) -> None: ...
-
-    def reading(self, batches: Iterator[tuple[range, Any]], start: int) -> Iterator[tuple[range, Any]]:
-        return batches
-
-    def suspend_timeout(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def save_is_asked(self) -> bool:
-        return False
-
-    def request_probe(self) -> None: ...
-
-    def probe_is_asked(self) -> bool:
-        return False
-
-    def straggler(self, step_ms: float) -> dict[str, float]:
-        return {}
-
-    def stop(self) -> None: ...
-
-
-class RunMonitor:
+class RunMonitor(Monitor):
     """The monitor of a training job. minutes: between two saves, besides those of the loop; None for no such saves."""
 
     def __init__(

@@ -17,9 +17,9 @@ from jaxdp.training.source import Source
 
 def evaluate(run: Run, program: Program, state: TrainState) -> Record:
     """Return the loss and metrics over each evaluation set; NAME/loss, ... of a named set."""
-    state = run.strategy.averaged(state) if run.averaged else state
+    state = run.strategy.averaged(state) if run.data.averaged else state
     record: Record = {}
-    for name, source in run.eval.items():
+    for name, source in run.data.eval.items():
         record |= {f"{name}/{k}" if name else k: v for k, v in of_set(run, source, program, state).items()}
     return record
 
@@ -38,8 +38,8 @@ def of_set(run: Run, source: Source, program: Program, state: TrainState) -> Rec
 
     with source.batches(0, source.order.steps_per_epoch, run.strategy) as batches:
         for number, batch in batches:
-            with run.compiling():
-                sums = run.watch.run_step(f"evaluation, batch {number}", program.evaluate, state, batch)
+            with run.hooks.compiling():
+                sums = run.hooks.watch.run_step(f"evaluation, batch {number}", program.evaluate, state, batch)
             if sums.carry is not None:
                 state = state.replace(carry=sums.carry)
             in_flight.append((number, {"loss": sums.loss, "weight": sums.weight, **sums.metrics}))
@@ -50,4 +50,4 @@ def of_set(run: Run, source: Source, program: Program, state: TrainState) -> Rec
     for number in suspects[:1]:
         source.examine(number, f"batch {number} of the evaluation", run.checkpoints.context)
     weight = totals.pop("weight") or 1.0
-    return make_record(divide(totals, weight, np), run.derive)
+    return make_record(divide(totals, weight, np), run.log.derive)

@@ -36,11 +36,12 @@ def complete(run: Run) -> tuple[Record, TrainState]:
         RunFailed: the last state cannot be saved, too many consecutive updates are not finite, or a callback failed.
     """
     program = run.strategy.compile(run.step)
-    with run.watch.suspend_timeout("makes the state"):
-        state = run.recovered or (restore(run, run.start) if run.start else run.begin(run))
-    progress = Progress(run.start, state, evaluated=run.start if run.evaluated else -1)
-    lookback = Lookback(EXAMINED if run.train.check else 0, run.checkpoints.context.rank)
-    run.callbacks.call("on_start", run)
+    watch, origin = run.hooks.watch, run.origin
+    with watch.suspend_timeout("makes the state"):
+        state = origin.recovered or (restore(run, origin.start) if origin.start else origin.begin(run))
+    progress = Progress(origin.start, state, evaluated=origin.start if origin.evaluated else -1)
+    lookback = Lookback(EXAMINED if run.data.train.check else 0, run.checkpoints.context.rank)
+    run.hooks.callbacks.call("on_start", run)
     try:
         while True:
             try:
@@ -48,8 +49,8 @@ def complete(run: Run) -> tuple[Record, TrainState]:
                 return finish(run, program, progress, stopped), progress.state
             except NotFinite as error:
                 name = f"the batch of update {error.update}"
-                with run.watch.suspend_timeout(f"examines {name}"):
-                    run.train.examine(error.update - 1 + run.offset, name, run.checkpoints.context)
+                with watch.suspend_timeout(f"examines {name}"):
+                    run.data.train.examine(error.update - 1 + run.origin.offset, name, run.checkpoints.context)
             except Stopped as stop:
                 if int(progress.state.guard.halted):  # else the halted updates are rolled back already
                     run, progress = roll_back(run, progress)
@@ -58,7 +59,7 @@ def complete(run: Run) -> tuple[Record, TrainState]:
                     save_preempted(run, progress, stop)
                     raise
                 if stop.kind == "regroup":
-                    run.snapshots.take_now(run, progress)
+                    run.hooks.snapshots.take_now(run, progress)
                     raise
     finally:
         gc.unfreeze()
@@ -69,45 +70,46 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
 
     Raises the errors of `lookback`.
     """
-    examples, start = run.train.order.examples_per_step, progress.step
-    more = lambda milliseconds: {**run.speed(milliseconds), **run.watch.straggler(milliseconds)}
+    log, watch, train, offset = run.log, run.hooks.watch, run.data.train, run.origin.offset
+    start, steps = progress.step, run.schedule.steps
+    more = lambda milliseconds: {**log.speed(milliseconds), **watch.straggler(milliseconds)}
     with (
-        Meter(run.writer, run.log_every, run.steps, examples, more, run.derive) as meter,
-        run.train.batches(start + run.offset, run.steps + run.offset, run.strategy, calls(run, start)) as batches,
+        Meter(log.writer, run.schedule.log_every, steps, train.order.examples_per_step, more, log.derive) as meter,
+        train.batches(start + offset, steps + offset, run.strategy, calls(run, start)) as batches,
     ):
         stopped = None
-        if 0 < start < run.steps and run.evaluation_is_due(start) and progress.evaluated != start:
+        if 0 < start < steps and run.evaluation_is_due(start) and progress.evaluated != start:
             stopped = between(run, program, progress)
         if stopped:
             return stopped
-        numbered = ((updates_of(steps, run.offset), batch) for steps, batch in batches)
-        for updates, batch in run.watch.reading(meter.reading(numbered), start):
+        numbered = ((updates_of(number, offset), batch) for number, batch in batches)
+        for updates, batch in watch.reading(meter.reading(numbered), start):
             lookback.look(progress.step - BEHIND)
             step, several, first = updates[-1], len(updates) > 1, not progress.metrics
-            run.profile.before(updates[0])
+            log.profile.before(updates[0])
             name = f"updates {updates[0]} to {step}" if several else f"update {step}"
             call: Any = program.updates if several else program.update
-            with run.compiling() if first else contextlib.nullcontext():
-                progress.state, progress.metrics = run.watch.run_step(name, call, progress.state, batch)
+            with run.hooks.compiling() if first else contextlib.nullcontext():
+                progress.state, progress.metrics = watch.run_step(name, call, progress.state, batch)
             progress.step = step
-            run.watch.sent(progress.metrics)
+            watch.sent(progress.metrics)
             lookback.add(updates, progress.metrics)
-            run.profile.after(step, progress.metrics)
+            log.profile.after(step, progress.metrics)
             meter.update(updates, progress.metrics)
-            run.callbacks.on_update(updates, progress.metrics)
+            run.hooks.callbacks.on_update(updates, progress.metrics)
             if first:  # while the device is busy
-                run.events.note("first_update", step)
-                if run.layout is not None:
-                    memory.record(run.directory, run.layout, run.strategy, program, progress.state, batch, len(updates))
+                log.events.note("first_update", step)
+                if log.layout is not None:
+                    memory.record(log.directory, log.layout, run.strategy, program, progress.state, batch, len(updates))
                 gc.freeze()  # startup objects stay alive: scanning them again would pause a rank for 0.1 s
-            for check in run.checks:
+            for check in run.hooks.checks:
                 if check.is_due(run, progress):
                     meter.pause()
                     check.check(run, progress, batch)
-            if run.snapshots is not None:
-                run.snapshots.take(run, progress)
-            save_requested = run.watch.save_is_asked()
-            if step < run.steps and (save_requested or run.evaluation_is_due(step) or run.checkpoint_is_due(step)):
+            if run.hooks.snapshots is not None:
+                run.hooks.snapshots.take(run, progress)
+            save_requested = watch.save_is_asked()
+            if step < steps and (save_requested or run.evaluation_is_due(step) or run.checkpoint_is_due(step)):
                 meter.pause()
                 if stopped := between(run, program, progress, save_requested):
                     break
@@ -121,14 +123,17 @@ def calls(run: Run, start: int) -> Iterator[Steps]:
 
     Checkpoints and evaluations fall between two calls, so that only these two programs are compiled.
     """
-    ends = [every for every in (run.eval_every if run.eval else None, run.save_every) if every]
-    window = [] if run.profile.start is None else [run.profile.start, run.profile.start + run.profile.steps]
-    while start < run.steps:
-        limit = min([run.steps, *((start // every + 1) * every for every in ends), *(w for w in window if w > start)])
-        first = start + run.offset
-        if run.steps_per_call > 1 and start + run.steps_per_call <= limit:
-            yield range(first, first + run.steps_per_call)
-            start += run.steps_per_call
+    schedule, profile = run.schedule, run.log.profile
+    ends = [every for every in (schedule.eval_every if run.data.eval else None, schedule.save_every) if every]
+    window = [] if profile.start is None else [profile.start, profile.start + profile.steps]
+    while start < schedule.steps:
+        limit = min(
+            [schedule.steps, *((start // every + 1) * every for every in ends), *(w for w in window if w > start)]
+        )
+        first = start + run.origin.offset
+        if schedule.steps_per_call > 1 and start + schedule.steps_per_call <= limit:
+            yield range(first, first + schedule.steps_per_call)
+            start += schedule.steps_per_call
         else:
             yield first
             start += 1
@@ -154,15 +159,15 @@ def evaluate_and_record(
     """
     began = time.perf_counter()
     metrics = evaluate(run, program, progress.state)
-    run.events.note("evaluation", progress.step, seconds=round(time.perf_counter() - began, 4))
+    run.log.events.note("evaluation", progress.step, seconds=round(time.perf_counter() - began, 4))
     if split is not None:
-        run.writer.write({"step": progress.step, "split": split, **metrics})
+        run.log.writer.write({"step": progress.step, "split": split, **metrics})
     progress.record_evaluation(metrics)
-    stop = run.callbacks.on_eval(progress.step, metrics)
+    stop = run.hooks.callbacks.on_eval(progress.step, metrics)
     if run.checkpoints.is_best(metrics):
         save(run, progress)
     run.checkpoints.annotate(
-        progress.step, {"metrics": progress.evaluation, "evaluated": True, **run.callbacks.state()}
+        progress.step, {"metrics": progress.evaluation, "evaluated": True, **run.hooks.callbacks.state()}
     )
     return metrics, stop
 
@@ -173,19 +178,19 @@ def finish(run: Run, program: Program, progress: Progress, stopped: str | None =
     stopped: why a callback ended training.
     """
     final: Record = {"step": progress.step, "split": "final"}
-    if run.start < progress.step:  # else nothing has changed since the restore
+    if run.origin.start < progress.step:  # else nothing has changed since the restore
         save(run, progress)
-    if run.eval and stopped is None:
+    if run.data.eval and stopped is None:
         final |= evaluate_and_record(run, program, progress)[0]
-    elif run.eval:
+    elif run.data.eval:
         final |= progress.evaluation | {"stopped": stopped}
     elif progress.metrics:
         final["loss"] = float(np.reshape(progress.metrics["loss"], -1)[-1])
     wait_for_checkpoint(run)
-    with run.watch.suspend_timeout("makes the digest"):
+    with run.hooks.watch.suspend_timeout("makes the digest"):
         final["params_sha256"] = params_sha256(run.strategy.export(progress.state).params)
-    final |= run.account()
-    run.writer.write(final)
-    run.events.note("finished", progress.step)
-    run.callbacks.call("on_end", final)
+    final |= run.log.account()
+    run.log.writer.write(final)
+    run.log.events.note("finished", progress.step)
+    run.hooks.callbacks.call("on_end", final)
     return final

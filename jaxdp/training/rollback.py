@@ -1,7 +1,6 @@
 """Rollback after a spike of the loss: restore the last checkpoint and continue with the data after the spike."""
 
 import contextlib
-import dataclasses
 import json
 import pathlib
 
@@ -20,45 +19,45 @@ def roll_back(run: Run, progress: Progress) -> tuple[Run, Progress]:
 
     Raises RunFailed if the run halted on non-finite updates, or after `max_rollbacks`.
     """
-    run.profile.stop()
-    run.profile.start = None
+    watch, offset, rollbacks = run.hooks.watch, run.origin.offset, run.origin.rollbacks
+    run.log.profile.stop()
+    run.log.profile.start = None
     guard = jax.device_get(progress.state.guard)
     first, last = int(guard.since), int(guard.halted_at)
-    with run.watch.suspend_timeout("waits for the checkpoint"):
+    with watch.suspend_timeout("waits for the checkpoint"):
         run.checkpoints.wait()
     file = write_batches(run, first, last)
     if int(guard.halted) == NONFINITE:
         last_saved = max(run.checkpoints.steps(), default=0)
         checkpoint = f"checkpoint {last_saved} is the last" if last_saved else "there is no checkpoint"
-        batch = describe(run.train.read(first - 1 + run.offset))
+        batch = describe(run.data.train.read(first - 1 + offset))
         raise RunFailed(
             f"updates {first} to {last} were not finite, {int(guard.in_a_row)} in a row (nonfinite.max_consecutive); "
             f"none of them was applied, {checkpoint}; the "
             f"batch of update {first} has {batch}; the indices of all their examples are in {file}",
             rank=0,
         )
-    if run.rollbacks >= run.max_rollbacks:
+    if rollbacks >= run.schedule.max_rollbacks:
         raise RunFailed(
-            f"the loss of update {last} is a spike, and the run was rolled back {run.rollbacks} times already "
+            f"the loss of update {last} is a spike, and the run was rolled back {rollbacks} times already "
             f"(spike.max_rollbacks); the indices of its examples are in {file}",
             rank=0,
         )
-    with run.watch.suspend_timeout("restores"):
-        step = run.checkpoints.latest(run.writer.say)
-        state = restore(run, step) if step else run.begin(run)
-    run.writer.rewind(step)
-    run.events.note("rolled_back", last, to=step, reason="a spike of the loss")
-    run.writer.say(f"the loss of update {last} is a spike: back to step {step}, continuing with the data after it")
-    offset = run.offset + last - step
-    run = dataclasses.replace(run, start=step, offset=offset, rollbacks=run.rollbacks + 1)
+    with watch.suspend_timeout("restores"):
+        step = run.checkpoints.latest(run.log.writer.say)
+        state = restore(run, step) if step else run.origin.begin(run)
+    run.log.writer.rewind(step)
+    run.log.events.note("rolled_back", last, to=step, reason="a spike of the loss")
+    run.log.writer.say(f"the loss of update {last} is a spike: back to step {step}, continuing with the data after it")
+    run = run.replace(start=step, offset=offset + last - step, rollbacks=rollbacks + 1)
     return run, Progress(step, state, evaluated=step)
 
 
 def write_batches(run: Run, first: int, last: int) -> pathlib.Path:
     """Write halted.json: the indices of the examples of updates `first` to `last`."""
-    file = run.directory / "halted.json"
+    file = run.log.directory / "halted.json"
     updates = range(first, last + 1)
-    batches = {update: np.sort(run.train.indices(update - 1 + run.offset)).tolist() for update in updates}
+    batches = {update: np.sort(run.data.train.indices(update - 1 + run.origin.offset)).tolist() for update in updates}
     if run.checkpoints.context.is_root:
         with contextlib.suppress(OSError):
             file.write_text(json.dumps({"updates": batches}) + "\n")

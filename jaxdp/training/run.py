@@ -15,70 +15,117 @@ from jaxdp.core.step import Step
 from jaxdp.metrics.events import NoEvents
 from jaxdp.metrics.writer import Record, Writer
 from jaxdp.parallel.strategy import Strategy
-from jaxdp.supervise.monitor import NullMonitor, Watch
+from jaxdp.supervise.monitor import Monitor
 from jaxdp.training.callbacks import Callbacks
 from jaxdp.training.profile import Profile
 from jaxdp.training.source import Source
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """The built objects of a run.
+class Data:
+    """The data of a run. eval: the evaluation sets by name; "" is the main one. averaged: evaluate the EMA."""
 
-    eval: the evaluation sets by name; "" is the main one.
+    train: Source
+    eval: Mapping[str, Source] = dataclasses.field(default_factory=dict)
+    averaged: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The last update, and the updates between two records, evaluations and checkpoints.
+
     steps_per_call: the number of updates in one compiled call, if nothing is due between them.
-    start: the update to resume after, 0 for a new run. evaluated: True if the evaluation due at `start` already ran.
-    offset: the number of batches skipped after spikes, by `rollbacks` rollbacks, at most `max_rollbacks`.
-    begin: returns the state of a new run; recovered: the state to continue with instead, from the `snapshots` of an
-    elastic job. compiling: returns a context for calls that may compile.
-    averaged: evaluate the running average of the parameters.
-    derive: returns metrics computed from the means of a record; speed: from the milliseconds of an update; account:
-    of the full run, at its end.
-    asynchronous: training continues while a checkpoint is written. meta: saved with every checkpoint.
-    checks: of the devices, such as `jaxdp.audit.Audit`: after an update for which `is_due(run, progress)`, `check(run,
-    progress, batch)` runs before anything else reads the new state.
-    layout: the content of layout.json before the first update; None: write no file.
+    asynchronous: training continues while a checkpoint is written.
     """
 
-    strategy: Strategy
-    step: Step
-    train: Source
-    eval: Mapping[str, Source]
     steps: int
-    writer: Writer
-    checkpoints: Checkpoints
-    watch: Watch = NullMonitor()
-    callbacks: Callbacks = Callbacks()
     steps_per_call: int = 1
-    start: int = 0
-    offset: int = 0
-    rollbacks: int = 0
-    max_rollbacks: int = 3
-    evaluated: bool = False
     log_every: int = 50
     eval_every: int | None = None
     save_every: int | None = None
     asynchronous: bool = True
+    max_rollbacks: int = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """The point from which a run starts or resumes.
+
+    start: the update to resume after, 0 for a new run. evaluated: True if the evaluation due at `start` already ran.
+    offset: the number of batches skipped after spikes, by `rollbacks` rollbacks.
+    begin: returns the state of a new run. recovered: the state to continue with instead, from the snapshots of an
+    elastic job.
+    """
+
+    start: int = 0
+    evaluated: bool = False
+    offset: int = 0
+    rollbacks: int = 0
+    begin: Callable[["Run"], TrainState] = lambda run: run.strategy.init()
+    recovered: TrainState | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Log:
+    """The outputs of a run, besides its checkpoints.
+
+    derive: returns metrics computed from the means of a record; speed: from the milliseconds of an update; account:
+    of the full run, at its end.
+    directory: of the files. layout: the content of layout.json before the first update; None: write no file.
+    """
+
+    writer: Writer = Writer()
+    events: NoEvents = NoEvents()
     profile: Profile = dataclasses.field(default_factory=Profile)
-    averaged: bool = False
     derive: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda means: {}
     speed: Callable[[float], Record] = lambda milliseconds: {}
     account: Callable[[], Record] = dict
-    begin: Callable[["Run"], TrainState] = lambda run: run.strategy.init()
-    recovered: TrainState | None = None
-    snapshots: Any = None
-    checks: Sequence[Any] = ()
-    compiling: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     directory: pathlib.Path = pathlib.Path()
-    events: NoEvents = NoEvents()
     layout: Mapping[str, Any] | None = None
 
+
+@dataclasses.dataclass(frozen=True)
+class Hooks:
+    """The objects that the loop calls between updates.
+
+    checks: of the devices, such as `jaxdp.audit.Audit`: after an update for which `is_due(run, progress)`, `check(run,
+    progress, batch)` runs before anything else reads the new state.
+    snapshots: of an elastic job. compiling: returns a context for calls that may compile.
+    """
+
+    watch: Monitor = Monitor()
+    callbacks: Callbacks = Callbacks()
+    checks: Sequence[Any] = ()
+    snapshots: Any = None
+    compiling: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The built objects of a run."""
+
+    strategy: Strategy
+    step: Step
+    data: Data
+    checkpoints: Checkpoints
+    schedule: Schedule
+    log: Log
+    origin: Origin = Origin()
+    hooks: Hooks = Hooks()
+
+    def replace(self, **values: Any) -> "Run":
+        """Return the run with other values of these fields, its own or of its records."""
+        for section in ("data", "schedule", "log", "origin", "hooks"):
+            record = getattr(self, section)
+            if changed := {f.name for f in dataclasses.fields(record)} & values.keys():
+                values[section] = dataclasses.replace(record, **{name: values.pop(name) for name in changed})
+        return dataclasses.replace(self, **values)
+
     def evaluation_is_due(self, step: int) -> bool:
-        return bool(self.eval) and is_due(step, self.eval_every)
+        return bool(self.data.eval) and is_due(step, self.schedule.eval_every)
 
     def checkpoint_is_due(self, step: int) -> bool:
-        return is_due(step, self.save_every)
+        return is_due(step, self.schedule.save_every)
 
 
 @dataclasses.dataclass

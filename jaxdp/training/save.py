@@ -12,19 +12,19 @@ from jaxdp.training.run import Progress, Run
 def save(run: Run, progress: Progress) -> None:
     """Start a checkpoint; it is durable when the writer reports it. Raises Stopped if training has halted."""
     began = time.perf_counter()
-    with run.watch.suspend_timeout(f"saves step {progress.step}"):
+    with run.hooks.watch.suspend_timeout(f"saves step {progress.step}"):
         stop_if_halted(run, progress)
-        meta = {**run.meta, **progress_metadata(run, progress)}
-        run.checkpoints.save(progress.step, run.strategy.export(progress.state), meta, run.writer.say)
-        if not run.asynchronous:
+        state, meta = run.strategy.export(progress.state), progress_metadata(run, progress)
+        run.checkpoints.save(progress.step, state, meta, run.log.writer.say)
+        if not run.schedule.asynchronous:
             run.checkpoints.wait()
-    run.events.note("saving", progress.step, blocked=round(time.perf_counter() - began, 4))
-    run.callbacks.call("on_save", progress.step, run.checkpoints.directory / str(progress.step))
+    run.log.events.note("saving", progress.step, blocked=round(time.perf_counter() - began, 4))
+    run.hooks.callbacks.call("on_save", progress.step, run.checkpoints.directory / str(progress.step))
 
 
 def progress_metadata(run: Run, progress: Progress) -> Record:
     """Return what is needed to resume, besides the state: skipped batches, callbacks, the evaluation of this step."""
-    meta: Record = {"offset": run.offset, "rollbacks": run.rollbacks, **run.callbacks.state()}
+    meta: Record = {"offset": run.origin.offset, "rollbacks": run.origin.rollbacks, **run.hooks.callbacks.state()}
     if progress.evaluated == progress.step:
         meta |= {"metrics": progress.evaluation, "evaluated": True}
     return meta
@@ -32,13 +32,13 @@ def progress_metadata(run: Run, progress: Progress) -> Record:
 
 def save_preempted(run: Run, progress: Progress, stop: Stopped) -> None:
     """Save the latest state, so that the next job resumes from it."""
-    if progress.step > run.start:
+    if progress.step > run.origin.start:
         save(run, progress)
     wait_for_checkpoint(run)
     last = run.checkpoints.last
     state = f"saved step {last}" if last else "nothing to save yet"
-    run.events.note("preempted", progress.step, reason=str(stop), saved=last)
-    run.writer.say(f"preempted by {stop}, after update {progress.step}: {state}; run the same command to resume")
+    run.log.events.note("preempted", progress.step, reason=str(stop), saved=last)
+    run.log.writer.say(f"preempted by {stop}, after update {progress.step}: {state}; run the same command to resume")
 
 
 def stop_if_halted(run: Run, progress: Progress) -> None:
@@ -50,9 +50,9 @@ def stop_if_halted(run: Run, progress: Progress) -> None:
 def wait_for_checkpoint(run: Run) -> None:
     """Wait until the checkpoint being written is durable. Raises RunFailed if it could not be saved."""
     began = time.perf_counter()
-    with run.watch.suspend_timeout("waits for the checkpoint"):
+    with run.hooks.watch.suspend_timeout("waits for the checkpoint"):
         failure = run.checkpoints.wait()
-    run.events.note("settled", blocked=round(time.perf_counter() - began, 4))
+    run.log.events.note("settled", blocked=round(time.perf_counter() - began, 4))
     if failure:
         raise RunFailed(
             f"checkpoint {failure.step} could not be saved: {failure.reason}; fix that and run the same command to "

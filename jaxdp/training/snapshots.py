@@ -87,13 +87,14 @@ class Snapshots:
         self._pending, self._copies = None, Copies(run.strategy, run.checkpoints.context.hosts)
         copies = (3 if self._copies.count else 2) - (self.newest is not None)
         self._enough_memory = enough_memory(run, copies * self._copies.size)
-        if self._enough_memory and run.recovered is not None:
-            self._begin(run, Progress(run.start, run.recovered, evaluated=run.start if run.evaluated else -1))
+        if self._enough_memory and run.origin.recovered is not None:
+            start = run.origin.start
+            self._begin(run, Progress(start, run.origin.recovered, evaluated=start if run.origin.evaluated else -1))
 
     def take(self, run: Run, progress: Progress) -> None:
         """Copy the state, if `every` updates have passed, or the run was rolled back."""
         last, self.reached = self._pending or self.newest, progress.step
-        if self._enough_memory and not 0 <= progress.step - (last.step if last else run.start) < self.every:
+        if self._enough_memory and not 0 <= progress.step - (last.step if last else run.origin.start) < self.every:
             self.settle()
             self._begin(run, progress)
 
@@ -171,7 +172,7 @@ def enough_memory(run: Run, need: int) -> bool:
         return True
     if context.is_root:
         every = (
-            run.save_every and f"of every {run.save_every} updates"
+            run.schedule.save_every and f"of every {run.schedule.save_every} updates"
         ) or "(set checkpoint.every; now there are none)"
         print(
             f"jaxdp: elastic: the copies of the state in memory need {next(filter(None, lacking))}: none are made, and "

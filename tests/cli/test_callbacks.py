@@ -27,7 +27,7 @@ class Recorder:
         self.calls = []
 
     def on_start(self, run):
-        self.calls.append(("start", run.start))
+        self.calls.append(("start", run.origin.start))
 
     def on_update(self, step, metrics):
         self.calls.append(("update", step, float(metrics["loss"])))
@@ -168,4 +168,4 @@ def test_a_script_s_callbacks_are_not_needed_to_evaluate_its_run(tmp_path):
     from jaxdp.distributed.context import Context
 
     run = make_run(load(["--config", str(tmp_path / "config.yaml")])[0], tmp_path, Context())
-    assert run.callbacks.callbacks == ()
+    assert run.hooks.callbacks.callbacks == ()

@@ -217,17 +217,17 @@ import slow
 
 class Damage(slow.Slow):
     def on_start(self, run):
-        settle = run.snapshots.settle
+        settle = run.hooks.snapshots.settle
 
         def settle_and_flip():
-            before = run.snapshots.newest
+            before = run.hooks.snapshots.newest
             settle()
-            newest = run.snapshots.newest
+            newest = run.hooks.snapshots.newest
             if os.environ["JAXDP_PROCESS_ID"] in DAMAGED and newest is not before:
                 newest.leaves[1] = newest.leaves[1].copy()
                 newest.leaves[1].reshape(-1).view("uint8")[5] ^= 1 << 3
 
-        run.snapshots.settle = settle_and_flip
+        run.hooks.snapshots.settle = settle_and_flip
 """
 
 
@@ -275,15 +275,19 @@ def test_with_another_reduction_the_curve_is_the_same(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_a_stopped_process_is_expelled(tmp_path):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_process_is_expelled(tmp_path, rank):
+    """Rank 0 keeps its lock of the run directory while it is stopped."""
     job = Job(tmp_path, 3, 0)
     job.until(lambda: job.step() >= 20)
-    stopped = job.pids()[1]
-    job.kill(1, signal.SIGSTOP)
+    stopped = job.pids()[rank]
+    job.kill(rank, signal.SIGSTOP)
     job.until(lambda: job.generations() == [3, 2])
     os.kill(stopped, signal.SIGCONT)
     final, out = job.ends()
-    assert "rank 1" in out and "not been heard from" in out
+    assert f"rank {rank}" in out and "not been heard from" in out
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()[:-1]]
+    assert steps == sorted(set(steps)), "an update was logged twice"
     assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
 
 

@@ -32,7 +32,7 @@ DIGITS = pathlib.Path(__file__).parents[2] / "configs" / "digits.yaml"
 @pytest.mark.parametrize("start, steps, k", [(0, 50, 4), (3, 41, 16), (0, 5, 8), (7, 7, 2), (20, 40, 1)])
 def test_what_is_due_is_due_between_calls(tmp_path, start, steps, k):
     run = make_run(tmp_path, steps=steps, steps_per_call=k, save_every=10, offset=100, profile=Profile("", 22, 3))
-    run = dataclasses.replace(run, eval={"": run.train}, eval_every=7)
+    run = run.replace(eval={"": run.data.train}, eval_every=7)
     groups = list(loop.calls(run, start))
     flat = [step for group in groups for step in (group if isinstance(group, range) else [group])]
     assert flat == list(range(start + 100, steps + 100))
@@ -86,11 +86,11 @@ def test_the_loop_writes_the_same_records(tmp_path, resident):
         if resident and k > 1:
             train, held = (
                 dataclasses.replace(source, resident=Resident(source.dataset, run.strategy))
-                for source in (run.train, run.eval[""])
+                for source in (run.data.train, run.data.eval[""])
             )
-            run = dataclasses.replace(run, train=train, eval={"": held})
+            run = run.replace(train=train, eval={"": held})
         loop.fit(run)
-        records.append(run.writer.records)
+        records.append(run.log.writer.records)
         assert run.checkpoints.steps() == [6, 12, 15]
     assert [(r["split"], r["step"]) for r in records[0]] == [(r["split"], r["step"]) for r in records[1]]
     for a, b in zip(*records, strict=True):

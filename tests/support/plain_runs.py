@@ -12,7 +12,7 @@ from jaxdp.data.base import Arrays
 from jaxdp.data.example_order import EpochOrder
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.parallel import STRATEGIES, make_reduction
-from jaxdp.training import loop
+from jaxdp.training.run import Data, Log, Run, Schedule
 from jaxdp.training.source import Source
 
 
@@ -46,12 +46,12 @@ def make_run(
     sets = {}
     if held_out is not None:
         sets[""] = Source(Arrays(**held_out), EpochOrder(len(held_out["labels"]), 20, 8, 0, shuffle=False))
-    return loop.Run(
-        strategy=STRATEGIES[backend](make, 8, make_reduction("xla"), None, jax.devices()[:devices]),
-        step=make_step(forward, rule, accumulate),
-        train=Source(train or Arrays(**examples), cursor),
-        eval=sets,
-        writer=Kept(),
-        checkpoints=Checkpoints(tmp_path / "checkpoints"),
-        **{"steps": 6, "log_every": 2, **settings},
+    run = Run(
+        STRATEGIES[backend](make, 8, make_reduction("xla"), None, jax.devices()[:devices]),
+        make_step(forward, rule, accumulate),
+        Data(Source(train or Arrays(**examples), cursor), sets),
+        Checkpoints(tmp_path / "checkpoints"),
+        Schedule(6, log_every=2),
+        Log(Kept()),
     )
+    return run.replace(**settings)

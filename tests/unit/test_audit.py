@@ -1,7 +1,5 @@
 """The audit (audit.md) on simulated devices of one process: who is named, who is not, and what is refused."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,10 +30,10 @@ def audited(tmp_path, fault="", every=2, action="warn", backend="pmap", devices=
     tmp_path.mkdir(exist_ok=True)
     settings = {"steps": 8, "log_every": 8, **settings}
     run = make_run(tmp_path, model or toys.MODELS["dropout"](), backend, devices, **settings)
-    run = dataclasses.replace(run, events=Events(tmp_path), directory=tmp_path)
+    run = run.replace(events=Events(tmp_path), directory=tmp_path)
     injection = inject.Injection(run, inject.parse(fault))
     probe = Probe(run.strategy, injection.flips(run.step, once=False), NDIM)
-    run = dataclasses.replace(run, step=injection.flips(run.step), checks=[injection, Audit(probe, every, action)])
+    run = run.replace(step=injection.flips(run.step), checks=[injection, Audit(probe, every, action)])
     try:
         result = loop.fit(run)
     except RunFailed as error:
@@ -111,7 +109,7 @@ def test_a_flipped_bit_is_named_with_its_device(tmp_path, backend, fault, device
     first, *_ = named = failures(events)
     assert first[0] in (step, step + 2) and first[1] == device  # later, if the product's output is masked
     assert first[2].startswith(leaf) and {d for _, d, _ in named} == {device}
-    warnings = [text for text in run.writer.said if "audit after" in text]
+    warnings = [text for text in run.log.writer.said if "audit after" in text]
     assert len(warnings) == 1 and f"device {device} (cpu {device} of this process)" in warnings[0]
 
 
@@ -122,7 +120,7 @@ def test_healthy_devices_are_not_named_and_the_audit_changes_nothing(tmp_path, b
     final, run, events = audited(tmp_path / "a", "", 1, "stop", backend, 4, model, steps_per_call=steps_per_call)
     plain = make_run(tmp_path / "b", model, backend, 4, steps=8, log_every=8, steps_per_call=steps_per_call)
     assert final["params_sha256"] == loop.fit(plain)["params_sha256"]
-    assert not failures(events) and not [text for text in run.writer.said if "devices" in text]
+    assert not failures(events) and not [text for text in run.log.writer.said if "devices" in text]
 
 
 @pytest.mark.slow
@@ -159,7 +157,7 @@ def noisy():
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_model_that_is_not_deterministic_is_named_once_and_no_device(tmp_path, devices):
     _, run, events = audited(tmp_path, "", 1, "stop", devices=devices, model=noisy(), accumulate="scan")
-    warnings = [text for text in run.writer.said if "not deterministic" in text]
+    warnings = [text for text in run.log.writer.said if "not deterministic" in text]
     assert len(warnings) == 1 and not failures(events)
     assert [e["step"] for e in events if e["kind"] == "audit"] == [1]
 
@@ -170,9 +168,9 @@ def test_leaves_with_one_copy_are_reported(tmp_path):
     strategy = type(run.strategy)(
         run.strategy.make, 8, run.strategy.reduction, None, jax.devices()[:4], Sharding(zero=1)
     )
-    run = dataclasses.replace(run, strategy=strategy)
-    loop.fit(dataclasses.replace(run, checks=[Audit(Probe(strategy, run.step, NDIM), 3, "warn")]))
-    said = [text for text in run.writer.said if "one copy only" in text]
+    run = run.replace(strategy=strategy)
+    loop.fit(run.replace(checks=[Audit(Probe(strategy, run.step, NDIM), 3, "warn")]))
+    said = [text for text in run.log.writer.said if "one copy only" in text]
     assert len(said) == 1 and "parallel.zero" in said[0]
 
 

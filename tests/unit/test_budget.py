@@ -16,9 +16,9 @@ from jaxdp.models import as_model
 ROOT = pathlib.Path(jaxdp.__file__).parent
 # 25,400; 830 of the audit: 370 that name a wrong device, 120 a slow one, 220 of faults on purpose; 1,180 of elastic
 # training; 360 of local updates; 110 for named evaluation sets, schedules and reductions of a user; 90 for TLS.
-BUDGET = {"package": 28_935, "file": 300, "function": 60, "one update": 700}  # lines
+BUDGET = {"package": 29_035, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
-LONG_FILES = {"checkpoint/store.py": 321}
+LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {
     "models/equinox.py from_equinox": 72,
     "models/gpt.py __init__": 62,
@@ -40,10 +40,7 @@ MANY_PARAMETERS = {
     "distributed/protocol.py Settings": 11,
     "distributed/world.py Variables": 9,
     # To be divided.
-    "training/run.py Run": 33,
     "verify/problem.py Problem": 16,
-    "distributed/collectives.py _call": 12,
-    "distributed/exchange.py add": 9,
 }
 
 

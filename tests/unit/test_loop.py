@@ -18,7 +18,7 @@ from jaxdp.data.base import Arrays
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.metrics.jsonl import JsonLines, read
-from jaxdp.supervise.monitor import NullMonitor
+from jaxdp.supervise.monitor import Monitor
 from jaxdp.training import loop
 from jaxdp.training.lookback import BEHIND, EXAMINED
 from plain_runs import Kept, make_run
@@ -38,7 +38,7 @@ def test_evaluation_counts_every_example_once(tmp_path, where):
     assert final["loss"] == pytest.approx(float(losses.mean()), rel=1e-5)
     assert final["accuracy"] == pytest.approx(float((logits.argmax(-1) == held_out["labels"]).mean()), abs=1e-6)
     assert final["params_sha256"] == params_sha256(state.params)
-    kinds = [(r["split"], r["step"]) for r in run.writer.records]
+    kinds = [(r["split"], r["step"]) for r in run.log.writer.records]
     assert kinds == [("train", 2), ("eval", 3), ("train", 4), ("train", 6), ("final", 6)]
 
 
@@ -65,7 +65,7 @@ def test_a_readers_fault_reaches_the_loop_with_its_traceback(tmp_path):
     assert any(entry.name == "read" for entry in fault.traceback)
 
 
-class Counting(NullMonitor):
+class Counting(Monitor):
     """Counts the updates that the loop has sent to the device."""
 
     made = 0
@@ -125,8 +125,8 @@ def test_a_label_that_is_no_class_is_named_as_soon_as_it_is_seen(tmp_path, where
     )  # fmt: skip
     check = functools.partial(loss.check, shapes)
     checked = lambda source: dataclasses.replace(source, check=check)
-    sources = {"train": checked(run.train), "eval": {name: checked(x) for name, x in run.eval.items()}}
-    run = dataclasses.replace(run, **sources)
+    sources = {"train": checked(run.data.train), "eval": {name: checked(x) for name, x in run.data.eval.items()}}
+    run = run.replace(**sources)
     batch = "batch 0 of the evaluation" if where == "eval" else r"the batch of update \d"
     words = rf"a label is 3, but the model's outputs are for 3 classes, 0 to 2; number .* \(in {batch}\)"
     with pytest.raises(UsageError, match=words):
@@ -143,9 +143,9 @@ def test_a_loss_that_is_not_finite_for_another_reason_ends_nothing(tmp_path):
         run = make_run(tmp_path / name, toys.MODELS["mlp"](), examples=data, steps=30, log_every=5, save_every=4)
         asked = []
         check = asked.append if name == "looks" else None
-        run = dataclasses.replace(run, train=dataclasses.replace(run.train, check=check))
+        run = run.replace(train=dataclasses.replace(run.data.train, check=check))
         final = loop.fit(run)
-        records = [(r["step"], r.get("loss")) for r in run.writer.records]
+        records = [(r["step"], r.get("loss")) for r in run.log.writer.records]
         made.append((final["params_sha256"], records, sorted(run.checkpoints.steps())))
         assert len(asked) == (EXAMINED if check else 0) and all(np.isnan(e["inputs"]).any() for e in asked)
     np.testing.assert_equal(made[0], made[1])
@@ -184,7 +184,7 @@ def test_old_checkpoints_go_and_stray_directories_are_no_steps(tmp_path):
     (tmp_path / "checkpoints" / "notes").mkdir()
     loop.fit(run)
     assert run.checkpoints.steps() == [4, 5, 6]
-    assert run.writer.said[-1] == "saved step 6"
+    assert run.log.writer.said[-1] == "saved step 6"
 
 
 def test_a_resumed_metrics_file_has_no_torn_or_later_lines(tmp_path):

@@ -1,6 +1,5 @@
 """A metric is a sum, divided by the loss's weight, or a pair (sum, its own weight), from the loss to every record."""
 
-import dataclasses
 import math
 
 import jax
@@ -93,7 +92,7 @@ def test_records_leave_out_what_nothing_was_counted_for(tmp_path, steps_per_call
         log_every=1, eval_every=3, steps_per_call=steps_per_call, derive=per_class.derive,
     )  # fmt: skip
     run.checkpoints.best = f"class{RARE}"
-    final, records = loop.fit(run), run.writer.records
+    final, records = loop.fit(run), run.log.writer.records
     assert [(r["step"], r["split"][0]) for r in records] == [(1, "t"), (2, "t"), (3, "t"), (3, "e"), (4, "t"), (4, "f")]
     for record in (*records[:3], records[4]):
         assert {"class0", "class1", "all"} <= set(record) and not {"class2", "balanced"} & set(record)
@@ -104,7 +103,7 @@ def test_records_leave_out_what_nothing_was_counted_for(tmp_path, steps_per_call
         assert [record[f"class{c}"] for c in range(3)] == pytest.approx(means, rel=1e-5)
         assert record["balanced"] == pytest.approx(np.mean(means), rel=1e-5)
     assert run.checkpoints.meta(4)["metrics"][f"class{RARE}"] == final[f"class{RARE}"]
-    empty = dataclasses.replace(run, eval=make_run(tmp_path, held_out=train).eval)
+    empty = run.replace(eval=make_run(tmp_path, held_out=train).data.eval)
     found = loop.evaluate(empty, run.strategy.compile(run.step), run.strategy.init())
     assert "class2" not in found and "class0" in found and not run.checkpoints.is_best(found)
 
@@ -119,7 +118,7 @@ def test_a_metric_that_is_not_finite_is_shown_as_it_is(tmp_path):
 
     run = make_run(tmp_path, toys.MODELS["mlp"](), loss=broken, steps=2, log_every=1)
     loop.fit(run)
-    record = run.writer.records[0]
+    record = run.log.writer.records[0]
     assert math.isnan(record["nan"]) and math.isnan(record["sum"]) and "inf" not in record
 
 

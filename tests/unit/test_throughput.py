@@ -1,6 +1,5 @@
 """What a run says of its speed: model FLOPs as they are counted and by formula, peaks by device, and goodput."""
 
-import dataclasses
 import json
 import time
 
@@ -186,8 +185,8 @@ def test_a_record_that_is_told_late_takes_nothing_off_the_next():
 def test_an_interval_of_one_call_is_timed(tmp_path):
     """Also where an evaluation follows each."""
     run = make_run(tmp_path, toys.MODELS["mlp"](), held_out=toys.data(20), steps=12, steps_per_call=4, log_every=4)
-    loop.fit(dataclasses.replace(run, eval_every=4))
-    train = [r for r in run.writer.records if r["split"] == "train"]
+    loop.fit(run.replace(eval_every=4))
+    train = [r for r in run.log.writer.records if r["split"] == "train"]
     assert ["step_time_ms" in r for r in train] == [False, True, True]
 
 
@@ -217,5 +216,5 @@ def test_the_share_of_time_in_waiting_for_data(tmp_path):
     run = make_run(tmp_path, toys.MODELS["mlp"](), train=data, steps=12, log_every=4)
     data.seconds = 0.05
     loop.fit(run)
-    waits = [r["input_wait"] for r in run.writer.records if "input_wait" in r]
+    waits = [r["input_wait"] for r in run.log.writer.records if "input_wait" in r]
     assert len(waits) == 3 and all(0.5 <= w <= 1 for w in waits[1:]), waits

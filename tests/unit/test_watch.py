@@ -1,7 +1,6 @@
 """What watches over a run, without a launcher: where all stop, who is behind, what a guard's halt does to the loop."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import signal
@@ -78,17 +77,17 @@ def guarded_run(tmp_path, bad, what="spike", spike=None, steps=12, **settings):
     data = Spiked(bad, what, **toys.data(60))
     run = make_run(tmp_path, toys.MODELS["mlp"](), train=data, steps=steps, save_every=3, spike=spike, **settings)
     watch = RunMonitor(run.checkpoints.context, tmp_path, None)
-    return dataclasses.replace(run, watch=watch, directory=tmp_path)
+    return run.replace(watch=watch, directory=tmp_path)
 
 
 def test_updates_that_are_not_finite_stop_the_run_and_their_examples_are_named(tmp_path):
     run = guarded_run(tmp_path, range(5, 100), "nan", steps=40)
     with pytest.raises(RunFailed, match=r"updates 5 to 14 were not finite, 10 in a row .* checkpoint 12 is the last"):
         loop.fit(run)
-    run.watch.stop()
+    run.hooks.watch.stop()
     found = json.loads((tmp_path / "halted.json").read_text())["updates"]
     assert list(found) == [str(n) for n in range(5, 15)]
-    indices, rows = run.train.order.rows(4, np.arange(8))
+    indices, rows = run.data.train.order.rows(4, np.arange(8))
     assert found["5"] == sorted(indices[rows].tolist())
     restored = run.checkpoints.restore(12, run.strategy.abstract())
     assert int(restored.guard.in_a_row) == 8 and all(np.isfinite(x).all() for x in jax.tree.leaves(restored.params))
@@ -99,15 +98,15 @@ def test_a_spike_rolls_back_and_its_data_is_left_out(tmp_path):
     spike = Spike(factor=3.0, after=2, action="rollback")
     run = guarded_run(tmp_path, [8], spike=spike)
     final = loop.fit(run)
-    run.watch.stop()
-    assert "the loss of update 8 is a spike: back to step 6, continuing with the data after it" in run.writer.said
+    run.hooks.watch.stop()
+    assert "the loss of update 8 is a spike: back to step 6, continuing with the data after it" in run.log.writer.said
     meta = run.checkpoints.meta(12)
     assert (meta["offset"], meta["rollbacks"]) == (2, 1) and np.isfinite(final["loss"])
-    steps = [r["step"] for r in run.writer.records if r["split"] == "train"]
+    steps = [r["step"] for r in run.log.writer.records if r["split"] == "train"]
     assert steps == sorted(set(steps))
     # The same as a run whose data had never held updates 7 and 8.
     clean = guarded_run(tmp_path / "clean", [], spike=spike)
-    shifted = dataclasses.replace(clean, steps=6)
+    shifted = clean.replace(steps=6)
     loop.fit(shifted)
     resumed = guarded_run(tmp_path / "clean", [], spike=spike, start=6, offset=2, rollbacks=1)
     assert loop.fit(resumed)["params_sha256"] == final["params_sha256"]
@@ -126,10 +125,10 @@ def test_a_run_that_is_rolled_back_continues_to_take_snapshots(tmp_path):
 
     spike = Spike(factor=3.0, after=2, action="rollback")
     run = guarded_run(tmp_path, [8], spike=spike)
-    run = dataclasses.replace(run, snapshots=snapshots, compiling=compiling)
+    run = run.replace(snapshots=snapshots, compiling=compiling)
     snapshots.start(run)
     loop.fit(run)
-    run.watch.stop()
+    run.hooks.watch.stop()
     snapshots.settle()
     assert len(compilations) == 2  # the first update, and the first one after the rollback
     assert snapshots.newest.step == 11 and json.loads(snapshots.newest.meta)["offset"] == 2
@@ -141,7 +140,7 @@ def test_too_many_spikes_end_the_run(tmp_path):
     run = guarded_run(tmp_path, range(8, 100), spike=spike, max_rollbacks=1)
     with pytest.raises(RunFailed, match=r"is a spike, and the run was rolled back 1 times already"):
         loop.fit(run)
-    run.watch.stop()
+    run.hooks.watch.stop()
 
 
 @pytest.mark.slow
@@ -149,18 +148,18 @@ def test_preempted_after_an_evaluation_it_is_not_made_again(tmp_path):
     held_out = toys.data(33, seed=5)
     run = make_run(tmp_path, toys.MODELS["mlp"](), held_out=held_out, eval_every=2, steps=6)
     watch = RunMonitor(run.checkpoints.context, tmp_path, None)
-    run = dataclasses.replace(run, watch=watch)
-    write = run.writer.write
-    run.writer.write = lambda record: (write(record), record["split"] == "eval" and watch._preempt("SIGTERM"))
+    run = run.replace(watch=watch)
+    write = run.log.writer.write
+    run.log.writer.write = lambda record: (write(record), record["split"] == "eval" and watch._preempt("SIGTERM"))
     with pytest.raises(Stopped, match="SIGTERM on rank 0"):
         loop.fit(run)
     watch.stop()
     meta = run.checkpoints.meta(2)
-    assert meta["evaluated"] and meta["metrics"]["loss"] == run.writer.records[-1]["loss"]
-    assert run.writer.said[-1].startswith("preempted by SIGTERM on rank 0, after update 2: saved step 2")
+    assert meta["evaluated"] and meta["metrics"]["loss"] == run.log.writer.records[-1]["loss"]
+    assert run.log.writer.said[-1].startswith("preempted by SIGTERM on rank 0, after update 2: saved step 2")
     again = make_run(tmp_path, toys.MODELS["mlp"](), held_out=held_out, eval_every=2, start=2, evaluated=True)
     loop.fit(again)
-    assert [(r["split"], r["step"]) for r in again.writer.records] == [
+    assert [(r["split"], r["step"]) for r in again.log.writer.records] == [
         ("train", 4), ("eval", 4), ("train", 6), ("final", 6)
     ]  # fmt: skip
 
@@ -170,10 +169,10 @@ def test_time_alone_makes_it_save(tmp_path):
     run = make_run(tmp_path, toys.MODELS["mlp"](), steps=60)
     watch = RunMonitor(run.checkpoints.context, tmp_path, None, minutes=0.3 / 60)
     slow = Slow(**toys.data(60))
-    run = dataclasses.replace(run, watch=watch, train=Source(slow, run.train.order))
+    run = run.replace(watch=watch, train=Source(slow, run.data.train.order))
     loop.fit(run)
     watch.stop()
-    assert 2 <= len(run.writer.said) <= 12 and run.writer.said[-1] == "saved step 60"
+    assert 2 <= len(run.log.writer.said) <= 12 and run.log.writer.said[-1] == "saved step 60"
 
 
 class Slow(Arrays):
