@@ -128,22 +128,13 @@ def scaling(source: str, name: str, few: int, many: int) -> tuple[float, float]:
 def report() -> str:
     """Return the figures of docs/plan.md: the summary, the tables and the sources."""
     _, judged = halves()
-    lines = [
-        "| source | run | devices | unit | published | predicted | error | half |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    header = "| source | run | devices | unit | published | predicted | error | half |"
+    lines = [summary(), "", header, "|---" * 8 + "|"]
     for run in RUNS:
-        cells = [
-            run.source,
-            run.name,
-            f"{run.devices:,}",
-            run.unit,
-            figure(run, run.published),
-            figure(run, predict(run)),
-        ]
+        figures = [figure(run, run.published), figure(run, predict(run)), f"{100 * error(run):+.0f} %"]
         half = "judged" if run in judged else "fitted"
-        lines.append(f"| {' | '.join([*cells, f'{100 * error(run):+.0f} %', half])} |")
-    lines += ["", "| scaling | devices | published | predicted |", "|---|---|---|---|"]
+        lines.append(f"| {' | '.join([run.source, run.name, f'{run.devices:,}', run.unit, *figures, half])} |")
+    lines += ["", "| scaling | devices | published | predicted |", "|---" * 4 + "|"]
     for source, name, few, many in SCALING:
         ours, theirs = scaling(source, name, few, many)
         lines.append(f"| {source}, {name} | {few:,} to {many:,} | {100 * theirs:.1f} % | {100 * ours:.1f} % |")
@@ -166,7 +157,7 @@ def summary() -> str:
 
 def left_out() -> str:
     """Return each source's error with constants fitted to all runs of the other sources."""
-    lines = ["| source left out of the fit | runs | median error |", "|---|---|---|"]
+    lines = ["| source left out of the fit | runs | median error |", "|---" * 3 + "|"]
     for source in SOURCES:
         runs = [r for r in RUNS if r.source == source]
         efficiency, *links = fit([r for r in RUNS if r.source != source])

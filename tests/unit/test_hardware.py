@@ -161,7 +161,7 @@ def test_a_file_is_what_it_says(tmp_path):
         ("inter_bandwidth", math.inf, r"hardware.inter_bandwidth: inf is not"),
         ("flops", 1e12, r"hardware.flops: 1000000000000.0 is not a mapping"),
         ("flops", {"bfloat16": "fast"}, r"hardware.flops.bfloat16: 'fast' is not a positive number; .* 9.894e\+14"),
-        ("efficiency", 50, r"hardware.efficiency: 50 is more than the peak; give a share of it, such as 0.5"),
+        ("efficiency", 50, r"hardware.efficiency: 50 is more than the peak; give a share of it, such as 0.45"),
         ("devices_per_host", 2.5, r"hardware.devices_per_host: 2.5 is not a whole number; give one, such as 8"),
         ("source", 7, r"hardware.source: 7 is not a string"),
     ],
