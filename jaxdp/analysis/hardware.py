@@ -25,7 +25,7 @@ class Hardware(NamedTuple):
     default matmul precision uses for float32 on GPUs that have it.
     memory: bytes per device; memory_bandwidth: bytes/s.
     intra: between the devices of a host; inter: between hosts, each device over its own share of the network.
-    efficiency: the assumed share of the peak that a model's products reach. source: the origin of the figures.
+    efficiency: the share of the peak that a model's products reach (EFFICIENCY). source: the origin of the figures.
     """
 
     name: str
@@ -41,21 +41,32 @@ class Hardware(NamedTuple):
     source: str
 
 
+# Fitted to half of the published runs in benchmarks/published.py: `python -m benchmarks.published --fit`.
+EFFICIENCY = {"a100": 0.675, "h100": 0.45, "tpu": 0.775}  # share of the peak that products reach; else 0.5, not fitted
+NETWORK = 0.7  # share of a link's bandwidth that collectives reach
+OVERLAP = 0.9  # share of the shorter of computation and communication that the longer one hides
+_Pair = tuple[float, float]
+
+
 def _row(
-    name: str,
-    tflops: tuple[float, float, float],
-    memory: tuple[float, float],
-    intra: tuple[float, float],
-    inter: float,
-    sheets: str,
+    name: str, tflops: tuple[float, ...], memory: _Pair, intra: _Pair, inter: float, sheets: str, share: float = 0.5
 ) -> Hardware:
     """Build a host of eight: TFLOP/s in (bfloat16, tensorfloat32, float32), (bytes, bytes/s), (bytes/s, s), bytes/s."""
     bf16, tf32, f32 = (1e12 * peak for peak in tflops)
     flops = {"bfloat16": bf16, "float16": bf16, "tensorfloat32": tf32, "float32": f32}
     source = f"NVIDIA data sheets: {sheets}; latencies: NCCL 2.18, src/graph/tuning.cc"
-    return Hardware(name, flops, *memory, 8, *intra, inter, 4e-6, 0.5, source)
+    return Hardware(name, flops, *memory, 8, *intra, inter, 4e-6, share, source)
 
 
+def _tpu(version: str, memory: _Pair, pod: int, links: float, per_host: int) -> Hardware:
+    """Build a pod, in the place of a host: (bytes, bytes/s), chips, bytes/s of a chip; a host sends 25e9 bytes/s."""
+    flops = dict.fromkeys(("bfloat16", "tensorfloat32"), _TPU[version])
+    rates, source = (links, 1e-6, 25e9 / per_host, 4e-6), "jax-ml.github.io/scaling-book/tpus"
+    return Hardware(f"tpu-{version}", flops, *memory, pod, *rates, EFFICIENCY["tpu"], source)
+
+
+# Peaks of TPUs, which by default compute float32 products in bfloat16: cloud.google.com/tpu/docs, by version.
+_TPU = {"v4": 275e12, "v5 lite": 197e12, "v5e": 197e12, "v5": 459e12, "v5p": 459e12, "v6 lite": 918e12, "v6e": 918e12}
 # Dense peaks: where the sheets' tensor-core figures include sparsity, they are halved.
 # NVLink and PCIe: one direction, half the sheets' sum of both. A DGX has one network card per GPU; the L4s of a cloud
 # host share one. The latency of a step is NCCL's, for a ring with protocol LL128: NVLink 1.9, PCIe 2.5, network 4
@@ -63,17 +74,20 @@ def _row(
 _HOPPER = (989.4, 494.7, 66.9)
 _NVLINK4 = (450e9, 1.9e-6)
 _TABLE = [
-    _row("h100-nvlink-ib400", _HOPPER, (80e9, 3.35e12), _NVLINK4, 50e9, "H100 SXM, DGX H100"),
-    _row("h200-nvlink-ib400", _HOPPER, (141e9, 4.8e12), _NVLINK4, 50e9, "H200 SXM, DGX H200"),
-    _row("a100-nvlink-ib200", (312, 156, 19.5), (80e9, 2.039e12), (300e9, 1.9e-6), 25e9, "A100 80GB SXM, DGX A100"),
+    _row("h100-nvlink-ib400", _HOPPER, (80e9, 3.35e12), _NVLINK4, 50e9, "H100 SXM, DGX H100", EFFICIENCY["h100"]),
+    _row("h200-nvlink-ib400", _HOPPER, (141e9, 4.8e12), _NVLINK4, 50e9, "H200 SXM, DGX H200", EFFICIENCY["h100"]),
+    _row("a100-nvlink-ib200", (312, 156, 19.5), (80e9, 2.039e12), (300e9, 1.9e-6), 25e9, "A100 80GB SXM, DGX A100",
+         EFFICIENCY["a100"]),
     _row("b200-nvlink-ib400", (2250, 1100, 80), (180e9, 8e12), (900e9, 1.9e-6), 50e9, "HGX B200, DGX B200"),
     _row("l4-pcie-eth100", (121, 60, 30.3), (24e9, 300e9), (32e9, 2.5e-6), 100e9 / 8 / 8, "L4; hosts with 100 Gb/s"),
-]
+    Hardware("p100-pcie-roce25", {"float32": 9.3e12}, 16e9, 732e9, 4, 16e9, 2.5e-6, 25e9 / 8 / 4, 4e-6, 0.5,
+             "P100 PCIe: microway.com/hpc-tech-tips; four to a host with 25 Gb/s: Horovod, docs/benchmarks.rst"),
+    _tpu("v4", (32e9, 1.2e12), 4096, 6 * 45e9, 4),
+    _tpu("v5e", (16e9, 8.1e11), 256, 4 * 45e9, 8),
+    _tpu("v5p", (96e9, 2.8e12), 8960, 6 * 90e9, 4),
+]  # fmt: skip
 HARDWARE = {row.name: row for row in _TABLE}
 
-
-# Peaks of TPUs, which by default compute float32 products in bfloat16: cloud.google.com/tpu/docs, by version.
-_TPU = {"v4": 275e12, "v5 lite": 197e12, "v5": 459e12, "v5p": 459e12, "v6 lite": 918e12, "v6e": 918e12}
 # JAX's device_kind, as a regular expression -> the peaks of such a device.
 _KINDS = {
     r"NVIDIA (H100 80GB HBM3|GH200.*)": HARDWARE["h100-nvlink-ib400"].flops,
@@ -245,10 +259,15 @@ def collective_seconds(
     return _COST[kind](intra, inter, bytes)
 
 
+def expected_seconds(compute: float, sent: float, network: float = NETWORK, overlap: float = OVERLAP) -> float:
+    """Return the seconds of an update: links reach `network` of their rate, `overlap` of the shorter part is hidden."""
+    return compute + sent / network - overlap * min(compute, sent / network)
+
+
 def update_seconds(
     hw: Hardware, flops: float, dtype: str, collectives: Sequence[tuple[Collective, int]], traffic: float = 0.0
 ) -> dict[str, float]:
-    """Return the seconds of one update: its parts, and an upper and a lower bound.
+    """Return the seconds of one update: its parts, an upper and a lower bound, and an estimate.
 
     flops: of one device, in products of `dtype` operands, at hw.efficiency of its peak. collectives: each with the
     devices of a group that share a host (`Collective.per_block(hw.devices_per_host)`). traffic: bytes of device memory
@@ -256,8 +275,9 @@ def update_seconds(
 
         compute         flops/(peak efficiency) + traffic/memory_bandwidth
         communication   the collectives, one after the other
-        no_overlap      compute + communication: the upper bound
+        no_overlap      compute + communication: the upper bound, with links at their full rate
         full_overlap    max(compute, communication): the lower bound
+        expected        an estimate between or above them: `expected_seconds`
 
     Raises UsageError if the hardware has no peak for `dtype`.
     """
@@ -270,6 +290,7 @@ def update_seconds(
     return {
         "compute": compute,
         "communication": communication,
+        "expected": expected_seconds(compute, communication),
         "no_overlap": compute + communication,
         "full_overlap": max(compute, communication),
     }

@@ -136,7 +136,7 @@ def predict(plan: Plan, hardware: Hardware, dtype: str) -> dict[str, float]:
     """Return the seconds of one update on the hardware (`update_seconds`), and the scaling efficiency.
 
     efficiency: the time of the computation alone over that of an update without overlap; efficiency_overlap: over that
-    of an update whose communication is hidden as far as possible.
+    of an update whose communication is hidden as far as possible; efficiency_expected: over that of the estimate.
     """
     memory = plan.memory
     traffic = 2 * (memory.params + memory.opt_state) + memory.grads  # state: read and written; gradients: read
@@ -148,6 +148,7 @@ def predict(plan: Plan, hardware: Hardware, dtype: str) -> dict[str, float]:
         **seconds,
         "efficiency": compute / seconds["no_overlap"],
         "efficiency_overlap": compute / seconds["full_overlap"],
+        "efficiency_expected": compute / seconds["expected"],
     }
 
 
