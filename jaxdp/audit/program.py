@@ -27,7 +27,7 @@ class Sample(NamedTuple):
 
     view: View
     batch: Batch
-    slots: jax.Array
+    slots: np.ndarray
 
 
 class Probe:
@@ -59,9 +59,9 @@ class Probe:
         specs = tuple((name, spec(x)) for name, x in sorted(batch.items()))
         chosen = self._select((dims, specs), batch, device, slot)
         named = exported.replace(carry=None)
-        paths = [path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(named)[0]]
-        self.names[: len(paths)] = paths
-        return jax.tree.leaves(named), Sample(view, chosen, jnp.full(1, microbatch, jnp.int32))
+        if not self.names:
+            self.names = [path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(named)[0]]
+        return jax.tree.leaves(named), Sample(view, chosen, np.full(1, microbatch, np.int32))
 
     def fingerprints(self, leaves: list[jax.Array], sample: Sample) -> jax.Array:
         """Return uint32[device, leaf], each row on its device: of the device's own state, and of its gradients.
