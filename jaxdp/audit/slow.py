@@ -62,7 +62,7 @@ class SlowDevices:
         return statistics.median((a, b, c, d, e)) > RISE * max(level, statistics.median(earlier))
 
     def check(self, run: Run, progress: Progress, batch: Batch) -> None:
-        """Measure all processes; name those that were slow in each of the last measurements."""
+        """Measure all processes; name those that are slow, at the end of a round of measurements."""
         began = time.perf_counter()
         with run.watch.suspend_timeout("measures its devices"):
             times, shares = self._measure(run, *self.probe.sample(progress.state, batch, 0))
@@ -96,15 +96,15 @@ class SlowDevices:
         return slow
 
     def _name(self, run: Run, step: int, rank: int, times: list[float], shares: list[float]) -> None:
-        context, factor = run.checkpoints.context, relative(times)[rank]
+        context, factor = run.checkpoints.context, self.named[rank]
         facts = context.exchange("state of the devices", condition() if context.rank == rank else "")[rank]
         if jax.default_backend() == "cpu" and (share := 1 / relative([1 / s for s in shares])[rank]) < 0.9:
             facts = f"; it got {share:.2f} times their CPU time: it was stopped, or other programs use its cores"
         others = statistics.median(t for r, t in enumerate(times) if r != rank)
         text = (
-            f"{context.title(rank)}, process {context.pids[rank]}, computes slowly: a microbatch takes "
-            f"{1e3 * times[rank]:.1f} ms there, {factor:.2f} times as long as in the others ({1e3 * others:.1f} ms)"
-            f"{facts}"
+            f"{context.title(rank)}, process {context.pids[rank]}, computes slowly: a microbatch takes {factor:.2f} "
+            f"times as long as in the others ({1e3 * times[rank]:.1f} ms and {1e3 * others:.1f} ms in the last of "
+            f"{ROUND} measurements){facts}"
         )
         run.events.note("slow", step, rank=rank, factor=round(factor, 3), reason=text)
         run.writer.say(f"warning: {text}")
