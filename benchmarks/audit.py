@@ -2,7 +2,7 @@
 
     python -m benchmarks.audit flips [--processes 4] [--flips 200] [--every 5] [--key value ...]
     python -m benchmarks.audit alarms [--updates 20000] [--every 1] [--config ...] [--key value ...]
-    python -m benchmarks.audit slow [--repeats 20] [--updates 150] [--factor 1.3] [--key value ...]
+    python -m benchmarks.audit slow [--repeats 20] [--updates 150] [--factor 1.3] [--cause stop] [--key value ...]
     python -m benchmarks.audit cost [--config configs/gpt_3m.yaml] [--updates 60] [--key value ...]
 
 `flips` injects single-bit flips (random kind, device, leaf, element, bit and update) one after the other, on 4 devices
@@ -38,7 +38,7 @@ SLOW = [
     "--optimizer.target",
     "sgd",
 ]
-SLOW += ["--log.every", "20", "--eval.every", "null"]
+SLOW += ["--log.every", "1", "--eval.every", "null"]
 KINDS = ("grads", "output", "params", "opt_state")
 
 
@@ -223,36 +223,62 @@ def cost(args: argparse.Namespace, more: list[str]) -> dict:
 
 
 def slow(args: argparse.Namespace, more: list[str]) -> dict:
-    """Two processes, each on a core; rank 1 is slowed from half of the run on. factor: 0 slows none."""
+    """Two processes, each on a core; from half of the run on, rank 1 is slowed, or all are.
+
+    cause: `stop` stops a process for a share of each 10 ms; `load` runs another program on its core; `all` stops both;
+    `none` neither.
+    """
     at = args.updates // 2
-    fault = f"slow:rank=1:factor={args.factor}:step={at}" if args.factor else ""
+    ranks = {"stop": [1], "all": [0, 1]}.get(args.cause, [])
+    fault = ",".join(f"slow:rank={rank}:factor={args.factor}:step={at}" for rank in ranks)
     counts: collections.Counter = collections.Counter()
-    delays, times = [], []
+    delays, times, factors = [], [], []
     for _ in range(args.repeats):
         with tempfile.TemporaryDirectory() as folder:
             pinned = ["sh", "-c", 'exec taskset -c $JAXDP_PROCESS_ID "$0" "$@"', sys.executable, "-m", "jaxdp", "train"]
             words = ["--config", args.config, "--steps", str(args.updates), "--run_dir", f"{folder}/run", *SLOW, *more]
             env = os.environ | {"XLA_FLAGS": "", "JAXDP_FAULT": fault}
-            command = [sys.executable, "-m", "jaxdp", "launch", "-n", "2", *pinned, *words]
-            subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True)
-            events = map(json.loads, (pathlib.Path(folder) / "run/events.jsonl").read_text().splitlines())
+            job = subprocess.Popen(
+                [sys.executable, "-m", "jaxdp", "launch", "-n", "2", *pinned, *words],
+                cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+            metrics = pathlib.Path(folder) / "run/metrics.jsonl"
+            if args.cause == "load":
+                while job.poll() is None and steps_of(metrics) < at:
+                    time.sleep(0.05)
+                at_load = steps_of(metrics)
+                load = subprocess.Popen(["taskset", "-c", "1", sys.executable, "-c", "while True: pass"])
+            assert job.wait() == 0
+            if args.cause == "load":
+                load.kill()
+                load.wait()
+            events = list(map(json.loads, (pathlib.Path(folder) / "run/events.jsonl").read_text().splitlines()))
             named = [(e["step"], e["rank"]) for e in events if e["kind"] == "slow"]
-            lines = (pathlib.Path(folder) / "run/metrics.jsonl").read_text().splitlines()
+            factors += [(e["step"], *e["ms"]) for e in events if e["kind"] == "probe"]
+            lines = metrics.read_text().splitlines()
             times += [record["step_time_ms"] for record in map(json.loads, lines) if "step_time_ms" in record]
-        after = [step - at for step, rank in named if rank == 1 and step > at]
+        began = at_load if args.cause == "load" else at
+        after = [step - began for step, rank in named if rank == 1 and step > began and args.cause in ("stop", "load")]
         counts["slow process named"] += bool(after)
         counts["within 20 updates"] += bool(after) and after[0] <= 20
         counts["other names"] += len(named) - len(after)
         delays += after[:1]
-        print(json.dumps(counts), named, file=sys.stderr, flush=True)
-    return {**counts, "delays": delays, "step_time_ms": round(statistics.median(times), 1)}
+        print(json.dumps(counts), named, factors[-12:], file=sys.stderr, flush=True)
+    facts = {"step_time_ms": round(statistics.median(times), 1), "measurements": len(factors)}
+    return {**counts, "delays": delays, **facts}
+
+
+def steps_of(metrics: pathlib.Path) -> int:
+    """The last update in metrics.jsonl."""
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return json.loads(lines[-1]).get("step", 0) if lines else 0
 
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("mode", choices=("flips", "alarms", "cost", "slow"))
     defaults = {"config": "configs/digits.yaml", "processes": 1, "flips": 200, "part": 25, "every": 5, "updates": 200}
-    for name, default in (defaults | {"seed": 0, "folder": "", "repeats": 20, "factor": 1.3}).items():
+    for name, default in (defaults | {"seed": 0, "folder": "", "repeats": 20, "factor": 1.3, "cause": "stop"}).items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     args, more = parser.parse_known_args(argv)
     if args.folder:

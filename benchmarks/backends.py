@@ -36,7 +36,7 @@ def turn_of(config: str, backend: str, more: list[str], updates: int, folder: st
     """A function that makes so many updates, and gives the seconds that they took."""
     keys = ["--parallel.backend", backend, "--microbatches", "1", "--epochs", "null", "--steps", "100", *more]
     run = make_run(load(["--config", str(ROOT / config), *keys])[0], pathlib.Path(folder), jaxdp.init())
-    program, state = run.strategy.compile(run.step), run.begin(run)
+    program, state = run.strategy.compile(run.step), run.origin.begin(run)
     with run.data.train.batches(0, 1, run.strategy) as batches:
         _, batch = next(iter(batches))
 

@@ -33,7 +33,7 @@ class Wait:
             if step % every == 0:
                 pathlib.Path(name).touch()
         file = pathlib.Path(f"damage.{os.getpid()}")
-        newest = self.run.snapshots and self.run.snapshots.newest
+        newest = self.run.hooks.snapshots and self.run.hooks.snapshots.newest
         if newest and file.exists():
             file.unlink()
             for arrays in newest.parts.values():

@@ -10,14 +10,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
+from jaxdp.audit.products import mark_replaced, number_of_products, visit_products
 from jaxdp.axes import data_axes
 from jaxdp.core.state import Batch, Sums
 from jaxdp.core.step import Step
@@ -28,7 +28,6 @@ from jaxdp.training.run import Progress, Run
 NAME = "JAXDP_FAULT"
 TARGETS = {"kill": ("",), "slow": ("",), "flip": ("grads", "output", "params", "opt_state", "snapshot")}
 NUMBERS, BOOL = ("rank", "device", "step", "until", "leaf", "index", "bit"), {"true": True, "false": False}
-PRODUCTS = ("dot_general", "conv_general_dilated")
 PAUSES = """import os, signal, sys, time
 pid, share = int(sys.argv[1]), 1 - 1 / float(sys.argv[2])
 while os.getppid() == pid:
@@ -148,9 +147,8 @@ class Injection:
 
         def grads(view: Any, batch: Batch, slots: jax.Array, *hooks: Callable) -> Sums:
             f = lambda view, batch, slots: step.grads(view, batch, slots, *hooks)
-            for fault in faults:
-                if fault.target == "output":
-                    f = flip_product(f, fault)
+            if outputs := [fault for fault in faults if fault.target == "output"]:
+                f = flip_products(f, outputs)
             sums = fusion_barrier(f(view, batch, slots), opaque_true(view.step))
             leaves, treedef = jax.tree.flatten(sums.grads)
             for fault in faults:
@@ -176,25 +174,21 @@ def flip(x: jax.Array, fault: Fault, step: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits.at[i].set(bits[i] ^ mask), x.dtype).reshape(x.shape)
 
 
-def flip_product(f: Callable, fault: Fault) -> Callable:
-    """Wrap f(view, ...): flip a bit in the output of one of its products."""
+def flip_products(f: Callable, faults: Sequence[Fault]) -> Callable:
+    """Wrap f(view, ...): flip bits in the outputs of its products."""
 
     def run(view: Any, *args: Any) -> Any:
-        closed, shape = jax.make_jaxpr(f, return_shape=True)(view, *args)
-        values = dict(zip(closed.jaxpr.constvars, closed.consts)) | dict(
-            zip(closed.jaxpr.invars, jax.tree.leaves((view, *args)))
-        )
-        read = lambda x: x.val if isinstance(x, Literal) else values[x]
-        products = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name in PRODUCTS]
-        if not products:
-            raise UsageError(f"{NAME}: flip:output, but the gradient has no product outside of a loop; use flip:grads")
-        for eqn in closed.jaxpr.eqns:
-            out = eqn.primitive.bind(*map(read, eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
-            out = list(out) if eqn.primitive.multiple_results else [out]
-            if eqn is products[fault.leaf % len(products)]:
-                out = [flip(fusion_barrier(out[0], opaque_true(view.step)), fault, view.step)]
-            values.update(zip(eqn.outvars, out))
-        return jax.tree.unflatten(jax.tree.structure(shape), [read(x) for x in closed.jaxpr.outvars])
+        count = number_of_products(f, view, *args)
+        if not count:
+            raise UsageError(f"{NAME}: flip:output, but the gradient has no product; use flip:grads")
+
+        def visit(number: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            for fault in faults:
+                if fault.leaf % count == number:
+                    x = mark_replaced(flip(fusion_barrier(x, opaque_true(view.step)), fault, view.step))
+            return x, jnp.uint32(0)
+
+        return visit_products(f, visit)(view, *args)[0]
 
     return run
 

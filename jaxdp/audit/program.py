@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxdp.audit.products import visit_products
 from jaxdp.core.state import Batch, TrainState, View
 from jaxdp.core.step import Step
 from jaxdp.parallel.strategy import Strategy
@@ -26,7 +27,7 @@ class Sample(NamedTuple):
 
     view: View
     batch: Batch
-    slots: jax.Array
+    slots: np.ndarray
 
 
 class Probe:
@@ -58,9 +59,9 @@ class Probe:
         specs = tuple((name, spec(x)) for name, x in sorted(batch.items()))
         chosen = self._select((dims, specs), batch, device, slot)
         named = exported.replace(carry=None)
-        paths = [path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(named)[0]]
-        self.names[: len(paths)] = paths
-        return jax.tree.leaves(named), Sample(view, chosen, jnp.full(1, microbatch, jnp.int32))
+        if not self.names:
+            self.names = [path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(named)[0]]
+        return jax.tree.leaves(named), Sample(view, chosen, np.full(1, microbatch, np.int32))
 
     def fingerprints(self, leaves: list[jax.Array], sample: Sample) -> jax.Array:
         """Return uint32[device, leaf], each row on its device: of the device's own state, and of its gradients.
@@ -85,11 +86,12 @@ class Probe:
 
     def _fingerprints(self, leaves: list[jax.Array], sample: Sample) -> jax.Array:
         def compute(leaves: list[jax.Array], sample: Sample) -> jax.Array:
-            sums = self.step.grads(*sample)
+            sums, products = visit_products(self.step.grads, lambda number, x: (x, fingerprint(x)))(*sample)
             results = {"grads": sums.grads, "loss": sums.loss, "metrics": sums.metrics, "state": sums.model_state}
             flat = jax.tree_util.tree_flatten_with_path(results)[0]
             self.names[len(leaves) :] = [path_string(path) for path, _ in flat]
-            return jnp.stack([fingerprint(x) for x in [*leaves, *(x for _, x in flat)]])[None]
+            self.names += [f"product {i}" for i in range(len(products))]
+            return jnp.stack([*(fingerprint(x) for x in [*leaves, *(x for _, x in flat)]), *products])[None]
 
         specs = [x.spec for x in self.shardings]
         return self._map(compute, (specs, P()), P(self.axes))(leaves, sample)

@@ -1,13 +1,14 @@
-"""Name the process that computes slowly: each times the same microbatch alone, without collectives.
+"""Name the processes that compute slowly: each times the same microbatch alone, without collectives.
 
 A slow device delays all alike, so the time of an update does not show which one it is, but it shows when to measure:
-rank 0 watches it, and asks all processes to measure when it rises, and once a run has lasted a minute.
+rank 0 watches it, and asks all processes to measure when it rises, and now and then without a rise.
 """
 
 import collections
 import contextlib
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +19,9 @@ from jaxdp.training.run import Progress, Run
 
 RISE, RECENT, BEFORE = 1.1, 5, 50  # the factor of a rise, from the median of BEFORE updates to that of RECENT ones
 ENOUGH = 20  # updates before the first rise
-FIRST = 60.0  # seconds until there is a measurement without a rise
-BLOCK, BLOCKS = 0.05, 3  # the least of three means over 50 ms each: longer than a scheduler's pauses
+FIRST, SHARE = 60.0, 0.005  # seconds until a measurement without a rise; then their share of the time
+BLOCK, BLOCKS = 0.05, 3  # the median of three means over 50 ms each: longer than a scheduler's pauses
+ROUND, GAP = 5, 2  # measurements that name a process, and the updates from one to the next
 WAIT = 600.0  # seconds that one process may take longer than another, such as to compile
 
 
@@ -31,62 +33,95 @@ class SlowDevices:
         self.times: collections.deque[float] = collections.deque(maxlen=BEFORE + RECENT)  # seconds, of updates
         self.before: tuple[int, float] | None = None  # (update, time)
         self.level = 0.0  # seconds of an update at which nothing was found
-        self.expires = 0  # the update after which `level` no longer counts
-        self.first = time.monotonic() + FIRST
+        self.expires = 0.0  # when `level` no longer counts
+        self.next = time.perf_counter() + FIRST  # when to measure without a rise
+        self.again: int | None = None  # the update after which to confirm a measurement
+        self.round: list[list[float]] = []  # the factors of all ranks, in each of the last measurements
+        self.spent = 0.0  # seconds, on them
         self.named: dict[int, float] = {}  # {rank: the factor with which it was named last}
 
     def is_due(self, run: Run, progress: Progress) -> bool:
         now, step = time.perf_counter(), progress.step
         if self.before is not None and run.checkpoints.context.is_root:
-            self.times.append((now - self.before[1]) / max(1, step - self.before[0]))
-            if self.has_risen(step) or time.monotonic() > self.first:
-                self.first = float("inf")
-                self.level, self.expires = statistics.median([*self.times][-RECENT:]), step + BEFORE
+            self.add_time((now - self.before[1]) / max(1, step - self.before[0]))
+            if self.again is None and (now > self.next or self.has_risen(now)):
+                self.level, self.next = statistics.median([*self.times][-RECENT:]), float("inf")
                 run.hooks.watch.request_probe()
         self.before = (step, now)
-        return run.hooks.watch.probe_is_asked()
+        return run.hooks.watch.probe_is_asked() or (self.again is not None and step >= self.again)
 
-    def has_risen(self, step: int) -> bool:
+    def add_time(self, seconds: float) -> None:
+        """Add the time of an update, unless the loop only dispatched it, as it does after each pause."""
+        if not self.times or seconds > 0.25 * statistics.median(self.times):
+            self.times.append(seconds)
+
+    def has_risen(self, now: float) -> bool:
         """Return whether updates take longer than before, and longer than at the last measurement."""
         *earlier, a, b, c, d, e = self.times if len(self.times) >= ENOUGH + RECENT else [0.0] * 6
-        level = self.level if step <= self.expires else 0.0
+        level = self.level if now < self.expires else 0.0
         return statistics.median((a, b, c, d, e)) > RISE * max(level, statistics.median(earlier))
 
     def check(self, run: Run, progress: Progress, batch: Batch) -> None:
-        """Measure all processes; measure again before one is named."""
-        context = run.checkpoints.context
-        work = lambda: self._measure(run, *self.probe.sample(progress.state, batch, 0))
+        """Measure all processes; name those that are slow, at the end of a round of measurements."""
+        began = time.perf_counter()
         with run.hooks.watch.suspend_timeout("measures its devices"):
-            times = work()
-            rank, factor = slowest(times)
-            if factor > self.factor:
-                times = work()
-                again, factor = slowest(times)
-                factor = factor if again == rank else 1.0
+            times, shares = self._measure(run, *self.probe.sample(progress.state, batch, 0))
         run.log.events.note("probe", progress.step, ms=[round(1e3 * t, 3) for t in times])
-        if factor > self.factor * self.named.get(rank, 1.0):
-            self.named[rank] = factor
-            facts = context.exchange("state of the devices", condition() if context.rank == rank else "")[rank]
-            others = statistics.median(t for r, t in enumerate(times) if r != rank)
-            text = (
-                f"{context.title(rank)}, process {context.pids[rank]}, computes slowly: a microbatch takes "
-                f"{1e3 * times[rank]:.1f} ms there, {factor:.2f} times as long as in the others ({1e3 * others:.1f} ms)"
-                f"{facts}"
-            )
-            run.log.events.note("slow", progress.step, rank=rank, factor=round(factor, 3), reason=text)
-            run.log.writer.say(f"warning: {text}")
+        for rank in self.judge(relative(times)):
+            self._name(run, progress.step, rank, times, shares)
+        self.again = progress.step + GAP if self.round else None
         self.before = None
+        now = time.perf_counter()
+        self.spent += now - began
+        if not self.round:
+            pause, self.spent = max(FIRST / 2, self.spent / SHARE), 0.0
+            self.next, self.expires = now + pause, now + pause / 2
 
-    def _measure(self, run: Run, leaves: list[jax.Array], sample: Sample) -> list[float]:
-        """Return the seconds that each process takes to compute the sample."""
+    def judge(self, factors: list[float]) -> list[int]:
+        """Add a measurement to the round; return the ranks to name, and reset the round at its end.
+
+        A rank is slow if the median of ROUND measurements says so, since a single one errs by some percent, and by more
+        while another program runs for a moment. The round ends earlier if most find less than half of the excess.
+        """
+        self.round.append(factors)
+        half, count = 0.5 + 0.5 * self.factor, len(self.round)
+        ranks = range(len(factors))
+        if count < ROUND and (count < 2 or any(2 * sum(f[rank] > half for f in self.round) >= count for rank in ranks)):
+            return []
+        medians = [statistics.median(f[rank] for f in self.round) for rank in ranks]
+        self.round = []
+        self.named = {rank: f for rank, f in self.named.items() if medians[rank] > half}  # else it has recovered
+        slow = [r for r in ranks if count == ROUND and medians[r] > self.factor * self.named.get(r, 1.0)]
+        self.named |= {rank: medians[rank] for rank in slow}
+        return slow
+
+    def _name(self, run: Run, step: int, rank: int, times: list[float], shares: list[float]) -> None:
+        context, factor = run.checkpoints.context, self.named[rank]
+        facts = context.exchange("state of the devices", condition() if context.rank == rank else "")[rank]
+        if jax.default_backend() == "cpu" and (share := 1 / relative([1 / s for s in shares])[rank]) < 0.9:
+            facts = f"; it got {share:.2f} times their CPU time: it was stopped, or other programs use its cores"
+        others = statistics.median(t for r, t in enumerate(times) if r != rank)
+        text = (
+            f"{context.title(rank)}, process {context.pids[rank]}, computes slowly: a microbatch takes {factor:.2f} "
+            f"times as long as in the others ({1e3 * times[rank]:.1f} ms and {1e3 * others:.1f} ms in the last of "
+            f"{ROUND} measurements){facts}"
+        )
+        run.log.events.note("slow", step, rank=rank, factor=round(factor, 3), reason=text)
+        run.log.writer.say(f"warning: {text}")
+
+    def _measure(self, run: Run, leaves: list[jax.Array], sample: Sample) -> tuple[list[float], list[float]]:
+        """Return (the seconds in which each process computes the sample, its share of CPU time meanwhile)."""
         compute = lambda: jax.block_until_ready(self.probe.fingerprints(leaves, sample))
         compute()
         run.checkpoints.context.barrier("measurement", WAIT)
-        text = repr(min(mean_time(compute) for _ in range(BLOCKS)))
-        return [float(t) for t in run.checkpoints.context.exchange("measurement", text, WAIT)]
+        began, used = time.perf_counter(), time.process_time()
+        seconds = statistics.median(mean_time(compute) for _ in range(BLOCKS))
+        share = (time.process_time() - used) / (time.perf_counter() - began)
+        texts = run.checkpoints.context.exchange("measurement", f"{seconds!r} {max(share, 1e-3)!r}", WAIT)
+        return tuple([float(text.split()[i]) for text in texts] for i in range(2))  # type: ignore[return-value]
 
 
-def mean_time(f: Any) -> float:
+def mean_time(f: Callable[[], Any]) -> float:
     """Return the mean seconds of f() over a time of at least BLOCK."""
     began, count = time.perf_counter(), 0
     while (elapsed := time.perf_counter() - began) < BLOCK or not count:
@@ -95,11 +130,9 @@ def mean_time(f: Any) -> float:
     return elapsed / count
 
 
-def slowest(times: list[float]) -> tuple[int, float]:
-    """Return (the slowest rank, its time relative to the median of the others)."""
-    rank = max(range(len(times)), key=lambda r: times[r])
-    others = [t for r, t in enumerate(times) if r != rank]
-    return rank, times[rank] / statistics.median(others)
+def relative(times: Sequence[float]) -> list[float]:
+    """Return the time of each rank, relative to the median of the others."""
+    return [t / statistics.median([*times[:rank], *times[rank + 1 :]]) for rank, t in enumerate(times)]
 
 
 def condition() -> str:
