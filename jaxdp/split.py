@@ -40,7 +40,8 @@ def split_dim(shape: tuple[int, ...], parts: int, stacked: bool = False, pad: bo
 def split_dims(tree: Tree, parts: int, blocks: Iterable[str] = (), pad: bool = False) -> Tree:
     """Return the dims of a tree of arrays (or shapes). blocks: paths (a/b) below which leaves are stacked [block, ...].
 
-    pad: see `split_dim`. Such a path may occur anywhere in a leaf's path, since optimizer state contains trees like the parameters.
+    Such a path may occur anywhere in a leaf's path, since optimizer state contains trees like the parameters. pad: see
+    `split_dim`.
     """
     stacks = [f"/{path}/" for path in blocks]
 

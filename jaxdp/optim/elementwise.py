@@ -43,9 +43,9 @@ def check_elementwise(
     """Raise UsageError if `tx` updates slices of `params` differently from the full arrays, or fails on slices.
 
     params: arrays, tracers or ShapeDtypeStructs; only their paths, shapes and dtypes are used, and which of their dims
-    are split over `parts` (see `split_dims`, also for blocks and pad). Rejects LAMB, LARS, Adafactor, Muon, clipping by a norm,
-    gradient noise, skipping of non-finite updates, and any update that combines elements of a split leaf. Does not
-    detect effects that need more elements than the probe has (such as a threshold for a norm over more than half a
+    are split over `parts` (see `split_dims`, also for blocks and pad). Rejects LAMB, LARS, Adafactor, Muon, clipping by
+    a norm, gradient noise, skipping of non-finite updates, and any update that combines elements of a split leaf. Does
+    not detect effects that need more elements than the probe has (such as a threshold for a norm over more than half a
     million updates). An update that takes `value` gets 1.0; an update that needs another argument is rejected. Takes
     about a second for 150 leaves, on the CPU; works while a caller is tracing; caches its answers.
     """

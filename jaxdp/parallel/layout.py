@@ -13,7 +13,7 @@ import jax
 
 from jaxdp.core.state import TrainState
 from jaxdp.errors import UsageError
-from jaxdp.split import WHOLE, path_string, split_dim, split_dims
+from jaxdp.split import WHOLE, path_string, split_dims
 
 Tree = Any
 
@@ -63,14 +63,14 @@ def rule_dims(params: Tree, rules: Sequence[tuple[str, Sequence[str | None]]], b
     Raises UsageError for a rule without a match or that does not fit a leaf, and for a leaf that two rules match.
     """
     shapes = {path_string(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
-    chosen: dict[str, str] = {}
+    chosen: dict[str, tuple[str, int]] = {}
     for pattern, entries in rules:
         problem, matches = f"parallel.rules: {pattern!r}", [path for path in shapes if re.search(pattern, path)]
         if not matches:
             raise UsageError(f"{problem} matches no parameter; a path is such as {next(iter(shapes))!r}", rank=0)
         for path in matches:
             if path in chosen:
-                both = f"parallel.rules: {chosen[path]!r} and {pattern!r} both match {path}"
+                both = f"parallel.rules: {chosen[path][0]!r} and {pattern!r} both match {path}"
                 raise UsageError(f"{both}; narrow one of the expressions", rank=0)
             if len(entries) != len(shapes[path]):
                 found = f"has {len(entries)} entries, but {path} has shape {list(shapes[path])}"
@@ -78,10 +78,8 @@ def rule_dims(params: Tree, rules: Sequence[tuple[str, Sequence[str | None]]], b
             if "shard" in entries[:1] and f"{path}/".startswith(tuple(f"{block}/" for block in blocks)):
                 found = f"shards dim 0 of {path}, which counts the blocks"
                 raise UsageError(f"{problem} {found}; shard another dim", rank=0)
-            chosen[path] = pattern
-    entries_of = dict(rules)
-    dim = lambda entries: list(entries).index("shard") if "shard" in entries else WHOLE
-    return {path: dim(entries_of[pattern]) for path, pattern in chosen.items()}
+            chosen[path] = pattern, list(entries).index("shard") if "shard" in entries else WHOLE
+    return {path: dim for path, (_, dim) in chosen.items()}
 
 
 def param_dims(params: Tree, sharding: Sharding, parts: int) -> Any:
@@ -100,9 +98,9 @@ def param_dims(params: Tree, sharding: Sharding, parts: int) -> Any:
 
 
 def opt_state_dims(state: TrainState, dims: Any, others: Any) -> Any:
-    """Return the dims of the optimizer state: a leaf that mirrors a parameter has its dim, the others those in `others`.
+    """Return the dims of the optimizer state.
 
-    dims: of the parameters.
+    dims: of the parameters, and of leaves that mirror one. others: of all other leaves.
     """
     leaves = jax.tree_util.tree_leaves_with_path(state.params)
     mirrored = {path_string(p): (x.shape, dim) for (p, x), dim in zip(leaves, jax.tree.leaves(dims), strict=True)}

@@ -63,7 +63,7 @@ class Copies:
         self._copy = jax.jit(copy, out_shardings=shardings)
 
     def start(self, state: TrainState) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Start to copy an exported state, with its padding, to host memory; return the arrays that `read` waits for."""
+        """Start to copy an exported, padded state to host memory; return the arrays that `read` waits for."""
         copied = self._copy(state)
         for x in jax.tree.leaves(copied):
             x.copy_to_host_async()
