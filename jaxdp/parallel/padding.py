@@ -5,17 +5,18 @@ parameters and optimizer state is zero and stays zero or unread: an elementwise 
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxdp.errors import UsageError
 from jaxdp.optim import check_elementwise
 from jaxdp.parallel.strategy import Strategy
-from jaxdp.split import WHOLE, fit, padded_shape
+from jaxdp.split import WHOLE, fit, padded_shape, spec
 
 Tree = Any
 
@@ -25,9 +26,20 @@ def padded_shapes(shapes: Tree, dims: Tree, parts: int) -> Tree:
     return jax.tree.map(lambda x, d: jax.ShapeDtypeStruct(padded_shape(x.shape, d, parts), x.dtype), shapes, dims)
 
 
-def unpadded_dims(shapes: Tree, dims: Tree, parts: int) -> Tree:
-    """Return the dims along which exported leaves are split: a leaf whose padding was removed is replicated."""
-    return jax.tree.map(lambda x, d: d if padded_shape(x.shape, d, parts) == x.shape else WHOLE, shapes, dims)
+def sharding_of(shape: tuple[int, ...], mesh: Mesh, dim: int, axis: str) -> NamedSharding:
+    """Return the sharding of a global array along a dim.
+
+    An array whose padding was removed is split over a divisor of the axis, so that it is full on few devices at most.
+    """
+    count = mesh.shape[axis]
+    if dim == WHOLE or shape[dim] % count == 0:
+        return NamedSharding(mesh, spec(dim, axis))
+    parts, dim = max((math.gcd(size, count), d) for d, size in enumerate(shape))
+    where = mesh.axis_names.index(axis)
+    sizes, names = [*mesh.devices.shape], [*mesh.axis_names]
+    sizes[where : where + 1], names[where : where + 1] = [parts, count // parts], [axis, f"rest of {axis}"]
+    divided = Mesh(mesh.devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+    return NamedSharding(divided, spec(dim if parts > 1 else WHOLE, axis))
 
 
 def fit_trees(tree: Tree, like: Tree) -> Tree:

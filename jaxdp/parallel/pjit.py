@@ -16,7 +16,7 @@ from jaxdp.errors import UsageError
 from jaxdp.optim import check_elementwise
 from jaxdp.parallel.gather import GatherRule, make_gather
 from jaxdp.parallel.layout import UNSHARDED, ZERO, Sharding, Share, param_dims, share, state_dims
-from jaxdp.parallel.padding import fit_trees, padded_shapes, resize, unpadded_dims
+from jaxdp.parallel.padding import fit_trees, padded_shapes, resize
 from jaxdp.parallel.placement import (
     abstract_state,
     assign_microbatches,
@@ -69,7 +69,6 @@ class PJit:
         others = split_dims(self.shapes.opt_state, parts, self.blocks)
         self.dims = state_dims(self.shapes, self.layout, self.slices, others)
         self.stored, self.pad = padded_shapes(self.shapes, self.dims, self.parts), sharding.pad
-        self.exported_dims = unpadded_dims(self.shapes, self.dims, self.parts)
 
     def check(self, tx: Any, params: Any) -> None:
         """Accept any optimizer, as it gets full arrays; exact sums need an elementwise one, or the layout matters."""
@@ -77,8 +76,7 @@ class PJit:
             check_elementwise(tx, params, 2, self.blocks, self.arithmetic.elementwise, pad=self.pad)  # on one too
 
     def abstract(self, padded: bool = False) -> TrainState:
-        shapes, dims = (self.stored, self.dims) if padded else (self.shapes, self.exported_dims)
-        return abstract_state(shapes, self.mesh, dims, self.axes.shard)
+        return abstract_state(self.stored if padded else self.shapes, self.mesh, self.dims, self.axes.shard)
 
     def share(self) -> Share:
         return share(self.shapes, self.dims, self.layout)

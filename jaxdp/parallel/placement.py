@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdp.axes import DATA, FLAT, REPLICA, SHARD, Axes
 from jaxdp.core.state import Batch, TrainState
 from jaxdp.errors import UsageError
-from jaxdp.parallel.padding import fit_trees
+from jaxdp.parallel.padding import fit_trees, sharding_of
 from jaxdp.parallel.rounding import BITS, fusion_barrier
 from jaxdp.parallel.sums import order_of
 from jaxdp.split import WHOLE, spec
@@ -22,7 +22,7 @@ Live = Callable[[jax.Array], jax.Array | None]  # `jaxdp.parallel.sums.Arithmeti
 
 def abstract_state(shapes: TrainState, mesh: Mesh, dims: TrainState, axis: str) -> TrainState:
     """Return the shapes and dtypes of a state with shardings: each leaf is split along its dim, or replicated."""
-    shard = lambda x, d: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec(d, axis)))
+    shard = lambda x, d: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x.shape, mesh, d, axis))
     return jax.tree.map(shard, shapes, dims)
 
 

@@ -17,7 +17,7 @@ from jaxdp.optim import check_elementwise
 from jaxdp.parallel.gather import GatherRule, make_gather
 from jaxdp.parallel.layout import UNSHARDED, ZERO, Sharding, Share, param_dims, share, state_dims
 from jaxdp.parallel.mapped import Mapped, from_buffers, reshard
-from jaxdp.parallel.padding import fit_trees, padded_shapes, resize, unpadded_dims
+from jaxdp.parallel.padding import fit_trees, padded_shapes, resize
 from jaxdp.parallel.placement import (
     abstract_state,
     assign_microbatches,
@@ -80,7 +80,6 @@ class PMap:
         others = jax.tree.map(lambda _: WHOLE, self.shapes.opt_state)
         self.dims = state_dims(self.shapes, self.layout, self.slices, others)
         self.stored, self.pad = padded_shapes(self.shapes, self.dims, self.parts), sharding.pad
-        self.exported_dims = unpadded_dims(self.shapes, self.dims, self.parts)
 
     def check(self, tx: Any, params: Any) -> None:
         parts = 2 if self.arithmetic.elementwise else len(self.devices)
@@ -88,8 +87,7 @@ class PMap:
             check_elementwise(tx, params, parts, self.blocks, pad=self.pad)
 
     def abstract(self, padded: bool = False) -> TrainState:
-        shapes, dims = (self.stored, self.dims) if padded else (self.shapes, self.exported_dims)
-        return abstract_state(shapes, self.mesh, dims, DATA)
+        return abstract_state(self.stored if padded else self.shapes, self.mesh, self.dims, DATA)
 
     def share(self) -> Share:
         return share(self.shapes, self.dims, self.layout)
