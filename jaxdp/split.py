@@ -1,17 +1,21 @@
-"""The sharding rule: split a leaf along its largest dim that the number of parts divides, or replicate it.
+"""The sharding rule: split a leaf along its largest dim that the number of parts divides; else pad a dim, or replicate.
 
 Nothing is flattened, so every optimizer that works on arrays of any shape works on slices, and masks by path keep their
 meaning. The dims of a tree are a tree of the same structure, with an integer for every leaf: the dim, or `WHOLE`.
+A padded leaf has zeros at the end of its dim.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 Tree = Any
 WHOLE = -1
+SMALL = 1024  # elements: smaller leaves are not padded
 
 
 def path_string(path: Any) -> str:
@@ -19,35 +23,54 @@ def path_string(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def split_dim(shape: tuple[int, ...], parts: int, stacked: bool = False) -> int:
-    """Return the largest dim that `parts` divides, the first of equals; never the first dim of stacked blocks."""
-    if parts == 1:
-        return WHOLE
-    candidates = range(int(stacked), len(shape))
-    dims = [d for d in candidates if shape[d] and shape[d] % parts == 0]
-    return max(dims, key=lambda d: shape[d]) if dims else WHOLE
+def split_dim(shape: tuple[int, ...], parts: int, stacked: bool = False, pad: bool = False) -> int:
+    """Return the largest dim that `parts` divides, the first of equals; never the first dim of stacked blocks.
+
+    pad: if there is none, return the dim that needs the least padding, unless the leaf is `SMALL` or more than doubles.
+    """
+    candidates = [d for d in range(int(stacked), len(shape)) if shape[d]] if parts > 1 else []
+    dims = [d for d in candidates if shape[d] % parts == 0]
+    if dims:
+        return max(dims, key=lambda d: shape[d])
+    growth = {d: padded_shape(shape, d, parts)[d] / shape[d] for d in candidates}
+    best = min(growth, key=growth.__getitem__, default=WHOLE)
+    return best if pad and math.prod(shape) >= SMALL and growth.get(best, math.inf) <= 2 else WHOLE
 
 
-def split_dims(tree: Tree, parts: int, blocks: Iterable[str] = ()) -> Tree:
+def split_dims(tree: Tree, parts: int, blocks: Iterable[str] = (), pad: bool = False) -> Tree:
     """Return the dims of a tree of arrays (or shapes). blocks: paths (a/b) below which leaves are stacked [block, ...].
 
-    Such a path may occur anywhere in a leaf's path, since optimizer state contains trees like the parameters.
+    Such a path may occur anywhere in a leaf's path, since optimizer state contains trees like the parameters. pad: see
+    `split_dim`.
     """
     stacks = [f"/{path}/" for path in blocks]
 
     def dim(path: Any, x: Any) -> int:
         name = f"/{path_string(path)}/"
-        return split_dim(x.shape, parts, any(stack in name for stack in stacks))
+        return split_dim(x.shape, parts, any(stack in name for stack in stacks), pad)
 
     return jax.tree_util.tree_map_with_path(dim, tree)
 
 
 def take(x: jax.Array, dim: int, index: Any, parts: int) -> jax.Array:
-    """Return slice number `index` of `parts`, or x itself if it is not split."""
+    """Return slice number `index` of `parts`, of the padded leaf; or x itself if it is not split."""
     if dim == WHOLE:
         return x
+    x = fit(x, padded_shape(x.shape, dim, parts))
     size = x.shape[dim] // parts
     return jax.lax.dynamic_slice_in_dim(x, index * size, size, dim)
+
+
+def padded_shape(shape: tuple[int, ...], dim: int, parts: int) -> tuple[int, ...]:
+    """Return the shape with its dim rounded up to a multiple of `parts`."""
+    return tuple(-(-size // parts) * parts if d == dim else size for d, size in enumerate(shape))
+
+
+def fit(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return x with each dim cut, or padded with zeros, at its end."""
+    if x.shape == tuple(shape):
+        return x
+    return jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, new - old, 0) for old, new in zip(x.shape, shape)])
 
 
 def spec(dim: int, axis: Any) -> P:

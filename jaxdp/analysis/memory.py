@@ -13,7 +13,7 @@ from jaxdp.analysis.hlo import Collective, collectives, summarize
 from jaxdp.core.state import Batch, TrainState
 from jaxdp.core.step import Step
 from jaxdp.parallel.strategy import Program, Strategy
-from jaxdp.split import WHOLE
+from jaxdp.split import WHOLE, padded_shape
 
 
 def bytes_by_tree(strategy: Strategy, step: Step, batch: Mapping[str, Any], split_grads: bool) -> dict[str, float]:
@@ -36,7 +36,7 @@ def bytes_by_tree(strategy: Strategy, step: Step, batch: Mapping[str, Any], spli
 def local_bytes(tree: Any, dims: Any, parts: int) -> int:
     """Return the bytes of one device's part of a tree of shapes, split along `dims` into `parts`; None: replicated."""
     dims = jax.tree.map(lambda _: WHOLE, tree) if dims is None else dims
-    size = lambda x, d: math.prod(x.shape) * x.dtype.itemsize // (1 if d == WHOLE else parts)
+    size = lambda x, d: math.prod(padded_shape(x.shape, d, parts)) * x.dtype.itemsize // (1 if d == WHOLE else parts)
     return sum(jax.tree.leaves(jax.tree.map(size, tree, dims)))
 
 

@@ -28,8 +28,9 @@ from jaxdp.models.base import Model
 from jaxdp.optim import OPTIMIZERS, checked, make_optimizer, make_schedule
 from jaxdp.parallel import STRATEGIES, Strategy, make_reduction
 from jaxdp.parallel.integer_sums import COUPLED, remembering
-from jaxdp.parallel.layout import Sharding
+from jaxdp.parallel.layout import Sharding, param_dims
 from jaxdp.parallel.outer import OuterRule, Replicas
+from jaxdp.parallel.padding import can_pad
 from jaxdp.precision import LossScaling, policy
 from jaxdp.split import path_string
 from jaxdp.targets import bind, call, locate, parameters, require
@@ -145,14 +146,15 @@ def make_strategy(
     reduce_dtype = None if dtypes.reduce == dtypes.params else parts.forward.policy.reduce
     if config.outer.replicas > 1:
         return Replicas(make_state, config.microbatches, reduction, make_outer(config, parts), reduce_dtype, devices)
-    return STRATEGIES[parallel.backend](
-        make_state,
-        config.microbatches,
-        reduction,
-        reduce_dtype,
-        devices,
-        Sharding(parallel.zero, parallel.shard_size, parallel.gradient_buffer, parts.forward.model.blocks, split_as),
-    )
+    blocks, rules = parts.forward.model.blocks, tuple(parallel.rules.items())
+    sharding = Sharding(parallel.zero, parallel.shard_size, parallel.gradient_buffer, blocks, split_as, True, rules)
+    arguments = make_state, config.microbatches, reduction, reduce_dtype, devices
+    strategy = STRATEGIES[parallel.backend](*arguments, sharding)
+    padded = param_dims(strategy.shapes.params, sharding, split_as or strategy.parts)
+    plain = param_dims(strategy.shapes.params, sharding._replace(pad=False), split_as or strategy.parts)
+    if not parallel.zero or padded == plain or can_pad(parts.rule.tx, parts.rule.trainable, strategy):
+        return strategy
+    return STRATEGIES[parallel.backend](*arguments, sharding._replace(pad=False))
 
 
 def make_outer(config: Config, parts: Parts) -> OuterRule:

@@ -104,7 +104,7 @@ class Audit:
             owner = f"{context.title(rank)}, process {context.pids[rank]}" if context.size > 1 else "this process"
             name = f"{device.device_kind} {device.local_hardware_id} of {owner}{f', serial {serial}' if serial else ''}"
             self._titles.append(f"device {len(self._titles)} ({name})")
-        shapes = jax.tree.leaves(self.probe.strategy.abstract().replace(carry=None))
+        shapes = jax.tree.leaves(self.probe.strategy.abstract(padded=True).replace(carry=None))
         single = 0
         for x in shapes:
             holders: dict[Any, list[int]] = {}

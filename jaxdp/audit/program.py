@@ -16,7 +16,7 @@ from jaxdp.audit.products import visit_products
 from jaxdp.core.state import Batch, TrainState, View
 from jaxdp.core.step import Step
 from jaxdp.parallel.strategy import Strategy
-from jaxdp.split import path_string
+from jaxdp.split import fit, path_string
 
 Tree = Any
 BITS: dict[int, Any] = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}  # of 8 bytes: two words
@@ -38,16 +38,16 @@ class Probe:
         self.names: list[str] = []  # of the fingerprints: first those of the state
         self.axes = strategy.mesh.axis_names
         self.full = NamedSharding(strategy.mesh, P())
-        self._replicate = jax.jit(lambda leaves: leaves, out_shardings=self.full)
+        self._replicate = jax.jit(self._unpadded, out_shardings=self.full)
         self._select = jax.jit(self._select_microbatch, static_argnums=0)
         self._compute = jax.jit(self._fingerprints)
 
     def sample(self, state: TrainState, batch: Batch, microbatch: int) -> tuple[list[jax.Array], Sample]:
         """Return (the leaves of the exported state, the inputs): gather parameters, broadcast the microbatch."""
-        exported = self.strategy.export(state)
+        exported = self.strategy.export(state, padded=True)
         leaves, structure = jax.tree.flatten(exported.params)
         split = [i for i, x in enumerate(leaves) if not x.sharding.is_fully_replicated]
-        for i, x in zip(split, self._replicate([leaves[i] for i in split]) if split else []):
+        for i, x in (self._replicate({i: leaves[i] for i in split}) if split else {}).items():
             leaves[i] = x
         view = exported.view._replace(params=jax.tree.unflatten(structure, leaves), exponents=None)
         if view.carry is not None:
@@ -69,6 +69,10 @@ class Probe:
         No device waits for another.
         """
         return self._compute(leaves, sample)
+
+    def _unpadded(self, leaves: dict[int, jax.Array]) -> dict[int, jax.Array]:
+        shapes = jax.tree.leaves(self.strategy.shapes.params)
+        return {i: fit(x, shapes[i].shape) for i, x in leaves.items()}
 
     def _select_microbatch(self, form: tuple[int, tuple], batch: Batch, device: jax.Array, slot: jax.Array) -> Batch:
         dims, specs = form
@@ -99,7 +103,7 @@ class Probe:
     @property
     def shardings(self) -> list[NamedSharding]:
         """Return the shardings of the state's leaves."""
-        return [x.sharding for x in jax.tree.leaves(self.strategy.abstract().replace(carry=None))]
+        return [x.sharding for x in jax.tree.leaves(self.strategy.abstract(padded=True).replace(carry=None))]
 
     def _map(self, f: Any, in_specs: Any, out_specs: Any) -> Any:
         return jax.shard_map(f, mesh=self.strategy.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

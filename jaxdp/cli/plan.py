@@ -135,7 +135,7 @@ def remarks(
             notes.append(f"zero {p.zero}: scaled from programs for {' and '.join(map(str, p.scaled_from))} devices")
         if p.gathered_whole:
             notes.append("zero 3: this model does not scan blocks, so all its parameters are gathered at once")
-        if p.share.replicated and p.zero:
+        if p.zero and p.share.replicated_bytes > 0.01 * p.share.total_bytes:
             replicated = f"{p.share.replicated} leaves of {size(p.share.replicated_bytes)}"
             group = max(k for k in range(1, hardware.devices_per_host + 1) if devices % k == 0)
             hint = f"; parallel.shard_size {group} shards over smaller groups" if 1 < group < devices else ""

@@ -107,6 +107,7 @@ def check(config: Config) -> None:
         raise UsageError("eval.ema: True, but no average is kept; set optimizer.ema, such as 0.999")
     if parallel.shard_size is not None and not parallel.zero:
         raise UsageError(f"parallel.shard_size: {parallel.shard_size} with zero: 0, which splits nothing; set zero")
+    check_rules(config)
     if parallel.backend == "pmap" and (parallel.zero > 1 or parallel.shard_size is not None):
         name = "zero" if parallel.zero > 1 else "shard_size"
         value = getattr(parallel, name)
@@ -158,6 +159,19 @@ def check_patterns(config: Config, section: str, *names: str) -> None:
                 re.compile(pattern)
             except (re.error, TypeError) as error:
                 raise UsageError(f"{section}.{name}: {pattern!r} is not a regular expression: {error}") from None
+
+
+def check_rules(config: Config) -> None:
+    """Raise `UsageError` for invalid values of `parallel.rules`."""
+    check_patterns(config, "parallel", "rules")
+    for pattern, entries in config.parallel.rules.items():
+        if not isinstance(entries, list) or set(map(str, entries)) - {"None", "shard"} or entries.count("shard") > 1:
+            raise UsageError(
+                f"parallel.rules: {pattern!r} has {entries!r}; give a list with null for each dim, and shard for the "
+                "one to shard, such as [null, shard]"
+            )
+    if config.parallel.rules and not config.parallel.zero:
+        raise UsageError(f"parallel.rules: {config.parallel.rules} with zero: 0, which splits nothing; set zero")
 
 
 def check_init(config: Config) -> None:

@@ -156,6 +156,8 @@ class Parallel:
         exact_group: number of microbatches that the exact reductions compute at once; this changes the numbers
         bucket_mb: size of a bucket in MB
         shard_size: number of devices over which the state is sharded, such as those of a host; null means all
+        rules: 'shard' or null for each dim of the parameters whose path an expression matches, such as
+            {'^embed/': [null, shard]}: shard them along that dim; all null: replicate them. By default jaxdp selects it
         gradient_buffer: stages 2 and 3 reduce gradients after each microbatch, into shards (sharded), or once, after
             all (replicated: fewer bytes to send under accumulate: scan, more memory)
         remat: what the backward pass recomputes in each block: none, full, all but matrix products (dots), all but
@@ -174,6 +176,7 @@ class Parallel:
     exact_group: int = numbers(1)
     bucket_mb: float = speed(25.0, above=0)
     shard_size: int | None = speed(None, least=2)
+    rules: dict[str, list[Any]] = speed({})
     gradient_buffer: Literal["sharded", "replicated"] = speed("sharded")
     remat: Literal["auto", "none", "full", "dots", "dots_no_batch"] = speed("auto")
     accumulate: Literal["auto", "vmap", "scan"] = speed("auto")

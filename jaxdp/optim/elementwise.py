@@ -37,18 +37,20 @@ def check_elementwise(
     blocks: Sequence[str] = (),
     advice: str = "under pmap use an elementwise one, such as sgd, adam, adamw or lion (and clip before it), or the "
     "backend pjit",
+    *,
+    pad: bool = False,
 ) -> None:
     """Raise UsageError if `tx` updates slices of `params` differently from the full arrays, or fails on slices.
 
     params: arrays, tracers or ShapeDtypeStructs; only their paths, shapes and dtypes are used, and which of their dims
-    are split over `parts` (see `split_dims`, also for blocks). Rejects LAMB, LARS, Adafactor, Muon, clipping by a norm,
-    gradient noise, skipping of non-finite updates, and any update that combines elements of a split leaf. Does not
-    detect effects that need more elements than the probe has (such as a threshold for a norm over more than half a
+    are split over `parts` (see `split_dims`, also for blocks and pad). Rejects LAMB, LARS, Adafactor, Muon, clipping by
+    a norm, gradient noise, skipping of non-finite updates, and any update that combines elements of a split leaf. Does
+    not detect effects that need more elements than the probe has (such as a threshold for a norm over more than half a
     million updates). An update that takes `value` gets 1.0; an update that needs another argument is rejected. Takes
     about a second for 150 leaves, on the CPU; works while a caller is tracing; caches its answers.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(params)
-    dims = jax.tree.leaves(split_dims(params, parts, blocks))
+    dims = jax.tree.leaves(split_dims(params, parts, blocks, pad))
     if all(dim == WHOLE for dim in dims):
         return
     leaves = [_Leaf(path_string(p), tuple(x.shape), x.dtype, dim) for (p, x), dim in zip(flat, dims, strict=True)]

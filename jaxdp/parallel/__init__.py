@@ -10,7 +10,7 @@ from jaxdp.parallel.fixed_point import FORMATS
 from jaxdp.parallel.integer_sums import integers
 from jaxdp.parallel.pjit import PJit
 from jaxdp.parallel.pmap import PMap
-from jaxdp.parallel.reduction import Reduction, bucket, not_alone, xla
+from jaxdp.parallel.reduction import Reduction, bucket, not_alone, with_padding, xla
 from jaxdp.parallel.strategy import Program, Strategy
 from jaxdp.targets import bind, call, locate, require
 
@@ -44,7 +44,7 @@ def make_reduction(name: str, bucket_mb: float = 25.0, group: int = 1) -> Reduct
     reduction = call(KEY, bound)
     if not isinstance(reduction, Reduction):
         raise UsageError(f"{KEY}: {name!r} must return a jaxdp.parallel.reduction.Reduction; see docs/reductions.md")
-    return not_alone(reduction)
+    return not_alone(with_padding(reduction))
 
 
 __all__ = ["REDUCTIONS", "STAGES", "STRATEGIES", "PJit", "PMap", "Program", "Strategy", "make_reduction"]

@@ -1,6 +1,6 @@
 """Gathering of sharded parameters inside a shard_map, and scattering of their gradients: ZeRO stages 2 and 3."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ from jaxdp.axes import Axes
 from jaxdp.core.frozen import merge
 from jaxdp.core.state import Gather, plain_gather
 from jaxdp.models.scan import BlockGather, as_they_are
-from jaxdp.parallel.layout import unsharded_shape
+from jaxdp.parallel.padding import fit_trees
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.rounding import fusion_barrier
 from jaxdp.precision import cast_floats
@@ -37,8 +37,9 @@ class GatherRule(NamedTuple):
     reduce_dtype: Any = None
     live: jax.Array | None = None
 
-    def full(self, handle: Tree, source: Tree, dims: Tree, grad_dims: Tree, dtype: Any, block: bool = False) -> Tree:
-        """Gather the full `source` in the compute dtype, with gradients for `handle`."""
+    def full(self, trees: Sequence[Tree], dtype: Any, block: bool = False) -> Tree:
+        """Gather a full tree in the compute dtype, with gradients for its handle; trees: see `make_gather`."""
+        handle, source, dims, grad_dims, shapes = trees
 
         def barrier(tree: Tree, sharded: bool, live: jax.Array | None) -> Tree:
             return fusion_barrier(tree, live) if live is not None and (sharded or block) else tree
@@ -46,7 +47,7 @@ class GatherRule(NamedTuple):
         def gather(handle: Tree, source: Tree, live: jax.Array | None) -> Tree:
             source = cast_floats(source, dtype)
             full = self.reduction.gather(source, dims, self.axes.shard) if self.shard_params else source
-            return barrier(full, self.shard_params, live)
+            return barrier(fit_trees(full, shapes), self.shard_params, live)
 
         def forward(handle: Tree, source: Tree, live: jax.Array | None) -> tuple[Tree, jax.Array | None]:
             return gather(handle, source, live), live
@@ -64,7 +65,7 @@ class GatherRule(NamedTuple):
         return gathered(handle, source, self.live)
 
 
-def make_gather(params: Tree, dims: Tree, rule: GatherRule) -> tuple[Tree, Gather]:
+def make_gather(params: Tree, dims: Tree, shapes: Tree, rule: GatherRule) -> tuple[Tree, Gather]:
     """Return (the handle, the `gather` hook of a step).
 
     The step differentiates with respect to the handle. It has the shapes of the gradients; its values are never read,
@@ -72,30 +73,28 @@ def make_gather(params: Tree, dims: Tree, rule: GatherRule) -> tuple[Tree, Gathe
 
     Args:
         params: of this device, slices along `dims` if `rule.shard_params`.
+        shapes: of the full parameters, without padding.
     """
     if not rule.shard_params and not rule.shard_grads and rule.live is None:
         return params, plain_gather
     grad_dims = rule.trainable(dims)
 
     def gather(handle: Tree, dtype: Any) -> tuple[Tree, BlockGather]:
-        trees = [_partition(tree, rule.blocks) for tree in (handle, params, dims, grad_dims)]
+        trees = [_partition(tree, rule.blocks) for tree in (handle, params, dims, grad_dims, shapes)]
         stacks, gather_block = gather_stacks(rule, [blocks for blocks, _ in trees], dtype)
-        others = [tree for _, tree in trees]
-        full = rule.full(others[0], others[1], others[2], others[3], dtype)
-        return merge(full, stacks), gather_block
+        return merge(rule.full([tree for _, tree in trees], dtype), stacks), gather_block
 
-    return make_handle(params, dims, rule), gather
+    return make_handle(params, dims, shapes, rule), gather
 
 
-def make_handle(params: Tree, dims: Tree, rule: GatherRule) -> Tree:
+def make_handle(params: Tree, dims: Tree, shapes: Tree, rule: GatherRule) -> Tree:
     """Return a tree with the shapes of the gradients."""
-    parts = jax.lax.axis_size(rule.axes.shard)
     if rule.shard_params == rule.shard_grads:
         return params
     if rule.shard_grads:
-        index = jax.lax.axis_index(rule.axes.shard)
+        index, parts = jax.lax.axis_index(rule.axes.shard), jax.lax.axis_size(rule.axes.shard)
         return jax.tree.map(lambda x, d: take(x, d, index, parts), params, dims)
-    return jax.tree.map(lambda x, d: jnp.zeros(unsharded_shape(x, d, parts), x.dtype), params, dims)
+    return jax.tree.map(lambda x, y: jnp.zeros(y.shape, x.dtype), params, shapes)
 
 
 def gather_stacks(rule: GatherRule, trees: list[Tree], dtype: Any) -> tuple[Tree, BlockGather]:
@@ -104,26 +103,26 @@ def gather_stacks(rule: GatherRule, trees: list[Tree], dtype: Any) -> tuple[Tree
     A full stack costs nothing if only `scan_blocks` uses it: then no operation reads it.
 
     Args:
-        trees: handle, params, dims and dims of gradients, of the stacked leaves.
+        trees: handle, params, dims, dims of gradients and full shapes, of the stacked leaves.
     """
     origin: dict[int, tuple] = {}  # id of an array that the model receives -> (the array, what it was gathered from)
 
-    def stack_of(handle: Any, source: Any, dim: int, grad_dim: int | None) -> jax.Array:
-        (array,) = rule.full([handle], [source], [dim], [grad_dim], dtype)
-        origin[id(array)] = (array, handle, source, dim, grad_dim)
+    def stack_of(*leaf: Any) -> jax.Array:
+        (array,) = rule.full([[x] for x in leaf], dtype)
+        origin[id(array)] = (array, *leaf)
         return array
 
     def gather_blocks(stacked: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
         leaves, treedef = jax.tree.flatten(stacked)
         if not all(id(x) in origin for x in leaves):  # computed from parameters: already full
             return as_they_are(stacked)
-        _, handles, sources, dims, grad_dims = zip(*(origin[id(x)] for x in leaves))
+        _, handles, sources, dims, grad_dims, shapes = zip(*(origin[id(x)] for x in leaves))
+        shapes_inside = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in shapes]
         inner = lambda dims: [d if d is None or d < 0 else d - 1 for d in dims]  # without the block dim
 
         def gather_one(piece: Tree) -> Tree:
-            return jax.tree.unflatten(
-                treedef, rule.full(piece[0], piece[1], inner(dims), inner(grad_dims), dtype, True)
-            )
+            full = rule.full([*piece, inner(dims), inner(grad_dims), shapes_inside], dtype, True)
+            return jax.tree.unflatten(treedef, full)
 
         return (list(handles), list(sources)), gather_one
 

@@ -1,14 +1,18 @@
 """The ZeRO stages: a table of the trees that are sharded over the devices.
 
-Rajbhandari et al., arXiv 1910.02054. Each leaf is sharded along one dim, by the rule of `jaxdp.split`.
+Rajbhandari et al., arXiv 1910.02054. Each leaf is sharded along one dim, by the rule of `jaxdp.split`, or by the user's
+rules for its path.
 """
 
 import math
+import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from jaxdp.core.state import TrainState
+from jaxdp.errors import UsageError
 from jaxdp.split import WHOLE, path_string, split_dims
 
 Tree = Any
@@ -36,7 +40,9 @@ class Sharding(NamedTuple):
     zero: the stage. shard_size: the number of devices that share one copy of the sharded state; None means all.
     gradient_buffer: 'sharded' reduces gradients in stages 2 and 3 after each microbatch, 'replicated' once after all.
     blocks: paths of the parameters that are stacked [block, ...]. split_as: shard leaves as for this number of parts, a
-    multiple of the real one; to plan for more devices.
+    multiple of the real one; to plan for more devices. pad: also shard leaves that no dim divides, with padding; the
+    optimizer must be elementwise (`jaxdp.parallel.padding`). rules: (expression, (None or 'shard' for each dim)) of
+    parameters that are sharded in another way.
     """
 
     zero: int = 0
@@ -44,20 +50,67 @@ class Sharding(NamedTuple):
     gradient_buffer: str = "sharded"
     blocks: tuple[str, ...] = ()
     split_as: int | None = None
+    pad: bool = False
+    rules: tuple[tuple[str, Sequence[str | None]], ...] = ()
 
 
 UNSHARDED = Sharding()
 
 
-def of_params(state: TrainState, dims: Any) -> Any:
-    """Shard only optimizer leaves that mirror a parameter; replicate scalars and other leaves."""
-    shapes = {f"/{path_string(p)}": x.shape for p, x in jax.tree_util.tree_leaves_with_path(state.params)}
+def rule_dims(params: Tree, rules: Sequence[tuple[str, Sequence[str | None]]], blocks: Sequence[str] = ()) -> Any:
+    """Return {path: dim} of the parameters that rules match, WHOLE to replicate one.
+
+    Raises UsageError for a rule without a match or that does not fit a leaf, and for a leaf that two rules match.
+    """
+    shapes = {path_string(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    chosen: dict[str, tuple[str, int]] = {}
+    for pattern, entries in rules:
+        problem, matches = f"parallel.rules: {pattern!r}", [path for path in shapes if re.search(pattern, path)]
+        if not matches:
+            raise UsageError(f"{problem} matches no parameter; a path is such as {next(iter(shapes))!r}", rank=0)
+        for path in matches:
+            if path in chosen:
+                both = f"parallel.rules: {chosen[path][0]!r} and {pattern!r} both match {path}"
+                raise UsageError(f"{both}; narrow one of the expressions", rank=0)
+            if len(entries) != len(shapes[path]):
+                found = f"has {len(entries)} entries, but {path} has shape {list(shapes[path])}"
+                raise UsageError(f"{problem} {found}; give one entry for each dim, or narrow the expression", rank=0)
+            if "shard" in entries[:1] and f"{path}/".startswith(tuple(f"{block}/" for block in blocks)):
+                found = f"shards dim 0 of {path}, which counts the blocks"
+                raise UsageError(f"{problem} {found}; shard another dim", rank=0)
+            chosen[path] = pattern, list(entries).index("shard") if "shard" in entries else WHOLE
+    return {path: dim for path, (_, dim) in chosen.items()}
+
+
+def param_dims(params: Tree, sharding: Sharding, parts: int) -> Any:
+    """Return the dim along which each parameter is split into `parts`, or WHOLE. Raises UsageError for wrong rules.
+
+    A dim that a rule selects, but that needs padding, stays replicated without `pad`.
+    """
+    ruled = rule_dims(params, sharding.rules, sharding.blocks)
 
     def dim_of(path: Any, x: Any, dim: int) -> int:
-        name = f"/{path_string(path)}"
-        return dim if any(name.endswith(p) and x.shape == shape for p, shape in shapes.items()) else WHOLE
+        selected = ruled.get(path_string(path), dim)
+        fits = selected == WHOLE or sharding.pad or x.shape[selected] % parts == 0
+        return selected if fits and parts > 1 else WHOLE
 
-    return jax.tree_util.tree_map_with_path(dim_of, state.opt_state, dims)
+    return jax.tree_util.tree_map_with_path(dim_of, params, split_dims(params, parts, sharding.blocks, sharding.pad))
+
+
+def opt_state_dims(state: TrainState, dims: Any, others: Any) -> Any:
+    """Return the dims of the optimizer state.
+
+    dims: of the parameters, and of leaves that mirror one. others: of all other leaves.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(state.params)
+    mirrored = {path_string(p): (x.shape, dim) for (p, x), dim in zip(leaves, jax.tree.leaves(dims), strict=True)}
+
+    def dim_of(path: Any, x: Any, other: int) -> int:
+        names = path_string(path).split("/")
+        ends = ("/".join(names[i:]) for i in range(len(names)))
+        return next((mirrored[end][1] for end in ends if end in mirrored and mirrored[end][0] == x.shape), other)
+
+    return jax.tree_util.tree_map_with_path(dim_of, state.opt_state, others)
 
 
 class Share(NamedTuple):
@@ -69,15 +122,18 @@ class Share(NamedTuple):
     replicated_bytes: int
 
 
-def state_dims(state: TrainState, layout: Layout, parts: int, blocks: tuple[str, ...]) -> Any:
-    """Return a TrainState of the dim along which each leaf is sharded, or WHOLE. Strategies shard the carry."""
-    split = lambda tree, sharded: split_dims(tree, parts if sharded else 1, blocks)
+def state_dims(state: TrainState, layout: Layout, dims: Any, others: Any) -> Any:
+    """Return a TrainState of the dim along which each leaf is sharded, or WHOLE. Strategies shard the carry.
+
+    dims: of the parameters, where they are sharded. others: of leaves of the optimizer state that mirror none of them.
+    """
     replicated: TrainState = jax.tree.map(lambda _: WHOLE, state)
-    return replicated.replace(
-        params=split(state.params, layout.params),
-        opt_state=split(state.opt_state, layout.opt_state),
-        ema=split(state.ema, layout.opt_state),
-    )
+    if layout.params:
+        replicated = replicated.replace(params=dims)
+    if layout.opt_state:
+        ema = None if state.ema is None else dims
+        replicated = replicated.replace(opt_state=opt_state_dims(state, dims, others), ema=ema)
+    return replicated
 
 
 def share(state: TrainState, dims: Any, layout: Layout) -> Share:
@@ -95,8 +151,3 @@ def share(state: TrainState, dims: Any, layout: Layout) -> Share:
     split_bytes = sum(size for size, dim, _ in leaves if dim != WHOLE)
     replicated = [size for size, dim, sharded in leaves if dim == WHOLE and sharded]
     return Share(split_bytes, sum(size for size, _, _ in leaves), len(replicated), sum(replicated))
-
-
-def unsharded_shape(x: Any, dim: int, parts: int) -> tuple[int, ...]:
-    """Return the full shape of a slice along `dim`."""
-    return tuple(size * parts if d == dim else size for d, size in enumerate(x.shape))

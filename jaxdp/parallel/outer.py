@@ -109,7 +109,7 @@ class Replicas:
     def check(self, tx: Any, params: Any) -> None:
         """Accept any optimizer: it gets full arrays."""
 
-    def abstract(self) -> TrainState:
+    def abstract(self, padded: bool = False) -> TrainState:
         return abstract_state(self.shapes, self.mesh, self.dims, OUTER)
 
     def share(self) -> Share:
@@ -146,7 +146,7 @@ class Replicas:
 
         def sums(view: Any, batch: Batch, numbers: jax.Array) -> Sums:
             live, join = self.arithmetic.live(view.step), joiner(plan.assignment, plan.axes)
-            params, gather = make_gather(view.params, self.slices, rule._replace(live=live))
+            params, gather = make_gather(view.params, self.slices, self.shapes.params, rule._replace(live=live))
             return reduce(of_all(view._replace(params=params), batch, numbers, gather, join))
 
         return sums
@@ -216,7 +216,7 @@ class Replicas:
         shard = lambda x: jax.ShapeDtypeStruct((self.assignment.size, *x.shape), x.dtype, sharding=self.split)
         return self.abstract(), {k: shard(x) for k, x in example.items()}
 
-    def export(self, state: TrainState) -> TrainState:
+    def export(self, state: TrainState, padded: bool = False) -> TrainState:
         return state
 
     def adopt(self, state: TrainState) -> TrainState:

@@ -15,7 +15,8 @@ from jaxdp.core.step import Step
 from jaxdp.errors import UsageError
 from jaxdp.optim import check_elementwise
 from jaxdp.parallel.gather import GatherRule, make_gather
-from jaxdp.parallel.layout import UNSHARDED, ZERO, Sharding, Share, share, state_dims
+from jaxdp.parallel.layout import UNSHARDED, ZERO, Sharding, Share, param_dims, share, state_dims
+from jaxdp.parallel.padding import fit_trees, padded_shapes, resize
 from jaxdp.parallel.placement import (
     abstract_state,
     assign_microbatches,
@@ -33,7 +34,7 @@ from jaxdp.parallel.placement import (
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.strategy import Program
 from jaxdp.parallel.sums import ReductionPlan, arithmetic, joiner, replica_microbatches
-from jaxdp.split import spec
+from jaxdp.split import spec, split_dims
 
 
 class PJit:
@@ -64,24 +65,24 @@ class PJit:
         self.reduction, self.reduce_dtype = reduction, reduce_dtype
         self.make, self.shapes = make, jax.eval_shape(make)
         parts = sharding.split_as or self.parts
-        self.dims = state_dims(self.shapes, self.layout, parts, self.blocks)
-        self.slices: Any = state_dims(
-            self.shapes, ZERO[3], parts, self.blocks
-        ).params  # the dims of gradients and updates, if any state is split
+        self.slices: Any = param_dims(self.shapes.params, sharding, parts)  # of gradients too, if any state is split
+        others = split_dims(self.shapes.opt_state, parts, self.blocks)
+        self.dims = state_dims(self.shapes, self.layout, self.slices, others)
+        self.stored, self.pad = padded_shapes(self.shapes, self.dims, self.parts), sharding.pad
 
     def check(self, tx: Any, params: Any) -> None:
         """Accept any optimizer, as it gets full arrays; exact sums need an elementwise one, or the layout matters."""
         if self.arithmetic.elementwise and self.layout.opt_state:
-            check_elementwise(tx, params, 2, self.blocks, self.arithmetic.elementwise)  # on one device too
+            check_elementwise(tx, params, 2, self.blocks, self.arithmetic.elementwise, pad=self.pad)  # on one too
 
-    def abstract(self) -> TrainState:
-        return abstract_state(self.shapes, self.mesh, self.dims, self.axes.shard)
+    def abstract(self, padded: bool = False) -> TrainState:
+        return abstract_state(self.stored if padded else self.shapes, self.mesh, self.dims, self.axes.shard)
 
     def share(self) -> Share:
         return share(self.shapes, self.dims, self.layout)
 
     def init(self) -> TrainState:
-        state = make_state(self.make, self.abstract(), self.mesh, self.dims, self.axes, self.arithmetic.live)
+        state = make_state(self.make, self.abstract(padded=True), self.mesh, self.dims, self.axes, self.arithmetic.live)
         return self.adopt(state)
 
     def shard_batch(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
@@ -135,7 +136,7 @@ class PJit:
 
         def device_sums(view: View, batch: Batch) -> Sums:
             live = self.arithmetic.live(view.step)
-            params, gather = make_gather(view.params, self.slices, rule._replace(live=live))
+            params, gather = make_gather(view.params, self.slices, self.shapes.params, rule._replace(live=live))
             numbers, join = replica_microbatches(self.assignment, self.axes), joiner(self.assignment, self.axes)
             return reduce(of_microbatches(view._replace(params=params), batch, numbers, gather, join))
 
@@ -150,10 +151,13 @@ class PJit:
         shard, total_of = self.axes.shard, self.arithmetic.total
         if grad_dims is None:
             return lambda state, sums: step.apply(state, sums, total_of(None, shard, state.step))
-        joined = self._map(lambda params: self.reduction.gather(params, grad_dims, shard), (grad_specs,), full)
+        shapes = step.trainable(self.shapes.params)
+        gather = lambda params: fit_trees(self.reduction.gather(params, grad_dims, shard), shapes)
+        joined = self._map(gather, (grad_specs,), full)
 
         def constrain(tree: Any) -> Any:
             sharding = lambda d: NamedSharding(self.mesh, spec(d, shard))
+            tree = fit_trees(tree, padded_shapes(self.shapes.params, self.slices, self.parts))
             return jax.tree.map(lambda x, d: jax.lax.with_sharding_constraint(x, sharding(d)), tree, self.slices)
 
         def apply(state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -178,26 +182,26 @@ class PJit:
 
     def averaged(self, state: TrainState) -> TrainState:
         shardings = jax.tree.map(lambda x: x.sharding, state.params)
-        return state.replace(params=jax.jit(same, out_shardings=shardings)(like(state.ema, state.params)))
+        ema = resize(like(state.ema, state.params), state.params)
+        return state.replace(params=jax.jit(same, out_shardings=shardings)(ema))
 
     def argument_shapes(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
         count = self.assignment.size
-        state = self.abstract()
+        state = self.abstract(padded=True)
         shard = lambda x, shape: jax.ShapeDtypeStruct(shape, x.dtype, sharding=self.split)
         carry = jax.tree.map(lambda x: shard(x, (count, *x.shape[1:])), self.shapes.carry)
         return state.replace(carry=carry), {k: shard(x, (count, *x.shape)) for k, x in example.items()}
 
-    def export(self, state: TrainState) -> TrainState:
-        return (
-            state if state.carry is None else state.replace(carry=gather_carry(self.assignment, state.carry, self.full))
-        )
+    def export(self, state: TrainState, padded: bool = False) -> TrainState:
+        if state.carry is not None:
+            state = state.replace(carry=gather_carry(self.assignment, state.carry, self.full))
+        return state if padded else resize(state, self.abstract())
 
     def adopt(self, state: TrainState) -> TrainState:
-        return (
-            state
-            if state.carry is None
-            else state.replace(carry=scatter_carry(self.assignment, state.carry, self.split))
-        )
+        state = resize(state, self.abstract(padded=True))
+        if state.carry is None:
+            return state
+        return state.replace(carry=scatter_carry(self.assignment, state.carry, self.split))
 
 
 def group_size(shard_size: int | None, devices: int) -> int:

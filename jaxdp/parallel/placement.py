@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdp.axes import DATA, FLAT, REPLICA, SHARD, Axes
 from jaxdp.core.state import Batch, TrainState
 from jaxdp.errors import UsageError
+from jaxdp.parallel.padding import fit_trees, sharding_of
 from jaxdp.parallel.rounding import BITS, fusion_barrier
 from jaxdp.parallel.sums import order_of
 from jaxdp.split import WHOLE, spec
@@ -20,8 +21,8 @@ Live = Callable[[jax.Array], jax.Array | None]  # `jaxdp.parallel.sums.Arithmeti
 
 
 def abstract_state(shapes: TrainState, mesh: Mesh, dims: TrainState, axis: str) -> TrainState:
-    """Return the state's shapes and dtypes with shardings: each leaf is split along its dim, or replicated."""
-    shard = lambda x, d: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec(d, axis)))
+    """Return the shapes and dtypes of a state with shardings: each leaf is split along its dim, or replicated."""
+    shard = lambda x, d: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x.shape, mesh, d, axis))
     return jax.tree.map(shard, shapes, dims)
 
 
@@ -32,15 +33,18 @@ def make_state(
 
     live: of the reduction's arithmetic. If its bits must not depend on the layout, every device computes full leaves
     before it keeps its slices: the partitioner would divide sums (such as the norm that scales a matrix) over devices.
+    Leaves are padded to the shapes in `abstract`.
     """
 
     def full(step: jax.Array) -> TrainState:
         running = live(step)
         if running is None:
-            return make()
+            return fit_trees(make(), abstract)
         made = jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False)()
         barrier = lambda x: fusion_barrier(x, running) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        return jax.tree.map(barrier, made)  # leaf by leaf, so that not all full leaves are in memory at once
+        return fit_trees(
+            jax.tree.map(barrier, made), abstract
+        )  # leaf by leaf, so that not all full leaves are in memory at once
 
     state = jax.jit(full, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(np.int32(0))
     return from_first(state, mesh, dims, axes) if jax.process_count() > 1 else state

@@ -15,8 +15,9 @@ from jaxdp.core.step import Step
 from jaxdp.errors import UsageError
 from jaxdp.optim import check_elementwise
 from jaxdp.parallel.gather import GatherRule, make_gather
-from jaxdp.parallel.layout import UNSHARDED, ZERO, Sharding, Share, of_params, share, state_dims, unsharded_shape
+from jaxdp.parallel.layout import UNSHARDED, ZERO, Sharding, Share, param_dims, share, state_dims
 from jaxdp.parallel.mapped import Mapped, from_buffers, reshard
+from jaxdp.parallel.padding import fit_trees, padded_shapes, resize
 from jaxdp.parallel.placement import (
     abstract_state,
     assign_microbatches,
@@ -75,25 +76,24 @@ class PMap:
         self.layout, self.blocks, self.parts = ZERO[sharding.zero], sharding.blocks, len(self.devices)
         self.make, self.shapes = make, jax.eval_shape(make)
         parts = sharding.split_as or self.parts
-        self.dims = state_dims(self.shapes, self.layout, parts, self.blocks)
-        self.dims = self.dims.replace(opt_state=of_params(self.shapes, self.dims.opt_state))
-        self.slices: Any = state_dims(
-            self.shapes, ZERO[3], parts, self.blocks
-        ).params  # the dims of gradients and updates, if any state is split
+        self.slices: Any = param_dims(self.shapes.params, sharding, parts)  # of gradients too, if any state is split
+        others = jax.tree.map(lambda _: WHOLE, self.shapes.opt_state)
+        self.dims = state_dims(self.shapes, self.layout, self.slices, others)
+        self.stored, self.pad = padded_shapes(self.shapes, self.dims, self.parts), sharding.pad
 
     def check(self, tx: Any, params: Any) -> None:
         parts = 2 if self.arithmetic.elementwise else len(self.devices)
         if self.layout.opt_state and parts > 1:
-            check_elementwise(tx, params, parts, self.blocks)
+            check_elementwise(tx, params, parts, self.blocks, pad=self.pad)
 
-    def abstract(self) -> TrainState:
-        return abstract_state(self.shapes, self.mesh, self.dims, DATA)
+    def abstract(self, padded: bool = False) -> TrainState:
+        return abstract_state(self.stored if padded else self.shapes, self.mesh, self.dims, DATA)
 
     def share(self) -> Share:
         return share(self.shapes, self.dims, self.layout)
 
     def init(self) -> TrainState:
-        state = make_state(self.make, self.abstract(), self.mesh, self.dims, FLAT, self.arithmetic.live)
+        state = make_state(self.make, self.abstract(padded=True), self.mesh, self.dims, FLAT, self.arithmetic.live)
         return self.adopt(state)
 
     def shard_batch(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
@@ -143,7 +143,7 @@ class PMap:
 
         def device_sums(state: TrainState, batch: Batch) -> Sums:
             live = self.arithmetic.live(state.step)
-            params, gather = make_gather(state.params, self.slices, rule._replace(live=live))
+            params, gather = make_gather(state.params, self.slices, self.shapes.params, rule._replace(live=live))
             numbers, join = replica_microbatches(self.assignment, FLAT), joiner(self.assignment, FLAT)
             return reduce(of_microbatches(state.view._replace(params=params), batch, numbers, gather, join))
 
@@ -161,7 +161,7 @@ class PMap:
             shard = jax.tree.map(lambda x, d: take(x, d, index, parts), before, self.slices)
             state, metrics = step.apply(state.replace(params=shard), sums, total)
             joined = self.reduction.gather(step.trainable(state.params), grad_dims, DATA)
-            return state.replace(params=merge(joined, before)), metrics
+            return state.replace(params=merge(fit_trees(joined, step.trainable(before)), before)), metrics
 
         return apply
 
@@ -179,19 +179,20 @@ class PMap:
             slice_ = (n // len(self.devices) if d == dim else n for d, n in enumerate(x.shape))
             return jax.ShapeDtypeStruct(x.shape if dim == WHOLE else (local, *slice_), x.dtype)
 
-        state = jax.tree.map(local_shape, self.shapes.replace(carry=None), self.dims.replace(carry=None))
+        state = jax.tree.map(local_shape, self.stored.replace(carry=None), self.dims.replace(carry=None))
         stack = lambda x, shape: jax.ShapeDtypeStruct((local, count, *shape), x.dtype)
         carry = jax.tree.map(lambda x: stack(x, x.shape[1:]), self.shapes.carry)
         return state.replace(carry=carry), {k: stack(x, x.shape) for k, x in example.items()}
 
-    def export(self, state: TrainState) -> TrainState:
+    def export(self, state: TrainState, padded: bool = False) -> TrainState:
         exported = jax.tree.map(self._to_global, state.replace(carry=None), self.dims.replace(carry=None))
-        if state.carry is None:
-            return exported
-        carry = jax.tree.map(self._join, state.carry)
-        return exported.replace(carry=gather_carry(self.assignment, carry, self.replicated))
+        if state.carry is not None:
+            carry = jax.tree.map(self._join, state.carry)
+            exported = exported.replace(carry=gather_carry(self.assignment, carry, self.replicated))
+        return exported if padded else resize(exported, self.abstract())
 
     def adopt(self, state: TrainState) -> TrainState:
+        state = resize(state, self.abstract(padded=True))
         local = jax.tree.map(self._to_local, state.replace(carry=None), self.dims.replace(carry=None))
         if state.carry is None:
             return local
@@ -204,7 +205,7 @@ class PMap:
             return from_buffers(x.shape, self.replicated, x)
         slices = [s.data.reshape(s.data.shape[1:]) for s in x.addressable_shards]
         sharding = NamedSharding(self.mesh, spec(dim, DATA))
-        shape = unsharded_shape(slices[0], dim, len(self.devices))
+        shape = tuple(n * len(self.devices) if d == dim else n for d, n in enumerate(slices[0].shape))
         return jax.make_array_from_single_device_arrays(shape, sharding, slices)
 
     def _to_local(self, x: jax.Array, dim: int) -> jax.Array:

@@ -4,6 +4,8 @@
     scatter(tree, dims, axes)   sum leaves that have a dim, each to this device's slice along it; skip the others
     gather(tree, dims, axis)    gather slices along their dims to full leaves; skip the others
 
+`with_padding` pads leaves before they are scattered, so every reduction gets dims that the number of devices divides.
+
 `dims` is a tree of the same structure, with WHOLE for a leaf that is not split; see `jaxdp.split`.
 """
 
@@ -16,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdp.axes import Axes
-from jaxdp.split import WHOLE, take
+from jaxdp.split import WHOLE, fit, padded_shape, take
 
 Tree = Any
 
@@ -148,6 +150,17 @@ def pack(leaves: list[tuple[Any, int]], limit: int) -> list[list[int]]:
             indices, used = [], 0
         filling[dtype] = ([*indices, i], used + size)
     return full + [indices for indices, _ in filling.values()]
+
+
+def with_padding(reduction: Reduction) -> Reduction:
+    """Pad leaves before they are scattered, each along its dim to a multiple of the number of devices."""
+
+    def scatter(tree: Tree, dims: Tree, axes: Axes) -> Tree:
+        parts = jax.lax.axis_size(axes.shard)
+        pad = lambda x, d: fit(x, padded_shape(x.shape, d, parts))
+        return reduction.scatter(jax.tree.map(pad, tree, dims), dims, axes)
+
+    return reduction._replace(scatter=scatter)
 
 
 def not_alone(reduction: Reduction) -> Reduction:

@@ -53,8 +53,8 @@ class Strategy(Protocol):
     def check(self, tx: Any, params: Any) -> None:
         """Raise UsageError if the optimizer cannot work on this strategy's slices."""
 
-    def abstract(self) -> TrainState:
-        """Return shapes, dtypes and shardings of the exported state, as in a checkpoint."""
+    def abstract(self, padded: bool = False) -> TrainState:
+        """Return shapes, dtypes and shardings of the exported state: as in a checkpoint, or with the padding."""
 
     def share(self) -> Share:
         """Return the share of the state that is sharded."""
@@ -80,8 +80,11 @@ class Strategy(Protocol):
     def argument_shapes(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
         """Return the shapes of a program's arguments for microbatches like `example` {name: [example, ...]}."""
 
-    def export(self, state: TrainState) -> TrainState:
-        """Return global arrays in logical shapes, the same for every strategy."""
+    def export(self, state: TrainState, padded: bool = False) -> TrainState:
+        """Return global arrays in logical shapes, the same for every strategy.
+
+        padded: keep the padding of leaves that have some (`jaxdp.parallel.padding`); then no data moves.
+        """
 
     def adopt(self, state: TrainState) -> TrainState:
-        """Return the state as this strategy stores it: the inverse of `export`."""
+        """Return the state as this strategy stores it: the inverse of `export`, from logical shapes."""

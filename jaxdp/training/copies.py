@@ -32,7 +32,7 @@ class Copies:
     """
 
     def __init__(self, strategy: Strategy, hosts: Sequence[str]):
-        leaves, self.mesh = jax.tree.leaves(strategy.abstract()), strategy.mesh
+        leaves, self.mesh = jax.tree.leaves(strategy.abstract(padded=True)), strategy.mesh
         self.dims, self.devices = jax.tree.leaves(strategy.dims), list(self.mesh.devices.flat)
         self.split = [i for i, d in enumerate(self.dims) if d != WHOLE]
         self.count = strategy.parts if self.split else 0
@@ -63,7 +63,7 @@ class Copies:
         self._copy = jax.jit(copy, out_shardings=shardings)
 
     def start(self, state: TrainState) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Start to copy an exported state to host memory; return the arrays that `read` waits for."""
+        """Start to copy an exported, padded state to host memory; return the arrays that `read` waits for."""
         copied = self._copy(state)
         for x in jax.tree.leaves(copied):
             x.copy_to_host_async()
@@ -125,7 +125,7 @@ def assemble(
 ) -> list[jax.Array]:
     """Return global arrays of these shapes and shardings from the parts of a state that was split in another way.
 
-    dims: along which it was split. parts: (number, arrays) of all parts.
+    dims: along which it was split. parts: (number, arrays) of all parts; padding at the end of a dim is dropped.
     """
     indices = lambda x: x.sharding.addressable_devices_indices_map(x.shape).values()
     empty = lambda x: np.empty(x.sharding.shard_shape(x.shape), x.dtype)

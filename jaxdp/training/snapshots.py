@@ -109,7 +109,7 @@ class Snapshots:
             wait_for_checkpoint(run)
 
     def _begin(self, run: Run, progress: Progress) -> None:
-        copied = self._copies.start(run.strategy.export(progress.state))
+        copied = self._copies.start(run.strategy.export(progress.state, padded=True))
         meta = json.dumps(progress_metadata(run, progress))
         self._pending = Snapshot(progress.step, copied, meta, self._copies.dims, self._copies.count)
 
@@ -227,7 +227,7 @@ def receive(context: Context, found: Found, shapes: Sequence[Any]) -> Iterator[t
         arrays = parts.get(part)
         if arrays is None:
             pieces = [(x, d) for x, d in zip(shapes, dims) if (d == WHOLE) == (part == WHOLE)]
-            cut = lambda x, d: [n // count if i == d else n for i, n in enumerate(x.shape)]
+            cut = lambda x, d: [-(-n // count) if i == d else n for i, n in enumerate(x.shape)]
             arrays = [np.zeros(cut(x, d), x.dtype) for x, d in pieces]
         if part in found.lacking:
             arrays = [np.asarray(x) for x in broadcast(arrays, owner)]

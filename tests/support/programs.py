@@ -29,11 +29,12 @@ OPTIMIZERS = {
 USUAL = {
     "backend": "pjit", "zero": 0, "gradient_buffer": "sharded", "place": "8", "reduction": "xla", "optimizer": "adamw",
     "accumulate": "scan", "slots": SLOTS, "remat": None, "policy": Policy(), "layers": LAYERS, "tokens": TOKENS,
+    "pad": False,
 }  # fmt: skip
 
 
 def build(
-    backend, zero, gradient_buffer, place, reduction, optimizer, accumulate, slots, remat, policy, layers, tokens
+    backend, zero, gradient_buffer, place, reduction, optimizer, accumulate, slots, remat, policy, layers, tokens, pad
 ):  # fmt: skip
     """(strategy, step, the shapes of a program's arguments); nothing is computed."""
     model = as_model(lambda rngs: GPT((tokens,), 256, layers=layers, heads=4, dim=256, rngs=rngs))
@@ -47,8 +48,8 @@ def build(
         microbatches,
         make_reduction(reduction),
         None if policy.reduce == policy.params else policy.reduce,
-        jax.devices(),
-        Sharding(zero, int(place[2:]) if "/" in place else None, gradient_buffer, model.blocks),
+        jax.devices()[: int(place.partition("/")[0])],
+        Sharding(zero, int(place[2:]) if "/" in place else None, gradient_buffer, model.blocks, pad=pad),
     )
     return (
         strategy,

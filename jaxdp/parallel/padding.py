@@ -1,0 +1,75 @@
+"""Leaves that are stored with padding, because no dim divides evenly over the devices, and exported without.
+
+Gradients are padded before they are scattered; parameters are cut after they are gathered. The padding of gradients,
+parameters and optimizer state is zero and stays zero or unread: an elementwise optimizer never mixes it with anything.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from jaxdp.errors import UsageError
+from jaxdp.optim import check_elementwise
+from jaxdp.parallel.strategy import Strategy
+from jaxdp.split import WHOLE, fit, padded_shape, spec
+
+Tree = Any
+
+
+def padded_shapes(shapes: Tree, dims: Tree, parts: int) -> Tree:
+    """Return the shapes that the leaves are stored with, as ShapeDtypeStructs."""
+    return jax.tree.map(lambda x, d: jax.ShapeDtypeStruct(padded_shape(x.shape, d, parts), x.dtype), shapes, dims)
+
+
+def sharding_of(shape: tuple[int, ...], mesh: Mesh, dim: int, axis: str) -> NamedSharding:
+    """Return the sharding of a global array along a dim.
+
+    An array whose padding was removed is split over a divisor of the axis, so that it is full on few devices at most.
+    """
+    count = mesh.shape[axis]
+    if dim == WHOLE or shape[dim] % count == 0:
+        return NamedSharding(mesh, spec(dim, axis))
+    parts, dim = max((math.gcd(size, count), d) for d, size in enumerate(shape))
+    where = mesh.axis_names.index(axis)
+    sizes, names = [*mesh.devices.shape], [*mesh.axis_names]
+    sizes[where : where + 1], names[where : where + 1] = [parts, count // parts], [axis, f"rest of {axis}"]
+    divided = Mesh(mesh.devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+    return NamedSharding(divided, spec(dim if parts > 1 else WHOLE, axis))
+
+
+def fit_trees(tree: Tree, like: Tree) -> Tree:
+    """Pad or cut each leaf to the shape of its counterpart."""
+    return jax.tree.map(lambda x, y: fit(x, y.shape), tree, like)
+
+
+def resize(tree: Tree, like: Tree) -> Tree:
+    """Return global arrays, those of another shape than in `like` padded or cut, in the shardings of `like`."""
+    (leaves, treedef), targets = jax.tree.flatten(tree), jax.tree.leaves(like)
+    changed = [i for i, (x, y) in enumerate(zip(leaves, targets, strict=True)) if x.shape != y.shape]
+    for i in changed:  # one at a time: the program of all would have all full leaves in memory at once
+        leaves[i] = _resizer(targets[i].shape, targets[i].sharding)(leaves[i])
+    return jax.tree.unflatten(treedef, leaves)
+
+
+@functools.lru_cache(maxsize=256)
+def _resizer(shape: tuple[int, ...], sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda x: fit(x, shape), out_shardings=sharding)
+
+
+def can_pad(tx: optax.GradientTransformation, trainable: Callable[[Tree], Tree], strategy: Strategy) -> bool:
+    """Return whether an optimizer may get padded leaves: it is elementwise, and its state mirrors the parameters.
+
+    strategy: one that pads.
+    """
+    params, shapes = strategy.shapes.params, lambda tree: [x.shape for x in jax.tree.leaves(tree)]
+    try:
+        check_elementwise(tx, trainable(params), 2, strategy.blocks, pad=True)
+    except UsageError:
+        return False
+    made = jax.eval_shape(tx.init, trainable(padded_shapes(params, strategy.slices, strategy.parts)))
+    return shapes(made) == shapes(strategy.abstract(padded=True).opt_state)

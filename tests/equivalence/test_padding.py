@@ -1,0 +1,206 @@
+"""Leaves that no dim divides are padded to be split: at least 99 % of the state is, and nothing else changes."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import toys
+from checkpoints import META
+from jaxdp import split
+from jaxdp.analysis import memory
+from jaxdp.checkpoint.digest import params_sha256
+from jaxdp.checkpoint.store import Checkpoints
+from jaxdp.core.norm import plain_total
+from jaxdp.errors import UsageError
+from jaxdp.parallel.layout import rule_dims
+from jaxdp.parallel.padding import can_pad
+from jaxdp.split import WHOLE, fit, padded_shape, split_dim, take
+from jaxdp.training.copies import Copies, assemble
+from programs import USUAL, build, size
+
+
+@pytest.fixture(autouse=True)
+def no_leaf_is_small(monkeypatch):
+    monkeypatch.setattr(split, "SMALL", 1)
+
+
+SHAPES = st.lists(st.integers(1, 12), min_size=1, max_size=3).map(tuple)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(SHAPES, st.integers(2, 9), st.booleans())
+def test_slices_of_a_padded_leaf_have_its_elements_and_zeros(shape, parts, stacked):
+    dim, x = split_dim(shape, parts, stacked, True), np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    divides = any(n % parts == 0 for n in shape[stacked:])
+    assert dim == split_dim(shape, parts, stacked) if divides else split_dim(shape, parts, stacked) == WHOLE
+    if dim == WHOLE:
+        assert all(padded_shape(shape, d, parts)[d] > 2 * shape[d] for d in range(stacked, len(shape)))
+        return
+    assert dim >= stacked and (divides or padded_shape(shape, dim, parts)[dim] <= 2 * shape[dim])
+    slices = [take(x, dim, i, parts) for i in range(parts)]
+    whole = np.concatenate(slices, dim)
+    assert len({piece.shape for piece in slices}) == 1 and whole.shape == padded_shape(shape, dim, parts)
+    np.testing.assert_array_equal(fit(whole, shape), x)
+    assert np.abs(whole).sum(dtype=np.float64) == np.abs(x).sum(dtype=np.float64)
+    np.testing.assert_allclose(plain_total([*slices]), plain_total([x]), 1e-5)
+
+
+def train(backend="pjit", zero=0, devices=1, buffer="sharded", pad=True, reduction="exact", group=None, **settings):
+    layout = {"zero": zero, "gradient_buffer": buffer, "pad": pad, "shard_size": group}
+    return toys.train(
+        toys.MODELS["blocks"](dropout=0.2), toys.data(), backend=backend, devices=devices, accumulate="scan",
+        reduction=reduction, ema=0.9, steps=3, layout=layout, **settings,
+    )  # fmt: skip
+
+
+def is_padded(strategy):
+    return any(x.shape != y.shape for x, y in zip(*map(jax.tree.leaves, (strategy.shapes, strategy.stored))))
+
+
+def digest(result):
+    _, state, metrics, *_ = result
+    return params_sha256((state.params, state.opt_state, state.ema, [m["grad_norm"] for m in metrics]))
+
+
+@functools.cache
+def alone():
+    return digest(train())
+
+
+ROWS = [("pjit", 3, 7, "sharded"), ("pmap", 1, 5, "sharded"), ("pjit", 2, 5, "sharded"), ("pjit", 1, 7, "sharded")]
+ROWS += [("pjit", 3, 5, "replicated"), ("pjit", 2, 7, "replicated"), ("pmap", 1, 7, "sharded")]
+ROWS += [("pjit", 3, 3, "sharded"), ("pjit", 3, 6, "sharded")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "zero", "devices", "buffer"), ROWS)
+def test_exact_sums_have_the_same_bits_with_padding(backend, zero, devices, buffer):
+    """Parameters, optimizer state, average, and the norm by which gradients are clipped."""
+    result = train(backend, zero, devices, buffer)
+    assert result[3].share().replicated <= 2 and is_padded(result[3])
+    assert digest(result) == alone()
+
+
+@pytest.mark.slow
+def test_groups_of_devices_have_the_same_bits_with_padding():
+    result = toys.train(
+        toys.MODELS["mlp"](), toys.data(), backend="pjit", devices=6, accumulate="scan", reduction="exact", ema=0.9,
+        layout={"zero": 3, "pad": True, "shard_size": 3}, steps=3,
+    )  # fmt: skip
+    one = toys.train(
+        toys.MODELS["mlp"](), toys.data(), devices=1, accumulate="scan", reduction="exact", ema=0.9, steps=3
+    )
+    assert is_padded(result[3])
+    assert digest(result) == digest(one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["xla", "bucket"])
+@pytest.mark.parametrize(("backend", "zero", "devices", "buffer"), ROWS[:4])
+def test_float_sums_agree_with_and_without_padding(backend, zero, devices, buffer, reduction):
+    with jax.enable_x64(True):
+        a, b = (
+            train(backend, zero, devices, buffer, pad, reduction, dtype="float64", optimizer="momentum")[1]
+            for pad in (True, False)
+        )
+    assert toys.relative_error((a.params, a.opt_state, a.ema), (b.params, b.opt_state, b.ema))[0] < 1e-12
+
+
+def strategy_of(backend, devices, layout, **settings):
+    model = toys.MODELS["blocks"]()
+    return toys.build(model, toys.data(), backend=backend, devices=devices, ema=0.9, layout=layout, **settings)[0]
+
+
+PLACES = [("pjit", 5, {"zero": 3, "pad": True}), ("pmap", 7, {"zero": 1, "pad": True}), ("pjit", 2, {"zero": 3})]
+PLACES += [("pjit", 6, {"zero": 2, "pad": True, "shard_size": 3}), ("pmap", 1, {})]
+
+
+def test_checkpoints_and_snapshots_hold_no_padding(tmp_path):
+    """Saved in one layout, with padding or without, restored in all others; slices of a snapshot are put together."""
+    strategies = [strategy_of(*place) for place in PLACES]
+    noise = np.random.default_rng(0)
+    draw = lambda x: np.asarray(x + noise.normal(size=x.shape)).astype(x.dtype)
+    want = jax.tree.map(draw, strategies[0].export(strategies[0].init()))
+    for i, strategy in enumerate(strategies):
+        put = lambda x, like: jax.device_put(x, like.sharding)
+        stored = strategy.adopt(jax.tree.map(put, want, strategy.abstract()))
+        exported, checkpoints = strategy.export(stored), Checkpoints(tmp_path / str(i))
+        checkpoints.save(1, exported, META, lambda text: None)
+        copies = Copies(strategy, [""])
+        parts = copies.read(copies.start(strategy.export(stored, padded=True)))
+        assert checkpoints.wait() is None and len(parts) == 1 + copies.count
+        for other in strategies:
+            state = other.adopt(checkpoints.restore(1, other.abstract()))
+            jax.tree.map(np.testing.assert_array_equal, other.export(state), want)
+            shapes, structure = jax.tree.flatten(other.abstract())
+            joined = other.adopt(jax.tree.unflatten(structure, assemble(shapes, copies.dims, parts.items())))
+            jax.tree.map(np.testing.assert_array_equal, other.export(joined), want)
+
+
+def test_an_average_is_evaluated_without_padding():
+    for backend, devices, layout in PLACES[:2]:
+        strategy = strategy_of(backend, devices, layout)
+        state = strategy.init()
+        want = jax.tree.map(np.asarray, strategy.export(state).ema)
+        got = strategy.export(strategy.averaged(state)).params
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("zero", "devices"), [(1, 3), (2, 5), (3, 7), (3, 8)])
+def test_compiled_programs_store_a_part_of_nearly_everything(zero, devices):
+    """The arguments of an update, and what it sends, are those of the formulas, with padding for what divides not."""
+    strategy, step, (state, batch) = build(**USUAL | {"zero": zero, "place": f"{devices}", "layers": 2, "pad": True})
+    share = strategy.share()
+    sharded = {1: 2 / 3, 2: 2 / 3, 3: 1}[zero]
+    assert share.split_bytes >= 0.99 * sharded * share.total_bytes
+    sizes = memory.bytes_by_tree(strategy, step, batch, zero > 1)
+    whole = size(strategy.shapes.params)
+    assert sizes["opt_state"] < 1.03 * 2 * whole / devices
+    assert sizes["params"] < 1.03 * whole / (devices if zero == 3 else 1)
+    lowered = strategy.compile(step).lowered(state, batch)["update"]
+    used = lowered.compile().memory_analysis()
+    stored = sum(sizes[name] for name in ("params", "opt_state", "model_state", "batch"))
+    assert used.argument_size_in_bytes == pytest.approx(stored, rel=0.02)
+
+
+def test_an_optimizer_gets_padding_only_if_it_is_elementwise():
+    strategy = strategy_of("pjit", 5, {"zero": 1, "pad": True})
+    assert can_pad(optax.adamw(1e-2), lambda tree: tree, strategy)
+    for name in ("lamb", "adafactor", "muon"):
+        assert not can_pad(toys.OPTIMIZERS[name][0](), lambda tree: tree, strategy), name
+    assert not can_pad(optax.flatten(optax.adam(1e-2)), lambda tree: tree, strategy)
+
+
+SHAPED = {
+    "embed": {"table": jax.ShapeDtypeStruct((12, 24), np.float32)},
+    "blocks": {"up": jax.ShapeDtypeStruct((3, 24), np.float32)},
+}
+
+
+def test_rules_select_the_dim_of_parameters_and_their_optimizer_state():
+    rules = (("^embed/", (None, "shard")), ("^head/", (None, None)))
+    strategy = strategy_of("pjit", 4, {"zero": 1, "rules": rules})
+    dims = strategy.dims
+    assert dims.opt_state[0].mu["embed"] == dims.ema["embed"] == {"embedding": 1}
+    assert set(jax.tree.leaves(strategy.slices["head"])) == set()
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ({"^embd/": (None, "shard")}, "'^embd/' matches no parameter; a path is such as 'blocks/up'"),
+        ({"^embed/": (None, "shard"), "table": (None, None)}, "'^embed/' and 'table' both match embed/table"),
+        ({"embed": ("shard",)}, "'embed' has 1 entries, but embed/table has shape [12, 24]"),
+        ({"blocks": ("shard", None)}, "'blocks' shards dim 0 of blocks/up, which counts the blocks"),
+    ],
+)
+def test_rules_that_do_not_fit_are_one_line(rules, words):
+    with pytest.raises(UsageError) as error:
+        rule_dims(SHAPED, tuple(rules.items()), ("blocks",))
+    assert f"parallel.rules: {words}" in str(error.value) and "\n" not in str(error.value)
