@@ -30,19 +30,28 @@ GRACE = 5.0  # seconds beyond the timeout of a request, so that the coordinator'
 
 def default_timeout(timeout: float | None = None) -> float:
     """Return the seconds to wait for other ranks: `timeout`, else JAXDP_TIMEOUT, else 60. Raises UsageError."""
-    text = os.environ.get("JAXDP_TIMEOUT") or str(TIMEOUT)
+    return seconds_of("JAXDP_TIMEOUT", TIMEOUT, timeout)
+
+
+def seconds_of(variable: str, default: float, value: float | None = None) -> float:
+    """Return `value`, else the environment variable's, else the default. Raises UsageError if it is not above 0."""
+    text = os.environ.get(variable) or str(default)
     try:
-        seconds = float(text) if timeout is None else timeout
+        seconds = float(text) if value is None else value
         if not seconds > 0:
             raise ValueError
     except ValueError:
-        raise UsageError(f"JAXDP_TIMEOUT={text!r} (or timeout={timeout}) is not a number of seconds above 0") from None
+        source = f"{variable}={text!r}" if value is None else f"timeout={value}"
+        raise UsageError(f"{source} is not a number of seconds above 0") from None
     return seconds
 
 
 def silence(timeout: float) -> float:
-    """Return the seconds without a heartbeat after which a process is declared dead: 20, less for short timeouts."""
-    return max(7.0, min(20.0, timeout / 3))
+    """Return the seconds without a heartbeat after which a process is declared dead.
+
+    JAXDP_SILENCE, else 20, less for short timeouts. Raises UsageError.
+    """
+    return seconds_of("JAXDP_SILENCE", max(7.0, min(20.0, timeout / 3)))
 
 
 class Membership:
