@@ -1,7 +1,7 @@
 """Milliseconds of an update with DistributedDataParallel over Gloo, in processes that mpirun starts on several hosts.
 
-    python -m benchmarks.material FOLDER 8 --config configs/gpt_3m.yaml --microbatches 2
-    MASTER_ADDR=HOST MASTER_PORT=4711 mpirun -np 2 ... python -m benchmarks.torch_ddp.updates FOLDER 8
+python -m benchmarks.material FOLDER 8 --config configs/gpt_3m.yaml --microbatches 2
+MASTER_ADDR=HOST MASTER_PORT=4711 mpirun -np 2 ... python -m benchmarks.torch_ddp.updates FOLDER 8
 """
 
 import argparse

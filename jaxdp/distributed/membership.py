@@ -21,7 +21,8 @@ from jaxdp.distributed import faults, hosts, private_jax, sockets
 from jaxdp.distributed.connection import Connection
 from jaxdp.distributed.messages import LONG_TEXT, checked, printable
 from jaxdp.distributed.protocol import Facts
-from jaxdp.errors import DistributedError, GenerationEnded, UsageError, one_line
+from jaxdp.distributed.world import seconds_of
+from jaxdp.errors import DistributedError, GenerationEnded, one_line
 
 BEAT = 1.0  # seconds
 TIMEOUT = 60.0  # seconds
@@ -31,19 +32,6 @@ GRACE = 5.0  # seconds beyond the timeout of a request, so that the coordinator'
 def default_timeout(timeout: float | None = None) -> float:
     """Return the seconds to wait for other ranks: `timeout`, else JAXDP_TIMEOUT, else 60. Raises UsageError."""
     return seconds_of("JAXDP_TIMEOUT", TIMEOUT, timeout)
-
-
-def seconds_of(variable: str, default: float, value: float | None = None) -> float:
-    """Return `value`, else the environment variable's, else the default. Raises UsageError if it is not above 0."""
-    text = os.environ.get(variable) or str(default)
-    try:
-        seconds = float(text) if value is None else value
-        if not seconds > 0:
-            raise ValueError
-    except ValueError:
-        source = f"{variable}={text!r}" if value is None else f"timeout={value}"
-        raise UsageError(f"{source} is not a number of seconds above 0") from None
-    return seconds
 
 
 def silence(timeout: float) -> float:

@@ -204,7 +204,7 @@ def test_the_bits_are_the_same_on_other_devices(tmp_path):
     ("outer.every: 5", "does not divide steps: 12"),
     ("outer.every: 20", "set steps to 20"),
     ("parallel.zero: 1", "does not work with outer.replicas: 4"),
-    ("outer.optimizer.target: no", "outer.optimizer.target: there is no"),
+    ("outer.optimizer.target: no", "is neither built in nor a dotted path"),
     ("outer.optimizer.args.momentum: high", "outer.optimizer"),
 ])  # fmt: skip
 def test_bad_input_gets_one_line(tmp_path, path, also):
