@@ -89,6 +89,8 @@ def run(config: Config, objects: Mapping[str, Mapping[str, Any]], overwrite: boo
     if config.parallel.exact:
         environment.exact()
     environment.enough_threads()
+    if config.outer.replicas > 1:
+        environment.tolerate_cuts()
     ignored_flags = environment.use_preset(config.parallel.xla_preset, config.parallel.devices)
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread:

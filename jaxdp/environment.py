@@ -185,6 +185,11 @@ def enough_threads() -> None:
         os.environ.setdefault("NPROC", str(min(THREADS * devices, MOST)))
 
 
+def tolerate_cuts() -> None:
+    """Let a network be cut for two minutes before a process that is not heard from is declared dead."""
+    os.environ.setdefault("JAXDP_SILENCE", "120")
+
+
 def use_preset(preset: str, devices: int | None = None, local_gpus: int | None = None) -> str | None:
     """Set the flags of a preset that XLA knows, before JAX starts; flags that are already in XLA_FLAGS are kept.
 

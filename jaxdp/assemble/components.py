@@ -21,6 +21,7 @@ from jaxdp.data import SOURCES
 from jaxdp.data.base import Dataset
 from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.transforms import TRANSFORMS, both
+from jaxdp.distributed.context import current
 from jaxdp.errors import UsageError, nearest
 from jaxdp.losses import LOSSES, attribute, make_loss
 from jaxdp.models import MODELS, as_model, is_given
@@ -119,7 +120,8 @@ def make_the_step(config: Config, parts: Parts, padded: bool = True) -> Step:
     if config.parallel.exact and attribute(loss, "scope", "example") == "global":  # before anything is compiled
         raise UsageError(COUPLED.format(config.parallel.reduction))
     remat = choose_remat(config, parts.forward.model)  # of another strategy than the config's, perhaps
-    return make_step(parts.forward._replace(remat=remat), parts.rule, choose_accumulate(config), padded)
+    rule = parts.rule if config.outer.replicas == 1 else parts.rule._replace(ema_decay=None)  # outer steps average
+    return make_step(parts.forward._replace(remat=remat), rule, choose_accumulate(config), padded)
 
 
 def state_maker(config: Config, parts: Parts) -> Callable[[], TrainState]:
@@ -145,7 +147,9 @@ def make_strategy(
     reduction = make_reduction(parallel.reduction, parallel.bucket_mb, parallel.exact_group)
     reduce_dtype = None if dtypes.reduce == dtypes.params else parts.forward.policy.reduce
     if config.outer.replicas > 1:
-        return Replicas(make_state, config.microbatches, reduction, make_outer(config, parts), reduce_dtype, devices)
+        rule, hosts = make_outer(config, parts), current().hosts
+        hosts = hosts if len(hosts) == jax.process_count() else ()  # else a script has connected the processes
+        return Replicas(make_state, config.microbatches, reduction, rule, reduce_dtype, devices, hosts)
     blocks, rules = parts.forward.model.blocks, tuple(parallel.rules.items())
     sharding = Sharding(parallel.zero, parallel.shard_size, parallel.gradient_buffer, blocks, split_as, True, rules)
     arguments = make_state, config.microbatches, reduction, reduce_dtype, devices
@@ -169,7 +173,8 @@ def make_outer(config: Config, parts: Parts) -> OuterRule:
     bound = bind("outer.optimizer", target, outer.optimizer.args)
     make = lambda: make_optimizer(target, lambda step: outer.optimizer.lr, **outer.optimizer.args)
     tx = checked(outer.optimizer.target, call("outer.optimizer", bound, make))
-    return OuterRule(outer.replicas, outer.every, tx, parts.rule.trainable, parts.forward.model.blocks)
+    blocks, ema_decay = parts.forward.model.blocks, parts.rule.ema_decay
+    return OuterRule(outer.replicas, outer.every, tx, parts.rule.trainable, blocks, ema_decay)
 
 
 def make_model(config: Config, target: Any, data: Mapping[str, Any]) -> Model:

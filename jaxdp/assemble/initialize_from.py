@@ -11,6 +11,8 @@ from jaxdp.checkpoint.weights import as_gpt2, locate, named, open_weights
 from jaxdp.config import Config
 from jaxdp.core.state import TrainState
 from jaxdp.distributed.context import Context
+from jaxdp.parallel.integer_sums import remembering
+from jaxdp.parallel.outer import Replicas, with_replicas
 from jaxdp.training.run import Run
 
 
@@ -36,6 +38,11 @@ def initialize_from(run: Run, config: Config, context: Context) -> Run:
         run.log.writer.say(
             "\n".join(filter(None, [describe(matched, ours, weights.title, weights.rows), weights.note]))
         )
-        return begin_with(run.strategy, weights, matched.pairs, tx, run.step.trainable)
+        trainable, strategy = run.step.trainable, run.strategy
+        if not isinstance(strategy, Replicas):
+            return begin_with(strategy, weights, matched.pairs, tx, trainable)
+        one = lambda state: remembering(lambda: state, trainable)() if config.parallel.exact else state
+        complete = lambda state: with_replicas(one(state), strategy.rule)
+        return begin_with(strategy, weights, matched.pairs, tx, trainable, complete)
 
     return run.replace(begin=begin)

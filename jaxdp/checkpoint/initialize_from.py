@@ -169,11 +169,13 @@ def begin_with(
     pairs: Mapping[str, str],
     tx: optax.GradientTransformation,
     trainable: Callable[[Tree], Tree],
+    complete: Callable[[TrainState], TrainState] = lambda state: state,
 ) -> TrainState:
     """Return the initial state, with the arrays in `pairs` {our name: theirs} loaded, sharded and cast to our dtypes.
 
     The other arrays are initialized as usual, and so are the rows that an array of `weights.rows` does not have.
-    Optimizer state and running average are computed from the resulting parameters.
+    Optimizer state and running average are computed from the resulting parameters. complete: what the strategy needs
+    beside those of ordinary training.
     """
     abstract, rows = strategy.abstract(), weights.rows
     state = strategy.export(strategy.init()).replace(opt_state=None, ema=None)
@@ -188,18 +190,18 @@ def begin_with(
     fill = lambda tree, prefix="": jax.tree_util.tree_map_with_path(
         lambda path, _: values[prefix + path_string(path)], tree
     )
-    params = fill(abstract.params)
+    state = state.replace(params=fill(abstract.params), model_state=fill(abstract.model_state, MODEL_STATE))
 
-    def derive(params: Tree) -> tuple[Tree, Tree]:
-        params = jax.tree.map(jnp.copy, params)  # an update donates all of the state, so no two arrays may share memory
-        average = None if abstract.ema is None else jax.tree.map(lambda p, e: p.astype(e.dtype), params, abstract.ema)
-        return tx.init(trainable(params)), average
+    def derive(state: TrainState) -> tuple[Tree, Tree]:
+        state = jax.tree.map(jnp.copy, state)  # an update donates all of the state, so no two arrays may share memory
+        params, like = state.params, abstract.ema
+        average = None if like is None else jax.tree.map(lambda p, e: p.astype(e.dtype), params, like)
+        state = complete(state.replace(opt_state=tx.init(trainable(params)), ema=average))
+        return state.opt_state, state.ema
 
     shardings = jax.tree.map(lambda x: x.sharding, (abstract.opt_state, abstract.ema))
-    opt_state, ema = jax.jit(derive, out_shardings=shardings)(params)
-    return strategy.adopt(
-        state.replace(params=params, model_state=fill(abstract.model_state, MODEL_STATE), opt_state=opt_state, ema=ema)
-    )
+    opt_state, ema = jax.jit(derive, out_shardings=shardings)(state)
+    return strategy.adopt(state.replace(opt_state=opt_state, ema=ema))
 
 
 def _merge_rows(rows: int, new: jax.Array, old: jax.Array) -> jax.Array:

@@ -159,7 +159,7 @@ def run_in_job(name: str, argv: list[str]) -> None:
 
 
 def set_threads(config: Config | None, simulated: bool = True, exact: bool = False) -> None:
-    """Set the environment variables for threads and exact reductions before JAX starts.
+    """Set the environment variables for threads, exact reductions and slow networks before JAX starts.
 
     Args:
         simulated: whether programs run on simulated devices.
@@ -169,6 +169,8 @@ def set_threads(config: Config | None, simulated: bool = True, exact: bool = Fal
         environment.exact()
     if simulated:
         environment.enough_threads()
+    if config is not None and config.outer.replicas > 1:
+        environment.tolerate_cuts()
 
 
 def _module(name: str) -> Any:

@@ -201,14 +201,11 @@ def check_outer(config: Config) -> None:
             f"outer.every: {every} does not divide steps: {config.steps}, and updates after the last outer step would "
             f"be lost; set steps to {near}{(config.steps // every + 1) * every}"
         )
-    other = {
-        "parallel.zero": config.parallel.zero,
-        "optimizer.ema": config.optimizer.ema,
-        "init_from": config.init_from,
-    }
-    for key, value in other.items():
-        if value:
-            raise UsageError(f"{key}: {value} does not work with outer.replicas: {replicas}; leave it out")
+    if config.parallel.zero:
+        raise UsageError(
+            f"parallel.zero: {config.parallel.zero} does not work with outer.replicas: {replicas}, whose states are "
+            "split over the devices already; set it to 0"
+        )
 
 
 def check_exact(config: Config) -> None:

@@ -206,7 +206,7 @@ class OuterOptimizer(Target):
 
     target: str = numbers("sgd")
     lr: float = numbers(0.7, least=0)
-    args: dict[str, Any] = numbers({"momentum": 0.9, "nesterov": True})
+    args: dict[str, Any] = numbers({"momentum": 0.5, "nesterov": True})
 
 
 @dataclasses.dataclass(frozen=True)

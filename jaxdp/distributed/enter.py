@@ -16,8 +16,12 @@ from jaxdp.distributed.gpus import bind
 from jaxdp.distributed.joining import ElasticOptions, Joined
 from jaxdp.distributed.protocol import WINDOW
 from jaxdp.distributed.world import MPI, World
-from jaxdp.errors import GenerationEnded
+from jaxdp.errors import GenerationEnded, UsageError
 
+NO_MPI = (
+    "jax_cpu_collectives_implementation: mpi does not work: JAX uses its MPI communicators after MPI_Finalize, so that "
+    "Open MPI and MPICH end a finished job with an error, and a process with several devices hangs; use gloo"
+)
 VERDICT = 5.0  # seconds that the coordinator has to report the lost process that something has failed by
 
 
@@ -35,6 +39,8 @@ _entered: Entered | None = None
 
 def join(world: World, timeout: float, elastic: ElasticOptions | None) -> dict[str, Any]:
     """Join the job of `world`, and return the fields of this process's `Context`."""
+    if jax.config.values.get("jax_cpu_collectives_implementation") == "mpi" and not gpus.count():
+        raise UsageError(NO_MPI, rank=0)
     facts = {
         **{package.__name__: package.__version__ for package in (jaxdp, jax, jaxlib)},
         "python": ".".join(map(str, sys.version_info[:2])),

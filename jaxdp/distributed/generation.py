@@ -16,10 +16,12 @@ from jaxdp.distributed import channel, faults, hosts, private_jax
 from jaxdp.distributed.exchange import Exchanges, Keys
 from jaxdp.distributed.messages import checked
 from jaxdp.distributed.protocol import FACTS, OPERATIONS, Facts, difference
+from jaxdp.distributed.relay import Relay
 from jaxdp.errors import UsageError
 
 TICK = 0.1  # seconds between two checks of deadlines and silent ranks
 QUIET = 5.0  # seconds: if all ranks are silent for longer, the job is suspended, and no rank is declared dead
+GRPC_SILENCE = 20.0  # seconds after which JAX's service closes a connection that the network does not answer on
 LINGER = 20.0  # seconds that the coordinator runs after a fault, at most
 
 
@@ -101,8 +103,12 @@ class Generation:
                 address = hosts.join(self.settings.jax_host, port)
             bind = hosts.listening_address(hosts.split(address)[0], one_host) or "::"
             self.coordinator.jax_loaded.join()
+            listen = bind, port
+            if self.settings.silence > GRPC_SILENCE and not one_host:
+                listen = "127.0.0.1", hosts.free_port()
+                self.coordinator.services.append(Relay(*listen, (bind, port)))
             service = private_jax.start_service(
-                hosts.join(bind, port),
+                hosts.join(*listen),
                 len(facts),
                 self.settings.secret,
                 heartbeat_timeout=round(3 * self.settings.silence),  # counted from a beat that may be half as old

@@ -21,6 +21,7 @@ from jaxdp.distributed import faults, hosts, private_jax, sockets
 from jaxdp.distributed.connection import Connection
 from jaxdp.distributed.messages import LONG_TEXT, checked, printable
 from jaxdp.distributed.protocol import TIMEOUT, Facts
+from jaxdp.distributed.world import seconds_of
 from jaxdp.errors import DistributedError, GenerationEnded, one_line
 
 BEAT = 1.0  # seconds
@@ -29,8 +30,11 @@ GRACE = 5.0  # seconds beyond the timeout of a request, so that the coordinator'
 
 
 def silence(timeout: float) -> float:
-    """Return the seconds without a heartbeat after which a process is declared dead: 20, less for short timeouts."""
-    return max(7.0, min(20.0, timeout / 3))
+    """Return the seconds without a heartbeat after which a process is declared dead.
+
+    JAXDP_SILENCE, else 20, less for short timeouts. Raises UsageError.
+    """
+    return seconds_of("JAXDP_SILENCE", max(7.0, min(20.0, timeout / 3)))
 
 
 class Membership:

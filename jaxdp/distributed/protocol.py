@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 from jaxdp.distributed import hosts
 from jaxdp.distributed.messages import LONG_TEXT
-from jaxdp.errors import UsageError
+from jaxdp.distributed.world import seconds_of
 
 # Facts that must be equal on all ranks, in the order in which a difference is reported.
 COMMON = {
@@ -113,11 +112,4 @@ def difference(first: Facts, other: Facts, elastic: bool = False) -> str | None:
 
 def default_timeout(timeout: float | None = None) -> float:
     """Return the seconds to wait for other ranks: `timeout`, else JAXDP_TIMEOUT, else 60. Raises UsageError."""
-    text = os.environ.get("JAXDP_TIMEOUT") or str(TIMEOUT)
-    try:
-        seconds = float(text) if timeout is None else timeout
-        if not seconds > 0:
-            raise ValueError
-    except ValueError:
-        raise UsageError(f"JAXDP_TIMEOUT={text!r} (or timeout={timeout}) is not a number of seconds above 0") from None
-    return seconds
+    return seconds_of("JAXDP_TIMEOUT", TIMEOUT, timeout)

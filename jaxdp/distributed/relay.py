@@ -1,7 +1,8 @@
-"""Relay the connection of this process to JAX's coordination service, so that the service may end before the process.
+"""Relay connections to JAX's coordination service: its end, or a cut of the network, must not end a process.
 
-JAX aborts a process 5 ms after that connection has closed. The relay leaves it open, so that the process can leave the
-service before it misses a heartbeat.
+JAX aborts a process 5 ms after that connection has closed. The relay of a process of an elastic job leaves it open, so
+that the process can leave the service before it misses a heartbeat. The relay beside the service lets the network be
+cut for as long as TCP tries again: gRPC's server closes a connection of its own after 20 s.
 """
 
 import contextlib
@@ -10,13 +11,19 @@ import threading
 
 
 class Relay:
-    """A relay to a port. address: the one that gRPC connects to."""
+    """A relay to a port, from an address of this host or, without one, from a name. address: the one to connect to."""
 
-    def __init__(self, host: str, port: int):
-        self.target, self.server = (host, port), socket.socket(socket.AF_UNIX)
-        self.server.bind("")  # an unused name that is no file
-        self.server.listen()
-        self.address = f"unix-abstract:{self.server.getsockname()[1:].decode()}"
+    def __init__(self, host: str, port: int, listen: tuple[str, int] | None = None):
+        self.target = (host, port)
+        if listen is not None:
+            family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
+            self.server = socket.create_server(listen, family=family, dualstack_ipv6=listen[0] == "::")
+            self.address = "{}:{}".format(*listen)
+        else:
+            self.server = socket.socket(socket.AF_UNIX)
+            self.server.bind("")  # an unused name that is no file
+            self.server.listen()
+            self.address = f"unix-abstract:{self.server.getsockname()[1:].decode()}"
         self.sockets = [self.server]
         threading.Thread(target=self._accept, name="relay", daemon=True).start()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -96,3 +97,16 @@ class Variables:
         if local_rank is not None and local_size is not None:
             within(local_rank, str(self.local_rank), local_size, str(self.local_size))
         return World(rank, size, local_rank, local_size, self.name, self.coordinator(env))
+
+
+def seconds_of(variable: str, default: float, value: float | None = None) -> float:
+    """Return `value`, else the environment variable's, else the default. Raises UsageError if it is not above 0."""
+    text = os.environ.get(variable) or str(default)
+    try:
+        seconds = float(text) if value is None else value
+        if not seconds > 0:
+            raise ValueError
+    except ValueError:
+        source = f"{variable}={text!r}" if value is None else f"timeout={value}"
+        raise UsageError(f"{source} is not a number of seconds above 0") from None
+    return seconds

@@ -7,14 +7,21 @@ import os
 import pathlib
 import re
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
+
+import jax
 
 from jaxdp.assemble.run import Prepared
 from jaxdp.config import Config
 from jaxdp.config.check import decides, flatten
+from jaxdp.distributed import membership
 from jaxdp.distributed.context import Context, ElasticOptions
+from jaxdp.errors import PREEMPTED, DistributedError
 from jaxdp.supervise.generations import run_generations
+from jaxdp.supervise.monitor import Stopped
 from jaxdp.training.snapshots import Snapshots
 
 T = TypeVar("T")
@@ -50,6 +57,28 @@ def train_elastic(train: Callable[[Context, Memory], T], context: Context, snaps
     if context.is_root and (problem := launcher_problem(context.launcher)) is not None:
         print(f"jaxdp: elastic.enabled: {problem}", file=sys.stderr, flush=True)
     return run_generations(lambda context: train(context, memory), context, memory.snapshots.end_generation)
+
+
+def wait_for_devices(replicas: int, context: Context, timeout: float) -> None:
+    """Wait for another process if the devices that are left cannot share `replicas` replicas (`outer`).
+
+    Raises Stopped if one joins, GenerationEnded if one is lost, DistributedError with code 75 after `timeout` seconds.
+    """
+    devices = jax.device_count()
+    if not replicas % devices or not devices % replicas:
+        return
+    text = f"outer.replicas: {replicas} cannot be split over the {devices} devices that are left"
+    if context.is_root:
+        print(f"jaxdp: elastic: {text}; waiting for another process", file=sys.stderr, flush=True)
+    member, joins, deadline = membership.joined(), threading.Event(), time.monotonic() + timeout
+    member.on("join", lambda rank, name: joins.set())
+    while not joins.wait(0.2):
+        member.check_generation()
+        if time.monotonic() > deadline:
+            error = DistributedError(f"{text}, and no process joined (elastic.join_timeout: {timeout:g})", rank=0)
+            error.code = PREEMPTED
+            raise error
+    raise Stopped("regroup", "another process joins", 0)
 
 
 def launcher_problem(launcher: str) -> str | None:

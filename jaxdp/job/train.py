@@ -16,7 +16,7 @@ from jaxdp.core.state import TrainState
 from jaxdp.distributed import faults, private_jax
 from jaxdp.distributed.context import Context
 from jaxdp.errors import ReportedError, UsageError, one_line
-from jaxdp.job.elastic import Memory, train_elastic
+from jaxdp.job.elastic import Memory, train_elastic, wait_for_devices
 from jaxdp.job.resume import lock_run_dir, resume_step
 from jaxdp.job.start import layout_of, start_writer
 from jaxdp.metrics import safe_print
@@ -53,9 +53,13 @@ def train(
     """
     if not config.elastic.enabled or context.size == 1:
         return train_here(config, path, context, objects, keep, overwrite)
-    train_generation = lambda context, memory: train_here(
-        config, path, context, objects, keep, overwrite and not memory.snapshots.generations, memory
-    )
+
+    def train_generation(context: Context, memory: Memory) -> tuple[Record, TrainState | None]:
+        generation = memory.snapshots.generations
+        if generation:
+            wait_for_devices(config.outer.replicas, context, config.elastic.join_timeout)
+        return train_here(config, path, context, objects, keep, overwrite and not generation, memory)
+
     audited = config.audit.every if config.audit.action == "expel" else None
     return train_elastic(train_generation, context, Snapshots(audited or config.elastic.snapshot_every, bool(audited)))
 

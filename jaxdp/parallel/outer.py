@@ -20,6 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdp.axes import DATA, FLAT, OUTER, Axes
+from jaxdp.core.average import average
 from jaxdp.core.frozen import merge
 from jaxdp.core.state import Batch, Sums, TrainState
 from jaxdp.core.step import Step
@@ -29,6 +30,7 @@ from jaxdp.parallel.layout import ZERO, Share, share
 from jaxdp.parallel.placement import (
     abstract_state,
     assign_microbatches,
+    like,
     make_state,
     of_this_process,
     one_by_one,
@@ -49,7 +51,8 @@ OUTER_KEY = 1 << 20  # differs from what the keys of microbatches are folded wit
 class OuterRule(NamedTuple):
     """replicas: their number. every: updates between two outer steps. tx: the outer optimizer.
 
-    trainable: see `Step`. blocks: paths of the parameters that are stacked [block, ...].
+    trainable: see `Step`. blocks: paths of the parameters that are stacked [block, ...]. ema_decay: of the average of
+    the shared parameters, per update; an outer step moves it as far as `every` updates.
     """
 
     replicas: int
@@ -57,6 +60,7 @@ class OuterRule(NamedTuple):
     tx: optax.GradientTransformation
     trainable: Callable[[Tree], Tree]
     blocks: tuple[str, ...] = ()
+    ema_decay: float | None = None
 
 
 class Local(NamedTuple):
@@ -69,8 +73,9 @@ class Local(NamedTuple):
 class Replicas:
     """State of the replicas split over the axis `outer`; each replica's microbatches over the axis `data`.
 
-    The other arguments are those of `PJit`. Raises UsageError if neither the replicas can be split over the devices nor
-    the devices over the replicas, or if the model carries state from batch to batch.
+    hosts: the host of each process, so that replicas are split between hosts first. The other arguments are those of
+    `PJit`. Raises UsageError if neither the replicas can be split over the devices nor the devices over the replicas,
+    or if the model carries state from batch to batch.
     """
 
     def __init__(
@@ -81,8 +86,9 @@ class Replicas:
         rule: OuterRule,
         reduce_dtype: Any = None,
         devices: Sequence[jax.Device] | None = None,
+        hosts: Sequence[str] = (),
     ):
-        self.devices = ordered_devices(devices)
+        self.devices = ordered_devices(devices, hosts)
         self.parts, self.per_device = split_replicas(rule.replicas, len(self.devices))
         self.sharing = len(self.devices) // self.parts  # devices that share one replica
         self.mesh = Mesh(np.array(self.devices).reshape(self.parts, -1), (OUTER, DATA), axis_types=(AxisType.Auto,) * 2)
@@ -95,7 +101,7 @@ class Replicas:
         self.by_call = sent_by_call(self.devices)
         self.full, self.split = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, P(ALL.all))
         self.split_steps = NamedSharding(self.mesh, P(None, ALL.all))
-        self.make = functools.partial(with_replicas, make, rule)
+        self.make = lambda: with_replicas(make(), rule)
         self.shapes = jax.eval_shape(self.make)
         if self.shapes.carry is not None:
             raise UsageError(
@@ -184,14 +190,17 @@ class Replicas:
 
     def _outer_step(self, step: Step) -> Callable[[TrainState], TrainState]:
         """Return the outer update: the mean difference, the outer optimizer, and its result on all replicas."""
-        number, trainable = self.rule.replicas, step.trainable
+        number, trainable, decay = self.rule.replicas, step.trainable, self.rule.ema_decay
         sum_over = functools.partial(self.arithmetic.sum_rows, self.reduction, axis=OUTER, rows=number)
 
-        def move(state: TrainState, moved: Tree, averages: Tree) -> tuple[Tree, Tree, Tree]:
-            """Return the parameters, the state of the outer optimizer and the averages of the model, from sums."""
+        def move(state: TrainState, moved: Tree, averages: Tree) -> tuple[Tree, ...]:
+            """Return the parameters, their running average, the state of the outer optimizer and the averages of the
+            model, from sums."""
             params, mean = trainable(state.params), lambda x, like: (x / number).astype(like.dtype)
             updates, outer = self.rule.tx.update(jax.tree.map(mean, moved, params), state.opt_state.outer, params)
-            return optax.apply_updates(params, updates), outer, jax.tree.map(mean, averages, floats(state.model_state))
+            params = merge(optax.apply_updates(params, updates), state.params)
+            ema = None if decay is None else average(state.ema, params, decay**self.rule.every)
+            return params, ema, outer, jax.tree.map(mean, averages, floats(state.model_state))
 
         def outer_step(state: TrainState) -> TrainState:
             replicas = state.opt_state.replicas
@@ -199,18 +208,18 @@ class Replicas:
             numbers = jax.lax.axis_index(OUTER) * self.per_device + jnp.arange(self.per_device)
             keys = jax.vmap(lambda n: jax.random.fold_in(step.key(state.step, n), OUTER_KEY))(numbers)
             sums = sum_over(differences, keys=keys), sum_over(floats(replicas.model_state), keys=keys)
-            params, outer, averages = self.arithmetic.rounded(move, state.step)(state, *sums)
-            params = merge(params, state.params)
+            params, ema, outer, averages = self.arithmetic.rounded(move, state.step)(state, *sums)
             model_state = merge(averages, jax.tree.map(lambda x: x[0], replicas.model_state))
             spread = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (self.per_device, *x.shape)), tree)
             replicas = replicas.replace(params=spread(params), model_state=spread(model_state))
             guard = jax.tree.map(lambda x: jax.lax.pmax(x, OUTER), state.guard)
-            return state.replace(params=params, model_state=model_state, guard=guard, opt_state=Local(replicas, outer))
+            shared = {"params": params, "model_state": model_state, "ema": ema}
+            return state.replace(**shared, guard=guard, opt_state=Local(replicas, outer))
 
         return outer_step
 
     def averaged(self, state: TrainState) -> TrainState:
-        raise UsageError("optimizer.ema: no average is kept with outer.replicas; leave it null")
+        return state.replace(params=like(state.ema, state.params))
 
     def argument_shapes(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
         shard = lambda x: jax.ShapeDtypeStruct((self.assignment.size, *x.shape), x.dtype, sharding=self.split)
@@ -223,10 +232,9 @@ class Replicas:
         return state
 
 
-def with_replicas(make: Callable[[], TrainState], rule: OuterRule) -> TrainState:
-    """Return the initial state: replicas that are equal, and a new outer optimizer."""
-    one = make()
-    replicas = jax.tree.map(lambda x: jnp.broadcast_to(x, (rule.replicas, *x.shape)), one)
+def with_replicas(one: TrainState, rule: OuterRule) -> TrainState:
+    """Return the initial state from that of ordinary training: replicas that are equal, and a new outer optimizer."""
+    replicas = jax.tree.map(lambda x: jnp.broadcast_to(x, (rule.replicas, *x.shape)), one.replace(ema=None))
     return one.replace(opt_state=Local(replicas, rule.tx.init(rule.trainable(one.params))), exponents=None)
 
 

@@ -102,9 +102,11 @@ def sent_by_call(devices: Sequence[jax.Device]) -> bool:
     return len(devices) == 1 and jax.process_count() == 1 and devices[0].platform == "cpu"
 
 
-def ordered_devices(devices: Sequence[jax.Device] | None) -> list[jax.Device]:
-    """Return all devices (or `devices`), ordered by process."""
-    return sorted(devices or jax.devices(), key=lambda d: (d.process_index, d.id))
+def ordered_devices(devices: Sequence[jax.Device] | None, hosts: Sequence[str] = ()) -> list[jax.Device]:
+    """Return all devices (or `devices`), ordered by process. hosts[process]: those of a host become neighbours."""
+    first = [hosts.index(host) for host in hosts]
+    key = lambda d: (first[d.process_index] if first else 0, d.process_index, d.id)
+    return sorted(devices or jax.devices(), key=key)
 
 
 def data_mesh(devices: Sequence[jax.Device], group: int | None = None) -> Mesh:

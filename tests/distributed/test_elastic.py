@@ -323,6 +323,41 @@ def test_too_few_processes_end_with_75(tmp_path):
     assert job.launcher.returncode == 75 and "elastic.min_processes: 3" in out
 
 
+OUTER = ("--outer.replicas", "4", "--outer.every", "10")
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_the_others_train_the_replicas_of_a_lost_process(tmp_path):
+    job = Job(tmp_path, 2, 0, *OUTER)
+    job.until(lambda: job.step() >= 20)
+    job.kill(1)
+    final, _ = job.ends()
+    assert job.generations() == [2, 1] and final["params_sha256"] == alone(tmp_path, *OUTER)["params_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_three_processes_wait_for_the_fourth_of_four_replicas(tmp_path):
+    job = Job(tmp_path, 4, 1, *OUTER)
+    job.until(lambda: job.step() >= 20)
+    job.kill(1)
+    job.until(lambda: job.generations() == [4, 4])
+    final, out = job.ends()
+    assert final["params_sha256"] == alone(tmp_path, *OUTER)["params_sha256"]
+    assert "outer.replicas: 4 cannot be split over the 3 devices that are left" in out
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_three_processes_do_not_wait_for_ever_for_the_fourth(tmp_path):
+    job = Job(tmp_path, 4, 0, *OUTER, "--elastic.join_timeout", "1")
+    job.until(lambda: job.step() >= 20)
+    job.kill(1)
+    out, _ = job.launcher.communicate(timeout=120)
+    assert job.launcher.returncode == 75 and "no process joined (elastic.join_timeout: 1)" in out
+
+
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_a_process_is_killed_while_all_save(tmp_path):

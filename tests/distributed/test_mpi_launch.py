@@ -98,6 +98,13 @@ def test_mpi4py_is_missing(tmp_path):
 
 
 @pytest.mark.slow
+def test_collectives_over_mpi_are_refused():
+    job = mpirun(2, [SCRIPT], env={"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi"}, timeout=30)
+    (line,) = errors(job)
+    assert job.returncode == 2 and "jax_cpu_collectives_implementation: mpi does not work" in line, job.output
+
+
+@pytest.mark.slow
 def test_mpi4py_loads_another_mpi():
     require("openmpi5")
     library = pathlib.Path(sys.prefix) / "lib" / "libmpi.so.40"

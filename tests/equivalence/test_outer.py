@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+import types
 
 import jax
 import jax.extend.core as jex
@@ -11,7 +12,7 @@ import optax
 import pytest
 
 import toys
-from cli_runs import jaxdp, records, write
+from cli_runs import ended, jaxdp, records, write
 from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.state import init_state
 from jaxdp.core.step import make_step
@@ -22,19 +23,22 @@ from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.parallel import make_reduction
 from jaxdp.parallel.outer import OuterRule, Replicas, assign_replicas, split_replicas
-from jaxdp.parallel.placement import assign_microbatches
+from jaxdp.parallel.placement import assign_microbatches, ordered_devices
 from launch import mpirun
 
 MICROBATCHES, BATCH = 8, 20
 NESTEROV = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
 
 
-def build(devices, every, inner, outer, examples, replicas=4, reduction="xla", dtype="float32", batch_size=BATCH):
+def build(
+    devices, every, inner, outer, examples,
+    replicas=4, reduction="xla", dtype="float32", batch_size=BATCH, model="mlp", ema=None,
+):  # fmt: skip
     """(strategy, program, i -> batch i on its devices)"""
-    model = toys.MODELS["mlp"]()
+    model = toys.MODELS[model]()
     forward = Forward(model, SoftmaxCrossEntropy(), toys.uniform(dtype))
-    rule = UpdateRule(inner)
-    step = make_step(forward, rule)
+    rule = UpdateRule(inner, ema_decay=ema)
+    step = make_step(forward, rule._replace(ema_decay=None))
     order = EpochOrder(len(examples["labels"]), batch_size, MICROBATCHES, 0, shuffle=False)
     first = {k: v[: order.examples_per_microbatch] for k, v in examples.items()}
     example = {"mask": np.ones(order.examples_per_microbatch, bool), **first}
@@ -42,7 +46,7 @@ def build(devices, every, inner, outer, examples, replicas=4, reduction="xla", d
         lambda: init_state(forward, rule, MICROBATCHES, example),
         MICROBATCHES,
         make_reduction(reduction),
-        OuterRule(replicas, every, outer, step.trainable),
+        OuterRule(replicas, every, outer, step.trainable, ema_decay=ema),
         None,
         jax.devices()[:devices],
     )
@@ -105,6 +109,34 @@ def test_with_an_outer_step_after_each_update_it_is_ordinary_training():
     assert toys.relative_error(state.params, ordinary.params)[0] < 1e-5
 
 
+@pytest.mark.slow
+def test_an_outer_step_averages_the_statistics_of_batch_norm():
+    strategy, program, batch = build(2, 2, optax.sgd(0.1), optax.sgd(1.0), toys.data(), model="resnet")
+    alone, other, _ = build(2, 100, optax.sgd(0.1), optax.sgd(1.0), toys.data(), model="resnet")
+    state, without = strategy.init(), alone.init()
+    for i in range(2):
+        state, without = program.update(state, batch(i))[0], other.update(without, batch(i))[0]
+    ends = without.opt_state.replicas.model_state
+    assert max(np.ptp(x, 0).max() for x in map(np.asarray, jax.tree.leaves(ends))) > 1e-3
+    mean = jax.tree.map(lambda x: np.asarray(x).mean(0, dtype=x.dtype), ends)
+    for shared in (state.model_state, jax.tree.map(lambda x: x[3], state.opt_state.replicas.model_state)):
+        assert toys.relative_error(shared, mean)[0] < 1e-5
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
+def test_the_running_average_is_that_of_the_shared_parameters(devices):
+    """An outer step moves it as far as two updates would."""
+    strategy, program, batch = build(devices, 2, optax.sgd(0.1), optax.sgd(1.0), toys.data(), ema=0.9)
+    state = strategy.init()
+    ema = jax.tree.map(np.array, state.params)
+    for i in range(6):
+        state, _ = program.update(state, batch(i))
+        if i % 2:
+            ema = jax.tree.map(lambda e, p: 0.81 * e + 0.19 * np.asarray(p), ema, state.params)
+        assert toys.relative_error(state.ema, ema)[0] < 1e-6
+    assert toys.relative_error(strategy.averaged(state).params, ema)[0] < 1e-6
+
+
 def eqns(jaxpr, inside=False):
     """(equation, whether it is in a branch)"""
     for eqn in jaxpr.eqns:
@@ -137,6 +169,15 @@ def test_each_microbatch_is_computed_once():
         split_replicas(4, 3)
 
 
+@pytest.mark.parametrize("hosts", ["aabb", "abab", "abba"])
+def test_processes_of_one_host_share_a_replica(hosts):
+    """In any order of the launcher's, with two devices in each process."""
+    devices = [types.SimpleNamespace(process_index=i % 4, id=i) for i in (5, 0, 3, 6, 1, 7, 2, 4)]
+    ordered = ordered_devices(devices, hosts)
+    assert [hosts[d.process_index] for d in ordered] == [*"aaaabbbb"]
+    assert [d.process_index for d in ordered][::2] == [d.process_index for d in ordered][1::2]
+
+
 CONFIG = """
 model: {target: MLP, args: {hidden: [16], dropout: 0.1}}
 data: {target: Digits, args: {augment: true}}
@@ -146,6 +187,7 @@ optimizer: {target: adamw, lr: 3.0e-3, clip_norm: 1.0}
 outer: {replicas: 4, every: 3}
 parallel: {reduction: exact}
 """
+FLOATS = ("--parallel.reduction", "auto")  # exact sums need flags that are set before JAX starts
 
 
 def digest(tmp_path, *argv, devices=1, run="run"):
@@ -155,6 +197,45 @@ def digest(tmp_path, *argv, devices=1, run="run"):
 
 def test_the_bits_are_the_same_on_other_devices(tmp_path):
     assert digest(tmp_path) == digest(tmp_path, devices=8, run="eight")
+
+
+@pytest.mark.parametrize("path, also", [
+    ("outer.replicas: 3", "microbatches to a multiple of 3"),
+    ("outer.every: 5", "does not divide steps: 12"),
+    ("outer.every: 20", "set steps to 20"),
+    ("parallel.zero: 1", "does not work with outer.replicas: 4"),
+    ("outer.optimizer.target: no", "is neither built in nor a dotted path"),
+    ("outer.optimizer.args.momentum: high", "outer.optimizer"),
+])  # fmt: skip
+def test_bad_input_gets_one_line(tmp_path, path, also):
+    key, _, value = path.partition(": ")
+    argv = ("train", "--config", write(tmp_path, CONFIG), "--run_dir", tmp_path / "run", *FLOATS)
+    done = ended(*argv, f"--{key}", value, code=2)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("jaxdp: ")]
+    assert line.startswith(f"jaxdp: {key.rpartition('.args')[0] or key}") and also in line
+
+
+def test_a_model_with_carried_state_is_refused(tmp_path):
+    recurrent = ("--config", "configs/ptb_lstm.yaml", "--data.target", "PythonSource", "--data.args", "{length: 16}")
+    done = ended("train", *recurrent, "--outer.replicas", "2", "--run_dir", tmp_path / "run", code=2)
+    assert "outer.replicas: the model carries state from batch to batch" in done.stderr
+
+
+def test_a_run_resumes_with_the_same_number_of_replicas_only(tmp_path):
+    constant = (*FLOATS, "--optimizer.schedule", "constant")
+    digest(tmp_path, *constant, "--steps", "3")
+    argv = ("--config", tmp_path / "config.yaml", "--run_dir", tmp_path / "run", *constant)
+    done = ended("train", *argv, "--outer.replicas", "2", code=2)
+    assert "outer.replicas: 4 -> 2" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_the_parameters_of_another(tmp_path):
+    """Of ordinary training, with an average, on any number of devices."""
+    source = digest(tmp_path, "--outer.replicas", "1", "--steps", "3", run="source")
+    argv = ("--init_from", tmp_path / "source", "--optimizer.ema", "0.9", "--eval.ema", "true")
+    assert digest(tmp_path, *argv, "--optimizer.lr", "0", run="still") == source
+    assert digest(tmp_path, *argv) == digest(tmp_path, *argv, devices=8, run="eight") != source
 
 
 @pytest.mark.slow
