@@ -11,8 +11,10 @@ SOURCES = {
     "HuggingFace": "jaxdp.data.hugging_face.HuggingFace",
     "ImageFolder": "jaxdp.data.image_folder.ImageFolder",
     "MNIST": "jaxdp.data.mnist.MNIST",
+    "Mixture": "jaxdp.data.mixture.Mixture",
     "PennTreebank": "jaxdp.data.text.PennTreebank",
     "PythonSource": "jaxdp.data.python_source.PythonSource",
+    "Stream": "jaxdp.data.stream.Stream",
     "TextFile": "jaxdp.data.text.TextFile",
     "TokenFile": "jaxdp.data.token_file.TokenFile",
 }

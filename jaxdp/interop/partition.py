@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import Examples, as_dataset
-from jaxdp.data.example_order import EpochOrder
+from jaxdp.data.base import UNKNOWN, Examples, as_dataset
+from jaxdp.data.example_order import order_of
 from jaxdp.distributed.context import joined
 from jaxdp.errors import UsageError
 
@@ -20,7 +20,9 @@ class Partition:
         context, local = joined(), 1 if devices is None else devices
         self.dataset = as_dataset(dataset)
         self.form = _form(dataset, self.dataset)
-        self.order = EpochOrder(len(self.dataset), batch_size, context.size * local, seed, shuffle)
+        if len(self.dataset) >= UNKNOWN:
+            raise UsageError("dataset: a stream needs a size to be partitioned by epoch; give Stream(..., size=N)")
+        self.order = order_of(self.dataset, batch_size, context.size * local, seed, shuffle)
         self.numbers = context.rank * local + np.arange(local)
         self.per_device = devices is not None
         self.epoch = 0
@@ -78,7 +80,7 @@ def partition_dataset(
 
 def _form(source: Any, dataset: Any) -> Callable[[Rows], Any]:
     """Return a function that gives stacked rows the structure of `source`'s examples."""
-    example = source[0] if isinstance(dataset, Examples) else source
+    example = source[0] if isinstance(dataset, Examples) and dataset is not source else source
     if dataset is source or isinstance(example, Mapping):
         return lambda rows: rows
     if isinstance(example, tuple):
