@@ -12,8 +12,8 @@ from jaxdp.config import Config, Target
 from jaxdp.core.carry import split_carry
 from jaxdp.core.state import Batch, Transform
 from jaxdp.data import SOURCES
-from jaxdp.data.base import Dataset, as_dataset, check_dtypes
-from jaxdp.data.example_order import EpochOrder, ExampleOrder, Streams
+from jaxdp.data.base import UNKNOWN, Dataset, as_dataset, check_dtypes, tokenizer_spec
+from jaxdp.data.example_order import ExampleOrder, Streams, order_of
 from jaxdp.data.transforms import TRANSFORMS, as_transform
 from jaxdp.errors import UsageError
 from jaxdp.models.base import Model
@@ -28,6 +28,7 @@ def make_data(
     x64 = config.precision.params == "float64"
     target = locate("data", config.data.target, sources)
     splits = callable(target) and "split" in parameters(target) and "split" not in config.data.args
+    splits = splits and getattr(target, "has_split", lambda args: True)(config.data.args)
     dataset = read_set("data", config.data, "train", x64, sources)
     sets: dict[str, Dataset] = {}
     if config.eval.data is not None:
@@ -60,6 +61,8 @@ def read_set(key: str, target: Target, split: str, x64: bool, sources: Mapping[s
         )
     dataset = as_dataset(call(key, bind(key, source, target.args, {"split": split})) if callable(source) else source)
     check_dtypes(dataset, x64)
+    if split == "test" and len(dataset) >= UNKNOWN:
+        raise UsageError(f"{key}.args.size: a stream needs it to be evaluated; set it to a number of examples")
     return dataset
 
 
@@ -67,9 +70,7 @@ def facts_of(dataset: Dataset) -> dict[str, Any]:
     """Return facts about the data that a model may need, as JSON: input_shape, num_classes, the tokenizer's spec."""
     first = dataset.read(np.zeros(1, np.int64))
     shape = first.get("inputs", next(iter(first.values()))).shape[1:]
-    spec = getattr(dataset, "tokenizer_spec", None)  # of a tokenizer that is built on demand
-    if spec is None and getattr(dataset, "tokenizer", None) is not None:
-        spec = dataset.tokenizer.spec()  # type: ignore[attr-defined]
+    spec = tokenizer_spec(dataset)
     if spec is not None and "path" in spec:
         spec = {**spec, "path": os.path.abspath(spec["path"])}
     return {
@@ -112,6 +113,14 @@ def first_microbatch(example: dict[str, np.ndarray], size: int, transform: Trans
 
 def make_order(config: Config, dataset: Dataset, sequential: bool, shuffle: bool = True) -> ExampleOrder:
     """Return the order: which examples each microbatch of each step contains."""
-    if sequential:
-        return Streams(len(dataset), config.batch_size, config.microbatches)
-    return EpochOrder(len(dataset), config.batch_size, config.microbatches, config.seed if shuffle else 0, shuffle)
+    unknown = len(dataset) >= UNKNOWN
+    if unknown and config.epochs is not None:
+        raise UsageError(f"epochs: {config.epochs}, but nobody knows the stream's length; set steps, or data.args.size")
+    if not sequential:
+        return order_of(dataset, config.batch_size, config.microbatches, config.seed, shuffle)
+    if unknown or (shuffle and hasattr(dataset, "example_order")):
+        raise UsageError(
+            f"data.order: {config.data.target} has an order of its own, not the sequential one that the model's "
+            "carried state needs; set it to shuffled, which resets the state for each example"
+        )
+    return Streams(len(dataset), config.batch_size, config.microbatches)

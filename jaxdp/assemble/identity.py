@@ -14,6 +14,7 @@ from jaxdp.config import Config, Optimizer, Target
 from jaxdp.config.check import flatten
 from jaxdp.data import SOURCES
 from jaxdp.data.base import Dataset
+from jaxdp.data.mixture import is_target
 from jaxdp.data.transforms import TRANSFORMS
 from jaxdp.fingerprint import NotComparable, fingerprint
 from jaxdp.losses import LOSSES
@@ -41,6 +42,7 @@ def sections(config: Config) -> list[tuple[str, Target | Optimizer, Mapping[str,
     return [
         ("model", config.model, MODELS),
         ("data", config.data, SOURCES),
+        *((f"data.args.{name}", target, SOURCES) for name, target in parts_of(config.data)),
         ("loss", config.loss, LOSSES),
         ("optimizer", config.optimizer, OPTIMIZERS),
         ("optimizer.schedule", Target(*schedule), SCHEDULES),
@@ -66,6 +68,14 @@ def fingerprints(config: Config, objects: Objects) -> dict[str, str]:
             if key in objects:
                 result[key] = f"{NOT_COMPARABLE}{error}"
     return result
+
+
+def parts_of(data: Target) -> list[tuple[str, Target]]:
+    """Return the targets in the arguments of a Mixture or a Stream, by their keys."""
+    if data.target == "Stream":
+        return [(k, Target(data.args[k])) for k in ("source", "decode") if isinstance(data.args.get(k), str)]
+    named = {k: v for k, v in data.args.get("sets", {}).items() if is_target(v)} if data.target == "Mixture" else {}
+    return [(f"sets.{k}", Target(*targets_in("data", [v], "data set", "Digits")[0])) for k, v in named.items()]
 
 
 def is_built_in(entry: Any) -> bool:

@@ -55,8 +55,8 @@ class DataTarget(Target):
 
     Args:
         target: Digits (embedded), PythonSource (that of the standard library), CIFAR10, MNIST, FashionMNIST, TextFile,
-            TokenFile, PennTreebank, Documents, ImageFolder, HuggingFace, or the dotted path of any sized sequence of
-            examples (docs/data.md)
+            TokenFile, PackedTokens, PennTreebank, Documents, ImageFolder, HuggingFace, Mixture (of several sets),
+            Stream (an iterable), or the dotted path of any sized sequence of examples (docs/data.md)
         args: its arguments, e.g. root, the folder of the files; --data.args.NAME VALUE sets one
         order: shuffled, differently in each epoch, or sequential: each row of a batch continues in the same row of the
             next, for models that carry state between batches; null means sequential for such models, else shuffled

@@ -11,8 +11,11 @@ SOURCES = {
     "HuggingFace": "jaxdp.data.hugging_face.HuggingFace",
     "ImageFolder": "jaxdp.data.image_folder.ImageFolder",
     "MNIST": "jaxdp.data.mnist.MNIST",
+    "Mixture": "jaxdp.data.mixture.Mixture",
+    "PackedTokens": "jaxdp.data.packed.PackedTokens",
     "PennTreebank": "jaxdp.data.text.PennTreebank",
     "PythonSource": "jaxdp.data.python_source.PythonSource",
+    "Stream": "jaxdp.data.stream.Stream",
     "TextFile": "jaxdp.data.text.TextFile",
     "TokenFile": "jaxdp.data.token_file.TokenFile",
 }
@@ -24,3 +27,7 @@ def __getattr__(name: str) -> Any:
         module, _, attribute = SOURCES[name].rpartition(".")
         return getattr(importlib.import_module(module), attribute)
     raise AttributeError(f"module 'jaxdp.data' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

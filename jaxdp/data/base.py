@@ -9,6 +9,7 @@ import numpy as np
 from jaxdp.errors import UsageError
 
 PROBES = 64  # examples in a fingerprint: enough to distinguish two data sets, few enough for slow storage
+UNKNOWN = 1 << 62  # the length of a stream that ends nobody knows where
 EMPTY = "data: the data set is empty; give it at least one example"
 _NEEDS_X64 = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
 
@@ -22,6 +23,9 @@ class Dataset(Protocol):
       Normalizes in both modes; augments if `train` is true, with randomness from the microbatch's `key` (None if
       `train` is false). Must be traceable by JAX.
     - `classes: int`, the number of labels, and `input_shape: tuple[int, ...]`, the shape of one example's inputs.
+    - `example_order(batch_size, microbatches, seed) -> ExampleOrder`: the order of training examples, instead of a
+      shuffled one.
+    - `require(indices)`: is called before a batch is read, on every process, with the examples of all processes.
     """
 
     def __len__(self) -> int: ...
@@ -122,7 +126,7 @@ def as_dataset(source: Any) -> Dataset:
     except TypeError:
         raise UsageError(
             f"data: {type(source).__name__} has no length; give a source with __len__ and __getitem__ or read "
-            "(a stream has to be indexed first: batches are drawn by number)"
+            "(for a stream: data.target: Stream, with this as data.args.source)"
         ) from None
     if not size:
         raise UsageError(EMPTY)
@@ -167,9 +171,18 @@ def check_dtypes(dataset: Dataset, x64: bool) -> None:
 
 
 def probes(dataset: Dataset) -> np.ndarray:
-    """Return the indices of at most 64 evenly spread examples."""
-    count = min(PROBES, len(dataset))
-    return np.arange(count, dtype=np.int64) * len(dataset) // count
+    """Return the indices of at most 64 evenly spread examples; of a stream, those of its first examples."""
+    size = getattr(dataset, "read_ahead", len(dataset))
+    count = min(PROBES, size)
+    return np.arange(count, dtype=np.int64) * size // count
+
+
+def tokenizer_spec(dataset: Dataset) -> dict[str, Any] | None:
+    """Return the spec of the dataset's tokenizer as JSON, or None; without building one that is made on demand."""
+    spec = getattr(dataset, "tokenizer_spec", None)
+    if spec is None and getattr(dataset, "tokenizer", None) is not None:
+        spec = dataset.tokenizer.spec()  # type: ignore[attr-defined]
+    return spec
 
 
 def fingerprint(dataset: Dataset) -> str:

@@ -7,7 +7,7 @@ repeats an example, because the rows that a process reads depend only on the mic
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -140,6 +140,10 @@ class ExampleOrder:
         row, mask = _rows_and_mask(packed, self.microbatches, self.examples_per_microbatch, self.examples(step))
         return self._examples(step, row), mask
 
+    def batch(self, step: int) -> np.ndarray:
+        """Return the examples of the step's batch, of all microbatches."""
+        return self._examples(step, np.arange(self.examples(step)))
+
     def _examples(self, step: int, rows: np.ndarray) -> np.ndarray:
         """Return the examples of some rows of the step's batch."""
         raise NotImplementedError
@@ -186,3 +190,12 @@ class Streams(ExampleOrder):
     def _examples(self, step: int, rows: np.ndarray) -> np.ndarray:
         length, longer = divmod(self.size, self.batch_size)
         return rows * length + np.minimum(rows, longer) + self._batch(step)[1] // self.batch_size
+
+
+def order_of(dataset: Any, batch_size: int, microbatches: int, seed: int, shuffle: bool = True) -> ExampleOrder:
+    """Return the dataset's `example_order(batch_size, microbatches, seed)` if it has one, else an `EpochOrder`.
+    shuffle: False for an evaluation, which reads the examples by index, each once."""
+    make = getattr(dataset, "example_order", None)
+    if shuffle and make is not None:
+        return make(batch_size, microbatches, seed)
+    return EpochOrder(len(dataset), batch_size, microbatches, seed if shuffle else 0, shuffle)

@@ -102,6 +102,8 @@ def read_batches(
     is nonzero; any other order has the entry only if the dataset has one, and also resets at step 0. Raises UsageError
     if `read` does not return a dict of arrays with one entry per index.
     """
+    if hasattr(dataset, "require"):
+        dataset.require(np.concatenate([order.batch(step) for step in steps]))
     indices, rows = places(order, steps, numbers)
     if rows.all():
         values = _read(dataset, indices.reshape(-1))

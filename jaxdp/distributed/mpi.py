@@ -18,9 +18,9 @@ from jaxdp.distributed.launchers import World
 from jaxdp.errors import DistributedError, UsageError
 
 # The programs that start ranks, and the MPI library of each family; mpi4py loads one of them at run time.
-STARTERS = {"hydra_pmi_proxy", "mpiexec.hydra", "mpirun", "mpiexec", "prterun", "prted", "orterun", "orted"}
-LIBRARY = {"openmpi": "libmpi.so.40", "hydra": "libmpi.so.12"}
-FAMILY = {"openmpi": "Open MPI", "hydra": "MPICH or Intel MPI"}
+STARTERS = {"hydra_pmi_proxy", "mpiexec.hydra", "mpirun", "mpiexec", "mpispawn", "prterun", "prted", "orterun", "orted"}
+LIBRARY = {"openmpi": "libmpi.so.40", "mvapich": "libmpi.so.12", "hydra": "libmpi.so.12"}
+FAMILY = {"openmpi": "Open MPI", "mvapich": "MVAPICH", "hydra": "MPICH or Intel MPI"}
 SLOT = 2048  # bytes that each rank contributes to the exchange
 
 

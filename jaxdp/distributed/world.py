@@ -10,7 +10,7 @@ from typing import Protocol
 from jaxdp.errors import UsageError
 
 Env = Mapping[str, str]
-MPI = ("openmpi", "hydra")  # launchers whose ranks agree on rank 0's address over MPI
+MPI = ("openmpi", "mvapich", "hydra")  # launchers whose ranks agree on rank 0's address over MPI
 
 
 @dataclass(frozen=True)

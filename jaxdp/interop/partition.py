@@ -1,12 +1,12 @@
 """Partitioning of batches over the ranks row by row, so that together they see the batches of one process."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import Examples, as_dataset
-from jaxdp.data.example_order import EpochOrder
+from jaxdp.data.base import UNKNOWN, Examples, as_dataset
+from jaxdp.data.example_order import order_of
 from jaxdp.distributed.context import joined
 from jaxdp.errors import UsageError
 
@@ -16,13 +16,24 @@ Rows = dict[str, np.ndarray]
 class Partition:
     """This rank's rows of every batch; each iteration is an epoch. Built by `partition_dataset`."""
 
-    def __init__(self, dataset: Any, batch_size: int, seed: int, shuffle: bool, devices: int | None):
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        seed: int,
+        shuffle: bool,
+        devices: int | None,
+        sizes: Sequence[float] | None = None,
+    ):
         context, local = joined(), 1 if devices is None else devices
         self.dataset = as_dataset(dataset)
         self.form = _form(dataset, self.dataset)
-        self.order = EpochOrder(len(self.dataset), batch_size, context.size * local, seed, shuffle)
+        if len(self.dataset) >= UNKNOWN:
+            raise UsageError("dataset: a stream needs a size to be partitioned by epoch; give Stream(..., size=N)")
+        self.order = order_of(self.dataset, batch_size, context.size * local, seed, shuffle)
         self.numbers = context.rank * local + np.arange(local)
         self.per_device = devices is not None
+        self.share = None if sizes is None else check_sizes(sizes, context.size, batch_size)[context.rank :][:2]
         self.epoch = 0
 
     def __len__(self) -> int:
@@ -41,6 +52,11 @@ class Partition:
         self.epoch = epoch
 
     def _batch(self, step: int) -> Any:
+        if self.share is not None:
+            batch = self.order.batch(step)
+            first, last = np.round(self.share * len(batch)).astype(int)
+            rows = self.dataset.read(batch[first:last] if last > first else batch[:1])
+            return self.form({key: x[: last - first] for key, x in rows.items()})
         indices, mask = self.order.rows(step, self.numbers)
         if self.per_device:
             rows = self.dataset.read(indices.reshape(-1))
@@ -51,7 +67,13 @@ class Partition:
 
 
 def partition_dataset(
-    dataset: Any, batch_size: int, seed: int = 0, shuffle: bool = True, *, devices: int | None = None
+    dataset: Any,
+    batch_size: int,
+    seed: int = 0,
+    shuffle: bool = True,
+    *,
+    devices: int | None = None,
+    sizes: Sequence[float] | None = None,
 ) -> Partition:
     """Return an iterable over this rank's rows of each batch of `batch_size` examples over all ranks, epoch by epoch.
 
@@ -65,20 +87,42 @@ def partition_dataset(
     rank. devices: split the batch over this number of devices on every rank, for `pmap`: the iterable then yields
     (batch[device, row, ...], mask[device, row]), always of the same shape; rows where the mask is False are padding.
 
+    sizes: the share of each rank, such as [0.7, 0.2, 0.1]: rank r gets that part of each batch's rows, next to those of
+    rank r - 1, instead of every size-th row. This is the PyTorch tutorial's DataPartitioner, batch by batch.
+
     All ranks call it together. Raises UsageError if their arguments differ (with rank and values), or if one is not
     positive. The partitioning of Horovod's and PyTorch's samplers, without repeated examples.
     """
     if devices is not None and devices < 1:
         raise UsageError(f"devices: {devices} is not positive; set it to jax.local_device_count()")
-    partition = Partition(dataset, batch_size, seed, shuffle, devices)
+    if devices is not None and sizes is not None:
+        raise UsageError("sizes: the devices of a rank have equal shares; give sizes or devices")
+    partition = Partition(dataset, batch_size, seed, shuffle, devices, sizes)
     facts = {"examples": len(partition.dataset), "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
+    facts["sizes"] = sizes
     joined().check_same("partition_dataset", {k: str(v) for k, v in {**facts, "devices": devices}.items()})
     return partition
 
 
+def check_sizes(sizes: Sequence[float], ranks: int, batch_size: int) -> np.ndarray:
+    """Return the fractions of a batch where the ranks' parts begin, then 1. Raises UsageError that names the rank."""
+    if len(sizes) != ranks:
+        raise UsageError(f"sizes: {list(sizes)} has {len(sizes)} entries for {ranks} ranks; give one for each rank")
+    for rank, size in enumerate(sizes):
+        if not 0 < size <= 1:
+            raise UsageError(f"sizes[{rank}]: {size} is not a part of a batch; give a number above 0, at most 1")
+    if abs(sum(sizes) - 1) > 1e-6:
+        raise UsageError(f"sizes: {list(sizes)} add up to {sum(sizes):g}; they must add up to 1")
+    bounds = np.array([0, *np.cumsum(sizes)[:-1], 1])
+    for rank, rows in enumerate(np.diff(np.round(bounds * batch_size))):
+        if not rows:
+            raise UsageError(f"sizes[{rank}]: {sizes[rank]} of {batch_size} examples is no row; make the batch larger")
+    return bounds
+
+
 def _form(source: Any, dataset: Any) -> Callable[[Rows], Any]:
     """Return a function that gives stacked rows the structure of `source`'s examples."""
-    example = source[0] if isinstance(dataset, Examples) else source
+    example = source[0] if isinstance(dataset, Examples) and dataset is not source else source
     if dataset is source or isinstance(example, Mapping):
         return lambda rows: rows
     if isinstance(example, tuple):

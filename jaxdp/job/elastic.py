@@ -27,6 +27,7 @@ from jaxdp.training.snapshots import Snapshots
 T = TypeVar("T")
 ALL_END = {  # launcher: what it does when one process ends, and the alternative
     "openmpi": "mpirun ends all processes when one is lost; add --enable-recovery",
+    "mvapich": "this mpirun ends all processes when one is lost; use jaxdp launch, Open MPI or srun",
     "hydra": "this mpirun ends all processes when one is lost; use jaxdp launch, Open MPI or srun",
     "torchrun": "torchrun restarts all processes when one is lost; use jaxdp launch",
 }

@@ -40,7 +40,8 @@ def check_same_run(
         )
     targets, saved_fingerprints = flatten(config), saved.get("fingerprints", {})
     for key, new in now["fingerprints"].items():
-        name, old = f"{key}: {targets[f'{key}.target']}", saved_fingerprints.get(key)
+        target = targets.get(f"{key}.target", targets.get(key))  # a path alone, or with arguments
+        name, old = f"{key}: {target}", saved_fingerprints.get(key)
         if key in objects and (old != new or new.startswith(NOT_COMPARABLE)):
             raise UsageError(f"{name} {_difference(old, new, step)}")
         if old is not None and old != new:

@@ -14,6 +14,7 @@ from jaxdp.analysis import memory
 from jaxdp.assemble.identity import NOT_COMPARABLE
 from jaxdp.audit.inject import NAME as FAULT
 from jaxdp.config import Config
+from jaxdp.data.base import UNKNOWN
 from jaxdp.distributed import gpus
 from jaxdp.distributed.context import Context
 from jaxdp.metrics.console import Console
@@ -86,8 +87,7 @@ def summary(
     return {
         "run": f"{f'resumes after step {start}' if start else 'starts'} in {directory}",
         "model": f"{config.model.target}, {layout['parameters']:,} parameters",
-        "data": f"{config.data.target}, {len(run.data.train.dataset):,} examples, "
-        f"{order.steps_per_epoch:,} updates an epoch{evaluates}",
+        "data": f"{config.data.target}, {length_of(run)}{evaluates}",
         "batch": f"{config.batch_size:,} examples in {config.microbatches} microbatches of "
         f"{order.examples_per_microbatch:,}",
         "optimizer": f"{rate}, {steps:,} updates{f', {per_call} a call' if per_call > 1 else ''}",
@@ -96,6 +96,12 @@ def summary(
         "layout": f"{parallel.backend}, zero {parallel.zero}{sharding(run, config)}; reduction {parallel.reduction}",
         "memory": memory_line(layout),
     }
+
+
+def length_of(run: Run) -> str:
+    if (size := len(run.data.train.dataset)) >= UNKNOWN:
+        return "a stream of unknown length"
+    return f"{size:,} examples, {run.data.train.order.steps_per_epoch:,} updates an epoch"
 
 
 def sharding(run: Run, config: Config) -> str:

@@ -1,6 +1,7 @@
 """The loop, read from top to bottom: restore, update, log, evaluate, save."""
 
 import contextlib
+import functools
 import gc
 import time
 from collections.abc import Iterator
@@ -11,7 +12,9 @@ import numpy as np
 from jaxdp.analysis import memory
 from jaxdp.checkpoint.digest import params_sha256
 from jaxdp.core.state import TrainState
+from jaxdp.data.stream import StreamEnded
 from jaxdp.data.workers import Steps
+from jaxdp.errors import UsageError
 from jaxdp.metrics.meter import Meter
 from jaxdp.metrics.writer import Record
 from jaxdp.parallel.strategy import Program
@@ -21,6 +24,7 @@ from jaxdp.training.lookback import BEHIND, EXAMINED, Lookback, NotFinite
 from jaxdp.training.rollback import roll_back
 from jaxdp.training.run import Progress, Run, updates_of
 from jaxdp.training.save import restore, save, save_preempted, stop_if_halted, wait_for_checkpoint
+from jaxdp.training.source import until_the_end
 
 
 def fit(run: Run) -> Record:
@@ -82,7 +86,8 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
             stopped = between(run, program, progress)
         if stopped:
             return stopped
-        numbered = ((updates_of(number, offset), batch) for number, batch in batches)
+        every = until_the_end(batches, run.checkpoints.context, functools.partial(stream_ended, run, progress))
+        numbered = ((updates_of(number, offset), batch) for number, batch in every)
         for updates, batch in watch.reading(meter.reading(numbered), start):
             lookback.look(progress.step - BEHIND)
             step, several, first = updates[-1], len(updates) > 1, not progress.metrics
@@ -116,6 +121,13 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
         lookback.look(progress.step)
         meter.flush()
         return stopped
+
+
+def stream_ended(run: Run, progress: Progress, end: StreamEnded) -> None:
+    """Report that there is no batch for the next update. Raises UsageError if there was none at all."""
+    if not progress.step:
+        raise UsageError(f"batch_size: the stream has no full batch ({end}); make it smaller") from None
+    run.log.writer.say(f"{end}: training ends after update {progress.step} of {run.schedule.steps}")
 
 
 def calls(run: Run, start: int) -> Iterator[Steps]:

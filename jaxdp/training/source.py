@@ -10,9 +10,11 @@ import numpy as np
 from jaxdp.core.state import Batch
 from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.resident import Resident
+from jaxdp.data.stream import StreamEnded
 from jaxdp.data.workers import Steps, prefetch_in_workers
+from jaxdp.distributed import membership
 from jaxdp.distributed.context import Context
-from jaxdp.errors import UsageError
+from jaxdp.errors import DistributedError, UsageError
 from jaxdp.parallel.strategy import Strategy
 
 
@@ -64,6 +66,32 @@ class Source:
         return prefetch_in_workers(
             self.dataset, self.order, strategy.local_microbatches, range(start, stop), self.workers, then, groups
         )
+
+
+def until_the_end(
+    batches: Iterator[tuple[Steps, Batch]], context: Context, ended: Callable[[StreamEnded], None]
+) -> Iterator[tuple[Steps, Batch]]:
+    """Iterate over batches; if a stream ends before one of them on all processes, call `ended` and end the iteration.
+
+    Raises UsageError if it ends on some of the processes only: the others wait for them in the batch's update.
+    """
+    batch: Any = None
+    try:
+        for batch in batches:
+            yield batch
+            batch = batch[0]
+    except StreamEnded as error:
+        last = "no batch" if batch is None else str(batch)
+        try:
+            every = context.exchange("the end of the stream", last, membership.default_timeout(None))
+        except DistributedError as missing:
+            every = [missing.texts.get(rank, "") for rank in range(context.size)]
+        if any(text != last for text in every):
+            others = ", ".join(str(rank) for rank, text in enumerate(every) if text != last)
+            raise UsageError(
+                f"{error}, but continues on rank {others}; let the source yield the same examples on every rank"
+            ) from None
+        ended(error)
 
 
 def describe(examples: Mapping[str, Any]) -> str:

@@ -93,7 +93,7 @@ class Trial(NamedTuple):
 def make_trial(problem: Problem, devices: int, updates: int) -> Trial:
     """Read as many microbatches and examples as the run has, up to a few. Raises UsageError for too few examples."""
     microbatches = min(problem.microbatches, max(2 * devices, 4))
-    size = len(problem.dataset)
+    size = getattr(problem.dataset, "read_ahead", len(problem.dataset))
     if size < microbatches:
         raise UsageError(f"data: {size} examples cannot be split into {microbatches} microbatches; give it more")
     examples = min(-(-problem.batch_size // problem.microbatches), MOST_EXAMPLES, size // microbatches)

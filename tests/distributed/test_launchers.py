@@ -34,6 +34,12 @@ TORCHRUN = {
     "LOCAL_RANK": "1",
     "LOCAL_WORLD_SIZE": "4",
 }
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "3",
+    "MV2_COMM_WORLD_SIZE": "4",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+}
 AGENT = {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 INDEXED = {"JOB_COMPLETION_INDEX": "2", "JAXDP_NUM_PROCESSES": "4", "HOSTNAME": "train-2.workers"}
 SRUN_PORT = 61440 + 8001 % 4096
@@ -47,6 +53,8 @@ GOOD = {
         World(3, 4, 1, 2, "jaxdp", "10.0.0.1:12355"),
     ),
     "openmpi": (OPENMPI, World(2, 4, 0, 2, "openmpi")),
+    "mvapich": (MVAPICH, World(3, 4, 1, 2, "mvapich")),
+    "mvapich by Hydra, in a Slurm step": ({**SLURM, **HYDRA, **MVAPICH}, World(3, 4, 1, 2, "mvapich")),
     "hydra": (HYDRA, World(1, 2, 1, 2, "hydra")),
     "hydra, two variables": ({"PMI_RANK": "0", "PMI_SIZE": "2"}, World(0, 2, None, None, "hydra")),
     "slurm": (SLURM, SRUN),

@@ -14,8 +14,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxdp
+from jaxdp import data
 from jaxdp.data import Digits
 from jaxdp.distributed.context import shutdown
+from jaxdp.interop.partition import check_sizes
 from launch import ROOT, SUPPORT, mpirun, require, together
 from mpi import own_loop
 
@@ -124,6 +126,44 @@ def test_a_batch_has_the_form_of_an_example(name):
     want = want | {"examples as dicts": {"inputs": x}} | dict.fromkeys(["pair of arrays", "examples as pairs"], (x, y))
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda *b: np.concatenate(b), *batches), want[name])
     assert jax.tree.structure(batches[0]) == jax.tree.structure(want[name])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ([0.7, 0.3], r"sizes: \[0.7, 0.3\] has 2 entries for 1 ranks; give one for each rank"),
+        ([0.5], r"sizes: \[0.5\] add up to 0.5; they must add up to 1"),
+        ([0], r"sizes\[0\]: 0 is not a part of a batch; give a number above 0, at most 1"),
+    ],
+)
+def test_shares_that_are_none_are_refused(sizes, message):
+    with pytest.raises(jaxdp.UsageError, match=message):
+        jaxdp.partition_dataset(np.arange(9), 3, sizes=sizes)
+    with pytest.raises(jaxdp.UsageError, match=r"sizes\[2\]: 0.01 of 32 examples is no row; make the batch larger"):
+        check_sizes([0.7, 0.29, 0.01], 3, 32)
+    with pytest.raises(jaxdp.UsageError, match="sizes: the devices of a rank have equal shares; give sizes or devices"):
+        jaxdp.partition_dataset(np.arange(9), 3, sizes=[1], devices=2)
+
+
+def test_the_shares_of_the_tutorial_split_each_batch():
+    assert np.round(check_sizes([0.7, 0.2, 0.1], 3, 100) * 100).tolist() == [0, 70, 90, 100]
+    everything = np.concatenate([*jaxdp.partition_dataset(np.arange(97), 24, sizes=[1.0])])
+    assert everything.tolist() == np.concatenate([*jaxdp.partition_dataset(np.arange(97), 24)]).tolist()
+
+
+def test_a_mixture_and_a_stream_with_a_size_are_partitioned():
+    mixture = data.Mixture({"a": {"inputs": np.arange(30)}, "b": {"inputs": np.arange(1000, 1010)}}, {"a": 1, "b": 3})
+    rows = np.concatenate([batch["inputs"] for batch in jaxdp.partition_dataset(mixture, 8)])
+    assert len(rows) == 40 and (rows >= 1000).sum() == 30
+    stream = data.Stream(lambda: iter(range(100)), size=20)
+    assert np.concatenate([x["inputs"] for x in jaxdp.partition_dataset(stream, 8)]).tolist() == [*range(20)]
+    with pytest.raises(jaxdp.UsageError, match="dataset: a stream needs a size to be partitioned by epoch"):
+        jaxdp.partition_dataset(data.Stream(lambda: iter(range(100))), 8)
+
+
+def test_the_package_lists_what_there_is():
+    assert {*jaxdp.__all__, "__version__"} <= {*dir(jaxdp)} and "fit" in dir(jaxdp)
+    assert {*data.SOURCES} <= {*dir(data)}
 
 
 def test_a_data_set_with_read_gives_dicts_and_is_never_asked_for_nothing():

@@ -228,6 +228,15 @@ def partitions(context):
                     sorted(np.concatenate(theirs)) == sorted(rows)
                     and max(map(len, theirs)) - min(map(len, theirs)) <= 1
                 )
+    shares = (np.arange(context.size) + 1) / sum(range(context.size + 1))
+    whole = jaxdp.DistributedSampler(97, seed=1, rank=0, size=1)
+    part, total = jaxdp.partition_dataset(np.arange(97), 24, 1, sizes=shares.tolist()), 0
+    for own, rows in zip(part, whole.batches(24), strict=True):
+        theirs = [json.loads(text) for text in context.exchange("rows", json.dumps(own.tolist()))]
+        assert np.concatenate(theirs).tolist() == rows, "next to one another, in the order of the batch"
+        assert all(abs(len(t) - share * len(rows)) <= 1 for t, share in zip(theirs, shares))
+        total += len(rows)
+    assert total == 97
     seed = int(context.rank == 2)
     fails(jaxdp.UsageError, lambda: jaxdp.partition_dataset(np.arange(9), 3, seed), "rank 2", "seed=1", "seed=0")
     assert isinstance(jaxdp.partition_dataset(np.arange(9), 3), Partition)

@@ -1,0 +1,201 @@
+"""A mixture of data sets: in each epoch, a fixed number of examples of each set, in one random order."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxdp.data.base import UNKNOWN, Dataset, as_dataset, check_split, tokenizer_spec
+from jaxdp.data.example_order import EpochOrder, ExampleOrder, permute
+from jaxdp.errors import UsageError
+from jaxdp.targets import bind, call, locate, parameters, targets_in
+
+KEY = "data.args.sets"
+MEMBER = "set"  # entry [example] int32 of a batch: the number of the example's set
+
+
+class Mixture:
+    """Several sets as one, with `weights`: the share of each in the examples of an epoch.
+
+    sets: {name: {target, args}, a target, or data as in `as_dataset`}. Sets are ordered by name. weights: {name: a
+    positive number}, in any unit; default: the sizes, so that an epoch reads each example once. size: the examples of
+    an epoch, by default those of all sets. split: passed to the targets that accept it; the test split has the sets
+    whose target does, each example once and without weights.
+
+    An epoch has round(size x weight / sum) examples of each set (largest remainder), randomly interleaved. The draws
+    from a set continue over the epochs: it is read to its end, in a random order, before any of its examples comes
+    again. All sets must have the same keys, shapes and dtypes, number of classes and tokenizer; each keeps its own
+    transform. Raises UsageError that names the set.
+    """
+
+    def __init__(
+        self,
+        sets: Mapping[str, Any],
+        weights: Mapping[str, float] | None = None,
+        size: int | None = None,
+        split: str = "train",
+    ):
+        check_split(split)
+        if not isinstance(sets, Mapping) or not sets:
+            raise UsageError(f"{KEY}: {sets!r} has no set; give {{name: {{target, args}}, ...}}")
+        if size is not None and size < 1:
+            raise UsageError(f"data.args.size: {size} is too small; it must be at least 1")
+        check_weights(sets, weights)
+        self.names = [name for name in sorted(sets) if split == "train" or takes_split(name, sets[name])]
+        self.sets = [make_set(name, sets[name], split) for name in self.names]
+        self._copy_facts()
+        sizes = [len(dataset) for dataset in self.sets]
+        self.starts = np.cumsum([0, *sizes])
+        self.counts = sizes
+        if split == "train" and (weights or size):
+            shares = [weights[name] if weights else n for name, n in zip(self.names, sizes)]
+            self.counts = split_by_weight(size or len(self), shares)
+            for name, count in zip(self.names, self.counts):
+                if not count:
+                    raise UsageError(
+                        f"data.args.weights.{name}: less than one of the {size or len(self):,} examples of an epoch; "
+                        "give it a larger weight, or set a larger data.args.size"
+                    )
+
+    @staticmethod
+    def has_split(args: Mapping[str, Any]) -> bool:
+        """Return True if any set has a test split."""
+        sets = args.get("sets")
+        return isinstance(sets, Mapping) and any(takes_split(name, entry) for name, entry in sets.items())
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        owners = np.searchsorted(self.starts, indices, side="right") - 1
+        batch: dict[str, np.ndarray] = {}
+        for member in np.unique(owners).tolist():
+            rows = owners == member
+            for key, value in self.sets[member].read(indices[rows] - self.starts[member]).items():
+                value = np.asarray(value)
+                batch.setdefault(key, np.empty((len(indices), *value.shape[1:]), value.dtype))[rows] = value
+        return {**batch, MEMBER: owners.astype(np.int32)} if self.transform is not None else batch
+
+    def example_order(self, batch_size: int, microbatches: int, seed: int) -> ExampleOrder:
+        sizes = tuple(len(dataset) for dataset in self.sets)
+        counts = tuple(self.counts)
+        return MixedOrder(sum(counts), batch_size, microbatches, seed, sizes=sizes, counts=counts)
+
+    def _apply_transforms(self, batch: dict[str, Any], key: Any, train: bool) -> dict[str, Any]:
+        """Apply the transform of each set to the microbatch, and select each example's by its set."""
+        import jax.numpy as jnp
+
+        batch = dict(batch)
+        owner = batch.pop(MEMBER)
+        each = [dataset.transform(batch, key, train) if t else batch for dataset, t in zip(self.sets, self._transforms)]
+        shapes = [{k: (v.shape, v.dtype) for k, v in out.items()} for out in each]
+        for name, shape in zip(self.names, shapes):
+            if shape != shapes[0]:
+                raise UsageError(f"{KEY}: the transform of {name} gives {shape}, that of {self.names[0]} {shapes[0]}")
+        select = lambda k: lambda x, i: jnp.where((owner == i).reshape(-1, *[1] * (x.ndim - 1)), each[i][k], x)
+        result = each[0]
+        for i in range(1, len(each)):
+            result = {k: select(k)(x, i) for k, x in result.items()}
+        return result
+
+    def _copy_facts(self) -> None:
+        """Copy what all sets must have in common. Raises UsageError that names the first set that differs."""
+        first = [dataset.read(np.zeros(1, np.int64)) for dataset in self.sets]
+        facts = {
+            "examples of": [{k: (v.shape[1:], np.asarray(v).dtype.name) for k, v in sorted(x.items())} for x in first],
+            "classes": [getattr(dataset, "classes", None) for dataset in self.sets],
+            "the tokenizer": [tokenizer_spec(dataset) for dataset in self.sets],
+        }
+        for fact, values in facts.items():
+            for name, value in zip(self.names, values):
+                if value != values[0]:
+                    shown = [str(v) if len(str(v)) < 200 else f"{str(v)[:200]}..." for v in (value, values[0])]
+                    raise UsageError(
+                        f"{KEY}.{name}: {fact} {shown[0]}, unlike {shown[1]} of {self.names[0]}; make them alike"
+                    )
+        for fact in ("classes", "input_shape", "tokenizer", "tokenizer_spec"):
+            if fact in dir(self.sets[0]) and (fact != "tokenizer" or not hasattr(self.sets[0], "tokenizer_spec")):
+                setattr(self, fact, getattr(self.sets[0], fact))
+        self._transforms = [getattr(dataset, "transform", None) is not None for dataset in self.sets]
+        self.transform = self._apply_transforms if any(self._transforms) else None
+
+
+@dataclass(frozen=True)
+class MixedOrder(EpochOrder):
+    """Batches of a mixture: counts[i] of the examples of an epoch are from set i, which has sizes[i].
+
+    Position p of an epoch is a random one of its draws; draw d of a set is example d % size of pass d // size over it.
+    """
+
+    sizes: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
+
+    def _examples(self, step: int, rows: np.ndarray) -> np.ndarray:
+        places, (epoch, _) = super()._examples(step, rows), self._batch(step)
+        sizes, counts = np.array(self.sizes), np.array(self.counts)
+        starts, ends = np.cumsum(sizes) - sizes, np.cumsum(counts)
+        owners = np.searchsorted(ends, places, side="right")
+        passes, positions = np.divmod(epoch * counts[owners] + places - (ends - counts)[owners], sizes[owners])
+        indices = np.empty_like(places)
+        turns = passes * len(sizes) + owners  # a number for each pass over each set
+        for turn in np.unique(turns).tolist():
+            chosen, member = turns == turn, turn % len(sizes)
+            order = permute(positions[chosen], self.sizes[member], ~self.seed, turn)  # another key than the epoch's
+            indices[chosen] = starts[member] + order
+        return indices
+
+
+def make_set(name: str, entry: Any, split: str) -> Dataset:
+    """Return a set of the mixture. Raises UsageError that names it."""
+    key, source = f"{KEY}.{name}", entry
+    if is_target(entry):
+        make, args = locate_target(name, entry)
+        source = call(key, bind(key, make, args, {"split": split})) if callable(make) else make
+    try:
+        dataset = as_dataset(source)
+    except UsageError as error:
+        raise UsageError(f"{key}: {error}") from None
+    if len(dataset) >= UNKNOWN:
+        raise UsageError(f"{key}: a stream is read in its order, not by index; give it data.args.size, or write files")
+    return dataset
+
+
+def is_target(entry: Any) -> bool:
+    return isinstance(entry, str) or (isinstance(entry, Mapping) and isinstance(entry.get("target"), str))
+
+
+def locate_target(name: str, entry: Any) -> tuple[Any, dict[str, Any]]:
+    from jaxdp.data import SOURCES
+
+    [(target, args)] = targets_in(f"{KEY}.{name}", [entry], "data set", "Digits")
+    return locate(f"{KEY}.{name}", target, SOURCES), args
+
+
+def takes_split(name: str, entry: Any) -> bool:
+    if not is_target(entry):
+        return False
+    make, args = locate_target(name, entry)
+    return callable(make) and "split" in parameters(make) and "split" not in args
+
+
+def check_weights(sets: Mapping[str, Any], weights: Mapping[str, float] | None) -> None:
+    """Raise UsageError unless there is one finite, positive weight for each set."""
+    for name in [] if weights is None else [*sets, *weights]:
+        if name not in sets:
+            raise UsageError(f"data.args.weights.{name}: there is no such set; it is one of {', '.join(sets)}")
+        weight = weights.get(name)  # type: ignore[union-attr]
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            hint = "give it one" if weight is None else "give a positive number, or leave the set out"
+            raise UsageError(f"data.args.weights.{name}: {weight!r} is no weight; {hint}")
+
+
+def split_by_weight(size: int, weights: list[float]) -> list[int]:
+    """Split `size` in proportion to weights: the largest remainders are rounded up, so that the parts add to size."""
+    exact = [size * (weight / math.fsum(weights)) for weight in weights]
+    counts = [math.floor(x) for x in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
+    for i in by_remainder[: size - sum(counts)]:
+        counts[i] += 1
+    return counts
