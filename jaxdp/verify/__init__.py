@@ -80,8 +80,8 @@ def verify(
             return report  # whatever is trained with it would be as wrong
         checks.append(check_padding(problem, oracle, trial, start, static.random, tolerance))
         report.reference = reference = find_reference(
-            lambda params, tx: train(problem, oracle, trial, start._replace(params=params), tx),
-            problem.make_tx,
+            lambda params, rule: train(problem, oracle, trial, start._replace(params=params), rule),
+            problem.rule,
             start.params,
             static.epsilon,
             tolerance,

@@ -84,7 +84,7 @@ def check_padding(
         largest = max(largest, changed.error)
         if not changed.error <= tolerance:
             check = failed("padding", "padding", what=what, **changed._asdict())
-            if len(problem.dataset) % problem.batch_size or problem.batch_size % problem.microbatches:
+            if len(problem.dataset) % problem.order.batch_size or problem.order.batch_size % problem.order.microbatches:
                 return check
             return check._replace(verdict=NOTE, text=f"{check.text}; this run has no padding")
     more = "; leaving it out is not compared, because random numbers depend on the shape" if random else ""
@@ -96,7 +96,7 @@ def check_loss(problem: Problem, oracle: Oracle, trial: Trial, start: Start, tol
     if problem.couples:
         return Check("loss", NOTE, "it couples examples (scope: global): it is compared over full batches only")
     outputs, batch = some_rows(problem, oracle, trial, start)
-    size, rng = len(batch["mask"]), np.random.default_rng(problem.seed)
+    size, rng = len(batch["mask"]), np.random.default_rng(problem.forward.seed)
     metrics = sorted(flat(oracle.loss(outputs, batch)[2]))
     names = ["loss", "weight", *(f"metric {name!r}" for name in metrics)]
 

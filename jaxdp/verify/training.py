@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jaxdp.checkpoint.digest import host
+from jaxdp.core.options import UpdateRule
 from jaxdp.core.state import TrainState
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError, one_line
@@ -54,7 +54,7 @@ def run_configuration(
     """Train the updates of the trial, and compare the result with the oracle's."""
     began, errors, verdict = time.monotonic(), Errors(), FAILED
     try:
-        state, curve = train(problem, trial, start, reference.tx, configuration, devices)
+        state, curve = train(problem, trial, start, reference.rule, configuration, devices)
         errors = reference.errors(state, curve, tolerance)
         failure = "" if errors else "nothing was compared"
         verdict = OK if errors and worst(errors).error <= tolerance else FAILED
@@ -69,15 +69,15 @@ def train(
     problem: Problem,
     trial: Trial,
     start: Start,
-    tx: optax.GradientTransformation,
+    rule: UpdateRule,
     configuration: Configuration,
     devices: Sequence[jax.Device],
 ) -> tuple[TrainState, dict[str, np.ndarray]]:
     """Return (the state after the last update, {metric: [update]}), on the host."""
     bucket_mb = sum(math.prod(x.shape) * 8 for x in jax.tree.leaves(start.params)) / BUCKETS / 1e6
-    strategy, step = problem.build(problem, trial, tx, configuration, devices, bucket_mb)
-    strategy.check(tx, step.trainable(strategy.shapes.params))
-    initial, first = strategy.export(strategy.init()), oracle_state(problem, trial, start, tx)
+    strategy, step = problem.build(problem, trial, rule, configuration, devices, bucket_mb)
+    strategy.check(rule.tx, step.trainable(strategy.shapes.params))
+    initial, first = strategy.export(strategy.init()), oracle_state(trial, start, rule)
     exponents, arrays = initial.exponents, jax.tree.map(host, initial.replace(opt_state=None, exponents=None))
     drawn = worst(leaf_errors(arrays, first.replace(opt_state=None)))
     if not drawn.error <= DRAWN:
@@ -93,10 +93,10 @@ def train(
     return final, {name: np.array([metrics[name] for metrics in curve]) for name in curve[0]}
 
 
-def oracle_state(problem: Problem, trial: Trial, start: Start, tx: optax.GradientTransformation) -> TrainState:
+def oracle_state(trial: Trial, start: Start, rule: UpdateRule) -> TrainState:
     """Return the oracle's first state as a TrainState on the host."""
     params, (model_state, carry) = start.params, without_carry(start.model_state)
     carry = jax.tree.map(lambda x: np.stack([x] * trial.microbatches), carry)
-    opt_state, ema = tx.init(partition(params, problem.frozen)[0]), None if problem.ema_decay is None else params
+    opt_state, ema = rule.tx.init(partition(params, rule.frozen)[0]), None if rule.ema_decay is None else params
     state: Any = TrainState(jnp.zeros((), jnp.int32), params, model_state, opt_state, ema=ema, carry=carry)
     return jax.tree.map(np.asarray, state)
