@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp import user_errors
-from jaxdp.core.options import Forward, UpdateRule
+from jaxdp.core.options import Forward, UpdateRule, first_microbatch
 from jaxdp.core.step import Step
 from jaxdp.data.base import Dataset
 from jaxdp.data.example_order import ExampleOrder
@@ -92,11 +92,7 @@ def make_trial(problem: Problem, devices: int, updates: int) -> Trial:
     order = dataclasses.replace(order, size=full, batch_size=batch_size, microbatches=microbatches)
     batches = [read_batch(problem.dataset, order, i, np.arange(microbatches)) for i in range(updates)]
     first = problem.dataset.read(np.zeros(1, np.int64))
-    example: Any = {k: jnp.broadcast_to(v[0], (examples, *v.shape[1:])) for k, v in first.items()}
-    example.setdefault("mask", jnp.ones(examples, bool))
-    if problem.forward.transform is not None:
-        example = problem.forward.transform(example, jax.random.key(0), True)
-    return Trial(batches, example, order)
+    return Trial(batches, first_microbatch(first, examples, problem.forward.transform), order)
 
 
 def in_traceable_precision(problem: Problem, trial: Trial) -> Problem:
