@@ -62,6 +62,22 @@ class Oracle(NamedTuple):
     loss: Callable[..., tuple[Any, Any, dict[str, Any]]]
 
 
+class Setup(NamedTuple):
+    """What is trained, from what, on what, and by which oracle."""
+
+    problem: Problem
+    trial: Trial
+    start: Start
+    oracle: Oracle
+
+
+def make_setup(problem: Problem, trial: Trial) -> Setup:
+    """Initialize the parameters and the model state, in float64."""
+    key, init = jax.random.key(problem.forward.seed), jax.jit(problem.forward.model.init)
+    arrays = init(key, cast_floats(trial.example, jnp.float64))
+    return Setup(problem, trial, Start(*cast_floats(arrays, jnp.float64)), make_oracle(problem))
+
+
 def make_oracle(problem: Problem) -> Oracle:
     apply = functools.partial(apply_loss, problem.forward.loss)
 
@@ -111,21 +127,14 @@ def make_update(tx: optax.GradientTransformation, clip_norm: float | None) -> Ca
     return jax.jit(update)
 
 
-def make_start(problem: Problem, trial: Trial) -> Start:
-    """Initialize the parameters and the model state, in float64."""
-    arrays = jax.jit(problem.forward.model.init)(
-        jax.random.key(problem.forward.seed), cast_floats(trial.example, jnp.float64)
-    )
-    return Start(*cast_floats(arrays, jnp.float64))
-
-
 def key_of(problem: Problem, update: int, microbatch: int) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(problem.forward.seed), update), microbatch)
 
 
 @np.errstate(over="ignore", invalid="ignore")  # the report names what is not finite
-def train(problem: Problem, oracle: Oracle, trial: Trial, start: Start, rule: UpdateRule) -> Trained:
+def train(setup: Setup, rule: UpdateRule) -> Trained:
     """Train one update for each batch of the trial."""
+    problem, trial, start, oracle = setup
     update = make_update(rule.tx, rule.clip_norm)
     params, (state, first_carry) = start.params, without_carry(start.model_state)
     carry = [first_carry] * trial.microbatches

@@ -17,8 +17,8 @@ from jaxdp.errors import UsageError, one_line
 from jaxdp.verify.causes import FAILED, OK, REFUSED
 from jaxdp.verify.compare import Errors, Reference, Worst, leaf_errors, worst
 from jaxdp.verify.configurations import Configuration
-from jaxdp.verify.oracle import Start, partition, without_carry
-from jaxdp.verify.problem import Problem, Trial
+from jaxdp.verify.oracle import Setup, Start, partition, without_carry
+from jaxdp.verify.problem import Trial
 
 BUCKETS = 3  # about this many, however small the model
 DRAWN = 1e-6  # initial values are drawn in float32, which two programs may round differently
@@ -43,18 +43,12 @@ class Result(NamedTuple):
 
 
 def run_configuration(
-    problem: Problem,
-    trial: Trial,
-    start: Start,
-    reference: Reference,
-    configuration: Configuration,
-    devices: Sequence[jax.Device],
-    tolerance: float,
+    setup: Setup, reference: Reference, configuration: Configuration, devices: Sequence[jax.Device], tolerance: float
 ) -> Result:
     """Train the updates of the trial, and compare the result with the oracle's."""
     began, errors, verdict = time.monotonic(), Errors(), FAILED
     try:
-        state, curve = train(problem, trial, start, reference.rule, configuration, devices)
+        state, curve = train(setup, reference.rule, configuration, devices)
         errors = reference.errors(state, curve, tolerance)
         failure = "" if errors else "nothing was compared"
         verdict = OK if errors and worst(errors).error <= tolerance else FAILED
@@ -66,14 +60,10 @@ def run_configuration(
 
 
 def train(
-    problem: Problem,
-    trial: Trial,
-    start: Start,
-    rule: UpdateRule,
-    configuration: Configuration,
-    devices: Sequence[jax.Device],
+    setup: Setup, rule: UpdateRule, configuration: Configuration, devices: Sequence[jax.Device]
 ) -> tuple[TrainState, dict[str, np.ndarray]]:
     """Return (the state after the last update, {metric: [update]}), on the host."""
+    problem, trial, start, _ = setup
     bucket_mb = sum(math.prod(x.shape) * 8 for x in jax.tree.leaves(start.params)) / BUCKETS / 1e6
     strategy, step = problem.build(problem, trial, rule, configuration, devices, bucket_mb)
     strategy.check(rule.tx, step.trainable(strategy.shapes.params))

@@ -35,7 +35,7 @@ from jaxdp.verify import Configuration, Problem, as_json, as_text, hosts, settin
 from jaxdp.verify.checks import check_repeat
 from jaxdp.verify.compare import difference, find_reference
 from jaxdp.verify.configurations import choose_configurations, is_meaningful, pairs
-from jaxdp.verify.oracle import Start, Trained, make_oracle, make_start, train
+from jaxdp.verify.oracle import Setup, Start, Trained, make_oracle, make_setup, train
 from jaxdp.verify.problem import Trial, check_memory, in_traceable_precision, make_trial
 from jaxdp.verify.static_checks import run_static_checks
 
@@ -231,7 +231,7 @@ def test_two_computations_are_compared_leaf_by_leaf():
     with settings(jax.devices()[0]):
         one = problem(Model(init, apply))
         trial = make_trial(one, 2, 1)
-        (check,) = check_repeat(one, make_oracle(one), trial, make_start(one, trial), 1e-10)
+        (check,) = check_repeat(make_setup(one, trial), 1e-10)
     assert check.verdict == "FAILED" and "another gradient/small" in check.text
 
 
@@ -473,7 +473,7 @@ def test_the_oracle_agrees_with_one_that_shares_nothing_with_it(model):
         params, state = made.init(jax.random.key(0), {"inputs": jnp.zeros((2, *toys.SHAPE)), "mask": jnp.ones(2, bool)})
         params, state = jax.tree.map(lambda x: x.astype(jnp.float64), (params, state))
         one = problem(made, Arrays(**data))
-        got = train(one, make_oracle(one), Trial(batches, {}, cursor), Start(params, state), UpdateRule(tx))
+        got = train(Setup(one, Trial(batches, {}, cursor), Start(params, state), make_oracle(one)), UpdateRule(tx))
         want = plain_oracle.train(forward, params, state, tx, data, steps=3, batch_size=16, microbatches=8)
         assert toys.relative_error((got.params, got.model_state), want)[0] < 1e-12
 
