@@ -153,11 +153,10 @@ class Owner:
         return self.ending or (self.host == socket.gethostname() and not all(map(mpi.is_starter, self.starters)))
 
 
-def require(file: pathlib.Path, stream: IO[Any] | None = None) -> None:
+def require(file: pathlib.Path, stream: IO[Any]) -> None:
     """Raise RunFailed if a file of the run directory was removed, or is no longer the one that `stream` writes to."""
     try:
-        stat = file.stat()
-        if stream is None or os.path.samestat(stat, os.fstat(stream.fileno())):
+        if os.path.samestat(file.stat(), os.fstat(stream.fileno())):
             return
     except (FileNotFoundError, NotADirectoryError):
         pass
