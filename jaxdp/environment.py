@@ -214,7 +214,7 @@ def has_several_gpus(devices: int | None, local_gpus: int) -> bool:
 
     visible = gpus.visible_devices()
     if visible is not None:
-        local_gpus = min(local_gpus, len([d for d in visible.split(",") if d.strip() not in ("", "-1")]))
+        local_gpus = min(local_gpus, len(gpus.listed(visible)))
     return local_gpus > 0 and (launchers.discover().size > 1 or min(local_gpus, devices or local_gpus) > 1)
 
 

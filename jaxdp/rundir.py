@@ -65,17 +65,24 @@ def nonce(directory: pathlib.Path) -> str:
     return (directory / ".nonce").read_text()
 
 
-def is_shared(directory: pathlib.Path, nonce: str, timeout: float = 10.0) -> str | None:
-    """Wait until rank 0's nonce is visible to this rank (network file systems lag). Return an error message or None."""
-    global _nonce
-    _nonce, deadline = nonce, time.monotonic() + timeout
+def sees(file: pathlib.Path, text: str, timeout: float) -> bool:
+    """Wait until this rank sees a file with this text (network file systems lag); return whether it does."""
+    deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        try:
-            if (directory / ".nonce").read_text() == nonce:
-                return None
-        except OSError:
-            pass
+        with contextlib.suppress(OSError):
+            os.listdir(file.parent)  # makes NFS look again
+            if file.read_text() == text:
+                return True
         time.sleep(0.05)
+    return False
+
+
+def is_shared(directory: pathlib.Path, nonce: str, timeout: float = 10.0) -> str | None:
+    """Wait until rank 0's nonce is visible to this rank. Return an error message or None."""
+    global _nonce
+    _nonce = nonce
+    if sees(directory / ".nonce", nonce, timeout):
+        return None
     return (
         f"run_dir: {str(directory)!r} is not the directory that rank 0 writes to; use one on a file system that all "
         "hosts share"
@@ -171,11 +178,10 @@ class Owner:
         return self.ending or (self.host == socket.gethostname() and not all(map(mpi.is_starter, self.starters)))
 
 
-def require(file: pathlib.Path, stream: IO[Any] | None = None) -> None:
+def require(file: pathlib.Path, stream: IO[Any]) -> None:
     """Raise RunFailed if a file of the run directory was removed, or is no longer the one that `stream` writes to."""
     try:
-        stat = file.stat()
-        if stream is None or os.path.samestat(stat, os.fstat(stream.fileno())):
+        if os.path.samestat(file.stat(), os.fstat(stream.fileno())):
             return
     except (FileNotFoundError, NotADirectoryError):
         pass
@@ -251,10 +257,11 @@ def write_layout(directory: pathlib.Path, facts: dict[str, Any]) -> None:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python and of the packages that affect the results."""
-    return {"python": platform.python_version(), "jaxdp": __version__, **{p: _version(p) for p in PACKAGES}}
+    return {"python": platform.python_version(), "jaxdp": __version__, **{p: installed(p) for p in PACKAGES}}
 
 
-def _version(package: str) -> str | None:
+def installed(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

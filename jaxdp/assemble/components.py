@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from jaxdp import environment, user_errors
-from jaxdp.assemble.data import facts_of, first_microbatch, is_sequential, make_data, make_order, make_transform
+from jaxdp.assemble.data import facts_of, is_sequential, make_data, make_order, make_transform
 from jaxdp.config import Config
-from jaxdp.core.options import Forward, UpdateRule
+from jaxdp.core.options import Forward, UpdateRule, first_microbatch
 from jaxdp.core.skip import Spike
 from jaxdp.core.state import TrainState, init_state
 from jaxdp.core.step import Step, make_step

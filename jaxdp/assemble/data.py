@@ -10,7 +10,8 @@ import numpy as np
 
 from jaxdp.config import Config, Target
 from jaxdp.core.carry import split_carry
-from jaxdp.core.state import Batch, Transform
+from jaxdp.core.options import first_microbatch
+from jaxdp.core.state import Transform
 from jaxdp.data import SOURCES
 from jaxdp.data.base import UNKNOWN, Dataset, as_dataset, check_dtypes, tokenizer_spec
 from jaxdp.data.example_order import ExampleOrder, Streams, order_of
@@ -102,13 +103,6 @@ def is_sequential(config: Config, model: Model, dataset: Dataset, transform: Tra
         return model.init(jax.random.key(config.seed), casts.inputs(inputs))
 
     return split_carry(jax.eval_shape(init)[1])[1] is not None
-
-
-def first_microbatch(example: dict[str, np.ndarray], size: int, transform: Transform | None) -> Batch:
-    """Return a microbatch of `size` copies of an example [1, ...], transformed as for the model."""
-    inputs: Batch = {k: jax.numpy.broadcast_to(v[0], (size, *v.shape[1:])) for k, v in example.items()}
-    inputs.setdefault("mask", jax.numpy.ones(size, bool))
-    return inputs if transform is None else transform(inputs, jax.random.key(0), True)
 
 
 def make_order(config: Config, dataset: Dataset, sequential: bool, shuffle: bool = True) -> ExampleOrder:

@@ -14,9 +14,10 @@ from jaxdp.assemble.components import (
     Parts,
     check_paths,
 )
-from jaxdp.assemble.data import first_microbatch, make_order
+from jaxdp.assemble.data import make_order
 from jaxdp.assemble.identity import shapes_of
 from jaxdp.config import Config
+from jaxdp.core.options import first_microbatch
 from jaxdp.core.state import Batch, TrainState, View
 from jaxdp.core.step import Step
 from jaxdp.data.base import Dataset, probes

@@ -22,6 +22,7 @@ from jaxdp.assemble.components import (
 from jaxdp.assemble.preflight import check_optimizer
 from jaxdp.config import Config, Precision
 from jaxdp.config.check import check_exact
+from jaxdp.core.options import UpdateRule
 from jaxdp.core.step import Step
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
@@ -72,28 +73,29 @@ def make_problem(config: Config) -> Problem:
         with jax.enable_x64(x64):
             return make_problem(original)
 
+    def rule(factor: float) -> UpdateRule:
+        tx = make_tx(config, lambda step: factor * opt.lr, parts.forward.model.blocks)
+        return parts.rule._replace(tx=tx, spike=None, schedule=None)
+
     def build(
         problem: Problem,
         trial: Trial,
-        tx: Any,
+        rule: UpdateRule,
         configuration: Configuration,
         devices: Sequence[jax.Device],
         bucket_mb: float,
     ) -> tuple[Strategy, Step]:
         tried = dataclasses.replace(config, microbatches=trial.microbatches, precision=FLOAT64)
         casts = policy("float64", "float64", "float64")
-        forward = parts.forward._replace(model=problem.model, policy=casts, loss_scaling=None)
-        rule = parts.rule._replace(tx=tx, spike=None, schedule=None)
+        forward = problem.forward._replace(policy=casts, loss_scaling=None)
         plain = parts._replace(forward=forward, rule=rule, order=trial.order)
         return make_variant(tried, plain, configuration, devices, bucket_mb=bucket_mb, exact_group=1)
 
     return Problem(
-        model=parts.forward.model,
-        loss=parts.forward.loss,
-        make_tx=lambda factor: make_tx(config, lambda step: factor * opt.lr, parts.forward.model.blocks),
+        forward=parts.forward,
+        rule=rule,
         dataset=parts.dataset,
-        transform=parts.forward.transform,
-        sequential=parts.sequential,
+        order=parts.order,
         build=build,
         configuration=Configuration(
             devices=parallel.devices or 0,
@@ -104,12 +106,6 @@ def make_problem(config: Config) -> Problem:
             gradient_buffer=parallel.gradient_buffer,
             shard_size=parallel.shard_size,
         ),
-        seed=config.seed,
-        batch_size=config.batch_size,
-        microbatches=config.microbatches,
-        clip_norm=opt.clip_norm,
-        frozen=opt.frozen,
-        ema_decay=opt.ema,
         remake=remake,
     )
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxdp.core.frozen import freeze
@@ -56,3 +57,10 @@ class UpdateRule(NamedTuple):
     def trainable(self) -> Callable[[Tree], Tree]:
         """Return a function that replaces the frozen leaves of a tree like the parameters by None."""
         return freeze(self.frozen)
+
+
+def first_microbatch(example: dict[str, Any], size: int, transform: Transform | None) -> Batch:
+    """Return a microbatch of `size` copies of an example [1, ...], transformed as for the model."""
+    inputs: Batch = {k: jnp.broadcast_to(v[0], (size, *v.shape[1:])) for k, v in example.items()}
+    inputs.setdefault("mask", jnp.ones(size, bool))
+    return inputs if transform is None else transform(inputs, jax.random.key(0), True)

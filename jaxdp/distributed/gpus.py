@@ -20,7 +20,7 @@ def count(env: Mapping[str, str] | None = None, dev: str = "/dev") -> int:
     return sum(p.name[6:].isdigit() for p in Path(dev).glob("nvidia[0-9]*"))
 
 
-def _listed(visible: str) -> list[str]:
+def listed(visible: str) -> list[str]:
     return [d for d in (d.strip() for d in visible.split(",")) if d and d != "-1"]
 
 
@@ -37,7 +37,7 @@ def bind(
     host; if they differ, the launcher has assigned the GPUs already. A single process gets all GPUs; p processes get
     gpus // p adjacent ones each; if there are more processes than GPUs, they are assigned round-robin.
     """
-    usable = gpus if visible is None else len(_listed(visible))
+    usable = gpus if visible is None else len(listed(visible))
     if local_size == 1 or usable <= 1 or len(set(neighbours)) > 1:
         return None
     if local_size > usable:
@@ -48,7 +48,7 @@ def bind(
 
 def sharers(local_size: int, gpus: int, visible: str | None = None, neighbours: Sequence[str | None] = ()) -> int:
     """Return the largest number of processes to which `bind` assigns the same GPU; 1 without a GPU."""
-    usable = gpus if visible is None else len(_listed(visible))
+    usable = gpus if visible is None else len(listed(visible))
     if usable == 0 or len(set(neighbours)) > 1:
         return 1
     return -(-local_size // usable)

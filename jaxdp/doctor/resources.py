@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from jaxdp.distributed import hosts
 from jaxdp.doctor.check import OK, WARNING, Check, failure, graded, ok, warning
 from jaxdp.errors import RunFailed, one_line
 from jaxdp.metrics.numbers import size as shown
+from jaxdp.rundir import sees
 
 MB, GB = 1 << 20, 1 << 30
 BIND = "mpirun --bind-to none (Open MPI), -bind-to none (MPICH), or srun --cpus-per-task"
@@ -131,11 +131,8 @@ def marker(directory: pathlib.Path, rank: str) -> pathlib.Path:
 
 def check_shared(directory: pathlib.Path, text: str, several: bool) -> Iterator[Check]:
     """Check that this process sees the marker of rank 0, and `text` in it. several: on several hosts, which may lag."""
-    deadline, file = time.monotonic() + (5.0 if several else 1.0), marker(directory, "0")
-    while not (shared := file.exists() and file.read_text() == text) and time.monotonic() < deadline:
-        os.listdir(file.parent)  # makes NFS look again
-        time.sleep(0.05)
-    if not shared:
+    file = marker(directory, "0")
+    if not sees(file, text, 5.0 if several else 1.0):
         fix = "use a --run_dir on a file system that all hosts share"
         yield failure("run_dir", f"{file.parent} is not the folder that rank 0 writes to", fix)
     elif several:

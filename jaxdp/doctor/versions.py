@@ -12,9 +12,9 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from jaxdp.doctor.check import Check, failure, ok, warning
+from jaxdp.rundir import PACKAGES, installed
 
 JAXDP = "jaxdp-trainer"
-SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4py")
 PLUGIN = re.compile(r"jax-(cuda\d+|rocm\d+)-(plugin|pjrt)")
 
 
@@ -29,20 +29,12 @@ def check_versions() -> Iterator[Check]:
     else:
         yield failure("python", f"{python}; jaxdp needs {needed}", "use another Python for this environment")
     wrong = unmet(importlib.metadata.requires(JAXDP) or [])
-    for name in dict.fromkeys([*SHOWN, *wrong]):
+    for name in dict.fromkeys([*PACKAGES, *wrong]):
         if name in wrong:
             yield failure(name, *wrong[name])
         elif version := installed(name):
             yield ok(name, version)
     yield from check_plugins()
-
-
-def installed(name: str) -> str | None:
-    """Return the version of a package; None if it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def unmet(requirements: list[str]) -> dict[str, tuple[str, str]]:
@@ -84,10 +76,10 @@ def check_plugins() -> Iterator[Check]:
 
 def check_imports() -> Iterator[Check]:
     """Import what a run imports, and check that it is what is installed, not a folder elsewhere on the path."""
-    for name in SHOWN[:5]:
+    for name in PACKAGES[:5]:
         package, version = importlib.import_module(name.replace("-", ".")), installed(name)
         imported = getattr(package, "__version__", "0")
         if version is not None and Version(version).public != Version(imported).public:
             text = f"Python imports {name} {imported} from {package.__file__ or package.__path__}, not {version}"
             yield warning("imports", text, f"see PYTHONPATH and the working directory: {name} is in two folders")
-    yield ok("imports", f"{', '.join(SHOWN[:5])} can be imported")
+    yield ok("imports", f"{', '.join(PACKAGES[:5])} can be imported")

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxdp import rundir
 from jaxdp.metrics.jsonl import dump
 
 NAME = "events.jsonl"
@@ -30,9 +29,6 @@ class NoEvents:
         of it that blocked the training loop, and `again`, the updates that a resume makes again.
         """
 
-    def check_directory(self) -> None:
-        """Raise RunFailed if the run directory was removed."""
-
 
 class Events(NoEvents):
     """Append events to `directory`/events.jsonl, from any thread; after a full disk, retry with the next event."""
@@ -52,6 +48,3 @@ class Events(NoEvents):
             with self.path.open("ab", buffering=0) as file:
                 while self.pending:
                     self.pending = self.pending[file.write(self.pending) :]
-
-    def check_directory(self) -> None:
-        rundir.require(self.path.with_name("metrics.jsonl"))

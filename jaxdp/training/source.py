@@ -12,7 +12,7 @@ from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.resident import Resident
 from jaxdp.data.stream import StreamEnded
 from jaxdp.data.workers import Steps, prefetch_in_workers
-from jaxdp.distributed import membership
+from jaxdp.distributed import protocol
 from jaxdp.distributed.context import Context
 from jaxdp.errors import DistributedError, UsageError
 from jaxdp.parallel.strategy import Strategy
@@ -83,7 +83,7 @@ def until_the_end(
     except StreamEnded as error:
         last = "no batch" if batch is None else str(batch)
         try:
-            every = context.exchange("the end of the stream", last, membership.default_timeout(None))
+            every = context.exchange("the end of the stream", last, protocol.default_timeout(None))
         except DistributedError as missing:
             every = [missing.texts.get(rank, "") for rank in range(context.size)]
         if any(text != last for text in every):

@@ -15,7 +15,7 @@ from jaxdp.distributed.context import Context
 from jaxdp.verify.checks import any_failed, check_loss, check_padding, check_repeat, compare_processes
 from jaxdp.verify.compare import find_reference
 from jaxdp.verify.configurations import Configuration, check_layout, choose_configurations
-from jaxdp.verify.oracle import make_oracle, make_start, train
+from jaxdp.verify.oracle import make_setup, train
 from jaxdp.verify.problem import Problem, check_memory, in_traceable_precision, make_trial
 from jaxdp.verify.report import Report, as_json, as_text
 from jaxdp.verify.static_checks import run_static_checks
@@ -72,17 +72,15 @@ def verify(
         if any_failed(context, checks):
             return report
         check_memory(problem, trial, local)
-        start, oracle = make_start(problem, trial), make_oracle(problem)
-        checks += check_repeat(problem, oracle, trial, start, tolerance) or [
-            check_loss(problem, oracle, trial, start, tolerance)
-        ]
+        setup = make_setup(problem, trial)
+        checks += check_repeat(setup, tolerance) or [check_loss(setup, tolerance)]
         if any_failed(context, checks):
             return report  # whatever is trained with it would be as wrong
-        checks.append(check_padding(problem, oracle, trial, start, static.random, tolerance))
+        checks.append(check_padding(setup, static.random, tolerance))
         report.reference = reference = find_reference(
-            lambda params, tx: train(problem, oracle, trial, start._replace(params=params), tx),
-            problem.make_tx,
-            start.params,
+            lambda params, rule: train(setup._replace(start=setup.start._replace(params=params)), rule),
+            problem.rule,
+            setup.start.params,
             static.epsilon,
             tolerance,
         )
@@ -91,7 +89,7 @@ def verify(
             progress(f"{check.name}: {check.verdict}")
         chosen = choose_configurations(first, devices)[: None if most is None else most + 1]
         for i, configuration in enumerate(chosen):
-            result = run_configuration(problem, trial, start, reference, configuration, devices, tolerance)
+            result = run_configuration(setup, reference, configuration, devices, tolerance)
             report.results.append(result)
             progress(f"{i + 1}/{len(chosen)} {configuration.title}: {result.outcome}, {result.seconds:.1f} s")
         return report

@@ -13,8 +13,8 @@ from jaxdp.metrics.sums import flat
 from jaxdp.models.base import CARRY
 from jaxdp.verify.causes import FAILED, NOTE, OK, SKIPPED, Check, failed
 from jaxdp.verify.compare import leaf_errors, worst
-from jaxdp.verify.oracle import Oracle, Start, key_of, without_carry
-from jaxdp.verify.problem import Problem, Tree, Trial
+from jaxdp.verify.oracle import Setup, key_of, without_carry
+from jaxdp.verify.problem import Tree
 
 TIMEOUT = 600.0  # seconds that one process may take longer than another
 COARSE = 1e-6  # what padding may change: here a fault is never as small as rounding
@@ -39,25 +39,25 @@ def any_failed(context: Context, checks: list[Check]) -> bool:
     return any(check.verdict == FAILED for check in checks)
 
 
-def compute(problem: Problem, oracle: Oracle, start: Start, batch: dict[str, Any], state: Tree) -> Tree:
+def compute(setup: Setup, batch: dict[str, Any], state: Tree) -> Tree:
     """Return {loss, weight, metrics, model_state, gradient} of one microbatch."""
-    frozen, key = jax.tree.map(lambda x: None, start.params), key_of(problem, 0, 0)
-    (loss, (weight, metrics, states)), grads = oracle.value(start.params, frozen, [state], [batch], [key])
+    params, key = setup.start.params, key_of(setup.problem, 0, 0)
+    frozen = jax.tree.map(lambda x: None, params)
+    (loss, (weight, metrics, states)), grads = setup.oracle.value(params, frozen, [state], [batch], [key])
     model_state = without_carry(states[0])[0]
     return {"loss": loss, "weight": weight, "metrics": metrics, "model_state": model_state, "gradient": grads}
 
 
-def check_repeat(problem: Problem, oracle: Oracle, trial: Trial, start: Start, tolerance: float) -> list[Check]:
+def check_repeat(setup: Setup, tolerance: float) -> list[Check]:
     """Return a failure if one microbatch, computed twice, gives different numbers."""
-    one, other = (compute(problem, oracle, start, trial.microbatch(0, 0), start.model_state) for _ in range(2))
+    one, other = (compute(setup, setup.trial.microbatch(0, 0), setup.start.model_state) for _ in range(2))
     largest = worst(leaf_errors(other, one))
     return [] if largest.error <= tolerance else [failed("repeat", "repeat", **largest._asdict())]
 
 
-def check_padding(
-    problem: Problem, oracle: Oracle, trial: Trial, start: Start, random: bool, tolerance: float
-) -> Check:
+def check_padding(setup: Setup, random: bool, tolerance: float) -> Check:
     """Check that the contents of padding change nothing, nor does leaving it out (unless numbers are random)."""
+    problem, trial, start, _ = setup
     size, tolerance, largest = trial.microbatch_size, max(tolerance, COARSE), 0.0
     if size < 2:
         return Check("padding", SKIPPED, "a microbatch of one example is never padded in part")
@@ -67,7 +67,7 @@ def check_padding(
     mask[real:] = 0
 
     def run(batch: dict[str, Any], state: Tree) -> Tree:
-        sums = compute(problem, oracle, start, batch, state)
+        sums = compute(setup, batch, state)
         gradient = np.concatenate([np.ravel(x) for x in jax.tree.leaves(sums["gradient"])])
         return {**sums, "gradient": gradient}  # as one vector: some leaves may be rounding noise
 
@@ -84,19 +84,20 @@ def check_padding(
         largest = max(largest, changed.error)
         if not changed.error <= tolerance:
             check = failed("padding", "padding", what=what, **changed._asdict())
-            if len(problem.dataset) % problem.batch_size or problem.batch_size % problem.microbatches:
+            if len(problem.dataset) % problem.order.batch_size or problem.order.batch_size % problem.order.microbatches:
                 return check
             return check._replace(verdict=NOTE, text=f"{check.text}; this run has no padding")
     more = "; leaving it out is not compared, because random numbers depend on the shape" if random else ""
     return Check("padding", OK, f"padded examples change nothing ({largest:.1e}){more}")
 
 
-def check_loss(problem: Problem, oracle: Oracle, trial: Trial, start: Start, tolerance: float) -> Check:
+def check_loss(setup: Setup, tolerance: float) -> Check:
     """Check that the loss's sums over parts of some examples add up, and that masked examples do not count."""
+    problem, _, _, oracle = setup
     if problem.couples:
         return Check("loss", NOTE, "it couples examples (scope: global): it is compared over full batches only")
-    outputs, batch = some_rows(problem, oracle, trial, start)
-    size, rng = len(batch["mask"]), np.random.default_rng(problem.seed)
+    outputs, batch = some_rows(setup)
+    size, rng = len(batch["mask"]), np.random.default_rng(problem.forward.seed)
     metrics = sorted(flat(oracle.loss(outputs, batch)[2]))
     names = ["loss", "weight", *(f"metric {name!r}" for name in metrics)]
 
@@ -142,8 +143,9 @@ def relative(got: np.ndarray, want: np.ndarray, scale: np.ndarray) -> np.ndarray
     return np.nan_to_num(np.abs(got - want) / largest, nan=np.inf)
 
 
-def some_rows(problem: Problem, oracle: Oracle, trial: Trial, start: Start) -> tuple[Any, dict[str, Any]]:
+def some_rows(setup: Setup) -> tuple[Any, dict[str, Any]]:
     """Return (outputs, what the loss gets) of up to ROWS examples, from as many microbatches as that takes."""
+    problem, trial, start, oracle = setup
     size, run = trial.microbatch_size, lambda m: oracle.forward(*start, trial.microbatch(0, m), key_of(problem, 0, m))
     microbatches = [run(m)[:2] for m in range(min(-(-ROWS // size), trial.microbatches))]
     join = lambda *x: np.concatenate(x)[:ROWS] if np.ndim(x[0]) and len(x[0]) == size else np.asarray(x[0])

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
+from jaxdp.core.options import UpdateRule
 from jaxdp.split import path_string
 from jaxdp.verify.causes import NOTE, Check
 from jaxdp.verify.oracle import Trained
@@ -26,7 +26,7 @@ class Worst(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """What the oracle trained, with `tx` at `rate` of the peak learning rate, and how far rounding moves each leaf.
+    """What the oracle trained, with `rule` at `rate` of the peak learning rate, and how far rounding moves each leaf.
 
     Args:
         moved: {leaf: the relative error that rounding causes}.
@@ -37,7 +37,7 @@ class Reference(NamedTuple):
     """
 
     trained: Trained
-    tx: optax.GradientTransformation
+    rule: UpdateRule
     rate: float
     moved: Errors
     uncompared: Errors
@@ -81,8 +81,8 @@ class Reference(NamedTuple):
 
 
 def find_reference(
-    train: Callable[[Tree, optax.GradientTransformation], Trained],
-    make_tx: Callable[[float], optax.GradientTransformation],
+    train: Callable[[Tree, UpdateRule], Trained],
+    make_rule: Callable[[float], UpdateRule],
     params: Tree,
     epsilon: float,
     tolerance: float,
@@ -92,14 +92,14 @@ def find_reference(
     Lower the learning rate where training amplifies rounding, update by update, beyond what is compared.
 
     Args:
-        train: (params, tx) -> what the oracle trains.
+        train: (params, rule) -> what the oracle trains.
         epsilon: the last digit, relative.
     """
     rng = np.random.default_rng(0)
     perturbed = jax.tree.map(lambda x: x * (1 + epsilon * rng.choice([-1.0, 1.0], x.shape)), params)
     for rate in RATES:
-        tx = make_tx(rate)
-        trained, moved = train(params, tx), train(perturbed, tx)
+        rule = make_rule(rate)
+        trained, moved = train(params, rule), train(perturbed, rule)
         one, other = flatten(trained, trained.curve), flatten(moved, moved.curve)
         rounding = {path: difference(other.get(path), value) for path, value in one.items()}
         if np.median(list(rounding.values())) <= max(tolerance / 100, 8 * epsilon):
@@ -113,7 +113,7 @@ def find_reference(
     # Other leaves, such as the optimizer's, move with parameters whose gradient is zero.
     unexplained = {p: e for p, e in too_far.items() if p not in zero and (not zero or p.startswith("params/"))}
     uncompared = {p: e for p, e in too_far.items() if p not in zero or zero[p].all()}
-    return Reference(trained, tx, rate, rounding, uncompared, zero, unexplained)
+    return Reference(trained, rule, rate, rounding, uncompared, zero, unexplained)
 
 
 def zero_gradients(grads: list[Tree], epsilon: float) -> dict[str, np.ndarray]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxdp.core.options import UpdateRule
 from jaxdp.data.example_order import RESET
 from jaxdp.errors import UsageError
 from jaxdp.losses import apply_loss
@@ -61,16 +62,32 @@ class Oracle(NamedTuple):
     loss: Callable[..., tuple[Any, Any, dict[str, Any]]]
 
 
+class Setup(NamedTuple):
+    """What is trained, from what, on what, and by which oracle."""
+
+    problem: Problem
+    trial: Trial
+    start: Start
+    oracle: Oracle
+
+
+def make_setup(problem: Problem, trial: Trial) -> Setup:
+    """Initialize the parameters and the model state, in float64."""
+    key, init = jax.random.key(problem.forward.seed), jax.jit(problem.forward.model.init)
+    arrays = init(key, cast_floats(trial.example, jnp.float64))
+    return Setup(problem, trial, Start(*cast_floats(arrays, jnp.float64)), make_oracle(problem))
+
+
 def make_oracle(problem: Problem) -> Oracle:
-    apply = functools.partial(apply_loss, problem.loss)
+    apply = functools.partial(apply_loss, problem.forward.loss)
 
     def forward(params: Tree, state: Tree, batch: Batch, key: jax.Array) -> tuple[Any, Batch, Tree]:
         key, augment_key = jax.random.split(key)
         mask = batch["mask"]
-        if problem.transform is not None:
-            batch = problem.transform(batch, augment_key, True)
+        if problem.forward.transform is not None:
+            batch = problem.forward.transform(batch, augment_key, True)
         inputs = {**cast_floats(batch, jnp.float64), "mask": mask != 0}
-        outputs, state = problem.model.apply(params, state, inputs, key, True)
+        outputs, state = problem.forward.model.apply(params, state, inputs, key, True)
         return cast_floats(outputs, jnp.float64), {**batch, "mask": mask.astype(jnp.float64)}, state
 
     def value(trainable: Tree, frozen: Tree, states: list[Tree], batches: list[Batch], keys: list[jax.Array]) -> Any:
@@ -110,24 +127,19 @@ def make_update(tx: optax.GradientTransformation, clip_norm: float | None) -> Ca
     return jax.jit(update)
 
 
-def make_start(problem: Problem, trial: Trial) -> Start:
-    """Initialize the parameters and the model state, in float64."""
-    arrays = jax.jit(problem.model.init)(jax.random.key(problem.seed), cast_floats(trial.example, jnp.float64))
-    return Start(*cast_floats(arrays, jnp.float64))
-
-
 def key_of(problem: Problem, update: int, microbatch: int) -> jax.Array:
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(problem.seed), update), microbatch)
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(problem.forward.seed), update), microbatch)
 
 
 @np.errstate(over="ignore", invalid="ignore")  # the report names what is not finite
-def train(problem: Problem, oracle: Oracle, trial: Trial, start: Start, tx: optax.GradientTransformation) -> Trained:
+def train(setup: Setup, rule: UpdateRule) -> Trained:
     """Train one update for each batch of the trial."""
-    update = make_update(tx, problem.clip_norm)
+    problem, trial, start, oracle = setup
+    update = make_update(rule.tx, rule.clip_norm)
     params, (state, first_carry) = start.params, without_carry(start.model_state)
     carry = [first_carry] * trial.microbatches
-    trainable, frozen = partition(params, problem.frozen)
-    opt_state = tx.init(trainable)
+    trainable, frozen = partition(params, rule.frozen)
+    opt_state = rule.tx.init(trainable)
     ema, curve, history, disagreeing = params, list[dict[str, float]](), list[Tree](), set[str]()
     for i in range(len(trial.batches)):
         sums, grads, states, shares = list[tuple[Any, Any]](), list[Tree](), list[Tree](), list[float]()
@@ -156,9 +168,9 @@ def train(problem: Problem, oracle: Oracle, trial: Trial, start: Start, tx: opta
         disagreeing |= different
         trainable, opt_state = update(trainable, opt_state, mean)
         params = merge(trainable, frozen)
-        if problem.ema_decay is not None:
-            ema = weighted([ema, params], [problem.ema_decay, 1 - problem.ema_decay])
-    ema = None if problem.ema_decay is None else ema
+        if rule.ema_decay is not None:
+            ema = weighted([ema, params], [rule.ema_decay, 1 - rule.ema_decay])
+    ema = None if rule.ema_decay is None else ema
     carries = None if first_carry is None else jax.tree.map(lambda *x: np.stack(x), *carry)
     curves = {name: np.array([metrics[name] for metrics in curve]) for name in curve[0]}
     return Trained(params, state, opt_state, ema, carries, curves, history, frozenset(disagreeing))

@@ -8,18 +8,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jaxdp import user_errors
-from jaxdp.core.state import Transform
+from jaxdp.core.options import Forward, UpdateRule, first_microbatch
 from jaxdp.core.step import Step
 from jaxdp.data.base import Dataset
-from jaxdp.data.example_order import EpochOrder, ExampleOrder, Streams
+from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.distributed import hosts
 from jaxdp.errors import UsageError
-from jaxdp.losses import LossFn, attribute
-from jaxdp.models.base import Model
+from jaxdp.losses import attribute
 from jaxdp.parallel import Strategy
 from jaxdp.precision import cast_floats
 from jaxdp.verify.configurations import Configuration
@@ -38,34 +36,26 @@ class Problem:
     """The parts of a run.
 
     Args:
-        make_tx: factor -> the optimizer at that factor of its peak learning rate, from the first update on.
+        rule: factor -> how to update at that factor of the peak learning rate, from the first update on.
+        order: in which the run reads its data.
         configuration: the configuration of the run itself.
-        build: (problem, trial, optimizer, configuration, devices, MB of a bucket) -> a run's strategy and step.
-        sequential: rows continue from batch to batch.
+        build: (problem, trial, rule, configuration, devices, MB of a bucket) -> a run's strategy and step.
         remake: constructs all of this again, from the modules as they are imported then.
         float32_line: the line that cannot be traced in float64, if the model is computed in float32 because of it.
     """
 
-    model: Model
-    loss: LossFn
-    make_tx: Callable[[float], optax.GradientTransformation]
+    forward: Forward
+    rule: Callable[[float], UpdateRule]
     dataset: Dataset
+    order: ExampleOrder
     configuration: Configuration
     build: Callable[..., tuple[Strategy, Step]]
-    transform: Transform | None = None
-    sequential: bool = False
-    seed: int = 0
-    batch_size: int = 32
-    microbatches: int = 8
-    clip_norm: float | None = None
-    frozen: Sequence[str] = ()
-    ema_decay: float | None = None
     remake: Callable[[], "Problem"] | None = None
     float32_line: str = ""
 
     @property
     def couples(self) -> bool:
-        return attribute(self.loss, "scope", "example") == "global"
+        return attribute(self.forward.loss, "scope", "example") == "global"
 
 
 class Trial(NamedTuple):
@@ -92,24 +82,17 @@ class Trial(NamedTuple):
 
 def make_trial(problem: Problem, devices: int, updates: int) -> Trial:
     """Read as many microbatches and examples as the run has, up to a few. Raises UsageError for too few examples."""
-    microbatches = min(problem.microbatches, max(2 * devices, 4))
-    size = getattr(problem.dataset, "read_ahead", len(problem.dataset))
+    order, size = problem.order, getattr(problem.dataset, "read_ahead", len(problem.dataset))
+    microbatches = min(order.microbatches, max(2 * devices, 4))
     if size < microbatches:
         raise UsageError(f"data: {size} examples cannot be split into {microbatches} microbatches; give it more")
-    examples = min(-(-problem.batch_size // problem.microbatches), MOST_EXAMPLES, size // microbatches)
+    examples = min(order.examples_per_microbatch, MOST_EXAMPLES, size // microbatches)
     batch_size = microbatches * examples
     full = size - size % batch_size
-    if problem.sequential:
-        order: ExampleOrder = Streams(full, batch_size, microbatches)
-    else:
-        order = EpochOrder(full, batch_size, microbatches, problem.seed)
+    order = dataclasses.replace(order, size=full, batch_size=batch_size, microbatches=microbatches)
     batches = [read_batch(problem.dataset, order, i, np.arange(microbatches)) for i in range(updates)]
     first = problem.dataset.read(np.zeros(1, np.int64))
-    example: Any = {k: jnp.broadcast_to(v[0], (examples, *v.shape[1:])) for k, v in first.items()}
-    example.setdefault("mask", jnp.ones(examples, bool))
-    if problem.transform is not None:
-        example = problem.transform(example, jax.random.key(0), True)
-    return Trial(batches, example, order)
+    return Trial(batches, first_microbatch(first, examples, problem.forward.transform), order)
 
 
 def in_traceable_precision(problem: Problem, trial: Trial) -> Problem:
@@ -117,7 +100,7 @@ def in_traceable_precision(problem: Problem, trial: Trial) -> Problem:
 
     Some models fix the dtype of a loop's state, such as an LSTM's carry.
     """
-    model, key, wide = problem.model, jax.random.key(0), lambda tree: cast_floats(tree, jnp.float64)
+    model, key, wide = problem.forward.model, jax.random.key(0), lambda tree: cast_floats(tree, jnp.float64)
     try:
         jax.eval_shape(lambda x: model.apply(*wide(model.init(key, wide(x))), wide(x), key, True), trial.example)
     except TypeError as error:
@@ -129,7 +112,7 @@ def in_traceable_precision(problem: Problem, trial: Trial) -> Problem:
 
 def in_float32(problem: Problem, line: str) -> Problem:
     """Return the problem with its model computed in float32, with arguments and results in float64."""
-    model, remake = problem.model, problem.remake
+    model, remake = problem.forward.model, problem.remake
     narrow, wide = (lambda tree, to=dtype: cast_floats(tree, to) for dtype in (jnp.float32, jnp.float64))
 
     def apply(params: Tree, state: Tree, batch: Any, key: jax.Array, train: bool) -> tuple[Tree, Tree]:
@@ -137,14 +120,15 @@ def in_float32(problem: Problem, line: str) -> Problem:
 
     model32 = model._replace(init=lambda key, batch: model.init(key, narrow(batch)), apply=apply)
     again = remake and (lambda: in_float32(remake(), line))
-    return dataclasses.replace(problem, model=model32, remake=again, float32_line=line)
+    forward = problem.forward._replace(model=model32)
+    return dataclasses.replace(problem, forward=forward, remake=again, float32_line=line)
 
 
 def check_memory(problem: Problem, trial: Trial, devices: Sequence[jax.Device]) -> None:
     """Raise UsageError if the states that exist at once do not fit into memory."""
-    params, model_state = jax.eval_shape(problem.model.init, jax.random.key(0), trial.example)
+    params, model_state = jax.eval_shape(problem.forward.model.init, jax.random.key(0), trial.example)
     size = lambda *trees: sum(math.prod(x.shape) * 8 for x in jax.tree.leaves(trees))
-    state = size(params, model_state, jax.eval_shape(problem.make_tx(1.0).init, params), params)
+    state = size(params, model_state, jax.eval_shape(problem.rule(1.0).tx.init, params), params)
     number, limit = len(devices), hosts.free_memory()
     if devices[0].platform != "cpu":
         number, limit = 1, (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)

@@ -100,7 +100,7 @@ def as_text(report: Report, title: str) -> str:
     setting = (
         f"{len(report.devices)} x {report.devices[0].device_kind}{f' in {processes} processes' * (processes > 1)}; "
         f"{len(trial.batches)} updates of {examples} examples in {trial.microbatches} microbatches (a run has "
-        f"{problem.batch_size} in {problem.microbatches}); float64, no loss scaling, no warm-up{lower}"
+        f"{problem.order.batch_size} in {problem.order.microbatches}); float64, no loss scaling, no warm-up{lower}"
     )
     parts = [f"{title}\n{setting}", "\n".join(table([("check", "verdict", "result"), *report.checks]))]
     if report.results:

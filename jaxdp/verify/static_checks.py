@@ -128,8 +128,8 @@ def operations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
 def trace_parts(problem: Problem, trial: Trial, devices: int = 2) -> dict[str, Program]:
     """Trace each part for one microbatch, up to the first that names an axis that is not bound."""
     jax.clear_caches()
-    batch, key, model = trial.microbatch(0, 0), key_of(problem, 0, 0), problem.model
-    transform = problem.transform or (lambda batch, key, train: batch)
+    batch, key, model = trial.microbatch(0, 0), key_of(problem, 0, 0), problem.forward.model
+    transform = problem.forward.transform or (lambda batch, key, train: batch)
     wide = lambda shapes: jax.eval_shape(lambda tree: cast_floats(tree, jnp.float64), shapes)
     constants = lambda values: Program([Line(f"{name} {describe(value)}", (), "") for name, value in values.items()])
     examples = problem.dataset.read(probes(problem.dataset))
@@ -140,10 +140,8 @@ def trace_parts(problem: Problem, trial: Trial, devices: int = 2) -> dict[str, P
     if data.unbound or first.unbound:
         return parts
     params, state = wide(first.out)
-    frozen, value = (
-        jax.tree.map(lambda x: None, params),
-        make_oracle(dataclasses.replace(problem, transform=None)).value,
-    )
+    frozen, plain = jax.tree.map(lambda x: None, params), problem.forward._replace(transform=None)
+    value = make_oracle(dataclasses.replace(problem, forward=plain)).value
     parts[GRADIENT] = gradient = trace(value, params, frozen, [state], [data.out], [key], devices=devices)
     if gradient.unbound:
         return parts
@@ -159,8 +157,8 @@ def trace_parts(problem: Problem, trial: Trial, devices: int = 2) -> dict[str, P
     metrics = ["loss", *flat(gradient.out[0][1][1])]
     means = {name: 0.5 + i / 64 for i, name in enumerate(metrics) if not name.startswith(WEIGHT)}
     with contextlib.suppress(Exception):  # a run reports it
-        parts[DERIVED] = constants(attribute(problem.loss, "derive", dict)(means))
-    tx = problem.make_tx(1.0)
+        parts[DERIVED] = constants(attribute(problem.forward.loss, "derive", dict)(means))
+    tx = problem.rule(1.0).tx
     try:
         parts[OPTIMIZER] = trace(lambda params: tx.update(params, tx.init(params), params), params, devices=None)
     except (TypeError, UsageError) as error:

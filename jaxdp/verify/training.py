@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jaxdp.checkpoint.digest import host
+from jaxdp.core.options import UpdateRule
 from jaxdp.core.state import TrainState
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError, one_line
 from jaxdp.verify.causes import FAILED, OK, REFUSED
 from jaxdp.verify.compare import Errors, Reference, Worst, leaf_errors, worst
 from jaxdp.verify.configurations import Configuration
-from jaxdp.verify.oracle import Start, partition, without_carry
-from jaxdp.verify.problem import Problem, Trial
+from jaxdp.verify.oracle import Setup, Start, partition, without_carry
+from jaxdp.verify.problem import Trial
 
 BUCKETS = 3  # about this many, however small the model
 DRAWN = 1e-6  # initial values are drawn in float32, which two programs may round differently
@@ -43,18 +43,12 @@ class Result(NamedTuple):
 
 
 def run_configuration(
-    problem: Problem,
-    trial: Trial,
-    start: Start,
-    reference: Reference,
-    configuration: Configuration,
-    devices: Sequence[jax.Device],
-    tolerance: float,
+    setup: Setup, reference: Reference, configuration: Configuration, devices: Sequence[jax.Device], tolerance: float
 ) -> Result:
     """Train the updates of the trial, and compare the result with the oracle's."""
     began, errors, verdict = time.monotonic(), Errors(), FAILED
     try:
-        state, curve = train(problem, trial, start, reference.tx, configuration, devices)
+        state, curve = train(setup, reference.rule, configuration, devices)
         errors = reference.errors(state, curve, tolerance)
         failure = "" if errors else "nothing was compared"
         verdict = OK if errors and worst(errors).error <= tolerance else FAILED
@@ -66,18 +60,14 @@ def run_configuration(
 
 
 def train(
-    problem: Problem,
-    trial: Trial,
-    start: Start,
-    tx: optax.GradientTransformation,
-    configuration: Configuration,
-    devices: Sequence[jax.Device],
+    setup: Setup, rule: UpdateRule, configuration: Configuration, devices: Sequence[jax.Device]
 ) -> tuple[TrainState, dict[str, np.ndarray]]:
     """Return (the state after the last update, {metric: [update]}), on the host."""
+    problem, trial, start, _ = setup
     bucket_mb = sum(math.prod(x.shape) * 8 for x in jax.tree.leaves(start.params)) / BUCKETS / 1e6
-    strategy, step = problem.build(problem, trial, tx, configuration, devices, bucket_mb)
-    strategy.check(tx, step.trainable(strategy.shapes.params))
-    initial, first = strategy.export(strategy.init()), oracle_state(problem, trial, start, tx)
+    strategy, step = problem.build(problem, trial, rule, configuration, devices, bucket_mb)
+    strategy.check(rule.tx, step.trainable(strategy.shapes.params))
+    initial, first = strategy.export(strategy.init()), oracle_state(trial, start, rule)
     exponents, arrays = initial.exponents, jax.tree.map(host, initial.replace(opt_state=None, exponents=None))
     drawn = worst(leaf_errors(arrays, first.replace(opt_state=None)))
     if not drawn.error <= DRAWN:
@@ -93,10 +83,10 @@ def train(
     return final, {name: np.array([metrics[name] for metrics in curve]) for name in curve[0]}
 
 
-def oracle_state(problem: Problem, trial: Trial, start: Start, tx: optax.GradientTransformation) -> TrainState:
+def oracle_state(trial: Trial, start: Start, rule: UpdateRule) -> TrainState:
     """Return the oracle's first state as a TrainState on the host."""
     params, (model_state, carry) = start.params, without_carry(start.model_state)
     carry = jax.tree.map(lambda x: np.stack([x] * trial.microbatches), carry)
-    opt_state, ema = tx.init(partition(params, problem.frozen)[0]), None if problem.ema_decay is None else params
+    opt_state, ema = rule.tx.init(partition(params, rule.frozen)[0]), None if rule.ema_decay is None else params
     state: Any = TrainState(jnp.zeros((), jnp.int32), params, model_state, opt_state, ema=ema, carry=carry)
     return jax.tree.map(np.asarray, state)

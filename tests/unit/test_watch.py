@@ -111,7 +111,7 @@ def test_a_spike_rolls_back_and_its_data_is_left_out(tmp_path):
     resumed = guarded_run(tmp_path / "clean", [], spike=spike, start=6, offset=2, rollbacks=1)
     assert loop.fit(resumed)["params_sha256"] == final["params_sha256"]
     for r in (clean, resumed):
-        r.watch.stop()
+        r.hooks.watch.stop()
 
 
 @pytest.mark.slow
