@@ -98,13 +98,8 @@ def convolutional(name: str, params: float, images_per_second: float, efficiency
 
 
 # Between hosts: an A3 High of Google Cloud has four 200 Gbit/s cards for eight GPUs, an A3 Mega eight; fms-fsdp's hosts
-<<<<<<< HEAD
-# share 400 and 800 Gbit/s. torchtitan's "selective" recomputes every other product, OLMo 2 its feed-forward (84 % of
-# all products); fms-fsdp's other runs recompute a share that is not given. MaxText's 16B is counted without attention.
-=======
 # share 400 and 800 Gbit/s. torchtitan's "selective" recomputes every other product, OLMo 2 feed-forward (84 % of all
 # products); fms-fsdp's other runs recompute a share that is not given. MaxText's 16B is counted without attention.
->>>>>>> s29-g
 # ResNet-101 is not in the P100's table: the mean time of ResNet-50 and -152, with as many blocks less and more.
 RUNS = [
     Run("torchtitan", "Llama 3.1 8B", H100, 8, 8.03e9, 6667, sequences=2, recompute=7 / 6, shard=8, **LLAMA3_8B),
