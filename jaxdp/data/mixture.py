@@ -89,7 +89,8 @@ class Mixture:
 
         batch = dict(batch)
         owner = batch.pop(MEMBER)
-        each = [dataset.transform(batch, key, train) if t else batch for dataset, t in zip(self.sets, self._transforms)]
+        transforms = [getattr(dataset, "transform", None) for dataset in self.sets]
+        each = [batch if transform is None else transform(batch, key, train) for transform in transforms]
         shapes = [{k: (v.shape, v.dtype) for k, v in out.items()} for out in each]
         for name, shape in zip(self.names, shapes):
             if shape != shapes[0]:
@@ -103,7 +104,7 @@ class Mixture:
     def _copy_facts(self) -> None:
         """Copy what all sets must have in common. Raises UsageError that names the first set that differs."""
         first = [dataset.read(np.zeros(1, np.int64)) for dataset in self.sets]
-        facts = {
+        facts: dict[str, list[Any]] = {
             "examples of": [{k: (v.shape[1:], np.asarray(v).dtype.name) for k, v in sorted(x.items())} for x in first],
             "classes": [getattr(dataset, "classes", None) for dataset in self.sets],
             "the tokenizer": [tokenizer_spec(dataset) for dataset in self.sets],
@@ -118,8 +119,8 @@ class Mixture:
         for fact in ("classes", "input_shape", "tokenizer", "tokenizer_spec"):
             if fact in dir(self.sets[0]) and (fact != "tokenizer" or not hasattr(self.sets[0], "tokenizer_spec")):
                 setattr(self, fact, getattr(self.sets[0], fact))
-        self._transforms = [getattr(dataset, "transform", None) is not None for dataset in self.sets]
-        self.transform = self._apply_transforms if any(self._transforms) else None
+        any_transform = any(getattr(dataset, "transform", None) is not None for dataset in self.sets)
+        self.transform = self._apply_transforms if any_transform else None
 
 
 @dataclass(frozen=True)

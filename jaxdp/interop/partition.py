@@ -99,8 +99,9 @@ def partition_dataset(
         raise UsageError("sizes: the devices of a rank have equal shares; give sizes or devices")
     partition = Partition(dataset, batch_size, seed, shuffle, devices, sizes)
     facts = {"examples": len(partition.dataset), "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
-    facts["sizes"] = sizes
-    joined().check_same("partition_dataset", {k: str(v) for k, v in {**facts, "devices": devices}.items()})
+    joined().check_same(
+        "partition_dataset", {k: str(v) for k, v in {**facts, "devices": devices, "sizes": sizes}.items()}
+    )
     return partition
 
 

@@ -46,7 +46,7 @@ def shares(draw, microbatches):
 # --- mixtures --------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(st.data())
 def test_a_mixture_has_its_examples_by_weight_on_any_number_of_devices_from_any_update_on(data):
     sizes = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
@@ -162,7 +162,7 @@ def decode(record):
     return np.int32(record)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(st.data())
 def test_a_stream_is_read_by_position_on_any_number_of_devices_from_any_update_on(data):
     count, block = data.draw(st.integers(80, 300)), data.draw(st.sampled_from([1, 2, 7, 50]))
