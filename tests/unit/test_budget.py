@@ -16,7 +16,7 @@ from jaxdp.models import as_model
 ROOT = pathlib.Path(jaxdp.__file__).parent
 # 25,400; 830 of the audit: 370 that name a wrong device, 120 a slow one, 220 of faults on purpose; 1,180 of elastic
 # training; 360 of local updates; 110 for named evaluation sets, schedules and reductions of a user; 90 for TLS.
-BUDGET = {"package": 28_935, "file": 300, "function": 60, "one update": 700}  # lines
+BUDGET = {"package": 29_138, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES = {"checkpoint/store.py": 321}
 LONG_FUNCTIONS = {
@@ -28,7 +28,7 @@ MANY_PARAMETERS = {
     # Sections of the config, and functions whose arguments are keys of the config: each is set by its name.
     "config/__init__.py Config": 29,
     "config/training.py Optimizer": 13,
-    "config/training.py Parallel": 11,
+    "config/training.py Parallel": 12,
     "api.py fit": 9,
     "models/gpt.py GPT": 17,
     "data/token_file.py TokenFile": 9,
