@@ -15,7 +15,6 @@ from jaxdp import split
 from jaxdp.analysis import memory
 from jaxdp.checkpoint.digest import params_sha256
 from jaxdp.checkpoint.store import Checkpoints
-from jaxdp.core.norm import plain_total
 from jaxdp.errors import UsageError
 from jaxdp.parallel.layout import rule_dims
 from jaxdp.parallel.padding import can_pad
@@ -32,7 +31,7 @@ def no_leaf_is_small(monkeypatch):
 SHAPES = st.lists(st.integers(1, 12), min_size=1, max_size=3).map(tuple)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(SHAPES, st.integers(2, 9), st.booleans())
 def test_slices_of_a_padded_leaf_have_its_elements_and_zeros(shape, parts, stacked):
     dim, x = split_dim(shape, parts, stacked, True), np.random.default_rng(0).normal(size=shape).astype(np.float32)
@@ -47,7 +46,6 @@ def test_slices_of_a_padded_leaf_have_its_elements_and_zeros(shape, parts, stack
     assert len({piece.shape for piece in slices}) == 1 and whole.shape == padded_shape(shape, dim, parts)
     np.testing.assert_array_equal(fit(whole, shape), x)
     assert np.abs(whole).sum(dtype=np.float64) == np.abs(x).sum(dtype=np.float64)
-    np.testing.assert_allclose(plain_total([*slices]), plain_total([x]), 1e-5)
 
 
 def train(backend="pjit", zero=0, devices=1, buffer="sharded", pad=True, reduction="exact", group=None, **settings):
@@ -120,6 +118,7 @@ PLACES = [("pjit", 5, {"zero": 3, "pad": True}), ("pmap", 7, {"zero": 1, "pad": 
 PLACES += [("pjit", 6, {"zero": 2, "pad": True, "shard_size": 3}), ("pmap", 1, {})]
 
 
+@pytest.mark.slow
 def test_checkpoints_and_snapshots_hold_no_padding(tmp_path):
     """Saved in one layout, with padding or without, restored in all others; slices of a snapshot are put together."""
     strategies = [strategy_of(*place) for place in PLACES]
@@ -142,6 +141,7 @@ def test_checkpoints_and_snapshots_hold_no_padding(tmp_path):
             jax.tree.map(np.testing.assert_array_equal, other.export(joined), want)
 
 
+@pytest.mark.slow
 def test_an_average_is_evaluated_without_padding():
     for backend, devices, layout in PLACES[:2]:
         strategy = strategy_of(backend, devices, layout)
@@ -169,6 +169,7 @@ def test_compiled_programs_store_a_part_of_nearly_everything(zero, devices):
     assert used.argument_size_in_bytes == pytest.approx(stored, rel=0.02)
 
 
+@pytest.mark.slow
 def test_an_optimizer_gets_padding_only_if_it_is_elementwise():
     strategy = strategy_of("pjit", 5, {"zero": 1, "pad": True})
     assert can_pad(optax.adamw(1e-2), lambda tree: tree, strategy)
@@ -184,11 +185,12 @@ SHAPED = {
 
 
 def test_rules_select_the_dim_of_parameters_and_their_optimizer_state():
-    rules = (("^embed/", (None, "shard")), ("^head/", (None, None)))
+    rules = (("^embed/", (None, "shard")), ("^head/kernel$", (None, None)))
     strategy = strategy_of("pjit", 4, {"zero": 1, "rules": rules})
-    dims = strategy.dims
-    assert dims.opt_state[0].mu["embed"] == dims.ema["embed"] == {"embedding": 1}
-    assert set(jax.tree.leaves(strategy.slices["head"])) == set()
+    assert strategy.dims.opt_state[0].mu["embed"] == strategy.dims.ema["embed"] == {"embedding": 1}
+    assert strategy.slices["embed"] == {"embedding": 1} and strategy.slices["head"]["kernel"] == WHOLE
+    ruleless = strategy_of("pjit", 4, {"zero": 1})
+    assert ruleless.slices["head"]["kernel"] == 0 and ruleless.slices["blocks"] == strategy.slices["blocks"]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ MANY_PARAMETERS = {
     # Sections of the config, and functions whose arguments are keys of the config: each is set by its name.
     "config/__init__.py Config": 29,
     "config/training.py Optimizer": 13,
-    "config/training.py Parallel": 11,
+    "config/training.py Parallel": 12,
     "api.py fit": 9,
     "models/gpt.py GPT": 17,
     "data/token_file.py TokenFile": 9,
