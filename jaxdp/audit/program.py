@@ -4,6 +4,7 @@ A fingerprint is 32 bits, made on the device. Each word of a leaf is mixed with 
 finalizer of MurmurHash3), and the results are summed, so every flipped bit changes it.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from jaxdp.parallel.strategy import Strategy
 from jaxdp.split import fit, path_string
 
 Tree = Any
+SMALL = 1024  # elements
 BITS: dict[int, Any] = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}  # of 8 bytes: two words
 
 
@@ -95,7 +97,7 @@ class Probe:
             flat = jax.tree_util.tree_flatten_with_path(results)[0]
             self.names[len(leaves) :] = [path_string(path) for path, _ in flat]
             self.names += [f"product {i}" for i in range(len(products))]
-            return jnp.stack([*(fingerprint(x) for x in [*leaves, *(x for _, x in flat)]), *products])[None]
+            return jnp.stack([*fingerprints([*leaves, *(x for _, x in flat)]), *products])[None]
 
         specs = [x.spec for x in self.shardings]
         return self._map(compute, (specs, P()), P(self.axes))(leaves, sample)
@@ -107,6 +109,17 @@ class Probe:
 
     def _map(self, f: Any, in_specs: Any, out_specs: Any) -> Any:
         return jax.shard_map(f, mesh=self.strategy.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def fingerprints(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return the fingerprint of each array; one operation makes those of small ones of the same shape."""
+    groups: dict[Any, list[int]] = {}
+    for i, x in enumerate(arrays):
+        groups.setdefault((x.shape, x.dtype) if x.size <= SMALL else i, []).append(i)
+    prints: dict[int, jax.Array] = {}
+    for group in groups.values():
+        prints |= zip(group, jax.vmap(fingerprint)(jnp.stack([arrays[i] for i in group])))
+    return [prints[i] for i in range(len(arrays))]
 
 
 def fingerprint(x: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from jaxdp.training.run import Progress, Run
 RISE, RECENT, BEFORE = 1.1, 5, 50  # the factor of a rise, from the median of BEFORE updates to that of RECENT ones
 ENOUGH = 20  # updates before the first rise
 FIRST, SHARE = 60.0, 0.005  # seconds until a measurement without a rise; then their share of the time
-BLOCK, BLOCKS = 0.05, 3  # the median of three means over 50 ms each: longer than a scheduler's pauses
+BLOCK, BLOCKS = 0.05, 3  # the least of three means over 50 ms each: longer than a scheduler's pauses
 ROUND, GAP = 5, 2  # measurements that name a process, and the updates from one to the next
 WAIT = 600.0  # seconds that one process may take longer than another, such as to compile
 
@@ -98,7 +98,8 @@ class SlowDevices:
     def _name(self, run: Run, step: int, rank: int, times: list[float], shares: list[float]) -> None:
         context, factor = run.checkpoints.context, self.named[rank]
         facts = context.exchange("state of the devices", condition() if context.rank == rank else "")[rank]
-        if jax.default_backend() == "cpu" and (share := 1 / relative([1 / s for s in shares])[rank]) < 0.9:
+        share = 1 / relative([1 / s for s in shares])[rank]
+        if self.probe.strategy.devices[0].platform == "cpu" and share < 0.9:
             facts = f"; it got {share:.2f} times their CPU time: it was stopped, or other programs use its cores"
         others = statistics.median(t for r, t in enumerate(times) if r != rank)
         text = (
@@ -115,7 +116,7 @@ class SlowDevices:
         compute()
         run.checkpoints.context.barrier("measurement", WAIT)
         began, used = time.perf_counter(), time.process_time()
-        seconds = statistics.median(mean_time(compute) for _ in range(BLOCKS))
+        seconds = min(mean_time(compute) for _ in range(BLOCKS))
         share = (time.process_time() - used) / (time.perf_counter() - began)
         texts = run.checkpoints.context.exchange("measurement", f"{seconds!r} {max(share, 1e-3)!r}", WAIT)
         return tuple([float(text.split()[i]) for text in texts] for i in range(2))  # type: ignore[return-value]

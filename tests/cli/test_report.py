@@ -301,7 +301,7 @@ def test_the_page_has_the_points_in_a_browser(tmp_path):
         page.open(one / "report.html")
         assert page("jaxdp.runs.length") == 1 and page("document.title") == "run · jaxdp"
         bars = page("[...document.querySelectorAll('.processes tr')].map((r) => r.innerText.split(/\\s+/).join(' '))")
-        assert bars == ["rank 0 112.0 ms", "rank 1 60 ms", "rank 2 39 ms"]
+        assert bars == ["rank 0 112 ms", "rank 1 60 ms", "rank 2 39 ms"]
         for name in ("loss", "lr", "examples_per_s"):
             drawn = page(f"jaxdp.view.charts.find(c => c.name == {name!r}).series.find(s => s.split == 'train')")
             want = [(r["step"], r[name]) for r in records if r["split"] == "train"]
