@@ -81,7 +81,7 @@ def test_bad_input_is_one_line_before_any_run(argv, words, tmp_path):
 def test_the_tasks_of_a_slurm_array_divide_the_runs():
     array = {"SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_STEP": "2", "SLURM_ARRAY_TASK_COUNT": "3"}
     parts = [list(range(8))[array_part({**array, "SLURM_ARRAY_TASK_ID": i})] for i in ("1", "3", "5")]
-    assert sorted(sum(parts, [])) == list(range(8)) and max(map(len, parts)) == 3
+    assert sorted(i for part in parts for i in part) == list(range(8)) and max(map(len, parts)) == 3
     assert list(range(8))[array_part({})] == list(range(8))
     for task in ("2", "7", "x"):
         with pytest.raises(UsageError, match="is not a task of a Slurm array"):
