@@ -1,4 +1,4 @@
-"""The verb `export`: write a checkpoint's parameters, and with them its model, for other programs."""
+"""The verb `export`: write a checkpoint's parameters to a file or a folder for other programs."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from jaxdp.checkpoint.digest import params_sha256
 from jaxdp.checkpoint.published import GPT2, to_published
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.checkpoint.weights import FORMAT, MODEL_STATE, from_checkpoint, on_host
-from jaxdp.cli import Call, huggingface, stablehlo
+from jaxdp.cli import Call, huggingface
 from jaxdp.errors import UsageError, one_line
 from jaxdp.metrics.numbers import size
 
@@ -20,12 +20,7 @@ LAYOUTS: dict[str, Callable[[dict[str, Any], int | None], tuple[dict[str, Any], 
     "jaxdp": lambda arrays, _: (arrays, {}),
     "gpt2": lambda arrays, classes: (to_published(GPT2, arrays, classes), {"format": "pt"}),  # as transformers requires
 }
-# Formats of a folder: (folder, arrays, metadata of the checkpoint) -> a line about it
-FOLDERS: dict[str, Callable[[pathlib.Path, dict[str, Any], dict[str, Any]], str]] = {
-    "huggingface": huggingface.write,
-    "stablehlo": stablehlo.write,
-}
-FORMATS = ("safetensors", *FOLDERS)
+FOLDER = "huggingface"  # the layout that is a folder
 
 
 def run(call: Call) -> None:
@@ -34,61 +29,44 @@ def run(call: Call) -> None:
 
 
 def export(options: dict[str, Any]) -> str:
-    """Write the file or the folder, and return a summary. Raises UsageError for options that do not fit.
-
-    The model is built for `stablehlo` only: the checkpoint stores names and shapes.
-    """
+    """Write the file or folder and return a summary. The model is not built: the checkpoint stores names and shapes."""
     if not options["run_dir"]:
         raise UsageError("--run_dir: missing; give the directory of a run, e.g. --run_dir runs/digits")
     layout, directory = options["layout"], pathlib.Path(options["run_dir"])
-    for name, known in (("layout", LAYOUTS), ("format", FORMATS)):
-        if options[name] not in known:
-            raise UsageError(f"--{name}: {options[name]!r} is not known; use one of {', '.join(known)}")
-    if options["format"] in FOLDERS and layout != "jaxdp":
-        raise UsageError(f"--layout: {layout!r} is for --format safetensors; leave it out")
+    if layout not in (*LAYOUTS, FOLDER):
+        raise UsageError(f"--layout: {layout!r} is not known; use one of {', '.join((*LAYOUTS, FOLDER))}")
     step = choose_step(directory, options["step"])
-    output = choose_output(directory, options["output"], options["format"])
+    output = choose_output(directory, options["output"], layout == FOLDER)
     checkpoint = directory / "checkpoints" / str(step)
     weights = from_checkpoint(checkpoint, options["ema"], "--run_dir", "--ema")
     arrays = on_host(weights)
     params = {name: x for name, x in arrays.items() if not name.startswith(MODEL_STATE)}
-    digest, meta = params_sha256(params), manifest.read(checkpoint)["meta"]
-    if options["format"] in FOLDERS:
-        about, written = FOLDERS[options["format"]](output, arrays, meta), [*output.iterdir()]
-    else:
-        about, written = "", [output]
-        metadata = {"format": FORMAT, "step": str(step), "params_sha256": digest, "ema": str(options["ema"]).lower()}
-        write_file(output, arrays, layout, meta, metadata, directory)
+    digest = params_sha256(params)
+    metadata = {"format": FORMAT, "step": str(step), "params_sha256": digest, "ema": str(options["ema"]).lower()}
+    meta = manifest.read(checkpoint)["meta"]
+    metadata["config"] = json.dumps(meta["config"])
+    args = (meta["config"].get("model") or {}).get("args") or {}
+    classes = args.get("num_classes") or (meta.get("data") or {}).get("num_classes")
+    about, file = "", output / "model.safetensors" if layout == FOLDER else output
+    try:
+        if layout == FOLDER:
+            about = f"{huggingface.write(output, arrays, meta)}\n"
+        else:
+            arrays, changes = LAYOUTS[layout](arrays, classes)
+            safetensors.write(output, arrays, metadata | changes)
+    except UsageError:
+        raise
+    except ValueError as error:
+        raise UsageError(f"--layout: {layout!r} does not fit the model of {str(directory)!r}: {error}") from None
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UsageError(f"--output: {str(output)!r} cannot be written ({one_line(error)}); choose another") from None
     elements = sum(math.prod(x.shape) for x in params.values())
     state = len(weights.arrays) - len(params)
     return (
         f"{len(params)} parameters{' (running average)' * options['ema']}, {elements:,} elements"
-        f"{f', {state} arrays of the model state' * bool(state)}; from {checkpoint}; "
-        f"{size(sum(file.stat().st_size for file in written))}\n{about}{chr(10) * bool(about)}"
-        f"params_sha256 {digest[:16]}  written to {output}"
+        f"{f', {state} arrays of the model state' * bool(state)}; from {checkpoint}; {size(file.stat().st_size)}\n"
+        f"{about}params_sha256 {digest[:16]}  written to {output}"
     )
-
-
-def write_file(
-    output: pathlib.Path,
-    arrays: dict[str, Any],
-    layout: str,
-    meta: dict[str, Any],
-    metadata: dict[str, str],
-    directory: pathlib.Path,
-) -> None:
-    """Write a .safetensors file. meta: of the checkpoint; metadata: of the file, without the config; directory: of the
-    run."""
-    args = (meta["config"].get("model") or {}).get("args") or {}
-    classes = args.get("num_classes") or (meta.get("data") or {}).get("num_classes")
-    try:
-        arrays, changes = LAYOUTS[layout](arrays, classes)
-    except ValueError as error:
-        raise UsageError(f"--layout: {layout!r} does not fit the model of {str(directory)!r}: {error}") from None
-    try:
-        safetensors.write(output, arrays, {**metadata, "config": json.dumps(meta["config"]), **changes})
-    except (OSError, safetensors.SafetensorError) as error:
-        raise UsageError(f"--output: {str(output)!r} cannot be written ({one_line(error)}); choose another") from None
 
 
 def choose_step(directory: pathlib.Path, step: int | None) -> int:
@@ -102,18 +80,14 @@ def choose_step(directory: pathlib.Path, step: int | None) -> int:
     return steps[-1] if step is None else step
 
 
-def choose_output(directory: pathlib.Path, name: str | None, form: str = "safetensors") -> pathlib.Path:
+def choose_output(directory: pathlib.Path, name: str | None, folder: bool) -> pathlib.Path:
     """Return the path of the file or the folder to write. Raises UsageError if it cannot be one."""
-    if form in FOLDERS:
-        output = pathlib.Path(name) if name else directory / form
-        if output.is_file() or not output.parent.is_dir():
-            problem = "is a file" if output.is_file() else f"is in {str(output.parent)!r}, which does not exist"
-            raise UsageError(f"--output: {str(output)!r} {problem}; give the path of a folder")
-        return output
-    output = pathlib.Path(name) if name else directory / "export.safetensors"
-    if output.suffix != ".safetensors":
+    output = pathlib.Path(name) if name else directory / (FOLDER if folder else "export.safetensors")
+    if not folder and output.suffix != ".safetensors":
         raise UsageError(f"--output: {str(output)!r} does not end in .safetensors; init_from would not know it")
-    if output.is_dir() or not output.parent.is_dir():
-        problem = "is a directory" if output.is_dir() else f"is in {str(output.parent)!r}, which does not exist"
-        raise UsageError(f"--output: {str(output)!r} {problem}; give the path of a file")
+    wrong = output.is_file() if folder else output.is_dir()
+    if wrong or not output.parent.is_dir():
+        kinds = ("file", "folder") if folder else ("directory", "file")
+        problem = f"is a {kinds[0]}" if wrong else f"is in {str(output.parent)!r}, which does not exist"
+        raise UsageError(f"--output: {str(output)!r} {problem}; give the path of a {kinds[1]}")
     return output

@@ -1,4 +1,4 @@
-"""`jaxdp export --format huggingface`: a folder that `transformers` loads, with the config and the tokenizer."""
+"""`jaxdp export --layout huggingface`: a folder that `transformers` loads, with the config and the tokenizer."""
 
 import inspect
 import json
@@ -9,138 +9,88 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.checkpoint import published, safetensors
+from jaxdp.checkpoint import safetensors
+from jaxdp.checkpoint.published import GPT2, LLAMA, to_published
 from jaxdp.errors import UsageError
 from jaxdp.models import MODELS
 from jaxdp.models.gpt import EPSILON, GPT, MLPS
 from jaxdp.targets import locate
 
 Json = dict[str, Any]
-FORMS = {  # (norm, mlp, positions) -> layout
-    ("layer", "gelu", "learned"): "gpt2",
-    ("rms", "swiglu", "rotary"): "llama",
-}
+FORMS = {("layer", "gelu", "learned"): GPT2, ("rms", "swiglu", "rotary"): LLAMA}  # norm, mlp, positions
 
 
 def write(folder: pathlib.Path, arrays: Mapping[str, np.ndarray], meta: Json) -> str:
-    """Write model.safetensors, config.json and the tokenizer; return a line about them.
+    """Write model.safetensors, config.json and the tokenizer; return a line about them. meta: of the checkpoint.
 
-    Raises UsageError for a model without a published layout, or a folder that cannot be written.
+    Raises UsageError for a model without a published layout; OSError or SafetensorError if it cannot write.
     """
     data, model = meta.get("data") or {}, meta["config"]["model"]
-    args = settings(model, data)
-    form = tuple(args[name] for name in ("norm", "mlp", "positions"))
+    forms = " or ".join(f"{', '.join(form)} ({layout.title})" for form, layout in FORMS.items())
+    use = f"huggingface is for a GPT of norm, mlp, positions {forms}; use the layout jaxdp"
+    if locate("model", model["target"], MODELS) is not locate("model", "GPT", MODELS):
+        raise UsageError(f"--layout: {model['target']!r} has no published layout; {use}")
+    args = {name: parameter.default for name, parameter in inspect.signature(GPT).parameters.items()}
+    args |= {name: data.get(name) for name in ("num_classes", "input_shape")} | (model.get("args") or {})
+    form = (args["norm"], args["mlp"], args["positions"])
     if form not in FORMS:
-        raise UsageError(
-            f"--format: GPT of {', '.join(form)} (norm, mlp, positions) has no published layout; {known_forms()}"
-        )
-    layout = published.LAYOUTS[FORMS[form]]
+        raise UsageError(f"--layout: a GPT of {', '.join(form)} has no published layout; {use}")
+    layout = FORMS[form]
     try:
-        tensors = published.to_published(layout, arrays, args["num_classes"], layout.prefix)
+        tensors = to_published(layout, arrays, args["num_classes"], layout.prefix)
     except ValueError as error:
-        raise UsageError(f"--format: huggingface does not fit this GPT: {error}; {known_forms()}") from None
+        raise UsageError(f"--layout: huggingface does not fit this GPT: {error}; {use}") from None
+    args["hidden"] = args["hidden"] or MLPS[args["mlp"]].hidden(args["dim"])
     dtype = str(next(iter(tensors.values())).dtype)
-    content = CONFIGS[FORMS[form]](args) | {"dtype": dtype, "torch_dtype": dtype}
-    try:
-        folder.mkdir(exist_ok=True)
-        safetensors.write(folder / "model.safetensors", tensors, {"format": "pt"})  # as transformers requires
-        (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
-        tokenizer = write_tokenizer(folder, data.get("tokenizer") or {})
-    except (OSError, safetensors.SafetensorError) as error:
-        raise UsageError(f"--output: {str(folder)!r} cannot be written ({error}); choose another") from None
+    content = {"vocab_size": args["num_classes"], "tie_word_embeddings": args["tied"], "dtype": dtype}
+    content |= {"torch_dtype": dtype, "bos_token_id": None, "eos_token_id": None}
+    content |= gpt2_config(args) if layout is GPT2 else llama_config(args)
+    folder.mkdir(exist_ok=True)
+    safetensors.write(folder / "model.safetensors", tensors, {"format": "pt"})  # as transformers requires
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+    tokenizer = write_tokenizer(folder, data.get("tokenizer") or {})
     return f"{layout.title}'s layout, {len(tensors)} tensors; {tokenizer}"
-
-
-def settings(model: Json, data: Json) -> Json:
-    """Return all arguments of the model. Raises UsageError if it is not `GPT`."""
-    if locate("model", model["target"], MODELS) is not GPT:
-        raise UsageError(f"--format: {model['target']!r} has no published layout; {known_forms()}")
-    defaults = {name: parameter.default for name, parameter in inspect.signature(GPT).parameters.items()}
-    facts = {name: data.get(name) for name in ("num_classes", "input_shape")}
-    return {**defaults, **facts, **(model.get("args") or {})}
-
-
-def known_forms() -> str:
-    forms = [f"{', '.join(form)} ({published.LAYOUTS[name].title})" for form, name in FORMS.items()]
-    return f"huggingface is for a GPT of norm, mlp, positions {' or '.join(forms)}; use another --format"
-
-
-def hidden(args: Json) -> int:
-    return args["hidden"] or MLPS[args["mlp"]].hidden(args["dim"])
 
 
 def gpt2_config(args: Json) -> Json:
     return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": args["num_classes"],
-        "n_positions": args["input_shape"][0],
-        "n_embd": args["dim"],
-        "n_layer": args["layers"],
-        "n_head": args["heads"],
-        "n_inner": hidden(args),
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": EPSILON,
-        "tie_word_embeddings": args["tied"],
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop"), args["dropout"]),
-        "attn_pdrop": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new",
+        "n_positions": args["input_shape"][0], "n_embd": args["dim"], "n_layer": args["layers"],
+        "n_head": args["heads"], "n_inner": args["hidden"], "layer_norm_epsilon": EPSILON,
+        "resid_pdrop": args["dropout"], "embd_pdrop": args["dropout"], "attn_pdrop": 0.0,
+    }  # fmt: skip
 
 
 def llama_config(args: Json) -> Json:
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": args["num_classes"],
-        "max_position_embeddings": args["input_shape"][0],
-        "hidden_size": args["dim"],
-        "intermediate_size": hidden(args),
-        "num_hidden_layers": args["layers"],
-        "num_attention_heads": args["heads"],
-        "num_key_value_heads": args["kv_heads"] or args["heads"],
-        "head_dim": args["dim"] // args["heads"],
-        "hidden_act": "silu",
-        "rms_norm_eps": EPSILON,
-        "rope_theta": args["rotary_base"],
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "max_position_embeddings": args["input_shape"][0], "hidden_size": args["dim"],
+        "intermediate_size": args["hidden"], "num_hidden_layers": args["layers"],
+        "num_attention_heads": args["heads"], "num_key_value_heads": args["kv_heads"] or args["heads"],
+        "head_dim": args["dim"] // args["heads"], "rms_norm_eps": EPSILON, "rope_theta": args["rotary_base"],
         "rope_parameters": {"rope_type": "default", "rope_theta": args["rotary_base"]},
-        "attention_bias": args["bias"],
-        "mlp_bias": args["bias"],
-        "tie_word_embeddings": args["tied"],
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-
-
-CONFIGS = {"gpt2": gpt2_config, "llama": llama_config}
+        "attention_bias": args["bias"], "mlp_bias": args["bias"],
+    }  # fmt: skip
 
 
 def write_tokenizer(folder: pathlib.Path, spec: Json) -> str:
     """Write tokenizer.json, if the spec of `jaxdp.data.tokenizers` can be one; return what was done."""
     file, kind = folder / "tokenizer.json", spec.get("kind")
-    if kind == "file":
-        if not pathlib.Path(spec["path"]).is_file():
-            return f"no tokenizer: {spec['path']} is not here; copy it to {file}"
+    if kind == "file" and pathlib.Path(spec["path"]).is_file():
         shutil.copyfile(spec["path"], file)
-    elif kind == "byte":
+    elif kind in ("byte", "char"):
+        characters = byte_characters() if kind == "byte" else spec["alphabet"]
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-        file.write_text(bpe({char: i for i, char in enumerate(byte_characters())}, level, level))
-    elif kind == "char":
-        file.write_text(bpe({char: i for i, char in enumerate(spec["alphabet"])}, None, {"type": "Fuse"}))
-    elif kind == "named":
-        return f"no tokenizer: tiktoken's {spec['name']} has no tokenizer.json; take that of its model on the hub"
+        content: Json = {"version": "1.0", "added_tokens": [], "normalizer": None, "post_processor": None}
+        content["model"] = {"type": "BPE", "vocab": {c: i for i, c in enumerate(characters)}, "merges": []}
+        content["pre_tokenizer"] = level if kind == "byte" else None
+        content["decoder"] = level if kind == "byte" else {"type": "Fuse"}
+        file.write_text(json.dumps(content))
     else:
-        return "no tokenizer"
+        source = spec.get("path") or spec.get("name") or kind
+        return f"no tokenizer{f': {source} has no tokenizer.json here' if source else ''}"
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
     return f"tokenizer: {kind}"
-
-
-def bpe(vocabulary: dict[str, int], pre_tokenizer: Json | None, decoder: Json) -> str:
-    """Return a tokenizer.json with one token for each character."""
-    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
-    parts = {"version": "1.0", "added_tokens": [], "normalizer": None, "post_processor": None}
-    return json.dumps({**parts, "pre_tokenizer": pre_tokenizer, "decoder": decoder, "model": model})
 
 
 def byte_characters() -> str:

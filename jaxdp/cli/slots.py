@@ -1,20 +1,24 @@
-"""Run several trainings at once on one host: each gets its share of the GPUs or of the processor's cores."""
+"""Run several trainings at once on one host: each gets its share of the GPUs, or of the processor's cores."""
 
 import os
+import pathlib
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import IO, Any, NamedTuple, Protocol
+from typing import NamedTuple
 
+from jaxdp import bounded_yaml
+from jaxdp.config import Config
+from jaxdp.config.check import changed_numbers
 from jaxdp.distributed import gpus
 from jaxdp.errors import INTERRUPTED, PREEMPTED, UsageError
 from jaxdp.metrics.jsonl import read
 from jaxdp.report.read import is_held
+from jaxdp.report.table import METRICS
 
 OUTPUT = "output.txt"
-SHOWN = ("loss", "accuracy", "perplexity")
 
 
 class Slot(NamedTuple):
@@ -24,56 +28,58 @@ class Slot(NamedTuple):
     cores: set[int]
 
 
-class Job(Protocol):
-    """A run to make; see `jaxdp.cli.sweep.Trial`."""
+class Trial(NamedTuple):
+    """A run of the sweep. arguments: of `jaxdp train`."""
 
-    name: Any
-    directory: Any
-    arguments: Any
+    directory: pathlib.Path
+    arguments: list[str]
+    config: Config
 
-    def is_finished(self) -> bool: ...
+    def is_finished(self) -> bool:
+        """Return True if this run is complete. Raises UsageError if its directory has a run of another config."""
+        file = self.directory / "config.yaml"
+        if not file.is_file():
+            return False
+        saved = bounded_yaml.load(file.read_text(), str(file))
+        changed = changed_numbers(saved, self.config)
+        if changed and not self.config.resume.force:
+            raise UsageError(
+                f"run_dir: {str(self.directory)!r} was trained with another config ({changed[0]}); choose another"
+            )
+        same_end = all(saved.get(key) == getattr(self.config, key) for key in ("steps", "epochs"))
+        return same_end and any(record.get("split") == "final" for record in read(self.directory / "metrics.jsonl"))
 
 
 class Running(NamedTuple):
-    job: Job
+    trial: Trial
     child: "subprocess.Popen[bytes]"
-    output: IO[bytes]
     since: float
 
 
 def make_slots(jobs: int | None, devices: int | None, count: int) -> list[Slot]:
-    """Divide the devices of this host.
+    """Divide the devices of this host among at most `count` runs.
 
-    Args:
-        jobs: runs at once; None: one for each GPU, or for `devices` of them, and without GPUs one for each core.
-        devices: GPUs of a run (`parallel.devices`).
-        count: the number of runs, of which there may be fewer.
-
-    Raises:
-        UsageError: there are too few GPUs.
+    jobs: runs at once; None: one for each GPU, or for `devices` of them, and without GPUs one for each core. devices:
+    GPUs of a run (`parallel.devices`). Raises UsageError if there are too few GPUs.
     """
-    cores = sorted(os.sched_getaffinity(0))
-    visible = gpus.visible_devices()
-    names = [str(i) for i in range(gpus.count())]
-    if names and visible is not None:
-        names = [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
+    cores, visible = sorted(os.sched_getaffinity(0)), gpus.visible_devices()
+    names = visible.split(",") if visible and gpus.count() else [str(i) for i in range(gpus.count())]
     each = devices or (max(1, len(names) // jobs) if jobs else 1)
     jobs = jobs or max(1, len(names) // each if names else len(cores))
     if names and jobs * each > len(names):
         raise UsageError(f"--jobs: {jobs} runs on {each} GPUs each, but there are {len(names)}; give a smaller number")
     jobs = max(1, min(jobs, count))
-    shares = [cores[i::jobs] or cores for i in range(jobs)]
-    visible_of = lambda i: {"CUDA_VISIBLE_DEVICES": ",".join(names[i * each : (i + 1) * each])} if names else {}
-    return [Slot(visible_of(i), set(share)) for i, share in enumerate(shares)]
+    assigned = lambda i: {"CUDA_VISIBLE_DEVICES": ",".join(names[i * each : (i + 1) * each])} if names else {}
+    return [Slot(assigned(i), set(cores[i::jobs] or cores)) for i in range(jobs)]
 
 
-def run_all(jobs: Sequence[Job], slots: Sequence[Slot]) -> int:
-    """Train each job in a process, with its output in `output.txt`, and print a line about each.
+def run_all(trials: Sequence[Trial], slots: Sequence[Slot]) -> int:
+    """Train each in a process, with its output in `output.txt`, and print a line about each.
 
-    SIGTERM and SIGUSR1 are sent on to the processes, which save and end. A job whose directory another process trains
-    in is left to that process. Returns the exit code: 0, 1 if a run failed, 75 or 130 after a signal.
+    SIGTERM and SIGUSR1 are sent on to the processes, which save and end. A run that another process trains waits for
+    it. Returns the exit code: 0, 1 if a run failed, 75 or 130 after a signal.
     """
-    waiting, running, failed, done = list(jobs), dict[int, Running](), 0, 0
+    waiting, running, failed, done = list(trials), dict[int, Running](), 0, 0
     received: list[int] = []
 
     def stop(number: int, frame: object) -> None:
@@ -89,14 +95,15 @@ def run_all(jobs: Sequence[Job], slots: Sequence[Slot]) -> int:
             for i, slot in enumerate(slots):
                 if i in running and running[i].child.poll() is not None:
                     done += 1
-                    failed += not report(running.pop(i), f"{done}/{len(jobs)}")
-                job = None if i in running or received else next((j for j in waiting if not is_held(j.directory)), None)
-                if job is not None:
-                    waiting.remove(job)
-                    if job.is_finished():  # meanwhile, by another process
+                    failed += not report(running.pop(i), f"{done}/{len(trials)}")
+                free = i not in running and not received
+                trial = next((t for t in waiting if not is_held(t.directory)), None) if free else None
+                if trial is not None:
+                    waiting.remove(trial)
+                    if trial.is_finished():  # meanwhile, by another process
                         done += 1
                     else:
-                        running[i] = start(job, slot)
+                        running[i] = start(trial, slot)
             time.sleep(0.05)
     finally:
         for process in running.values():
@@ -106,34 +113,27 @@ def run_all(jobs: Sequence[Job], slots: Sequence[Slot]) -> int:
     return 1 if failed else 0
 
 
-def start(job: Job, slot: Slot) -> Running:
-    job.directory.mkdir(parents=True, exist_ok=True)
-    output = (job.directory / OUTPUT).open("ab")
-    before = os.sched_getaffinity(0)
+def start(trial: Trial, slot: Slot) -> Running:
+    trial.directory.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "jaxdp", "train", *trial.arguments]
+    env, before = os.environ | slot.environment, os.sched_getaffinity(0)
     os.sched_setaffinity(0, slot.cores)  # the process inherits it, and XLA starts a thread for each
     try:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "jaxdp", "train", *job.arguments],
-            env=os.environ | slot.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+        with (trial.directory / OUTPUT).open("ab") as output:
+            child = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
     finally:
         os.sched_setaffinity(0, before)
-    return Running(job, child, output, time.monotonic())
+    return Running(trial, child, time.monotonic())
 
 
 def report(ended: Running, count: str) -> bool:
     """Print the result of a run; return True if it finished."""
-    ended.output.close()
-    took = f"{time.monotonic() - ended.since:.1f} s"
-    final = [r for r in read(ended.job.directory / "metrics.jsonl") if r.get("split") == "final"]
-    if ended.child.returncode or not final:
-        lines = (ended.job.directory / OUTPUT).read_text(errors="replace").strip().splitlines()
-        reason = lines[-1] if lines else f"see {ended.job.directory / OUTPUT}"
-        print(f"[{count}] {ended.job.name}  exit code {ended.child.returncode} after {took}: {reason}", flush=True)
+    directory, code, took = ended.trial.directory, ended.child.returncode, f"{time.monotonic() - ended.since:.1f} s"
+    final = [r for r in read(directory / "metrics.jsonl") if r.get("split") == "final"]
+    if code or not final:
+        lines = (directory / OUTPUT).read_text(errors="replace").strip().splitlines()
+        print(f"[{count}] {directory.name}  exit code {code} after {took}: {(lines or [''])[-1]}", flush=True)
         return False
-    numbers = [f"{name} {final[-1][name]:.4f}" for name in SHOWN if isinstance(final[-1].get(name), float)]
-    print("  ".join([f"[{count}] {ended.job.name}", *numbers, took]), flush=True)
+    numbers = [f"{name} {final[-1][name]:.4f}" for name in METRICS if isinstance(final[-1].get(name), float)]
+    print("  ".join([f"[{count}] {directory.name}", *numbers, took]), flush=True)
     return True

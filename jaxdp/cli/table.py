@@ -21,7 +21,7 @@ class Verb:
         does: a line for the help.
         where: "job", in all processes of a job, on their devices; "alone", in one process, on simulated devices if
             there are no real ones; "host", without devices and without the keys of a config; "runs", in processes that
-            it starts, and parses its arguments itself.
+            it starts.
         arguments: name -> argparse's nargs, of positional arguments.
         command: what follows the options is a command with options of its own.
         featured: the number of examples that `jaxdp --help` shows.
@@ -56,11 +56,11 @@ VERBS = {
         featured=3,
     ),
     "sweep": Verb(
-        "train several values of keys, several runs at once, and compare them",
+        "train with several values of keys, several runs at once, and compare them",
         "runs",
         (
             f"jaxdp sweep {DIGITS} --optimizer.lr 1e-3,3e-3 --seed 0,1",
-            f"jaxdp sweep {DIGITS} --optimizer.lr 'loguniform(1e-4,1e-2)' --sample 20",
+            f"jaxdp sweep {DIGITS} --optimizer.lr 1e-3,2e-3,3e-3 --batch_size 32,64,128 --sample 5 --jobs 2",
         ),
         {
             "jobs": Option(int, None, "runs at once; by default one for each GPU, without GPUs one for each core", 1),
@@ -123,26 +123,24 @@ VERBS = {
         ("jaxdp report runs/digits runs/other", "jaxdp report runs/digits_sweep --metric accuracy"),
         {
             "out": Option(str, None, "the file to write; by default report.html in the run, or here for several"),
-            "metric": Option(str, None, "sort the runs by this metric, and print a table; for a sweep, by its own"),
+            "metric": Option(str, None, "sort the runs by this metric and print a table; a sweep has its own"),
         },
         {"run": "*"},
     ),
     "export": Verb(
-        "write a checkpoint's parameters or model for other programs",
+        "write the parameters of a checkpoint for other programs",
         "host",
         (
             "jaxdp export --run_dir runs/digits",
             "jaxdp export --run_dir runs/digits --step 1380 --output digits.safetensors",
-            "jaxdp export --run_dir runs/gpt2_124m --format huggingface",
-            "jaxdp export --run_dir runs/digits --format stablehlo",
+            "jaxdp export --run_dir runs/gpt2_124m --layout huggingface",
         ),
         {
             "run_dir": Option(str, None, "the directory of the run"),
-            "format": Option(str, "safetensors", "safetensors, a file; huggingface or stablehlo, a folder"),
-            "output": Option(str, None, "by default export.safetensors, huggingface or stablehlo in the run directory"),
+            "output": Option(str, None, "by default export.safetensors, or huggingface, in the run directory"),
             "step": STEP,
             "ema": Option(bool, False, "write the running average of the parameters instead"),
-            "layout": Option(str, "jaxdp", "names in the file: jaxdp's own, or gpt2 for those of GPT-2's weights"),
+            "layout": Option(str, "jaxdp", "jaxdp or gpt2: the names in a file; huggingface: a folder"),
         },
     ),
     "profile": Verb(

@@ -24,7 +24,7 @@ SMALL = [*DIGITS, "--epochs", "null", "--log.every", "5", "--eval.every", "5"]
 
 def trials(*argv, directory="runs/x"):
     options, fixed, swept = split_arguments([*SMALL, "--steps", "5", "--run_dir", str(directory), *argv])
-    return make_trials(options, fixed, swept)[1]
+    return make_trials(options, fixed, swept)
 
 
 def test_a_grid_has_every_combination_once():
@@ -32,26 +32,19 @@ def test_a_grid_has_every_combination_once():
     assert len(made) == 8 == len({trial.directory for trial in made})
     configs = {(t.config.optimizer.lr, t.config.seed, tuple(t.config.model.args["hidden"])) for t in made}
     assert configs == {(lr, seed, hidden) for lr in (1e-3, 3e-3) for seed in (0, 1) for hidden in ((8, 8), (16,))}
-    assert made[0].name == "optimizer.lr=1e-3,seed=0,model.args.hidden=8_8"
+    assert made[0].directory.name == "optimizer.lr=1e-3,seed=0,model.args.hidden=8_8"
     assert all(f"--run_dir={trial.directory}" == trial.arguments[-1] for trial in made)
-    long = [name_of({"model.args.hidden": "1" * 300 + end}) for end in "ab"]
-    assert long[0] != long[1] and max(map(len, long)) < 255
+    assert len(name_of({"model.args.hidden": "1" * 300})) < 255
 
 
 def test_a_larger_sample_contains_the_smaller_one():
-    for keys in (
-        ["--optimizer.lr", "1e-3,2e-3,3e-3", "--seed", "0,1,2,3"],
-        ["--optimizer.lr", "loguniform(1e-4,1e-2)", "--seed", "0,1", "--batch_size", "randint(8,64)"],
-    ):
-        few, more, other = (
-            {trial.name for trial in trials(*keys, "--sample", n, "--sample_seed", seed)}
-            for n, seed in (("3", "0"), ("6", "0"), ("6", "1"))
-        )
-        assert len(few) == 3 and len(more) == 6 and few < more and other != more
-    drawn = trials("--optimizer.lr", "loguniform(1e-4,1e-2)", "--batch_size", "randint(8,9)", "--sample", "60")
-    rates = sorted(trial.config.optimizer.lr for trial in drawn)
-    assert 1e-4 <= rates[0] < 2.5e-4 and 4e-3 < rates[-1] <= 1e-2 and 4e-4 < rates[len(rates) // 2] < 2.5e-3
-    assert {trial.config.batch_size for trial in drawn} == {8, 9}
+    keys = ["--optimizer.lr", "1e-3,2e-3,3e-3", "--seed", "0,1,2,3"]
+    few, more, other, all_ = (
+        [trial.directory.name for trial in trials(*keys, "--sample", n, "--sample_seed", seed)]
+        for n, seed in (("3", "0"), ("6", "0"), ("6", "1"), ("99", "0"))
+    )
+    assert len(few) == 3 and len(more) == 6 and more[:3] == few and set(other) != set(more)
+    assert len(set(all_)) == 12 and all_[:6] == more
 
 
 @pytest.mark.parametrize(
@@ -66,9 +59,6 @@ def test_a_larger_sample_contains_the_smaller_one():
         (["--seed", "0,1", "2"], "command line: '2' belongs to no option"),
         (["--seed", "0,1", "--jobs", "all"], "--jobs: 'all' is not an integer"),
         (["--seed", "0,1", "--jobs", "0"], "--jobs: 0 is too small; it must be at least 1"),
-        (["--optimizer.lr", "uniform(1,2)"], "optimizer.lr: uniform is a range; give the number of runs"),
-        (["--optimizer.lr", "loguniform(0,1)"], "optimizer.lr: loguniform(0,1) is empty"),
-        (["--optimizer.lr", "uniform(a,1)"], "optimizer.lr: uniform(a,1) needs two numbers"),
         (["--loss.target", "a:b,a_b"], "sweep: two runs have the name 'loss.target=a_b'"),
     ],
 )

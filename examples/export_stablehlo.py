@@ -1,6 +1,11 @@
-"""`jaxdp export --format stablehlo`: the forward pass as a program that JAX alone runs, and its parameters."""
+"""Export the forward pass of a run as a program that JAX alone runs, with its parameters and a script.
+
+python examples/export_stablehlo.py runs/digits [FOLDER]
+python runs/digits/stablehlo/run.py inputs.npy outputs.npy
+"""
 
 import pathlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +15,11 @@ import numpy as np
 from jax import export
 
 from jaxdp.assemble.components import make_parts, set_jax
-from jaxdp.checkpoint.weights import MODEL_STATE
+from jaxdp.checkpoint import manifest
+from jaxdp.checkpoint.weights import MODEL_STATE, from_checkpoint, locate, on_host
 from jaxdp.config.reading import from_mapping
 from jaxdp.core.carry import split_carry
-from jaxdp.errors import UsageError, one_line
+from jaxdp.errors import one_line
 from jaxdp.logits import compute_logits
 from jaxdp.models.base import CARRY
 from jaxdp.precision import cast_floats
@@ -42,8 +48,7 @@ def write(folder: pathlib.Path, arrays: Mapping[str, np.ndarray], meta: dict[str
     """Write forward.stablehlo, params.npz and run.py; return a line about them.
 
     The program maps (parameters, inputs [example, ...]) to the model's outputs, as an evaluation computes them, for any
-    number of examples if the model can be traced so, else for one. Raises UsageError for a folder that cannot be
-    written.
+    number of examples if the model can be traced so, else for one.
     """
     config = from_mapping(meta["config"], "the checkpoint")
     set_jax(config)
@@ -56,13 +61,10 @@ def write(folder: pathlib.Path, arrays: Mapping[str, np.ndarray], meta: dict[str
     except Exception as error:  # the model's code may ask for the number of examples
         examples = f"1 example at a time ({one_line(error)[:100]})"
         program = export.export(jax.jit(forward), platforms=PLATFORMS)(params, shape(1))
-    try:
-        folder.mkdir(exist_ok=True)
-        (folder / "forward.stablehlo").write_bytes(program.serialize())
-        np.savez(folder / "params.npz", **{name: arrays[name] for name in names})
-        (folder / "run.py").write_text(SCRIPT.format(x64=jax.config.jax_enable_x64))
-    except OSError as error:
-        raise UsageError(f"--output: {str(folder)!r} cannot be written ({error.strerror}); choose another") from None
+    folder.mkdir(exist_ok=True)
+    (folder / "forward.stablehlo").write_bytes(program.serialize())
+    np.savez(folder / "params.npz", **{name: arrays[name] for name in names})
+    (folder / "run.py").write_text(SCRIPT.format(x64=jax.config.jax_enable_x64))
     return f"inputs {example.dtype}[n, {', '.join(map(str, example.shape[1:]))}], {examples}; run.py runs it"
 
 
@@ -96,3 +98,11 @@ def make_forward(config: Any, arrays: Mapping[str, np.ndarray]) -> tuple[Any, li
         return options.policy.outputs(compute_logits(outputs))
 
     return forward, names, np.asarray(example["inputs"])
+
+
+if __name__ == "__main__":
+    run_dir = pathlib.Path(sys.argv[1])
+    checkpoint = locate(str(run_dir))
+    stored = on_host(from_checkpoint(checkpoint, ema=False))
+    output = pathlib.Path(sys.argv[2]) if sys.argv[2:] else run_dir / "stablehlo"
+    print(write(output, stored, manifest.read(checkpoint)["meta"]))
