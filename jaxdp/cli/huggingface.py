@@ -30,7 +30,7 @@ def write(folder: pathlib.Path, arrays: Mapping[str, np.ndarray], meta: Json) ->
     use = f"huggingface is for a GPT of norm, mlp, positions {forms}; use the layout jaxdp"
     if locate("model", model["target"], MODELS) is not locate("model", "GPT", MODELS):
         raise UsageError(f"--layout: {model['target']!r} has no published layout; {use}")
-    args = {name: parameter.default for name, parameter in inspect.signature(GPT).parameters.items()}
+    args = {name: parameter.default for name, parameter in inspect.signature(GPT.__init__).parameters.items()}
     args |= {name: data.get(name) for name in ("num_classes", "input_shape")} | (model.get("args") or {})
     form = (args["norm"], args["mlp"], args["positions"])
     if form not in FORMS:

@@ -64,7 +64,7 @@ def test_a_larger_sample_contains_the_smaller_one():
 )
 def test_bad_input_is_one_line_before_any_run(argv, words, tmp_path):
     done = ended("sweep", *SMALL, "--steps", "5", "--run_dir", tmp_path / "s", *argv, code=2)
-    assert done.output.strip().startswith(f"jaxdp: {words}") and len(done.output.strip().splitlines()) == 1
+    assert done.stderr.startswith(f"jaxdp: {words}") and len(done.stderr.splitlines()) == 1 and not done.stdout
     assert not (tmp_path / "s").exists()
 
 
@@ -116,7 +116,7 @@ def test_the_table_is_sorted_by_a_metric(tmp_path):
         ranked(runs, "acuracy")
     assert "contains 3 runs" in ended("report", tmp_path, code=2).output
     (tmp_path / "sweep.json").write_text('{"metric": "loss"}')
-    done = ended("report", tmp_path).output.splitlines()
+    done = ended("report", tmp_path).stdout.splitlines()
     assert [line.split()[-1] for line in done[1:4]] == ["b", "a", "c"] and f"{tmp_path / 'report.html'}  " in done[4]
     page = (tmp_path / "report.html").read_text()
     assert page.index('"name":"b"') < page.index('"name":"a"') < page.index('"name":"c"')
