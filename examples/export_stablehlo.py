@@ -1,5 +1,7 @@
 """Export the forward pass of a run as a program that JAX alone runs, with its parameters and a script.
 
+Needs flatbuffers, for the files of jax.export: pip install flatbuffers
+
 python examples/export_stablehlo.py runs/digits [FOLDER]
 python runs/digits/stablehlo/run.py inputs.npy outputs.npy
 """

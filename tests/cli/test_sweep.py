@@ -19,7 +19,7 @@ from jaxdp.report.read import read_run
 from jaxdp.report.table import ranked, table
 from launch import ROOT
 
-SMALL = [*DIGITS, "--epochs", "null", "--log.every", "5", "--eval.every", "5"]
+SMALL = [*DIGITS, "--epochs", "null", "--log.every", "5", "--eval.every", "100"]
 
 
 def trials(*argv, directory="runs/x"):
@@ -134,10 +134,10 @@ def records_of(run, split):
 def test_killed_and_continued_no_run_is_made_twice(tmp_path):
     """SIGKILL of all its processes after the first run has finished; the others go on from where they are."""
     directory = tmp_path / "sweep"
-    command = [sys.executable, "-m", "jaxdp", "sweep", *SMALL, "--steps", "200", "--checkpoint.every", "50",
+    command = [sys.executable, "-m", "jaxdp", "sweep", *SMALL, "--steps", "100", "--checkpoint.every", "25",
                "--seed", "0,1,2,3", "--jobs", "2", "--run_dir", str(directory)]  # fmt: skip
     first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not finished(directory):
         assert first.poll() is None and time.monotonic() < deadline, first.communicate()
         time.sleep(0.02)
@@ -145,7 +145,7 @@ def test_killed_and_continued_no_run_is_made_twice(tmp_path):
     first.communicate()
     before = {name: (run / "events.jsonl").read_text() for name, run in finished(directory).items()}
     assert 1 <= len(before) < 4
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"4 runs in {directory}, 2 at once; {len(before)} are finished already" in again.stdout
     assert len(finished(directory)) == 4 and len(again.stdout.splitlines()) == 1 + 4 - len(before) + 5
@@ -154,8 +154,8 @@ def test_killed_and_continued_no_run_is_made_twice(tmp_path):
         assert events.count("finished") == 1 == len(records(run, "final"))
         assert name not in before or before[name] == (run / "events.jsonl").read_text()
         steps = collections.Counter(record["step"] for record in records(run, "train"))
-        assert len(steps) == 40 and set(steps.values()) == {1}
-    third = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert len(steps) == 20 and set(steps.values()) == {1}
+    third = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert third.returncode == 0 and "; 4 are finished already" in third.stdout and "[1/" not in third.stdout
     other = ended(
         "sweep", *SMALL, "--steps", "200", "--seed", "0,1", "--batch_size", "8", "--run_dir", directory, code=2
@@ -168,15 +168,15 @@ def test_a_run_that_fails_is_named_and_a_signal_saves_all(tmp_path):
     argv = [*SMALL, "--steps", "100000", "--checkpoint.every", "1000000", "--run_dir", str(tmp_path / "sweep")]
     command = [sys.executable, "-m", "jaxdp", "sweep", *argv, "--seed", "0,1,2", "--jobs", "1"]
     sweep = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not records_of(tmp_path / "sweep" / "seed=0", "train"):
         assert sweep.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     sweep.send_signal(signal.SIGTERM)
-    assert "seed=0  exit code 75" in sweep.communicate(timeout=60)[0] and sweep.returncode == 75
+    assert "seed=0  exit code 75" in sweep.communicate(timeout=200)[0] and sweep.returncode == 75
     assert any((tmp_path / "sweep" / "seed=0" / "checkpoints").glob("[0-9]*"))
     assert not (tmp_path / "sweep" / "seed=1").exists()
     argv[-1] = str(tmp_path / "other")
     command = [sys.executable, "-m", "jaxdp", "sweep", *argv, "--model.args.hiden", "[8],[9]"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and done.stdout.count("exit code 2 after") == 2 and "hiden" in done.stdout
