@@ -15,6 +15,7 @@ from cli_runs import ended
 from jaxdp import fit
 from jaxdp.checkpoint.weights import as_published, named, open_weights
 from jaxdp.cli import huggingface
+from jaxdp.data import Digits
 from jaxdp.data.tokenizers import Byte, Char
 from jaxdp.errors import UsageError
 from jaxdp.models import as_model
@@ -134,7 +135,7 @@ def with_transformers(*args):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("form", "tokenizer"), zip(FORMS, [Byte(), Char.of(TEXT)] * 2, strict=True), ids=FORMS)
+@pytest.mark.parametrize(("form", "tokenizer"), [*zip(FORMS, [Byte(), Char.of(TEXT)] * 2, strict=True)], ids=FORMS)
 def test_transformers_loads_the_folder_with_the_same_logits(form, tokenizer, tmp_path):
     sizes = {"num_classes": tokenizer.size, "input_shape": [64]}
     model, params = make({**FORMS[form], **sizes})
@@ -157,7 +158,7 @@ def test_jax_alone_runs_the_forward_pass_with_equal_bits(form, dtype, tmp_path):
     if form == "mlp":
         target, args, data = MLP, {"num_classes": 10, "hidden": [8], "input_shape": [8, 8, 1]}, {"target": "Digits"}
         model = as_model(lambda rngs: MLP(**args, rngs=rngs))
-        inputs = np.random.default_rng(0).random((5, 8, 8, 1), np.float32)
+        inputs = Digits("test").read(np.arange(5))["inputs"]
     else:
         args = {**FORMS[form], **SIZES}
         data, model, inputs = {"target": f"{__name__}.EXAMPLES"}, make(args)[0], TOKENS
@@ -174,11 +175,12 @@ def test_jax_alone_runs_the_forward_pass_with_equal_bits(form, dtype, tmp_path):
     done = subprocess.run([*map(str, command)], check=True, timeout=120, env=env, capture_output=True, text=True)
     assert "any number of examples; run.py runs it" in done.stdout
     cast = lambda tree: jax.tree.map(lambda x: jnp.asarray(x, dtype) if x.dtype == np.float32 else x, tree)
-    want = outputs(model, cast(fitted.params), cast(inputs))
+    batch = Digits().transform({"inputs": inputs}, None, False) if form == "mlp" else {"inputs": inputs}
+    want = outputs(model, cast(fitted.params), cast(batch["inputs"]))
     want = np.asarray(want if form == "mlp" else want.compute(), np.float32)
     folder = tmp_path / "run" / "stablehlo"
     np.save(tmp_path / "inputs.npy", inputs)
-    alone = "import sys, runpy; sys.modules['jaxdp'] = None; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0])"  # any import of it fails
+    alone = "import sys, runpy; sys.modules['jaxdp'] = None; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0])"
     files = [folder / "run.py", tmp_path / "inputs.npy", tmp_path / "outputs.npy"]
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", alone, *map(str, files)], check=True, timeout=120, cwd=tmp_path, env=env)

@@ -158,7 +158,7 @@ def test_killed_and_continued_no_run_is_made_twice(tmp_path):
     third = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert third.returncode == 0 and "; 4 are finished already" in third.stdout and "[1/" not in third.stdout
     other = ended(
-        "sweep", *SMALL, "--steps", "200", "--seed", "0,1", "--batch_size", "8", "--run_dir", directory, code=2
+        "sweep", *SMALL, "--steps", "100", "--seed", "0,1", "--batch_size", "8", "--run_dir", directory, code=2
     )
     assert "was trained with another config (batch_size: 64 -> 8)" in other.output
 
