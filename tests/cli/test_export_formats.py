@@ -1,4 +1,4 @@
-"""Exported models are run without jaxdp: by NumPy from their published names, by transformers, and by JAX alone."""
+"""docs/export.md: exported models are run without jaxdp: by NumPy, by transformers, and by JAX alone."""
 
 import os
 import re
