@@ -7,7 +7,7 @@ import jax
 from jaxdp.assemble.components import make_tx, schedule_of
 from jaxdp.assemble.run import on_all_ranks
 from jaxdp.checkpoint.initialize_from import begin_with, describe, match
-from jaxdp.checkpoint.weights import as_gpt2, locate, named, open_weights
+from jaxdp.checkpoint.weights import as_published, locate, named, open_weights
 from jaxdp.config import Config
 from jaxdp.core.state import TrainState
 from jaxdp.distributed.context import Context
@@ -27,7 +27,7 @@ def initialize_from(run: Run, config: Config, context: Context) -> Run:
     shapes = named(strategy.shapes.params, strategy.shapes.model_state)
     ours = {name: x for name, x in shapes.items() if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)}
     if not init.rename:  # expressions apply to the file's own names
-        weights = on_all_ranks(context, lambda: as_gpt2(weights, source, ours))
+        weights = on_all_ranks(context, lambda: as_published(weights, source, ours))
     matched = on_all_ranks(
         context,
         lambda: match(ours, weights.arrays, weights.title, rename=init.rename, load=init.load, skip=init.skip),

@@ -23,10 +23,14 @@ DTYPES = {
 
 
 class Part(NamedTuple):
-    """A part of an array: a tensor, or the one of three equal parts of it along its last dim that `third` numbers."""
+    """A part of an array: a tensor, or the one of three equal parts of it along its last dim that `third` numbers.
+
+    transposed: the tensor is [out, in], the array [in, out].
+    """
 
     tensor: str
     third: int | None = None
+    transposed: bool = False
 
 
 class Array(NamedTuple):
@@ -66,6 +70,8 @@ def read(
     with safe_open(path, framework="np") as file:
 
         def read_part(part: Part, index: tuple[slice, ...]) -> np.ndarray:
+            if part.transposed:
+                return read_part(part._replace(transposed=False), index[::-1]).T
             stored = file.get_slice(part.tensor)
             if not index:
                 return np.asarray(stored[...])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxdp.checkpoint import gpt2, manifest, safetensors
+from jaxdp.checkpoint import manifest, published, safetensors
 from jaxdp.checkpoint.orbax import load, orbax
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.errors import UsageError, one_line
@@ -130,36 +130,44 @@ def from_safetensors(file: pathlib.Path, ema: bool) -> Weights:
     return Weights(str(file), renamed, read, facts(renamed) | {k: v for k, v in metadata.items() if k != "config"})
 
 
-def as_gpt2(weights: Weights, path: pathlib.Path, ours: Mapping[str, Any]) -> Weights:
-    """Map a file in GPT-2's published layout to the arrays of a GPT model; return any other weights unchanged.
+def as_published(weights: Weights, path: pathlib.Path, ours: Mapping[str, Any]) -> Weights:
+    """Map a file in a published layout to the arrays of a GPT of that form; return any other weights unchanged.
 
-    ours: {path: object with shape and dtype}. Rows by which our embedding is larger than theirs stay as initialized;
-    if we have fewer positions, only the first ones are read.
+    ours: {path: object with shape and dtype}. Rows by which our embedding is larger than theirs stay as initialized,
+    such columns of our head become zeros; if we have fewer positions, only the first ones are read.
     """
-    if path.is_dir() or not gpt2.is_gpt(ours):
-        return weights
-    stored = safetensors.header(path).arrays
-    if not gpt2.is_published(stored):
+    stored = {} if path.is_dir() else safetensors.header(path).arrays
+    layout = published.layout_of(stored, ours)
+    if layout is None:
         return weights
     try:
-        arrays = gpt2.arrays_of(stored, f"{gpt2.STACK}/norm1/scale" in ours)
+        arrays = published.arrays_of(layout, stored, f"{published.STACK}/norm1/scale" in ours)
     except ValueError as error:
         raise UsageError(f"init_from: {str(path)!r} has {error}; give a file of equal blocks") from None
+    if "head/kernel" not in ours:
+        arrays.pop("head/kernel", None)  # repeats the embedding
     rows, notes = {}, []
-    for name in arrays.keys() & {"embed/embedding", "positions"} & ours.keys():
-        (theirs, *rest), (number, *our_rest) = arrays[name].shape, ours[name].shape
-        if rest != our_rest or theirs == number or (theirs > number) == (name == "embed/embedding"):
+    for name in sorted(arrays.keys() & {"embed/embedding", "head/kernel", "positions"} & ours.keys()):
+        order = -1 if name == "head/kernel" else 1
+        (theirs, *rest), (number, *our_rest) = arrays[name].shape[::order], ours[name].shape[::order]
+        if rest != our_rest or theirs == number or (theirs > number) == (name != "positions"):
             continue
-        if theirs < number:
+        if name == "head/kernel":
+            notes.append(f"columns {theirs} to {number - 1} of {name} are zeros")
+        elif theirs < number:
             rows[name] = theirs
             notes.append(f"rows {theirs} to {number - 1} of {name} left as initialized")
         else:
             notes.append(f"the first {number} of {theirs} positions")
         arrays[name] = arrays[name]._replace(shape=ours[name].shape)
-    notes.append("key biases, which cancel in the softmax, left out")
-    arrays |= {name: stored[name] for name in stored.keys() - gpt2.used(stored)}
+    notes.append(
+        "key biases, which cancel in the softmax, left out"
+        if layout.joined
+        else "heads, kv_heads and rotary_base are not in the file; set them as in its config.json"
+    )
+    arrays |= {name: stored[name] for name in stored.keys() - published.used(layout, stored)}
     read = functools.partial(safetensors.read, path, arrays)
-    note = f"  in GPT-2's published layout: {'; '.join(notes)}"
+    note = f"  in {layout.title}'s published layout: {'; '.join(notes)}"
     return weights._replace(arrays=arrays, read=read, rows=rows, note=note)
 
 

@@ -102,6 +102,8 @@ def run(name: str, argv: list[str]) -> None:
         if name != "doctor":
             os.environ["JAX_PLATFORMS"] = "cpu"  # a training job may use all memory of the GPU
         _module(name).run(Call(options=options))
+    elif where == "runs":
+        _module(name).run(Call(options={"argv": argv}))
     elif where == "alone" and not (name == "verify" and launchers.discover().size > 1):
         run_alone(name, argv)
     else:

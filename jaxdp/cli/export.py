@@ -1,4 +1,4 @@
-"""The verb `export`: write a checkpoint's parameters to one file for other programs."""
+"""The verb `export`: write a checkpoint's parameters to a file or a folder for other programs."""
 
 import json
 import math
@@ -6,19 +6,21 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from jaxdp.checkpoint import gpt2, manifest, safetensors
+from jaxdp.checkpoint import manifest, safetensors
 from jaxdp.checkpoint.digest import params_sha256
+from jaxdp.checkpoint.published import GPT2, to_published
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.checkpoint.weights import FORMAT, MODEL_STATE, from_checkpoint, on_host
-from jaxdp.cli import Call
+from jaxdp.cli import Call, huggingface
 from jaxdp.errors import UsageError, one_line
 from jaxdp.metrics.numbers import size
 
 # {layout: (arrays, number of classes or None) -> (the arrays under the layout's names, changes to the metadata)}
 LAYOUTS: dict[str, Callable[[dict[str, Any], int | None], tuple[dict[str, Any], dict[str, str]]]] = {
     "jaxdp": lambda arrays, _: (arrays, {}),
-    "gpt2": lambda arrays, classes: (gpt2.to_published(arrays, classes), {"format": "pt"}),  # as transformers requires
+    "gpt2": lambda arrays, classes: (to_published(GPT2, arrays, classes), {"format": "pt"}),  # as transformers requires
 }
+FOLDER = "huggingface"  # the layout that is a folder
 
 
 def run(call: Call) -> None:
@@ -27,14 +29,14 @@ def run(call: Call) -> None:
 
 
 def export(options: dict[str, Any]) -> str:
-    """Write the file and return a summary. The model is not built: the checkpoint stores names and shapes."""
+    """Write the file or folder and return a summary. The model is not built: the checkpoint stores names and shapes."""
     if not options["run_dir"]:
         raise UsageError("--run_dir: missing; give the directory of a run, e.g. --run_dir runs/digits")
     layout, directory = options["layout"], pathlib.Path(options["run_dir"])
-    if layout not in LAYOUTS:
-        raise UsageError(f"--layout: {layout!r} is not known; use one of {', '.join(LAYOUTS)}")
+    if layout not in (*LAYOUTS, FOLDER):
+        raise UsageError(f"--layout: {layout!r} is not known; use one of {', '.join((*LAYOUTS, FOLDER))}")
     step = choose_step(directory, options["step"])
-    output = choose_output(directory, options["output"])
+    output = choose_output(directory, options["output"], layout == FOLDER)
     checkpoint = directory / "checkpoints" / str(step)
     weights = from_checkpoint(checkpoint, options["ema"], "--run_dir", "--ema")
     arrays = on_host(weights)
@@ -45,20 +47,25 @@ def export(options: dict[str, Any]) -> str:
     metadata["config"] = json.dumps(meta["config"])
     args = (meta["config"].get("model") or {}).get("args") or {}
     classes = args.get("num_classes") or (meta.get("data") or {}).get("num_classes")
+    about, file = "", output / "model.safetensors" if layout == FOLDER else output
     try:
-        arrays, changes = LAYOUTS[layout](arrays, classes)
+        if layout == FOLDER:
+            about = f"{huggingface.write(output, arrays, meta)}\n"
+        else:
+            arrays, changes = LAYOUTS[layout](arrays, classes)
+            safetensors.write(output, arrays, metadata | changes)
+    except UsageError:
+        raise
     except ValueError as error:
         raise UsageError(f"--layout: {layout!r} does not fit the model of {str(directory)!r}: {error}") from None
-    try:
-        safetensors.write(output, arrays, metadata | changes)
     except (OSError, safetensors.SafetensorError) as error:
         raise UsageError(f"--output: {str(output)!r} cannot be written ({one_line(error)}); choose another") from None
     elements = sum(math.prod(x.shape) for x in params.values())
     state = len(weights.arrays) - len(params)
     return (
         f"{len(params)} parameters{' (running average)' * options['ema']}, {elements:,} elements"
-        f"{f', {state} arrays of the model state' * bool(state)}; from {checkpoint}; {size(output.stat().st_size)}\n"
-        f"params_sha256 {digest[:16]}  written to {output}"
+        f"{f', {state} arrays of the model state' * bool(state)}; from {checkpoint}; {size(file.stat().st_size)}\n"
+        f"{about}params_sha256 {digest[:16]}  written to {output}"
     )
 
 
@@ -73,11 +80,14 @@ def choose_step(directory: pathlib.Path, step: int | None) -> int:
     return steps[-1] if step is None else step
 
 
-def choose_output(directory: pathlib.Path, name: str | None) -> pathlib.Path:
-    output = pathlib.Path(name) if name else directory / "export.safetensors"
-    if output.suffix != ".safetensors":
+def choose_output(directory: pathlib.Path, name: str | None, folder: bool) -> pathlib.Path:
+    """Return the path of the file or the folder to write. Raises UsageError if it cannot be one."""
+    output = pathlib.Path(name) if name else directory / (FOLDER if folder else "export.safetensors")
+    if not folder and output.suffix != ".safetensors":
         raise UsageError(f"--output: {str(output)!r} does not end in .safetensors; init_from would not know it")
-    if output.is_dir() or not output.parent.is_dir():
-        problem = "is a directory" if output.is_dir() else f"is in {str(output.parent)!r}, which does not exist"
-        raise UsageError(f"--output: {str(output)!r} {problem}; give the path of a file")
+    wrong = output.is_file() if folder else output.is_dir()
+    if wrong or not output.parent.is_dir():
+        kinds = ("file", "folder") if folder else ("directory", "file")
+        problem = f"is a {kinds[0]}" if wrong else f"is in {str(output.parent)!r}, which does not exist"
+        raise UsageError(f"--output: {str(output)!r} {problem}; give the path of a {kinds[1]}")
     return output

@@ -35,7 +35,9 @@ def help_text(name: str, verb: Verb, section: str | None = None, width: int | No
     words += ["--config FILE [--key value ...]"] if verb.has_config else ["[--option value ...]"] * bool(verb.options)
     lines = [" ".join(["usage: jaxdp", name, *words]), "", *_wrapped(f"{verb.does[0].upper()}{verb.does[1:]}.", width)]
     lines += ["", *(f"  {line}" for line in verb.examples), "", "options:"]
-    common = COMMON if verb.has_config else {"help": Option(bool, False, "print this")}
+    common = dict(COMMON) if verb.has_config else {"help": Option(bool, False, "print this")}
+    if verb.where == "runs":  # there is no single config to print
+        common.pop("print_config")
     options = {**common, **verb.options} if verb.has_config else {**verb.options, **common}
     for option_name, option in options.items():
         flag = option.kind is bool

@@ -1,5 +1,6 @@
 """The verb `report`: write one web page about run directories."""
 
+import json
 import pathlib
 import sys
 
@@ -7,17 +8,22 @@ from jaxdp.cli import Call
 from jaxdp.errors import UsageError
 from jaxdp.report import html
 from jaxdp.report.read import Json, read_run
+from jaxdp.report.table import SWEEP, ranked, table
 from jaxdp.report.writer import NAME
 
 
 def run(call: Call) -> None:
     """Write the page and print its path. Raises UsageError if a run cannot be read or the file cannot be written."""
     options = call.options
-    paths = [pathlib.Path(run) for run in options["run"]]
+    paths, metric, default = [pathlib.Path(run) for run in options["run"]], options["metric"], pathlib.Path(NAME)
     if not paths:
         raise UsageError("report: no run given; name run directories, e.g. jaxdp report runs/digits")
+    if len(paths) == 1:
+        default = paths[0] / NAME
+        if sweep := sweep_metric(paths[0]):
+            metric, paths = metric or sweep, runs_in(paths[0])
     for directory in paths:
-        inside = sorted(file.parent for file in directory.glob("*/metrics.jsonl"))
+        inside = runs_in(directory)
         if inside and not (directory / "metrics.jsonl").exists():
             raise UsageError(
                 f"report: {str(directory)!r} contains {len(inside)} run{'s' * (len(inside) > 1)}; name those to show, "
@@ -27,7 +33,7 @@ def run(call: Call) -> None:
     directories, runs = list(run_by_path), list(run_by_path.values())
     for run, name in zip(runs, names(directories)):
         run["name"] = name
-    default = directories[0] / NAME if len(runs) == 1 else pathlib.Path(NAME)
+    runs = ranked(runs, metric) if metric else runs
     output = pathlib.Path(options["out"]) if options["out"] else default
     if output.is_dir():
         raise UsageError(
@@ -37,7 +43,21 @@ def run(call: Call) -> None:
         html.write(output, html.render(runs))
     except OSError as error:
         raise UsageError(f"--out: {str(output)!r} cannot be written ({error.strerror}); choose another file") from None
+    if metric:
+        print(table(runs, metric))
     print(f"{output}  {output.stat().st_size / 1e3:,.0f} kB, {len(runs)} run{'s' * (len(runs) > 1)}")
+
+
+def runs_in(directory: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(file.parent for file in directory.glob("*/metrics.jsonl"))
+
+
+def sweep_metric(directory: pathlib.Path) -> str:
+    """Return the metric of a sweep's directory; "" for another directory."""
+    try:
+        return str(json.loads((directory / SWEEP).read_text())["metric"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def read_runs(directories: list[pathlib.Path]) -> dict[pathlib.Path, Json]:

@@ -20,14 +20,15 @@ class Verb:
     Attributes:
         does: a line for the help.
         where: "job", in all processes of a job, on their devices; "alone", in one process, on simulated devices if
-            there are no real ones; "host", without devices and without the keys of a config.
+            there are no real ones; "host", without devices and without the keys of a config; "runs", in processes that
+            it starts.
         arguments: name -> argparse's nargs, of positional arguments.
         command: what follows the options is a command with options of its own.
         featured: the number of examples that `jaxdp --help` shows.
     """
 
     does: str
-    where: Literal["job", "alone", "host"]
+    where: Literal["job", "alone", "host", "runs"]
     examples: tuple[str, ...]
     options: dict[str, Option] = dataclasses.field(default_factory=dict)
     arguments: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -53,6 +54,20 @@ VERBS = {
             f"mpirun -np 2 jaxdp train {DIGITS}",
         ),
         featured=3,
+    ),
+    "sweep": Verb(
+        "train with several values of keys, several runs at once, and compare them",
+        "runs",
+        (
+            f"jaxdp sweep {DIGITS} --optimizer.lr 1e-3,3e-3 --seed 0,1",
+            f"jaxdp sweep {DIGITS} --optimizer.lr 1e-3,2e-3,3e-3 --batch_size 32,64,128 --sample 5 --jobs 2",
+        ),
+        {
+            "jobs": Option(int, None, "runs at once; by default one for each GPU, without GPUs one for each core", 1),
+            "sample": Option(int, None, "train a random sample of this size; by default all combinations", 1),
+            "sample_seed": Option(int, 0, "the seed of the sample"),
+            "metric": Option(str, "loss", "the metric that sorts the table"),
+        },
     ),
     "eval": Verb(
         "evaluate the last checkpoint of a run directory",
@@ -105,24 +120,27 @@ VERBS = {
     "report": Verb(
         "write a web page about one or several runs",
         "host",
-        ("jaxdp report runs/digits runs/other",),
-        {"out": Option(str, None, "the file to write; by default report.html in the run, or here for several")},
+        ("jaxdp report runs/digits runs/other", "jaxdp report runs/digits_sweep --metric accuracy"),
+        {
+            "out": Option(str, None, "the file to write; by default report.html in the run, or here for several"),
+            "metric": Option(str, None, "sort the runs by this metric and print a table; a sweep has its own"),
+        },
         {"run": "*"},
     ),
     "export": Verb(
-        "write the parameters of a checkpoint to a .safetensors file",
+        "write the parameters of a checkpoint for other programs",
         "host",
         (
             "jaxdp export --run_dir runs/digits",
             "jaxdp export --run_dir runs/digits --step 1380 --output digits.safetensors",
-            "jaxdp export --run_dir runs/gpt2_124m --layout gpt2",
+            "jaxdp export --run_dir runs/gpt2_124m --layout huggingface",
         ),
         {
             "run_dir": Option(str, None, "the directory of the run"),
-            "output": Option(str, None, "the file to write; by default export.safetensors in the run directory"),
+            "output": Option(str, None, "by default export.safetensors, or huggingface, in the run directory"),
             "step": STEP,
             "ema": Option(bool, False, "write the running average of the parameters instead"),
-            "layout": Option(str, "jaxdp", "names in the file: jaxdp's own, or gpt2 for those of GPT-2's weights"),
+            "layout": Option(str, "jaxdp", "jaxdp or gpt2: the names in a file; huggingface: a folder"),
         },
     ),
     "profile": Verb(

@@ -427,7 +427,10 @@ def test_numbers_that_numpy_cannot_hold_are_refused(tmp_path):
         (["--run_dir", "nix"], "--run_dir: 'nix': no such directory; train first, or name another"),
         (["--run_dir", "."], "--run_dir: '.': no checkpoint in it; train first, or name another"),
         (["--run_dir", "run", "--step", "3"], "--step: 3 is not in 'run'; use one of 2"),
-        (["--run_dir", "run", "--layout", "llama"], "--layout: 'llama' is not known; use one of jaxdp, gpt2"),
+        (
+            ["--run_dir", "run", "--layout", "llama"],
+            "--layout: 'llama' is not known; use one of jaxdp, gpt2, huggingface",
+        ),
         (
             ["--run_dir", "run", "--layout", "gpt2"],
             "--layout: 'gpt2' does not fit the model of 'run': it is not",

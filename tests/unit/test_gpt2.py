@@ -15,10 +15,10 @@ from safetensors.numpy import load_file, save_file
 import toys
 from cli_runs import jaxdp, records, write
 from covering import first
-from jaxdp.checkpoint import gpt2
 from jaxdp.checkpoint.initialize_from import begin_with, describe, match
+from jaxdp.checkpoint.published import GPT2, arrays_of, to_published
 from jaxdp.checkpoint.safetensors import Array, Part
-from jaxdp.checkpoint.weights import as_gpt2, named, open_weights
+from jaxdp.checkpoint.weights import as_published, named, open_weights
 from jaxdp.cli import load_options
 from jaxdp.cli.export import export
 from jaxdp.errors import UsageError
@@ -92,7 +92,7 @@ def from_published(tensors, stacked=True):
     take = lambda part: (
         tensors[part.tensor] if part.third is None else np.split(tensors[part.tensor], 3, -1)[part.third]
     )
-    arrays = gpt2.arrays_of(stored, stacked)
+    arrays = arrays_of(GPT2, stored, stacked)
     return {k: np.stack([*map(take, x.parts)]) if x.stacked else take(x.parts[0]) for k, x in arrays.items()}
 
 
@@ -124,7 +124,7 @@ def test_logits_and_loss_are_those_of_the_published_model(scan, prefix):
 @pytest.mark.parametrize("scan", [True, False])
 def test_what_is_written_in_the_layout_reads_back(scan):
     arrays = from_published(published(), scan)
-    written = gpt2.to_published(arrays)
+    written = to_published(GPT2, arrays)
     for name, x in published().items():
         if name.endswith("attn.bias"):
             continue
@@ -135,8 +135,8 @@ def test_what_is_written_in_the_layout_reads_back(scan):
             y = written[name]
         np.testing.assert_array_equal(x, y)
     assert len(written) == len(published()) - LAYERS  # but for the masks
-    with pytest.raises(ValueError, match="not GPT-2's model: 'head/kernel' is in only one of them"):
-        gpt2.to_published({**arrays, "head/kernel": np.zeros(1)})
+    with pytest.raises(ValueError, match="not GPT-2's model: 'head/bias' is in only one of them"):
+        to_published(GPT2, {**arrays, "head/bias": np.zeros(1)})
 
 
 def begun(file, made, **options):
@@ -144,7 +144,7 @@ def begun(file, made, **options):
     examples = {"inputs": TEXT[:, :-1], "labels": TEXT[:, 1:]}
     strategy, step, _ = toys.build(made, examples, batch_size=16, optimizer="momentum", **options)
     ours = named(strategy.shapes.params, strategy.shapes.model_state)
-    weights = as_gpt2(open_weights(file, False), file, ours)
+    weights = as_published(open_weights(file, False), file, ours)
     found = match(ours, weights.arrays, weights.title)
     tx = toys.OPTIMIZERS["momentum"][0]()
     state = strategy.export(begin_with(strategy, weights, found.pairs, tx, step.trainable))
@@ -208,7 +208,7 @@ def test_shapes_that_do_not_fit_name_the_tensor_and_both(tmp_path, args, words):
     if args.get("num_classes"):  # the embedding may be padded; the file's is larger all the same
         rows = jax.ShapeDtypeStruct((args["num_classes"], DIM), np.float32)
         ours = {**ours, "embed/embedding": rows}
-    weights = as_gpt2(open_weights(file, False), file, ours)
+    weights = as_published(open_weights(file, False), file, ours)
     with pytest.raises(UsageError, match=words) as error:
         match(ours, weights.arrays, weights.title)
     assert "\n" not in str(error.value)
@@ -218,11 +218,11 @@ def test_other_files_and_other_models_are_left_as_they_are(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file(published(), file)
     weights, other = open_weights(file, False), {"a": np.zeros(2)}
-    assert as_gpt2(weights, file, other) is weights
+    assert as_published(weights, file, other) is weights
     save_file({"embed.embedding": np.zeros((2, 2), np.float32)}, file)
     weights = open_weights(file, False)
     params = jax.eval_shape(model().init, jax.random.key(0), {"inputs": TEXT[:1, :-1]})[0]
-    assert as_gpt2(weights, file, named(params, {})) is weights
+    assert as_published(weights, file, named(params, {})) is weights
 
 
 @pytest.mark.slow

@@ -1,0 +1,58 @@
+"""Callbacks and a loss with the accuracy of each class; the folder of this file must be on PYTHONPATH.
+
+PYTHONPATH=examples jaxdp train --config configs/digits.yaml --loss.target callbacks.PerClass \
+  --callbacks '[callbacks.WorstClasses]' --run_dir runs/per_class
+PYTHONPATH=examples jaxdp train --config configs/python_gpt.yaml --callbacks \
+  '[{target: callbacks.TextSamples, args: {prompt: "def "}}]' --run_dir runs/samples
+"""
+
+import jax.numpy as jnp
+
+import jaxdp
+from jaxdp.cli.sample import sample
+from jaxdp.cli.table import VERBS
+from jaxdp.logits import compute_logits
+from jaxdp.losses import SoftmaxCrossEntropy
+
+
+class PerClass(SoftmaxCrossEntropy):
+    """Cross-entropy with a metric `accuracy/3` for each class: a pair of the hits and the examples of the class."""
+
+    reads_logits = False
+
+    def __call__(self, outputs, batch):
+        loss, weight, metrics = super().__call__(outputs, batch)
+        logits, labels = compute_logits(outputs), batch["labels"]
+        hits = jnp.argmax(logits, -1) == labels
+        for i in range(logits.shape[-1]):
+            ones = batch["mask"] * (labels == i)
+            metrics[f"accuracy/{i}"] = jnp.sum(hits * ones), jnp.sum(ones)
+        return loss, weight, metrics
+
+
+class WorstClasses:
+    """Print the classes with the lowest accuracy after each evaluation."""
+
+    def __init__(self, count: int = 3):
+        self.count = count
+
+    def on_eval(self, step, metrics):
+        classes = sorted((value, name) for name, value in metrics.items() if name.startswith("accuracy/"))
+        if jaxdp.current().is_root:
+            print(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for value, name in classes[: self.count]))
+
+
+class TextSamples:
+    """Print text from the last checkpoint after each evaluation, as `jaxdp sample` does."""
+
+    def __init__(self, prompt: str = "\n", tokens: int = 64):
+        defaults = {name: option.default for name, option in VERBS["sample"].options.items()}
+        self.options = {**defaults, "prompt": prompt, "tokens": tokens}
+
+    def on_start(self, run):
+        self.run = run
+
+    def on_eval(self, step, metrics):
+        if self.run.checkpoints.wait() is None and self.run.checkpoints.steps() and jaxdp.current().is_root:
+            last = self.run.checkpoints.steps()[-1]
+            print(f"step {last}: {sample({**self.options, 'run_dir': self.run.directory, 'step': last})!r}")

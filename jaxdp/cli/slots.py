@@ -1,0 +1,139 @@
+"""Run several trainings at once on one host: each gets its share of the GPUs, or of the processor's cores."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxdp import bounded_yaml
+from jaxdp.config import Config
+from jaxdp.config.check import changed_numbers
+from jaxdp.distributed import gpus
+from jaxdp.errors import INTERRUPTED, PREEMPTED, UsageError
+from jaxdp.metrics.jsonl import read
+from jaxdp.report.read import is_held
+from jaxdp.report.table import METRICS
+
+OUTPUT = "output.txt"
+
+
+class Slot(NamedTuple):
+    """Devices for one run. environment: variables of its process. cores: processors that it may use."""
+
+    environment: dict[str, str]
+    cores: set[int]
+
+
+class Trial(NamedTuple):
+    """A run of the sweep. arguments: of `jaxdp train`."""
+
+    directory: pathlib.Path
+    arguments: list[str]
+    config: Config
+
+    def is_finished(self) -> bool:
+        """Return True if this run is complete. Raises UsageError if its directory has a run of another config."""
+        file = self.directory / "config.yaml"
+        if not file.is_file():
+            return False
+        saved = bounded_yaml.load(file.read_text(), str(file))
+        changed = changed_numbers(saved, self.config)
+        if changed and not self.config.resume.force:
+            raise UsageError(
+                f"run_dir: {str(self.directory)!r} was trained with another config ({changed[0]}); choose another"
+            )
+        same_end = all(saved.get(key) == getattr(self.config, key) for key in ("steps", "epochs"))
+        return same_end and any(record.get("split") == "final" for record in read(self.directory / "metrics.jsonl"))
+
+
+class Running(NamedTuple):
+    trial: Trial
+    child: "subprocess.Popen[bytes]"
+    since: float
+
+
+def make_slots(jobs: int | None, devices: int | None, count: int) -> list[Slot]:
+    """Divide the devices of this host among at most `count` runs.
+
+    jobs: runs at once; None: one for each GPU, or for `devices` of them, and without GPUs one for each core. devices:
+    GPUs of a run (`parallel.devices`). Raises UsageError if there are too few GPUs.
+    """
+    cores, visible = sorted(os.sched_getaffinity(0)), gpus.visible_devices()
+    names = visible.split(",") if visible and gpus.count() else [str(i) for i in range(gpus.count())]
+    each = devices or (max(1, len(names) // jobs) if jobs else 1)
+    jobs = jobs or max(1, len(names) // each if names else len(cores))
+    if names and jobs * each > len(names):
+        raise UsageError(f"--jobs: {jobs} runs on {each} GPUs each, but there are {len(names)}; give a smaller number")
+    jobs = max(1, min(jobs, count))
+    assigned = lambda i: {"CUDA_VISIBLE_DEVICES": ",".join(names[i * each : (i + 1) * each])} if names else {}
+    return [Slot(assigned(i), set(cores[i::jobs] or cores)) for i in range(jobs)]
+
+
+def run_all(trials: Sequence[Trial], slots: Sequence[Slot]) -> int:
+    """Train each in a process, with its output in `output.txt`, and print a line about each.
+
+    SIGTERM and SIGUSR1 are sent on to the processes, which save and end. A run that another process trains waits for
+    it. Returns the exit code: 0, 1 if a run failed, 75 or 130 after a signal.
+    """
+    waiting, running, failed, done = list(trials), dict[int, Running](), 0, 0
+    received: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        received.append(number)
+        if number != signal.SIGINT:  # a terminal sends it to the processes too
+            for process in running.values():
+                process.child.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, stop)
+    try:
+        while running or (waiting and not received):
+            for i, slot in enumerate(slots):
+                if i in running and running[i].child.poll() is not None:
+                    done += 1
+                    failed += not report(running.pop(i), f"{done}/{len(trials)}")
+                free = i not in running and not received
+                trial = next((t for t in waiting if not is_held(t.directory)), None) if free else None
+                if trial is not None:
+                    waiting.remove(trial)
+                    if trial.is_finished():  # meanwhile, by another process
+                        done += 1
+                    else:
+                        running[i] = start(trial, slot)
+            time.sleep(0.05)
+    finally:
+        for process in running.values():
+            process.child.kill()
+    if received:
+        return INTERRUPTED if received[0] == signal.SIGINT else PREEMPTED
+    return 1 if failed else 0
+
+
+def start(trial: Trial, slot: Slot) -> Running:
+    trial.directory.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "jaxdp", "train", *trial.arguments]
+    env, before = os.environ | slot.environment, os.sched_getaffinity(0)
+    os.sched_setaffinity(0, slot.cores)  # the process inherits it, and XLA starts a thread for each
+    try:
+        with (trial.directory / OUTPUT).open("ab") as output:
+            child = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    finally:
+        os.sched_setaffinity(0, before)
+    return Running(trial, child, time.monotonic())
+
+
+def report(ended: Running, count: str) -> bool:
+    """Print the result of a run; return True if it finished."""
+    directory, code, took = ended.trial.directory, ended.child.returncode, f"{time.monotonic() - ended.since:.1f} s"
+    final = [r for r in read(directory / "metrics.jsonl") if r.get("split") == "final"]
+    if code or not final:
+        lines = (directory / OUTPUT).read_text(errors="replace").strip().splitlines()
+        print(f"[{count}] {directory.name}  exit code {code} after {took}: {(lines or [''])[-1]}", flush=True)
+        return False
+    numbers = [f"{name} {final[-1][name]:.4f}" for name in METRICS if isinstance(final[-1].get(name), float)]
+    print("  ".join([f"[{count}] {directory.name}", *numbers, took]), flush=True)
+    return True

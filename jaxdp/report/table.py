@@ -1,0 +1,45 @@
+"""A table of several runs, the best first."""
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jaxdp.errors import UsageError, suggest
+
+Json = dict[str, Any]
+SWEEP = "sweep.json"  # in the directory of a sweep
+METRICS = ("loss", "accuracy", "perplexity")
+SMALLER = ("loss", "perplexity", "error", "entropy")  # in the names of metrics that are better if smaller
+
+
+def ranked(runs: Sequence[Json], metric: str) -> list[Json]:
+    """Sort runs of `read_run`, the best first, those without a finite value last. Raises UsageError if none has it."""
+    known = sorted({name for run in runs for name in run["numbers"]} - {"step", "split", "time", "params_sha256"})
+    if metric not in known:
+        hint = suggest(metric, known, 0.5, f"known: {', '.join(known)}")
+        raise UsageError(f"--metric: no run has {metric!r}; {hint}")
+    sign = 1.0 if any(word in metric for word in SMALLER) else -1.0
+
+    def rank(run: Json) -> float:
+        value = run["numbers"].get(metric)
+        return sign * value if isinstance(value, int | float) and math.isfinite(value) else math.inf
+
+    return sorted(runs, key=rank)
+
+
+def table(runs: Sequence[Json], metric: str) -> str:
+    """Return lines with each run's metrics and the keys in which the runs differ."""
+    keys = {key: None for run in runs for key in run["config"] if key != "run_dir"}
+    differ = [key for key in keys if len({json.dumps(run["config"].get(key)) for run in runs}) > 1]
+    metrics = [metric, *(name for name in METRICS if name != metric and any(name in run["numbers"] for run in runs))]
+    rows = [[*metrics, "step", *differ, "run"]]
+    for run in runs:
+        numbers = [run["numbers"].get(name) for name in (*metrics, "step")]
+        values = [json.dumps(run["config"].get(key)).strip('"') for key in differ]
+        word = run["state"]["word"]
+        name = run["name"] if word == "finished" else f"{run['name']} ({word})"
+        rows.append([*(f"{x:.6g}" if isinstance(x, int | float) else str(x or "-") for x in numbers), *values, name])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return "\n".join(lines)

@@ -1,0 +1,182 @@
+"""`jaxdp sweep`: a grid or a sample of runs, each made once, whatever ends the command."""
+
+import collections
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from cli_runs import DIGITS, ended, records
+from jaxdp.cli.slots import make_slots
+from jaxdp.cli.sweep import array_part, make_trials, name_of, split_arguments
+from jaxdp.distributed import gpus
+from jaxdp.errors import UsageError
+from jaxdp.report.read import read_run
+from jaxdp.report.table import ranked, table
+from launch import ROOT
+
+SMALL = [*DIGITS, "--epochs", "null", "--log.every", "5", "--eval.every", "100"]
+
+
+def trials(*argv, directory="runs/x"):
+    options, fixed, swept = split_arguments([*SMALL, "--steps", "5", "--run_dir", str(directory), *argv])
+    return make_trials(options, fixed, swept)
+
+
+def test_a_grid_has_every_combination_once():
+    made = trials("--optimizer.lr", "1e-3,3e-3,1e-3", "--seed=0,1", "--model.args.hidden", "[8, 8],[16]")
+    assert len(made) == 8 == len({trial.directory for trial in made})
+    configs = {(t.config.optimizer.lr, t.config.seed, tuple(t.config.model.args["hidden"])) for t in made}
+    assert configs == {(lr, seed, hidden) for lr in (1e-3, 3e-3) for seed in (0, 1) for hidden in ((8, 8), (16,))}
+    assert made[0].directory.name == "optimizer.lr=1e-3,seed=0,model.args.hidden=8_8"
+    assert all(f"--run_dir={trial.directory}" == trial.arguments[-1] for trial in made)
+    assert len(name_of({"model.args.hidden": "1" * 300})) < 255
+
+
+def test_a_larger_sample_contains_the_smaller_one():
+    keys = ["--optimizer.lr", "1e-3,2e-3,3e-3", "--seed", "0,1,2,3"]
+    few, more, other, all_ = (
+        [trial.directory.name for trial in trials(*keys, "--sample", n, "--sample_seed", seed)]
+        for n, seed in (("3", "0"), ("6", "0"), ("6", "1"), ("99", "0"))
+    )
+    assert len(few) == 3 and len(more) == 6 and more[:3] == few and set(other) != set(more)
+    assert len(set(all_)) == 12 and all_[:6] == more
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--seed", "1"], "sweep: no key has several values; give one"),
+        (["--optimizer.lrr", "1,2"], "command line: unknown key 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
+        (["--optimizer.lr", "1e-3,fast"], "optimizer.lr: 'fast' is not a number"),
+        (["--batch_size", "8,0"], "batch_size: 0 is too small"),
+        (["--seed", "0,,1"], "seed: '0,,1' has an empty value"),
+        (["--seed"], "seed: no value given"),
+        (["--seed", "0,1", "2"], "command line: '2' belongs to no option"),
+        (["--seed", "0,1", "--jobs", "all"], "--jobs: 'all' is not an integer"),
+        (["--seed", "0,1", "--jobs", "0"], "--jobs: 0 is too small; it must be at least 1"),
+        (["--loss.target", "a:b,a_b"], "sweep: two runs have the name 'loss.target=a_b'"),
+    ],
+)
+def test_bad_input_is_one_line_before_any_run(argv, words, tmp_path):
+    done = ended("sweep", *SMALL, "--steps", "5", "--run_dir", tmp_path / "s", *argv, code=2)
+    assert done.stderr.startswith(f"jaxdp: {words}") and len(done.stderr.splitlines()) == 1 and not done.stdout
+    assert not (tmp_path / "s").exists()
+
+
+def test_the_tasks_of_a_slurm_array_divide_the_runs():
+    array = {"SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_STEP": "2", "SLURM_ARRAY_TASK_COUNT": "3"}
+    parts = [list(range(8))[array_part({**array, "SLURM_ARRAY_TASK_ID": i})] for i in ("1", "3", "5")]
+    assert sorted(i for part in parts for i in part) == list(range(8)) and max(map(len, parts)) == 3
+    assert list(range(8))[array_part({})] == list(range(8))
+    for task in ("2", "7", "x"):
+        with pytest.raises(UsageError, match="is not a task of a Slurm array"):
+            array_part({**array, "SLURM_ARRAY_TASK_ID": task})
+
+
+def test_runs_at_once_share_no_device(monkeypatch):
+    cores = os.sched_getaffinity(0)
+    slots = make_slots(None, None, 100)
+    assert len(slots) == len(cores) and set().union(*(slot.cores for slot in slots)) == cores
+    assert (
+        len(make_slots(None, None, 1)) == 1 == len(make_slots(1, None, 5)) and make_slots(1, None, 5)[0].cores == cores
+    )
+    monkeypatch.setattr(gpus, "count", lambda: 4)
+    visible = lambda *args: [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in make_slots(*args)]
+    assert visible(None, None, 9) == ["0", "1", "2", "3"] and visible(None, 2, 9) == ["0,1", "2,3"]
+    assert visible(1, None, 9) == ["0,1,2,3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert visible(None, None, 9) == ["3", "1"]
+    with pytest.raises(UsageError, match=r"--jobs: 3 runs on 1 GPUs each, but there are 2"):
+        make_slots(3, 1, 9)
+
+
+def make_run(directory, lr, loss, accuracy):
+    directory.mkdir(parents=True)
+    (directory / "config.yaml").write_text(f"optimizer: {{lr: {lr}}}\nrun_dir: {directory}\n")
+    (directory / "env.json").write_text("{}")
+    final = {"step": 5, "split": "final", "loss": loss, "accuracy": accuracy, "time": 1.0}
+    (directory / "metrics.jsonl").write_text(json.dumps(final) + "\n")
+    return read_run(directory)
+
+
+def test_the_table_is_sorted_by_a_metric(tmp_path):
+    cases = {"a": (0.1, 0.5, 0.8), "b": (0.2, 0.4, 0.7), "c": (0.3, "nan", 0.1)}
+    runs = [make_run(tmp_path / name, *values) for name, values in cases.items()]
+    assert [run["name"] for run in ranked(runs, "loss")] == ["b", "a", "c"]
+    assert [run["name"] for run in ranked(runs, "accuracy")] == ["a", "b", "c"]
+    head, *rows = table(ranked(runs, "accuracy"), "accuracy").splitlines()
+    assert head.split() == ["accuracy", "loss", "step", "optimizer.lr", "run"]
+    assert rows[0].split() == ["0.8", "0.5", "5", "0.1", "a"] and rows[2].split()[1] == "nan"
+    with pytest.raises(UsageError, match="no run has 'acuracy'; did you mean 'accuracy'"):
+        ranked(runs, "acuracy")
+    assert "contains 3 runs" in ended("report", tmp_path, code=2).output
+    (tmp_path / "sweep.json").write_text('{"metric": "loss"}')
+    done = ended("report", tmp_path).stdout.splitlines()
+    assert [line.split()[-1] for line in done[1:4]] == ["b", "a", "c"] and f"{tmp_path / 'report.html'}  " in done[4]
+    page = (tmp_path / "report.html").read_text()
+    assert page.index('"name":"b"') < page.index('"name":"a"') < page.index('"name":"c"')
+
+
+def finished(directory):
+    return {run.name: run for run in directory.glob("seed=*") if records_of(run, "final")}
+
+
+def records_of(run, split):
+    return records(run, split) if (run / "metrics.jsonl").is_file() else []
+
+
+@pytest.mark.slow
+def test_killed_and_continued_no_run_is_made_twice(tmp_path):
+    """SIGKILL of all its processes after the first run has finished; the others go on from where they are."""
+    directory = tmp_path / "sweep"
+    command = [sys.executable, "-m", "jaxdp", "sweep", *SMALL, "--steps", "100", "--checkpoint.every", "25",
+               "--seed", "0,1,2,3", "--jobs", "2", "--run_dir", str(directory)]  # fmt: skip
+    first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 300
+    while not finished(directory):
+        assert first.poll() is None and time.monotonic() < deadline, first.communicate()
+        time.sleep(0.02)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate()
+    before = {name: (run / "events.jsonl").read_text() for name, run in finished(directory).items()}
+    assert 1 <= len(before) < 4
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert f"4 runs in {directory}, 2 at once; {len(before)} are finished already" in again.stdout
+    assert len(finished(directory)) == 4 and len(again.stdout.splitlines()) == 1 + 4 - len(before) + 5
+    for name, run in finished(directory).items():
+        events = [json.loads(line)["kind"] for line in (run / "events.jsonl").read_text().splitlines()]
+        assert events.count("finished") == 1 == len(records(run, "final"))
+        assert name not in before or before[name] == (run / "events.jsonl").read_text()
+        steps = collections.Counter(record["step"] for record in records(run, "train"))
+        assert len(steps) == 20 and set(steps.values()) == {1}
+    third = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert third.returncode == 0 and "; 4 are finished already" in third.stdout and "[1/" not in third.stdout
+    other = ended(
+        "sweep", *SMALL, "--steps", "100", "--seed", "0,1", "--batch_size", "8", "--run_dir", directory, code=2
+    )
+    assert "was trained with another config (batch_size: 64 -> 8)" in other.output
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_is_named_and_a_signal_saves_all(tmp_path):
+    argv = [*SMALL, "--steps", "100000", "--checkpoint.every", "1000000", "--run_dir", str(tmp_path / "sweep")]
+    command = [sys.executable, "-m", "jaxdp", "sweep", *argv, "--seed", "0,1,2", "--jobs", "1"]
+    sweep = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 300
+    while not records_of(tmp_path / "sweep" / "seed=0", "train"):
+        assert sweep.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    sweep.send_signal(signal.SIGTERM)
+    assert "seed=0  exit code 75" in sweep.communicate(timeout=200)[0] and sweep.returncode == 75
+    assert any((tmp_path / "sweep" / "seed=0" / "checkpoints").glob("[0-9]*"))
+    assert not (tmp_path / "sweep" / "seed=1").exists()
+    argv[-1] = str(tmp_path / "other")
+    command = [sys.executable, "-m", "jaxdp", "sweep", *argv, "--model.args.hiden", "[8],[9]"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and done.stdout.count("exit code 2 after") == 2 and "hiden" in done.stdout
