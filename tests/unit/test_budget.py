@@ -16,7 +16,7 @@ from jaxdp.models import as_model
 ROOT = pathlib.Path(jaxdp.__file__).parent
 # 25,400; 830 of the audit: 370 that name a wrong device, 120 a slow one, 220 of faults on purpose; 1,180 of elastic
 # training; 360 of local updates; 110 for named evaluation sets, schedules and reductions of a user; 90 for TLS.
-BUDGET = {"package": 29_032, "file": 300, "function": 60, "one update": 700}  # lines
+BUDGET = {"package": 29_035, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES = {"checkpoint/store.py": 321}
 LONG_FUNCTIONS = {
