@@ -186,7 +186,7 @@ def enough_threads() -> None:
 
 
 def tolerate_cuts() -> None:
-    """Let a network be cut for two minutes before a process that is not heard from is declared dead."""
+    """Let a process be silent for two minutes, while the network is cut, before it is declared dead."""
     os.environ.setdefault("JAXDP_SILENCE", "120")
 
 

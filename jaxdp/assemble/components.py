@@ -172,7 +172,7 @@ def make_outer(config: Config, parts: Parts) -> OuterRule:
     target = locate("outer.optimizer", outer.optimizer.target, OPTIMIZERS)
     bound = bind("outer.optimizer", target, outer.optimizer.args)
     make = lambda: make_optimizer(target, lambda step: outer.optimizer.lr, **outer.optimizer.args)
-    tx = checked(outer.optimizer.target, call("outer.optimizer", bound, make))
+    tx = checked(outer.optimizer.target, call("outer.optimizer", bound, make), "outer.optimizer")
     blocks, ema_decay = parts.forward.model.blocks, parts.rule.ema_decay
     return OuterRule(outer.replicas, outer.every, tx, parts.rule.trainable, blocks, ema_decay)
 

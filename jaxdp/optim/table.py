@@ -94,10 +94,13 @@ def make_optimizer(
     return optax.chain(tx, scale_by_path(lr_scale)) if lr_scale else tx
 
 
-def checked(name: str, tx: Any) -> optax.GradientTransformation:
-    """Return `tx` with init and update wrapped to raise UsageError if they fail. Raises UsageError if it lacks them."""
+def checked(name: str, tx: Any, key: str = "optimizer") -> optax.GradientTransformation:
+    """Return `tx` with init and update wrapped to raise UsageError if they fail. Raises UsageError if it lacks them.
+
+    key: the section of the config, for messages.
+    """
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
-        raise UsageError(f"optimizer.target: {name!r} returns {type(tx).__name__}, not an Optax transformation")
+        raise UsageError(f"{key}.target: {name!r} returns {type(tx).__name__}, not an Optax transformation")
 
     def init(params: Any) -> Any:
         jax.tree.map(jnp.asarray, state := tx.init(params))  # fails if a leaf of the state is not an array
@@ -113,7 +116,7 @@ def checked(name: str, tx: Any) -> optax.GradientTransformation:
             except Exception as error:
                 line = user_errors.lines(error)
                 raise UsageError(
-                    f"optimizer.target: {name!r} cannot be used: jaxdp calls init(parameters) and update(gradients, "
+                    f"{key}.target: {name!r} cannot be used: jaxdp calls init(parameters) and update(gradients, "
                     f"state, parameters), which failed{f' at {line}' if line else ''}: {type(error).__name__}: "
                     f"{one_line(error)}"
                 ) from error

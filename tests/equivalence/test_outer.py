@@ -217,7 +217,9 @@ def test_bad_input_gets_one_line(tmp_path, path, also):
 
 def test_a_model_with_carried_state_is_refused(tmp_path):
     recurrent = ("--config", "configs/ptb_lstm.yaml", "--data.target", "PythonSource", "--data.args", "{length: 16}")
-    done = ended("train", *recurrent, "--outer.replicas", "2", "--run_dir", tmp_path / "run", code=2)
+    done = ended(
+        "train", *recurrent, "--microbatches", "8", "--outer.replicas", "2", "--run_dir", tmp_path / "run", code=2
+    )
     assert "outer.replicas: the model carries state from batch to batch" in done.stderr
 
 
