@@ -43,8 +43,7 @@ def train(tmp_path):
         env = {"PYTHONPATH": f".:{tmp_path}", "JAXDP_TIMEOUT": str(timeout), "SHORT": str(short)}
         done = mpirun(processes, [*command, *args], env=env)
         records = [json.loads(x) for x in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        assert records, done.output
-        return done, records[-1]
+        return done, records[-1] if records else None
 
     return run
 
@@ -63,10 +62,10 @@ def test_a_stream_that_ends_on_all_ranks_ends_the_training_and_a_longer_one_cont
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_a_stream_that_ends_early_on_one_rank_is_one_line_and_what_was_saved_stays(train):
-    done, last = train(2, "short", 480, short=300, timeout=30)
+    done, _ = train(2, "short", 480, short=300, timeout=30)
     words = "data: the stream ends after 180 examples, but continues on rank 0; let the source yield the same examples"
     assert done.returncode == 2 and done.output.count(words) == 1, done.output
-    assert "Traceback" not in done.output and last["step"] <= 11
+    assert "Traceback" not in done.output and "saved step 8" in done.output
     done, last = train(2, "short", 480)
     assert "resumes after step 8" in done.output, done.output
     assert (last["split"], last["step"]) == ("final", 30)

@@ -267,3 +267,18 @@ def test_a_stream_shorter_than_its_size_is_named():
     ) as caught:
         stream.read(np.arange(80, 100))
     assert not isinstance(caught.value, StreamEnded)
+
+
+def test_iterable_sets_of_datasets_and_grain_are_streams():
+    """They are in the extra `test`; without them, the test is skipped."""
+    datasets = pytest.importorskip("datasets", reason="pip install 'jaxdp-trainer[datasets]'")
+    grain = pytest.importorskip("grain", reason="pip install 'jaxdp-trainer[grain]'")
+    rows = datasets.Dataset.from_dict({"inputs": [*range(200)], "labels": [*range(200)]})
+    of_datasets = Stream(lambda start=0: rows.to_iterable_dataset().skip(start))
+    of_grain = Stream(lambda: grain.MapDataset.range(200).to_iter_dataset())
+    for stream in (of_datasets, of_grain):
+        order = order_of(stream, 16, 4, 0)
+        assert read(stream, order, 9, [[1, 3], [0, 2]]) == [*range(144, 160)]
+        assert read(stream, order, 2, [range(4)]) == [*range(32, 48)]
+        with pytest.raises(StreamEnded, match="the stream ends after 200 examples"):
+            read(stream, order, 12, [range(4)])
