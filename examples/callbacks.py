@@ -55,4 +55,4 @@ class TextSamples:
     def on_eval(self, step, metrics):
         if self.run.checkpoints.wait() is None and self.run.checkpoints.steps() and jaxdp.current().is_root:
             last = self.run.checkpoints.steps()[-1]
-            print(f"step {last}: {sample({**self.options, 'run_dir': self.run.directory, 'step': last})!r}")
+            print(f"step {last}: {sample({**self.options, 'run_dir': self.run.log.directory, 'step': last})!r}")
