@@ -92,7 +92,7 @@ def shortened(text: str) -> str:
     name = re.search(r"--config \S*?(\w+)\.yaml", text)
     more = [SMALLER.get(name[1], "")] if name else []
     if re.search(r"jaxdp train |train\.py ", text):
-        more.append("--steps 2 --log.every 1")
+        more.append("--steps 2 --log.every 1" + (" --outer.every 2" if "--outer.every" in text else ""))
     if "jaxdp verify " in text:
         more.append("--updates 1 --verify.strategies 1 --devices 2 --microbatches 2")
     if "jaxdp sample " in text:
