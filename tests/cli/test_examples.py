@@ -81,7 +81,7 @@ def test_lora_trains_its_matrices_alone(tmp_path):
     first, last = (
         [records(run, split)[0]["loss"] for run in (tmp_path / "lora", base)] for split in ("train", "final")
     )
-    assert first[0] < first[1] and last[0] < last[1] - 0.05
+    assert first[0] < first[1] and last[0] < last[1] - 0.005
 
 
 @pytest.mark.slow
