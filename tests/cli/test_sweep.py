@@ -38,13 +38,13 @@ def test_a_grid_has_every_combination_once():
 
 
 def test_a_larger_sample_contains_the_smaller_one():
-    keys = ["--optimizer.lr", "1e-3,2e-3,3e-3", "--seed", "0,1,2,3"]
+    keys = ["--optimizer.lr", "1e-3,2e-3,3e-3", "--seed", "0,1"]
     few, more, other, all_ = (
         [trial.directory.name for trial in trials(*keys, "--sample", n, "--sample_seed", seed)]
-        for n, seed in (("3", "0"), ("6", "0"), ("6", "1"), ("99", "0"))
+        for n, seed in (("2", "0"), ("4", "0"), ("4", "1"), ("99", "0"))
     )
-    assert len(few) == 3 and len(more) == 6 and more[:3] == few and set(other) != set(more)
-    assert len(set(all_)) == 12 and all_[:6] == more
+    assert len(few) == 2 and len(more) == 4 and more[:2] == few and other != more
+    assert len(set(all_)) == 6 and all_[:4] == more
 
 
 @pytest.mark.parametrize(
