@@ -48,11 +48,12 @@ def test_slices_of_a_padded_leaf_have_its_elements_and_zeros(shape, parts, stack
     assert np.abs(whole).sum(dtype=np.float64) == np.abs(x).sum(dtype=np.float64)
 
 
-def train(backend="pjit", zero=0, devices=1, buffer="sharded", pad=True, reduction="exact", group=None, **settings):
-    layout = {"zero": zero, "gradient_buffer": buffer, "pad": pad, "shard_size": group}
+def train(backend="pjit", zero=0, devices=1, buffer="sharded", pad=True, reduction="exact", **settings):
+    layout = {"zero": zero, "gradient_buffer": buffer, "pad": pad, "shard_size": settings.pop("group", None)}
+    model = settings.pop("model", None) or toys.MODELS["blocks"](dropout=0.2)
     return toys.train(
-        toys.MODELS["blocks"](dropout=0.2), toys.data(), backend=backend, devices=devices, accumulate="scan",
-        reduction=reduction, ema=0.9, steps=3, layout=layout, **settings,
+        model, toys.data(), backend=backend, devices=devices, accumulate="scan", reduction=reduction, ema=0.9,
+        steps=3, layout=layout, **settings,
     )  # fmt: skip
 
 
@@ -72,7 +73,6 @@ def alone():
 
 ROWS = [("pjit", 3, 7, "sharded"), ("pmap", 1, 5, "sharded"), ("pjit", 2, 5, "sharded"), ("pjit", 1, 7, "sharded")]
 ROWS += [("pjit", 3, 5, "replicated"), ("pjit", 2, 7, "replicated"), ("pmap", 1, 7, "sharded")]
-ROWS += [("pjit", 3, 3, "sharded"), ("pjit", 3, 6, "sharded")]
 
 
 @pytest.mark.slow
@@ -80,21 +80,16 @@ ROWS += [("pjit", 3, 3, "sharded"), ("pjit", 3, 6, "sharded")]
 def test_exact_sums_have_the_same_bits_with_padding(backend, zero, devices, buffer):
     """Parameters, optimizer state, average, and the norm by which gradients are clipped."""
     result = train(backend, zero, devices, buffer)
-    assert result[3].share().replicated <= 2 and is_padded(result[3])
+    assert result[3].share().replicated_bytes < 50 and is_padded(result[3])
     assert digest(result) == alone()
 
 
 @pytest.mark.slow
-def test_groups_of_devices_have_the_same_bits_with_padding():
-    result = toys.train(
-        toys.MODELS["mlp"](), toys.data(), backend="pjit", devices=6, accumulate="scan", reduction="exact", ema=0.9,
-        layout={"zero": 3, "pad": True, "shard_size": 3}, steps=3,
-    )  # fmt: skip
-    one = toys.train(
-        toys.MODELS["mlp"](), toys.data(), devices=1, accumulate="scan", reduction="exact", ema=0.9, steps=3
-    )
-    assert is_padded(result[3])
-    assert digest(result) == digest(one)
+@pytest.mark.parametrize(("devices", "group"), [(3, None), (6, None), (6, 3)])
+def test_devices_that_divide_few_dims_have_the_same_bits_with_padding(devices, group):
+    model = toys.MODELS["mlp"]()
+    result = train("pjit", 3, devices, group=group, model=model)
+    assert is_padded(result[3]) and digest(result) == digest(train(model=model))
 
 
 @pytest.mark.slow
