@@ -20,6 +20,7 @@ from jaxdp.core.step import Step, make_step
 from jaxdp.data import SOURCES
 from jaxdp.data.base import Dataset
 from jaxdp.data.example_order import ExampleOrder
+from jaxdp.data.mixture import Mixture
 from jaxdp.data.transforms import TRANSFORMS, both
 from jaxdp.distributed.context import current
 from jaxdp.errors import UsageError, nearest
@@ -90,6 +91,12 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
     facts = facts_of(dataset)
     model = make_model(config, target, facts)
     model = model._replace(init=jax.jit(model.init))  # traced only once
+    mixed = [name for name, x in eval_sets.items() if isinstance(x, Mixture) and x.transform is not None]
+    if mixed and len(eval_sets) > 1:
+        raise UsageError(
+            f"eval.also: the Mixture {mixed[0] or 'of eval.data'!r} transforms its own sets, so it must be the only "
+            "evaluation set; remove the others, or the transforms of its sets"
+        )
     transforms = (getattr(x, "transform", None) for x in eval_sets.values())
     eval_transform = both(next(filter(None, transforms), None), transform)
     transform = both(getattr(dataset, "transform", None), transform)

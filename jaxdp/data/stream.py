@@ -6,6 +6,7 @@ process iterates over the records of all; only the process that computes a row d
 
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -71,14 +72,16 @@ class Stream(Examples):
         return callable(make) and "split" in parameters(make)
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        if len(indices):
-            self.records.fetch(int(indices.min()), int(indices.max()))
-        return super().read(indices)
+        with self.records.lock:
+            if len(indices):
+                self.records.fetch(int(indices.min()), int(indices.max()))
+            return super().read(indices)
 
     def require(self, indices: np.ndarray) -> None:
         """Raise StreamEnded if the stream ends before any of the examples of a batch, those of all processes."""
-        self.records.fetch(int(indices.min()), int(indices.max()))
-        self.records.check(int(indices.max()))
+        with self.records.lock:
+            self.records.fetch(int(indices.min()), int(indices.max()))
+            self.records.check(int(indices.max()))
 
     def example_order(self, batch_size: int, microbatches: int, seed: int) -> ExampleOrder:
         return StreamOrder(len(self), batch_size, microbatches, seed, shuffle=self.block > 1, block=self.block)
@@ -92,6 +95,7 @@ class Records:
         self.iterator: Iterator[Any] | None = None
         self.buffer: list[Any] = []
         self.first = 0  # the position of buffer[0]
+        self.lock = threading.RLock()  # a reader of an earlier run may not have ended yet
 
     def __len__(self) -> int:
         return UNKNOWN if self.size is None else self.size
@@ -131,7 +135,10 @@ class Records:
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the open iterable: another process opens its own."""
-        return {**self.__dict__, "iterator": None, "first": 0, "buffer": []}
+        return {**self.__dict__, "iterator": None, "first": 0, "buffer": [], "lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = {**state, "lock": threading.RLock()}
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from jaxdp.distributed.world import seconds_of
 from jaxdp.errors import DistributedError, GenerationEnded, one_line
 
 BEAT = 1.0  # seconds
-STUCK = 60.0  # seconds until a process that cannot leave an ended generation ends
 GRACE = 5.0  # seconds beyond the timeout of a request, so that the coordinator's deadline comes first
 
 
@@ -237,9 +236,6 @@ class Membership:
                 self._changed.notify_all()
             sockets.break_collectives()
             private_jax.cancel_calls()
-            timer = threading.Timer(STUCK, self._end_if_stuck)
-            timer.daemon = True
-            timer.start()
         elif fault := checked(message, {"fault": str, "code": range(1, 256), "rank": (range(self.size), None)}):
             if fault["rank"] != self.rank and not self.ending.is_set():
                 time.sleep(0.3)  # the failed rank prints first
@@ -254,11 +250,6 @@ class Membership:
             with self._changed:
                 self._replies[number] = message
                 self._changed.notify_all()
-
-    def _end_if_stuck(self) -> None:
-        if _membership is self:  # else this process has asked to join the next generation
-            text = f"{self.name(self.rank)} ends: it waits for a program of the ended generation for {STUCK:.0f} s"
-            self.end(text, 1, self.rank)
 
     def _beat(self) -> None:
         while not self.ending.wait(BEAT):

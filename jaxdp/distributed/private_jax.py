@@ -159,14 +159,16 @@ def register(address: str, rank: int, secret: str) -> Any:
 
 @contextlib.contextmanager
 def store_programs() -> Iterator[None]:
-    """Let this process write what it compiles inside this context to the compilation cache.
+    """Let this process write what it compiles for CPU inside this context to the compilation cache.
 
     JAX lets process 0 alone write, but on CPU the keys differ by process, so the others would always compile again.
     Nothing else may read the number of this process meanwhile, as Orbax does while it saves.
     """
+    import jax
     from jax._src.distributed import global_state
 
-    number, global_state.process_id = global_state.process_id, 0
+    number = global_state.process_id
+    global_state.process_id = 0 if jax.default_backend() == "cpu" else number
     try:
         yield
     finally:

@@ -4,15 +4,16 @@ Gradients are padded before they are scattered; parameters are cut after they ar
 parameters and optimizer state is zero and stays zero or unread: an elementwise optimizer never mixes it with anything.
 """
 
-import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import optax
+from jax.extend.core import Literal
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from jaxdp.distributed.caches import cached
 from jaxdp.errors import UsageError
 from jaxdp.optim import check_elementwise
 from jaxdp.parallel.strategy import Strategy
@@ -56,13 +57,14 @@ def resize(tree: Tree, like: Tree) -> Tree:
     return jax.tree.unflatten(treedef, leaves)
 
 
-@functools.lru_cache(maxsize=256)
+@cached
 def _resizer(shape: tuple[int, ...], sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda x: fit(x, shape), out_shardings=sharding)
 
 
 def can_pad(tx: optax.GradientTransformation, trainable: Callable[[Tree], Tree], strategy: Strategy) -> bool:
-    """Return whether an optimizer may get padded leaves: it is elementwise, and its state mirrors the parameters.
+    """Return whether an optimizer may get padded leaves: it is elementwise, its state mirrors the parameters, and no
+    operation depends on their shapes.
 
     strategy: one that pads.
     """
@@ -71,5 +73,21 @@ def can_pad(tx: optax.GradientTransformation, trainable: Callable[[Tree], Tree],
         check_elementwise(tx, trainable(params), 2, strategy.blocks, pad=True)
     except UsageError:
         return False
-    made = jax.eval_shape(tx.init, trainable(padded_shapes(params, strategy.slices, strategy.parts)))
-    return shapes(made) == shapes(strategy.abstract(padded=True).opt_state)
+    plain, padded = trainable(params), trainable(padded_shapes(params, strategy.slices, strategy.parts))
+    made = jax.eval_shape(tx.init, padded)
+    return shapes(made) == shapes(strategy.abstract(padded=True).opt_state) and operations(tx, plain) == operations(
+        tx, padded
+    )
+
+
+def operations(tx: optax.GradientTransformation, params: Tree) -> list[Any]:
+    """Return the operations of an update and their scalar constants, which must not depend on the shapes."""
+
+    def flatten(jaxpr: Any) -> Iterator[Any]:
+        for equation in jaxpr.eqns:
+            yield equation.primitive.name, [x.val for x in equation.invars if isinstance(x, Literal)]
+            for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+                if hasattr(inner, "eqns"):
+                    yield from flatten(inner)
+
+    return list(flatten(jax.make_jaxpr(tx.update)(params, jax.eval_shape(tx.init, params), params).jaxpr))

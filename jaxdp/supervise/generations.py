@@ -15,7 +15,7 @@ from jaxdp.errors import DistributedError
 from jaxdp.supervise.monitor import Stopped
 
 T = TypeVar("T")
-STUCK = 5.0  # seconds
+STUCK = 60.0  # seconds; healthy programs may compute for long, but the others do not wait longer
 
 
 def run_generations(train: Callable[[Context], T], context: Context, ended: Callable[[], None]) -> T:

@@ -14,7 +14,7 @@ from jaxdp.data.stream import StreamEnded
 from jaxdp.data.workers import Steps, prefetch_in_workers
 from jaxdp.distributed import protocol
 from jaxdp.distributed.context import Context
-from jaxdp.errors import DistributedError, UsageError
+from jaxdp.errors import DistributedError, GenerationEnded, UsageError
 from jaxdp.parallel.strategy import Strategy
 
 
@@ -84,6 +84,8 @@ def until_the_end(
         last = "no batch" if batch is None else str(batch)
         try:
             every = context.exchange("the end of the stream", last, protocol.default_timeout(None))
+        except GenerationEnded:
+            raise
         except DistributedError as missing:
             every = [missing.texts.get(rank, "") for rank in range(context.size)]
         if any(text != last for text in every):

@@ -82,7 +82,7 @@ class Trial(NamedTuple):
 
 def make_trial(problem: Problem, devices: int, updates: int) -> Trial:
     """Read as many microbatches and examples as the run has, up to a few. Raises UsageError for too few examples."""
-    order, size = problem.order, getattr(problem.dataset, "read_ahead", len(problem.dataset))
+    order, size = problem.order, min(problem.order.size, getattr(problem.dataset, "read_ahead", len(problem.dataset)))
     microbatches = min(order.microbatches, max(2 * devices, 4))
     if size < microbatches:
         raise UsageError(f"data: {size} examples cannot be split into {microbatches} microbatches; give it more")

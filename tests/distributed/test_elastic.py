@@ -224,8 +224,9 @@ class Damage(slow.Slow):
             settle()
             newest = run.hooks.snapshots.newest
             if os.environ["JAXDP_PROCESS_ID"] in DAMAGED and newest is not before:
-                newest.leaves[1] = newest.leaves[1].copy()
-                newest.leaves[1].reshape(-1).view("uint8")[5] ^= 1 << 3
+                arrays = next(iter(newest.parts.values()))
+                arrays[1] = arrays[1].copy()
+                arrays[1].reshape(-1).view("uint8")[5] ^= 1 << 3
 
         run.hooks.snapshots.settle = settle_and_flip
 """

@@ -171,6 +171,10 @@ def test_an_optimizer_gets_padding_only_if_it_is_elementwise():
     for name in ("lamb", "adafactor", "muon"):
         assert not can_pad(toys.OPTIMIZERS[name][0](), lambda tree: tree, strategy), name
     assert not can_pad(optax.flatten(optax.adam(1e-2)), lambda tree: tree, strategy)
+    leaf = max(jax.tree.leaves(strategy.shapes.params), key=lambda x: x.size)
+    masked = optax.adamw(1e-2, mask=lambda tree: jax.tree.map(lambda x: x.shape == leaf.shape, tree))
+    assert padded_shape(leaf.shape, split_dim(leaf.shape, 5, pad=True), 5) != leaf.shape
+    assert not can_pad(masked, lambda tree: tree, strategy)
 
 
 SHAPED = {
