@@ -21,13 +21,6 @@ from jaxdp.report.table import METRICS
 OUTPUT = "output.txt"
 
 
-class Slot(NamedTuple):
-    """Devices for one run. environment: variables of its process. cores: processors that it may use."""
-
-    environment: dict[str, str]
-    cores: set[int]
-
-
 class Trial(NamedTuple):
     """A run of the sweep. arguments: of `jaxdp train`."""
 
@@ -56,24 +49,26 @@ class Running(NamedTuple):
     since: float
 
 
-def make_slots(jobs: int | None, devices: int | None, count: int) -> list[Slot]:
-    """Divide the devices of this host among at most `count` runs.
+def make_slots(jobs: int | None, devices: int | None, count: int) -> list[dict[str, str]]:
+    """Divide the devices of this host among at most `count` runs; return the variables of each run's process.
 
     jobs: runs at once; None: one for each GPU, or for `devices` of them, and without GPUs one for each core. devices:
     GPUs of a run (`parallel.devices`). Raises UsageError if there are too few GPUs.
     """
-    cores, visible = sorted(os.sched_getaffinity(0)), gpus.visible_devices()
+    cores, visible = len(os.sched_getaffinity(0)), gpus.visible_devices()
     names = visible.split(",") if visible and gpus.count() else [str(i) for i in range(gpus.count())]
     each = devices or (max(1, len(names) // jobs) if jobs else 1)
-    jobs = jobs or max(1, len(names) // each if names else len(cores))
+    jobs = jobs or max(1, len(names) // each if names else cores)
     if names and jobs * each > len(names):
         raise UsageError(f"--jobs: {jobs} runs on {each} GPUs each, but there are {len(names)}; give a smaller number")
     jobs = max(1, min(jobs, count))
-    assigned = lambda i: {"CUDA_VISIBLE_DEVICES": ",".join(names[i * each : (i + 1) * each])} if names else {}
-    return [Slot(assigned(i), set(cores[i::jobs] or cores)) for i in range(jobs)]
+    if names:
+        return [{"CUDA_VISIBLE_DEVICES": ",".join(names[i * each : (i + 1) * each])} for i in range(jobs)]
+    # Not tied to cores: with a core of its own, a run on 2 cores took twice as long as without.
+    return [{"NPROC": os.environ.get("NPROC") or str(max(2, cores // jobs))}] * jobs
 
 
-def run_all(trials: Sequence[Trial], slots: Sequence[Slot]) -> int:
+def run_all(trials: Sequence[Trial], slots: Sequence[dict[str, str]]) -> int:
     """Train each in a process, with its output in `output.txt`, and print a line about each.
 
     SIGTERM and SIGUSR1 are sent on to the processes, which save and end. A run that another process trains waits for
@@ -113,16 +108,11 @@ def run_all(trials: Sequence[Trial], slots: Sequence[Slot]) -> int:
     return 1 if failed else 0
 
 
-def start(trial: Trial, slot: Slot) -> Running:
+def start(trial: Trial, slot: dict[str, str]) -> Running:
     trial.directory.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "jaxdp", "train", *trial.arguments]
-    env, before = os.environ | slot.environment, os.sched_getaffinity(0)
-    os.sched_setaffinity(0, slot.cores)  # the process inherits it, and XLA starts a thread for each
-    try:
-        with (trial.directory / OUTPUT).open("ab") as output:
-            child = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-    finally:
-        os.sched_setaffinity(0, before)
+    with (trial.directory / OUTPUT).open("ab") as output:
+        child = subprocess.Popen(command, env=os.environ | slot, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
     return Running(trial, child, time.monotonic())
 
 

@@ -78,15 +78,14 @@ def test_the_tasks_of_a_slurm_array_divide_the_runs():
             array_part({**array, "SLURM_ARRAY_TASK_ID": task})
 
 
-def test_runs_at_once_share_no_device(monkeypatch):
-    cores = os.sched_getaffinity(0)
+def test_runs_at_once_share_no_gpu(monkeypatch):
+    monkeypatch.delenv("NPROC", raising=False)
+    cores = len(os.sched_getaffinity(0))
     slots = make_slots(None, None, 100)
-    assert len(slots) == len(cores) and set().union(*(slot.cores for slot in slots)) == cores
-    assert (
-        len(make_slots(None, None, 1)) == 1 == len(make_slots(1, None, 5)) and make_slots(1, None, 5)[0].cores == cores
-    )
+    assert len(slots) == cores and all(slot == {"NPROC": "2"} for slot in slots)
+    assert make_slots(None, None, 1) == make_slots(1, None, 5) == [{"NPROC": str(max(2, cores))}]
     monkeypatch.setattr(gpus, "count", lambda: 4)
-    visible = lambda *args: [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in make_slots(*args)]
+    visible = lambda *args: [slot["CUDA_VISIBLE_DEVICES"] for slot in make_slots(*args)]
     assert visible(None, None, 9) == ["0", "1", "2", "3"] and visible(None, 2, 9) == ["0,1", "2,3"]
     assert visible(1, None, 9) == ["0,1,2,3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
