@@ -1,4 +1,4 @@
-"""Run several trainings at once on one host: each gets its share of the GPUs, or of the processor's cores."""
+"""Run several trainings at once on one host, each on its share of the GPUs."""
 
 import os
 import pathlib
