@@ -1,4 +1,4 @@
-"""Run several trainings at once on one host: each gets its share of the GPUs, or of the processor's cores."""
+"""Run several trainings at once on one host, each on its share of the GPUs."""
 
 import os
 import pathlib
@@ -64,8 +64,7 @@ def make_slots(jobs: int | None, devices: int | None, count: int) -> list[dict[s
     jobs = max(1, min(jobs, count))
     if names:
         return [{"CUDA_VISIBLE_DEVICES": ",".join(names[i * each : (i + 1) * each])} for i in range(jobs)]
-    # Not tied to cores: with a core of its own, a run on 2 cores took twice as long as without.
-    return [{"NPROC": os.environ.get("NPROC") or str(max(2, cores // jobs))}] * jobs
+    return [{}] * jobs  # not tied to cores, which other programs may use
 
 
 def run_all(trials: Sequence[Trial], slots: Sequence[dict[str, str]]) -> int:

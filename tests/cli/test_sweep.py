@@ -79,11 +79,8 @@ def test_the_tasks_of_a_slurm_array_divide_the_runs():
 
 
 def test_runs_at_once_share_no_gpu(monkeypatch):
-    monkeypatch.delenv("NPROC", raising=False)
     cores = len(os.sched_getaffinity(0))
-    slots = make_slots(None, None, 100)
-    assert len(slots) == cores and all(slot == {"NPROC": "2"} for slot in slots)
-    assert make_slots(None, None, 1) == make_slots(1, None, 5) == [{"NPROC": str(max(2, cores))}]
+    assert make_slots(None, None, 100) == [{}] * cores and make_slots(None, None, 1) == make_slots(1, None, 5) == [{}]
     monkeypatch.setattr(gpus, "count", lambda: 4)
     visible = lambda *args: [slot["CUDA_VISIBLE_DEVICES"] for slot in make_slots(*args)]
     assert visible(None, None, 9) == ["0", "1", "2", "3"] and visible(None, 2, 9) == ["0,1", "2,3"]
