@@ -109,12 +109,12 @@ def make_order(config: Config, dataset: Dataset, sequential: bool, shuffle: bool
     """Return the order: which examples each microbatch of each step contains."""
     unknown = len(dataset) >= UNKNOWN
     if unknown and config.epochs is not None:
-        raise UsageError(f"epochs: {config.epochs}, but nobody knows the stream's length; set steps, or data.args.size")
+        raise UsageError(f"epochs: {config.epochs}, but the stream's length is unknown; set steps, or data.args.size")
     if not sequential:
         return order_of(dataset, config.batch_size, config.microbatches, config.seed, shuffle)
     if unknown or (shuffle and hasattr(dataset, "example_order")):
         raise UsageError(
-            f"data.order: {config.data.target} has an order of its own, not the sequential one that the model's "
+            f"data.order: {config.data.target} defines its own order, not the sequential one that the model's "
             "carried state needs; set it to shuffled, which resets the state for each example"
         )
     return Streams(len(dataset), config.batch_size, config.microbatches)

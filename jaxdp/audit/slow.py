@@ -137,7 +137,7 @@ def relative(times: Sequence[float]) -> list[float]:
 
 
 def condition() -> str:
-    """Return clock and temperature of this process's GPUs, if NVML tells."""
+    """Return clock and temperature of this process's GPUs, if NVML reports them."""
     with contextlib.suppress(Exception):  # no pynvml, no driver, or a GPU that does not tell
         import pynvml
 

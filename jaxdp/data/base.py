@@ -9,7 +9,7 @@ import numpy as np
 from jaxdp.errors import UsageError
 
 PROBES = 64  # examples in a fingerprint: enough to distinguish two data sets, few enough for slow storage
-UNKNOWN = 1 << 62  # the length of a stream that ends nobody knows where
+UNKNOWN = 1 << 62  # the length of a stream whose end is unknown
 EMPTY = "data: the data set is empty; give it at least one example"
 _NEEDS_X64 = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
 

@@ -23,6 +23,7 @@ from jaxdp.models import as_model
 from jaxdp.models.gpt import GPT
 from jaxdp.models.mlp import MLP
 from launch import ROOT
+from published_models import with_transformers
 
 SIZES = {"num_classes": 13, "input_shape": [8], "layers": 2, "heads": 4, "dim": 16}
 LLAMA = {"norm": "rms", "mlp": "swiglu", "positions": "rotary", "tied": False, "bias": False}
@@ -133,21 +134,13 @@ np.savez(f"{folder}/outputs.npz", ids=ids, logits=logits)
 """
 
 
-def with_transformers(*args):
-    """Run `TRANSFORMERS` by an interpreter that has transformers and torch; skip without one."""
-    for python in (".venv-torch/bin/python", sys.executable):
-        if os.path.exists(python) and not subprocess.run([python, "-c", "import torch, transformers"]).returncode:
-            return subprocess.run([python, "-c", TRANSFORMERS, *map(str, args)], check=True, timeout=300)
-    return pytest.skip("needs transformers and torch: pip install 'jaxdp-trainer[transformers]'")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "tokenizer"), [*zip(FORMS, [Byte(), Char.of(TEXT)] * 2, strict=True)], ids=FORMS)
 def test_transformers_loads_the_folder_with_the_same_logits(form, tokenizer, tmp_path):
     sizes = {"num_classes": tokenizer.size, "input_shape": [64]}
     model, params = make({**FORMS[form], **sizes})
     huggingface.write(tmp_path, named(params, {}), meta({**FORMS[form], **sizes}, tokenizer.spec()))
-    with_transformers(tmp_path, TEXT)
+    with_transformers(TRANSFORMERS, tmp_path, TEXT)
     theirs = np.load(tmp_path / "outputs.npz")
     ids = tokenizer.encode(TEXT).astype(np.int32)
     np.testing.assert_array_equal(theirs["ids"], ids)

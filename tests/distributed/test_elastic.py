@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from launch import mpirun
+from launch import launched, mpirun
 from slurm import Slurm
 from two_hosts import TwoHosts
 
@@ -44,14 +44,10 @@ class Job:
         (folder / "config.yaml").write_text(CONFIG + "callbacks: [{target: slow.Slow}]\n")
         (folder / "slow.py").write_text(SLOW)
         self.directory = folder / "run"
-        words = ["launch", "-n", processes, "--restart", restart, "train", "--config", folder / "config.yaml"]
-        words += ["--run_dir", self.directory, *arguments]
-        env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": f"{ROOT}:{folder}", "JAXDP_TIMEOUT": "60"}
-        self.launcher = subprocess.Popen(
-            [sys.executable, "-m", "jaxdp", *map(str, words)],
-            env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            start_new_session=True,
-        )  # fmt: skip
+        words = ["-n", processes, "--restart", restart, "train", "--config", folder / "config.yaml"]
+        process = launched(folder, *words, "--run_dir", self.directory, *arguments)
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        self.launcher = subprocess.Popen(**process, **output, start_new_session=True)
 
     def pids(self):
         return children(self.launcher.pid)

@@ -1,14 +1,13 @@
 """The audit (audit.md) of several processes: the wrong one is named, ends the job, or leaves it."""
 
 import json
-import os
 import pathlib
 import subprocess
-import sys
 
 import pytest
 
 from jaxdp.metrics.jsonl import read
+from launch import launched
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
@@ -29,10 +28,10 @@ def launch(folder, processes, fault, *arguments, code=0):
     """(the events, the final record, the output) of a job"""
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(CONFIG)
-    words = ["launch", "-n", processes, "train", "--config", folder / "config.yaml", "--run_dir", folder / "run"]
-    env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT), "JAXDP_TIMEOUT": "60", "JAXDP_FAULT": fault}
-    command = [sys.executable, "-m", "jaxdp", *map(str, [*words, *arguments])]
-    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=280)
+    words = ["-n", processes, "train", "--config", folder / "config.yaml", "--run_dir", folder / "run", *arguments]
+    process = launched(folder, *words)
+    process["env"]["JAXDP_FAULT"] = fault
+    done = subprocess.run(**process, capture_output=True, text=True, timeout=280)
     assert done.returncode == code, done.stdout + done.stderr
     lines = read(folder / "run" / "metrics.jsonl") if code != 2 else [{}]
     return read(folder / "run" / "events.jsonl") if code != 2 else [], lines[-1], done.stdout + done.stderr

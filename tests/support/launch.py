@@ -227,3 +227,9 @@ def _survivors(mark: str, patience: float = 3.0) -> list[str]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return [f"{pid}: {command}" for pid, command in alive.items()]
+
+
+def launched(folder, *words):
+    """The arguments of a process `jaxdp launch WORDS...` in a folder, whose modules a config may name."""
+    env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": f"{ROOT}:{folder}", "JAXDP_TIMEOUT": "60"}
+    return {"args": [sys.executable, "-m", "jaxdp", "launch", *map(str, words)], "env": env, "cwd": folder}

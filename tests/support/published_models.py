@@ -1,9 +1,13 @@
 """GPT-2 and Llama in plain NumPy, by the published names and the config.json of a folder; nothing of jaxdp."""
 
 import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 
 
@@ -82,3 +86,11 @@ def llama(w, config, tokens):
     head = w["model.embed_tokens.weight"] if config["tie_word_embeddings"] else w["lm_head.weight"]
     assert head.shape == (config["vocab_size"], config["hidden_size"])
     return norm(x, "norm") @ head.T
+
+
+def with_transformers(script, *args):
+    """Run a script by an interpreter that has transformers and torch; skip without one."""
+    for python in (".venv-torch/bin/python", sys.executable):
+        if os.path.exists(python) and not subprocess.run([python, "-c", "import torch, transformers"]).returncode:
+            return subprocess.run([python, "-c", script, *map(str, args)], check=True, timeout=300)
+    return pytest.skip("needs transformers and torch: pip install 'jaxdp-trainer[transformers]'")

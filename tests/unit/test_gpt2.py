@@ -1,10 +1,7 @@
 """GPT-2's published weights: a checkpoint in their layout, and a GPT-2 of plain NumPy that reads it as it stands."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +23,7 @@ from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models import as_model
 from jaxdp.models.gpt import GPT
 from jaxdp.split import path_string
+from published_models import with_transformers
 
 VOCABULARY, LENGTH, LAYERS, HEADS, DIM = 13, 8, 2, 2, 8
 ROWS = 16  # of our embedding
@@ -282,19 +280,11 @@ SENTENCES = {"inputs": np.arange(48).reshape(4, 12) * 5 % 257}
 SENTENCES = {k: v.astype(np.int32) for k, v in {**SENTENCES, "labels": np.roll(SENTENCES["inputs"], -1, 1)}.items()}
 
 
-def with_transformers(*args):
-    """Run `TRANSFORMERS` by an interpreter that has transformers and torch."""
-    for python in (".venv-torch/bin/python", sys.executable):
-        if os.path.exists(python) and not subprocess.run([python, "-c", "import torch, transformers"]).returncode:
-            return subprocess.run([python, "-c", TRANSFORMERS, *map(str, args)], check=True, timeout=300)
-    return pytest.skip("needs transformers and torch: pip install 'jaxdp-trainer[transformers]'")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_transformers_loads_what_is_exported_with_the_same_state_and_logits(tmp_path, dtype):
     """257 tokens, no multiple of what our embedding is padded to; an update with a rate of zero."""
-    with_transformers(tmp_path, "make", dtype)
+    with_transformers(TRANSFORMERS, tmp_path, "make", dtype)
     config = {
         "model": {"target": "GPT", "args": {"num_classes": 257, "layers": 2, "heads": 2, "dim": 32}},
         "data": {"target": f"{__name__}.SENTENCES"},
@@ -310,7 +300,7 @@ def test_transformers_loads_what_is_exported_with_the_same_state_and_logits(tmp_
     assert "rows 257 to 383 of embed/embedding left as initialized" in done.stdout
     argv = ["--run_dir", str(tmp_path / "run"), "--layout", "gpt2", "--output", str(tmp_path / "model.safetensors")]
     export(load_options(argv, "export"))
-    with_transformers(tmp_path, "load", dtype)
+    with_transformers(TRANSFORMERS, tmp_path, "load", dtype)
     made, loaded = (np.load(tmp_path / f"{verb}.npz") for verb in ("make", "load"))
     assert made.files == loaded.files
     for name in made.files:
