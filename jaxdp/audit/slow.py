@@ -17,9 +17,10 @@ from jaxdp.audit.program import Probe, Sample
 from jaxdp.core.state import Batch
 from jaxdp.training.run import Progress, Run
 
-RISE, RECENT, BEFORE = 1.1, 5, 50  # the factor of a rise, from the median of BEFORE updates to that of RECENT ones
+RISE, RECENT, BEFORE = 1.1, 5, 50  # the factor of a rise, from BEFORE updates to RECENT ones
 ENOUGH = 20  # updates before the first rise
-FIRST, SHARE = 60.0, 0.005  # seconds until a measurement without a rise; then their share of the time
+PAUSE = 60.0  # the least seconds from one measurement to the next without a rise
+MOST, SHARE = 10.0, 0.005  # what measurements may take: so many seconds at once, then a share of the time
 BLOCK, BLOCKS = 0.05, 3  # the least of three means over 50 ms each: longer than a scheduler's pauses
 ROUND, GAP = 5, 2  # measurements that name a process, and the updates from one to the next
 WAIT = 600.0  # seconds that one process may take longer than another, such as to compile
@@ -32,20 +33,21 @@ class SlowDevices:
         self.probe, self.factor = probe, factor
         self.times: collections.deque[float] = collections.deque(maxlen=BEFORE + RECENT)  # seconds, of updates
         self.before: tuple[int, float] | None = None  # (update, time)
-        self.level = 0.0  # seconds of an update at which nothing was found
-        self.expires = 0.0  # when `level` no longer counts
-        self.next = time.perf_counter() + FIRST  # when to measure without a rise
+        self.allowed = MOST  # seconds that measurements may take
+        self.next = time.perf_counter() + PAUSE  # when to measure without a rise
         self.again: int | None = None  # the update after which to confirm a measurement
         self.round: list[list[float]] = []  # the factors of all ranks, in each of the last measurements
-        self.spent = 0.0  # seconds, on them
+        self.spent = 0.0  # seconds, on this round
         self.named: dict[int, float] = {}  # {rank: the factor with which it was named last}
 
     def is_due(self, run: Run, progress: Progress) -> bool:
         now, step = time.perf_counter(), progress.step
         if self.before is not None and run.checkpoints.context.is_root:
-            self.add_time((now - self.before[1]) / max(1, step - self.before[0]))
-            if self.again is None and (now > self.next or self.has_risen(now)):
-                self.level, self.next = statistics.median([*self.times][-RECENT:]), float("inf")
+            passed = now - self.before[1]
+            self.add_time(passed / max(1, step - self.before[0]))
+            self.allowed = min(MOST, self.allowed + SHARE * passed)
+            if self.again is None and self.allowed > 0 and (now > self.next or self.has_risen()):
+                self.next = float("inf")
                 run.hooks.watch.request_probe()
         self.before = (step, now)
         return run.hooks.watch.probe_is_asked() or (self.again is not None and step >= self.again)
@@ -55,27 +57,31 @@ class SlowDevices:
         if not self.times or seconds > 0.25 * statistics.median(self.times):
             self.times.append(seconds)
 
-    def has_risen(self, now: float) -> bool:
-        """Return whether updates take longer than before, and longer than at the last measurement."""
-        *earlier, a, b, c, d, e = self.times if len(self.times) >= ENOUGH + RECENT else [0.0] * 6
-        level = self.level if now < self.expires else 0.0
-        return statistics.median((a, b, c, d, e)) > RISE * max(level, statistics.median(earlier))
+    def has_risen(self) -> bool:
+        """Return whether the last updates took longer than those before."""
+        times = [*self.times]
+        return len(times) >= ENOUGH + RECENT and low(times[-RECENT:]) > RISE * low(times[:-RECENT])
 
     def check(self, run: Run, progress: Progress, batch: Batch) -> None:
         """Measure all processes; name those that are slow, at the end of a round of measurements."""
         began = time.perf_counter()
         with run.hooks.watch.suspend_timeout("measures its devices"):
             times, shares = self._measure(run, *self.probe.sample(progress.state, batch, 0))
-        run.log.events.note("probe", progress.step, ms=[round(1e3 * t, 3) for t in times])
-        for rank in self.judge(relative(times)):
+        factors = relative(times)
+        if self.probe.strategy.devices[0].platform == "cpu":  # a time varies by some percent, this share by a tenth
+            factors = [*map(max, factors, relative([1 / share for share in shares]))]
+        run.log.events.note("probe", progress.step, ms=[round(1e3 * t, 3) for t in times], factors=factors)
+        for rank in self.judge(factors):
             self._name(run, progress.step, rank, times, shares)
         self.again = progress.step + GAP if self.round else None
         self.before = None
         now = time.perf_counter()
         self.spent += now - began
+        self.allowed -= now - began
         if not self.round:
-            pause, self.spent = max(FIRST / 2, self.spent / SHARE), 0.0
-            self.next, self.expires = now + pause, now + pause / 2
+            self.next, self.spent = now + max(PAUSE, 2 * self.spent / SHARE), 0.0
+            for _ in range(min(RECENT, len(self.times))):  # a rise is one of the updates that follow
+                self.times.pop()
 
     def judge(self, factors: list[float]) -> list[int]:
         """Add a measurement to the round; return the ranks to name, and reset the round at its end.
@@ -129,6 +135,11 @@ def mean_time(f: Callable[[], Any]) -> float:
         f()
         count += 1
     return elapsed / count
+
+
+def low(times: Sequence[float]) -> float:
+    """Return the lower quartile: other programs make some updates slower, but none faster."""
+    return statistics.quantiles(times, n=4)[0]
 
 
 def relative(times: Sequence[float]) -> list[float]:
