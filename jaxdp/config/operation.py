@@ -90,13 +90,14 @@ class Elastic:
     Args:
         enabled: a lost process does not end the others
         min_processes: fewer processes wait for others, and end with code 75 after join_timeout
-        snapshot_every: updates between two copies of the state in memory; updates since the last one are repeated
+        snapshot_every: updates between two copies of the state in memory, those since the last one being repeated; auto
+            is as many as make the copies take a hundredth of the time
         join_timeout: seconds to wait for enough processes
     """
 
     enabled: bool = speed(False)
     min_processes: int = speed(1, least=1)
-    snapshot_every: int = speed(10, least=1)
+    snapshot_every: int | Literal["auto"] = speed("auto", least=1)
     join_timeout: float = speed(60.0, above=0)
 
 

@@ -220,7 +220,7 @@ class Outer:
     """
 
     replicas: int = numbers(1, least=1)
-    every: int = numbers(20, least=1)
+    every: int = numbers(1, least=1)
     optimizer: OuterOptimizer = numbers(OuterOptimizer())
 
 

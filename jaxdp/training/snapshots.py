@@ -4,10 +4,13 @@ The state has parts (`copies`): its replicated leaves, which every process copie
 each device. A process copies the parts of its devices and those of a neighbour.
 """
 
+import collections
 import json
+import math
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -21,6 +24,9 @@ from jaxdp.split import WHOLE
 from jaxdp.training.copies import Copies, assemble
 from jaxdp.training.run import Progress, Run
 from jaxdp.training.save import progress_metadata, save, wait_for_checkpoint
+
+
+FIRST, COST, MOST = 10, 0.01, 1000  # updates between the first copies; then the share of the time; most updates
 
 
 class Snapshot(NamedTuple):
@@ -65,15 +71,19 @@ class Found(NamedTuple):
 
 
 class Snapshots:
-    """The newest snapshots of this process. every: updates between two. audited: only states that an audit has
-    passed are copied, not the one at which processes regroup.
+    """The newest snapshots of this process.
+
+    every: updates between two; "auto" chooses it after the third, so that they take a hundredth of the time. audited:
+    only states that an audit has passed are copied, not the one at which processes regroup.
 
     The copy of update k is read from the device when the next one is taken, so that the loop never waits for it. If a
     host lacks the memory for copies, none is taken, and the job continues from its checkpoints.
     """
 
-    def __init__(self, every: int, audited: bool = False):
-        self.every, self.audited = every, audited
+    def __init__(self, every: int | Literal["auto"], audited: bool = False):
+        self.every, self.audited = FIRST if every == "auto" else every, audited
+        self._choose, self._measured = every == "auto", False
+        self._taken: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=3)  # step, began, ended
         self.newest: Snapshot | None = None
         self.previous: Snapshot | None = None  # of a split state: another process may not have read its newest parts
         self.generations = 0  # that have ended
@@ -85,6 +95,11 @@ class Snapshots:
     def start(self, run: Run) -> None:
         """Prepare for a run on new devices, and copy the state that it has recovered: it is split in another way."""
         self._pending, self._copies = None, Copies(run.strategy, run.checkpoints.context.hosts)
+        self._taken.clear()
+        if self._choose:  # a process that has just joined has not measured
+            texts = run.checkpoints.context.exchange("snapshot_every", str(self.every * self._measured))
+            self._measured = any(text != "0" for text in texts)
+            self.every = max(map(int, texts)) if self._measured else FIRST
         copies = (3 if self._copies.count else 2) - (self.newest is not None)
         self._enough_memory = enough_memory(run, copies * self._copies.size)
         if self._enough_memory and run.origin.recovered is not None:
@@ -95,8 +110,13 @@ class Snapshots:
         """Copy the state, if `every` updates have passed, or the run was rolled back."""
         last, self.reached = self._pending or self.newest, progress.step
         if self._enough_memory and not 0 <= progress.step - (last.step if last else run.origin.start) < self.every:
+            began = time.perf_counter()
             self.settle()
             self._begin(run, progress)
+            self._taken.append((progress.step, began, time.perf_counter()))
+            if self._choose and not self._measured and len(self._taken) == 3:
+                texts = run.checkpoints.context.exchange("cost of snapshots", str(affordable(self._taken)))
+                self.every, self._measured = max(map(int, texts)), True
 
     def take_now(self, run: Run, progress: Progress) -> None:
         """Copy the state, and wait for the copy; without memory for it, save a checkpoint."""
@@ -157,6 +177,16 @@ class Snapshots:
         step, _, meta, dims, _, _ = found.snapshot
         state = assemble(shapes, dims, receive(context, found, shapes))
         return step, json.loads(meta), run.strategy.adopt(jax.tree.unflatten(structure, state))
+
+
+def affordable(taken: Sequence[tuple[int, float, float]]) -> int:
+    """Return the updates between two copies with which these take COST of the time.
+
+    taken: (update, when the copy began, when it ended), in seconds, of three copies.
+    """
+    _, (step, began, ended), (now, until, done) = taken
+    update, copy = (until - ended) / (now - step), min(ended - began, done - until)
+    return min(MOST, max(1, math.ceil(copy / (COST * update))))
 
 
 def enough_memory(run: Run, need: int) -> bool:

@@ -22,7 +22,7 @@ from jaxdp.supervise.agreement import Agreement
 from jaxdp.supervise.monitor import RunMonitor, Stopped
 from jaxdp.supervise.watchdog import verdict
 from jaxdp.training import loop
-from jaxdp.training.snapshots import Snapshots
+from jaxdp.training.snapshots import Snapshots, affordable
 from jaxdp.training.source import Source
 from plain_runs import make_run
 
@@ -132,6 +132,23 @@ def test_a_run_that_is_rolled_back_continues_to_take_snapshots(tmp_path):
     snapshots.settle()
     assert len(compilations) == 2  # the first update, and the first one after the rollback
     assert snapshots.newest.step == 11 and json.loads(snapshots.newest.meta)["offset"] == 2
+
+
+def test_snapshots_take_a_hundredth_of_the_time():
+    taken = [(10, 0.0, 0.5), (20, 1.5, 1.5495), (30, 2.5495, 2.8)]  # update, began, ended; an update takes 0.1 s
+    assert affordable(taken) == 50
+    assert affordable([(10, 0.0, 0.5), (20, 1.5, 1.5001), (30, 101.5, 101.6)]) == 1
+
+
+@pytest.mark.slow
+def test_snapshots_choose_their_interval(tmp_path):
+    snapshots = Snapshots("auto")
+    run = guarded_run(tmp_path, [], steps=40).replace(snapshots=snapshots)
+    snapshots.start(run)
+    loop.fit(run)
+    run.hooks.watch.stop()
+    snapshots.settle()
+    assert snapshots.newest.step == 30 + (40 - 30) // snapshots.every * snapshots.every
 
 
 @pytest.mark.slow
