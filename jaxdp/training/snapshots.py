@@ -25,7 +25,6 @@ from jaxdp.training.copies import Copies, assemble
 from jaxdp.training.run import Progress, Run
 from jaxdp.training.save import progress_metadata, save, wait_for_checkpoint
 
-
 FIRST, COST, MOST = 10, 0.01, 1000  # updates between the first copies; then the share of the time; most updates
 
 
