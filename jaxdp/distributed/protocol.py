@@ -40,7 +40,6 @@ NOTE = {"suspended?": bool, "own_ms?": float}
 OPERATIONS: dict[str, dict[str, Any]] = {
     "beat": {"note": NOTE},
     "beats": {},
-    "silent": {"seconds": float},
     "exchange": {
         "name": str,
         "turn": range(1 << 53),
@@ -49,9 +48,6 @@ OPERATIONS: dict[str, dict[str, Any]] = {
         "timeout": float,
         "await_responsive": bool,
     },
-    "put": {"key": str, "text": LONG_TEXT},
-    "get": {"key": str, "timeout": float},
-    "forget": {"prefix": str},
     "announce": {"name": str, "text": LONG_TEXT},
     "fault": {"text": str, "code": range(1, 256)},
     "log": {"path": str},
