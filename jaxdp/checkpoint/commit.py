@@ -47,8 +47,10 @@ class Commit:
             self.member.announce(f"{self.name} failed", f"rank {self.context.rank}: {reason}")
 
     def _raise_if_failed(self) -> None:
-        if self.member is not None and (failure := self.member.announced(f"{self.name} failed")) is not None:
-            raise PeerFailed(failure)
+        if self.member is not None:
+            self.member.check_generation()
+            if (failure := self.member.announced(f"{self.name} failed")) is not None:
+                raise PeerFailed(failure)
 
 
 def reason_of(error: BaseException) -> str:
