@@ -46,9 +46,9 @@ class SlowDevices:
             self.add_time((now - self.before[1]) / max(1, step - self.before[0]))
             if self.again is None and (now > self.next or self.has_risen(now)):
                 self.level, self.next = statistics.median([*self.times][-RECENT:]), float("inf")
-                run.hooks.watch.request_probe()
+                run.hooks.watch.request("probe")
         self.before = (step, now)
-        return run.hooks.watch.probe_is_asked() or (self.again is not None and step >= self.again)
+        return run.hooks.watch.is_asked("probe") or (self.again is not None and step >= self.again)
 
     def add_time(self, seconds: float) -> None:
         """Add the time of an update, unless the loop only dispatched it, as it does after each pause."""
