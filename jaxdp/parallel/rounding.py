@@ -86,7 +86,7 @@ def as_written(f: Callable, live: jax.Array) -> Callable:
     def rule(equation: Any, inputs: list[Any]) -> Sequence[Any] | None:
         name, out = equation.primitive.name, equation.outvars[0].aval if equation.outvars else None
         if name in SAME and (value := scalar(equation.invars[0], inputs[0])) is not None:
-            uniform[equation.outvars[0]] = value.astype(out.dtype)
+            uniform[equation.outvars[0]] = value.astype(equation.outvars[0].aval.dtype)
         if name == "cond":
             branches = [lambda *args, inner=inner: evaluate(inner, args, rule) for inner in equation.params["branches"]]
             return jax.lax.switch(inputs[0], branches, *inputs[1:])
