@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-CALLS = {"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat", "remat2"}
+CALLS = {"jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat", "remat2"}
 # (equation, inputs) -> its outputs; None: compute it as it is written, and enter it if it is one of CALLS
 Rule = Callable[[Any, list[Any]], Sequence[Any] | None]
 

@@ -25,7 +25,7 @@ from jaxdp.core.frozen import merge
 from jaxdp.core.state import Batch, Sums, TrainState
 from jaxdp.core.step import Step
 from jaxdp.errors import UsageError
-from jaxdp.parallel.gather import GatherRule
+from jaxdp.parallel.gather import GatherRule, make_gather
 from jaxdp.parallel.layout import ZERO
 from jaxdp.parallel.pjit import PJit
 from jaxdp.parallel.placement import (
@@ -38,7 +38,7 @@ from jaxdp.parallel.placement import (
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.rounding import opaque_true, scan_unfused
 from jaxdp.parallel.strategy import Program
-from jaxdp.parallel.sums import ReductionPlan, arithmetic, sums_on_device
+from jaxdp.parallel.sums import ReductionPlan, arithmetic, joiner, replica_microbatches
 from jaxdp.split import WHOLE
 
 Tree = Any
@@ -127,12 +127,20 @@ class Replicas(PJit):
 
     def _sums(self, step: Step, f: Callable[..., Sums], plan: ReductionPlan) -> Callable[..., Sums]:
         """Return (view, batch[microbatch, ...], numbers) -> sums of a function of the step over the plan's axes."""
+        of_all, reduce = self.arithmetic.over_microbatches(f, plan)
         rule = GatherRule(self.reduction, plan.axes, self.blocks, step.trainable)
-        return sums_on_device(f, plan, rule, self.slices, self.shapes.params)
+
+        def sums(view: Any, batch: Batch, numbers: jax.Array) -> Sums:
+            live, join = self.arithmetic.live(view.step), joiner(plan.assignment, plan.axes)
+            params, gather = make_gather(view.params, self.slices, self.shapes.params, rule._replace(live=live))
+            return reduce(of_all(view._replace(params=params), batch, numbers, gather, join))
+
+        return sums
 
     def _evaluate(self, step: Step) -> Callable[..., Sums]:
         """Return the evaluation of the shared parameters: all devices share the microbatches."""
-        return self._sums(step, step.evaluate, ReductionPlan(self.reduction, self.assignment, ALL))
+        sums = self._sums(step, step.evaluate, ReductionPlan(self.reduction, self.assignment, ALL))
+        return lambda view, batch: sums(view, batch, replica_microbatches(self.assignment, ALL))
 
     def _update(self, step: Step) -> Callable[..., Any]:
         """Return an update on one device: of each of its replicas, and of what all share if that is due."""
@@ -142,7 +150,7 @@ class Replicas(PJit):
 
         def one_replica(_: Any, piece: Any) -> Any:
             number, replica, batch = piece
-            numbers = jnp.asarray(self.of_replica)[jax.lax.axis_index(DATA)]
+            numbers = replica_microbatches(self.of_replica, FLAT)
             numbers = jnp.where(numbers < 0, numbers, numbers + number * self.own)
             return _, apply(replica, grads(replica.view, batch, numbers))
 

@@ -14,7 +14,7 @@ from jaxdp.core.state import Batch, Sums, TrainState, View
 from jaxdp.core.step import Step
 from jaxdp.errors import UsageError
 from jaxdp.optim import check_elementwise
-from jaxdp.parallel.gather import GatherRule
+from jaxdp.parallel.gather import GatherRule, make_gather
 from jaxdp.parallel.layout import UNSHARDED, ZERO, Sharding, Share, param_dims, share, state_dims
 from jaxdp.parallel.padding import fit_trees, padded_shapes, resize
 from jaxdp.parallel.placement import (
@@ -33,7 +33,7 @@ from jaxdp.parallel.placement import (
 )
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.strategy import Program
-from jaxdp.parallel.sums import ReductionPlan, arithmetic, sums_on_device
+from jaxdp.parallel.sums import ReductionPlan, arithmetic, joiner, replica_microbatches
 from jaxdp.split import spec, split_dims
 
 
@@ -123,6 +123,7 @@ class PJit:
     def _summed(self, step: Step, f: Callable[..., Sums], plan: ReductionPlan, grad_specs: Any) -> Any:
         """Return (view, batch) -> sums over all devices of a function of the step on each device's microbatches."""
         full: Any = P()
+        of_microbatches, reduce = self.arithmetic.over_microbatches(f, plan)
         rule = GatherRule(
             self.reduction,
             self.axes,
@@ -133,10 +134,16 @@ class PJit:
             reduce_dtype=self.reduce_dtype,
         )
 
+        def device_sums(view: View, batch: Batch) -> Sums:
+            live = self.arithmetic.live(view.step)
+            params, gather = make_gather(view.params, self.slices, self.shapes.params, rule._replace(live=live))
+            numbers, join = replica_microbatches(self.assignment, self.axes), joiner(self.assignment, self.axes)
+            return reduce(of_microbatches(view._replace(params=params), batch, numbers, gather, join))
+
         over_devices = P(self.axes.all)
         view = View(full, self._specs(self.dims.params), full, full, over_devices, full)
         sums = Sums(grad_specs, full, full, full, full, over_devices, full)
-        return self._map(sums_on_device(f, plan, rule, self.slices, self.shapes.params), (view, over_devices), sums)
+        return self._map(device_sums, (view, over_devices), sums)
 
     def _apply(self, step: Step, grad_dims: Any, grad_specs: Any) -> Any:
         """Return `step.apply` for gradients, optimizer state and updates that may be sharded."""

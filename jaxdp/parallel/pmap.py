@@ -14,7 +14,7 @@ from jaxdp.core.state import Batch, Sums, TrainState
 from jaxdp.core.step import Step
 from jaxdp.errors import UsageError
 from jaxdp.optim import check_elementwise
-from jaxdp.parallel.gather import GatherRule
+from jaxdp.parallel.gather import GatherRule, make_gather
 from jaxdp.parallel.layout import UNSHARDED, ZERO, Sharding, Share, param_dims, share, state_dims
 from jaxdp.parallel.mapped import Mapped, from_buffers, reshard
 from jaxdp.parallel.padding import fit_trees, padded_shapes, resize
@@ -34,7 +34,7 @@ from jaxdp.parallel.placement import (
 )
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.strategy import Program
-from jaxdp.parallel.sums import ReductionPlan, arithmetic, sums_on_device
+from jaxdp.parallel.sums import ReductionPlan, arithmetic, joiner, replica_microbatches
 from jaxdp.split import WHOLE, spec, take
 
 
@@ -138,9 +138,16 @@ class PMap:
 
     def _summed(self, step: Step, f: Callable[..., Sums], plan: ReductionPlan) -> Callable[[TrainState, Batch], Sums]:
         """Return (state, batch) -> sums over all devices of a function of the step on each device's microbatches."""
+        of_microbatches, reduce = self.arithmetic.over_microbatches(f, plan)
         rule = GatherRule(self.reduction, FLAT, self.blocks, step.trainable)
-        sums = sums_on_device(f, plan, rule, self.slices, self.shapes.params)
-        return lambda state, batch: sums(state.view, batch)
+
+        def device_sums(state: TrainState, batch: Batch) -> Sums:
+            live = self.arithmetic.live(state.step)
+            params, gather = make_gather(state.params, self.slices, self.shapes.params, rule._replace(live=live))
+            numbers, join = replica_microbatches(self.assignment, FLAT), joiner(self.assignment, FLAT)
+            return reduce(of_microbatches(state.view._replace(params=params), batch, numbers, gather, join))
+
+        return device_sums
 
     def _apply(self, step: Step, grad_dims: Any) -> Callable[..., Any]:
         """Return `step.apply`; under ZeRO-1, on this device's slices, gathering the new parameters."""

@@ -11,7 +11,6 @@ from jaxdp.axes import Axes
 from jaxdp.core.frozen import merge
 from jaxdp.core.norm import plain_total
 from jaxdp.core.state import Batch, Gather, Join, Sums, Total, View
-from jaxdp.parallel.gather import GatherRule, make_gather
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.split import WHOLE
 
@@ -66,25 +65,9 @@ def arithmetic(reduction: Reduction) -> Arithmetic:
     return reduction.arithmetic or FLOATS
 
 
-def sums_on_device(
-    f: MicrobatchSums, plan: ReductionPlan, rule: GatherRule, dims: Any, shapes: Any
-) -> Callable[..., Sums]:
-    """Return (view, batch, numbers) -> the sums over all devices of a function of the step, in a strategy's program.
-
-    rule, dims, shapes: of parameters that may be slices; see `make_gather`. numbers: of this device's microbatches, by
-    default those of `plan.assignment`.
-    """
-    of_reduction = arithmetic(plan.reduction)
-    of_microbatches, reduce = of_reduction.over_microbatches(f, plan)
-
-    def sums(view: View, batch: Batch, numbers: jax.Array | None = None) -> Sums:
-        live = of_reduction.live(view.step)
-        params, gather = make_gather(view.params, dims, shapes, rule._replace(live=live))
-        numbers = jnp.asarray(plan.assignment)[jax.lax.axis_index(plan.axes.all)] if numbers is None else numbers
-        join = joiner(plan.assignment, plan.axes)
-        return reduce(of_microbatches(view._replace(params=params), batch, numbers, gather, join))
-
-    return sums
+def replica_microbatches(assignment: np.ndarray, axes: Axes) -> jax.Array:
+    """Return the numbers of the microbatches of this replica; call it inside a strategy's program."""
+    return jnp.asarray(assignment)[jax.lax.axis_index(axes.all)]
 
 
 def reducer(plan: ReductionPlan) -> Reduce:
