@@ -13,7 +13,6 @@ import secrets
 import shutil
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
@@ -45,7 +44,7 @@ WRITTEN = (
 CHECKPOINT = re.compile(r"\d+(\.(orbax-checkpoint-tmp|pruned|damaged|unfinished).*)?")
 
 _owner: "tuple[IO[str], Owner] | None" = None  # the open lock file of this process, and its owner
-_nonce: str | None = None  # of the run directory that this process has used last
+_nonce = (0, "")  # (the process, the nonce) of the run directory that this process has used last
 
 
 def make(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
@@ -80,7 +79,7 @@ def sees(file: pathlib.Path, text: str, timeout: float) -> bool:
 def is_shared(directory: pathlib.Path, nonce: str, timeout: float = 10.0) -> str | None:
     """Wait until rank 0's nonce is visible to this rank. Return an error message or None."""
     global _nonce
-    _nonce = nonce
+    _nonce = (os.getpid(), nonce)
     if sees(directory / ".nonce", nonce, timeout):
         return None
     return (
@@ -95,17 +94,24 @@ def lock(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
     It is a POSIX lock: the kernel releases it with the process, NFS supports it, and a forked child does not inherit
     it. Wait for an owner that is ending, or whose launcher has ended; fail at once for any other. But take the
     directory from an owner that led this process's own job in its last generation: it is stopped or cut off, and may
-    keep the lock for as long as it lives.
+    keep its lock for as long as it lives. That lock is then of a file that no longer has the name.
     """
     global _owner
-    file, deadline, reported = (directory / ".lock").open("a+", errors="replace"), time.monotonic() + WAIT, False
+    path, deadline, reported = directory / ".lock", time.monotonic() + WAIT, False
     while True:
+        file = path.open("a+", errors="replace")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                break
+        except FileNotFoundError:  # it has just been replaced
+            pass
         except (BlockingIOError, PermissionError):
             if _is_of_this_job(directory):
-                threading.Thread(target=_lock_later, args=[file], daemon=True).start()
+                file.close()
+                with replaced(path) as new:
+                    file = new.open("a+", errors="replace")
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             owner = Owner.read(file)
             problem = f"run_dir: {str(directory)!r} is in use by {owner.name}"
@@ -118,6 +124,7 @@ def lock(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
             time.sleep(0.2)
         except OSError:  # a file system without locks
             return file, None
+        file.close()
     starters = [pid for pid, program in mpi.ancestors() if program.name in mpi.STARTERS]
     name = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
     _owner = (file, Owner(name, socket.gethostname(), starters))
@@ -126,19 +133,8 @@ def lock(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
 
 
 def _is_of_this_job(directory: pathlib.Path) -> bool:
-    """Return whether the directory was last used by a job that this process belongs to."""
-    return _nonce is not None and (directory / ".nonce").exists() and nonce(directory) == _nonce
-
-
-def _lock_later(file: IO[str]) -> None:
-    """Lock an open file as soon as its owner releases it, unless it is closed first."""
-    with contextlib.suppress(OSError, ValueError):  # ValueError: closed
-        while not file.closed:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except (BlockingIOError, PermissionError):
-                time.sleep(0.2)
+    """Return whether the directory was last used by a job that this process, and not its parent, belongs to."""
+    return _nonce[0] == os.getpid() and (directory / ".nonce").exists() and nonce(directory) == _nonce[1]
 
 
 def mark_ending() -> None:

@@ -32,7 +32,6 @@ from jaxdp.precision import cast_floats
 from jaxdp.split import path_string
 
 T = TypeVar("T")
-SLOW = 600.0  # seconds that one rank may take longer than another to read its data
 
 
 def rehearse(

@@ -31,7 +31,7 @@ from jaxdp.config import Config
 from jaxdp.core.state import TrainState
 from jaxdp.data.base import Dataset, fingerprint
 from jaxdp.data.resident import Resident
-from jaxdp.distributed.context import Context
+from jaxdp.distributed.context import SLOW, Context
 from jaxdp.errors import UsageError
 from jaxdp.losses import attribute
 from jaxdp.metrics.throughput import throughput
@@ -44,7 +44,6 @@ from jaxdp.training.run import Data, Log, Run, Schedule
 from jaxdp.training.source import Source
 
 T = TypeVar("T")
-SLOW = 600.0  # seconds that one rank may take longer than another to read its data
 
 
 class Prepared(NamedTuple):

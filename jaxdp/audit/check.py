@@ -7,8 +7,6 @@ state are compared through the coordinator; where two differ, all devices comput
 import base64
 import contextlib
 import json
-import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,12 +17,12 @@ from jaxdp.audit.program import Probe
 from jaxdp.audit.votes import Groups, Verdict, judge, vote
 from jaxdp.core.state import Batch, TrainState
 from jaxdp.distributed import membership
+from jaxdp.distributed.context import SLOW
 from jaxdp.errors import RunFailed
 from jaxdp.parallel.placement import of_this_process
 from jaxdp.training.run import Progress, Run
 
 AGAIN = 3  # repetitions that tell a device from software
-SLOW = 600.0  # seconds that one process may take longer than another, such as to compile
 WAIT = 60.0  # seconds for the end of a generation that a process leaves
 
 
@@ -37,7 +35,6 @@ class Audit:
         self.passed: int | None = None  # the same of the last one that found nothing
         self.named: set[Any] = set()
         self.measure: Callable[..., np.ndarray] = self._measure  # one object: the monitor knows what it has compiled
-        self._before: tuple[int, float] | None = None  # (update, time) at the end of the last audit
         self._titles: list[str] = []
         self._groups: list[Groups] = []
 
@@ -49,9 +46,8 @@ class Audit:
 
     def check(self, run: Run, progress: Progress, batch: Batch) -> None:
         """Audit the devices after an update. Raises RunFailed if the action is to end this process or all."""
-        began, first = time.perf_counter(), not self._titles
         step = self.last = progress.step
-        if first:
+        if not self._titles:
             self._describe(run)
         microbatch = int(np.random.default_rng(step).integers(self.probe.strategy.assignment.max() + 1))
         name = f"the audit after update {step}"
@@ -74,7 +70,6 @@ class Audit:
             self._act(run, step, verdict)
         else:
             self.passed = run.checkpoints.audited = step
-            self._warn_if_slow(run, step, began, first)
 
     def _measure(self, run: Run, state: TrainState, batch: Batch, microbatch: int) -> np.ndarray:
         """Return the fingerprints [device, leaf] of all processes."""
@@ -173,17 +168,6 @@ class Audit:
             run.log.writer.say(f"warning: {text}")
             if log:
                 run.log.events.note("audit", step, reason=text)
-
-    def _warn_if_slow(self, run: Run, step: int, began: float, first: bool) -> None:
-        now = time.perf_counter()
-        if self._before is not None and not first and step > self._before[0] and now - began > began - self._before[1]:
-            cost, update = now - began, (began - self._before[1]) / (step - self._before[0])
-            text = (
-                f"audit.every: {self.every}: an audit takes {1e3 * cost:.0f} ms, longer than the updates between two "
-                f"({1e3 * update:.1f} ms each); {math.ceil(100 * cost / update)} would cost 1 %"
-            )
-            self._warn(run, step, "every", text)
-        self._before = (step, now)
 
 
 def kind_of(device: jax.Device) -> str:

@@ -1,18 +1,16 @@
 """Look at the output of each matrix product and convolution of a function, or replace it.
 
-An output that is masked later, by a ReLU or dropout, or rounded away, leaves no trace in the gradients. The interpreter
-follows "Writing custom interpreters in JAX" (JAX documentation).
+An output that is masked later, by a ReLU or dropout, or rounded away, leaves no trace in the gradients.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Literal
 
-from jaxdp.parallel.rounding import CALLS
+from jaxdp.core.interpreter import Rule, bind, evaluate, interpret
 
 Visit = Callable[[int, jax.Array], tuple[jax.Array, jax.Array]]
 PRODUCTS = ("dot_general", "conv_general_dilated")
@@ -26,9 +24,8 @@ def visit_products(f: Callable, visit: Visit) -> Callable:
     """
 
     def run(*args: Any) -> tuple[Any, list[jax.Array]]:
-        closed, shape = jax.make_jaxpr(f, return_shape=True)(*args)
-        out, results = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), visit, 0)
-        return jax.tree.unflatten(jax.tree.structure(shape), out), results
+        results: list[jax.Array] = []
+        return interpret(f, args, _rule(visit, results)), results
 
     return run
 
@@ -41,41 +38,30 @@ def number_of_products(f: Callable, *args: Any) -> int:
     return len(jax.eval_shape(lambda *args: visit_products(f, lambda i, x: (x, jnp.uint32(0)))(*args)[1], *args))
 
 
-def _evaluate(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], visit: Visit, first: int
-) -> tuple[list[Any], list[jax.Array]]:
-    """Return (the outputs, the results of the visits). first: the number of the first product."""
-    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    read = lambda x: x.val if isinstance(x, Literal) else values[x]
-    results: list[jax.Array] = []
-    for eqn in jaxpr.eqns:
-        name, inputs, number = eqn.primitive.name, [read(x) for x in eqn.invars], first + len(results)
-        if name in CALLS:
-            inner = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr") if key in eqn.params)
-            inner, closed = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
-            out, more = _evaluate(inner, closed, inputs, visit, number)
-        elif name == "scan":
-            out, more = _scan(eqn.params, inputs, visit, number)
-        else:
-            result = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-            out, more = list(result) if eqn.primitive.multiple_results else [result], []
-            if name in PRODUCTS or eqn.params.get("name") == REPLACED:
-                out[0], result = visit(number, out[0])
-                more = [result]
-        results += more
-        values.update(zip(eqn.outvars, out, strict=True))
-    return [read(x) for x in jaxpr.outvars], results
+def _rule(visit: Visit, results: list[jax.Array]) -> Rule:
+    """Return the rule of an interpreter that adds the result of each visit."""
 
+    def rule(equation: Any, inputs: list[Any]) -> list[Any] | None:
+        name, params, first = equation.primitive.name, equation.params, len(results)
+        if name in PRODUCTS or params.get("name") == REPLACED:
+            out = bind(equation, inputs)
+            out[0], result = visit(first, out[0])
+            results.append(result)
+            return out
+        if name != "scan":
+            return None
+        consts, carries = params["num_consts"], params["num_carry"]
 
-def _scan(params: Any, inputs: Sequence[Any], visit: Visit, first: int) -> tuple[list[Any], list[jax.Array]]:
-    closed, consts, carries = params["jaxpr"], params["num_consts"], params["num_carry"]
+        def body(carry: Any, pieces: Any) -> tuple[list[Any], tuple[list[Any], list[jax.Array]]]:
+            more: list[jax.Array] = []
+            inner = _rule(lambda number, x: visit(first + number, x), more)
+            out = evaluate(params["jaxpr"], [*inputs[:consts], *carry, *pieces], inner)
+            return out[:carries], (out[carries:], more)
 
-    def body(carry: Sequence[Any], pieces: Sequence[Any]) -> tuple[list[Any], tuple[list[Any], list[jax.Array]]]:
-        out, results = _evaluate(closed.jaxpr, closed.consts, [*inputs[:consts], *carry, *pieces], visit, first)
-        return out[:carries], (out[carries:], results)
+        start, pieces = inputs[consts : consts + carries], inputs[consts + carries :]
+        options = {name: params[name] for name in ("length", "reverse", "unroll")}
+        carry, (stacked, more) = jax.lax.scan(body, start, pieces, **options)
+        results.extend(x.sum(0, dtype=jnp.uint32) for x in more)
+        return [*carry, *stacked]
 
-    start, pieces = list(inputs[consts : consts + carries]), list(inputs[consts + carries :])
-    carry, (stacked, results) = jax.lax.scan(
-        body, start, pieces, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
-    )
-    return [*carry, *stacked], [x.sum(0, dtype=jnp.uint32) for x in results]
+    return rule

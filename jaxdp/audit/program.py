@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdp.audit.products import visit_products
 from jaxdp.core.state import Batch, TrainState, View
 from jaxdp.core.step import Step
+from jaxdp.parallel.placement import of_device
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.split import fit, path_string
 
@@ -82,9 +83,7 @@ class Probe:
         def select(batch: Batch, device: jax.Array, slot: jax.Array) -> Batch:
             def one(x: jax.Array) -> jax.Array:
                 x = jax.lax.dynamic_slice_in_dim(x.reshape(-1, *x.shape[dims:]), slot, 1)
-                wide = x.astype(jnp.promote_types(x.dtype, jnp.int32)) if x.dtype.itemsize < 4 else x
-                sent = jnp.where(jax.lax.axis_index(self.axes) == device, wide, jnp.zeros_like(wide))
-                return jax.lax.psum(sent, self.axes).astype(x.dtype)
+                return of_device(x, self.axes, device)
 
             return jax.tree.map(one, batch)
 

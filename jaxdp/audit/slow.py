@@ -15,6 +15,7 @@ import jax
 
 from jaxdp.audit.program import Probe, Sample
 from jaxdp.core.state import Batch
+from jaxdp.distributed.context import SLOW
 from jaxdp.training.run import Progress, Run
 
 RISE, RECENT, BEFORE = 1.1, 5, 50  # the factor of a rise, from BEFORE updates to RECENT ones
@@ -23,7 +24,6 @@ PAUSE = 60.0  # the least seconds from one measurement to the next without a ris
 MOST, SHARE = 10.0, 0.005  # what measurements may take: so many seconds at once, then a share of the time
 BLOCK, BLOCKS = 0.05, 3  # the least of three means over 50 ms each: longer than a scheduler's pauses
 ROUND, GAP = 5, 2  # measurements that name a process, and the updates from one to the next
-WAIT = 600.0  # seconds that one process may take longer than another, such as to compile
 
 
 class SlowDevices:
@@ -48,9 +48,9 @@ class SlowDevices:
             self.allowed = min(MOST, self.allowed + SHARE * passed)
             if self.again is None and self.allowed > 0 and (now > self.next or self.has_risen()):
                 self.next = float("inf")
-                run.hooks.watch.request_probe()
+                run.hooks.watch.request("probe")
         self.before = (step, now)
-        return run.hooks.watch.probe_is_asked() or (self.again is not None and step >= self.again)
+        return run.hooks.watch.is_asked("probe") or (self.again is not None and step >= self.again)
 
     def add_time(self, seconds: float) -> None:
         """Add the time of an update, unless the loop only dispatched it, as it does after each pause."""
@@ -120,11 +120,11 @@ class SlowDevices:
         """Return (the seconds in which each process computes the sample, its share of CPU time meanwhile)."""
         compute = lambda: jax.block_until_ready(self.probe.fingerprints(leaves, sample))
         compute()
-        run.checkpoints.context.barrier("measurement", WAIT)
+        run.checkpoints.context.barrier("measurement", SLOW)
         began, used = time.perf_counter(), time.process_time()
         seconds = min(mean_time(compute) for _ in range(BLOCKS))
         share = (time.process_time() - used) / (time.perf_counter() - began)
-        texts = run.checkpoints.context.exchange("measurement", f"{seconds!r} {max(share, 1e-3)!r}", WAIT)
+        texts = run.checkpoints.context.exchange("measurement", f"{seconds!r} {max(share, 1e-3)!r}", SLOW)
         return tuple([float(text.split()[i]) for text in texts] for i in range(2))  # type: ignore[return-value]
 
 

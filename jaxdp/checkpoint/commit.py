@@ -17,9 +17,8 @@ class Commit:
     """The messages of one save between all processes."""
 
     def __init__(self, context: Context):
-        self.context, self.turn = context, membership.joined().turn("save") if context.size > 1 else 0
-        if context.is_root and self.turn > 1:
-            membership.joined().forget(f"save/{self.turn - 2}/")
+        self.context, self.member = context, membership.current() if context.size > 1 else None
+        self.name = f"save {self.member.turn('save')}" if self.member is not None else ""
 
     def wait_for(self, response: Any) -> None:
         """Wait until Orbax has committed on this process. Raises PeerFailed as soon as another could not."""
@@ -36,31 +35,22 @@ class Commit:
                     raise
 
     def share(self, name: str, text: str) -> list[str]:
-        """Return the texts of all processes. Unlike `Context.exchange`, raise PeerFailed if another could not save."""
-        if self.context.size == 1:
+        """Return the texts of all processes. Raises PeerFailed as soon as another could not save."""
+        if self.member is None:
             return [text]
-        membership.joined().put(self._key(f"{name}/{self.context.rank}"), text)
-        deadline = time.monotonic() + TIMEOUT
-        texts = []
-        for rank in range(self.context.size):
-            while (posted := membership.joined().get(self._key(f"{name}/{rank}"), 0.2)) is None:
-                self._raise_if_failed()
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"rank {rank} has not written its part after {TIMEOUT:g} s")
-            texts.append(posted)
-        return texts
+        ranks = range(self.context.size)
+        return self.member.exchange(f"{self.name} {name}", text, ranks, TIMEOUT, check=self._raise_if_failed)
 
     def report_failure(self, reason: str) -> None:
         """Tell the others that this process cannot save."""
-        if self.context.size > 1:
-            membership.joined().put(self._key("failed"), f"rank {self.context.rank}: {reason}")
+        if self.member is not None:
+            self.member.announce(f"{self.name} failed", f"rank {self.context.rank}: {reason}")
 
     def _raise_if_failed(self) -> None:
-        if self.context.size > 1 and (failure := membership.joined().get(self._key("failed"))) is not None:
-            raise PeerFailed(failure)
-
-    def _key(self, name: str) -> str:
-        return f"save/{self.turn}/{name}"
+        if self.member is not None:
+            self.member.check_generation()
+            if (failure := self.member.announced(f"{self.name} failed")) is not None:
+                raise PeerFailed(failure)
 
 
 def reason_of(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from jaxdp.assemble.run import on_all_ranks
 from jaxdp.assemble.verification import exactly, make_bits, make_problem
 from jaxdp.cli import Call
 from jaxdp.config import Config
-from jaxdp.distributed.context import Context
+from jaxdp.distributed.context import SLOW, Context
 from jaxdp.environment import add_flag
 from jaxdp.verify import Problem, as_json, as_text, exact, verify
 
@@ -33,7 +33,7 @@ def run(call: Call) -> None:
             text, verified = report(config, problem, options, context)
     if context.is_root:
         print(text, flush=True)
-    if not all(context.exchange("verified", "yes" if verified else "", 600.0)):
+    if not all(context.exchange("verified", "yes" if verified else "", SLOW)):
         sys.exit(1)
 
 

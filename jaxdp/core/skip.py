@@ -12,6 +12,8 @@ import optax
 from flax import struct
 from jax.extend.core import Var
 
+from jaxdp.core.interpreter import bind, evaluate
+
 Tree = Any
 NONFINITE, SPIKE = 1, 2  # values of `Guard.halted`; 0 while training runs
 
@@ -127,23 +129,22 @@ def update(
 
     If the selection came last, the new value of a leaf would have two readers: the selection and any other operation
     on it. The compiler would then compute it twice and copy the old value. So each leaf is selected where it is
-    computed, and all later operations read the selected value. The interpreter follows "Writing custom interpreters in
-    JAX" (JAX documentation).
+    computed, and all later operations read the selected value.
     """
     closed, shapes = jax.make_jaxpr(tx.update, return_shape=True)(grads, state, params)
-    jaxpr, old = closed.jaxpr, jax.tree.leaves(state)
-    out = jaxpr.outvars[len(jaxpr.outvars) - len(old) :]
+    old, last = jax.tree.leaves(state), closed.jaxpr.outvars
+    out = last[len(last) - len(old) :]
     old_value = {x: y for x, y in zip(out, old, strict=True) if isinstance(x, Var)}
-    arguments = [*closed.consts, *jax.tree.leaves((grads, state, params))]
-    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], arguments, strict=True))
-    read = lambda x: values[x] if isinstance(x, Var) else x.val
     selected = set()
-    for eqn in jaxpr.eqns:
-        result = eqn.primitive.bind(*map(read, eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
-        for x, value in zip(eqn.outvars, result if eqn.primitive.multiple_results else [result], strict=True):
-            values[x] = jnp.where(apply_update, value, old_value[x]) if x in old_value else value
-            selected.add(x)
+
+    def rule(equation: Any, inputs: list[Any]) -> list[Any]:
+        results = bind(equation, inputs)
+        selected.update(equation.outvars)
+        select = lambda x, value: jnp.where(apply_update, value, old_value[x]) if x in old_value else value
+        return [select(x, value) for x, value in zip(equation.outvars, results, strict=True)]
+
+    results = evaluate(closed, jax.tree.leaves((grads, state, params)), rule)
     done = [isinstance(x, Var) and x in selected and old_value[x] is y for x, y in zip(out, old, strict=True)]
-    updates, new = jax.tree.unflatten(jax.tree.structure(shapes), [read(x) for x in jaxpr.outvars])
+    updates, new = jax.tree.unflatten(jax.tree.structure(shapes), results)
     finish = lambda done, a, b: a if done else where(apply_update, a, b)  # not done: arguments, shared values
     return updates, jax.tree.map(finish, jax.tree.unflatten(jax.tree.structure(state), done), new, state)

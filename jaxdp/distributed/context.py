@@ -21,6 +21,7 @@ from jaxdp.distributed.launchers import World, discover
 from jaxdp.errors import DistributedError, ReportedError, UsageError, one_line
 
 __all__ = ["Context", "ElasticOptions", "bind", "crash", "current", "fail", "init", "leave", "regroup", "shutdown"]
+SLOW = 600.0  # seconds that one process may take longer than another, such as to compile or to read its data
 GRACE = 2.0  # seconds that an ending process waits for other ending processes
 
 

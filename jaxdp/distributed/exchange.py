@@ -1,4 +1,4 @@
-"""The coordinator's data for the ranks: open exchanges of texts, and a store of keys."""
+"""The open exchanges of texts between ranks, in the coordinator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 Reply = Callable[[dict[str, Any]], None]
 REMEMBERED = 64  # verdicts of failed exchanges, for ranks that arrive too late
-KEYS = 1 << 16
 
 
 @dataclasses.dataclass
@@ -88,37 +87,3 @@ class Exchanges:
             waits = exchange.await_responsive and all(map(is_responsive, exchange.missing))
             if now > exchange.deadline and not waits:
                 self.fail(key, {"missing": exchange.missing, "texts": exchange.texts})
-
-
-class Keys:
-    """A key-value store of texts; a reader may wait for a key."""
-
-    def __init__(self) -> None:
-        self.texts: collections.OrderedDict[str, str] = collections.OrderedDict()
-        self.waiting: list[tuple[str, float, Callable[[str | None], None]]] = []
-
-    def put(self, key: str, text: str) -> None:
-        self.texts[key] = text
-        if len(self.texts) > KEYS:
-            self.texts.popitem(last=False)
-        for waiter in [w for w in self.waiting if w[0] == key]:
-            self.waiting.remove(waiter)
-            waiter[2](text)
-
-    def get(self, key: str, timeout: float, reply: Callable[[str | None], None]) -> None:
-        """Reply with the text, or with None after `timeout` seconds."""
-        if key in self.texts or not timeout:
-            reply(self.texts.get(key))
-        else:
-            self.waiting.append((key, time.monotonic() + timeout, reply))
-
-    def forget(self, prefix: str) -> None:
-        """Remove all keys that start with `prefix`."""
-        for key in [key for key in self.texts if key.startswith(prefix)]:
-            del self.texts[key]
-
-    def expire(self) -> None:
-        now = time.monotonic()
-        for waiter in [w for w in self.waiting if w[1] < now]:
-            self.waiting.remove(waiter)
-            waiter[2](None)

@@ -1,8 +1,8 @@
 """One generation of a job: the ranks that train together, from the first to join until the last has left.
 
-It admits the ranks and compares their facts, runs JAX's coordination service, exchanges texts between ranks, stores a
-few keys, and detects dead ranks: a closed connection, or missing heartbeats. The first fault ends the job, and every
-rank receives its cause. In an elastic job (`elastic_generation`) it ends only the generation.
+It admits the ranks and compares their facts, runs JAX's coordination service, exchanges texts between ranks, and
+detects dead ranks: a closed connection, or missing heartbeats. The first fault ends the job, and every rank receives
+its cause. In an elastic job (`elastic_generation`) it ends only the generation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from jaxdp.distributed import channel, faults, hosts, private_jax
-from jaxdp.distributed.exchange import Exchanges, Keys
+from jaxdp.distributed.exchange import Exchanges
 from jaxdp.distributed.messages import checked
 from jaxdp.distributed.protocol import FACTS, OPERATIONS, Facts, difference
 from jaxdp.distributed.relay import Relay
@@ -53,7 +53,7 @@ class Generation:
         self.deadline = time.monotonic() + self.settings.timeout
         self.fault: dict[str, Any] | None = None
         self.log: str | None = None
-        self.exchanges, self.keys = Exchanges(self.left), Keys()
+        self.exchanges = Exchanges(self.left)
         self.announced: dict[str, dict[str, Any]] = {}
         self.suspended = False
         self.jax_address = ""  # of JAX's service
@@ -107,14 +107,7 @@ class Generation:
             if self.settings.silence > GRPC_SILENCE and not one_host:
                 listen = "127.0.0.1", hosts.free_port()
                 self.coordinator.services.append(Relay(*listen, (bind, port)))
-            service = private_jax.start_service(
-                hosts.join(*listen),
-                len(facts),
-                self.settings.secret,
-                heartbeat_timeout=round(3 * self.settings.silence),  # counted from a beat that may be half as old
-                shutdown_timeout=max(1, min(20, round(self.settings.timeout))),
-                recoverable=self.settings.elastic,
-            )
+            service = private_jax.start_service(hosts.join(*listen), len(facts), self.settings)
             self.coordinator.services.append(service)  # a client of an earlier one aborts its process if that one ends
             self.jax_address = address
         except (UsageError, RuntimeError) as error:
@@ -150,29 +143,11 @@ class Generation:
         member.send(beat=True)
 
     def do_beats(self, member: Member, id: Any) -> dict[str, Any]:
-        return {"beats": {m.rank: m.note for m in self.members.values()}}
-
-    def do_silent(self, member: Member, id: Any, seconds: float) -> None:
-        def answer() -> None:
-            silent = [m.rank for m in self.members.values() if m.silent >= seconds - TICK and m is not member]
-            member.send(id=id, silent=silent)
-
-        asyncio.get_running_loop().call_later(min(seconds, 60.0), answer)
+        return {"beats": {m.rank: {**m.note, "silent": m.silent} for m in self.members.values()}}
 
     def do_exchange(self, member: Member, id: Any, members: list[int], **fields: Any) -> None:
         reply = lambda message: member.send(id=id, **message)
         self.exchanges.add(member.rank, tuple(members), reply, **fields)
-
-    def do_put(self, member: Member, id: Any, key: str, text: str) -> dict[str, Any]:
-        self.keys.put(key, text)
-        return {}
-
-    def do_get(self, member: Member, id: Any, key: str, timeout: float) -> None:
-        self.keys.get(key, timeout, lambda text: member.send(id=id, text=text))
-
-    def do_forget(self, member: Member, id: Any, prefix: str) -> dict[str, Any]:
-        self.keys.forget(prefix)
-        return {}
 
     def do_announce(self, member: Member, id: Any, name: str, text: str) -> dict[str, Any]:
         """Send every rank the first announcement of a name; ignore later ones."""
@@ -228,7 +203,6 @@ class Generation:
     def tick(self, elapsed: float) -> None:
         """Check deadlines and silent ranks. elapsed: seconds since the last call."""
         self.exchanges.expire(lambda rank: rank in self.members and self.members[rank].silent < 1.5)
-        self.keys.expire()
         if not self.admitted and time.monotonic() > self.deadline:
             missing = [rank for rank in range(self.settings.size) if rank not in self.members]
             self.decide(missing=missing, timeout=self.settings.timeout)

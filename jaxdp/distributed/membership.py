@@ -20,27 +20,18 @@ from typing import Any
 from jaxdp.distributed import faults, hosts, private_jax, sockets
 from jaxdp.distributed.connection import Connection
 from jaxdp.distributed.messages import LONG_TEXT, checked, printable
-from jaxdp.distributed.protocol import TIMEOUT, Facts
-from jaxdp.distributed.world import seconds_of
+from jaxdp.distributed.protocol import TIMEOUT, Facts, Settings
 from jaxdp.errors import DistributedError, GenerationEnded, one_line
 
 BEAT = 1.0  # seconds
 GRACE = 5.0  # seconds beyond the timeout of a request, so that the coordinator's deadline comes first
 
 
-def silence(timeout: float) -> float:
-    """Return the seconds without a heartbeat after which a process is declared dead.
-
-    JAXDP_SILENCE, else 20, less for short timeouts. Raises UsageError.
-    """
-    return seconds_of("JAXDP_SILENCE", max(7.0, min(20.0, timeout / 3)))
-
-
 class Membership:
     """The membership of a process in a job of several.
 
-    note: data sent with each heartbeat. parent: id of the launcher's process that started this one; this process ends
-    when it does. None: not tied to a parent. elastic: the end of the coordinator ends this generation, not the process.
+    settings: of the coordinator. parent: id of the launcher's process that started this one; this process ends when it
+    does. None: not tied to a parent. note: data sent with each heartbeat.
     """
 
     def __init__(
@@ -49,13 +40,13 @@ class Membership:
         facts: list[Facts],
         rank: int,
         local_rank: int,
-        silence: float,
+        settings: Settings,
         parent: int | None,
-        elastic: bool = False,
     ):
         self.connection, self.rank, self.size, self.local_rank = connection, rank, len(facts), local_rank
         self.over: str | None = None  # why this generation of an elastic job has ended
-        self.hosts, self.silence, self.parent, self.elastic = [f["host"] for f in facts], silence, parent, elastic
+        self.hosts, self.parent = [f["host"] for f in facts], parent
+        self.silence, self.elastic = settings.silence, settings.elastic
         self.note: dict[str, Any] = {}
         self.ending, self._changed = threading.Event(), threading.Condition()
         self._unheard = 0  # heartbeats since the last message from the coordinator
@@ -78,8 +69,13 @@ class Membership:
 
     # Requests
 
-    def request(self, op: str, wait: float = TIMEOUT, /, **fields: Any) -> dict[str, Any]:
-        """Send a request to the coordinator and return its reply. Raises DistributedError without an answer."""
+    def request(
+        self, op: str, wait: float = TIMEOUT, check: Callable[[], None] = lambda: None, /, **fields: Any
+    ) -> dict[str, Any]:
+        """Send a request to the coordinator and return its reply. Raises DistributedError without an answer.
+
+        check: called while there is none; what it raises ends the waiting.
+        """
         number, deadline = next(self._ids), time.monotonic() + wait
         try:
             self.connection.send(op=op, id=number, **fields)
@@ -89,6 +85,7 @@ class Membership:
         with self._changed:
             while number not in self._replies:
                 self.check_generation()
+                check()
                 remaining = deadline - time.monotonic()
                 if self._lost is not None or remaining <= 0:
                     why = self._lost or f"it did not answer within {wait:g} s"
@@ -97,19 +94,26 @@ class Membership:
             return self._replies.pop(number)
 
     def exchange(
-        self, name: str, text: str, members: Sequence[int], timeout: float, await_responsive: bool = False
+        self,
+        name: str,
+        text: str,
+        members: Sequence[int],
+        timeout: float,
+        await_responsive: bool = False,
+        check: Callable[[], None] = lambda: None,
     ) -> list[str]:
         """Return every member's `text`, in the order of `members`; all members must make the same call.
 
         Repeated calls with one name are matched by their count. await_responsive: wait beyond `timeout` seconds for
-        ranks that still send heartbeats. Raises DistributedError: the missing ranks, and `texts` of the others.
+        ranks that still send heartbeats. check: see `request`. Raises DistributedError: the missing ranks, and `texts`
+        of the others.
         """
         if len(members) == 1:
             return [text]
         turn = self.turn(name, *members)
         fields = {"name": name, "turn": turn, "members": list(members), "text": text, "timeout": timeout}
         wait = float("inf") if await_responsive else timeout + GRACE
-        reply = self.request("exchange", wait, **fields, await_responsive=await_responsive)
+        reply = self.request("exchange", wait, check, **fields, await_responsive=await_responsive)
         kinds = checked(reply, {"kinds": [LONG_TEXT], "of": [range(len(members))]})
         if kinds is not None:
             return [kinds["kinds"][i] for i in kinds["of"]]
@@ -128,28 +132,21 @@ class Membership:
             turn, self._turns[key] = self._turns[key], self._turns[key] + 1
         return turn
 
-    def put(self, key: str, text: str) -> None:
-        """Store a text under a key, for all ranks."""
-        self.request("put", key=key, text=text)
-
-    def get(self, key: str, timeout: float = 0.0) -> str | None:
-        """Return the text under a key, waiting up to `timeout` seconds; None if there is none."""
-        text = self.request("get", timeout + TIMEOUT, key=key, timeout=timeout).get("text")
-        return text if isinstance(text, str) else None
-
-    def forget(self, prefix: str) -> None:
-        """Remove all keys that start with `prefix`."""
-        self.request("forget", prefix=prefix)
-
     def beats(self) -> dict[int, dict[str, Any]]:
-        """Return the note of the last heartbeat of every connected rank."""
+        """Return the note of the last heartbeat of every connected rank, with the seconds for which it is `silent`."""
         return {int(rank): note for rank, note in self.request("beats")["beats"].items()}
 
     def silent(self, seconds: float = 3 * BEAT) -> list[int]:
         """Wait `seconds` and return the other ranks that sent no message meanwhile."""
-        return list(self.request("silent", TIMEOUT, seconds=seconds)["silent"])
+        if self.has_ended(seconds):
+            self.check_generation()
+        return [rank for rank, beat in self.beats().items() if beat["silent"] >= seconds - 0.1 and rank != self.rank]
 
     # Announcements and faults
+
+    def announced(self, name: str) -> str | None:
+        """Return the text of the announcement `name`; None if it has not arrived."""
+        return self._announced.get(name, (0, None))[1]
 
     def on(self, name: str, listener: Callable[[int, str], None]) -> None:
         """Call `listener(rank, text)` when the announcement `name` arrives, in the reader thread; it must not block."""

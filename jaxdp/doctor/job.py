@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxdp import rundir
-from jaxdp.distributed import hosts, launchers, membership, protocol
+from jaxdp.distributed import hosts, launchers, protocol
 from jaxdp.distributed.world import World
 from jaxdp.doctor import devices, mpi, network, resources, settings, versions
 from jaxdp.doctor.check import LIMIT, OK, Check, Checker, Line, of_text, ok, run_checks
@@ -117,13 +117,8 @@ def check_between(context: Any, directory: pathlib.Path, facts: dict[str, Any]) 
 
 def gather(context: Any, name: str, value: dict[str, Any]) -> dict[int, dict[str, Any]]:
     """Return every rank's value on rank 0, and an empty dict on the others."""
-    if context.size == 1:
-        return {0: value}
-    member = membership.joined()
-    member.put(f"{name} {context.rank}", json.dumps(value))
-    context.barrier(name)
-    ranks = range(context.size if context.rank == 0 else 0)
-    return {rank: json.loads(member.get(f"{name} {rank}") or "") for rank in ranks}
+    texts = context.exchange(name, json.dumps(value))
+    return {rank: json.loads(text) for rank, text in enumerate(texts) if context.rank == 0}
 
 
 def merge(reports: Mapping[int, Mapping[str, Any]]) -> list[Line]:

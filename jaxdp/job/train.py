@@ -10,11 +10,11 @@ from jaxdp import compilation_cache, rundir
 from jaxdp import config as schema
 from jaxdp.assemble.checks import of_this_process, with_checks
 from jaxdp.assemble.components import NOTHING, Objects
-from jaxdp.assemble.run import SLOW, make_profile, make_run, on_all_ranks, prepare_on_all_ranks
+from jaxdp.assemble.run import make_profile, make_run, on_all_ranks, prepare_on_all_ranks
 from jaxdp.config import Config
 from jaxdp.core.state import TrainState
 from jaxdp.distributed import faults, private_jax
-from jaxdp.distributed.context import Context
+from jaxdp.distributed.context import SLOW, Context
 from jaxdp.errors import ReportedError, UsageError, one_line
 from jaxdp.job.elastic import Memory, train_elastic, wait_for_devices
 from jaxdp.job.resume import lock_run_dir, resume_step

@@ -26,12 +26,10 @@ from jaxdp.core.state import Batch, Sums, TrainState
 from jaxdp.core.step import Step
 from jaxdp.errors import UsageError
 from jaxdp.parallel.gather import GatherRule, make_gather
-from jaxdp.parallel.layout import ZERO, Share, share
+from jaxdp.parallel.layout import ZERO
+from jaxdp.parallel.pjit import PJit
 from jaxdp.parallel.placement import (
-    abstract_state,
     assign_microbatches,
-    like,
-    make_state,
     of_this_process,
     one_by_one,
     ordered_devices,
@@ -70,12 +68,12 @@ class Local(NamedTuple):
     outer: Tree
 
 
-class Replicas:
+class Replicas(PJit):
     """State of the replicas split over the axis `outer`; each replica's microbatches over the axis `data`.
 
-    hosts: the host of each process, so that replicas are split between hosts first. The other arguments are those of
-    `PJit`. Raises UsageError if neither the replicas can be split over the devices nor the devices over the replicas,
-    or if the model carries state from batch to batch.
+    State and batches are placed as by `PJit`, whose arguments the others are. hosts: the host of each process, so that
+    replicas are split between hosts first. Raises UsageError if neither the replicas can be split over the devices nor
+    the devices over the replicas, or if the model carries state from batch to batch.
     """
 
     def __init__(
@@ -92,6 +90,7 @@ class Replicas:
         self.parts, self.per_device = split_replicas(rule.replicas, len(self.devices))
         self.sharing = len(self.devices) // self.parts  # devices that share one replica
         self.mesh = Mesh(np.array(self.devices).reshape(self.parts, -1), (OUTER, DATA), axis_types=(AxisType.Auto,) * 2)
+        self.axes = Axes(shard=OUTER, replica=DATA)
         self.rule, self.reduction, self.reduce_dtype = rule, reduction, reduce_dtype
         self.arithmetic, self.blocks, self.layout = arithmetic(reduction), rule.blocks, ZERO[0]
         self.own = microbatches // rule.replicas  # microbatches of a replica
@@ -102,7 +101,7 @@ class Replicas:
         self.full, self.split = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, P(ALL.all))
         self.split_steps = NamedSharding(self.mesh, P(None, ALL.all))
         self.make = lambda: with_replicas(make(), rule)
-        self.shapes = jax.eval_shape(self.make)
+        self.shapes = self.stored = jax.eval_shape(self.make)
         if self.shapes.carry is not None:
             raise UsageError(
                 "outer.replicas: the model carries state from batch to batch; use ordinary training", rank=0
@@ -114,25 +113,6 @@ class Replicas:
 
     def check(self, tx: Any, params: Any) -> None:
         """Accept any optimizer: it gets full arrays."""
-
-    def abstract(self, padded: bool = False) -> TrainState:
-        return abstract_state(self.shapes, self.mesh, self.dims, OUTER)
-
-    def share(self) -> Share:
-        return share(self.shapes, self.dims, self.layout)
-
-    def init(self) -> TrainState:
-        axes = Axes(shard=OUTER, replica=DATA)
-        return make_state(self.make, self.abstract(), self.mesh, self.dims, axes, self.arithmetic.live)
-
-    def shard_batch(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
-        sharding = self.split_steps if several else self.split
-        if self.by_call:
-            return batch  # type: ignore[return-value]
-        return {k: jax.make_array_from_process_local_data(sharding, x) for k, x in batch.items()}
-
-    def replicate(self, arrays: dict[str, np.ndarray]) -> Batch:
-        return {k: jax.make_array_from_process_local_data(self.full, x, x.shape) for k, x in arrays.items()}
 
     def compile(self, step: Step) -> Program:
         """Return the programs. Metrics of an update are those of this process's first replica."""
@@ -217,19 +197,6 @@ class Replicas:
             return state.replace(**shared, guard=guard, opt_state=Local(replicas, outer))
 
         return outer_step
-
-    def averaged(self, state: TrainState) -> TrainState:
-        return state.replace(params=like(state.ema, state.params))
-
-    def argument_shapes(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
-        shard = lambda x: jax.ShapeDtypeStruct((self.assignment.size, *x.shape), x.dtype, sharding=self.split)
-        return self.abstract(), {k: shard(x) for k, x in example.items()}
-
-    def export(self, state: TrainState, padded: bool = False) -> TrainState:
-        return state
-
-    def adopt(self, state: TrainState) -> TrainState:
-        return state
 
 
 def with_replicas(one: TrainState, rule: OuterRule) -> TrainState:

@@ -148,17 +148,20 @@ def from_first(tree: Any, mesh: Mesh, dims: Any = None, axes: Axes = FLAT) -> An
 
     def sync(x: jax.Array, d: int) -> jax.Array:
         over = axes.all if d == WHOLE else axes.replica
-        if over is None:
-            return x
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(sync(jax.random.key_data(x), d), impl=jax.random.key_impl(x))
-        if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize in BITS:  # as bits: -0.0 + 0.0 is 0.0
-            return jax.lax.bitcast_convert_type(
-                sync(jax.lax.bitcast_convert_type(x, BITS[x.dtype.itemsize]), d), x.dtype
-            )
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.int32)) if x.dtype.itemsize < 4 else x  # summed by all backends
-        sent = jax.lax.psum(jnp.where(jax.lax.axis_index(over) == 0, wide, jnp.zeros_like(wide)), over)
-        return sent.astype(x.dtype)
+        return x if over is None else of_device(x, over, 0)
 
     f = lambda tree: jax.tree.map(sync, tree, dims)
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False))(tree)
+
+
+def of_device(x: jax.Array, axes: Any, index: Any) -> jax.Array:
+    """Return one device's x on all devices along the axes, bit for bit; call it inside a program that maps these."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = of_device(jax.random.key_data(x), axes, index)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize in BITS:  # as bits: -0.0 + 0.0 is 0.0
+        bits = jax.lax.bitcast_convert_type(x, BITS[x.dtype.itemsize])
+        return jax.lax.bitcast_convert_type(of_device(bits, axes, index), x.dtype)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.int32)) if x.dtype.itemsize < 4 else x  # summed by all backends
+    sent = jnp.where(jax.lax.axis_index(axes) == index, wide, jnp.zeros_like(wide))
+    return jax.lax.psum(sent, axes).astype(x.dtype)

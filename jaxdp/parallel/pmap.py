@@ -187,7 +187,7 @@ class PMap:
     def export(self, state: TrainState, padded: bool = False) -> TrainState:
         exported = jax.tree.map(self._to_global, state.replace(carry=None), self.dims.replace(carry=None))
         if state.carry is not None:
-            carry = jax.tree.map(self._join, state.carry)
+            carry = jax.tree.map(lambda x: self._to_global(x, 0), state.carry)
             exported = exported.replace(carry=gather_carry(self.assignment, carry, self.replicated))
         return exported if padded else resize(exported, self.abstract())
 
@@ -197,7 +197,7 @@ class PMap:
         if state.carry is None:
             return local
         carry = scatter_carry(self.assignment, state.carry, self.split)
-        return local.replace(carry=jax.tree.map(self._part, carry))
+        return local.replace(carry=jax.tree.map(lambda x: self._to_local(x, 0), carry))
 
     def _to_global(self, x: jax.Array, dim: int) -> jax.Array:
         """Convert a replicated array, or slices [local device, ...] along `dim`, to a global array; no data moves."""
@@ -215,15 +215,3 @@ class PMap:
         slices = [s.data[None] for s in x.addressable_shards]
         shape = (len(slices), *slices[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self.split_locally, slices)
-
-    def _join(self, x: jax.Array) -> jax.Array:
-        """Convert the carry [local device, local, ...] to a global array [device x local, ...]."""
-        shards = [s.data.reshape(s.data.shape[1:]) for s in x.addressable_shards]
-        shape = (self.assignment.size, *x.shape[2:])
-        return jax.make_array_from_single_device_arrays(shape, self.split, shards)
-
-    def _part(self, x: jax.Array) -> jax.Array:
-        """Invert `_join`."""
-        shards = [s.data[None] for s in x.addressable_shards]
-        shape = (*self.per_device, *x.shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, self.split_locally, shards)

@@ -1,8 +1,7 @@
 """Rounding that does not depend on the compiled program: every operation of a function is rounded as written.
 
 A compiler may keep a product unrounded for the addition that follows, and may replace a division by a scalar by a
-product with its reciprocal; its choice depends on the rest of the program. This module prevents both. The interpreter
-follows "Writing custom interpreters in JAX" (JAX documentation).
+product with its reciprocal; its choice depends on the rest of the program. This module prevents both.
 """
 
 import functools
@@ -13,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jaxdp.core.interpreter import bind, evaluate, interpret
+
 Tree = Any
 PRODUCTS = {"mul", "square", "integer_pow"}
 SUMS = {"reduce_sum", "reduce_prod", "dot_general", "cumsum", "cumprod", "cumlogsumexp", "reduce_window_sum"}
 SAME = {"convert_element_type", "copy", "reshape", "squeeze", "broadcast_in_dim"}  # keep an array uniform
-CALLS = {"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat", "remat2"}
 BITS: dict[int, Any] = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
@@ -75,52 +75,27 @@ def as_written(f: Callable, live: jax.Array) -> Callable:
     Loops and functions mapped over devices are not changed.
     """
 
-    @functools.wraps(f)
-    def run(*args: Any) -> Any:
-        closed, shape = jax.make_jaxpr(f, return_shape=True)(*args)
-        out = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), live)
-        return jax.tree.unflatten(jax.tree.structure(shape), out)
-
-    return run
-
-
-def _branch(closed: Any, live: jax.Array) -> Callable[..., list[Any]]:
-    return lambda *args: _evaluate(closed.jaxpr, closed.consts, args, live)
-
-
-def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], live: jax.Array) -> list[Any]:
-    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     uniform: dict[Any, Any] = {}  # a variable whose entries are all equal -> their value []
 
-    def read(x: Any) -> Any:
-        return x.val if isinstance(x, Literal) else values[x]
-
-    def scalar(x: Any) -> Any:
+    def scalar(x: Any, value: Any) -> Any:
         """Return the value that all entries have, or None."""
         if isinstance(x, Literal) or not x.aval.shape:
-            return jnp.asarray(read(x), x.aval.dtype)
+            return jnp.asarray(value, x.aval.dtype)
         return uniform.get(x)
 
-    for eqn in jaxpr.eqns:
-        name, inputs = eqn.primitive.name, [read(x) for x in eqn.invars]
-        floating = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating) if eqn.outvars else False
-        divisor = scalar(eqn.invars[1]) if name == "div" and floating and eqn.outvars[0].aval.shape else None
-        if name in CALLS:
-            inner = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr") if key in eqn.params)
-            out = _evaluate(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), inputs, live)
-        elif name == "cond":
-            branches = [_branch(inner, live) for inner in eqn.params["branches"]]
-            out = jax.lax.switch(inputs[0], branches, *inputs[1:])
-        elif divisor is not None:
-            out = [pin(inputs[0] * pin(1 / divisor, live), live)]
-        else:
-            inputs = fusion_barrier(inputs, live) if name in SUMS and floating else inputs
-            result = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-            out = list(result) if eqn.primitive.multiple_results else [result]
-            out = fusion_barrier(out, live) if name in SUMS and floating else out
-            if name in PRODUCTS and floating:
-                out = [pin(out[0], live)]
-        values.update(zip(eqn.outvars, out, strict=True))
-        if name in SAME and scalar(eqn.invars[0]) is not None:
-            uniform[eqn.outvars[0]] = scalar(eqn.invars[0]).astype(eqn.outvars[0].aval.dtype)
-    return [read(x) for x in jaxpr.outvars]
+    def rule(equation: Any, inputs: list[Any]) -> Sequence[Any] | None:
+        name, out = equation.primitive.name, equation.outvars[0].aval if equation.outvars else None
+        if name in SAME and (value := scalar(equation.invars[0], inputs[0])) is not None:
+            uniform[equation.outvars[0]] = value.astype(equation.outvars[0].aval.dtype)
+        if name == "cond":
+            branches = [lambda *args, inner=inner: evaluate(inner, args, rule) for inner in equation.params["branches"]]
+            return jax.lax.switch(inputs[0], branches, *inputs[1:])
+        if out is None or not jnp.issubdtype(out.dtype, jnp.floating):
+            return None
+        if name == "div" and out.shape and (divisor := scalar(equation.invars[1], inputs[1])) is not None:
+            return [pin(inputs[0] * pin(1 / divisor, live), live)]
+        if name in SUMS:
+            return fusion_barrier(bind(equation, fusion_barrier(inputs, live)), live)
+        return [pin(bind(equation, inputs)[0], live)] if name in PRODUCTS else None
+
+    return functools.wraps(f)(lambda *args: interpret(f, args, rule))

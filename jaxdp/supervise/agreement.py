@@ -43,7 +43,10 @@ class Agreement:
             self._member.on(f"stop {turn}", lambda rank, text: self._receive(turn, text))
 
     def request(self, kind: str, why: str = "") -> None:
-        """Ask all processes to stop; `point` returns {kind, why, rank} on all of them, once."""
+        """Ask all processes to stop; `point` returns {kind, why, rank} on all of them, once.
+
+        Nothing happens if the coordinator has gone or this generation has ended: `point` raises that.
+        """
         request = {"kind": kind, "why": why, "rank": self.context.rank}
         with self._changed:
             if any(r["kind"] == kind for r in self._requests):
@@ -51,7 +54,8 @@ class Agreement:
             self._requests.append(request)
             if self._member is None:
                 self._stop = self._stop or (self.passed, request)
-        self._announce()
+        with contextlib.suppress(DistributedError):
+            self._announce()
 
     def point(self) -> dict[str, Any] | None:
         """Return the request that all processes stop for at this point, or None. Call it before each point.
@@ -80,11 +84,7 @@ class Agreement:
 
     def _admit(self, rank: int, name: str) -> None:
         """Ask all processes to regroup, since another one waits to join. Runs in the reader thread."""
-        threading.Thread(target=self._regroup, args=(f"{name} joins",), daemon=True).start()
-
-    def _regroup(self, why: str) -> None:
-        with contextlib.suppress(DistributedError):
-            self.request("regroup", why)
+        threading.Thread(target=self.request, args=("regroup", f"{name} joins"), daemon=True).start()
 
     def _announce(self) -> None:
         with self._changed:

@@ -9,7 +9,6 @@ from typing import Any
 from jaxdp import rundir
 from jaxdp.distributed import membership
 from jaxdp.distributed.context import Context
-from jaxdp.errors import DistributedError
 from jaxdp.supervise import signals
 from jaxdp.supervise.agreement import Agreement
 from jaxdp.supervise.watchdog import Watchdog
@@ -44,15 +43,11 @@ class Monitor:
         """Suspend the step timeout inside this context."""
         return contextlib.nullcontext()
 
-    def save_is_asked(self) -> bool:
-        """Return whether all processes must save now, and reset the request."""
-        return False
+    def request(self, kind: str) -> None:
+        """Ask all processes to 'save', or to 'probe': to measure how long their devices compute."""
 
-    def request_probe(self) -> None:
-        """Ask all processes to measure how long their devices compute."""
-
-    def probe_is_asked(self) -> bool:
-        """Return whether all processes must measure this now, and reset the request."""
+    def is_asked(self, kind: str) -> bool:
+        """Return whether all processes must do so now, and reset the request."""
         return False
 
     def straggler(self, step_ms: float) -> dict[str, float]:
@@ -80,7 +75,7 @@ class RunMonitor(Monitor):
         if context.is_root and (member := membership.current()) is not None:
             member.keep_log(str((directory / "events.jsonl").absolute()))
         self._called: set[int] = set()
-        self._save = self._probe = False
+        self._asked: set[str] = set()
         self._last_save = time.monotonic()
         if minutes is not None and context.is_root:
             self.watchdog.often(lambda: self._save_by_time(60.0 * minutes))
@@ -92,8 +87,7 @@ class RunMonitor(Monitor):
                 if request["kind"] != "regroup":
                     rundir.mark_ending()  # the next job may start while this one saves
                 raise Stopped(**request)
-            self._save |= request["kind"] == "save"
-            self._probe |= request["kind"] == "probe"
+            self._asked.add(request["kind"])
         self.watchdog.at(what)
         if id(f) in self._called:
             result = f(*args)
@@ -123,18 +117,15 @@ class RunMonitor(Monitor):
     def suspend_timeout(self, what: str) -> contextlib.AbstractContextManager[None]:
         return self.watchdog.suspend_timeout(what)
 
-    def save_is_asked(self) -> bool:
-        requested, self._save = self._save, False
-        if requested:
+    def request(self, kind: str) -> None:
+        self.agreement.request(kind)
+
+    def is_asked(self, kind: str) -> bool:
+        asked = kind in self._asked
+        self._asked.discard(kind)
+        if asked and kind == "save":
             self._last_save = time.monotonic()
-        return requested
-
-    def request_probe(self) -> None:
-        self._request("probe", "")
-
-    def probe_is_asked(self) -> bool:
-        requested, self._probe = self._probe, False
-        return requested
+        return asked
 
     def straggler(self, step_ms: float) -> dict[str, float]:
         return self.watchdog.straggler(self.factor, step_ms)
@@ -145,13 +136,9 @@ class RunMonitor(Monitor):
 
     def _preempt(self, name: str) -> None:
         if name != signals.TRACE:
-            self._request("preempt", name)
+            self.agreement.request("preempt", name)
 
     def _save_by_time(self, seconds: float) -> None:
         if time.monotonic() - self._last_save > seconds:
             self._last_save = time.monotonic()
-            self._request("save", "")
-
-    def _request(self, kind: str, why: str) -> None:
-        with contextlib.suppress(DistributedError):
-            self.agreement.request(kind, why)
+            self.request("save")

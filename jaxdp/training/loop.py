@@ -113,7 +113,7 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
                     check.check(run, progress, batch)
             if run.hooks.snapshots is not None:
                 run.hooks.snapshots.take(run, progress)
-            save_requested = watch.save_is_asked()
+            save_requested = watch.is_asked("save")
             if step < steps and (save_requested or run.evaluation_is_due(step) or run.checkpoint_is_due(step)):
                 meter.pause()
                 if stopped := between(run, program, progress, save_requested):

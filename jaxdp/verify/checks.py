@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxdp.analysis.programs import Digest, check_same
-from jaxdp.distributed.context import Context
+from jaxdp.distributed.context import SLOW, Context
 from jaxdp.errors import UsageError, one_line
 from jaxdp.metrics.sums import flat
 from jaxdp.models.base import CARRY
@@ -16,7 +16,6 @@ from jaxdp.verify.compare import leaf_errors, worst
 from jaxdp.verify.oracle import Setup, key_of, without_carry
 from jaxdp.verify.problem import Tree
 
-TIMEOUT = 600.0  # seconds that one process may take longer than another
 COARSE = 1e-6  # what padding may change: here a fault is never as small as rounding
 SPLITS = 3  # random ones, of the examples that the loss is checked on
 ROWS = 8  # of these examples
@@ -25,7 +24,7 @@ ROWS = 8  # of these examples
 def compare_processes(context: Context, digests: dict[str, Digest]) -> list[Check]:
     """Return a failure if the processes of a job have different programs or data."""
     try:
-        check_same(context, digests, TIMEOUT)
+        check_same(context, digests, SLOW)
     except UsageError as error:
         return [Check("ranks", FAILED, str(error))]
     return []
@@ -34,7 +33,7 @@ def compare_processes(context: Context, digests: dict[str, Digest]) -> list[Chec
 def any_failed(context: Context, checks: list[Check]) -> bool:
     """Add the failures of other processes to the checks; return whether there are any, on all processes alike."""
     texts = [check.text for check in checks if check.verdict == FAILED]
-    for rank, others in enumerate(context.exchange("verify", json.dumps(texts), TIMEOUT)):
+    for rank, others in enumerate(context.exchange("verify", json.dumps(texts), SLOW)):
         checks += [Check("ranks", FAILED, f"{context.title(rank)}: {t}") for t in json.loads(others) if t not in texts]
     return any(check.verdict == FAILED for check in checks)
 

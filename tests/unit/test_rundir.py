@@ -80,3 +80,22 @@ def test_a_lock_file_with_anything_in_it(tmp_path, text):
     (tmp_path / ".lock").write_bytes(os.fsencode(text))
     with (tmp_path / ".lock").open("a+", errors="replace") as file:
         assert rundir.Owner.read(file) == rundir.Owner()
+
+
+def test_a_job_takes_the_directory_from_its_own_stopped_rank(tmp_path, monkeypatch):
+    """And keeps it when that rank wakes and ends; a child of its process is another job."""
+    (tmp_path / ".nonce").write_text("of this job")
+    with holder(tmp_path) as stopped:
+        monkeypatch.setattr(rundir, "_nonce", (os.getppid(), "of this job"))
+        assert "is in use by" in rundir.lock(tmp_path)[1]
+        monkeypatch.setattr(rundir, "_nonce", (os.getpid(), "of this job"))
+        held, problem = rundir.lock(tmp_path)
+        assert held is not None and problem is None
+        stopped.stdin.write("end\n")
+        stopped.stdin.flush()
+        assert stopped.stdout.readline() == "ending\n"
+        stopped.kill()
+        stopped.wait()
+        other = subprocess.run([sys.executable, "-c", HOLDER, str(tmp_path)], capture_output=True, text=True)
+        assert f"is in use by process {os.getpid()} on " in other.stderr and "which is ending" not in other.stderr
+        held.close()

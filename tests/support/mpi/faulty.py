@@ -63,7 +63,7 @@ class Faulty(Digits):
         elif self.what == "nan from now on":
             self.at += 1
             return {**values, "inputs": np.full_like(values["inputs"], POISON)}
-        elif self.what == "garbage in keys":
+        elif self.what == "garbage":
             threading.Thread(target=self.spoil, daemon=True).start()
         elif self.what == "die in a save":
             threading.Thread(target=self.die_in_a_save, daemon=True).start()

@@ -1,0 +1,40 @@
+"""Evaluate a function operation by operation, some of them by a rule ("Writing custom interpreters in JAX")."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Literal
+
+CALLS = {"jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat", "remat2"}
+# (equation, inputs) -> its outputs; None: compute it as it is written, and enter it if it is one of CALLS
+Rule = Callable[[Any, list[Any]], Sequence[Any] | None]
+
+
+def interpret(f: Callable, args: Sequence[Any], rule: Rule) -> Any:
+    """Return f(*args)."""
+    closed, shape = jax.make_jaxpr(f, return_shape=True)(*args)
+    return jax.tree.unflatten(jax.tree.structure(shape), evaluate(closed, jax.tree.leaves(args), rule))
+
+
+def evaluate(closed: Any, args: Sequence[Any], rule: Rule) -> list[Any]:
+    """Return the outputs of a jaxpr, which may be without its constants if it has none."""
+    jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    read = lambda x: x.val if isinstance(x, Literal) else values[x]
+    for equation in jaxpr.eqns:
+        inputs = [read(x) for x in equation.invars]
+        out = rule(equation, inputs)
+        if out is None and equation.primitive.name in CALLS:
+            params = equation.params
+            out = evaluate(params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"], inputs, rule)
+        elif out is None:
+            out = bind(equation, inputs)
+        values.update(zip(equation.outvars, out, strict=True))
+    return [read(x) for x in jaxpr.outvars]
+
+
+def bind(equation: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Return the outputs of an equation as it is written."""
+    result = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
+    return list(result) if equation.primitive.multiple_results else [result]
