@@ -12,9 +12,10 @@ from typing import Any
 
 from jaxdp.distributed import channel, hosts
 from jaxdp.distributed.messages import checked, printable
-from jaxdp.distributed.protocol import ADMISSION, Facts
+from jaxdp.distributed.protocol import ADMISSION, Facts, unpack
 from jaxdp.errors import DistributedError, UsageError
 
+RETRIES = 5000.0  # attempts to connect in a second, of all ranks together
 NOBODY = (errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)  # no program has answered
 
 
@@ -38,7 +39,7 @@ class Connection:
     def send(self, **message: Any) -> None:
         """Send a message. Raises OSError if the coordinator has ended."""
         with self._lock:
-            self.socket.sendall(self._out.seal(message))
+            self.socket.sendall(self._out.seal(channel.encode(message)))
 
     def receive(self) -> dict[str, Any]:
         """Wait for the next message. Raises OSError if the coordinator has ended or belongs to another job."""
@@ -74,7 +75,10 @@ def join(
             connection = Connection(host, port, secret, min(remaining, 5.0), facts=facts)
             greeted = True
             connection.socket.settimeout(remaining + 10.0)  # the coordinator's deadline comes first
-            return connection, _admitted(connection.receive(), facts["size"])
+            verdict = connection.receive()
+            if verdict.keys() == {"rank"}:  # admitted: what all ranks receive follows
+                verdict |= connection.receive()
+            return connection, _admitted(verdict, facts["size"])
         except (OSError, channel.Refused) as error:
             problem = printable(error, 200) or type(error).__name__
             refused += greeted
@@ -91,7 +95,7 @@ def join(
                 f"rank {facts['rank']}: what listens at the coordinator's address {host}:{port} is not rank 0 of this "
                 f"job ({problem}): another program has that port; choose another"
             )
-        time.sleep(0.05 if not foreign else 0.5)
+        time.sleep(max(0.05, facts["size"] / RETRIES) if not foreign else 0.5)
     raise DistributedError(
         f"{title} found no rank 0 at the coordinator's address {host}:{port} within {round(timeout, 1):g} s "
         f"({problem}): see whether rank 0 was started there (JAXDP_TIMEOUT sets how long to wait)"
@@ -115,4 +119,4 @@ def _admitted(message: dict[str, Any], size: int) -> dict[str, Any]:
             "and what it printed (JAXDP_TIMEOUT sets how long to wait, in seconds)",
             rank=0,
         )
-    return verdict
+    return {**verdict, "members": unpack(verdict["members"])}

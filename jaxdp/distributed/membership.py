@@ -1,7 +1,7 @@
 """This process's membership in a job: its connection to the coordinator, from before JAX starts until it leaves.
 
-One thread reads the coordinator's messages; another sends a heartbeat each second. A process that fails reports its
-fault; all others receive the cause and end within a second. The `coordinator` detects processes that die silently.
+One thread reads the coordinator's messages; another sends heartbeats (`beat_interval`). A process that fails reports
+its fault; all others receive the cause and end within a second. The `coordinator` detects processes that die silently.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from typing import Any
 from jaxdp.distributed import faults, hosts, private_jax, sockets
 from jaxdp.distributed.connection import Connection
 from jaxdp.distributed.messages import LONG_TEXT, checked, printable
-from jaxdp.distributed.protocol import TIMEOUT, Facts
+from jaxdp.distributed.protocol import TIMEOUT, Facts, beat_interval
 from jaxdp.distributed.world import seconds_of
 from jaxdp.errors import DistributedError, GenerationEnded, one_line
 
-BEAT = 1.0  # seconds
 GRACE = 5.0  # seconds beyond the timeout of a request, so that the coordinator's deadline comes first
 
 
@@ -58,10 +57,11 @@ class Membership:
         self.hosts, self.silence, self.parent, self.elastic = [f["host"] for f in facts], silence, parent, elastic
         self.note: dict[str, Any] = {}
         self.ending, self._changed = threading.Event(), threading.Condition()
+        self.beat = beat_interval(self.size)
         self._unheard = 0  # heartbeats since the last message from the coordinator
         self._ids = itertools.count()
         self._turns: collections.Counter[tuple[Any, ...]] = collections.Counter()
-        self._replies: dict[int, dict[str, Any]] = {}
+        self._replies: dict[str, dict[str, Any]] = {}
         self._lost: str | None = None  # why the connection to the coordinator was lost
         self._listeners: dict[str, Callable[[int, str], None]] = {}
         self._announced: dict[str, tuple[int, str]] = {}
@@ -80,7 +80,7 @@ class Membership:
 
     def request(self, op: str, wait: float = TIMEOUT, /, **fields: Any) -> dict[str, Any]:
         """Send a request to the coordinator and return its reply. Raises DistributedError without an answer."""
-        number, deadline = next(self._ids), time.monotonic() + wait
+        number, deadline = fields.pop("id", None) or str(next(self._ids)), time.monotonic() + wait
         try:
             self.connection.send(op=op, id=number, **fields)
         except OSError as error:
@@ -106,8 +106,11 @@ class Membership:
         """
         if len(members) == 1:
             return [text]
-        turn = self.turn(name, *members)
-        fields = {"name": name, "turn": turn, "members": list(members), "text": text, "timeout": timeout}
+        group = None if list(members) == list(range(self.size)) else list(members)
+        turn = self.turn(name, *(group or ()))
+        fields = {"name": name, "turn": turn, "members": group, "text": text, "timeout": timeout}
+        if group is None:
+            fields["id"] = f"{name} {turn}"  # the same on all ranks, so that the coordinator encodes its answer once
         wait = float("inf") if await_responsive else timeout + GRACE
         reply = self.request("exchange", wait, **fields, await_responsive=await_responsive)
         kinds = checked(reply, {"kinds": [LONG_TEXT], "of": [range(len(members))]})
@@ -141,13 +144,13 @@ class Membership:
         """Remove all keys that start with `prefix`."""
         self.request("forget", prefix=prefix)
 
-    def beats(self) -> dict[int, dict[str, Any]]:
-        """Return the note of the last heartbeat of every connected rank."""
-        return {int(rank): note for rank, note in self.request("beats")["beats"].items()}
+    def beats(self, suspended: bool = False) -> dict[int, dict[str, Any]]:
+        """Return the note of the last heartbeat of every connected rank, or of those whose timeout is suspended."""
+        return {int(rank): note for rank, note in self.request("beats", suspended=suspended)["beats"].items()}
 
-    def silent(self, seconds: float = 3 * BEAT) -> list[int]:
-        """Wait `seconds` and return the other ranks that sent no message meanwhile."""
-        return list(self.request("silent", TIMEOUT, seconds=seconds)["silent"])
+    def silent(self) -> list[int]:
+        """Wait for three heartbeats and return the other ranks that sent no message meanwhile."""
+        return list(self.request("silent", TIMEOUT, seconds=3 * self.beat)["silent"])
 
     # Announcements and faults
 
@@ -246,18 +249,20 @@ class Membership:
                 listener = self._listeners.get(call["announced"])
             if listener is not None:
                 listener(call["rank"], call["text"])
-        elif isinstance(number := message.get("id"), int):
+        elif isinstance(number := message.get("id"), str):
             with self._changed:
                 self._replies[number] = message
                 self._changed.notify_all()
 
     def _beat(self) -> None:
-        while not self.ending.wait(BEAT):
+        wait = self.beat * (self.rank + 1) / self.size  # the first time: all have started at the same moment
+        while not self.ending.wait(wait):
+            wait = self.beat
             if self.parent is not None and os.getppid() != self.parent:
                 cause = f"the process that started it ({self.parent} on that host) has ended"
                 self.end(f"{self.name(self.rank)} ends: {cause}", 1, self.rank)
             self._unheard += self._lost is None
-            if self._unheard * BEAT > self.silence:
+            if self._unheard * self.beat > self.silence:
                 lost = f"{self.name(0)} cannot be reached for {self.silence:.0f} s"
                 text = f"{self.name(self.rank)} ends: {lost}: the network is cut, or its host is down"
                 self.end(text, 1, self.rank)

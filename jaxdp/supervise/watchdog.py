@@ -90,7 +90,7 @@ class Watchdog:
 
         Empty if that work is less than a tenth of the update's time, or until every process has reported its own.
         """
-        if self._member is None:
+        if self._member is None or not self.context.is_root:  # root writes the metrics
             return {}
         with contextlib.suppress(DistributedError):
             work = {rank: beat.get("own_ms", 0.0) for rank, beat in self._member.beats().items()}
@@ -132,7 +132,7 @@ class Watchdog:
         """End the run after `idle` seconds without progress, unless a process that still responds is suspended."""
         member = self._member
         if member is not None:
-            suspended = {rank for rank, beat in member.beats().items() if beat.get("suspended")}
+            suspended = member.beats(suspended=True).keys()
             if suspended and suspended - set(member.silent()):
                 return
         each = f" for each of {self._updates()} updates" if self._updates() > 1 else ""

@@ -333,13 +333,22 @@ def served(tmp_path):
         line.socket.close()
 
 
+def admitted(line, rank):
+    """Receive the answer to a first message, once all have come."""
+    assert line.receive() == {"rank": rank}
+    facts = protocol.unpack(line.receive()["members"])
+    assert [one["rank"] for one in facts] == [0, 1] and all(
+        protocol.FACTS.keys() - {"config?", "tls?", "last?"} <= one.keys() for one in facts
+    )
+
+
 def test_a_stranger_with_another_secret_is_refused(served):
     _, connect, errors = served
     for wrong in ("t" * 64, "", "s" * 63):
         with pytest.raises(OSError, match="closed"):
             connect(1, wrong).receive()
-    good = [connect(rank) for rank in (0, 1)]
-    assert all(len(line.receive()["members"]) == 2 for line in good)
+    for rank, line in enumerate([connect(rank) for rank in (0, 1)]):
+        admitted(line, rank)
     assert errors.read_text().count("refused a message from 127.0.0.1: wrong secret") == 1
 
 
@@ -350,8 +359,9 @@ def test_a_recorded_message_is_refused(served):
     recorded = []
     first.socket = Recorder(first.socket, recorded)
     second = connect(1)
-    assert len(second.receive()["members"]) == 2 and len(first.receive()["members"]) == 2
-    first.send(op="fault", id=1, text="recorded", code=1)
+    admitted(second, 1)
+    admitted(first, 0)
+    first.send(op="fault", id="1", text="recorded", code=1)
     assert first.receive()["fault"] == "recorded" and second.receive()["fault"] == "recorded"
     assert errors.read_text() == ""
     stranger = connect(1, "no secret")
@@ -361,7 +371,7 @@ def test_a_recorded_message_is_refused(served):
         replayed.recv(1000)
         replayed.sendall(recorded[-1])
         assert replayed.recv(1000) == b""
-    assert first.receive() == {"first": True, "id": 1}
+    assert first.receive() == {"first": True, "id": "1"}
     first.socket.sendall(recorded[-1])
     with pytest.raises(OSError):
         first.receive()
@@ -386,8 +396,8 @@ def test_a_rank_cannot_speak_for_another(served):
     """The author of a fault or an announcement is the rank of the connection, whatever the message says."""
     _, connect, _ = served
     lines = [connect(rank) for rank in (0, 1)]
-    for line in lines:
-        line.receive()
+    for rank, line in enumerate(lines):
+        admitted(line, rank)
     lines[1].send(op="announce", id=1, name="stop 0", text="{}", rank=0)
     assert lines[0].receive() == {"announced": "stop 0", "rank": 1, "text": "{}"}
     lines[1].send(op="fault", id=2, text="forged", code=1, rank=0)
