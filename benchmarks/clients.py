@@ -2,10 +2,9 @@
 
     python -m benchmarks.clients [64 256 1024 4096]
 
-Starts the coordinator as rank 0 does, and clients with the package's own code, three threads each, in a few processes.
-Their facts are those of hosts with 8 processes. Left out: networks and hosts (all is one machine, whose cores the
-clients use most of), and JAX's coordination service, which starts but gets no clients. Prints JSON lines: `s` includes
-the work of all clients; `cpu_s` and `mb` (the peak) are the coordinator's.
+Starts the coordinator as rank 0 does, and clients with the package's own code, three threads each, in four processes,
+with facts as of hosts with 8. Left out: networks, hosts (the clients use most of this machine's cores), and JAX's
+service, which starts but gets no clients. `s` includes the work of all clients; `cpu_s`, `mb` are the coordinator's.
 """
 
 import concurrent.futures
@@ -23,12 +22,8 @@ from typing import Any
 from jaxdp.distributed import hosts, joining, membership
 from jaxdp.distributed.protocol import Facts, Settings
 
-LOCAL = 8  # processes of a host
-IDLE = 10.0  # seconds in which heartbeats are counted
-TIMEOUT = 250.0  # seconds
-BYTES = (0, 8, 1024)  # of the exchanged texts; 0: all are equal, else all differ
-LIMIT = 4e9  # bytes of all answers to an exchange; more do not fit into this machine
-WORKERS = 4  # processes for the clients
+IDLE, TIMEOUT = 10.0, 250.0  # seconds: in which heartbeats are counted; of all calls
+BYTES, LIMIT, WORKERS = (0, 8, 1024), 4e9, 4  # of exchanged texts; of all answers together; processes for clients
 
 
 class Client(membership.Membership):
@@ -47,12 +42,11 @@ class Client(membership.Membership):
 
 def facts(rank: int, size: int) -> Facts:
     """Return facts of the size that they have in a job."""
-    host, local = divmod(rank, LOCAL)
-    address = f"10.{host >> 16}.{host >> 8 & 255}.{host & 255}"
-    names = {"host": f"node{host:05}.cluster", "boot": f"{host:08}-89ab-cdef-0123-456789abcdef", "visible": str(local)}
+    host, address = f"node{rank // 8:05}.cluster", f"10.{rank >> 19}.{rank >> 11 & 255}.{rank >> 3 & 255}"
+    names = {"host": host, "boot": f"{host}-89ab-cdef-0123-456789ab", "visible": str(rank % 8), "pid": 100_000 + rank}
     places = {"addresses": [address], "outward": address, "spaces": ["net:[4026531840]", "pid:[4026531836]"]}
     versions = {"jaxdp": "0.3", "jax": "0.10.2", "jaxlib": "0.10.2", "python": "3.11", "tls": "no", "config": ""}
-    return {"rank": rank, "size": size, "pid": 100_000 + rank, "gloo": False, **names, **places, **versions}
+    return {"rank": rank, "size": size, "gloo": False, **names, **places, **versions}
 
 
 class Clients:
@@ -64,7 +58,6 @@ class Clients:
         self.members: list[Client] = []
 
     def each(self, work: Callable[[Any], None], items: Sequence[Any]) -> list[float]:
-        """Do the work for each item in a thread; return the times of the beginning and of the ends."""
         began = time.monotonic()
         return [began, *self.pool.map(lambda item: (work(item), time.monotonic())[1], items)]
 
@@ -72,15 +65,16 @@ class Clients:
         def work(rank: int) -> None:
             job = joining.enter(*self.address, facts(rank, self.size), TIMEOUT)
             assert job.rank == rank and [f["rank"] for f in job.facts] == [*range(self.size)]
-            member = Client(job.connection, job.facts, rank, rank % LOCAL, TIMEOUT, None)
+            self.members.append(Client(job.connection, job.facts, rank, rank % 8, TIMEOUT, None))
             job.facts.clear()
-            member.start()
-            self.members.append(member)
 
-        return self.each(work, self.ranks)
+        times = self.each(work, self.ranks)
+        for member in self.members:
+            member.start()
+        return times
 
     def exchange(self, size: int) -> list[float]:
-        text = lambda rank: str(rank).rjust(size, "x") if size else ""
+        text = lambda rank: str(rank).rjust(size, "x") if size else ""  # equal ones, or different ones
 
         def work(member: Client) -> None:
             texts = member.exchange(f"{size} bytes", text(member.rank), range(self.size), TIMEOUT)
@@ -92,13 +86,11 @@ class Clients:
         return [sum(member.messages for member in self.members)]
 
     def kill(self) -> list[float]:
-        """Close the connection of a client, as the kernel does for a dead process."""
         self.members[0].ending.set()
         self.members[0].connection.socket.shutdown(2)
         return [time.monotonic()]
 
     def heard(self) -> list[float]:
-        """Return when the clients heard of the death, but the dead one."""
         others = [member for member in self.members if member.ended_at or not member.ending.is_set()]
         while not all(member.ended_at for member in others):
             time.sleep(0.05)
@@ -106,7 +98,6 @@ class Clients:
 
 
 def serve(pipe: Any, *arguments: Any) -> None:
-    """Answer calls in a worker process, until the pipe is closed."""
     threading.stack_size(1 << 18)
     sys.setswitchinterval(0.1)  # decode one answer after the other: thousands at once need memory that no host has to
     clients = Clients(*arguments)
@@ -118,17 +109,17 @@ def serve(pipe: Any, *arguments: Any) -> None:
 def usage(pid: int) -> tuple[float, int]:
     """Return the CPU seconds of a process, and the peak of its memory in MB."""
     stat, status = (pathlib.Path(f"/proc/{pid}", name).read_text() for name in ("stat", "status"))
-    ticks = sum(map(int, stat.split()[13:15]))
-    return ticks / os.sysconf("SC_CLK_TCK"), int(status.split("VmHWM:")[1].split()[0]) >> 10
+    return sum(map(int, stat.split()[13:15])) / os.sysconf("SC_CLK_TCK"), int(
+        status.split("VmHWM:")[1].split()[0]
+    ) >> 10
 
 
 def measure(size: int) -> None:
     port, secret, spawn = hosts.free_port(), secrets.token_hex(16), multiprocessing.get_context("spawn")
     settings = Settings(size, secret, port, "127.0.0.1", None, TIMEOUT, TIMEOUT, os.dup(2))
     pid, pipes = joining.start_coordinator(settings, hosts.hostname()), [spawn.Pipe() for _ in range(WORKERS)]
-    arguments = [(pipe[1], port, secret, range(size)[i::WORKERS], size) for i, pipe in enumerate(pipes)]
-    for a in arguments:
-        spawn.Process(target=serve, args=a, daemon=True).start()
+    for i, (_, pipe) in enumerate(pipes):
+        spawn.Process(target=serve, args=(pipe, port, secret, range(size)[i::WORKERS], size), daemon=True).start()
 
     def call(name: str, *more: int, of: slice = slice(None)) -> list[float]:
         for pipe, _ in pipes[of]:
@@ -141,9 +132,9 @@ def measure(size: int) -> None:
         print(json.dumps(result | more), flush=True)
 
     call("messages")  # the workers have started
-    for what, *more in [("join",), *(("exchange", n) for n in BYTES if n * size**2 < LIMIT)]:
-        cpu, times = usage(pid)[0], call(what, *more)
-        report(" ".join(map(str, [what, *more])), max(times) - min(times), cpu)
+    for what, *of in [("join",), *(("exchange", n) for n in BYTES if n * size**2 < LIMIT)]:
+        cpu, times = usage(pid)[0], call(what, *of)
+        report(f"{what} {of}", max(times) - min(times), cpu)
     cpu, before = usage(pid)[0], sum(call("messages"))
     time.sleep(IDLE)
     report("heartbeats", IDLE, cpu, per_s=(sum(call("messages")) - before) / IDLE)
