@@ -113,7 +113,7 @@ def _admitted(message: dict[str, Any], size: int) -> dict[str, Any]:
     if "error" in verdict:
         raise UsageError(verdict["error"], rank=0)
     if "missing" in verdict:
-        names, waited = ", ".join(map(str, verdict["missing"])), round(verdict.get("timeout", 0), 1)
+        names, waited = hosts.listed(verdict["missing"]), round(verdict.get("timeout", 0), 1)
         raise DistributedError(
             f"rank {names} of {size} did not come within {waited:g} s: see whether it was started "
             "and what it printed (JAXDP_TIMEOUT sets how long to wait, in seconds)",

@@ -255,7 +255,7 @@ class Generation:
         for member in active:
             member.silent = 0.0 if was_suspended and not self.suspended else member.silent + min(elapsed, 1.0)
         if not self.suspended and (silent := [m for m in active if m.silent >= self.settings.silence]):
-            names = ", ".join(m.title for m in silent)
+            names = hosts.listed(m.title for m in silent)
             verb = "has" if len(silent) == 1 else "have"
             silence = self.settings.silence
             self.end(f"{names} {verb} not been heard from for {silence:.0f} s: killed, stopped, or cut off")

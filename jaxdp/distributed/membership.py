@@ -74,7 +74,7 @@ class Membership:
         atexit.register(self.leave)
 
     def name(self, *ranks: int) -> str:
-        return ", ".join(hosts.title(rank, self.hosts[rank]) for rank in ranks)
+        return hosts.listed(hosts.title(rank, self.hosts[rank]) for rank in ranks)
 
     # Requests
 
@@ -117,9 +117,9 @@ class Membership:
         if kinds is not None:
             return [kinds["kinds"][i] for i in kinds["of"]]
         if departed := reply.get("left"):
-            raise DistributedError(f"rank {', '.join(map(str, departed))} has left the job: see what it printed")
+            raise DistributedError(f"rank {hosts.listed(departed)} has left the job: see what it printed")
         missing = reply.get("missing", [])
-        names = f"rank {', '.join(map(str, missing))}" if missing else "an answer"
+        names = f"rank {hosts.listed(missing)}" if missing else "an answer"
         speaker = None if self.rank in missing else members[0]  # a rank that arrives too late prints for itself
         error = DistributedError(f"{names} did not come to {name!r} within {timeout:g} s", rank=speaker)
         error.texts = {int(rank): text for rank, text in reply.get("texts", {}).items()}

@@ -115,6 +115,11 @@ def test_heartbeats_become_rare():
     assert [protocol.beat_interval(size) for size in (2, 1024, 4096)] == [1.0, 1.0, 4.0]
 
 
+def test_a_message_names_a_few_of_many_ranks():
+    assert hosts.listed([]) == "" and hosts.listed(range(8)) == "0, 1, 2, 3, 4, 5, 6, 7"
+    assert hosts.listed(range(4096)) == "0, 1, 2, 3, 4, 5, 6, 7 and 4088 others"
+
+
 @pytest.fixture
 def clients():
     """Clients of a real coordinator, in threads of this process."""
