@@ -1,5 +1,6 @@
 """What keeps the coordinator and the checkpoints small with thousands of processes."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import json
@@ -7,6 +8,7 @@ import os
 import resource
 import secrets
 import threading
+import types
 
 import pytest
 
@@ -14,6 +16,7 @@ from benchmarks.clients import Clients, facts
 from jaxdp.checkpoint.commit import Commit, PeerFailed
 from jaxdp.distributed import channel, exchange, hosts, joining, membership, messages, protocol
 from jaxdp.distributed.context import Context
+from jaxdp.distributed.generation import Generation, Member
 from jaxdp.errors import UsageError
 
 
@@ -118,6 +121,27 @@ def test_heartbeats_become_rare():
 def test_a_message_names_a_few_of_many_ranks():
     assert hosts.listed([]) == "" and hosts.listed(range(8)) == "0, 1, 2, 3, 4, 5, 6, 7"
     assert hosts.listed(range(4096)) == "0, 1, 2, 3, 4, 5, 6, 7 and 4088 others"
+
+
+def test_the_ranks_of_a_lost_switch_are_a_fault_that_is_heard():
+    """Their names together are longer than a text that a rank accepts."""
+    reported, frames = [], []
+    settings = protocol.Settings(1000, "secret", 1, "127.0.0.1", None, 60.0, 20.0)
+    coordinator = types.SimpleNamespace(settings=settings, report=reported.append, over=threading.Event())
+
+    async def lose() -> None:
+        generation = Generation(coordinator)
+        generation.admitted = True
+        for rank in range(1000):
+            sealer = channel.to_rank("secret", b"", b"")
+            member = Member(generation, facts(rank, 1000), types.SimpleNamespace(write=frames.append), sealer)
+            generation.members[rank], member.silent = member, 19.95 * (rank >= 500)
+        generation.check_silence(0.1)
+
+    asyncio.run(lose())
+    assert len(frames) == 1000 and "rank 507 (host node00063.cluster) and 492 others have not been heard" in reported[0]
+    fault = channel.to_rank("secret", b"", b"").open(frames[0][: channel.HEAD], frames[0][channel.HEAD :])
+    assert messages.checked(fault, {"fault": str, "code": range(256)}) == {"fault": reported[0], "code": 1}
 
 
 @pytest.fixture
