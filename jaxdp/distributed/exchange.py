@@ -13,7 +13,7 @@ from jaxdp.distributed.channel import Encoded, encode
 Answer = Callable[[str], Encoded]  # the answer to the requests with an id
 Reply = Callable[[Answer], None]
 REMEMBERED = 64  # verdicts of failed exchanges, for ranks that arrive too late
-KEYS = 1 << 16
+KEYS = 1 << 18  # of two saves, three for each rank
 
 
 def answer_of(verdict: dict[str, Any]) -> Answer:

@@ -1,18 +1,24 @@
-"""What keeps the coordinator and the checkpoints small with thousands of processes."""
+"""What keeps the coordinator and the checkpoints small with thousands of processes, and the commands of scale.md."""
 
 import asyncio
 import concurrent.futures
 import contextlib
 import json
 import os
+import pathlib
 import resource
 import secrets
+import shutil
+import sys
 import threading
 import types
 
+import jax
 import pytest
 
+import benchmarks.manifest
 from benchmarks.clients import Clients, facts
+from jaxdp import compilation_cache
 from jaxdp.checkpoint.commit import Commit, PeerFailed
 from jaxdp.distributed import channel, exchange, hosts, joining, membership, messages, protocol
 from jaxdp.distributed.context import Context
@@ -142,6 +148,28 @@ def test_the_ranks_of_a_lost_switch_are_a_fault_that_is_heard():
     assert len(frames) == 1000 and "rank 507 (host node00063.cluster) and 492 others have not been heard" in reported[0]
     fault = channel.to_rank("secret", b"", b"").open(frames[0][: channel.HEAD], frames[0][channel.HEAD :])
     assert messages.checked(fault, {"fault": str, "code": range(256)}) == {"fault": reported[0], "code": 1}
+
+
+@pytest.mark.parametrize(("processes", "limit"), [(256, compilation_cache.SIZE), (257, -1)])
+def test_the_compilation_cache_of_a_large_job_has_no_lock(tmp_path, monkeypatch, processes, limit):
+    before = compilation_cache.settings()
+    try:
+        monkeypatch.delenv("JAX_COMPILATION_CACHE_MAX_SIZE", raising=False)
+        jax.config.update(compilation_cache.FOLDER, None)
+        assert compilation_cache.use(str(tmp_path), processes) is None
+        folder = pathlib.Path(jax.config.values[compilation_cache.FOLDER])
+        assert folder.is_dir() and (folder.name == "unlimited") == (limit == -1)
+        assert jax.config.values["jax_compilation_cache_max_size"] == limit
+    finally:
+        compilation_cache.leave(before)
+
+
+def test_the_manifest_of_a_few_processes(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks.manifest", "--processes", "4"])
+    monkeypatch.setattr(shutil, "which", lambda name: None)  # tracing takes seconds
+    benchmarks.manifest.main()
+    *phases, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [phase["what"] for phase in phases] == [*benchmarks.manifest.PHASES] and last["files"] == 3 * 4 + 4
 
 
 @pytest.fixture
