@@ -3,8 +3,8 @@
     python -m benchmarks.clients [64 256 1024 4096]
 
 Starts the coordinator as rank 0 does, and clients with the package's own code, three threads each, in four processes,
-with facts as of hosts with 8. Left out: networks, hosts (the clients use most of this machine's cores), and JAX's
-service, which starts but gets no clients. `s` includes the work of all clients; `cpu_s`, `mb` are the coordinator's.
+with facts as of hosts with 8. Left out: networks, hosts (the clients use most of this machine's cores), JAX's service.
+`s`, `first_s`: until the last client, and the first, is done; `cpu_s`, `mb`: of the coordinator.
 """
 
 import concurrent.futures
@@ -131,16 +131,16 @@ def measure(size: int) -> None:
         result = {"clients": size, "what": what, "s": round(seconds, 3), "cpu_s": round(now - cpu, 2), "mb": peak}
         print(json.dumps(result | more), flush=True)
 
-    call("messages")  # the workers have started
+    call("messages")  # all have started
     for what, *of in [("join",), *(("exchange", n) for n in BYTES if n * size**2 < LIMIT)]:
         cpu, times = usage(pid)[0], call(what, *of)
-        report(f"{what} {of}", max(times) - min(times), cpu)
+        first, *_, last = sorted(times)[WORKERS:]
+        report(" ".join(map(str, [what, *of])), last - min(times), cpu, first_s=round(first - min(times), 3))
     cpu, before = usage(pid)[0], sum(call("messages"))
     time.sleep(IDLE)
     report("heartbeats", IDLE, cpu, per_s=(sum(call("messages")) - before) / IDLE)
     cpu, died = usage(pid)[0], call("kill", of=slice(1))[0]
-    heard = call("heard")
-    report("death", max(heard) - died, cpu, first_s=round(min(heard) - died, 3))
+    report("death", max(heard := call("heard")) - died, cpu, first_s=round(min(heard) - died, 3))
     for process in multiprocessing.active_children():
         process.kill()
 
