@@ -204,7 +204,8 @@ def spoil(context):
             for value in values if op not in ("leave", "fault", "announce", "log", "forget") else []:
                 for field in [*shape, "none"]:
                     good = {{"name": "x", "text": "y", "key": "z", "turn": 0, "members": [0], "timeout": 0.0,
-                             "seconds": 0.0, "note": {{}}, "await_responsive": False}}
+                             "seconds": 0.0, "note": {{}}, "await_responsive": False,
+                             "suspended": False}}
                     good = {{name: good[name] for name in shape}}
                     member.connection.send(op=op, id=-1, **{{**good, field: value}})
         for value in values:
