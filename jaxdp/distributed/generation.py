@@ -147,7 +147,8 @@ class Generation:
         """Do one operation for a rank. Refuse a malformed one, without ending the rank."""
         member.silent = 0.0
         name = message.get("op")
-        fields = checked(message, OPERATIONS[name]) if isinstance(name, str) and name in OPERATIONS else None
+        known = isinstance(name, str) and name in OPERATIONS and hasattr(self, f"do_{name}")  # regroup: if elastic
+        fields = checked(message, OPERATIONS[name]) if known else None
         if fields is None or not isinstance(message.get("id"), int | str | None):
             self.coordinator.refuse(f"an operation of rank {member.rank}", str(name))
             member.send(id=message.get("id"), refused=True)

@@ -405,6 +405,18 @@ def test_a_rank_cannot_speak_for_another(served):
     assert lines[0].receive() == {"fault": "forged", "code": 1, "rank": 1}
 
 
+def test_an_operation_of_elastic_jobs_is_refused_in_others(served):
+    _, connect, errors = served
+    lines = [connect(rank) for rank in (0, 1)]
+    for rank, line in enumerate(lines):
+        admitted(line, rank)
+    lines[1].send(op="regroup", id="1")
+    assert lines[1].receive() == {"id": "1", "refused": True}
+    lines[1].send(op="get", id="2", key="k", timeout=0.0)
+    assert lines[1].receive() == {"id": "2", "text": None}
+    assert errors.read_text().count("refused an operation of rank 1: regroup") == 1
+
+
 def test_the_secret_of_a_user(tmp_path, monkeypatch):
     monkeypatch.delenv("JAXDP_SECRET", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
