@@ -28,8 +28,8 @@ class Damaged(ValueError):
 
 def list_files(directory: pathlib.Path) -> list[str]:
     """List the relative paths of all files under `directory`, sorted, without the manifest."""
-    files = (p for p in directory.rglob("*") if p.is_file())
-    return sorted(str(p.relative_to(directory)) for p in files if not p.name.startswith(NAME))
+    names = (os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names)  # without stat
+    return sorted(os.path.relpath(name, directory) for name in names if not os.path.basename(name).startswith(NAME))
 
 
 def digest(file: pathlib.Path, wait: float = 0.0) -> tuple[int, str]:
