@@ -17,10 +17,10 @@ import jax
 import pytest
 
 import benchmarks.manifest
-from benchmarks.clients import Clients, facts
+from benchmarks.clients import Client, Clients, facts
 from jaxdp import compilation_cache
 from jaxdp.checkpoint.commit import Commit, PeerFailed
-from jaxdp.distributed import channel, exchange, hosts, joining, membership, messages, protocol
+from jaxdp.distributed import channel, exchange, hosts, joining, membership, messages, protocol, sockets
 from jaxdp.distributed.context import Context
 from jaxdp.distributed.generation import Generation, Member
 from jaxdp.errors import UsageError
@@ -225,3 +225,36 @@ def test_a_save_sends_each_process_few_messages(clients, monkeypatch):
     shares, digests, counts = zip(*results)
     assert list(shares) == digests[0] == [f"of {rank}" for rank in range(clients.size)]
     assert not any(digests[1:]) and max(counts[1:]) < 20 and all(failed)
+
+
+def test_the_facts_and_exchanges_of_the_next_generation():
+    """Its ranks have other numbers, and some of their facts are of one rank only."""
+    port, secret = hosts.free_port(), secrets.token_hex(16)
+    stderr = os.open(os.devnull, os.O_WRONLY)
+    settings = protocol.Settings(3, secret, port, "127.0.0.1", None, 60.0, 20.0, stderr, elastic=True)
+    joining.start_coordinator(settings, "here")
+    sockets.spare(port)
+
+    def enter(rank, **more):
+        job = joining.enter("127.0.0.1", port, secret, {**facts(rank, 3), **more}, 60.0)
+        member = Client(job.connection, job.facts, job.rank, 0, 20.0, None, True)
+        member.start()
+        texts = member.exchange("ranks", str(rank), range(member.size), 60.0)
+        return member, job.generation, texts, [f.get("last") for f in job.facts]
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        first = [*pool.map(enter, range(3))]
+        assert [x[1:] for x in first] == [(0, ["0", "1", "2"], [None] * 3)] * 3
+        first[0][0].ending.set()
+        first[0][0].connection.socket.shutdown(2)
+        assert first[1][0].has_ended(60.0) and first[2][0].has_ended(60.0)
+        second = [*pool.map(lambda rank: enter(rank, last=[0, 3]), (1, 2))]
+    assert [x[1:] for x in second] == [(1, ["1", "2"], [[0, 3]] * 2)] * 2 and [x[0].rank for x in second] == [0, 1]
+    for member, *_ in (*first, *second):
+        member.ending.set()
+        with contextlib.suppress(OSError):  # closed
+            member.connection.socket.shutdown(2)
+        member.connection.socket.close()
+    child = joining._children.pop()
+    child.kill()
+    child.communicate()
