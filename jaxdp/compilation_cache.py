@@ -23,27 +23,35 @@ SETTINGS = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,  # most programs of a start are small
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
+LOCKED = 256  # processes that may share a folder with a lock, which one program after the other is read under
 PROBE = 2**16  # bytes of a test file; if it does not fit, the disk counts as full
 
 
-def use(where: str | None) -> str | None:
+def use(where: str | None, processes: int = 1) -> str | None:
     """Enable JAX's compilation cache. Return a one-line error message if that fails, or None.
 
     where: a folder, "auto" for the user's cache folder, None for no cache. A folder already set in JAX, by
     JAX_COMPILATION_CACHE_DIR or by the script, takes precedence with all its settings; "" there disables the cache.
+    processes: of the job. More than LOCKED use a folder of their own, without a limit of its size and thus without
+    locks: with one, some 250 programs a second are read, and JAX compiles what it has waited for for 10 s.
     """
     if where is None or jax.config.values[FOLDER] is not None:
         return None
     shown: pathlib.Path | str = where  # in an error message
+    values = SETTINGS | ({"jax_compilation_cache_max_size": -1} if processes > LOCKED else {})
     try:
         shown = folder = environment.compiled(where)
-        tidy(folder)
+        if processes > LOCKED:
+            shown = folder = folder / "unlimited"
+            folder.mkdir(parents=True, exist_ok=True)
+        else:
+            tidy(folder)
     except filelock.Timeout:
         pass  # another process uses the folder, so it works
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no such home directory, or no file locks
         reason = getattr(error, "strerror", None) or one_line(error)
         return f"compilation_cache: cannot write in {str(shown)!r} ({reason}), so every start compiles again"
-    for name, value in SETTINGS.items():
+    for name, value in values.items():
         if name.upper() not in os.environ:
             jax.config.update(name, value)
     jax.config.update(FOLDER, str(folder))

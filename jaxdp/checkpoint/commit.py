@@ -1,6 +1,7 @@
 """Agreement of all processes on a save: each learns at once if another could not write its part."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from jaxdp.checkpoint.orbax import TIMEOUT
@@ -14,11 +15,16 @@ class PeerFailed(Exception):
 
 
 class Commit:
-    """The messages of one save between all processes."""
+    """The messages of one save between root and the other processes: each sends and receives a number that does not
+    grow with the number of processes."""
 
     def __init__(self, context: Context):
-        self.context, self.member = context, membership.current() if context.size > 1 else None
-        self.name = f"save {self.member.turn('save')}" if self.member is not None else ""
+        self.context, self.turn = context, membership.joined().turn("save") if context.size > 1 else 0
+        self._failure: str | None = None  # of any process
+        if context.size > 1:
+            membership.joined().on(self._key("failed"), self._hear_failure)
+        if context.is_root and self.turn > 1:
+            membership.joined().forget(f"save/{self.turn - 2}/")
 
     def wait_for(self, response: Any) -> None:
         """Wait until Orbax has committed on this process. Raises PeerFailed as soon as another could not."""
@@ -34,23 +40,48 @@ class Commit:
                 if time.monotonic() > deadline:
                     raise
 
-    def share(self, name: str, text: str) -> list[str]:
-        """Return the texts of all processes. Raises PeerFailed as soon as another could not save."""
-        if self.member is None:
+    def scatter(self, name: str, texts: Sequence[str]) -> str:
+        """Return root's text for this process; texts: one for each process, on root. Raises PeerFailed."""
+        if self.context.size == 1:
+            return texts[0]
+        if self.context.is_root:
+            for rank, text in enumerate(texts):
+                membership.joined().put(self._key(f"{name}/{rank}"), text)
+        return self._get(f"{name}/{self.context.rank}")
+
+    def gather(self, name: str, text: str) -> list[str]:
+        """Return the texts of all processes on root, and nothing on the others. Raises PeerFailed."""
+        if self.context.size == 1:
             return [text]
-        ranks = range(self.context.size)
-        return self.member.exchange(f"{self.name} {name}", text, ranks, TIMEOUT, check=self._raise_if_failed)
+        membership.joined().put(self._key(f"{name}/{self.context.rank}"), text)
+        ranks = range(self.context.size if self.context.is_root else 0)
+        return [self._get(f"{name}/{rank}") for rank in ranks]
 
     def report_failure(self, reason: str) -> None:
         """Tell the others that this process cannot save."""
-        if self.member is not None:
-            self.member.announce(f"{self.name} failed", f"rank {self.context.rank}: {reason}")
+        if self.context.size > 1:
+            membership.joined().announce(self._key("failed"), f"rank {self.context.rank}: {reason}")
+
+    def _get(self, name: str) -> str:
+        """Wait for the text under a name. All processes together ask at most 1,000 times a second."""
+        deadline = time.monotonic() + TIMEOUT
+        while (text := membership.joined().get(self._key(name), max(0.2, self.context.size / 1000))) is None:
+            self._raise_if_failed()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{name} of the save has not arrived after {TIMEOUT:g} s")
+        return text
 
     def _raise_if_failed(self) -> None:
-        if self.member is not None:
-            self.member.check_generation()
-            if (failure := self.member.announced(f"{self.name} failed")) is not None:
-                raise PeerFailed(failure)
+        if self.context.size > 1:
+            membership.joined().check_generation()
+        if self._failure is not None:
+            raise PeerFailed(self._failure)
+
+    def _hear_failure(self, rank: int, text: str) -> None:
+        self._failure = text
+
+    def _key(self, name: str) -> str:
+        return f"save/{self.turn}/{name}"
 
 
 def reason_of(error: BaseException) -> str:

@@ -28,8 +28,8 @@ class Damaged(ValueError):
 
 def list_files(directory: pathlib.Path) -> list[str]:
     """List the relative paths of all files under `directory`, sorted, without the manifest."""
-    files = (p for p in directory.rglob("*") if p.is_file())
-    return sorted(str(p.relative_to(directory)) for p in files if not p.name.startswith(NAME))
+    names = (os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names)  # without stat
+    return sorted(os.path.relpath(name, directory) for name in names if not os.path.basename(name).startswith(NAME))
 
 
 def digest(file: pathlib.Path, wait: float = 0.0) -> tuple[int, str]:
@@ -50,7 +50,7 @@ def digests(directory: pathlib.Path, names: Sequence[str], wait: float = 10.0) -
 
 
 def flush(directory: pathlib.Path, names: Collection[str]) -> None:
-    """Flush files and their directories to disk, before the manifest lists them."""
+    """Flush files and their directories to disk, before the manifest lists them: each process some of them."""
     for path in [*(directory / name for name in names), *sorted({(directory / name).parent for name in names})]:
         rundir.flush(path)
 
@@ -92,12 +92,14 @@ def read(directory: pathlib.Path) -> dict[str, Any]:
     for name, entry in body["files"].items():
         if not isinstance(entry, list) or [*map(type, entry)] != [int, str]:
             raise Damaged(f"its {NAME} has no size and checksum of {name!r}")
-        located(directory, name)
     return body
 
 
 def located(directory: pathlib.Path, name: str) -> pathlib.Path:
-    """Return the path of a checkpoint's file. Raises Damaged for a name, or a link, that leads outside of it."""
+    """Return the path of a checkpoint's file. Raises Damaged for a name, or a link, that leads outside of it.
+
+    It asks the file system about each folder of the path, so only the process that reads a file calls it.
+    """
     path = directory / name
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # a link to itself, an impossible file name
         if name.isprintable() and ".." not in path.parts and path.resolve().is_relative_to(directory.resolve()):
@@ -126,10 +128,11 @@ def check(directory: pathlib.Path, files: Mapping[str, Sequence[Any]], wait: flo
             raise Damaged(f"{name} has changed since it was written")
 
 
-def problem(directory: pathlib.Path, files: Mapping[str, Sequence[Any]], wait: float = 0.0) -> str:
-    """Return why `check` fails, or ''."""
+def problem(directory: pathlib.Path, rank: int = 0, size: int = 1, wait: float = 0.0) -> str:
+    """Return why the manifest, or a file of this process's part of the checkpoint, fails `check`, or ''."""
     try:
-        check(directory, files, wait)
+        digest(directory / NAME, wait)  # waits for it
+        check(directory, dict([*read(directory)["files"].items()][rank::size]), wait)
     except OSError as error:
         return unreadable(error)
     except Damaged as error:

@@ -172,13 +172,13 @@ class Checkpoints:
         if self.context.is_root and tidy:
             self._set_unfinished_aside(say)
         while True:
-            step, files, problem = self.context.of_root("checkpoint", lambda: self._candidate(refused), TIMEOUT)
+            step, problem = self.context.of_root("checkpoint", lambda: self._candidate(refused), TIMEOUT)
             if not step:
                 self.last = None
                 return 0
             if not problem:
-                share = dict(list(files.items())[self.context.rank :: self.context.size])
-                local = manifest.problem(self.directory / str(step), share, 0.0 if self.context.is_root else 10.0)
+                rank, size, wait = self.context.rank, self.context.size, 0.0 if self.context.is_root else 10.0
+                local = manifest.problem(self.directory / str(step), rank, size, wait)
                 problem = next(filter(None, self.context.exchange("checked", local, timeout=TIMEOUT)), "")
             if problem.startswith("cannot read"):
                 raise UsageError(f"run_dir: {problem}; fix that first", rank=self.context.root_rank)
@@ -189,15 +189,17 @@ class Checkpoints:
             if self.context.is_root:
                 self.set_aside(step, "damaged" if tidy else None, f"checkpoint {step} is damaged: {problem}", say)
 
-    def _candidate(self, refused: set[int]) -> tuple[int, dict[str, Any], str]:
-        """Return (the last step that is not refused or 0, its files, the problem with its manifest or '')."""
+    def _candidate(self, refused: set[int]) -> tuple[int, str]:
+        """Return (the last step that is not refused or 0, the problem with its manifest or '')."""
         step = max((s for s in self.steps() if s not in refused), default=0)
         try:
-            return step, manifest.read(self.directory / str(step))["files"] if step else {}, ""
+            if step:
+                manifest.read(self.directory / str(step))
+            return step, ""
         except Damaged as error:
-            return step, {}, str(error)
+            return step, str(error)
         except OSError as error:
-            return step, {}, manifest.unreadable(error)
+            return step, manifest.unreadable(error)
 
     def restore(self, step: int, abstract: TrainState, say: Say = print) -> TrainState:
         """Restore the state saved at `step`, with the shardings of `abstract`. Raises UsageError if leaves differ.
@@ -231,18 +233,19 @@ class Checkpoints:
         """Wait in a thread for Orbax and write the manifest; on failure, tell all processes."""
         try:
             self._commit.wait_for(response)
-            names = manifest.list_files(self.directory / str(step)) if self.context.is_root else []
-            names = json.loads(self._commit.share("files", json.dumps(names))[self.context.root_rank])
-            share = names[self.context.rank :: self.context.size]
-            parts = self._commit.share("digests", json.dumps(manifest.digests(self.directory / str(step), share)))
+            folder, size = self.directory / str(step), self.context.size
+            names = manifest.list_files(folder) if self.context.is_root else []
+            share = json.loads(self._commit.scatter("files", [json.dumps(names[r::size]) for r in range(size)]))
+            digests = manifest.digests(folder, share)
+            manifest.flush(folder, share)
+            parts = self._commit.gather("digests", json.dumps(digests))
             if self.context.is_root:
                 files = {name: entry for part in parts for name, entry in json.loads(part).items()}
-                manifest.flush(self.directory / str(step), files)
                 with self._lock:
-                    manifest.write(self.directory / str(step), files, {**meta, **self._notes.get(step, {})})
+                    manifest.write(folder, files, {**meta, **self._notes.get(step, {})})
                     self._notes.pop(step, None)
                 self._prune(step)
-            self._commit.share("durable", "")
+            self._commit.scatter("durable", [""] * size)
             with contextlib.suppress(Exception):  # standard output may be closed; the checkpoint is saved
                 if self.context.is_root:
                     self.events.note("saved", step, seconds=round(time.monotonic() - self._began, 3))

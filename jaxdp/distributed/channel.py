@@ -3,23 +3,24 @@
 The processes of a job share a secret. The coordinator opens a connection with a magic line and a random nonce; the
 client's first message contains a second nonce. Each direction has a key derived from the secret and the nonces, and
 each frame is numbered, so a frame recorded on another connection, or sent twice, is refused. Messages are
-authenticated, not encrypted.
+authenticated, not encrypted. A message to all ranks is encoded and hashed once: the HMAC is that of its hash.
 
-    frame = length (4 bytes, big-endian) | HMAC-SHA256(key, number | payload) (32 bytes) | payload (JSON in UTF-8)
+    frame = length (4 bytes, big-endian) | HMAC-SHA256(key, number | SHA-256(payload)) (32 bytes) | payload (JSON)
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
 import os
 import pathlib
 import secrets
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxdp.errors import UsageError
 
-MAGIC = b"jaxdp coordinator 1\n"
+MAGIC = b"jaxdp coordinator 2\n"
 NONCE = 32  # bytes
 HEAD = 4 + 32  # bytes before the payload
 LIMIT = 1 << 26  # bytes of one payload
@@ -31,6 +32,18 @@ class Refused(Exception):
     """A frame that does not come from a process with the secret, or is malformed."""
 
 
+class Encoded(NamedTuple):
+    """A message as bytes, and their SHA-256."""
+
+    payload: bytes
+    sha256: bytes
+
+
+def encode(message: dict[str, Any]) -> Encoded:
+    payload = json.dumps(message, separators=(",", ":")).encode()
+    return Encoded(payload, hashlib.sha256(payload).digest())
+
+
 class Sealer:
     """One direction of a connection: numbers and authenticates frames, or checks them."""
 
@@ -38,19 +51,18 @@ class Sealer:
         self.key = hmac.digest(secret.encode(), b"|".join((direction, *nonces)), "sha256")
         self.number = 0
 
-    def _digest(self, payload: bytes) -> bytes:
-        digest = hmac.digest(self.key, self.number.to_bytes(8, "big") + payload, "sha256")
+    def _digest(self, sha256: bytes) -> bytes:
+        digest = hmac.digest(self.key, self.number.to_bytes(8, "big") + sha256, "sha256")
         self.number += 1
         return digest
 
-    def seal(self, message: dict[str, Any]) -> bytes:
+    def seal(self, message: Encoded) -> bytes:
         """Return the frame of a message."""
-        payload = json.dumps(message).encode()
-        return len(payload).to_bytes(4, "big") + self._digest(payload) + payload
+        return len(message.payload).to_bytes(4, "big") + self._digest(message.sha256) + message.payload
 
     def open(self, head: bytes, payload: bytes) -> dict[str, Any]:
         """Return the message of a frame. Raises Refused if it was not sealed with this key and number."""
-        if not hmac.compare_digest(self._digest(payload), head[4:]):
+        if not hmac.compare_digest(self._digest(hashlib.sha256(payload).digest()), head[4:]):
             raise Refused("wrong secret")
         try:
             message = json.loads(payload)

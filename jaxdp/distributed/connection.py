@@ -13,9 +13,10 @@ from typing import Any
 
 from jaxdp.distributed import channel, hosts
 from jaxdp.distributed.messages import checked, printable
-from jaxdp.distributed.protocol import ADMISSION, Facts
+from jaxdp.distributed.protocol import ADMISSION, Facts, unpack
 from jaxdp.errors import DistributedError, UsageError
 
+RETRIES = 5000.0  # attempts to connect in a second, of all ranks together
 NOBODY = (errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)  # no program has answered
 PROBE = 3.0  # seconds
 
@@ -40,7 +41,7 @@ class Connection:
     def send(self, **message: Any) -> None:
         """Send a message. Raises OSError if the coordinator has ended."""
         with self._lock:
-            self.socket.sendall(self._out.seal(message))
+            self.socket.sendall(self._out.seal(channel.encode(message)))
 
     def receive(self) -> dict[str, Any]:
         """Wait for the next message. Raises OSError if the coordinator has ended or belongs to another job."""
@@ -107,7 +108,10 @@ def join(
             connection = Connection(host, port, secret, min(remaining, 5.0), facts=facts)
             greeted = True
             connection.socket.settimeout(remaining + 10.0)  # the coordinator's deadline comes first
-            verdict = _admitted(connection.receive(), facts["size"])
+            verdict = connection.receive()
+            if verdict.keys() == {"rank"}:  # admitted: what all ranks receive follows
+                verdict |= connection.receive()
+            verdict = _admitted(verdict, facts["size"])
             return Joined(
                 connection, verdict["members"], verdict["jax"], verdict["rank"], verdict["generation"], (host, port)
             )
@@ -127,7 +131,7 @@ def join(
                 f"rank {facts['rank']}: what listens at the coordinator's address {host}:{port} is not rank 0 of this "
                 f"job ({problem}): another program has that port; choose another"
             )
-        time.sleep(0.05 if not foreign else 0.5)
+        time.sleep(max(0.05, facts["size"] / RETRIES) if not foreign else 0.5)
     raise DistributedError(
         f"{title} found no rank 0 at the coordinator's address {host}:{port} within {round(timeout, 1):g} s "
         f"({problem}): see whether rank 0 was started there (JAXDP_TIMEOUT sets how long to wait)"
@@ -145,10 +149,10 @@ def _admitted(message: dict[str, Any], size: int) -> dict[str, Any]:
     if "error" in verdict:
         raise UsageError(verdict["error"], rank=0)
     if "missing" in verdict:
-        names, waited = ", ".join(map(str, verdict["missing"])), round(verdict.get("timeout", 0), 1)
+        names, waited = hosts.listed(verdict["missing"]), round(verdict.get("timeout", 0), 1)
         raise DistributedError(
             f"rank {names} of {size} did not come within {waited:g} s: see whether it was started "
             "and what it printed (JAXDP_TIMEOUT sets how long to wait, in seconds)",
             rank=0,
         )
-    return verdict
+    return {**verdict, "members": unpack(verdict["members"])}

@@ -84,7 +84,7 @@ class Context:
         texts = self.exchange(f"check_same {name}", json.dumps(dict(facts)), timeout)
         first = json.loads(texts[0])
         for rank, text in enumerate(texts):
-            other = json.loads(text)
+            other = first if text == texts[0] else json.loads(text)
             for fact in dict.fromkeys([*first, *other]):
                 if first.get(fact) != other.get(fact):
                     raise UsageError(

@@ -57,7 +57,7 @@ class Coordinator:
                 first = await self.receive(reader, sealer, channel.FIRST_LIMIT)
             if probe := checked(first, {"nonce": str, "probe": True}):
                 nonces = nonce, probe["nonce"].encode()
-                writer.write(channel.to_rank(self.settings.secret, *nonces).seal({"pid": os.getpid()}))
+                writer.write(channel.to_rank(self.settings.secret, *nonces).seal(channel.encode({"pid": os.getpid()})))
                 return
             member = self.admitting().join(first, nonce, writer)
             self.unauthenticated.pop(writer, None)

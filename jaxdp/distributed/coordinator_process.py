@@ -19,6 +19,8 @@ import threading
 from jaxdp.distributed.coordinator import Coordinator
 from jaxdp.distributed.protocol import Settings
 
+BACKLOG = 4096  # connections that wait to be accepted, as far as net.core.somaxconn allows
+
 
 def listen(address: str | None, port: int) -> socket.socket:
     """Return a socket that listens on an address of this host, or on all (None). Raises OSError."""
@@ -32,7 +34,7 @@ def listen(address: str | None, port: int) -> socket.socket:
             if family == socket.AF_INET6 and address is None:
                 server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             server.bind((address or ("::" if family == socket.AF_INET6 else ""), port))
-            server.listen(1024)
+            server.listen(BACKLOG)
             return server
         except OSError as error:
             server.close()
@@ -45,7 +47,7 @@ async def run(settings: Settings, server: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     parent_gone = lambda: None if coordinator.generation.admitted else coordinator.over.set()
     threading.Thread(target=lambda: (sys.stdin.read(), loop.call_soon_threadsafe(parent_gone)), daemon=True).start()
-    listener = await asyncio.start_server(coordinator.serve, sock=server)
+    listener = await asyncio.start_server(coordinator.serve, sock=server, backlog=BACKLOG)
     print("ready", flush=True)
     await coordinator.watch()
     listener.close()

@@ -29,7 +29,7 @@ class ElasticGeneration(Generation):
         self.log = before.log if before else None
         self.waiting: list[Member] = []  # until this generation is complete
         self.ended_at: float | None = None  # seconds
-        self.size = 0
+        self.size = 0  # until it is complete
         self.survivors: set[tuple[str, int]] = set()  # after the end: who may report to the next generation
         self.dead = 0  # ranks whose connection has closed; a rank that is silent may be alive behind a cut network
 
@@ -149,8 +149,7 @@ class ElasticGeneration(Generation):
         if self.ended_at is None:
             self.ended_at = time.monotonic()
             self.survivors = {identity(m) for rank, m in self.members.items() if rank not in without}
-            for member in self.members.values():
-                member.send(over=text)
+            self.send_all(over=text)
             kept = {m.rank for m in self.members.values() if identity(m) in self.survivors}
             self.register(set(range(self.size)) - kept)
 

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
+import functools
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-Reply = Callable[[dict[str, Any]], None]
+from jaxdp.distributed.channel import Encoded, encode
+
+Answer = Callable[[str], Encoded]  # the answer to the requests with an id
+Reply = Callable[[Answer], None]
 REMEMBERED = 64  # verdicts of failed exchanges, for ranks that arrive too late
+KEYS = 1 << 18  # of two saves, three for each rank
 
 
-@dataclasses.dataclass
+def answer_of(verdict: dict[str, Any]) -> Answer:
+    """Return the function that encodes an answer, once for all requests with the same id."""
+    return functools.cache(lambda id: encode({"id": id, **verdict}))
+
+
 class Exchange:
     """One open exchange. await_responsive: wait beyond the deadline for ranks that are not silent."""
 
-    members: tuple[int, ...]
-    deadline: float
-    await_responsive: bool
-    texts: dict[int, str] = dataclasses.field(default_factory=dict)
-    replies: list[Reply] = dataclasses.field(default_factory=list)
+    def __init__(self, members: Sequence[int], deadline: float, await_responsive: bool):
+        self.members, self.deadline, self.await_responsive = members, deadline, await_responsive
+        self.missing = set(members)
+        self.texts: dict[int, str] = {}
+        self.replies: list[Reply] = []
 
-    @property
-    def missing(self) -> list[int]:
-        return [rank for rank in self.members if rank not in self.texts]
-
-    def answer(self, verdict: dict[str, Any]) -> None:
+    def answer(self, verdict: dict[str, Any]) -> Answer:
+        answer = answer_of(verdict)
         for reply in self.replies:
-            reply(verdict)
+            reply(answer)
+        return answer
 
 
 class Exchanges:
@@ -40,12 +46,12 @@ class Exchanges:
     def __init__(self, departed: Collection[int]) -> None:
         self.departed = departed
         self.open: dict[tuple[Any, ...], Exchange] = {}
-        self.failed: collections.OrderedDict[tuple[Any, ...], dict[str, Any]] = collections.OrderedDict()
+        self.failed: collections.OrderedDict[tuple[Any, ...], Answer] = collections.OrderedDict()
 
     def add(
         self,
         rank: int,
-        members: tuple[int, ...],
+        members: Sequence[int],
         reply: Reply,
         name: str,
         turn: int,
@@ -53,25 +59,26 @@ class Exchanges:
         timeout: float,
         await_responsive: bool,
     ) -> None:
-        """Add a rank's text; the replies are {texts}, {missing, texts} at the deadline, or {left: ranks}."""
+        """Add a rank's text; the replies are {kinds, of}, {missing, texts} at the deadline, or {left: ranks}."""
         key = (name, members, turn)
         if key in self.failed:
             reply(self.failed[key])
             return
-        deadline = time.monotonic() + timeout
-        exchange = self.open.setdefault(key, Exchange(members, deadline, await_responsive))
+        if key not in self.open:
+            self.open[key] = Exchange(members, time.monotonic() + timeout, await_responsive)
+        exchange = self.open[key]
         exchange.texts[rank] = text
+        exchange.missing.discard(rank)
         exchange.replies.append(reply)
         if not exchange.missing:
             del self.open[key]
-            kinds = list(dict.fromkeys(exchange.texts.values()))  # most texts are equal: send each distinct one once
-            exchange.answer({"kinds": kinds, "of": [kinds.index(exchange.texts[m]) for m in members]})
-        elif absent := [m for m in exchange.missing if m in self.departed]:
-            self.fail(key, {"left": absent})
+            kinds = {text: i for i, text in enumerate(dict.fromkeys(exchange.texts.values()))}  # most are equal
+            exchange.answer({"kinds": [*kinds], "of": [kinds[exchange.texts[m]] for m in members]})
+        elif absent := exchange.missing.intersection(self.departed) if self.departed else ():
+            self.fail(key, {"left": sorted(absent)})
 
     def fail(self, key: tuple[Any, ...], verdict: dict[str, Any]) -> None:
-        self.open.pop(key).answer(verdict)
-        self.failed[key] = verdict
+        self.failed[key] = self.open.pop(key).answer(verdict)
         if len(self.failed) > REMEMBERED:
             self.failed.popitem(last=False)
 
@@ -84,6 +91,42 @@ class Exchanges:
         """Fail the exchanges whose deadline has passed."""
         now = time.monotonic()
         for key, exchange in list(self.open.items()):
-            waits = exchange.await_responsive and all(map(is_responsive, exchange.missing))
-            if now > exchange.deadline and not waits:
-                self.fail(key, {"missing": exchange.missing, "texts": exchange.texts})
+            late = now > exchange.deadline
+            if late and not (exchange.await_responsive and all(map(is_responsive, exchange.missing))):
+                self.fail(key, {"missing": sorted(exchange.missing), "texts": exchange.texts})
+
+
+class Keys:
+    """A key-value store of texts; a reader may wait for a key."""
+
+    def __init__(self) -> None:
+        self.texts: collections.OrderedDict[str, str] = collections.OrderedDict()
+        self.waiting: dict[str, list[tuple[float, Callable[[str | None], None]]]] = {}  # {key: (deadline, reply)}
+
+    def put(self, key: str, text: str) -> None:
+        self.texts[key] = text
+        if len(self.texts) > KEYS:
+            self.texts.popitem(last=False)
+        for _, reply in self.waiting.pop(key, ()):
+            reply(text)
+
+    def get(self, key: str, timeout: float, reply: Callable[[str | None], None]) -> None:
+        """Reply with the text, or with None after `timeout` seconds."""
+        if key in self.texts or not timeout:
+            reply(self.texts.get(key))
+        else:
+            self.waiting.setdefault(key, []).append((time.monotonic() + timeout, reply))
+
+    def forget(self, prefix: str) -> None:
+        """Remove all keys that start with `prefix`."""
+        for key in [key for key in self.texts if key.startswith(prefix)]:
+            del self.texts[key]
+
+    def expire(self) -> None:
+        now, waiting, self.waiting = time.monotonic(), self.waiting, {}
+        for key, waiters in waiting.items():
+            for deadline, reply in waiters:
+                if deadline < now:
+                    reply(None)
+                else:
+                    self.waiting.setdefault(key, []).append((deadline, reply))

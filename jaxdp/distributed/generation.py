@@ -1,8 +1,8 @@
 """One generation of a job: the ranks that train together, from the first to join until the last has left.
 
-It admits the ranks and compares their facts, runs JAX's coordination service, exchanges texts between ranks, and
-detects dead ranks: a closed connection, or missing heartbeats. The first fault ends the job, and every rank receives
-its cause. In an elastic job (`elastic_generation`) it ends only the generation.
+It admits the ranks and compares their facts, runs JAX's coordination service, exchanges texts between ranks, stores a
+few keys, and detects dead ranks: a closed connection, or missing heartbeats. The first fault ends the job, and every
+rank receives its cause. In an elastic job (`elastic_generation`) it ends only the generation.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import time
 from typing import Any
 
 from jaxdp.distributed import channel, faults, hosts, private_jax
-from jaxdp.distributed.exchange import Exchanges
+from jaxdp.distributed.exchange import Exchanges, Keys
 from jaxdp.distributed.messages import checked
-from jaxdp.distributed.protocol import FACTS, OPERATIONS, Facts, difference
+from jaxdp.distributed.protocol import FACTS, OPERATIONS, Facts, beat_interval, difference, pack
 from jaxdp.distributed.relay import Relay
 from jaxdp.errors import UsageError
 
 TICK = 0.1  # seconds between two checks of deadlines and silent ranks
 QUIET = 5.0  # seconds: if all ranks are silent for longer, the job is suspended, and no rank is declared dead
 GRPC_SILENCE = 20.0  # seconds after which JAX's service closes a connection that the network does not answer on
+HEARD = channel.encode({"beat": True})
 LINGER = 20.0  # seconds that the coordinator runs after a fault, at most
 
 
@@ -36,6 +37,9 @@ class Member:
         self.note: dict[str, Any] = {}
 
     def send(self, **message: Any) -> None:
+        self.send_encoded(channel.encode(message))
+
+    def send_encoded(self, message: channel.Encoded) -> None:
         with contextlib.suppress(OSError, RuntimeError):  # the rank has ended
             self.writer.write(self.sealer.seal(message))
 
@@ -50,10 +54,11 @@ class Generation:
         self.members: dict[int, Member] = {}  # the connected ranks
         self.left: set[int] = set()  # ranks that have left the job
         self.admitted = False  # whether all ranks have joined
+        self.size = self.settings.size
         self.deadline = time.monotonic() + self.settings.timeout
         self.fault: dict[str, Any] | None = None
         self.log: str | None = None
-        self.exchanges = Exchanges(self.left)
+        self.exchanges, self.keys = Exchanges(self.left), Keys()
         self.announced: dict[str, dict[str, Any]] = {}
         self.suspended = False
         self.jax_address = ""  # of JAX's service
@@ -114,23 +119,30 @@ class Generation:
             self.decide(error=str(error))
             return
         for member in self.members.values():
-            member.send(members=facts, jax=address, rank=member.rank, generation=self.number)
+            member.send(rank=member.rank)
+        self.send_all(members=pack(facts), jax=address, generation=self.number)
 
     def decide(self, **verdict: Any) -> None:
         """Send every connected rank the same verdict: the job does not start."""
         self.admitted = True
         self.left |= self.members.keys()
+        self.send_all(**verdict)
+
+    def send_all(self, **message: Any) -> None:
+        """Send a message to all connected ranks."""
+        encoded = channel.encode(message)
         for member in self.members.values():
-            member.send(**verdict)
+            member.send_encoded(encoded)
 
     # Operations
 
     def handle(self, member: Member, message: dict[str, Any]) -> None:
         """Do one operation for a rank. Refuse a malformed one, without ending the rank."""
         member.silent = 0.0
-        name = message.get("op")
-        fields = checked(message, OPERATIONS[name]) if isinstance(name, str) and name in OPERATIONS else None
-        if fields is None:
+        name, fields = message.get("op"), None
+        if isinstance(name, str) and name in OPERATIONS and hasattr(self, f"do_{name}"):  # regroup: if elastic
+            fields = checked(message, OPERATIONS[name])
+        if fields is None or not isinstance(message.get("id"), int | str | None):
             self.coordinator.refuse(f"an operation of rank {member.rank}", str(name))
             member.send(id=message.get("id"), refused=True)
             return
@@ -140,22 +152,41 @@ class Generation:
 
     def do_beat(self, member: Member, id: Any, note: dict[str, Any]) -> None:
         member.note = note
-        member.send(beat=True)
+        member.send_encoded(HEARD)
 
-    def do_beats(self, member: Member, id: Any) -> dict[str, Any]:
-        return {"beats": {m.rank: {**m.note, "silent": m.silent} for m in self.members.values()}}
+    def do_beats(self, member: Member, id: Any, suspended: bool) -> dict[str, Any]:
+        notes = {m.rank: m.note for m in self.members.values()}
+        return {"beats": {rank: note for rank, note in notes.items() if note.get("suspended") or not suspended}}
 
-    def do_exchange(self, member: Member, id: Any, members: list[int], **fields: Any) -> None:
-        reply = lambda message: member.send(id=id, **message)
-        self.exchanges.add(member.rank, tuple(members), reply, **fields)
+    def do_silent(self, member: Member, id: Any, seconds: float) -> None:
+        def answer() -> None:
+            silent = [m.rank for m in self.members.values() if m.silent >= seconds - TICK and m is not member]
+            member.send(id=id, silent=silent)
+
+        asyncio.get_running_loop().call_later(min(seconds, 60.0), answer)
+
+    def do_exchange(self, member: Member, id: Any, members: list[int] | None, **fields: Any) -> None:
+        group = range(self.size) if members is None else tuple(members)
+        reply = lambda answer: member.send_encoded(answer(id))
+        self.exchanges.add(member.rank, group, reply, **fields)
+
+    def do_put(self, member: Member, id: Any, key: str, text: str) -> dict[str, Any]:
+        self.keys.put(key, text)
+        return {}
+
+    def do_get(self, member: Member, id: Any, key: str, timeout: float) -> None:
+        self.keys.get(key, timeout, lambda text: member.send(id=id, text=text))
+
+    def do_forget(self, member: Member, id: Any, prefix: str) -> dict[str, Any]:
+        self.keys.forget(prefix)
+        return {}
 
     def do_announce(self, member: Member, id: Any, name: str, text: str) -> dict[str, Any]:
         """Send every rank the first announcement of a name; ignore later ones."""
         first = name not in self.announced
         if first:
             self.announced[name] = {"rank": member.rank, "text": text}
-            for other in self.members.values():
-                other.send(announced=name, **self.announced[name])
+            self.send_all(announced=name, **self.announced[name])
         return {"first": first}
 
     def do_fault(self, member: Member, id: Any, text: str, code: int) -> dict[str, Any]:
@@ -179,8 +210,7 @@ class Generation:
         self.fault = {"fault": text, "code": code, "rank": author}
         if author is None:
             self.coordinator.report(text)
-        for member in self.members.values():
-            member.send(**self.fault)
+        self.send_all(**self.fault)
         asyncio.get_running_loop().call_later(LINGER, self.coordinator.over.set)
         return True
 
@@ -202,7 +232,9 @@ class Generation:
 
     def tick(self, elapsed: float) -> None:
         """Check deadlines and silent ranks. elapsed: seconds since the last call."""
-        self.exchanges.expire(lambda rank: rank in self.members and self.members[rank].silent < 1.5)
+        recent = 1.5 * beat_interval(self.size)
+        self.exchanges.expire(lambda rank: rank in self.members and self.members[rank].silent < recent)
+        self.keys.expire()
         if not self.admitted and time.monotonic() > self.deadline:
             missing = [rank for rank in range(self.settings.size) if rank not in self.members]
             self.decide(missing=missing, timeout=self.settings.timeout)
@@ -217,7 +249,7 @@ class Generation:
         for member in active:
             member.silent = 0.0 if was_suspended and not self.suspended else member.silent + min(elapsed, 1.0)
         if not self.suspended and (silent := [m for m in active if m.silent >= self.settings.silence]):
-            names = ", ".join(m.title for m in silent)
+            names = hosts.listed(m.title for m in silent)
             verb = "has" if len(silent) == 1 else "have"
             silence = self.settings.silence
             self.end(f"{names} {verb} not been heard from for {silence:.0f} s: killed, stopped, or cut off")

@@ -9,7 +9,7 @@ import os
 import random
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,13 @@ from jaxdp.errors import UsageError
 def title(rank: int, host: str) -> str:
     """Return the name of a rank in messages."""
     return f"rank {rank} (host {host})"
+
+
+def listed(names: Iterable[object], most: int = 8) -> str:
+    """Return the names for a message: of many, the first, and the number of the others."""
+    texts = [*map(str, names)]
+    others = len(texts) - most
+    return ", ".join(texts[:most]) + (f" and {others} others" if others > 0 else "")
 
 
 def split(address: str) -> tuple[str, int]:

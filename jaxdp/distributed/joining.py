@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import resource
 import secrets
 import subprocess
 import sys
@@ -96,7 +97,13 @@ def agree(world: World, facts: Facts, timeout: float) -> tuple[str, str]:
 
 
 def start_coordinator(settings: Settings, host: str) -> int:
-    """Start the coordinator and return its process id. Raises UsageError if it cannot listen on its port."""
+    """Start the coordinator and return its process id. Raises UsageError if it cannot serve its port."""
+    most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], 2 * settings.size + 100  # JAX's service is there too
+    if 0 < most < needed:
+        raise UsageError(
+            f"rank 0's host {host} lets a process open {most} files, and the coordinator of {settings.size} processes "
+            f"needs {needed}: raise the hard limit there (ulimit -Hn)"
+        )
     package = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     child = subprocess.Popen(

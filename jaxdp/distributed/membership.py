@@ -1,7 +1,7 @@
 """This process's membership in a job: its connection to the coordinator, from before JAX starts until it leaves.
 
-One thread reads the coordinator's messages; another sends a heartbeat each second. A process that fails reports its
-fault; all others receive the cause and end within a second. The `coordinator` detects processes that die silently.
+One thread reads the coordinator's messages; another sends heartbeats (`beat_interval`). A process that fails reports
+its fault; all others receive the cause and end within a second. The `coordinator` detects processes that die silently.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from typing import Any
 from jaxdp.distributed import faults, hosts, private_jax, sockets
 from jaxdp.distributed.connection import Connection
 from jaxdp.distributed.messages import LONG_TEXT, checked, printable
-from jaxdp.distributed.protocol import TIMEOUT, Facts, Settings
+from jaxdp.distributed.protocol import TIMEOUT, Facts, Settings, beat_interval
 from jaxdp.errors import DistributedError, GenerationEnded, one_line
 
-BEAT = 1.0  # seconds
 GRACE = 5.0  # seconds beyond the timeout of a request, so that the coordinator's deadline comes first
 
 
@@ -49,10 +48,11 @@ class Membership:
         self.silence, self.elastic = settings.silence, settings.elastic
         self.note: dict[str, Any] = {}
         self.ending, self._changed = threading.Event(), threading.Condition()
+        self.beat = beat_interval(self.size)
         self._unheard = 0  # heartbeats since the last message from the coordinator
         self._ids = itertools.count()
         self._turns: collections.Counter[tuple[Any, ...]] = collections.Counter()
-        self._replies: dict[int, dict[str, Any]] = {}
+        self._replies: dict[str, dict[str, Any]] = {}
         self._lost: str | None = None  # why the connection to the coordinator was lost
         self._listeners: dict[str, Callable[[int, str], None]] = {}
         self._announced: dict[str, tuple[int, str]] = {}
@@ -65,18 +65,13 @@ class Membership:
         atexit.register(self.leave)
 
     def name(self, *ranks: int) -> str:
-        return ", ".join(hosts.title(rank, self.hosts[rank]) for rank in ranks)
+        return hosts.listed(hosts.title(rank, self.hosts[rank]) for rank in ranks)
 
     # Requests
 
-    def request(
-        self, op: str, wait: float = TIMEOUT, check: Callable[[], None] = lambda: None, /, **fields: Any
-    ) -> dict[str, Any]:
-        """Send a request to the coordinator and return its reply. Raises DistributedError without an answer.
-
-        check: called while there is none; what it raises ends the waiting.
-        """
-        number, deadline = next(self._ids), time.monotonic() + wait
+    def request(self, op: str, wait: float = TIMEOUT, /, **fields: Any) -> dict[str, Any]:
+        """Send a request to the coordinator and return its reply. Raises DistributedError without an answer."""
+        number, deadline = fields.pop("id", None) or str(next(self._ids)), time.monotonic() + wait
         try:
             self.connection.send(op=op, id=number, **fields)
         except OSError as error:
@@ -85,7 +80,6 @@ class Membership:
         with self._changed:
             while number not in self._replies:
                 self.check_generation()
-                check()
                 remaining = deadline - time.monotonic()
                 if self._lost is not None or remaining <= 0:
                     why = self._lost or f"it did not answer within {wait:g} s"
@@ -100,27 +94,28 @@ class Membership:
         members: Sequence[int],
         timeout: float,
         await_responsive: bool = False,
-        check: Callable[[], None] = lambda: None,
     ) -> list[str]:
         """Return every member's `text`, in the order of `members`; all members must make the same call.
 
         Repeated calls with one name are matched by their count. await_responsive: wait beyond `timeout` seconds for
-        ranks that still send heartbeats. check: see `request`. Raises DistributedError: the missing ranks, and `texts`
-        of the others.
+        ranks that still send heartbeats. Raises DistributedError: the missing ranks, and `texts` of the others.
         """
         if len(members) == 1:
             return [text]
-        turn = self.turn(name, *members)
-        fields = {"name": name, "turn": turn, "members": list(members), "text": text, "timeout": timeout}
+        group = None if list(members) == list(range(self.size)) else list(members)
+        turn = self.turn(name, *(group or ()))
+        fields = {"name": name, "turn": turn, "members": group, "text": text, "timeout": timeout}
+        if group is None:
+            fields["id"] = f"{name} {turn}"  # the same on all ranks, so that the coordinator encodes its answer once
         wait = float("inf") if await_responsive else timeout + GRACE
-        reply = self.request("exchange", wait, check, **fields, await_responsive=await_responsive)
+        reply = self.request("exchange", wait, **fields, await_responsive=await_responsive)
         kinds = checked(reply, {"kinds": [LONG_TEXT], "of": [range(len(members))]})
         if kinds is not None:
             return [kinds["kinds"][i] for i in kinds["of"]]
         if departed := reply.get("left"):
-            raise DistributedError(f"rank {', '.join(map(str, departed))} has left the job: see what it printed")
+            raise DistributedError(f"rank {hosts.listed(departed)} has left the job: see what it printed")
         missing = reply.get("missing", [])
-        names = f"rank {', '.join(map(str, missing))}" if missing else "an answer"
+        names = f"rank {hosts.listed(missing)}" if missing else "an answer"
         speaker = None if self.rank in missing else members[0]  # a rank that arrives too late prints for itself
         error = DistributedError(f"{names} did not come to {name!r} within {timeout:g} s", rank=speaker)
         error.texts = {int(rank): text for rank, text in reply.get("texts", {}).items()}
@@ -132,15 +127,26 @@ class Membership:
             turn, self._turns[key] = self._turns[key], self._turns[key] + 1
         return turn
 
-    def beats(self) -> dict[int, dict[str, Any]]:
-        """Return the note of the last heartbeat of every connected rank, with the seconds for which it is `silent`."""
-        return {int(rank): note for rank, note in self.request("beats")["beats"].items()}
+    def put(self, key: str, text: str) -> None:
+        """Store a text under a key, for all ranks."""
+        self.request("put", key=key, text=text)
 
-    def silent(self, seconds: float = 3 * BEAT) -> list[int]:
-        """Wait `seconds` and return the other ranks that sent no message meanwhile."""
-        if self.has_ended(seconds):
-            self.check_generation()
-        return [rank for rank, beat in self.beats().items() if beat["silent"] >= seconds - 0.1 and rank != self.rank]
+    def get(self, key: str, timeout: float = 0.0) -> str | None:
+        """Return the text under a key, waiting up to `timeout` seconds; None if there is none."""
+        text = self.request("get", timeout + TIMEOUT, key=key, timeout=timeout).get("text")
+        return text if isinstance(text, str) else None
+
+    def forget(self, prefix: str) -> None:
+        """Remove all keys that start with `prefix`."""
+        self.request("forget", prefix=prefix)
+
+    def beats(self, suspended: bool = False) -> dict[int, dict[str, Any]]:
+        """Return the note of the last heartbeat of every connected rank, or of those whose timeout is suspended."""
+        return {int(rank): note for rank, note in self.request("beats", suspended=suspended)["beats"].items()}
+
+    def silent(self) -> list[int]:
+        """Wait for three heartbeats and return the other ranks that sent no message meanwhile."""
+        return list(self.request("silent", TIMEOUT, seconds=3 * self.beat)["silent"])
 
     # Announcements and faults
 
@@ -243,18 +249,20 @@ class Membership:
                 listener = self._listeners.get(call["announced"])
             if listener is not None:
                 listener(call["rank"], call["text"])
-        elif isinstance(number := message.get("id"), int):
+        elif isinstance(number := message.get("id"), str):
             with self._changed:
                 self._replies[number] = message
                 self._changed.notify_all()
 
     def _beat(self) -> None:
-        while not self.ending.wait(BEAT):
+        wait = self.beat * (self.rank + 1) / self.size  # the first time: all have started at the same moment
+        while not self.ending.wait(wait):
+            wait = self.beat
             if self.parent is not None and os.getppid() != self.parent:
                 cause = f"the process that started it ({self.parent} on that host) has ended"
                 self.end(f"{self.name(self.rank)} ends: {cause}", 1, self.rank)
             self._unheard += self._lost is None
-            if self._unheard * BEAT > self.silence:
+            if self._unheard * self.beat > self.silence:
                 lost = f"{self.name(0)} cannot be reached for {self.silence:.0f} s"
                 text = f"{self.name(self.rank)} ends: {lost}: the network is cut, or its host is down"
                 self.end(text, 1, self.rank)

@@ -60,6 +60,9 @@ def _checked(value: Any, kind: Any) -> Any:
         case dict() if isinstance(kind, dict):
             present = {name.rstrip("?"): k for name, k in kind.items() if name[-1] != "?" or name[:-1] in value}
             return {name: _checked(value.get(name), k) for name, k in present.items()}
+        case list() if isinstance(kind, list) and isinstance(kind[0], range) and {*map(type, value)} == {int}:
+            if min(value) in kind[0] and max(value) in kind[0]:  # long lists, so not one by one
+                return value
         case list() if isinstance(kind, list):
             return [_checked(v, kind[0]) for v in value]
         case str() if kind is str and len(value) <= TEXT:

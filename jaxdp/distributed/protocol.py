@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Sequence
 from typing import Any
 
 from jaxdp.distributed import hosts
@@ -39,15 +41,19 @@ NOTE = {"suspended?": bool, "own_ms?": float}
 # The operations that a rank may ask for, and the fields of each.
 OPERATIONS: dict[str, dict[str, Any]] = {
     "beat": {"note": NOTE},
-    "beats": {},
+    "beats": {"suspended": bool},
+    "silent": {"seconds": float},
     "exchange": {
         "name": str,
         "turn": range(1 << 53),
-        "members": [range(1 << 20)],
+        "members": ([range(1 << 20)], None),  # None: all ranks of the generation
         "text": LONG_TEXT,
         "timeout": float,
         "await_responsive": bool,
     },
+    "put": {"key": str, "text": LONG_TEXT},
+    "get": {"key": str, "timeout": float},
+    "forget": {"prefix": str},
     "announce": {"name": str, "text": LONG_TEXT},
     "fault": {"text": str, "code": range(1, 256)},
     "log": {"path": str},
@@ -55,8 +61,9 @@ OPERATIONS: dict[str, dict[str, Any]] = {
     "regroup": {},
 }
 # The answer to a rank's first message.
+COLUMN = lambda kind: {"kinds": [kind], "of": [range(-1, 1 << 20)]}
 ADMISSION: dict[str, Any] = {
-    "members?": [FACTS],
+    "members?": {f"{name.rstrip('?')}?": COLUMN(kind) for name, kind in FACTS.items()},
     "rank?": range(1 << 20),
     "generation?": range(1 << 31),
     "jax?": str,
@@ -98,6 +105,31 @@ class Settings:
         return round(3 * self.silence)
 
 
+def pack(facts: Sequence[Facts]) -> dict[str, Any]:
+    """Return {field: its distinct values, and the index of each rank's, -1 for none}; most are equal, or per host.
+
+    The indices are left out if there is one value, or a different one of each rank.
+    """
+    columns = {}
+    for field in dict.fromkeys(field for one in facts for field in one):
+        texts = [json.dumps(one[field]) if field in one else None for one in facts]
+        index = {text: i for i, text in enumerate(dict.fromkeys(text for text in texts if text is not None))}
+        of = [-1 if text is None else index[text] for text in texts]
+        obvious = of in ([0] * len(facts), [*range(len(facts))])
+        columns[field] = {"kinds": [*map(json.loads, index)], "of": [] if obvious else of}
+    return columns
+
+
+def unpack(columns: dict[str, Any]) -> list[Facts]:
+    """Invert `pack`."""
+    size, absent, values = len(columns["rank"]["kinds"]), object(), []
+    for column in columns.values():
+        kinds = [*column["kinds"], absent]  # -1 is the last
+        of = column["of"] or ([0] * size if len(kinds) == 2 else range(size))
+        values.append([kinds[i] for i in of])
+    return [{field: x for field, x in zip(columns, row) if x is not absent} for row in zip(*values, strict=True)]
+
+
 def difference(first: Facts, other: Facts, elastic: bool = False) -> str | None:
     """Return a line that names the first fact in which `other` differs from rank 0; None if they agree.
 
@@ -112,6 +144,11 @@ def difference(first: Facts, other: Facts, elastic: bool = False) -> str | None:
                 f"{hosts.title(0, first['host'])} has {first.get(field)}: start every process of the job with the same"
             )
     return None
+
+
+def beat_interval(size: int) -> float:
+    """Return the seconds between two heartbeats of a rank: 1, or more so that all send at most 1,024 a second."""
+    return max(1.0, size / 1024)
 
 
 def default_timeout(timeout: float | None = None) -> float:

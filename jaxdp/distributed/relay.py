@@ -17,7 +17,7 @@ class Relay:
         self.target = (host, port)
         if listen is not None:
             family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
-            self.server = socket.create_server(listen, family=family, dualstack_ipv6=listen[0] == "::")
+            self.server = socket.create_server(listen, family=family, backlog=4096, dualstack_ipv6=listen[0] == "::")
             self.address = "{}:{}".format(*listen)
         else:
             self.server = socket.socket(socket.AF_UNIX)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.distributed import membership, protocol
+from jaxdp.distributed import hosts, membership, protocol
 from jaxdp.errors import DistributedError, UsageError
 
 Groups = Iterable[Iterable[int]] | None
@@ -180,5 +180,5 @@ def _check_same(signatures: dict[int, Signature], describe: Callable[[Signature]
     for rank, signature in signatures.items():
         versions.setdefault(describe(signature), []).append(rank)
     if len(versions) > 1:
-        text = "; ".join(f"rank {', '.join(map(str, ranks))}: {version}" for version, ranks in [*versions.items()][:4])
+        text = "; ".join(f"rank {hosts.listed(ranks)}: {version}" for version, ranks in [*versions.items()][:4])
         raise DistributedError(f"{text}: all ranks that take part must pass the same", rank=speaker)

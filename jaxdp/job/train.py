@@ -142,7 +142,7 @@ def final_record(run: Run, config: Config, directory: pathlib.Path, context: Con
 
 def use_compilation_cache(config: Config, context: Context) -> None:
     """Enable the config's `compilation_cache`. Rank 0 prints a warning if it cannot be used."""
-    problem = compilation_cache.use(config.compilation_cache)
+    problem = compilation_cache.use(config.compilation_cache, context.size)
     if problem and context.is_root:
         print(f"jaxdp: {problem}", file=sys.stderr)
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxdp.distributed import faults, membership
+from jaxdp.distributed import faults, hosts, membership
 from jaxdp.distributed.context import Context, leave
 from jaxdp.distributed.messages import parse
 from jaxdp.errors import DistributedError
@@ -90,7 +90,7 @@ class Watchdog:
 
         Empty if that work is less than a tenth of the update's time, or until every process has reported its own.
         """
-        if self._member is None:
+        if self._member is None or not self.context.is_root:  # root writes the metrics
             return {}
         with contextlib.suppress(DistributedError):
             work = {rank: beat.get("own_ms", 0.0) for rank, beat in self._member.beats().items()}
@@ -132,7 +132,7 @@ class Watchdog:
         """End the run after `idle` seconds without progress, unless a process that still responds is suspended."""
         member = self._member
         if member is not None:
-            suspended = {rank for rank, beat in member.beats().items() if beat.get("suspended")}
+            suspended = member.beats(suspended=True).keys()
             if suspended and suspended - set(member.silent()):
                 return
         each = f" for each of {self._updates()} updates" if self._updates() > 1 else ""
@@ -181,7 +181,7 @@ def verdict(answers: dict[int, dict[str, Any]], context: Context) -> str:
     name = context.title
     missing = [rank for rank in range(context.size) if rank not in answers]
     if missing:
-        names = ", ".join(map(name, missing))
+        names = hosts.listed(map(name, missing))
         return f"{names} {'does' if len(missing) == 1 else 'do'} not answer, no stacks: stopped, dead or cut off"
     least = min(a["passed"] for a in answers.values())
     behind = [rank for rank, a in sorted(answers.items()) if a["passed"] == least]
@@ -189,7 +189,7 @@ def verdict(answers: dict[int, dict[str, Any]], context: Context) -> str:
         return f"all are at the same point, such as {name(0)}: {answers[0]['where']}"
     others = next(rank for rank in sorted(answers) if rank not in behind)
     return (
-        f"{', '.join(map(name, behind))} is behind: {answers[behind[0]]['where']}; "
+        f"{hosts.listed(map(name, behind))} is behind: {answers[behind[0]]['where']}; "
         f"{name(others)}: {answers[others]['where']}"
     )
 

@@ -203,8 +203,9 @@ def spoil(context):
         for op, shape in protocol.OPERATIONS.items():
             for value in values if op not in ("leave", "fault", "announce", "log") else []:
                 for field in [*shape, "none"]:
-                    good = {{"name": "x", "text": "y", "turn": 0, "members": [0], "timeout": 0.0,
-                             "note": {{}}, "await_responsive": False}}
+                    good = {{"name": "x", "text": "y", "key": "z", "turn": 0, "members": [0], "timeout": 0.0,
+                             "seconds": 0.0, "note": {{}}, "await_responsive": False,
+                             "suspended": False}}
                     good = {{name: good[name] for name in shape}}
                     member.connection.send(op=op, id=-1, **{{**good, field: value}})
         for value in values:
@@ -330,13 +331,22 @@ def served(tmp_path):
         line.socket.close()
 
 
+def admitted(line, rank):
+    """Receive the answer to a first message, once all have come."""
+    assert line.receive() == {"rank": rank}
+    facts = protocol.unpack(line.receive()["members"])
+    assert [one["rank"] for one in facts] == [0, 1] and all(
+        protocol.FACTS.keys() - {"config?", "tls?", "last?"} <= one.keys() for one in facts
+    )
+
+
 def test_a_stranger_with_another_secret_is_refused(served):
     _, connect, errors = served
     for wrong in ("t" * 64, "", "s" * 63):
         with pytest.raises(OSError, match="closed"):
             connect(1, wrong).receive()
-    good = [connect(rank) for rank in (0, 1)]
-    assert all(len(line.receive()["members"]) == 2 for line in good)
+    for rank, line in enumerate([connect(rank) for rank in (0, 1)]):
+        admitted(line, rank)
     assert errors.read_text().count("refused a message from 127.0.0.1: wrong secret") == 1
 
 
@@ -347,8 +357,9 @@ def test_a_recorded_message_is_refused(served):
     recorded = []
     first.socket = Recorder(first.socket, recorded)
     second = connect(1)
-    assert len(second.receive()["members"]) == 2 and len(first.receive()["members"]) == 2
-    first.send(op="fault", id=1, text="recorded", code=1)
+    admitted(second, 1)
+    admitted(first, 0)
+    first.send(op="fault", id="1", text="recorded", code=1)
     assert first.receive()["fault"] == "recorded" and second.receive()["fault"] == "recorded"
     assert errors.read_text() == ""
     stranger = connect(1, "no secret")
@@ -358,7 +369,7 @@ def test_a_recorded_message_is_refused(served):
         replayed.recv(1000)
         replayed.sendall(recorded[-1])
         assert replayed.recv(1000) == b""
-    assert first.receive() == {"first": True, "id": 1}
+    assert first.receive() == {"first": True, "id": "1"}
     first.socket.sendall(recorded[-1])
     with pytest.raises(OSError):
         first.receive()
@@ -383,12 +394,24 @@ def test_a_rank_cannot_speak_for_another(served):
     """The author of a fault or an announcement is the rank of the connection, whatever the message says."""
     _, connect, _ = served
     lines = [connect(rank) for rank in (0, 1)]
-    for line in lines:
-        line.receive()
+    for rank, line in enumerate(lines):
+        admitted(line, rank)
     lines[1].send(op="announce", id=1, name="stop 0", text="{}", rank=0)
     assert lines[0].receive() == {"announced": "stop 0", "rank": 1, "text": "{}"}
     lines[1].send(op="fault", id=2, text="forged", code=1, rank=0)
     assert lines[0].receive() == {"fault": "forged", "code": 1, "rank": 1}
+
+
+def test_an_operation_of_elastic_jobs_is_refused_in_others(served):
+    _, connect, errors = served
+    lines = [connect(rank) for rank in (0, 1)]
+    for rank, line in enumerate(lines):
+        admitted(line, rank)
+    lines[1].send(op="regroup", id="1")
+    assert lines[1].receive() == {"id": "1", "refused": True}
+    lines[1].send(op="get", id="2", key="k", timeout=0.0)
+    assert lines[1].receive() == {"id": "2", "text": None}
+    assert errors.read_text().count("refused an operation of rank 1: regroup") == 1
 
 
 def test_the_secret_of_a_user(tmp_path, monkeypatch):
