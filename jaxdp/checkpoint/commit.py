@@ -1,8 +1,11 @@
 """Agreement of all processes on a save: each learns at once if another could not write its part."""
 
+import json
+import pathlib
 import time
 from typing import Any
 
+from jaxdp.checkpoint import manifest
 from jaxdp.checkpoint.orbax import TIMEOUT
 from jaxdp.distributed import membership
 from jaxdp.distributed.context import Context
@@ -22,12 +25,16 @@ class Commit:
             membership.joined().forget(f"save/{self.turn - 2}/")
 
     def wait_for(self, response: Any) -> None:
-        """Wait until Orbax has committed on this process. Raises PeerFailed as soon as another could not."""
+        """Wait until Orbax has committed on this process. Raises PeerFailed as soon as another could not.
+
+        response: Orbax's; None if this process writes nothing.
+        """
         deadline = time.monotonic() + TIMEOUT
-        while True:
+        while response is not None:
             asked = time.monotonic()
             try:
-                return response.result(timeout=0.2)
+                response.result(timeout=0.2)
+                return
             except TimeoutError:
                 if time.monotonic() - asked < 0.1:  # Orbax's timeout: it uses the wall clock, which may be changed
                     raise
@@ -49,6 +56,14 @@ class Commit:
                     raise TimeoutError(f"rank {rank} has not written its part after {TIMEOUT:g} s")
             texts.append(posted)
         return texts
+
+    def digests(self, folder: pathlib.Path) -> manifest.Files:
+        """Return the sizes and checksums of the files in a folder that all processes see; each reads a share."""
+        names = manifest.list_files(folder) if self.context.is_root else []
+        names = json.loads(self.share("files", json.dumps(names))[self.context.root_rank])
+        share = names[self.context.rank :: self.context.size]
+        parts = self.share("digests", json.dumps(manifest.digests(folder, share)))
+        return {name: (size, sha256) for part in parts for name, (size, sha256) in json.loads(part).items()}
 
     def report_failure(self, reason: str) -> None:
         """Tell the others that this process cannot save."""
