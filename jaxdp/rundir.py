@@ -84,7 +84,7 @@ def is_shared(directory: pathlib.Path, nonce: str, timeout: float = 10.0) -> str
         return None
     return (
         f"run_dir: {str(directory)!r} is not the directory that rank 0 writes to; use one on a file system that all "
-        "hosts share"
+        "hosts share, or set checkpoint.local to true"
     )
 
 

@@ -26,6 +26,7 @@ from jaxdp.assemble.components import (
 from jaxdp.assemble.data import make_order
 from jaxdp.assemble.identity import facts, fingerprints, shapes_of
 from jaxdp.assemble.preflight import check_examples, check_optimizer, rehearse
+from jaxdp.checkpoint.local import LocalCheckpoints
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.config import Config
 from jaxdp.core.state import TrainState
@@ -117,7 +118,7 @@ def make_run(
     strategy = on_all_ranks(context, lambda: make_strategy(config, parts, make_state, devices))
     on_all_ranks(context, lambda: check_optimizer(config, strategy, parts.rule.tx, step))
     training, evaluation = on_all_ranks(context, lambda: make_sources(config, parts, strategy))
-    checkpoints = Checkpoints(
+    checkpoints = (LocalCheckpoints if config.checkpoint.local else Checkpoints)(
         directory / "checkpoints",
         config.checkpoint.keep,
         keep_every=config.checkpoint.keep_every,

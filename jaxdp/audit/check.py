@@ -139,7 +139,7 @@ class Audit:
         run.checkpoints.wait()
         if run.hooks.snapshots is not None:
             run.hooks.snapshots.drop_after(self.passed)
-        if run.checkpoints.context.is_root:
+        if run.checkpoints.writes:
             for step in run.checkpoints.steps():
                 if step > self.passed:
                     why = f"checkpoint {step} may be wrong: made after the last audit that passed, of {self.passed}"

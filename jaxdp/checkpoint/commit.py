@@ -1,9 +1,12 @@
 """Agreement of all processes on a save: each learns at once if another could not write its part."""
 
+import json
+import pathlib
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from jaxdp.checkpoint import manifest
 from jaxdp.checkpoint.orbax import TIMEOUT
 from jaxdp.distributed import membership
 from jaxdp.distributed.context import Context
@@ -27,12 +30,16 @@ class Commit:
             membership.joined().forget(f"save/{self.turn - 2}/")
 
     def wait_for(self, response: Any) -> None:
-        """Wait until Orbax has committed on this process. Raises PeerFailed as soon as another could not."""
+        """Wait until Orbax has committed on this process. Raises PeerFailed as soon as another could not.
+
+        response: Orbax's; None if this process writes nothing.
+        """
         deadline = time.monotonic() + TIMEOUT
-        while True:
+        while response is not None:
             asked = time.monotonic()
             try:
-                return response.result(timeout=0.2)
+                response.result(timeout=0.2)
+                return
             except TimeoutError:
                 if time.monotonic() - asked < 0.1:  # Orbax's timeout: it uses the wall clock, which may be changed
                     raise
@@ -56,6 +63,21 @@ class Commit:
         membership.joined().put(self._key(f"{name}/{self.context.rank}"), text)
         ranks = range(self.context.size if self.context.is_root else 0)
         return [self._get(f"{name}/{rank}") for rank in ranks]
+
+    def digests(self, folder: pathlib.Path) -> manifest.Files:
+        """Return on root the sizes and checksums of the files in a folder that all see; each process reads a share."""
+        size = self.context.size
+        names = manifest.list_files(folder) if self.context.is_root else []
+        share = json.loads(self.scatter("files", [json.dumps(names[r::size]) for r in range(size)]))
+        digests = manifest.digests(folder, share)
+        manifest.flush(folder, share)
+        parts = self.gather("digests", json.dumps(digests))
+        return {name: (size, sha256) for part in parts for name, (size, sha256) in json.loads(part).items()}
+
+    def wait_for_all(self, name: str) -> None:
+        """Wait for all processes. Raises PeerFailed as soon as one could not save."""
+        self.gather(name, "")
+        self.scatter(f"after {name}", [""] * self.context.size)
 
     def report_failure(self, reason: str) -> None:
         """Tell the others that this process cannot save."""

@@ -3,12 +3,13 @@
 import contextlib
 import pathlib
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
 from jaxdp.checkpoint import manifest
 
 _MARK = "orbax.checkpoint"  # Orbax writes it into its folders
-_TEMPORARY = ".orbax-checkpoint-tmp"
+TEMPORARY = ".orbax-checkpoint-tmp"
 _REMOVED = ".pruned"
 
 
@@ -23,6 +24,17 @@ def complete(directory: pathlib.Path) -> list[int]:
     return [step for step in numbered(directory) if (directory / str(step) / manifest.NAME).is_file()]
 
 
+def newest(directory: pathlib.Path, refused: Collection[int] = ()) -> tuple[int, dict[str, Any], str]:
+    """Return (the last complete step that is not refused or 0, its manifest, the problem with that or '')."""
+    step = max((s for s in complete(directory) if s not in refused), default=0)
+    try:
+        return step, manifest.read(directory / str(step)) if step else {}, ""
+    except manifest.Damaged as error:
+        return step, {}, str(error)
+    except OSError as error:
+        return step, {}, manifest.unreadable(error)
+
+
 def unfinished(directory: pathlib.Path) -> list[int]:
     """Return the steps whose save was interrupted."""
     steps = set(numbered(directory)) - set(complete(directory))
@@ -32,7 +44,7 @@ def unfinished(directory: pathlib.Path) -> list[int]:
 def clean(directory: pathlib.Path, step: int | None = None) -> None:
     """Remove the remains of failed saves, or only those of `step`: the next save needs the space."""
     name = "*" if step is None else str(step)
-    for path in [*directory.glob(f"{name}{_TEMPORARY}*"), *directory.glob(f"{name}{_REMOVED}")]:
+    for path in [*directory.glob(f"{name}{TEMPORARY}*"), *directory.glob(f"{name}{_REMOVED}")]:
         shutil.rmtree(path, ignore_errors=True)
     if step is not None and not (directory / str(step) / manifest.NAME).exists():
         shutil.rmtree(directory / str(step), ignore_errors=True)

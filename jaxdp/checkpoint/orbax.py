@@ -5,6 +5,7 @@ import logging
 import pathlib
 import sys
 from typing import Any
+from unittest import mock
 
 from jaxdp.distributed.context import Context, current
 
@@ -23,6 +24,24 @@ def options() -> Any:
     context = orbax().Context()
     context.asynchronous.timeout_secs = int(TIMEOUT)
     return context
+
+
+def save_alone(folder: pathlib.Path, tree: Any) -> Any:
+    """Start to save a tree from this process alone, while others save into folders of the same name on other hosts.
+
+    tree: arrays that are replicated over one device of each process that saves.
+    """
+    from orbax.checkpoint.experimental.v1._src.saving import execution
+
+    rank, context = current().rank, options()
+    context.multiprocessing.primary_host = None  # each process that saves
+    context.multiprocessing.active_processes = {rank}
+    context.multiprocessing.barrier_sync_key_prefix = f"rank_{rank}"
+    context.array.saving.use_replica_parallel = False  # would split an array over the processes that have it
+    context.asynchronous.create_directories_asynchronously = False  # or one process could take another's signal
+    # Orbax compares the paths by a collective of all processes, though some of them do not save.
+    with mock.patch.object(execution, "_check_directory_consistency", lambda path: None, create=True), context:
+        return orbax().save_async(folder, tree, overwrite=True)
 
 
 def load(folder: pathlib.Path, targets: Any) -> Any:
@@ -49,7 +68,8 @@ def prepare(context: Context) -> None:
 @functools.cache
 def silence_orbax() -> None:
     """Drop Orbax's tracebacks of a failed write and of its closed event loop: we report the failure in one line."""
-    logging.getLogger("absl").addFilter(lambda record: "_SignalingThread" not in str(record.msg))
+    noise = ("_SignalingThread", "Global object size")
+    logging.getLogger("absl").addFilter(lambda record: not any(words in str(record.msg) for words in noise))
     previous = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:

@@ -7,7 +7,7 @@ Reading verifies the checksums first; a checkpoint that fails them is set aside,
 
 import contextlib
 import dataclasses
-import json
+import functools
 import math
 import pathlib
 import threading
@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxdp import rundir
 from jaxdp.checkpoint import folders, manifest
 from jaxdp.checkpoint.commit import Commit, PeerFailed, reason_of
 from jaxdp.checkpoint.leaves import check_same_leaves, copy, fields_of, leaves_of
@@ -61,6 +62,7 @@ class Checkpoints:
     ):
         self.directory, self.keep, self.keep_every, self.best = directory.resolve(), keep, keep_every, best
         self.context, self.facts = context or current(), facts or {}
+        self.writes = self.context.is_root  # whether this process makes and removes the folders of checkpoints
         self.last: int | None = None  # the last step whose save was started, or that is known to exist
         self.audited: int | None = None
         self.events = NoEvents()
@@ -69,6 +71,10 @@ class Checkpoints:
         self._copies: Any = None
         self._lock, self._notes = threading.Lock(), dict[int, dict[str, Any]]()
         silence_orbax()
+
+    def attach(self, nonce: str) -> str | None:
+        """Return why this process cannot use the run directory in which root has written `nonce`, or None."""
+        return rundir.is_shared(self.directory.parent, nonce)
 
     def steps(self) -> list[int]:
         """Return the steps that have a manifest, in order; only `latest` verifies the files."""
@@ -93,23 +99,19 @@ class Checkpoints:
 
     def _values(self) -> dict[int, float]:
         """Return {step: the metric named by `best`} of all checkpoints that have it, durable yet or not."""
-        values: dict[int, float] = {}
         if self.best is None:
-            return values
+            return {}
         with self._lock:
             metas = dict(self._notes)
             for step in self.steps():
                 with contextlib.suppress(Damaged):
                     metas[step] = self.meta(step)
-        for step, meta in metas.items():
-            value = meta.get("metrics", {}).get(self.best)
-            if isinstance(value, int | float) and math.isfinite(value):
-                values[step] = value
-        return values
+        values = {step: meta.get("metrics", {}).get(self.best) for step, meta in metas.items()}
+        return {step: x for step, x in values.items() if isinstance(x, int | float) and math.isfinite(x)}
 
     def annotate(self, step: int, more: Mapping[str, Any]) -> None:
         """Add metadata to the checkpoint of `step`, durable yet or not; do nothing if there is none."""
-        if step != self.last or self._failure is not None or not self.context.is_root:
+        if step != self.last or self._failure is not None or not self.writes:
             return
         folder = self.directory / str(step)
         with self._lock:
@@ -134,23 +136,27 @@ class Checkpoints:
             return
         self.last, self._failure, self._began = step, None, time.monotonic()
         self._commit = Commit(self.context)
-        if self.context.is_root:
+        if self.writes:
             folders.clean(self.directory)
         tree = fields_of(state)
-        if jax.default_backend() == "cpu":  # Orbax would read the buffers in place, so the next update would copy them
-            old_copies = self._copies if leaves_of(self._copies) == leaves_of(tree) else None
-            self._copies = tree = copy(old_copies, tree)
         meta = {"step": step, **self.facts, **meta, "state": leaves_of(tree)}
         try:
-            prepare(self.context)
-            with options():
-                response: Any = orbax().save_async(self.directory / str(step), tree, overwrite=True)
+            response = self._start(self.directory / str(step), tree)
         except (OSError, ValueError, TimeoutError) as error:
             self._give_up(step, error, say)
             return
-        arguments = (step, response, meta, say)
-        self._thread = threading.Thread(target=self._finish, args=arguments, name="checkpoint", daemon=True)
+        saving = functools.partial(self._finish, step, response, meta, say)
+        self._thread = threading.Thread(target=saving, name="checkpoint", daemon=True)
         self._thread.start()
+
+    def _start(self, folder: pathlib.Path, tree: dict[str, Any]) -> Any:
+        """Start to write the state into a folder; return Orbax's response, or None if this process writes nothing."""
+        if jax.default_backend() == "cpu":  # Orbax would read the buffers in place, so the next update would copy them
+            old_copies = self._copies if leaves_of(self._copies) == leaves_of(tree) else None
+            self._copies = tree = copy(old_copies, tree)
+        prepare(self.context)
+        with options():
+            return orbax().save_async(folder, tree, overwrite=True)
 
     def is_saving(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
@@ -169,10 +175,11 @@ class Checkpoints:
         directory may belong to another run. Raises UsageError if files cannot be read.
         """
         refused: set[int] = set()
-        if self.context.is_root and tidy:
+        if self.writes and tidy:
             self._set_unfinished_aside(say)
         while True:
-            step, problem = self.context.of_root("checkpoint", lambda: self._candidate(refused), TIMEOUT)
+            newest = lambda: folders.newest(self.directory, refused)[::2]
+            step, problem = self.context.of_root("checkpoint", newest, TIMEOUT)
             if not step:
                 self.last = None
                 return 0
@@ -188,18 +195,6 @@ class Checkpoints:
             refused.add(step)
             if self.context.is_root:
                 self.set_aside(step, "damaged" if tidy else None, f"checkpoint {step} is damaged: {problem}", say)
-
-    def _candidate(self, refused: set[int]) -> tuple[int, str]:
-        """Return (the last step that is not refused or 0, the problem with its manifest or '')."""
-        step = max((s for s in self.steps() if s not in refused), default=0)
-        try:
-            if step:
-                manifest.read(self.directory / str(step))
-            return step, ""
-        except Damaged as error:
-            return step, str(error)
-        except OSError as error:
-            return step, manifest.unreadable(error)
 
     def restore(self, step: int, abstract: TrainState, say: Say = print) -> TrainState:
         """Restore the state saved at `step`, with the shardings of `abstract`. Raises UsageError if leaves differ.
@@ -233,19 +228,13 @@ class Checkpoints:
         """Wait in a thread for Orbax and write the manifest; on failure, tell all processes."""
         try:
             self._commit.wait_for(response)
-            folder, size = self.directory / str(step), self.context.size
-            names = manifest.list_files(folder) if self.context.is_root else []
-            share = json.loads(self._commit.scatter("files", [json.dumps(names[r::size]) for r in range(size)]))
-            digests = manifest.digests(folder, share)
-            manifest.flush(folder, share)
-            parts = self._commit.gather("digests", json.dumps(digests))
-            if self.context.is_root:
-                files = {name: entry for part in parts for name, entry in json.loads(part).items()}
+            files = self._digests(self.directory / str(step))
+            if self.writes:
                 with self._lock:
-                    manifest.write(folder, files, {**meta, **self._notes.get(step, {})})
+                    manifest.write(self.directory / str(step), files, {**meta, **self._notes.get(step, {})})
                     self._notes.pop(step, None)
                 self._prune(step)
-            self._commit.scatter("durable", [""] * size)
+            self._commit.wait_for_all("durable")
             with contextlib.suppress(Exception):  # standard output may be closed; the checkpoint is saved
                 if self.context.is_root:
                     self.events.note("saved", step, seconds=round(time.monotonic() - self._began, 3))
@@ -254,6 +243,10 @@ class Checkpoints:
             self._failed(step, str(failure), say)
         except BaseException as error:  # on any error the run continues, and the next save tries again
             self._give_up(step, error, say)
+
+    def _digests(self, folder: pathlib.Path) -> manifest.Files:
+        """Return on a writer the sizes and checksums of the files, once all processes have written theirs."""
+        return self._commit.digests(folder)
 
     def _give_up(self, step: int, error: BaseException, say: Say) -> None:
         """Record that this process cannot save, and tell the others."""
@@ -266,13 +259,13 @@ class Checkpoints:
         self._failure = Failure(step, reason)
         with self._lock:
             self._notes.pop(step, None)
-        if self.context.is_root:
+        if self.writes:
             folders.clean(self.directory, step)
-            steps = self.steps()
+        if self.context.is_root:
             self.events.note("save_failed", step, reason=reason)
             say(
                 f"checkpoint {step} could not be saved: {reason}; "
-                + (f"the last one is {steps[-1]}, " if steps else "there is none yet, ")
+                + (f"the last one is {steps[-1]}, " if (steps := self.steps()) else "there is none yet, ")
                 + "and the next save tries again"
             )
 

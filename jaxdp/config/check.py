@@ -125,6 +125,11 @@ def check(config: Config) -> None:
         )
     if config.outer.replicas > 1:
         check_outer(config)
+    if config.checkpoint.local and config.elastic.enabled:
+        raise UsageError(
+            "checkpoint.local: true with elastic.enabled: true, whose processes may move to another rank 0 while its "
+            "files stay on a lost host; set one of them to false"
+        )
     if "float64" in (config.precision.compute, config.precision.reduce) and config.precision.params != "float64":
         raise UsageError(f"precision.params: {config.precision.params!r} with float64 elsewhere; set it to float64 too")
 

@@ -62,6 +62,7 @@ class Checkpoint:
         keep_every: keep those at multiples of this number of updates too, such as 10000
         best: keep the best one by this metric of the evaluation too, such as accuracy; loss, NAME_loss (of a task),
             cross_entropy and perplexity are best when low, others when high
+        local: hosts share no file system: each keeps all of the state in its own run directory (docs/hosts.md)
     """
 
     every: int | None = speed(None, least=1)
@@ -70,6 +71,7 @@ class Checkpoint:
     keep: int = speed(3, least=1)
     keep_every: int | None = speed(None, least=1)
     best: str | None = speed(None)
+    local: bool = speed(False)
 
 
 @dataclasses.dataclass(frozen=True)

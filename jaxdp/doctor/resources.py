@@ -133,7 +133,7 @@ def check_shared(directory: pathlib.Path, text: str, several: bool) -> Iterator[
     """Check that this process sees the marker of rank 0, and `text` in it. several: on several hosts, which may lag."""
     file = marker(directory, "0")
     if not sees(file, text, 5.0 if several else 1.0):
-        fix = "use a --run_dir on a file system that all hosts share"
+        fix = "use a --run_dir on a file system that all hosts share, or set checkpoint.local to true"
         yield failure("run_dir", f"{file.parent} is not the folder that rank 0 writes to", fix)
     elif several:
         yield ok("run_dir", "shared by all hosts")

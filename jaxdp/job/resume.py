@@ -8,6 +8,7 @@ from jaxdp import rundir
 from jaxdp.assemble.components import Objects
 from jaxdp.assemble.identity import NOT_COMPARABLE
 from jaxdp.assemble.run import on_all_ranks
+from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.config import Config
 from jaxdp.config.check import changed_numbers, flatten
 from jaxdp.distributed.context import Context
@@ -64,12 +65,12 @@ def _difference(old: str | None, new: str, step: int) -> str:
     )
 
 
-def lock_run_dir(directory: pathlib.Path, context: Context) -> IO[str] | None:
-    """Create and lock the run directory on rank 0, and check that every rank sees the same one; return the lock."""
+def lock_run_dir(directory: pathlib.Path, context: Context, checkpoints: Checkpoints) -> IO[str] | None:
+    """Create and lock the run directory on rank 0, and check that every rank can use it; return the lock."""
     file, problem = rundir.make(directory) if context.is_root else (None, None)
     context.agree(problem)
     nonce = context.of_root("run_dir", lambda: rundir.nonce(directory))
-    context.agree(rundir.is_shared(directory, nonce))
+    context.agree(checkpoints.attach(nonce))
     return file
 
 

@@ -11,6 +11,7 @@ from jaxdp import config as schema
 from jaxdp.assemble.checks import of_this_process, with_checks
 from jaxdp.assemble.components import NOTHING, Objects
 from jaxdp.assemble.run import make_profile, make_run, on_all_ranks, prepare_on_all_ranks
+from jaxdp.checkpoint import folders
 from jaxdp.config import Config
 from jaxdp.core.state import TrainState
 from jaxdp.distributed import faults, private_jax
@@ -84,8 +85,10 @@ def train_here(
     on_all_ranks(context, lambda: check_writers(config.log.writers))
     callbacks = on_all_ranks(context, lambda: make_callbacks(config.callbacks, objects.get("callbacks", {}), context))
     context.agree(rundir.not_ours(directory) if overwrite and context.is_root else None)
-    with lock_run_dir(directory, context) or contextlib.nullcontext():
+    with lock_run_dir(directory, context, run.checkpoints) or contextlib.nullcontext():
         context.agree(rundir.clear(directory) if overwrite and context.is_root else None)
+        if overwrite and run.checkpoints.writes:
+            folders.remove(run.checkpoints.directory, run.checkpoints.steps())
         events = run.checkpoints.events = Events(directory) if context.is_root else NoEvents()
         recovered = snapshots.recover(run, context) if snapshots is not None else None
         start, saved = recovered[:2] if recovered else resume_step(run, config, context, objects)
@@ -123,9 +126,10 @@ def train_here(
 
 def final_record(run: Run, config: Config, directory: pathlib.Path, context: Context, start: int) -> Record | None:
     """Return the final record of a run that has finished already, and report this on root; None for any other run."""
-    final = [record for record in read(directory / "metrics.jsonl") if record.get("split") == "final"]
+    records = lambda: [record for record in read(directory / "metrics.jsonl") if record.get("split") == "final"]
+    final = context.of_root("final", lambda: records()[-1:])
     early = bool(config.callbacks) and bool(final) and "stopped" in final[-1] and final[-1]["step"] == start
-    if not context.of_root("final", lambda: bool(final) and (start == run.schedule.steps or early)):
+    if not final or not (start == run.schedule.steps or early):
         return None
     run.checkpoints.check_fits(start, run.strategy.abstract())
     if context.is_root:

@@ -74,6 +74,20 @@ class TwoHosts:
             command = [*self.prefixes[0], "sh", "-c", f"{shlex.join(command[len(self.prefixes[0]) :])}; {then}"]
         return together([(command, env or {})], timeout, during=during)[0]
 
+    def from_hostfile(self, which: str, argv: Sequence[str], timeout: float = 120.0) -> Finished:
+        """One rank on each host of a hostfile, started by Open MPI 5 or MPICH from the first."""
+        program, hostfile = require(which), self.enter.with_name("hosts")
+        line = "{} slots=1\n" if which == "openmpi5" else "{}:1\n"
+        hostfile.write_text("".join(line.format(name) for name in self.names))
+        options = {
+            "openmpi5": ["--prtemca", "plm_ssh_agent", self.enter, "--hostfile", hostfile, "--map-by", "ppr:1:node"],
+            "mpich": ["-launcher", "ssh", "-launcher-exec", self.enter, "-f", hostfile, "-ppn", "1"],
+        }[which]
+        if which == "openmpi5":
+            options += ["--bind-to", "none", *(x for name in PASSED_ON for x in ("-x", name))]
+        command = [*self.prefixes[0], program, *map(str, options), "-np", "2", sys.executable, *argv]
+        return together([(command, {})], timeout)[0]
+
     def __enter__(self) -> TwoHosts:
         if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
             pytest.skip("making hosts needs root, iproute2 and unshare")

@@ -1,0 +1,33 @@
+"""The commands of docs/hosts.md with a hostfile: Open MPI and MPICH start one process on each of two hosts."""
+
+import json
+
+import pytest
+
+from cli_runs import DIGITS, ended, records
+from launch import require
+from two_hosts import TwoHosts
+
+SHORT = ["--steps", "12", "--parallel.reduction", "exact"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The digest of the parameters that one process computes on one device."""
+    run_dir = tmp_path_factory.mktemp("alone") / "run"
+    ended("train", *DIGITS, *SHORT, "--parallel.devices", "1", "--run_dir", run_dir)
+    return records(run_dir, "final")[0]["params_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.parametrize("which", ["openmpi5", "mpich"])
+def test_two_hosts_of_a_hostfile_compute_what_one_process_does(tmp_path, alone, which):
+    require(which)
+    with TwoHosts(tmp_path) as hosts:
+        job = hosts.from_hostfile(which, ["train.py", *DIGITS, *SHORT, "--run_dir", str(tmp_path / "run")])
+    assert job.returncode == 0 and not job.left, job.output
+    topology = json.loads((tmp_path / "run" / "env.json").read_text())["topology"]
+    assert topology["hosts"] == hosts.names, topology
+    (final,) = records(tmp_path / "run", "final")
+    assert final["step"] == 12 and final["params_sha256"] == alone
