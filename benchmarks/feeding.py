@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 import jaxdp
-from benchmarks.harness import ROOT
+from benchmarks.job import ROOT
 from jaxdp.assemble.run import make_run
 from jaxdp.cli import load
 from jaxdp.data.cifar10 import CIFAR10

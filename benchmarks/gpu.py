@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from benchmarks import harness
+from benchmarks import harness, job
 from benchmarks.run import ROOT, TORCH, make_material
 from jaxdp.analysis.hardware import peak_flops
 
@@ -140,13 +140,8 @@ def gpu() -> str | None:
 
 
 def printed(bench: Bench, words: list[str], env: dict[str, str]) -> str:
-    """What a program writes. Raises Unfair, with its last words, where it fails."""
-    done = subprocess.run(
-        words, cwd=ROOT, env=harness.environment(**env), text=True, capture_output=True, timeout=bench.limit()
-    )
-    if done.returncode:
-        raise harness.Unfair(f"it ended with code {done.returncode}: {done.stderr[-2000:].strip()}")
-    return done.stdout
+    """Return what a program prints. Raises Failed."""
+    return job.output(words, bench.limit(), job.environment(**env))
 
 
 def ceilings(bench: Bench, own: dict[str, Any]) -> None:
@@ -211,7 +206,7 @@ def compared(
         own["flops_per_update"] = None
         try:
             own["flops_per_update"] = flops(material)
-        except (harness.Unfair, subprocess.SubprocessError) as error:
+        except job.Failed as error:
             own["flops_failed"] = str(error)
         commands = {
             "jaxdp": ["jaxdp_loop", f"{folder}/run", *config, "--steps", str(total), "--epochs", "null"],
@@ -225,12 +220,12 @@ def compared(
             own["left_out"] = f"torch compiled: no PyTorch that sees the GPU; name its Python in {TORCH}"
         for name, (module, *args) in commands.items():
             python = torch if module.startswith("torch") else sys.executable
-            job = [str(python), "-m", "benchmarks.contender", f"benchmarks.{module}", *args]
+            command = [str(python), "-m", "benchmarks.contender", f"benchmarks.{module}", *args]
             try:
                 if bench.is_over():
-                    raise harness.Unfair(NO_TIME)
+                    raise job.Failed(NO_TIME)
                 measured = harness.measure(
-                    [harness.Contender(name, job, env=bench.env)],
+                    [job.Contender(name, command, env=bench.env)],
                     pathlib.Path(folder) / "logs",
                     updates=updates,
                     repeats=repeats,
@@ -238,7 +233,7 @@ def compared(
                     timeout=bench.limit(),
                     idle=float("inf"),
                 )
-            except (harness.Unfair, OSError) as error:
+            except (job.Failed, OSError) as error:
                 own["summary"][name] = {"failed": str(error)}
             else:
                 own["contenders"] |= measured["contenders"]
