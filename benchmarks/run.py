@@ -59,7 +59,7 @@ def main(argv: list[str], cases: tuple[Case | Script, ...] = (*CPU, *SCRIPTS)) -
 
 
 def first_line(text: str) -> str:
-    return text.partition("\n")[0]
+    return text.partition("\n")[0].removesuffix("; the end of its log:")
 
 
 def measure(case: Case, repeats: int, root: str, seconds: float = float("inf")) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def test_a_claim_about_a_contender_that_is_left_out_is_not_printed(tmp_path, mon
     text = capsys.readouterr().out
     assert "left out: torch: there is no PyTorch" in text and "optimizer.lr" in text
     assert "left out: lr 9e-4: its losses differ from those of jaxdp" in text
-    assert "left out: lr high: it ended with code" in text and "not judged: 3 of 4 claims" in text
+    assert "left out: lr high: it ended with code" in text and "is left out: 3 of 4 claims" in text
     assert re.findall(r"x as fast as (.+?) \(", text) == ["plain jit"]
     assert len(text.partition("missing:")[2].splitlines()) == 4
 
