@@ -9,7 +9,6 @@ also on CPU, to see that everything runs.
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import pathlib
@@ -27,72 +26,14 @@ from typing import Any, NoReturn
 import numpy as np
 
 from benchmarks import harness, job
+from benchmarks.gpu_bench import NO_TIME, Bench, printed
 from benchmarks.run import ROOT, TORCH, make_material
 from jaxdp.analysis.hardware import peak_flops
 
 TOLERANCE = 2e-2  # of curves in bfloat16
-SECTION = 150.0  # seconds that a contender may take for any answer
-BUDGET = 460.0  # seconds in which all is begun and, but for what is under way, over
-LEAST = 25.0  # seconds that are left, or a part is not begun
-NO_TIME = f"no time: {BUDGET:.0f} s are over"
 ACCURACY = 0.94  # of DAWNBench
 CHECK = 5  # updates whose losses are compared
 GPT2 = {False: (64, 1024, 12, 768), True: (8, 64, 2, 96)}  # whether tiny: batch, tokens, layers, width
-
-
-@dataclasses.dataclass
-class Bench:
-    """One measurement of everything. found: what will be in the file; device: as JAX names it, once it is known."""
-
-    options: argparse.Namespace
-    found: dict[str, Any]
-    began: float = dataclasses.field(default_factory=time.monotonic)
-    device: str = ""
-
-    @property
-    def tiny(self) -> bool:
-        return self.options.tiny
-
-    @property
-    def env(self) -> dict[str, str]:
-        """For what computes on the device: a GPU that JAX cannot use is an error there, not a CPU."""
-        return {} if self.tiny else {"JAX_PLATFORMS": "cuda"}
-
-    def left(self) -> float:
-        return BUDGET - (time.monotonic() - self.began)
-
-    def is_over(self) -> bool:
-        """Whether there is no time left to begin anything."""
-        return self.left() < LEAST and not self.tiny
-
-    def limit(self, most: float = SECTION) -> float:
-        """Seconds for what is begun now."""
-        return most if self.tiny else max(LEAST, min(most, self.left()))
-
-    def save(self) -> None:
-        file = self.options.out / "gpu.json"
-        file.with_suffix(".part").write_text(json.dumps(self.found, indent=1) + "\n")
-        file.with_suffix(".part").replace(file)
-
-    def run(self, name: str, part: Callable[["Bench", dict[str, Any]], None]) -> None:
-        """Fills in found[name]; what fails is named there, and so is an interruption, which ends all."""
-        own = self.found[name] = {}
-        began = time.monotonic()
-        try:
-            if self.is_over():
-                own["left_out"] = NO_TIME
-            else:
-                part(self, own)
-        except Exception as error:
-            own["failed"] = f"{type(error).__name__}: {error}"
-        except BaseException as error:
-            own["failed"] = f"interrupted ({type(error).__name__})"
-            raise
-        finally:
-            own["took_s"] = time.monotonic() - began
-            self.save()
-            shown = {k: v for k, v in own.items() if k not in ("contenders", "plan")}
-            print(f"{name}: {json.dumps(shown)}", flush=True)
 
 
 def main(argv: list[str]) -> int:
@@ -137,11 +78,6 @@ def gpu() -> str | None:
         return subprocess.run(words, text=True, capture_output=True, timeout=20).stdout.strip() or None
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def printed(bench: Bench, words: list[str], env: dict[str, str]) -> str:
-    """Return what a program prints. Raises Failed."""
-    return job.output(words, bench.limit(), job.environment(**env))
 
 
 def ceilings(bench: Bench, own: dict[str, Any]) -> None:
