@@ -34,8 +34,16 @@ T = TypeVar("T")
 class Contest:
     """The jobs that are still compared, and the reasons why others are left out."""
 
-    def __init__(self, jobs: Sequence[Job] = (), left_out: dict[str, str] | None = None):
-        self.jobs, self.left_out = list(jobs), dict(left_out or {})
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.left_out: dict[str, str] = {}
+
+    def start(self, contender: Contender, folder: pathlib.Path, port: int, cores: Sequence[int]) -> None:
+        """Start a contender; leave it out if its command does not exist."""
+        try:
+            self.jobs.append(Job(contender, folder, port, cores))
+        except OSError as error:
+            self.left_out[contender.name] = f"it does not start: {error}"
 
     def leave_out(self, job: Job, why: str) -> None:
         """End a job. Raises Failed if it was the last."""
@@ -90,43 +98,36 @@ def measure(
         Failed: no contender is left.
     """
     cores = sorted(os.sched_getaffinity(0)) if cores is None else cores
-    contest, deadline = Contest(), time.monotonic() + seconds
+    contest, ends = Contest(), [time.monotonic()]
     folder.mkdir(parents=True, exist_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as server:
         try:
             for each in contenders:
-                try:
-                    contest.jobs.append(Job(each, folder, server.getsockname()[1], cores))
-                except OSError as error:
-                    contest.left_out[each.name] = f"it does not start: {error}"
+                contest.start(each, folder, server.getsockname()[1], cores)
             contest.check()
             meet(server, contest, timeout)
-            losses, errors = check_losses(contest, check, tolerance, timeout)
-            turns = contest.each(lambda job: turn_updates(job, updates, timeout))
+            ends.append(time.monotonic())
+            check_losses(contest, check, tolerance, timeout)
+            ends.append(time.monotonic())
+            contest.each(lambda job: set_turn(job, updates, timeout))
             waiting = leave_out_busy(contest, idle)
-            samples = take_turns(contest, turns, repeats, deadline, timeout)
-            memory = contest.each(lambda job: job.ask(timeout, do="memory"))
+            take_turns(contest, repeats, ends[0] + seconds, timeout)
+            ends.append(time.monotonic())
+            contest.each(lambda job: job.facts.update(memory=job.ask(timeout, do="memory")))
             contest.each(lambda job: job.send(do="stop"))
             for job in contest.jobs:
                 job.wait(5.0)
         finally:
             for job in contest.jobs:
                 job.end()
-    found = {
-        job.name: {
-            **job.facts,
-            "memory": memory[job.name],
-            "losses": losses[job.name],
-            "updates": turns[job.name],
-            "seconds_per_update": samples[job.name],
-            "median": statistics.median(samples[job.name]),
-            "quartiles": quartiles(samples[job.name]),
-            "relative_loss_error": errors[job.name],
-        }
-        for job in contest.jobs
-    }
-    counts = {"updates": updates, "repeats": min(len(samples[name]) for name in found)}
-    where = {"idle_cores": waiting, "cores": list(cores), **machine()}
+    for job in contest.jobs:
+        samples = job.facts["seconds_per_update"]
+        job.facts |= {"median": statistics.median(samples), "quartiles": quartiles(samples)}
+    found = {job.name: job.facts for job in contest.jobs}
+    counts = {"updates": updates, "repeats": min(len(own["seconds_per_update"]) for own in found.values())}
+    names = ("start", "compilation and losses", "turns")
+    phases = {name: round(b - a, 1) for name, a, b in zip(names, ends, ends[1:])}
+    where = {"phases_s": phases, "idle_cores": waiting, "cores": list(cores), **machine()}
     return {**counts, "contenders": found, "left_out": contest.left_out, **where}
 
 
@@ -164,20 +165,20 @@ def train(job: Job, updates: int, timeout: float) -> list[float]:
     return [statistics.fmean(values) for values in zip(*ranks, strict=True)]
 
 
-def check_losses(
-    contest: Contest, updates: int, tolerance: float, timeout: float
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return the losses of each contender, and their relative error; leave out those that train something else.
+def check_losses(contest: Contest, updates: int, tolerance: float, timeout: float) -> None:
+    """Train a few updates and leave out the contenders whose losses differ from the reference.
 
     The reference is the contender with which most others agree; the first of them if there are several.
     """
     losses = contest.each(lambda job: train(job, updates, timeout))
     agreeing = {name: sum(worst(x, one) <= tolerance for x in losses.values()) for name, one in losses.items()}
     first = max(losses, key=lambda name: agreeing[name])
-    errors = {name: worst(one, losses[first]) for name, one in losses.items()}
-    for job in [job for job in contest.jobs if not errors[job.name] <= tolerance]:
-        contest.leave_out(job, difference(losses[job.name], losses[first], first, tolerance))
-    return losses, errors
+    for job in list(contest.jobs):
+        own = losses[job.name]
+        error = worst(own, losses[first])
+        job.facts |= {"losses": own, "relative_loss_error": error}
+        if not error <= tolerance:
+            contest.leave_out(job, difference(own, losses[first], first, tolerance))
 
 
 def difference(losses: Sequence[float], others: Sequence[float], name: str, tolerance: float) -> str:
@@ -193,30 +194,26 @@ def difference(losses: Sequence[float], others: Sequence[float], name: str, tole
     )
 
 
-def turn_updates(job: Job, updates: int, timeout: float) -> int:
-    """Return the number of updates of a turn: `updates`, or as many as take `TURN` seconds."""
+def set_turn(job: Job, updates: int, timeout: float) -> None:
+    """Set the number of updates of a turn: `updates`, or as many as take `TURN` seconds."""
     few = max(LEAST_UPDATES, updates // 8)
-    return min(updates, max(LEAST_UPDATES, round(TURN * few / job.run(few, timeout))))
+    job.facts["updates"] = min(updates, max(LEAST_UPDATES, round(TURN * few / job.run(few, timeout))))
 
 
-def take_turns(
-    contest: Contest, turns: dict[str, int], repeats: int, deadline: float, timeout: float
-) -> dict[str, list[float]]:
-    """Return the seconds of an update in each turn. An update before a turn brings back caches and pages."""
+def take_turns(contest: Contest, repeats: int, deadline: float, timeout: float) -> None:
+    """Time the turns of all contenders. An update before a turn brings back caches and pages."""
 
-    def turn(job: Job) -> float:
+    def turn(job: Job) -> None:
         job.run(1, timeout)
-        return job.run(turns[job.name], timeout) / turns[job.name]
+        updates = job.facts["updates"]
+        job.facts.setdefault("seconds_per_update", []).append(job.run(updates, timeout) / updates)
 
-    samples: dict[str, list[float]] = {job.name: [] for job in contest.jobs}
     for repeat in range(repeats):
         if repeat >= LEAST_REPEATS and time.monotonic() > deadline:
             break
-        if repeat >= STEADY_REPEATS and all(is_steady(samples[job.name]) for job in contest.jobs):
+        if repeat >= STEADY_REPEATS and all(is_steady(job.facts["seconds_per_update"]) for job in contest.jobs):
             break
-        for name, seconds in contest.each(turn, -1 if repeat % 2 else 1).items():
-            samples[name].append(seconds)
-    return samples
+        contest.each(turn, -1 if repeat % 2 else 1)
 
 
 def worst(losses: Sequence[float], others: Sequence[float]) -> float:

@@ -166,7 +166,8 @@ def table(case: Case, found: dict[str, Any]) -> str:
     """Return a line for each contender, one for each claim, and one for each contender that was left out."""
     units, unit = case.per_update
     processes = f"{case.processes} process{'es' * (case.processes > 1)}"
-    lines = [f"\n{case.name}: {case.config}, {processes}, {found['repeats']} repeats, {found['date']}"]
+    phases = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in found["phases_s"].items())
+    lines = [f"\n{case.name}: {case.config}, {processes}, {found['repeats']} repeats, {found['date']} ({phases})"]
     lines.append(f"  {'':28} {'ms/update':>10} {'quartiles':>19} {unit + '/s':>12} {'first':>8} {'loss error':>11}")
     for name, own in found["contenders"].items():
         low, high = (1e3 * x for x in own["quartiles"])
