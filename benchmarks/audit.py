@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 
-from benchmarks.harness import ROOT
+from benchmarks.job import ROOT
 
 SLOW = [
     "--model.args.hidden",

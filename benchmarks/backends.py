@@ -19,7 +19,8 @@ from typing import Any
 import jax
 
 import jaxdp
-from benchmarks.harness import ROOT, quartiles
+from benchmarks.harness import quartiles
+from benchmarks.job import ROOT
 from jaxdp import environment
 from jaxdp.assemble.run import make_run
 from jaxdp.cli import load

@@ -6,7 +6,7 @@ Two states: the parameters alone, and with Adam's two averages, three times as m
 `save` and wait until it is durable; `save`, and updates meanwhile, which are donated the arrays that are being written,
 as in the loop. A save may make the first update after it wait, or copy: what that takes longer than an update beside no
 save is part of the stall. The other updates while a save is written are compared with as many beside no save.
-Prints JSON and a table; medians, and least and most.
+Prints JSON: medians, and least and most.
 """
 
 import argparse
@@ -140,16 +140,6 @@ def main() -> None:
             found[name] = measure(args.millions, adam, args.repeats, pathlib.Path(folder) / f"{adam}")
     device = jax.devices()[0].device_kind
     print(json.dumps({"device": device, "jax": jax.__version__, "millions": args.millions, "states": found}))
-    print(
-        "| state | synchronous save | asynchronous: the loop waits | share | until durable | an update, beside a save |"
-    )
-    print("|---|---|---|---|---|---|")
-    for name, result in found.items():
-        ms = {k: v["median"] for k, v in result["ms"].items()}
-        cells = [f"{name}, {result['megabytes']:,} MB", f"{ms['sync']:,} ms", f"{result['stall_ms']:,} ms"]
-        cells += [f"{result['stall_share']:.1%}", f"{ms['until durable']:,} ms"]
-        cells += [f"{ms['alone']} ms, {ms['beside a save']} ms: {result['slowdown']}"]
-        print(f"| {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

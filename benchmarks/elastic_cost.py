@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 
-from benchmarks.harness import ROOT
+from benchmarks.job import ROOT
 
 
 def times(args: argparse.Namespace, elastic: bool, more: list[str]) -> list[float]:

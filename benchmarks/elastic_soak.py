@@ -26,7 +26,7 @@ import threading
 import time
 
 from benchmarks.elastic_faults import FAULTS, WAIT, send
-from benchmarks.harness import ROOT
+from benchmarks.job import ROOT
 
 HUNG = 60.0  # seconds without an update
 HEALTHY = 15.0  # seconds without faults, from which the normal speed is measured

@@ -16,7 +16,7 @@ import tempfile
 from typing import Any
 
 from benchmarks.exact import take
-from benchmarks.harness import ROOT
+from benchmarks.job import ROOT
 
 REDUCTIONS = ("bucket", "exact", "exact16", "exact8")
 

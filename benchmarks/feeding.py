@@ -17,16 +17,17 @@ from typing import Any
 import jax
 
 import jaxdp
-from benchmarks.harness import ROOT
+from benchmarks.job import ROOT
 from jaxdp.assemble.run import make_run
 from jaxdp.cli import load
 from jaxdp.data.cifar10 import CIFAR10
+from jaxdp.metrics.writer import Writer
 from jaxdp.training import loop
 from jaxdp.training.lookback import Lookback
 from jaxdp.training.run import Progress
 
 
-class Waits:
+class Waits(Writer):
     """A writer that keeps what the records say of waiting for input."""
 
     def __init__(self) -> None:
@@ -35,12 +36,6 @@ class Waits:
     def write(self, record: dict[str, Any]) -> None:
         if "input_wait" in record:
             self.found.append(record["input_wait"])
-
-    def say(self, text: str) -> None: ...
-
-    def rewind(self, step: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def main(argv: list[str]) -> None:

@@ -9,7 +9,6 @@ also on CPU, to see that everything runs.
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import pathlib
@@ -26,73 +25,15 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from benchmarks import harness
+from benchmarks import harness, job
+from benchmarks.gpu_bench import NO_TIME, Bench, printed
 from benchmarks.run import ROOT, TORCH, make_material
 from jaxdp.analysis.hardware import peak_flops
 
 TOLERANCE = 2e-2  # of curves in bfloat16
-SECTION = 150.0  # seconds that a contender may take for any answer
-BUDGET = 460.0  # seconds in which all is begun and, but for what is under way, over
-LEAST = 25.0  # seconds that are left, or a part is not begun
-NO_TIME = f"no time: {BUDGET:.0f} s are over"
 ACCURACY = 0.94  # of DAWNBench
 CHECK = 5  # updates whose losses are compared
 GPT2 = {False: (64, 1024, 12, 768), True: (8, 64, 2, 96)}  # whether tiny: batch, tokens, layers, width
-
-
-@dataclasses.dataclass
-class Bench:
-    """One measurement of everything. found: what will be in the file; device: as JAX names it, once it is known."""
-
-    options: argparse.Namespace
-    found: dict[str, Any]
-    began: float = dataclasses.field(default_factory=time.monotonic)
-    device: str = ""
-
-    @property
-    def tiny(self) -> bool:
-        return self.options.tiny
-
-    @property
-    def env(self) -> dict[str, str]:
-        """For what computes on the device: a GPU that JAX cannot use is an error there, not a CPU."""
-        return {} if self.tiny else {"JAX_PLATFORMS": "cuda"}
-
-    def left(self) -> float:
-        return BUDGET - (time.monotonic() - self.began)
-
-    def is_over(self) -> bool:
-        """Whether there is no time left to begin anything."""
-        return self.left() < LEAST and not self.tiny
-
-    def limit(self, most: float = SECTION) -> float:
-        """Seconds for what is begun now."""
-        return most if self.tiny else max(LEAST, min(most, self.left()))
-
-    def save(self) -> None:
-        file = self.options.out / "gpu.json"
-        file.with_suffix(".part").write_text(json.dumps(self.found, indent=1) + "\n")
-        file.with_suffix(".part").replace(file)
-
-    def run(self, name: str, part: Callable[["Bench", dict[str, Any]], None]) -> None:
-        """Fills in found[name]; what fails is named there, and so is an interruption, which ends all."""
-        own = self.found[name] = {}
-        began = time.monotonic()
-        try:
-            if self.is_over():
-                own["left_out"] = NO_TIME
-            else:
-                part(self, own)
-        except Exception as error:
-            own["failed"] = f"{type(error).__name__}: {error}"
-        except BaseException as error:
-            own["failed"] = f"interrupted ({type(error).__name__})"
-            raise
-        finally:
-            own["took_s"] = time.monotonic() - began
-            self.save()
-            shown = {k: v for k, v in own.items() if k not in ("contenders", "plan")}
-            print(f"{name}: {json.dumps(shown)}", flush=True)
 
 
 def main(argv: list[str]) -> int:
@@ -137,16 +78,6 @@ def gpu() -> str | None:
         return subprocess.run(words, text=True, capture_output=True, timeout=20).stdout.strip() or None
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def printed(bench: Bench, words: list[str], env: dict[str, str]) -> str:
-    """What a program writes. Raises Unfair, with its last words, where it fails."""
-    done = subprocess.run(
-        words, cwd=ROOT, env=harness.environment(**env), text=True, capture_output=True, timeout=bench.limit()
-    )
-    if done.returncode:
-        raise harness.Unfair(f"it ended with code {done.returncode}: {done.stderr[-2000:].strip()}")
-    return done.stdout
 
 
 def ceilings(bench: Bench, own: dict[str, Any]) -> None:
@@ -211,7 +142,7 @@ def compared(
         own["flops_per_update"] = None
         try:
             own["flops_per_update"] = flops(material)
-        except (harness.Unfair, subprocess.SubprocessError) as error:
+        except job.Failed as error:
             own["flops_failed"] = str(error)
         commands = {
             "jaxdp": ["jaxdp_loop", f"{folder}/run", *config, "--steps", str(total), "--epochs", "null"],
@@ -225,12 +156,12 @@ def compared(
             own["left_out"] = f"torch compiled: no PyTorch that sees the GPU; name its Python in {TORCH}"
         for name, (module, *args) in commands.items():
             python = torch if module.startswith("torch") else sys.executable
-            job = [str(python), "-m", "benchmarks.contender", f"benchmarks.{module}", *args]
+            command = [str(python), "-m", "benchmarks.contender", f"benchmarks.{module}", *args]
             try:
                 if bench.is_over():
-                    raise harness.Unfair(NO_TIME)
+                    raise job.Failed(NO_TIME)
                 measured = harness.measure(
-                    [harness.Contender(name, job, env=bench.env)],
+                    [job.Contender(name, command, env=bench.env)],
                     pathlib.Path(folder) / "logs",
                     updates=updates,
                     repeats=repeats,
@@ -238,7 +169,7 @@ def compared(
                     timeout=bench.limit(),
                     idle=float("inf"),
                 )
-            except (harness.Unfair, OSError) as error:
+            except (job.Failed, OSError) as error:
                 own["summary"][name] = {"failed": str(error)}
             else:
                 own["contenders"] |= measured["contenders"]

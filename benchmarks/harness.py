@@ -1,147 +1,72 @@
-"""Ways to train the same thing are measured side by side, and only if they do train the same thing.
+"""Measure several ways to train the same thing side by side, after a check that they do train the same thing.
 
 Each contender is a job of one or more processes. All are started, compile, and train a few updates from the same
-weights on the same batches: where a loss differs, nothing is timed. Then each in turn makes some updates while the
-others wait, blocked, and one before them that is not timed; the order is ABBA. What is reported are medians with
-quartiles and ratios within one run.
+weights on the same batches. Then they take turns (ABBA): one makes some updates, after one that is not timed, while the
+others wait, blocked. The result has medians with quartiles, and ratios within one run.
+
+A contender that fails, hangs or trains something else is left out, with the reason; the others continue.
 """
 
-import dataclasses
 import datetime
 import json
 import os
 import pathlib
 import platform
 import select
-import signal
 import socket
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any, TextIO
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-from benchmarks import contender
+from benchmarks.job import Contender, Failed, Job
 
-ROOT = pathlib.Path(__file__).parent.parent
-IDLE = 0.10  # of a core, that all contenders together may take while they wait
-LAST_WORDS = 15  # lines
+IDLE = 0.10  # of a core, that all contenders together may use while they wait
+TURN = 2.0  # seconds; a contender that needs longer for `updates` updates makes fewer in a turn
+LEAST_UPDATES = 2  # in a turn
+LEAST_REPEATS = 3  # also where the time is over
+STEADY_REPEATS, STEADY = 5, 0.02  # this many are enough where each one's quartiles are this close, relative
 
-
-class Unfair(Exception):
-    """The contenders cannot be compared, or one of them is gone; says which, and why."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Contender:
-    """What is started: a command for each rank, or under mpirun. launcher: none, ranks or mpirun."""
-
-    name: str
-    command: Sequence[str]
-    processes: int = 1
-    launcher: str = "none"
-    env: dict[str, str] = dataclasses.field(default_factory=dict)
+T = TypeVar("T")
 
 
-class Job:
-    """A contender that runs: its processes, and a line to each of its ranks."""
+class Contest:
+    """The jobs that are still compared, and the reasons why others are left out."""
 
-    def __init__(self, own: Contender, folder: pathlib.Path, port: int, cores: Sequence[int]):
-        self.name, self.own = own.name, own
-        self.log = folder / f"{own.name.replace(' ', '_').replace('/', '_')}.log"
-        self.lines: dict[int, socket.socket] = {}
-        self.answers: dict[int, TextIO] = {}
-        self.pids: list[int] = []
-        self.facts: dict[str, Any] = {}
-        env = {
-            **environment(**own.env),
-            contender.ADDRESS: str(port),
-            contender.CORES: ",".join(map(str, cores)),
-            contender.NAME: own.name,
-            contender.PROCESSES: str(own.processes),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-        }
-        launch, ranks = list(own.command), range(own.processes if own.launcher == "ranks" else 1)
-        if own.launcher == "mpirun":
-            launch = ["mpirun", "-np", str(own.processes), "--bind-to", "none", "--oversubscribe", *launch]
-        self.processes, self.began = [], time.perf_counter()
-        with self.log.open("w") as log:
-            for rank in ranks:
-                if own.launcher == "ranks":
-                    env[contender.RANK] = str(rank)
-                self.processes.append(
-                    subprocess.Popen(
-                        launch, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
-                    )
-                )
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.left_out: dict[str, str] = {}
 
-    def fail(self, why: str) -> Unfair:
-        """The exception to raise, with what the contender last said."""
-        said = self.log.read_text(errors="replace").splitlines()[-LAST_WORDS:]
-        return Unfair("\n  ".join([f"{self.name}: {why}; it last said:", *said]))
-
-    def tell(self, **command: Any) -> None:
-        for line in self.lines.values():
-            line.sendall(f"{json.dumps(command)}\n".encode())
-
-    def ask(self, timeout: float, **command: Any) -> list[dict[str, Any]]:
-        """The answers of all ranks. Raises Unfair where one is gone, or says nothing in `timeout` seconds."""
+    def start(self, contender: Contender, folder: pathlib.Path, port: int, cores: Sequence[int]) -> None:
+        """Start a contender; leave it out if its command does not exist."""
         try:
-            self.tell(**command)
-        except OSError:
-            raise self.fail("a process of it is gone") from None
-        deadline, answers, waiting = time.monotonic() + timeout, {}, dict(self.lines)
-        while waiting:
-            ready, *_ = select.select(list(waiting.values()), [], [], 1.0)
-            for rank in [rank for rank, line in waiting.items() if line in ready]:
-                try:
-                    del waiting[rank]
-                    text = self.answers[rank].readline()
-                except OSError:
-                    text = ""
-                if not text:
-                    self.fusion_barrier()
-                    raise self.fail("a process of it is gone")
-                answers[rank] = json.loads(text)
-            if not ready and time.monotonic() > deadline:
-                raise self.fail(f"no answer to {command} within {timeout:.0f} s")
-        return [answers[rank] for rank in sorted(answers)]
+            self.jobs.append(Job(contender, folder, port, cores))
+        except OSError as error:
+            self.left_out[contender.name] = f"it does not start: {error}"
 
-    def fusion_barrier(self, seconds: float = 2.0) -> None:
-        """Gives what is dying a moment to say why."""
-        for process in self.processes:
+    def leave_out(self, job: Job, why: str) -> None:
+        """End a job. Raises Failed if it was the last."""
+        self.jobs.remove(job)
+        self.left_out[job.name] = why
+        job.end()
+        self.check()
+
+    def check(self) -> None:
+        """Raise Failed if no job is left."""
+        if not self.jobs:
+            reasons = (f"{name}: {why}" for name, why in self.left_out.items())
+            raise Failed("\n".join(["no contender is left", *reasons]))
+
+    def each(self, call: Callable[[Job], T], order: int = 1) -> dict[str, T]:
+        """Return {name: call(job)}; a job that fails is left out. order: 1, or -1 for the last job first."""
+        results = {}
+        for job in self.jobs[::order]:
             try:
-                process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                continue
-
-    def cpu_seconds(self) -> float:
-        """Of all its ranks, since they began."""
-        total = 0.0
-        for pid in self.pids:
-            fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        return total
-
-    def end(self) -> None:
-        """Leaves nothing running."""
-        for line in (*self.answers.values(), *self.lines.values()):
-            line.close()
-        for process in self.processes:
-            process.terminate() if process.poll() is None else None
-        deadline = time.monotonic() + 3
-        while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
-            time.sleep(0.05)
-        for group in [*(process.pid for process in self.processes), *self.pids]:
-            for kill in (os.killpg, os.kill):
-                try:
-                    kill(group, signal.SIGKILL)
-                except (ProcessLookupError, PermissionError):
-                    continue
-        for process in self.processes:
-            process.wait()
+                results[job.name] = call(job)
+            except Failed as error:
+                self.leave_out(job, str(error))
+        return results
 
 
 def measure(
@@ -153,96 +78,86 @@ def measure(
     check: int = 15,
     tolerance: float = 1e-4,
     cores: Sequence[int] | None = None,
-    timeout: float = 300.0,
+    timeout: float = 120.0,
     idle: float = IDLE,
+    seconds: float = float("inf"),
 ) -> dict[str, Any]:
-    """{contenders: {name: samples and facts}, ...} of `repeats` times `updates` updates each; see the module.
+    """Return {contenders: {name: samples and facts}, left_out: {name: reason}, ...}.
 
-    The first contender's losses are those that the others must have, to `tolerance`, relative, over `check` updates.
-    folder: for logs. cores: where they run; all that this process may use. timeout: seconds for any answer. idle: cores
-    that all of them together may take while they wait.
-    Raises Unfair.
+    Args:
+        folder: for logs.
+        updates: in a turn; fewer for a contender that is so slow that they take longer than `TURN`.
+        repeats: turns of each contender; fewer where the times vary little, or `seconds` are over.
+        check: updates of which the losses must be equal to `tolerance`, relative.
+        cores: on which the contenders run; by default all that this process may use.
+        timeout: seconds for any answer.
+        idle: cores that all contenders together may use while they wait.
+        seconds: after which no repeat begins, except the first `LEAST_REPEATS`.
+
+    Raises:
+        Failed: no contender is left.
     """
     cores = sorted(os.sched_getaffinity(0)) if cores is None else cores
-    jobs: list[Job] = []
+    contest, ends = Contest(), [time.monotonic()]
     folder.mkdir(parents=True, exist_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as server:
         try:
-            for own in contenders:
-                jobs.append(Job(own, folder, server.getsockname()[1], cores))
-            meet(server, jobs, timeout)
-            losses = {job.name: train(job, check, timeout) for job in jobs}
-            compare(losses, tolerance)
-            for job in jobs:
-                job.ask(timeout, do="run", updates=updates)
-            waiting = idleness(jobs)
-            if waiting > idle:
-                raise Unfair(f"the contenders take {waiting:.0%} of a core while they wait")
-            samples: dict[str, list[float]] = {job.name: [] for job in jobs}
-            for repeat in range(repeats):
-                for job in jobs[:: -1 if repeat % 2 else 1]:
-                    job.ask(timeout, do="run", updates=1)  # in training nothing waits: caches and pages are there again
-                    seconds = max(answer["seconds"] for answer in job.ask(timeout, do="run", updates=updates))
-                    samples[job.name].append(seconds / updates)
-            for job in jobs:
-                job.facts["memory"] = job.ask(timeout, do="memory")
-                job.tell(do="stop")
-            for job in jobs:
-                job.fusion_barrier(5.0)
+            for each in contenders:
+                contest.start(each, folder, server.getsockname()[1], cores)
+            contest.check()
+            meet(server, contest, timeout)
+            ends.append(time.monotonic())
+            check_losses(contest, check, tolerance, timeout)
+            ends.append(time.monotonic())
+            contest.each(lambda job: set_turn(job, updates, timeout))
+            waiting = leave_out_busy(contest, idle)
+            take_turns(contest, repeats, ends[0] + seconds, timeout)
+            ends.append(time.monotonic())
+            contest.each(lambda job: job.facts.update(memory=job.ask(timeout, do="memory")))
+            contest.each(lambda job: job.send(do="stop"))
+            for job in contest.jobs:
+                job.wait(5.0)
         finally:
-            for job in jobs:
+            for job in contest.jobs:
                 job.end()
-    found = {
-        job.name: {
-            **job.facts,
-            "losses": losses[job.name],
-            "seconds_per_update": samples[job.name],
-            "median": statistics.median(samples[job.name]),
-            "quartiles": quartiles(samples[job.name]),
-            "relative_loss_error": worst(losses[job.name], losses[jobs[0].name]),
-        }
-        for job in jobs
-    }
-    return {
-        "updates": updates,
-        "repeats": repeats,
-        "idle_cores": waiting,
-        "cores": list(cores),
-        "contenders": found,
-        **machine(),
-    }
+    for job in contest.jobs:
+        samples = job.facts["seconds_per_update"]
+        job.facts |= {"median": statistics.median(samples), "quartiles": quartiles(samples)}
+    found = {job.name: job.facts for job in contest.jobs}
+    counts = {"updates": updates, "repeats": min(len(own["seconds_per_update"]) for own in found.values())}
+    names = ("start", "compilation and losses", "turns")
+    phases = {name: round(b - a, 1) for name, a, b in zip(names, ends, ends[1:])}
+    where = {"phases_s": phases, "idle_cores": waiting, "cores": list(cores), **machine()}
+    return {**counts, "contenders": found, "left_out": contest.left_out, **where}
 
 
-def meet(server: socket.socket, jobs: Sequence[Job], timeout: float) -> None:
-    """Waits until all ranks of all jobs have come."""
-    deadline, wanted = time.monotonic() + timeout, {job.name: job for job in jobs}
-    while any(len(job.lines) < job.own.processes for job in jobs):
+def meet(server: socket.socket, contest: Contest, timeout: float) -> None:
+    """Wait until all ranks of all jobs have connected; leave out the jobs that end before, or are too late."""
+    deadline = time.monotonic() + timeout
+    while any(not job.is_connected for job in contest.jobs):
         ready, *_ = select.select([server], [], [], 0.2)
         if ready:
             line, _ = server.accept()
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             file = line.makefile()
-            hello = json.loads(file.readline())
-            job = wanted[hello["name"]]
-            job.lines[hello["rank"]], job.answers[hello["rank"]] = line, file
-            job.pids.append(hello["pid"])
-            job.facts |= {
-                "start_s": time.perf_counter() - job.began,
-                "versions": hello["versions"],
-                "cores": hello["cores"],
-            }
-        for job in jobs:
-            if len(job.lines) < job.own.processes:
-                if any(process.poll() is not None for process in job.processes):
-                    job.fusion_barrier()
-                    codes = [process.poll() for process in job.processes]
-                    raise job.fail(f"it ended with code {codes[0] if len(codes) == 1 else codes} before it began")
+            text = file.readline()
+            hello = json.loads(text) if text else {}
+            job = next((job for job in contest.jobs if job.name == hello.get("name")), None)
+            if job is None:  # of one that was left out, or that ended meanwhile
+                line.close()
+            else:
+                job.connect(hello, line, file)
+        for job in [job for job in contest.jobs if not job.is_connected]:
+            try:
+                job.check_start()
                 if time.monotonic() > deadline:
-                    raise job.fail(f"it did not begin within {timeout:.0f} s")
+                    raise job.failed(f"it did not begin within {timeout:.0f} s")
+            except Failed as error:
+                contest.leave_out(job, str(error))
 
 
 def train(job: Job, updates: int, timeout: float) -> list[float]:
-    """The losses of the first updates, means over the ranks; the first of them is timed apart, as it compiles."""
+    """Return the losses of the first updates, means over the ranks. The first update is timed alone: it compiles."""
     first = job.ask(timeout, do="losses", updates=1)
     more = job.ask(timeout, do="losses", updates=updates - 1)
     job.facts["first_update_s"] = max(answer["seconds"] for answer in first)
@@ -250,35 +165,87 @@ def train(job: Job, updates: int, timeout: float) -> list[float]:
     return [statistics.fmean(values) for values in zip(*ranks, strict=True)]
 
 
+def check_losses(contest: Contest, updates: int, tolerance: float, timeout: float) -> None:
+    """Train a few updates and leave out the contenders whose losses differ from the reference.
+
+    The reference is the contender with which most others agree; the first of them if there are several.
+    """
+    losses = contest.each(lambda job: train(job, updates, timeout))
+    agreeing = {name: sum(worst(x, one) <= tolerance for x in losses.values()) for name, one in losses.items()}
+    first = max(losses, key=lambda name: agreeing[name])
+    for job in list(contest.jobs):
+        own = losses[job.name]
+        error = worst(own, losses[first])
+        job.facts |= {"losses": own, "relative_loss_error": error}
+        if not error <= tolerance:
+            contest.leave_out(job, difference(own, losses[first], first, tolerance))
+
+
+def difference(losses: Sequence[float], others: Sequence[float], name: str, tolerance: float) -> str:
+    """Return a sentence about how losses differ from those of the contender `name`."""
+    if losses is others:
+        return f"its losses are not finite: {', '.join(f'{x:.6g}' for x in losses)}"
+    if len(losses) != len(others):
+        return f"it has {len(losses)} losses, and {name} has {len(others)}"
+    i = next(i for i, (a, b) in enumerate(zip(losses, others)) if not abs(a - b) <= tolerance * abs(b))
+    return (
+        f"its losses differ from those of {name} by {worst(losses, others):.1e} (at most {tolerance:.1e}); "
+        f"at update {i + 1} it has {losses[i]:.6f}, not {others[i]:.6f}"
+    )
+
+
+def set_turn(job: Job, updates: int, timeout: float) -> None:
+    """Set the number of updates of a turn: `updates`, or as many as take `TURN` seconds."""
+    few = max(LEAST_UPDATES, updates // 8)
+    job.facts["updates"] = min(updates, max(LEAST_UPDATES, round(TURN * few / job.run(few, timeout))))
+
+
+def take_turns(contest: Contest, repeats: int, deadline: float, timeout: float) -> None:
+    """Time the turns of all contenders. An update before a turn brings back caches and pages."""
+
+    def turn(job: Job) -> None:
+        job.run(1, timeout)
+        updates = job.facts["updates"]
+        job.facts.setdefault("seconds_per_update", []).append(job.run(updates, timeout) / updates)
+
+    for repeat in range(repeats):
+        if repeat >= LEAST_REPEATS and time.monotonic() > deadline:
+            break
+        if repeat >= STEADY_REPEATS and all(is_steady(job.facts["seconds_per_update"]) for job in contest.jobs):
+            break
+        contest.each(turn, -1 if repeat % 2 else 1)
+
+
 def worst(losses: Sequence[float], others: Sequence[float]) -> float:
-    """The largest relative difference; no number, no losses, or another number of them count as infinite."""
+    """Return the largest relative difference; infinite for NaN, for no losses, and for another number of them."""
     if not losses or len(losses) != len(others):
         return float("inf")
     errors = [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(losses, others, strict=True)]
     return max(error if error == error else float("inf") for error in errors)
 
 
-def compare(losses: dict[str, list[float]], tolerance: float) -> None:
-    """Raises Unfair, naming the first that does not train what the first contender trains."""
-    first, *others = losses
-    for name in others:
-        if (error := worst(losses[name], losses[first])) > tolerance:
-            if not losses[name] or len(losses[name]) != len(losses[first]):
-                raise Unfair(f"{name}: it has {len(losses[name])} losses, and {first} has {len(losses[first])}")
-            pairs = zip(losses[name], losses[first], strict=True)
-            update = next(i for i, (a, b) in enumerate(pairs, 1) if not abs(a - b) <= tolerance * abs(b))
-            raise Unfair(
-                f"{name}: its losses differ from those of {first} by {error:.1e} (at most {tolerance:.1e}); "
-                f"at update {update} it has {losses[name][update - 1]:.6f}, not {losses[first][update - 1]:.6f}"
-            )
+def leave_out_busy(contest: Contest, idle: float) -> float:
+    """Return the cores that all jobs use while they wait; leave out the busiest until that is at most `idle`."""
+    while True:
+        used = idleness(contest)
+        if sum(used.values()) <= idle:
+            return sum(used.values())
+        name = max(used, key=lambda name: used[name])
+        job = next(job for job in contest.jobs if job.name == name)
+        contest.leave_out(job, f"it uses {used[name]:.0%} of a core while it waits, and slows the others down")
 
 
-def idleness(jobs: Sequence[Job], seconds: float = 1.0) -> float:
-    """Cores that all jobs together use while they have nothing to do."""
+def idleness(contest: Contest, seconds: float = 1.0) -> dict[str, float]:
+    """Return the cores that each job uses while it waits."""
     time.sleep(0.3)
-    before = sum(job.cpu_seconds() for job in jobs)
+    before = contest.each(Job.cpu_seconds)
     time.sleep(seconds)
-    return (sum(job.cpu_seconds() for job in jobs) - before) / seconds
+    return {name: (after - before[name]) / seconds for name, after in contest.each(Job.cpu_seconds).items()}
+
+
+def is_steady(values: Sequence[float]) -> bool:
+    lower, upper = quartiles(values)
+    return upper - lower <= STEADY * statistics.median(values)
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
@@ -287,7 +254,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def ratio(found: dict[str, Any], a: str, b: str) -> dict[str, Any]:
-    """How many times as fast a is as b: the ratio of medians, and the median and quartiles over the repeats."""
+    """Return how many times as fast a is as b: of the medians, and median and quartiles over the repeats."""
     one, other = (found["contenders"][name]["seconds_per_update"] for name in (a, b))
     each = [y / x for x, y in zip(one, other, strict=True)]
     of_medians = statistics.median(other) / statistics.median(one)
@@ -295,7 +262,7 @@ def ratio(found: dict[str, Any], a: str, b: str) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Where and when."""
+    """Return date, CPU, cores, system, load and the version of Python."""
     cpu = platform.processor() or platform.machine()
     info = pathlib.Path("/proc/cpuinfo")
     for line in info.read_text().splitlines() if info.exists() else ():
@@ -307,14 +274,3 @@ def machine() -> dict[str, Any]:
         "machine": {"cpu": cpu, "cores": os.cpu_count(), "system": platform.platform(), "load": os.getloadavg()},
         "python": sys.version.split()[0],
     }
-
-
-def environment(**more: str) -> dict[str, str]:
-    """That of this process, in which the benchmarks can be imported, and `more`."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path, **more}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]

@@ -10,9 +10,10 @@ from typing import Any
 from benchmarks import contender
 from jaxdp import environment
 from jaxdp.cli import load, set_threads
+from jaxdp.metrics.writer import Many, Writer
 
 
-class Losses:
+class Losses(Writer):
     """A writer that keeps the loss of every train record."""
 
     def __init__(self) -> None:
@@ -21,12 +22,6 @@ class Losses:
     def write(self, record: dict[str, Any]) -> None:
         if record["split"] == "train":
             self.found.append(record["loss"])
-
-    def say(self, text: str) -> None: ...
-
-    def rewind(self, step: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def main(folder: str, argv: list[str]) -> None:
@@ -38,7 +33,6 @@ def main(folder: str, argv: list[str]) -> None:
     import jaxdp
     from jaxdp.assemble.run import make_run
     from jaxdp.metrics.jsonl import JsonLines
-    from jaxdp.metrics.writer import Many, Writer
     from jaxdp.supervise.monitor import RunMonitor
     from jaxdp.training import loop
     from jaxdp.training.lookback import Lookback

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 
-from benchmarks.harness import ROOT
+from benchmarks.job import ROOT
 
 
 def train(launcher: list[str], argv: list[str], folder: pathlib.Path) -> dict:

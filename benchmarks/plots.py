@@ -1,6 +1,6 @@
 """Draws scaling.json: a curve is the median with quartiles, and beside it what growth in proportion would be.
 
-pip install -r benchmarks/requirements.txt
+pip install matplotlib
 python -m benchmarks.plots benchmarks/results/scaling.json benchmarks/plots
 """
 

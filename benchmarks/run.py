@@ -1,75 +1,87 @@
-"""Runs the cases, prints what was measured beside what is claimed, and writes all samples as JSON.
+"""Run the cases, print what was measured beside what is claimed, and write all samples as JSON.
 
-    python -m benchmarks.run [--only NAME ...] [--repeats 7] [--root FOLDER_OF_CIFAR10] [--out benchmarks/results]
+    python -m benchmarks.run [--only NAME ...] [--repeats 7] [--minutes 12] [--root FOLDER_OF_CIFAR10]
 
-PyTorch is taken from the Python that JAXDP_BENCH_TORCH names, else from .venv-torch; without either, it is left out.
+PyTorch is taken from the Python that JAXDP_BENCH_TORCH names, else from .venv-torch. A contender or a case that fails
+is left out, with the reason; claims about it are not judged, all else is measured. Exit codes: 0 all was measured, 1
+something is missing.
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 import time
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import harness, job
 from benchmarks.cases import CPU, SCRIPTS, Case, Claim, Entry, Script
-from jaxdp.config import Config
 from jaxdp.environment import tunables
 
-ROOT = harness.ROOT
+ROOT = job.ROOT
 TORCH = "JAXDP_BENCH_TORCH"
+SCRIPT_SECONDS = 40.0  # that a script takes, to share out the time; at most ten times as many
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], cases: tuple[Case | Script, ...] = (*CPU, *SCRIPTS)) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[case.name for case in (*CPU, *SCRIPTS)])
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[case.name for case in cases])
+    parser.add_argument("--repeats", type=int, default=7, help="at most; at least 3")
+    parser.add_argument("--minutes", type=float, default=12.0, help="repeats are left out as this time runs out")
     parser.add_argument("--root", default="random", help="of CIFAR-10; left out, random images")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
-    failed = 0
-    for case in (*CPU, *SCRIPTS):
-        if options.only and case.name not in options.only:
-            continue
+    end, missing = time.monotonic() + 60 * options.minutes, []
+    cases = tuple(case for case in cases if not options.only or case.name in options.only)
+    for i, case in enumerate(cases):
         began = time.monotonic()
+        scripts = sum(isinstance(later, Script) for later in cases[i:])
+        seconds = (end - began - SCRIPT_SECONDS * scripts) / max(1, len(cases) - i - scripts)
         try:
             if isinstance(case, Script):
                 found, text = run_script(case, options.root)
             else:
-                found = measure(case, options.repeats, options.root)
+                found = measure(case, options.repeats, options.root, seconds)
                 text = table(case, found)
-        except harness.Unfair as error:
-            print(f"\n{case.name}: {error}", file=sys.stderr, flush=True)
-            failed += 1
-            continue
+        except Exception as error:  # whatever it is, the other cases are measured
+            found = {"failed": str(error) if isinstance(error, job.Failed) else f"{type(error).__name__}: {error}"}
+            text = f"\n{case.name}: not measured: {found['failed']}"
+            missing.append(f"{case.name}: not measured")
+        missing += [f"{case.name}: {name}: {first_line(why)}" for name, why in found.get("left_out", {}).items()]
         found |= {"case": case.name, "took_s": time.monotonic() - began}
         (options.out / f"{case.name}.json").write_text(json.dumps(found, indent=1) + "\n")
         print(text, flush=True)
-    return 1 if failed else 0
+    print("\n" + "\n  ".join(["missing:", *missing] if missing else [f"all of {len(cases)} cases were measured"]))
+    return 1 if missing else 0
 
 
-def measure(case: Case, repeats: int, root: str) -> dict[str, Any]:
-    """What the harness finds, and a verdict on each claim; UsageErrors of a contender are in its last words."""
-    torch, total = torch_python(), case.check + (repeats + 1) * (case.updates + 1)
-    left_out = [entry.name for entry in case.contenders if not available(entry, torch)]
-    entries = [entry for entry in case.contenders if entry.name not in left_out]
-    own = list(case.args)
-    if "benchmarks.data.Images" in own:
-        own += ["--data.args.root", root]
-    config = ["--config", str(ROOT / case.config), "--microbatches", str(case.processes), *own]
+def first_line(text: str) -> str:
+    return text.partition("\n")[0].removesuffix("; the end of its log:")
+
+
+def measure(case: Case, repeats: int, root: str, seconds: float = float("inf")) -> dict[str, Any]:
+    """Return the figures of a case, and a verdict on each claim whose contenders were measured. Raises Failed.
+
+    seconds: after which no repeat begins, except the first few.
+    """
+    began, torch = time.monotonic(), torch_python()
+    total = case.check + (repeats + 1) * (case.updates + 1)
+    no_torch = {e.name: f"there is no PyTorch; {TORCH} names its Python" for e in case.contenders if is_torch(e)}
+    left_out = {} if torch else no_torch
+    config = ["--config", str(ROOT / case.config), "--microbatches", str(case.processes), *case.args]
+    if "benchmarks.data.Images" in case.args:
+        config += ["--data.args.root", root]
     with tempfile.TemporaryDirectory() as folder:
         material = pathlib.Path(folder) / "material"
         make_material(material, total, config)
-        contenders = []
-        for i, entry in enumerate(entries):
-            run = pathlib.Path(folder) / f"run{i}"
-            contenders.append(contender_of(case, entry, material, run, [*config, "--steps", str(total)], torch))
+        contenders = [
+            contender_of(case, entry, material, pathlib.Path(folder) / f"run{i}", [*config, "--steps", str(total)])
+            for i, entry in enumerate(case.contenders)
+            if entry.name not in left_out
+        ]
         found = harness.measure(
             contenders,
             pathlib.Path(folder) / "logs",
@@ -77,51 +89,47 @@ def measure(case: Case, repeats: int, root: str) -> dict[str, Any]:
             repeats=repeats,
             check=case.check,
             tolerance=case.tolerance,
+            seconds=seconds - (time.monotonic() - began),
         )
-    present = [c for c in case.claims if not {c.a, c.b} & set(left_out)]
-    return {**found, "left_out": left_out, "claims": [judge(claim, found) for claim in present]}
+    found["left_out"] = {**left_out, **found["left_out"]}
+    claims = [c for c in case.claims if {c.a, c.b} <= set(found["contenders"])]
+    return {**found, "claims": [judge(c, found) for c in claims], "not_judged": len(case.claims) - len(claims)}
 
 
 def make_material(folder: pathlib.Path, updates: int, config: list[str]) -> None:
-    command = [sys.executable, "-m", "benchmarks.material", str(folder), str(updates), *config]
-    done = subprocess.run(command, env=harness.environment(), text=True, capture_output=True, timeout=300)
-    if done.returncode:
-        raise harness.Unfair(f"no material: {done.stderr[-2000:]}")
+    job.output([sys.executable, "-m", "benchmarks.material", str(folder), str(updates), *config], timeout=300)
+
+
+def is_torch(entry: Entry) -> bool:
+    return entry.script.startswith("torch")
 
 
 def contender_of(
-    case: Case, entry: Entry, material: pathlib.Path, run: pathlib.Path, config: list[str], torch: str | None
-) -> harness.Contender:
-    python, launcher = sys.executable, "mpirun" if case.processes > 1 else "none"
-    words = [str(material), *entry.args]
+    case: Case, entry: Entry, material: pathlib.Path, run: pathlib.Path, config: list[str]
+) -> job.Contender:
+    python, launcher, words = sys.executable, "mpirun", [str(material), *entry.args]
     if entry.script == "jaxdp_loop":
         words = [str(run), *config, "--epochs", "null", *entry.args]
-    elif entry.script.startswith("torch"):
-        assert torch is not None
-        python, launcher = torch, "ranks" if case.processes > 1 else "none"
+    elif is_torch(entry):
+        python, launcher = str(torch_python()), "ranks"
     command = [python, "-m", "benchmarks.contender", f"benchmarks.{entry.script}", *words]
     env = {"GLIBC_TUNABLES": tunables()} if entry.malloc else {}
-    return harness.Contender(entry.name, command, case.processes, launcher, env)
+    return job.Contender(entry.name, command, case.processes, launcher if case.processes > 1 else "none", env)
 
 
-def available(entry: Entry, torch: str | None) -> bool:
-    """Whether there is PyTorch for it, or the key that it sets."""
-    if entry.script.startswith("torch"):
-        return torch is not None
-    keys = {field.name for field in dataclasses.fields(Config)}
-    return all(word[2:].partition(".")[0] in keys for word in entry.args if word.startswith("--")) or (
-        entry.script != "jaxdp_loop"
-    )
+def torch_python() -> str | None:
+    """Return the Python that has PyTorch, if there is one."""
+    path = pathlib.Path(os.environ.get(TORCH, ROOT / ".venv-torch" / "bin" / "python"))
+    return str(path) if path.exists() else None
 
 
 def run_script(case: Script, root: str) -> tuple[dict[str, Any], str]:
-    """(what it printed, with a verdict on its claims; the same as text)."""
+    """Return what a script printed as JSON, and the same as text with a verdict on its claims. Raises Failed."""
     launch = ["mpirun", "-np", str(case.processes), "--bind-to", "none", "--oversubscribe"] * (case.processes > 1)
     command = [*launch, sys.executable, *case.command, *(["--root", root] if case.root else [])]
-    done = subprocess.run(command, cwd=ROOT, env=harness.environment(), text=True, capture_output=True, timeout=600)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        raise harness.Unfair(f"it ended with code {done.returncode}: {done.stderr[-2000:]}")
+    lines = [x for x in job.output(command, 10 * SCRIPT_SECONDS).splitlines() if x.startswith("{")]
+    if not lines:
+        raise job.Failed("it printed no result")
     found = {**json.loads(lines[-1]), **harness.machine()}
     text = [f"\n{case.name}: {' '.join(case.command)}, {found['date']}"]
     for name, word, bound in case.claims:
@@ -130,14 +138,8 @@ def run_script(case: Script, root: str) -> tuple[dict[str, Any], str]:
     return found, "\n".join(text)
 
 
-def torch_python() -> str | None:
-    """The Python that has PyTorch, if there is one."""
-    own = pathlib.Path(os.environ.get(TORCH, ROOT / ".venv-torch" / "bin" / "python"))
-    return str(own) if own.exists() else None
-
-
 def judge(claim: Claim, found: dict[str, Any]) -> dict[str, Any]:
-    """The claim's number, and whether it holds (None where nothing is claimed)."""
+    """Return the claim's number, and whether it holds (None where nothing is claimed)."""
     speed = harness.ratio(found, claim.a, claim.b)
     a, b = (found["contenders"][name]["median"] for name in (claim.a, claim.b))
     number = {
@@ -147,10 +149,8 @@ def judge(claim: Claim, found: dict[str, Any]) -> dict[str, Any]:
         "within": abs(a / b - 1),
     }[claim.kind]
     holds = None if claim.bound is None else number >= claim.bound if claim.kind == "speed" else number <= claim.bound
-    return {"kind": claim.kind, "a": claim.a, "b": claim.b, "bound": claim.bound, "speed": speed} | {
-        "number": number,
-        "holds": holds,
-    }
+    fields = {"kind": claim.kind, "a": claim.a, "b": claim.b, "bound": claim.bound}
+    return {**fields, "speed": speed, "number": number, "holds": holds}
 
 
 SHOWN = {
@@ -159,12 +159,15 @@ SHOWN = {
     "microseconds": ("{a}: {number:+.0f} us an update over {b}", "at most {bound:+.0f} us"),
     "within": ("{a} and {b} differ by {number:.1%}", "at most {bound:.0%}"),
 }
+VERDICT = {True: "holds", False: "DOES NOT HOLD"}
 
 
 def table(case: Case, found: dict[str, Any]) -> str:
-    """A line for each contender, one for each claim."""
+    """Return a line for each contender, one for each claim, and one for each contender that was left out."""
     units, unit = case.per_update
-    lines = [f"\n{case.name}: {case.config}, {case.processes} process{'es' * (case.processes > 1)}, {found['date']}"]
+    processes = f"{case.processes} process{'es' * (case.processes > 1)}"
+    phases = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in found["phases_s"].items())
+    lines = [f"\n{case.name}: {case.config}, {processes}, {found['repeats']} repeats, {found['date']} ({phases})"]
     lines.append(f"  {'':28} {'ms/update':>10} {'quartiles':>19} {unit + '/s':>12} {'first':>8} {'loss error':>11}")
     for name, own in found["contenders"].items():
         low, high = (1e3 * x for x in own["quartiles"])
@@ -178,12 +181,13 @@ def table(case: Case, found: dict[str, Any]) -> str:
         low, high = claim["speed"]["quartiles"]
         each = f"each repeat {claim['speed']['median']:.3f}x, quartiles {low:.3f} to {high:.3f}"
         lines.append(f"  {shown.format(**claim)} ({each}){verdict}")
-    if found["left_out"]:
-        lines.append(f"  left out, as there is no PyTorch ({TORCH}) or no such key: {', '.join(found['left_out'])}")
+    lines += [f"  left out: {name}: {why}".replace("\n", "\n  ") for name, why in found["left_out"].items()]
+    if found["not_judged"]:
+        lines.append(
+            f"  not judged, because a contender is left out: {found['not_judged']} of {len(case.claims)} claims"
+        )
     return "\n".join(lines)
 
-
-VERDICT = {True: "holds", False: "DOES NOT HOLD"}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

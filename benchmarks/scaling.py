@@ -13,7 +13,7 @@ import sys
 import tempfile
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import harness, job
 
 BASE = {"--model.args.layers": "2", "--model.args.dim": "128", "--batch_size": "16", "--microbatches": "1"}
 # curve: its points, each (what is on the axis, what differs from BASE, simulated devices)
@@ -27,16 +27,18 @@ CURVES: dict[str, list[tuple[int, dict[str, str], int]]] = {
 SAME = ("microbatches, vmap", "microbatches, loop", "devices")  # curves along which the losses stay
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--updates", type=int, default=4)
     parser.add_argument("--tiny", action="store_true", help="the first two points of each curve, of a small model")
-    parser.add_argument("--out", type=pathlib.Path, default=harness.ROOT / "benchmarks" / "results")
+    parser.add_argument("--out", type=pathlib.Path, default=job.ROOT / "benchmarks" / "results")
     options = parser.parse_args(argv)
     curves = {name: curve(name, points, options) for name, points in CURVES.items()}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "scaling.json").write_text(json.dumps({"curves": curves, **harness.machine()}, indent=1) + "\n")
+    points = sum(len(points[: 2 if options.tiny else None]) for points in CURVES.values())
+    return 0 if sum(map(len, curves.values())) == points else 1
 
 
 def curve(name: str, points: list[tuple[int, dict[str, str], int]], options: argparse.Namespace) -> dict[str, Any]:
@@ -49,9 +51,9 @@ def curve(name: str, points: list[tuple[int, dict[str, str], int]], options: arg
             words = [word for pair in keys.items() for word in pair]
             command = [
                 *(sys.executable, "-m", "benchmarks.contender", "benchmarks.jaxdp_loop", f"{folder}/{x}"),
-                *("--config", str(harness.ROOT / "configs/gpt_3m.yaml"), "--steps", str(total), *words),
+                *("--config", str(job.ROOT / "configs/gpt_3m.yaml"), "--steps", str(total), *words),
             ]
-            contenders.append(harness.Contender(str(x), command, env={"XLA_FLAGS": flags}))
+            contenders.append(job.Contender(str(x), command, env={"XLA_FLAGS": flags}))
         found = harness.measure(
             contenders,
             pathlib.Path(folder) / "logs",
@@ -62,8 +64,10 @@ def curve(name: str, points: list[tuple[int, dict[str, str], int]], options: arg
         )
     rows = {x: (own["median"], own["quartiles"]) for x, own in found["contenders"].items()}
     print(f"{name:20} " + "  ".join(f"{x}: {1e3 * median:.1f} ms" for x, (median, _) in rows.items()), flush=True)
+    for x, why in found["left_out"].items():
+        print(f"  left out: {x}: {why}", flush=True)
     return {x: own["seconds_per_update"] for x, own in found["contenders"].items()}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 
-from benchmarks.harness import ROOT, environment
+from benchmarks.job import ROOT, environment
 
 CONFIGS = {
     "digits": ["configs/digits.yaml"],

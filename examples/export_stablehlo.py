@@ -6,6 +6,7 @@ python examples/export_stablehlo.py runs/digits [FOLDER]
 python runs/digits/stablehlo/run.py inputs.npy outputs.npy
 """
 
+import dataclasses
 import pathlib
 import sys
 from collections.abc import Mapping
@@ -53,6 +54,8 @@ def write(folder: pathlib.Path, arrays: Mapping[str, np.ndarray], meta: dict[str
     number of examples if the model can be traced so, else for one.
     """
     config = from_mapping(meta["config"], "the checkpoint")
+    # No reduction is in the program, and the exact ones need flags in the environment of the process.
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, reduction="auto"))
     set_jax(config)
     forward, names, example = make_forward(config, arrays)
     params = [jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in names]

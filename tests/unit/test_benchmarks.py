@@ -3,12 +3,14 @@
 import argparse
 import json
 import pathlib
+import re
 import sys
 
 import pytest
 
-from benchmarks import gpu, harness
-from benchmarks.harness import Contender, Unfair
+from benchmarks import gpu, gpu_bench, harness, run
+from benchmarks.cases import OURS, PLAIN, Case, Claim, Entry, Script
+from benchmarks.job import Contender, Failed
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = ["--config", str(ROOT / "benchmarks/configs/digits_mlp.yaml"), "--steps", "45"]
@@ -30,9 +32,7 @@ def one_device(monkeypatch):
 
 @pytest.fixture
 def material(tmp_path):
-    from benchmarks.run import make_material
-
-    make_material(tmp_path / "material", 45, CONFIG)
+    run.make_material(tmp_path / "material", 45, CONFIG)
     return tmp_path / "material"
 
 
@@ -54,18 +54,99 @@ def test_the_real_loop_and_one_by_hand_have_one_curve_and_are_timed(tmp_path, ma
     assert speed["of_medians"] == pytest.approx(sum(first) / sum(second))
 
 
-@pytest.mark.slow
-def test_a_contender_that_trains_something_else_is_refused_and_named(tmp_path):
-    contenders = [ours("jaxdp", tmp_path), ours("slower", tmp_path, "--optimizer.lr", "9e-4")]
-    with pytest.raises(Unfair, match=r"slower: its losses differ from those of jaxdp .* at update 2"):
-        harness.measure(contenders, tmp_path / "logs", updates=2, repeats=2, cores=CORES, timeout=60)
+FAULTS = {  # of tests/support/faulty_contender.py: the reason that is reported
+    "differs": r"its losses differ from those of good by 1\.5e-04 \(at most 1\.0e-04\); at update 10 it has",
+    "import": r"(?s)it ended with code 1 before it began.*No module named 'a_package_that_is_not_installed'",
+    "nan": r"its losses differ from those of good by inf .* at update 1 it has nan",
+    "crash": r"a process ended during `run`",
+    "busy": r"it uses \d+% of a core while it waits",
+}
+SLOW_FAULTS = {"begins late": r"it did not begin within 8 s", "hang": r"no answer to `run` within 8 s"}
+
+
+def faulty(fault, name=None):
+    return Contender(name or fault, [sys.executable, str(ROOT / "tests/support/faulty_contender.py"), fault])
+
+
+def measured(contenders, folder, **more):
+    settings = {"updates": 40, "repeats": 4, "check": 12, "cores": CORES, "timeout": 60.0, "idle": 0.05}
+    return harness.measure(contenders, folder / "logs", **{**settings, **more})
+
+
+def test_a_contender_that_fails_is_left_out_with_its_reason_and_the_others_are_measured(tmp_path):
+    absent = Contender("absent", ["a-program-that-does-not-exist"])
+    good = [faulty("none", "good"), faulty("none", "also good")]
+    found = measured([good[0], absent, *map(faulty, FAULTS), good[1]], tmp_path)
+    assert list(found["contenders"]) == ["good", "also good"]
+    for own in found["contenders"].values():
+        assert len(own["seconds_per_update"]) == found["repeats"] == 4 and own["median"] > 1e-4
+    assert "No such file" in found["left_out"].pop("absent")
+    assert found["left_out"].keys() == FAULTS.keys()
+    for name, reason in FAULTS.items():
+        assert re.match(reason, found["left_out"][name]), found["left_out"][name]
 
 
 @pytest.mark.slow
-def test_a_contender_that_dies_is_named_with_its_last_words(tmp_path):
-    contenders = [ours("jaxdp", tmp_path), ours("mistaken", tmp_path, "--optimizer.lr", "high")]
-    with pytest.raises(Unfair, match=r"(?s)mistaken: it ended with code 1 before it began.*optimizer\.lr"):
-        harness.measure(contenders, tmp_path / "logs", updates=2, repeats=2, cores=CORES, timeout=60)
+def test_a_contender_that_hangs_is_left_out(tmp_path):
+    found = measured([faulty("none", "good"), *map(faulty, SLOW_FAULTS)], tmp_path, timeout=8.0)
+    assert list(found["contenders"]) == ["good"] and found["left_out"].keys() == SLOW_FAULTS.keys()
+    for name, reason in SLOW_FAULTS.items():
+        assert re.match(reason, found["left_out"][name]), found["left_out"][name]
+
+
+def test_where_the_first_contender_is_the_wrong_one_the_others_are_compared_with_each_other(tmp_path):
+    found = measured([faulty("differs"), faulty("none", "good"), faulty("none", "also good")], tmp_path)
+    assert list(found["contenders"]) == ["good", "also good"] and "those of good" in found["left_out"]["differs"]
+
+
+def test_a_case_without_a_contender_left_names_all_reasons(tmp_path):
+    with pytest.raises(
+        Failed, match=r"(?s)no contender is left.*import: it ended with.*nan: its losses are not finite"
+    ):
+        measured([faulty("import"), faulty("nan")], tmp_path)
+
+
+def test_repeats_end_early_where_the_times_are_steady_or_the_time_is_over(tmp_path, monkeypatch):
+    good = [faulty("none", "good")]
+    monkeypatch.setattr(harness, "STEADY", float("inf"))
+    assert measured(good, tmp_path, repeats=9)["repeats"] == harness.STEADY_REPEATS
+    monkeypatch.setattr(harness, "STEADY", 0.0)
+    assert measured(good, tmp_path, repeats=9, seconds=0)["repeats"] == harness.LEAST_REPEATS
+
+
+def test_a_case_that_fails_leaves_the_others_and_the_exit_code_says_so(tmp_path, capsys):
+    cases = (
+        Script("broken", ("-c", "raise SystemExit('no disk')"), (("share", "at most", 0.5),)),
+        Script("silent", ("-c", "pass"), ()),
+        Script("other", ("-c", "print('{}')"), (("share", "at most", 0.5),)),
+        Script("good", ("-c", "print('{\"share\": 0.2}')"), (("share", "at most", 0.5),)),
+    )
+    assert run.main(["--out", str(tmp_path)], cases) == 1
+    text = capsys.readouterr().out
+    assert "broken: not measured" in text and "no disk" in text and "it printed no result" in text
+    assert "other: not measured: KeyError: 'share'" in text and "share: 0.200; asked: at most 0.5: holds" in text
+    assert text.endswith("missing:\n  broken: not measured\n  silent: not measured\n  other: not measured\n")
+    assert json.loads((tmp_path / "good.json").read_text())["share"] == 0.2
+    assert "no disk" in json.loads((tmp_path / "broken.json").read_text())["failed"]
+    assert run.main(["--out", str(tmp_path)], cases[3:]) == 0
+    assert capsys.readouterr().out.endswith("all of 1 cases were measured\n")
+
+
+@pytest.mark.slow
+def test_a_claim_about_a_contender_that_is_left_out_is_not_printed(tmp_path, monkeypatch, capsys):
+    """Real contenders: two that agree, one with another learning rate, one misconfigured, and an absent PyTorch."""
+    monkeypatch.setenv(run.TORCH, str(tmp_path / "nowhere"))
+    wrong, mistaken = (Entry(f"lr {lr}", "jaxdp_loop", ("--optimizer.lr", lr)) for lr in ("9e-4", "high"))
+    entries = (OURS, wrong, mistaken, PLAIN, Entry("torch", "torch_ddp.train"))
+    claims = tuple(Claim("speed", "jaxdp", entry.name, 1e-3) for entry in entries[1:])
+    case = Case("small", "benchmarks/configs/digits_mlp.yaml", entries, claims, updates=5)
+    assert run.main(["--out", str(tmp_path), "--repeats", "3"], (case,)) == 1
+    text = capsys.readouterr().out
+    assert "left out: torch: there is no PyTorch" in text and "optimizer.lr" in text
+    assert "left out: lr 9e-4: its losses differ from those of jaxdp" in text
+    assert "left out: lr high: it ended with code" in text and "is left out: 3 of 4 claims" in text
+    assert re.findall(r"x as fast as (.+?) \(", text) == ["plain jit"]
+    assert len(text.partition("missing:")[2].splitlines()) == 4
 
 
 def test_quartiles_and_the_worst_difference():
@@ -88,7 +169,7 @@ def test_a_part_of_the_gpu_set_that_fails_is_named_and_an_interruption_loses_not
     kept = json.loads((tmp_path / "gpu.json").read_text())
     assert kept["wrong"]["failed"] == "ZeroDivisionError: division by zero"
     assert kept["long"]["failed"].startswith("interrupted") and kept["long"]["first"] == 1.0
-    options.tiny, bench.began = False, bench.began - gpu.BUDGET
+    options.tiny, bench.began = False, bench.began - gpu_bench.BUDGET
     bench.run("late", interrupted)
     assert bench.found["late"]["left_out"].startswith("no time")
 
