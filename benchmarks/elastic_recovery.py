@@ -4,7 +4,8 @@
 
 Prints the seconds from each kill to the next new update (at which the others continue) and until the process trains
 again, with their medians; each kill is of a complete job that has made 10 more updates. The first `--warm` kills fill
-the compilation cache, and are not counted. Other arguments go to the config, such as --parallel.zero 3.
+the compilation cache, and are not counted. Other arguments go to the config, such as --parallel.backend pjit
+--parallel.zero 3.
 """
 
 import argparse
