@@ -14,7 +14,8 @@ from typing import Any
 
 PATIENCE = 20.0  # seconds that a fault waits for its moment
 
-# The callback of the run: it slows the run down, tells before a save or an evaluation, and damages a snapshot.
+# The callback of the run: it waits `pause` seconds in each update, tells before a save or an evaluation, and damages a
+# snapshot.
 WAIT = """
 import os
 import pathlib
@@ -24,12 +25,15 @@ import numpy as np
 
 
 class Wait:
+    def __init__(self, pause=0.02, save=100, evaluation=50):
+        self.pause, self.every = pause, {"save": save, "evaluation": evaluation}
+
     def on_start(self, run):
         self.run = run
 
     def on_update(self, step, metrics):
-        time.sleep(0 if os.path.exists("finish") else 0.02)
-        for name, every in (("save", 100), ("evaluation", 50)):
+        time.sleep(0 if os.path.exists("finish") else self.pause)
+        for name, every in self.every.items():
             if step % every == 0:
                 pathlib.Path(name).touch()
         file = pathlib.Path(f"damage.{os.getpid()}")
@@ -97,8 +101,11 @@ def recovery(job: Any, rng: random.Random) -> bool:
     return kill(job, rng)
 
 
-def when(changes: Callable[[Any], Any]) -> Callable[[Any, random.Random], bool]:
-    """Return a fault: kill a process at the moment when `changes(job)` does."""
+Fault = Callable[[Any, random.Random], bool]
+
+
+def when(changes: Callable[[Any], Any], act: Fault = kill) -> Fault:
+    """Return a fault: kill a process, or `act`, at the moment when `changes(job)` does."""
 
     def fault(job: Any, rng: random.Random) -> bool:
         before, deadline = changes(job), time.monotonic() + PATIENCE
@@ -107,7 +114,7 @@ def when(changes: Callable[[Any], Any]) -> Callable[[Any, random.Random], bool]:
                 return False
             time.sleep(0.002)
         time.sleep(rng.uniform(0.0, 0.05))
-        return kill(job, rng)
+        return act(job, rng)
 
     return fault
 
@@ -193,9 +200,38 @@ def stranger(job: Any, rng: random.Random) -> bool:
     return False
 
 
-FAULTS: dict[str, Callable[[Any, random.Random], bool]] = {
+FAULTS: dict[str, Fault] = {
     **{f.__name__: f for f in (kill, first, pair, stop, coordinator, both, recovery, compilation, start, join)},
     **{f.__name__: f for f in (damage, disk, stranger)},
     "save": when(touched("save")),
     "evaluation": when(touched("evaluation")),
 }
+
+
+# Kinds of `of_hosts`: a host is killed, or loses its power; its cable is cut; the network is split. 0: the first host.
+OF_HOSTS = [
+    *("kill", "kill0", "power", "power0", "save", "evaluation", "recovery", "cut", "cut0", "split", "split0", "halves"),
+]
+
+
+def of_hosts(job: Any, kind: str, rng: random.Random) -> tuple[float, bool | None]:
+    """Harm hosts or their network; return for how many seconds, and whether the job must train then (None: it may)."""
+    count, seconds = len(job.up), rng.uniform(2.0, 8.0)
+    host = 0 if kind.endswith("0") else rng.randrange(1, count)
+    if kind in ("save", "evaluation"):
+        when(touched(kind), lambda job, rng: job.lose(rng.randrange(count)))(job, rng)
+    elif kind == "recovery":
+        first, second = rng.sample(range(count), 2)
+        job.lose(first)
+        time.sleep(rng.uniform(0.0, 3.0))
+        job.lose(second)
+    elif kind.startswith(("kill", "power")):
+        if kind.startswith("power"):
+            job.hosts.cut(host)
+        job.lose(host)
+    else:
+        seconds = rng.choice([rng.uniform(3.0, 15.0), rng.uniform(18.0, 23.0), rng.uniform(50.0, 65.0)])
+        group = [0, host] if kind == "halves" else [host]
+        job.hosts.cut(host) if kind.startswith("cut") else job.hosts.split(group)
+        return seconds, False if host == 0 or 2 * len(group) >= count else seconds > 40 or None
+    return seconds, None

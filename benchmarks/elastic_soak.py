@@ -43,7 +43,27 @@ parallel: {reduction: exact}
 """
 
 
-class Job:
+class Run:
+    """What a job has written to its folder so far."""
+
+    folder: pathlib.Path
+
+    def lines(self, name: str, last: int = 0) -> list[dict]:
+        """The lines of a file; if `last`, as many of the last ones."""
+        file = self.folder / "run" / name
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [json.loads(x) for x in lines[-last:] if x.endswith("}")]
+
+    def step(self) -> int:
+        """The newest update that is in the log of the run."""
+        return max((line["step"] for line in self.lines("metrics.jsonl", 3)), default=0)
+
+    def generations(self) -> list[int]:
+        """The number of processes of each generation that has started to train."""
+        return [e["processes"] for e in self.lines("events.jsonl") if e["kind"] in ("start", "resume")]
+
+
+class Job(Run):
     """One way to train. again: start the command again when it ends, until `close`."""
 
     def __init__(self, command: list[str], folder: pathlib.Path, again: bool):
@@ -75,12 +95,6 @@ class Job:
                 if is_one and (process / "cwd").readlink() == self.folder:
                     found.append(int(process.name))
         return found
-
-    def step(self) -> int:
-        """The newest update that is in the log of the run."""
-        file = self.folder / "run/metrics.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return max((json.loads(x)["step"] for x in lines[-3:] if x.endswith("}")), default=0)
 
     def close(self) -> None:
         self.again = False
@@ -182,12 +196,10 @@ def finish(job: Job, folder: pathlib.Path, steps: int, more: list[str]) -> dict:
     """Finish the elastic run without faults; return whether it ended as one device does alone."""
     (folder / "finish").touch()
     code = job.launcher.wait(600)
-    trained = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    logged = [line["step"] for line in trained if line["split"] == "train"]
-    starts = [json.loads(line) for line in (folder / "run/events.jsonl").read_text().splitlines()]
+    logged = [line["step"] for line in job.lines("metrics.jsonl") if line["split"] == "train"]
     return {
         "code": code,
-        "generations": sum(e["kind"] in ("start", "resume") for e in starts),
+        "generations": len(job.generations()),
         "every_update_once": logged == list(range(10, steps + 1, 10)),
         "equal_to_one_device": final(folder / "run")["params_sha256"] == alone(folder, steps, more),
     }

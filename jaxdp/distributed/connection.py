@@ -17,15 +17,19 @@ from jaxdp.distributed.protocol import ADMISSION, Facts, unpack
 from jaxdp.errors import DistributedError, UsageError
 
 RETRIES = 5000.0  # attempts to connect in a second, of all ranks together
-NOBODY = (errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)  # no program has answered
 PROBE = 3.0  # seconds
+# No program has answered.
+NOBODY = (errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ETIMEDOUT)
 
 
 class Connection:
     """An authenticated connection to the coordinator. first: the fields of the first message."""
 
     def __init__(self, host: str, port: int, secret: str, timeout: float, **first: Any):
-        self.socket = socket.create_connection((host, port), timeout)
+        try:
+            self.socket = socket.create_connection((host, port), timeout)
+        except TimeoutError:
+            raise TimeoutError(errno.ETIMEDOUT, "its host does not answer") from None
         self.socket.settimeout(timeout)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         greeting = self._read(len(channel.MAGIC) + channel.NONCE)

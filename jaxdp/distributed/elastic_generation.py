@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from jaxdp.distributed import private_jax
+from jaxdp.distributed import hosts, private_jax
 from jaxdp.distributed.generation import Generation, Member
 from jaxdp.distributed.protocol import WINDOW, Facts, difference
 from jaxdp.errors import PREEMPTED
@@ -80,7 +80,7 @@ class ElasticGeneration(Generation):
         survivors = [m for m in self.waiting if identity(m) in before.survivors]
         if waited < WINDOW and len(survivors) < (before.size if before.is_lost else len(before.survivors)):
             return
-        has_quorum = 2 * len(survivors) > before.size - before.dead
+        has_quorum = 2 * len(self.reachable(before, survivors)) > before.size - before.dead
         if not has_quorum or len(self.waiting) < self.settings.min_processes:
             is_final = before.is_lost and not has_quorum  # who has died, and cannot come, is unknown
             if waited > WINDOW + (0.0 if is_final else self.settings.join_timeout):
@@ -94,6 +94,15 @@ class ElasticGeneration(Generation):
         self.waiting = []
         self.coordinator.generation, self.coordinator.next = self, None
         self.admit()
+
+    def reachable(self, before: ElasticGeneration, survivors: list[Member]) -> set[tuple[str, int]]:
+        """Return the ranks of the previous generation that are on this side of a cut network.
+
+        They are the survivors, and ranks that may be alive on a host from which another process has come: the network
+        was healed after they were declared dead.
+        """
+        present = {hosts.key(m.facts) for m in self.waiting}
+        return {identity(m) for m in [*survivors, *before.members.values()] if hosts.key(m.facts) in present}
 
     def admit(self) -> None:
         self.size, self.reference = len(self.members), self.members[0].facts

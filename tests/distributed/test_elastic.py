@@ -487,45 +487,88 @@ def test_slurm_lets_the_others_continue(tmp_path):
     assert final["params_sha256"] == alone(tmp_path, "--steps", "100")["params_sha256"]
 
 
+LOOP = 'until "$@"; do [ $? = 75 ] && exit 75; sleep 1; done'  # that of docs/elastic.md
+
+
+@contextlib.contextmanager
+def on_each(hosts, folder, *arguments):
+    """Start a process on each host, in a loop; return the loops, and whether update n is in the metrics."""
+    (folder / "config.yaml").write_text(CONFIG + "callbacks: [{target: slow.Slow}]\n")
+    (folder / "slow.py").write_text(SLOW)
+    words = [sys.executable, "-m", "jaxdp", "train", "--config", folder / "config.yaml", "--run_dir", folder / "run"]
+    size, metrics = len(hosts.names), folder / "run" / "metrics.jsonl"
+    env = {"JAXDP_COORDINATOR": f"{hosts.address(0)}:4711", "JAXDP_NUM_PROCESSES": str(size), "JAXDP_SECRET": "5" * 32}
+    env |= {"JAX_PLATFORMS": "cpu", "JAXDP_TIMEOUT": "60", "PYTHONPATH": f"{ROOT}:{folder}", "XLA_FLAGS": ""}
+    loops = [
+        subprocess.Popen(
+            [*prefix, "sh", "-c", LOOP, "sh", *map(str, words), *arguments], text=True,
+            env=os.environ | env | {"JAXDP_PROCESS_ID": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for rank, prefix in enumerate(hosts.prefixes)
+    ]  # fmt: skip
+
+    def until(step):
+        while loops[0].poll() is None and not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
+            time.sleep(0.05)
+
+    try:
+        yield loops, until
+    finally:
+        for host, loop in enumerate(loops):
+            hosts.kill(host)
+            loop.communicate()
+
+
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_neither_half_of_a_cut_network_goes_on(tmp_path):
     """One half is not more than half of the processes, which may all be alive: the same run must not train twice."""
-    (tmp_path / "config.yaml").write_text(CONFIG + "callbacks: [{target: slow.Slow}]\n")
-    (tmp_path / "slow.py").write_text(SLOW)
-    words = [
-        sys.executable,
-        "-m",
-        "jaxdp",
-        "train",
-        "--config",
-        tmp_path / "config.yaml",
-        "--run_dir",
-        tmp_path / "run",
-    ]
-    words += ["--elastic.join_timeout", "1"]
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    with TwoHosts(tmp_path) as hosts:
-        env = {"JAXDP_COORDINATOR": f"{hosts.address(0)}:4711", "JAXDP_NUM_PROCESSES": "2", "JAXDP_SECRET": "5" * 32}
-        env |= {"JAX_PLATFORMS": "cpu", "JAXDP_TIMEOUT": "60", "PYTHONPATH": f"{ROOT}:{tmp_path}", "XLA_FLAGS": ""}
-        jobs = [
-            subprocess.Popen(
-                [*prefix, *map(str, words)], env=os.environ | env | {"JAXDP_PROCESS_ID": str(rank)}, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )
-            for rank, prefix in enumerate(hosts.prefixes)
-        ]  # fmt: skip
-        try:
-            while jobs[0].poll() is None and not (metrics.exists() and '"step": 20' in metrics.read_text()):
-                time.sleep(0.05)
-            hosts.cut(1)
-            outs = [job.communicate(timeout=120)[0] for job in jobs]
-        finally:
-            for job in jobs:
-                job.kill()
-    assert [job.returncode for job in jobs] == [75, 1], outs
-    assert "too few processes to continue: 1, with 1 of the 2 before" in outs[0]
-    assert "rank 0" in outs[1] and "cannot be reached for 20 s" in outs[1]
+    with TwoHosts(tmp_path) as hosts, on_each(hosts, tmp_path, "--elastic.join_timeout", "1") as (loops, until):
+        until(20)
+        hosts.cut(1)
+        first = loops[0].communicate(timeout=120)[0]
+        while "cannot be reached" not in (second := loops[1].stdout.readline()):
+            assert second
+    assert loops[0].returncode == 75 and "too few processes to continue: 1, with 1 of the 2 before" in first
+    assert "rank 0" in second and "cannot be reached for 20 s" in second
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_a_network_that_is_healed_after_its_halves_have_lost_each_other(tmp_path):
+    """The second host is declared dead, and then its process comes: it is on this side, so both continue."""
+    with TwoHosts(tmp_path) as hosts, on_each(hosts, tmp_path) as (loops, until):
+        until(20)
+        hosts.split([1])
+        first = []
+        while not first or "generation 0 ends" not in first[-1]:
+            first.append(loops[0].stdout.readline())
+            assert first[-1], "".join(first)
+        hosts.heal()
+        (tmp_path / "finish").touch()
+        outs = ["".join(first), ""]
+        outs = [out + loop.communicate(timeout=200)[0] for out, loop in zip(outs, loops)]
+    assert [loop.returncode for loop in loops] == [0, 0], outs
+    final = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.parametrize("elastic", ["true", "false"])
+def test_with_outer_a_cut_of_30_s_only_delays_the_run(tmp_path, elastic):
+    words = ["--outer.replicas", "2", "--outer.every", "10", "--elastic.enabled", elastic, "--steps", "100"]
+    with TwoHosts(tmp_path) as hosts, on_each(hosts, tmp_path, *words) as (loops, until):
+        until(20)
+        hosts.cut(1)
+        time.sleep(30)  # the length of the fault, not a condition
+        hosts.heal()
+        outs = [loop.communicate(timeout=200)[0] for loop in loops]
+    assert [loop.returncode for loop in loops] == [0, 0], outs
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [e["kind"] for e in events if e["kind"] in ("start", "resume", "failed")] == ["start"], outs
+    final = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert final["step"] == 100 and final["params_sha256"] == alone(tmp_path, *words)["params_sha256"]
 
 
 def every_process():

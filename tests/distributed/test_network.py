@@ -13,7 +13,7 @@ import pytest
 import launch
 from faulty_runs import final, kept, when, written
 from jaxdp.distributed import channel, hosts, joining, messages, private_jax, protocol
-from jaxdp.distributed.connection import Connection
+from jaxdp.distributed.connection import NOBODY, Connection
 from jaxdp.errors import UsageError
 from launch import port, ranks
 from two_hosts import TwoHosts
@@ -338,6 +338,15 @@ def admitted(line, rank):
     assert [one["rank"] for one in facts] == [0, 1] and all(
         protocol.FACTS.keys() - {"config?", "tls?", "last?"} <= one.keys() for one in facts
     )
+
+
+def test_a_host_that_does_not_answer_is_not_taken_for_another_program():
+    """A program whose queue of connections is full answers as a host that is cut off does: not at all."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+        address = server.getsockname()
+        with socket.create_connection(address), pytest.raises(TimeoutError) as error:
+            Connection(*address, "s" * 64, 0.1)
+    assert error.value.errno in NOBODY
 
 
 def test_a_stranger_with_another_secret_is_refused(served):
