@@ -8,15 +8,12 @@ import jax
 
 from jaxdp import user_errors
 from jaxdp.assemble.components import set_jax
-from jaxdp.assemble.run import on_all_ranks
-from jaxdp.assemble.verification import exactly, make_bits, make_problem
+from jaxdp.assemble.verification import ALONE, exactly, make_bits, make_problem
 from jaxdp.cli import Call
 from jaxdp.config import Config
 from jaxdp.distributed.context import Context
 from jaxdp.environment import add_flag
 from jaxdp.verify import Problem, as_json, as_text, exact, verify
-
-ALONE = Context()
 
 
 def run(call: Call) -> None:
@@ -29,8 +26,7 @@ def run(call: Call) -> None:
         else:
             compile_quickly()
             set_jax(config)
-            problem = on_all_ranks(context, lambda: make_problem(config))
-            text, verified = report(config, problem, options, context)
+            text, verified = report(config, make_problem(config, context), options, context)
     if context.is_root:
         print(text, flush=True)
     if not all(context.exchange("verified", "yes" if verified else "", 600.0)):
