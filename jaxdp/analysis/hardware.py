@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from jaxdp import bounded_yaml
 from jaxdp.analysis.hlo import Collective
 from jaxdp.errors import UsageError, one_line, suggest
 
@@ -127,8 +126,8 @@ def load_hardware(name_or_path: str) -> Hardware:
             f"{', '.join(HARDWARE)}; or give the path of a YAML file with the fields {', '.join(Hardware._fields)}"
         )
     try:
-        fields = bounded_yaml.load(file.read_text(), str(file))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        fields = yaml.safe_load(file.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"hardware: {name_or_path!r} cannot be read: {one_line(error)}") from None
     if not isinstance(fields, dict):
         raise UsageError(f"hardware: {name_or_path!r} has no fields; write one per line, such as memory: 80e9")
