@@ -211,10 +211,4 @@ VERBS = {
         },
         command=True,
     ),
-    "completion": Verb(
-        "print a script that lets bash or zsh complete commands and keys",
-        "host",
-        ('eval "$(jaxdp completion bash)"', "jaxdp completion zsh > ~/.jaxdp.zsh"),
-        arguments={"shell": "?"},
-    ),
 }
