@@ -191,8 +191,7 @@ VERBS = {
         "host",
         ("jaxdp doctor", "mpirun -np 2 jaxdp doctor --run_dir runs/digits"),
         {
-            "config": Option(str, None, "the config of a run, to check the room for its checkpoints"),
-            "run_dir": Option(str, None, "where the run is to go; by default that of the config, or runs"),
+            "run_dir": Option(str, "runs", "where the run is to go"),
             "json": JSON,
         },
         featured=2,
