@@ -72,15 +72,16 @@ def verify(
             setup = make_setup(problem, trial)
             traits = checks.traits_of(setup)
             report.parameters = sum(x.size for x in jax.tree.leaves(setup.start.params))
-            report.tolerance = tolerance = tolerance or checks.TOLERANCE[traits.dtype.name]
+            report.tolerance = tolerance or checks.TOLERANCE[traits.dtype.name]
             if traits.dtype != "float64":
                 text = f"the model or the loss computes in {traits.dtype.name}, also from float64 arguments"
                 report.checks.append(Check("precision", NOTE, text))
-            report.checks.append(checks.check_repeat(problem, trial, tolerance))
+            report.checks.append(checks.check_repeat(problem, trial, report.tolerance))
         except NameError as error:
             report.checks.append(checks.of_axis(error))
         if checks.any_failed(context, report.checks):
             return report  # a failure of data that change would be blamed on a part that uses them
+        tolerance = report.tolerance
         report.checks.append(checks.check_loss(setup, tolerance))
         if checks.any_failed(context, report.checks):
             return report  # whatever is trained with it would be as wrong
