@@ -140,7 +140,7 @@ VERBS = {
             "output": Option(str, None, "by default export.safetensors, or huggingface, in the run directory"),
             "step": STEP,
             "ema": Option(bool, False, "write the running average of the parameters instead"),
-            "layout": Option(str, "jaxdp", "jaxdp or gpt2: the names in a file; huggingface: a folder"),
+            "layout": Option(str, "jaxdp", "jaxdp: a file; huggingface: a folder for transformers"),
         },
     ),
     "profile": Verb(
