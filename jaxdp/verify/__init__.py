@@ -68,17 +68,14 @@ def verify(
         problem = in_traceable_precision(dataclasses.replace(problem, configuration=first), trial)
         check_memory(problem, trial, local)
         report = Report(problem, trial, list(devices), tolerance or 1.0, [checks.check_data(problem)])
-        try:
-            setup = make_setup(problem, trial)
-            traits = checks.traits_of(setup)
-            report.parameters = sum(x.size for x in jax.tree.leaves(setup.start.params))
-            report.tolerance = tolerance or checks.TOLERANCE[traits.dtype.name]
-            if traits.dtype != "float64":
-                text = f"the model or the loss computes in {traits.dtype.name}, also from float64 arguments"
-                report.checks.append(Check("precision", NOTE, text))
-            report.checks.append(checks.check_repeat(problem, trial, report.tolerance))
-        except NameError as error:
-            report.checks.append(checks.of_axis(error))
+        setup = make_setup(problem, trial)
+        traits = checks.traits_of(setup)
+        report.parameters = sum(x.size for x in jax.tree.leaves(setup.start.params))
+        report.tolerance = tolerance or checks.TOLERANCE[traits.dtype.name]
+        if traits.dtype != "float64":
+            text = f"the model or the loss computes in {traits.dtype.name}, also from float64 arguments"
+            report.checks.append(Check("precision", NOTE, text))
+        report.checks.append(checks.check_repeat(problem, trial, report.tolerance))
         if checks.any_failed(context, report.checks):
             return report  # a failure of data that change would be blamed on a part that uses them
         tolerance = report.tolerance

@@ -12,7 +12,6 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp import user_errors
 from jaxdp.analysis.programs import inside, needed
 from jaxdp.data.base import probes
 from jaxdp.distributed.context import Context
@@ -119,15 +118,6 @@ def check_repeat(problem: Problem, trial: Trial, tolerance: float) -> Check:
     if largest.error <= tolerance:
         return Check("repeat", OK, "an update is the same when it is computed again, for another number of devices")
     return Check("repeat", FAILED, text)
-
-
-def of_axis(error: NameError) -> Check:
-    """Return the failed check for a part that names an axis of devices. Raises any other NameError."""
-    if "axis name" not in str(error):
-        raise error
-    line = user_errors.lines(error)
-    text = f"{one_line(error).partition('. ')[0]}{f' at {line}' if line else ''}: what depends on the devices, or asks "
-    return Check("devices", FAILED, f"{text}which one it is on, has other numbers on another number of them")
 
 
 def compute(setup: Setup, batch: dict[str, Any], state: Tree) -> Tree:

@@ -69,6 +69,10 @@ def find_causes(report: Report) -> list[str]:
         causes.append("no configuration was compared with the oracle")
     for one in report.failed[:1]:
         fault = one.failure or f"{one.worst.leaf} differs by {one.worst.error:.1e}"
+        if any(r.configuration.devices == 1 for r in report.passed):
+            fault += (
+                "; one device agrees, so what communicates over devices may be the cause (a BatchNorm with sync: true)"
+            )
         causes.append(f"{one.configuration.title}: {fault}")
     return causes
 

@@ -337,7 +337,9 @@ def test_help_reads_well():
         text = cli.help_of(verb)
         assert text.startswith(f"usage: jaxdp {verb}") and all(f"  {line}\n" in text for line in row.examples), verb
         assert all(f"  --{option}" in text for option in row.options), verb
-    assert not [key for key in known_keys() if f"  --{key} " not in done.stdout and f"  --{key}\n" not in done.stdout]
+    inside = ("data.transform.", "eval.data.")  # of sections that may be null: one option for each section
+    keys = [key for key in known_keys() if not key.startswith(inside)]
+    assert not [key for key in keys if f"  --{key} " not in done.stdout and f"  --{key}\n" not in done.stdout]
     done = subprocess.run(
         [sys.executable, "-m", "jaxdp", "trian"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )

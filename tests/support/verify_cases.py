@@ -74,7 +74,6 @@ IN_MODEL = {
     "noise": called(lambda x: np.random.default_rng().random(x.shape).astype(x.dtype)),
     "hidden_noise": called(lambda x: 1 + (x - 1) * np.random.default_rng().random(x.shape)),
     "callback": called(lambda x: np.full_like(x, 1 + jax.process_index())),
-    "axis": lambda x: x * (1 + jax.process_index()) + 0 * jax.lax.axis_index("data"),
     "wiring": lambda x: jnp.concatenate([x, 2 * x] if jax.process_index() % 2 else [2 * x, x], 1)[:, : x.shape[1]],
 }
 INNOCENT = {
@@ -317,7 +316,7 @@ def named(section, name, **args):
 BUILT_IN = ("muon", "lion", "lamb")
 INNOCENT_PAIR = named("model", "pair", plant="plain")
 FAULTS = {
-    **{f"model {k}": (named("model", "pair", plant=k), "unbound axis" if k == "axis" else AGAIN) for k in IN_MODEL},
+    **{f"model {k}": (named("model", "pair", plant=k), AGAIN) for k in IN_MODEL},
     "initial values": (named("model", "scaled_init"), f"{AGAIN} params"),
     "loss by devices": (named("loss", "loss_by_devices"), AGAIN),
     "metric by rank": (named("loss", "metric_by_rank"), f"{AGAIN} curve/rank"),
