@@ -317,7 +317,7 @@ BUILT_IN = ("muon", "lion", "lamb")
 INNOCENT_PAIR = named("model", "pair", plant="plain")
 FAULTS = {
     **{f"model {k}": (named("model", "pair", plant=k), AGAIN) for k in IN_MODEL},
-    "initial values": (named("model", "scaled_init"), f"{AGAIN} params"),
+    "initial values": (named("model", "scaled_init"), AGAIN),
     "loss by devices": (named("loss", "loss_by_devices"), AGAIN),
     "metric by rank": (named("loss", "metric_by_rank"), f"{AGAIN} curve/rank"),
     "rate by devices": (named("optimizer", "rate_by_devices"), AGAIN),
