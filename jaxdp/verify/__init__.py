@@ -16,7 +16,7 @@ from jaxdp.verify import checks
 from jaxdp.verify.compare import find_reference
 from jaxdp.verify.configurations import Configuration, check_layout, choose_configurations
 from jaxdp.verify.oracle import make_setup, train
-from jaxdp.verify.problem import NOTE, Check, Problem, check_memory, in_traceable_precision, make_trial
+from jaxdp.verify.problem import Problem, check_memory, in_traceable_precision, make_trial
 from jaxdp.verify.report import Report, as_text
 from jaxdp.verify.training import run_configuration
 
@@ -67,35 +67,31 @@ def verify(
         trial = make_trial(problem, len(devices), updates)
         problem = in_traceable_precision(dataclasses.replace(problem, configuration=first), trial)
         check_memory(problem, trial, local)
-        report = Report(problem, trial, list(devices), tolerance or 1.0, [checks.check_data(problem)])
         setup = make_setup(problem, trial)
         traits = checks.traits_of(setup)
+        limit = tolerance or checks.TOLERANCE[traits.dtype.name]
+        report = Report(problem, trial, list(devices), limit, [checks.check_data(problem), *traits.notes()])
         report.parameters = sum(x.size for x in jax.tree.leaves(setup.start.params))
-        report.tolerance = tolerance or checks.TOLERANCE[traits.dtype.name]
-        if traits.dtype != "float64":
-            text = f"the model or the loss computes in {traits.dtype.name}, also from float64 arguments"
-            report.checks.append(Check("precision", NOTE, text))
-        report.checks.append(checks.check_repeat(problem, trial, report.tolerance))
+        report.checks.append(checks.check_repeat(problem, trial, limit))
         if checks.any_failed(context, report.checks):
             return report  # a failure of data that change would be blamed on a part that uses them
-        tolerance = report.tolerance
-        report.checks.append(checks.check_loss(setup, tolerance))
+        report.checks.append(checks.check_loss(setup, limit))
         if checks.any_failed(context, report.checks):
             return report  # whatever is trained with it would be as wrong
-        report.checks.append(checks.check_padding(setup, traits.random, tolerance))
+        report.checks.append(checks.check_padding(setup, traits.random, limit))
         report.reference = reference = find_reference(
             lambda params, rule: train(setup._replace(start=setup.start._replace(params=params)), rule),
             problem.rule,
             setup.start.params,
             float(jax.numpy.finfo(traits.dtype).eps),
-            tolerance,
+            limit,
         )
-        report.checks += reference.notes(tolerance)
+        report.checks += reference.notes(limit)
         for check in report.checks:
             progress(f"{check.name}: {check.verdict}")
         chosen = choose_configurations(first, devices)[: None if most is None else most + 1]
         for i, configuration in enumerate(chosen):
-            result = run_configuration(setup, reference, configuration, devices, tolerance)
+            result = run_configuration(setup, reference, configuration, devices, limit)
             report.results.append(result)
             progress(f"{i + 1}/{len(chosen)} {configuration.title}: {result.outcome}, {result.seconds:.1f} s")
         return report

@@ -60,6 +60,10 @@ class Traits(NamedTuple):
     dtype: np.dtype
     random: bool
 
+    def notes(self) -> list[Check]:
+        text = f"the model or the loss computes in {self.dtype.name}, also from float64 arguments"
+        return [] if self.dtype == np.float64 else [Check("precision", NOTE, text)]
+
 
 def traits_of(setup: Setup) -> Traits:
     """Trace the gradient of a microbatch. Raises UsageError if the loss returns something else than sums."""
