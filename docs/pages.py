@@ -1,13 +1,18 @@
 """Write the pages in docs/reference: keys of a config, commands, and Python's public names. `make docs` runs it."""
 
+import dataclasses
+import inspect
+import json
 import pathlib
 import re
+import types
 from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import jaxdp
 from jaxdp import cli
-from jaxdp.cli.help import shown
-from jaxdp.config.describe import Key, groups
+from jaxdp.config import Config
+from jaxdp.config.keys import inner
 
 # Title -> (text, names as they are imported).
 SECTIONS: dict[str, tuple[str, list[str]]] = {
@@ -104,7 +109,7 @@ def config_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _table(keys: Iterable[Key]) -> list[str]:
+def _table(keys: Iterable["Key"]) -> list[str]:
     rows = ["| key | type | default | decides | |", "|---|---|---|---|---|"]
     for key in keys:
         default = f"`{shown(key.default)}`" if shown(key.default) else "null" if key.default is None else ""
@@ -123,19 +128,9 @@ def commands_page() -> str:
         "Exit codes: 0 done, 2 bad usage or config, 75 preempted after a good save (start me again), 1 anything else.",
     ]
     for verb in cli.VERBS:
-        text = cli.help_of(verb, width=100).partition("\nThe keys of a config")[0].rstrip()
+        text = cli.help_of(verb).partition("\n  --seed SEED  ")[0].rstrip()
         lines += ["", f"## jaxdp {verb}", "", "```text", text, "```"]
-    return "\n".join([*lines, "", "## Completion", "", COMPLETION])
-
-
-COMPLETION = """In bash, once or in `~/.bashrc`; in zsh, `jaxdp completion zsh` in `~/.zshrc`:
-
-```sh
-eval "$(jaxdp completion bash)"
-```
-
-Then the tab key completes verbs, options, keys of the config and those values of which there are few.
-"""
+    return "\n".join([*lines, ""])
 
 
 def python_page() -> str:
@@ -169,6 +164,90 @@ def _linked(text: str) -> str:
     return re.sub(
         r"docs/(\w+)(?:\\_(\w+))?\.md", lambda m: f"[{m[0]}](../{'_'.join(filter(None, m.groups()))}.md)", text
     )
+
+
+KINDS = {bool: "true or false", int: "integer", float: "number", str: "text", dict: "mapping", list: "list"}
+
+
+class Key(NamedTuple):
+    """A key. name: dotted, as on the command line. choices: the allowed values, if they can be listed. decides:
+    'numbers' or 'speed'."""
+
+    name: str
+    kind: str
+    choices: tuple[str, ...]
+    default: Any
+    decides: str
+    text: str
+
+
+class Group(NamedTuple):
+    """The keys of one section; the name of the top level is empty."""
+
+    name: str
+    text: str
+    keys: list[Key]
+
+
+def groups() -> list[Group]:
+    """Return all keys of a config by section, in the order of the schema."""
+    fields = dataclasses.fields(Config)
+    hints = get_type_hints(Config)
+    top = [f for f in fields if inner(hints[f.name]) is None]
+    sections = [Group("", summary(Config), [_key(Config, f, "") for f in top])]
+    for field in fields:
+        if part := inner(hints[field.name]):
+            sections.append(Group(field.name, summary(part), _keys(part, f"{field.name}.")))
+    return sections
+
+
+def summary(thing: Any) -> str:
+    """Return a docstring's text before `Args:`, on one line."""
+    return " ".join((inspect.getdoc(thing) or "").partition("\nArgs:")[0].split())
+
+
+def arguments(thing: Any) -> dict[str, str]:
+    """Return {argument: description} of a docstring's section `Args:`."""
+    section = (inspect.getdoc(thing) or "").partition("\nArgs:\n")[2]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def _keys(part: Any, prefix: str) -> list[Key]:
+    keys: list[Key] = []
+    for field in dataclasses.fields(part):
+        keys.append(_key(part, field, prefix))
+        if subsection := inner(get_type_hints(part)[field.name]):
+            keys += _keys(subsection, f"{prefix}{field.name}.")
+    return keys
+
+
+def _key(part: Any, field: "dataclasses.Field[Any]", prefix: str) -> Key:
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    hint = get_type_hints(part)[field.name]
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    words: list[str] = []
+    choices: tuple[str, ...] = ()
+    for kind in sorted(kinds, key=lambda kind: get_origin(kind) is dict):  # a text first
+        if get_origin(kind) is Literal:
+            choices += get_args(kind)
+            words += get_args(kind)
+        elif kind is not type(None):
+            words.append("target and args" if inner(kind) else KINDS[get_origin(kind) or kind])
+            choices += ("true", "false") if kind is bool else ()
+    if type(None) in kinds:
+        words.append("null")
+    decides = field.metadata["decides"]
+    return Key(
+        f"{prefix}{field.name}", ", ".join(words), choices, default, decides, arguments(part).get(field.name, "")
+    )
+
+
+def shown(default: Any) -> str:
+    """Return a default as written in a config; empty if there is none, or if it is a section."""
+    if default in (None, "", [], {}) or dataclasses.is_dataclass(default):
+        return ""
+    return default if isinstance(default, str) else json.dumps(default)
 
 
 if __name__ == "__main__":

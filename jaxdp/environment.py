@@ -102,7 +102,7 @@ def libc() -> str:
 def simulate(devices: int) -> None:
     """Simulate this number of devices on JAX's CPU backend, unless XLA_FLAGS sets one."""
     if simulated() is None:
-        add_flag(f"{COUNT}={min(devices, MOST)}")  # a plan for more is scaled
+        add_flag(f"{COUNT}={min(devices, MOST)}")
 
 
 def simulated() -> int | None:

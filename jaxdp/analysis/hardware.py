@@ -5,15 +5,17 @@ inside a host and between hosts do not overlap. The alpha-beta costs are those o
 and of Patarasuk & Yuan (2009).
 """
 
+import argparse
 import math
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jsonargparse
 import yaml
+from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt, restricted_number_type
 
-from jaxdp import bounded_yaml
 from jaxdp.analysis.hlo import Collective
 from jaxdp.errors import UsageError, one_line, suggest
 
@@ -41,6 +43,13 @@ class Hardware(NamedTuple):
     source: str
 
 
+_TYPES: dict[str, Any] = {  # of the fields in a file; PositiveFloat otherwise
+    **dict.fromkeys(("name", "source"), str),
+    "flops": dict[str, PositiveFloat],
+    "devices_per_host": PositiveInt,
+    **dict.fromkeys(("intra_latency", "inter_latency"), NonNegativeFloat),
+    "efficiency": restricted_number_type("Share", float, [(">", 0), ("<=", 1)]),
+}
 # Fitted to half of the published runs in benchmarks/published.py: `python -m benchmarks.published --fit`.
 EFFICIENCY = {"a100": 0.675, "h100": 0.45, "tpu": 0.775}  # share of the peak that products reach; else 0.5, not fitted
 NETWORK = 0.7  # share of a link's bandwidth that collectives reach
@@ -127,56 +136,18 @@ def load_hardware(name_or_path: str) -> Hardware:
             f"{', '.join(HARDWARE)}; or give the path of a YAML file with the fields {', '.join(Hardware._fields)}"
         )
     try:
-        fields = bounded_yaml.load(file.read_text(), str(file))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        fields = yaml.safe_load(file.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"hardware: {name_or_path!r} cannot be read: {one_line(error)}") from None
     if not isinstance(fields, dict):
         raise UsageError(f"hardware: {name_or_path!r} has no fields; write one per line, such as memory: 80e9")
-    for field in fields:
-        if field not in Hardware._fields:
-            hint = suggest(str(field), Hardware._fields, 0.7, "drop it")
-            raise UsageError(f"hardware.{field}: {name_or_path!r} has this field, which nothing reads; {hint}")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False, default_env=False)
     for field in Hardware._fields:
-        if field not in fields:
-            raise UsageError(
-                f"hardware.{field}: {name_or_path!r} leaves it out; give a value, such as {_example(field)!r}"
-            )
-    return Hardware(**{field: _checked(field, value) for field, value in fields.items()})
-
-
-def _example(field: str) -> Any:
-    """Return the field of the table's first row as an example; for flops, its first entry."""
-    value = getattr(_TABLE[0], field.split(".")[0])
-    if isinstance(value, dict):
-        name, flops = next(iter(value.items()))
-        return flops if "." in field else {name: flops}
-    return value
-
-
-def _checked(field: str, value: Any) -> Any:
-    """Convert the value to the field's type. Accepts numbers as strings, since YAML parses 450e9 as one."""
-    wrong = f"hardware.{field}: {value!r} is"
-    if field == "flops":
-        if not isinstance(value, dict) or not value:
-            raise UsageError(f"{wrong} not a mapping of dtypes; give FLOP/s for each, such as {_example(field)}")
-        return {str(dtype): _checked(f"flops.{dtype}", flops) for dtype, flops in value.items()}
-    if field in ("name", "source"):
-        if not isinstance(value, str):
-            raise UsageError(f"{wrong} not a string; put it in quotes")
-        return value
+        parser.add_argument(f"--{field}", type=_TYPES.get(field, PositiveFloat), required=True)
     try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not 0 <= number < math.inf or (number == 0 and not field.endswith("latency")):
-        raise UsageError(f"{wrong} not a positive number; give one, such as {_example(field):g}")
-    if field == "efficiency" and number > 1:
-        raise UsageError(f"{wrong} more than the peak; give a share of it, such as {_example(field):g}")
-    if field == "devices_per_host":
-        if number != int(number):
-            raise UsageError(f"{wrong} not a whole number; give one, such as {_example(field)}")
-        return int(number)
-    return number
+        return Hardware(**parser.parse_object(fields).as_dict())
+    except (argparse.ArgumentError, TypeError, ValueError, KeyError) as error:
+        raise UsageError(f"hardware: {name_or_path!r} does not fit: {one_line(error)}") from None
 
 
 class _Link(NamedTuple):

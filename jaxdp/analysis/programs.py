@@ -28,7 +28,6 @@ PYTHON = sysconfig.get_paths()["stdlib"]
 ROOT = pathlib.Path(__file__).parents[1]
 OURS = (ROOT / "jaxdp" / "verify", ROOT / "jaxdp" / "precision.py")  # they call or cast the traced code
 LOGS = ("debug_callback", "debug_print")  # operations that change no number
-CALLBACKS = ("pure_callback", "io_callback")
 Digest = tuple[str, Mapping[str, str]]  # of a program, and of each line of code in it
 PLAIN = (str, int, float, complex, type(None), np.dtype, enum.Enum, slice)
 
@@ -41,15 +40,12 @@ class Line(NamedTuple):
     where: str
 
 
-def lines(closed: jex.ClosedJaxpr, callbacks: bool = False) -> Iterator[Line]:
-    """Yield every operation that a result depends on, then the results.
-
-    callbacks: call each host callback once, with ones, and add its result.
-    """
-    yield from _lines(closed.jaxpr, closed.consts, callbacks)
+def lines(closed: jex.ClosedJaxpr) -> Iterator[Line]:
+    """Yield every operation that a result depends on, then the results."""
+    yield from _lines(closed.jaxpr, closed.consts)
 
 
-def _lines(jaxpr: jex.Jaxpr, consts: Any, callbacks: bool, outer: str = "") -> Iterator[Line]:
+def _lines(jaxpr: jex.Jaxpr, consts: Any, outer: str = "") -> Iterator[Line]:
     names = dict(zip(jaxpr.constvars, map(describe, consts), strict=False))
     names |= {v: f"argument {i} {v.aval}" for i, v in enumerate(jaxpr.invars)}
     named = lambda v: describe(v.val) if isinstance(v, jex.Literal) else names.get(v, "")
@@ -59,12 +55,11 @@ def _lines(jaxpr: jex.Jaxpr, consts: Any, callbacks: bool, outer: str = "") -> I
         constants = [name for name in operands if not name.startswith(("argument", "result"))]
         params = {k: describe(v) for k, v in sorted(eqn.params.items()) if k != "name"}
         shapes = [str(v.aval) for v in eqn.outvars]
-        returned = called(eqn) if callbacks and eqn.primitive.name in CALLBACKS else ""
         where = line(eqn) or outer
-        yield Line(f"{eqn.primitive.name} {constants} {params} {shapes} {returned}", operands, where)
+        yield Line(f"{eqn.primitive.name} {constants} {params} {shapes}", operands, where)
         for inner in inside(eqn):
             closed = isinstance(inner, jex.ClosedJaxpr)
-            yield from _lines(inner.jaxpr if closed else inner, inner.consts if closed else (), callbacks, where)
+            yield from _lines(inner.jaxpr if closed else inner, inner.consts if closed else (), where)
         names |= {v: f"result {next(count)}" for v in eqn.outvars}
     yield Line("return", tuple(named(v) for v in jaxpr.outvars), outer)
 
@@ -107,16 +102,6 @@ def digest_of(array: Any) -> str:
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     return hashlib.sha256(np.asarray(array).tobytes()).hexdigest()[:16]
-
-
-def called(eqn: jex.JaxprEqn) -> str:
-    """Call a host callback with ones; return its result as text, or the name of the error that it raises."""
-    avals: list[Any] = [v.aval for v in eqn.invars]
-    try:
-        returned = eqn.params["callback"](*(np.ones(aval.shape, aval.dtype) for aval in avals))
-        return describe([np.asarray(x) for x in returned])
-    except Exception as error:
-        return type(error).__name__
 
 
 def line(eqn: jex.JaxprEqn) -> str:

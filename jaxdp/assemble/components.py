@@ -147,9 +147,8 @@ def make_strategy(
     parts: Parts,
     make_state: Callable[[], TrainState],
     devices: Sequence[jax.Device],
-    split_as: int | None = None,
 ) -> Strategy:
-    """Build the strategy of the config's `parallel` and `outer`. split_as: see `Sharding`."""
+    """Build the strategy of the config's `parallel` and `outer`."""
     parallel, dtypes = config.parallel, config.precision
     reduction = make_reduction(parallel.reduction, parallel.bucket_mb, parallel.exact_group)
     reduce_dtype = None if dtypes.reduce == dtypes.params else parts.forward.policy.reduce
@@ -158,11 +157,11 @@ def make_strategy(
         hosts = hosts if len(hosts) == jax.process_count() else ()  # else a script has connected the processes
         return Replicas(make_state, config.microbatches, reduction, rule, reduce_dtype, devices, hosts)
     blocks, rules = parts.forward.model.blocks, tuple(parallel.rules.items())
-    sharding = Sharding(parallel.zero, parallel.shard_size, parallel.gradient_buffer, blocks, split_as, True, rules)
+    sharding = Sharding(parallel.zero, parallel.shard_size, parallel.gradient_buffer, blocks, True, rules)
     arguments = make_state, config.microbatches, reduction, reduce_dtype, devices
     strategy = STRATEGIES[parallel.backend](*arguments, sharding)
-    padded = param_dims(strategy.shapes.params, sharding, split_as or strategy.parts)
-    plain = param_dims(strategy.shapes.params, sharding._replace(pad=False), split_as or strategy.parts)
+    padded = param_dims(strategy.shapes.params, sharding, strategy.parts)
+    plain = param_dims(strategy.shapes.params, sharding._replace(pad=False), strategy.parts)
     if not parallel.zero or padded == plain or can_pad(parts.rule.tx, parts.rule.trainable, strategy):
         return strategy
     return STRATEGIES[parallel.backend](*arguments, sharding._replace(pad=False))

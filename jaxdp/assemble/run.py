@@ -172,28 +172,18 @@ def make_sources(config: Config, parts: Parts, strategy: Strategy) -> tuple[Sour
     return training, {name: source(x, order(x), False) for name, x in parts.eval_sets.items()}
 
 
-def make_case(config: Config, parts: Parts, zero: int, per_device: int, devices: int, split_as: int) -> Case:
-    """Build the case that `plan` compiles: a ZeRO stage on `devices` devices with `per_device` microbatches each.
-
-    split_as: shard leaves as for this number of devices.
-    """
+def make_case(config: Config, parts: Parts, zero: int, per_device: int, devices: int) -> Case:
+    """Build the case that `plan` compiles: a ZeRO stage on `devices` devices with `per_device` microbatches each."""
     configured, backends = config.parallel, [name for name, stages in STAGES.items() if zero in stages]
     backend: Any = configured.backend if configured.backend in backends else backends[0]
     shard_size = configured.shard_size if zero else None
     parallel = dataclasses.replace(configured, backend=backend, zero=zero, shard_size=shard_size)
-    if devices != split_as or devices > config.microbatches:
+    if devices > config.microbatches:
         config = dataclasses.replace(config, microbatches=per_device * devices)
     config = dataclasses.replace(config, parallel=parallel)
     if devices > len(jax.devices()):
-        raise UsageError(f"--devices: {devices}, but only {len(jax.devices())} could be simulated")
-    group = parallel.shard_size or devices
-    strategy = make_strategy(
-        config,
-        parts,
-        state_maker(config, parts),
-        jax.devices()[:devices],
-        split_as=split_as if group == devices else group,
-    )
+        raise UsageError(f"--devices: {devices}, but only {len(jax.devices())} can be simulated; plan for fewer")
+    strategy = make_strategy(config, parts, state_maker(config, parts), jax.devices()[:devices])
     step = make_the_step(config, parts)
     if zero == configured.zero:
         check_optimizer(config, strategy, parts.rule.tx, step)

@@ -20,11 +20,13 @@ from jaxdp.assemble.components import (
     state_maker,
 )
 from jaxdp.assemble.preflight import check_optimizer
+from jaxdp.assemble.run import prepare_on_all_ranks
 from jaxdp.config import Config, Precision
 from jaxdp.config.check import check_exact
 from jaxdp.core.options import UpdateRule
 from jaxdp.core.step import Step
 from jaxdp.data.prefetch import read_batch
+from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
 from jaxdp.parallel import Strategy
 from jaxdp.precision import policy
@@ -33,7 +35,7 @@ from jaxdp.verify.configurations import devices_of
 from jaxdp.verify.exact import Make, exact_configurations
 from jaxdp.verify.problem import Trial
 
-FLOAT64 = Precision("float64", "float64", "float64")
+ALONE, FLOAT64 = Context(), Precision("float64", "float64", "float64")
 
 
 def smaller(config: Config) -> Config:
@@ -58,20 +60,19 @@ def make_variant(
     return strategy, step
 
 
-def make_problem(config: Config) -> Problem:
-    """Return the config's model, data, loss and optimizer, the latter with a constant learning rate."""
+def make_problem(config: Config, context: Context = ALONE) -> Problem:
+    """Return the config's model, data, loss and optimizer, the latter with a constant learning rate.
+
+    Raises UsageError on every rank, as a run does, if their programs or data differ.
+    """
     if config.outer.replicas > 1:
         raise UsageError("outer.replicas: verify compares with ordinary training; compare bits instead, with --exact")
-    opt, x64 = config.optimizer, jax.config.jax_enable_x64  # type: ignore[attr-defined]
-    original, config = config, smaller(config)
-    parts, parallel = make_parts(config), config.parallel
-    if not config.verify.model_args:
+    config = smaller(config)
+    opt, parallel = config.optimizer, config.parallel
+    parts = make_parts(config) if context.size == 1 else prepare_on_all_ranks(config, context).parts
+    if context.size == 1 and not config.verify.model_args:
         with contextlib.suppress(NameError):  # of an axis: verification reports it
             check_paths(config, jax.eval_shape(state_maker(config, parts)).params)
-
-    def remake() -> Problem:
-        with jax.enable_x64(x64):
-            return make_problem(original)
 
     def rule(factor: float) -> UpdateRule:
         tx = make_tx(config, lambda step: factor * opt.lr, parts.forward.model.blocks)
@@ -106,7 +107,6 @@ def make_problem(config: Config) -> Problem:
             gradient_buffer=parallel.gradient_buffer,
             shard_size=parallel.shard_size,
         ),
-        remake=remake,
     )
 
 

@@ -7,11 +7,10 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from jaxdp import __version__, environment
-from jaxdp.cli.parse import load, load_options
+from jaxdp.cli.parse import help_of, load, load_options
 from jaxdp.cli.table import VERBS
 from jaxdp.config import Config
 from jaxdp.distributed import launchers
@@ -59,7 +58,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         if argv[0] != "train":  # `train` saves its state on a signal
             signals.deliver()
         if {"-h", "--help"} & {*argv[1:]}:
-            print(help_of(argv[0], argv[1:]), end="")
+            print(help_of(argv[0]), end="")
         else:
             run(argv[0], argv[1:])
     except ReportedError as error:
@@ -82,16 +81,6 @@ def usage() -> str:
     verbs = "\n".join(f"  {name:10} {verb.does}" for name, verb in VERBS.items())
     examples = "\n".join(f"  {line}" for verb in VERBS.values() for line in verb.examples[: verb.featured])
     return USAGE.format(verbs=verbs, examples=examples)
-
-
-def help_of(name: str, argv: Sequence[str] = (), width: int | None = None) -> str:
-    """Return the text of `jaxdp VERB --help [SECTION]`. width: columns; None for the width of the terminal."""
-    from jaxdp.cli.help import help_text
-
-    padded = [*argv, "", ""]
-    word = padded[next((i for i, arg in enumerate(padded) if arg in ("-h", "--help")), -2) + 1]
-    section = word if word and not word.startswith("-") and VERBS[name].has_config else None
-    return help_text(name, VERBS[name], section, width)
 
 
 def run(name: str, argv: list[str]) -> None:

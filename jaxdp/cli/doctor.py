@@ -6,8 +6,7 @@ import pathlib
 import sys
 from typing import NoReturn
 
-from jaxdp import config as schema
-from jaxdp.cli import Call, load
+from jaxdp.cli import Call
 from jaxdp.doctor.check import FAILURE, as_json, as_text
 from jaxdp.doctor.examine import examine
 
@@ -15,11 +14,7 @@ from jaxdp.doctor.examine import examine
 def run(call: Call) -> NoReturn:
     """Print the findings on rank 0, and end with code 1 if a check fails."""
     options = call.options
-    path, directory = options["config"], options["run_dir"]
-    config = load(["--config", path])[0] if path else schema.Config()
-    if path and not directory:
-        directory = schema.run_dir(config, path)
-    examined = examine(pathlib.Path(directory or "runs"), path, config.compilation_cache)
+    examined = examine(pathlib.Path(options["run_dir"]))
     if examined is None:  # on a code other than 0, mpirun would end rank 0 before it has printed its list
         leave(0)
     color = sys.stdout.isatty() and examined.size == 1  # Open MPI gives its ranks a terminal even for a file or pipe

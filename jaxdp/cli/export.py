@@ -3,24 +3,18 @@
 import json
 import math
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 from jaxdp.checkpoint import manifest, safetensors
 from jaxdp.checkpoint.digest import params_sha256
-from jaxdp.checkpoint.published import GPT2, to_published
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.checkpoint.weights import FORMAT, MODEL_STATE, from_checkpoint, on_host
 from jaxdp.cli import Call, huggingface
 from jaxdp.errors import UsageError, one_line
 from jaxdp.metrics.numbers import size
 
-# {layout: (arrays, number of classes or None) -> (the arrays under the layout's names, changes to the metadata)}
-LAYOUTS: dict[str, Callable[[dict[str, Any], int | None], tuple[dict[str, Any], dict[str, str]]]] = {
-    "jaxdp": lambda arrays, _: (arrays, {}),
-    "gpt2": lambda arrays, classes: (to_published(GPT2, arrays, classes), {"format": "pt"}),  # as transformers requires
-}
-FOLDER = "huggingface"  # the layout that is a folder
+LAYOUTS = ("jaxdp", "huggingface")
+FOLDER = LAYOUTS[1]  # the layout that is a folder
 
 
 def run(call: Call) -> None:
@@ -33,8 +27,8 @@ def export(options: dict[str, Any]) -> str:
     if not options["run_dir"]:
         raise UsageError("--run_dir: missing; give the directory of a run, e.g. --run_dir runs/digits")
     layout, directory = options["layout"], pathlib.Path(options["run_dir"])
-    if layout not in (*LAYOUTS, FOLDER):
-        raise UsageError(f"--layout: {layout!r} is not known; use one of {', '.join((*LAYOUTS, FOLDER))}")
+    if layout not in LAYOUTS:
+        raise UsageError(f"--layout: {layout!r} is not known; use one of {', '.join(LAYOUTS)}")
     step = choose_step(directory, options["step"])
     output = choose_output(directory, options["output"], layout == FOLDER)
     checkpoint = directory / "checkpoints" / str(step)
@@ -45,19 +39,12 @@ def export(options: dict[str, Any]) -> str:
     metadata = {"format": FORMAT, "step": str(step), "params_sha256": digest, "ema": str(options["ema"]).lower()}
     meta = manifest.read(checkpoint)["meta"]
     metadata["config"] = json.dumps(meta["config"])
-    args = (meta["config"].get("model") or {}).get("args") or {}
-    classes = args.get("num_classes") or (meta.get("data") or {}).get("num_classes")
     about, file = "", output / "model.safetensors" if layout == FOLDER else output
     try:
         if layout == FOLDER:
             about = f"{huggingface.write(output, arrays, meta)}\n"
         else:
-            arrays, changes = LAYOUTS[layout](arrays, classes)
-            safetensors.write(output, arrays, metadata | changes)
-    except UsageError:
-        raise
-    except ValueError as error:
-        raise UsageError(f"--layout: {layout!r} does not fit the model of {str(directory)!r}: {error}") from None
+            safetensors.write(output, arrays, metadata)
     except (OSError, safetensors.SafetensorError) as error:
         raise UsageError(f"--output: {str(output)!r} cannot be written ({one_line(error)}); choose another") from None
     elements = sum(math.prod(x.shape) for x in params.values())

@@ -21,15 +21,7 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
     """Return (the checked config, the path of the config file, the options of the verb). Raises UsageError."""
     import argparse
 
-    import jsonargparse
-
-    from jaxdp import bounded_yaml
-
-    options = VERBS[verb].options
-    parser = bounded_yaml.parser(prog=f"jaxdp {verb}")
-    parser.add_argument("--config", action=jsonargparse.ActionConfigFile)
-    add_options(parser, options)
-    parser.add_class_arguments(Config, None, as_group=False)
+    options, parser = VERBS[verb].options, make_parser(verb)
     argv = with_saved_config(argv) if verb == "eval" else argv
     if not argv:
         if verb == "eval":
@@ -52,6 +44,44 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
     return resolve(to_dataclass(Config, values)), (files[-1] if files else None), chosen
 
 
+def help_of(verb: str) -> str:
+    """Return the text of `jaxdp VERB --help`: usage, examples, options, keys of the config."""
+    row = VERBS[verb]
+    words = [f"[{argument.upper()}{' ...' * (count == '*')}]" for argument, count in row.arguments.items()]
+    words += ["--config FILE [--key value ...]" if row.has_config else "[--option value ...]"]
+    words += ["COMMAND ..."] * row.command
+    parser = make_parser(verb) if row.has_config else make_options_parser(verb)
+    parser.usage = "\n  ".join([" ".join(["jaxdp", verb, *words]), "", *row.examples]).replace("%", "%%")
+    parser.description = f"{row.does[0].upper()}{row.does[1:]}."
+    return str(parser.format_help())
+
+
+def make_parser(verb: str) -> Any:
+    """Return the parser of a verb's options and of the keys of a config."""
+    import jsonargparse
+
+    parser = jsonargparse.ArgumentParser(exit_on_error=False, default_env=False)
+    parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help="the YAML file of the run")
+    add_options(parser, VERBS[verb].options)
+    parser.add_class_arguments(Config, None, as_group=False)
+    return parser
+
+
+def make_options_parser(verb: str) -> Any:
+    """Return the parser of a verb without a config."""
+    import argparse
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise argparse.ArgumentError(None, message)
+
+    parser = Parser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_options(parser, VERBS[verb].options)
+    for name, count in VERBS[verb].arguments.items():
+        parser.add_argument(name, nargs=count)
+    return parser
+
+
 def load_options(argv: list[str], verb: str) -> dict[str, Any]:
     """Return the options and arguments of a verb without a config. Raises UsageError."""
     import argparse
@@ -64,16 +94,8 @@ def load_options(argv: list[str], verb: str) -> dict[str, Any]:
             hint = suggest(name, options, otherwise=f"known: {', '.join(options)}")
             raise UsageError(f"command line: unknown option {name!r}; {hint}")
 
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            raise argparse.ArgumentError(None, message)
-
-    parser = Parser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    add_options(parser, options)
-    for name, count in VERBS[verb].arguments.items():
-        parser.add_argument(name, nargs=count)
     try:
-        values = check_least(vars(parser.parse_intermixed_args(argv)), options)
+        values = check_least(vars(make_options_parser(verb).parse_intermixed_args(argv)), options)
     except argparse.ArgumentError as error:
         wrong = re.fullmatch(r"argument --(\w+): invalid \w+ value: (.*)", str(error))
         if wrong:
@@ -111,7 +133,7 @@ def unnamed(error: Exception) -> str:
 def add_options(parser: Any, options: Options) -> None:
     for name, option in options.items():
         kwargs: dict[str, Any] = {"action": "store_true"} if option.kind is bool else {"type": option.kind}
-        parser.add_argument(f"--{name}", default=option.default, **kwargs)
+        parser.add_argument(f"--{name}", default=option.default, help=option.text, **kwargs)
 
 
 def with_saved_config(argv: list[str]) -> list[str]:
@@ -123,8 +145,6 @@ def with_saved_config(argv: list[str]) -> list[str]:
 
 def check_arguments(argv: list[str], options: Collection[str]) -> None:
     """Raise UsageError for an unknown key, on the command line or in a config file, with the nearest known one."""
-    from jaxdp import bounded_yaml
-
     for i, arg in enumerate(argv):
         if not arg.startswith("--"):
             continue
@@ -134,7 +154,6 @@ def check_arguments(argv: list[str], options: Collection[str]) -> None:
             check_file(value)
         elif key not in ("help", "print_config", *options):
             check_key(key, "command line")
-            bounded_yaml.check(value, key)
             section = inner(known_keys().get(key))
             if section is not None and not value.startswith("{") and value != "null":
                 first = next(iter(get_type_hints(section)))
@@ -145,16 +164,16 @@ def check_file(path: str) -> None:
     """Raise UsageError for a config file that is missing, is not YAML, or has an unknown key."""
     import yaml
 
-    from jaxdp import bounded_yaml
-
     if not path:
         raise UsageError("--config: no file given")
     file = pathlib.Path(path)
     if not file.is_file():
         raise UsageError(f"--config: no file {path!r}; give the path of a YAML file, e.g. configs/digits.yaml")
     try:
-        content = bounded_yaml.load(file.read_text(), path, strict_loader(path))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        content = yaml.load(file.read_text(), strict_loader(path))
+    except UsageError:
+        raise
+    except (yaml.YAMLError, ValueError, OSError) as error:
         raise UsageError(f"{path}: not YAML: {explain(str(error))}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{path}: a config is a YAML mapping, this is {type(content).__name__}")

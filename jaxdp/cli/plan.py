@@ -38,15 +38,7 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     rehearse(config, parts, make_the_step(config, parts), make_state)
     per_device = math.ceil(max(config.microbatches, devices) / devices)
     stages = read_stages(options["zero"], config.parallel.zero)
-    plans = [
-        make_plan(
-            lambda n, zero=zero: make_case(config, parts, zero, per_device, n, devices),  # type: ignore[misc]
-            zero,
-            devices,
-            config.parallel.shard_size if zero else None,
-        )
-        for zero in stages
-    ]
+    plans = [make_plan(make_case(config, parts, zero, per_device, devices), zero) for zero in stages]
     dtype = rate(config.precision.compute or config.precision.params, config.precision.matmul, hardware.flops)
     seconds = [predict(p, hardware, dtype) if dtype in hardware.flops else None for p in plans]
     best = recommend(plans, limit)
@@ -131,8 +123,6 @@ def remarks(
             f"{per_device * devices:,} and batch_size {examples:,}, which changes the numbers"
         )
     for p in plans:
-        if p.scaled_from:
-            notes.append(f"zero {p.zero}: scaled from programs for {' and '.join(map(str, p.scaled_from))} devices")
         if p.gathered_whole:
             notes.append("zero 3: this model does not scan blocks, so all its parameters are gathered at once")
         if p.zero and p.share.replicated_bytes > 0.01 * p.share.total_bytes:

@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxdp import bounded_yaml
+import yaml
+
 from jaxdp.config import Config
 from jaxdp.config.check import changed_numbers
 from jaxdp.distributed import gpus
@@ -33,7 +34,7 @@ class Trial(NamedTuple):
         file = self.directory / "config.yaml"
         if not file.is_file():
             return False
-        saved = bounded_yaml.load(file.read_text(), str(file))
+        saved = yaml.safe_load(file.read_text())
         changed = changed_numbers(saved, self.config)
         if changed and not self.config.resume.force:
             raise UsageError(

@@ -113,7 +113,6 @@ VERBS = {
             "tolerance": Option(
                 float, None, "largest relative error allowed; by default 1e-10 in float64, 1e-5 in float32"
             ),
-            "json": JSON,
         },
         featured=2,
     ),
@@ -140,7 +139,7 @@ VERBS = {
             "output": Option(str, None, "by default export.safetensors, or huggingface, in the run directory"),
             "step": STEP,
             "ema": Option(bool, False, "write the running average of the parameters instead"),
-            "layout": Option(str, "jaxdp", "jaxdp or gpt2: the names in a file; huggingface: a folder"),
+            "layout": Option(str, "jaxdp", "jaxdp: a file; huggingface: a folder for transformers"),
         },
     ),
     "profile": Verb(
@@ -191,8 +190,7 @@ VERBS = {
         "host",
         ("jaxdp doctor", "mpirun -np 2 jaxdp doctor --run_dir runs/digits"),
         {
-            "config": Option(str, None, "the config of a run, to check the room for its checkpoints"),
-            "run_dir": Option(str, None, "where the run is to go; by default that of the config, or runs"),
+            "run_dir": Option(str, "runs", "where the run is to go"),
             "json": JSON,
         },
         featured=2,
@@ -210,11 +208,5 @@ VERBS = {
             "restart": Option(int, 0, "how many times a process that dies is started again, with a growing pause", 0),
         },
         command=True,
-    ),
-    "completion": Verb(
-        "print a script that lets bash or zsh complete commands and keys",
-        "host",
-        ('eval "$(jaxdp completion bash)"', "jaxdp completion zsh > ~/.jaxdp.zsh"),
-        arguments={"shell": "?"},
     ),
 }

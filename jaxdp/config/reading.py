@@ -16,10 +16,10 @@ def from_mapping(values: dict[str, Any], where: str) -> Config:
     """
     import argparse
 
-    from jaxdp import bounded_yaml
+    import jsonargparse
 
     check_structure(values, where)
-    parser = bounded_yaml.parser()
+    parser = jsonargparse.ArgumentParser(exit_on_error=False, default_env=False)
     parser.add_class_arguments(Config, None, as_group=False)
     try:
         space = parser.parse_object(values)

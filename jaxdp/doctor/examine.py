@@ -40,12 +40,12 @@ CAUSES = (  # a pattern in "stage: error", and the fix
 class Job:
     """The process `jaxdp.doctor.job`, in a stage, and its findings before that: what it opens may block or kill it."""
 
-    def __init__(self, directory: pathlib.Path, config: str | None, cache: str | None):
+    def __init__(self, directory: pathlib.Path):
         self.stage, self.lines = "checks", list[Line]()
         self.rank, self.size, self.hosts = 0, 1, {0: hosts.hostname()}
         self.printed = deque[str](maxlen=400)  # lines of standard error
         self.messages = queue.Queue[str]()  # lines of standard output; "" at its end
-        options = {"directory": str(directory), "config": config, "cache": cache, "launcher": os.getppid()}
+        options = {"directory": str(directory), "launcher": os.getppid()}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "jaxdp.doctor.job", json.dumps(options)],
             env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"},
@@ -92,9 +92,9 @@ class Job:
         return failure(self.stage, error, next(fix for p, fix in CAUSES if re.search(p, f"{self.stage}: {error}")))
 
 
-def examine(directory: pathlib.Path, config: str | None = None, cache: str | None = "auto") -> Examined | None:
+def examine(directory: pathlib.Path) -> Examined | None:
     """Run all checks, and return the findings of all ranks on rank 0, None on the others. directory: of the run."""
-    job = Job(directory, config, cache)
+    job = Job(directory)
     problem = job.follow()
     rank, joined = job.rank, job.stage not in ("checks", "imports", "ranks")
     if problem and not (rank and problem.found == SILENT):  # rank 0 prints that error

@@ -40,7 +40,7 @@ def main(options: dict[str, Any]) -> None:
         lines = [(check, (rank,)) for check in checks] if lines is None else lines
         print(json.dumps([name, seconds, lines, rank, size, names]), file=out, flush=True)
 
-    checks += run_checks(local_checks(world, directory, options))
+    checks += run_checks(local_checks(world, directory))
     stage("imports", LIMIT)
     checks += versions.check_imports()
     timeout = protocol.default_timeout(None if os.environ.get("JAXDP_TIMEOUT") else 30.0)
@@ -69,15 +69,13 @@ def main(options: dict[str, Any]) -> None:
     lines += merge(reports)
     if rank == 0:
         lines += [(check, ()) for check in devices.check_sharing(reports)]
-        count = len({hosts.key(fact) for fact in reports.values()})
-        lines += [(check, ()) for check in devices.check_all_reduce(opened, count)]
+        lines += [(check, ()) for check in devices.check_all_reduce(opened)]
     stage("", 0, lines)
     contexts.leave(0)
 
 
-def local_checks(world: World | None, directory: pathlib.Path, options: dict[str, Any]) -> dict[str, Checker]:
+def local_checks(world: World | None, directory: pathlib.Path) -> dict[str, Checker]:
     """Return the checks that need no other process."""
-    config, cache = options["config"], options["cache"]
     size, local_size = (world.size, world.local_size or 1) if world else (1, 1)
     checks: dict[str, Checker] = {
         "versions": versions.check_versions,
@@ -86,9 +84,7 @@ def local_checks(world: World | None, directory: pathlib.Path, options: dict[str
         "open files": functools.partial(resources.check_limits, size),
         "memory": resources.check_memory,
         "shared memory": functools.partial(resources.check_shared_memory, local_size),
-        "run_dir": lambda: resources.check_run_dir(directory, resources.checkpoint_bytes(config) if config else 0),
-        "temporary files": lambda: [resources.check_temporary()],
-        "compilation cache": functools.partial(resources.check_cache, cache),
+        "run_dir": lambda: [resources.check_run_dir(directory)],
         "host name": network.check_name,
         "port": functools.partial(network.check_port, world),
     }

@@ -1,9 +1,5 @@
 """Check the network: what host names resolve to, the coordinator's port, and TCP between the hosts of a job."""
 
-import contextlib
-import os
-import pathlib
-import re
 import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,7 +7,6 @@ from typing import Any
 from jaxdp.distributed import hosts
 from jaxdp.distributed.world import World
 from jaxdp.doctor.check import Check, failure, ok, warning
-from jaxdp.errors import one_line
 
 HOSTS = 16  # other hosts that each host connects to, at most
 
@@ -59,17 +54,4 @@ def check_port(world: World | None) -> Iterator[Check]:
         socket.create_server(("", port)).close()
         yield ok("port", f"{text} free")
     except OSError as error:
-        fix = "choose another port, or end that program"
-        yield failure("port", f"{text} taken{owner(port)} ({error.strerror})", fix)
-
-
-def owner(port: int) -> str:
-    """Return " by process N (its command)", if /proc shows it."""
-    tables = (path.read_text() for path in pathlib.Path("/proc/net").glob("tcp*"))
-    inodes = {f"socket:[{n}]" for n in re.findall(rf":{port:04X} \S+ 0A (?:\S+ +){{5}}(\d+)", "".join(tables))}
-    for process in pathlib.Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if inodes & {os.readlink(f) for f in (process / "fd").iterdir()}:
-                command = (process / "cmdline").read_text(errors="replace").replace("\0", " ")
-                return f" by process {process.name} ({one_line(command)[:60]})"
-    return ""
+        yield failure("port", f"{text} taken ({error.strerror})", "choose another port, or end its program")

@@ -7,16 +7,12 @@ import pathlib
 import resource
 import secrets
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxdp import environment
 from jaxdp.distributed import hosts
-from jaxdp.doctor.check import OK, WARNING, Check, failure, graded, ok, warning
-from jaxdp.errors import RunFailed, one_line
+from jaxdp.doctor.check import Check, failure, graded, ok, warning
 from jaxdp.metrics.numbers import size as shown
 from jaxdp.rundir import sees
 
@@ -52,49 +48,9 @@ def check_shared_memory(size: int = 1) -> Iterator[Check]:
     yield graded("shared memory", free, 16 * MB, enough, f"/dev/shm has {shown(free)} free of {shown(total)}", fix)
 
 
-def check_run_dir(directory: pathlib.Path, size: int = 0) -> Iterator[Check]:
-    """Check space and permission for checkpoints. size: the bytes of one; 0 if it is not known."""
-    least, enough = (2 * size, 4 * size) if size else (256 * MB, 2 * GB)
-    more = f"; a checkpoint takes {shown(size)}, and the next is written before the last is removed" if size else ""
-    yield check_folder("run_dir", directory, least, enough, "choose another --run_dir", more)
-
-
-def checkpoint_bytes(path: str) -> int:
-    """Return the bytes of a config's checkpoint, computed in a process that leaves the GPUs alone."""
-    command = [sys.executable, "-m", "jaxdp.cli.checkpoint_size", path]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        raise RunFailed(f"--config {path} cannot be built; see jaxdp plan: {one_line(done.stderr)[-200:]}")
-    return int(done.stdout.split()[-1])
-
-
-def check_temporary() -> Check:
-    """Check the folder where mpirun and compilers keep files."""
-    folder = pathlib.Path(tempfile.gettempdir())
-    return check_folder("temporary files", folder, 16 * MB, 256 * MB, "set TMPDIR to another folder")
-
-
-def check_cache(where: str | None = "auto", env: Mapping[str, str] = os.environ) -> Iterator[Check]:
-    """Check the folder of compiled programs, without which a run only starts later. where: `compilation_cache`."""
-    name, value = "compilation cache", env.get("JAX_COMPILATION_CACHE_DIR", where)
-    by_variable = "JAX_COMPILATION_CACHE_DIR" in env
-    if not value:
-        yield ok(name, "none: every start compiles again")
-    elif "://" not in value:
-        fix = "set JAX_COMPILATION_CACHE_DIR to another folder"
-        fix = fix if by_variable else "set compilation_cache to another folder, or to null"
-        try:
-            folder = pathlib.Path(value) if by_variable else environment.compiled(value)
-            check = check_folder(name, folder, 16 * MB, 256 * MB, fix)
-        except RuntimeError as error:  # a user without a home directory
-            check = warning(name, f"{value!r}: {one_line(error)}", fix)
-        bad = check._replace(status=WARNING, found=f"{check.found}; every start compiles again")
-        yield check if check.status == OK else bad
-
-
-def check_folder(name: str, directory: pathlib.Path, least: int, enough: int, other: str, more: str = "") -> Check:
-    """Check a folder, or the one it would be made in. least, enough: free bytes. other: the fix besides making room."""
-    folder = existing(directory)
+def check_run_dir(directory: pathlib.Path) -> Check:
+    """Check space and permission for checkpoints, in the run directory or the folder that it would be made in."""
+    name, other, folder = "run_dir", "choose another --run_dir", existing(directory)
     if not folder.is_dir():
         return failure(name, f"{directory}: {folder} is no directory", other)
     free, nodes = shutil.disk_usage(folder).free, os.statvfs(folder)
@@ -103,7 +59,7 @@ def check_folder(name: str, directory: pathlib.Path, least: int, enough: int, ot
         return failure(name, f"{directory} cannot be written to: {problem} ({shown(free)} free)", fix)
     if nodes.f_files and nodes.f_favail < 1000:
         return failure(name, f"{directory} has room for {nodes.f_favail} more files only", f"remove files, or {other}")
-    return graded(name, free, least, enough, f"{directory} has {shown(free)} free{more}", fix)
+    return graded(name, free, 256 * MB, 2 * GB, f"{directory} has {shown(free)} free", fix)
 
 
 def existing(directory: pathlib.Path) -> pathlib.Path:

@@ -1,13 +1,12 @@
 """Check environment variables whose effect surprises: a table of names, values, effects and fixes."""
 
 import os
-import pathlib
 import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from jaxdp.distributed import gpus
-from jaxdp.doctor.check import FAILURE, WARNING, Check, failure, ok, warning
+from jaxdp.doctor.check import FAILURE, WARNING, Check, ok, warning
 from jaxdp.errors import suggest
 
 NAMES = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID", "LOCAL_RANK", "LOCAL_SIZE", "SECRET", "TIMEOUT", "FAULT")
@@ -63,12 +62,5 @@ def check_settings(size: int = 1, env: Mapping[str, str] = os.environ) -> Iterat
         if size > 1 and is_proxy and value and not {"no_proxy", "NO_PROXY", "no_grpc_proxy"} & set(env):
             text = f"{name}={value}: the job's processes would connect to each other through it, or fail to"
             findings.append(warning("environment", text, "unset it, or name the job's hosts in no_proxy"))
-    value = env.get("NCCL_SOCKET_IFNAME", "")  # prefixes of names; ^ excludes, = takes them as full names
-    prefixes = tuple(name.partition(":")[0] for name in value.removeprefix("=").split(",") if name)
-    interfaces = [path.name for path in pathlib.Path("/sys/class/net").glob("*")]
-    unnamed = not any(i in prefixes or (i.startswith(prefixes) and value[0] != "=") for i in interfaces)
-    if value and value[0] != "^" and interfaces and unnamed:
-        text = f"NCCL_SOCKET_IFNAME={value} names no network interface"
-        findings.append(failure("environment", text, f"set it to one of {', '.join(interfaces)}"))
     flags = env.get("XLA_FLAGS", "")
     yield from findings or [ok("environment", f"nothing unexpected{f'; XLA_FLAGS={flags}' if flags else ''}")]

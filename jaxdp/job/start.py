@@ -133,7 +133,7 @@ def advice(run: Run, config: Config) -> list[str]:
             f"batch_size: {batch} is padded to {padded} ({microbatches} microbatches of {per_microbatch}); use "
             f"{padded} to avoid the padding (this changes the numbers)"
         )
-    if batch > (size := len(run.data.train.dataset)):
+    if batch > (size := run.data.train.order.size):
         warnings.append(
             f"batch_size: {batch} is beyond the {size} examples of the data: every update takes all of them, and "
             f"the other {batch - size} are padding; make it {size} or smaller"

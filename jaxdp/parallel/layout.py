@@ -39,17 +39,15 @@ class Sharding(NamedTuple):
 
     zero: the stage. shard_size: the number of devices that share one copy of the sharded state; None means all.
     gradient_buffer: 'sharded' reduces gradients in stages 2 and 3 after each microbatch, 'replicated' once after all.
-    blocks: paths of the parameters that are stacked [block, ...]. split_as: shard leaves as for this number of parts, a
-    multiple of the real one; to plan for more devices. pad: also shard leaves that no dim divides, with padding; the
-    optimizer must be elementwise (`jaxdp.parallel.padding`). rules: (expression, (None or 'shard' for each dim)) of
-    parameters that are sharded in another way.
+    blocks: paths of the parameters that are stacked [block, ...]. pad: also shard leaves that no dim divides, with
+    padding; the optimizer must be elementwise (`jaxdp.parallel.padding`). rules: (expression, (None or 'shard' for each
+    dim)) of parameters that are sharded in another way.
     """
 
     zero: int = 0
     shard_size: int | None = None
     gradient_buffer: str = "sharded"
     blocks: tuple[str, ...] = ()
-    split_as: int | None = None
     pad: bool = False
     rules: tuple[tuple[str, Sequence[str | None]], ...] = ()
 

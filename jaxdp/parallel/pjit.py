@@ -64,9 +64,10 @@ class PJit:
         self.split_steps = NamedSharding(self.mesh, P(None, self.axes.all))
         self.reduction, self.reduce_dtype = reduction, reduce_dtype
         self.make, self.shapes = make, jax.eval_shape(make)
-        parts = sharding.split_as or self.parts
-        self.slices: Any = param_dims(self.shapes.params, sharding, parts)  # of gradients too, if any state is split
-        others = split_dims(self.shapes.opt_state, parts, self.blocks)
+        self.slices: Any = param_dims(
+            self.shapes.params, sharding, self.parts
+        )  # of gradients too, if any state is split
+        others = split_dims(self.shapes.opt_state, self.parts, self.blocks)
         self.dims = state_dims(self.shapes, self.layout, self.slices, others)
         self.stored, self.pad = padded_shapes(self.shapes, self.dims, self.parts), sharding.pad
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from jaxdp import bounded_yaml
 from jaxdp.errors import UsageError
 from jaxdp.metrics import events as kinds
 from jaxdp.metrics.jsonl import read
@@ -226,7 +225,7 @@ def _mapping(file: pathlib.Path) -> Json:
     """Return the mapping in a YAML or JSON file; empty if it is missing or cannot be read."""
     try:
         text = file.read_text(encoding="utf-8")
-        content = json.loads(text) if file.suffix == ".json" else bounded_yaml.load(text, str(file))
+        content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
         return _plain(content) if isinstance(content, dict) else {}
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError):
         return {}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxdp.errors import UsageError, suggest
+from jaxdp.metrics import numbers
 
 Json = dict[str, Any]
 SWEEP = "sweep.json"  # in the directory of a sweep
@@ -35,11 +36,9 @@ def table(runs: Sequence[Json], metric: str) -> str:
     metrics = [metric, *(name for name in METRICS if name != metric and any(name in run["numbers"] for run in runs))]
     rows = [[*metrics, "step", *differ, "run"]]
     for run in runs:
-        numbers = [run["numbers"].get(name) for name in (*metrics, "step")]
+        shown = [run["numbers"].get(name) for name in (*metrics, "step")]
         values = [json.dumps(run["config"].get(key)).strip('"') for key in differ]
         word = run["state"]["word"]
         name = run["name"] if word == "finished" else f"{run['name']} ({word})"
-        rows.append([*(f"{x:.6g}" if isinstance(x, int | float) else str(x or "-") for x in numbers), *values, name])
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
-    return "\n".join(lines)
+        rows.append([*(f"{x:.6g}" if isinstance(x, int | float) else str(x or "-") for x in shown), *values, name])
+    return "\n".join(numbers.table(rows))

@@ -1,8 +1,7 @@
 """Verify that every configuration trains what one device trains, for the user's own model, data and optimizer.
 
-First the parts are traced, here and as on other hosts. Then, in float64, where rounding is small and faults are not:
-the loss alone, a few updates by an oracle that shares no code with the step, and the same updates in many
-configurations.
+In float64, where rounding is small and faults are not: first the parts alone, then a few updates by an oracle that
+shares no code with the step, and the same updates in many configurations.
 """
 
 import contextlib
@@ -12,16 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 
 from jaxdp.distributed.context import Context
-from jaxdp.verify.checks import any_failed, check_loss, check_padding, check_repeat, compare_processes
+from jaxdp.errors import UsageError
+from jaxdp.verify import checks
 from jaxdp.verify.compare import find_reference
 from jaxdp.verify.configurations import Configuration, check_layout, choose_configurations
 from jaxdp.verify.oracle import make_setup, train
 from jaxdp.verify.problem import Problem, check_memory, in_traceable_precision, make_trial
-from jaxdp.verify.report import Report, as_json, as_text
-from jaxdp.verify.static_checks import run_static_checks
+from jaxdp.verify.report import Report, as_text
 from jaxdp.verify.training import run_configuration
 
-__all__ = ["Configuration", "Problem", "Report", "as_json", "as_text", "settings", "verify"]
+__all__ = ["Configuration", "Problem", "Report", "as_text", "settings", "verify"]
 
 
 @contextlib.contextmanager
@@ -58,6 +57,8 @@ def verify(
         UsageError: too little memory or data, a configuration that needs other devices, or raised by the user's code.
     """
     context = context or Context()
+    if tolerance is not None and not 0 < tolerance < 1:
+        raise UsageError(f"tolerance: {tolerance} is not between 0 and 1; to compare bits, use --exact")
     local = [device for device in devices if device.process_index == jax.process_index()]
     with settings(local[0]):
         first = problem.configuration
@@ -65,31 +66,32 @@ def verify(
         check_layout(first, devices)
         trial = make_trial(problem, len(devices), updates)
         problem = in_traceable_precision(dataclasses.replace(problem, configuration=first), trial)
-        static = run_static_checks(problem, trial, tolerance)
-        tolerance, checks = static.tolerance, static.checks
-        report = Report(problem, trial, list(devices), static.parameters, tolerance, checks)
-        checks += compare_processes(context, static.digests)
-        if any_failed(context, checks):
-            return report
         check_memory(problem, trial, local)
         setup = make_setup(problem, trial)
-        checks += check_repeat(setup, tolerance) or [check_loss(setup, tolerance)]
-        if any_failed(context, checks):
+        traits = checks.traits_of(setup)
+        limit = tolerance or checks.TOLERANCE[traits.dtype.name]
+        report = Report(problem, trial, list(devices), limit, [checks.check_data(problem), *traits.notes()])
+        report.parameters = sum(x.size for x in jax.tree.leaves(setup.start.params))
+        report.checks.append(checks.check_repeat(problem, trial, limit))
+        if checks.any_failed(context, report.checks):
+            return report  # a failure of data that change would be blamed on a part that uses them
+        report.checks.append(checks.check_loss(setup, limit))
+        if checks.any_failed(context, report.checks):
             return report  # whatever is trained with it would be as wrong
-        checks.append(check_padding(setup, static.random, tolerance))
+        report.checks.append(checks.check_padding(setup, traits.random, limit))
         report.reference = reference = find_reference(
             lambda params, rule: train(setup._replace(start=setup.start._replace(params=params)), rule),
             problem.rule,
             setup.start.params,
-            static.epsilon,
-            tolerance,
+            float(jax.numpy.finfo(traits.dtype).eps),
+            limit,
         )
-        checks += reference.notes(tolerance)
-        for check in checks:
+        report.checks += reference.notes(limit)
+        for check in report.checks:
             progress(f"{check.name}: {check.verdict}")
         chosen = choose_configurations(first, devices)[: None if most is None else most + 1]
         for i, configuration in enumerate(chosen):
-            result = run_configuration(setup, reference, configuration, devices, tolerance)
+            result = run_configuration(setup, reference, configuration, devices, limit)
             report.results.append(result)
             progress(f"{i + 1}/{len(chosen)} {configuration.title}: {result.outcome}, {result.seconds:.1f} s")
         return report

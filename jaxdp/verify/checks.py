@@ -1,33 +1,33 @@
-"""Check one microbatch: it can be repeated, padding changes nothing, and sums of the loss over parts add up."""
+"""Check the parts of a run: data and updates can be repeated, padding changes nothing, the loss adds up."""
 
+import contextlib
 import json
-from typing import Any
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.analysis.programs import Digest, check_same
+from jaxdp.analysis.programs import inside, needed
+from jaxdp.data.base import probes
 from jaxdp.distributed.context import SLOW, Context
-from jaxdp.errors import UsageError, one_line
+from jaxdp.errors import one_line
 from jaxdp.metrics.sums import flat
 from jaxdp.models.base import CARRY
-from jaxdp.verify.causes import FAILED, NOTE, OK, SKIPPED, Check, failed
-from jaxdp.verify.compare import leaf_errors, worst
-from jaxdp.verify.oracle import Setup, key_of, without_carry
-from jaxdp.verify.problem import Tree
+from jaxdp.verify.compare import flatten, leaf_errors, worst
+from jaxdp.verify.oracle import Setup, key_of, make_setup, train, without_carry
+from jaxdp.verify.problem import FAILED, NOTE, OK, SKIPPED, Check, Problem, Tree, Trial
 
 COARSE = 1e-6  # what padding may change: here a fault is never as small as rounding
 SPLITS = 3  # random ones, of the examples that the loss is checked on
 ROWS = 8  # of these examples
-
-
-def compare_processes(context: Context, digests: dict[str, Digest]) -> list[Check]:
-    """Return a failure if the processes of a job have different programs or data."""
-    try:
-        check_same(context, digests, SLOW)
-    except UsageError as error:
-        return [Check("ranks", FAILED, str(error))]
-    return []
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}  # by the dtype of the computation
+DRAWS = {"random_bits", "threefry2x32", "rng_uniform", "rng_bit_generator"}
+COUNTS = ("device_count", "local_device_count", "devices", "local_devices", "process_index", "process_count")
 
 
 def any_failed(context: Context, checks: list[Check]) -> bool:
@@ -38,20 +38,99 @@ def any_failed(context: Context, checks: list[Check]) -> bool:
     return any(check.verdict == FAILED for check in checks)
 
 
+def check_data(problem: Problem) -> Check:
+    """Check that the data returns the same example for the same index, in another order too."""
+    index = probes(problem.dataset)
+    one, other = problem.dataset.read(index), problem.dataset.read(index[::-1])
+    for name in {**one, **other}:
+        x, y = (np.asarray(examples.get(name, ())) for examples in (one, other))
+        if (x.shape, x.dtype, x.tobytes()) != (y.shape, y.dtype, y[::-1].tobytes()):
+            text = (
+                f"the data is not a function of the index: {name!r} of an example changes when it is read again; move "
+                "what is random into its transform(batch, key, train)"
+            )
+            return Check("data", FAILED, text)
+    return Check("data", OK, f"{len(index)} examples are the same when they are read again")
+
+
+class Traits(NamedTuple):
+    """Of the gradient's program. dtype: of the least precise floats; random: it draws random numbers."""
+
+    dtype: np.dtype
+    random: bool
+
+    def notes(self) -> list[Check]:
+        text = f"the model or the loss computes in {self.dtype.name}, also from float64 arguments"
+        return [] if self.dtype == np.float64 else [Check("precision", NOTE, text)]
+
+
+def traits_of(setup: Setup) -> Traits:
+    """Trace the gradient of a microbatch. Raises UsageError if the loss returns something else than sums."""
+    problem, trial, start, oracle = setup
+    params, frozen = start.params, jax.tree.map(lambda x: None, start.params)
+    arguments = params, frozen, [start.model_state], [trial.microbatch(0, 0)], [key_of(problem, 0, 0)]
+    names, dtype = set[str](), np.dtype(np.float64)
+    for eqn in operations(jax.make_jaxpr(oracle.value)(*arguments).jaxpr):
+        names.add(name := eqn.primitive.name)
+        if name == "convert_element_type":
+            before, after = (jnp.dtype(v.aval.dtype) for v in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
+            if before == np.float64 and jnp.issubdtype(after, jnp.floating):
+                dtype = max(dtype, after, key=lambda x: float(jnp.finfo(x).eps))
+    return Traits(dtype, bool(names & DRAWS))
+
+
+def operations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
+    """Yield the operations that a result depends on, those inside loops and calls too."""
+    for eqn in needed(jaxpr):
+        yield eqn
+        for inner in inside(eqn):
+            yield from operations(inner.jaxpr if isinstance(inner, jex.ClosedJaxpr) else inner)
+
+
+@contextlib.contextmanager
+def other_counts() -> Iterator[None]:
+    """Let JAX report another rank and other numbers of devices and processes, and the clock another time."""
+
+    def told(real: Any) -> Any:
+        other = lambda value: 2 * value if isinstance(value, list) else value + 3
+        return lambda *args, **kwargs: other(real(*args, **kwargs))
+
+    with contextlib.ExitStack() as stack:
+        for module, name in [*((jax, name) for name in COUNTS), (time, "time")]:
+            stack.enter_context(mock.patch.object(module, name, told(getattr(module, name))))
+        yield
+
+
+def check_repeat(problem: Problem, trial: Trial, tolerance: float) -> Check:
+    """Check that an update is the same when all is traced again, where JAX reports other devices and processes."""
+    trial = trial._replace(batches=trial.batches[:1])
+
+    def update() -> Tree:
+        jax.clear_caches()
+        trained = train(make_setup(problem, trial), problem.rule(1.0))
+        return flatten(trained, trained.curve)
+
+    one = update()
+    with other_counts():
+        largest = worst(leaf_errors(update(), one))
+    text = (
+        f"an update computed twice gives another {largest.leaf} (by {largest.error:.1e}): model, loss or optimizer "
+        "depend on the rank, on the number of devices or processes (as jax.device_count), on the time, or on a random "
+        "generator of their own; use the config, and the key that is passed in"
+    )
+    if largest.error <= tolerance:
+        return Check("repeat", OK, "an update is the same when it is computed again, for another number of devices")
+    return Check("repeat", FAILED, text)
+
+
 def compute(setup: Setup, batch: dict[str, Any], state: Tree) -> Tree:
     """Return {loss, weight, metrics, model_state, gradient} of one microbatch."""
     params, key = setup.start.params, key_of(setup.problem, 0, 0)
     frozen = jax.tree.map(lambda x: None, params)
     (loss, (weight, metrics, states)), grads = setup.oracle.value(params, frozen, [state], [batch], [key])
-    model_state = without_carry(states[0])[0]
-    return {"loss": loss, "weight": weight, "metrics": metrics, "model_state": model_state, "gradient": grads}
-
-
-def check_repeat(setup: Setup, tolerance: float) -> list[Check]:
-    """Return a failure if one microbatch, computed twice, gives different numbers."""
-    one, other = (compute(setup, setup.trial.microbatch(0, 0), setup.start.model_state) for _ in range(2))
-    largest = worst(leaf_errors(other, one))
-    return [] if largest.error <= tolerance else [failed("repeat", "repeat", **largest._asdict())]
+    gradient = np.concatenate([np.ravel(x) for x in jax.tree.leaves(grads)])  # some leaves may be rounding noise
+    state = without_carry(states[0])[0]
+    return {"loss": loss, "weight": weight, "metrics": metrics, "model_state": state, "gradient": gradient}
 
 
 def check_padding(setup: Setup, random: bool, tolerance: float) -> Check:
@@ -64,28 +143,26 @@ def check_padding(setup: Setup, random: bool, tolerance: float) -> Check:
     full, repeat = trial.microbatch(0, 0), np.arange(size) % real
     mask = full["mask"].copy()
     mask[real:] = 0
-
-    def run(batch: dict[str, Any], state: Tree) -> Tree:
-        sums = compute(setup, batch, state)
-        gradient = np.concatenate([np.ravel(x) for x in jax.tree.leaves(sums["gradient"])])
-        return {**sums, "gradient": gradient}  # as one vector: some leaves may be rounding noise
-
-    padded = run({**{k: v[repeat] for k, v in full.items()}, "mask": mask}, start.model_state)
-    others = {"other examples there": run({**full, "mask": mask}, start.model_state)}
+    padded = compute(setup, {**{k: v[repeat] for k, v in full.items()}, "mask": mask}, start.model_state)
+    others = {"other examples there": compute(setup, {**full, "mask": mask}, start.model_state)}
     if not random:
         state, carry = without_carry(start.model_state)
         state = state if carry is None else {**state, CARRY: jax.tree.map(lambda x: x[:real], carry)}
-        others["none there"] = run({k: v[:real] for k, v in full.items()}, state)
+        others["none there"] = compute(setup, {k: v[:real] for k, v in full.items()}, state)
     for what, other in others.items():
         errors = leaf_errors(padded, other)
         averages = {leaf: e for leaf, e in errors.items() if leaf.startswith("model_state/") and not e <= tolerance}
         changed = worst(averages or errors)
         largest = max(largest, changed.error)
         if not changed.error <= tolerance:
-            check = failed("padding", "padding", what=what, **changed._asdict())
-            if len(problem.dataset) % problem.order.batch_size or problem.order.batch_size % problem.order.microbatches:
-                return check
-            return check._replace(verdict=NOTE, text=f"{check.text}; this run has no padding")
+            text = (
+                f"the model counts padded examples: with {what}, {changed.leaf} differs by {changed.error:.1e}; a "
+                "BatchNorm (or anything that looks across examples) needs the mask, an argument named mask"
+            )
+            order = problem.order
+            if order.size % order.batch_size or order.batch_size % order.microbatches:
+                return Check("padding", FAILED, text)
+            return Check("padding", NOTE, f"{text}; this run has no padding")
     more = "; leaving it out is not compared, because random numbers depend on the shape" if random else ""
     return Check("padding", OK, f"padded examples change nothing ({largest:.1e}){more}")
 
@@ -98,7 +175,7 @@ def check_loss(setup: Setup, tolerance: float) -> Check:
     outputs, batch = some_rows(setup)
     size, rng = len(batch["mask"]), np.random.default_rng(problem.forward.seed)
     metrics = sorted(flat(oracle.loss(outputs, batch)[2]))
-    names = ["loss", "weight", *(f"metric {name!r}" for name in metrics)]
+    names = ["sum", "weight", *(f"metric {name!r}" for name in metrics)]
 
     def sums(index: np.ndarray, mask: Any = batch["mask"]) -> np.ndarray:
         """Return [loss, weight, *metrics] of some rows."""
@@ -106,15 +183,16 @@ def check_loss(setup: Setup, tolerance: float) -> Check:
         total, weight, values = oracle.loss(*jax.tree.map(pick, (outputs, {**batch, "mask": mask})))
         return np.array([total, weight, *(flat(values)[name] for name in metrics)], np.float64)
 
-    full = sums(np.arange(size))
+    full, largest = sums(np.arange(size)), 0.0
     if not np.isfinite(full).all():
-        return failed("loss", "loss not finite", what=names[int(np.argmin(np.isfinite(full)))])
+        return Check("loss", FAILED, f"the loss has a {names[int(np.argmin(np.isfinite(full)))]} that is not finite")
     if full[1] <= 0:
-        return failed("loss", "no weight", weight=full[1], size=size)
+        text = f"the loss has the weight {full[1]:g} for {size} examples; return batch['mask'] summed"
+        return Check("loss", FAILED, text)
     if size < 2:
         return Check("loss", SKIPPED, "one example cannot be split")
-    sizes, largest = [1, 2, size - 3] if size > 3 else [1, size - 1], 0.0
     for _ in range(SPLITS):
+        sizes = [1, 2, size - 3] if size > 3 else [1, size - 1]
         parts = np.split(rng.permutation(size), np.cumsum(rng.permutation(sizes))[:-1])
         try:
             values = np.stack([sums(part) for part in parts])
@@ -124,16 +202,18 @@ def check_loss(setup: Setup, tolerance: float) -> Check:
         wrong = relative(values.sum(0), full, np.abs(values).sum(0))
         largest = max(largest, wrong.max())
         if wrong.max() > tolerance:
-            shares = np.array([len(part) for part in parts]) / size, values[:, 1] / full[1]
-            is_mean = min(relative(share @ values, full, np.abs(full))[0] for share in shares) <= tolerance
-            loss, weight, *_ = wrong > tolerance
-            kind = ("mean of means" if is_mean and loss else "weight") if weight else "mean" if is_mean else "couples"
-            return failed("loss", kind if loss or weight else "metric", what=names[int(np.argmax(wrong))])
+            text = (
+                f"the loss has a {names[int(np.argmax(wrong > tolerance))]} that does not add up over parts of a "
+                "batch, as a mean does not; return sums of what belongs to the examples (times batch['mask']), and "
+                "batch['mask'] summed; a loss that couples examples (contrastive) needs an attribute scope = 'global'"
+            )
+            return Check("loss", FAILED, text)
     subset = np.sort(rng.permutation(size)[: -(-size // 2)])
     mask = batch["mask"] * np.isin(np.arange(size), subset).reshape(-1, *[1] * (batch["mask"].ndim - 1))
     wrong = relative(sums(np.arange(size), mask), sums(subset), np.abs(full))
     if wrong.max() > tolerance:
-        return failed("loss", "mask", what=names[int(wrong.argmax())])
+        text = f"the loss counts examples whose batch['mask'] is 0 (in its {names[int(wrong.argmax())]}); multiply by "
+        return Check("loss", FAILED, f"{text}the mask before summing")
     return Check("loss", OK, f"sums over parts of {size} examples add up ({max(largest, wrong.max()):.1e})")
 
 

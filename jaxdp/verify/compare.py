@@ -9,8 +9,8 @@ import numpy as np
 
 from jaxdp.core.options import UpdateRule
 from jaxdp.split import path_string
-from jaxdp.verify.causes import NOTE, Check
 from jaxdp.verify.oracle import Trained
+from jaxdp.verify.problem import NOTE, Check
 
 Tree = Any
 Errors = dict[str, float]  # by path: part/of/the/state

@@ -16,13 +16,12 @@ import optax
 
 from jaxdp.core.options import UpdateRule
 from jaxdp.data.example_order import RESET
-from jaxdp.errors import UsageError
 from jaxdp.losses import apply_loss
 from jaxdp.metrics.sums import check_result
 from jaxdp.models.base import CARRY
 from jaxdp.precision import cast_floats
 from jaxdp.split import path_string
-from jaxdp.verify.problem import Misfit, Problem, Tree, Trial
+from jaxdp.verify.problem import Problem, Tree, Trial
 
 Batch = dict[str, Any]
 
@@ -35,10 +34,7 @@ class Start(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """carry: [microbatch, example, ...]. curve: {metric: [update]}. grads: the mean gradient of each update, unclipped.
-
-    disagreeing: paths of integers of the model state that the microbatches changed in different ways.
-    """
+    """carry: [microbatch, example, ...]. curve: {metric: [update]}. grads: mean gradients of each update, unclipped."""
 
     params: Tree
     model_state: Tree
@@ -47,7 +43,6 @@ class Trained(NamedTuple):
     carry: Tree
     curve: dict[str, np.ndarray]
     grads: list[Tree]
-    disagreeing: frozenset[str]
 
 
 class Oracle(NamedTuple):
@@ -96,21 +91,13 @@ def make_oracle(problem: Problem) -> Oracle:
             results = [forward(params, *microbatch) for microbatch in zip(states, batches, keys, strict=True)]
             outputs, targets, new = zip(*results, strict=True)
             join = lambda trees: trees[0] if len(trees) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
-            total, weight, metrics = checked(apply(join(outputs), join(targets)))
+            check_result(result := apply(join(outputs), join(targets)))
+            total, weight, metrics = result
             return total, (weight, metrics, list(new))
 
         return jax.value_and_grad(loss, has_aux=True)(trainable)
 
     return Oracle(jax.jit(forward), jax.jit(value), jax.jit(apply))
-
-
-def checked(result: Any) -> Any:
-    """Return what a loss returned. Raises Misfit if it is not (sum, weight, {metric: sum})."""
-    try:
-        check_result(result)
-    except UsageError as error:
-        raise Misfit(str(error)) from None
-    return result
 
 
 @functools.lru_cache(maxsize=4)
@@ -140,7 +127,7 @@ def train(setup: Setup, rule: UpdateRule) -> Trained:
     carry = [first_carry] * trial.microbatches
     trainable, frozen = partition(params, rule.frozen)
     opt_state = rule.tx.init(trainable)
-    ema, curve, history, disagreeing = params, list[dict[str, float]](), list[Tree](), set[str]()
+    ema, curve, history = params, list[dict[str, float]](), list[Tree]()
     for i in range(len(trial.batches)):
         sums, grads, states, shares = list[tuple[Any, Any]](), list[Tree](), list[Tree](), list[float]()
         batches = [trial.microbatch(i, m) for m in range(trial.microbatches)]
@@ -164,8 +151,7 @@ def train(setup: Setup, rule: UpdateRule) -> Trained:
         means = {name: mean_of([metrics[name] for metrics, _ in sums], total) for name in sums[0][0]}
         curve.append({**means, "grad_norm": norm, "weight": total})
         history.append(mean)
-        state, different = average(states, [share / total for share in shares])
-        disagreeing |= different
+        state = average(states, [share / total for share in shares])
         trainable, opt_state = update(trainable, opt_state, mean)
         params = merge(trainable, frozen)
         if rule.ema_decay is not None:
@@ -173,7 +159,7 @@ def train(setup: Setup, rule: UpdateRule) -> Trained:
     ema = None if rule.ema_decay is None else ema
     carries = None if first_carry is None else jax.tree.map(lambda *x: np.stack(x), *carry)
     curves = {name: np.array([metrics[name] for metrics in curve]) for name in curve[0]}
-    return Trained(params, state, opt_state, ema, carries, curves, history, frozenset(disagreeing))
+    return Trained(params, state, opt_state, ema, carries, curves, history)
 
 
 def mean_of(values: list[Any], weight: float) -> float:
@@ -188,18 +174,11 @@ def weighted(trees: list[Tree], factors: list[float]) -> Tree:
     return jax.tree.map(lambda *x: sum(np.asarray(a) * factor for a, factor in zip(x, factors, strict=True)), *trees)
 
 
-def average(states: list[Tree], shares: list[float]) -> tuple[Tree, set[str]]:
-    """Return (the model state after an update, the paths of integers that disagree). Floats are averaged by share."""
-    disagreeing = set[str]()
-
-    def mean(path: Any, *leaves: np.ndarray) -> np.ndarray:
-        if jnp.issubdtype(leaves[0].dtype, jnp.floating):
-            return np.asarray(sum(x * share for x, share in zip(leaves, shares, strict=True)))
-        if any((x != leaves[0]).any() for x in leaves):
-            disagreeing.add(path_string(path))
-        return leaves[0]
-
-    return jax.tree_util.tree_map_with_path(mean, *states), disagreeing
+def average(states: list[Tree], shares: list[float]) -> Tree:
+    """Return the model state after an update: floats averaged by share, integers as all microbatches have them."""
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    mean = lambda *x: np.asarray(sum(y * share for y, share in zip(x, shares, strict=True)))
+    return jax.tree.map(lambda *x: mean(*x) if is_float(x[0]) else x[0], *states)
 
 
 def partition(params: Tree, patterns: Any) -> tuple[Tree, Tree]:

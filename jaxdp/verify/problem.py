@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp import user_errors
 from jaxdp.core.options import Forward, UpdateRule, first_microbatch
 from jaxdp.core.step import Step
 from jaxdp.data.base import Dataset
@@ -22,13 +21,18 @@ from jaxdp.parallel import Strategy
 from jaxdp.precision import cast_floats
 from jaxdp.verify.configurations import Configuration
 
+OK, FAILED, NOTE, SKIPPED, REFUSED = "ok", "FAILED", "note", "skipped", "refused"
 Tree = Any
 Arrays = dict[str, np.ndarray]
 MOST_EXAMPLES = 4  # per microbatch; with two, a BatchNorm without pixels to average over has no gradient to compare
 
 
-class Misfit(UsageError):
-    """A loss or an optimizer that does not return what training needs: a failed check of the report."""
+class Check(NamedTuple):
+    """verdict: OK, FAILED, NOTE or SKIPPED; FAILED alone means that the problem is not verified."""
+
+    name: str
+    verdict: str
+    text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +44,6 @@ class Problem:
         order: in which the run reads its data.
         configuration: the configuration of the run itself.
         build: (problem, trial, rule, configuration, devices, MB of a bucket) -> a run's strategy and step.
-        remake: constructs all of this again, from the modules as they are imported then.
-        float32_line: the line that cannot be traced in float64, if the model is computed in float32 because of it.
     """
 
     forward: Forward
@@ -50,8 +52,6 @@ class Problem:
     order: ExampleOrder
     configuration: Configuration
     build: Callable[..., tuple[Strategy, Step]]
-    remake: Callable[[], "Problem"] | None = None
-    float32_line: str = ""
 
     @property
     def couples(self) -> bool:
@@ -103,25 +103,23 @@ def in_traceable_precision(problem: Problem, trial: Trial) -> Problem:
     model, key, wide = problem.forward.model, jax.random.key(0), lambda tree: cast_floats(tree, jnp.float64)
     try:
         jax.eval_shape(lambda x: model.apply(*wide(model.init(key, wide(x))), wide(x), key, True), trial.example)
-    except TypeError as error:
-        return in_float32(problem, user_errors.lines(error))
-    except Exception:  # reported where each part is traced
+    except TypeError:
+        return in_float32(problem)
+    except Exception:  # reported where the oracle is traced
         pass
     return problem
 
 
-def in_float32(problem: Problem, line: str) -> Problem:
+def in_float32(problem: Problem) -> Problem:
     """Return the problem with its model computed in float32, with arguments and results in float64."""
-    model, remake = problem.forward.model, problem.remake
+    model = problem.forward.model
     narrow, wide = (lambda tree, to=dtype: cast_floats(tree, to) for dtype in (jnp.float32, jnp.float64))
 
     def apply(params: Tree, state: Tree, batch: Any, key: jax.Array, train: bool) -> tuple[Tree, Tree]:
         return wide(model.apply(*narrow((params, state, batch)), key, train))
 
     model32 = model._replace(init=lambda key, batch: model.init(key, narrow(batch)), apply=apply)
-    again = remake and (lambda: in_float32(remake(), line))
-    forward = problem.forward._replace(model=model32)
-    return dataclasses.replace(problem, forward=forward, remake=again, float32_line=line)
+    return dataclasses.replace(problem, forward=problem.forward._replace(model=model32))
 
 
 def check_memory(problem: Problem, trial: Trial, devices: Sequence[jax.Device]) -> None:

@@ -1,18 +1,15 @@
-"""The report of a verification: its verdict and causes, as text for a person or as JSON."""
+"""The report of a verification: its verdict and causes."""
 
 import dataclasses
 import functools
-import math
-from typing import Any
 
 import jax
 import numpy as np
 
 from jaxdp.metrics.numbers import table
-from jaxdp.verify.causes import FAILED, OK, REFUSED, Check, cause
 from jaxdp.verify.compare import Reference, Worst, list_leaves
 from jaxdp.verify.configurations import Configuration
-from jaxdp.verify.problem import Problem, Trial
+from jaxdp.verify.problem import FAILED, OK, REFUSED, Check, Problem, Trial
 from jaxdp.verify.training import Result
 
 
@@ -26,9 +23,9 @@ class Report:
     problem: Problem
     trial: Trial
     devices: list[jax.Device]
-    parameters: int
     tolerance: float
     checks: list[Check]
+    parameters: int = 0
     reference: Reference | None = None
     results: list[Result] = dataclasses.field(default_factory=list)
 
@@ -57,39 +54,27 @@ def find_causes(report: Report) -> list[str]:
     """Return why the problem is not verified, the most certain cause first."""
     causes, reference = [check.text for check in report.checks if check.verdict == FAILED], report.reference
     if reference is None:
-        return causes or [cause("nothing compared")]
+        return causes or ["nothing was compared"]
     asked = [r for r in report.results if r.configuration == report.problem.configuration and r.verdict == REFUSED]
-    causes += [cause("refused", failure=result.failure) for result in asked]
-    losses, before = reference.trained.curve["loss"], len(causes)
-    if reference.trained.disagreeing:
-        causes.append(cause("integers", leaves=", ".join(sorted(reference.trained.disagreeing))))
+    causes += [f"the configuration that the config asks for is refused: {result.failure}" for result in asked]
+    losses = reference.trained.curve["loss"]
     if not np.isfinite(losses).all():
-        causes.append(cause("not finite", losses=losses.tolist()))
+        causes.append(f"the loss is not finite: {losses.tolist()} in the first updates; try a smaller optimizer.lr")
     elif reference.unexplained:
-        causes.append(cause("rounding", leaves=list_leaves(reference.unexplained)))
+        leaves = list_leaves(reference.unexplained)
+        causes.append(f"not compared, because rounding alone moves them too far: {leaves}")
     elif not reference.compared[0]:
-        causes.append(cause("no trained leaf"))
+        causes.append("no parameter that is trained was compared")
     elif not report.passed and not report.failed:
-        causes.append(cause("nothing compared"))
-    if report.failed and len(causes) == before:
-        causes.append(explain_difference(report))
+        causes.append("no configuration was compared with the oracle")
+    for one in report.failed[:1]:
+        fault = one.failure or f"{one.worst.leaf} differs by {one.worst.error:.1e}"
+        if any(r.configuration.devices == 1 for r in report.passed):
+            fault += (
+                "; one device agrees, so what communicates over devices may be the cause (a BatchNorm with sync: true)"
+            )
+        causes.append(f"{one.configuration.title}: {fault}")
     return causes
-
-
-def explain_difference(report: Report) -> str:
-    """Return what the configurations that differ from the oracle have in common."""
-    failures = [r.failure for r in report.failed if r.failure]
-    if failures:
-        return cause("failed", number=len(failures), all=len(report.results), failure=failures[0])
-    bad, good = ([r.configuration for r in results] for results in (report.failed, report.passed))
-    if not good:
-        return cause("all differ")
-    for name in Configuration._fields:
-        values = {getattr(c, name) for c in bad}
-        if len(values) == 1 and not values & {getattr(c, name) for c in good}:
-            return cause("one setting", name=name, value=values.pop())
-    several = min(c.devices for c in bad) > 1 == max(c.devices for c in good)
-    return cause("several devices" if several else "no setting")
 
 
 def as_text(report: Report, title: str) -> str:
@@ -125,32 +110,3 @@ def verdict(report: Report) -> str:
         f"largest relative error {report.largest.error:.1e}, of {report.largest.leaf}; allowed {report.tolerance:g}; "
         f"{compared} of {trained} trained leaves compared{why}"
     )
-
-
-def as_json(report: Report) -> dict[str, Any]:
-    """Return the report as plain values; an infinite error is the text "inf"."""
-    reference, trial = report.reference, report.trial
-    values = lambda worst: {"error": worst.error if math.isfinite(worst.error) else "inf", "leaf": worst.leaf}
-    row = lambda r: {
-        "configuration": r.configuration._asdict(),
-        **values(r.worst),
-        "failure": r.failure,
-        "refused": r.verdict == REFUSED,
-        "seconds": round(r.seconds, 2),
-    }
-    return {
-        "verified": report.verified,
-        "causes": report.causes,
-        "tolerance": report.tolerance,
-        **values(report.largest),
-        "devices": len(report.devices),
-        "device_kind": report.devices[0].device_kind,
-        "jax": jax.__version__,
-        "updates": len(trial.batches),
-        "microbatches": trial.microbatches,
-        "batch_size": trial.microbatches * trial.microbatch_size,
-        "checks": [c._asdict() for c in report.checks],
-        "configurations": [row(r) for r in report.results],
-        "rate": reference.rate if reference else 1.0,
-        "compared": reference.compared if reference else (0, 0),
-    }

@@ -14,11 +14,10 @@ from jaxdp.core.options import UpdateRule
 from jaxdp.core.state import TrainState
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError, one_line
-from jaxdp.verify.causes import FAILED, OK, REFUSED
 from jaxdp.verify.compare import Errors, Reference, Worst, leaf_errors, worst
 from jaxdp.verify.configurations import Configuration
 from jaxdp.verify.oracle import Setup, Start, partition, without_carry
-from jaxdp.verify.problem import Trial
+from jaxdp.verify.problem import FAILED, OK, REFUSED, Trial
 
 BUCKETS = 3  # about this many, however small the model
 DRAWN = 1e-6  # initial values are drawn in float32, which two programs may round differently
@@ -79,6 +78,8 @@ def train(
         batch = read_batch(problem.dataset, trial.order, i, strategy.local_microbatches)
         state, metrics = program.update(state, strategy.shard_batch(batch))
         curve.append(jax.device_get(metrics))
+        if np.any(curve[-1].pop("disagreeing_state", 0)):
+            raise RuntimeError("the microbatches disagree on integers of the model's state; all must change one alike")
     final = jax.tree.map(host, strategy.export(state).replace(exponents=None))
     return final, {name: np.array([metrics[name] for metrics in curve]) for name in curve[0]}
 

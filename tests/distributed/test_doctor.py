@@ -13,7 +13,6 @@ import time
 
 import pytest
 
-from jaxdp import environment as environment_of_jaxdp
 from jaxdp.doctor import devices, resources, settings, versions
 from jaxdp.doctor.check import FAILURE, OK, WARNING, Examined, as_json, as_text, failure, ok, run_checks
 from jaxdp.doctor.examine import SILENT, Job
@@ -48,7 +47,6 @@ def test_a_machine_that_is_well_and_what_is_planted_around_it(tmp_path):
     found = read(well.stdout)
     assert all(check["status"] != FAILURE for checks in found.values() for check in checks)
     assert {"python", "jax", "jaxlib", "run_dir", "shared memory", "open files", "bindings", "devices"} <= set(found)
-    assert re.search(r"a checkpoint takes 1\.0\d MB", found["run_dir"][0]["found"])  # 85,002 parameters, three times
     assert not find("openmpi5") or "processes that see each other, with Open MPI v5" in found["mpirun"][0]["found"]
     assert found["devices"][0]["found"].startswith("2 x cpu") and "right" not in found["all-reduce"][0]["found"]
 
@@ -56,8 +54,8 @@ def test_a_machine_that_is_well_and_what_is_planted_around_it(tmp_path):
     found = read(ill.stdout)
     (taken_port,) = bad(found["port"])
     text = taken_port["found"]
-    assert taken_port["status"] == FAILURE and "is taken by process" in text and "another port" in taken_port["fix"]
-    assert f"the coordinator, {address}," in text and str(os.getpid()) in text
+    assert taken_port["status"] == FAILURE and "is taken (" in text and "another port" in taken_port["fix"]
+    assert f"the coordinator, {address}," in text
     texts = [check["found"] for check in bad(found["environment"])]
     (aborted,) = bad(found["devices"])
     assert (
@@ -88,8 +86,8 @@ def processes_of(tmp_path, coordinator):
     if (mpich := find("mpich")) and library.exists():  # its mpirun is first on PATH, and mpi4py loads Open MPI
         faults |= {"PATH": f"{os.path.dirname(mpich)}:{os.environ['PATH']}", "MPI4PY_LIBMPI": str(library)}
     jobs = []
-    for env, before, more in (({}, "", "--config configs/digits.yaml"), (faults, "ulimit -n 64; ", "")):
-        command = f'{before}exec "{sys.executable}" -m jaxdp doctor --json --run_dir "{tmp_path}/run" {more}'
+    for env, before in (({}, ""), (faults, "ulimit -n 64; ")):
+        command = f'{before}exec "{sys.executable}" -m jaxdp doctor --json --run_dir "{tmp_path}/run"'
         jobs.append(
             subprocess.Popen(
                 ["sh", "-c", command], cwd=ROOT, env=environment(env, 2), text=True,
@@ -129,7 +127,7 @@ def test_a_full_disk_and_a_name_that_is_loopback(tmp_path):
     code = """
 import json, pathlib
 from jaxdp.doctor import network, resources
-checks = [*resources.check_run_dir(pathlib.Path("disk/run")), *network.check_name()]
+checks = [resources.check_run_dir(pathlib.Path("disk/run")), *network.check_name()]
 print(json.dumps({"checks": [c._asdict() for c in checks]}))
 """
     (tmp_path / "disk").mkdir()
@@ -263,7 +261,7 @@ def test_a_check_that_raises_or_hangs_is_a_line():
 
 
 def test_how_the_process_that_joins_has_ended(tmp_path):
-    job = Job(tmp_path, None, None)
+    job = Job(tmp_path)
     job.process.kill()
     with job.process:
         assert "killed by SIGKILL" in job.follow().found
@@ -306,11 +304,10 @@ def test_versions_that_do_not_fit():
 
 
 def test_variables_that_surprise():
-    env = {"JAX_DEBUG_NANS": "True", "NCCL_SOCKET_IFNAME": "nosuch0", "JAXDP_TIMEOUT": "soon", "http_proxy": "p:1"}
+    env = {"JAX_DEBUG_NANS": "True", "JAXDP_TIMEOUT": "soon", "http_proxy": "p:1"}
     found = {check.found.partition("=")[0]: check for check in settings.check_settings(2, env)}
     assert {name: check.status for name, check in found.items()} == {
         "JAX_DEBUG_NANS": WARNING,
-        "NCCL_SOCKET_IFNAME": FAILURE,
         "JAXDP_TIMEOUT": FAILURE,
         "http_proxy": WARNING,
     }
@@ -346,61 +343,19 @@ def test_gpus_need_a_driver_and_a_plug_in(tmp_path, monkeypatch):
     assert not list(devices.check_sharing(shared))
 
 
-def test_room_for_a_checkpoint(tmp_path):
-    free = shutil.disk_usage(tmp_path).free
-    assert next(resources.check_run_dir(tmp_path / "a" / "b", 1000)).status == OK
-    large = next(resources.check_run_dir(tmp_path, free))
-    assert large.status == FAILURE and "a checkpoint takes" in large.found
+def test_room_for_checkpoints(tmp_path):
+    assert resources.check_run_dir(tmp_path / "a" / "b").status in (OK, WARNING)
     (tmp_path / "file").write_text("")
-    assert "is no directory" in next(resources.check_run_dir(tmp_path / "file")).found
+    assert "is no directory" in resources.check_run_dir(tmp_path / "file").found
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".jaxdp")]
-
-
-def test_the_cache_is_the_one_that_a_run_would_use(tmp_path, monkeypatch):
-    """As `compilation_cache.use` chooses it; one that cannot be used costs time, and is no failure."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
-    look = lambda *where, **env: [(c.status, c.found, c.fix) for c in resources.check_cache(*where, env=env)]
-    ((status, found, _),) = look()
-    assert status == OK and found.startswith(f"{tmp_path}/home/jaxdp/xla/{environment_of_jaxdp.processor()} has ")
-    ((status, found, _),) = look(str(tmp_path / "own"))
-    assert status == OK and found.startswith(f"{tmp_path}/own/")
-    assert look(None) == look("auto", JAX_COMPILATION_CACHE_DIR="") == [(OK, "none: every start compiles again", "")]
-    (tmp_path / "file").write_text("")
-    ((status, found, fix),) = look(str(tmp_path / "file"))
-    assert status == WARNING and "is no directory; every start compiles again" in found
-    assert fix == "set compilation_cache to another folder, or to null"
-    ((status, found, fix),) = look("auto", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "file"))
-    assert status == WARNING and "set JAX_COMPILATION_CACHE_DIR" in fix
-    ((status, found, _),) = look(str(tmp_path / "file"), JAX_COMPILATION_CACHE_DIR=str(tmp_path))
-    assert status == OK and found.startswith(f"{tmp_path} has ")
-    assert look("auto", JAX_COMPILATION_CACHE_DIR="gs://bucket/folder") == []
-    assert not (tmp_path / "home").exists() and not (tmp_path / "own").exists()
-
-
-@pytest.mark.slow
-def test_the_doctor_looks_at_the_cache_of_the_config(tmp_path):
-    (tmp_path / "run.yaml").write_text(
-        f"model: {{target: MLP}}\ndata: {{target: Digits}}\nsteps: 1\ncompilation_cache: {tmp_path}/programs\n"
-    )
-    env = environment({"JAX_COMPILATION_CACHE_DIR": None}, 1)
-    command = [sys.executable, *DOCTOR, "--json", "--config", str(tmp_path / "run.yaml"), "--run_dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
-    ((check,),) = read(done.stdout, "compilation cache")
-    assert check["status"] == OK and check["found"].startswith(f"{tmp_path}/programs/")
 
 
 def test_a_slow_all_reduce():
     timed = {"seconds": 0.01, "devices": 2, "bytes": 1 << 22, "right": True}
-    judged = lambda platform, kind, **more: next(
-        devices.check_all_reduce({"platform": platform, "kind": kind, "timed": {**timed, **more}}, 1)
-    )
-    assert judged("cpu", "cpu").status == OK and judged("cpu", "cpu", right=False).status == FAILURE
-    slow = judged("cpu", "cpu", seconds=2.0)
-    assert slow.status == WARNING and "more than the 671 ms of 12.5 MB/s" in slow.found
-    h100 = "NVIDIA H100 80GB HBM3"
-    assert judged("gpu", h100).status == OK and "h100-nvlink-ib400" in judged("gpu", h100, seconds=2.0).found
-    assert judged("gpu", "a new one", seconds=2.0).status == OK
+    judged = lambda **more: next(devices.check_all_reduce({"timed": {**timed, **more}}))
+    assert judged().status == OK and judged(right=False).status == FAILURE
+    slow = judged(seconds=2.0)
+    assert slow.status == WARNING and "less than 6 MB/s" in slow.found
 
 
 def test_a_list_merges_what_ranks_have_in_common():

@@ -17,8 +17,7 @@ import yaml
 from commands import SHELL, Command, commands, shortened, trains_in
 from commands import blocks as all_blocks
 from jaxdp import cli
-from jaxdp.config.describe import groups
-from jaxdp.config.keys import known_keys
+from jaxdp.config.keys import inner, known_keys
 from jaxdp.distributed import launchers
 from launch import environment, find
 
@@ -252,7 +251,9 @@ def made_pages():
 def test_the_pages_that_are_made_say_everything():
     pages = made_pages()
     rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \| (.*?) \| (\w+) \| (.+) \|$", pages.config_page(), re.MULTILINE)
-    keys = [key for group in groups() for key in group.keys]
+    keys = [key for group in pages.groups() for key in group.keys]
+    assert not [key.name for key in keys if not key.text]
+    assert {key.name for key in keys} == {k for k, hint in known_keys().items() if "." in k or inner(hint) is None}
     assert [row[0] for row in rows] == [key.name for key in keys]
     assert {row[0]: row[3] for row in rows} == {key.name: key.decides for key in keys}
     assert ("optimizer.lr", "number", "`0.001`", "numbers", "the peak learning rate") in rows

@@ -242,8 +242,9 @@ def test_train_begins_with_a_published_file_and_export_writes_one(tmp_path):
     losses = [record["loss"] for record in records(tmp_path / "run", "train")]
     np.testing.assert_allclose(losses[0], nats(oracle(published(), TEXT[:, :-1]), TEXT[:, 1:]), rtol=1e-5)
     assert losses[1] < losses[0]
-    export(load_options(["--run_dir", str(tmp_path / "run"), "--layout", "gpt2"], "export"))
-    trained = load_file(tmp_path / "run" / "export.safetensors")
+    export(load_options(["--run_dir", str(tmp_path / "run"), "--layout", "huggingface"], "export"))
+    trained = load_file(tmp_path / "run" / "huggingface" / "model.safetensors")
+    trained = {name.removeprefix("transformer."): x for name, x in trained.items()}
     final = records(tmp_path / "run", "train")[-1]
     assert trained.keys() == published().keys() - {f"h.{i}.attn.bias" for i in range(LAYERS)} and final["step"] == 2
     assert trained["wte.weight"].shape == (VOCABULARY, DIM)  # without the rows that pad ours
@@ -298,10 +299,10 @@ def test_transformers_loads_what_is_exported_with_the_same_state_and_logits(tmp_
     done = jaxdp("--config", write(tmp_path, json.dumps(config)), "--run_dir", tmp_path / "run",
                  env={"PYTHONPATH": "tests/support:."})  # fmt: skip
     assert "rows 257 to 383 of embed/embedding left as initialized" in done.stdout
-    argv = ["--run_dir", str(tmp_path / "run"), "--layout", "gpt2", "--output", str(tmp_path / "model.safetensors")]
+    argv = ["--run_dir", str(tmp_path / "run"), "--layout", "huggingface", "--output", str(tmp_path / "folder")]
     export(load_options(argv, "export"))
-    with_transformers(TRANSFORMERS, tmp_path, "load", dtype)
-    made, loaded = (np.load(tmp_path / f"{verb}.npz") for verb in ("make", "load"))
+    with_transformers(TRANSFORMERS, tmp_path / "folder", "load", dtype)
+    made, loaded = (np.load(tmp_path / name) for name in ("make.npz", "folder/load.npz"))
     assert made.files == loaded.files
     for name in made.files:
         np.testing.assert_array_equal(loaded[name], made[name], err_msg=name)

@@ -10,7 +10,6 @@ import jaxdp
 ROOT = pathlib.Path(jaxdp.__file__).parent
 LAYERS = [
     "errors",
-    "bounded_yaml",
     "config",
     "user_errors",
     "distributed",
