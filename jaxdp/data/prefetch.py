@@ -94,7 +94,8 @@ def read_batch(
 def read_batches(
     dataset: Dataset, order: ExampleOrder, steps: Sequence[int], numbers: Sequence[int] | np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return several steps' local microbatches, {name: [step, local, E, ...]}, from one `dataset.read`.
+    """Return several steps' local microbatches, {name: [step, local, E, ...]}, from one `dataset.read`; of a stream,
+    from one for each step.
 
     "mask"[step, local, E] is float32, 1 for a real row and 0 for padding; a "mask" from the dataset
     (of tokens, say) is multiplied by it and keeps its own shape. "reset"[step, local, E] is bool, True where the
@@ -102,8 +103,11 @@ def read_batches(
     is nonzero; any other order has the entry only if the dataset has one, and also resets at step 0. Raises UsageError
     if `read` does not return a dict of arrays with one entry per index.
     """
-    if hasattr(dataset, "require"):
-        dataset.require(np.concatenate([order.batch(step) for step in steps]))
+    if hasattr(dataset, "require"):  # a stream, whose window would grow to an epoch in one read over the end of it
+        if len(steps) > 1:
+            parts = [read_batches(dataset, order, [step], numbers) for step in steps]
+            return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+        dataset.require(order.batch(steps[0]))
     indices, rows = places(order, steps, numbers)
     if rows.all():
         values = _read(dataset, indices.reshape(-1))
