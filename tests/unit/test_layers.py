@@ -44,7 +44,6 @@ LAYERS = [
     "api",
     "cli",
     "interop",
-    "lax",
     "__main__",
     "__init__",
 ]
