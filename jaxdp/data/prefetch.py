@@ -28,13 +28,9 @@ def prefetch(make: Callable[[S], T], steps: Iterable[S], depth: int = 2) -> Iter
         with prefetch(make, range(start, stop)) as batches:
             for batch in batches: ...
 
-    depth: 0 computes each item on demand, without a thread. The iterator raises the exception of `make` (the same
-    object, with its traceback) after the items before it. Leaving the context ends the thread; it waits at most
-    `GRACE_S` seconds for a running `make`.
+    The iterator raises the exception of `make` (the same object, with its traceback) after the items before it. Leaving
+    the context ends the thread; it waits at most `GRACE_S` seconds for a running `make`.
     """
-    if depth < 1:
-        yield (make(step) for step in steps)
-        return
     changed = threading.Condition()
     ready: deque[T] = deque()
     fault: list[BaseException] = []
@@ -108,7 +104,7 @@ def read_batches(
             parts = [read_batches(dataset, order, [step], numbers) for step in steps]
             return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
         dataset.require(order.batch(steps[0]))
-    indices, rows = places(order, steps, numbers)
+    indices, rows = (np.stack(part) for part in zip(*(order.rows(step, numbers) for step in steps)))
     if rows.all():
         values = _read(dataset, indices.reshape(-1))
     else:  # read the example that padding repeats only once
@@ -121,27 +117,11 @@ def read_batches(
         dtype = data_mask.dtype if np.issubdtype(data_mask.dtype, np.floating) else np.float32
         mask = data_mask.astype(dtype) * rows.reshape(*rows.shape, *[1] * (data_mask.ndim - rows.ndim))
     data_reset = batch.get(RESET)
-    per_example = data_reset is not None and data_reset.size == rows.size
-    if (reset := begins(order, steps, rows.shape, per_example)) is not None:
-        batch[RESET] = reset | (batch[RESET].reshape(rows.shape) != 0) if RESET in batch else reset
+    if order.sequential or (data_reset is not None and data_reset.size == rows.size):
+        begins = order.begins if order.sequential else lambda step: step == 0
+        reset = np.stack([np.full(rows.shape[1:], begins(step)) for step in steps])
+        batch[RESET] = reset if data_reset is None else reset | (data_reset.reshape(rows.shape) != 0)
     return {**batch, "mask": mask}
-
-
-def places(
-    order: ExampleOrder, steps: Sequence[int], numbers: Sequence[int] | np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return `order.rows` of several steps, stacked: (indices[step, local, E] int64, mask[step, local, E] bool)."""
-    indices, rows = (np.stack(part) for part in zip(*(order.rows(step, numbers) for step in steps)))
-    return indices, rows
-
-
-def begins(order: ExampleOrder, steps: Sequence[int], shape: tuple[int, ...], data_resets: bool) -> np.ndarray | None:
-    """Return where the order resets the carried state, bool of `shape` [step, local, E]; None if no state is carried.
-    data_resets: the dataset has a "reset" entry with one value per example."""
-    if not order.sequential and not data_resets:
-        return None
-    resets = order.begins if order.sequential else lambda step: step == 0
-    return np.stack([np.full(shape[1:], resets(step)) for step in steps])
 
 
 def _read(dataset: Dataset, indices: np.ndarray) -> dict[str, np.ndarray]:
