@@ -2,7 +2,7 @@
 
     taskset -c 0 python benchmarks/kernels.py [--json FILE] [TABLE ...]
 
-TABLE: product, attention, convolution, normalization, loss, embedding, pooling; all where left out. Milliseconds are
+TABLE: product, attention, convolution, normalization, loss, embedding; all where left out. Milliseconds are
 the smallest and the median of interleaved repeats; `differs` is the largest difference of values and gradients from the
 first way's, over their largest. On one core with NPROC=1; where JAX finds a GPU, on that.
 """
@@ -27,7 +27,6 @@ from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models.attention import causal
 from jaxdp.models.gpt import look_up
 from jaxdp.models.normalization import standardize
-from jaxdp.models.resnet9 import halve
 
 REPEATS, CALLS = 11, 4
 MICROBATCHES = 8
@@ -59,7 +58,7 @@ def attentions() -> dict[str, tuple[Ways, tuple, tuple]]:
         return jnp.einsum("ekts,eskw->etkw", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), value)
 
     jaxs = functools.partial(jax.nn.dot_product_attention, is_causal=True)
-    ways: Ways = {"in pieces": causal, "heads interleaved, jax's softmax": interleaved, "jax.nn": jaxs}
+    ways: Ways = {"heads together": causal, "heads interleaved, jax's softmax": interleaved, "jax.nn": jaxs}
     shape = lambda tokens: (8, 2048 // 8 // 128, tokens, 4, 64) if tokens == 128 else (4, 1, tokens, 4, 64)
     return {f"{t} tokens": (ways, tuple(normal(i, *shape(t)) for i in range(3)), ()) for t in (128, 512)}
 
@@ -128,17 +127,6 @@ def embeddings() -> dict[str, tuple[Ways, tuple, tuple]]:
     return {"2048 tokens of 256 x 256": (ways, (tokens,), (normal(1, 256, 256),))}
 
 
-def poolings() -> dict[str, tuple[Ways, tuple, tuple]]:
-    window = lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
-
-    def blocks(x: jax.Array) -> jax.Array:
-        """On ties its gradient is shared, and the window's is the first's."""
-        return x.reshape(len(x), x.shape[1] // 2, 2, x.shape[2] // 2, 2, -1).max((2, 4))
-
-    ways: Ways = {"one after the other": halve, "reduce_window": window, "maximum of blocks": blocks}
-    return {"32x32x64": (ways, (normal(0, 8, 2, 32, 32, 64),), ())}
-
-
 TABLES: dict[str, Callable[[], dict[str, tuple[Ways, tuple, tuple]]]] = {
     "product": products,
     "attention": attentions,
@@ -146,7 +134,6 @@ TABLES: dict[str, Callable[[], dict[str, tuple[Ways, tuple, tuple]]]] = {
     "normalization": normalizations,
     "loss": losses,
     "embedding": embeddings,
-    "pooling": poolings,
 }
 
 
