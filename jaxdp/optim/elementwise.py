@@ -103,9 +103,11 @@ def difference(whole: Program, part: Program, paths: Mapping[Shape, str]) -> str
     depends = "it is not elementwise: its operations or constants depend on the shape of a parameter that is split"
     if [x.primitive for x in eqns] != [x.primitive for x in part_eqns]:
         return depends
-    if not all(map(equal, closed.consts, closed_part.consts)):
+    consts, part_consts = closed.consts, closed_part.consts
+    if len(consts) != len(part_consts) or not all(map(equal, consts, part_consts)):
         return depends
-    for one, other in zip(eqns, part_eqns):
+    pairs: Any = zip(eqns, part_eqns)
+    for one, other in pairs:
         name, shapes = one.primitive.name, lambda xs: [x.aval.shape for x in xs]
         split = [x for x, y in zip(one.invars, other.invars) if x.aval.shape != y.aval.shape]
         same_shapes = shapes(one.outvars) == shapes(other.outvars)
