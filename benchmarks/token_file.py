@@ -5,10 +5,9 @@
 
 The file is sparse and in a temporary folder: it takes no room, and its pages are zeros that the kernel makes when they
 are first looked at. Prints how long the data set takes to start (with its fingerprint), and medians of interleaved
-repeats, of windows that are new (`cold`), of the same windows once more (`again`: they are in memory, but where they
-were read they are not mapped yet) and a third time (`warm`). Bytes a second are those of the file's tokens (`read`) and
-those of the int32 inputs and labels (`delivered`), each also as a ratio to copying as many bytes, which are in none of
-the caches, into an array that is there already.
+repeats, of windows that are new (`cold`), of the same windows once more (`again`) and a third time (`warm`). Bytes a
+second are those of the file's tokens (`read`) and those of the int32 inputs and labels (`delivered`), each also as a
+ratio to copying as many bytes, which are in none of the caches, into an array that is there already.
 """
 
 import argparse

@@ -1,12 +1,12 @@
 """CIFAR-10 from its published Python batches."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxdp.data.base import Arrays, check_split
-from jaxdp.data.unpickle import load_arrays
 from jaxdp.errors import UsageError
 
 FOLDER = "cifar-10-batches-py"
@@ -14,6 +14,9 @@ FILES = {"train": tuple(f"data_batch_{number}" for number in range(1, 6)), "test
 # Mean and standard deviation of the training pixels in [0, 1], by channel.
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
+# What a pickle of arrays, lists, dicts, strings and numbers may name, of Python 2 or 3 and NumPy 1 or 2.
+NAMED = {"numpy.ndarray", "numpy.dtype", "_codecs.encode", "numpy._core.numeric._frombuffer"}
+NAMED |= {"numpy._core.multiarray._reconstruct", "numpy._core.multiarray.scalar"}
 
 
 class CIFAR10(Arrays):
@@ -68,10 +71,21 @@ def _find(root: str, names: tuple[str, ...]) -> Path:
     )
 
 
+class _Unpickler(pickle.Unpickler):
+    """Refuses everything that could run code: https://docs.python.org/3/library/pickle.html#restricting-globals."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        current = module.replace("numpy.core.", "numpy._core.")
+        if f"{current}.{name}" not in NAMED:
+            raise ValueError(f"it asks for {module}.{name}; only arrays, lists, dicts, strings and numbers are read")
+        return super().find_class(current, name)
+
+
 def _read_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return (planes[n, 3072] uint8, labels[n] int32). Raises UsageError."""
     try:
-        content = load_arrays(path)
+        with path.open("rb") as file:
+            content = _Unpickler(file, encoding="bytes").load()
     except Exception as error:  # an invalid pickle raises many types of errors
         cause = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
         raise UsageError(f"data.args.root: cannot read {path}: {cause}; fetch the file again") from error

@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import mmap
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,37 +102,12 @@ def boundary(path: Path, fraction: float) -> int:
     """Return the byte position before the last `fraction` of a file, moved to the next start of a line or document, or
     to the previous one if there is no next; the file's size if there is none."""
     size = path.stat().st_size
-    if not fraction:
+    if not fraction or not size:
         return size
     near = int(size * (1 - fraction))
     marks = [b"\n"] if is_lines(path) else [MARK.encode(), b"\n"]
-    for mark in marks:
-        position = _after(path, mark, max(0, near - len(mark)), size)
-        if position < size:
-            return position
-    for mark in marks:
-        if position := _before(path, mark, near):
-            return position
-    return size
-
-
-def _after(path: Path, mark: bytes, start: int, size: int) -> int:
-    """Return the position after the first `mark` at or after `start`; `size` if there is none."""
-    with path.open("rb") as file:
-        file.seek(start)
-        tail = b""
-        while content := file.read(BLOCK):
-            tail += content
-            if (index := tail.find(mark)) >= 0:
-                return file.tell() - len(tail) + index + len(mark)
-            tail = tail[-len(mark) :]
-    return size
-
-
-def _before(path: Path, mark: bytes, stop: int) -> int:
-    """Return the position after the last `mark` before `stop`; 0 if there is none in the block before it."""
-    with path.open("rb") as file:
-        first = max(0, stop - BLOCK)
-        file.seek(first)
-        index = file.read(stop - first).rfind(mark)
-    return first + index + len(mark) if index >= 0 else 0
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        after = [(text.find(mark, max(0, near - len(mark))), mark) for mark in marks]
+        before = [(text.rfind(mark, 0, near), mark) for mark in marks]
+        positions = [at + len(mark) for at, mark in [*after, *before] if at >= 0]
+    return next((position for position in positions if position < size), size)

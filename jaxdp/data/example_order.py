@@ -65,21 +65,6 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
     return values.astype(np.int64)
 
 
-@functools.lru_cache(maxsize=32)
-def _rows_and_mask(packed: bytes, microbatches: int, padded: int, examples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (batch rows, mask), each [local, padded] and read-only, because they are cached for all steps.
-    packed: int64 microbatch numbers as bytes; padded: rows of a microbatch; examples: real rows of the batch."""
-    numbers = np.frombuffer(packed, np.int64).reshape(-1, 1)
-    if ((numbers < -1) | (numbers >= microbatches)).any():
-        raise ValueError(f"microbatch numbers {numbers[:, 0].tolist()} are not all in [-1, {microbatches})")
-    row = np.arange(padded) * microbatches + numbers
-    mask = (numbers >= 0) & (row < examples)
-    row = np.where(mask, row, 0)
-    for array in (row, mask):
-        array.flags.writeable = False
-    return row, mask
-
-
 @functools.lru_cache(maxsize=8)
 def _span(number: int, size: int, seed: int, epoch: int) -> np.ndarray:
     """Return `permute` of the _SPAN positions from `number` * _SPAN; one batch at a time is ten times slower."""
@@ -136,9 +121,12 @@ class ExampleOrder:
         numbers: of the microbatches, in [0, microbatches), or -1 for none. Padding rows repeat the example of the
         batch's first row with mask False, so padding is always a real, finite example.
         """
-        packed = np.asarray(numbers, np.int64).tobytes()
-        row, mask = _rows_and_mask(packed, self.microbatches, self.examples_per_microbatch, self.examples(step))
-        return self._examples(step, row), mask
+        numbers = np.asarray(numbers, np.int64).reshape(-1, 1)
+        if ((numbers < -1) | (numbers >= self.microbatches)).any():
+            raise ValueError(f"microbatch numbers {numbers[:, 0].tolist()} are not all in [-1, {self.microbatches})")
+        row = np.arange(self.examples_per_microbatch) * self.microbatches + numbers
+        mask = (numbers >= 0) & (row < self.examples(step))
+        return self._examples(step, np.where(mask, row, 0)), mask
 
     def batch(self, step: int) -> np.ndarray:
         """Return the examples of the step's batch, of all microbatches."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import UNKNOWN, Dataset, as_dataset, check_split, tokenizer_spec
+from jaxdp.data.base import Dataset, as_dataset, check_split, tokenizer_spec
 from jaxdp.data.example_order import EpochOrder, ExampleOrder, permute
 from jaxdp.errors import UsageError
 from jaxdp.targets import bind, call, locate, parameters, targets_in
@@ -121,6 +121,10 @@ class Mixture:
                 setattr(self, fact, getattr(self.sets[0], fact))
         any_transform = any(getattr(dataset, "transform", None) is not None for dataset in self.sets)
         self.transform = self._apply_transforms if any_transform else None
+        if any_transform and MEMBER in first[0]:
+            raise UsageError(
+                f"{KEY}: the examples have an entry {MEMBER!r}, which a mixture of sets with transforms adds; rename it"
+            )
 
 
 @dataclass(frozen=True)
@@ -158,8 +162,8 @@ def make_set(name: str, entry: Any, split: str) -> Dataset:
         dataset = as_dataset(source)
     except UsageError as error:
         raise UsageError(f"{key}: {error}") from None
-    if len(dataset) >= UNKNOWN:
-        raise UsageError(f"{key}: a stream is read in its order, not by index; give it data.args.size, or write files")
+    if hasattr(dataset, "require"):
+        raise UsageError(f"{key}: a stream is read in its order, and a mixture reads by index; write files from it")
     return dataset
 
 

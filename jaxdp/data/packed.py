@@ -44,20 +44,18 @@ class PackedTokens(TokenFile):
         owners = np.searchsorted(self.starts, indices, side="right") - 1
         rows = np.zeros((len(indices), self.length + 1), np.int32)
         sizes, labeled = np.zeros((2, len(indices), 1), np.int64)
-        firsts, shifts = {}, {}
+        columns = np.arange(self.length + 1)
         for shard in np.unique(owners).tolist():
             chosen, begins, total = owners == shard, self.begins[shard], len(self.shards[shard])
             numbers = indices[chosen] - self.starts[shard]
             first = begins[numbers]
             sizes[chosen, 0] = begins[numbers + 1] - first
             labeled[chosen, 0] = np.minimum(sizes[chosen, 0], total - 1 - first)
-            firsts[shard] = np.minimum(first, total - self.length - 1)  # the last windows would exceed the file
-            shifts[shard] = first - firsts[shard]
-        columns = np.arange(self.length + 1)
-        for shard, windows in self._fetch(firsts):
-            self._check(windows, firsts[shard], shard)
-            shifted = np.minimum(columns + shifts[shard][:, None], self.length)
-            rows[owners == shard] = np.take_along_axis(windows, shifted, 1)
+            start = np.minimum(first, total - self.length - 1)  # the last windows would exceed the file
+            windows = self._views[shard][start]
+            self._check(windows, start, shard)
+            shifted = np.minimum(columns + (first - start)[:, None], self.length)
+            rows[chosen] = np.take_along_axis(windows, shifted, 1)
         columns = columns[:-1]
         inputs = np.where(columns < sizes, rows[:, :-1], 0)
         ends = (columns < sizes) & (inputs == self.end_of_text)

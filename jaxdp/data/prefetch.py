@@ -28,13 +28,9 @@ def prefetch(make: Callable[[S], T], steps: Iterable[S], depth: int = 2) -> Iter
         with prefetch(make, range(start, stop)) as batches:
             for batch in batches: ...
 
-    depth: 0 computes each item on demand, without a thread. The iterator raises the exception of `make` (the same
-    object, with its traceback) after the items before it. Leaving the context ends the thread; it waits at most
-    `GRACE_S` seconds for a running `make`.
+    The iterator raises the exception of `make` (the same object, with its traceback) after the items before it. Leaving
+    the context ends the thread; it waits at most `GRACE_S` seconds for a running `make`.
     """
-    if depth < 1:
-        yield (make(step) for step in steps)
-        return
     changed = threading.Condition()
     ready: deque[T] = deque()
     fault: list[BaseException] = []
@@ -94,7 +90,8 @@ def read_batch(
 def read_batches(
     dataset: Dataset, order: ExampleOrder, steps: Sequence[int], numbers: Sequence[int] | np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return several steps' local microbatches, {name: [step, local, E, ...]}, from one `dataset.read`.
+    """Return several steps' local microbatches, {name: [step, local, E, ...]}, from one `dataset.read`; of a stream,
+    from one for each step.
 
     "mask"[step, local, E] is float32, 1 for a real row and 0 for padding; a "mask" from the dataset
     (of tokens, say) is multiplied by it and keeps its own shape. "reset"[step, local, E] is bool, True where the
@@ -102,9 +99,12 @@ def read_batches(
     is nonzero; any other order has the entry only if the dataset has one, and also resets at step 0. Raises UsageError
     if `read` does not return a dict of arrays with one entry per index.
     """
-    if hasattr(dataset, "require"):
-        dataset.require(np.concatenate([order.batch(step) for step in steps]))
-    indices, rows = places(order, steps, numbers)
+    if hasattr(dataset, "require"):  # a stream, whose window would grow to an epoch in one read over the end of it
+        if len(steps) > 1:
+            parts = [read_batches(dataset, order, [step], numbers) for step in steps]
+            return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+        dataset.require(order.batch(steps[0]))
+    indices, rows = (np.stack(part) for part in zip(*(order.rows(step, numbers) for step in steps)))
     if rows.all():
         values = _read(dataset, indices.reshape(-1))
     else:  # read the example that padding repeats only once
@@ -117,27 +117,11 @@ def read_batches(
         dtype = data_mask.dtype if np.issubdtype(data_mask.dtype, np.floating) else np.float32
         mask = data_mask.astype(dtype) * rows.reshape(*rows.shape, *[1] * (data_mask.ndim - rows.ndim))
     data_reset = batch.get(RESET)
-    per_example = data_reset is not None and data_reset.size == rows.size
-    if (reset := begins(order, steps, rows.shape, per_example)) is not None:
-        batch[RESET] = reset | (batch[RESET].reshape(rows.shape) != 0) if RESET in batch else reset
+    if order.sequential or (data_reset is not None and data_reset.size == rows.size):
+        begins = order.begins if order.sequential else lambda step: step == 0
+        reset = np.stack([np.full(rows.shape[1:], begins(step)) for step in steps])
+        batch[RESET] = reset if data_reset is None else reset | (data_reset.reshape(rows.shape) != 0)
     return {**batch, "mask": mask}
-
-
-def places(
-    order: ExampleOrder, steps: Sequence[int], numbers: Sequence[int] | np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return `order.rows` of several steps, stacked: (indices[step, local, E] int64, mask[step, local, E] bool)."""
-    indices, rows = (np.stack(part) for part in zip(*(order.rows(step, numbers) for step in steps)))
-    return indices, rows
-
-
-def begins(order: ExampleOrder, steps: Sequence[int], shape: tuple[int, ...], data_resets: bool) -> np.ndarray | None:
-    """Return where the order resets the carried state, bool of `shape` [step, local, E]; None if no state is carried.
-    data_resets: the dataset has a "reset" entry with one value per example."""
-    if not order.sequential and not data_resets:
-        return None
-    resets = order.begins if order.sequential else lambda step: step == 0
-    return np.stack([np.full(shape[1:], resets(step)) for step in steps])
 
 
 def _read(dataset: Dataset, indices: np.ndarray) -> dict[str, np.ndarray]:

@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.data.base import Dataset
+from jaxdp.data.base import Arrays, Dataset
 from jaxdp.data.example_order import RESET, ExampleOrder
-from jaxdp.data.prefetch import begins, places, prefetch
+from jaxdp.data.prefetch import prefetch, read_batches
 from jaxdp.data.workers import Steps
 from jaxdp.errors import UsageError
 
 SHARE = 0.5  # the largest fraction of a device's free memory, or of the host's, that the data set may take
 PIECE = 1 << 16  # examples per `read`
-INDEX, ROWS = "index", "rows"
+INDEX = "index"
 
 
 class Resident:
@@ -32,6 +32,10 @@ class Resident:
         pieces = [dataset.read(np.arange(i, min(i + PIECE, len(dataset)))) for i in range(0, len(dataset), PIECE)]
         self.arrays = strategy.replicate({key: np.concatenate([p[key] for p in pieces]) for key in pieces[0]})
         self.strategy = strategy
+        indices: dict[str, Any] = {INDEX: np.arange(len(dataset), dtype=np.int32)}
+        if RESET in self.arrays and self.arrays[RESET].size == len(dataset):  # its values are gathered
+            indices[RESET] = np.zeros(len(dataset), bool)
+        self.indices = Arrays(**indices)
         self.gather = functools.cache(lambda to: jax.jit(gather, out_shardings=to) if to else jax.jit(gather))
 
     @contextmanager
@@ -41,10 +45,7 @@ class Resident:
         def make(steps: Steps) -> tuple[Steps, dict[str, jax.Array]]:
             several = isinstance(steps, range)
             every = steps if isinstance(steps, range) else [steps]
-            indices, rows = places(order, every, self.strategy.local_microbatches)
-            data_reset = self.arrays.get(RESET)
-            reset = begins(order, every, rows.shape, data_reset is not None and data_reset.size == len(data_reset))
-            selection = {INDEX: indices.astype(np.int32), ROWS: rows} | ({} if reset is None else {RESET: reset})
+            selection = read_batches(self.indices, order, every, self.strategy.local_microbatches)
             at = self.strategy.shard_batch(selection if several else {k: x[0] for k, x in selection.items()}, several)
             return steps, self.gather(getattr(at[INDEX], "sharding", None))(self.arrays, at)
 
@@ -53,9 +54,9 @@ class Resident:
 
 
 def gather(arrays: dict[str, jax.Array], at: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return the batch that `read_batches` would return: arrays[example, ...] at at["index"], masked by at["rows"]."""
+    """Return the batch that `read_batches` would return: arrays[example, ...] at at["index"], masked by at["mask"]."""
     batch = {key: x.at[at[INDEX]].get(mode="promise_in_bounds") for key, x in arrays.items()}
-    mask, data_mask = at[ROWS].astype(jnp.float32), batch.get("mask")
+    mask, data_mask = at["mask"], batch.get("mask")
     if data_mask is not None:
         dtype = data_mask.dtype if jnp.issubdtype(data_mask.dtype, jnp.floating) else jnp.float32
         mask = data_mask.astype(dtype) * mask.reshape(*mask.shape, *[1] * (data_mask.ndim - mask.ndim)).astype(dtype)

@@ -3,15 +3,15 @@
 import functools
 import glob
 import json
+import mmap
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from jaxdp.data.base import check_split
-from jaxdp.data.mapped import Mapped
 from jaxdp.data.tokenizers import Tokenizer, from_spec
 from jaxdp.data.windows import SMALL, Windows, cut
 from jaxdp.errors import UsageError, one_line
@@ -96,37 +96,16 @@ class TokenFile(Windows):
 
     def _map(self) -> list[np.ndarray]:
         random = sum(shard.size for shard in self.files) > SMALL  # smaller sets are read in full and in order
-        self._maps = [Mapped(shard.path, random) for shard in self.files]
-        shards = [
-            mapped.bytes[shard.offset :].view(shard.dtype)[: shard.size]
-            for shard, mapped in zip(self.files, self._maps)
-        ]
-        shards = shards if self.part is None else cut(shards, *self.part)
-        self._begins = [tokens.ctypes.data - mapped.address for tokens, mapped in zip(shards, self._maps)]
-        return shards
-
-    def _fetch(self, firsts: dict[int, np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the windows as in `Windows`, but request missing pages of all files before reading any of them."""
-        length, absent = self.length + 1, {}
-        for shard, tokens in firsts.items():
-            size = self.shards[shard].itemsize
-            offsets = self._begins[shard] + tokens * size
-            if self._maps[shard].ask(offsets, length * size):
-                absent[shard] = offsets
-        for shard, offsets in absent.items():
-            rows = np.empty((len(offsets), length), self.shards[shard].dtype)
-            self._maps[shard].read(offsets, rows)
-            yield shard, rows
-        yield from super()._fetch({shard: tokens for shard, tokens in firsts.items() if shard not in absent})
+        shards = [map_tokens(shard, random) for shard in self.files]
+        return shards if self.part is None else cut(shards, *self.part)
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the maps: another process opens its own."""
-        return {**super().__getstate__(), "shards": None, "_maps": None}
+        return {**super().__getstate__(), "shards": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.part, self.files = state["part"], state["files"]
-        shards = self._map()
-        super().__setstate__({**state, "shards": shards, "_maps": self._maps})
+        super().__setstate__({**state, "shards": self._map()})
 
 
 def find(path: str) -> list[Path]:
@@ -200,3 +179,17 @@ def open_shard(path: Path, dtype: np.dtype, stated: int | None = None) -> Shard:
     if stated not in (None, count):
         raise UsageError(f"data.args.path: {str(path)!r} has {count:,} tokens, instead of {stated:,}; write it again")
     return Shard(path, dtype, offset, count, vocabulary)
+
+
+def map_tokens(shard: Shard, random: bool) -> np.ndarray:
+    """Map a shard's tokens into memory. random: disable readahead, of many times a window. Raises UsageError."""
+    if not shard.size:
+        return np.zeros(0, shard.dtype)
+    try:
+        with shard.path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise UsageError(f"data.args.path: cannot map {str(shard.path)!r}: {one_line(error)}") from None
+    if random and hasattr(mmap, "MADV_RANDOM"):
+        mapped.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(mapped, shard.dtype, shard.size, shard.offset)

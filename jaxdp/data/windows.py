@@ -1,6 +1,6 @@
 """Windows of tokens: an example is a window of a long token array; its labels are the window one token later."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -64,22 +64,14 @@ class Windows:
         if len(indices) and (indices.min() < 0 or indices.max() >= len(self)):
             raise IndexError(f"indices are not all in [0, {len(self):,})")
         rows = np.empty((len(indices), self.length + 1), np.int32)
-        if len(self.shards) == 1:  # the usual case needs no search
-            owners, present = None, [0] if len(indices) else []
-        else:
-            owners = np.searchsorted(self.starts, indices, side="right") - 1
-            present = np.unique(owners).tolist()
-        selected = {shard: slice(None) if owners is None else owners == shard for shard in present}
-        firsts = {shard: (indices[selected[shard]] - self.starts[shard]) * self.stride for shard in present}
-        for shard, windows in self._fetch(firsts):
-            self._check(windows, firsts[shard], shard)
-            rows[selected[shard]] = windows
+        owners = np.searchsorted(self.starts, indices, side="right") - 1
+        for shard in np.unique(owners).tolist():
+            selected = owners == shard
+            firsts = (indices[selected] - self.starts[shard]) * self.stride
+            windows = self._views[shard][firsts]
+            self._check(windows, firsts, shard)
+            rows[selected] = windows
         return rows
-
-    def _fetch(self, firsts: dict[int, np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (shard, its windows [k, length + 1] that start at tokens firsts[shard][k], in the stored dtype)."""
-        for shard, tokens in firsts.items():
-            yield shard, self._views[shard][tokens]
 
     def _view(self) -> list[np.ndarray]:
         """Return a view of all windows [window, length + 1] of each shard."""

@@ -6,7 +6,6 @@ and leak shared memory on a SIGTERM to the process group, each import jax, and n
 
 import atexit
 import contextlib
-import fcntl
 import multiprocessing
 import os
 import pickle
@@ -101,7 +100,7 @@ def _pool(
     def receive(step: int) -> Batch:
         worker = (step - steps.start) % count
         try:
-            return _receive(pipes[worker])
+            batch = pipes[worker].recv()
         except (EOFError, OSError):
             processes[worker].join(1)
             code = processes[worker].exitcode
@@ -113,6 +112,9 @@ def _pool(
             raise RunFailed(
                 f"data.workers: worker {worker} of {count} ended with code {code} while it read step {step}; {hint}"
             ) from None
+        if isinstance(batch, BaseException):
+            raise batch
+        return batch
 
     def end() -> None:
         for process in processes:
@@ -123,7 +125,6 @@ def _pool(
         with _signals_blocked():
             for worker in range(count):
                 pipe, far = context.Pipe(duplex=False)
-                _widen(pipe)
                 args = (far, dataset, order, np.asarray(numbers), steps[worker::count])
                 process = context.Process(target=_work, args=args, name=f"jaxdp-worker-{worker}", daemon=True)
                 process.start()
@@ -164,7 +165,7 @@ def _work(pipe: Connection, pickled: bytes, order: ExampleOrder, numbers: np.nda
     try:
         dataset = pickle.loads(pickled)
         for step in steps:
-            _send(pipe, read_batch(dataset, order, step, numbers))
+            pipe.send(read_batch(dataset, order, step, numbers))
     except BrokenPipeError:
         pass
     except BaseException as error:
@@ -179,40 +180,6 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-def _send(pipe: Connection, batch: Batch) -> None:
-    """Send a header, then each array's bytes."""
-    arrays = {key: np.ascontiguousarray(value) for key, value in batch.items()}
-    pipe.send_bytes(pickle.dumps({key: (value.shape, value.dtype) for key, value in arrays.items()}))
-    for value in arrays.values():
-        remaining = _memory(value)
-        while remaining:
-            remaining = remaining[os.write(pipe.fileno(), remaining) :]
-
-
-def _receive(pipe: Connection) -> Batch:
-    header = pickle.loads(pipe.recv_bytes())
-    if isinstance(header, BaseException):
-        raise header
-    batch = {key: np.empty(shape, dtype) for key, (shape, dtype) in header.items()}
-    for value in batch.values():
-        remaining = _memory(value)
-        while remaining:
-            if not (size := os.readv(pipe.fileno(), [remaining])):
-                raise EOFError
-            remaining = remaining[size:]
-    return batch
-
-
-def _memory(array: np.ndarray) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data if array.nbytes else memoryview(b"")
-
-
-def _widen(pipe: Connection) -> None:
-    """Enlarge the pipe's buffer from 64 KiB to 1 MiB where the system permits it: fewer system calls per batch."""
-    with contextlib.suppress(AttributeError, OSError):
-        fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, 1 << 20)
 
 
 def _dumps_error(error: BaseException) -> bytes:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import UNKNOWN, Examples, as_dataset
+from jaxdp.data.base import UNKNOWN, Arrays, Examples, as_dataset, fingerprint
 from jaxdp.data.example_order import order_of
 from jaxdp.distributed.context import joined
 from jaxdp.errors import UsageError
@@ -90,18 +90,23 @@ def partition_dataset(
     sizes: the share of each rank, such as [0.7, 0.2, 0.1]: rank r gets that part of each batch's rows, next to those of
     rank r - 1, instead of every size-th row. This is the PyTorch tutorial's DataPartitioner, batch by batch.
 
-    All ranks call it together. Raises UsageError if their arguments differ (with rank and values), or if one is not
-    positive. The partitioning of Horovod's and PyTorch's samplers, without repeated examples.
+    All ranks call it together. Raises UsageError if their arguments differ (with rank and values), or 64 examples of
+    arrays in memory, or the shapes and dtypes of other examples; or if a number is not positive. The partitioning of
+    Horovod's and PyTorch's samplers, without repeated examples.
     """
     if devices is not None and devices < 1:
         raise UsageError(f"devices: {devices} is not positive; set it to jax.local_device_count()")
     if devices is not None and sizes is not None:
         raise UsageError("sizes: the devices of a rank have equal shares; give sizes or devices")
     partition = Partition(dataset, batch_size, seed, shuffle, devices, sizes)
-    facts = {"examples": len(partition.dataset), "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
-    joined().check_same(
-        "partition_dataset", {k: str(v) for k, v in {**facts, "devices": devices, "sizes": sizes}.items()}
-    )
+    first = {
+        k: f"{x.dtype}{list(x.shape[1:])}" for k, x in sorted(partition.dataset.read(np.zeros(1, np.int64)).items())
+    }
+    facts = {"examples": len(partition.dataset), "an example": first, "batch_size": batch_size, "seed": seed}
+    facts |= {"shuffle": shuffle, "devices": devices, "sizes": sizes}
+    if isinstance(partition.dataset, Arrays):  # another data set may augment its examples when they are read
+        facts["the arrays' fingerprint"] = fingerprint(partition.dataset)
+    joined().check_same("partition_dataset", {k: str(v) for k, v in facts.items()})
     return partition
 
 

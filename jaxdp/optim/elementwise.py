@@ -1,33 +1,35 @@
 """Check that an optimizer is elementwise: that updating slices of the parameters equals updating the full arrays.
 
-The check is a probe: it updates small arrays of the same tree structure, in full and in halves, with gradients of many
-magnitudes, so that clipping shows whatever its threshold is.
+The update is traced for full leaves and for slices, and the two programs are compared operation by operation. A value
+whose shape differs between them belongs to a split leaf: only elementwise operations may read it.
 """
 
-import contextlib
-import functools
 import re
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend import core as jex
 
 from jaxdp.errors import UsageError, one_line
-from jaxdp.split import WHOLE, path_string, split_dims
+from jaxdp.split import WHOLE, padded_shape, path_string, split_dims
 
 Tree = Any
-Arrays = list[np.ndarray]
+Shape = tuple[int, ...]
+Program = tuple[jex.ClosedJaxpr, Sequence[Any]]  # with the outputs that count
 
-# Gradient magnitude of each update, ascending: running averages of large gradients would hide later small ones.
-SCALES = np.repeat([1e-12, 1e-6, 1.0, 1e6, 1e12], 2)
-LOUDER = 8.0  # factor on alternating halves of every leaf, so that the norms of the halves differ clearly
-TOLERANCE = 1e-4  # relative, in the L2 norm of a leaf: elementwise updates agree, mostly to the last bit
-WIDE, NARROW, OTHER = 256, 16, 2  # caps: the two largest dims, the same of repeated leaves, and the other dims
-BUDGET = 2**19  # elements of all wide leaves together
+# Names of operations of `jax.lax`.
+ELEMENTWISE = re.compile(
+    "abs|acosh?|add|add_any|and|asinh?|atan[2h]?|bessel_i[01]e|cbrt|ceil|clamp|clz|complex|conj|convert_element_type|"
+    "copy(_p)?|cosh?|device_put|digamma|div|eq|erf|erf_inv|erfc|exp2?|expm1|floor|g[et]|imag|integer_pow|is_finite|l[et]|"
+    "lgamma|log|log1p|logistic|max|min|mul|ne|neg|nextafter|not|optimization_barrier|or|population_count|pow|real|"
+    "reduce_precision|rem|round|rsqrt|select_n|shift_left|shift_right_(arithmetic|logical)|sharding_constraint|sign|"
+    "sinh?|sqrt|square|stop_gradient|sub|tanh?|xor"
+)
+CALLS = re.compile("checkpoint|closed_call|cond|core_call|custom_[jv][jv]p_call|p?jit|scan|while")
+FILL = "broadcast_in_dim"
 
 
 def check_elementwise(
@@ -44,146 +46,99 @@ def check_elementwise(
 
     params: arrays, tracers or ShapeDtypeStructs; only their paths, shapes and dtypes are used, and which of their dims
     are split over `parts` (see `split_dims`, also for blocks and pad). Rejects LAMB, LARS, Adafactor, Muon, clipping by
-    a norm, gradient noise, skipping of non-finite updates, and any update that combines elements of a split leaf. Does
-    not detect effects that need more elements than the probe has (such as a threshold for a norm over more than half a
-    million updates). An update that takes `value` gets 1.0; an update that needs another argument is rejected. Takes
-    about a second for 150 leaves, on the CPU; works while a caller is tracing; caches its answers.
+    a norm, gradient noise, skipping of non-finite updates, and any update with another operation than `ELEMENTWISE` on
+    a split leaf, or with operations or constants that depend on its shape. Parts of the optimizer's state that no
+    update reads do not count. An update that takes `value` gets 1.0; an update that needs another argument is rejected.
     """
-    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
-    dims = jax.tree.leaves(split_dims(params, parts, blocks, pad))
-    if all(dim == WHOLE for dim in dims):
+    dims = split_dims(params, parts, blocks, pad)
+    if all(dim == WHOLE for dim in jax.tree.leaves(dims)):
         return
-    leaves = [_Leaf(path_string(p), tuple(x.shape), x.dtype, dim) for (p, x), dim in zip(flat, dims, strict=True)]
-    problem = _problem(tx, treedef, tuple(leaves), jax.config.values["jax_enable_x64"])
-    if problem is not None:
+    padded = lambda shape, dim: padded_shape(shape, dim, parts)
+    part = lambda shape, dim: tuple(n // parts if d == dim else n for d, n in enumerate(padded(shape, dim)))
+    plain = lambda shape, dim: shape
+
+    def programs(resize: Callable[[Shape, int], Shape]) -> list[Program]:
+        return trace(tx, jax.tree.map(lambda x, dim: jax.ShapeDtypeStruct(resize(x.shape, dim), x.dtype), params, dims))
+
+    paths = {tuple(x.shape): path_string(path) for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    try:
+        sliced, wholes = programs(part), [programs(plain), *([programs(padded)] if pad else [])]
+        problems = [difference(*pair, paths) for whole in wholes for pair in zip(whole, sliced)]
+    except Exception as error:
+        problems = [f"it fails on slices of the parameters: {type(error).__name__}: {one_line(error)}"]
+    if problem := next(filter(None, problems), None):
         raise UsageError(f"optimizer: {problem}; {advice}")
 
 
-class _Leaf(NamedTuple):
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    dim: int
+def trace(tx: optax.GradientTransformation, params: Tree) -> list[Program]:
+    """Return the programs of init and of update, each with the outputs that decide the updates, now or later."""
+    extra, state = optax.with_extra_args_support(tx), jax.eval_shape(tx.init, params)
+    init = jax.make_jaxpr(tx.init)(params)
+    update = jax.make_jaxpr(lambda *args: extra.update(*args, value=1.0))(params, state, params)
+    count, jaxpr = len(jax.tree.leaves(params)), update.jaxpr
+    old, new = jaxpr.invars[count : len(jaxpr.invars) - count], jaxpr.outvars[count:]
+    live = more = jaxpr.outvars[:count]
+    while more:  # also the part of the new state that a later update reads
+        read = needed(jaxpr, live)[1]
+        more = [y for x, y in zip(old, new, strict=True) if x in read and not any(y is z for z in live)]
+        live = [*live, *more]
+    return [(init, [y for x, y in zip(old, init.jaxpr.outvars, strict=True) if x in read]), (update, live)]
 
 
-@functools.lru_cache(maxsize=32)
-def _problem(tx: Any, treedef: Any, leaves: tuple[_Leaf, ...], x64: bool) -> str | None:
-    """Return a sentence that describes the problem, or None."""
-    try:
-        for full, *halves in _updates(tx, treedef, _shrink(leaves), x64):
-            errors = [
-                max(_difference(_half(x, leaf.dim, i), half[n]) for i, half in enumerate(halves))
-                for n, (x, leaf) in enumerate(zip(full, leaves, strict=True))
-            ]
-            worst = int(np.argmax(errors))
-            if errors[worst] > TOLERANCE:
-                return (
-                    f"it is not elementwise: on slices of the parameters it updates {leaves[worst].path} differently "
-                    f"(relative difference {errors[worst]:.2g})"
-                )
-    except Exception as error:
-        return f"it fails on slices of the parameters: {type(error).__name__}: {one_line(error)}"
-    return None
+def needed(jaxpr: jex.Jaxpr, outputs: Sequence[Any]) -> tuple[list[jex.JaxprEqn], set[Any]]:
+    """Return the operations that decide the outputs, and all values that they read."""
+    is_variable = lambda x: not isinstance(x, jex.Literal)
+    eqns, read = [], set(filter(is_variable, outputs))
+    for eqn in reversed(jaxpr.eqns):
+        if read.intersection(eqn.outvars):
+            eqns.append(eqn)
+            read.update(filter(is_variable, eqn.invars))
+    return eqns[::-1], read
 
 
-def _updates(tx: Any, treedef: Any, leaves: list[_Leaf], x64: bool) -> Iterator[list[Arrays]]:
-    """Yield, for each probe step, the updates from `tx` for the full arrays, the first halves and the second halves."""
-    dims = [leaf.dim for leaf in leaves]
-    rng = np.random.default_rng(0)
-    steady = [_normal(rng, leaf) for leaf in leaves]  # a constant part: some optimizers adapt their step size to it
-    extra = optax.with_extra_args_support(tx)
-    options = {"xla_backend_optimization_level": 0}  # compilation takes most of the time
-    update = jax.jit(lambda *args: extra.update(*args, value=1.0), compiler_options=options)
-
-    def draw(step: int, scale: float) -> list[list[Tree]]:
-        """Return random gradients: [[full], [first halves, second halves]]."""
-        arrays = [_normal(rng, leaf) for leaf in leaves]
-        for x, old, dim in zip(arrays, steady, dims, strict=True):
-            np.add(x, old, out=x)
-            for part, factor in (x, scale), (_half(x, dim, step % 2), LOUDER):
-                np.multiply(part, factor, out=part, casting="unsafe")
-        if step == len(SCALES):  # one NaN: an optimizer that skips non-finite updates skips one slice but not the other
-            for x in [x for x, dim in zip(arrays, dims, strict=True) if dim != WHOLE and x.dtype.kind in "fc"][:1]:
-                x.flat[0] *= np.nan
-        halves = [[_half(x, dim, i) for x, dim in zip(arrays, dims, strict=True)] for i in range(2)]
-        return [[treedef.unflatten(arrays)], [treedef.unflatten(half) for half in halves]]
-
-    def init(params: list[Tree]) -> list[Tree]:
-        with _settings(x64):
-            return [tx.init(p) for p in params]
-
-    def run(grads: list[Tree], states: list[Tree], params: list[Tree]) -> tuple[list[Arrays], list[Tree]]:
-        with _settings(x64):
-            pairs = [update(*args) for args in zip(grads, states, params, strict=True)]
-            return [[np.asarray(u) for u in jax.tree.leaves(updates)] for updates, _ in pairs], [s for _, s in pairs]
-
-    # Separate threads, because traces, meshes and settings made with `with` are thread-local.
-    with ThreadPoolExecutor(2) as pool:
-        params = draw(0, 1.0)
-        states = list(pool.map(init, params))
-        for step, scale in enumerate([*SCALES, 1.0]):
-            results = list(pool.map(run, draw(step, scale), states, params))
-            states = [state for _, state in results]
-            yield [updates for group, _ in results for updates in group]
+def difference(whole: Program, part: Program, paths: Mapping[Shape, str]) -> str:
+    """Return why the program for slices computes something else than the one for full arrays, or ""."""
+    (closed, outputs), (closed_part, part_outputs) = whole, part
+    eqns, part_eqns = needed(closed.jaxpr, outputs)[0], needed(closed_part.jaxpr, part_outputs)[0]
+    depends = "it is not elementwise: its operations or constants depend on the shape of a parameter that is split"
+    if [x.primitive for x in eqns] != [x.primitive for x in part_eqns]:
+        return depends
+    consts, part_consts = closed.consts, closed_part.consts
+    if len(consts) != len(part_consts) or not all(map(equal, consts, part_consts)):
+        return depends
+    pairs: Any = zip(eqns, part_eqns)
+    for one, other in pairs:
+        name, shapes = one.primitive.name, lambda xs: [x.aval.shape for x in xs]
+        split = [x for x, y in zip(one.invars, other.invars) if x.aval.shape != y.aval.shape]
+        same_shapes = shapes(one.outvars) == shapes(other.outvars)
+        fits = bool(ELEMENTWISE.fullmatch(name)) if split else name == FILL or same_shapes
+        if CALLS.fullmatch(name) and one.params.get("length") == other.params.get("length"):
+            for pair in zip(inner_programs(one), inner_programs(other), strict=True):
+                if problem := difference(*pair, paths):
+                    return problem
+        elif not fits:
+            x = (split or one.outvars)[0].aval
+            return (
+                f"it is not elementwise: {name} of {paths.get(x.shape, 'an array')} {x.str_short()} differs on slices"
+            )
+        elif name != FILL and one.params != other.params:
+            return depends
+        if repr(literals(one)) != repr(literals(other)):
+            return depends
+    return ""
 
 
-def _shrink(leaves: Sequence[_Leaf]) -> list[_Leaf]:
-    """Return small leaves of the same kind; of leaves whose paths differ only by a number, the first is the largest."""
-    seen, budget, small = set(), BUDGET, []
-    for leaf in leaves:
-        kind = (re.sub(r"\d+", "#", leaf.path), leaf.shape)
-        wide = _capped(leaf, WIDE)
-        size = int(np.prod(wide.shape))
-        fits = kind not in seen and size <= budget
-        budget -= size if fits else 0
-        seen.add(kind)
-        small.append(wide if fits else _capped(leaf, NARROW))
-    return small
+def inner_programs(eqn: jex.JaxprEqn) -> list[Program]:
+    """Return the programs inside a call, a loop or a conditional."""
+    values = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: isinstance(x, jex.ClosedJaxpr | jex.Jaxpr))
+    closed = [jex.ClosedJaxpr(x, ()) if isinstance(x, jex.Jaxpr) else x for x in values]
+    return [(x, x.jaxpr.outvars) for x in closed if isinstance(x, jex.ClosedJaxpr)]
 
 
-def _capped(leaf: _Leaf, cap: int) -> _Leaf:
-    largest = sorted(range(len(leaf.shape)), key=lambda d: leaf.shape[d], reverse=True)[:2]
-    shape = [min(n, cap if d in largest else OTHER) for d, n in enumerate(leaf.shape)]
-    if leaf.dim != WHOLE:
-        shape[leaf.dim] = max(shape[leaf.dim] // 2 * 2, 2)
-    return leaf._replace(shape=tuple(shape))
+def literals(eqn: jex.JaxprEqn) -> list[Any]:
+    return [x.val for x in eqn.invars if isinstance(x, jex.Literal)]
 
 
-def _normal(rng: np.random.Generator, leaf: _Leaf) -> np.ndarray:
-    """Return normal numbers, float32 or complex64; zeros if the leaf's dtype is neither floating nor complex."""
-    real = lambda: np.asarray(rng.standard_normal(leaf.shape, np.float32))
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        return real() + np.complex64(1j) * real()
-    return real() if jnp.issubdtype(leaf.dtype, jnp.floating) else np.zeros(leaf.shape, leaf.dtype)
-
-
-def _half(x: np.ndarray, dim: int, index: int) -> np.ndarray:
-    """Return a view of one half along the dim, or the full array if it is not split."""
-    if dim == WHOLE:
-        return x
-    size = x.shape[dim] // 2
-    return x[(slice(None),) * dim + (slice(index * size, (index + 1) * size),)]
-
-
-def _difference(a: np.ndarray, b: np.ndarray) -> float:
-    """Return |a - b| / max(|a|, |b|) in the L2 norm; infinite if an element is finite in only one of them."""
-    if a.tobytes() == b.tobytes():
-        return 0.0
-    finite = np.isfinite(a)
-    if not np.array_equal(finite, np.isfinite(b)):
-        return np.inf
-    wide = np.complex128 if np.iscomplexobj(a) else np.float64
-    a, b = a[finite].astype(wide), b[finite].astype(wide)
-    size = max(np.linalg.norm(a), np.linalg.norm(b))
-    return float(np.linalg.norm(a - b) / size) if size else 0.0
-
-
-@contextlib.contextmanager
-def _settings(x64: bool) -> Iterator[None]:
-    """Run on the CPU with the caller's x64 setting; disable NaN checks and transfer guards, which the probe trips."""
-    with contextlib.ExitStack() as stack:
-        for setting in (jax.enable_x64(x64), jax.debug_nans(False), jax.transfer_guard("allow")):
-            stack.enter_context(setting)
-        with contextlib.suppress(RuntimeError):  # there is no CPU backend
-            stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
-        yield
+def equal(a: Any, b: Any) -> bool:
+    """Return whether two constants are equal; a traced one only equals itself."""
+    return a is b or (not isinstance(a, jax.core.Tracer) and np.array_equal(a, b))

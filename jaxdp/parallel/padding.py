@@ -5,12 +5,11 @@ parameters and optimizer state is zero and stays zero or unread: an elementwise 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
-from jax.extend.core import Literal
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxdp.distributed.caches import cached
@@ -73,21 +72,5 @@ def can_pad(tx: optax.GradientTransformation, trainable: Callable[[Tree], Tree],
         check_elementwise(tx, trainable(params), 2, strategy.blocks, pad=True)
     except UsageError:
         return False
-    plain, padded = trainable(params), trainable(padded_shapes(params, strategy.slices, strategy.parts))
-    made = jax.eval_shape(tx.init, padded)
-    return shapes(made) == shapes(strategy.abstract(padded=True).opt_state) and operations(tx, plain) == operations(
-        tx, padded
-    )
-
-
-def operations(tx: optax.GradientTransformation, params: Tree) -> list[Any]:
-    """Return the operations of an update and their scalar constants, which must not depend on the shapes."""
-
-    def flatten(jaxpr: Any) -> Iterator[Any]:
-        for equation in jaxpr.eqns:
-            yield equation.primitive.name, [x.val for x in equation.invars if isinstance(x, Literal)]
-            for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-                if hasattr(inner, "eqns"):
-                    yield from flatten(inner)
-
-    return list(flatten(jax.make_jaxpr(tx.update)(params, jax.eval_shape(tx.init, params), params).jaxpr))
+    made = jax.eval_shape(tx.init, trainable(padded_shapes(params, strategy.slices, strategy.parts)))
+    return shapes(made) == shapes(strategy.abstract(padded=True).opt_state)

@@ -155,7 +155,7 @@ def test_what_is_gathered_on_the_device_is_what_is_read(backend, devices):
                     if devices > 1:
                         assert got[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
     slots = len(strategy.local_microbatches)
-    at = {"index": np.zeros((slots, 3), np.int32), "rows": np.ones((slots, 3), bool)}
+    at = {"index": np.zeros((slots, 3), np.int32), "mask": np.ones((slots, 3), np.float32)}
     placed = strategy.shard_batch(at)
     place = getattr(placed["index"], "sharding", None)
     text = jax.jit(gather, out_shardings=place).lower(resident.arrays, placed).compile().as_text()

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdp.data import Mixture, Stream
-from jaxdp.data.base import UNKNOWN, as_dataset, fingerprint
+from jaxdp.data.base import UNKNOWN, Arrays, as_dataset, fingerprint
 from jaxdp.data.example_order import order_of
 from jaxdp.data.mixture import split_by_weight
-from jaxdp.data.prefetch import read_batch
+from jaxdp.data.prefetch import read_batch, read_batches
 from jaxdp.data.stream import StreamEnded
 from jaxdp.data.workers import prefetch_in_workers
 from jaxdp.errors import UsageError
@@ -123,6 +123,16 @@ def test_each_set_keeps_its_transform():
     assert done.keys() == {"inputs"} and done["inputs"][:, 1].tolist() == [2, 3, 2, 3]
 
 
+def test_an_entry_that_a_mixture_adds_itself_is_named():
+    class Scaled(Arrays):
+        def transform(self, batch, key, train):
+            return batch
+
+    with pytest.raises(UsageError, match=r"data.args.sets: the examples have an entry 'set', which .*; rename it"):
+        Mixture({"a": Scaled(inputs=np.arange(3), set=np.arange(3))})
+    assert Mixture({"a": {"inputs": np.arange(3), "set": np.arange(3)}}).read(np.array([2]))["set"].tolist() == [2]
+
+
 @pytest.mark.parametrize(
     ("sets", "args", "message"),
     [
@@ -139,7 +149,8 @@ def test_each_set_keeps_its_transform():
         ({"a": numbers(0, 3), "b": {"inputs": [0.5]}}, {}, r"data.args.sets.b: examples of .*float.*, unlike .*int32"),
         ({"a": "Digit"}, {}, r"data.args.sets.a.target: 'Digit' is neither built in nor a dotted path; did you mean"),
         ({"a": {"target": "Digits", "args": {"roots": 1}}}, {}, r"data.args.sets.a.args.roots: Digits takes no such"),
-        ({"a": Stream(lambda: iter([1, 2]))}, {}, r"data.args.sets.a: a stream is read in its order, not by index"),
+        ({"a": Stream(lambda: iter([1, 2]))}, {}, r"data.args.sets.a: a stream is read in its order, and a mixture"),
+        ({"a": Stream(lambda: iter([1, 2]), size=2)}, {}, r"sets.a: a stream is read in its order, and a mixture"),
     ],
 )  # fmt: skip
 def test_bad_mixtures_are_named(sets, args, message):
@@ -232,6 +243,16 @@ def test_workers_read_a_stream():
     assert [x["inputs"].T.reshape(-1).tolist() for x in plain] == [[*range(i, i + 30)] for i in (0, 30, 60)]
     error = pickle.loads(pickle.dumps(StreamEnded("data: it ends")))
     assert isinstance(error, StreamEnded) and str(error) == "data: it ends"
+
+
+def test_several_steps_over_the_end_of_an_epoch_keep_a_short_window():
+    longest, stream = [0], Stream(count_to, {"count": 1000}, size=1000, decode=decode)
+    fetch = stream.records.fetch
+    stream.records.fetch = lambda *args: (fetch(*args), longest.append(len(stream.records.buffer)))
+    order = order_of(stream, 10, 2, 0)
+    batches = read_batches(stream, order, range(98, 102), [0, 1])
+    assert batches["inputs"].swapaxes(1, 2).ravel().tolist() == [*range(980, 1000), *range(20)]
+    assert max(longest) <= 64
 
 
 def test_examples_of_a_stream_may_be_dicts_or_pairs():

@@ -279,8 +279,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path):
         (pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1, 0.5]}), "float64, not one integer"),
         (pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1, [2]]}), "'labels' in .*inhomogeneous"),
         (pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1, 10]}), "from 1 to 10, not 0 to 9"),
-        (pickle.dumps({"data": np.array([{}, None]), "labels": [1, 2]}), "dtype 'O8'; only numbers"),
-        (pickle.dumps({"data": 0}, 2).replace(b"K\x00", b"c_codecs\nencode\nX\x01\0\0\0aX\x03\0\0\0zip\x86R"), "'zip'"),
+        (pickle.dumps({"data": np.array([{}, None]), "labels": [1, 2]}), r"\(2,\) object, not \[n, 3072\] uint8"),
     ],
 )
 def test_a_damaged_cifar_file_is_named_with_the_cause(tmp_path, content, cause):

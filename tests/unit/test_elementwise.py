@@ -1,4 +1,4 @@
-"""What may be applied to slices of the parameters is told from what may not, by trying."""
+"""What may be applied to slices of the parameters is told from what may not, by its operations."""
 
 import jax
 import jax.numpy as jnp
@@ -62,25 +62,23 @@ NOT = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_ones_are_accepted(name):
     check_elementwise(ELEMENTWISE[name], PARAMS, 8)
 
 
-@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", NOT)
 def test_others_are_refused_in_one_line(name):
-    with pytest.raises(UsageError, match=r"^optimizer: it is not elementwise: .*relative difference .*adamw.*pjit$"):
+    operation = r"(\w+ of head/kernel \w+\[8,24\] differs on slices|.*depend on the shape of a parameter that is split)"
+    with pytest.raises(UsageError, match=rf"^optimizer: it is not elementwise: {operation}; .*adamw.*pjit$"):
         check_elementwise(NOT[name], PARAMS, 8)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_table_is_told_apart(name):
-    """The message names the worst leaf, one that is split, and what the two differ by."""
     tx = make_optimizer(OPTIMIZERS[name], optax.constant_schedule(1e-3), 0.1, ["bias$"])
     if name in ("lamb", "adafactor", "muon"):
-        with pytest.raises(UsageError, match=r"updates (layer/(kernel|bias)|head/kernel) differently .*0\.\d"):
+        with pytest.raises(UsageError, match="not elementwise"):
             check_elementwise(tx, PARAMS, 8)
     else:
         check_elementwise(tx, PARAMS, 8)
@@ -90,13 +88,13 @@ def test_where_nothing_is_split_everything_is_accepted():
     odd = {"a": jax.ShapeDtypeStruct((3, 5), F32), "b": jax.ShapeDtypeStruct((), F32)}
     check_elementwise(optax.lamb(1e-3), odd, 2)
     check_elementwise(optax.lamb(1e-3), PARAMS, 1)
-    block = optax.chain(optax.centralize(), optax.sgd(0.1))  # means over all but the first dim: the one that is split
-    check_elementwise(block, {"a": jax.ShapeDtypeStruct((16, 3), F32)}, 4)
+    whole_norm = optax.masked(optax.scale_by_trust_ratio(), {"a": False, "b": True})  # of the leaf that is not split
+    check_elementwise(whole_norm, {"a": jax.ShapeDtypeStruct((16,), F32), "b": jax.ShapeDtypeStruct((3,), F32)}, 2)
 
 
 def test_adafactor_is_refused_for_its_factoring_alone():
     plain = optax.adafactor(1e-3, multiply_by_parameter_scale=False, clipping_threshold=None)
-    with pytest.raises(UsageError, match="updates a differently"):
+    with pytest.raises(UsageError, match="not elementwise"):
         check_elementwise(plain, {"a": jax.ShapeDtypeStruct((1024, 4096), F32)}, 8)
     check_elementwise(plain, {"a": jax.ShapeDtypeStruct((1024, 64), F32)}, 8)
 
@@ -158,18 +156,45 @@ def test_it_works_wherever_it_is_called(place, x64):
     assert seen
 
 
-def test_an_answer_is_remembered():
-    calls = []
+def constant(updates, params):
+    return jax.tree.map(lambda g: g * np.linspace(0, 1, g.shape[0])[:, None], updates)
 
-    def update(updates, state, params=None):
-        calls.append(updates)
-        return updates, state
 
-    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-    check_elementwise(tx, PARAMS, 8)
-    assert len(calls) == 2  # traced for the whole and for a half
-    check_elementwise(tx, PARAMS, 8)
-    assert len(calls) == 2
+def power(updates, params):
+    return jax.tree.map(lambda g: g ** g.shape[0], updates)
+
+
+def later(updates, state, params=None):
+    """The norm of a gradient counts in the next update only."""
+    return jax.tree.map(lambda g: g * state, updates), optax.tree.norm(updates)
+
+
+def looped(updates, params):
+    return jax.tree.map(lambda g: jax.lax.scan(lambda total, row: (total + row, total), g[0], g)[1], updates)
+
+
+FOUND = {
+    "a constant": optax.stateless(constant),
+    "a parameter of an operation": optax.stateless(power),
+    "the state of the next update": optax.GradientTransformation(lambda params: jnp.ones(()), later),
+    "a loop over a split dim": optax.stateless(looped),
+    "a loop inside a branch": optax.stateless(lambda g, params: jax.lax.cond(True, looped, looped, g, params)),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_depends_on_a_shape_is_found(name):
+    with pytest.raises(UsageError, match="not elementwise"):
+        check_elementwise(FOUND[name], {"a": jax.ShapeDtypeStruct((16, 3), F32)}, 4)
+
+
+def test_a_padded_size_decides_nothing():
+    """A leaf of 1,031 elements becomes 1,032 on two devices; an operation that only the padded leaf has is found."""
+    leaf = {"a": jax.ShapeDtypeStruct((1031,), F32)}
+    check_elementwise(optax.adam(1e-3), leaf, 2, pad=True)
+    negate = lambda g: -g if g.shape[0] > 1031 else g
+    with pytest.raises(UsageError, match="not elementwise"):
+        check_elementwise(optax.stateless(lambda u, params: jax.tree.map(negate, u)), leaf, 2, pad=True)
 
 
 def test_zero1_refuses_while_it_is_traced():

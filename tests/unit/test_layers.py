@@ -43,7 +43,6 @@ LAYERS = [
     "api",
     "cli",
     "interop",
-    "lax",
     "__main__",
     "__init__",
 ]

@@ -239,6 +239,10 @@ def partitions(context):
     assert total == 97
     seed = int(context.rank == 2)
     fails(jaxdp.UsageError, lambda: jaxdp.partition_dataset(np.arange(9), 3, seed), "rank 2", "seed=1", "seed=0")
+    other = np.arange(9) + (context.rank == 2)
+    fails(jaxdp.UsageError, lambda: jaxdp.partition_dataset(other, 3), "rank 2", "the arrays' fingerprint=")
+    listed = [*other.astype(np.float32 if context.rank == 2 else np.int32)]
+    fails(jaxdp.UsageError, lambda: jaxdp.partition_dataset(listed, 3), "rank 2", "an example={'inputs': 'float32[]'}")
     assert isinstance(jaxdp.partition_dataset(np.arange(9), 3), Partition)
 
 
