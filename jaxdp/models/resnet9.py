@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -79,8 +80,15 @@ def _dawnbench(block: Callable, shape: tuple[int, ...], classes: int, width: int
 
 
 def halve(x: jax.Array) -> jax.Array:
-    """Return the maximum over 2x2 pixels, dropping a last odd row or column."""
-    return nnx.max_pool(x, (2, 2), strides=(2, 2))
+    """Return the maximum over 2x2 pixels, dropping a last odd row or column; among equal pixels the first gets the
+    gradient. Replaces `nnx.max_pool`, whose gradient on CPU scans every window and is 16 times slower."""
+    height, width = x.shape[1] // 2, x.shape[2] // 2
+    x = x[:, : 2 * height, : 2 * width].reshape(len(x), height, 2, width, 2, x.shape[3])
+    largest = x[:, :, 0, :, 0]
+    for i, j in ((0, 1), (1, 0), (1, 1)):
+        other = x[:, :, i, :, j]
+        largest = jnp.where((largest >= other) | jnp.isnan(largest), largest, other)
+    return largest
 
 
 def brightest(x: jax.Array) -> jax.Array:

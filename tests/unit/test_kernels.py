@@ -15,12 +15,12 @@ from jax import lax
 from covering import first
 from jaxdp import environment
 from jaxdp.cpu import convolve, product
-from jaxdp.models.attention import causal, shares
+from jaxdp.models.attention import SHORTEST, causal, shares
 from jaxdp.models.cnn import CNN
 from jaxdp.models.gpt import GPT
 from jaxdp.models.mlp import MLP
 from jaxdp.models.normalization import LayerNorm, RMSNorm
-from jaxdp.models.resnet9 import ResNet9
+from jaxdp.models.resnet9 import ResNet9, halve
 from jaxdp.models.vit import ViT
 
 DIMS = lax.conv_dimension_numbers((1, 1, 1, 1), (1, 1, 1, 1), ("NHWC", "HWIO", "NHWC"))
@@ -164,10 +164,20 @@ def test_softmax_and_its_derivatives():
 
 
 @pytest.mark.slow
+def test_the_first_of_equal_pixels_is_the_largest():
+    x = jnp.round(normal(2, 5, 7, 3, dtype=jnp.float32)).at[0, 0, 0, 0].set(jnp.nan).at[0, 3, 3, 1].set(jnp.nan)
+    own, flax = halve, lambda x: nnx.max_pool(x, (2, 2), strides=(2, 2))
+    np.testing.assert_array_equal(own(x), flax(x))
+    numbers = jnp.nan_to_num(x)
+    gradient = lambda f: jax.jit(jax.grad(lambda x: jnp.sum(f(x) * normal(2, 2, 3, 3, dtype=jnp.float32))))(numbers)
+    np.testing.assert_array_equal(gradient(own), gradient(flax))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", first(1, [2, 4]))
-def test_causal_attention(heads):
-    """Grouped queries, two documents an example."""
-    tokens = 65
+def test_attention_in_pieces(heads):
+    """Tokens that do not divide by the pieces, grouped queries, two documents an example."""
+    tokens = 3 * SHORTEST + 5
     query, key, value = (normal(2, tokens, n, 3, dtype=jnp.float32) * s for n, s in ((4, 1), (heads, 0.5), (heads, 2)))
     segments = jnp.arange(tokens) > jnp.array([[17], [tokens // 2]])
 
