@@ -13,8 +13,8 @@ Before anything is sent, all ranks compare their arguments. Raises UsageError on
 invalid (naming that rank), and DistributedError if ranks disagree on operation, groups, shapes or types (naming the
 ranks and their versions), or if one does not call within JAXDP_TIMEOUT seconds (60).
 
-The operations are those of NCCL, and of RAF (github.com/awslabs/raf): see `docs/from_raf.md`. Inside pmap and
-shard_map: `jax.lax`.
+The operations are those of NCCL, and of RAF (github.com/awslabs/raf): see `docs/from_raf.md`. Inside jit, pmap and
+shard_map: `jaxdp.lax`.
 """
 
 from __future__ import annotations

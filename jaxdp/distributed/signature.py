@@ -99,7 +99,7 @@ def shown(parts: Partition) -> str:
 def as_array(x: Any) -> jax.Array | np.ndarray:
     """Return x as an array to send. Raises UsageError if JAX would change its dtype, or if x spans processes."""
     if isinstance(x, jax.core.Tracer):
-        raise UsageError("called inside jit, pmap or shard_map, where processes cannot meet: use jax.lax there")
+        raise UsageError("called inside jit, pmap or shard_map, where processes cannot meet: use jaxdp.lax there")
     if isinstance(x, jax.Array):
         if x.is_deleted():
             raise UsageError(f"the array {described(x)} was donated or deleted: pass a copy made before")

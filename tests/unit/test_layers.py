@@ -43,6 +43,7 @@ LAYERS = [
     "api",
     "cli",
     "interop",
+    "lax",
     "__main__",
     "__init__",
 ]

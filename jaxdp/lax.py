@@ -1,0 +1,125 @@
+"""Collectives inside jit, between the devices along an axis that pmap or shard_map maps.
+
+Each is one or two calls of `jax.lax` on an array or a pytree of arrays, and can be differentiated. A rank is an index
+along the axis. `groups`, such as [[0, 1], [2, 3]], and `root` are as in `jaxdp.distributed.collectives`. All devices
+get results of one shape, so groups must have one size and cover the axis, except in allreduce, reduce and broadcast.
+Call shard_map with check_vma=False. Raises UsageError for invalid arguments while tracing.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxdp.distributed.kernels import REDUCTIONS, check_op, of_member, reduced, scattered
+from jaxdp.distributed.signature import Groups, Partition, as_rank, partition, roots_of
+from jaxdp.errors import UsageError
+
+Tree = Any
+
+
+def allreduce(x: Tree, axis_name: Any, op: str = "sum", groups: Groups = None) -> Tree:
+    """Reduce x by op (sum, prod, min, max, avg), like the eager collective. `lax.psum`, `pmin`, `pmax`."""
+    x, within = _arrays(x), None if groups is None else partition(groups, lax.axis_size(axis_name))
+    check_op(op, [a.dtype for a in jax.tree.leaves(x)])
+    return jax.tree.map(lambda a: reduced(op, a, lambda kind, b: REDUCTIONS[kind](b, axis_name, within)), x)
+
+
+def reduce(x: Tree, axis_name: Any, root: Any = 0, op: str = "sum", groups: Groups = None) -> Tree:
+    """Reduce x by op; `root` gets the result, the others get zeros."""
+    groups = partition(groups, lax.axis_size(axis_name))
+    return _at_root(allreduce(x, axis_name, op, groups), axis_name, root, groups)
+
+
+def reduce_scatter(x: Tree, axis_name: Any, op: str = "sum", groups: Groups = None, per_rank: bool = False) -> Tree:
+    """Reduce x[n * k, ...]; rank i of n gets chunk i. per_rank: x is a list of n arrays. `lax.psum_scatter`."""
+    within, n = _even(groups, axis_name)
+    if per_rank and not (isinstance(x, list | tuple) and len(x) == n):
+        raise UsageError(f"per_rank takes a list of {n} arrays of one shape, one for each rank of the group")
+    x = jnp.concatenate([jnp.asarray(a)[None] for a in x]) if per_rank else _arrays(x)
+    check_op(op, [a.dtype for a in jax.tree.leaves(x)])
+    chunk = lambda a: reduced(op, _rows(a, n), lambda kind, b: scattered(kind, b, axis_name, within))
+    return chunk(x)[0] if per_rank else jax.tree.map(chunk, x)
+
+
+def allgather(x: Tree, axis_name: Any, axis: int = 0, groups: Groups = None) -> Tree:
+    """Concatenate x along dim `axis`; scalars become [n]. `lax.all_gather(tiled=True)`."""
+    within, _ = _even(groups, axis_name)
+    x = jax.tree.map(jnp.atleast_1d, _arrays(x))
+    return jax.tree.map(lambda a: lax.all_gather(a, axis_name, axis_index_groups=within, axis=axis, tiled=True), x)
+
+
+def gather(x: Tree, axis_name: Any, root: Any = 0, axis: int = 0, groups: Groups = None) -> Tree:
+    """Concatenate x along dim `axis` on `root`; the others get zeros."""
+    groups = partition(groups, lax.axis_size(axis_name))
+    return _at_root(allgather(x, axis_name, axis, groups), axis_name, root, groups)
+
+
+def broadcast(x: Tree, axis_name: Any, root: Any = 0, groups: Groups = None) -> Tree:
+    """Send the root's x to all by a tree of `lax.ppermute`, since a masked `psum` would turn -0.0 into 0.0."""
+    size, x, reached = lax.axis_size(axis_name), _arrays(x), 1
+    parts = partition(groups, size)
+    orders = [[root, *(r for r in group if r != root)] for root, group in zip(roots_of(root, parts, size), parts)]
+    while reached < max(map(len, orders)):
+        pairs = [pair for order in orders for pair in zip(order[:reached], order[reached : 2 * reached])]
+        moved = lax.ppermute(x, axis_name, pairs)
+        x, reached = _where(axis_name, {dst for _, dst in pairs}, moved, x), 2 * reached
+    return x
+
+
+def scatter(x: Tree, axis_name: Any, root: Any = 0, groups: Groups = None) -> Tree:
+    """Send chunk i of the root's x[n * k, ...] to rank i of n. `lax.all_to_all`, of which one row is used."""
+    within, n = _even(groups, axis_name)
+    parts = partition(within, size := lax.axis_size(axis_name))
+    position = {group: group.index(root) for root, group in zip(roots_of(root, parts, size), parts)}
+    row = of_member(parts, axis_name, lambda group, _: position[group])
+    rows = lambda a: lax.all_to_all(_rows(a, n), axis_name, 0, 0, axis_index_groups=within)
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(rows(a), row, keepdims=False), _arrays(x))
+
+
+def all_to_all(x: Tree, axis_name: Any, split_axis: int = 0, concat_axis: int = 0, groups: Groups = None) -> Tree:
+    """Send chunk j of x along dim split_axis to rank j; join the chunks along dim concat_axis. `lax.all_to_all`."""
+    within, _ = _even(groups, axis_name)
+    move = lambda a: lax.all_to_all(
+        a, axis_name, split_axis % a.ndim, concat_axis % a.ndim, axis_index_groups=within, tiled=True
+    )
+    return jax.tree.map(move, _arrays(x))
+
+
+def send_recv(x: Tree, axis_name: Any, src: int, dst: int) -> Tree:
+    """Send x from src to dst; the others get zeros. All devices make the call. `lax.ppermute`."""
+    size = lax.axis_size(axis_name)
+    pair = as_rank(src, size), as_rank(dst, size)
+    return lax.ppermute(_arrays(x), axis_name, [pair])
+
+
+def _arrays(x: Tree) -> Tree:
+    return jax.tree.map(jnp.asarray, x)
+
+
+def _even(groups: Groups, axis_name: Any) -> tuple[Partition | None, int]:
+    size = lax.axis_size(axis_name)
+    parts = partition(groups, size)
+    if len({len(group) for group in parts}) > 1:
+        raise UsageError(
+            f"groups={[[*g] for g in parts]}: inside jit groups must be of one size and cover all {size} ranks"
+        )
+    return (None if parts == partition(None, size) else parts), len(parts[0])
+
+
+def _rows(a: Array, n: int) -> Array:
+    if not a.ndim or a.shape[0] % n:
+        raise UsageError(f"dim 0 of {jax.typeof(a).str_short()} cannot be split into {n} equal chunks, one a rank")
+    return a.reshape(n, a.shape[0] // n, *a.shape[1:])
+
+
+def _where(axis_name: Any, ranks: Any, x: Tree, otherwise: Tree) -> Tree:
+    """Select x on these ranks."""
+    selected = jnp.asarray([rank in ranks for rank in range(lax.axis_size(axis_name))])[lax.axis_index(axis_name)]
+    return jax.tree.map(lambda a, b: jnp.where(selected, a, b), x, otherwise)
+
+
+def _at_root(x: Tree, axis_name: Any, root: Any, parts: Partition) -> Tree:
+    roots = roots_of(root, parts, lax.axis_size(axis_name))
+    return _where(axis_name, roots, x, jax.tree.map(jnp.zeros_like, x))
