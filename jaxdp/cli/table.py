@@ -113,6 +113,7 @@ VERBS = {
             "tolerance": Option(
                 float, None, "largest relative error allowed; by default 1e-10 in float64, 1e-5 in float32"
             ),
+            "json": JSON,
         },
         featured=2,
     ),

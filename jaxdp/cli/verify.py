@@ -1,5 +1,6 @@
 """The verb `verify`: check that every layout reproduces single-device training, and print a report."""
 
+import json
 import sys
 from typing import Any
 
@@ -12,7 +13,7 @@ from jaxdp.cli import Call
 from jaxdp.config import Config
 from jaxdp.distributed.context import SLOW, Context
 from jaxdp.environment import add_flag
-from jaxdp.verify import Problem, as_text, exact, verify
+from jaxdp.verify import Problem, as_json, as_text, exact, verify
 
 
 def run(call: Call) -> None:
@@ -50,6 +51,8 @@ def report_exact(config: Config, options: dict[str, Any], context: Context) -> t
         f"{config.model.target}; {config.data.target}; {config.optimizer.target}; {len(batches)} updates of "
         f"{config.batch_size} examples in {config.microbatches} microbatches, the last one the last of an epoch"
     )
+    if options["json"]:
+        return json.dumps({"title": title, **exact.as_json(result)}, indent=1), result.exact
     return exact.as_text(result, title), result.exact
 
 
@@ -59,7 +62,7 @@ def show(text: str, context: Context) -> None:
 
 
 def report(config: Config, problem: Problem, options: dict[str, Any], context: Context) -> tuple[str, bool]:
-    """Return (the report, whether all layouts agree). Rank 0 prints progress to standard error."""
+    """Return (the report as text or JSON, whether all layouts agree). Rank 0 prints progress to standard error."""
     result = verify(
         problem,
         choose_devices(options["devices"], config.microbatches),
@@ -70,8 +73,11 @@ def report(config: Config, problem: Problem, options: dict[str, Any], context: C
         context=context,
     )
     title = f"{config.model.target} {result.parameters:,} parameters; {config.data.target}; {config.optimizer.target}"
-    for part, args in {"model": config.verify.model_args, "data": config.verify.data_args}.items():
+    smaller = {"model": config.verify.model_args, "data": config.verify.data_args}
+    for part, args in smaller.items():
         title += f"; {part}.args with {args}" if args else ""
+    if options["json"]:
+        return json.dumps({"title": title, **as_json(result), "smaller": smaller}, indent=1), result.verified
     return as_text(result, title), result.verified
 
 

@@ -17,10 +17,10 @@ from jaxdp.verify.compare import find_reference
 from jaxdp.verify.configurations import Configuration, check_layout, choose_configurations
 from jaxdp.verify.oracle import make_setup, train
 from jaxdp.verify.problem import Problem, check_memory, in_traceable_precision, make_trial
-from jaxdp.verify.report import Report, as_text
+from jaxdp.verify.report import Report, as_json, as_text
 from jaxdp.verify.training import run_configuration
 
-__all__ = ["Configuration", "Problem", "Report", "as_text", "settings", "verify"]
+__all__ = ["Configuration", "Problem", "Report", "as_json", "as_text", "settings", "verify"]
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -159,3 +159,17 @@ def verdict(report: ExactReport) -> str:
     if report.differs:
         return f"not exact: {len(report.differs)} of {len(trained)} configurations differ from the first{refused}"
     return f"exact: {len(trained)} configurations give the same bits{refused}; params_sha256 {trained[0].params}"
+
+
+def as_json(report: ExactReport) -> dict[str, Any]:
+    row = lambda i, one: {
+        "configuration": one.configuration._asdict(),
+        "params_sha256": one.params,
+        "state_sha256": one.state,
+        "refused": one.refused,
+        "differs": report.differs.get(i, ""),
+        "seconds": round(one.seconds, 2),
+    }
+    rows = [row(i, one) for i, one in enumerate(report.digests)]
+    verdict = {"exact": report.exact, "nothing_compared": report.nothing}
+    return {**verdict, "jax": jax.__version__, "configurations": rows}

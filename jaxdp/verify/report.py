@@ -1,7 +1,9 @@
-"""The report of a verification: its verdict and causes."""
+"""The report of a verification: its verdict and causes, as text for a person or as JSON."""
 
 import dataclasses
 import functools
+import math
+from typing import Any
 
 import jax
 import numpy as np
@@ -110,3 +112,32 @@ def verdict(report: Report) -> str:
         f"largest relative error {report.largest.error:.1e}, of {report.largest.leaf}; allowed {report.tolerance:g}; "
         f"{compared} of {trained} trained leaves compared{why}"
     )
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Return the report as plain values; an infinite error is the text "inf"."""
+    reference, trial = report.reference, report.trial
+    values = lambda worst: {"error": worst.error if math.isfinite(worst.error) else "inf", "leaf": worst.leaf}
+    row = lambda r: {
+        "configuration": r.configuration._asdict(),
+        **values(r.worst),
+        "failure": r.failure,
+        "refused": r.verdict == REFUSED,
+        "seconds": round(r.seconds, 2),
+    }
+    return {
+        "verified": report.verified,
+        "causes": report.causes,
+        "tolerance": report.tolerance,
+        **values(report.largest),
+        "devices": len(report.devices),
+        "device_kind": report.devices[0].device_kind,
+        "jax": jax.__version__,
+        "updates": len(trial.batches),
+        "microbatches": trial.microbatches,
+        "batch_size": trial.microbatches * trial.microbatch_size,
+        "checks": [c._asdict() for c in report.checks],
+        "configurations": [row(r) for r in report.results],
+        "rate": reference.rate if reference else 1.0,
+        "compared": reference.compared if reference else (0, 0),
+    }

@@ -701,6 +701,7 @@ def test_equal_rows_that_trained_nothing_or_on_one_number_of_devices_do_not_pass
     found = verdict(**case)
     assert not found.exact and found.nothing and not found.differs
     assert exact.verdict(found).startswith(f"not verified: {says}")
+    assert exact.as_json(found)["nothing_compared"] == found.nothing and not exact.as_json(found)["exact"]
 
 
 @pytest.mark.slow
