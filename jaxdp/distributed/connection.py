@@ -108,9 +108,8 @@ def join(
             greeted = True
             connection.socket.settimeout(remaining + 10.0)  # the coordinator's deadline comes first
             verdict = _admitted(connection.receive(), facts["size"])
-            return Joined(
-                connection, verdict["members"], verdict["jax"], verdict["rank"], verdict["generation"], (host, port)
-            )
+            place = verdict["jax"], verdict["rank"], verdict["generation"]
+            return Joined(connection, verdict["members"], *place, (host, port))
         except (OSError, channel.Refused) as error:
             problem = printable(error, 200) or type(error).__name__
             refused += greeted
