@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import secrets
 import socket
@@ -17,7 +16,6 @@ from jaxdp.distributed.protocol import ADMISSION, Facts, unpack
 from jaxdp.errors import DistributedError, UsageError
 
 RETRIES = 5000.0  # attempts to connect in a second, of all ranks together
-PROBE = 3.0  # seconds
 # No program has answered.
 NOBODY = (errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ETIMEDOUT)
 
@@ -64,45 +62,14 @@ class Connection:
         return bytes(data)
 
 
-@dataclasses.dataclass(frozen=True)
-class Joined:
-    """A joined job. connection: to the coordinator. facts[rank]. jax_address: "host:port" of JAX's service.
-
-    rank: this process's, in this generation of the job. address: (host, port) of the coordinator.
-    """
-
-    connection: Connection
-    facts: list[Facts]
-    jax_address: str
-    rank: int
-    generation: int
-    address: tuple[str, int]
-
-
-def probe(host: str, port: int, secret: str) -> int | None:
-    """Return the process id of the job's coordinator at this address; None if it does not run."""
-    try:
-        connection = Connection(host, port, secret, PROBE, probe=True)
-        pid = connection.receive().get("pid")
-        connection.socket.close()
-    except OSError:
-        return None
-    return pid
-
-
 def join(
-    host: str,
-    port: int,
-    secret: str,
-    facts: Facts,
-    timeout: float,
-    absent: Callable[[float], None] = lambda seconds: None,
-) -> Joined:
-    """Join the job, or the next generation of an elastic one, at its coordinator's address, retrying until it answers.
+    host: str, port: int, secret: str, facts: Facts, timeout: float, absent: Callable[[float], None]
+) -> tuple[Connection, dict[str, Any]]:
+    """Join the job at its coordinator, retrying until it answers. absent: see `joining.enter`.
 
-    absent: called with the seconds since the start while no coordinator is there. Raises UsageError (foreign program
-    at the address, other secret, other facts) or DistributedError (a missing rank or coordinator; too few processes to
-    continue an elastic job).
+    Returns the connection, and {members: the facts of all ranks, jax: "host:port" of JAX's coordination service, rank:
+    this process's, generation}. Raises UsageError (foreign program at the address, other secret, other facts) or
+    DistributedError (a missing rank or coordinator; too few processes to continue an elastic job).
     """
     title, began, problem = hosts.title(facts["rank"], facts["host"]), time.monotonic(), "not tried"
     foreign = refused = 0
@@ -115,10 +82,7 @@ def join(
             verdict = connection.receive()
             if verdict.keys() == {"rank"}:  # admitted: what all ranks receive follows
                 verdict |= connection.receive()
-            verdict = _admitted(verdict, facts["size"])
-            return Joined(
-                connection, verdict["members"], verdict["jax"], verdict["rank"], verdict["generation"], (host, port)
-            )
+            return connection, _admitted(verdict, facts["size"])
         except (OSError, channel.Refused) as error:
             problem = printable(error, 200) or type(error).__name__
             refused += greeted

@@ -12,12 +12,9 @@ import jaxlib
 
 import jaxdp
 from jaxdp.distributed import caches, gpus, hosts, joining, membership, private_jax, sockets
-from jaxdp.distributed.connection import Joined
-from jaxdp.distributed.connection import join as join_at
 from jaxdp.distributed.gpus import bind
-from jaxdp.distributed.joining import ElasticOptions
-from jaxdp.distributed.membership import Membership
-from jaxdp.distributed.protocol import WINDOW, Settings
+from jaxdp.distributed.joining import ElasticOptions, Joined
+from jaxdp.distributed.protocol import WINDOW
 from jaxdp.distributed.world import MPI, World
 from jaxdp.errors import GenerationEnded, UsageError
 
@@ -29,10 +26,11 @@ VERDICT = 5.0  # seconds that the coordinator has to report the lost process tha
 
 
 class Entered(NamedTuple):
-    """What a process entered with, to enter the next generation. settings: of the coordinator."""
+    """What a process entered with, to enter the next generation."""
 
     world: World
-    settings: Settings
+    timeout: float
+    elastic: ElasticOptions | None
     joined: Joined
 
 
@@ -51,7 +49,8 @@ def join(world: World, timeout: float, elastic: ElasticOptions | None) -> dict[s
         "visible": gpus.visible_devices(),
         "config": elastic.config if elastic else "",
     }
-    return enter_until_formed(Entered(world, *joining.meet(world, facts, timeout, elastic)))
+    joined = joining.meet(world, facts, timeout, elastic)
+    return enter_until_formed(Entered(world, timeout, elastic, joined))
 
 
 def regroup() -> dict[str, Any]:
@@ -62,13 +61,15 @@ def regroup() -> dict[str, Any]:
 
 def rejoin(entered: Entered) -> Entered:
     """Join the next generation. Raises DistributedError if too few processes are left."""
-    settings, joined, member = entered.settings, entered.joined, membership.joined()
+    elastic, joined, member = entered.elastic, entered.joined, membership.joined()
+    assert elastic is not None
     membership.forget()
     private_jax.cancel_calls()
-    limit = WINDOW + settings.join_timeout + settings.timeout
+    limit = WINDOW + elastic.join_timeout + entered.timeout
     facts = {**joined.facts[joined.rank], "last": [joined.generation, len(joined.facts)]}
+    settings = joining.coordinator_settings(entered.world, *joined.address, joined.secret, entered.timeout, elastic)
     restart = functools.partial(joining.restart_coordinator, settings, member.local_rank)
-    joined = join_at(*joined.address, settings.secret, facts, limit, restart)
+    joined = joining.enter(*joined.address, joined.secret, facts, limit, restart)
     member.close()
     return entered._replace(joined=joined)
 
@@ -82,7 +83,7 @@ def enter_until_formed(entered: Entered) -> dict[str, Any]:
             entered = rejoin(entered)
 
 
-def open_devices(member: Membership) -> None:
+def open_devices(member: membership.Membership) -> None:
     """Open the devices of all processes together. Raises GenerationEnded if one is lost meanwhile.
 
     Opening waits for the others, so that otherwise one that opens them early could wait for one that waits for it.
@@ -100,7 +101,7 @@ def enter(entered: Entered) -> dict[str, Any]:
     """Start the membership of this process, and connect it to JAX's coordination service."""
     global _entered
     _entered = entered
-    world, settings, joined = entered
+    world, timeout, elastic, joined = entered
     everyone, rank = joined.facts, joined.rank
     local_rank, local_size = hosts.local_ranks(everyone, rank)
     if joined.generation == 0:  # in later ones the launcher's numbers no longer hold
@@ -111,16 +112,20 @@ def enter(entered: Entered) -> dict[str, Any]:
     sharers = gpus.sharers(local_size, count, visible, neighbours)
     if sharers > 1:  # each would reserve three quarters of the GPU
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.75 / sharers:.3f}")
+    silence = membership.silence(timeout)
     parent = os.getppid() if world.launcher in MPI else None
     sockets.spare(joined.address[1], hosts.split(joined.jax_address)[1])
-    member = Membership(joined.connection, everyone, rank, local_rank, settings, parent)
+    member = membership.Membership(joined.connection, everyone, rank, local_rank, silence, parent, elastic is not None)
     membership.start(member)
     if hosts.on_one_host(everyone):
         private_jax.bind_gloo("127.0.0.1")
     devices = bind(local_rank, local_size, count, visible, neighbours)
-    private_jax.connect(joined.jax_address, rank, len(everyone), devices, settings)
+    heartbeat = round(3 * silence)
+    private_jax.connect(
+        joined.jax_address, rank, len(everyone), joined.secret, timeout, heartbeat, devices, elastic is not None
+    )
     caches.clear()
-    if settings.elastic:
+    if elastic is not None:
         open_devices(member)
     names, pids = tuple(f["host"] for f in everyone), tuple(f["pid"] for f in everyone)
     return {

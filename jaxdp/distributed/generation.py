@@ -112,7 +112,14 @@ class Generation:
             if self.settings.silence > GRPC_SILENCE and not one_host:
                 listen = "127.0.0.1", hosts.free_port()
                 self.coordinator.services.append(Relay(*listen, (bind, port)))
-            service = private_jax.start_service(hosts.join(*listen), len(facts), self.settings)
+            service = private_jax.start_service(
+                hosts.join(*listen),
+                len(facts),
+                self.settings.secret,
+                heartbeat_timeout=round(3 * self.settings.silence),  # counted from a beat that may be half as old
+                shutdown_timeout=max(1, min(20, round(self.settings.timeout))),
+                recoverable=self.settings.elastic,
+            )
             self.coordinator.services.append(service)  # a client of an earlier one aborts its process if that one ends
             self.jax_address = address
         except (UsageError, RuntimeError) as error:

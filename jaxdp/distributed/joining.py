@@ -11,14 +11,17 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jaxdp.distributed import channel, hosts, mpi
-from jaxdp.distributed.connection import Joined, join, probe
-from jaxdp.distributed.protocol import Facts, Settings, silence
+from jaxdp.distributed.connection import Connection, join
+from jaxdp.distributed.membership import silence
+from jaxdp.distributed.protocol import Facts, Settings
 from jaxdp.distributed.world import MPI, World
 from jaxdp.errors import UsageError
+
+BY_NAME = 3.0  # seconds that rank 0 tries to reach its coordinator at an address that its host does not have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,15 +36,29 @@ class ElasticOptions:
     config: str = ""
 
 
-def meet(
-    world: World, facts: Mapping[str, object], timeout: float, elastic: ElasticOptions | None = None
-) -> tuple[Settings, Joined]:
-    """Join the job of `world` within about `timeout` seconds; return the settings of its coordinator too.
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """A joined job. connection: to the coordinator. facts[rank]. jax_address: "host:port" of JAX's service.
+
+    rank: this process's, in this generation of the job. address: (host, port) of the coordinator. secret: the job's.
+    """
+
+    connection: Connection
+    facts: list[Facts]
+    jax_address: str
+    rank: int
+    generation: int
+    address: tuple[str, int]
+    secret: str
+
+
+def meet(world: World, facts: Mapping[str, object], timeout: float, elastic: ElasticOptions | None = None) -> Joined:
+    """Join the job of `world` within about `timeout` seconds.
 
     facts: versions and properties of this rank; `gloo`: whether its collectives run over Gloo. elastic: processes may
-    come and go; if the job is running already, this process joins it. Raises UsageError (port in use, wrong address or
-    secret, different facts, a host name that other ranks cannot use) or DistributedError (a rank did not come); rank=0
-    if all ranks raise the same.
+    come and go; if the job is running already, this process joins it. Raises UsageError (port
+    in use, wrong address or secret, different facts, a host name that other ranks cannot use) or DistributedError (a
+    rank did not come); rank=0 if all ranks raise the same.
     """
     began = time.monotonic()
     local: Facts = {"rank": world.rank, "size": world.size, **hosts.identity(), "outward": hosts.outward(), **facts}
@@ -50,11 +67,24 @@ def meet(
     one_host = world.local_size == world.size
     if one_host and hosts.is_own(host):
         host = "127.0.0.1"
-    settings = Settings(
+    remaining = max(1.0, timeout - (time.monotonic() - began))
+    if world.rank == 0 and not (elastic and answers(host, port, secret)):
+        settings = coordinator_settings(world, host, port, secret, timeout, elastic)
+        pid = start_coordinator(dataclasses.replace(settings, timeout=remaining, stderr=os.dup(2)), local["host"])
+        if not hosts.is_own(host):
+            check_forwards_to(pid, host, port, secret, local)
+    return enter(host, port, secret, local, remaining)
+
+
+def coordinator_settings(
+    world: World, host: str, port: int, secret: str, timeout: float, elastic: ElasticOptions | None
+) -> Settings:
+    """Return the settings of a coordinator at an address of this host, or one that forwards to it."""
+    return Settings(
         size=world.size,
         secret=secret,
         port=port,
-        address=hosts.listening_address(host, one_host),
+        address=hosts.listening_address(host, world.local_size == world.size),
         jax_host=host if hosts.is_own(host) else None,
         timeout=timeout,
         silence=silence(timeout),
@@ -62,15 +92,6 @@ def meet(
         min_processes=elastic.min_processes if elastic else 1,
         join_timeout=elastic.join_timeout if elastic else 0.0,
     )
-    remaining = max(1.0, timeout - (time.monotonic() - began))
-    if world.rank == 0 and not (elastic and probe(host, port, secret)):  # else it was started again
-        pid = start_coordinator(dataclasses.replace(settings, timeout=remaining, stderr=os.dup(2)), local["host"])
-        if settings.jax_host is None and probe(host, port, secret) != pid:
-            raise UsageError(
-                f"the coordinator {address} is not rank 0's host {local['host']} "
-                f"({', '.join(local['addresses']) or 'no address'}): give rank 0's address, or start rank 0 there"
-            )
-    return settings, join(host, port, secret, local, remaining)
 
 
 def restart_coordinator(settings: Settings, local_rank: int, waited: float) -> None:
@@ -82,6 +103,34 @@ def restart_coordinator(settings: Settings, local_rank: int, waited: float) -> N
     if settings.jax_host is not None and waited >= local_rank:
         with contextlib.suppress(UsageError):  # another process has just done so
             start_coordinator(dataclasses.replace(settings, stderr=os.dup(2)), hosts.hostname())
+
+
+def enter(
+    host: str,
+    port: int,
+    secret: str,
+    facts: Facts,
+    timeout: float,
+    absent: Callable[[float], None] = lambda _: None,
+) -> Joined:
+    """Join at the coordinator's address: the job, or the next generation of an elastic one.
+
+    absent: called with the seconds since the start while no coordinator is there.
+    """
+    connection, verdict = join(host, port, secret, facts, timeout, absent)
+    rank, generation = verdict["rank"], verdict["generation"]
+    return Joined(connection, verdict["members"], verdict["jax"], rank, generation, (host, port), secret)
+
+
+def answers(host: str, port: int, secret: str) -> bool:
+    """Return whether the coordinator of this job runs already: this process was started again."""
+    try:
+        connection = Connection(host, port, secret, BY_NAME, probe=True)
+        running = "pid" in connection.receive()
+        connection.socket.close()
+    except OSError:
+        return False
+    return running
 
 
 def agree(world: World, facts: Facts, timeout: float) -> tuple[str, str]:
@@ -131,3 +180,21 @@ def start_coordinator(settings: Settings, host: str) -> int:
 
 
 _children: list[subprocess.Popen[str]] = []
+
+
+def check_forwards_to(coordinator: int, host: str, port: int, secret: str, facts: Facts) -> None:
+    """Raise UsageError unless host:port forwards to the coordinator that rank 0 started.
+
+    coordinator: its process id. facts: those of rank 0.
+    """
+    try:
+        connection = Connection(host, port, secret, BY_NAME, probe=True)
+        pid = connection.receive().get("pid")
+        connection.socket.close()
+    except OSError:
+        pid = None
+    if pid != coordinator:
+        raise UsageError(
+            f"the coordinator {hosts.join(host, port)} is not rank 0's host {facts['host']} "
+            f"({', '.join(facts['addresses']) or 'no address'}): give rank 0's address, or start rank 0 there"
+        )

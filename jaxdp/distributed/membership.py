@@ -20,17 +20,26 @@ from typing import Any
 from jaxdp.distributed import faults, hosts, private_jax, sockets
 from jaxdp.distributed.connection import Connection
 from jaxdp.distributed.messages import LONG_TEXT, checked, printable
-from jaxdp.distributed.protocol import TIMEOUT, Facts, Settings, beat_interval
+from jaxdp.distributed.protocol import TIMEOUT, Facts, beat_interval
+from jaxdp.distributed.world import seconds_of
 from jaxdp.errors import DistributedError, GenerationEnded, one_line
 
 GRACE = 5.0  # seconds beyond the timeout of a request, so that the coordinator's deadline comes first
 
 
+def silence(timeout: float) -> float:
+    """Return the seconds without a heartbeat after which a process is declared dead.
+
+    JAXDP_SILENCE, else 20, less for short timeouts. Raises UsageError.
+    """
+    return seconds_of("JAXDP_SILENCE", max(7.0, min(20.0, timeout / 3)))
+
+
 class Membership:
     """The membership of a process in a job of several.
 
-    settings: of the coordinator. parent: id of the launcher's process that started this one; this process ends when it
-    does. None: not tied to a parent. note: data sent with each heartbeat.
+    note: data sent with each heartbeat. parent: id of the launcher's process that started this one; this process ends
+    when it does. None: not tied to a parent. elastic: the end of the coordinator ends this generation, not the process.
     """
 
     def __init__(
@@ -39,13 +48,13 @@ class Membership:
         facts: list[Facts],
         rank: int,
         local_rank: int,
-        settings: Settings,
+        silence: float,
         parent: int | None,
+        elastic: bool = False,
     ):
         self.connection, self.rank, self.size, self.local_rank = connection, rank, len(facts), local_rank
         self.over: str | None = None  # why this generation of an elastic job has ended
-        self.hosts, self.parent = [f["host"] for f in facts], parent
-        self.silence, self.elastic = settings.silence, settings.elastic
+        self.hosts, self.silence, self.parent, self.elastic = [f["host"] for f in facts], silence, parent, elastic
         self.note: dict[str, Any] = {}
         self.ending, self._changed = threading.Event(), threading.Condition()
         self.beat = beat_interval(self.size)

@@ -20,7 +20,6 @@ from typing import Any
 
 from jaxdp.distributed import certificates
 from jaxdp.distributed.hosts import split
-from jaxdp.distributed.protocol import Settings
 from jaxdp.distributed.relay import Relay
 
 
@@ -42,58 +41,69 @@ def tls(secret: str) -> contextlib.AbstractContextManager[dict[str, str]]:
     return certificates.files(secret) if service_has_tls() else contextlib.nullcontext({})
 
 
-def start_service(address: str, size: int, settings: Settings) -> Any:
-    """Start JAX's coordination service at "host:port"; it ends when the object is deleted.
+def start_service(
+    address: str, size: int, secret: str, heartbeat_timeout: int, shutdown_timeout: int, recoverable: bool = False
+) -> Any:
+    """Start JAX's coordination service at "host:port"; it ends when the object is deleted. Timeouts in seconds.
 
-    settings: of the coordinator. Clients prove that they have its secret, if JAX supports it. In an elastic job the
-    death of a process is not an error for the others.
+    secret: clients prove that they have it, if JAX supports it. recoverable: the death of a process is not an error for
+    the others.
     """
     from jaxlib import _jax
 
-    with tls(settings.secret) as options:
+    with tls(secret) as options:
         return _jax.get_distributed_runtime_service(
             address,
             size,
-            heartbeat_timeout=settings.heartbeat,
-            shutdown_timeout=max(1, min(20, round(settings.timeout))),
-            recoverable=settings.elastic,
+            heartbeat_timeout=heartbeat_timeout,
+            shutdown_timeout=shutdown_timeout,
+            recoverable=recoverable,
             **options,
         )
 
 
-def connect(address: str, rank: int, size: int, devices: Sequence[int] | None, settings: Settings) -> None:
+def connect(
+    address: str,
+    rank: int,
+    size: int,
+    secret: str,
+    timeout: float,
+    heartbeat_timeout: int,
+    devices: Sequence[int] | None,
+    elastic: bool = False,
+) -> None:
     """Connect this process to JAX's coordination service, as `jax.distributed.initialize` does on ranks above 0.
 
     Args:
-        address: "host:port" of the service.
+        address: "host:port" of the service. secret: that of `start_service`.
+        timeout: seconds.
         devices: the local GPUs of this process; None for all.
-        settings: of the coordinator. elastic: this process may leave without waiting for the others, and connect
-            again. This closes its devices: all arrays and compiled programs become invalid. They are closed last, so
-            that a thread that still uses JAX cannot open them for this process alone.
+        elastic: this process may leave without waiting for the others, and connect again. This closes its devices: all
+            arrays and compiled programs become invalid. They are closed last, so that a thread that still uses JAX
+            cannot open them for this process alone.
     """
     import jax
     from jax._src.distributed import global_state
     from jax._src.lib import _jax
     from jax.extend import backend
 
-    elastic = settings.elastic
-    options: dict[str, Any] = {"jax_cpu_collectives_implementation": "gloo"}
+    settings: dict[str, Any] = {"jax_cpu_collectives_implementation": "gloo"}
     if devices is not None:
         visible = ",".join(map(str, devices))
-        options |= {"jax_cuda_visible_devices": visible, "jax_rocm_visible_devices": visible}
-    for option, value in options.items():
+        settings |= {"jax_cuda_visible_devices": visible, "jax_rocm_visible_devices": visible}
+    for option, value in settings.items():
         with contextlib.suppress(AttributeError):  # an option of another release
             jax.config.update(option, value)
     relay = Relay(*split(address)) if elastic else None
-    with tls(settings.secret) as files:
+    with tls(secret) as options:
         client = _jax.get_distributed_runtime_client(
             relay.address if relay else address,
             rank,
-            init_timeout=max(1, round(settings.timeout)),
+            init_timeout=max(1, round(timeout)),
             use_compression=True,
-            heartbeat_timeout=settings.heartbeat,
+            heartbeat_timeout=heartbeat_timeout,
             shutdown_on_destruction=not elastic,
-            **files,
+            **options,
         )
     client.connect()
     _relays[:] = [(client, relay)] if relay is not None else []

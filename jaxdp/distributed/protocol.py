@@ -96,14 +96,6 @@ class Settings:
     min_processes: int = 1
     join_timeout: float = 60.0
 
-    @property
-    def heartbeat(self) -> int:
-        """Return the seconds without a heartbeat after which JAX's service declares a process dead: after this one.
-
-        It counts from a beat that may be half as old.
-        """
-        return round(3 * self.silence)
-
 
 def pack(facts: Sequence[Facts]) -> dict[str, Any]:
     """Return {field: its distinct values, and the index of each rank's, -1 for none}; most are equal, or per host.
@@ -154,11 +146,3 @@ def beat_interval(size: int) -> float:
 def default_timeout(timeout: float | None = None) -> float:
     """Return the seconds to wait for other ranks: `timeout`, else JAXDP_TIMEOUT, else 60. Raises UsageError."""
     return seconds_of("JAXDP_TIMEOUT", TIMEOUT, timeout)
-
-
-def silence(timeout: float) -> float:
-    """Return the seconds without a heartbeat after which a process is declared dead.
-
-    JAXDP_SILENCE, else 20, less for short timeouts. Raises UsageError.
-    """
-    return seconds_of("JAXDP_SILENCE", max(7.0, min(20.0, timeout / 3)))
