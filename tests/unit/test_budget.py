@@ -17,7 +17,7 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 # 25,400; 830 of the audit: 370 that name a wrong device, 120 a slow one, 220 of faults on purpose; 1,180 of elastic
 # training; 360 of local updates; 110 for named evaluation sets, schedules and reductions of a user; 90 for TLS;
 # 610 of mixtures, streams, packing from token files, unequal shares of ranks, and MVAPICH.
-BUDGET = {"package": 30_643, "file": 300, "function": 60, "one update": 700}  # lines
+BUDGET = {"package": 29_684, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {
