@@ -23,11 +23,6 @@ class Commit:
 
     def __init__(self, context: Context):
         self.context, self.turn = context, membership.joined().turn("save") if context.size > 1 else 0
-        self._failure: str | None = None  # of any process
-        if context.size > 1:
-            membership.joined().on(self._key("failed"), self._hear_failure)
-        if context.is_root and self.turn > 1:
-            membership.joined().forget(f"save/{self.turn - 2}/")
 
     def wait_for(self, response: Any) -> None:
         """Wait until Orbax has committed on this process. Raises PeerFailed as soon as another could not.
@@ -96,11 +91,8 @@ class Commit:
     def _raise_if_failed(self) -> None:
         if self.context.size > 1:
             membership.joined().check_generation()
-        if self._failure is not None:
-            raise PeerFailed(self._failure)
-
-    def _hear_failure(self, rank: int, text: str) -> None:
-        self._failure = text
+            if (failure := membership.joined().announced(self._key("failed"))) is not None:
+                raise PeerFailed(failure)
 
     def _key(self, name: str) -> str:
         return f"save/{self.turn}/{name}"

@@ -13,7 +13,7 @@ from jaxdp.distributed.channel import Encoded, encode
 Answer = Callable[[str], Encoded]  # the answer to the requests with an id
 Reply = Callable[[Answer], None]
 REMEMBERED = 64  # verdicts of failed exchanges, for ranks that arrive too late
-KEYS = 1 << 18  # of two saves, three for each rank
+KEYS = 1 << 16  # the newest that are kept: those of three saves of 4,096 ranks, five for each
 
 
 def answer_of(verdict: dict[str, Any]) -> Answer:
@@ -97,7 +97,7 @@ class Exchanges:
 
 
 class Keys:
-    """A key-value store of texts; a reader may wait for a key."""
+    """A key-value store of the newest KEYS texts; a reader may wait for a key."""
 
     def __init__(self) -> None:
         self.texts: collections.OrderedDict[str, str] = collections.OrderedDict()
@@ -116,11 +116,6 @@ class Keys:
             reply(self.texts.get(key))
         else:
             self.waiting.setdefault(key, []).append((time.monotonic() + timeout, reply))
-
-    def forget(self, prefix: str) -> None:
-        """Remove all keys that start with `prefix`."""
-        for key in [key for key in self.texts if key.startswith(prefix)]:
-            del self.texts[key]
 
     def expire(self) -> None:
         now, waiting, self.waiting = time.monotonic(), self.waiting, {}

@@ -184,10 +184,6 @@ class Generation:
     def do_get(self, member: Member, id: Any, key: str, timeout: float) -> None:
         self.keys.get(key, timeout, lambda text: member.send(id=id, text=text))
 
-    def do_forget(self, member: Member, id: Any, prefix: str) -> dict[str, Any]:
-        self.keys.forget(prefix)
-        return {}
-
     def do_announce(self, member: Member, id: Any, name: str, text: str) -> dict[str, Any]:
         """Send every rank the first announcement of a name; ignore later ones."""
         first = name not in self.announced

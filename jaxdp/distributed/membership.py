@@ -140,14 +140,9 @@ class Membership:
         """Store a text under a key, for all ranks."""
         self.request("put", key=key, text=text)
 
-    def get(self, key: str, timeout: float = 0.0) -> str | None:
+    def get(self, key: str, timeout: float) -> str | None:
         """Return the text under a key, waiting up to `timeout` seconds; None if there is none."""
-        text = self.request("get", timeout + TIMEOUT, key=key, timeout=timeout).get("text")
-        return text if isinstance(text, str) else None
-
-    def forget(self, prefix: str) -> None:
-        """Remove all keys that start with `prefix`."""
-        self.request("forget", prefix=prefix)
+        return self.request("get", timeout + TIMEOUT, key=key, timeout=timeout).get("text")
 
     def beats(self, suspended: bool = False) -> dict[int, dict[str, Any]]:
         """Return the note of the last heartbeat of every connected rank, or of those whose timeout is suspended."""

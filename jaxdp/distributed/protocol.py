@@ -53,7 +53,6 @@ OPERATIONS: dict[str, dict[str, Any]] = {
     },
     "put": {"key": str, "text": LONG_TEXT},
     "get": {"key": str, "timeout": float},
-    "forget": {"prefix": str},
     "announce": {"name": str, "text": LONG_TEXT},
     "fault": {"text": str, "code": range(1, 256)},
     "log": {"path": str},

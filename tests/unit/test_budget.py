@@ -35,7 +35,6 @@ MANY_PARAMETERS = {
     "data/token_file.py TokenFile": 9,
     # Records of facts.
     "analysis/hardware.py Hardware": 11,
-    "analysis/plan.py Plan": 9,
     "audit/inject.py Fault": 14,
     "core/state.py TrainState": 9,
     "distributed/protocol.py Settings": 11,
