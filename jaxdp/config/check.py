@@ -47,6 +47,8 @@ def changed_numbers(before: dict[str, Any], after: Config) -> list[str]:
     ignored = {*PATHS, *RENAMED}
     if after.optimizer.schedule == "constant" or after.optimizer.schedule_steps is not None:
         ignored |= {"steps", "epochs"}
+    if "data.order" not in flatten(before) and new["data.order"] != "sequential":
+        ignored.add("data.order")  # a run older than this key was shuffled; `resume_step` refuses a recurrent model
     keys = [k for k in {**old, **new} if k not in ignored and decides(k) == "numbers" and old.get(k) != new.get(k)]
     reductions = [values.get("parallel.reduction") for values in (old, new)]
     if len(set(reductions)) > 1 and set(reductions) & {"exact16", "exact8"}:

@@ -87,6 +87,9 @@ def resume_step(
         return 0, {}
     saved = context.of_root("meta", lambda: checkpoints.meta(start))
     if not config.resume.force:
+        if run.data.train.order.sequential and "order" not in saved["config"].get("data", {}):
+            text = "shuffled, as before this key existed -> sequential, because the model carries state"
+            raise UsageError(f"data.order: {text}; set data.order to shuffled, or choose another --run_dir", rank=0)
         compare = lambda: check_same_run(saved, run.checkpoints.facts, config, start, objects)
         on_all_ranks(context, compare if context.is_root else lambda: None)
     return start, saved

@@ -71,9 +71,12 @@ def test_the_run_goes_on_from_it(copied, layout):
         file.write(json.dumps({"step": STEP, "split": "eval", "loss": 99.0}) + "\n")
     backend, zero, devices = layout
     argv = ["--parallel.backend", backend, "--parallel.zero", str(zero), "--eval.every", str(STEP)]
+    argv += ["--data.order", "shuffled"]  # the run is older than this key
     env = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "PYTHONPATH": str(GOLDEN)}
     command = [sys.executable, str(TRAIN), "--config", str(GOLDEN / "golden.yaml"), "--run_dir", str(copied), *argv]
-    done = subprocess.run(command, cwd=TRAIN.parent, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command[:-2], cwd=TRAIN.parent, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "data.order: shuffled, as before this key existed" in done.stderr, done.stderr
+    done = subprocess.run(command, cwd=TRAIN.parent, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"resumes after step {STEP}" in done.stdout
     lines = [json.loads(line) for line in (copied / "metrics.jsonl").read_text().splitlines()]
