@@ -4,19 +4,21 @@ import html
 import json
 import pathlib
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from jaxdp import rundir
 
 FOLDER = pathlib.Path(__file__).parent / "page"
-SCRIPTS = ("data.js", "chart.js", "parts.js", "main.js")
+SCRIPTS = ("data.js", "chart.js", "parts.js", "live.js", "main.js")
 
 
 def render(runs: Sequence[dict[str, Any]]) -> str:
     """Return the HTML page for several runs, each as returned by `read_run`."""
     title = ", ".join(run["name"] for run in runs)
-    data = json.dumps({"runs": list(runs)}, separators=(",", ":"), default=str, allow_nan=False)
+    page = {"written": round(time.time(), 3), "runs": list(runs)}
+    data = json.dumps(page, separators=(",", ":"), default=str, allow_nan=False)
     parts = {
         "title": html.escape(title),
         "style": read("page.css"),

@@ -1,6 +1,7 @@
-"""Write a run's report at its end, and at evaluations as long as that takes a negligible share of the time."""
+"""Write a run's report at its end, and during the run as long as that takes a negligible share of the time."""
 
 import contextlib
+import math
 import pathlib
 import time
 
@@ -12,6 +13,7 @@ from jaxdp.report.read import read_run
 
 NAME = "report.html"
 SHARE = 0.01  # the largest fraction of the time that writing may take during the run
+PAUSE = {"eval": 1.0, "train": 10.0}  # seconds from one report to the next, at least, by the split of the record
 
 
 def location(directory: pathlib.Path) -> str:
@@ -29,7 +31,8 @@ class Reports(Writer):
         self.failed = False
 
     def write(self, record: Record) -> None:
-        if record["split"] == "eval" and time.monotonic() - self.since > max(self.took / SHARE, 1.0):
+        pause = PAUSE.get(record["split"], math.inf)  # `close` follows the final record
+        if time.monotonic() - self.since > max(self.took / SHARE, pause):
             self.refresh(alive=True)
 
     def close(self) -> None:

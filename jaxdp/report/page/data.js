@@ -1,6 +1,6 @@
 // The data of the file as columns of numbers: runs[i].series.train.loss is a Float64Array, NaN for missing values.
 
-const runs = JSON.parse(document.getElementById("data").textContent).runs;
+const page = JSON.parse(document.getElementById("data").textContent), runs = page.runs;
 
 const count = (table) => (table.step ? table.step.length : 0); // the number of its records
 

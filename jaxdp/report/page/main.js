@@ -9,7 +9,7 @@ function varies(name) { // a metric that is constant over all records needs no c
 
 function controls() {
   const toggle = (key, shape, text, i) => {
-    const button = el("button", { class: "key", "aria-pressed": "true", onclick: () => {
+    const button = el("button", { class: "key", "aria-pressed": String(!view.hidden.has(key)), onclick: () => {
       if (view.hidden.has(key)) view.hidden.delete(key); else view.hidden.add(key);
       button.setAttribute("aria-pressed", !view.hidden.has(key));
       redraw();
@@ -31,7 +31,7 @@ function controls() {
     shown.textContent = view.smooth ? view.smooth.toFixed(2) : "off";
     later();
   } });
-  at("controls").replaceChildren(el("div", { class: "keys" }, keys), el("button", { id: "reset", hidden: "", onclick: () => zoom(null) }, "whole range"),
+  at("controls").replaceChildren(el("div", { class: "keys" }, keys), el("button", { id: "reset", hidden: view.zoom ? null : "", onclick: () => zoom(null) }, "whole range"),
     el("label", {}, "smooth", slider, shown), timed ? el("div", { class: "joined", role: "group", "aria-label": "horizontal axis" }, axis) : "");
 }
 
@@ -61,6 +61,7 @@ const names = [...new Set(runs.flatMap((r) => ["train", "eval"].flatMap((s) => O
 const first = MAIN.filter((n) => n !== "goodput" && hasValues(n) && (varies(n) || n === "loss"));
 const rest = names.filter((n) => !MAIN.includes(n) && varies(n)).sort();
 
+restore();
 at("theme").addEventListener("click", theme);
 systemDark.addEventListener("change", dressed);
 at("theme").textContent = isDark() ? "☀" : "☾";
@@ -71,5 +72,11 @@ first.forEach((name) => new Chart(name, at("charts")).draw());
 if (rest.length) rest.forEach((name) => new Chart(name, at("more").lastElementChild));
 else at("more").remove();
 
-window.jaxdp = { runs, view, redraw, zoom, milliseconds: performance.now() - began, loaded: performance.now() };
+if (live) {
+  root.dataset.live = "yes";
+  setTimeout(reload, 1000 * pause());
+}
+reopen();
+
+window.jaxdp = { runs, reload, view, redraw, zoom, milliseconds: performance.now() - began, loaded: performance.now() };
 root.dataset.ready = "yes";

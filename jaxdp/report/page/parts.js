@@ -7,6 +7,7 @@ const WORDS = { start: "started", resume: "resumed", first_update: "first update
   save_failed: "could not save", checkpoint_refused: "checkpoint refused",
   regroup: "regrouped", audit: "audit", audit_failed: "wrong device", slow: "slow process",
   stopped: "ended without a final event" };
+const sorting = { name: "", down: false }; // the column by which the runs are sorted
 const several = runs.length > 1;
 const at = (id) => document.getElementById(id);
 const swatch = (i) => el("span", { class: "dot", style: { background: colour(i) } });
@@ -41,12 +42,12 @@ function summary() {
   if (!several) {
     at("subtitle").textContent = facts[0].about;
     at("summary").replaceChildren(
-      el("p", { style: { margin: "-10px 0 16px" } }, facts[0].state, " ", el("span", { class: "muted small" }, runs[0].state.reason)),
+      el("p", { style: { margin: "-10px 0 16px" } }, facts[0].state, " ", el("span", { class: "muted small" }, live ? `as of ${clockTime}; this page reloads itself` : runs[0].state.reason)),
       el("div", { class: "card tiles" }, facts[0].numbers.map(([name, value]) => el("div", {}, el("span", {}, name), el("b", {}, value)))));
     return;
   }
   const names = [...new Set(facts.flatMap((f) => f.numbers.map(([name]) => name.replace(/ of .*/, ""))))];
-  at("subtitle").textContent = runs.map((r) => r.name).join(", ");
+  at("subtitle").textContent = runs.map((r) => r.name).join(", ") + (live ? ` · as of ${clockTime}; this page reloads itself until all runs have ended` : "");
   at("summary").replaceChildren(el("div", { class: "card" }, table(["", ...names], facts.map((f, i) => row([
     el("span", {}, swatch(i), el("b", {}, runs[i].name), " ", f.state, el("br"), el("span", { class: "muted" }, f.about)),
     ...names.map((name) => (f.numbers.find(([n]) => n.replace(/ of .*/, "") === name) || [0, "–"])[1])])))));
