@@ -9,15 +9,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxdp import rundir
+from jaxdp.report.table import SMALLER
 
 FOLDER = pathlib.Path(__file__).parent / "page"
-SCRIPTS = ("data.js", "chart.js", "parts.js", "live.js", "main.js")
+SCRIPTS = ("data.js", "chart.js", "parts.js", "runs.js", "live.js", "main.js")
 
 
 def render(runs: Sequence[dict[str, Any]]) -> str:
     """Return the HTML page for several runs, each as returned by `read_run`."""
     title = ", ".join(run["name"] for run in runs)
-    page = {"written": round(time.time(), 3), "runs": list(runs)}
+    page = {"written": round(time.time(), 3), "smaller": SMALLER, "runs": list(runs)}
     data = json.dumps(page, separators=(",", ":"), default=str, allow_nan=False)
     parts = {
         "title": html.escape(title),

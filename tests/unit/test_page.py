@@ -8,6 +8,7 @@ import pytest
 from browser import CHROMIUM, Browser
 from jaxdp.report import html
 from jaxdp.report.read import read_run
+from jaxdp.report.table import SMALLER
 from jaxdp.report.writer import Reports
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
@@ -65,11 +66,57 @@ def test_the_page_of_a_run_reloads_itself_until_it_has_ended(tmp_path):
         page("document.querySelector('[data-axis=time]').click(); jaxdp.zoom([0, 2]); scrollTo(0, 200)")
         html.write(file, html.render([read_run(run, alive=False)]))
         deadline = time.monotonic() + 30
-        while page("document.documentElement.dataset.ready && document.documentElement.dataset.live") == "yes":
+        root = "document.documentElement?.dataset"
+        while page(f"document.readyState + {root}.ready + {root}.live") != "completeyesundefined":
             assert time.monotonic() < deadline, "the page did not reload"
             time.sleep(0.1)
-        while page("document.documentElement.dataset.ready") != "yes":
-            assert time.monotonic() < deadline
         text = page("document.body.innerText")
         assert "finished" in text and "reloads itself" not in text
         assert page("[jaxdp.view.axis, jaxdp.view.zoom, scrollY]") == ["time", [0, 2], 200] and page.errors == []
+
+
+def test_the_page_knows_which_metrics_are_better_if_smaller(tmp_path):
+    """By the same words as `--metric`."""
+    assert data_of(html.render([read_run(make_run(tmp_path / "run"))]))["smaller"] == list(SMALLER)
+
+
+@pytest.mark.slow
+@needs_browser
+def test_runs_are_sorted_by_a_click_and_drawn_against_their_keys(tmp_path):
+    """The best of each metric is marked; what is missing or not finite is last in either direction, and not drawn."""
+    table = [("a", 1e-4, 0.9, 0.5), ("b", 1e-1, 0.2, 0.7), ("c", 1e-3, "nan", 0.6), ("d", None, 0.4, 0.6)]
+    runs = []
+    for name, lr, loss, accuracy in table:
+        config = json.dumps({"steps": 3, "run_dir": name, "lr": lr, "target": f"<b>{name}"})
+        runs.append(read_run(make_run(tmp_path / name, config, loss=loss, accuracy=accuracy)))
+    file = tmp_path / "page.html"
+    html.write(file, html.render(runs))
+    with Browser() as page:
+        page.open(file)
+        heads = page("[...document.querySelectorAll('.runs th')].map((c) => c.innerText)")
+        assert heads[:5] == ["run", "lr", "target", "loss", "accuracy"] and "steps" not in heads
+        best = "[...document.querySelectorAll('.runs td.best')].map((c) => c.innerText + c.parentElement.dataset.run)"
+        assert page(best) == ["0.20001", "0.70001"]
+        order = "[...document.querySelectorAll('.runs tr[data-run]')].map((r) => r.dataset.run).join('')"
+        click = "document.querySelector('[data-sort=\"{}\"]').click()"
+        for column, first, second in (
+            ("metric loss", "1302", "0312"), ("metric accuracy", "1230", "0231"), ("config lr", "0213", "1203"),
+            ("run", "0123", "3210"), ("config target", "0123", "3210"),
+        ):  # fmt: skip
+            found = []
+            for _ in range(2):
+                page(click.format(column))
+                found.append(page(order))
+            assert found == [first, second], column
+        points = "[...document.querySelectorAll('[data-key=lr] circle')].map((c) => c.dataset.run).join('')"
+        assert page("[...document.querySelectorAll('.scatter')].map((s) => s.dataset.key)") == ["lr"]
+        assert page(points) == "01" and "2 runs without a number here" in page("document.body.innerText")
+        page(
+            "const choice = document.querySelector('#against select'); choice.value = 'accuracy';"
+            "choice.dispatchEvent(new Event('change'))"
+        )
+        assert page(points) == "012" and page("document.querySelector('[data-key=lr] svg').dataset.log") == "true false"
+        x = page("[...document.querySelectorAll('[data-key=lr] circle')].map((c) => +c.getAttribute('cx'))")
+        assert (x[1] - x[0]) / (x[2] - x[0]) == pytest.approx(3)  # three decades and one
+        page.open(file, width=390, height=844)
+        assert page("document.documentElement.scrollWidth") <= 390 and page.errors == []

@@ -40,7 +40,7 @@ function everything() {
     const section = at(id);
     while (section.children.length > 1) section.lastChild.remove();
   }
-  summary(); controls(); spent(); events(); holds(); sends();
+  summary(); against(); controls(); spent(); events(); holds(); sends();
 }
 
 function theme() {

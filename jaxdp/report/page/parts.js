@@ -7,7 +7,7 @@ const WORDS = { start: "started", resume: "resumed", first_update: "first update
   save_failed: "could not save", checkpoint_refused: "checkpoint refused",
   regroup: "regrouped", audit: "audit", audit_failed: "wrong device", slow: "slow process",
   stopped: "ended without a final event" };
-const sorting = { name: "", down: false }; // the column by which the runs are sorted
+const sorting = { name: "", down: false, metric: "" }; // the column by which runs are sorted, and the metric of the scatter plots
 const several = runs.length > 1;
 const at = (id) => document.getElementById(id);
 const swatch = (i) => el("span", { class: "dot", style: { background: colour(i) } });
@@ -28,13 +28,13 @@ function summary() {
     return {
       state: el("span", { class: `pill ${run.state.word}`, title: run.state.reason }, run.state.word),
       about: [model, data, layout.parameters && `${layout.parameters.toLocaleString("en-US")} parameters`, many, start].filter(Boolean).map((part) => part.replaceAll(" ", "\u00a0")).join(" · "),
-      numbers: [
-        ...["loss", "accuracy", "perplexity"].filter((k) => k in found).map((k) => [`${k}, ${found.split === "train" ? "training" : "evaluation"}`, number(found[k])]),
-        ["updates" + (run.steps ? ` of ${run.steps.toLocaleString("en-US")}` : ""), last.toLocaleString("en-US")],
-        ...(spent.total ? [["duration", duration(spent.total)]] : []),
-        ...(rate ? [[rate === "tokens_per_s" ? "tokens a second" : "examples a second", number(found[rate])]] : []),
-        ...("mfu" in found ? [["MFU", percent(found.mfu)]] : []),
-        ...(goodput !== undefined ? [["goodput", percent(goodput)]] : []),
+      numbers: ["loss", "accuracy", "perplexity"].filter((k) => k in found).map((k) => [`${k}, ${found.split === "train" ? "training" : "evaluation"}`, number(found[k])]),
+      rest: [ // name, text, value
+        ["updates" + (run.steps ? ` of ${run.steps.toLocaleString("en-US")}` : ""), last.toLocaleString("en-US"), last],
+        ...(spent.total ? [["duration", duration(spent.total), spent.total]] : []),
+        ...(rate ? [[rate === "tokens_per_s" ? "tokens a second" : "examples a second", number(found[rate]), found[rate]]] : []),
+        ...("mfu" in found ? [["MFU", percent(found.mfu), found.mfu]] : []),
+        ...(goodput !== undefined ? [["goodput", percent(goodput), goodput]] : []),
       ],
     };
   });
@@ -43,14 +43,11 @@ function summary() {
     at("subtitle").textContent = facts[0].about;
     at("summary").replaceChildren(
       el("p", { style: { margin: "-10px 0 16px" } }, facts[0].state, " ", el("span", { class: "muted small" }, live ? `as of ${clockTime}; this page reloads itself` : runs[0].state.reason)),
-      el("div", { class: "card tiles" }, facts[0].numbers.map(([name, value]) => el("div", {}, el("span", {}, name), el("b", {}, value)))));
+      el("div", { class: "card tiles" }, [...facts[0].numbers, ...facts[0].rest].map(([name, value]) => el("div", {}, el("span", {}, name), el("b", {}, value)))));
     return;
   }
-  const names = [...new Set(facts.flatMap((f) => f.numbers.map(([name]) => name.replace(/ of .*/, ""))))];
   at("subtitle").textContent = runs.map((r) => r.name).join(", ") + (live ? ` · as of ${clockTime}; this page reloads itself until all runs have ended` : "");
-  at("summary").replaceChildren(el("div", { class: "card" }, table(["", ...names], facts.map((f, i) => row([
-    el("span", {}, swatch(i), el("b", {}, runs[i].name), " ", f.state, el("br"), el("span", { class: "muted" }, f.about)),
-    ...names.map((name) => (f.numbers.find(([n]) => n.replace(/ of .*/, "") === name) || [0, "–"])[1])])))));
+  at("summary").replaceChildren(runsTable(facts));
 }
 
 const stack = (parts, whole) => el("div", { class: "stack" }, parts.filter((p) => p[1] > 0).map(([name, value, i]) =>
