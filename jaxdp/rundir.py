@@ -36,6 +36,7 @@ WRITTEN = (
         "config.yaml",
         "layout.json",
         "report.html",
+        "git.diff",
         "halted.json",
     ),
     *("wandb_id", "tensorboard/events.out.tfevents.*", "profile/plugins", "stacks/rank_*.txt", "env.json"),

@@ -66,7 +66,7 @@ def read_runs(directories: list[pathlib.Path]) -> dict[pathlib.Path, Json]:
     runs: dict[pathlib.Path, Json] = {}
     for directory in directories:
         try:
-            runs[directory] = read_run(directory)
+            runs[directory] = read_run(directory, runs=len(directories))
         except UsageError as error:
             if len(directories) == 1 or not directory.exists():
                 raise

@@ -17,6 +17,7 @@ from jaxdp.config import Config
 from jaxdp.data.base import UNKNOWN
 from jaxdp.distributed import gpus
 from jaxdp.distributed.context import Context
+from jaxdp.job import git
 from jaxdp.metrics.console import Console
 from jaxdp.metrics.jsonl import JsonLines
 from jaxdp.metrics.numbers import size
@@ -46,6 +47,7 @@ def start_writer(directory: pathlib.Path, config: Config, context: Context, run:
             },
             "launcher": context.launcher,
             "backend": config.parallel.backend,
+            **git.record(directory),
         },
     )
     facts = summary(run, config, context, directory, layout)

@@ -32,11 +32,12 @@ COUNTS = (
 MOST = 1e300
 
 
-def read_run(directory: pathlib.Path, alive: bool | None = None) -> Json:
+def read_run(directory: pathlib.Path, alive: bool | None = None, runs: int = 1) -> Json:
     """Return all data that the page shows of one run.
 
     alive: whether a process trains in the directory; None: test its lock. Do not use None in the process that has the
     lock: closing a file releases all locks of the process on it.
+    runs: the number of runs of the page; of several, the diff is left out.
     Raises UsageError if this is not a run directory, or it has no metrics yet.
     """
     check(directory)
@@ -63,6 +64,7 @@ def read_run(directory: pathlib.Path, alive: bool | None = None) -> Json:
         "layout": layout,
         "config": flat(config),
         "environment": {name: value for name, value in flat(env).items() if name != "topology.pids"},
+        "diff": text(directory / "git.diff") if runs == 1 else "",
     }
 
 
@@ -219,6 +221,15 @@ def flat(tree: Any, path: str = "") -> dict[str, Any]:
     if not isinstance(tree, Mapping) or not tree:
         return {path: tree} if path else {}
     return {k: v for name, value in tree.items() for k, v in flat(value, f"{path}.{name}" if path else name).items()}
+
+
+def text(file: pathlib.Path, most: int = 250_000) -> str:
+    """Return the start of a file as text; "" if it is missing or cannot be read."""
+    try:
+        with file.open("rb") as stream:
+            return stream.read(most).decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def _mapping(file: pathlib.Path) -> Json:

@@ -120,3 +120,11 @@ def test_runs_are_sorted_by_a_click_and_drawn_against_their_keys(tmp_path):
         assert (x[1] - x[0]) / (x[2] - x[0]) == pytest.approx(3)  # three decades and one
         page.open(file, width=390, height=844)
         assert page("document.documentElement.scrollWidth") <= 390 and page.errors == []
+
+
+def test_the_diff_is_in_the_page_of_one_run(tmp_path):
+    run = make_run(tmp_path / "run")
+    (run / "git.diff").write_bytes(b"+</script>\xff")
+    page = html.render([read_run(run)])
+    assert data_of(page)["runs"][0]["diff"] == "+</script>\ufffd" and "+</script>" not in page
+    assert data_of(html.render([read_run(run, runs=2)]))["runs"][0]["diff"] == ""

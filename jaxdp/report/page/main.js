@@ -68,6 +68,7 @@ at("theme").textContent = isDark() ? "☀" : "☾";
 everything();
 settings(at("config"), several ? "Config: what differs" : "Config", "config", false);
 settings(at("environment"), several ? "Environment: what differs" : "Environment", "environment", true);
+changes(at("environment"));
 first.forEach((name) => new Chart(name, at("charts")).draw());
 if (rest.length) rest.forEach((name) => new Chart(name, at("more").lastElementChild));
 else at("more").remove();

@@ -16,6 +16,18 @@ const table = (head, rows) => el("div", { class: "wide" }, el("table", {},
   head ? el("tr", {}, head.map((h, i) => el("th", { class: i ? "n" : null }, h))) : null, rows));
 const row = (cells, attributes = {}) => el("tr", attributes, cells.map((c, i) => el("td", { class: i ? "n" : null }, c)));
 
+const commitOf = (run) => {
+  const commit = run.environment["git.commit"];
+  return typeof commit === "string" && commit ? `commit ${commit.slice(0, 7)}${run.environment["git.changed"] === true ? " + changes" : ""}` : null;
+};
+
+function changes(section) { // not committed when the run started
+  if (several || !runs[0].diff) return;
+  const kind = (line) => ({ "+": "added", "-": "removed", "@": "hunk" }[line[0]] || null);
+  section.append(el("details", { id: "diff" }, el("summary", {}, "Uncommitted changes at the start"),
+    el("pre", {}, runs[0].diff.split("\n").map((line) => el("span", { class: kind(line) }, line + "\n")))));
+}
+
 function summary() {
   const facts = runs.map((run) => {
     const found = run.numbers, spent = run.spent, layout = run.layout || {};
@@ -27,7 +39,7 @@ function summary() {
     const start = run.start ? new Date(1000 * run.start).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }) : null;
     return {
       state: el("span", { class: `pill ${run.state.word}`, title: run.state.reason }, run.state.word),
-      about: [model, data, layout.parameters && `${layout.parameters.toLocaleString("en-US")} parameters`, many, start].filter(Boolean).map((part) => part.replaceAll(" ", "\u00a0")).join(" · "),
+      about: [model, data, commitOf(run), layout.parameters && `${layout.parameters.toLocaleString("en-US")} parameters`, many, start].filter(Boolean).map((part) => part.replaceAll(" ", "\u00a0")).join(" · "),
       numbers: ["loss", "accuracy", "perplexity"].filter((k) => k in found).map((k) => [`${k}, ${found.split === "train" ? "training" : "evaluation"}`, number(found[k])]),
       rest: [ // name, text, value
         ["updates" + (run.steps ? ` of ${run.steps.toLocaleString("en-US")}` : ""), last.toLocaleString("en-US"), last],
