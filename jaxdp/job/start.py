@@ -23,6 +23,7 @@ from jaxdp.metrics.jsonl import JsonLines
 from jaxdp.metrics.numbers import size
 from jaxdp.metrics.writer import Many, Writer
 from jaxdp.metrics.writers import make_writers
+from jaxdp.report.read import flat
 from jaxdp.report.writer import Reports
 from jaxdp.targets import OF_SCRIPT
 from jaxdp.training.run import Run
@@ -59,7 +60,7 @@ def start_writer(directory: pathlib.Path, config: Config, context: Context, run:
         [
             JsonLines(directory / "metrics.jsonl", start, run.origin.evaluated),
             console,
-            Reports(directory),
+            Reports(directory, flat(dataclasses.asdict(Config()))),
             *make_writers(config.log.writers, directory, start, dataclasses.asdict(config)),
         ]
     )

@@ -5,7 +5,7 @@ import json
 import pathlib
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdp import rundir
@@ -15,10 +15,13 @@ FOLDER = pathlib.Path(__file__).parent / "page"
 SCRIPTS = ("data.js", "chart.js", "parts.js", "runs.js", "live.js", "main.js")
 
 
-def render(runs: Sequence[dict[str, Any]]) -> str:
-    """Return the HTML page for several runs, each as returned by `read_run`."""
+def render(runs: Sequence[dict[str, Any]], defaults: Mapping[str, Any] | None = None) -> str:
+    """Return the HTML page for several runs, each as returned by `read_run`.
+
+    defaults: the default of each key of the config, by its dotted name; None: do not tell which keys were set.
+    """
     title = ", ".join(run["name"] for run in runs)
-    page = {"written": round(time.time(), 3), "smaller": SMALLER, "runs": list(runs)}
+    page = {"written": round(time.time(), 3), "smaller": SMALLER, "defaults": defaults, "runs": list(runs)}
     data = json.dumps(page, separators=(",", ":"), default=str, allow_nan=False)
     parts = {
         "title": html.escape(title),

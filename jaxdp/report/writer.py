@@ -4,6 +4,8 @@ import contextlib
 import math
 import pathlib
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from jaxdp.errors import one_line
 from jaxdp.metrics import safe_print
@@ -23,10 +25,10 @@ def location(directory: pathlib.Path) -> str:
 
 class Reports(Writer):
     """A writer of `directory`/report.html that prints its path at the end; if writing fails, it warns once and training
-    continues."""
+    continues. defaults: as for `html.render`."""
 
-    def __init__(self, directory: pathlib.Path):
-        self.directory = directory
+    def __init__(self, directory: pathlib.Path, defaults: Mapping[str, Any] | None = None):
+        self.directory, self.defaults = directory, defaults
         self.took, self.since = 0.0, time.monotonic()
         self.failed = False
 
@@ -45,7 +47,7 @@ class Reports(Writer):
         began, written = time.monotonic(), False
         try:
             if alive is False or (self.directory / "metrics.jsonl").stat().st_size:
-                html.write(self.directory / NAME, html.render([read_run(self.directory, alive)]))
+                html.write(self.directory / NAME, html.render([read_run(self.directory, alive)], self.defaults))
                 written = True
         except Exception as error:
             if not self.failed:

@@ -1,13 +1,15 @@
 """The parts of the report beside its curves: what the page is given, and what a browser makes of it."""
 
+import dataclasses
 import json
 import time
 
 import pytest
 
 from browser import CHROMIUM, Browser
+from jaxdp.config import Config
 from jaxdp.report import html
-from jaxdp.report.read import read_run
+from jaxdp.report.read import flat, read_run
 from jaxdp.report.table import SMALLER
 from jaxdp.report.writer import Reports
 
@@ -128,3 +130,36 @@ def test_the_diff_is_in_the_page_of_one_run(tmp_path):
     page = html.render([read_run(run)])
     assert data_of(page)["runs"][0]["diff"] == "+</script>\ufffd" and "+</script>" not in page
     assert data_of(html.render([read_run(run, runs=2)]))["runs"][0]["diff"] == ""
+
+
+def test_the_page_knows_the_defaults(tmp_path):
+    run = make_run(tmp_path / "run")
+    defaults = flat(dataclasses.asdict(Config()))
+    assert data_of(html.render([read_run(run)]))["defaults"] is None
+    for page in (html.render([read_run(run)], defaults), written_by(Reports(run, defaults))):
+        found = data_of(page)["defaults"]
+        assert (
+            found["batch_size"] == 128 and found["optimizer.lr"] == Config().optimizer.lr and found["eval.also"] == {}
+        )
+
+
+def written_by(reports):
+    reports.close()
+    return (reports.directory / "report.html").read_text()
+
+
+@pytest.mark.slow
+@needs_browser
+def test_keys_that_were_set_come_before_the_defaults(tmp_path):
+    run = make_run(
+        tmp_path / "run", "batch_size: 128\nsteps: 3\neval: {also: {}, every: 7}\nof_an_older_version: .nan\n"
+    )
+    with Browser() as page:
+        html.write(run / "report.html", html.render([read_run(run)], flat(dataclasses.asdict(Config()))))
+        page.open(run / "report.html")
+        keys = "[...document.querySelectorAll('#config {} dt')].map((k) => k.innerText || k.textContent)"
+        assert page(keys.format("> dl")) == ["steps", "eval.every", "of_an_older_version"]
+        assert page(keys.format("details")) == ["batch_size", "eval.also"]
+        html.write(run / "report.html", html.render([read_run(run)]))
+        page.open(run / "report.html")
+        assert len(page(keys.format("> dl"))) == 5 and page.errors == []

@@ -2,6 +2,8 @@
 
 const page = JSON.parse(document.getElementById("data").textContent), runs = page.runs;
 
+if (page.defaults) Object.setPrototypeOf(page.defaults, null);
+
 const count = (table) => (table.step ? table.step.length : 0); // the number of its records
 
 function column(packed, n, name) {

@@ -184,9 +184,12 @@ const show = (value) => (value === null || value === undefined ? "–" : Array.i
 function settings(section, title, key, folded) {
   const keys = [...new Set(runs.flatMap((r) => Object.keys(r[key])))];
   const differ = keys.filter((k) => new Set(runs.map((r) => JSON.stringify(r[key][k]))).size > 1);
-  const pairs = (names) => el("dl", { class: "pairs" }, names.map((k) => el("div", {}, el("dt", {}, k), el("dd", {}, show(runs[0][key][k])))));
+  const isSet = (k) => key === "config" && page.defaults && JSON.stringify(runs[0].config[k]) !== JSON.stringify(page.defaults[k]);
+  const pairs = (names) => el("dl", { class: "pairs" }, names.map((k) => el("div", { class: isSet(k) ? "set" : null }, el("dt", {}, k), el("dd", {}, show(runs[0][key][k])))));
   section.append(el("h2", {}, title));
   if (!keys.length) return section.append(el("p", { class: "muted small" }, "Not recorded with this run."));
+  const set = keys.filter(isSet), others = keys.filter((k) => !isSet(k));
+  if (!several && set.length) return section.append(pairs(set), others.length ? el("details", {}, el("summary", {}, `${others.length} keys at their defaults`), pairs(others)) : "");
   if (!several) return section.append(folded ? el("details", {}, el("summary", {}, `${keys.length} keys`), pairs(keys)) : pairs(keys));
   section.append(differ.length ? el("div", { class: "differences" }, table(["differs", ...runs.map((r) => r.name)], differ.map((k) => row([k, ...runs.map((r) => show(r[key][k]))]))))
     : el("p", { class: "muted small" }, "No differences."),
