@@ -1,8 +1,10 @@
 """The parts of the report beside its curves: what the page is given, and what a browser makes of it."""
 
+import csv
 import dataclasses
 import json
 import time
+import urllib.parse
 
 import pytest
 
@@ -163,3 +165,23 @@ def test_keys_that_were_set_come_before_the_defaults(tmp_path):
         html.write(run / "report.html", html.render([read_run(run)]))
         page.open(run / "report.html")
         assert len(page(keys.format("> dl"))) == 5 and page.errors == []
+
+
+@pytest.mark.slow
+@needs_browser
+def test_the_points_of_a_curve_as_csv(tmp_path):
+    run, file = make_run(tmp_path / 'a "b", c', accuracy=0.5), tmp_path / "page.html"
+    html.write(file, html.render([read_run(run)]))
+    with Browser() as page:
+        page.open(file)
+        page("addEventListener('click', (event) => event.preventDefault()); document.querySelector('.csv').click()")
+        link = page("[document.querySelector('.csv').download, document.querySelector('.csv').href]")
+        kind, _, text = link[1].partition(",")
+        assert link[0] == "loss.csv" and kind == "data:text/csv;charset=utf-8"
+        rows = [*csv.reader(urllib.parse.unquote(text).splitlines())]
+        assert rows[0] == ["run", "split", "step", "seconds", "loss"] and page.errors == []
+        assert [row[1:] for row in rows[1:]] == [
+            ["train", "1", "1", "2"], ["train", "2", "2", "1"], ["train", "3", "3", "0.666667"],
+            ["eval", "3", "4", "0.5"],
+        ]  # fmt: skip
+        assert {row[0] for row in rows[1:]} == {'a "b", c'}
