@@ -1,4 +1,4 @@
-"""Callbacks and a loss with the accuracy of each class; the folder of this file must be on PYTHONPATH.
+"""Callbacks, and a loss with the accuracy of each class; the folder of this file must be on PYTHONPATH.
 
 PYTHONPATH=examples jaxdp train --config configs/digits.yaml --loss.target callbacks.PerClass \
   --callbacks '[callbacks.WorstClasses]' --run_dir runs/per_class
@@ -7,6 +7,7 @@ PYTHONPATH=examples jaxdp train --config configs/python_gpt.yaml --callbacks \
 """
 
 import jax.numpy as jnp
+import numpy as np
 
 import jaxdp
 from jaxdp.cli.sample import sample
@@ -42,8 +43,28 @@ class WorstClasses:
             print(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for value, name in classes[: self.count]))
 
 
+class Pictures:
+    """Write the first inputs of the training data as one picture after each evaluation; needs Pillow."""
+
+    def __init__(self, count: int = 8):
+        self.count = count
+
+    def on_start(self, run):
+        self.run = run
+
+    def on_eval(self, step, metrics):
+        import PIL.Image
+
+        if jaxdp.current().is_root:  # one rank writes
+            pixels = self.run.data.train.dataset.read(np.arange(self.count))["inputs"][..., 0].astype(float)
+            row = np.hstack(255 * pixels / pixels.max()).astype(np.uint8)
+            media = self.run.log.directory / "media"
+            media.mkdir(exist_ok=True)
+            PIL.Image.fromarray(row).save(media / f"{step}-inputs.png")
+
+
 class TextSamples:
-    """Print text from the last checkpoint after each evaluation, as `jaxdp sample` does."""
+    """Print text from the last checkpoint after each evaluation, as `jaxdp sample` does, and show it in the report."""
 
     def __init__(self, prompt: str = "\n", tokens: int = 64):
         defaults = {name: option.default for name, option in VERBS["sample"].options.items()}
@@ -55,4 +76,8 @@ class TextSamples:
     def on_eval(self, step, metrics):
         if self.run.checkpoints.wait() is None and self.run.checkpoints.steps() and jaxdp.current().is_root:
             last = self.run.checkpoints.steps()[-1]
-            print(f"step {last}: {sample({**self.options, 'run_dir': self.run.log.directory, 'step': last})!r}")
+            text = sample({**self.options, "run_dir": self.run.log.directory, "step": last})
+            print(f"step {last}: {text!r}")
+            media = self.run.log.directory / "media"  # where the report looks for STEP-NAME.txt and STEP-NAME.png
+            media.mkdir(exist_ok=True)
+            (media / f"{last}-sample.txt").write_text(text, encoding="utf-8")

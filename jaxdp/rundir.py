@@ -39,7 +39,14 @@ WRITTEN = (
         "git.diff",
         "halted.json",
     ),
-    *("wandb_id", "tensorboard/events.out.tfevents.*", "profile/plugins", "stacks/rank_*.txt", "env.json"),
+    *(
+        "media/[0-9]*-*",
+        "wandb_id",
+        "tensorboard/events.out.tfevents.*",
+        "profile/plugins",
+        "stacks/rank_*.txt",
+        "env.json",
+    ),
 )
 # Names of checkpoints; a user's own folders in `checkpoints`, such as 100-backup, do not match.
 CHECKPOINT = re.compile(r"\d+(\.(orbax-checkpoint-tmp|pruned|damaged|unfinished).*)?")

@@ -12,7 +12,7 @@ import yaml
 from jaxdp.errors import UsageError
 from jaxdp.metrics import events as kinds
 from jaxdp.metrics.jsonl import read
-from jaxdp.report import spent
+from jaxdp.report import media, spent
 
 Json = dict[str, Any]
 DIGITS = 6  # significant digits of a number in the page
@@ -37,7 +37,7 @@ def read_run(directory: pathlib.Path, alive: bool | None = None, runs: int = 1) 
 
     alive: whether a process trains in the directory; None: test its lock. Do not use None in the process that has the
     lock: closing a file releases all locks of the process on it.
-    runs: the number of runs of the page; of several, the diff is left out.
+    runs: the number of runs of the page; of several, the diff is left out, and each has its share of the media.
     Raises UsageError if this is not a run directory, or it has no metrics yet.
     """
     check(directory)
@@ -65,6 +65,7 @@ def read_run(directory: pathlib.Path, alive: bool | None = None, runs: int = 1) 
         "config": flat(config),
         "environment": {name: value for name, value in flat(env).items() if name != "topology.pids"},
         "diff": text(directory / "git.diff") if runs == 1 else "",
+        "media": media.read(directory, media.PAGE // runs),
     }
 
 

@@ -1,5 +1,6 @@
 """The parts of the report beside its curves: what the page is given, and what a browser makes of it."""
 
+import base64
 import csv
 import dataclasses
 import json
@@ -10,7 +11,7 @@ import pytest
 
 from browser import CHROMIUM, Browser
 from jaxdp.config import Config
-from jaxdp.report import html
+from jaxdp.report import html, media
 from jaxdp.report.read import flat, read_run
 from jaxdp.report.table import SMALLER
 from jaxdp.report.writer import Reports
@@ -185,3 +186,48 @@ def test_the_points_of_a_curve_as_csv(tmp_path):
             ["eval", "3", "4", "0.5"],
         ]  # fmt: skip
         assert {row[0] for row in rows[1:]} == {'a "b", c'}
+
+
+def test_media_by_step_limited_in_size(tmp_path):
+    run = make_run(tmp_path / "run")
+    assert read_run(run)["media"] == {"items": [], "omitted": 0}
+    (run / "media" / "8-folder.txt").mkdir(parents=True)
+    files = {
+        "10-a.txt": b"</script>\xff", "9-a.txt": b"first", "9-b-c.PNG": b"png", "10-big.png": b"x" * 1_000_001,
+        "10-long.txt": b"y" * 20_001, "a.txt": b"", "10.txt": b"", "10-.txt": b"", "10-a.svg": b"<svg>",
+        "-1-a.txt": b"",
+    }  # fmt: skip
+    for name, content in files.items():
+        (run / "media" / name).write_bytes(content)
+    long = {"step": 10, "name": "long", "text": "y" * 20_000 + "\n[cut]"}
+    first = {"step": 9, "name": "a", "text": "first"}
+    image = {"step": 9, "name": "b-c", "image": "data:image/png;base64,cG5n"}
+    text = {"step": 10, "name": "a", "text": "</script>\ufffd"}
+    assert read_run(run)["media"] == {"items": [first, image, text, long], "omitted": 1}
+    assert media.read(run, 20_016) == {"items": [image, text, long], "omitted": 2}  # the last steps come first
+    page = html.render([read_run(run)])
+    assert data_of(page)["runs"][0]["media"]["items"][2] == text and page.count("</script>") == 2
+
+
+PIXEL = (  # a PNG
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
+)
+
+
+@pytest.mark.slow
+@needs_browser
+def test_images_and_texts_in_a_browser(tmp_path):
+    """As text, whatever it contains."""
+    runs, hostile = [make_run(tmp_path / name) for name in "ab"], "<img src=x onerror='window.pwned=1'>"
+    for run in runs:
+        (run / "media").mkdir()
+        (run / "media" / "1-<b>x.png").write_bytes(base64.b64decode(PIXEL))
+        (run / "media" / "3-sample.txt").write_text(hostile)
+    with Browser() as page:
+        for shown in (runs[:1], runs):
+            html.write(tmp_path / "page.html", html.render([read_run(run) for run in shown]))
+            page.open(tmp_path / "page.html")
+            text = page("document.getElementById('media').innerText")
+            assert text.count(hostile) == text.count("<b>x") == text.count("step 3") == len(shown)
+            assert page("[...document.images].map((i) => i.naturalWidth)") == [1] * len(shown)
+            assert page("window.pwned") is None and page.errors == []

@@ -62,6 +62,22 @@ function summary() {
   at("summary").replaceChildren(runsTable(facts));
 }
 
+function media() { // images and texts of callbacks, by name, the steps from left to right
+  const section = at("media"), all = runs.flatMap((run) => run.media.items), omitted = runs.reduce((sum, run) => sum + run.media.omitted, 0);
+  section.hidden = !all.length && !omitted;
+  for (const name of new Set(all.map((item) => item.name))) runs.forEach((run, i) => {
+    const items = run.media.items.filter((item) => item.name === name);
+    if (!items.length) return;
+    const end = () => { strip.scrollLeft = strip.scrollWidth; }; // the last step
+    const strip = el("div", { class: "strip", tabindex: 0 }, items.map(({ step, image, text }) => el("figure", {},
+      image ? el("img", { src: image, alt: `${name}, step ${step}`, onload: end }) : el("pre", {}, text),
+      el("figcaption", { class: "muted small" }, `step ${step.toLocaleString("en-US")}`))));
+    section.append(el("div", { class: "run" }, el("h3", {}, several ? swatch(i) : null, several ? ` ${run.name}: ${name}` : name), strip));
+    end();
+  });
+  if (omitted) section.append(el("p", { class: "muted small" }, `${omitted} ${omitted === 1 ? "file" : "files"} left out: too large, or the page has enough of later steps.`));
+}
+
 const stack = (parts, whole) => el("div", { class: "stack" }, parts.filter((p) => p[1] > 0).map(([name, value, i]) =>
   el("div", { title: name, style: { background: i < 0 ? "var(--line)" : colour(i), width: `${(100 * value) / whole}%` } })));
 
