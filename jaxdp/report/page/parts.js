@@ -68,12 +68,10 @@ function media() { // images and texts of callbacks, by name, the steps from lef
   for (const name of new Set(all.map((item) => item.name))) runs.forEach((run, i) => {
     const items = run.media.items.filter((item) => item.name === name);
     if (!items.length) return;
-    const end = () => { strip.scrollLeft = strip.scrollWidth; }; // the last step
-    const strip = el("div", { class: "strip", tabindex: 0 }, items.map(({ step, image, text }) => el("figure", {},
-      image ? el("img", { src: image, alt: `${name}, step ${step}`, onload: end }) : el("pre", {}, text),
+    const strip = el("div", { class: "strip", tabindex: 0 }, items.reverse().map(({ step, image, text }) => el("figure", {},
+      image ? el("img", { src: image, alt: `${name}, step ${step}` }) : el("pre", {}, text),
       el("figcaption", { class: "muted small" }, `step ${step.toLocaleString("en-US")}`))));
     section.append(el("div", { class: "run" }, el("h3", {}, several ? swatch(i) : null, several ? ` ${run.name}: ${name}` : name), strip));
-    end();
   });
   if (omitted) section.append(el("p", { class: "muted small" }, `${omitted} ${omitted === 1 ? "file" : "files"} left out: too large, or the page has enough of later steps.`));
 }
