@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxdp
+from jaxdp.checkpoint.weights import from_checkpoint, on_host
 from jaxdp.cli.sample import sample
 from jaxdp.cli.table import VERBS
 from jaxdp.logits import compute_logits
@@ -41,6 +42,30 @@ class WorstClasses:
         classes = sorted((value, name) for name, value in metrics.items() if name.startswith("accuracy/"))
         if jaxdp.current().is_root:
             print(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for value, name in classes[: self.count]))
+
+
+class Histograms:
+    """Record histograms of the parameters in the last checkpoint, after each evaluation, for the report."""
+
+    def __init__(self, bins: int = 32):
+        self.bins, self.last = bins, None
+
+    def on_start(self, run):
+        self.run = run
+
+    def on_eval(self, step, metrics):
+        checkpoints = self.run.checkpoints
+        if checkpoints.wait() is not None or not checkpoints.steps() or not jaxdp.current().is_root:
+            return
+        if (last := checkpoints.steps()[-1]) == self.last:
+            return
+        self.last = last
+        for name, array in on_host(from_checkpoint(checkpoints.directory / str(last), ema=False)).items():
+            values = np.asarray(array, np.float32)
+            if (values := values[np.isfinite(values)]).size:
+                counts, edges = np.histogram(values, self.bins)
+                facts = {"low": float(edges[0]), "high": float(edges[-1]), "counts": counts.tolist()}
+                self.run.log.events.note("histogram", last, name=name, **facts)
 
 
 class Pictures:

@@ -12,7 +12,7 @@ import yaml
 from jaxdp.errors import UsageError
 from jaxdp.metrics import events as kinds
 from jaxdp.metrics.jsonl import read
-from jaxdp.report import media, spent
+from jaxdp.report import histograms, media, spent
 
 Json = dict[str, Any]
 DIGITS = 6  # significant digits of a number in the page
@@ -37,7 +37,8 @@ def read_run(directory: pathlib.Path, alive: bool | None = None, runs: int = 1) 
 
     alive: whether a process trains in the directory; None: test its lock. Do not use None in the process that has the
     lock: closing a file releases all locks of the process on it.
-    runs: the number of runs of the page; of several, the diff is left out, and each has its share of the media.
+    runs: the number of runs of the page; of several, the diff and histograms are left out, and each has its share of
+    the media.
     Raises UsageError if this is not a run directory, or it has no metrics yet.
     """
     check(directory)
@@ -50,6 +51,8 @@ def read_run(directory: pathlib.Path, alive: bool | None = None, runs: int = 1) 
     sessions = spent.sessions(records, events)
     unclean = [s for s in (sessions[:-1] if alive else sessions) if s["how"] is None]
     events += skipped(records) + [{"t": s["end"], "kind": "stopped"} for s in unclean]
+    charts = [e for e in events if e["kind"] == histograms.KIND]
+    events = [e for e in events if e["kind"] != histograms.KIND]
     events.sort(key=lambda e: e["t"] if e["t"] is not None else math.inf)  # skipped updates may have no time
     return {
         "name": directory.resolve().name,
@@ -65,6 +68,7 @@ def read_run(directory: pathlib.Path, alive: bool | None = None, runs: int = 1) 
         "config": flat(config),
         "environment": {name: value for name, value in flat(env).items() if name != "topology.pids"},
         "diff": text(directory / "git.diff") if runs == 1 else "",
+        "histograms": histograms.by_name(charts, _is_finite) if runs == 1 else {},
         "media": media.read(directory, media.PAGE // runs),
     }
 
@@ -119,6 +123,8 @@ def sound_event(raw: Json) -> Json | None:
 
 def _sound(value: Any) -> Any:
     kind = type(value)
+    if kind is list or kind is dict:
+        return _plain(value)
     if kind is float:
         return value if -math.inf < value < math.inf else str(value)
     if kind is int and not -MOST < value < MOST:

@@ -77,6 +77,17 @@ def test_text_is_sampled_at_each_evaluation(tmp_path):
 
 
 @pytest.mark.slow
+def test_histograms_of_the_parameters_are_in_the_report(tmp_path):
+    argv = ["--steps", "4", "--eval.every", "2", "--checkpoint.every", "2", "--run_dir", tmp_path / "run"]
+    jaxdp(*DIGITS, *argv, "--callbacks", "[{target: callbacks.Histograms, args: {bins: 5}}]", env=EXAMPLES)
+    shown, last = read_run(tmp_path / "run")["histograms"], arrays(tmp_path / "run")
+    assert shown.keys() == last.keys() and {tuple(h["step"] for h in x) for x in shown.values()} == {(2, 4)}
+    for name, array in last.items():
+        counts, edges = np.histogram(array, 5)
+        assert shown[name][-1]["counts"] == counts.tolist() and shown[name][-1]["low"] == edges[0]
+
+
+@pytest.mark.slow
 def test_pictures_are_in_the_report(tmp_path):
     argv = ["--steps", "2", "--eval.every", "1", "--run_dir", tmp_path / "run"]
     jaxdp(*DIGITS, *argv, "--callbacks", "[{target: callbacks.Pictures, args: {count: 3}}]", env=EXAMPLES)

@@ -4,6 +4,7 @@ import base64
 import csv
 import dataclasses
 import json
+import math
 import time
 import urllib.parse
 
@@ -231,3 +232,39 @@ def test_images_and_texts_in_a_browser(tmp_path):
             assert text.count(hostile) == text.count("<b>x") == text.count("step 3") == len(shown)
             assert page("[...document.images].map((i) => i.naturalWidth)") == [1] * len(shown)
             assert page("window.pwned") is None and page.errors == []
+
+
+def test_histograms_by_name_and_step(tmp_path):
+    """One that is not valid is left out, whatever another program wrote; the page stays JSON."""
+    run, valid = make_run(tmp_path / "run"), {"step": 2, "low": -1.0, "high": 1, "counts": [0, 2.5]}
+    rows = [
+        {**valid, "step": 4}, {**valid, "counts": [7]}, valid, {**valid, "step": True}, {**valid, "low": 1},
+        {**valid, "high": math.nan}, {**valid, "counts": [math.nan]}, {**valid, "counts": [-1]},
+        {**valid, "counts": []}, {**valid, "counts": "12"}, {**valid, "step": None}, {**valid, "name": ["b"]}, {**valid, "counts": [1] * 1001},
+    ]  # fmt: skip
+    with (run / "events.jsonl").open("a") as file:
+        for row in rows:
+            file.write(json.dumps({"t": 1.7e9 + 3, "kind": "histogram", "name": "a/b", **row}) + "\n")
+        file.write('{"t": 1.7e9, "kind": "mine", "deep": [{"x": NaN}, 1e999]}\n')
+    found = read_run(run)
+    assert found["histograms"] == {"a/b": [valid, {**valid, "step": 4}]}
+    assert [e["kind"] for e in found["events"]] == ["start", "mine", "finished"]
+    assert data_of(html.render([found]))["runs"][0]["events"][1]["deep"] == [{"x": "NaN"}, "Infinity"]
+    assert read_run(run, runs=2)["histograms"] == {}
+
+
+@pytest.mark.slow
+@needs_browser
+def test_histograms_in_a_browser(tmp_path):
+    run, name = make_run(tmp_path / "run"), "__proto__<b>"
+    with (run / "events.jsonl").open("a") as file:
+        for step, low, counts in ((1, 0.0, [4, 0]), (2, 0.0, [0, 0]), (3, -2.0, [0, 9, 1])):
+            event = {"kind": "histogram", "name": name, "step": step, "low": low, "high": 2, "counts": counts}
+            file.write(json.dumps({"t": 1.7e9 + step, **event}) + "\n")
+    html.write(tmp_path / "page.html", html.render([read_run(run)]))
+    with Browser() as page:
+        page.open(tmp_path / "page.html")
+        assert name in (text := page("document.getElementById('histograms').innerText")) and "step 1 to 3" in text
+        alpha = "document.querySelector('#histograms canvas').getContext('2d').getImageData({}, {}, 1, 1).data[3]"
+        drawn = [[page(alpha.format(x, y)) for x in (100, 320, 540)] for y in (30, 90, 120, 230)]  # from 2 down to -2
+        assert drawn == [[0, 0, 85], [255, 0, 255], [0, 0, 255], [0, 0, 0]] and page.errors == []

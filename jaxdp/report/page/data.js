@@ -19,7 +19,7 @@ function column(packed, n, name) {
 
 for (const run of runs) {
   run.strange = Object.create(null); // the number of non-finite values by name
-  for (const named of [...Object.values(run.series), run.numbers, run.config, run.environment]) Object.setPrototypeOf(named, null); // so that any name can be a key
+  for (const named of [...Object.values(run.series), run.numbers, run.histograms, run.config, run.environment]) Object.setPrototypeOf(named, null); // so that any name can be a key
   for (const table of Object.values(run.series)) {
     const n = count(table);
     for (const name of Object.keys(table)) {

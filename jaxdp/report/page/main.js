@@ -36,11 +36,11 @@ function controls() {
 }
 
 function everything() {
-  for (const id of ["media", "spent", "events", "bytes", "collectives"]) {
+  for (const id of ["media", "histograms", "spent", "events", "bytes", "collectives"]) {
     const section = at(id);
     while (section.children.length > 1) section.lastChild.remove();
   }
-  summary(); against(); controls(); media(); spent(); events(); holds(); sends();
+  summary(); against(); controls(); media(); histograms(); spent(); events(); holds(); sends();
 }
 
 function theme() {

@@ -76,6 +76,26 @@ function media() { // images and texts of callbacks, by name, the steps from lef
   if (omitted) section.append(el("p", { class: "muted small" }, `${omitted} ${omitted === 1 ? "file" : "files"} left out: too large, or the page has enough of later steps.`));
 }
 
+function histograms() { // of one run: steps from left to right, values upwards, darker where there are more
+  const section = at("histograms"), names = Object.keys(runs[0].histograms);
+  section.hidden = !names.length;
+  section.append(el("div", { class: "scatters" }, names.map((name) => el("div", { class: "histogram" }, el("h3", {}, name), heat(runs[0].histograms[name], name)))));
+}
+
+function heat(columns, name) {
+  const low = Math.min(...columns.map((c) => c.low)), high = Math.max(...columns.map((c) => c.high)), ink = paint("note");
+  const canvas = el("canvas", { width: 640, height: 240, role: "img", "aria-label": `histograms of ${name}`, "data-columns": columns.length });
+  const g = canvas.getContext("2d"), wide = canvas.width / columns.length, y = (v) => canvas.height * (1 - (v - low) / (high - low));
+  g.fillStyle = ink;
+  columns.forEach(({ low: from, high: to, counts }, i) => counts.forEach((n, k) => {
+    const size = (to - from) / counts.length, top = y(from + (k + 1) * size), bottom = y(from + k * size);
+    g.globalAlpha = Math.sqrt(n / (Math.max(...counts) || 1)); // so that few are seen
+    g.fillRect(i * wide, top, Math.ceil(wide), Math.max(bottom - top, 1));
+  }));
+  return [el("div", { class: "muted small" }, short(high)), canvas, el("div", { class: "muted small ends" }, el("span", {}, short(low)),
+    el("span", {}, `step ${columns[0].step.toLocaleString("en-US")} to ${columns.at(-1).step.toLocaleString("en-US")}`))];
+}
+
 const stack = (parts, whole) => el("div", { class: "stack" }, parts.filter((p) => p[1] > 0).map(([name, value, i]) =>
   el("div", { title: name, style: { background: i < 0 ? "var(--line)" : colour(i), width: `${(100 * value) / whole}%` } })));
 
