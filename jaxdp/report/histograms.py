@@ -15,11 +15,12 @@ def by_name(events: Sequence[Json], is_finite: Callable[[Any], bool]) -> dict[st
     """
     found: dict[str, dict[int, Json]] = {}
     for event in events:
-        name, step, counts = event.get("name"), event.get("step"), event.get("counts")
-        low, high = event.get("low"), event.get("high")
-        valid = isinstance(name, str) and is_finite(step) and is_finite(low) and is_finite(high)
-        if not valid or not isinstance(counts, list) or not 0 < len(counts) <= BINS or not low < high:
+        name, counts = event.get("name"), event.get("counts")
+        numbers = {key: event.get(key) for key in ("step", "low", "high")}
+        if not isinstance(name, str) or not isinstance(counts, list) or not 0 < len(counts) <= BINS:
             continue
-        if all(is_finite(count) and count >= 0 for count in counts):
-            found.setdefault(name, {})[step] = {"step": step, "low": low, "high": high, "counts": counts}
+        if not all(map(is_finite, [*numbers.values(), *counts])) or min(counts) < 0:
+            continue
+        if event["low"] < event["high"]:
+            found.setdefault(name, {})[event["step"]] = {**numbers, "counts": counts}
     return {name: [steps[step] for step in sorted(steps)] for name, steps in found.items()}

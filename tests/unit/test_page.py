@@ -240,7 +240,8 @@ def test_histograms_by_name_and_step(tmp_path):
     rows = [
         {**valid, "step": 4}, {**valid, "counts": [7]}, valid, {**valid, "step": True}, {**valid, "low": 1},
         {**valid, "high": math.nan}, {**valid, "counts": [math.nan]}, {**valid, "counts": [-1]},
-        {**valid, "counts": []}, {**valid, "counts": "12"}, {**valid, "step": None}, {**valid, "name": ["b"]}, {**valid, "counts": [1] * 1001},
+        {**valid, "counts": []}, {**valid, "counts": "12"}, {**valid, "step": None},
+        {**valid, "name": ["b"]}, {**valid, "counts": [1] * 1001},
     ]  # fmt: skip
     with (run / "events.jsonl").open("a") as file:
         for row in rows:
