@@ -30,7 +30,7 @@ KEYS = ["--epochs", "180", "--eval.every", "230", "--checkpoint.every", "690", "
 REPORTS = {
     "report_light": (["digits"], (1280, 1560), False, "0"),
     "report_dark": (["digits"], (1280, 1560), True, "0"),
-    "report_runs": (["digits", "slower", "sharded"], (1280, 1150), False, "smooth(0.9), hover(0, 1500)"),
+    "report_runs": (["digits", "slower", "sharded"], (1280, 1440), False, "smooth(0.9), hover(0, 1500)"),
     "report_phone_light": (["digits"], (390, 844), False, "0"),
     "report_phone_dark": (["digits"], (390, 844), True, "scrollTo(0, 560)"),
 }

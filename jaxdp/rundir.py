@@ -29,16 +29,9 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4
 
 # Patterns of the files that a run writes; last env.json, which identifies the directory of a run.
 WRITTEN = (
-    *(
-        "checkpoints/[0-9]*",
-        "metrics.jsonl",
-        "events.jsonl",
-        "config.yaml",
-        "layout.json",
-        "report.html",
-        "halted.json",
-    ),
-    *("wandb_id", "tensorboard/events.out.tfevents.*", "profile/plugins", "stacks/rank_*.txt", "env.json"),
+    *("checkpoints/[0-9]*", "metrics.jsonl", "events.jsonl", "config.yaml", "layout.json", "report.html", "git.diff"),
+    *("halted.json", "media/[0-9]*-*", "wandb_id", "tensorboard/events.out.tfevents.*", "profile/plugins"),
+    *("stacks/rank_*.txt", "env.json"),
 )
 # Names of checkpoints; a user's own folders in `checkpoints`, such as 100-backup, do not match.
 CHECKPOINT = re.compile(r"\d+(\.(orbax-checkpoint-tmp|pruned|damaged|unfinished).*)?")

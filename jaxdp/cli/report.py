@@ -1,13 +1,15 @@
 """The verb `report`: write one web page about run directories."""
 
+import dataclasses
 import json
 import pathlib
 import sys
 
 from jaxdp.cli import Call
+from jaxdp.config import Config
 from jaxdp.errors import UsageError
 from jaxdp.report import html
-from jaxdp.report.read import Json, read_run
+from jaxdp.report.read import Json, flat, read_run
 from jaxdp.report.table import SWEEP, ranked, table
 from jaxdp.report.writer import NAME
 
@@ -40,7 +42,7 @@ def run(call: Call) -> None:
             f"--out: {str(output)!r} is a directory; give the path of a file, such as {str(output / NAME)!r}"
         )
     try:
-        html.write(output, html.render(runs))
+        html.write(output, html.render(runs, flat(dataclasses.asdict(Config()))))
     except OSError as error:
         raise UsageError(f"--out: {str(output)!r} cannot be written ({error.strerror}); choose another file") from None
     if metric:
@@ -66,7 +68,7 @@ def read_runs(directories: list[pathlib.Path]) -> dict[pathlib.Path, Json]:
     runs: dict[pathlib.Path, Json] = {}
     for directory in directories:
         try:
-            runs[directory] = read_run(directory)
+            runs[directory] = read_run(directory, runs=len(directories))
         except UsageError as error:
             if len(directories) == 1 or not directory.exists():
                 raise

@@ -17,11 +17,13 @@ from jaxdp.config import Config
 from jaxdp.data.base import UNKNOWN
 from jaxdp.distributed import gpus
 from jaxdp.distributed.context import Context
+from jaxdp.job import git
 from jaxdp.metrics.console import Console
 from jaxdp.metrics.jsonl import JsonLines
 from jaxdp.metrics.numbers import size
 from jaxdp.metrics.writer import Many, Writer
 from jaxdp.metrics.writers import make_writers
+from jaxdp.report.read import flat
 from jaxdp.report.writer import Reports
 from jaxdp.targets import OF_SCRIPT
 from jaxdp.training.run import Run
@@ -46,6 +48,7 @@ def start_writer(directory: pathlib.Path, config: Config, context: Context, run:
             },
             "launcher": context.launcher,
             "backend": config.parallel.backend,
+            **git.record(directory),
         },
     )
     facts = summary(run, config, context, directory, layout)
@@ -57,7 +60,7 @@ def start_writer(directory: pathlib.Path, config: Config, context: Context, run:
         [
             JsonLines(directory / "metrics.jsonl", start, run.origin.evaluated),
             console,
-            Reports(directory),
+            Reports(directory, flat(dataclasses.asdict(Config()))),
             *make_writers(config.log.writers, directory, start, dataclasses.asdict(config)),
         ]
     )

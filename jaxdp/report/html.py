@@ -4,19 +4,25 @@ import html
 import json
 import pathlib
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdp import rundir
+from jaxdp.report.table import SMALLER
 
 FOLDER = pathlib.Path(__file__).parent / "page"
-SCRIPTS = ("data.js", "chart.js", "parts.js", "main.js")
+SCRIPTS = ("data.js", "chart.js", "parts.js", "runs.js", "live.js", "main.js")
 
 
-def render(runs: Sequence[dict[str, Any]]) -> str:
-    """Return the HTML page for several runs, each as returned by `read_run`."""
+def render(runs: Sequence[dict[str, Any]], defaults: Mapping[str, Any] | None = None) -> str:
+    """Return the HTML page for several runs, each as returned by `read_run`.
+
+    defaults: the default of each key of the config, by its dotted name; None: do not tell which keys were set.
+    """
     title = ", ".join(run["name"] for run in runs)
-    data = json.dumps({"runs": list(runs)}, separators=(",", ":"), default=str, allow_nan=False)
+    page = {"written": round(time.time(), 3), "smaller": SMALLER, "defaults": defaults, "runs": list(runs)}
+    data = json.dumps(page, separators=(",", ":"), default=str, allow_nan=False)
     parts = {
         "title": html.escape(title),
         "style": read("page.css"),

@@ -12,7 +12,7 @@ import yaml
 from jaxdp.errors import UsageError
 from jaxdp.metrics import events as kinds
 from jaxdp.metrics.jsonl import read
-from jaxdp.report import spent
+from jaxdp.report import histograms, media, spent
 
 Json = dict[str, Any]
 DIGITS = 6  # significant digits of a number in the page
@@ -32,11 +32,13 @@ COUNTS = (
 MOST = 1e300
 
 
-def read_run(directory: pathlib.Path, alive: bool | None = None) -> Json:
+def read_run(directory: pathlib.Path, alive: bool | None = None, runs: int = 1) -> Json:
     """Return all data that the page shows of one run.
 
     alive: whether a process trains in the directory; None: test its lock. Do not use None in the process that has the
     lock: closing a file releases all locks of the process on it.
+    runs: the number of runs of the page; of several, the diff and histograms are left out, and each has its share of
+    the media.
     Raises UsageError if this is not a run directory, or it has no metrics yet.
     """
     check(directory)
@@ -49,6 +51,8 @@ def read_run(directory: pathlib.Path, alive: bool | None = None) -> Json:
     sessions = spent.sessions(records, events)
     unclean = [s for s in (sessions[:-1] if alive else sessions) if s["how"] is None]
     events += skipped(records) + [{"t": s["end"], "kind": "stopped"} for s in unclean]
+    charts = [e for e in events if e["kind"] == histograms.KIND]
+    events = [e for e in events if e["kind"] != histograms.KIND]
     events.sort(key=lambda e: e["t"] if e["t"] is not None else math.inf)  # skipped updates may have no time
     return {
         "name": directory.resolve().name,
@@ -63,6 +67,9 @@ def read_run(directory: pathlib.Path, alive: bool | None = None) -> Json:
         "layout": layout,
         "config": flat(config),
         "environment": {name: value for name, value in flat(env).items() if name != "topology.pids"},
+        "diff": text(directory / "git.diff") if runs == 1 else "",
+        "histograms": histograms.by_name(charts, _is_finite) if runs == 1 else {},
+        "media": media.read(directory, media.PAGE // runs),
     }
 
 
@@ -116,6 +123,8 @@ def sound_event(raw: Json) -> Json | None:
 
 def _sound(value: Any) -> Any:
     kind = type(value)
+    if kind is list or kind is dict:
+        return _plain(value)
     if kind is float:
         return value if -math.inf < value < math.inf else str(value)
     if kind is int and not -MOST < value < MOST:
@@ -219,6 +228,15 @@ def flat(tree: Any, path: str = "") -> dict[str, Any]:
     if not isinstance(tree, Mapping) or not tree:
         return {path: tree} if path else {}
     return {k: v for name, value in tree.items() for k, v in flat(value, f"{path}.{name}" if path else name).items()}
+
+
+def text(file: pathlib.Path, most: int = 250_000) -> str:
+    """Return the start of a file as text; "" if it is missing or cannot be read."""
+    try:
+        with file.open("rb") as stream:
+            return stream.read(most).decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def _mapping(file: pathlib.Path) -> Json:

@@ -1,8 +1,11 @@
-"""Write a run's report at its end, and at evaluations as long as that takes a negligible share of the time."""
+"""Write a run's report at its end, and during the run as long as that takes a negligible share of the time."""
 
 import contextlib
+import math
 import pathlib
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from jaxdp.errors import one_line
 from jaxdp.metrics import safe_print
@@ -12,6 +15,7 @@ from jaxdp.report.read import read_run
 
 NAME = "report.html"
 SHARE = 0.01  # the largest fraction of the time that writing may take during the run
+PAUSE = {"eval": 1.0, "train": 10.0}  # seconds from one report to the next, at least, by the split of the record
 
 
 def location(directory: pathlib.Path) -> str:
@@ -21,15 +25,16 @@ def location(directory: pathlib.Path) -> str:
 
 class Reports(Writer):
     """A writer of `directory`/report.html that prints its path at the end; if writing fails, it warns once and training
-    continues."""
+    continues. defaults: as for `html.render`."""
 
-    def __init__(self, directory: pathlib.Path):
-        self.directory = directory
+    def __init__(self, directory: pathlib.Path, defaults: Mapping[str, Any] | None = None):
+        self.directory, self.defaults = directory, defaults
         self.took, self.since = 0.0, time.monotonic()
         self.failed = False
 
     def write(self, record: Record) -> None:
-        if record["split"] == "eval" and time.monotonic() - self.since > max(self.took / SHARE, 1.0):
+        pause = PAUSE.get(record["split"], math.inf)  # `close` follows the final record
+        if time.monotonic() - self.since > max(self.took / SHARE, pause):
             self.refresh(alive=True)
 
     def close(self) -> None:
@@ -42,7 +47,7 @@ class Reports(Writer):
         began, written = time.monotonic(), False
         try:
             if alive is False or (self.directory / "metrics.jsonl").stat().st_size:
-                html.write(self.directory / NAME, html.render([read_run(self.directory, alive)]))
+                html.write(self.directory / NAME, html.render([read_run(self.directory, alive)], self.defaults))
                 written = True
         except Exception as error:
             if not self.failed:

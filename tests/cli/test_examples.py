@@ -1,15 +1,19 @@
 """The examples of docs/callbacks.md, small, on one device."""
 
+import base64
 import importlib.util
+import io
 import pathlib
 import re
 
 import jax.numpy as jnp
 import numpy as np
+import PIL.Image
 import pytest
 
 from cli_runs import DIGITS, jaxdp, records
 from jaxdp.checkpoint.weights import from_checkpoint, on_host
+from jaxdp.report.read import read_run
 from launch import ROOT
 
 EXAMPLES = {"PYTHONPATH": f"{ROOT}/examples:{ROOT}"}
@@ -68,6 +72,31 @@ def test_text_is_sampled_at_each_evaluation(tmp_path):
     done = jaxdp("--config", config, *GPT, *argv, "--run_dir", tmp_path / "run", env=EXAMPLES)
     texts = re.findall(r"step (\d): (['\"])def (.*)\2$", done.stdout, re.MULTILINE)
     assert [step for step, _, _ in texts] == ["2", "4"] and all(text for _, _, text in texts)
+    shown = read_run(tmp_path / "run")["media"]["items"]
+    assert [(x["step"], x["name"], x["text"][:4]) for x in shown] == [(2, "sample", "def "), (4, "sample", "def ")]
+
+
+@pytest.mark.slow
+def test_histograms_of_the_parameters_are_in_the_report(tmp_path):
+    argv = ["--steps", "4", "--eval.every", "2", "--checkpoint.every", "2", "--run_dir", tmp_path / "run"]
+    jaxdp(*DIGITS, *argv, "--callbacks", "[{target: callbacks.Histograms, args: {bins: 5}}]", env=EXAMPLES)
+    shown, last = read_run(tmp_path / "run")["histograms"], arrays(tmp_path / "run")
+    assert shown.keys() == last.keys() and {tuple(h["step"] for h in x) for x in shown.values()} == {(2, 4)}
+    for name, array in last.items():
+        counts, edges = np.histogram(array, 5)
+        assert shown[name][-1]["counts"] == counts.tolist() and shown[name][-1]["low"] == edges[0]
+
+
+@pytest.mark.slow
+def test_pictures_are_in_the_report(tmp_path):
+    argv = ["--steps", "2", "--eval.every", "1", "--run_dir", tmp_path / "run"]
+    jaxdp(*DIGITS, *argv, "--callbacks", "[{target: callbacks.Pictures, args: {count: 3}}]", env=EXAMPLES)
+    shown = read_run(tmp_path / "run")["media"]["items"]
+    assert [(x["step"], x["name"]) for x in shown] == [(1, "inputs"), (2, "inputs")]
+    png = base64.b64decode(shown[0]["image"].removeprefix("data:image/png;base64,"))
+    with PIL.Image.open(io.BytesIO(png)) as image:
+        assert image.size == (24, 8) and image.getextrema() == (0, 255)
+    assert shown[0]["image"] in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.slow

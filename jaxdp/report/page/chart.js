@@ -43,6 +43,13 @@ const clock = (seconds, span) => {
 };
 const clockScale = (span) => (span > 172800 ? 86400 : span > 7200 ? 3600 : span > 180 ? 60 : 1);
 
+// The points of a chart as CSV (RFC 4180), one line for each point of each run.
+function csv(chart) {
+  const quoted = (text) => `"${text.replaceAll('"', '""')}"`, value = (v) => (Number.isNaN(v) ? "" : String(v));
+  const lines = chart.series.flatMap((s) => s.y.map((y, i) => [quoted(runs[s.run].name), s.split, s.step[i], value(s.time[i]), value(y)].join(",")));
+  return [`run,split,step,seconds,${quoted(chart.name)}`, ...lines, ""].join("\r\n");
+}
+
 class Chart {
   constructor(name, parent) {
     this.name = name;
@@ -61,8 +68,10 @@ class Chart {
     };
     const strange = runs.reduce((sum, run) => sum + (run.strange[name] || 0), 0);
     const positive = ["loss", "grad_norm", "perplexity", "lr"].includes(name);
+    const link = el("a", { class: "csv", href: "#", title: "Download the points as CSV", download: `${name.replace(/[^\w.-]+/g, "_")}.csv`,
+      onclick: () => { link.href = "data:text/csv;charset=utf-8," + encodeURIComponent(csv(this)); } }, "csv");
     parent.append(el("div", { class: "card chart", "data-name": name, "data-points": this.series.map((s) => s.y.length).join(" ") },
-      el("div", { class: "head" }, el("h3", {}, label(name)), positive ? toggle("log", "Logarithmic axis")
+      el("div", { class: "head" }, el("h3", {}, label(name)), link, positive ? toggle("log", "Logarithmic axis")
         : SPIKY.includes(name) ? toggle("all", "Show the highest and lowest fiftieth too", "outliers") : null),
       this.canvas, strange ? el("div", { class: "note" }, `${strange} not finite`) : null, this.tip));
     this.listen();

@@ -1,6 +1,8 @@
 // The data of the file as columns of numbers: runs[i].series.train.loss is a Float64Array, NaN for missing values.
 
-const runs = JSON.parse(document.getElementById("data").textContent).runs;
+const page = JSON.parse(document.getElementById("data").textContent), runs = page.runs;
+
+if (page.defaults) Object.setPrototypeOf(page.defaults, null);
 
 const count = (table) => (table.step ? table.step.length : 0); // the number of its records
 
@@ -17,7 +19,7 @@ function column(packed, n, name) {
 
 for (const run of runs) {
   run.strange = Object.create(null); // the number of non-finite values by name
-  for (const named of [...Object.values(run.series), run.config, run.environment]) Object.setPrototypeOf(named, null); // so that any name can be a key
+  for (const named of [...Object.values(run.series), run.numbers, run.histograms, run.config, run.environment]) Object.setPrototypeOf(named, null); // so that any name can be a key
   for (const table of Object.values(run.series)) {
     const n = count(table);
     for (const name of Object.keys(table)) {

@@ -9,7 +9,7 @@ function varies(name) { // a metric that is constant over all records needs no c
 
 function controls() {
   const toggle = (key, shape, text, i) => {
-    const button = el("button", { class: "key", "aria-pressed": "true", onclick: () => {
+    const button = el("button", { class: "key", "aria-pressed": String(!view.hidden.has(key)), onclick: () => {
       if (view.hidden.has(key)) view.hidden.delete(key); else view.hidden.add(key);
       button.setAttribute("aria-pressed", !view.hidden.has(key));
       redraw();
@@ -31,16 +31,16 @@ function controls() {
     shown.textContent = view.smooth ? view.smooth.toFixed(2) : "off";
     later();
   } });
-  at("controls").replaceChildren(el("div", { class: "keys" }, keys), el("button", { id: "reset", hidden: "", onclick: () => zoom(null) }, "whole range"),
+  at("controls").replaceChildren(el("div", { class: "keys" }, keys), el("button", { id: "reset", hidden: view.zoom ? null : "", onclick: () => zoom(null) }, "whole range"),
     el("label", {}, "smooth", slider, shown), timed ? el("div", { class: "joined", role: "group", "aria-label": "horizontal axis" }, axis) : "");
 }
 
 function everything() {
-  for (const id of ["spent", "events", "bytes", "collectives"]) {
+  for (const id of ["media", "histograms", "spent", "events", "bytes", "collectives"]) {
     const section = at(id);
     while (section.children.length > 1) section.lastChild.remove();
   }
-  summary(); controls(); spent(); events(); holds(); sends();
+  summary(); against(); controls(); media(); histograms(); spent(); events(); holds(); sends();
 }
 
 function theme() {
@@ -61,15 +61,23 @@ const names = [...new Set(runs.flatMap((r) => ["train", "eval"].flatMap((s) => O
 const first = MAIN.filter((n) => n !== "goodput" && hasValues(n) && (varies(n) || n === "loss"));
 const rest = names.filter((n) => !MAIN.includes(n) && varies(n)).sort();
 
+restore();
 at("theme").addEventListener("click", theme);
 systemDark.addEventListener("change", dressed);
 at("theme").textContent = isDark() ? "☀" : "☾";
 everything();
 settings(at("config"), several ? "Config: what differs" : "Config", "config", false);
 settings(at("environment"), several ? "Environment: what differs" : "Environment", "environment", true);
+changes(at("environment"));
 first.forEach((name) => new Chart(name, at("charts")).draw());
 if (rest.length) rest.forEach((name) => new Chart(name, at("more").lastElementChild));
 else at("more").remove();
 
-window.jaxdp = { runs, view, redraw, zoom, milliseconds: performance.now() - began, loaded: performance.now() };
+if (live) {
+  root.dataset.live = "yes";
+  setTimeout(reload, 1000 * pause());
+}
+reopen();
+
+window.jaxdp = { runs, reload, view, redraw, zoom, milliseconds: performance.now() - began, loaded: performance.now() };
 root.dataset.ready = "yes";

@@ -7,6 +7,7 @@ const WORDS = { start: "started", resume: "resumed", first_update: "first update
   save_failed: "could not save", checkpoint_refused: "checkpoint refused",
   regroup: "regrouped", audit: "audit", audit_failed: "wrong device", slow: "slow process",
   stopped: "ended without a final event" };
+const sorting = { name: "", down: false, metric: "" }; // the column by which runs are sorted, and the metric of the scatter plots
 const several = runs.length > 1;
 const at = (id) => document.getElementById(id);
 const swatch = (i) => el("span", { class: "dot", style: { background: colour(i) } });
@@ -14,6 +15,18 @@ const named = (run, i) => (several ? el("h3", {}, swatch(i), " ", run.name) : nu
 const table = (head, rows) => el("div", { class: "wide" }, el("table", {},
   head ? el("tr", {}, head.map((h, i) => el("th", { class: i ? "n" : null }, h))) : null, rows));
 const row = (cells, attributes = {}) => el("tr", attributes, cells.map((c, i) => el("td", { class: i ? "n" : null }, c)));
+
+const commitOf = (run) => {
+  const commit = run.environment["git.commit"];
+  return typeof commit === "string" && commit ? `commit ${commit.slice(0, 7)}${run.environment["git.changed"] === true ? " + changes" : ""}` : null;
+};
+
+function changes(section) { // not committed when the run started
+  if (several || !runs[0].diff) return;
+  const kind = (line) => ({ "+": "added", "-": "removed", "@": "hunk" }[line[0]] || null);
+  section.append(el("details", { id: "diff" }, el("summary", {}, "Uncommitted changes at the start"),
+    el("pre", {}, runs[0].diff.split("\n").map((line) => el("span", { class: kind(line) }, line + "\n")))));
+}
 
 function summary() {
   const facts = runs.map((run) => {
@@ -26,14 +39,14 @@ function summary() {
     const start = run.start ? new Date(1000 * run.start).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }) : null;
     return {
       state: el("span", { class: `pill ${run.state.word}`, title: run.state.reason }, run.state.word),
-      about: [model, data, layout.parameters && `${layout.parameters.toLocaleString("en-US")} parameters`, many, start].filter(Boolean).map((part) => part.replaceAll(" ", "\u00a0")).join(" · "),
-      numbers: [
-        ...["loss", "accuracy", "perplexity"].filter((k) => k in found).map((k) => [`${k}, ${found.split === "train" ? "training" : "evaluation"}`, number(found[k])]),
-        ["updates" + (run.steps ? ` of ${run.steps.toLocaleString("en-US")}` : ""), last.toLocaleString("en-US")],
-        ...(spent.total ? [["duration", duration(spent.total)]] : []),
-        ...(rate ? [[rate === "tokens_per_s" ? "tokens a second" : "examples a second", number(found[rate])]] : []),
-        ...("mfu" in found ? [["MFU", percent(found.mfu)]] : []),
-        ...(goodput !== undefined ? [["goodput", percent(goodput)]] : []),
+      about: [model, data, commitOf(run), layout.parameters && `${layout.parameters.toLocaleString("en-US")} parameters`, many, start].filter(Boolean).map((part) => part.replaceAll(" ", "\u00a0")).join(" · "),
+      numbers: ["loss", "accuracy", "perplexity"].filter((k) => k in found).map((k) => [`${k}, ${found.split === "train" ? "training" : "evaluation"}`, number(found[k])]),
+      rest: [ // name, text, value
+        ["updates" + (run.steps ? ` of ${run.steps.toLocaleString("en-US")}` : ""), last.toLocaleString("en-US"), last],
+        ...(spent.total ? [["duration", duration(spent.total), spent.total]] : []),
+        ...(rate ? [[rate === "tokens_per_s" ? "tokens a second" : "examples a second", number(found[rate]), found[rate]]] : []),
+        ...("mfu" in found ? [["MFU", percent(found.mfu), found.mfu]] : []),
+        ...(goodput !== undefined ? [["goodput", percent(goodput), goodput]] : []),
       ],
     };
   });
@@ -41,15 +54,46 @@ function summary() {
   if (!several) {
     at("subtitle").textContent = facts[0].about;
     at("summary").replaceChildren(
-      el("p", { style: { margin: "-10px 0 16px" } }, facts[0].state, " ", el("span", { class: "muted small" }, runs[0].state.reason)),
-      el("div", { class: "card tiles" }, facts[0].numbers.map(([name, value]) => el("div", {}, el("span", {}, name), el("b", {}, value)))));
+      el("p", { style: { margin: "-10px 0 16px" } }, facts[0].state, " ", el("span", { class: "muted small" }, live ? `as of ${clockTime}; this page reloads itself` : runs[0].state.reason)),
+      el("div", { class: "card tiles" }, [...facts[0].numbers, ...facts[0].rest].map(([name, value]) => el("div", {}, el("span", {}, name), el("b", {}, value)))));
     return;
   }
-  const names = [...new Set(facts.flatMap((f) => f.numbers.map(([name]) => name.replace(/ of .*/, ""))))];
-  at("subtitle").textContent = runs.map((r) => r.name).join(", ");
-  at("summary").replaceChildren(el("div", { class: "card" }, table(["", ...names], facts.map((f, i) => row([
-    el("span", {}, swatch(i), el("b", {}, runs[i].name), " ", f.state, el("br"), el("span", { class: "muted" }, f.about)),
-    ...names.map((name) => (f.numbers.find(([n]) => n.replace(/ of .*/, "") === name) || [0, "–"])[1])])))));
+  at("subtitle").textContent = runs.map((r) => r.name).join(", ") + (live ? ` · as of ${clockTime}; this page reloads itself until all runs have ended` : "");
+  at("summary").replaceChildren(runsTable(facts));
+}
+
+function media() { // images and texts of callbacks, by name, the steps from left to right
+  const section = at("media"), all = runs.flatMap((run) => run.media.items), omitted = runs.reduce((sum, run) => sum + run.media.omitted, 0);
+  section.hidden = !all.length && !omitted;
+  for (const name of new Set(all.map((item) => item.name))) runs.forEach((run, i) => {
+    const items = run.media.items.filter((item) => item.name === name);
+    if (!items.length) return;
+    const strip = el("div", { class: "strip", tabindex: 0 }, items.reverse().map(({ step, image, text }) => el("figure", {},
+      image ? el("img", { src: image, alt: `${name}, step ${step}` }) : el("pre", {}, text),
+      el("figcaption", { class: "muted small" }, `step ${step.toLocaleString("en-US")}`))));
+    section.append(el("div", { class: "run" }, el("h3", {}, several ? swatch(i) : null, several ? ` ${run.name}: ${name}` : name), strip));
+  });
+  if (omitted) section.append(el("p", { class: "muted small" }, `${omitted} ${omitted === 1 ? "file" : "files"} left out: too large, or the page has enough of later steps.`));
+}
+
+function histograms() { // of one run: steps from left to right, values upwards, darker where there are more
+  const section = at("histograms"), names = Object.keys(runs[0].histograms);
+  section.hidden = !names.length;
+  section.append(el("div", { class: "scatters" }, names.map((name) => el("div", { class: "histogram" }, el("h3", {}, name), heat(runs[0].histograms[name], name)))));
+}
+
+function heat(columns, name) {
+  const low = Math.min(...columns.map((c) => c.low)), high = Math.max(...columns.map((c) => c.high)), ink = paint("note");
+  const canvas = el("canvas", { width: 640, height: 240, role: "img", "aria-label": `histograms of ${name}`, "data-columns": columns.length });
+  const g = canvas.getContext("2d"), wide = canvas.width / columns.length, y = (v) => canvas.height * (1 - (v - low) / (high - low));
+  g.fillStyle = ink;
+  columns.forEach(({ low: from, high: to, counts }, i) => counts.forEach((n, k) => {
+    const size = (to - from) / counts.length, top = y(from + (k + 1) * size), bottom = y(from + k * size);
+    g.globalAlpha = Math.sqrt(n / (Math.max(...counts) || 1)); // so that few are seen
+    g.fillRect(i * wide, top, Math.ceil(wide), Math.max(bottom - top, 1));
+  }));
+  return [el("div", { class: "muted small" }, short(high)), canvas, el("div", { class: "muted small ends" }, el("span", {}, short(low)),
+    el("span", {}, `step ${columns[0].step.toLocaleString("en-US")} to ${columns.at(-1).step.toLocaleString("en-US")}`))];
 }
 
 const stack = (parts, whole) => el("div", { class: "stack" }, parts.filter((p) => p[1] > 0).map(([name, value, i]) =>
@@ -174,9 +218,12 @@ const show = (value) => (value === null || value === undefined ? "–" : Array.i
 function settings(section, title, key, folded) {
   const keys = [...new Set(runs.flatMap((r) => Object.keys(r[key])))];
   const differ = keys.filter((k) => new Set(runs.map((r) => JSON.stringify(r[key][k]))).size > 1);
-  const pairs = (names) => el("dl", { class: "pairs" }, names.map((k) => el("div", {}, el("dt", {}, k), el("dd", {}, show(runs[0][key][k])))));
+  const isSet = (k) => key === "config" && page.defaults && JSON.stringify(runs[0].config[k]) !== JSON.stringify(page.defaults[k]);
+  const pairs = (names) => el("dl", { class: "pairs" }, names.map((k) => el("div", { class: isSet(k) ? "set" : null }, el("dt", {}, k), el("dd", {}, show(runs[0][key][k])))));
   section.append(el("h2", {}, title));
   if (!keys.length) return section.append(el("p", { class: "muted small" }, "Not recorded with this run."));
+  const set = keys.filter(isSet), others = keys.filter((k) => !isSet(k));
+  if (!several && set.length) return section.append(pairs(set), others.length ? el("details", {}, el("summary", {}, `${others.length} keys at their defaults`), pairs(others)) : "");
   if (!several) return section.append(folded ? el("details", {}, el("summary", {}, `${keys.length} keys`), pairs(keys)) : pairs(keys));
   section.append(differ.length ? el("div", { class: "differences" }, table(["differs", ...runs.map((r) => r.name)], differ.map((k) => row([k, ...runs.map((r) => show(r[key][k]))]))))
     : el("p", { class: "muted small" }, "No differences."),
