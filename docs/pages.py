@@ -38,6 +38,7 @@ SECTIONS: dict[str, tuple[str, list[str]]] = {
         [
             "jaxdp.data.base.Dataset",
             "jaxdp.data.digits.Digits",
+            "jaxdp.data.npz.Npz",
             "jaxdp.data.python_source.PythonSource",
             "jaxdp.data.cifar10.CIFAR10",
             "jaxdp.data.mnist.MNIST",

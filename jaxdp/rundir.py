@@ -35,6 +35,7 @@ WRITTEN = (
         "events.jsonl",
         "config.yaml",
         "layout.json",
+        "model.txt",
         "report.html",
         "halted.json",
     ),
@@ -249,6 +250,11 @@ def began(directory: pathlib.Path) -> float:
 def write_layout(directory: pathlib.Path, facts: dict[str, Any]) -> None:
     """Write layout.json: memory per device, and the communication of an update."""
     _replace(directory / "layout.json", json.dumps(facts, indent=2) + "\n")
+
+
+def write_model(directory: pathlib.Path, text: str) -> None:
+    """Write model.txt: the parameters, as `jaxdp summary` prints them."""
+    _replace(directory / "model.txt", text + "\n")
 
 
 def versions() -> dict[str, str | None]:
