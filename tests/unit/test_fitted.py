@@ -76,6 +76,16 @@ def test_it_never_evaluates_what_another_run_has_written(tmp_path):
     assert first.predict(X).shape == (90, 2)
 
 
+@pytest.mark.slow
+def test_a_run_that_is_made_longer_is_that_of_all_its_steps(tmp_path):
+    """As docs/notebook.md does it: the learning rates of `schedule_steps` do not depend on the steps."""
+    more = {"optimizer": {"target": "adamw", "lr": 0.01, "schedule_steps": 8}}
+    fit(**more, steps=4, run_dir=tmp_path / "parts")
+    longer = fit(**more, steps=8, run_dir=tmp_path / "parts")
+    assert longer.final["params_sha256"] == fit(**more, steps=8).final["params_sha256"]
+    assert longer.history["train"]["step"] == [2, 4, 6, 8]
+
+
 def test_the_module_is_the_trained_one_in_evaluation_mode(fitted):
     assert isinstance(fitted.model, Net) and fitted.model is fitted.model
     np.testing.assert_allclose(fitted.model(X), fitted.predict(X), rtol=1e-5, atol=1e-6)

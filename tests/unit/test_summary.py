@@ -36,7 +36,7 @@ def test_frozen_parameters_are_marked(capsys):
     kinds = {line.split()[0]: line.split()[1] for line in lines[1:-2]}
     assert kinds["layers/1/kernel"] == "frozen" and kinds["layers/0/kernel"] == "trainable" and len(kinds) == 6
     assert lines[-1] == "MLP: 85,002 parameters (19,210 trainable, 65,792 frozen), 340 kB"
-    with pytest.raises(UsageError, match="optimizer.frozen: 'nothing' matches no parameter"):
+    with pytest.raises(UsageError, match=r"optimizer.frozen: 'nothing' matches no parameter"):
         listed(capsys, "digits", "--optimizer.frozen", "[nothing]")
 
 
