@@ -35,11 +35,10 @@ WRITTEN = (
         "events.jsonl",
         "config.yaml",
         "layout.json",
-        "model.txt",
         "report.html",
         "halted.json",
     ),
-    *("wandb_id", "tensorboard/events.out.tfevents.*", "profile/plugins", "stacks/rank_*.txt", "env.json"),
+    *("model.txt", "wandb_id", "tensorboard/events.out.tfevents.*", "profile/plugins", "stacks/rank_*.txt", "env.json"),
 )
 # Names of checkpoints; a user's own folders in `checkpoints`, such as 100-backup, do not match.
 CHECKPOINT = re.compile(r"\d+(\.(orbax-checkpoint-tmp|pruned|damaged|unfinished).*)?")

@@ -82,14 +82,8 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
 
     def merge(params: Any, model_state: Any, carry: list[Any], key: jax.Array, train: bool) -> Any:
         rngs = [(path, v.replace(_restart(v, key, i))) for i, (path, v) in enumerate(rng_kind)]
-        return nnx.merge(
-            graphs[train],
-            _to_state(params_kind, params),
-            nnx.from_flat_state(rngs),
-            nnx.from_flat_state(carry),
-            _to_state(rest_kind, model_state),
-            copy=True,
-        )
+        states = (_to_state(params_kind, params), nnx.from_flat_state(rngs), nnx.from_flat_state(carry))
+        return nnx.merge(graphs[train], *states, _to_state(rest_kind, model_state), copy=True)
 
     def trained(params: Any, model_state: Any) -> Any:
         carry = [(path, v.replace(jnp.zeros(v.get_value().shape, v.get_value().dtype))) for path, v in carry_kind]
