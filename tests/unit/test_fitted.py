@@ -8,6 +8,7 @@ from flax import linen, nnx
 
 import jaxdp
 from jaxdp.errors import UsageError
+from jaxdp.models.nnx import Carry
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(90, 4)).astype(np.float32)
@@ -143,3 +144,21 @@ def test_a_loss_without_evaluation_data_says_what_it_is_of(capsys):
 def test_what_does_not_fit_is_one_line(fitted, x, text):
     with pytest.raises(UsageError, match=text):
         fitted.predict(x)
+
+
+class Cell(nnx.Module):
+    """A state for each example, added to its inputs."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.last, self.out = Carry(jax.numpy.zeros(4)), nnx.Linear(4, 2, rngs=rngs)
+
+    def __call__(self, x):
+        self.last[...] = jax.lax.stop_gradient(x + self.last[...])
+        return self.out(self.last[...])
+
+
+def test_carried_state_starts_at_zero_for_every_row():
+    fitted = fit(Cell, steps=2, precision={"compute": "bfloat16"})
+    kernel, bias = fitted.params["out"]["kernel"], fitted.params["out"]["bias"]
+    np.testing.assert_allclose(fitted.predict(X, batch_size=7), X @ kernel + bias, atol=0.05)
+    np.testing.assert_allclose(fitted.model(X[0]), X[0] @ kernel + bias, atol=1e-5)
