@@ -23,6 +23,7 @@ SECTIONS: dict[str, tuple[str, list[str]]] = {
             for n in ("SoftmaxCrossEntropy", "CausalLM", "MeanSquaredError", "Contrastive", "MultiTask")
         ],
     ),
+    "Results": ("What `jaxdp.fit` returns ([Notebooks](../notebook.md)).", ["jaxdp.job.fitted.Fitted"]),
     "Optimizers": (
         "`optimizer.target` is sgd, adam, adamw, lamb, adafactor, lion, muon, or a function that returns an Optax "
         "transformation.",
