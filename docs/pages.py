@@ -23,6 +23,7 @@ SECTIONS: dict[str, tuple[str, list[str]]] = {
             for n in ("SoftmaxCrossEntropy", "CausalLM", "MeanSquaredError", "Contrastive", "MultiTask")
         ],
     ),
+    "Results": ("What `jaxdp.fit` returns ([Notebooks](../notebook.md)).", ["jaxdp.job.fitted.Fitted"]),
     "Optimizers": (
         "`optimizer.target` is sgd, adam, adamw, lamb, adafactor, lion, muon, or a function that returns an Optax "
         "transformation.",
@@ -38,6 +39,7 @@ SECTIONS: dict[str, tuple[str, list[str]]] = {
         [
             "jaxdp.data.base.Dataset",
             "jaxdp.data.digits.Digits",
+            "jaxdp.data.npz.Npz",
             "jaxdp.data.python_source.PythonSource",
             "jaxdp.data.cifar10.CIFAR10",
             "jaxdp.data.mnist.MNIST",

@@ -2,36 +2,25 @@
 
 import atexit
 import dataclasses
-import inspect
 import pathlib
 import shutil
 import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from jaxdp import environment
 from jaxdp.config import Config
 from jaxdp.config.reading import from_mapping
-from jaxdp.errors import UsageError
+from jaxdp.job.objects import name_it
 from jaxdp.supervise import signals
-from jaxdp.targets import OBJECT, OF_SCRIPT, name_of
+from jaxdp.targets import OBJECT
+
+if TYPE_CHECKING:
+    from jaxdp.job.fitted import Fitted
 
 SECTIONS = ("model", "data", "loss", "optimizer")
-
-
-class Fitted(NamedTuple):
-    """The result of a run.
-
-    final: the last record: loss, metrics, params_sha256. params, model_state: trees of NumPy arrays, the same on every
-    rank. run_dir: the directory of metrics.jsonl and the checkpoints.
-    """
-
-    final: dict[str, Any]
-    params: Any
-    model_state: Any
-    run_dir: pathlib.Path
 
 
 def fit(
@@ -46,7 +35,7 @@ def fit(
     run_dir: str | pathlib.Path | None = None,
     overwrite: bool = False,
     **config: Any,
-) -> Fitted:
+) -> "Fitted":
     """Train like `jaxdp train` on all devices of all processes; resume the run in `run_dir`, if any.
 
         jaxdp.fit(Net, (images, labels), steps=1000, batch_size=64, optimizer={"target": "adamw", "lr": 3e-4},
@@ -65,7 +54,8 @@ def fit(
     resumed, or returned if it has finished, if it has the same config and objects: objects are compared by code and
     values; those that differ or cannot be compared raise UsageError. overwrite: remove an existing run and start again.
 
-    Under mpirun every process calls `fit`. Raises UsageError for arguments that do not fit, before training starts.
+    Returns a `jaxdp.job.fitted.Fitted`: predict, evaluate, model, history, params. Under mpirun every process calls
+    `fit`. Raises UsageError for arguments that do not fit, before training starts.
     SIGTERM and SIGUSR1 end the script with exit code 75, after a save; so does SIGINT, which in a single process raises
     KeyboardInterrupt instead.
     """
@@ -84,7 +74,7 @@ def fit(
     return run(from_mapping(values, "fit"), objects, overwrite)
 
 
-def run(config: Config, objects: Mapping[str, Mapping[str, Any]], overwrite: bool = False) -> Fitted:
+def run(config: Config, objects: Mapping[str, Mapping[str, Any]], overwrite: bool = False) -> "Fitted":
     """Train a config with the objects of a script, {section: {name: object}}."""
     if config.parallel.exact:
         environment.exact()
@@ -96,41 +86,34 @@ def run(config: Config, objects: Mapping[str, Mapping[str, Any]], overwrite: boo
     if in_main_thread:
         signals.listen()
     import jaxdp
-    from jaxdp.job.elastic import settings
+    from jaxdp.job import elastic
 
-    context = jaxdp.init(elastic=settings(config))
+    context = jaxdp.init(elastic=elastic.settings(config))
     context.agree(None)
     if config.run_dir is None:
         config = dataclasses.replace(config, run_dir=context.of_root("run_dir", temporary))
     if ignored_flags and context.is_root:
         print(f"jaxdp: {ignored_flags}", file=sys.stderr)
-    import jax
-
-    from jaxdp import compilation_cache
-    from jaxdp.assemble.components import SETTINGS
     from jaxdp.distributed.context import leave
     from jaxdp.errors import PREEMPTED
+    from jaxdp.job.fitted import make_fitted, settings
     from jaxdp.job.train import train
     from jaxdp.supervise.monitor import Stopped
 
     if in_main_thread:
         signals.act()
-    before, cache = {name: jax.config.values[name] for name in SETTINGS}, compilation_cache.settings()
     try:
-        final, state = train(config, None, context, objects, keep=True, overwrite=overwrite)
-        assert state is not None
-        params, model_state = jax.device_get(jax.tree.map(readable, (state.params, state.model_state)))
+        with settings(config):
+            final, state = train(config, None, context, objects, keep=True, overwrite=overwrite)
+            assert state is not None
+            return make_fitted(final, state, config, objects)
     except Stopped as stop:
         if context.size > 1:
             leave(PREEMPTED, speaker=0)
         raise KeyboardInterrupt if stop.why == "SIGINT" else SystemExit(PREEMPTED) from None
     finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.leave(cache)
         if in_main_thread:
             signals.restore()
-    return Fitted(final, params, model_state, pathlib.Path(str(config.run_dir)))
 
 
 def temporary() -> str:
@@ -138,55 +121,3 @@ def temporary() -> str:
     directory = tempfile.mkdtemp(prefix="jaxdp-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory
-
-
-def readable(x: Any) -> Any:
-    """Return the array, replicated if this process cannot read all of it."""
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    if x.is_fully_addressable or x.is_fully_replicated:
-        return x
-    return jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
-
-
-def name_it(objects: dict[str, dict[str, Any]], section: str, value: Any) -> dict[str, Any]:
-    """Return the config section that names an object, and add the object to `objects`."""
-    if isinstance(value, str):
-        return {"target": value}
-    rest: dict[str, Any] = {}
-    if isinstance(value, Mapping) and "target" in value:
-        rest, value = {k: v for k, v in value.items() if k != "target"}, value["target"]
-        if isinstance(value, str):
-            return {"target": value, **rest}
-    is_factory = isinstance(value, type) or inspect.isroutine(value)
-    named = value if is_factory else type(value)
-    name = f"{named.__module__}.{named.__qualname__}".removeprefix("builtins.")
-    if section == "optimizer":
-        if not hasattr(value, "update"):
-            raise UsageError(f"optimizer: {name} is not an Optax transformation; give one, such as optax.adam(1e-3)")
-        for key in {"lr", "schedule", "warmup_steps", "schedule_steps", "final_lr"} & {*rest}:
-            raise UsageError(
-                f"optimizer.{key}: {rest[key]!r}, but an Optax transformation has its own learning rate; set it there"
-            )
-        name = f"{OF_SCRIPT} {name_of(value)}"
-        value = _as_factory(value, name)
-    elif not importable(named, value):
-        name += OBJECT
-    objects[section] = {name: value}
-    return {"target": name, **rest}
-
-
-def importable(named: Any, value: Any) -> bool:
-    """Return True if another process can import the value by its dotted path."""
-    target: Any = sys.modules.get(named.__module__) if named.__module__ != "__main__" else None
-    for part in named.__qualname__.split("."):
-        target = getattr(target, part, None)
-    return target is value
-
-
-def _as_factory(value: Any, name: str) -> Any:
-    """Wrap a transformation in a function of a learning rate, which it ignores."""
-    make = lambda learning_rate: value
-    make.__name__ = name
-    return make

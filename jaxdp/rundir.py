@@ -31,10 +31,10 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4
 WRITTEN = (
     *("checkpoints/[0-9]*", "metrics.jsonl", "events.jsonl", "config.yaml", "layout.json", "report.html", "git.diff"),
     *("halted.json", "media/[0-9]*-*", "wandb_id", "tensorboard/events.out.tfevents.*", "profile/plugins"),
-    *("stacks/rank_*.txt", "env.json"),
+    *("stacks/rank_*.txt", "model.txt", "env.json"),
 )
 # Names of checkpoints; a user's own folders in `checkpoints`, such as 100-backup, do not match.
-CHECKPOINT = re.compile(r"\d+(\.(orbax-checkpoint-tmp|pruned|damaged|unfinished).*)?")
+CHECKPOINT = re.compile(r"\d+(\.(orbax-checkpoint-tmp|pruned|damaged|suspect|unfinished).*)?")
 
 _owner: "tuple[IO[str], Owner] | None" = None  # the open lock file of this process, and its owner
 _nonce = (0, "")  # (the process, the nonce) of the run directory that this process has used last
@@ -242,6 +242,11 @@ def began(directory: pathlib.Path) -> float:
 def write_layout(directory: pathlib.Path, facts: dict[str, Any]) -> None:
     """Write layout.json: memory per device, and the communication of an update."""
     _replace(directory / "layout.json", json.dumps(facts, indent=2) + "\n")
+
+
+def write_model(directory: pathlib.Path, text: str) -> None:
+    """Write model.txt: the parameters, as `jaxdp summary` prints them."""
+    _replace(directory / "model.txt", text + "\n")
 
 
 def versions() -> dict[str, str | None]:

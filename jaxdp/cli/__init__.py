@@ -102,11 +102,12 @@ def run(name: str, argv: list[str]) -> None:
 def run_alone(name: str, argv: list[str]) -> None:
     """Run a verb in one process, on simulated devices if there are no real ones."""
     config, path, options = load(argv, name)
-    if name == "plan":  # the devices need not exist: compile for CPU, without optimization
+    if name in ("plan", "summary"):  # they run nothing
         os.environ["JAX_PLATFORMS"] = "cpu"
+    if name == "plan":  # the devices need not exist: compile for CPU, without optimization
         flags = re.sub(r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", ""))
         os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
-    environment.simulate(options["devices"])
+    environment.simulate(options.get("devices", 1))
     set_threads(config, name == "verify", options.get("exact", False))
     _module(name).run(Call(config, path, options))
 

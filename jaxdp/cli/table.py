@@ -90,6 +90,12 @@ VERBS = {
             "json": JSON,
         },
     ),
+    "summary": Verb(
+        "list the parameters of a model: paths, shapes, dtypes, sizes",
+        "alone",
+        (f"jaxdp summary {DIGITS}", "jaxdp summary --config configs/llama_7b.yaml --json"),
+        {"json": JSON},
+    ),
     "verify": Verb(
         "check that every layout reproduces single-device training",
         "alone",

@@ -12,6 +12,7 @@ SOURCES = {
     "ImageFolder": "jaxdp.data.image_folder.ImageFolder",
     "MNIST": "jaxdp.data.mnist.MNIST",
     "Mixture": "jaxdp.data.mixture.Mixture",
+    "Npz": "jaxdp.data.npz.Npz",
     "PackedTokens": "jaxdp.data.packed.PackedTokens",
     "PennTreebank": "jaxdp.data.text.PennTreebank",
     "PythonSource": "jaxdp.data.python_source.PythonSource",

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxdp import rundir
 from jaxdp.analysis import memory
+from jaxdp.analysis import summary as model_summary
 from jaxdp.assemble.identity import NOT_COMPARABLE
 from jaxdp.audit.inject import NAME as FAULT
 from jaxdp.config import Config
@@ -33,7 +34,10 @@ TREES = {"params": "parameters", "grads": "gradients", "opt_state": "optimizer",
 
 
 def start_writer(directory: pathlib.Path, config: Config, context: Context, run: Run, layout: dict[str, Any]) -> Writer:
-    """Write config.yaml and env.json, open the writers, and print the summary. On root only. layout: `layout_of`."""
+    """Write config.yaml, env.json and model.txt, open the writers, and print the summary. On root only.
+
+    layout: the result of `layout_of`.
+    """
     devices = run.strategy.devices
     rundir.write_config(directory, dataclasses.asdict(config))
     rundir.write_env(
@@ -51,6 +55,8 @@ def start_writer(directory: pathlib.Path, config: Config, context: Context, run:
             **git.record(directory),
         },
     )
+    rows = model_summary.arrays(run.strategy.shapes, config.optimizer.frozen)
+    rundir.write_model(directory, model_summary.text(config.model.target, rows))
     facts = summary(run, config, context, directory, layout)
     steps, start = run.schedule.steps, run.origin.start
     console = Console(steps, start, context.launcher == "none", {"title": directory.name, **facts})

@@ -233,4 +233,6 @@ def log_failure(events: NoEvents, alone: bool, elastic: bool) -> Iterator[None]:
 def summary(final: Record, directory: pathlib.Path) -> str:
     """Return the line that ends a run: its final metrics, a digest of the parameters, and the directory."""
     numbers = [f"{name} {final[name]:.4f}" for name in ("loss", "accuracy", "perplexity") if name in final]
+    if "loss_of" in final:
+        numbers[0] += f" (of {final['loss_of']}: no evaluation data)"
     return "  ".join([*numbers, f"params_sha256 {final['params_sha256'][:16]}", f"files in {directory}"])

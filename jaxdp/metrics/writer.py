@@ -7,9 +7,10 @@ Record = dict[str, Any]
 # The names of built-in entries: a loss may not use them for its metrics.
 RESERVED = frozenset(
     (
-        "step", "split", "time", "loss", "weight", "lr", "grad_norm", "nonfinite_grads", "skipped", "skipped_updates",
-        "recomputed", "halted", "disagreeing_state", "loss_scale", "step_time_ms", "examples_per_s", "tokens_per_s",
-        "model_flops_per_s", "mfu", "input_wait", "straggler", "straggler_ms", "goodput", "params_sha256",
+        "step", "split", "time", "loss", "loss_of", "weight", "lr", "grad_norm", "nonfinite_grads", "skipped",
+        "skipped_updates", "recomputed", "halted", "disagreeing_state", "loss_scale", "step_time_ms", "examples_per_s",
+        "tokens_per_s", "model_flops_per_s", "mfu", "input_wait", "straggler", "straggler_ms", "goodput",
+        "params_sha256",
     )
 )  # fmt: skip
 

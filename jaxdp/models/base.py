@@ -33,11 +33,16 @@ RANDOM = re.compile(r"(\w+_)?(rngs?|key)")
 
 
 class Model(NamedTuple):
-    """A model as pure functions. blocks: paths (a/b) of the parameters stacked [block, ...] for `scan_blocks`."""
+    """A model as pure functions.
+
+    blocks: paths (a/b) of the parameters stacked [block, ...] for `scan_blocks`. module(params, model_state): return a
+    module of the user's library with these values, in evaluation mode, its carry at zero; None: there is no such thing.
+    """
 
     init: Callable[..., tuple[Any, Any]]
     apply: Callable[..., tuple[Any, Any]]
     blocks: tuple[str, ...] = ()
+    module: Callable[[Any, Any], Any] | None = None
 
 
 def modes(train: bool) -> dict[str, bool]:

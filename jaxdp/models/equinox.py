@@ -96,7 +96,17 @@ def from_equinox(make: Callable[..., Any]) -> Model:
     def traced(params: Any, model_state: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool):
         return trace_off_mesh(functools.partial(apply, train=train), params, model_state, batch, key)
 
-    return Model(init, traced)
+    return Model(init, traced, module=functools.partial(trained, modes[False], structure, leaves))
+
+
+def trained(module: Any, structure: Any, leaves: list["Leaf"], params: Any, model_state: Any) -> Any:
+    """Return the module with these values; with its state, of this structure, if it has any."""
+    trees, first = {PARAMS: params, STATE: model_state}, len(leaves) - structure.num_leaves
+    fill = lambda x: jnp.zeros(x.value.shape, x.value.dtype) if x.kind == CARRY else at(trees[x.kind], x.path)
+    values = [fill(leaf) for leaf in leaves]
+    arrays = iter(values[:first])
+    filled = jax.tree.map(lambda leaf: next(arrays) if is_array(leaf) else leaf, module)
+    return (filled, jax.tree.unflatten(structure, values[first:])) if structure.num_leaves else filled
 
 
 def trace_off_mesh(f: Callable[..., Any], *args: Any) -> Any:

@@ -48,4 +48,7 @@ def from_functions(init: Callable, apply: Callable) -> Model:
             )
         return outputs, keep_dtypes(model_state, state)
 
-    return Model(init_, apply_)
+    def trained(params: Any, state: Any) -> Any:
+        return functools.partial(apply, params, **({"state": state} if stateful else {}))
+
+    return Model(init_, apply_, module=trained)

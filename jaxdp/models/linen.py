@@ -58,7 +58,8 @@ def from_linen(module: linen.Module) -> Model:
             return result, model_state
         return result[0], keep_dtypes(model_state, model_state | result[1])
 
-    return Model(init, apply)
+    trained = lambda params, state: evaluated.bind({"params": params, **state})
+    return Model(init, apply, module=trained)
 
 
 def in_evaluation(module: linen.Module) -> linen.Module:

@@ -80,17 +80,18 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         """Swap the first two dims of stacked blocks' carry: [example, block, ...] to and from [block, example, ...]."""
         return x.swapaxes(0, 1) if any(path[: len(stack)] == stack for stack in stacks) else x
 
-    def apply(params: Any, model_state: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool):
+    def merge(params: Any, model_state: Any, carry: list[Any], key: jax.Array, train: bool) -> Any:
         rngs = [(path, v.replace(_restart(v, key, i))) for i, (path, v) in enumerate(rng_kind)]
+        states = (_to_state(params_kind, params), nnx.from_flat_state(rngs), nnx.from_flat_state(carry))
+        return nnx.merge(graphs[train], *states, _to_state(rest_kind, model_state), copy=True)
+
+    def trained(params: Any, model_state: Any) -> Any:
+        carry = [(path, v.replace(jnp.zeros(v.get_value().shape, v.get_value().dtype))) for path, v in carry_kind]
+        return merge(params, model_state, carry, jax.random.key(0), False)
+
+    def apply(params: Any, model_state: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool):
         carry = [(path, v.replace(swap_dims(path, at(model_state[CARRY], path)))) for path, v in carry_kind]
-        module = nnx.merge(
-            graphs[train],
-            _to_state(params_kind, params),
-            nnx.from_flat_state(rngs),
-            nnx.from_flat_state(carry),
-            _to_state(rest_kind, model_state),
-            copy=True,
-        )
+        module = merge(params, model_state, carry, key, train)
         args, kwargs = call_arguments(module.__call__, batch, train, key)
         outputs = module(*args, **kwargs)
         new = dict(nnx.to_flat_state(nnx.state(module)))
@@ -99,7 +100,7 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
             rest[CARRY] = nest((path, swap_dims(path, new[path].get_value())) for path, _ in carry_kind)
         return outputs, keep_dtypes(model_state, rest)
 
-    return Model(init, apply, tuple("/".join(map(str, path)) for path in stacks))
+    return Model(init, apply, tuple("/".join(map(str, path)) for path in stacks), trained)
 
 
 def _make_module(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:

@@ -185,7 +185,7 @@ def evaluate_and_record(
 
 
 def finish(run: Run, program: Program, progress: Progress, stopped: str | None = None) -> Record:
-    """Save and evaluate; return the final record: the evaluation (without a set, the last loss) and the digest.
+    """Save and evaluate; return the final record: the evaluation (without a set, the last batch's loss) and the digest.
 
     stopped: why a callback ended training.
     """
@@ -198,6 +198,7 @@ def finish(run: Run, program: Program, progress: Progress, stopped: str | None =
         final |= progress.evaluation | {"stopped": stopped}
     elif progress.metrics:
         final["loss"] = float(np.reshape(progress.metrics["loss"], -1)[-1])
+        final["loss_of"] = "the last batch"
     wait_for_checkpoint(run)
     with run.hooks.watch.suspend_timeout("makes the digest"):
         final["params_sha256"] = params_sha256(run.strategy.export(progress.state).params)

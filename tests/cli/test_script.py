@@ -257,6 +257,25 @@ def test_the_example_is_the_same_alone_and_in_two_processes(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.mpi
+def test_every_rank_predicts_and_evaluates_the_same(tmp_path):
+    (tmp_path / "fit.py").write_text(f"""{SCRIPT}
+base["run_dir"] = {str(tmp_path / "run")!r}
+fitted = jaxdp.fit(**base, parallel={{"backend": "pjit", "zero": 3}}, optimizer={{"target": "adamw", "ema": 0.9}})
+scores = fitted.evaluate((x[:77], y[:77]))
+outputs = fitted.predict(x[:77], batch_size=50)
+assert abs((outputs.argmax(1) == y[:77]).mean() - scores["accuracy"]) < 1e-6
+alone = fitted.predict(x) if jaxdp.current().rank == 0 else None  # needs no other process
+assert fitted.history["train"]["step"] == [30]
+print("rank", jaxdp.current().rank, scores, outputs.sum(), repr(fitted))
+""")
+    done = mpirun(2, [str(tmp_path / "fit.py")])
+    lines = [line.split(maxsplit=2) for line in done.stdout.splitlines() if line.startswith("rank ")]
+    assert done.returncode == 0, done.output
+    assert sorted(line[1] for line in lines) == ["0", "1"] and lines[0][2] == lines[1][2]
+
+
+@pytest.mark.slow
 def test_an_objects_learning_rate_is_its_own_and_a_saved_config_says_whose_it_is(tmp_path):
     code = """
 try:

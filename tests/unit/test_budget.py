@@ -14,10 +14,10 @@ import toys
 from jaxdp.models import as_model
 
 ROOT = pathlib.Path(jaxdp.__file__).parent
-# 25,400; 830 of the audit: 370 that name a wrong device, 120 a slow one, 220 of faults on purpose; 1,180 of elastic
-# training; 360 of local updates; 110 for named evaluation sets, schedules and reductions of a user; 90 for TLS;
-# 610 of mixtures, streams, packing from token files, unequal shares of ranks, and MVAPICH.
-BUDGET = {"package": 29_684, "file": 300, "function": 60, "one update": 700}  # lines
+# 30,643 before 1,650 lines were taken out: pretended hosts and traced programs in verify, help of our own, limits of YAML,
+# prefetching of token files, extrapolated plans. Then checkpoints of hosts that share nothing 220, 4,096 processes 130,
+# results of fit, model summaries and .npz 430, the report of several runs, media and git 170.
+BUDGET = {"package": 30_263, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {

@@ -82,6 +82,12 @@ def write_hugging_face(folder):
     datasets.DatasetDict({"train": made, "test": made}).save_to_disk(str(folder))
 
 
+def write_npz(folder):
+    folder.mkdir()
+    rows = lambda n: {"inputs": RNG.integers(0, 256, (n, 4, 3), np.uint8), "labels": RNG.integers(0, 3, n)}
+    np.savez(folder / "data.npz", **rows(8), **{f"{k}_test": v for k, v in rows(6).items()})
+
+
 WRITE = {  # what a source is made of; those that are not here need nothing
     "CIFAR10": ("", lambda folder: write_cifar(folder, protocol=2)),
     "MNIST": ("", write_mnist),
@@ -93,6 +99,7 @@ WRITE = {  # what a source is made of; those that are not here need nothing
     "ImageFolder": ("", write_images),
     "HuggingFace": ("", write_hugging_face),
     "PackedTokens": ("tokens.bin", write_text),
+    "Npz": ("data.npz", write_npz),
 }
 ARGS = {
     "Mixture": {"sets": {"a": "Digits", "b": "Digits"}, "weights": {"a": 1, "b": 2}},

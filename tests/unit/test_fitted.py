@@ -1,0 +1,164 @@
+"""What `jaxdp.fit` returns: metrics at a glance, history, predictions, evaluations, and the trained module."""
+
+import equinox
+import jax
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import jaxdp
+from jaxdp.errors import UsageError
+from jaxdp.models.nnx import Carry
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(90, 4)).astype(np.float32)
+Y = (X.sum(1) > 0).astype(np.int32)
+
+
+class Net(nnx.Module):
+    """BatchNorm and dropout: training and evaluation differ."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.first, self.norm = nnx.Linear(4, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+        self.drop, self.last = nnx.Dropout(0.5, rngs=rngs), nnx.Linear(8, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.drop(jax.nn.relu(self.norm(self.first(x)))))
+
+
+def fit(model=Net, **more):
+    base = {"steps": 6, "batch_size": 30, "eval": {"every": 2}, "log": {"every": 2}, "parallel": {"devices": 1}}
+    return jaxdp.fit(model, (X, Y), **{**base, "eval_data": (X[:50], Y[:50]), **more})
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    return fit(optimizer={"target": "adamw", "lr": 0.01, "ema": 0.9})
+
+
+def test_it_is_printed_in_a_line_and_shown_as_a_table(fitted):
+    text = repr(fitted)
+    loss, accuracy = f"{fitted.final['loss']:.4f}", f"{fitted.final['accuracy']:.4f}"
+    assert text == f"Fitted(step 6, loss {loss}, accuracy {accuracy}; 74 parameters; {fitted.run_dir})"
+    table = fitted._repr_html_()
+    assert f"<tr><th>accuracy</th><td>{accuracy}</td></tr>" in table and "<td>74</td>" in table
+
+
+def test_the_history_is_columns_and_ends_with_the_last_evaluation(fitted):
+    train, evaluated = fitted.history["train"], fitted.history["eval"]
+    assert train["step"] == evaluated["step"] == [2, 4, 6]
+    assert evaluated["loss"][-1] == fitted.final["loss"] and len(train["loss"]) == 3
+    assert all(len(column) == 3 for column in (*train.values(), *evaluated.values()))
+
+
+def test_predictions_are_those_that_the_evaluation_scored(fitted):
+    outputs = fitted.predict(X[:50], batch_size=16)
+    assert isinstance(outputs, np.ndarray) and outputs.shape == (50, 2)
+    assert (outputs.argmax(1) == Y[:50]).mean() == pytest.approx(fitted.final["accuracy"])
+    np.testing.assert_allclose(fitted.predict({"inputs": X[:1].astype(np.float64)}), outputs[:1], rtol=1e-5)
+    assert not np.allclose(fitted.predict(X[:50], ema=True), outputs)
+
+
+def test_it_evaluates_any_data_as_the_run_did(fitted):
+    assert fitted.evaluate() == {k: fitted.final[k] for k in ("loss", "accuracy")}
+    assert fitted.evaluate((X[:50], Y[:50])) == fitted.evaluate()
+    rest, full = fitted.evaluate((X[50:], Y[50:])), fitted.evaluate({"inputs": X, "labels": Y})
+    for name, value in full.items():
+        assert value == pytest.approx((50 * fitted.final[name] + 40 * rest[name]) / 90, rel=1e-5)
+    assert fitted.evaluate(ema=True)["loss"] != fitted.final["loss"]
+
+
+def test_it_never_evaluates_what_another_run_has_written(tmp_path):
+    more = {"run_dir": tmp_path, "steps": 1, "eval_data": None}
+    first = fit(**more)
+    fit(**more, seed=1, overwrite=True)
+    with pytest.raises(UsageError, match="no longer has this run's checkpoint of step 1; call fit again"):
+        first.evaluate((X, Y))
+    assert first.predict(X).shape == (90, 2)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_made_longer_is_that_of_all_its_steps(tmp_path):
+    """As docs/notebook.md does it: the learning rates of `schedule_steps` do not depend on the steps."""
+    more = {"optimizer": {"target": "adamw", "lr": 0.01, "schedule_steps": 8}}
+    fit(**more, steps=4, run_dir=tmp_path / "parts")
+    longer = fit(**more, steps=8, run_dir=tmp_path / "parts")
+    assert longer.final["params_sha256"] == fit(**more, steps=8).final["params_sha256"]
+    assert longer.history["train"]["step"] == [2, 4, 6, 8]
+
+
+def test_the_module_is_the_trained_one_in_evaluation_mode(fitted):
+    assert isinstance(fitted.model, Net) and fitted.model is fitted.model
+    np.testing.assert_allclose(fitted.model(X), fitted.predict(X), rtol=1e-5, atol=1e-6)
+    assert np.array_equal(fitted.model.first.kernel[...], fitted.params["first"]["kernel"])
+
+
+class Tree(equinox.Module):
+    layer: equinox.nn.Linear
+
+    def __init__(self, key):
+        self.layer = equinox.nn.Linear(4, 2, key=key)
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+def plain_init(key, inputs):
+    return {"w": jax.random.normal(key, (4, 2))}
+
+
+def plain_apply(params, inputs):
+    return inputs @ params["w"]
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("model", [linen.Dense(2), Tree, (plain_init, plain_apply)], ids=["linen", "equinox", "pair"])
+def test_every_library_has_its_own_kind_of_module(model):
+    fitted = fit(model, steps=2)
+    call = jax.vmap(fitted.model) if model is Tree else fitted.model
+    np.testing.assert_allclose(call(X), fitted.predict(X), rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_without_evaluation_data_says_what_it_is_of(capsys):
+    fitted = fit(eval_data=None, steps=2)
+    assert fitted.final["loss_of"] == "the last batch" and fitted.final["loss"] == fitted.history["train"]["loss"][-1]
+    assert "(of the last batch: no evaluation data)" in capsys.readouterr().out and "of the last batch" in repr(fitted)
+    assert fitted.history["eval"] == {}
+    with pytest.raises(UsageError, match="evaluate: the run has no evaluation data; give a data set"):
+        fitted.evaluate()
+    with pytest.raises(UsageError, match="ema: True, but the run has no running average"):
+        fitted.predict(X, ema=True)
+
+
+@pytest.mark.parametrize(
+    ("x", "text"),
+    [
+        (X[0], r"predict: 'inputs' is float32\[4\], but the model was trained on float32\[rows, 4\]"),
+        (X.astype(complex), "predict: 'inputs' is complex128"),
+        ({"x": X}, r"predict: the training data has no 'x', only \['inputs', 'labels'\]"),
+        (X[:, :3], "model: .*it failed at|model: its arguments do not fit the data"),
+        (X[:0], "data: the data set is empty"),
+    ],
+    ids=["one row", "dtype", "name", "width", "empty"],
+)
+def test_what_does_not_fit_is_one_line(fitted, x, text):
+    with pytest.raises(UsageError, match=text):
+        fitted.predict(x)
+
+
+class Cell(nnx.Module):
+    """A state for each example, added to its inputs."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.last, self.out = Carry(jax.numpy.zeros(4)), nnx.Linear(4, 2, rngs=rngs)
+
+    def __call__(self, x):
+        self.last[...] = jax.lax.stop_gradient(x + self.last[...])
+        return self.out(self.last[...])
+
+
+def test_carried_state_starts_at_zero_for_every_row():
+    fitted = fit(Cell, steps=2, precision={"compute": "bfloat16"})
+    kernel, bias = fitted.params["out"]["kernel"], fitted.params["out"]["bias"]
+    np.testing.assert_allclose(fitted.predict(X, batch_size=7), X @ kernel + bias, atol=0.05)
+    np.testing.assert_allclose(fitted.model(X[0]), X[0] @ kernel + bias, atol=1e-5)
