@@ -64,7 +64,7 @@ def test_a_machine_that_is_well_and_what_is_planted_around_it(tmp_path):
         and "--xla_no_such_flag" in aborted["found"]
     ), aborted
     assert any("JAX_ENABLE_X64=1" in t for t in texts) and any("JAXDP_TIMOUT" in t for t in texts)
-    assert "did you mean JAXDP_TIMEOUT?" in [check["fix"] for check in found["environment"]]
+    assert "did you mean 'JAXDP_TIMEOUT'?" in [check["fix"] for check in found["environment"]]
     assert found["open files"][0]["status"] == FAILURE and "64 at most" in found["open files"][0]["found"]
     if find("openmpi5") and find("mpich"):
         (mismatch,) = bad(found["mpi4py"])

@@ -119,6 +119,7 @@ def test_every_library_has_its_own_kind_of_module(model):
     np.testing.assert_allclose(call(X), fitted.predict(X), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_loss_without_evaluation_data_says_what_it_is_of(capsys):
     fitted = fit(eval_data=None, steps=2)
     assert fitted.final["loss_of"] == "the last batch" and fitted.final["loss"] == fitted.history["train"]["loss"][-1]
