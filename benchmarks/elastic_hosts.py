@@ -23,7 +23,7 @@ import time
 
 from benchmarks.elastic_faults import OF_HOSTS, WAIT, of_hosts
 from benchmarks.elastic_soak import CONFIG, Progress, Run, alone, final
-from benchmarks.harness import ROOT
+from benchmarks.job import ROOT
 
 sys.path.insert(0, str(ROOT / "tests/support"))
 from netns import Hosts

@@ -20,7 +20,7 @@ import time
 
 from benchmarks.elastic_faults import kill
 from benchmarks.elastic_soak import Job
-from benchmarks.harness import ROOT
+from benchmarks.job import ROOT
 
 LIMIT = 300.0  # seconds until the job must have come so far
 

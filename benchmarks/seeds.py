@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 
-from benchmarks.harness import ROOT
+from benchmarks.job import ROOT
 
 MODELS = {"resnet9": ("cifar10_resnet9", "accuracy", 128), "lstm": ("ptb_lstm", "perplexity", 20)}
 

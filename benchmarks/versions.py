@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 
-from benchmarks.harness import ROOT
+from benchmarks.job import ROOT
 
 CASES = {"digits": 3000, "gpt_3m": 40, "cifar10_resnet9": 390}  # updates
 
