@@ -34,7 +34,9 @@ def batches(model: str, root: str, batch_size: int) -> int:
 
 def train(processes: int, config: str, argv: list[str]) -> list[dict]:
     """Train once; return the records of metrics.jsonl."""
-    launch = ["mpirun", "--bind-to", "none", "-np", str(processes)] if processes > 1 else []
+    launch = (
+        ["mpirun", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", "-np", str(processes)] if processes > 1 else []
+    )
     with tempfile.TemporaryDirectory() as folder:
         command = [*launch, sys.executable, f"{ROOT}/train.py", "--config", config, *argv, "--run_dir", f"{folder}/run"]
         subprocess.run(command, check=True, stdout=sys.stderr)
