@@ -57,7 +57,7 @@ def make_slots(jobs: int | None, devices: int | None, count: int) -> list[dict[s
     GPUs of a run (`parallel.devices`). Raises UsageError if there are too few GPUs.
     """
     cores, visible = len(os.sched_getaffinity(0)), gpus.visible_devices()
-    names = visible.split(",") if visible and gpus.count() else [str(i) for i in range(gpus.count())]
+    names = gpus.listed(visible) if visible and gpus.count() else [str(i) for i in range(gpus.count())]
     each = devices or (max(1, len(names) // jobs) if jobs else 1)
     jobs = jobs or max(1, len(names) // each if names else cores)
     if names and jobs * each > len(names):

@@ -64,9 +64,8 @@ class PJit:
         self.split_steps = NamedSharding(self.mesh, P(None, self.axes.all))
         self.reduction, self.reduce_dtype = reduction, reduce_dtype
         self.make, self.shapes = make, jax.eval_shape(make)
-        self.slices: Any = param_dims(
-            self.shapes.params, sharding, self.parts
-        )  # of gradients too, if any state is split
+        # Of gradients too, if any state is split.
+        self.slices: Any = param_dims(self.shapes.params, sharding, self.parts)
         others = split_dims(self.shapes.opt_state, self.parts, self.blocks)
         self.dims = state_dims(self.shapes, self.layout, self.slices, others)
         self.stored, self.pad = padded_shapes(self.shapes, self.dims, self.parts), sharding.pad

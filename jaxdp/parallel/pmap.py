@@ -75,9 +75,8 @@ class PMap:
         self.reduction, self.reduce_dtype = reduction, reduce_dtype
         self.layout, self.blocks, self.parts = ZERO[sharding.zero], sharding.blocks, len(self.devices)
         self.make, self.shapes = make, jax.eval_shape(make)
-        self.slices: Any = param_dims(
-            self.shapes.params, sharding, self.parts
-        )  # of gradients too, if any state is split
+        # Of gradients too, if any state is split.
+        self.slices: Any = param_dims(self.shapes.params, sharding, self.parts)
         others = jax.tree.map(lambda _: WHOLE, self.shapes.opt_state)
         self.dims = state_dims(self.shapes, self.layout, self.slices, others)
         self.stored, self.pad = padded_shapes(self.shapes, self.dims, self.parts), sharding.pad

@@ -94,6 +94,13 @@ class Job:
         return [line for line in self.lines("metrics.jsonl") if line["split"] == "final"][-1], out
 
 
+def started(*arguments):
+    """A job that has made 20 updates."""
+    job = Job(*arguments)
+    job.until(lambda: job.step() >= 20)
+    return job
+
+
 def children(launcher):
     """{rank that the launcher gave: process}"""
     found = {}
@@ -122,8 +129,7 @@ def alone(folder, *arguments):
 @pytest.mark.mpi
 @pytest.mark.parametrize(("processes", "rank"), [(2, 1), pytest.param(3, 0, marks=pytest.mark.slow)])
 def test_a_killed_process_joins_again_and_the_bits_are_those_of_one_device(tmp_path, processes, rank):
-    job = Job(tmp_path, processes, 1)
-    job.until(lambda: job.step() >= 20)
+    job = started(tmp_path, processes, 1)
     job.kill(rank)
     job.until(lambda: job.generations()[1:][-1:] == [processes])  # with or without a generation of one process fewer
     final, out = job.ends()
@@ -136,8 +142,7 @@ def test_a_killed_process_joins_again_and_the_bits_are_those_of_one_device(tmp_p
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_ctrl_c_in_a_terminal_saves(tmp_path):
-    job = Job(tmp_path, 2, 1)
-    job.until(lambda: job.step() >= 20)
+    job = started(tmp_path, 2, 1)
     os.killpg(job.launcher.pid, signal.SIGINT)  # as a terminal does
     out, _ = job.launcher.communicate(timeout=120)
     assert job.launcher.returncode == 75 and "saved step" in out
@@ -155,8 +160,7 @@ def test_sharded_state_survives(tmp_path, layout):
     backend, zero, *reduction = layout
     words = ["--parallel.backend", backend, "--parallel.zero", str(zero)]
     words += [word for name in reduction for word in ("--parallel.reduction", name)]
-    job = Job(tmp_path, 3, 0, *words)
-    job.until(lambda: job.step() >= 20)
+    job = started(tmp_path, 3, 0, *words)
     job.kill(1)
     job.until(lambda: job.generations() == [3, 2])
     job.kill(0)
@@ -195,8 +199,7 @@ def test_two_processes_of_a_sharded_gpt_are_killed_and_join_again(tmp_path):
         "{target: CausalLM}",
     ]
     gpt += ["--data", "{target: PythonSource, args: {length: 32, max_mb: 0.2}}", "--batch_size", "16", "--steps", "150"]
-    job = Job(tmp_path, 4, 5, "--parallel.backend", "pjit", "--parallel.zero", "3", *gpt)
-    job.until(lambda: job.step() >= 20)
+    job = started(tmp_path, 4, 5, "--parallel.backend", "pjit", "--parallel.zero", "3", *gpt)
     job.kill(1)
     time.sleep(5)  # the schedule of the faults, not a condition
     job.kill(3)
@@ -234,8 +237,7 @@ class Damage(slow.Slow):
 def test_a_damaged_snapshot_is_named_and_another_used(tmp_path, damaged):
     """damaged: the processes whose snapshots have a flipped bit. If all survivors', the checkpoint is used."""
     (tmp_path / "damage.py").write_text(DAMAGE.replace("DAMAGED", repr(damaged)))
-    job = Job(tmp_path, 3, 0, "--callbacks", "[{target: damage.Damage}]", "--checkpoint.every", "10")
-    job.until(lambda: job.step() >= 20)
+    job = started(tmp_path, 3, 0, "--callbacks", "[{target: damage.Damage}]", "--checkpoint.every", "10")
     job.kill(2)
     job.until(lambda: job.generations() == [3, 2])
     final, out = job.ends()
@@ -263,8 +265,7 @@ def test_without_memory_for_snapshots_checkpoints_are_used(tmp_path):
 @pytest.mark.mpi
 def test_with_another_reduction_the_curve_is_the_same(tmp_path):
     other = ["--parallel.reduction", "bucket"]
-    job = Job(tmp_path, 3, 0, *other, "--steps", "150")
-    job.until(lambda: job.step() >= 20)
+    job = started(tmp_path, 3, 0, *other, "--steps", "150")
     job.kill(1)
     final, _ = job.ends()
     assert final["loss"] == pytest.approx(alone(tmp_path, *other, "--steps", "150")["loss"], rel=1e-4)
@@ -275,8 +276,7 @@ def test_with_another_reduction_the_curve_is_the_same(tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_process_is_expelled(tmp_path, rank):
     """Rank 0 keeps its lock of the run directory while it is stopped."""
-    job = Job(tmp_path, 3, 0)
-    job.until(lambda: job.step() >= 20)
+    job = started(tmp_path, 3, 0)
     stopped = job.pids()[rank]
     job.kill(rank, signal.SIGSTOP)
     job.until(lambda: job.generations() == [3, 2])
@@ -291,8 +291,7 @@ def test_a_stopped_process_is_expelled(tmp_path, rank):
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_a_process_with_another_config_does_not_join(tmp_path):
-    job = Job(tmp_path, 2, 0)
-    job.until(lambda: job.step() >= 20)
+    job = started(tmp_path, 2, 0)
     environment = pathlib.Path(f"/proc/{job.pids()[1]}/environ").read_text().split("\0")
     env = dict(word.split("=", 1) for word in environment if "=" in word)
     words = ["train", "--config", tmp_path / "config.yaml", "--run_dir", tmp_path / "run", "--seed", "1"]
@@ -312,8 +311,7 @@ def test_a_process_with_another_config_does_not_join(tmp_path):
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_too_few_processes_end_with_75(tmp_path):
-    job = Job(tmp_path, 3, 0, "--elastic.min_processes", "3", "--elastic.join_timeout", "1")
-    job.until(lambda: job.step() >= 20)
+    job = started(tmp_path, 3, 0, "--elastic.min_processes", "3", "--elastic.join_timeout", "1")
     job.kill(1)
     (tmp_path / "finish").touch()
     out, _ = job.launcher.communicate(timeout=120)
@@ -326,8 +324,7 @@ OUTER = ("--outer.replicas", "4", "--outer.every", "10")
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_the_others_train_the_replicas_of_a_lost_process(tmp_path):
-    job = Job(tmp_path, 2, 0, *OUTER)
-    job.until(lambda: job.step() >= 20)
+    job = started(tmp_path, 2, 0, *OUTER)
     job.kill(1)
     final, _ = job.ends()
     assert job.generations() == [2, 1] and final["params_sha256"] == alone(tmp_path, *OUTER)["params_sha256"]
@@ -336,8 +333,7 @@ def test_the_others_train_the_replicas_of_a_lost_process(tmp_path):
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_three_processes_wait_for_the_fourth_of_four_replicas(tmp_path):
-    job = Job(tmp_path, 4, 1, *OUTER)
-    job.until(lambda: job.step() >= 20)
+    job = started(tmp_path, 4, 1, *OUTER)
     job.kill(1)
     job.until(lambda: job.generations() == [4, 4])
     final, out = job.ends()
@@ -348,8 +344,7 @@ def test_three_processes_wait_for_the_fourth_of_four_replicas(tmp_path):
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_three_processes_do_not_wait_for_ever_for_the_fourth(tmp_path):
-    job = Job(tmp_path, 4, 0, *OUTER, "--elastic.join_timeout", "1")
-    job.until(lambda: job.step() >= 20)
+    job = started(tmp_path, 4, 0, *OUTER, "--elastic.join_timeout", "1")
     job.kill(1)
     out, _ = job.launcher.communicate(timeout=120)
     assert job.launcher.returncode == 75 and "no process joined (elastic.join_timeout: 1)" in out
@@ -359,8 +354,7 @@ def test_three_processes_do_not_wait_for_ever_for_the_fourth(tmp_path):
 @pytest.mark.mpi
 def test_a_process_is_killed_while_all_save(tmp_path):
     """Orbax's barriers would wait for the dead process."""
-    job = Job(tmp_path, 3, 0, "--checkpoint.every", "1")
-    job.until(lambda: job.step() >= 20)
+    job = started(tmp_path, 3, 0, "--checkpoint.every", "1")
     job.kill(1)
     job.until(lambda: job.generations() == [3, 2])
     job.kill(2)
@@ -373,8 +367,7 @@ def test_a_process_is_killed_while_all_save(tmp_path):
 @pytest.mark.mpi
 def test_another_coordinator_takes_the_place_of_a_killed_one(tmp_path):
     """In the same processes, from memory: none is started again, and there is no checkpoint."""
-    job = Job(tmp_path, 3, 0)
-    job.until(lambda: job.step() >= 20)
+    job = started(tmp_path, 3, 0)
     job.kill_coordinator()
     job.until(lambda: job.generations() == [3, 3])
     job.kill(1)  # together with the second one
