@@ -189,15 +189,21 @@ def disk(job: Any, rng: random.Random) -> bool:
 
 def stranger(job: Any, rng: random.Random) -> bool:
     """A program without the secret connects, 50 times."""
-    for pid in job.ranks():
+    for pid in job.coordinators():
         with contextlib.suppress(OSError):
-            words = pathlib.Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-            address = next(word.partition("=")[2] for word in words if word.startswith("JAXDP_COORDINATOR="))
-            for _ in range(50):
-                with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), 1) as connection:
-                    connection.sendall(rng.randbytes(200))
+            for port in listening(pid):
+                for _ in range(50):
+                    with socket.create_connection(("127.0.0.1", port), 1) as connection:
+                        connection.sendall(rng.randbytes(200))
             return True
     return False
+
+
+def listening(pid: int) -> list[int]:
+    """The TCP ports that a process listens on (proc(5), /proc/net/tcp)."""
+    files = [str(entry.readlink()) for entry in pathlib.Path(f"/proc/{pid}/fd").iterdir()]
+    rows = [line.split() for line in pathlib.Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in files]
 
 
 FAULTS: dict[str, Fault] = {

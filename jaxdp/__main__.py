@@ -9,7 +9,7 @@ HELD = (
     signal.SIGUSR1,
     signal.SIGINT,
 )  # until `jaxdp.supervise.signals` takes them
-COMPUTING = ("train", "eval", "profile")  # verbs whose time is that of the programs
+COMPUTING = ("train", "eval", "profile", "launch", "sweep")  # verbs whose time is that of the programs
 
 
 def command(argv: list[str] | None = None) -> NoReturn:

@@ -88,7 +88,7 @@ def run(name: str, argv: list[str]) -> None:
     where = VERBS[name].where
     if where == "host":
         options = load_options(argv, name)
-        if name != "doctor":
+        if name not in ("doctor", "launch"):
             os.environ["JAX_PLATFORMS"] = "cpu"  # a training job may use all memory of the GPU
         _module(name).run(Call(options=options))
     elif where == "runs":

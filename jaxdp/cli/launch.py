@@ -8,37 +8,44 @@ import sys
 import time
 
 from jaxdp.cli import Call
+from jaxdp.cli.forked import Forked, preload
 from jaxdp.cli.table import VERBS
 from jaxdp.distributed import hosts
 from jaxdp.errors import PREEMPTED, UsageError
 
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 FINAL = (0, 2, PREEMPTED)  # exit codes after which a process is not started again
-PAUSE = 30.0  # seconds before a restart, at most; a process that has run for longer starts with 1 s again
+PAUSE = 30.0  # seconds before a restart, at most
+BRIEF = 5.0  # seconds; a process that has run for longer is started again at once
 
 
 class Process:
-    """One process of the job. restarts: how many are left."""
+    """One process of the job: a verb of jaxdp, or a program. restarts: how many are left."""
 
     def __init__(self, words: list[str], environment: dict[str, str], restarts: int):
         self.words, self.environment, self.restarts = words, environment, restarts
-        self.pause = 1.0  # seconds before the next restart
+        self.pause = 0.0  # seconds before the next restart
         self.restart_at: float | None  # when the next restart is due
         self.start()
 
     def start(self) -> None:
         self.started, self.restart_at = time.monotonic(), None
-        self.child = subprocess.Popen(self.words, env=self.environment)
+        environment = self.environment | {"JAXDP_RESTARTS": str(self.restarts)}
+        self.child: Forked | subprocess.Popen[bytes]
+        if self.words[0] in VERBS:
+            self.child = Forked(self.words, environment, f"jaxdp rank {environment['JAXDP_PROCESS_ID']}")
+        else:
+            self.child = subprocess.Popen(self.words, env=environment)
 
     def code(self) -> int | None:
         """Return the exit code, or None if the process runs or is to run again; start it again when that is due."""
         code = self.child.poll()
         if self.restart_at is None and code not in (None, *FINAL) and self.restarts:
             self.restarts -= 1
-            if time.monotonic() - self.started > PAUSE:
-                self.pause = 1.0
+            if time.monotonic() - self.started > BRIEF:
+                self.pause = 0.0
             self.restart_at = time.monotonic() + self.pause
-            self.pause = min(PAUSE, 2 * self.pause)
+            self.pause = min(PAUSE, 2 * self.pause or 1.0)
         if self.restart_at is None:
             return code
         if time.monotonic() >= self.restart_at:
@@ -55,7 +62,8 @@ def run(call: Call) -> None:
     command, count = call.options["command"], call.options["processes"]
     if not command:
         raise UsageError("launch: no command given; e.g. jaxdp launch -n 2 train --config configs/digits.yaml")
-    words = [sys.executable, "-m", "jaxdp", *command] if command[0] in VERBS else command
+    if command[0] in VERBS:
+        preload()
     environment = {
         **os.environ,
         "JAXDP_COORDINATOR": f"127.0.0.1:{hosts.free_port()}",
@@ -65,7 +73,7 @@ def run(call: Call) -> None:
     }
     ranks = [{"JAXDP_PROCESS_ID": str(rank), "JAXDP_LOCAL_RANK": str(rank)} for rank in range(count)]
     try:
-        processes = [Process(words, environment | rank, call.options["restart"]) for rank in ranks]
+        processes = [Process(command, environment | rank, call.options["restart"]) for rank in ranks]
     except OSError as error:
         raise UsageError(f"launch: {command[0]!r} cannot be started: {error.strerror}") from None
 

@@ -3,14 +3,13 @@
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import yaml
 
+from jaxdp.cli.forked import Forked, preload
 from jaxdp.config import Config
 from jaxdp.config.check import changed_numbers
 from jaxdp.distributed import gpus
@@ -46,7 +45,7 @@ class Trial(NamedTuple):
 
 class Running(NamedTuple):
     trial: Trial
-    child: "subprocess.Popen[bytes]"
+    child: Forked
     since: float
 
 
@@ -85,6 +84,7 @@ def run_all(trials: Sequence[Trial], slots: Sequence[dict[str, str]]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, stop)
+    preload()
     try:
         while running or (waiting and not received):
             for i, slot in enumerate(slots):
@@ -110,15 +110,14 @@ def run_all(trials: Sequence[Trial], slots: Sequence[dict[str, str]]) -> int:
 
 def start(trial: Trial, slot: dict[str, str]) -> Running:
     trial.directory.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "jaxdp", "train", *trial.arguments]
     with (trial.directory / OUTPUT).open("ab") as output:
-        child = subprocess.Popen(command, env=os.environ | slot, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        child = Forked(["train", *trial.arguments], os.environ | slot, "jaxdp trial", output.fileno())
     return Running(trial, child, time.monotonic())
 
 
 def report(ended: Running, count: str) -> bool:
     """Print the result of a run; return True if it finished."""
-    directory, code, took = ended.trial.directory, ended.child.returncode, f"{time.monotonic() - ended.since:.1f} s"
+    directory, code, took = ended.trial.directory, ended.child.poll(), f"{time.monotonic() - ended.since:.1f} s"
     final = [r for r in read(directory / "metrics.jsonl") if r.get("split") == "final"]
     if code or not final:
         lines = (directory / OUTPUT).read_text(errors="replace").strip().splitlines()

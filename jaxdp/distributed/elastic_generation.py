@@ -2,7 +2,8 @@
 
 A generation ends when a rank dies or is silent, or when its ranks regroup because a process waits to join. The ranks
 that report to the next generation within WINDOW seconds are its survivors; they keep their order, and new processes
-follow. There is one coordinator, so a cut network cannot form two generations.
+follow. A process that its launcher starts again has RESTART seconds to be among these. There is one coordinator, so a
+cut network cannot form two generations.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from jaxdp.distributed import hosts, private_jax
 from jaxdp.distributed.generation import Generation, Member
-from jaxdp.distributed.protocol import WINDOW, Facts, difference
+from jaxdp.distributed.protocol import RESTART, WINDOW, Facts, difference
 from jaxdp.errors import PREEMPTED
 
 
@@ -31,6 +32,7 @@ class ElasticGeneration(Generation):
         self.ended_at: float | None = None  # seconds
         self.size = 0  # until it is complete
         self.survivors: set[tuple[str, int]] = set()  # after the end: who may report to the next generation
+        self.restarting = 0  # ranks that have died, and that their launcher starts again
         self.dead = 0  # ranks whose connection has closed; a rank that is silent may be alive behind a cut network
 
     # Joining
@@ -80,6 +82,8 @@ class ElasticGeneration(Generation):
         survivors = [m for m in self.waiting if identity(m) in before.survivors]
         if waited < WINDOW and len(survivors) < (before.size if before.is_lost else len(before.survivors)):
             return
+        if waited < RESTART and len(self.waiting) < len(before.survivors) + before.restarting:
+            return  # with the one that comes back, one generation is enough
         has_quorum = 2 * len(self.reachable(before, survivors)) > before.size - before.dead
         if not has_quorum or len(self.waiting) < self.settings.min_processes:
             is_final = before.is_lost and not has_quorum  # who has died, and cannot come, is unknown
@@ -174,6 +178,7 @@ class ElasticGeneration(Generation):
             self.waiting.remove(member)
         if self.members.get(member.rank) is member:
             self.dead += member.rank not in self.left
+            self.restarting += member.rank not in self.left and member.facts.get("restarts", False)
             had_ended = self.ended_at is not None
             super().disconnected(member)
             following = self.coordinator.next

@@ -48,6 +48,7 @@ def join(world: World, timeout: float, elastic: ElasticOptions | None) -> dict[s
         "tls": "yes" if private_jax.service_has_tls() else "no",
         "visible": gpus.visible_devices(),
         "config": elastic.config if elastic else "",
+        "restarts": os.environ.get("JAXDP_RESTARTS", "0") != "0",
     }
     joined = joining.meet(world, facts, timeout, elastic)
     return enter_until_formed(Entered(world, timeout, elastic, joined))

@@ -21,11 +21,13 @@ COMMON = {
     "tls": "TLS (the package cryptography)",
 }
 TIMEOUT = 60.0  # seconds to wait for other ranks
+RESTART = 1.5  # seconds in which a process that its launcher starts again is back, without importing JAX
 WINDOW = 10.0  # seconds that the survivors of a generation have to report to the next one
 Facts = dict[str, Any]
 FACTS: dict[str, Any] = {
     **dict.fromkeys(["host", "boot", "jaxdp", "jax", "jaxlib", "python"], str),
     "config?": str,
+    "restarts?": bool,  # whether its launcher starts this process again if it dies
     "tls?": str,
     "last?": [range(1 << 31)],  # the number of the generation that this process was in before, and its size
     "addresses": [str],

@@ -486,6 +486,14 @@ def test_launch_leaves_the_command_as_it_is(argv, options, command):
 
 
 @pytest.mark.mpi
+def test_launch_leaves_the_choice_of_a_platform_to_the_job(monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    show = "import os; os.write(1, os.environ.get('JAX_PLATFORMS', 'any').encode() + b' ')"
+    words = [sys.executable, "-m", "jaxdp", "launch", "-n", "2", sys.executable, "-c", show]
+    assert subprocess.run(words, cwd=ROOT, text=True, capture_output=True, timeout=60).stdout.split() == ["any"] * 2
+
+
+@pytest.mark.mpi
 def test_launch_gives_each_process_its_rank_and_ends_with_the_code_of_the_job(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(

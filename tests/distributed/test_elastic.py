@@ -40,12 +40,12 @@ class Slow:
 class Job:
     """`jaxdp launch` of a config; its processes by rank."""
 
-    def __init__(self, folder, processes, restart, *arguments):
+    def __init__(self, folder, processes, restart, *arguments, program=()):
         (folder / "config.yaml").write_text(CONFIG + "callbacks: [{target: slow.Slow}]\n")
         (folder / "slow.py").write_text(SLOW)
         self.directory = folder / "run"
-        words = ["-n", processes, "--restart", restart, "train", "--config", folder / "config.yaml"]
-        process = launched(folder, *words, "--run_dir", self.directory, *arguments)
+        words = [*program, "train", "--config", folder / "config.yaml", "--run_dir", self.directory, *arguments]
+        process = launched(folder, "-n", processes, "--restart", restart, *words)
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.launcher = subprocess.Popen(**process, **output, start_new_session=True)
 
@@ -94,23 +94,25 @@ class Job:
         return [line for line in self.lines("metrics.jsonl") if line["split"] == "final"][-1], out
 
 
-def started(*arguments):
+def started(*arguments, **options):
     """A job that has made 20 updates."""
-    job = Job(*arguments)
+    job = Job(*arguments, **options)
     job.until(lambda: job.step() >= 20)
     return job
 
 
 def children(launcher):
-    """{rank that the launcher gave: process}"""
+    """{rank that the launcher gave: process}; a verb of jaxdp is forked, and has its rank in its name."""
     found = {}
     for entry in pathlib.Path("/proc").glob("[0-9]*"):
         try:
+            name = (entry / "comm").read_text().split()
             words = (entry / "environ").read_bytes().split(b"\0")
             parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
         except (OSError, IndexError):
             continue
         rank = [w.partition(b"=")[2] for w in words if w.startswith(b"JAXDP_PROCESS_ID=")]
+        rank += name[2:] if name[:2] == ["jaxdp", "rank"] else []
         if rank and parent == launcher:
             found[int(rank[0])] = int(entry.name)
     return found
@@ -291,7 +293,7 @@ def test_a_stopped_process_is_expelled(tmp_path, rank):
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_a_process_with_another_config_does_not_join(tmp_path):
-    job = started(tmp_path, 2, 0)
+    job = started(tmp_path, 2, 0, program=[sys.executable, "-m", "jaxdp"])
     environment = pathlib.Path(f"/proc/{job.pids()[1]}/environ").read_text().split("\0")
     env = dict(word.split("=", 1) for word in environment if "=" in word)
     words = ["train", "--config", tmp_path / "config.yaml", "--run_dir", tmp_path / "run", "--seed", "1"]
