@@ -59,7 +59,7 @@ class Arrays:
 class Examples:
     """A data set that stacks the examples of a sized sequence: a list of dicts, a map-style data set, a mapped array.
 
-    source[i] is a dict, a pair (inputs, labels), or one array. Python integers become int32 if they fit, as in JAX.
+    source[i] is a dict, a pair (inputs, labels), or one array. int64 becomes int32 if the values fit.
     Every example must have the keys, shapes and dtypes of the first; UsageError names the first that differs. Copies
     `source.classes` if it is an int; ignores `source.transform`, which has another meaning in other libraries.
     """
@@ -204,13 +204,18 @@ def _is_array(part: Any) -> bool:
 
 
 def _array(name: str, value: Any) -> np.ndarray:
-    """Return `value` as an array of numbers; Python integers become int32 if they fit. Raises UsageError."""
+    """Return `value` as an array of numbers; int64 becomes int32 if all values fit. Raises UsageError."""
     try:
         array = np.asarray(value)
     except ValueError:
         raise UsageError(f"data: {name} is ragged; pad it to one shape before it is read") from None
     if array.dtype.kind not in "biufc" and not array.dtype.name.startswith(("bfloat16", "float", "int", "uint")):
         raise UsageError(f"data: {name} is {array.dtype}, not numbers; encode it before it is read")
-    if not hasattr(value, "dtype") and array.dtype == np.int64 and (array == array.astype(np.int32)).all():
+    return array if isinstance(value, np.memmap) else narrowed(array)  # a file may be larger than the memory
+
+
+def narrowed(array: np.ndarray) -> np.ndarray:
+    """Return int64 as int32 if all values fit; any other array unchanged."""
+    if array.dtype == np.int64 and (array == array.astype(np.int32)).all():
         return array.astype(np.int32)
     return array

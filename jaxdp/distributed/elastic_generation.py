@@ -1,9 +1,10 @@
 """A generation of an elastic job: a lost rank ends the generation, and the job continues in the next one.
 
 A generation ends when a rank dies or is silent, or when its ranks regroup because a process waits to join. The ranks
-that report to the next generation within WINDOW seconds are its survivors; they keep their order, and new processes
-follow. A process that its launcher starts again has RESTART seconds to be among these. There is one coordinator, so a
-cut network cannot form two generations.
+that report to the next generation are its survivors; they keep their order, and new processes follow. They have WINDOW
+seconds, or LATE if they still send heartbeats: a long compilation cannot be interrupted. A process that its launcher
+starts again has RESTART seconds to be among the new ones. There is one coordinator, so a cut network cannot form two
+generations.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from jaxdp.distributed import hosts, private_jax
 from jaxdp.distributed.generation import Generation, Member
-from jaxdp.distributed.protocol import RESTART, WINDOW, Facts, difference
+from jaxdp.distributed.protocol import LATE, RESTART, WINDOW, Facts, difference
 from jaxdp.errors import PREEMPTED
 
 
@@ -82,6 +83,8 @@ class ElasticGeneration(Generation):
         survivors = [m for m in self.waiting if identity(m) in before.survivors]
         if waited < WINDOW and len(survivors) < (before.size if before.is_lost else len(before.survivors)):
             return
+        if waited < LATE and before.has_late(survivors):
+            return
         if waited < RESTART and len(self.waiting) < len(before.survivors) + before.restarting:
             return  # with the one that comes back, one generation is enough
         has_quorum = 2 * len(self.reachable(before, survivors)) > before.size - before.dead
@@ -98,6 +101,12 @@ class ElasticGeneration(Generation):
         self.waiting = []
         self.coordinator.generation, self.coordinator.next = self, None
         self.admit()
+
+    def has_late(self, reported: list[Member]) -> bool:
+        """Return whether a rank of this generation, which has ended, sends heartbeats and has not reported yet."""
+        known, since = set(map(identity, reported)), time.monotonic() - WINDOW
+        late = (m for m in self.members.values() if identity(m) in self.survivors - known)
+        return any(m.heard > since for m in late)
 
     def reachable(self, before: ElasticGeneration, survivors: list[Member]) -> set[tuple[str, int]]:
         """Return the ranks of the previous generation that are on this side of a cut network.

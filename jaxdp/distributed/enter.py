@@ -14,7 +14,7 @@ import jaxdp
 from jaxdp.distributed import caches, gpus, hosts, joining, membership, private_jax, sockets
 from jaxdp.distributed.gpus import bind
 from jaxdp.distributed.joining import ElasticOptions, Joined
-from jaxdp.distributed.protocol import WINDOW
+from jaxdp.distributed.protocol import LATE
 from jaxdp.distributed.world import MPI, World
 from jaxdp.errors import GenerationEnded, UsageError
 
@@ -66,7 +66,7 @@ def rejoin(entered: Entered) -> Entered:
     assert elastic is not None
     membership.forget()
     private_jax.cancel_calls()
-    limit = WINDOW + elastic.join_timeout + entered.timeout
+    limit = LATE + elastic.join_timeout + entered.timeout
     facts = {**joined.facts[joined.rank], "last": [joined.generation, len(joined.facts)]}
     settings = joining.coordinator_settings(entered.world, *joined.address, joined.secret, entered.timeout, elastic)
     restart = functools.partial(joining.restart_coordinator, settings, member.local_rank)

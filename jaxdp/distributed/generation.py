@@ -32,9 +32,13 @@ class Member:
     def __init__(self, generation: Generation, facts: Facts, writer: asyncio.StreamWriter, sealer: channel.Sealer):
         self.generation, self.facts, self.writer, self.sealer = generation, facts, writer, sealer
         self.rank: int = facts["rank"]
-        self.title = hosts.title(self.rank, facts["host"])
         self.silent = 0.0  # seconds
+        self.heard = time.monotonic()
         self.note: dict[str, Any] = {}
+
+    @property
+    def title(self) -> str:
+        return hosts.title(self.rank, self.facts["host"])
 
     def send(self, **message: Any) -> None:
         self.send_encoded(channel.encode(message))
@@ -145,7 +149,7 @@ class Generation:
 
     def handle(self, member: Member, message: dict[str, Any]) -> None:
         """Do one operation for a rank. Refuse a malformed one, without ending the rank."""
-        member.silent = 0.0
+        member.silent, member.heard = 0.0, time.monotonic()
         name, fields = message.get("op"), None
         if isinstance(name, str) and name in OPERATIONS and hasattr(self, f"do_{name}"):  # regroup: if elastic
             fields = checked(message, OPERATIONS[name])

@@ -288,7 +288,7 @@ def test_evaluation_sets_may_have_other_shapes(tmp_path, backend):
 
 def test_int64_data_without_x64_is_refused(tmp_path):
     (tmp_path / "wide.py").write_text(
-        "import numpy as np\ndef data():\n    return [(np.zeros((4, 4, 1), np.float32), np.int64(1))] * 8\n"
+        "import numpy as np\ndef data():\n    return [(np.zeros((4, 4, 1), np.float32), np.int64(2**31))] * 8\n"
     )
     config = write(tmp_path, SMALL.replace("{target: Digits, args: {augment: true}}", "{target: wide.data}"))
     done = jaxdp("--config", config, "--model.args.num_classes", 3, cwd=tmp_path, code=2)

@@ -132,7 +132,7 @@ BAD = {
     ),
     "64 bits": (
         ["--data.target", "mine.wide"],
-        r"'inputs' is float64 and 'labels' is int64, .* cast to float32 and int32, as by .astype\(np.float32\)",
+        r"data: 'inputs' is float64, .* cast to float32, as by .astype\(np.float32\)",
     ),
     "labels in a column": (
         ["--data.target", "mine.column", "--loss.target", "SoftmaxCrossEntropy"],

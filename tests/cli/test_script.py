@@ -236,13 +236,13 @@ import jax, jaxdp, numpy as np, os
 def made():
     jax.random.key(0)
     return (lambda key, inputs: {"k": jax.numpy.zeros((4, 2))}, lambda params, inputs: inputs @ params["k"])
-y = np.zeros(8, np.int64 if os.environ["OMPI_COMM_WORLD_RANK"] == "1" else np.int32)
+y = np.zeros(8, np.uint64 if os.environ["OMPI_COMM_WORLD_RANK"] == "1" else np.int32)
 jaxdp.fit(made, (np.ones((8, 4), np.float32), y), steps=1, batch_size=8, run_dir="RUN")
 """.replace("RUN", str(tmp_path / "run"))
     )
     two = mpirun(2, [str(file)])
     assert two.returncode == 2, two.output
-    assert two.stderr.count("jaxdp: ") == 1 and "data: 'labels' is int64" in two.stderr, two.output
+    assert two.stderr.count("jaxdp: ") == 1 and "data: 'labels' is uint64" in two.stderr, two.output
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from cli_runs import DIGITS, ended, records
+from cli_runs import DIGITS, jaxdp, records
 from launch import require
 from two_hosts import TwoHosts
 
@@ -15,7 +15,7 @@ SHORT = ["--steps", "12", "--parallel.reduction", "exact"]
 def alone(tmp_path_factory):
     """The digest of the parameters that one process computes on one device."""
     run_dir = tmp_path_factory.mktemp("alone") / "run"
-    ended("train", *DIGITS, *SHORT, "--parallel.devices", "1", "--run_dir", run_dir)
+    jaxdp(*DIGITS, *SHORT, "--parallel.devices", "1", "--run_dir", run_dir)
     return records(run_dir, "final")[0]["params_sha256"]
 
 

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from cli_runs import ended, records, write
+from cli_runs import ended, jaxdp, records, write
 from jaxdp.checkpoint import folders
 from launch import SUPPORT, mpirun, port, processes, ranks
 
@@ -30,7 +30,7 @@ OWN_DISK = str(SUPPORT / "mpi" / "own_disk.py")
 def undisturbed(tmp_path_factory):
     """The digest of the parameters after 30 updates on one device."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    ended("train", "--config", write(folder, CONFIG), "--run_dir", folder / "run", "--parallel.devices", 1)
+    jaxdp("--config", write(folder, CONFIG), "--run_dir", folder / "run", "--parallel.devices", 1)
     return records(folder / "run", "final")[0]["params_sha256"]
 
 

@@ -145,9 +145,17 @@ def test_what_is_no_data_set_is_refused(source, said):
         as_dataset(source)
 
 
+def test_int64_that_fits_becomes_int32():
+    """NumPy's and PyTorch's integers are int64 unless asked otherwise."""
+    assert read((X, Y.astype(np.int64)))["labels"].dtype == np.int32
+    assert read([(X[0], np.int64(3))] * 5)["labels"].dtype == np.int32
+
+
 @pytest.mark.parametrize("kind", ["int64", "uint64", "float64", "complex128"])
 def test_64_bit_data_needs_x64(kind):
-    dataset = as_dataset((X, Y.astype(kind)))
+    labels = Y.astype(kind)
+    labels[-1] = 2**31
+    dataset = as_dataset((X, labels))
     check_dtypes(dataset, x64=True)
     with pytest.raises(UsageError, match=f"'labels' is {kind}, .*cast to .*precision.params: float64"):
         check_dtypes(dataset, x64=False)

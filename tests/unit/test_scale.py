@@ -227,9 +227,10 @@ def test_a_save_sends_each_process_few_messages(clients, monkeypatch):
     assert not any(digests[1:]) and max(counts[1:]) < 20 and all(failed)
 
 
-def test_the_facts_and_exchanges_of_the_next_generation():
-    """Its ranks have other numbers, and some of their facts are of one rank only."""
-    port, secret = hosts.free_port(), secrets.token_hex(16)
+@pytest.fixture
+def enter():
+    """A function that enters the current generation of an elastic job of three, and exchanges a text there."""
+    port, secret, members = hosts.free_port(), secrets.token_hex(16), []
     stderr = os.open(os.devnull, os.O_WRONLY)
     settings = protocol.Settings(3, secret, port, "127.0.0.1", None, 60.0, 20.0, stderr, elastic=True)
     joining.start_coordinator(settings, "here")
@@ -238,23 +239,45 @@ def test_the_facts_and_exchanges_of_the_next_generation():
     def enter(rank, **more):
         job = joining.enter("127.0.0.1", port, secret, {**facts(rank, 3), **more}, 60.0)
         member = Client(job.connection, job.facts, job.rank, 0, 20.0, None, True)
+        members.append(member)
         member.start()
         texts = member.exchange("ranks", str(rank), range(member.size), 60.0)
         return member, job.generation, texts, [f.get("last") for f in job.facts]
 
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        first = [*pool.map(enter, range(3))]
-        assert [x[1:] for x in first] == [(0, ["0", "1", "2"], [None] * 3)] * 3
-        first[0][0].ending.set()
-        first[0][0].connection.socket.shutdown(2)
-        assert first[1][0].has_ended(60.0) and first[2][0].has_ended(60.0)
-        second = [*pool.map(lambda rank: enter(rank, last=[0, 3]), (1, 2))]
-    assert [x[1:] for x in second] == [(1, ["1", "2"], [[0, 3]] * 2)] * 2 and [x[0].rank for x in second] == [0, 1]
-    for member, *_ in (*first, *second):
-        member.ending.set()
-        with contextlib.suppress(OSError):  # closed
-            member.connection.socket.shutdown(2)
+    yield enter
+    for member in members:
+        leave(member)
         member.connection.socket.close()
     child = joining._children.pop()
     child.kill()
     child.communicate()
+
+
+def leave(member):
+    member.ending.set()
+    with contextlib.suppress(OSError):  # closed
+        member.connection.socket.shutdown(2)
+
+
+def test_the_facts_and_exchanges_of_the_next_generation(enter):
+    """Its ranks have other numbers, and some of their facts are of one rank only."""
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        first = [*pool.map(enter, range(3))]
+        assert [x[1:] for x in first] == [(0, ["0", "1", "2"], [None] * 3)] * 3
+        leave(first[0][0])
+        assert first[1][0].has_ended(60.0) and first[2][0].has_ended(60.0)
+        second = [*pool.map(lambda rank: enter(rank, last=[0, 3]), (1, 2))]
+    assert [x[1:] for x in second] == [(1, ["1", "2"], [[0, 3]] * 2)] * 2 and [x[0].rank for x in second] == [0, 1]
+
+
+@pytest.mark.slow
+def test_the_others_wait_for_a_survivor_that_is_busy(enter):
+    """A process that has just started would otherwise be rank 0, without the state, while the others are alive."""
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        first = [*pool.map(enter, range(3))]
+        leave(first[0][0])
+        assert first[1][0].has_ended(60.0) and first[2][0].has_ended(60.0)
+        second = [pool.submit(enter, 0, pid=1 << 30)]
+        assert not concurrent.futures.wait(second, protocol.WINDOW + 2).done
+        second += [pool.submit(enter, rank, last=[0, 3]) for rank in (1, 2)]
+    assert [x.result()[0].rank for x in second] == [2, 0, 1] and {x.result()[1] for x in second} == {1}
