@@ -1,8 +1,8 @@
-"""The time of a sweep of 12 digits runs, one at a time on all cores and one on each core.
+"""The time of 12 digits runs: `train.py` in a loop, and a sweep with one at a time and with one on each core.
 
     python -m benchmarks.sweep [RUNS]
 
-Each of the two has an empty cache of compiled programs.
+Each way has an empty cache of compiled programs. Every run compiles its own, with its seed and learning rate as constants.
 """
 
 import os
@@ -15,25 +15,28 @@ import time
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def seconds(jobs: int, runs: int, folder: pathlib.Path) -> float:
-    """Return the wall time of a sweep over `runs` seeds. Raises CalledProcessError if a run fails."""
-    seeds = ",".join(map(str, range(runs)))
-    command = [
-        *(sys.executable, "-m", "jaxdp", "sweep", "--config", str(ROOT / "configs" / "digits.yaml")),
-        *("--seed", seeds, "--jobs", str(jobs), "--run_dir", str(folder / str(jobs))),
-        *("--compilation_cache", str(folder / f"cache{jobs}")),
-    ]
+def seconds(jobs: int | None, runs: int, folder: pathlib.Path) -> float:
+    """Return the wall time of all runs; jobs: at once in a sweep; None: a loop. Raises CalledProcessError."""
+    seeds = [*map(str, range(runs))]
+    common = ["--config", str(ROOT / "configs" / "digits.yaml"), "--compilation_cache", str(folder / f"cache{jobs}")]
+    sweep = [sys.executable, "-m", "jaxdp", "sweep", *common, "--jobs", str(jobs), "--run_dir", str(folder / f"{jobs}")]
+    train = [sys.executable, str(ROOT / "train.py"), *common]
+    commands = [[*sweep, "--seed", ",".join(seeds)]]
+    if jobs is None:
+        commands = [[*train, "--seed", seed, "--run_dir", str(folder / f"loop{seed}")] for seed in seeds]
     began = time.perf_counter()
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
+    for command in commands:
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
     return time.perf_counter() - began
 
 
 def main() -> None:
     runs, cores = int(sys.argv[1]) if sys.argv[1:] else 12, len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
-        times = {jobs: seconds(jobs, runs, pathlib.Path(folder)) for jobs in (cores, 1)}
-    print(f"{runs} runs on {cores} cores: one at a time {times[1]:.1f} s, {cores} at once {times[cores]:.1f} s, "
-          f"{times[1] / times[cores]:.2f} times faster")  # fmt: skip
+        times = {jobs: seconds(jobs, runs, pathlib.Path(folder)) for jobs in (None, cores, 1)}
+    print(f"{runs} runs on {cores} cores: train.py in a loop {times[None]:.1f} s, a sweep with one at a time "
+          f"{times[1]:.1f} s, with {cores} at once {times[cores]:.1f} s: {times[None] / times[cores]:.2f} times faster "
+          f"than the loop, {times[1] / times[cores]:.2f} times faster than one at a time")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -393,7 +393,7 @@ def test_bad_input_under_mpirun_is_said_once(tmp_path, which):
 def test_two_hosts_change_nothing(single, tmp_path):
     argv = ["train.py", "--config", str(write(tmp_path, SMALL)), "--run_dir", str(tmp_path / "run")]
     with TwoHosts(tmp_path) as hosts:
-        done = hosts.mpirun(argv, timeout=120)
+        done = hosts.mpirun(argv, timeout=300)
     assert done.returncode == 0, done.output
     assert json.loads((tmp_path / "run" / "env.json").read_text())["topology"]["hosts"] == hosts.names
     assert_same_curve(tmp_path / "run", single)

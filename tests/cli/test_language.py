@@ -16,7 +16,7 @@ def jaxdp(*argv, code=0, devices=1):
     if argv[0] == "sample":
         done = in_process(*argv)
     else:
-        done = processes(["-m", "jaxdp", *map(str, argv)], [{}], timeout=120, devices=devices)[0]
+        done = processes(["-m", "jaxdp", *map(str, argv)], [{}], timeout=300, devices=devices)[0]
     assert done.returncode == code, done.output
     return done.stdout if not code else done.stderr
 

@@ -399,7 +399,7 @@ def test_profile_says_where_the_time_goes(tmp_path):
     """Alone, as the command: shares of a device that add up, and the operations by their own time."""
     done = subprocess.run(
         [*JAXDP, "profile", *DIGITS, "--updates", "3", "--top", "4", "--run_dir", str(tmp_path / "run")],
-        capture_output=True, text=True, timeout=120, env=ENVIRONMENT,
+        capture_output=True, text=True, timeout=300, env=ENVIRONMENT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     share = re.search(r"^cpu:0 +([\d.]+)% +([\d.]+)% +([\d.]+)%", done.stdout, re.M)

@@ -30,7 +30,7 @@ TRAIN = ["-m", "jaxdp", "train", *DIGITS]
 
 def run(*argv, code, env=None):
     done = subprocess.run(
-        [sys.executable, *map(str, argv)], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        [sys.executable, *map(str, argv)], cwd=ROOT, capture_output=True, text=True, timeout=300,
         env={**os.environ, "XLA_FLAGS": "", **(env or {})},
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr

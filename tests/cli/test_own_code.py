@@ -201,7 +201,7 @@ def command(*argv, verb="train"):
 @pytest.mark.parametrize("verb", first(1, ["train", "plan", "verify"]))
 def test_the_command_says_it_without_a_traceback(verb, folder):
     argv = command("--run_dir", "refused", "--model.target", "mine.Pair", verb=verb)
-    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and re.fullmatch(r"jaxdp: loss: it failed at mine.py:.*\n", done.stderr), done.stderr
     assert not done.stdout and not (folder / "refused").exists()
 
@@ -212,6 +212,6 @@ def test_a_reader_of_the_output_who_leaves_ends_no_training(folder):
     job = subprocess.Popen(command("--run_dir", "left"), cwd=folder, stdout=write, stderr=subprocess.PIPE)
     os.close(write)
     os.close(read)
-    said = job.communicate(timeout=120)[1]
+    said = job.communicate(timeout=300)[1]
     assert job.returncode == 0 and not said, said
     assert '"final"' in (folder / "left" / "metrics.jsonl").read_text()

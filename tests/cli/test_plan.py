@@ -155,7 +155,7 @@ def run(*argv, config="gpt2_124m"):
         [sys.executable, "-c", MEASURED, "plan", "--config", f"configs/{config}.yaml", *argv],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         cwd=ROOT,
         env=ENVIRONMENT,
     )

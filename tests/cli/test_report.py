@@ -254,7 +254,7 @@ def test_the_last_line_of_a_run_names_its_report(tmp_path):
     run = [sys.executable, "-m", "jaxdp", "train", "--config", "configs/digits.yaml", "--steps", "2"]
     command = [*run, "--model.args.hidden", "[4]", "--run_dir", str(tmp_path / "run")]
     for _ in range(2):
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment({}, 1))
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment({}, 1))
         assert done.returncode == 0, done.stderr
         *_, summary, last = done.stdout.splitlines()
         assert f"files in {tmp_path}/run" in summary and last == f"report in {tmp_path}/run/report.html"

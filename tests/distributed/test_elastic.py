@@ -123,7 +123,7 @@ def alone(folder, *arguments):
     (folder / "config.yaml").write_text(CONFIG)
     words = [sys.executable, str(ROOT / "train.py"), "--config", folder / "config.yaml", "--run_dir", folder / "alone"]
     env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*map(str, words), *arguments], env=env, text=True, capture_output=True, timeout=120)
+    done = subprocess.run([*map(str, words), *arguments], env=env, text=True, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "alone" / "metrics.jsonl").read_text().splitlines()[-1])
 
@@ -146,7 +146,7 @@ def test_a_killed_process_joins_again_and_the_bits_are_those_of_one_device(tmp_p
 def test_ctrl_c_in_a_terminal_saves(tmp_path):
     job = started(tmp_path, 2, 1)
     os.killpg(job.launcher.pid, signal.SIGINT)  # as a terminal does
-    out, _ = job.launcher.communicate(timeout=120)
+    out, _ = job.launcher.communicate(timeout=300)
     assert job.launcher.returncode == 75 and "saved step" in out
 
 
@@ -303,7 +303,7 @@ def test_a_process_with_another_config_does_not_join(tmp_path):
         cwd=tmp_path,
         text=True,
         capture_output=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 2 and "config digest" in done.stdout + done.stderr
     job.until(lambda: job.step() >= 60)
@@ -316,7 +316,7 @@ def test_too_few_processes_end_with_75(tmp_path):
     job = started(tmp_path, 3, 0, "--elastic.min_processes", "3", "--elastic.join_timeout", "1")
     job.kill(1)
     (tmp_path / "finish").touch()
-    out, _ = job.launcher.communicate(timeout=120)
+    out, _ = job.launcher.communicate(timeout=300)
     assert job.launcher.returncode == 75 and "elastic.min_processes: 3" in out
 
 
@@ -348,7 +348,7 @@ def test_three_processes_wait_for_the_fourth_of_four_replicas(tmp_path):
 def test_three_processes_do_not_wait_for_ever_for_the_fourth(tmp_path):
     job = started(tmp_path, 4, 0, *OUTER, "--elastic.join_timeout", "1")
     job.kill(1)
-    out, _ = job.launcher.communicate(timeout=120)
+    out, _ = job.launcher.communicate(timeout=300)
     assert job.launcher.returncode == 75 and "no process joined (elastic.join_timeout: 1)" in out
 
 
@@ -476,7 +476,7 @@ def test_slurm_lets_the_others_continue(tmp_path):
         (pid,) = (pid for pid in every_process() if rank_of(pid, b"SLURM_PROCID=") == 1 and is_training(pid))
         os.kill(pid, signal.SIGKILL)
         (tmp_path / "finish").touch()
-        out, _ = job.communicate(timeout=120)
+        out, _ = job.communicate(timeout=300)
     assert "generation 0 ends: rank 1" in out
     final = json.loads(metrics.read_text().splitlines()[-1])
     assert final["params_sha256"] == alone(tmp_path, "--steps", "100")["params_sha256"]
@@ -521,7 +521,7 @@ def test_neither_half_of_a_cut_network_goes_on(tmp_path):
     with TwoHosts(tmp_path) as hosts, on_each(hosts, tmp_path, "--elastic.join_timeout", "1") as (loops, until):
         until(20)
         hosts.cut(1)
-        first = loops[0].communicate(timeout=120)[0]
+        first = loops[0].communicate(timeout=300)[0]
         while "cannot be reached" not in (second := loops[1].stdout.readline()):
             assert second
     assert loops[0].returncode == 75 and "too few processes to continue: 1, with 1 of the 2 before" in first

@@ -52,7 +52,7 @@ def test_what_two_processes_saved_in_stage_3_goes_on_in_one_in_stage_1(tmp_path)
     two = [require("openmpi5"), "--bind-to", "none", "--oversubscribe", "-np", "2", sys.executable, *base]
     split = [str(tmp_path / "run"), "--parallel.backend", "pjit", "--parallel.zero", "3", "--steps", "6"]
     whole = [sys.executable, *base, str(tmp_path / "whole"), "--parallel.devices", "1"]
-    jobs = together([([*two, *split], {}), (whole, {})], timeout=120, devices=2)
+    jobs = together([([*two, *split], {}), (whole, {})], timeout=300, devices=2)
     on = [sys.executable, *base, str(tmp_path / "run"), "--parallel.zero", "1"]
     jobs += together([(on, {})], timeout=60, devices=4)
     assert all(job.returncode == 0 and not job.left for job in jobs), "\n".join(job.output for job in jobs)

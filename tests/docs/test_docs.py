@@ -45,7 +45,7 @@ def run(command, folder):
     elif words[0] == "mpirun":
         words[1:1] = ["--bind-to", "none", "--oversubscribe"]
         words = [sys.executable if w == "python" else w for w in words]
-    done = subprocess.run(words, cwd=folder, env=env, text=True, capture_output=True, timeout=120)
+    done = subprocess.run(words, cwd=folder, env=env, text=True, capture_output=True, timeout=300)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout
 

@@ -15,7 +15,7 @@ DIGITS = ["--config", str(ROOT / "configs" / "digits.yaml")]
 
 def jaxdp(*argv, cwd=ROOT, code=0, devices=1, env=None):
     done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *map(str, argv)], cwd=cwd, capture_output=True, text=True, timeout=120,
+        [sys.executable, str(ROOT / "train.py"), *map(str, argv)], cwd=cwd, capture_output=True, text=True, timeout=300,
         env={**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", **(env or {})},
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr

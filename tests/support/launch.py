@@ -96,7 +96,7 @@ def mpirun(
     argv: Sequence[str],
     which: str = "openmpi5",
     env: Mapping[str, str | None] | None = None,
-    timeout: float = 120.0,
+    timeout: float = 300.0,
     devices: int = 1,
     options: Sequence[str] = (),
     during: Callable[[subprocess.Popen], None] | None = None,

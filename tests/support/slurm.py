@@ -110,7 +110,7 @@ class Slurm:
         )  # fmt: skip
 
     def run(
-        self, *command: str, timeout: float = 120.0, cwd: str | pathlib.Path = ROOT, **env: str
+        self, *command: str, timeout: float = 300.0, cwd: str | pathlib.Path = ROOT, **env: str
     ) -> subprocess.CompletedProcess:
         """As `start`, to its end."""
         process = self.start(*command, cwd=cwd, **env)

@@ -54,7 +54,7 @@ class TwoHosts(netns.Hosts):
             command = [*self.prefixes[0], "sh", "-c", f"{shlex.join(command[len(self.prefixes[0]) :])}; {then}"]
         return together([(command, env or {})], timeout, during=during)[0]
 
-    def from_hostfile(self, which: str, argv: Sequence[str], timeout: float = 120.0) -> Finished:
+    def from_hostfile(self, which: str, argv: Sequence[str], timeout: float = 300.0) -> Finished:
         """One rank on each host of a hostfile, started by Open MPI 5 or MPICH from the first."""
         program, hostfile = require(which), self.enter.with_name("hosts")
         line = "{} slots=1\n" if which == "openmpi5" else "{}:1\n"
