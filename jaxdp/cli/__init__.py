@@ -10,7 +10,7 @@ import traceback
 from typing import Any, NamedTuple, NoReturn
 
 from jaxdp import __version__, environment
-from jaxdp.cli.parse import help_of, load, load_options
+from jaxdp.cli.parse import help_of, load, load_options, split_command
 from jaxdp.cli.table import VERBS
 from jaxdp.config import Config
 from jaxdp.distributed import launchers
@@ -57,7 +57,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     try:
         if argv[0] != "train":  # `train` saves its state on a signal
             signals.deliver()
-        if {"-h", "--help"} & {*argv[1:]}:
+        own = split_command(argv[1:], VERBS[argv[0]].options)[0] if VERBS[argv[0]].command else argv[1:]
+        if {"-h", "--help"} & {*own}:
             print(help_of(argv[0]), end="")
         else:
             run(argv[0], argv[1:])

@@ -485,6 +485,12 @@ def test_launch_leaves_the_command_as_it_is(argv, options, command):
     assert split_command(argv, VERBS["launch"].options) == (options, command)
 
 
+def test_help_behind_the_command_is_the_commands():
+    assert "usage: jaxdp launch" in ended("launch", "-n", "2", "--help").stdout
+    words = [sys.executable, "-m", "jaxdp", "launch", "-n", "1", "eval", "--help"]
+    assert "usage: jaxdp eval" in subprocess.run(words, cwd=ROOT, text=True, capture_output=True, timeout=60).stdout
+
+
 @pytest.mark.mpi
 def test_launch_leaves_the_choice_of_a_platform_to_the_job(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
