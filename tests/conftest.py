@@ -58,3 +58,25 @@ def room_for_programs():
     if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
         sys.modules["jax"].clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="session")
+def lowerings():
+    """JAX's table of how operations are lowered, for CPU, and a copy of it."""
+    from jax._src.interpreters import mlir
+
+    table = mlir._platform_specific_lowerings["cpu"]
+    return table, dict(table)
+
+
+@pytest.fixture(autouse=True)
+def usual_lowering(lowerings):
+    """A test of exact sums changes how this process lowers products from then on; tests of other programs follow."""
+    from jaxdp.parallel.products import lower_on_cpu
+
+    yield
+    if lower_on_cpu.cache_info().currsize:
+        table, before = lowerings
+        table.clear()
+        table.update(before)
+        lower_on_cpu.cache_clear()
