@@ -198,19 +198,18 @@ def strict_loader(path: str) -> Any:
 def take_nested(argv: list[str]) -> tuple[list[str], dict[str, str]]:
     """Return (the other arguments, {key: text} for keys in nested dicts, as in `--model.args.block.dim 64`).
 
-    The parser would read each value as text, and drop the rest of the inner dict.
+    jsonargparse would read each value as text, and drop the rest of the inner dict.
     """
-    dicts = tuple(f"--{key}." for key, hint in known_keys().items() if get_origin(hint) is dict)
+    dicts = "|".join(key for key, hint in known_keys().items() if get_origin(hint) is dict)
     others, nested, remaining = [], {}, iter(argv)
     for arg in remaining:
-        name, equals, value = arg.partition("=")
-        if any(name.startswith(prefix) and "." in name.removeprefix(prefix) for prefix in dicts):
-            text = value if equals else next(remaining, None)
-            if text is None or (not equals and text.startswith("--")):
-                raise UsageError(f"{name[2:]}: no value given")
-            nested[name[2:]] = text
-        else:
+        name, equals, value = arg[2:].partition("=")
+        if not arg.startswith("--") or not re.match(rf"({dicts})\..*\.", name):
             others.append(arg)
+        elif not equals and (value := next(remaining, "--")).startswith("--"):
+            raise UsageError(f"{name}: no value given")
+        else:
+            nested[name] = value
     return others, nested
 
 
@@ -219,17 +218,15 @@ def put_nested(values: dict[str, Any], nested: Mapping[str, str]) -> None:
     import jsonargparse
     import yaml
 
-    read = jsonargparse.get_loader("yaml")
     for key, text in nested.items():
         *path, last = key.split(".")
-        mapping = values
-        for depth, part in enumerate(path):
-            inside = mapping.setdefault(part, {})
-            if not isinstance(inside, dict):
-                above = ".".join(path[: depth + 1])
-                raise UsageError(f"{key}: {above} is {inside!r}, which has no keys; set {above} as a whole")
-            mapping = inside
+        mapping: Any = values
+        for depth, part in enumerate(path, 1):
+            mapping = mapping.setdefault(part, {})
+            if not isinstance(mapping, dict):
+                above = ".".join(path[:depth])
+                raise UsageError(f"{key}: {above} is {mapping!r}, which has no keys; set {above} as a whole")
         try:
-            mapping[last] = read(text)
+            mapping[last] = jsonargparse.get_loader("yaml")(text)
         except yaml.YAMLError:
             mapping[last] = text

@@ -13,9 +13,9 @@ import time
 
 import pytest
 
-from jaxdp.doctor import devices, resources, settings, versions
+from jaxdp.doctor import devices, examine, resources, settings, versions
 from jaxdp.doctor.check import FAILURE, OK, WARNING, Examined, as_json, as_text, failure, ok, run_checks
-from jaxdp.doctor.examine import SILENT, Job
+from jaxdp.doctor.examine import SILENT
 from jaxdp.errors import UsageError
 from launch import ROOT, environment, find, mpirun, port, processes, ranks, require
 from two_hosts import TwoHosts
@@ -261,16 +261,15 @@ def test_a_check_that_raises_or_hangs_is_a_line():
 
 
 def test_how_the_process_that_joins_has_ended(tmp_path):
-    job = Job(tmp_path)
-    job.process.kill()
-    with job.process:
-        assert "killed by SIGKILL" in job.follow().found
+    with examine.start(tmp_path) as process:
+        process.kill()
+        progress, failed = examine.follow(process)
+    assert progress.stage == failed.name == "checks" and "killed by SIGKILL" in failed.found
     aborted = "F1123 20:00:00.000000 12 flags.cc:234] Unknown flag in XLA_FLAGS: --x\n"
     cause = "jaxdp: rank 1 (host b) ends: rank 0 (host a) has gone: see what it printed\n"
-    job.stage, job.printed = "devices", [aborted]
-    assert "jaxlib does not know it" in job.problem(SILENT).fix
-    job.printed = [aborted, cause]
-    assert job.problem(SILENT) == failure("devices", "rank 0 (host a) has gone", "see what it printed")
+    assert "jaxlib does not know it" in examine.problem("devices", SILENT, aborted).fix
+    failed = examine.problem("devices", SILENT, aborted + cause)
+    assert failed == failure("devices", "rank 0 (host a) has gone", "see what it printed")
 
 
 def cores(*sets, there=8, limit=None):
