@@ -25,7 +25,7 @@ LIBRARIES = tuple(
     for name in ("jax", "jaxlib", "flax", "optax", "numpy")
 )
 PYTHON = sysconfig.get_paths()["stdlib"]
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 OURS = (ROOT / "jaxdp" / "verify", ROOT / "jaxdp" / "precision.py")  # they call or cast the traced code
 LOGS = ("debug_callback", "debug_print")  # operations that change no number
 Digest = tuple[str, Mapping[str, str]]  # of a program, and of each line of code in it
@@ -76,7 +76,7 @@ def needed(jaxpr: jex.Jaxpr) -> list[jex.JaxprEqn]:
 
 
 def inside(eqn: jex.JaxprEqn) -> Iterator[Any]:
-    """Yield the jaxprs inside an operation: those of loops, calls and rules."""
+    """Yield the jaxprs inside an operation: those of loops and calls, but no rules for derivatives."""
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, jex.Jaxpr | jex.ClosedJaxpr):
