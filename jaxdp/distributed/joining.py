@@ -117,9 +117,9 @@ def enter(
 
     absent: called with the seconds since the start while no coordinator is there.
     """
-    connection, verdict = join(host, port, secret, facts, timeout, absent)
-    rank, generation = verdict["rank"], verdict["generation"]
-    return Joined(connection, verdict["members"], verdict["jax"], rank, generation, (host, port), secret)
+    connection, admission = join(host, port, secret, facts, timeout, absent)
+    rank, generation = admission["rank"], admission["generation"]
+    return Joined(connection, admission["members"], admission["jax"], rank, generation, (host, port), secret)
 
 
 def coordinator_pid(host: str, port: int, secret: str) -> int | None:

@@ -37,7 +37,7 @@ def roll_back(run: Run, progress: Progress) -> tuple[Run, Progress]:
             f"batch of update {first} has {batch}; the indices of all their examples are in {file}",
             rank=0,
         )
-    if rollbacks >= run.schedule.max_rollbacks:
+    if rollbacks >= run.options.max_rollbacks:
         raise RunFailed(
             f"the loss of update {last} is a spike, and the run was rolled back {rollbacks} times already "
             f"(spike.max_rollbacks); the indices of its examples are in {file}",
