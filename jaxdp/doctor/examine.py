@@ -38,10 +38,10 @@ CAUSES = (  # a pattern in "stage: error", and the fix
 )
 
 
-class Progress(NamedTuple):
-    """What the process `jaxdp.doctor.job` wrote last. stage: what it does, for at most `seconds`; "" at its end."""
+class Stage(NamedTuple):
+    """What the process `jaxdp.doctor.job` wrote last. name: what it does, for at most `seconds`; "" at its end."""
 
-    stage: str
+    name: str
     seconds: float
     lines: list[Line]
     rank: int
@@ -63,27 +63,27 @@ def start(directory: pathlib.Path) -> subprocess.Popen[bytes]:
     )
 
 
-def follow(process: subprocess.Popen[bytes]) -> tuple[Progress, Check | None]:
-    """Follow the process to its end, and return its last progress and how it failed."""
+def follow(process: subprocess.Popen[bytes]) -> tuple[Stage, Check | None]:
+    """Follow the process to its end, and return its last stage and how it failed."""
     assert process.stdout is not None and process.stderr is not None
     printed = deque[bytes](maxlen=400)
     reader = threading.Thread(target=printed.extend, args=(process.stderr,), daemon=True)
     reader.start()
-    progress, how = Progress("checks", 2 * LIMIT, [], 0, 1, {0: hosts.hostname()}), ""
-    while progress.stage and not how:
-        if not select.select([process.stdout], [], [], progress.seconds)[0]:
+    stage, how = Stage("checks", 2 * LIMIT, [], 0, 1, {0: hosts.hostname()}), ""
+    while stage.name and not how:
+        if not select.select([process.stdout], [], [], stage.seconds)[0]:
             process.kill()
-            how = f"no answer within {progress.seconds:g} s"
+            how = f"no answer within {stage.seconds:g} s"
         elif text := process.stdout.readline():
             with contextlib.suppress(ValueError):  # printed by a library
-                progress = Progress(*json.loads(text))
+                stage = Stage(*json.loads(text))
         else:
             code = process.wait()
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else SILENT
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(2.0)
     reader.join(0.2)  # for the last lines; a process that it has started may keep the pipe open
-    return progress, problem(progress.stage, how, b"".join(printed.copy()).decode(errors="replace")) if how else None
+    return stage, problem(stage.name, how, b"".join(printed.copy()).decode(errors="replace")) if how else None
 
 
 def problem(stage: str, how: str, printed: str) -> Check:
@@ -99,11 +99,11 @@ def problem(stage: str, how: str, printed: str) -> Check:
 
 def examine(directory: pathlib.Path) -> Examined | None:
     """Run all checks, and return the findings of all ranks on rank 0, None on the others. directory: of the run."""
-    progress, failed = follow(start(directory))
-    rank, size = progress.rank, progress.size
-    names = {int(rank): name for rank, name in progress.hosts.items()}
-    lines = [(Check(*check), tuple(ranks)) for check, ranks in progress.lines]
-    joined = progress.stage not in ("checks", "imports", "ranks")
+    stage, failed = follow(start(directory))
+    rank, size = stage.rank, stage.size
+    names = {int(rank): name for rank, name in stage.hosts.items()}
+    lines = [(Check(*check), tuple(ranks)) for check, ranks in stage.lines]
+    joined = stage.name not in ("checks", "imports", "ranks")
     if failed and not (rank and failed.found == SILENT):  # rank 0 prints that error
         lines.append((failed, () if joined else (rank,)))
     if rank == 0 and failed is MPI_INIT:

@@ -263,8 +263,8 @@ def test_a_check_that_raises_or_hangs_is_a_line():
 def test_how_the_process_that_joins_has_ended(tmp_path):
     with examine.start(tmp_path) as process:
         process.kill()
-        progress, failed = examine.follow(process)
-    assert progress.stage == failed.name == "checks" and "killed by SIGKILL" in failed.found
+        stage, failed = examine.follow(process)
+    assert stage.name == failed.name == "checks" and "killed by SIGKILL" in failed.found
     aborted = "F1123 20:00:00.000000 12 flags.cc:234] Unknown flag in XLA_FLAGS: --x\n"
     cause = "jaxdp: rank 1 (host b) ends: rank 0 (host a) has gone: see what it printed\n"
     assert "jaxlib does not know it" in examine.problem("devices", SILENT, aborted).fix
