@@ -75,7 +75,7 @@ def follow(process: subprocess.Popen[bytes]) -> tuple[Stage, Check | None]:
             process.kill()
             how = f"no answer within {stage.seconds:g} s"
         elif text := process.stdout.readline():
-            with contextlib.suppress(ValueError):  # printed by a library
+            with contextlib.suppress(ValueError, TypeError):  # printed by a library
                 stage = Stage(*json.loads(text))
         else:
             code = process.wait()
