@@ -104,14 +104,21 @@ class Examples:
         return {key: _array(f"{key!r} of example {index}", value) for key, value in item.items()}
 
 
-def check_split(split: str, known: tuple[str, ...] = ("train", "test")) -> None:
-    """Raise UsageError if `split` is not one of the known splits."""
-    if split not in known:
-        names = [repr(name) for name in known]
-        raise UsageError(
-            f"data.args.split: {split!r} is {'neither' if len(known) == 2 else 'none of'} "
-            f"{' nor '.join(names) if len(known) == 2 else ', '.join(names)}"
-        )
+def check_one_of(argument: str, value: str, known: tuple[str, ...]) -> None:
+    """Raise UsageError if the value of a data set's argument is not one of the known ones."""
+    if value not in known:
+        raise UsageError(f"data.args.{argument}: {value!r} is not one of {', '.join(map(repr, known))}")
+
+
+def check_split(split: str) -> None:
+    check_one_of("split", split, ("train", "test"))
+
+
+def check_sizes(**sizes: int | None) -> None:
+    """Raise UsageError for the first argument of a data set that is below 1; None is not checked."""
+    for argument, size in sizes.items():
+        if size is not None and size < 1:
+            raise UsageError(f"data.args.{argument}: {size} is too small; it must be at least 1")
 
 
 def as_dataset(source: Any) -> Dataset:

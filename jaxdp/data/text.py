@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxdp.data.base import check_split
+from jaxdp.data.base import check_one_of, check_split
 from jaxdp.data.tokenizers import Words, make_tokenizer
 from jaxdp.data.windows import Windows, check_fraction, smallest
 from jaxdp.errors import UsageError
@@ -63,7 +63,7 @@ class PennTreebank(Windows):
         stride: int | None = None,
         vocabulary: list[str] | None = None,
     ):
-        check_split(split, ("train", "valid", "test"))
+        check_one_of("split", split, ("train", "valid", "test"))
         self.tokenizer = Words(vocabulary) if vocabulary else Words.of(read_text(_ptb(root, "train")))
         path = _ptb(root, split)
         tokens = self.tokenizer.encode(read_text(path))

@@ -155,8 +155,8 @@ def test_images_are_scaled_and_in_training_moved_by_a_key(name, split, tmp_path)
 
 @pytest.mark.parametrize("name", RANDOM_ACCESS)
 def test_a_split_is_train_or_test(name, tmp_path):
-    words = "none of 'train', 'valid', 'test'" if name == "PennTreebank" else "neither 'train' nor 'test'"
-    with pytest.raises(UsageError, match=f"data.args.split: 'all' is {words}"):
+    known = "'train', 'valid', 'test'" if name == "PennTreebank" else "'train', 'test'"
+    with pytest.raises(UsageError, match=f"data.args.split: 'all' is not one of {known}"):
         make(name, tmp_path, split="all")
 
 
