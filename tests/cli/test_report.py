@@ -157,8 +157,10 @@ TORN = (
 )
 
 
-def test_a_torn_line_spoils_no_report(tmp_path):
+def test_a_torn_line_or_a_split_of_a_callback_spoils_no_report(tmp_path):
     run = make_run(tmp_path / "run", lines=3)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"split": "mine", "x": 1}\n')
     for name in ("metrics.jsonl", "events.jsonl"):
         with (run / name).open("a") as file:
             file.write("\n".join(TORN))
