@@ -4,7 +4,7 @@ import collections
 import os
 import pathlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NoReturn, get_origin, get_type_hints
 
 from jaxdp.cli.table import VERBS, Option
@@ -34,9 +34,9 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
     except (argparse.ArgumentError, TypeError, ValueError, KeyError) as error:
         raise UsageError(unnamed(error) or explain(str(error))) from None
     files = [str(file) for file in space.pop("config") or []]
-    names = {arg.partition("=")[0] for arg in argv}
+    names = dict(pairs(argv))
     for key, other in (("steps", "epochs"), ("epochs", "steps")):
-        if f"--{key}" in names and f"--{other}" not in names:  # the command line overrides the file
+        if key in names and other not in names:  # the command line overrides the file
             space[other] = None
     values = space.as_dict()
     put_nested(values, nested)
@@ -138,18 +138,22 @@ def add_options(parser: Any, options: Options) -> None:
 
 def with_saved_config(argv: list[str]) -> list[str]:
     """Add the config saved in the run directory, for `eval --run_dir DIR` without --config."""
-    values = {arg.partition("=")[0]: arg.partition("=")[2] or value for arg, value in zip(argv, [*argv[1:], ""])}
-    saved = pathlib.Path(values.get("--run_dir", "")) / "config.yaml"
-    return ["--config", str(saved), *argv] if "--config" not in values and saved.is_file() else argv
+    values = dict(pairs(argv))
+    saved = pathlib.Path(values.get("run_dir", "")) / "config.yaml"
+    return ["--config", str(saved), *argv] if "config" not in values and saved.is_file() else argv
+
+
+def pairs(argv: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield (name, value) of each option in `--name value` or `--name=value`; a flag is followed by something else."""
+    for arg, following in zip(argv, [*argv[1:], ""]):
+        name, equals, value = arg.removeprefix("--").partition("=")
+        if arg.startswith("--"):
+            yield name, value if equals else following
 
 
 def check_arguments(argv: list[str], options: Collection[str]) -> None:
     """Raise UsageError for an unknown key, on the command line or in a config file, with the nearest known one."""
-    for i, arg in enumerate(argv):
-        if not arg.startswith("--"):
-            continue
-        key, _, value = arg[2:].partition("=")
-        value = value or (argv[i + 1] if i + 1 < len(argv) else "")
+    for key, value in pairs(argv):
         if key == "config":
             check_file(value)
         elif key not in ("help", "print_config", *options):
