@@ -218,6 +218,9 @@ def _array(name: str, value: Any) -> np.ndarray:
         raise UsageError(f"data: {name} is ragged; pad it to one shape before it is read") from None
     if array.dtype.kind not in "biufc" and not array.dtype.name.startswith(("bfloat16", "float", "int", "uint")):
         raise UsageError(f"data: {name} is {array.dtype}, not numbers; encode it before it is read")
-    if not hasattr(value, "dtype") and array.dtype == np.int64 and (array == array.astype(np.int32)).all():
-        return array.astype(np.int32)
-    return array
+    return array.astype(np.int32) if not hasattr(value, "dtype") and fits_int32(array) else array
+
+
+def fits_int32(array: np.ndarray) -> bool:
+    """Return whether an array is int64, and its values are those of int32."""
+    return array.dtype == np.int64 and bool((array == array.astype(np.int32)).all())
