@@ -49,11 +49,10 @@ class Stage(NamedTuple):
     hosts: dict[int, str]
 
 
-def start(directory: pathlib.Path) -> subprocess.Popen[bytes]:
-    """Start the process that joins the job: what it opens may block or kill it."""
-    options = {"directory": str(directory), "launcher": os.getppid()}
-    return subprocess.Popen(
-        [sys.executable, "-m", "jaxdp.doctor.job", json.dumps(options)],
+def follow(command: list[str]) -> tuple[Stage, Check | None]:
+    """Follow a process to its end: what it opens may block or kill it. Return its last stage, and how it failed."""
+    process = subprocess.Popen(
+        command,
         bufsize=0,  # else `select` would miss the lines in a buffer
         env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"},
         stdin=subprocess.DEVNULL,
@@ -61,20 +60,22 @@ def start(directory: pathlib.Path) -> subprocess.Popen[bytes]:
         stderr=subprocess.PIPE,
         close_fds=False,  # MPICH's mpirun talks to its ranks through a file descriptor that they inherit
     )
-
-
-def follow(process: subprocess.Popen[bytes]) -> tuple[Stage, Check | None]:
-    """Follow the process to its end, and return its last stage and how it failed."""
-    assert process.stdout is not None and process.stderr is not None
+    stages, errors = process.stdout, process.stderr
+    assert stages is not None and errors is not None
     printed = deque[bytes](maxlen=400)
-    reader = threading.Thread(target=printed.extend, args=(process.stderr,), daemon=True)
+
+    def read_errors() -> None:
+        with errors:
+            printed.extend(errors)
+
+    reader = threading.Thread(target=read_errors, daemon=True)
     reader.start()
     stage, how = Stage("checks", 2 * LIMIT, [], 0, 1, {0: hosts.hostname()}), ""
     while stage.name and not how:
-        if not select.select([process.stdout], [], [], stage.seconds)[0]:
+        if not select.select([stages], [], [], stage.seconds)[0]:
             process.kill()
             how = f"no answer within {stage.seconds:g} s"
-        elif text := process.stdout.readline():
+        elif text := stages.readline():
             with contextlib.suppress(ValueError, TypeError):  # printed by a library
                 stage = Stage(*json.loads(text))
         else:
@@ -82,6 +83,7 @@ def follow(process: subprocess.Popen[bytes]) -> tuple[Stage, Check | None]:
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else SILENT
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(2.0)
+    stages.close()
     reader.join(0.2)  # for the last lines; a process that it has started may keep the pipe open
     return stage, problem(stage.name, how, b"".join(printed.copy()).decode(errors="replace")) if how else None
 
@@ -99,7 +101,8 @@ def problem(stage: str, how: str, printed: str) -> Check:
 
 def examine(directory: pathlib.Path) -> Examined | None:
     """Run all checks, and return the findings of all ranks on rank 0, None on the others. directory: of the run."""
-    stage, failed = follow(start(directory))
+    options = {"directory": str(directory), "launcher": os.getppid()}
+    stage, failed = follow([sys.executable, "-m", "jaxdp.doctor.job", json.dumps(options)])
     rank, size = stage.rank, stage.size
     names = {int(rank): name for rank, name in stage.hosts.items()}
     lines = [(Check(*check), tuple(ranks)) for check, ranks in stage.lines]

@@ -260,11 +260,15 @@ def test_a_check_that_raises_or_hangs_is_a_line():
     assert said == failure("refused", "x: 3 is wrong", "use 4")
 
 
-def test_how_the_process_that_joins_has_ended(tmp_path):
-    with examine.start(tmp_path) as process:
-        process.kill()
-        stage, failed = examine.follow(process)
-    assert stage.name == failed.name == "checks" and "killed by SIGKILL" in failed.found
+def test_how_the_process_that_joins_has_ended():
+    stage, failed = examine.follow([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    assert stage.name == failed.name == "checks" and failed.found == "killed by SIGKILL"
+    code = "import sys; print('noise'); print('[\"imports\", 9, [], 1, 2, {}]', flush=True); sys.exit('jaxdp: x: do y')"
+    stage, failed = examine.follow([sys.executable, "-c", code])
+    assert (stage.name, stage.rank, failed.found, failed.fix) == ("imports", 1, "x", "do y")
+    sleeper = "import time; print('[\"devices\", 0.1, [], 0, 1, {}]', flush=True); time.sleep(60)"
+    stage, failed = examine.follow([sys.executable, "-c", sleeper])
+    assert failed.name == "devices" and failed.found == "no answer within 0.1 s"
     aborted = "F1123 20:00:00.000000 12 flags.cc:234] Unknown flag in XLA_FLAGS: --x\n"
     cause = "jaxdp: rank 1 (host b) ends: rank 0 (host a) has gone: see what it printed\n"
     assert "jaxlib does not know it" in examine.problem("devices", SILENT, aborted).fix
