@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax.extend
+from jaxdp.analysis.programs import inside
 
 # Products of cuDNN's attention, query[example, token, head, width]; backward does not count the scores again.
 FUSED_ATTENTION = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 4}
@@ -32,11 +32,7 @@ def model_flops(grads: Any, forward: Callable[[], Any]) -> int:
 
 def _recomputes(jaxpr: Any) -> bool:
     eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
-    return any(eqn.primitive.name in REMATERIALIZED or any(map(_recomputes, _all_jaxprs(eqn))) for eqn in eqns)
-
-
-def _all_jaxprs(eqn: Any) -> list[Any]:
-    return [j for value in eqn.params.values() for j in _jaxprs(value)]
+    return any(eqn.primitive.name in REMATERIALIZED or any(map(_recomputes, inside(eqn))) for eqn in eqns)
 
 
 def _flops_of(eqn: Any) -> int:
@@ -52,13 +48,7 @@ def _flops_of(eqn: Any) -> int:
     if name in FUSED_ATTENTION:
         example, queries, heads, width = eqn.invars[0].aval.shape
         return FUSED_ATTENTION[name] * 2 * example * heads * queries * eqn.invars[1].aval.shape[1] * width
-    inner = [count_flops(j) for j in _all_jaxprs(eqn)]
+    inner = [count_flops(j) for j in inside(eqn)]
     if name == "cond":
         return max(inner, default=0)
     return sum(inner) * (params["length"] if name == "scan" else 1)
-
-
-def _jaxprs(value: Any) -> list[Any]:
-    """Return the jaxprs among an operation's parameters, without functions that JAX calls only to differentiate."""
-    values = value if isinstance(value, tuple | list) else [value]
-    return [v for v in values if isinstance(v, jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr)]

@@ -6,10 +6,8 @@ The text contains no addresses, object ids or hash orders, so that it can be com
 import enum
 import functools
 import hashlib
-import importlib
 import itertools
 import pathlib
-import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -19,14 +17,9 @@ import numpy as np
 
 from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
+from jaxdp.user_errors import PACKAGE, is_own, relative
 
-LIBRARIES = tuple(
-    str(pathlib.Path(str(importlib.import_module(name).__file__)).parent)
-    for name in ("jax", "jaxlib", "flax", "optax", "numpy")
-)
-PYTHON = sysconfig.get_paths()["stdlib"]
-ROOT = pathlib.Path(__file__).parents[1]
-OURS = (ROOT / "jaxdp" / "verify", ROOT / "jaxdp" / "precision.py")  # they call or cast the traced code
+CALLERS = (PACKAGE / "verify", PACKAGE / "precision.py")  # call or cast the traced code
 LOGS = ("debug_callback", "debug_print")  # operations that change no number
 Digest = tuple[str, Mapping[str, str]]  # of a program, and of each line of code in it
 PLAIN = (str, int, float, complex, type(None), np.dtype, enum.Enum, slice)
@@ -76,7 +69,7 @@ def needed(jaxpr: jex.Jaxpr) -> list[jex.JaxprEqn]:
 
 
 def inside(eqn: jex.JaxprEqn) -> Iterator[Any]:
-    """Yield the jaxprs inside an operation: those of loops, calls and rules."""
+    """Yield the jaxprs inside an operation: those of loops and calls, but no rules for derivatives."""
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, jex.Jaxpr | jex.ClosedJaxpr):
@@ -115,13 +108,11 @@ def line(eqn: jex.JaxprEqn) -> str:
 
 @functools.cache
 def shown(name: str) -> str:
-    """Return a file's path for messages; "" for library files and our own tracing code."""
+    """Return the path for messages of a file of the user's or of jaxdp; "" for others, and for CALLERS."""
     file = pathlib.Path(name)
-    python = name.startswith(PYTHON) and "site-packages" not in file.parts
-    if not file.is_absolute() or python or name.startswith(LIBRARIES) or any(map(file.is_relative_to, OURS)):
+    if any(map(file.is_relative_to, CALLERS)) or not (is_own(name) or file.is_relative_to(PACKAGE)):
         return ""
-    near = next((root for root in (pathlib.Path.cwd(), ROOT) if file.is_relative_to(root)), None)
-    return str(file.relative_to(near) if near else file)
+    return relative(name)
 
 
 def digest(program: Iterable[Line]) -> Digest:

@@ -30,9 +30,10 @@ from jaxdp.models.base import Model
 from jaxdp.optim import OPTIMIZERS, checked, make_optimizer, make_schedule
 from jaxdp.parallel import STRATEGIES, Strategy, make_reduction
 from jaxdp.parallel.integer_sums import COUPLED, remembering
-from jaxdp.parallel.layout import Sharding, param_dims
+from jaxdp.parallel.layout import Sharding
 from jaxdp.parallel.outer import OuterRule, Replicas
 from jaxdp.parallel.padding import can_pad
+from jaxdp.parallel.pjit import group_size
 from jaxdp.precision import LossScaling, policy
 from jaxdp.split import path_string
 from jaxdp.targets import bind, call, locate, parameters, require
@@ -158,13 +159,12 @@ def make_strategy(
         return Replicas(make_state, config.microbatches, reduction, rule, reduce_dtype, devices, hosts)
     blocks, rules = parts.forward.model.blocks, tuple(parallel.rules.items())
     sharding = Sharding(parallel.zero, parallel.shard_size, parallel.gradient_buffer, blocks, True, rules)
-    arguments = make_state, config.microbatches, reduction, reduce_dtype, devices
-    strategy = STRATEGIES[parallel.backend](*arguments, sharding)
-    padded = param_dims(strategy.shapes.params, sharding, strategy.parts)
-    plain = param_dims(strategy.shapes.params, sharding._replace(pad=False), strategy.parts)
-    if not parallel.zero or padded == plain or can_pad(parts.rule.tx, parts.rule.trainable, strategy):
-        return strategy
-    return STRATEGIES[parallel.backend](*arguments, sharding._replace(pad=False))
+    if parallel.zero:
+        count = group_size(parallel.shard_size, len(devices))
+        pad = can_pad(parts.rule.tx, parts.rule.trainable, jax.eval_shape(make_state), sharding, count)
+        sharding = sharding._replace(pad=pad)
+    strategy = STRATEGIES[parallel.backend]
+    return strategy(make_state, config.microbatches, reduction, reduce_dtype, devices, sharding)
 
 
 def make_outer(config: Config, parts: Parts) -> OuterRule:

@@ -32,7 +32,7 @@ def initialize_from(run: Run, config: Config, context: Context) -> Run:
         context,
         lambda: match(ours, weights.arrays, weights.title, rename=init.rename, load=init.load, skip=init.skip),
     )
-    tx = make_tx(config, schedule_of(config, run.schedule.steps), strategy.blocks)
+    tx = make_tx(config, schedule_of(config, run.options.steps), strategy.blocks)
 
     def begin(run: Run) -> TrainState:
         run.log.writer.say(

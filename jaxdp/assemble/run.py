@@ -41,7 +41,7 @@ from jaxdp.parallel import STAGES, Strategy
 from jaxdp.parallel.placement import assign_microbatches
 from jaxdp.rundir import versions
 from jaxdp.training.profile import Profile
-from jaxdp.training.run import Data, Log, Run, Schedule
+from jaxdp.training.run import Data, Log, LoopOptions, Run
 from jaxdp.training.source import Source
 
 T = TypeVar("T")
@@ -131,7 +131,7 @@ def make_run(
             "saved_by": {"processes": context.size, "devices": len(devices), "backend": config.parallel.backend},
         },
     )
-    schedule = Schedule(
+    options = LoopOptions(
         parts.steps,
         steps_per_call=config.steps_per_call,
         log_every=config.log.every,
@@ -145,7 +145,7 @@ def make_run(
         speed=speed(config, parts, prepared.flops, devices),
         directory=directory,
     )
-    return Run(strategy, step, Data(training, evaluation, config.eval.ema), checkpoints, schedule, log)
+    return Run(strategy, step, Data(training, evaluation, config.eval.ema), checkpoints, options, log)
 
 
 def describe_config(config: Config, context: Context, objects: Objects) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Audit:
     def is_due(self, run: Run, progress: Progress) -> bool:
         if self.last is None:
             self.last = self.passed = run.checkpoints.audited = run.origin.start
-        due = progress.step == run.schedule.steps or not 0 <= progress.step - self.last < self.every
+        due = progress.step == run.options.steps or not 0 <= progress.step - self.last < self.every
         return due and self.every > 0
 
     def check(self, run: Run, progress: Progress, batch: Batch) -> None:

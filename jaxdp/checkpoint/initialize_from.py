@@ -15,13 +15,12 @@ import optax
 
 from jaxdp.checkpoint.weights import MODEL_STATE, Weights, named
 from jaxdp.core.state import TrainState
+from jaxdp.distributed.hosts import listed
 from jaxdp.errors import UsageError, nearest
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.split import path_string
 
 Tree = Any
-
-SHOWN = 8  # names in a line
 
 
 class Match(NamedTuple):
@@ -147,14 +146,8 @@ def describe(result: Match, ours: Mapping[str, Any], source: str, rows: Mapping[
         ("not used from the source", result.unused),
     ):
         if names:
-            lines.append(f"  {title}: {shortly(names)}")
+            lines.append(f"  {title}: {listed(names)}")
     return "\n".join(lines)
-
-
-def shortly(names: Sequence[str]) -> str:
-    """Join the first few names, and the number of the others."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
 
 
 def near(pattern: str, names: Iterable[str]) -> str:

@@ -85,13 +85,10 @@ def read(directory: pathlib.Path) -> dict[str, Any]:
             f"run_dir: checkpoint {str(directory)!r} has format {body.get('format')!r}, and this jaxdp reads {FORMAT}; "
             "use the version that it was saved with"
         )
-    if not isinstance(body.get("meta"), dict) or not isinstance(body.get("files"), dict):
-        raise Damaged(f"its {NAME} has no files and meta")
-    if not body["files"]:
-        raise Damaged(f"its {NAME} lists no file")
-    for name, entry in body["files"].items():
-        if not isinstance(entry, list) or [*map(type, entry)] != [int, str]:
-            raise Damaged(f"its {NAME} has no size and checksum of {name!r}")
+    files, meta = body.get("files"), body.get("meta")
+    is_entry = lambda x: isinstance(x, list) and [*map(type, x)] == [int, str]
+    if not (isinstance(meta, dict) and isinstance(files, dict) and files and all(map(is_entry, files.values()))):
+        raise Damaged(f"its {NAME} does not list the sizes and checksums of its files, and meta")
     return body
 
 

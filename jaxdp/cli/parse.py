@@ -4,7 +4,7 @@ import collections
 import os
 import pathlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NoReturn, get_origin, get_type_hints
 
 from jaxdp.cli.table import VERBS, Option
@@ -34,9 +34,9 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
     except (argparse.ArgumentError, TypeError, ValueError, KeyError) as error:
         raise UsageError(unnamed(error) or explain(str(error))) from None
     files = [str(file) for file in space.pop("config") or []]
-    names = {arg.partition("=")[0] for arg in argv}
+    names = dict(pairs(argv))
     for key, other in (("steps", "epochs"), ("epochs", "steps")):
-        if f"--{key}" in names and f"--{other}" not in names:  # the command line overrides the file
+        if key in names and other not in names:  # the command line overrides the file
             space[other] = None
     values = space.as_dict()
     put_nested(values, nested)
@@ -138,18 +138,22 @@ def add_options(parser: Any, options: Options) -> None:
 
 def with_saved_config(argv: list[str]) -> list[str]:
     """Add the config saved in the run directory, for `eval --run_dir DIR` without --config."""
-    values = {arg.partition("=")[0]: arg.partition("=")[2] or value for arg, value in zip(argv, [*argv[1:], ""])}
-    saved = pathlib.Path(values.get("--run_dir", "")) / "config.yaml"
-    return ["--config", str(saved), *argv] if "--config" not in values and saved.is_file() else argv
+    values = dict(pairs(argv))
+    saved = pathlib.Path(values.get("run_dir", "")) / "config.yaml"
+    return ["--config", str(saved), *argv] if "config" not in values and saved.is_file() else argv
+
+
+def pairs(argv: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield (name, value) of each option in `--name value` or `--name=value`; a flag is followed by something else."""
+    for arg, following in zip(argv, [*argv[1:], ""]):
+        name, equals, value = arg.removeprefix("--").partition("=")
+        if arg.startswith("--"):
+            yield name, value if equals else following
 
 
 def check_arguments(argv: list[str], options: Collection[str]) -> None:
     """Raise UsageError for an unknown key, on the command line or in a config file, with the nearest known one."""
-    for i, arg in enumerate(argv):
-        if not arg.startswith("--"):
-            continue
-        key, _, value = arg[2:].partition("=")
-        value = value or (argv[i + 1] if i + 1 < len(argv) else "")
+    for key, value in pairs(argv):
         if key == "config":
             check_file(value)
         elif key not in ("help", "print_config", *options):
@@ -198,19 +202,18 @@ def strict_loader(path: str) -> Any:
 def take_nested(argv: list[str]) -> tuple[list[str], dict[str, str]]:
     """Return (the other arguments, {key: text} for keys in nested dicts, as in `--model.args.block.dim 64`).
 
-    The parser would read each value as text, and drop the rest of the inner dict.
+    jsonargparse would read each value as text, and drop the rest of the inner dict.
     """
-    dicts = tuple(f"--{key}." for key, hint in known_keys().items() if get_origin(hint) is dict)
+    dicts = "|".join(key for key, hint in known_keys().items() if get_origin(hint) is dict)
     others, nested, remaining = [], {}, iter(argv)
     for arg in remaining:
-        name, equals, value = arg.partition("=")
-        if any(name.startswith(prefix) and "." in name.removeprefix(prefix) for prefix in dicts):
-            text = value if equals else next(remaining, None)
-            if text is None or (not equals and text.startswith("--")):
-                raise UsageError(f"{name[2:]}: no value given")
-            nested[name[2:]] = text
-        else:
+        name, equals, value = arg[2:].partition("=")
+        if not arg.startswith("--") or not re.match(rf"({dicts})\..*\.", name):
             others.append(arg)
+        elif not equals and (value := next(remaining, "--")).startswith("--"):
+            raise UsageError(f"{name}: no value given")
+        else:
+            nested[name] = value
     return others, nested
 
 
@@ -219,17 +222,15 @@ def put_nested(values: dict[str, Any], nested: Mapping[str, str]) -> None:
     import jsonargparse
     import yaml
 
-    read = jsonargparse.get_loader("yaml")
     for key, text in nested.items():
         *path, last = key.split(".")
-        mapping = values
-        for depth, part in enumerate(path):
-            inside = mapping.setdefault(part, {})
-            if not isinstance(inside, dict):
-                above = ".".join(path[: depth + 1])
-                raise UsageError(f"{key}: {above} is {inside!r}, which has no keys; set {above} as a whole")
-            mapping = inside
+        mapping: Any = values
+        for depth, part in enumerate(path, 1):
+            mapping = mapping.setdefault(part, {})
+            if not isinstance(mapping, dict):
+                above = ".".join(path[:depth])
+                raise UsageError(f"{key}: {above} is {mapping!r}, which has no keys; set {above} as a whole")
         try:
-            mapping[last] = read(text)
+            mapping[last] = jsonargparse.get_loader("yaml")(text)
         except yaml.YAMLError:
             mapping[last] = text

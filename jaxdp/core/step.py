@@ -29,13 +29,13 @@ Tree = Any
 
 class Step(NamedTuple):
     """trainable(tree like the parameters): the tree with None for frozen leaves, which is the structure of gradients.
-    key(step, microbatch): the random key of a microbatch."""
+    microbatch_key(step, microbatch): its random key."""
 
     grads: Callable[..., Sums]
     apply: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[..., Sums]
     trainable: Callable[[Tree], Tree]
-    key: Callable[[jax.Array, jax.Array], jax.Array]
+    microbatch_key: Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def make_step(forward: Forward, rule: UpdateRule, accumulate: str = "vmap", padded: bool = True) -> Step:

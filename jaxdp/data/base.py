@@ -104,14 +104,21 @@ class Examples:
         return {key: _array(f"{key!r} of example {index}", value) for key, value in item.items()}
 
 
-def check_split(split: str, known: tuple[str, ...] = ("train", "test")) -> None:
-    """Raise UsageError if `split` is not one of the known splits."""
-    if split not in known:
-        names = [repr(name) for name in known]
-        raise UsageError(
-            f"data.args.split: {split!r} is {'neither' if len(known) == 2 else 'none of'} "
-            f"{' nor '.join(names) if len(known) == 2 else ', '.join(names)}"
-        )
+def check_one_of(argument: str, value: str, known: tuple[str, ...]) -> None:
+    """Raise UsageError if the value of a data set's argument is not one of the known ones."""
+    if value not in known:
+        raise UsageError(f"data.args.{argument}: {value!r} is not one of {', '.join(map(repr, known))}")
+
+
+def check_split(split: str) -> None:
+    check_one_of("split", split, ("train", "test"))
+
+
+def check_sizes(**sizes: int | None) -> None:
+    """Raise UsageError for the first argument of a data set that is below 1; None is not checked."""
+    for argument, size in sizes.items():
+        if size is not None and size < 1:
+            raise UsageError(f"data.args.{argument}: {size} is too small; it must be at least 1")
 
 
 def as_dataset(source: Any) -> Dataset:
@@ -211,11 +218,10 @@ def _array(name: str, value: Any) -> np.ndarray:
         raise UsageError(f"data: {name} is ragged; pad it to one shape before it is read") from None
     if array.dtype.kind not in "biufc" and not array.dtype.name.startswith(("bfloat16", "float", "int", "uint")):
         raise UsageError(f"data: {name} is {array.dtype}, not numbers; encode it before it is read")
-    return array if isinstance(value, np.memmap) else narrowed(array)  # a file may be larger than the memory
+    in_file = isinstance(value, np.memmap)  # may be larger than the memory
+    return array.astype(np.int32) if not in_file and fits_int32(array) else array
 
 
-def narrowed(array: np.ndarray) -> np.ndarray:
-    """Return int64 as int32 if all values fit; any other array unchanged."""
-    if array.dtype == np.int64 and (array == array.astype(np.int32)).all():
-        return array.astype(np.int32)
-    return array
+def fits_int32(array: np.ndarray) -> bool:
+    """Return whether an array is int64, and its values are those of int32."""
+    return array.dtype == np.int64 and bool((array == array.astype(np.int32)).all())

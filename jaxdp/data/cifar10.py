@@ -1,6 +1,7 @@
 """CIFAR-10 from its published Python batches."""
 
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,21 +91,13 @@ def _read_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
         cause = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
         raise UsageError(f"data.args.root: cannot read {path}: {cause}; fetch the file again") from error
     entries = content if isinstance(content, dict) else {}
-    planes, labels = (entries.get(name, entries.get(name.encode())) for name in ("data", "labels"))
-    if planes is None or labels is None:
-        raise UsageError(f"data.args.root: {path} is not a CIFAR-10 batch: it has no 'data' and 'labels'")
-    if not isinstance(planes, np.ndarray) or planes.dtype != np.uint8 or planes.shape[1:] != (3072,):
-        shape = f"{planes.shape} {planes.dtype}" if isinstance(planes, np.ndarray) else type(planes).__name__
-        raise UsageError(f"data.args.root: 'data' in {path} is {shape}, not [n, 3072] uint8")
-    try:
-        numbers = np.asarray(labels)
-    except ValueError as error:
-        raise UsageError(f"data.args.root: 'labels' in {path}: {error}") from error
-    if numbers.shape != planes.shape[:1] or numbers.dtype.kind not in "iu":
-        raise UsageError(
-            f"data.args.root: 'labels' in {path} is {numbers.shape} {numbers.dtype}, not one integer for each of "
-            f"{len(planes)} images"
-        )
-    if numbers.size and (numbers.min() < 0 or numbers.max() > 9):
-        raise UsageError(f"data.args.root: 'labels' in {path} run from {numbers.min()} to {numbers.max()}, not 0 to 9")
-    return planes, numbers.astype(np.int32)
+    entry: Callable[[str], Any] = lambda name: entries.get(name, entries.get(name.encode()))
+    planes, labels = entry("data"), entry("labels")
+    images = isinstance(planes, np.ndarray) and planes.dtype == np.uint8 and planes.shape[1:] == (3072,)
+    numbers = isinstance(labels, list | tuple | np.ndarray) and all(
+        isinstance(x, int | np.integer) and 0 <= x < 10 for x in labels
+    )
+    if not (images and numbers and len(planes) == len(labels)):
+        needed = "'data' must be [n, 3072] uint8, 'labels' a list of n integers from 0 to 9"
+        raise UsageError(f"data.args.root: {path} is not a CIFAR-10 batch: {needed}; fetch the file again")
+    return planes, np.array(labels, np.int32)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxdp.data.base import check_split, narrowed
+from jaxdp.data.base import check_split, fits_int32
 from jaxdp.errors import UsageError, import_optional, one_line
 
 SPLITS = {"train": ("train",), "test": ("test", "validation", "valid", "val")}
@@ -76,4 +76,4 @@ class HuggingFace:
 def _narrow(value: np.ndarray, column: str) -> np.ndarray:
     if value.dtype.kind not in "biufO" and value.dtype.name != "bfloat16":
         raise UsageError(f"data.args.columns: {column!r} has {value.dtype}, not numbers; encode it with `map` first")
-    return narrowed(value)
+    return value.astype(np.int32) if fits_int32(value) else value

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import check_split
+from jaxdp.data.base import check_sizes, check_split
 from jaxdp.data.windows import check_fraction
 from jaxdp.errors import UsageError, import_optional, one_line
 
@@ -40,8 +40,7 @@ class ImageFolder:
     ):
         check_split(split)
         check_fraction(test_fraction)
-        if size < 1:
-            raise UsageError(f"data.args.size: {size} is too small; it must be at least 1")
+        check_sizes(size=size)
         import_pillow("Image")
         top = Path(root).expanduser()
         folders = {name: next((top / n for n in FOLDERS[name] if (top / n).is_dir()), None) for name in FOLDERS}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import Arrays, check_split
+from jaxdp.data.base import Arrays, check_split, fits_int32
 from jaxdp.errors import UsageError, one_line
 
 FRACTION = 0.1
@@ -45,7 +45,7 @@ class Npz(Arrays):
         both = [{key: stored[n] for key, n in group.items() if n in stored} for group in (names, tests)]
         self.rows: np.ndarray | None = None
         super().__init__(**both[has_tests and split == "test"])
-        self.narrow = {k for k, x in self.arrays.items() if x.dtype == np.int64 and (x == x.astype(np.int32)).all()}
+        self.narrow = {key for key, x in self.arrays.items() if fits_int32(x)}
         if "inputs" in self.arrays:
             self.input_shape = self.arrays["inputs"].shape[1:]
         labels = [group["labels"] for group in both if "labels" in group]

@@ -4,11 +4,11 @@ Threads do not inherit JAX's thread-local settings (`with jax.enable_x64(): ...`
 with `jax.config.update`.
 """
 
+import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,52 +31,35 @@ def prefetch(make: Callable[[S], T], steps: Iterable[S], depth: int = 2) -> Iter
     The iterator raises the exception of `make` (the same object, with its traceback) after the items before it. Leaving
     the context ends the thread; it waits at most `GRACE_S` seconds for a running `make`.
     """
-    changed = threading.Condition()
-    ready: deque[T] = deque()
-    fault: list[BaseException] = []
-    closed = ended = False
+    ready: queue.SimpleQueue[Any] = queue.SimpleQueue()  # (item,) for each step, then an exception or None
+    room, closed = threading.Semaphore(depth), threading.Event()
 
     def read_ahead() -> None:
-        nonlocal ended
         try:
             for step in steps:
-                with changed:
-                    changed.wait_for(lambda: closed or len(ready) < depth)
-                    if closed:
-                        return
-                item = make(step)
-                with changed:
-                    ready.append(item)
-                    changed.notify_all()
-                del item  # otherwise this frame would keep one more batch than `depth` alive
+                room.acquire()
+                if closed.is_set():
+                    return
+                ready.put((make(step),))
+            ready.put(None)
         except BaseException as error:
-            fault.append(error)
-        finally:
-            with changed:
-                ended = True
-                changed.notify_all()
+            ready.put(error)
 
     def consume() -> Iterator[T]:
-        while True:
-            with changed:
-                changed.wait_for(lambda: closed or ended or ready)
-                if closed or not ready:
-                    break
-                item = ready.popleft()
-                changed.notify_all()
-            yield item
-            del item
-        if fault and not closed:
-            raise fault[0]
+        while not closed.is_set() and (entry := ready.get()) is not None:
+            if isinstance(entry, BaseException):
+                raise entry
+            room.release()
+            yield entry[0]
+            del entry  # otherwise this frame would keep one more batch than `depth` alive
 
     thread = threading.Thread(target=read_ahead, name="jaxdp-prefetch", daemon=True)
     thread.start()
     try:
         yield consume()
     finally:
-        with changed:
-            closed = True
-            changed.notify_all()
+        closed.set()
+        room.release()
         thread.join(GRACE_S)
 
 

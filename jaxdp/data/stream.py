@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import PROBES, UNKNOWN, Examples, check_split
+from jaxdp.data.base import PROBES, UNKNOWN, Examples, check_sizes, check_split
 from jaxdp.data.example_order import EpochOrder, ExampleOrder, permute
 from jaxdp.errors import UsageError
 from jaxdp.targets import bind, call, locate, parameters
@@ -47,9 +47,7 @@ class Stream(Examples):
         split: str = "train",
     ):
         check_split(split)
-        for name, value in (("size", size), ("shuffle", shuffle)):
-            if value is not None and value < 1:
-                raise UsageError(f"data.args.{name}: {value} is too small; it must be at least 1")
+        check_sizes(size=size, shuffle=shuffle)
         make, decode = located("source", source), located("decode", decode)
         if not callable(make):
             raise UsageError(

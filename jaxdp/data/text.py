@@ -1,10 +1,11 @@
 """Text files as windows of tokens: one file split into train and test, or the three files of the Penn Treebank."""
 
+import codecs
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxdp.data.base import check_split
+from jaxdp.data.base import check_one_of, check_split
 from jaxdp.data.tokenizers import Words, make_tokenizer
 from jaxdp.data.windows import Windows, check_fraction, smallest
 from jaxdp.errors import UsageError
@@ -62,7 +63,7 @@ class PennTreebank(Windows):
         stride: int | None = None,
         vocabulary: list[str] | None = None,
     ):
-        check_split(split, ("train", "valid", "test"))
+        check_one_of("split", split, ("train", "valid", "test"))
         self.tokenizer = Words(vocabulary) if vocabulary else Words.of(read_text(_ptb(root, "train")))
         path = _ptb(root, split)
         tokens = self.tokenizer.encode(read_text(path))
@@ -79,17 +80,15 @@ def read_text(path: str | Path, max_mb: float | None = None) -> str:
     """Read a UTF-8 file, at most `max_mb` MB (10^6 bytes), dropping a character cut off there. Raises UsageError."""
     if max_mb is not None and not max_mb > 0:
         raise UsageError(f"data.args.max_mb: {max_mb} must be greater than 0, or null for all")
-    file = Path(path).expanduser()
+    file, limit = Path(path).expanduser(), -1 if max_mb is None else int(max_mb * 1e6)
     try:
         with file.open("rb") as opened:
-            content = opened.read() if max_mb is None else opened.read(int(max_mb * 1e6))
+            content = opened.read(limit)
     except OSError as error:
         raise UsageError(f"data.args.path: cannot read {str(path)!r}: {error.strerror}; give a text file") from None
     try:
-        return content.decode()
+        return codecs.getincrementaldecoder("utf-8")().decode(content, final=len(content) != limit)
     except UnicodeDecodeError as error:
-        if max_mb is not None and error.reason == "unexpected end of data" and error.end == len(content):
-            return content[: error.start].decode()
         raise UsageError(
             f"data.args.path: {str(path)!r} is not UTF-8: byte {error.start:,} is {content[error.start]:#04x}; convert "
             "it, e.g. with iconv -t utf-8"

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxdp.data.base import check_split
+from jaxdp.data.base import check_one_of, check_split
 from jaxdp.data.tokenizers import Tokenizer, from_spec
 from jaxdp.data.windows import SMALL, Windows, cut
 from jaxdp.errors import UsageError, one_line
@@ -67,8 +67,7 @@ class TokenFile(Windows):
     ):
         if split is not None:
             check_split(split)
-        if documents not in ("ignore", "separate"):
-            raise UsageError(f"data.args.documents: {documents!r} is neither 'ignore' nor 'separate'")
+        check_one_of("documents", documents, ("ignore", "separate"))
         files = find(path)
         meta = read_meta(files[0].parent)
         files, complete = choose(files, split)
@@ -151,9 +150,8 @@ def read_meta(folder: Path) -> Mapping[str, Any]:
 
 
 def dtype_of(name: str) -> np.dtype:
-    if name not in ("uint16", "uint32"):
-        raise UsageError(f"data.args.dtype: {name!r} is neither 'uint16' nor 'uint32'")
-    return np.dtype({"uint16": "<u2", "uint32": "<u4"}[name])
+    check_one_of("dtype", name, ("uint16", "uint32"))
+    return np.dtype(name).newbyteorder("<")
 
 
 def open_shard(path: Path, dtype: np.dtype, stated: int | None = None) -> Shard:

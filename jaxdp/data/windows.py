@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxdp.data.base import check_sizes
 from jaxdp.errors import UsageError
 
 SMALL = 1 << 24  # up to this many tokens are checked at once in the beginning; otherwise each window when it is read
@@ -103,9 +104,7 @@ class Windows:
 
 def stride_of(length: int, stride: int | None) -> int:
     """Return `stride`, or `length` if it is None. Raises UsageError if either is not positive."""
-    for name, value in (("length", length), ("stride", stride)):
-        if value is not None and value < 1:
-            raise UsageError(f"data.args.{name}: {value} is too small; it must be at least 1")
+    check_sizes(length=length, stride=stride)
     return length if stride is None else stride
 
 

@@ -104,7 +104,7 @@ def _call(
     types = None if arrays is None else [described(a) for a in arrays]
     call = f"{name}({', '.join(words)})" if words else name
     signature = Signature(call, types, is_list, error, "" if pair else shown(parts))
-    agreed = compare("collective", context.rank, members, signature, parts, roots if from_root else None)
+    agreed = compare(context.rank, members, signature, parts, roots if from_root else None)
     arrays = [zeros(text) for text in agreed.arrays or []] if arrays is None else arrays
     argument = group.index(next(r for r in roots if r in group)) if from_root and roots else op
     out = kernels.run(kernel, argument, arrays, context.rank, group, split, join)

@@ -79,10 +79,10 @@ def join(
             connection = Connection(host, port, secret, min(remaining, 5.0), facts=facts)
             greeted = True
             connection.socket.settimeout(remaining + 10.0)  # the coordinator's deadline comes first
-            verdict = connection.receive()
-            if verdict.keys() == {"rank"}:  # admitted: what all ranks receive follows
-                verdict |= connection.receive()
-            return connection, _admitted(verdict, facts["size"])
+            admission = connection.receive()
+            if admission.keys() == {"rank"}:  # admitted: what all ranks receive follows
+                admission |= connection.receive()
+            return connection, _admitted(admission, facts["size"])
         except (OSError, channel.Refused) as error:
             problem = printable(error, 200) or type(error).__name__
             refused += greeted
@@ -107,20 +107,20 @@ def join(
 
 
 def _admitted(message: dict[str, Any], size: int) -> dict[str, Any]:
-    verdict = checked(message, ADMISSION)
-    if verdict is None:
+    admission = checked(message, ADMISSION)
+    if admission is None:
         raise channel.Refused(f"it answered {str(message)[:80]!r}")
-    if "code" in verdict:  # of an elastic job, to this process alone
-        failure = DistributedError(verdict["error"])
-        failure.code = verdict["code"]
+    if "code" in admission:  # of an elastic job, to this process alone
+        failure = DistributedError(admission["error"])
+        failure.code = admission["code"]
         raise failure
-    if "error" in verdict:
-        raise UsageError(verdict["error"], rank=0)
-    if "missing" in verdict:
-        names, waited = hosts.listed(verdict["missing"]), round(verdict.get("timeout", 0), 1)
+    if "error" in admission:
+        raise UsageError(admission["error"], rank=0)
+    if "missing" in admission:
+        names, waited = hosts.listed(admission["missing"]), round(admission.get("timeout", 0), 1)
         raise DistributedError(
             f"rank {names} of {size} did not come within {waited:g} s: see whether it was started "
             "and what it printed (JAXDP_TIMEOUT sets how long to wait, in seconds)",
             rank=0,
         )
-    return {**verdict, "members": unpack(verdict["members"])}
+    return {**admission, "members": unpack(admission["members"])}

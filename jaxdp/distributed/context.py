@@ -93,17 +93,6 @@ class Context:
                         rank=0,
                     )
 
-    def broadcast(self, tree: Any) -> Any:
-        """Return `root_rank`'s `tree` bit for bit: a pytree of arrays or PRNG keys, of one structure on all ranks."""
-        from jaxdp.distributed.collectives import broadcast
-
-        leaves, structure = jax.tree.flatten(tree)
-        is_key = [isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
-        received = broadcast([jax.random.key_data(x) if k else x for x, k in zip(leaves, is_key)], self.root_rank)
-        impls = [jax.random.key_impl(x) if k else None for x, k in zip(leaves, is_key)]
-        leaves = [jax.random.wrap_key_data(x, impl=impl) if impl else x for x, impl in zip(received, impls)]
-        return jax.tree.unflatten(structure, leaves)
-
 
 _current: Context | None = None
 _joining: World | None = None

@@ -12,13 +12,13 @@ from jaxdp.distributed.channel import Encoded, encode
 
 Answer = Callable[[str], Encoded]  # the answer to the requests with an id
 Reply = Callable[[Answer], None]
-REMEMBERED = 64  # verdicts of failed exchanges, for ranks that arrive too late
+REMEMBERED = 64  # results of failed exchanges, for ranks that arrive too late
 KEYS = 1 << 16  # the newest that are kept: those of three saves of 4,096 ranks, five for each
 
 
-def answer_of(verdict: dict[str, Any]) -> Answer:
+def answer_of(result: dict[str, Any]) -> Answer:
     """Return the function that encodes an answer, once for all requests with the same id."""
-    return functools.cache(lambda id: encode({"id": id, **verdict}))
+    return functools.cache(lambda id: encode({"id": id, **result}))
 
 
 class Exchange:
@@ -30,8 +30,8 @@ class Exchange:
         self.texts: dict[int, str] = {}
         self.replies: list[Reply] = []
 
-    def answer(self, verdict: dict[str, Any]) -> Answer:
-        answer = answer_of(verdict)
+    def answer(self, result: dict[str, Any]) -> Answer:
+        answer = answer_of(result)
         for reply in self.replies:
             reply(answer)
         return answer
@@ -77,8 +77,8 @@ class Exchanges:
         elif absent := exchange.missing.intersection(self.departed) if self.departed else ():
             self.fail(key, {"left": sorted(absent)})
 
-    def fail(self, key: tuple[Any, ...], verdict: dict[str, Any]) -> None:
-        self.failed[key] = self.open.pop(key).answer(verdict)
+    def fail(self, key: tuple[Any, ...], result: dict[str, Any]) -> None:
+        self.failed[key] = self.open.pop(key).answer(result)
         if len(self.failed) > REMEMBERED:
             self.failed.popitem(last=False)
 

@@ -94,7 +94,7 @@ class Generation:
             errors = (difference(member.facts, other.facts) for other in self.members.values())
             error = next(filter(None, errors), None)
         if error and 0 in self.members:
-            self.decide(error=error)
+            self.refuse_all(error=error)
         elif len(self.members) == self.settings.size:
             self.admit()
         return member
@@ -127,17 +127,17 @@ class Generation:
             self.coordinator.services.append(service)  # a client of an earlier one aborts its process if that one ends
             self.jax_address = address
         except (UsageError, RuntimeError) as error:
-            self.decide(error=str(error))
+            self.refuse_all(error=str(error))
             return
         for member in self.members.values():
             member.send(rank=member.rank)
         self.send_all(members=pack(facts), jax=address, generation=self.number)
 
-    def decide(self, **verdict: Any) -> None:
-        """Send every connected rank the same verdict: the job does not start."""
+    def refuse_all(self, **reason: Any) -> None:
+        """Send every connected rank the same reason why the job does not start."""
         self.admitted = True
         self.left |= self.members.keys()
-        self.send_all(**verdict)
+        self.send_all(**reason)
 
     def send_all(self, **message: Any) -> None:
         """Send a message to all connected ranks."""
@@ -244,7 +244,7 @@ class Generation:
         self.keys.expire()
         if not self.admitted and time.monotonic() > self.deadline:
             missing = [rank for rank in range(self.settings.size) if rank not in self.members]
-            self.decide(missing=missing, timeout=self.settings.timeout)
+            self.refuse_all(missing=missing, timeout=self.settings.timeout)
         if self.admitted:
             self.check_silence(elapsed)
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
-def visible_devices(env: Mapping[str, str] | None = None) -> str | None:
+def visible_devices() -> str | None:
     """Return CUDA_VISIBLE_DEVICES; None if it is not set."""
-    return (os.environ if env is None else env).get("CUDA_VISIBLE_DEVICES")
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def count(env: Mapping[str, str] | None = None, dev: str = "/dev") -> int:

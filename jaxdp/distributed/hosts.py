@@ -154,7 +154,7 @@ def meeting_address(ranks: Sequence[dict[str, Any]], port: int) -> str:
     usable = [a for a in ranks[0]["addresses"] if not is_loopback(a)] + [ranks[0].get("outward")]
     if not usable[0]:
         raise UsageError(f"rank 0's host {ranks[0]['host']} has no address that the other hosts can reach", rank=0)
-    return f"[{usable[0]}]:{port}" if ":" in usable[0] else f"{usable[0]}:{port}"
+    return join(usable[0], port)
 
 
 def check_reachable(ranks: Sequence[dict[str, Any]]) -> None:

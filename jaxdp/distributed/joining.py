@@ -68,7 +68,7 @@ def meet(world: World, facts: Mapping[str, object], timeout: float, elastic: Ela
     if one_host and hosts.is_own(host):
         host = "127.0.0.1"
     remaining = max(1.0, timeout - (time.monotonic() - began))
-    if world.rank == 0 and not (elastic and answers(host, port, secret)):
+    if world.rank == 0 and not (elastic and coordinator_pid(host, port, secret)):  # this process was started again
         settings = coordinator_settings(world, host, port, secret, timeout, elastic)
         pid = start_coordinator(dataclasses.replace(settings, timeout=remaining, stderr=os.dup(2)), local["host"])
         if not hosts.is_own(host):
@@ -117,20 +117,19 @@ def enter(
 
     absent: called with the seconds since the start while no coordinator is there.
     """
-    connection, verdict = join(host, port, secret, facts, timeout, absent)
-    rank, generation = verdict["rank"], verdict["generation"]
-    return Joined(connection, verdict["members"], verdict["jax"], rank, generation, (host, port), secret)
+    connection, admission = join(host, port, secret, facts, timeout, absent)
+    rank, generation = admission["rank"], admission["generation"]
+    return Joined(connection, admission["members"], admission["jax"], rank, generation, (host, port), secret)
 
 
-def answers(host: str, port: int, secret: str) -> bool:
-    """Return whether the coordinator of this job runs already: this process was started again."""
+def coordinator_pid(host: str, port: int, secret: str) -> int | None:
+    """Return the process id of this job's coordinator at an address; None if there is none."""
     try:
         connection = Connection(host, port, secret, BY_NAME, probe=True)
-        running = "pid" in connection.receive()
-        connection.socket.close()
+        with connection.socket:
+            return connection.receive().get("pid")
     except OSError:
-        return False
-    return running
+        return None
 
 
 def agree(world: World, facts: Facts, timeout: float) -> tuple[str, str]:
@@ -187,13 +186,7 @@ def check_forwards_to(coordinator: int, host: str, port: int, secret: str, facts
 
     coordinator: its process id. facts: those of rank 0.
     """
-    try:
-        connection = Connection(host, port, secret, BY_NAME, probe=True)
-        pid = connection.receive().get("pid")
-        connection.socket.close()
-    except OSError:
-        pid = None
-    if pid != coordinator:
+    if coordinator_pid(host, port, secret) != coordinator:
         raise UsageError(
             f"the coordinator {hosts.join(host, port)} is not rank 0's host {facts['host']} "
             f"({', '.join(facts['addresses']) or 'no address'}): give rank 0's address, or start rank 0 there"

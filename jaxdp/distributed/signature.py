@@ -145,7 +145,6 @@ def zeros(text: str) -> np.ndarray:
 
 
 def compare(
-    name: str,
     rank: int,
     members: Sequence[int],
     signature: Signature,
@@ -159,7 +158,7 @@ def compare(
     """
     texts, timeout = [json.dumps(asdict(signature))], protocol.default_timeout()
     if len(members) > 1:
-        texts = membership.joined().exchange(name, texts[0], members, timeout)
+        texts = membership.joined().exchange("collective", texts[0], members, timeout)
     decoded = {text: Signature(**json.loads(text)) for text in dict.fromkeys(texts)}
     signatures = {member: decoded[text] for member, text in zip(members, texts)}
     for member, one in signatures.items():

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jaxdp
+from jaxdp.distributed.hosts import listed
 from jaxdp.errors import ReportedError, one_line
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
@@ -100,13 +101,13 @@ def as_json(examined: Examined) -> dict[str, Any]:
 def as_text(examined: Examined, color: bool = False) -> str:
     """Return a line for each finding, and a second one for its fix."""
     names, size, count = list(dict.fromkeys(examined.hosts.values())), examined.size, examined.statuses()
-    where = names[0] if len(names) == 1 else f"{len(names)} hosts ({', '.join(names[:8])})"
+    where = names[0] if len(names) == 1 else f"{len(names)} hosts ({listed(names)})"
     text = [f"jaxdp {jaxdp.__version__} doctor: {size} process{'es' * (size > 1)} on {where}"]
     width = max(len(check.name) for check, _ in examined.lines)
     for check, ranks in examined.lines:
         status = f"{COLORS[check.status]}{check.status:7}\x1b[0m" if color else f"{check.status:7}"
         some = [f"{rank} (host {examined.hosts[rank]})" for rank in ranks] if len(ranks) < size else []
-        prefix = f"rank{'s' * (len(some) > 1)} {', '.join(some[:4])}{' ...' * (len(some) > 4)}: " if some else ""
+        prefix = f"rank{'s' * (len(some) > 1)} {listed(some, 4)}: " if some else ""
         text.append(f"{status}  {check.name:{width}}  {prefix}{check.found}")
         text += [f"{'':7}  {'':{width}}  fix: {check.fix}"] if check.fix else []
     counts = [f"{count[s]} {s}{'s' * (count[s] > 1)}" for s in (WARNING, FAILURE) if count[s]]

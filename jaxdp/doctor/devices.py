@@ -68,11 +68,11 @@ def open_devices() -> dict[str, Any]:
     }
 
 
-def check_devices(opened: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> Iterator[Check]:
+def check_devices(opened: Mapping[str, Any]) -> Iterator[Check]:
     """Check the result of `open_devices`."""
     memory = f", {size(opened['memory'])} each for JAX" if opened["memory"] else ""
     text = f"{opened['count']} x {opened['kind']} ({opened['platform']}){memory}"
-    if opened["platform"] == "cpu" and gpus.count(env) and plugins() and not env.get("JAX_PLATFORMS"):
+    if opened["platform"] == "cpu" and gpus.count() and plugins() and not os.environ.get("JAX_PLATFORMS"):
         yield failure("devices", f"{text}: JAX does not open the GPU", "set JAX_PLATFORMS=cuda to see JAX's error")
     else:
         yield ok("devices", text)

@@ -4,14 +4,15 @@ import contextlib
 import json
 import os
 import pathlib
-import queue
 import re
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
+from typing import NamedTuple
 
 from jaxdp.distributed import hosts
 from jaxdp.distributed.mpi import waits_until_every_rank_calls_mpi_init
@@ -37,77 +38,86 @@ CAUSES = (  # a pattern in "stage: error", and the fix
 )
 
 
-class Job:
-    """The process `jaxdp.doctor.job`, in a stage, and its findings before that: what it opens may block or kill it."""
+class Stage(NamedTuple):
+    """What the process `jaxdp.doctor.job` wrote last. name: what it does, for at most `seconds`; "" at its end."""
 
-    def __init__(self, directory: pathlib.Path):
-        self.stage, self.lines = "checks", list[Line]()
-        self.rank, self.size, self.hosts = 0, 1, {0: hosts.hostname()}
-        self.printed = deque[str](maxlen=400)  # lines of standard error
-        self.messages = queue.Queue[str]()  # lines of standard output; "" at its end
-        options = {"directory": str(directory), "launcher": os.getppid()}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "jaxdp.doctor.job", json.dumps(options)],
-            env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            close_fds=False,  # MPICH's mpirun talks to its ranks through a file descriptor that they inherit
-            text=True,
-            errors="replace",
-        )
-        for stream, use in ((self.process.stdout, self.messages.put), (self.process.stderr, self.printed.append)):
-            threading.Thread(target=lambda s=stream, u=use: [*map(u, s), u("")], daemon=True).start()
+    name: str
+    seconds: float
+    lines: list[Line]
+    rank: int
+    size: int
+    hosts: dict[int, str]
 
-    def follow(self) -> Check | None:
-        """Follow the process to its end, and return how it failed."""
-        seconds = 2 * LIMIT
-        while self.stage:
-            try:
-                text = self.messages.get(timeout=seconds)
-            except queue.Empty:
-                self.process.kill()
-                return self.problem(f"no answer within {seconds:g} s")
-            if not text:
-                code = self.process.wait()
-                return self.problem(f"killed by {signal.Signals(-code).name}" if code < 0 else SILENT)
-            with contextlib.suppress(ValueError):  # printed by a library
-                self.stage, seconds, lines, self.rank, self.size, names = json.loads(text)
-                self.lines = [(Check(*check), tuple(ranks)) for check, ranks in lines]
-                self.hosts = {int(rank): name for rank, name in names.items()}
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(2.0)
-        return None
 
-    def problem(self, how: str) -> Check:
-        """Return the failure of the process, from what it printed."""
-        time.sleep(0.2)  # for the last lines
-        text = "".join(self.printed.copy())
-        if waits_until_every_rank_calls_mpi_init.__name__ in text:  # in the traceback of a deadline
-            return MPI_INIT
-        match = next(filter(None, (re.search(pattern, text, re.MULTILINE) for pattern in MESSAGES)), None)
-        if match and match[0].startswith("jaxdp: ") and " failed: " not in match[1]:  # no traceback's last line
-            return of_text(self.stage, match[1])
-        error = f"{how}: {match[1][:400]}" if match else how
-        return failure(self.stage, error, next(fix for p, fix in CAUSES if re.search(p, f"{self.stage}: {error}")))
+def follow(command: list[str]) -> tuple[Stage, Check | None]:
+    """Follow a process to its end: what it opens may block or kill it. Return its last stage, and how it failed."""
+    process = subprocess.Popen(
+        command,
+        bufsize=0,  # else `select` would miss the lines in a buffer
+        env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        close_fds=False,  # MPICH's mpirun talks to its ranks through a file descriptor that they inherit
+    )
+    stages, errors = process.stdout, process.stderr
+    assert stages is not None and errors is not None
+    printed = deque[bytes](maxlen=400)
+
+    def read_errors() -> None:
+        with errors:
+            printed.extend(errors)
+
+    reader = threading.Thread(target=read_errors, daemon=True)
+    reader.start()
+    stage, how = Stage("checks", 2 * LIMIT, [], 0, 1, {0: hosts.hostname()}), ""
+    while stage.name and not how:
+        if not select.select([stages], [], [], stage.seconds)[0]:
+            process.kill()
+            how = f"no answer within {stage.seconds:g} s"
+        elif text := stages.readline():
+            with contextlib.suppress(ValueError, TypeError):  # printed by a library
+                stage = Stage(*json.loads(text))
+        else:
+            code = process.wait()
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else SILENT
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(2.0)
+    stages.close()
+    reader.join(0.2)  # for the last lines; a process that it has started may keep the pipe open
+    return stage, problem(stage.name, how, b"".join(printed.copy()).decode(errors="replace")) if how else None
+
+
+def problem(stage: str, how: str, printed: str) -> Check:
+    """Return the failure of the process, from what it printed."""
+    if waits_until_every_rank_calls_mpi_init.__name__ in printed:  # in the traceback of a deadline
+        return MPI_INIT
+    match = next(filter(None, (re.search(pattern, printed, re.MULTILINE) for pattern in MESSAGES)), None)
+    if match and match[0].startswith("jaxdp: ") and " failed: " not in match[1]:  # no traceback's last line
+        return of_text(stage, match[1])
+    error = f"{how}: {match[1][:400]}" if match else how
+    return failure(stage, error, next(fix for p, fix in CAUSES if re.search(p, f"{stage}: {error}")))
 
 
 def examine(directory: pathlib.Path) -> Examined | None:
     """Run all checks, and return the findings of all ranks on rank 0, None on the others. directory: of the run."""
-    job = Job(directory)
-    problem = job.follow()
-    rank, joined = job.rank, job.stage not in ("checks", "imports", "ranks")
-    if problem and not (rank and problem.found == SILENT):  # rank 0 prints that error
-        job.lines.append((problem, () if joined else (rank,)))
-    if rank == 0 and problem is MPI_INIT:
-        job.lines += [(check, ()) for check in check_missing(directory, job.size)]
-    bad = [line for line in job.lines if line[0].status != OK]
+    options = {"directory": str(directory), "launcher": os.getppid()}
+    stage, failed = follow([sys.executable, "-m", "jaxdp.doctor.job", json.dumps(options)])
+    rank, size = stage.rank, stage.size
+    names = {int(rank): name for rank, name in stage.hosts.items()}
+    lines = [(Check(*check), tuple(ranks)) for check, ranks in stage.lines]
+    joined = stage.name not in ("checks", "imports", "ranks")
+    if failed and not (rank and failed.found == SILENT):  # rank 0 prints that error
+        lines.append((failed, () if joined else (rank,)))
+    if rank == 0 and failed is MPI_INIT:
+        lines += [(check, ()) for check in check_missing(directory, size)]
+    bad = [line for line in lines if line[0].status != OK]
     if rank and bad and not joined:
-        sys.stderr.write(f"{as_text(Examined(bad, job.size, job.hosts))}\n")
-    if job.size > 1 and not joined:
+        sys.stderr.write(f"{as_text(Examined(bad, size, names))}\n")
+    if size > 1 and not joined:
         time.sleep(2.0 if rank else 1.0)  # rank 0 looks for markers, and ends after the others have printed
     for file in existing(directory).glob(marker(directory, "*" if rank == 0 else str(rank)).name):
         file.unlink(missing_ok=True)
-    names = [check.name for check, _ in job.lines]
-    job.lines.sort(key=lambda line: names.index(line[0].name))  # those of one name side by side
-    return None if rank else Examined(job.lines, job.size, job.hosts)
+    order = [check.name for check, _ in lines]
+    lines.sort(key=lambda line: order.index(line[0].name))  # those of one name side by side
+    return None if rank else Examined(lines, size, names)

@@ -99,7 +99,7 @@ def check_missing(directory: pathlib.Path, size: int) -> Iterator[Check]:
     """Report the ranks that have no marker."""
     missing = [str(rank) for rank in range(size) if not marker(directory, str(rank)).exists()]
     if 0 < len(missing) < size:
-        text = f"rank {', '.join(missing[:8])}{' ...' * bool(missing[8:])} did not report in {existing(directory)}"
+        text = f"rank {hosts.listed(missing)} did not report in {existing(directory)}"
         yield failure("ranks", text, "see whether it was started, what it printed, and whether it has that folder")
 
 
@@ -131,7 +131,7 @@ def check_host(host: str, facts: Mapping[int, Mapping[str, Any]]) -> Check:
     for cores in sorted(sets, key=len):
         sharers = [str(rank) for rank, fact in facts.items() if set(fact["cores"]) <= cores]
         if len(sharers) > len(cores):
-            names = f"ranks {', '.join(sharers[:8])}{' ...' * bool(sharers[8:])} on host {host}"
+            names = f"ranks {hosts.listed(sharers)} on host {host}"
             shared = f"core {min(cores)}" if len(cores) == 1 else f"{len(cores)} cores"
             fix = f"{BIND}; or start at most {len(cores)} on that host, or request more cores"
             return warning("bindings", f"{names} share {shared}: each waits for the other", fix)

@@ -115,7 +115,7 @@ def mean_over_ranks(grads: Tree, weight: Any) -> Tree:
     label = "distributed_optimizer" if weight is None else "distributed_optimizer with weights"
     members = tuple(range(context.size))
     signature = Signature(f"{label} on {_names(grads, structure)}", [described(x) for x in arrays], True, error)
-    compare("collective", context.rank, members, signature)
+    compare(context.rank, members, signature)
     for i, mean in zip(floats, _all_reduce(arrays, 1.0 if number is None else number, context.rank, members)):
         x = leaves[i]
         elsewhere = isinstance(x, jax.Array) and x.sharding != mean.sharding

@@ -58,7 +58,7 @@ def start_writer(directory: pathlib.Path, config: Config, context: Context, run:
     rows = model_summary.arrays(run.strategy.shapes, config.optimizer.frozen)
     rundir.write_model(directory, model_summary.text(config.model.target, rows))
     facts = summary(run, config, context, directory, layout)
-    steps, start = run.schedule.steps, run.origin.start
+    steps, start = run.options.steps, run.origin.start
     console = Console(steps, start, context.launcher == "none", {"title": directory.name, **facts})
     run.checkpoints.events.tell = console.happened
     console.advised = config.data.on_device  # the console would advise to set it
@@ -83,7 +83,7 @@ def summary(
 ) -> dict[str, str]:
     """Return the lines of a run's summary by name."""
     devices, parallel, order, opt = run.strategy.devices, config.parallel, run.data.train.order, config.optimizer
-    start, steps, per_call = run.origin.start, run.schedule.steps, run.schedule.steps_per_call
+    start, steps, per_call = run.origin.start, run.options.steps, run.options.steps_per_call
     sizes = [f"{len(x.dataset):,}{f' ({name})' if name else ''}" for name, x in run.data.eval.items()]
     evaluates = f"; evaluates on {' and '.join(sizes)}" if sizes else ""
     hosts = f" on {len(set(context.hosts))} hosts" if len(set(context.hosts)) > 1 else ""
@@ -148,7 +148,7 @@ def advice(run: Run, config: Config) -> list[str]:
             f"the other {batch - size} are padding; make it {size} or smaller"
         )
     opt = config.optimizer
-    steps = run.schedule.steps
+    steps = run.options.steps
     horizon = min(steps, opt.schedule_steps or steps)
     if not opt.target.startswith(f"{OF_SCRIPT} ") and opt.warmup_steps > horizon:
         end = "the run ends" if horizon == steps else "optimizer.schedule_steps ends the schedule"

@@ -92,7 +92,7 @@ def train_here(
         events = run.checkpoints.events = Events(directory) if context.is_root else NoEvents()
         recovered = snapshots.recover(run, context) if snapshots is not None else None
         start, saved = recovered[:2] if recovered else resume_step(run, config, context, objects)
-        if start > (steps := run.schedule.steps):
+        if start > (steps := run.options.steps):
             raise UsageError(f"steps: {steps}, but {str(directory)!r} is at step {start}; give more", rank=0)
         record = None if recovered else final_record(run, config, directory, context, start)
         if record is not None:
@@ -129,7 +129,7 @@ def final_record(run: Run, config: Config, directory: pathlib.Path, context: Con
     records = lambda: [record for record in read(directory / "metrics.jsonl") if record.get("split") == "final"]
     final = context.of_root("final", lambda: records()[-1:])
     early = bool(config.callbacks) and bool(final) and "stopped" in final[-1] and final[-1]["step"] == start
-    if not final or not (start == run.schedule.steps or early):
+    if not final or not (start == run.options.steps or early):
         return None
     run.checkpoints.check_fits(start, run.strategy.abstract())
     if context.is_root:
@@ -164,7 +164,7 @@ def supervised(
             with contextlib.suppress(OSError):
                 rundir.write_layout(directory, layout)
             run = run.replace(layout=layout)
-    facts = {"devices": len(run.strategy.devices), "processes": context.size, "steps": run.schedule.steps}
+    facts = {"devices": len(run.strategy.devices), "processes": context.size, "steps": run.options.steps}
     if snapshots is not None and snapshots.reached > start:
         facts["again"] = snapshots.reached - start
     events.note("resume" if start else "start", start, t=round(began, 3), **facts)

@@ -52,7 +52,7 @@ def read(path: pathlib.Path) -> list[dict[str, Any]]:
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
-            record = json.loads(line)
+            record = json.loads(line, parse_constant=str)
         except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):

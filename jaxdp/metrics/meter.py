@@ -19,7 +19,7 @@ LAST_WORDS = 2.0  # seconds that a failing run waits for its pending records
 AHEAD = 2  # log intervals that the loop may run ahead of the device
 
 
-class Clock(NamedTuple):
+class Totals(NamedTuple):
     """Totals of the loop: seconds waited for data; updates in the first call of each program, and the seconds of these
     calls, including compilation."""
 
@@ -54,10 +54,10 @@ class Meter:
         self.paused = False
         self.lengths: set[int] = set()  # numbers of updates per call; each is a separate program
         self.called = 0.0  # the start of a program's first call
-        self.clock = Clock()
-        self.recorded = Clock()  # the totals up to the last record
+        self.totals = Totals()
+        self.recorded = Totals()  # the totals up to the last record
         self.fault: BaseException | None = None
-        self.queue: queue.Queue[tuple[range, Any, Clock] | None] = queue.Queue(AHEAD)
+        self.queue: queue.Queue[tuple[range, Any, Totals] | None] = queue.Queue(AHEAD)
         threading.Thread(target=self._work, name="meter", daemon=True).start()
 
     def __enter__(self) -> "Meter":
@@ -72,25 +72,25 @@ class Meter:
             self.queue.put(None, timeout=1.0)
 
     def reading(self, items: Iterable[tuple[range, T]]) -> Iterator[tuple[range, T]]:
-        """Yield (the updates of a call, their data); add the wait for data to the clock, unless the device is busy
+        """Yield (the updates of a call, their data); add the wait for data to the totals, unless the device is busy
         until the data arrives."""
         iterator = iter(items)
         while True:
             began = time.perf_counter()
             if self.paused:
-                self.paused, self.since, self.recorded = False, (self.step, began), self.clock
+                self.paused, self.since, self.recorded = False, (self.step, began), self.totals
             try:
                 item = next(iterator)
             except StopIteration:
                 return
             if self.sent is None or self.sent.is_ready():
-                self.clock = self.clock._replace(waited=self.clock.waited + time.perf_counter() - began)
+                self.totals = self.totals._replace(waited=self.totals.waited + time.perf_counter() - began)
             if len(item[0]) not in self.lengths:
                 jax.block_until_ready(self.sent)  # otherwise the rest of earlier calls would count as compilation
                 self.flush()
                 self.called = time.perf_counter()
                 if self.since is not None:  # everything before is complete: start a new interval
-                    self.since, self.recorded = (self.step, self.called), self.clock
+                    self.since, self.recorded = (self.step, self.called), self.totals
             yield item
 
     def update(self, steps: range, metrics: dict[str, jax.Array]) -> None:
@@ -99,12 +99,13 @@ class Meter:
             jax.block_until_ready(metrics)  # compilation and first run: excluded from the time per update
             self.lengths.add(len(steps))
             took = time.perf_counter() - self.called
-            self.clock = self.clock._replace(first=self.clock.first + len(steps), compiled=self.clock.compiled + took)
+            waited, first, compiled = self.totals
+            self.totals = Totals(waited, first + len(steps), compiled + took)
         if self.since is None:
-            self.since, self.recorded = (steps[-1], time.perf_counter()), self.clock
+            self.since, self.recorded = (steps[-1], time.perf_counter()), self.totals
         self.sent, self.step = next(iter(metrics.values()), None), steps[-1]
         if steps[-1] % self.every < len(steps) or steps[-1] == self.last:
-            self.queue.put((steps, metrics, self.clock))
+            self.queue.put((steps, metrics, self.totals))
         self._raise()
 
     def flush(self) -> None:
@@ -131,19 +132,19 @@ class Meter:
             finally:
                 self.queue.task_done()
 
-    def _records(self, steps: range, metrics: dict[str, Any], clock: Clock) -> None:
+    def _records(self, steps: range, metrics: dict[str, Any], totals: Totals) -> None:
         """Write the records that are due among the updates of one call; they share the call's timing."""
         now = time.perf_counter()
         assert self.since is not None
         timing: Record = {}
-        elapsed = now - self.since[1] - (clock.compiled - self.recorded.compiled)
-        updates = steps[-1] - self.since[0] - (clock.first - self.recorded.first)
+        elapsed = now - self.since[1] - (totals.compiled - self.recorded.compiled)
+        updates = steps[-1] - self.since[0] - (totals.first - self.recorded.first)
         if updates:
             seconds = elapsed / updates
             timing = {"step_time_ms": 1e3 * seconds, "examples_per_s": self.examples / seconds}
-            waited = (clock.waited - self.recorded.waited) / elapsed
+            waited = (totals.waited - self.recorded.waited) / elapsed
             timing |= {"input_wait": min(1.0, waited), **self.more(1e3 * seconds)}
-            self.since, self.recorded = (steps[-1], now), clock
+            self.since, self.recorded = (steps[-1], now), totals
         for i, step in enumerate(steps):
             if step % self.every == 0 or step == self.last:
                 self._record(step, {k: np.reshape(v, -1)[i] for k, v in metrics.items()}, timing)

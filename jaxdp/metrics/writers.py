@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxdp.metrics.soft import BackgroundWriter
+from jaxdp.metrics.background_writer import BackgroundWriter
 from jaxdp.metrics.tensorboard import TensorBoard
 from jaxdp.metrics.wandb import WandB
 from jaxdp.metrics.writer import Writer

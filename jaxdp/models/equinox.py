@@ -1,8 +1,9 @@
 """The adapter for Equinox: vmap a module's per-example call over the microbatch, and name its arrays by path."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -35,15 +36,7 @@ def from_equinox(make: Callable[..., Any]) -> Model:
     `eqx.nn.inference_mode`. BatchNorm statistics include padding (copies of a real example), which exists only if the
     batch does not split evenly into microbatches. Raises UsageError if `make` does not return an Equinox module.
     """
-
-    def make_checked(key: jax.Array) -> tuple[Any, eqx.nn.State]:
-        module, state = eqx.nn.make_with_state(make)(key=key)
-        if not isinstance(module, eqx.Module):
-            name = type(module).__name__
-            raise UsageError(f"model: a factory that takes a key must return an Equinox module, not {name}")
-        return module, state
-
-    module, state = eqx.filter_eval_shape(make_checked, jax.random.key(0))
+    module, state = eqx.filter_eval_shape(build, make, jax.random.key(0))
     name, axis = type(module).__name__, axis_of(module)
     modes = {train: eqx.nn.inference_mode(module, not train) for train in (True, False)}
     leaves, structure = leaves_of(module, state), jax.tree.structure(state)
@@ -56,7 +49,7 @@ def from_equinox(make: Callable[..., Any]) -> Model:
         raise UsageError(f"model: {name} has state, but its __call__ does not take it; add the argument state")
 
     def init(key: jax.Array, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
-        trees = grouped(leaves_of(*make_checked(key)))
+        trees = grouped(leaves_of(*build(make, key)))
         return trees[PARAMS], with_carry(trees, for_each_example(trees[CARRY], batch))
 
     def apply(params: Any, model_state: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool):
@@ -65,8 +58,7 @@ def from_equinox(make: Callable[..., Any]) -> Model:
 
         def run_example(example: dict[str, jax.Array], row: jax.Array, carry: dict[int, jax.Array]) -> Any:
             inputs = [carry.get(i, x) for i, x in enumerate(values)]
-            arrays = iter(inputs[:first])
-            call = jax.tree.map(lambda leaf: next(arrays) if is_array(leaf) else leaf, modes[train]).__call__
+            call = with_arrays(modes[train], inputs[:first]).__call__
             entries = {**example, "state": jax.tree.unflatten(structure, inputs[first:])} if stateful else example
             args, kwargs = call_arguments(call, entries, train, jax.random.fold_in(key, row))
             result = call(*args, **kwargs)
@@ -79,16 +71,9 @@ def from_equinox(make: Callable[..., Any]) -> Model:
 
         rows = jnp.arange(len(next(iter(batch.values()))))
         carry = {i: x for i, x in enumerate(values) if leaves[i].kind == CARRY}
-        try:
+        with explain_unequal_state(name, axis):
             run_batch = jax.vmap(run_example, out_axes=(0, None, 0), axis_name=axis)
             outputs, shared, carry = run_batch(batch, rows, carry)
-        except ValueError as error:
-            if "out_axes" not in str(error):
-                raise
-            raise UsageError(
-                f"model: the state of {name} differs from example to example; average it with jax.lax.pmean(..., "
-                f"{axis!r}), or declare it as jaxdp.models.equinox.Carry"
-            ) from None
         new = {**dict(enumerate(values)), **shared, **carry}
         trees = grouped([leaf._replace(value=new[i]) for i, leaf in enumerate(leaves)])
         return outputs, keep_dtypes(model_state, with_carry(trees, trees[CARRY]))
@@ -99,13 +84,41 @@ def from_equinox(make: Callable[..., Any]) -> Model:
     return Model(init, traced, module=functools.partial(trained, modes[False], structure, leaves))
 
 
+def build(make: Callable[..., Any], key: jax.Array) -> tuple[Any, eqx.nn.State]:
+    """Return (the module, its state). Raises UsageError if it is not an Equinox module."""
+    module, state = eqx.nn.make_with_state(make)(key=key)
+    if not isinstance(module, eqx.Module):
+        name = type(module).__name__
+        raise UsageError(f"model: a factory that takes a key must return an Equinox module, not {name}")
+    return module, state
+
+
+@contextlib.contextmanager
+def explain_unequal_state(name: str, axis: str) -> Iterator[None]:
+    """Raise UsageError, instead of JAX's error, if the state of the module `name` differs from example to example."""
+    try:
+        yield
+    except ValueError as error:
+        if "out_axes" not in str(error):
+            raise
+        raise UsageError(
+            f"model: the state of {name} differs from example to example; average it with jax.lax.pmean(..., "
+            f"{axis!r}), or declare it as jaxdp.models.equinox.Carry"
+        ) from None
+
+
+def with_arrays(module: Any, arrays: list[Any]) -> Any:
+    """Return the module with other arrays in the place of its own, in leaf order."""
+    remaining = iter(arrays)
+    return jax.tree.map(lambda leaf: next(remaining) if is_array(leaf) else leaf, module)
+
+
 def trained(module: Any, structure: Any, leaves: list["Leaf"], params: Any, model_state: Any) -> Any:
     """Return the module with these values; with its state, of this structure, if it has any."""
     trees, first = {PARAMS: params, STATE: model_state}, len(leaves) - structure.num_leaves
     fill = lambda x: jnp.zeros(x.value.shape, x.value.dtype) if x.kind == CARRY else at(trees[x.kind], x.path)
     values = [fill(leaf) for leaf in leaves]
-    arrays = iter(values[:first])
-    filled = jax.tree.map(lambda leaf: next(arrays) if is_array(leaf) else leaf, module)
+    filled = with_arrays(module, values[:first])
     return (filled, jax.tree.unflatten(structure, values[first:])) if structure.num_leaves else filled
 
 

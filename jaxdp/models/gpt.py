@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jaxdp.cpu import product
 from jaxdp.errors import UsageError
 from jaxdp.logits import Logits
 from jaxdp.models.attention import ATTENTION, Attention, Rotation, rotation, wide
-from jaxdp.models.layers import make_dropout
+from jaxdp.models.layers import make_dropout, require, require_one_of, require_sizes
 from jaxdp.models.nnx import Blocks
 from jaxdp.models.normalization import LayerNorm, RMSNorm
 
@@ -67,21 +67,20 @@ class GPT(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        _one_of("norm", norm, NORMS)
-        _one_of("mlp", mlp, MLPS)
-        _one_of("positions", positions, ("learned", "rotary"))
-        _one_of("attention", attention, ATTENTION)
+        require_one_of("norm", norm, NORMS)
+        require_one_of("mlp", mlp, MLPS)
+        require_one_of("positions", positions, ("learned", "rotary"))
+        require_one_of("attention", attention, ATTENTION)
         kv_heads = heads if kv_heads is None else kv_heads
         hidden = MLPS[mlp].hidden(dim) if hidden is None else hidden
-        sizes = {"num_classes": num_classes, "layers": layers, "heads": heads, "dim": dim, "kv_heads": kv_heads}
-        for name, size in {**sizes, "hidden": hidden, "vocabulary_multiple": vocabulary_multiple}.items():
-            _require(size >= 1, name, size, "is too small; it must be at least 1")
-        _require(len(input_shape) == 1, "input_shape", input_shape, "is not (length,); use data of tokens")
-        _require(input_shape[0] >= 1, "input_shape", input_shape, "is too short; it must be at least 1")
-        _require(dim % heads == 0, "dim", dim, f"does not divide by heads: {heads}; change either")
-        _require(heads % kv_heads == 0, "heads", heads, f"does not divide by kv_heads: {kv_heads}; change either")
+        require_sizes(num_classes=num_classes, layers=layers, heads=heads, dim=dim, kv_heads=kv_heads, hidden=hidden)
+        require_sizes(vocabulary_multiple=vocabulary_multiple)
+        require(len(input_shape) == 1, "input_shape", input_shape, "is not (length,); use data of tokens")
+        require(input_shape[0] >= 1, "input_shape", input_shape, "is too short; it must be at least 1")
+        require(dim % heads == 0, "dim", dim, f"does not divide by heads: {heads}; change either")
+        require(heads % kv_heads == 0, "heads", heads, f"does not divide by kv_heads: {kv_heads}; change either")
         width, rotary = dim // heads, positions == "rotary"
-        _require(not rotary or width % 2 == 0, "heads", heads, f"of {width} dims cannot rotate by pairs; change it")
+        require(not rotary or width % 2 == 0, "heads", heads, f"of {width} dims cannot rotate by pairs; change it")
 
         rows = -(-num_classes // vocabulary_multiple) * vocabulary_multiple
         normal = nnx.initializers.normal
@@ -185,15 +184,6 @@ def look_up(embedding: jax.Array, tokens: jax.Array) -> jax.Array:
     """
     rows = jnp.take(embedding.astype(wide(embedding.dtype)), tokens.astype(jnp.int32), axis=0)
     return rows.astype(embedding.dtype)
-
-
-def _require(fits: bool, argument: str, value: Any, problem: str) -> None:
-    if not fits:
-        raise UsageError(f"model.args.{argument}: {value!r} {problem}")
-
-
-def _one_of(argument: str, value: str, known: Collection[str]) -> None:
-    _require(value in known, argument, value, f"is not known; use one of {', '.join(known)}")
 
 
 NORMS: dict[str, Callable] = {

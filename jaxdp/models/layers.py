@@ -1,6 +1,7 @@
 """Dropout, residual blocks, and Conv-BatchNorm-ReLU blocks that exclude padding examples from the statistics."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import jax
 from flax import nnx
@@ -10,10 +11,25 @@ from jaxdp.cpu import convolve
 from jaxdp.errors import UsageError
 
 
+def require(fits: bool, argument: str, value: Any, problem: str) -> None:
+    """Raise UsageError for an argument of a model that does not fit."""
+    if not fits:
+        raise UsageError(f"model.args.{argument}: {value!r} {problem}")
+
+
+def require_one_of(argument: str, value: str, known: Collection[str]) -> None:
+    require(value in known, argument, value, f"is not known; use one of {', '.join(known)}")
+
+
+def require_sizes(**sizes: int) -> None:
+    """Raise UsageError for the first size below 1."""
+    for argument, size in sizes.items():
+        require(size >= 1, argument, size, "is too small; it must be at least 1")
+
+
 def make_dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:
     """Return a dropout layer. Raises UsageError unless the rate is in [0, 1)."""
-    if not 0 <= rate < 1:
-        raise UsageError(f"model.args.dropout: {rate!r} is not in [0, 1); make it {'0' if rate < 0 else 'smaller'}")
+    require(0 <= rate < 1, "dropout", rate, f"is not in [0, 1); make it {'0' if rate < 0 else 'smaller'}")
     return nnx.Dropout(rate, rngs=rngs)
 
 

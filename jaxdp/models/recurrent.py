@@ -15,7 +15,7 @@ from flax import nnx
 from jaxdp.errors import UsageError
 from jaxdp.models.attention import wide
 from jaxdp.models.gpt import look_up
-from jaxdp.models.layers import make_dropout
+from jaxdp.models.layers import make_dropout, require, require_one_of, require_sizes
 from jaxdp.models.nnx import Carry
 
 NONLINEARITIES = {"tanh": nnx.tanh, "relu": nnx.relu}
@@ -42,13 +42,9 @@ class Recurrent(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        for name, size in {"num_classes": num_classes, "dim": dim, "hidden": hidden, "layers": layers}.items():
-            if size < 1:
-                raise UsageError(f"model.args.{name}: {size} is too small; it must be at least 1")
-        if len(input_shape) != 1:
-            raise UsageError(f"model.args.input_shape: {input_shape!r} is not (length,); use data of tokens")
-        if tied and dim != hidden:
-            raise UsageError(f"model.args.hidden: {hidden} is not dim, {dim}, as tied requires; make them equal")
+        require_sizes(num_classes=num_classes, dim=dim, hidden=hidden, layers=layers)
+        require(len(input_shape) == 1, "input_shape", input_shape, "is not (length,); use data of tokens")
+        require(not tied or dim == hidden, "hidden", hidden, f"is not dim, {dim}, as tied requires; make them equal")
         self.embed = nnx.Embed(num_classes, dim, rngs=rngs)
         self.layers = nnx.List([self.layer(dim if i == 0 else hidden, hidden, rngs) for i in range(layers)])
         self.dropout = make_dropout(dropout, rngs)
@@ -94,9 +90,7 @@ class RNN(Recurrent):
         *,
         rngs: nnx.Rngs,
     ):
-        if nonlinearity not in NONLINEARITIES:
-            known = ", ".join(NONLINEARITIES)
-            raise UsageError(f"model.args.nonlinearity: {nonlinearity!r} is not known; use one of {known}")
+        require_one_of("nonlinearity", nonlinearity, NONLINEARITIES)
         self.nonlinearity = nonlinearity
         super().__init__(input_shape, num_classes, dim, hidden, layers, dropout, tied, rngs=rngs)
 

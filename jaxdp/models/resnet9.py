@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxdp.models.layers import ConvBN, Residual
+from jaxdp.models.layers import ConvBN, Residual, require_one_of
 
 
 class ResNet9(nnx.Module):
@@ -30,8 +30,7 @@ class ResNet9(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        if variant not in VARIANTS:
-            raise ValueError(f"model.args.variant: {variant!r} is not known; use one of {', '.join(VARIANTS)}")
+        require_one_of("variant", variant, VARIANTS)
 
         def block(inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> ConvBN:
             return ConvBN(inputs, outputs, kernel, stride, sync=sync, rngs=rngs)

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdp.cpu import product
-from jaxdp.errors import UsageError
 from jaxdp.models.attention import Attention, full
 from jaxdp.models.gpt import DEVIATION, GELU, NORMS, Block
-from jaxdp.models.layers import make_dropout
+from jaxdp.models.layers import make_dropout, require, require_sizes
 from jaxdp.models.nnx import Blocks
 
 
@@ -40,18 +39,13 @@ class ViT(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        if len(input_shape) != 3:
-            raise UsageError(f"model.args.input_shape: {input_shape!r} is not (height, width, channels)")
+        require(len(input_shape) == 3, "input_shape", input_shape, "is not (height, width, channels)")
         hidden = GELU.hidden(dim) if hidden is None else hidden
-        sizes = {"patch": patch, "layers": layers, "heads": heads, "dim": dim, "hidden": hidden}
-        for name, size in sizes.items():
-            if size < 1:
-                raise UsageError(f"model.args.{name}: {size} is too small; it must be at least 1")
+        require_sizes(patch=patch, layers=layers, heads=heads, dim=dim, hidden=hidden)
         height, width, channels = input_shape
-        if height % patch or width % patch:
-            raise UsageError(f"model.args.patch: {patch} does not divide images of {height}x{width}; change it")
-        if dim % heads:
-            raise UsageError(f"model.args.dim: {dim} does not divide by heads: {heads}; change either")
+        divides = height % patch == width % patch == 0
+        require(divides, "patch", patch, f"does not divide images of {height}x{width}; change it")
+        require(dim % heads == 0, "dim", dim, f"does not divide by heads: {heads}; change either")
 
         normal = nnx.initializers.normal
         linear = functools.partial(nnx.Linear, kernel_init=normal(DEVIATION), dot_general=product)

@@ -121,7 +121,7 @@ def over_slots(
         live = opaque_true(view.step)
         pieces = (view.carry, batch, slots)
         pieces = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), pieces)
-        exponents = view.exponents if plan.key else jnp.zeros(0, jnp.int32)
+        exponents = view.exponents if plan.is_update else jnp.zeros(0, jnp.int32)
 
         def compute(piece: Tree) -> Sums:
             carry, batch, slots = piece
@@ -131,7 +131,7 @@ def over_slots(
             def add(total: Part, piece: Tree) -> tuple[Part, Sums]:
                 sums, slot = compute(piece), piece[2][0]
                 real = lambda tree: jax.tree.map(lambda x: jnp.where(slot >= 0, x, jnp.zeros_like(x)), tree)
-                key = plan.key(view.step, slot) if form.stochastic and plan.key else None
+                key = plan.microbatch_key(view.step, slot) if form.stochastic and plan.is_update else None
                 part = real(group_part(sums.grads, before.exponents, form, summands, key, live))
                 ints = jax.tree.map(jnp.add, total.ints, scatter_by_slot(plan, part.ints, form))
                 needed = jnp.maximum(total.needed, part.needed)
@@ -207,7 +207,7 @@ def reduce_attempt(done: Attempt, plan: ReductionPlan, form: Format, summands: i
     floats = [restore(x, e, wide, summands) if is_float(y) else x for x, e, y in zip(totals, rest_needed, rest)]
     result: Sums = jax.tree.unflatten(treedef, floats)
     exponents = remembered(done.exponents, grad_needed, form.headroom)
-    info = ExactInfo(exponents, done.times - 1, sums.exponents) if plan.key else None
+    info = ExactInfo(exponents, done.times - 1, sums.exponents) if plan.is_update else None
     carry = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), done.rest.carry)
     return result._replace(grads=jax.tree.unflatten(grad_treedef, float_grads), carry=carry, exponents=info)
 

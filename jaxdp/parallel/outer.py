@@ -144,7 +144,9 @@ class Replicas(PJit):
 
     def _update(self, step: Step) -> Callable[..., Any]:
         """Return an update on one device: of each of its replicas, and of what all share if that is due."""
-        plan = ReductionPlan(self.reduction, self.of_replica, FLAT, dtype=self.reduce_dtype, key=step.key)
+        plan = ReductionPlan(
+            self.reduction, self.of_replica, FLAT, dtype=self.reduce_dtype, microbatch_key=step.microbatch_key
+        )
         grads = self._sums(step, step.grads, plan)
         apply = self.arithmetic.finish(lambda s, sums: step.apply(s, sums, self.arithmetic.total(None, DATA, s.step)))
 
@@ -186,7 +188,7 @@ class Replicas(PJit):
             replicas = state.opt_state.replicas
             differences = jax.tree.map(lambda x, y: y[None] - x, trainable(replicas.params), trainable(state.params))
             numbers = jax.lax.axis_index(OUTER) * self.per_device + jnp.arange(self.per_device)
-            keys = jax.vmap(lambda n: jax.random.fold_in(step.key(state.step, n), OUTER_KEY))(numbers)
+            keys = jax.vmap(lambda n: jax.random.fold_in(step.microbatch_key(state.step, n), OUTER_KEY))(numbers)
             sums = sum_over(differences, keys=keys), sum_over(floats(replicas.model_state), keys=keys)
             params, ema, outer, averages = self.arithmetic.rounded(move, state.step)(state, *sums)
             model_state = merge(averages, jax.tree.map(lambda x: x[0], replicas.model_state))

@@ -12,10 +12,11 @@ import jax
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from jaxdp.core.state import TrainState
 from jaxdp.distributed.caches import cached
 from jaxdp.errors import UsageError
 from jaxdp.optim import check_elementwise
-from jaxdp.parallel.strategy import Strategy
+from jaxdp.parallel.layout import Sharding, opt_state_dims, param_dims
 from jaxdp.split import WHOLE, fit, padded_shape, spec
 
 Tree = Any
@@ -61,16 +62,26 @@ def _resizer(shape: tuple[int, ...], sharding: NamedSharding) -> Callable[[jax.A
     return jax.jit(lambda x: fit(x, shape), out_shardings=sharding)
 
 
-def can_pad(tx: optax.GradientTransformation, trainable: Callable[[Tree], Tree], strategy: Strategy) -> bool:
-    """Return whether an optimizer may get padded leaves: it is elementwise, its state mirrors the parameters, and no
-    operation depends on their shapes.
+def can_pad(
+    tx: optax.GradientTransformation,
+    trainable: Callable[[Tree], Tree],
+    state: TrainState,
+    sharding: Sharding,
+    parts: int,
+) -> bool:
+    """Return whether the optimizer may get the padded leaves of a sharding, or none needs padding.
 
-    strategy: one that pads.
+    It must be elementwise, its state must mirror the parameters, and no operation may depend on their shapes.
+    state: shapes. parts: the number of devices that share a copy of it.
     """
-    params, shapes = strategy.shapes.params, lambda tree: [x.shape for x in jax.tree.leaves(tree)]
+    params, shapes = state.params, lambda tree: [x.shape for x in jax.tree.leaves(tree)]
+    dims = param_dims(params, sharding, parts)
+    if dims == param_dims(params, sharding._replace(pad=False), parts):
+        return True
     try:
-        check_elementwise(tx, trainable(params), 2, strategy.blocks, pad=True)
+        check_elementwise(tx, trainable(params), 2, sharding.blocks, pad=True)
     except UsageError:
         return False
-    made = jax.eval_shape(tx.init, trainable(padded_shapes(params, strategy.slices, strategy.parts)))
-    return shapes(made) == shapes(strategy.abstract(padded=True).opt_state)
+    made = jax.eval_shape(tx.init, trainable(padded_shapes(params, dims, parts)))
+    others = jax.tree.map(lambda _: WHOLE, state.opt_state)
+    return shapes(made) == shapes(padded_shapes(state.opt_state, opt_state_dims(state, dims, others), parts))

@@ -103,7 +103,9 @@ class PJit:
         grad_specs = full if grad_dims is None else self._specs(grad_dims)
         plan = ReductionPlan(self.reduction, self.assignment, self.axes)
         evaluation = self._summed(step, step.evaluate, plan, full)
-        plan = plan._replace(dims=grad_dims, per_microbatch=self.split_grads, dtype=self.reduce_dtype, key=step.key)
+        plan = plan._replace(
+            dims=grad_dims, per_microbatch=self.split_grads, dtype=self.reduce_dtype, microbatch_key=step.microbatch_key
+        )
         grads = self._summed(step, step.grads, plan, grad_specs)
         apply = self.arithmetic.finish(self._apply(step, grad_dims, grad_specs))
 

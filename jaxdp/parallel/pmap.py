@@ -122,7 +122,9 @@ class PMap:
         grad_dims = step.trainable(self.slices) if self.layout.opt_state else None
         plan = ReductionPlan(self.reduction, self.assignment, FLAT)
         evaluate = self._summed(step, step.evaluate, plan)
-        grads = self._summed(step, step.grads, plan._replace(dims=grad_dims, dtype=self.reduce_dtype, key=step.key))
+        grads = self._summed(
+            step, step.grads, plan._replace(dims=grad_dims, dtype=self.reduce_dtype, microbatch_key=step.microbatch_key)
+        )
         apply = arithmetic.finish(self._apply(step, grad_dims))
 
         def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, one_line
 from jaxdp.metrics import events as kinds
 from jaxdp.metrics.jsonl import read
 from jaxdp.report import histograms, media, spent
@@ -18,18 +18,6 @@ Json = dict[str, Any]
 DIGITS = 6  # significant digits of a number in the page
 RATES = ("examples_per_s", "tokens_per_s", "mfu", "goodput")
 SPLITS = ("train", "eval", "final")
-COUNTS = (
-    "step",
-    "steps",
-    "to",
-    "updates",
-    "devices",
-    "processes",
-    "seconds",
-    "blocked",
-    "again",
-)  # numeric event fields
-MOST = 1e300
 
 
 def read_run(directory: pathlib.Path, alive: bool | None = None, runs: int = 1) -> Json:
@@ -39,13 +27,29 @@ def read_run(directory: pathlib.Path, alive: bool | None = None, runs: int = 1) 
     lock: closing a file releases all locks of the process on it.
     runs: the number of runs of the page; of several, the diff and histograms are left out, and each has its share of
     the media.
-    Raises UsageError if this is not a run directory, or it has no metrics yet.
+    Raises UsageError if this is not a run directory, if it has no metrics yet, or if another version or program wrote
+    lines in it that cannot be read.
     """
     check(directory)
-    records = [record for r in read(directory / "metrics.jsonl") if (record := sound_record(r))]
-    events = [event for e in read(directory / kinds.NAME) if (event := sound_event(e))]
+    records, events = read(directory / "metrics.jsonl"), read(directory / kinds.NAME)
     if not records and not events:
         raise UsageError(f"report: {str(directory)!r} has no metrics yet; wait for the first line of metrics.jsonl")
+    try:
+        return tables(directory, records, events, alive, runs)
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError, yaml.YAMLError) as error:
+        raise UsageError(
+            f"report: {str(directory)!r} has lines that this version of jaxdp cannot read "
+            f"({type(error).__name__}: {one_line(error)}); use the version that its env.json names"
+        ) from None
+
+
+def tables(directory: pathlib.Path, records: list[Json], events: list[Json], alive: bool | None, runs: int) -> Json:
+    """Return the data of `read_run`."""
+    records = [r for r in records if r.get("split") in SPLITS]  # a callback may write others
+    if not all(type(r.get("step")) is int for r in records):
+        raise ValueError("metrics.jsonl: a line needs a step")
+    if not all(type(e.get("t")) in (int, float) and type(e.get("kind")) is str for e in events):
+        raise ValueError("events.jsonl: a line needs t (seconds) and kind")
     config, env, layout = (_mapping(directory / name) for name in ("config.yaml", "env.json", "layout.json"))
     alive = is_held(directory) if alive is None else alive
     sessions = spent.sessions(records, events)
@@ -68,7 +72,7 @@ def read_run(directory: pathlib.Path, alive: bool | None = None, runs: int = 1) 
         "config": flat(config),
         "environment": {name: value for name, value in flat(env).items() if name != "topology.pids"},
         "diff": text(directory / "git.diff") if runs == 1 else "",
-        "histograms": histograms.by_name(charts, _is_finite) if runs == 1 else {},
+        "histograms": histograms.by_name(charts) if runs == 1 else {},
         "media": media.read(directory, media.PAGE // runs),
     }
 
@@ -94,48 +98,6 @@ def is_held(directory: pathlib.Path) -> bool:
     except OSError:
         pass
     return False
-
-
-def sound_record(raw: Json) -> Json | None:
-    """Return a record with non-finite numbers as strings, as JSON needs; None if it is not a valid record.
-
-    A file may contain anything after a crash, and other programs may write to it.
-    """
-    step, split = raw.get("step"), raw.get("split")
-    if not isinstance(split, str) or split not in SPLITS or isinstance(step, bool) or not isinstance(step, int):
-        return None
-    if abs(step) > MOST:
-        return None
-    record = {k: _sound(v) for k, v in raw.items()}
-    if not _is_finite(record.get("time", 0.0)):
-        del record["time"]
-    return record
-
-
-def sound_event(raw: Json) -> Json | None:
-    """Return an event without invalid numbers; None if it is not a valid event."""
-    event = {k: _sound(v) for k, v in raw.items()}
-    if not isinstance(event.get("kind"), str) or not _is_finite(event.get("t")):
-        return None
-    event = {k: v for k, v in event.items() if k not in COUNTS or _is_finite(v)}
-    return {**event, "reason": str(event["reason"])} if "reason" in event else event
-
-
-def _sound(value: Any) -> Any:
-    kind = type(value)
-    if kind is list or kind is dict:
-        return _plain(value)
-    if kind is float:
-        return value if -math.inf < value < math.inf else str(value)
-    if kind is int and not -MOST < value < MOST:
-        return "inf" if value > 0 else "-inf"
-    return value
-
-
-def _is_finite(value: Any) -> bool:
-    """Return True for a finite number that fits in a float."""
-    kind = type(value)
-    return (kind is float or kind is int) and -MOST < value < MOST
 
 
 def state(records: list[Json], events: list[Json], alive: bool) -> Json:
@@ -168,7 +130,7 @@ def skipped(records: Iterable[Json]) -> list[Json]:
     before, events = 0.0, []
     for record in records:
         count = record.get("skipped_updates")
-        if record["split"] == "train" and count is not None and _is_finite(count):
+        if record["split"] == "train" and count is not None:
             if count > before:
                 events.append(
                     {"t": record.get("time"), "kind": "skipped", "step": record["step"], "updates": int(count - before)}
@@ -218,9 +180,7 @@ def rounded(value: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, str):  # `jsonl.dump` writes non-finite floats as strings
-        return value in ("nan", "inf", "-inf")
-    return _is_finite(value)
+    return type(value) in (int, float) or value in ("nan", "inf", "-inf")  # `jsonl.dump` writes those as strings
 
 
 def flat(tree: Any, path: str = "") -> dict[str, Any]:
@@ -240,15 +200,9 @@ def text(file: pathlib.Path, most: int = 250_000) -> str:
 
 
 def _mapping(file: pathlib.Path) -> Json:
-    """Return the mapping in a YAML or JSON file; empty if it is missing or cannot be read."""
-    try:
-        text = file.read_text(encoding="utf-8")
-        content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-        return _plain(content) if isinstance(content, dict) else {}
-    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError):
+    """Return the mapping in a YAML or JSON file, with dates and non-finite numbers as strings; {} if it is missing."""
+    if not file.is_file():
         return {}
-
-
-def _plain(content: Any) -> Any:
-    """Convert to JSON types: dates and non-finite numbers become strings."""
+    text = file.read_text(encoding="utf-8")
+    content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
     return json.loads(json.dumps(content, default=str), parse_constant=str)

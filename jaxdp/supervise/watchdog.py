@@ -38,7 +38,7 @@ class Watchdog:
         self.updates = 1  # number of updates in a call
         self.own_ms = 0.0  # running mean of this process's own work between two updates
         self._progress = time.monotonic()
-        self._suspended = 0  # nesting depth of `patience`
+        self._suspended = 0  # nesting depth of `suspend_timeout`
         self._sent: collections.deque[dict[str, Any]] = collections.deque()
         self._tasks: list[Callable[[], None]] = []
         self._member = membership.current()

@@ -75,10 +75,10 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
     Raises the errors of `lookback`.
     """
     log, watch, train, offset = run.log, run.hooks.watch, run.data.train, run.origin.offset
-    start, steps = progress.step, run.schedule.steps
+    start, steps = progress.step, run.options.steps
     more = lambda milliseconds: {**log.speed(milliseconds), **watch.straggler(milliseconds)}
     with (
-        Meter(log.writer, run.schedule.log_every, steps, train.order.examples_per_step, more, log.derive) as meter,
+        Meter(log.writer, run.options.log_every, steps, train.order.examples_per_step, more, log.derive) as meter,
         train.batches(start + offset, steps + offset, run.strategy, calls(run, start)) as batches,
     ):
         stopped = None
@@ -127,7 +127,7 @@ def stream_ended(run: Run, progress: Progress, end: StreamEnded) -> None:
     """Report that there is no batch for the next update. Raises UsageError if there was none at all."""
     if not progress.step:
         raise UsageError(f"batch_size: the stream has no full batch ({end}); make it smaller") from None
-    run.log.writer.say(f"{end}: training ends after update {progress.step} of {run.schedule.steps}")
+    run.log.writer.say(f"{end}: training ends after update {progress.step} of {run.options.steps}")
 
 
 def calls(run: Run, start: int) -> Iterator[Steps]:
@@ -135,17 +135,15 @@ def calls(run: Run, start: int) -> Iterator[Steps]:
 
     Checkpoints and evaluations fall between two calls, so that only these two programs are compiled.
     """
-    schedule, profile = run.schedule, run.log.profile
-    ends = [every for every in (schedule.eval_every if run.data.eval else None, schedule.save_every) if every]
+    options, profile = run.options, run.log.profile
+    ends = [every for every in (options.eval_every if run.data.eval else None, options.save_every) if every]
     window = [] if profile.start is None else [profile.start, profile.start + profile.steps]
-    while start < schedule.steps:
-        limit = min(
-            [schedule.steps, *((start // every + 1) * every for every in ends), *(w for w in window if w > start)]
-        )
+    while start < options.steps:
+        limit = min([options.steps, *((start // n + 1) * n for n in ends), *(w for w in window if w > start)])
         first = start + run.origin.offset
-        if schedule.steps_per_call > 1 and start + schedule.steps_per_call <= limit:
-            yield range(first, first + schedule.steps_per_call)
-            start += schedule.steps_per_call
+        if options.steps_per_call > 1 and start + options.steps_per_call <= limit:
+            yield range(first, first + options.steps_per_call)
+            start += options.steps_per_call
         else:
             yield first
             start += 1

@@ -37,7 +37,7 @@ def roll_back(run: Run, progress: Progress) -> tuple[Run, Progress]:
             f"batch of update {first} has {batch}; the indices of all their examples are in {file}",
             rank=0,
         )
-    if rollbacks >= run.schedule.max_rollbacks:
+    if rollbacks >= run.options.max_rollbacks:
         raise RunFailed(
             f"the loss of update {last} is a spike, and the run was rolled back {rollbacks} times already "
             f"(spike.max_rollbacks); the indices of its examples are in {file}",
@@ -57,7 +57,9 @@ def write_batches(run: Run, first: int, last: int) -> pathlib.Path:
     """Write halted.json: the indices of the examples of updates `first` to `last`."""
     file = run.log.directory / "halted.json"
     updates = range(first, last + 1)
-    batches = {update: np.sort(run.data.train.indices(update - 1 + run.origin.offset)).tolist() for update in updates}
+    batches = {
+        update: np.sort(run.data.train.order.batch(update - 1 + run.origin.offset)).tolist() for update in updates
+    }
     if run.checkpoints.context.is_root:
         with contextlib.suppress(OSError):
             file.write_text(json.dumps({"updates": batches}) + "\n")

@@ -31,7 +31,7 @@ class Data:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class LoopOptions:
     """The last update, and the updates between two records, evaluations and checkpoints.
 
     steps_per_call: the number of updates in one compiled call, if nothing is due between them.
@@ -108,24 +108,24 @@ class Run:
     step: Step
     data: Data
     checkpoints: Checkpoints
-    schedule: Schedule
+    options: LoopOptions
     log: Log
     origin: Origin = Origin()
     hooks: Hooks = Hooks()
 
     def replace(self, **values: Any) -> "Run":
         """Return the run with other values of these fields, its own or of its records."""
-        for section in ("data", "schedule", "log", "origin", "hooks"):
+        for section in ("data", "options", "log", "origin", "hooks"):
             record = getattr(self, section)
             if changed := {f.name for f in dataclasses.fields(record)} & values.keys():
                 values[section] = dataclasses.replace(record, **{name: values.pop(name) for name in changed})
         return dataclasses.replace(self, **values)
 
     def evaluation_is_due(self, step: int) -> bool:
-        return bool(self.data.eval) and is_due(step, self.schedule.eval_every)
+        return bool(self.data.eval) and is_due(step, self.options.eval_every)
 
     def checkpoint_is_due(self, step: int) -> bool:
-        return is_due(step, self.schedule.save_every)
+        return is_due(step, self.options.save_every)
 
 
 @dataclasses.dataclass

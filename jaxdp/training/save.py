@@ -16,7 +16,7 @@ def save(run: Run, progress: Progress) -> None:
         stop_if_halted(run, progress)
         state, meta = run.strategy.export(progress.state), progress_metadata(run, progress)
         run.checkpoints.save(progress.step, state, meta, run.log.writer.say)
-        if not run.schedule.asynchronous:
+        if not run.options.asynchronous:
             run.checkpoints.wait()
     run.log.events.note("saving", progress.step, blocked=round(time.perf_counter() - began, 4))
     run.hooks.callbacks.call("on_save", progress.step, run.checkpoints.directory / str(progress.step))

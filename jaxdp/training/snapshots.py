@@ -201,7 +201,7 @@ def enough_memory(run: Run, need: int) -> bool:
         return True
     if context.is_root:
         every = (
-            run.schedule.save_every and f"of every {run.schedule.save_every} updates"
+            run.options.save_every and f"of every {run.options.save_every} updates"
         ) or "(set checkpoint.every; now there are none)"
         print(
             f"jaxdp: elastic: the copies of the state in memory need {next(filter(None, lacking))}: none are made, and "

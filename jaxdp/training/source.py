@@ -33,12 +33,7 @@ class Source:
 
     def read(self, number: int) -> dict[str, np.ndarray]:
         """Read the examples of batch `number`, of all processes; no other thread may read at the same time."""
-        return self.dataset.read(self.indices(number))
-
-    def indices(self, number: int) -> np.ndarray:
-        """Return the indices of the examples of batch `number`, of all processes."""
-        indices, rows = self.order.rows(number, np.arange(self.order.microbatches))
-        return indices[rows]
+        return self.dataset.read(self.order.batch(number))
 
     def examine(self, number: int, name: str, context: Context) -> None:
         """Raise UsageError, on every rank, if examples of batch `number` explain its non-finite loss."""

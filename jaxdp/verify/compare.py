@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.core.options import UpdateRule
+from jaxdp.distributed.hosts import listed
 from jaxdp.split import path_string
 from jaxdp.verify.oracle import Trained
 from jaxdp.verify.problem import NOTE, Check
@@ -17,7 +18,6 @@ Errors = dict[str, float]  # by path: part/of/the/state
 RATES = (1.0, 0.1, 0.01, 0.001)  # of the peak learning rate
 ZERO = 1e3  # last digits of the whole gradient's norm: a gradient below is zero but for rounding
 MARGIN, COARSEST = 10, 1e-2  # a leaf may differ by MARGIN x what rounding moves it, if that is at most COARSEST
-SHOWN = 5  # leaves of a list
 
 
 class Worst(NamedTuple):
@@ -166,5 +166,4 @@ def worst(errors: Errors) -> Worst:
 
 def list_leaves(errors: Errors) -> str:
     ordered = sorted(errors.items(), key=lambda item: -item[1])
-    more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
-    return ", ".join(f"{path} ({error:.0e})" for path, error in ordered[:SHOWN]) + more
+    return listed((f"{path} ({error:.0e})" for path, error in ordered), 5)

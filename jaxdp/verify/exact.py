@@ -9,6 +9,7 @@ import jax
 from jaxdp.checkpoint.digest import params_sha256
 from jaxdp.core.state import Batch, TrainState
 from jaxdp.core.step import Step
+from jaxdp.distributed.hosts import listed
 from jaxdp.errors import UsageError, one_line
 from jaxdp.metrics.numbers import table
 from jaxdp.parallel import STAGES, Strategy
@@ -136,8 +137,7 @@ def first_difference(first: Digests, other: Digests) -> str:
     when = f"from update {update} on" if update else "in the state alone"
     leaves = [leaf for leaf, digest in first.leaves.items() if other.leaves.get(leaf) != digest]
     leaves.sort(key=lambda leaf: not leaf.startswith("params/"))
-    more = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
-    return f"{when}, in {', '.join(leaves[:3]) or 'the metrics alone'}{more}"
+    return f"{when}, in {listed(leaves, 3) or 'the metrics alone'}"
 
 
 def as_text(report: ExactReport, title: str) -> str:

@@ -18,10 +18,10 @@ from covering import first
 from jaxdp.analysis import trace
 from jaxdp.errors import UsageError
 from jaxdp.metrics import safe_print
+from jaxdp.metrics.background_writer import BackgroundWriter
 from jaxdp.metrics.console import Clock, Console
 from jaxdp.metrics.numbers import duration, number
 from jaxdp.metrics.panel import Flow, Panel, sparkline
-from jaxdp.metrics.soft import BackgroundWriter
 from jaxdp.metrics.writers import check_writers, make_writers
 
 JAXDP = [sys.executable, "-m", "jaxdp"]
@@ -270,8 +270,8 @@ class Bad(Own):
 @pytest.mark.parametrize("when", ["start", "write", "rewind", "close"])
 def test_a_writer_holds_nothing_up(tmp_path, capsys, monkeypatch, when, how):
     """Whatever it does in whichever call: one warning, and the calls of the run return at once."""
-    monkeypatch.setattr("jaxdp.metrics.soft.START", 0.2)
-    monkeypatch.setattr("jaxdp.metrics.soft.LONGEST_CALL", 0.5)
+    monkeypatch.setattr("jaxdp.metrics.background_writer.START", 0.2)
+    monkeypatch.setattr("jaxdp.metrics.background_writer.LONGEST_CALL", 0.5)
     began = time.monotonic()
     (writer,) = make_writers([{"target": f"{__name__}.Bad", "args": {"when": when, "how": how}}], tmp_path, 0, {})
     record = {"step": 1, "split": "train", "loss": 1.0}
@@ -287,7 +287,7 @@ def test_a_writer_holds_nothing_up(tmp_path, capsys, monkeypatch, when, how):
 
 
 def test_a_writer_that_takes_nothing_is_left(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("jaxdp.metrics.soft.WAITING", 5)
+    monkeypatch.setattr("jaxdp.metrics.background_writer.WAITING", 5)
     (writer,) = make_writers(
         [{"target": f"{__name__}.Bad", "args": {"when": "write", "how": "hangs"}}], tmp_path, 0, {}
     )

@@ -147,43 +147,54 @@ def test_an_elastic_runs_generations_and_the_updates_made_again():
     assert spent.seconds(records, events)["again"] == 3.0
 
 
-STRANGE = ("x", None, True, [1], {"a": 1}, 1e400, math.nan, -5, 10**400, "nan")
+TORN = (
+    "[" * 100_000,
+    '{"a":' * 100_000,
+    '{"step": 1, "split": "train", "loss": ' + "9" * 5000 + "}",
+    "\0",
+    "7",
+    '{"s',
+)
 
 
-@pytest.mark.slow
-def test_a_damaged_line_spoils_no_report(tmp_path):
-    """Whatever stands where a number should, and lines that no reader takes: the rest is shown, as JSON has it."""
+def test_a_torn_line_or_a_split_of_a_callback_spoils_no_report(tmp_path):
     run = make_run(tmp_path / "run", lines=3)
-    lines, happened = (run / "metrics.jsonl").read_text(), (run / "events.jsonl").read_text()
-    train, final = json.loads(lines.splitlines()[0]), json.loads(lines.splitlines()[-1])
-    rows = [{**train, key: value} for key in (*train, "more") for value in STRANGE]
-    rows += [{**final, key: value} for key in final for value in STRANGE]
-    events = [json.loads(line) for line in happened.splitlines()]
-    found = [{**event, key: value} for event in events for key in (*event, "to", "updates") for value in STRANGE]
-    torn = [
-        "[" * 100_000,
-        '{"a":' * 100_000,
-        '{"step": 1, "split": "train", "loss": ' + "9" * 5000 + "}",
-        "\0",
-        "7",
-        '{"s',
-    ]
-    dump = lambda some: [json.dumps(one) for one in some]
-    for extra, more in ((dump([row]), []) for row in rows):
-        check_report(run, lines, happened, extra, more)
-    for event in found:
-        check_report(run, lines, happened, [], dump([event]))
-    check_report(run, lines, happened, torn, torn)
-    for text in ("a: &x {b: *x}", "2020-01-01: 1", "? [1, 2]\n: 3", "- 1", "1: {~: .nan}", "a: [", "\0"):
-        (run / "config.yaml").write_text(text)
-        check_report(run, lines, happened, [], [])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"split": "mine", "x": 1}\n')
+    for name in ("metrics.jsonl", "events.jsonl"):
+        with (run / name).open("a") as file:
+            file.write("\n".join(TORN))
+    data = read_run(run)
+    assert html.render([data]) and len(data["series"]["train"]["step"]) == 3 and data["sessions"]
 
 
-def check_report(run, lines, happened, extra, more):
-    (run / "metrics.jsonl").write_text(lines + "\n".join(extra))
-    (run / "events.jsonl").write_text(happened + "\n".join(more))
-    found = read_run(run)
-    assert html.render([found]) and len(found["series"]["train"]["step"]) in (3, 4) and found["sessions"]
+OTHERS = [
+    ("metrics.jsonl", {"split": "train", "loss": 0.5}),  # no step
+    ("metrics.jsonl", {"step": "x", "split": "train"}),
+    ("metrics.jsonl", {"step": 4, "split": "train", "step_time_ms": 10**400, "time": T0 + 12}),
+    ("events.jsonl", {"kind": "start"}),  # no time
+    ("events.jsonl", {"t": "soon", "kind": "start"}),
+]
+
+
+@pytest.mark.parametrize(("name", "line"), OTHERS)
+def test_a_line_of_another_program_is_one_line_of_the_error(tmp_path, name, line):
+    run = make_run(tmp_path / "run", lines=3)
+    with (run / name).open("a") as file:
+        file.write(json.dumps(line))
+    with pytest.raises(UsageError, match="has lines that this version of jaxdp cannot read") as error:
+        read_run(run)
+    assert str(run) in str(error.value) and "env.json" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["a: &x {b: *x}", "2020-01-01: 1", "- 1", "1: {~: .nan}", "a: [", "\0"])
+def test_a_config_that_was_edited_is_shown_or_is_one_line(tmp_path, text):
+    run = make_run(tmp_path / "run", lines=3)
+    (run / "config.yaml").write_text(text)
+    try:
+        assert html.render([read_run(run)])
+    except UsageError as error:
+        assert "\n" not in str(error)
 
 
 def test_a_clock_that_was_set_back_between_two_starts():

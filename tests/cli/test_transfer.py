@@ -175,7 +175,7 @@ def test_a_report_names_eight_and_counts_the_others():
     assert describe(found, ours, "runs/a").splitlines() == [
         "loaded 5 of 20 parameters, 0 of 1 arrays of the model state, 10 elements, from runs/a",
         "  left as initialized, not in the source: layers/5, layers/6, layers/7, layers/8, layers/9, model_state/mean",
-        "  left as initialized, skipped: " + ", ".join(f"layers/{i}" for i in range(10, 18)) + " and 2 more",
+        "  left as initialized, skipped: " + ", ".join(f"layers/{i}" for i in range(10, 18)) + " and 2 others",
         "  not used from the source: other",
     ]
 

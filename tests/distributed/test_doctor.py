@@ -13,9 +13,9 @@ import time
 
 import pytest
 
-from jaxdp.doctor import devices, resources, settings, versions
+from jaxdp.doctor import devices, examine, resources, settings, versions
 from jaxdp.doctor.check import FAILURE, OK, WARNING, Examined, as_json, as_text, failure, ok, run_checks
-from jaxdp.doctor.examine import SILENT, Job
+from jaxdp.doctor.examine import SILENT
 from jaxdp.errors import UsageError
 from launch import ROOT, environment, find, mpirun, port, processes, ranks, require
 from two_hosts import TwoHosts
@@ -260,17 +260,20 @@ def test_a_check_that_raises_or_hangs_is_a_line():
     assert said == failure("refused", "x: 3 is wrong", "use 4")
 
 
-def test_how_the_process_that_joins_has_ended(tmp_path):
-    job = Job(tmp_path)
-    job.process.kill()
-    with job.process:
-        assert "killed by SIGKILL" in job.follow().found
+def test_how_the_process_that_joins_has_ended():
+    stage, failed = examine.follow([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    assert stage.name == failed.name == "checks" and failed.found == "killed by SIGKILL"
+    code = "import sys; print('noise'); print('[\"imports\", 9, [], 1, 2, {}]', flush=True); sys.exit('jaxdp: x: do y')"
+    stage, failed = examine.follow([sys.executable, "-c", code])
+    assert (stage.name, stage.rank, failed.found, failed.fix) == ("imports", 1, "x", "do y")
+    sleeper = "import time; print('[\"devices\", 0.1, [], 0, 1, {}]', flush=True); time.sleep(60)"
+    stage, failed = examine.follow([sys.executable, "-c", sleeper])
+    assert failed.name == "devices" and failed.found == "no answer within 0.1 s"
     aborted = "F1123 20:00:00.000000 12 flags.cc:234] Unknown flag in XLA_FLAGS: --x\n"
     cause = "jaxdp: rank 1 (host b) ends: rank 0 (host a) has gone: see what it printed\n"
-    job.stage, job.printed = "devices", [aborted]
-    assert "jaxlib does not know it" in job.problem(SILENT).fix
-    job.printed = [aborted, cause]
-    assert job.problem(SILENT) == failure("devices", "rank 0 (host a) has gone", "see what it printed")
+    assert "jaxlib does not know it" in examine.problem("devices", SILENT, aborted).fix
+    failed = examine.problem("devices", SILENT, aborted + cause)
+    assert failed == failure("devices", "rank 0 (host a) has gone", "see what it printed")
 
 
 def cores(*sets, there=8, limit=None):

@@ -62,7 +62,7 @@ def test_the_address_that_rank_0_listens_at(monkeypatch, host, one_host, address
 LISTENERS = """
 import glob, os, jax, jaxdp
 context = jaxdp.init()
-context.broadcast(jax.numpy.ones(3))
+jaxdp.broadcast(jax.numpy.ones(3))
 own = [str(os.getpid()), *(p for f in glob.glob("/proc/self/task/*/children") for p in open(f).read().split())]
 inodes = {os.readlink(f) for p in own for f in glob.glob(f"/proc/{p}/fd/*") if os.path.islink(f)}
 for table in ("tcp", "tcp6"):

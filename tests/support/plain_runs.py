@@ -12,7 +12,7 @@ from jaxdp.data.base import Arrays
 from jaxdp.data.example_order import EpochOrder
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.parallel import STRATEGIES, make_reduction
-from jaxdp.training.run import Data, Log, Run, Schedule
+from jaxdp.training.run import Data, Log, LoopOptions, Run
 from jaxdp.training.source import Source
 
 
@@ -51,7 +51,7 @@ def make_run(
         make_step(forward, rule, accumulate),
         Data(Source(train or Arrays(**examples), cursor), sets),
         Checkpoints(tmp_path / "checkpoints"),
-        Schedule(6, log_every=2),
+        LoopOptions(6, log_every=2),
         Log(Kept()),
     )
     return run.replace(**settings)

@@ -273,7 +273,7 @@ def test_examples_of_a_stream_may_be_dicts_or_pairs():
         ({"source": count_to, "args": {"counts": 3}}, r"data.args.args.counts: count_to takes no such argument; did"),
         ({"source": count_to, "args": {"count": 3}, "size": 0}, r"data.args.size: 0 is too small"),
         ({"source": count_to, "args": {"count": 3}, "shuffle": 0}, r"data.args.shuffle: 0 is too small"),
-        ({"source": count_to, "args": {"count": 3}, "split": "all"}, r"data.args.split: 'all' is neither"),
+        ({"source": count_to, "args": {"count": 3}, "split": "all"}, r"data.args.split: 'all' is not one of"),
     ],
 )
 def test_bad_streams_are_named(args, message):

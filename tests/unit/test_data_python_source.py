@@ -74,7 +74,7 @@ def test_splits_share_no_file_and_skip_what_is_not_the_library(library):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ({"split": "valid"}, "data.args.split: 'valid' is neither"),
+        ({"split": "valid"}, "data.args.split: 'valid' is not one of"),
         ({"length": 0}, "data.args.length: 0 is too small"),
         ({"max_mb": 0}, "data.args.max_mb: 0 must be greater than 0"),
         ({"length": 100}, "data.args.length: 100, but there are 9 bytes; make it smaller"),

@@ -155,8 +155,8 @@ def test_images_are_scaled_and_in_training_moved_by_a_key(name, split, tmp_path)
 
 @pytest.mark.parametrize("name", RANDOM_ACCESS)
 def test_a_split_is_train_or_test(name, tmp_path):
-    words = "none of 'train', 'valid', 'test'" if name == "PennTreebank" else "neither 'train' nor 'test'"
-    with pytest.raises(UsageError, match=f"data.args.split: 'all' is {words}"):
+    known = "'train', 'valid', 'test'" if name == "PennTreebank" else "'train', 'test'"
+    with pytest.raises(UsageError, match=f"data.args.split: 'all' is not one of {known}"):
         make(name, tmp_path, split="all")
 
 
@@ -268,25 +268,25 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path):
     assert not victim.exists()
 
 
+NO_BATCH = r"test_batch is not a CIFAR-10 batch: 'data' must be \[n, 3072\] uint8, 'labels' a list of n integers from 0"
+
+
 @pytest.mark.parametrize(
     ("content", "cause"),
     [
         (b"", "EOFError"),
         (b"<html>not found</html>", "test_batch: "),
         (pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1, 2]})[:-3000], "truncated|Ran out"),
-        (pickle.dumps([1, 2]), "no 'data' and 'labels'"),
-        (pickle.dumps({"data": np.zeros((2, 3072), np.uint8)}), "no 'data' and 'labels'"),
-        (
-            pickle.dumps({"data": np.zeros((2, 3000), np.uint8), "labels": [1, 2]}),
-            r"\(2, 3000\) uint8, not \[n, 3072\]",
-        ),
-        (pickle.dumps({"data": np.zeros((2, 3072), np.int16), "labels": [1, 2]}), r"\(2, 3072\) int16, not"),
-        (pickle.dumps({"data": "pixels", "labels": [1, 2]}), "'data' in .* is str, not"),
-        (pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1]}), r"'labels' in .* is \(1,\) int64"),
-        (pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1, 0.5]}), "float64, not one integer"),
-        (pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1, [2]]}), "'labels' in .*inhomogeneous"),
-        (pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1, 10]}), "from 1 to 10, not 0 to 9"),
-        (pickle.dumps({"data": np.array([{}, None]), "labels": [1, 2]}), r"\(2,\) object, not \[n, 3072\] uint8"),
+        (pickle.dumps([1, 2]), NO_BATCH),
+        (pickle.dumps({"data": np.zeros((2, 3072), np.uint8)}), NO_BATCH),
+        (pickle.dumps({"data": np.zeros((2, 3000), np.uint8), "labels": [1, 2]}), NO_BATCH),
+        (pickle.dumps({"data": np.zeros((2, 3072), np.int16), "labels": [1, 2]}), NO_BATCH),
+        (pickle.dumps({"data": "pixels", "labels": [1, 2]}), NO_BATCH),
+        (pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1]}), NO_BATCH),
+        (pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1, 0.5]}), NO_BATCH),
+        (pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1, [2]]}), NO_BATCH),
+        (pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1, 10]}), NO_BATCH),
+        (pickle.dumps({"data": np.array([{}, None]), "labels": [1, 2]}), NO_BATCH),
     ],
 )
 def test_a_damaged_cifar_file_is_named_with_the_cause(tmp_path, content, cause):

@@ -218,7 +218,7 @@ def test_the_last_characters_of_a_text_are_the_test_split(tmp_path):
         (b"abc" * 9, {"stride": 0}, r"data.args.stride: 0 is too small"),
         (b"abc" * 9, {"max_mb": -1}, r"data.args.max_mb: -1 must be greater than 0"),
         (b"abc" * 9, {"test_fraction": 1.0}, r"data.args.test_fraction: 1.0 is not between 0 and 1"),
-        (b"abc" * 9, {"split": "val"}, r"data.args.split: 'val' is neither 'train' nor 'test'"),
+        (b"abc" * 9, {"split": "val"}, r"data.args.split: 'val' is not one of 'train', 'test'"),
         (
             b"abc" * 9,
             {"tokenizer": "bytes"},
@@ -259,7 +259,7 @@ def test_the_penn_treebank_has_the_vocabulary_of_its_train_file(tmp_path):
         found = sources[split].read(np.arange(len(sources[split])))
         assert found["labels"].ravel().tolist() == tokens[1 : 1 + found["labels"].size]
         assert len(sources[split]) == (len(tokens) - 1) // 3
-    with pytest.raises(UsageError, match=r"split: 'val' is none of 'train', 'valid', 'test'"):
+    with pytest.raises(UsageError, match=r"split: 'val' is not one of 'train', 'valid', 'test'"):
         PennTreebank(str(tmp_path), "val")
     (folder / "ptb.train.txt").unlink()
     with pytest.raises(UsageError, match=r"data.args.root: no 'ptb.train.txt' in"):

@@ -246,11 +246,11 @@ def test_histograms_by_name_and_step(tmp_path):
     with (run / "events.jsonl").open("a") as file:
         for row in rows:
             file.write(json.dumps({"t": 1.7e9 + 3, "kind": "histogram", "name": "a/b", **row}) + "\n")
-        file.write('{"t": 1.7e9, "kind": "mine", "deep": [{"x": NaN}, 1e999]}\n')
+        file.write('{"t": 1.7e9, "kind": "mine", "deep": [{"x": NaN}, -Infinity]}\n')
     found = read_run(run)
     assert found["histograms"] == {"a/b": [valid, {**valid, "step": 4}]}
     assert [e["kind"] for e in found["events"]] == ["start", "mine", "finished"]
-    assert data_of(html.render([found]))["runs"][0]["events"][1]["deep"] == [{"x": "NaN"}, "Infinity"]
+    assert data_of(html.render([found]))["runs"][0]["events"][1]["deep"] == [{"x": "NaN"}, "-Infinity"]
     assert read_run(run, runs=2)["histograms"] == {}
 
 

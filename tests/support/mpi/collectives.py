@@ -103,7 +103,7 @@ def lists():
         same(first, np.arange(3, dtype=np.int8), "recv list")
         same(second, np.float32(-0.0), "recv list")
     tree = {"w": np.full((2, 2), rank, np.float32), "n": [np.int32(rank)], "key": jax.random.key(rank)}
-    got = context.broadcast(tree)
+    got = jaxdp.broadcast_parameters(tree)
     assert got["key"].dtype == tree["key"].dtype
     same(jax.random.key_data(got["key"]), jax.random.key_data(jax.random.key(0)), "key")
     same(got["w"], np.zeros((2, 2), np.float32), "tree")
