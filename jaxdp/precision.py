@@ -13,8 +13,15 @@ MIN_SCALE = 1.0  # of a dynamic loss scale
 
 
 def cast_floats(tree: Any, dtype: Any) -> Any:
-    """Cast the floating-point leaves of a tree to `dtype`; integers, booleans and keys are unchanged."""
-    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+    """Cast the floating-point leaves of a tree to `dtype`, and complex ones to the complex type that contains it, at
+    least complex64; integers, booleans and keys are unchanged."""
+
+    def cast(x: Any) -> Any:
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            return x.astype(jnp.promote_types(dtype, jnp.complex64))
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(cast, tree)
 
 
 class Policy(NamedTuple):

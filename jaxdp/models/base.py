@@ -4,10 +4,10 @@
     apply(params, model_state, batch, key, train) -> (outputs, model_state)
 
 batch: one microbatch, {name: [example, ...]}; "inputs" goes to the module's first argument, and "mask" [example]
-(True for real examples) or any other entry to an argument of that name. model_state is a nested dict: floats are
-averaged over microbatches by weight, integers must agree, and arrays under the top-level key "carry" ([example, ...])
-belong to the examples. A module declares carry for one example; its adapter broadcasts it to [example, ...]. Carry
-starts as zeros, and a step resets it to zeros where a new sequence starts.
+(True for real examples) or any other entry to an argument of that name. model_state is a nested dict: floats and
+complex numbers are averaged over microbatches by weight, integers must agree, and arrays under the top-level key
+"carry" ([example, ...]) belong to the examples. A module declares carry for one example; its adapter broadcasts it to
+[example, ...]. Carry starts as zeros, and a step resets it to zeros where a new sequence starts.
 """
 
 import inspect
