@@ -1,7 +1,8 @@
 """The model state (BatchNorm's averages, counters) as sums over microbatches: floats by weight, integers by change.
 
-Complex numbers are floats with a leading dim for the real and imaginary part. The change of an integer is summed byte
-by byte, so that no sum overflows, whatever the width of the integer.
+Complex numbers are floats with a leading dim for the real and imaginary part. An array that no microbatch changes, such
+as a table of constants, is not averaged, since that would round it in each update. The change of an integer is summed
+byte by byte, so that no sum overflows, whatever the width of the integer.
 """
 
 from typing import Any, NamedTuple
@@ -10,6 +11,13 @@ import jax
 import jax.numpy as jnp
 
 Tree = Any
+
+
+class Average(NamedTuple):
+    """Floats: the sum of values times the weight, and the number [] of microbatches that changed any of them."""
+
+    sum: jax.Array
+    changes: jax.Array
 
 
 class Change(NamedTuple):
@@ -27,9 +35,9 @@ class Change(NamedTuple):
 def weighted_state(old: Tree, new: Tree, weight: jax.Array, real: jax.Array) -> Tree:
     """Return the model state of one microbatch in a form that can be summed; real []: the microbatch has examples."""
 
-    def weigh(old: jax.Array, new: jax.Array) -> jax.Array | Change:
+    def weigh(old: jax.Array, new: jax.Array) -> Average | Change:
         if jnp.issubdtype(old.dtype, jnp.inexact):
-            return _parts(new).astype(weight.dtype) * weight
+            return Average(_parts(new).astype(weight.dtype) * weight, jnp.any(new != old).astype(weight.dtype))
         change = jax.lax.bitcast_convert_type(_wide(new) - _wide(old), jnp.uint8).astype(jnp.int32)
         change = jnp.where(real, change, 0)
         return Change(real.astype(jnp.int32), change, change * change)
@@ -41,11 +49,11 @@ def mean_state(old: Tree, sums: Tree, weight: jax.Array) -> tuple[Tree, jax.Arra
     """Return (the model state after the update, the number of integers on which microbatches disagree or None)."""
     disagreeing = []
 
-    def mean(old: jax.Array, new: jax.Array | Change) -> jax.Array:
-        if not isinstance(new, Change):
-            average = jnp.where(weight > 0, new / jnp.where(weight > 0, weight, 1), _parts(old))
+    def mean(old: jax.Array, new: Average | Change) -> jax.Array:
+        if isinstance(new, Average):
+            average = new.sum / jnp.where(weight > 0, weight, 1)
             average = jax.lax.complex(*average) if jnp.iscomplexobj(old) else average
-            return average.astype(old.dtype)
+            return jnp.where((weight > 0) & (new.changes > 0), average.astype(old.dtype), old)
         differ = new.number * new.squares != new.sum * new.sum
         disagreeing.append(jnp.sum(jnp.any(differ, axis=-1)))
         change = (new.sum // jnp.maximum(new.number, 1)).astype(jnp.uint8)

@@ -147,6 +147,12 @@ def test_state_of_any_dtype_after_many_microbatches(old, new):
     assert np.array_equal(mean_state(jnp.asarray(old), none, jnp.float32(0))[0], old)
 
 
+def test_state_that_no_microbatch_changes_keeps_its_bits():
+    old = jnp.array([0.1, 1e-9, -jnp.inf, 1 / 3])
+    sums = [weighted_state(old, old, jnp.float32(w), jnp.bool_(True)) for w in (3, 5, 7)]
+    assert np.array_equal(mean_state(old, jax.tree.map(lambda *x: sum(x), *sums), jnp.float32(15))[0], old)
+
+
 def test_a_64_bit_counter_beyond_32_bits():
     with jax.enable_x64(True):
         old, new = jnp.int64(2**40), jnp.int64(2**40 + 2**35)
