@@ -40,9 +40,11 @@ class Policy(NamedTuple):
         return cast_floats(batch, self.compute)
 
     def outputs(self, outputs: Any) -> Any:
-        """Cast the model's outputs for the loss; lazy `Logits` are cast when the loss computes them."""
+        """Cast the model's outputs for the loss, those that are arrays; lazy `Logits` are cast when the loss computes
+        them."""
+        unchanged = lambda x: isinstance(x, Logits) or not hasattr(x, "dtype")
         lazy = lambda x: isinstance(x, Logits)
-        return jax.tree.map(lambda x: x if lazy(x) else cast_floats(x, self.state), outputs, is_leaf=lazy)
+        return jax.tree.map(lambda x: x if unchanged(x) else cast_floats(x, self.state), outputs, is_leaf=lazy)
 
 
 def policy(params: str, compute: str, reduce: str) -> Policy:

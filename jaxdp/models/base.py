@@ -24,6 +24,7 @@ from flax.traverse_util import unflatten_dict
 from jaxdp.axes import DATA, REPLICA, SHARD
 from jaxdp.errors import UsageError
 from jaxdp.precision import cast_floats
+from jaxdp.split import path_string
 
 CARRY = "carry"
 TRAINING = ("train", "training", "is_training", "is_train", "enable_dropout")  # arguments that are true in training
@@ -202,5 +203,19 @@ def at(tree: dict[str, Any], path: Sequence[Any]) -> Any:
 
 
 def keep_dtypes(old: Any, new: Any) -> Any:
-    """Cast `new` to the dtypes of `old`: running averages keep their stored dtype, whatever the compute dtype."""
-    return jax.tree.map(lambda old, new: new.astype(old.dtype), old, new)
+    """Cast `new` to the dtypes of `old`: running averages keep their stored dtype, whatever the compute dtype.
+
+    Raises UsageError if the cast would drop a fraction or an imaginary part.
+    """
+
+    def cast(path: Any, old: Any, new: Any) -> Any:
+        kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+        before, after = (next((i for i, kind in enumerate(kinds) if jnp.issubdtype(x.dtype, kind)), 0) for x in (old, new))
+        if after >= 2 and after > before:
+            raise UsageError(
+                f"model: its state {path_string(path)!r} changes from {old.dtype} to {new.dtype}; initialize it with the "
+                "dtype that it gets"
+            )
+        return new.astype(old.dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, old, new)
