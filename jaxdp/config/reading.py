@@ -33,15 +33,15 @@ def from_mapping(values: dict[str, Any], where: str) -> Config:
 
 
 def check_plain(config: Config) -> None:
-    """Raise `UsageError` for a value that a YAML file cannot store, such as an array among the arguments of a target."""
+    """Raise `UsageError` for a value that YAML cannot store, such as an array among the arguments of a target."""
     for key, value in flatten(config).items():
         try:
             yaml.safe_dump(value)
         except yaml.YAMLError as error:
             kind = type(error.args[-1]).__name__
             raise UsageError(
-                f"{key}: config.yaml cannot store a value of type {kind}; use numbers, text, lists and dicts, or pass an "
-                "object with its arguments bound, as by functools.partial, instead of target and args"
+                f"{key}: config.yaml cannot store a value of type {kind}; use numbers, text, lists and dicts, or pass "
+                "an object with its arguments bound, as by functools.partial, instead of target and args"
             ) from None
 
 

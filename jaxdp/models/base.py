@@ -24,7 +24,6 @@ from flax.traverse_util import unflatten_dict
 from jaxdp.axes import DATA, REPLICA, SHARD
 from jaxdp.errors import UsageError
 from jaxdp.precision import cast_floats
-from jaxdp.split import path_string
 
 CARRY = "carry"
 TRAINING = ("train", "training", "is_training", "is_train", "enable_dropout")  # arguments that are true in training
@@ -209,12 +208,12 @@ def keep_dtypes(old: Any, new: Any) -> Any:
     """
 
     def cast(path: Any, old: Any, new: Any) -> Any:
-        kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-        before, after = (next((i for i, kind in enumerate(kinds) if jnp.issubdtype(x.dtype, kind)), 0) for x in (old, new))
-        if after >= 2 and after > before:
+        fraction = jnp.issubdtype(new.dtype, jnp.inexact) and not jnp.issubdtype(old.dtype, jnp.inexact)
+        if fraction or jnp.iscomplexobj(new) > jnp.iscomplexobj(old):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise UsageError(
-                f"model: its state {path_string(path)!r} changes from {old.dtype} to {new.dtype}; initialize it with the "
-                "dtype that it gets"
+                f"model: its state {name!r} changes from {old.dtype} to {new.dtype}; initialize it with "
+                "the dtype that it gets"
             )
         return new.astype(old.dtype)
 
