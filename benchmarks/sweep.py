@@ -2,7 +2,7 @@
 
     python -m benchmarks.sweep [RUNS]
 
-Each way has an empty cache of compiled programs. Every run compiles its own, with its seed and learning rate as constants.
+Each way has an empty cache of compiled programs. Every run compiles its own, with its seed and rate as constants.
 """
 
 import os

@@ -13,8 +13,15 @@ MIN_SCALE = 1.0  # of a dynamic loss scale
 
 
 def cast_floats(tree: Any, dtype: Any) -> Any:
-    """Cast the floating-point leaves of a tree to `dtype`; integers, booleans and keys are unchanged."""
-    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+    """Cast the floating-point leaves of a tree to `dtype`, and complex ones to the complex type that contains it, at
+    least complex64; integers, booleans and keys are unchanged."""
+
+    def cast(x: Any) -> Any:
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            return x.astype(jnp.promote_types(dtype, jnp.complex64))
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(cast, tree)
 
 
 class Policy(NamedTuple):
@@ -33,9 +40,11 @@ class Policy(NamedTuple):
         return cast_floats(batch, self.compute)
 
     def outputs(self, outputs: Any) -> Any:
-        """Cast the model's outputs for the loss; lazy `Logits` are cast when the loss computes them."""
+        """Cast the model's outputs for the loss, those that are arrays; lazy `Logits` are cast when the loss computes
+        them."""
+        unchanged = lambda x: isinstance(x, Logits) or not hasattr(x, "dtype")
         lazy = lambda x: isinstance(x, Logits)
-        return jax.tree.map(lambda x: x if lazy(x) else cast_floats(x, self.state), outputs, is_leaf=lazy)
+        return jax.tree.map(lambda x: x if unchanged(x) else cast_floats(x, self.state), outputs, is_leaf=lazy)
 
 
 def policy(params: str, compute: str, reduce: str) -> Policy:

@@ -51,6 +51,9 @@ def rehearse(
             raise UsageError(f"model: parameter {path_string(path)!r} is {leaf.dtype}; only floats have a gradient")
         if not leaf.size:
             raise UsageError(f"model: parameter {path_string(path)!r} has shape {leaf.shape}; it is empty")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.model_state):
+        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise UsageError(f"model: its state {path_string(path)!r} is a random key; use the key of the call instead")
 
     trained = step.trainable(state.params)
     shapes = lambda tree: jax.tree.map(lambda x: x.shape, tree)

@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-from jaxdp.__main__ import command
+from jaxdp.cli import main
 from jaxdp.supervise.signals import NUMBERS
 
 
@@ -37,7 +37,7 @@ class Forked:
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], name: str, output: int | None = None):
         arguments = argv, environment, name, output
         self._process = multiprocessing.get_context("fork").Process(target=_run, args=arguments)
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)  # until the child has handlers of its own
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)  # in the child until `main` takes them
         self._process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
@@ -65,6 +65,6 @@ def _run(argv: Sequence[str], environment: Mapping[str, str], name: str, output:
         os.dup2(output, 2)
     sys.argv = ["jaxdp", *argv]
     try:
-        command()
+        main()
     finally:
         atexit._run_exitfuncs()  # multiprocessing does not

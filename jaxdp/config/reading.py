@@ -3,8 +3,10 @@
 import re
 from typing import Any, get_type_hints
 
+import yaml
+
 from jaxdp.config import Config
-from jaxdp.config.check import resolve
+from jaxdp.config.check import flatten, resolve
 from jaxdp.config.keys import check_structure, expected, inner, known_keys
 from jaxdp.errors import UsageError, one_line
 
@@ -25,7 +27,22 @@ def from_mapping(values: dict[str, Any], where: str) -> Config:
         space = parser.parse_object(values)
     except (argparse.ArgumentError, TypeError, ValueError, KeyError) as error:
         raise UsageError(explain(str(error))) from None
-    return resolve(to_dataclass(Config, space.as_dict()))
+    config = to_dataclass(Config, space.as_dict())
+    check_plain(config)
+    return resolve(config)
+
+
+def check_plain(config: Config) -> None:
+    """Raise `UsageError` for a value that YAML cannot store, such as an array among the arguments of a target."""
+    for key, value in flatten(config).items():
+        try:
+            yaml.safe_dump(value)
+        except yaml.YAMLError as error:
+            kind = type(error.args[-1]).__name__
+            raise UsageError(
+                f"{key}: config.yaml cannot store a value of type {kind}; use numbers, text, lists and dicts, or pass "
+                "an object with its arguments bound, as by functools.partial, instead of target and args"
+            ) from None
 
 
 def explain(text: str) -> str:

@@ -60,7 +60,7 @@ class View(NamedTuple):
 class Sums(NamedTuple):
     """Sums over microbatches and replicas. Only `carry` is not summed: it stays with its microbatches.
 
-    model_state: floats times the weight; integers as `Change`. carry: a `Carried` from `Step.grads`, the tree itself
+    model_state: floats as `Average`, integers as `Change`. carry: a `Carried` from `Step.grads`, the tree itself
     from `Step.evaluate`. exponents: the reduction's own state.
     """
 

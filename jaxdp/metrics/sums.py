@@ -18,7 +18,10 @@ Scalars = dict[str, jax.Array]
 
 
 def check_result(result: Any) -> tuple[jax.Array, jax.Array, Scalars]:
-    """Return a loss's (sum, weight, metrics), with pairs as two entries. Raises UsageError for anything else."""
+    """Return a loss's (sum, weight, metrics), with pairs as two entries. Raises UsageError for anything else.
+
+    Floats become at least float32: a bfloat16 counts up to 256, and the order of the sums would change the result.
+    """
     three = isinstance(result, tuple) and len(result) == 3 and isinstance(result[2], Mapping)
     for name in result[2] if three else ():
         if not isinstance(name, str) or name in RESERVED or name.startswith(WEIGHT):
@@ -32,7 +35,13 @@ def check_result(result: Any) -> tuple[jax.Array, jax.Array, Scalars]:
             f"loss: it returned {got}; a loss returns (sum [], weight [], {{name: sum [] or (sum [], weight [])}}), "
             "e.g. the losses times batch['mask'] summed, and batch['mask'] summed"
         )
-    return result[0], result[1], flat(result[2])
+    if not jnp.issubdtype(result[0].dtype, jnp.floating):
+        raise UsageError(f"loss: its sum is {result[0].dtype}, which has no gradient; return a sum of real numbers")
+    return jax.tree.map(at_least_float32, (result[0], result[1], flat(result[2])))
+
+
+def at_least_float32(x: Any) -> Any:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def is_scalar(x: Any) -> bool:

@@ -4,10 +4,10 @@
     apply(params, model_state, batch, key, train) -> (outputs, model_state)
 
 batch: one microbatch, {name: [example, ...]}; "inputs" goes to the module's first argument, and "mask" [example]
-(True for real examples) or any other entry to an argument of that name. model_state is a nested dict: floats are
-averaged over microbatches by weight, integers must agree, and arrays under the top-level key "carry" ([example, ...])
-belong to the examples. A module declares carry for one example; its adapter broadcasts it to [example, ...]. Carry
-starts as zeros, and a step resets it to zeros where a new sequence starts.
+(True for real examples) or any other entry to an argument of that name. model_state is a nested dict: floats and
+complex numbers are averaged over microbatches by weight, integers must agree, and arrays under the top-level key
+"carry" ([example, ...]) belong to the examples. A module declares carry for one example; its adapter broadcasts it to
+[example, ...]. Carry starts as zeros, and a step resets it to zeros where a new sequence starts.
 """
 
 import inspect
@@ -202,5 +202,19 @@ def at(tree: dict[str, Any], path: Sequence[Any]) -> Any:
 
 
 def keep_dtypes(old: Any, new: Any) -> Any:
-    """Cast `new` to the dtypes of `old`: running averages keep their stored dtype, whatever the compute dtype."""
-    return jax.tree.map(lambda old, new: new.astype(old.dtype), old, new)
+    """Cast `new` to the dtypes of `old`: running averages keep their stored dtype, whatever the compute dtype.
+
+    Raises UsageError if the cast would drop a fraction or an imaginary part.
+    """
+
+    def cast(path: Any, old: Any, new: Any) -> Any:
+        fraction = jnp.issubdtype(new.dtype, jnp.inexact) and not jnp.issubdtype(old.dtype, jnp.inexact)
+        if fraction or jnp.iscomplexobj(new) > jnp.iscomplexobj(old):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise UsageError(
+                f"model: its state {name!r} changes from {old.dtype} to {new.dtype}; initialize it with "
+                "the dtype that it gets"
+            )
+        return new.astype(old.dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, old, new)

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdp.axes import DATA, FLAT, OUTER, Axes
 from jaxdp.core.average import average
 from jaxdp.core.frozen import merge
+from jaxdp.core.model_state import mean_state, weighted_state
 from jaxdp.core.state import Batch, Sums, TrainState
 from jaxdp.core.step import Step
 from jaxdp.errors import UsageError
@@ -175,23 +176,25 @@ class Replicas(PJit):
         number, trainable, decay = self.rule.replicas, step.trainable, self.rule.ema_decay
         sum_over = functools.partial(self.arithmetic.sum_rows, self.reduction, axis=OUTER, rows=number)
 
-        def move(state: TrainState, moved: Tree, averages: Tree) -> tuple[Tree, ...]:
+        def move(state: TrainState, moved: Tree, states: Tree) -> tuple[Tree, ...]:
             """Return the parameters, their running average, the state of the outer optimizer and the averages of the
             model, from sums."""
             params, mean = trainable(state.params), lambda x, like: (x / number).astype(like.dtype)
             updates, outer = self.rule.tx.update(jax.tree.map(mean, moved, params), state.opt_state.outer, params)
             params = merge(optax.apply_updates(params, updates), state.params)
             ema = None if decay is None else average(state.ema, params, decay**self.rule.every)
-            return params, ema, outer, jax.tree.map(mean, averages, floats(state.model_state))
+            return params, ema, outer, mean_state(floats(state.model_state), states, number * jnp.ones(()))[0]
 
         def outer_step(state: TrainState) -> TrainState:
             replicas = state.opt_state.replicas
             differences = jax.tree.map(lambda x, y: y[None] - x, trainable(replicas.params), trainable(state.params))
             numbers = jax.lax.axis_index(OUTER) * self.per_device + jnp.arange(self.per_device)
             keys = jax.vmap(lambda n: jax.random.fold_in(step.microbatch_key(state.step, n), OUTER_KEY))(numbers)
-            sums = sum_over(differences, keys=keys), sum_over(floats(replicas.model_state), keys=keys)
+            weigh = lambda new, _: weighted_state(floats(state.model_state), new, jnp.ones(()), jnp.bool_(True))
+            states = jax.vmap(weigh)(floats(replicas.model_state), numbers)
+            sums = sum_over(differences, keys=keys), sum_over(states, keys=keys)
             params, ema, outer, averages = self.arithmetic.rounded(move, state.step)(state, *sums)
-            model_state = merge(averages, jax.tree.map(lambda x: x[0], replicas.model_state))
+            model_state = merge(averages, jax.tree.map(first_of_all, replicas.model_state))
             spread = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (self.per_device, *x.shape)), tree)
             replicas = replicas.replace(params=spread(params), model_state=spread(model_state))
             guard = jax.tree.map(lambda x: jax.lax.pmax(x, OUTER), state.guard)
@@ -228,6 +231,14 @@ def assign_replicas(assignment: np.ndarray, replicas: int, parts: int) -> np.nda
     return every.reshape(parts, -1, *assignment.shape).swapaxes(1, 2).reshape(parts * len(assignment), -1)
 
 
+def first_of_all(x: jax.Array) -> jax.Array:
+    """Return the first replica's value of x [local replica, ...] on all devices: a replica that skipped an update may
+    have another counter."""
+    small = jnp.issubdtype(x.dtype, jnp.bool_) or x.dtype.itemsize < 4
+    sent = x[0].astype(jnp.int32) if small else x[0]  # a dtype that all backends support
+    return jax.lax.all_gather(sent, OUTER)[0].astype(x.dtype)
+
+
 def floats(tree: Tree) -> Tree:
-    """Return the tree with None for all other leaves: counters, which all replicas have alike, and random keys."""
-    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, tree)
+    """Return the tree with None for integers, such as counters."""
+    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, tree)

@@ -46,9 +46,13 @@ class Reference(NamedTuple):
 
     @property
     def compared(self) -> tuple[int, int]:
-        """Return (the number of trained leaves that are compared, the number of trained leaves)."""
-        trained = leaves({"params": self.trained.grads[0]})
-        return sum(path not in self.uncompared for path in trained), len(trained)
+        """Return (the number of trained leaves that are compared, the number of trained leaves).
+
+        A leaf without gradient stands still in every configuration, so it does not count as compared.
+        """
+        updates = [leaves({"params": tree}) for tree in self.trained.grads]
+        moves = [any(np.any(grads[path]) for grads in updates) for path in updates[0] if path not in self.uncompared]
+        return sum(moves), len(updates[0])
 
     def allowed(self, path: str, tolerance: float) -> float:
         """Return the error that a leaf may have."""
@@ -148,6 +152,8 @@ def difference(got: np.ndarray | None, want: np.ndarray | None) -> float:
     """Return |got - want| / |want|; infinity where only one is finite, or anything but floats differs."""
     if got is None or want is None or got.shape != want.shape:
         return np.inf
+    if np.iscomplexobj(want) and np.iscomplexobj(got):
+        got, want = (np.stack([x.real, x.imag]) for x in (got, want))
     if not (jnp.issubdtype(want.dtype, jnp.floating) and jnp.issubdtype(got.dtype, jnp.floating)):
         return 0.0 if np.array_equal(got, want) else np.inf
     got, want = got.astype(np.float64), want.astype(np.float64)

@@ -176,7 +176,7 @@ def weighted(trees: list[Tree], factors: list[float]) -> Tree:
 
 def average(states: list[Tree], shares: list[float]) -> Tree:
     """Return the model state after an update: floats averaged by share, integers as all microbatches have them."""
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
     mean = lambda *x: np.asarray(sum(y * share for y, share in zip(x, shares, strict=True)))
     return jax.tree.map(lambda *x: mean(*x) if is_float(x[0]) else x[0], *states)
 

@@ -59,6 +59,24 @@ def forgets_the_mask(outputs, batch):
     return outputs.sum(), len(outputs), {}
 
 
+def stateful(first, change):
+    def init(key, inputs):
+        return {"w": jax.numpy.zeros(3)}, {"count": first}
+
+    def apply(params, inputs, state):
+        return inputs.sum((1, 2)) * params["w"], {"count": change(state["count"])}
+
+    return init, apply
+
+
+def fraction():
+    return stateful(jax.numpy.int32(0), lambda count: count + 0.5)
+
+
+def random_key():
+    return stateful(jax.random.key(0), lambda count: count)
+
+
 def data(split="train"):
     return np.zeros((24, 4, 4, 1), np.float32), np.zeros(24, np.int32)
 
@@ -124,6 +142,11 @@ BAD = {
         ["--model.target", "mine.Branches"],
         r"model: it failed at .*in __call__: if x.mean\(\) > 0",
     ),
+    "an integer that gets a fraction": (
+        ["--model.target", "mine.fraction"],
+        "model: its state 'count' changes from int32 to float32; initialize it with the dtype that it gets",
+    ),
+    "a random key as state": (["--model.target", "mine.random_key"], "model: its state 'count' is a random key"),
     "no rngs": (["--model.target", "mine.NoRngs"], "got an initialized NoRngs; .* that takes rngs: nnx.Rngs"),
     "a loss of labels": (["--loss.target", "mine.of_labels"], r"loss: it failed at .* called as \(outputs, batch\)"),
     "a weight that is a length": (

@@ -154,6 +154,7 @@ BAD = {
     "data=(x, y - np.int32(1))": "loss: a label is -1, but",
     "data=iter(x)": "data.target: 'iterator (object)' is",
     "optimizer={'target': optax.sgd(1.0), 'weight_decay': 0.1}": "optimizer.weight_decay: 0.1 but",
+    "loss={'target': 'MeanSquaredError', 'args': {'w': x}}": "loss.args.w: config.yaml cannot store a value of type nd",
 }
 
 

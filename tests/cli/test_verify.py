@@ -274,7 +274,7 @@ batch_size: 24
 optimizer: {target: adam, lr: 1.0e-2}
 verify: {strategies: 1}
 """
-QUICK = ("model device_count", "rate by devices", "linen")
+QUICK = ("model device_count", "rate by devices", "data by neighbors", "linen")
 
 
 def cases(table):
@@ -296,6 +296,11 @@ def test_what_depends_on_devices_time_or_chance_is_found(tmp_path, case):
     assert not any(check.name == "padding" for check in report.checks)  # noise is not blamed on a mask
 
 
+def test_a_model_without_gradients_is_not_verified(tmp_path):
+    report = verified(tmp_path, verify_cases.named("model", "stopped"))
+    assert report.reference.compared == (0, 4) and report.causes == ["no parameter that is trained was compared"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases(verify_cases.GOOD))
 def test_what_does_not_depend_on_the_host_is_not_accused(tmp_path, case):
@@ -303,9 +308,8 @@ def test_what_does_not_depend_on_the_host_is_not_accused(tmp_path, case):
     assert report.verified, report.causes
     judged, every = report.reference.compared
     uncompared = [path for path in report.reference.uncompared if path.startswith("params/")]
-    assert judged and every - judged == len(uncompared) == (
-        case in ("bias before BatchNorm", "attention")
-    )  # of keys, too, a bias has no gradient
+    assert len(uncompared) == (case in ("bias before BatchNorm", "attention"))  # of keys, too, a bias has no gradient
+    assert judged and every - judged == len(uncompared) + (case == "unused parameter")
     assert f"{judged} of {every} trained leaves compared" in as_text(report, "title").splitlines()[-1]
 
 

@@ -139,6 +139,20 @@ def test_the_running_average_is_that_of_the_shared_parameters(devices):
     assert toys.relative_error(strategy.averaged(state).params, ema)[0] < 1e-6
 
 
+def test_a_counter_is_the_same_on_all_devices_after_one_replica_has_skipped_an_update(monkeypatch):
+    mlp = toys.MODELS["mlp"]()
+    init = lambda key, batch: (mlp.init(key, batch)[0], {"calls": jnp.zeros((), jnp.int32)})
+    apply = lambda params, state, *args: (mlp.apply(params, {}, *args)[0], {"calls": state["calls"] + 1})
+    monkeypatch.setitem(toys.MODELS, "counting", lambda: mlp._replace(init=init, apply=apply))
+    examples = toys.data()
+    examples["inputs"][0] = np.nan  # of the first microbatch of the first batch
+    strategy, program, batch = build(4, 2, optax.sgd(0.1), optax.sgd(1.0), examples, model="counting")
+    state = strategy.init()
+    for i in range(2):
+        state, _ = program.update(state, batch(i))
+    assert [int(shard.data) for shard in state.model_state["calls"].addressable_shards] == [1] * 4
+
+
 def eqns(jaxpr, inside=False):
     """(equation, whether it is in a branch)"""
     for eqn in jaxpr.eqns:

@@ -115,6 +115,12 @@ def pair(plant="plain"):
     return Model(init, apply)
 
 
+def stopped():
+    """A model whose parameters have no gradient."""
+    apply = lambda params, *args: pair().apply(jax.lax.stop_gradient(params), *args)
+    return Model(init, apply)
+
+
 def scaled_init():
     """Initial values that depend on the number of processes."""
     make = lambda key, batch: (jax.tree.map(lambda x: x * jax.process_count(), init(key, batch)[0]), {})
@@ -257,6 +263,14 @@ class Data:
         return {"inputs": x, "labels": self.labels[i]}
 
 
+class Centered(Data):
+    """Reads examples relative to those that are read with them: a process reads only its own."""
+
+    def read(self, indices):
+        x = self.inputs[indices]
+        return {"inputs": x - x.max(0), "labels": self.labels[indices]}
+
+
 def by_uuid(batch, key, train):
     key = jax.random.key(uuid.uuid4().int % 2**31)
     return {**batch, "inputs": batch["inputs"] + jax.random.normal(key, batch["inputs"].shape, batch["inputs"].dtype)}
@@ -322,6 +336,7 @@ FAULTS = {
     "metric by rank": (named("loss", "metric_by_rank"), f"{AGAIN} curve/rank"),
     "rate by devices": (named("optimizer", "rate_by_devices"), AGAIN),
     "data by reads": (named("data", "Data", plant="reads"), "not a function of the index: 'inputs'"),
+    "data by neighbors": (named("data", "Centered"), "not a function of the index: 'inputs'"),
     "transform by uuid": (named("data.transform", "by_uuid"), AGAIN),
 }
 GOOD = {

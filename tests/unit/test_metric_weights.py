@@ -166,6 +166,16 @@ def test_what_is_neither_a_sum_nor_a_pair_is_refused(metrics):
     assert check_result((ONE, ONE, {"a": [ONE, ONE], "b": ONE}))[2].keys() == {"a", f"{WEIGHT}a", "b"}
 
 
+def test_sums_of_a_loss_in_bfloat16_are_not_added_in_bfloat16():
+    """Where 256 + 1 is 256, the weight would depend on how the microbatches are split over devices."""
+    one = jnp.ones((), jnp.bfloat16)
+    total, weight, metrics = check_result((one, one, {"hits": one, "of": (one, one), "count": jnp.int32(1)}))
+    assert {x.dtype.name for x in (total, weight, *metrics.values())} == {"float32", "int32"}
+    assert metrics["count"].dtype == jnp.int32
+    with pytest.raises(UsageError, match=r"^loss: its sum is int32, which has no gradient"):
+        check_result((jnp.int32(1), one, {}))
+
+
 @pytest.mark.parametrize("name", ["loss", "weight/a", 3])
 def test_names_of_metrics_that_a_record_has_itself_are_refused(name):
     with pytest.raises(UsageError, match="which every record contains already"):

@@ -11,6 +11,7 @@ from flax import linen, nnx
 
 import toys
 from covering import first
+from jaxdp.core.model_state import mean_state, weighted_state
 from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.state import init_state
 from jaxdp.core.step import make_step
@@ -123,6 +124,40 @@ def test_carry_stays_with_its_places_and_integers_count_once(backend, devices, a
     exported = jax.tree.map(jnp.asarray, state)
     again = strategy.export(strategy.adopt(jax.device_put(exported, strategy.abstract().step.sharding)))
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, again), state)
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        (np.int8(100), np.int8(-56)),
+        (np.int32(7), np.int32(7 + 2**30)),
+        (np.uint32(5), np.uint32(2**32 - 1)),
+        (np.bool_(True), np.bool_(False)),
+        (np.array([0.5 - 2j], np.complex64), np.array([0.25 + 3j], np.complex64)),
+        (np.zeros((0, 3), np.int32), np.zeros((0, 3), np.int32)),
+    ],
+)
+def test_state_of_any_dtype_after_many_microbatches(old, new):
+    """The sum of all changes does not fit into 32 bits, and complex numbers keep their imaginary part."""
+    sums = weighted_state(jnp.asarray(old), jnp.asarray(new), jnp.float32(2), jnp.bool_(True))
+    total, weight = jax.tree.map(lambda x: x * 8, sums), jnp.float32(16)
+    result, disagreeing = mean_state(jnp.asarray(old), total, weight)
+    assert result.dtype == new.dtype and np.array_equal(result, new) and not disagreeing
+    none = jax.tree.map(jnp.zeros_like, total)
+    assert np.array_equal(mean_state(jnp.asarray(old), none, jnp.float32(0))[0], old)
+
+
+def test_state_that_no_microbatch_changes_keeps_its_bits():
+    old = jnp.array([0.1, 1e-9, -jnp.inf, 1 / 3])
+    sums = [weighted_state(old, old, jnp.float32(w), jnp.bool_(True)) for w in (3, 5, 7)]
+    assert np.array_equal(mean_state(old, jax.tree.map(lambda *x: sum(x), *sums), jnp.float32(15))[0], old)
+
+
+def test_a_64_bit_counter_beyond_32_bits():
+    with jax.enable_x64(True):
+        old, new = jnp.int64(2**40), jnp.int64(2**40 + 2**35)
+        sums = weighted_state(old, new, jnp.float64(1), jnp.bool_(True))
+        assert int(mean_state(old, sums, jnp.float64(1))[0]) == new
 
 
 @pytest.mark.slow
