@@ -7,14 +7,16 @@ from typing import Any
 import jax
 from flax import errors, linen
 
+from jaxdp.errors import UsageError
 from jaxdp.models.base import CARRY, Model, call_arguments, keep_dtypes, modes, named, rehearse
 
 
 def from_linen(module: linen.Module) -> Model:
     """Return the `Model` of a Linen module; all collections except "params" (batch_stats, carry, ...) are its state.
 
-    The collection "carry" is per-example state ([example, ...]). Collections filled by `sow` are excluded. Every RNG
-    stream that the module uses gets a key derived from the microbatch's; evaluation has no "dropout" stream.
+    The collection "carry" is per-example state ([example, ...]). Collections filled by `sow` are excluded, and
+    those of losses refused: nothing would add them (UsageError in `init`). Every RNG stream that the module uses gets a
+    key derived from the microbatch's; evaluation has no "dropout" stream.
     """
     evaluated = in_evaluation(module)
     streams = {"dropout"}  # and those that `rehearse` discovers
@@ -35,7 +37,13 @@ def from_linen(module: linen.Module) -> Model:
         state.pop("intermediates", None)
         after = rehearse(lambda params, state: rehearsed(params, state, batch, key), params, state, batch)
         alike = lambda a, b: jax.tree.map(jax.numpy.shape, a) == jax.tree.map(jax.numpy.shape, b)
-        return params, {k: tree for k, tree in state.items() if after is None or alike(tree, after.get(k))}
+        kept = {k: tree for k, tree in state.items() if after is None or alike(tree, after.get(k))}
+        if lost := [k for k in state if k not in kept and "loss" in k]:
+            raise UsageError(
+                f"model: what it sows into {lost[0]!r} would not be part of the loss; return it among the outputs, and "
+                "add it in the loss"
+            )
+        return params, kept
 
     def rehearsed(params: Any, state: Any, batch: dict[str, jax.Array], key: jax.Array) -> Any:
         """Return the state after a training call; add each RNG stream that lacks a key to `streams` and retry."""

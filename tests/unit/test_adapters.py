@@ -387,6 +387,17 @@ def test_linen_streams_flags_and_sown_values():
     np.testing.assert_array_equal(one["pair"][1], evaluated["pair"][1])
 
 
+def test_a_loss_that_would_be_dropped_is_refused():
+    class Experts(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            self.sow("aux_losses", "balance", x.mean())
+            return linen.Dense(3)(x)
+
+    with pytest.raises(UsageError, match="sows into 'aux_losses' would not be part of the loss; return it among"):
+        calls(Experts())
+
+
 def test_linen_stream_is_split_where_the_model_splits_it():
     _, _, results = calls(Scanned())
     drawn = results[0, True][0] - results[1, True][0]
