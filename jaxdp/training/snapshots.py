@@ -32,7 +32,8 @@ class Snapshot(NamedTuple):
     """The state after update `step`, as far as this process has it.
 
     parts: the arrays of each part. meta: what a checkpoint stores beside the state, as JSON. dims: the dim along which
-    each leaf is split into `slices`, or WHOLE. checksums: of the arrays, once these are in host memory.
+    each leaf is split into `slices`, or WHOLE. offset: the number of batches skipped before, without which an update
+    has another state. checksums: of the arrays, once these are in host memory.
     """
 
     step: int
@@ -40,7 +41,19 @@ class Snapshot(NamedTuple):
     meta: str
     dims: Sequence[int]
     slices: int = 0
+    offset: int = 0
     checksums: Mapping[int, Sequence[int]] = {}
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Return what distinguishes the states of a job, and how they are split."""
+        return self.step, self.offset, self.slices
+
+    def join(self, other: "Snapshot") -> "Snapshot":
+        """Return this snapshot with the parts that only `other` has, if it is of the same state."""
+        if other.key != self.key:
+            return self
+        return self._replace(parts={**other.parts, **self.parts}, checksums={**other.checksums, **self.checksums})
 
     def with_checksums(self) -> "Snapshot":
         return self._replace(checksums={part: [checksum(x) for x in arrays] for part, arrays in self.parts.items()})
@@ -130,7 +143,8 @@ class Snapshots:
     def _begin(self, run: Run, progress: Progress) -> None:
         copied = self._copies.start(run.strategy.export(progress.state, padded=True))
         meta = json.dumps(progress_metadata(run, progress))
-        self._pending = Snapshot(progress.step, copied, meta, self._copies.dims, self._copies.count)
+        offset = run.origin.offset
+        self._pending = Snapshot(progress.step, copied, meta, self._copies.dims, self._copies.count, offset)
 
     def settle(self) -> None:
         """Read the pending copy from the device; drop it if its update has failed."""
@@ -140,9 +154,13 @@ class Snapshots:
                 parts = self._copies.read(pending.parts)
             except (ValueError, jax.errors.JaxRuntimeError):  # the collective of its update has lost a process
                 return
-            is_older = self.newest is not None and self.newest.step <= pending.step  # else the run was rolled back
-            self.previous = self.newest if is_older and pending.slices else None
-            self.newest = pending._replace(parts=parts).with_checksums()
+            newest, before = pending._replace(parts=parts).with_checksums(), self.newest
+            if before is not None and before.key == newest.key:  # recovered, and split over other devices
+                self.newest = newest.join(before)
+                return
+            is_older = before is not None and before.step <= newest.step  # else the run was rolled back
+            self.previous = before if is_older and newest.slices else None
+            self.newest = newest
 
     def drop_after(self, step: int) -> None:
         """Drop the snapshots of later updates."""
@@ -173,9 +191,9 @@ class Snapshots:
         self.newest, self.previous = found and found.snapshot, None
         if found is None:
             return None
-        step, _, meta, dims, _, _ = found.snapshot
-        state = assemble(shapes, dims, receive(context, found, shapes))
-        return step, json.loads(meta), run.strategy.adopt(jax.tree.unflatten(structure, state))
+        leaves = assemble(shapes, found.snapshot.dims, receive(context, found, shapes))
+        state = run.strategy.adopt(jax.tree.unflatten(structure, leaves))
+        return found.snapshot.step, json.loads(found.snapshot.meta), state
 
 
 def affordable(taken: Sequence[tuple[int, float, float]]) -> int:
@@ -217,18 +235,18 @@ def find(context: Context, kept: Sequence[Snapshot], oldest: int) -> Found | Non
 
     kept: of this process. Prints what is missing.
     """
-    kept = [snapshot.check() for snapshot in kept]
-    texts = context.exchange("snapshots", json.dumps([(s.step, s.slices, [*s.parts]) for s in kept]))
-    ranks: dict[tuple[int, int], dict[int, list[int]]] = {}  # {(step, slices): {part: ranks}}
+    own = {snapshot.key: snapshot.check() for snapshot in kept}
+    texts = context.exchange("snapshots", json.dumps([(key, [*s.parts]) for key, s in own.items()]))
+    ranks: dict[tuple[int, int, int], dict[int, list[int]]] = {}  # {key: {part: ranks}}
     for rank, text in enumerate(texts):
-        for step, count, parts in json.loads(text):
+        for key, parts in json.loads(text):
             for part in parts:
-                ranks.setdefault((step, count), {}).setdefault(part, []).append(rank)
-    complete = [key for key, parts in ranks.items() if key[0] >= oldest and len(parts) > key[1]]
+                ranks.setdefault((key[0], key[1], key[2]), {}).setdefault(part, []).append(rank)
+    complete = [key for key, parts in ranks.items() if key[0] >= oldest and len(parts) > key[2]]
     if not complete:
         if ranks and context.is_root:
-            step, count = max(ranks)
-            missing = ", ".join(str(part) for part in range(count) if part not in ranks[step, count])
+            step, _, count = key = max(ranks)
+            missing = ", ".join(str(part) for part in range(count) if part not in ranks[key])
             print(
                 f"jaxdp: elastic: no process that is left has part {missing} of the state after update {step}: the job "
                 "continues from its newest checkpoint",
@@ -238,11 +256,12 @@ def find(context: Context, kept: Sequence[Snapshot], oldest: int) -> Found | Non
         return None
     newest = max(complete)
     owners = {part: holders[0] for part, holders in sorted(ranks[newest].items())}
-    own = next((s for s in kept if (s.step, s.slices) == newest), None)
-    text = json.dumps([own.meta, list(own.dims)]) if own and context.rank == owners[WHOLE] else ""
+    found = own.get(newest)
+    text = json.dumps([found.meta, list(found.dims)]) if found and context.rank == owners[WHOLE] else ""
     meta, dims = json.loads(context.exchange("snapshot metadata", text)[owners[WHOLE]])
     lacking = {part for part, holders in ranks[newest].items() if len(holders) < context.size}
-    return Found(owners, lacking, own or Snapshot(newest[0], {}, meta, dims, newest[1]))
+    step, offset, slices = newest
+    return Found(owners, lacking, found or Snapshot(step, {}, meta, dims, slices, offset))
 
 
 def receive(context: Context, found: Found, shapes: Sequence[Any]) -> Iterator[tuple[int, Sequence[np.ndarray]]]:
@@ -251,10 +270,11 @@ def receive(context: Context, found: Found, shapes: Sequence[Any]) -> Iterator[t
     shapes: of the leaves of the state (anything with shape and dtype). Raises DistributedError if processes disagree on
     these.
     """
-    _, parts, _, dims, count, _ = found.snapshot
+    parts, dims, count = found.snapshot.parts, found.snapshot.dims, found.snapshot.slices
     for part, owner in found.owners.items():
         arrays = parts.get(part)
         if arrays is None:
+            assert context.rank != owner, f"part {part} of the state after update {found.snapshot.step}"
             pieces = [(x, d) for x, d in zip(shapes, dims) if (d == WHOLE) == (part == WHOLE)]
             cut = lambda x, d: [-(-n // count) if i == d else n for i, n in enumerate(x.shape)]
             arrays = [np.zeros(cut(x, d), x.dtype) for x, d in pieces]

@@ -292,6 +292,23 @@ def test_a_stopped_process_is_expelled(tmp_path, rank):
 
 @pytest.mark.slow
 @pytest.mark.mpi
+@pytest.mark.parametrize("zero", ["1", "3"])
+def test_a_second_process_is_killed_before_the_next_snapshot(tmp_path, zero):
+    """Both recover the same update, from copies that were made by different processes."""
+    sharded = ["--parallel.backend", "pjit", "--parallel.zero", zero, "--elastic.snapshot_every", "16"]
+    job = started(tmp_path, 4, 5, *sharded)
+    trained = lambda: [event["kind"] for event in job.lines("events.jsonl")].count("first_update")
+    for number, rank in enumerate((1, 2, 0), start=1):
+        job.kill(rank)
+        job.until(lambda number=number: trained() > number and job.generations()[-1] == 4)
+    resumed = [event["step"] for event in job.lines("events.jsonl") if event["kind"] == "resume"]
+    final, _ = job.ends()
+    assert len(set(resumed)) < len(resumed), f"none recovered the same update again: {resumed}"
+    assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
 def test_a_process_with_another_config_does_not_join(tmp_path):
     job = started(tmp_path, 2, 0, program=[sys.executable, "-m", "jaxdp"])
     environment = pathlib.Path(f"/proc/{job.pids()[1]}/environ").read_text().split("\0")

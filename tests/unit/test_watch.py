@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import jax
 import numpy as np
@@ -18,11 +19,12 @@ from jaxdp.core.skip import Spike
 from jaxdp.data.base import Arrays
 from jaxdp.distributed.context import Context
 from jaxdp.errors import RunFailed
+from jaxdp.split import WHOLE
 from jaxdp.supervise.agreement import Agreement
 from jaxdp.supervise.monitor import RunMonitor, Stopped
 from jaxdp.supervise.watchdog import verdict
 from jaxdp.training import loop
-from jaxdp.training.snapshots import Snapshots, affordable
+from jaxdp.training.snapshots import Snapshot, Snapshots, affordable
 from jaxdp.training.source import Source
 from plain_runs import make_run
 
@@ -132,6 +134,19 @@ def test_a_run_that_is_rolled_back_continues_to_take_snapshots(tmp_path):
     snapshots.settle()
     assert len(compilations) == 2  # the first update, and the first one after the rollback
     assert snapshots.newest.step == 11 and json.loads(snapshots.newest.meta)["offset"] == 2
+
+
+def test_the_parts_of_a_state_that_was_recovered_are_kept():
+    """The copy of a recovered state has the slices of other devices; a process must have all that it says it has."""
+    part = lambda *numbers: {n: [np.full(3, n)] for n in (WHOLE, *numbers)}
+    snapshots, old = Snapshots(5), Snapshot(15, part(0, 1), "{}", [0, WHOLE], 4).with_checksums()
+    copies = types.SimpleNamespace(read=lambda parts: parts)
+    for offset, kept in ((0, {WHOLE, 0, 1, 2}), (2, {WHOLE, 2})):  # 2: rolled back, so another state
+        snapshots.newest, snapshots.previous, snapshots._copies = old, None, copies
+        snapshots._pending = Snapshot(15, part(2), "{}", [0, WHOLE], 4, offset)
+        snapshots.settle()
+        assert set(snapshots.newest.parts) == set(snapshots.newest.checksums) == kept
+        assert snapshots.newest.check().parts.keys() == kept
 
 
 def test_snapshots_take_a_hundredth_of_the_time():
