@@ -352,7 +352,9 @@ def test_the_others_train_the_replicas_of_a_lost_process(tmp_path):
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_three_processes_wait_for_the_fourth_of_four_replicas(tmp_path):
-    job = started(tmp_path, 4, 1, *OUTER)
+    late = "import os, time; time.sleep(0 if os.environ['JAXDP_RESTARTS'] == '1' else 5)"
+    program = [sys.executable, "-c", f"{late}; from jaxdp.cli import main; main()"]
+    job = started(tmp_path, 4, 1, *OUTER, program=program)
     job.kill(1)
     job.until(lambda: job.generations() == [4, 4])
     final, out = job.ends()
