@@ -38,8 +38,10 @@ class Forked:
         arguments = argv, environment, name, output
         self._process = multiprocessing.get_context("fork").Process(target=_run, args=arguments)
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)  # in the child until `main` takes them
-        self._process.start()
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None if the process runs."""
