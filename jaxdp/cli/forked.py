@@ -60,6 +60,7 @@ def _run(argv: Sequence[str], environment: Mapping[str, str], name: str, output:
         pathlib.Path("/proc/self/comm").write_text(name)
     for number in NUMBERS:
         signal.signal(number, signal.SIG_DFL)
+    multiprocessing.set_start_method(None, force=True)  # "fork" here; data of the user may choose, or use the default
     os.environ.clear()
     os.environ.update(environment)
     if output is not None:

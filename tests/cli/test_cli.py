@@ -542,6 +542,24 @@ def test_a_process_that_cannot_be_forked_leaves_the_signals_unblocked(monkeypatc
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
+def test_a_forked_process_may_choose_how_it_starts_others(tmp_path):
+    script = tmp_path / "spawn.py"
+    script.write_text(
+        "import multiprocessing, os, sys\n"
+        "from jaxdp.cli import forked\n"
+        "def choose():\n"
+        "    multiprocessing.set_start_method('spawn')\n"
+        "    sys.exit(3)\n"
+        "forked.main = choose\n"
+        "child = forked.Forked([], dict(os.environ), 'jaxdp rank 0')\n"
+        "while child.poll() is None:\n"
+        "    pass\n"
+        "sys.exit(child.poll())"
+    )
+    done = subprocess.run([sys.executable, str(script)], cwd=ROOT, text=True, capture_output=True, timeout=60)
+    assert done.returncode == 3, done.stderr
+
+
 @pytest.mark.mpi
 def test_launch_gives_each_process_its_rank_and_ends_with_the_code_of_the_job(tmp_path):
     script = tmp_path / "rank.py"
