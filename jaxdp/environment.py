@@ -99,6 +99,13 @@ def libc() -> str:
         return ""
 
 
+def use_cpu() -> None:
+    """Let JAX open the CPU alone, in this process and those that it starts, before it opens its devices."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if "jax" in sys.modules:  # it has read the variable at its import
+        sys.modules["jax"].config.update("jax_platforms", "cpu")
+
+
 def simulate(devices: int) -> None:
     """Simulate this number of devices on JAX's CPU backend, unless XLA_FLAGS sets one."""
     if simulated() is None:

@@ -90,7 +90,7 @@ def run(name: str, argv: list[str]) -> None:
     if where == "host":
         options = load_options(argv, name)
         if name not in ("doctor", "launch"):
-            os.environ["JAX_PLATFORMS"] = "cpu"  # a training job may use all memory of the GPU
+            environment.use_cpu()  # a training job may use all memory of the GPU
         _module(name).run(Call(options=options))
     elif where == "runs":
         _module(name).run(Call(options={"argv": argv}))
@@ -104,7 +104,7 @@ def run_alone(name: str, argv: list[str]) -> None:
     """Run a verb in one process, on simulated devices if there are no real ones."""
     config, path, options = load(argv, name)
     if name in ("plan", "summary"):  # they run nothing
-        os.environ["JAX_PLATFORMS"] = "cpu"
+        environment.use_cpu()
     if name == "plan":  # the devices need not exist: compile for CPU, without optimization
         flags = re.sub(r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", ""))
         os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()

@@ -38,8 +38,10 @@ class Forked:
         arguments = argv, environment, name, output
         self._process = multiprocessing.get_context("fork").Process(target=_run, args=arguments)
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)  # in the child until `main` takes them
-        self._process.start()
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None if the process runs."""
@@ -58,6 +60,7 @@ def _run(argv: Sequence[str], environment: Mapping[str, str], name: str, output:
         pathlib.Path("/proc/self/comm").write_text(name)
     for number in NUMBERS:
         signal.signal(number, signal.SIG_DFL)
+    multiprocessing.set_start_method(None, force=True)  # "fork" here; data of the user may choose, or use the default
     os.environ.clear()
     os.environ.update(environment)
     if output is not None:

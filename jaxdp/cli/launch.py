@@ -72,9 +72,13 @@ def run(call: Call) -> None:
         "JAXDP_SECRET": os.environ.get("JAXDP_SECRET") or secrets.token_hex(32),
     }
     ranks = [{"JAXDP_PROCESS_ID": str(rank), "JAXDP_LOCAL_RANK": str(rank)} for rank in range(count)]
+    processes = list[Process]()
     try:
-        processes = [Process(command, environment | rank, call.options["restart"]) for rank in ranks]
+        for rank in ranks:
+            processes.append(Process(command, environment | rank, call.options["restart"]))
     except OSError as error:
+        for process in processes:  # the others would wait for the ranks that are missing
+            process.child.kill()
         raise UsageError(f"launch: {command[0]!r} cannot be started: {error.strerror}") from None
 
     def forward(number: int, frame: object) -> None:

@@ -53,7 +53,6 @@ def follow(command: list[str]) -> tuple[Stage, Check | None]:
     """Follow a process to its end: what it opens may block or kill it. Return its last stage, and how it failed."""
     process = subprocess.Popen(
         command,
-        bufsize=0,  # else `select` would miss the lines in a buffer
         env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -70,14 +69,16 @@ def follow(command: list[str]) -> tuple[Stage, Check | None]:
 
     reader = threading.Thread(target=read_errors, daemon=True)
     reader.start()
-    stage, how = Stage("checks", 2 * LIMIT, [], 0, 1, {0: hosts.hostname()}), ""
+    stage, how, rest = Stage("checks", 2 * LIMIT, [], 0, 1, {0: hosts.hostname()}), "", b""
     while stage.name and not how:
         if not select.select([stages], [], [], stage.seconds)[0]:
             process.kill()
             how = f"no answer within {stage.seconds:g} s"
-        elif text := stages.readline():
-            with contextlib.suppress(ValueError, TypeError):  # printed by a library
-                stage = Stage(*json.loads(text))
+        elif text := os.read(stages.fileno(), 1 << 16):  # not a whole line, for the rest of which it might wait
+            *lines, rest = (rest + text).split(b"\n")
+            for line in lines:
+                with contextlib.suppress(ValueError, TypeError):  # printed by a library
+                    stage = Stage(*json.loads(line))
         else:
             code = process.wait()
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else SILENT

@@ -41,7 +41,7 @@ def check_result(result: Any) -> tuple[jax.Array, jax.Array, Scalars]:
 
 
 def at_least_float32(x: Any) -> Any:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x
 
 
 def is_scalar(x: Any) -> bool:

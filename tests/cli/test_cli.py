@@ -1,9 +1,11 @@
 """The command as people use it: training, resuming, refusing, alone and under mpirun."""
 
 import json
+import os
 import pathlib
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import pytest
 from cli_runs import curve, ended, jaxdp, records, write
 from covering import first
 from jaxdp import cli
+from jaxdp.cli.forked import Forked
 from jaxdp.cli.parse import split_command
 from jaxdp.cli.table import VERBS
 from jaxdp.config.keys import known_keys
@@ -497,6 +500,64 @@ def test_launch_leaves_the_choice_of_a_platform_to_the_job(monkeypatch):
     show = "import os; os.write(1, os.environ.get('JAX_PLATFORMS', 'any').encode() + b' ')"
     words = [sys.executable, "-m", "jaxdp", "launch", "-n", "2", sys.executable, "-c", show]
     assert subprocess.run(words, cwd=ROOT, text=True, capture_output=True, timeout=60).stdout.split() == ["any"] * 2
+
+
+def test_a_verb_that_needs_no_devices_opens_the_cpu_alone_if_jax_was_imported_before(monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    show = "import jax; from jaxdp import environment; environment.use_cpu(); print(jax.config.jax_platforms)"
+    done = subprocess.run([sys.executable, "-c", show], cwd=ROOT, text=True, capture_output=True, timeout=60)
+    assert done.stdout.split() == ["cpu"], done.stderr
+
+
+@pytest.mark.mpi
+def test_launch_ends_the_processes_that_it_has_started_if_another_cannot_be(tmp_path, monkeypatch):
+    monkeypatch.setenv("DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("JAXDP_TIMEOUT", "600")  # of the first process, which would wait for the other
+    script = tmp_path / "two.py"
+    script.write_text(
+        "import os\n"
+        "fork, calls = os.fork, []\n"
+        "def fork_once():\n"
+        "    calls.append(None)\n"
+        "    if len(calls) > 1:\n"
+        "        raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
+        "    return fork()\n"
+        "os.fork = fork_once\n"
+        "from jaxdp.cli import main\n"
+        "main(['launch', '-n', '2', 'train', '--config', 'configs/digits.yaml', '--run_dir', os.environ['DIR']])"
+    )
+    done = subprocess.run([sys.executable, str(script)], cwd=ROOT, text=True, capture_output=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.strip() == "jaxdp: launch: 'train' cannot be started: Resource temporarily unavailable"
+
+
+def test_a_process_that_cannot_be_forked_leaves_the_signals_unblocked(monkeypatch):
+    def fail():
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", fail)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    with pytest.raises(BlockingIOError):
+        Forked(["train"], {}, "jaxdp rank 0")
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+
+
+def test_a_forked_process_may_choose_how_it_starts_others(tmp_path):
+    script = tmp_path / "spawn.py"
+    script.write_text(
+        "import multiprocessing, os, sys\n"
+        "from jaxdp.cli import forked\n"
+        "def choose():\n"
+        "    multiprocessing.set_start_method('spawn')\n"
+        "    sys.exit(3)\n"
+        "forked.main = choose\n"
+        "child = forked.Forked([], dict(os.environ), 'jaxdp rank 0')\n"
+        "while child.poll() is None:\n"
+        "    pass\n"
+        "sys.exit(child.poll())"
+    )
+    done = subprocess.run([sys.executable, str(script)], cwd=ROOT, text=True, capture_output=True, timeout=60)
+    assert done.returncode == 3, done.stderr
 
 
 @pytest.mark.mpi

@@ -269,6 +269,9 @@ def test_how_the_process_that_joins_has_ended():
     sleeper = "import time; print('[\"devices\", 0.1, [], 0, 1, {}]', flush=True); time.sleep(60)"
     stage, failed = examine.follow([sys.executable, "-c", sleeper])
     assert failed.name == "devices" and failed.found == "no answer within 0.1 s"
+    sleeper = sleeper.replace("time.sleep", "print(1, end='', flush=True); time.sleep")
+    stage, failed = examine.follow([sys.executable, "-c", sleeper])
+    assert failed.name == "devices" and failed.found == "no answer within 0.1 s"  # after a part of a line
     aborted = "F1123 20:00:00.000000 12 flags.cc:234] Unknown flag in XLA_FLAGS: --x\n"
     cause = "jaxdp: rank 1 (host b) ends: rank 0 (host a) has gone: see what it printed\n"
     assert "jaxlib does not know it" in examine.problem("devices", SILENT, aborted).fix

@@ -166,9 +166,10 @@ def test_what_is_neither_a_sum_nor_a_pair_is_refused(metrics):
     assert check_result((ONE, ONE, {"a": [ONE, ONE], "b": ONE}))[2].keys() == {"a", f"{WEIGHT}a", "b"}
 
 
-def test_sums_of_a_loss_in_bfloat16_are_not_added_in_bfloat16():
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_sums_of_a_loss_in_few_bits_are_added_in_float32(dtype):
     """Where 256 + 1 is 256, the weight would depend on how the microbatches are split over devices."""
-    one = jnp.ones((), jnp.bfloat16)
+    one = jnp.ones((), dtype)
     total, weight, metrics = check_result((one, one, {"hits": one, "of": (one, one), "count": jnp.int32(1)}))
     assert {x.dtype.name for x in (total, weight, *metrics.values())} == {"float32", "int32"}
     assert metrics["count"].dtype == jnp.int32
