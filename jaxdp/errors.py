@@ -50,6 +50,13 @@ class RunFailed(ReportedError, RuntimeError):
     """The run itself cannot continue: one line, printed by rank 0. Exit code 1."""
 
 
+def check_sizes(section: str, **sizes: int | None) -> None:
+    """Raise UsageError for the first size below 1, by its key in a section of the config; None is not checked."""
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise UsageError(f"{section}.{name}: {size} is too small; it must be at least 1")
+
+
 def one_line(text: object) -> str:
     """Return a message, or that of an error, on one line."""
     return " ".join(str(text).split())

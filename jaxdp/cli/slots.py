@@ -84,7 +84,8 @@ def run_all(trials: Sequence[Trial], slots: Sequence[dict[str, str]]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, stop)
-    preload()
+    if trials:
+        preload()
     try:
         while running or (waiting and not received):
             for i, slot in enumerate(slots):

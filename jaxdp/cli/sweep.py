@@ -18,13 +18,13 @@ from jaxdp import config as schema
 from jaxdp import rundir
 from jaxdp.cli import Call
 from jaxdp.cli.parse import load, load_options
+from jaxdp.cli.report import read_runs
 from jaxdp.cli.slots import Trial, make_slots, run_all
 from jaxdp.cli.table import VERBS
 from jaxdp.config.keys import check_key
 from jaxdp.distributed import launchers
 from jaxdp.errors import UsageError
 from jaxdp.report import table
-from jaxdp.report.read import read_run
 
 OWN = VERBS["sweep"].options
 
@@ -44,7 +44,8 @@ def run(call: Call) -> None:
     finished = f"; {len(mine) - len(pending)} are finished already" if len(pending) < len(mine) else ""
     print(f"sweep: {len(mine)} runs in {directory}, {len(slots)} at once{finished}", flush=True)
     code = run_all(pending, slots)
-    runs = [read_run(trial.directory) for trial in trials if (trial.directory / "metrics.jsonl").is_file()]
+    begun = [trial.directory for trial in trials if (trial.directory / "metrics.jsonl").is_file()]
+    runs = [*read_runs(begun).values()] if begun else []
     if any(options["metric"] in run["numbers"] for run in runs):
         print(table.table(table.ranked(runs, options["metric"]), options["metric"]))
     sys.exit(code)

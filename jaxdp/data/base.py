@@ -114,13 +114,6 @@ def check_split(split: str) -> None:
     check_one_of("split", split, ("train", "test"))
 
 
-def check_sizes(**sizes: int | None) -> None:
-    """Raise UsageError for the first argument of a data set that is below 1; None is not checked."""
-    for argument, size in sizes.items():
-        if size is not None and size < 1:
-            raise UsageError(f"data.args.{argument}: {size} is too small; it must be at least 1")
-
-
 def as_dataset(source: Any) -> Dataset:
     """Return `source` as a `Dataset`: itself if it has `read`, else wrapped as `Arrays` or `Examples`.
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import check_sizes, check_split
+from jaxdp.data.base import check_split
 from jaxdp.data.windows import check_fraction
-from jaxdp.errors import UsageError, import_optional, one_line
+from jaxdp.errors import UsageError, check_sizes, import_optional, one_line
 
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"}
 FOLDERS = {"train": ("train",), "test": ("test", "val", "valid", "validation")}
@@ -40,7 +40,7 @@ class ImageFolder:
     ):
         check_split(split)
         check_fraction(test_fraction)
-        check_sizes(size=size)
+        check_sizes("data.args", size=size)
         import_pillow("Image")
         top = Path(root).expanduser()
         folders = {name: next((top / n for n in FOLDERS[name] if (top / n).is_dir()), None) for name in FOLDERS}

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import Dataset, as_dataset, check_sizes, check_split, tokenizer_spec
+from jaxdp.data.base import Dataset, as_dataset, check_split, tokenizer_spec
 from jaxdp.data.example_order import EpochOrder, ExampleOrder, permute
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, check_sizes
 from jaxdp.targets import bind, call, locate, parameters, targets_in
 
 KEY = "data.args.sets"
@@ -40,7 +40,7 @@ class Mixture:
         check_split(split)
         if not isinstance(sets, Mapping) or not sets:
             raise UsageError(f"{KEY}: {sets!r} has no set; give {{name: {{target, args}}, ...}}")
-        check_sizes(size=size)
+        check_sizes("data.args", size=size)
         check_weights(sets, weights)
         self.names = [name for name in sorted(sets) if split == "train" or takes_split(name, sets[name])]
         self.sets = [make_set(name, sets[name], split) for name in self.names]

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import PROBES, UNKNOWN, Examples, check_sizes, check_split
+from jaxdp.data.base import PROBES, UNKNOWN, Examples, check_split
 from jaxdp.data.example_order import EpochOrder, ExampleOrder, permute
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, check_sizes
 from jaxdp.targets import bind, call, locate, parameters
 
 
@@ -47,7 +47,7 @@ class Stream(Examples):
         split: str = "train",
     ):
         check_split(split)
-        check_sizes(size=size, shuffle=shuffle)
+        check_sizes("data.args", size=size, shuffle=shuffle)
         make, decode = located("source", source), located("decode", decode)
         if not callable(make):
             raise UsageError(

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import check_sizes
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, check_sizes
 
 SMALL = 1 << 24  # up to this many tokens are checked at once in the beginning; otherwise each window when it is read
 
@@ -104,7 +103,7 @@ class Windows:
 
 def stride_of(length: int, stride: int | None) -> int:
     """Return `stride`, or `length` if it is None. Raises UsageError if either is not positive."""
-    check_sizes(length=length, stride=stride)
+    check_sizes("data.args", length=length, stride=stride)
     return length if stride is None else stride
 
 

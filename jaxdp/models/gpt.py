@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdp.cpu import product
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, check_sizes
 from jaxdp.logits import Logits
 from jaxdp.models.attention import ATTENTION, Attention, Rotation, rotation, wide
-from jaxdp.models.layers import make_dropout, require, require_one_of, require_sizes
+from jaxdp.models.layers import make_dropout, require, require_one_of
 from jaxdp.models.nnx import Blocks
 from jaxdp.models.normalization import LayerNorm, RMSNorm
 
@@ -73,8 +73,8 @@ class GPT(nnx.Module):
         require_one_of("attention", attention, ATTENTION)
         kv_heads = heads if kv_heads is None else kv_heads
         hidden = MLPS[mlp].hidden(dim) if hidden is None else hidden
-        require_sizes(num_classes=num_classes, layers=layers, heads=heads, dim=dim, kv_heads=kv_heads, hidden=hidden)
-        require_sizes(vocabulary_multiple=vocabulary_multiple)
+        check_sizes("model.args", num_classes=num_classes, layers=layers, heads=heads, dim=dim, kv_heads=kv_heads)
+        check_sizes("model.args", hidden=hidden, vocabulary_multiple=vocabulary_multiple)
         require(len(input_shape) == 1, "input_shape", input_shape, "is not (length,); use data of tokens")
         require(input_shape[0] >= 1, "input_shape", input_shape, "is too short; it must be at least 1")
         require(dim % heads == 0, "dim", dim, f"does not divide by heads: {heads}; change either")

@@ -21,12 +21,6 @@ def require_one_of(argument: str, value: str, known: Collection[str]) -> None:
     require(value in known, argument, value, f"is not known; use one of {', '.join(known)}")
 
 
-def require_sizes(**sizes: int) -> None:
-    """Raise UsageError for the first size below 1."""
-    for argument, size in sizes.items():
-        require(size >= 1, argument, size, "is too small; it must be at least 1")
-
-
 def make_dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:
     """Return a dropout layer. Raises UsageError unless the rate is in [0, 1)."""
     require(0 <= rate < 1, "dropout", rate, f"is not in [0, 1); make it {'0' if rate < 0 else 'smaller'}")

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, check_sizes
 from jaxdp.models.attention import wide
 from jaxdp.models.gpt import look_up
-from jaxdp.models.layers import make_dropout, require, require_one_of, require_sizes
+from jaxdp.models.layers import make_dropout, require, require_one_of
 from jaxdp.models.nnx import Carry
 
 NONLINEARITIES = {"tanh": nnx.tanh, "relu": nnx.relu}
@@ -42,7 +42,7 @@ class Recurrent(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        require_sizes(num_classes=num_classes, dim=dim, hidden=hidden, layers=layers)
+        check_sizes("model.args", num_classes=num_classes, dim=dim, hidden=hidden, layers=layers)
         require(len(input_shape) == 1, "input_shape", input_shape, "is not (length,); use data of tokens")
         require(not tied or dim == hidden, "hidden", hidden, f"is not dim, {dim}, as tied requires; make them equal")
         self.embed = nnx.Embed(num_classes, dim, rngs=rngs)

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdp.cpu import product
+from jaxdp.errors import check_sizes
 from jaxdp.models.attention import Attention, full
 from jaxdp.models.gpt import DEVIATION, GELU, NORMS, Block
-from jaxdp.models.layers import make_dropout, require, require_sizes
+from jaxdp.models.layers import make_dropout, require
 from jaxdp.models.nnx import Blocks
 
 
@@ -41,7 +42,7 @@ class ViT(nnx.Module):
     ):
         require(len(input_shape) == 3, "input_shape", input_shape, "is not (height, width, channels)")
         hidden = GELU.hidden(dim) if hidden is None else hidden
-        require_sizes(patch=patch, layers=layers, heads=heads, dim=dim, hidden=hidden)
+        check_sizes("model.args", patch=patch, layers=layers, heads=heads, dim=dim, hidden=hidden)
         height, width, channels = input_shape
         divides = height % patch == width % patch == 0
         require(divides, "patch", patch, f"does not divide images of {height}x{width}; change it")

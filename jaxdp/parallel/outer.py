@@ -191,7 +191,7 @@ class Replicas(PJit):
             numbers = jax.lax.axis_index(OUTER) * self.per_device + jnp.arange(self.per_device)
             keys = jax.vmap(lambda n: jax.random.fold_in(step.microbatch_key(state.step, n), OUTER_KEY))(numbers)
             weigh = lambda new, _: weighted_state(floats(state.model_state), new, jnp.ones(()), jnp.bool_(True))
-            states = jax.vmap(weigh)(floats(replicas.model_state), numbers)
+            states = jax.vmap(weigh)(floats(replicas.model_state), numbers)  # there may be no floats to map over
             sums = sum_over(differences, keys=keys), sum_over(states, keys=keys)
             params, ema, outer, averages = self.arithmetic.rounded(move, state.step)(state, *sums)
             model_state = merge(averages, jax.tree.map(first_of_all, replicas.model_state))

@@ -50,9 +50,7 @@ class Snapshot(NamedTuple):
         return self.step, self.offset, self.slices
 
     def join(self, other: "Snapshot") -> "Snapshot":
-        """Return this snapshot with the parts that only `other` has, if it is of the same state."""
-        if other.key != self.key:
-            return self
+        """Return this snapshot with the parts that only `other`, of the same key, has."""
         return self._replace(parts={**other.parts, **self.parts}, checksums={**other.checksums, **self.checksums})
 
     def with_checksums(self) -> "Snapshot":
