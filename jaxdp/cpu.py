@@ -1,5 +1,6 @@
 """Formulas that XLA computes faster on CPU. Only `on_cpu` asks for the backend to choose between two formulas."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 # With fewer channels, strided convolutions move pixels to channels: a processor reads 16 floats at once.
 FEW = 16
@@ -21,13 +25,66 @@ def on_cpu() -> bool:
 def product(x: jax.Array, kernel: jax.Array, dimension_numbers: Any = None, **options: Any) -> jax.Array:
     """Return x[..., inputs] kernel[inputs, outputs] -> [..., outputs]; a `dot_general` for `nnx.Linear`.
 
-    The leading dimensions are joined, on all backends: XLA on CPU transposes operands in memory for a gradient that
-    sums over several. Raises ValueError for other dimension numbers.
+    JAX's gradient of the kernel sums over all leading dimensions, one of which is that of the microbatches. XLA on CPU
+    transposes an operand in memory for such a sum, so there this function joins the rows, and sums over one dimension.
+    Raises ValueError for other dimension numbers.
     """
     if dimension_numbers not in (None, (((x.ndim - 1,), (0,)), ((), ()))) or kernel.ndim != 2:
         raise ValueError(f"product: {dimension_numbers} is not x[..., inputs] kernel[inputs, outputs]")
-    y = lax.dot_general(x.reshape(-1, x.shape[-1]), kernel, (((1,), (0,)), ((), ())), **options)
-    return y.reshape(*x.shape[:-1], kernel.shape[-1])
+    named = tuple(options.items())
+    return _product(x, kernel, named) if on_cpu() else _dot(x, kernel, options=named)
+
+
+def _dot(x: jax.Array, kernel: jax.Array, *, options: Any) -> jax.Array:
+    return lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), **dict(options))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _product(x: jax.Array, kernel: jax.Array, options: Any) -> jax.Array:
+    return _dot(x, kernel, options=options)
+
+
+@functools.partial(_product.defjvp, symbolic_zeros=True)
+def _(options: Any, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> Any:
+    (x, kernel), (dx, dkernel) = primals, tangents
+    y = _product(x, kernel, options)
+    terms = [] if isinstance(dx, SymbolicZero) else [_product(dx, kernel, options)]
+    terms += [] if isinstance(dkernel, SymbolicZero) else [_of_kernel.bind(x, dkernel, options=options)]
+    return y, sum(terms[1:], *terms[:1]) if terms else jnp.zeros_like(y)
+
+
+# The product as a linear function of the kernel. Its transpose is the kernel's gradient: one product of matrices,
+# with the rows of all examples and, below `vmap`, of all microbatches joined.
+_of_kernel = Primitive("product_of_kernel")
+_of_kernel.def_impl(_dot)
+mlir.register_lowering(_of_kernel, mlir.lower_fun(_dot, multiple_results=False))
+
+
+@_of_kernel.def_abstract_eval
+def _(x: Any, kernel: Any, *, options: Any) -> Any:
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, kernel)]
+    y = jax.eval_shape(functools.partial(_dot, options=options), *shapes)
+    return x.update(shape=y.shape, dtype=y.dtype)
+
+
+def _gradient_of_x(dy: Any, x: Any, kernel: Any, *, options: Any) -> Any:
+    return _dot(dy, kernel.T, options=options).astype(x.aval.dtype)
+
+
+def _gradient_of_kernel(dy: Any, x: Any, kernel: Any, *, options: Any) -> Any:
+    x, dy = (a.reshape(-1, a.shape[-1]) for a in (x, dy))
+    return lax.dot_general(x, dy, (((0,), (0,)), ((), ())), **dict(options)).astype(kernel.aval.dtype)
+
+
+def _batched(args: Any, dims: Any, *, options: Any) -> Any:
+    (x, kernel), (along, other) = args, dims
+    if along is not None and other is None:
+        return _of_kernel.bind(jnp.moveaxis(x, along, 0), kernel, options=options), 0
+    return jax.vmap(functools.partial(_dot, options=options), in_axes=tuple(dims))(x, kernel), 0
+
+
+ad.defbilinear(_of_kernel, _gradient_of_x, _gradient_of_kernel)
+batching.primitive_batchers[_of_kernel] = _batched
 
 
 def unfused(x: jax.Array) -> jax.Array:

@@ -34,6 +34,7 @@ from jaxdp.parallel.layout import Sharding
 from jaxdp.parallel.outer import OuterRule, Replicas
 from jaxdp.parallel.padding import can_pad
 from jaxdp.parallel.pjit import group_size
+from jaxdp.parallel.reduction import Reduction
 from jaxdp.precision import LossScaling, policy
 from jaxdp.split import path_string
 from jaxdp.targets import bind, call, locate, parameters, require
@@ -154,7 +155,7 @@ def make_strategy(
     reduction = make_reduction(parallel.reduction, parallel.bucket_mb, parallel.exact_group)
     reduce_dtype = None if dtypes.reduce == dtypes.params else parts.forward.policy.reduce
     if config.outer.replicas > 1:
-        rule, hosts = make_outer(config, parts), current().hosts
+        rule, hosts = make_outer(config, parts, reduction), current().hosts
         hosts = hosts if len(hosts) == jax.process_count() else ()  # else a script has connected the processes
         return Replicas(make_state, config.microbatches, reduction, rule, reduce_dtype, devices, hosts)
     blocks, rules = parts.forward.model.blocks, tuple(parallel.rules.items())
@@ -167,9 +168,10 @@ def make_strategy(
     return strategy(make_state, config.microbatches, reduction, reduce_dtype, devices, sharding)
 
 
-def make_outer(config: Config, parts: Parts) -> OuterRule:
-    """Build the rule of the outer steps. Raises UsageError if the run does not work with local updates."""
-    outer = config.outer
+def make_outer(config: Config, parts: Parts, reduction: Reduction) -> OuterRule:
+    """Build the rule of the outer steps; reduction: that of gradients. Raises UsageError if the run does not work with
+    local updates."""
+    outer, parallel = config.outer, config.parallel
     if parts.steps % outer.every:
         raise UsageError(
             f"outer.every: {outer.every} does not divide the {parts.steps} updates of epochs: {config.epochs}; set "
@@ -180,7 +182,8 @@ def make_outer(config: Config, parts: Parts) -> OuterRule:
     make = lambda: make_optimizer(target, lambda step: outer.optimizer.lr, **outer.optimizer.args)
     tx = checked(outer.optimizer.target, call("outer.optimizer", bound, make), "outer.optimizer")
     blocks, ema_decay = parts.forward.model.blocks, parts.rule.ema_decay
-    return OuterRule(outer.replicas, outer.every, tx, parts.rule.trainable, blocks, ema_decay)
+    reduction = make_reduction(outer.reduction, parallel.bucket_mb) if outer.reduction else reduction
+    return OuterRule(outer.replicas, outer.every, tx, reduction, parts.rule.trainable, blocks, ema_decay)
 
 
 def make_model(config: Config, target: Any, data: Mapping[str, Any]) -> Model:

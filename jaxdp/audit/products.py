@@ -50,7 +50,7 @@ def _rule(visit: Visit, results: list[jax.Array]) -> Rule:
             return out
         if name != "scan":
             return None
-        consts, carries = params["num_consts"], params["num_carry"]
+        consts, carries = _scan_counts(params)
 
         def body(carry: Any, pieces: Any) -> tuple[list[Any], tuple[list[Any], list[jax.Array]]]:
             more: list[jax.Array] = []
@@ -65,3 +65,11 @@ def _rule(visit: Visit, results: list[jax.Array]) -> Rule:
         return [*carry, *stacked]
 
     return rule
+
+
+def _scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """Return how many of a scan's inputs are constants, and how many are carried."""
+    if "num_consts" in params:  # JAX before 0.12
+        return params["num_consts"], params["num_carry"]
+    consts, carried, _ = params["ft_in"].unpack()
+    return len(consts), len(carried)

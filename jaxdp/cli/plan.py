@@ -47,7 +47,7 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     notes = remarks(config, plans, hardware, dtype, per_device, devices, examples)
     shapes = jax.eval_shape(make_state)
     if config.outer.replicas > 1 or options["network"] is not None:
-        width = {"exact16": 0.5, "exact8": 0.25}.get(config.parallel.reduction, 1.0)
+        width = {"exact16": 0.5, "exact8": 0.25}.get(config.outer.reduction or config.parallel.reduction, 1.0)
         data = width * sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes.params))
         outer, network = config.outer, options["network"] and read_network(options["network"])
         sites, every = (min(outer.replicas, devices), outer.every) if outer.replicas > 1 else (devices, 1)

@@ -217,11 +217,13 @@ class Outer:
         replicas: the number of logical replicas, which divides microbatches; 1 means ordinary training
         every: updates between two outer steps
         optimizer: the optimizer of the outer step
+        reduction: how the differences between replicas are sent; by default as in parallel.reduction
     """
 
     replicas: int = numbers(1, least=1)
     every: int = numbers(1, least=1)
     optimizer: OuterOptimizer = numbers(OuterOptimizer())
+    reduction: Literal["exact", "exact16", "exact8"] | None = numbers(None)
 
 
 @dataclasses.dataclass(frozen=True)

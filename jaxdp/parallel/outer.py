@@ -48,7 +48,8 @@ OUTER_KEY = 1 << 20  # differs from what the keys of microbatches are folded wit
 
 
 class OuterRule(NamedTuple):
-    """replicas: their number. every: updates between two outer steps. tx: the outer optimizer.
+    """replicas: their number. every: updates between two outer steps. tx: the outer optimizer. reduction: of the
+    differences between the replicas.
 
     trainable: see `Step`. blocks: paths of the parameters that are stacked [block, ...]. ema_decay: of the average of
     the shared parameters, per update; an outer step moves it as far as `every` updates.
@@ -57,6 +58,7 @@ class OuterRule(NamedTuple):
     replicas: int
     every: int
     tx: optax.GradientTransformation
+    reduction: Reduction
     trainable: Callable[[Tree], Tree]
     blocks: tuple[str, ...] = ()
     ema_decay: float | None = None
@@ -174,7 +176,8 @@ class Replicas(PJit):
     def _outer_step(self, step: Step) -> Callable[[TrainState], TrainState]:
         """Return the outer update: the mean difference, the outer optimizer, and its result on all replicas."""
         number, trainable, decay = self.rule.replicas, step.trainable, self.rule.ema_decay
-        sum_over = functools.partial(self.arithmetic.sum_rows, self.reduction, axis=OUTER, rows=number)
+        reduction = self.rule.reduction
+        sum_over = functools.partial(arithmetic(reduction).sum_rows, reduction, axis=OUTER, rows=number)
 
         def move(state: TrainState, moved: Tree, states: Tree) -> tuple[Tree, ...]:
             """Return the parameters, their running average, the state of the outer optimizer and the averages of the

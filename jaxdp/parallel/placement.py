@@ -37,14 +37,16 @@ def make_state(
     """
 
     def full(step: jax.Array) -> TrainState:
-        running = live(step)
-        if running is None:
+        if live(step) is None:
             return fit_trees(make(), abstract)
-        made = jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False)()
-        barrier = lambda x: fusion_barrier(x, running) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        return fit_trees(
-            jax.tree.map(barrier, made), abstract
-        )  # leaf by leaf, so that not all full leaves are in memory at once
+        # with the barriers inside: the partitioner would move its slicing in front of a barrier outside
+        made = jax.shard_map(unfused, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(step)
+        return fit_trees(made, abstract)
+
+    def unfused(step: jax.Array) -> TrainState:
+        """Return the full state; leaf by leaf, so that not all full leaves are in memory at once."""
+        barrier = lambda x: fusion_barrier(x, live(step)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        return jax.tree.map(barrier, make())
 
     state = jax.jit(full, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(np.int32(0))
     return from_first(state, mesh, dims, axes) if jax.process_count() > 1 else state

@@ -32,7 +32,7 @@ NESTEROV = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
 
 def build(
     devices, every, inner, outer, examples,
-    replicas=4, reduction="xla", dtype="float32", batch_size=BATCH, model="mlp", ema=None,
+    replicas=4, reduction="xla", dtype="float32", batch_size=BATCH, model="mlp", ema=None, between=None,
 ):  # fmt: skip
     """(strategy, program, i -> batch i on its devices)"""
     model = toys.MODELS[model]()
@@ -46,7 +46,7 @@ def build(
         lambda: init_state(forward, rule, MICROBATCHES, example),
         MICROBATCHES,
         make_reduction(reduction),
-        OuterRule(replicas, every, outer, step.trainable, ema_decay=ema),
+        OuterRule(replicas, every, outer, make_reduction(between or reduction), step.trainable, ema_decay=ema),
         None,
         jax.devices()[:devices],
     )
@@ -97,6 +97,21 @@ def test_the_parameters_are_those_of_the_oracle(devices):
             state, metrics = program.update(state, batch(i))
         assert toys.relative_error(state.params, expected)[0] < 1e-10
         assert int(metrics["halted"]) == 0 and int(state.step) == 6
+
+
+@pytest.mark.parametrize("between, least, most", [("exact", 0, 1e-6), ("exact16", 1e-7, 1e-3), ("exact8", 1e-4, 0.05)])
+def test_differences_may_be_sent_in_fewer_bits_than_gradients(between, least, most):
+    examples = toys.data(64)
+
+    def moved(between):
+        strategy, program, batch = build(4, 3, optax.adam(1e-2), optax.sgd(1.0), examples, between=between)
+        state = strategy.init()
+        start = jax.tree.map(jnp.copy, state.params)
+        for i in range(3):
+            state, _ = program.update(state, batch(i))
+        return jax.tree.map(lambda x, y: np.asarray(x - y), state.params, start)
+
+    assert least <= toys.relative_error(moved(between), moved(None))[0] < most
 
 
 def test_with_an_outer_step_after_each_update_it_is_ordinary_training():
@@ -219,6 +234,7 @@ def test_the_bits_are_the_same_on_other_devices(tmp_path):
     ("outer.replicas: 3", "microbatches to a multiple of 3"),
     ("outer.every: 5", "does not divide steps: 12"),
     ("outer.every: 20", "set steps to 20"),
+    ("outer.reduction: bucket", "exact16"),
     ("parallel.zero: 1", "does not work with outer.replicas: 4"),
     ("outer.optimizer.target: no", "is neither built in nor a dotted path"),
     ("outer.optimizer.args.momentum: high", "outer.optimizer"),
