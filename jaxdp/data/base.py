@@ -59,19 +59,25 @@ class Arrays:
 class Examples:
     """A data set that stacks the examples of a sized sequence: a list of dicts, a map-style data set, a mapped array.
 
-    source[i] is a dict, a pair (inputs, labels), or one array. int64 becomes int32 if the values fit.
+    source[i] is a dict, a pair (inputs, labels), or one array. int64 becomes int32 if the values fit, see `widen`.
     Every example must have the keys, shapes and dtypes of the first; UsageError names the first that differs. Copies
     `source.classes` if it is an int; ignores `source.transform`, which has another meaning in other libraries.
     """
 
     def __init__(self, source: Any):
-        self.source = source
+        self.source, self.wide = source, set[str]()
         if isinstance(getattr(source, "classes", None), int):
             self.classes = source.classes
         self.spec = {key: (value.shape, value.dtype) for key, value in self._example(0).items()}
 
     def __len__(self) -> int:
         return len(self.source)
+
+    def widen(self) -> None:
+        """Return int64 unchanged where it does not fit into int32 in some of the first or evenly spread examples."""
+        examples = map(self._example, probes(self).tolist())
+        self.wide |= {key for example in examples for key, value in example.items() if value.dtype == np.int64}
+        self.spec |= {key: (self.spec[key][0], np.dtype(np.int64)) for key in self.wide}
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         stacked = {key: np.empty((len(indices), *shape), dtype) for key, (shape, dtype) in self.spec.items()}
@@ -101,7 +107,7 @@ class Examples:
             item = dict(zip(("inputs", "labels"), item))
         elif not isinstance(item, Mapping):
             item = {"inputs": item}
-        return {key: _array(f"{key!r} of example {index}", value) for key, value in item.items()}
+        return {k: _array(f"{k!r} of example {index}", v, k not in self.wide) for k, v in item.items()}
 
 
 def check_one_of(argument: str, value: str, known: tuple[str, ...]) -> None:
@@ -158,7 +164,10 @@ def as_dataset(source: Any) -> Dataset:
 
 
 def check_dtypes(dataset: Dataset, x64: bool) -> None:
-    """Raise UsageError if the first example has 64-bit values that JAX would truncate to 32 bits (`x64` is false)."""
+    """Raise UsageError if the first example has 64-bit values that JAX would truncate to 32 bits (`x64` is false); with
+    `x64`, let the data set return int64 where it is needed."""
+    if x64 and hasattr(dataset, "widen"):
+        dataset.widen()
     dtypes = {key: np.asarray(value).dtype.name for key, value in dataset.read(np.zeros(1, np.int64)).items()}
     wide = {key: name for key, name in dtypes.items() if name in _NEEDS_X64}
     if wide and not x64:
@@ -203,8 +212,8 @@ def _is_array(part: Any) -> bool:
     )
 
 
-def _array(name: str, value: Any) -> np.ndarray:
-    """Return `value` as an array of numbers; int64 becomes int32 if all values fit. Raises UsageError."""
+def _array(name: str, value: Any, narrow: bool = True) -> np.ndarray:
+    """Return `value` as an array of numbers; int64 becomes int32 if all values fit and `narrow`. Raises UsageError."""
     try:
         array = np.asarray(value)
     except ValueError:
@@ -212,7 +221,7 @@ def _array(name: str, value: Any) -> np.ndarray:
     if array.dtype.kind not in "biufc" and not array.dtype.name.startswith(("bfloat16", "float", "int", "uint")):
         raise UsageError(f"data: {name} is {array.dtype}, not numbers; encode it before it is read")
     in_file = isinstance(value, np.memmap)  # may be larger than the memory
-    return array.astype(np.int32) if not in_file and fits_int32(array) else array
+    return array.astype(np.int32) if narrow and not in_file and fits_int32(array) else array
 
 
 def fits_int32(array: np.ndarray) -> bool:

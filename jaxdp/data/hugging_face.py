@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxdp.data.base import check_split, fits_int32
+from jaxdp.data.base import check_split, fits_int32, probes
 from jaxdp.errors import UsageError, import_optional, one_line
 
 SPLITS = {"train": ("train",), "test": ("test", "validation", "valid", "val")}
@@ -44,6 +44,7 @@ class HuggingFace:
                 )
         feature = loaded.features[self.columns["labels"]] if "labels" in self.columns else None
         self.source = loaded.select_columns([*dict.fromkeys(self.columns.values())]).with_format("numpy")
+        self.wide = set[str]()
         self.spec = {key: (value.shape[1:], value.dtype) for key, value in self._rows([0]).items()}
         if isinstance(feature, datasets.ClassLabel):
             self.classes = feature.num_classes
@@ -52,6 +53,12 @@ class HuggingFace:
 
     def __len__(self) -> int:
         return len(self.source)
+
+    def widen(self) -> None:
+        """Return int64 unchanged where it does not fit into int32 in some of a few evenly spread rows."""
+        rows = self._rows(probes(self).tolist())
+        self.wide |= {key for key, value in rows.items() if value.dtype == np.int64}
+        self.spec |= {key: (self.spec[key][0], np.dtype(np.int64)) for key in self.wide}
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         if not len(indices):
@@ -70,10 +77,11 @@ class HuggingFace:
 
     def _rows(self, indices: list[int]) -> dict[str, np.ndarray]:
         rows = self.source[indices]
-        return {key: _narrow(np.asarray(rows[column]), column) for key, column in self.columns.items()}
+        columns = self.columns.items()
+        return {key: _narrow(np.asarray(rows[column]), column, key in self.wide) for key, column in columns}
 
 
-def _narrow(value: np.ndarray, column: str) -> np.ndarray:
+def _narrow(value: np.ndarray, column: str, wide: bool) -> np.ndarray:
     if value.dtype.kind not in "biufO" and value.dtype.name != "bfloat16":
         raise UsageError(f"data.args.columns: {column!r} has {value.dtype}, not numbers; encode it with `map` first")
-    return value.astype(np.int32) if fits_int32(value) else value
+    return value.astype(np.int32) if not wide and fits_int32(value) else value

@@ -170,6 +170,18 @@ def test_python_integers_too_wide_for_32_bits_stay_as_they_are():
         check_dtypes(as_dataset([0.1, 0.2]), x64=False)
 
 
+def test_int64_that_only_some_examples_need_is_read_if_jax_has_it():
+    source = [(np.zeros(2, np.float32), 3), (np.zeros(2, np.float32), 2**40)]
+    dataset = as_dataset(source)
+    check_dtypes(dataset, x64=True)
+    labels = dataset.read(np.array([1, 0, 1]))["labels"]
+    assert labels.dtype == np.int64 and labels.tolist() == [2**40, 3, 2**40]
+    fits = as_dataset(source[:1])
+    before = fingerprint(fits)
+    check_dtypes(fits, x64=True)
+    assert fits.read(np.zeros(1, np.int64))["labels"].dtype == np.int32 and fingerprint(fits) == before
+
+
 def test_half_precision_and_bools_are_numbers():
     for kind in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.float16, np.bool_, np.int8):
         same(read(X.astype(kind)), inputs=X[[4, 0, 4]].astype(kind))

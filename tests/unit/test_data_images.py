@@ -151,6 +151,15 @@ def test_rows_that_differ_are_named(tmp_path, datasets):
             source.read(np.array(indices))
 
 
+def test_rows_with_integers_too_wide_for_32_bits_need_x64(tmp_path, datasets):
+    datasets.Dataset.from_dict({"inputs": [1, 2**40]}).save_to_disk(str(tmp_path / "one"))
+    source = HuggingFace(str(tmp_path / "one"))
+    with pytest.raises(UsageError, match=r"row 1 has 'inputs' of shape \(\) int64, row 0 has \(\) int32"):
+        source.read(np.arange(2))
+    check_dtypes(source, x64=True)
+    assert source.read(np.array([0]))["inputs"].dtype == np.int64 and source.read(np.arange(2))["inputs"][1] == 2**40
+
+
 # --- sequences of other libraries ------------------------------------------------------------------------------------
 
 
