@@ -1,7 +1,9 @@
 """The adapter for Flax Linen: the "params" collection becomes params, all others model state."""
 
+import contextlib
 import dataclasses
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,12 +16,13 @@ from jaxdp.models.base import CARRY, Model, call_arguments, keep_dtypes, modes, 
 def from_linen(module: linen.Module) -> Model:
     """Return the `Model` of a Linen module; all collections except "params" (batch_stats, carry, ...) are its state.
 
-    The collection "carry" is per-example state ([example, ...]). Collections filled by `sow` are excluded, and
-    those of losses refused: nothing would add them (UsageError in `init`). Every RNG stream that the module uses gets a
-    key derived from the microbatch's; evaluation has no "dropout" stream.
+    The collection "carry" is per-example state ([example, ...]). Collections filled by `sow` are excluded, and losses
+    in them refused: nothing would add them (UsageError in `init`). Every RNG stream that the module uses gets a key
+    derived from the microbatch's; evaluation has no "dropout" stream.
     """
     evaluated = in_evaluation(module)
     streams = {"dropout"}  # and those that `rehearse` discovers
+    sown: set[tuple[str, str]] = set()
 
     def run(variables: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool, rngs: Any, mutable: Any) -> Any:
         args, kwargs = call_arguments(module.__call__, batch, train, key)
@@ -32,25 +35,22 @@ def from_linen(module: linen.Module) -> Model:
 
     def init(key: jax.Array, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
         args, kwargs = call_arguments(module.__call__, batch, False, key)
-        variables = linen.meta.unbox(evaluated.init(keys(key, {"params", "dropout"}), *args, **kwargs))
-        params, state = variables.pop("params", {}), dict(variables)
-        state.pop("intermediates", None)
-        after = rehearse(lambda params, state: rehearsed(params, state, batch, key), params, state, batch)
-        alike = lambda a, b: jax.tree.map(jax.numpy.shape, a) == jax.tree.map(jax.numpy.shape, b)
-        kept = {k: tree for k, tree in state.items() if after is None or alike(tree, after.get(k))}
-        if lost := [k for k in state if k not in kept and "loss" in k]:
+        with recorded_sow(sown):
+            variables = linen.meta.unbox(evaluated.init(keys(key, {"params", "dropout"}), *args, **kwargs))
+            params, state = variables.pop("params", {}), dict(variables)
+            rehearse(lambda params, state: rehearsed(params, state, batch, key), params, state, batch)
+        if lost := sorted(pair for pair in sown if "loss" in "/".join(pair).lower()):
             raise UsageError(
-                f"model: what it sows into {lost[0]!r} would not be part of the loss; return it among the outputs, and "
-                "add it in the loss"
+                f"model: what it sows into {lost[0][0]!r} would not be part of the loss; return it among the outputs, "
+                "and add it in the loss"
             )
-        return params, kept
+        return params, {k: tree for k, tree in state.items() if k not in {collection for collection, _ in sown}}
 
     def rehearsed(params: Any, state: Any, batch: dict[str, jax.Array], key: jax.Array) -> Any:
-        """Return the state after a training call; add each RNG stream that lacks a key to `streams` and retry."""
+        """Trace a training call; add each RNG stream that lacks a key to `streams` and retry."""
         while True:
             try:
-                result = run({"params": params, **state}, batch, key, True, keys(key, streams), state)
-                return result[1] if state else {}
+                return run({"params": params, **state}, batch, key, True, keys(key, streams), state)
             except errors.InvalidRngError as error:
                 name = named(r'PRNG for "(.+?)"', error)
                 name = "params" if name in streams else name  # a lifted transformation did not pass the stream on
@@ -68,6 +68,22 @@ def from_linen(module: linen.Module) -> Model:
 
     trained = lambda params, state: evaluated.bind({"params": params, **state})
     return Model(init, apply, module=trained)
+
+
+@contextlib.contextmanager
+def recorded_sow(sown: set[tuple[str, str]]) -> Iterator[None]:
+    """Add the (collection, name) of every value that a module sows inside this context."""
+    sow = linen.Module.sow
+
+    def record(self: Any, collection: str, name: str, *args: Any, **more: Any) -> bool:
+        sown.add((collection, name))
+        return sow(self, collection, name, *args, **more)
+
+    linen.Module.sow = record  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        linen.Module.sow = sow  # type: ignore[method-assign]
 
 
 def in_evaluation(module: linen.Module) -> linen.Module:

@@ -47,8 +47,8 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     """Return the `Model` of an NNX module class, or of a function from `nnx.Rngs` to an NNX module.
 
     params and model_state are nested dicts by attribute path. Each call reseeds every RNG stream of the module from the
-    microbatch's key, so that dropout does not depend on the device or the time. Raises UsageError if `make` returns
-    anything but an NNX module.
+    microbatch's key, so that dropout does not depend on the device or the time. What a call sows is dropped. Raises
+    UsageError if `make` returns anything but an NNX module, or if a call sows a loss.
     """
     graphs: dict[bool, Any] = {}
     stacks: list[tuple] = []  # paths of stacked blocks
@@ -68,6 +68,7 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     state = jax.eval_shape(make_state, jax.eval_shape(lambda: jax.random.key(0)))
     kinds = [nnx.to_flat_state(part) for part in nnx.split_state(state, nnx.Param, nnx.RngState, Carry, ...)]
     params_kind, rng_kind, carry_kind, rest_kind = kinds
+    known = {path for kind in kinds for path, _ in kind}
 
     def init(key: jax.Array, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
         states = nnx.split_state(make_state(key), nnx.Param, nnx.RngState, Carry, ...)
@@ -95,6 +96,7 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         args, kwargs = call_arguments(module.__call__, batch, train, key)
         outputs = module(*args, **kwargs)
         new = dict(nnx.to_flat_state(nnx.state(module)))
+        _refuse_losses([(p, v) for p, v in new.items() if p not in known or isinstance(v, nnx.Intermediate)])
         rest = _to_dict([(path, new[path]) for path, _ in rest_kind])
         if carry_kind:
             rest[CARRY] = nest((path, swap_dims(path, new[path].get_value())) for path, _ in carry_kind)
@@ -128,6 +130,17 @@ def _set_mode(module: nnx.Module, train: bool) -> None:
         if hasattr(type(part), "set_view"):
             takes = inspect.signature(part.set_view).parameters
             part.set_view(**{name: value for name, value in modes(train).items() if name in takes})
+
+
+def _refuse_losses(sown: list[tuple[tuple, Any]]) -> None:
+    """Raise UsageError if any of the sown values (path, variable) is a loss, by its name or type."""
+    for path, variable in sown:
+        name = "/".join(map(str, path))
+        if "loss" in f"{name} {getattr(variable, 'type', type(variable)).__name__}".lower():
+            raise UsageError(
+                f"model: what it sows into {name!r} would not be part of the loss; return it among the outputs, and "
+                "add it in the loss"
+            )
 
 
 def _as_they_are(arrays: Any, **more: Any) -> Any:

@@ -387,15 +387,53 @@ def test_linen_streams_flags_and_sown_values():
     np.testing.assert_array_equal(one["pair"][1], evaluated["pair"][1])
 
 
-def test_a_loss_that_would_be_dropped_is_refused():
+ADDED = {"reduce_fn": jnp.add, "init_fn": lambda: jnp.zeros(())}
+SOWN = {
+    "a loss": lambda self, x, train: self.sow("aux_losses", "balance", x.mean()),
+    "a sum": lambda self, x, train: self.sow("aux_losses", "balance", x.mean(), **ADDED),
+    "in training": lambda self, x, train: train and self.sow("aux_losses", "balance", x.mean(), **ADDED),
+    "by its name": lambda self, x, train: self.sow("intermediates", "balance_loss", x.mean()),
+    "a metric": lambda self, x, train: self.sow("seen", "mean", x.mean(), **ADDED),
+}
+
+
+@pytest.mark.parametrize("what", SOWN)
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+def test_a_loss_that_would_be_dropped_is_refused(what):
     class Experts(linen.Module):
         @linen.compact
-        def __call__(self, x):
-            self.sow("aux_losses", "balance", x.mean())
+        def __call__(self, x, train):
+            SOWN[what](self, x, train)
             return linen.Dense(3)(x)
 
-    with pytest.raises(UsageError, match="sows into 'aux_losses' would not be part of the loss; return it among"):
-        calls(Experts())
+    class OfNnx(nnx.Module):
+        def __init__(self, rngs):
+            self.head = nnx.Linear(4, 3, rngs=rngs)
+
+        def __call__(self, x, train):
+            SOWN[what](self, x, train)
+            return self.head(x)
+
+    for made in (Experts(), OfNnx):
+        if what == "a metric":
+            _, state, results = calls(made)
+            assert not state and not results[0, True][1]
+            continue
+        with pytest.raises(UsageError, match=r"sows into '.*' would not be part of the loss; return it among"):
+            calls(made)
+
+
+def test_a_declared_variable_of_a_sown_loss_is_refused():
+    class Experts(nnx.Module):
+        def __init__(self, rngs):
+            self.head, self.balance_loss = nnx.Linear(4, 3, rngs=rngs), nnx.Intermediate(jnp.zeros(()))
+
+        def __call__(self, x):
+            self.balance_loss[...] += x.mean()
+            return self.head(x)
+
+    with pytest.raises(UsageError, match=r"sows into 'balance_loss' would not be part of the loss"):
+        calls(Experts)
 
 
 def test_linen_stream_is_split_where_the_model_splits_it():
