@@ -60,23 +60,19 @@ def room_for_programs():
         gc.collect()
 
 
-@pytest.fixture(scope="session")
-def lowerings():
-    """JAX's table of how operations are lowered, for CPU, and a copy of it."""
-    from jax._src.interpreters import mlir
+@pytest.fixture(autouse=True, scope="module")
+def usual_lowering_of_a_module():
+    """Fixtures of exact sums change how this process lowers products from then on; tests of other modules follow."""
+    from jaxdp.distributed import private_jax
 
-    table = mlir._platform_specific_lowerings["cpu"]
-    return table, dict(table)
+    with private_jax.usual_lowerings():
+        yield
 
 
 @pytest.fixture(autouse=True)
-def usual_lowering(lowerings):
-    """A test of exact sums changes how this process lowers products from then on; tests of other programs follow."""
-    from jaxdp.parallel.products import lower_on_cpu
+def usual_lowering(usual_lowering_of_a_module):
+    """The same for a test."""
+    from jaxdp.distributed import private_jax
 
-    yield
-    if lower_on_cpu.cache_info().currsize:
-        table, before = lowerings
-        table.clear()
-        table.update(before)
-        lower_on_cpu.cache_clear()
+    with private_jax.usual_lowerings():
+        yield

@@ -7,6 +7,7 @@
 - `_jax.make_gloo_tcp_collectives`: Gloo listens on the address that the host's name resolves to, and JAX has no option
   for another one. Without this, a job on one host could be reached from the network.
 - `lax._dot_general_lower`: exact sums change how products are lowered for CPU, then call this.
+- `mlir._platform_specific_lowerings`: the table that this changes, to restore it; JAX has no function for that.
 - `xla_bridge.backends_are_initialized`: whether it is too late to join other processes; there is no public function.
 """
 
@@ -194,3 +195,20 @@ def lower_dot(ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
     from jax._src.lax.lax import _dot_general_lower
 
     return _dot_general_lower(ctx, lhs, rhs, platform="cpu", **params)
+
+
+@contextlib.contextmanager
+def usual_lowerings() -> Iterator[None]:
+    """Restore at the end how JAX lowers products and sums for CPU: `jaxdp.parallel.products` changes it."""
+    from jax import lax
+    from jax._src.interpreters import mlir
+
+    table = mlir._platform_specific_lowerings["cpu"]
+    changed = lax.dot_general_p, lax.conv_general_dilated_p, lax.reduce_sum_p
+    before = {p: table[p] for p in changed if p in table}
+    try:
+        yield
+    finally:
+        for p in changed:
+            table.pop(p, None)
+        table.update(before)

@@ -24,6 +24,7 @@ from jaxdp.core.carry import split_carry
 from jaxdp.core.microbatch import Microbatch
 from jaxdp.core.state import TrainState, View, plain_gather
 from jaxdp.data.base import Arrays
+from jaxdp.distributed import private_jax
 from jaxdp.distributed.context import current
 from jaxdp.errors import UsageError
 from jaxdp.job.objects import name_it
@@ -192,11 +193,13 @@ def make_fitted(final: Record, state: TrainState, config: Config, objects: Objec
 
 @contextlib.contextmanager
 def settings(config: Config) -> Iterator[None]:
-    """Use the config's settings of JAX inside this context; then restore them and those of the compilation cache."""
+    """Use the config's settings of JAX inside this context; then restore them, how JAX lowers operations, and the
+    settings of the compilation cache."""
     before, cache = {name: jax.config.values[name] for name in SETTINGS}, compilation_cache.settings()
     try:
         set_jax(config)
-        yield
+        with private_jax.usual_lowerings():
+            yield
     finally:
         for name, value in before.items():
             jax.config.update(name, value)

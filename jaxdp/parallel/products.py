@@ -22,9 +22,8 @@ WINDOW = 32  # XLA divides longer sums into windows
 ROWS = 256  # summed one after the other; longer sums are sums of such sums
 
 
-@functools.cache
 def lower_on_cpu() -> None:
-    """Lower the products and convolutions that this process compiles for CPU from now on in this way."""
+    """Lower the products, convolutions and sums that this process compiles for CPU in this way from now on."""
     mlir.register_lowering(lax.dot_general_p, _lower_dot, platform="cpu")
     convolution = mlir.lower_fun(_convolution, multiple_results=False)
     mlir.register_lowering(lax.conv_general_dilated_p, convolution, platform="cpu")
@@ -94,7 +93,8 @@ def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
     pads = [(low, high, d - 1) for (low, high), d in zip(params["padding"], params["lhs_dilation"])]
     x = _padded(x, [(0, 0, 0), *pads, (0, 0, 0)])
     size, (*window, inputs, outputs) = x.shape[0], w.shape
-    out = [(s - (k - 1) * d - 1) // t + 1 for s, k, d, t in zip(x.shape[1:-1], window, dilation, strides)]
+    spans = [(k - 1) * d + 1 if k else 0 for k, d in zip(window, dilation)]
+    out = [max(0, (s - span) // t + 1) for s, span, t in zip(x.shape[1:-1], spans, strides)]
     kernel = w.reshape(math.prod(window), inputs, outputs)
     dtype = params["preferred_element_type"] or x.dtype
     wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
@@ -106,10 +106,13 @@ def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
         dimensions = (((3, 5), (0, 1)), ((0, 4), (2, 3)))
         return lax.dot_general(patch, kernel, dimensions, precision=params["precision"], preferred_element_type=wide)
 
-    if math.prod(window) <= math.prod(out):
-        positions, starts = math.prod(out), _starts(window, dilation)
+    positions = math.prod(out)
+    shape = (batches, groups, size // batches, positions, outputs // groups // batches)
+    if not (x.size and w.size and positions):  # a sum of nothing, or no sum
+        y = jnp.zeros(shape, wide)
+    elif math.prod(window) <= positions:
+        starts = _starts(window, dilation)
         term = lambda start, k: product(_strided(x, start, out, strides), k[None], positions)
-        shape = (batches, groups, size // batches, positions, outputs // groups // batches)
         add = lambda i, total: total + term(starts[i], kernel[i])
         y = lax.fori_loop(0, len(starts), add, jnp.zeros(shape, wide))
     else:
