@@ -15,7 +15,7 @@ from jax.extend.core import Var
 from jaxdp.core.interpreter import bind, evaluate
 
 Tree = Any
-NONFINITE, SPIKE = 1, 2  # values of `Guard.halted`; 0 while training runs
+NONFINITE, SPIKE, DISAGREEING = 1, 2, 3  # values of `Guard.halted`; 0 while training runs
 
 
 def _zero() -> jax.Array:
@@ -47,8 +47,8 @@ class Guard(struct.PyTreeNode):
     """Counters []; updates are numbered from 1, and 0 means none.
 
     in_a_row: the number of consecutive non-finite updates; since: the first of them. skipped: all skipped updates;
-    spikes: those skipped because the loss was too large. halted: the cause (NONFINITE, SPIKE); halted_at: the update;
-    after a spike `since` is that update too. level: None without `Spike`.
+    spikes: those skipped because the loss was too large. halted: the cause (NONFINITE, SPIKE, DISAGREEING); halted_at:
+    the update; except for NONFINITE `since` is that update too. level: None without `Spike`.
     """
 
     in_a_row: jax.Array = struct.field(default_factory=_zero)
@@ -96,6 +96,15 @@ def decide(
         level=level,
     )
     return running & good, jax.tree.map(lambda after, before: jnp.where(running, after, before), new, guard)
+
+
+def halt_if_disagreeing(
+    guard: Guard, update: jax.Array, apply_update: jax.Array, disagreeing: jax.Array
+) -> tuple[jax.Array, Guard]:
+    """Halt at an update that would be applied, but whose microbatches disagree on integers of the model state."""
+    bad = apply_update & (disagreeing > 0)
+    new = guard.replace(halted=jnp.full_like(guard.halted, DISAGREEING), halted_at=update, since=update)
+    return apply_update & ~bad, where(bad, new, guard)
 
 
 def _detect_spike(level: Level, spike: Spike, loss: jax.Array, finite: jax.Array) -> tuple[jax.Array, Level]:

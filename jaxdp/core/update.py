@@ -32,18 +32,21 @@ def make_apply(rule: UpdateRule, loss_scaling: LossScaling | None) -> Callable[.
         if rule.clip_norm is not None:
             grads = clip(grads, norm, rule.clip_norm)
         model_state, disagreeing = mean_state(state.model_state, sums.model_state, sums.weight)
-        loss = sums.loss / weight
+        real_weight = jnp.where(sums.weight > 0, sums.weight, jnp.nan)  # without any, there is no mean and no update
+        loss = sums.loss / real_weight
         finite = (nonfinite == 0) & jnp.isfinite(loss)
         overflow: Any = False  # True where non-finite gradients may come from a loss scale that is too large
         if loss_scaling is not None and state.loss_scale is not None:
             overflow = jnp.isfinite(loss) & loss_scaling.can_fall(state.loss_scale)
         number = state.step + 1
         apply_update, guard = skip.decide(state.guard, number, loss, finite, overflow, rule.max_nonfinite, rule.spike)
+        if disagreeing is not None:
+            apply_update, guard = skip.halt_if_disagreeing(guard, number, apply_update, disagreeing)
         grads = skip.where(apply_update, grads, jax.tree.map(jnp.zeros_like, grads))
         updates, opt_state = skip.update(rule.tx, apply_update, grads, state.opt_state, params)
         params = skip.where(apply_update, optax.apply_updates(params, updates), params)
         running = state.guard.halted == 0
-        metrics = {"loss": loss, **divide(sums.metrics, weight), "grad_norm": norm, "nonfinite_grads": nonfinite}
+        metrics = {"loss": loss, **divide(sums.metrics, real_weight), "grad_norm": norm, "nonfinite_grads": nonfinite}
         metrics |= {"weight": sums.weight, "skipped": (~apply_update).astype(jnp.int32)}
         metrics |= {"skipped_updates": guard.skipped, "halted": guard.halted}
         if disagreeing is not None:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from jaxdp.errors import RunFailed
 from jaxdp.metrics.sums import make_record
 from jaxdp.metrics.writer import Record, Writer
 
@@ -152,12 +151,6 @@ class Meter:
     def _record(self, step: int, metrics: dict[str, Any], timing: Record) -> None:
         means = {k: float(v) for k, v in sorted(metrics.items())}
         record: Record = {"step": step, "split": "train", **make_record(means, self.derive), **timing}
-        if record.pop("disagreeing_state", 0):
-            raise RunFailed(
-                f"update {step}: integers of the model state differ between microbatches; a counter must not depend on "
-                "the examples (keep such state as a float, or under 'carry')",
-                rank=0,
-            )
-        record.pop("weight", None)
-        record.pop("halted", None)
+        for name in ("weight", "halted", "disagreeing_state"):
+            record.pop(name, None)
         self.writer.write(record)

@@ -49,5 +49,5 @@ def of_set(run: Run, source: Source, program: Program, state: TrainState) -> Rec
         add(number, pending)
     for number in suspects[:1]:
         source.examine(number, f"batch {number} of the evaluation", run.checkpoints.context)
-    weight = totals.pop("weight") or 1.0
-    return make_record(divide(totals, weight, np), run.log.derive)
+    weight = totals.pop("weight")
+    return make_record(divide(totals, weight if weight > 0 else math.nan, np), run.log.derive)

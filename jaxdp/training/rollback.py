@@ -7,7 +7,7 @@ import pathlib
 import jax
 import numpy as np
 
-from jaxdp.core.skip import NONFINITE
+from jaxdp.core.skip import DISAGREEING, NONFINITE
 from jaxdp.errors import RunFailed
 from jaxdp.training.run import Progress, Run
 from jaxdp.training.save import restore
@@ -17,7 +17,7 @@ from jaxdp.training.source import describe
 def roll_back(run: Run, progress: Progress) -> tuple[Run, Progress]:
     """Restore the last checkpoint; return (the run, its progress), set to continue with the data after the spike.
 
-    Raises RunFailed if the run halted on non-finite updates, or after `max_rollbacks`.
+    Raises RunFailed if the run halted for another cause than a spike, or after `max_rollbacks`.
     """
     watch, offset, rollbacks = run.hooks.watch, run.origin.offset, run.origin.rollbacks
     run.log.profile.stop()
@@ -26,6 +26,12 @@ def roll_back(run: Run, progress: Progress) -> tuple[Run, Progress]:
     first, last = int(guard.since), int(guard.halted_at)
     with watch.suspend_timeout("waits for the checkpoint"):
         run.checkpoints.wait()
+    if int(guard.halted) == DISAGREEING:
+        raise RunFailed(
+            f"update {last}: integers of the model state differ between microbatches; a counter must not depend on "
+            "the examples (keep such state as a float, or under 'carry')",
+            rank=0,
+        )
     file = write_batches(run, first, last)
     if int(guard.halted) == NONFINITE:
         last_saved = max(run.checkpoints.steps(), default=0)

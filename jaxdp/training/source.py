@@ -96,7 +96,9 @@ def describe(examples: Mapping[str, Any]) -> str:
     words = []
     for name, values in examples.items():
         values = np.asarray(values)
-        if np.issubdtype(values.dtype, np.integer) and values.size:
+        if name == "mask" and not values.any():
+            words.append("mask 0 in all examples")
+        elif np.issubdtype(values.dtype, np.integer) and values.size:
             words.append(f"{name} from {values.min()} to {values.max()}")
         elif np.issubdtype(values.dtype, np.floating):
             bad = int((~np.isfinite(values)).reshape(len(values), -1).any(1).sum())

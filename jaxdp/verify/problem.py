@@ -91,6 +91,8 @@ def make_trial(problem: Problem, devices: int, updates: int) -> Trial:
     full = size - size % batch_size
     order = dataclasses.replace(order, size=full, batch_size=batch_size, microbatches=microbatches)
     batches = [read_batch(problem.dataset, order, i, np.arange(microbatches)) for i in range(updates)]
+    if not all((batch["mask"] != 0).any() for batch in batches):
+        raise UsageError("data: the mask is 0 in all examples of a batch; give verify data with other examples first")
     first = problem.dataset.read(np.zeros(1, np.int64))
     return Trial(batches, first_microbatch(first, examples, problem.forward.transform), order)
 

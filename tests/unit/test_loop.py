@@ -159,10 +159,19 @@ def test_garbage_collection_leaves_out_what_a_start_has_made(tmp_path, monkeypat
     assert min(counts) > 1000 and gc.get_freeze_count() == 0
 
 
+def test_an_evaluation_without_weight_has_no_loss(tmp_path):
+    examples = {**toys.data(60), "mask": np.zeros(60, np.float32)}
+    run = make_run(tmp_path, toys.MODELS["mlp"](), examples=examples, held_out=examples)
+    record = loop.evaluate(run, run.strategy.compile(run.step), run.strategy.init())
+    assert np.isnan(record["loss"]) and np.isnan(record["accuracy"])
+
+
 def test_counters_that_depend_on_the_examples_end_the_run(tmp_path):
     model = toys.counting(lambda batch: (batch["labels"][0] > 0).astype(jnp.int32))
-    with pytest.raises(RunFailed, match="update 2: integers of the model state differ"):
-        loop.fit(make_run(tmp_path, model))
+    run = make_run(tmp_path, model, log_every=100)
+    with pytest.raises(RunFailed, match="update 1: integers of the model state differ"):
+        loop.fit(run)
+    assert not run.checkpoints.steps()
 
 
 @pytest.mark.slow
