@@ -161,10 +161,12 @@ def describe_config(config: Config, context: Context, objects: Objects) -> dict[
 def make_sources(config: Config, parts: Parts, strategy: Strategy) -> tuple[Source, dict[str, Source]]:
     """Return the source for training, and those for evaluation by name. Raises UsageError."""
     checked = attribute(parts.forward.loss, "check", None) is not None
+    same = config.outer.replicas == 1  # else each process sees the loss of its own replica
 
     def source(dataset: Any, order: Any, train: bool) -> Source:
         resident = Resident(dataset, strategy) if config.data.on_device else None
-        check = functools.partial(check_examples, parts, strategy.shapes, train) if checked else None
+        known = checked and (same or not train)
+        check = functools.partial(check_examples, parts, strategy.shapes, train) if known else None
         return Source(dataset, order, config.data.workers, resident, check)
 
     training = source(parts.dataset, parts.order, True)

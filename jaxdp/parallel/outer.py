@@ -118,7 +118,8 @@ class Replicas(PJit):
         """Accept any optimizer: it gets full arrays."""
 
     def compile(self, step: Step) -> Program:
-        """Return the programs. Metrics of an update are those of this process's first replica."""
+        """Return the programs. Metrics of an update are those of this process's first replica, but `halted` is that of
+        all replicas at the last outer step: all processes halt at the same update."""
         state = jax.tree.map(lambda d: P() if d == WHOLE else P(OUTER), self.dims)
         over = functools.partial(jax.shard_map, mesh=self.mesh, check_vma=False)
         update = over(self._update(step), in_specs=(state, P(ALL.all)), out_specs=(state, P()))
@@ -166,10 +167,9 @@ class Replicas(PJit):
             pieces = numbers, state.opt_state.replicas, batch
             like = jax.eval_shape(one_replica, (), jax.tree.map(lambda x: x[0], pieces))[1]
             _, (replicas, metrics) = scan_unfused(one_replica, (), pieces, live, like)
-            worst = jax.tree.map(lambda x: x.max(0), replicas.guard)
-            new = state.replace(step=state.step + 1, guard=worst, opt_state=state.opt_state._replace(replicas=replicas))
+            new = state.replace(step=state.step + 1, opt_state=state.opt_state._replace(replicas=replicas))
             new = jax.lax.cond(new.step % self.rule.every == 0, self._outer_step(step), lambda s: s, new)
-            return new, {**jax.tree.map(lambda x: x[0], metrics), "halted": worst.halted}
+            return new, {**jax.tree.map(lambda x: x[0], metrics), "halted": new.guard.halted}
 
         return update
 
@@ -200,7 +200,7 @@ class Replicas(PJit):
             model_state = merge(averages, jax.tree.map(first_of_all, replicas.model_state))
             spread = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (self.per_device, *x.shape)), tree)
             replicas = replicas.replace(params=spread(params), model_state=spread(model_state))
-            guard = jax.tree.map(lambda x: jax.lax.pmax(x, OUTER), state.guard)
+            guard = jax.tree.map(lambda x: jax.lax.pmax(x.max(0), OUTER), replicas.guard)
             shared = {"params": params, "model_state": model_state, "ema": ema}
             return state.replace(**shared, guard=guard, opt_state=Local(replicas, outer))
 

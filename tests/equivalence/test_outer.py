@@ -301,3 +301,17 @@ def test_the_bits_are_the_same_in_several_processes(tmp_path, number, backend):
     done = mpirun(number, ["train.py", *map(str, argv)])
     assert done.returncode == 0, done.output
     assert records(tmp_path / "run", "final")[0]["params_sha256"] == digest(tmp_path, run="one")
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_all_processes_halt_together_if_one_replica_does(tmp_path):
+    """The losses that each process sees are those of its own replicas."""
+    of_second = np.arange(32) // 4 % 8 >= 4  # with this order, examples of microbatches 4 to 7
+    inputs = np.where(of_second[:, None], np.nan, np.ones((32, 4))).astype(np.float32)
+    np.savez(tmp_path / "data.npz", inputs=inputs, labels=np.arange(32) % 3)
+    data = f"data: {{target: Npz, args: {{path: {tmp_path / 'data.npz'}, test_fraction: 0}}, order: sequential}}"
+    text = CONFIG.replace("data: {target: Digits, args: {augment: true}}", data).replace("replicas: 4", "replicas: 2")
+    argv = ["--config", write(tmp_path, text), "--run_dir", tmp_path / "run", "--batch_size", "8", *FLOATS]
+    done = mpirun(2, ["train.py", *map(str, argv), "--nonfinite.max_consecutive", "1"], timeout=120)
+    assert done.returncode == 1 and "updates 1 to 1 were not finite" in done.output, done.output
