@@ -14,7 +14,7 @@ from jaxdp.core.options import Forward
 from jaxdp.core.state import Batch, Gather, Join, Sums, View, microbatch_key, plain_gather, plain_join
 from jaxdp.data.example_order import RESET
 from jaxdp.losses import apply_loss, attribute
-from jaxdp.metrics.sums import check_result
+from jaxdp.metrics.sums import at_least_float32, check_result
 from jaxdp.models.base import CARRY
 from jaxdp.models.scan import block_hooks
 from jaxdp.models.scan import remat as rematerialize
@@ -106,7 +106,10 @@ def at_once(loss_and_sums: Loss, pieces: Tree) -> Differentiate:
 
 
 def one_by_one(loss_and_sums: Loss, pieces: Tree) -> Differentiate:
-    """Accumulate gradients microbatch by microbatch, with the activations of one microbatch in memory at a time."""
+    """Accumulate gradients microbatch by microbatch, with the activations of one microbatch in memory at a time.
+
+    Sums are at least float32 until the end: a sum of bfloat16 stops growing after some 256 microbatches.
+    """
 
     def accumulate(params: Tree) -> tuple[tuple[None, Sums], Tree]:
         def microbatch_sums(piece: Tree) -> Sums:
@@ -115,11 +118,13 @@ def one_by_one(loss_and_sums: Loss, pieces: Tree) -> Differentiate:
 
         def add(sums: Sums, piece: Tree) -> tuple[Sums, Tree]:
             new = microbatch_sums(piece)
-            return jax.tree.map(jnp.add, sums, new._replace(carry=None)), new.carry
+            return jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, new._replace(carry=None)), new.carry
 
         shapes = jax.eval_shape(microbatch_sums, jax.tree.map(lambda x: x[0], pieces))._replace(carry=None)
-        sums, carry = jax.lax.scan(add, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), pieces)
-        return (None, sums._replace(carry=carry)), sums.grads
+        start = jax.tree.map(lambda x: at_least_float32(jnp.zeros(x.shape, x.dtype)), shapes)
+        sums, carry = jax.lax.scan(add, start, pieces)
+        grads = jax.tree.map(lambda x, y: x.astype(y.dtype), sums.grads, shapes.grads)
+        return (None, sums._replace(carry=carry)), grads
 
     return accumulate
 

@@ -119,14 +119,16 @@ class ExampleOrder:
         """Return the examples of the local microbatches: (indices[local, E] int64, mask[local, E] bool).
 
         numbers: of the microbatches, in [0, microbatches), or -1 for none. Padding rows repeat the example of the
-        batch's first row with mask False, so padding is always a real, finite example.
+        batch's first row with mask False, so padding is always a real, finite example. A microbatch of padding alone
+        repeats microbatch 0: the gradient of a deviation between equal examples would be NaN.
         """
         numbers = np.asarray(numbers, np.int64).reshape(-1, 1)
         if ((numbers < -1) | (numbers >= self.microbatches)).any():
             raise ValueError(f"microbatch numbers {numbers[:, 0].tolist()} are not all in [-1, {self.microbatches})")
-        row = np.arange(self.examples_per_microbatch) * self.microbatches + numbers
-        mask = (numbers >= 0) & (row < self.examples(step))
-        return self._examples(step, np.where(mask, row, 0)), mask
+        first = np.arange(self.examples_per_microbatch) * self.microbatches
+        mask = (numbers >= 0) & (first + numbers < self.examples(step))
+        row = first + np.where(mask[:, :1], numbers, 0)
+        return self._examples(step, np.where(row < self.examples(step), row, 0)), mask
 
     def batch(self, step: int) -> np.ndarray:
         """Return the examples of the step's batch, of all microbatches."""

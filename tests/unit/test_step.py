@@ -169,6 +169,42 @@ def test_integers_that_disagree_are_counted():
     assert all(int(m["disagreeing_state"]) == 0 for m in metrics)
 
 
+class Standardized(nnx.Module):
+    """Divides by the deviation of a microbatch; the derivative of a deviation of equal examples is not finite."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(32, 5, use_bias=False, rngs=rngs)
+        self.head = nnx.Linear(5, toys.CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        h = self.up(x.reshape(len(x), -1))
+        return self.head((h - h.mean(0)) / (h.std(0) + 1e-5))
+
+
+def test_a_place_without_a_microbatch_has_finite_gradients():
+    """Three devices have nine places for eight microbatches."""
+    settings = {"steps": 2, "optimizer": "momentum"}
+    ways = [toys.train(as_model(Standardized), toys.data(40), devices=n, **settings) for n in (1, 3)]
+    assert all(m["skipped"] == 0 for _, _, metrics, *_ in ways for m in metrics)
+    assert toys.relative_error(ways[1][1].params, ways[0][1].params)[0] < 1e-5
+
+
+def test_many_microbatches_add_up_in_bfloat16_too():
+    examples = {k: np.repeat(v[:1], 512, 0) for k, v in toys.data(1).items()}
+    settings = {"steps": 1, "batch_size": 512, "microbatches": 512, "dtype": "bfloat16", "optimizer": "momentum"}
+    norm = lambda how: toys.train(toys.MODELS["mlp"](), examples, accumulate=how, **settings)[2][0]["grad_norm"]
+    assert norm("scan") == pytest.approx(float(norm("vmap")), rel=0.02)
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0])
+def test_a_batch_without_weight_has_no_loss_and_no_update(factor):
+    examples = toys.data(40)
+    examples["mask"] = np.where(np.arange(40) < 20, factor, 1).astype(np.float32)
+    first, last, metrics, *_ = toys.train(toys.MODELS["mlp"](), examples, steps=1, devices=2)
+    assert np.isnan(metrics[0]["loss"]) and np.isnan(metrics[0]["accuracy"]) and metrics[0]["skipped"] == 1
+    jax.tree.map(np.testing.assert_array_equal, first.params, last.params)
+
+
 class Recurrent(nnx.Module):
     def __init__(self, rngs):
         self.head = nnx.Linear(32, toys.CLASSES, rngs=rngs)
