@@ -49,8 +49,15 @@ def rehearse(
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
         if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
             raise UsageError(f"model: parameter {path_string(path)!r} is {leaf.dtype}; only floats have a gradient")
-        if not leaf.size:
-            raise UsageError(f"model: parameter {path_string(path)!r} has shape {leaf.shape}; it is empty")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        field, _, name = path_string(path).partition("/")
+        if not leaf.size and field != "exponents":
+            owner = {"params": "model: parameter", "opt_state": "optimizer: its state"}.get(field, "model: its state")
+            raise UsageError(f"{owner} {name!r} has shape {leaf.shape}; it is empty, and a checkpoint cannot store it")
+    paths = collections.Counter(path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params))
+    for name, count in paths.items():
+        if count > 1:
+            raise UsageError(f"model: {count} parameters have the path {name!r}; rename all but one")
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.model_state):
         if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise UsageError(f"model: its state {path_string(path)!r} is a random key; use the key of the call instead")

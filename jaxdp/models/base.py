@@ -167,20 +167,19 @@ def _inside(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def rehearse(call: Callable[[Any, Any], Any], params: Any, model_state: Any, batch: dict[str, Any]) -> Any:
-    """Trace call(params, model_state) once, to discover the axes and RNG streams that it uses before the real trace.
-    Return the shapes of its result, or None if it fails; the real trace then reports the error."""
+def rehearse(call: Callable[[Any, Any], Any], params: Any, model_state: Any, batch: dict[str, Any]) -> None:
+    """Trace call(params, model_state) once, to discover the axes and RNG streams that it uses before the real trace,
+    which then reports the error if there is one."""
     dtypes = (jnp.asarray(x).dtype for x in batch.values())
     dtype = next((x for x in dtypes if jnp.issubdtype(x, jnp.floating)), jnp.dtype(jnp.float32))
     state = cast_floats(model_state, jnp.promote_types(dtype, jnp.float32))
     try:
-        return jax.eval_shape(call, cast_floats(params, dtype), state)
+        jax.eval_shape(call, cast_floats(params, dtype), state)
     except NameError as error:
-        if named(UNBOUND, error) not in MESH:
+        if named(UNBOUND, error) not in MESH:  # `bind_axes` reports these
             raise
-        return None  # `bind_axes` reports it
     except Exception:
-        return None
+        pass
 
 
 def for_each_example(carry: Any, batch: dict[str, Any]) -> Any:
@@ -204,13 +203,15 @@ def at(tree: dict[str, Any], path: Sequence[Any]) -> Any:
 def keep_dtypes(old: Any, new: Any) -> Any:
     """Cast `new` to the dtypes of `old`: running averages keep their stored dtype, whatever the compute dtype.
 
-    Raises UsageError if the cast would drop a fraction or an imaginary part.
+    Raises UsageError if the cast would drop a fraction or an imaginary part, or if a shape changes.
     """
 
     def cast(path: Any, old: Any, new: Any) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if old.shape != new.shape:
+            raise UsageError(f"model: its state {name!r} changes from shape {old.shape} to {new.shape}; keep its shape")
         fraction = jnp.issubdtype(new.dtype, jnp.inexact) and not jnp.issubdtype(old.dtype, jnp.inexact)
         if fraction or jnp.iscomplexobj(new) > jnp.iscomplexobj(old):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise UsageError(
                 f"model: its state {name!r} changes from {old.dtype} to {new.dtype}; initialize it with "
                 "the dtype that it gets"

@@ -8,7 +8,9 @@ from flax import linen, nnx
 
 import jaxdp
 from jaxdp.errors import UsageError
+from jaxdp.job.fitted import settings
 from jaxdp.models.nnx import Carry
+from jaxdp.parallel import make_reduction
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(90, 4)).astype(np.float32)
@@ -34,6 +36,42 @@ def fit(model=Net, **more):
 @pytest.fixture(scope="module")
 def fitted():
     return fit(optimizer={"target": "adamw", "lr": 0.01, "ema": 0.9})
+
+
+def test_how_jax_lowers_products_changes_for_a_run_only(fitted):
+    text = lambda: jax.jit(lambda x: jax.lax.dot_general(x, x, (((0,), (0,)), ((), ())))).lower(X).as_text()
+    before = text()
+    with settings(fitted.config):
+        make_reduction("exact")
+        assert text() != before
+    assert text() == before
+
+
+CLASH = (
+    lambda key, inputs: {"a/b": np.ones((4, 2), np.float32), "a": {"b": np.zeros(2, np.float32)}},
+    lambda params, inputs: inputs @ params["a/b"] + params["a"]["b"],
+)
+GROWING = (
+    lambda key, inputs: ({"w": np.ones((4, 2), np.float32)}, {"seen": np.zeros(2, np.float32)}),
+    lambda params, inputs, state: (inputs @ params["w"], {"seen": state["seen"][:1]}),
+)
+EMPTY = (
+    lambda key, inputs: ({"w": np.ones((4, 2), np.float32)}, {"seen": np.zeros(0, np.float32)}),
+    lambda params, inputs, state: (inputs @ params["w"], state),
+)
+
+
+@pytest.mark.parametrize(
+    "model, words",
+    [
+        (EMPTY, "model: its state 'seen' has shape .0,.; it is empty"),
+        (CLASH, "2 parameters have the path 'a/b'"),
+        (GROWING, "'seen' changes from"),
+    ],
+)
+def test_a_model_that_would_fail_later_is_refused(model, words):
+    with pytest.raises(UsageError, match=words):
+        fit(model)
 
 
 def test_it_is_printed_in_a_line_and_shown_as_a_table(fitted):
