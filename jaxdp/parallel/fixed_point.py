@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxdp.errors import UsageError
 from jaxdp.parallel.rounding import fusion_barrier, pin
 from jaxdp.split import WHOLE
 
@@ -161,6 +162,8 @@ def squares_and_bad(tree: Tree, dims: Tree, axis: str, live: jax.Array) -> jax.A
     leaves = jax.tree.leaves(tree)
     dims = [WHOLE] * len(leaves) if dims is None else jax.tree.leaves(dims)
     split = any(d != WHOLE for d in dims)
+    if sum(x.size * (1 if d == WHOLE else jax.lax.axis_size(axis)) for x, d in zip(leaves, dims)) > ROW**2:
+        raise UsageError(f"parallel.reduction: exact sums squares of at most {ROW**2:,} parameters; use xla or bucket")
     dtype = functools.reduce(jnp.promote_types, (x.dtype for x in leaves), jnp.float32)
     first = jax.lax.axis_index(axis) == 0 if split else True  # replicated leaves count once
     leaves = [x.astype(dtype) if d != WHOLE else jnp.where(first, x.astype(dtype), 0) for x, d in zip(leaves, dims)]

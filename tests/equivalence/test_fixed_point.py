@@ -17,6 +17,7 @@ import toys
 from covering import first
 from jaxdp.axes import DATA, FLAT
 from jaxdp.checkpoint.store import Checkpoints
+from jaxdp.errors import UsageError
 from jaxdp.parallel import REDUCTIONS
 from jaxdp.parallel.fixed_point import (
     FORMATS,
@@ -309,6 +310,16 @@ def measured(tree, devices, split):
     specs = jax.tree.map(lambda d: spec(d, DATA), dims)
     mapped = jax.shard_map(f, mesh=mesh, in_specs=(specs, P()), out_specs=P(), check_vma=False)
     return np.asarray(jax.jit(mapped)(tree, 0)), sum(d != WHOLE for d in jax.tree.leaves(dims))
+
+
+def test_more_squares_than_the_digits_can_sum_are_refused():
+    measure = lambda size: jax.eval_shape(
+        lambda tree: squares_and_bad(tree, None, DATA, jnp.bool_(True)),
+        {"table": jax.ShapeDtypeStruct((65_536, size), "float32")},
+    )
+    assert measure(65_536).shape == (2,)
+    with pytest.raises(UsageError, match="at most 4,294,967,296 parameters; use xla or bucket"):
+        measure(65_537)
 
 
 @pytest.mark.slow
