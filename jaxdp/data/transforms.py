@@ -41,10 +41,10 @@ class Mixup:
         if not jnp.issubdtype(inputs.dtype, jnp.floating):
             raise UsageError(f"data.transform: Mixup mixes floats, not {inputs.dtype}; scale the inputs before")
         share = jax.random.beta(key, self.alpha, self.alpha, dtype=jnp.promote_types(inputs.dtype, jnp.float32))
-        # Real examples precede padding; the first is mixed with the last real one.
-        real = jnp.sum(batch["mask"].reshape(len(inputs), -1).any(-1))
-        rows = jnp.arange(len(inputs))
-        other = jnp.where(rows < real, (rows - 1) % jnp.maximum(real, 1), rows)
+        # Each real example is mixed with the real one before it, the first with the last.
+        real = batch["mask"].reshape(len(inputs), -1).any(-1)
+        before = (jnp.cumsum(real) - 2) % jnp.maximum(real.sum(), 1)
+        other = jnp.where(real, jnp.argsort(~real)[before], jnp.arange(len(inputs)))
         mix = lambda x: share.astype(x.dtype) * x + (1 - share).astype(x.dtype) * x[other]
         labels = jax.nn.one_hot(batch["labels"], self.classes, dtype=inputs.dtype)
         return {**batch, "inputs": mix(inputs), "labels": mix(labels)}

@@ -44,6 +44,15 @@ def test_mixup_mixes_real_examples_with_real_ones():
         Mixup(classes=5)({**batch, "inputs": jnp.zeros((5, 2), jnp.uint8)}, KEY, True)
 
 
+def test_mixup_leaves_out_examples_that_the_data_masks():
+    batch = {"inputs": jnp.eye(5), "labels": jnp.asarray([0, -100, 2, 3, -100]), "mask": jnp.asarray([1.0, 0, 1, 1, 0])}
+    found = Mixup(classes=5)(batch, KEY, True)
+    share = float(found["labels"][2, 2])
+    want = share * np.eye(5) + (1 - share) * np.eye(5)[[3, 1, 0, 2, 4]]
+    np.testing.assert_allclose(found["inputs"], want, atol=1e-6)
+    np.testing.assert_allclose(found["labels"][jnp.array([0, 2, 3])], want[[0, 2, 3]], atol=1e-6)
+
+
 @pytest.mark.slow
 def test_they_train_the_same_on_any_devices():
     transform = both(as_transform(noisy), Mixup(classes=toys.CLASSES))
