@@ -44,8 +44,8 @@ def tls(secret: str) -> contextlib.AbstractContextManager[dict[str, str]]:
 def start_service(address: str, size: int, secret: str, heartbeat_timeout: int, shutdown_timeout: int) -> Any:
     """Start JAX's coordination service at "host:port"; it ends when the object is deleted. Timeouts in seconds.
 
-    secret: clients prove that they have it, if JAX supports it. The coordinator detects processes that die. To JAX, it is
-    no error (`recoverable`): a process that ends would wait 20 s for the others, and then abort them.
+    secret: clients prove that they have it, if JAX supports it. The coordinator detects processes that die. To JAX that
+    is no error (`recoverable`): a process that ends would wait 20 s for the others, and then abort them.
     """
     from jaxlib import _jax
 
