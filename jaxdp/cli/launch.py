@@ -103,13 +103,16 @@ def run(call: Call) -> None:
 def wait(processes: list[Process]) -> int:
     """Wait until no process runs or is to run again; return the code of the job: 0, 2, 75 or 1.
 
-    0: a process with this code was among the last that ended; the others have not failed after it.
+    0: so have ended more than half of the processes that ran until the first one did. An elastic job may have lost others.
     """
     last = processes
     while None in (codes := [process.code() for process in processes]):
-        last = [process for process, code in zip(processes, codes) if code is None]
         if 0 in codes or PREEMPTED in codes:  # the job has finished, or has saved
             for process in processes:
                 process.stop()
+        else:
+            last = [process for process, code in zip(processes, codes) if code is None]
         time.sleep(0.1)
-    return next((code for code in FINAL if code in [p.code() for p in (processes if code else last)]), 1)
+    if 2 * [process.code() for process in last].count(0) > len(last):
+        return 0
+    return next((code for code in FINAL[1:] if code in codes), 1)

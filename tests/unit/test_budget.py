@@ -19,9 +19,9 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 # returns, summaries of models and .npz 430, the report of several runs, media and git 170. Then 73 less, and 200 more:
 # processes forked after one import 70, survivors that are busy 30, snapshots of the same update 20, model state of any
 # dtype and 16-bit losses 97. Then a kernel's gradient as one product 57, `outer.reduction` and JAX 0.12 18.
-# Then 87: survivors that are busy when the coordinator dies 30, joiners and hanging loaders that end alone 30, launch
-# 17, damaged files of a report 10.
-BUDGET = {"package": 30_587, "file": 300, "function": 60, "one update": 700}  # lines
+# Then 89: survivors that are busy when the coordinator dies 30, joiners and hanging loaders that end alone 30, launch
+# 19, damaged files of a report 10.
+BUDGET = {"package": 30_589, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {
