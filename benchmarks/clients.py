@@ -35,7 +35,7 @@ class Client(membership.Membership):
         self.messages += 1
         super()._hear(message)
 
-    def end(self, text: str, code: int = 1, author: int | None = None) -> None:
+    def end_process(self, text: str, code: int = 1, author: int | None = None) -> None:
         self.ended_at = self.ended_at or time.monotonic()
         self.ending.set()
 

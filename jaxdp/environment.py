@@ -73,13 +73,15 @@ def malloc() -> None:
     XLA allocates a program's buffers in each call, and the kernel maps and clears them page by page: 57,000 page faults
     a step take 70 of 330 ms for a GPT of 3.2M parameters on one core, and 2 of 10 ms for ResNet-9 on two processes.
     glibc raises its thresholds to these values itself, but only as far as the largest array allocated so far. It reads
-    GLIBC_TUNABLES only when a process starts. A user's GLIBC_TUNABLES is left unchanged.
+    GLIBC_TUNABLES only when a process starts, so the new process removes it: the programs that it starts must not get
+    it. A user's GLIBC_TUNABLES is left unchanged.
     """
-    if not libc().startswith("glibc") or "GLIBC_TUNABLES" in os.environ or gpus.count():
-        return
-    os.environ["GLIBC_TUNABLES"] = tunables()
-    with contextlib.suppress(OSError):
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    if os.environ.get("GLIBC_TUNABLES") == tunables():
+        del os.environ["GLIBC_TUNABLES"]
+    elif libc().startswith("glibc") and "GLIBC_TUNABLES" not in os.environ and not gpus.count():
+        environment = {**os.environ, "GLIBC_TUNABLES": tunables()}
+        with contextlib.suppress(OSError):
+            os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
 def tunables() -> str:

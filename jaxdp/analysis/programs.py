@@ -137,4 +137,4 @@ def check_same(context: Context, programs: Mapping[str, Digest], timeout: float 
         except UsageError as located:
             text = str(located)
         causes = "the rank, the environment, the time, a file or a process id"
-        raise UsageError(f"{text}; does the code there depend on {causes}? See jaxdp verify", rank=0) from None
+        raise UsageError(f"{text}; does the code there depend on {causes}? See jaxdp verify", difference.rank) from None

@@ -101,7 +101,7 @@ class Commit:
 def reason_of(error: BaseException) -> str:
     """Return why a save has failed, in one line."""
     member = membership.current()
-    if member is not None and member.over is not None:
-        return member.over  # the lost process of an elastic job
+    if member is not None and member.ended is not None:
+        return member.ended  # the lost process of an elastic job
     text = one_line(error) or type(error).__name__
     return "no space left on the device" if "No space left" in text else text[:300]

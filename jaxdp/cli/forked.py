@@ -12,6 +12,7 @@ import pathlib
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TextIO
 
 from jaxdp.cli import main
 from jaxdp.supervise.signals import NUMBERS
@@ -35,12 +36,14 @@ class Forked:
     """
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], name: str, output: int | None = None):
-        arguments = argv, environment, name, output
+        arguments = argv, environment, name, output, sys.stdin
         self._process = multiprocessing.get_context("fork").Process(target=_run, args=arguments)
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)  # in the child until `main` takes them
+        stdin, sys.stdin = sys.stdin, None  # multiprocessing would close it in the child
         try:
             self._process.start()
         finally:
+            sys.stdin = stdin
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def poll(self) -> int | None:
@@ -55,18 +58,22 @@ class Forked:
         self._process.kill()
 
 
-def _run(argv: Sequence[str], environment: Mapping[str, str], name: str, output: int | None) -> None:
+def _run(
+    argv: Sequence[str], environment: Mapping[str, str], name: str, output: int | None, stdin: TextIO | None
+) -> None:
     with contextlib.suppress(OSError):  # not on Linux
         pathlib.Path("/proc/self/comm").write_text(name)
     for number in NUMBERS:
         signal.signal(number, signal.SIG_DFL)
     multiprocessing.set_start_method(None, force=True)  # "fork" here; data of the user may choose, or use the default
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # else all processes have the same; Python's `random` is seeded by the fork
     os.environ.clear()
     os.environ.update(environment)
     if output is not None:
         os.dup2(output, 1)
         os.dup2(output, 2)
-    sys.argv = ["jaxdp", *argv]
+    sys.argv, sys.stdin = ["jaxdp", *argv], stdin
     try:
         main()
     finally:

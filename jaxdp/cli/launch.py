@@ -1,5 +1,6 @@
 """The verb `launch`: start the processes of a job on this host, and restart those that die."""
 
+import contextlib
 import os
 import secrets
 import signal
@@ -40,17 +41,22 @@ class Process:
     def code(self) -> int | None:
         """Return the exit code, or None if the process runs or is to run again; start it again when that is due."""
         code = self.child.poll()
-        if self.restart_at is None and code not in (None, *FINAL) and self.restarts:
+        if self.restart_at is None and code not in (None, *FINAL) and self.restarts > 0:
             self.restarts -= 1
             if time.monotonic() - self.started > BRIEF:
                 self.pause = 0.0
             self.restart_at = time.monotonic() + self.pause
             self.pause = min(PAUSE, 2 * self.pause or 1.0)
-        if self.restart_at is None:
+        if (restart_at := self.restart_at) is None:
             return code
-        if time.monotonic() >= self.restart_at:
-            self.start()
+        if time.monotonic() >= restart_at:
+            with contextlib.suppress(OSError):  # not enough memory, for example: this has cost a restart
+                self.start()
         return None
+
+    def stop(self) -> None:
+        """Do not start this process again."""
+        self.restarts, self.restart_at = 0, None
 
 
 def run(call: Call) -> None:
@@ -62,7 +68,7 @@ def run(call: Call) -> None:
     command, count = call.options["command"], call.options["processes"]
     if not command:
         raise UsageError("launch: no command given; e.g. jaxdp launch -n 2 train --config configs/digits.yaml")
-    if command[0] in VERBS:
+    if command[0] in VERBS and VERBS[command[0]].where == "job":
         preload()
     environment = {
         **os.environ,
@@ -73,33 +79,40 @@ def run(call: Call) -> None:
     }
     ranks = [{"JAXDP_PROCESS_ID": str(rank), "JAXDP_LOCAL_RANK": str(rank)} for rank in range(count)]
     processes = list[Process]()
-    try:
-        for rank in ranks:
-            processes.append(Process(command, environment | rank, call.options["restart"]))
-    except OSError as error:
-        for process in processes:  # the others would wait for the ranks that are missing
-            process.child.kill()
-        raise UsageError(f"launch: {command[0]!r} cannot be started: {error.strerror}") from None
 
     def forward(number: int, frame: object) -> None:
         for process in processes:
-            process.child.send_signal(number)
+            if number != signal.SIGUSR2:
+                process.stop()
+            if number != signal.SIGINT:  # a terminal sends it to the processes too, which save
+                process.child.send_signal(number)
 
-    for number in FORWARDED:
+    for number in (*FORWARDED, signal.SIGINT):
         signal.signal(number, forward)
-    signal.signal(signal.SIGINT, lambda number, frame: None)  # a terminal sends it to the processes too, which save
     try:
+        for rank in ranks:
+            processes.append(Process(command, environment | rank, call.options["restart"]))
         sys.exit(wait(processes))
-    finally:
+    except OSError as error:
+        raise UsageError(f"launch: {command[0]!r} cannot be started: {error.strerror}") from None
+    finally:  # if one cannot be started, the others would wait for it
         for process in processes:
             process.child.kill()
 
 
 def wait(processes: list[Process]) -> int:
-    """Wait until no process runs or is to run again; return the code of the job: 0, 2, 75 or 1."""
+    """Wait until no process runs or is to run again; return the code of the job: 0, 2, 75 or 1.
+
+    0: so have ended more than half of the processes that ran until the first one did. An elastic job may have lost others.
+    """
+    last = processes
     while None in (codes := [process.code() for process in processes]):
         if 0 in codes or PREEMPTED in codes:  # the job has finished, or has saved
             for process in processes:
-                process.restarts, process.restart_at = 0, None
+                process.stop()
+        else:
+            last = [process for process, code in zip(processes, codes) if code is None]
         time.sleep(0.1)
-    return next((code for code in FINAL if code in codes), 1)
+    if 2 * [process.code() for process in last].count(0) > len(last):
+        return 0
+    return next((code for code in FINAL[1:] if code in codes), 1)

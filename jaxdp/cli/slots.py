@@ -7,15 +7,13 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import yaml
-
 from jaxdp.cli.forked import Forked, preload
 from jaxdp.config import Config
 from jaxdp.config.check import changed_numbers
 from jaxdp.distributed import gpus
 from jaxdp.errors import INTERRUPTED, PREEMPTED, UsageError
 from jaxdp.metrics.jsonl import read
-from jaxdp.report.read import is_held
+from jaxdp.report.read import is_held, mapping
 from jaxdp.report.table import METRICS
 
 OUTPUT = "output.txt"
@@ -30,10 +28,12 @@ class Trial(NamedTuple):
 
     def is_finished(self) -> bool:
         """Return True if this run is complete. Raises UsageError if its directory has a run of another config."""
-        file = self.directory / "config.yaml"
-        if not file.is_file():
+        try:
+            saved = mapping(self.directory / "config.yaml")
+        except UsageError:  # its training writes the file again
+            saved = {}
+        if not saved:
             return False
-        saved = yaml.safe_load(file.read_text())
         changed = changed_numbers(saved, self.config)
         if changed and not self.config.resume.force:
             raise UsageError(

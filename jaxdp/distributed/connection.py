@@ -8,11 +8,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any
 
 from jaxdp.distributed import channel, hosts
 from jaxdp.distributed.messages import checked, printable
-from jaxdp.distributed.protocol import ADMISSION, Facts, unpack
+from jaxdp.distributed.protocol import ADMISSION, Facts, beat_interval, unpack
 from jaxdp.errors import DistributedError, UsageError
 
 RETRIES = 5000.0  # attempts to connect in a second, of all ranks together
@@ -78,7 +79,9 @@ def join(
         try:
             connection = Connection(host, port, secret, min(remaining, 5.0), facts=facts)
             greeted = True
-            connection.socket.settimeout(remaining + 10.0)  # the coordinator's deadline comes first
+            connection.socket.settimeout(10.0)  # the coordinator's deadline comes first
+            while time.monotonic() < began + timeout and not wait([connection.socket], beat_interval(facts["size"])):
+                connection.send(op="beat", note={})
             admission = connection.receive()
             if admission.keys() == {"rank"}:  # admitted: what all ranks receive follows
                 admission |= connection.receive()

@@ -90,7 +90,7 @@ class Context:
                     raise UsageError(
                         f"{name}: {self.title(rank)} has {fact}={other.get(fact)}, but {self.title(0)} has "
                         f"{fact}={first.get(fact)}: they must be the same",
-                        rank=0,
+                        rank=rank if enter.is_new(rank) else 0,
                     )
 
 
@@ -194,8 +194,9 @@ def _end(error: BaseException, rank: int, size: int, code: int | None = None) ->
     speaker = error.rank if isinstance(error, ReportedError) else None
     code = code or getattr(error, "code", None) or (2 if isinstance(error, UsageError) else 1)
     member = membership.current()
-    if member is not None and speaker is None:  # the other ranks have not raised it
-        member.report_fault(f"{member.name(rank)}: {error}", code)
+    if member is not None and (speaker is None or (speaker == rank and enter.is_new(rank))):  # this rank ends alone
+        name, speaker = member.name(rank), None
+        member.report_fault(f"{name}: {str(error).removeprefix(f'{name}: ')}", code)
     if isinstance(error, ReportedError) and speaker in (None, rank):
         sys.stderr.write(f"jaxdp: {error}\n")  # in one piece, among what other ranks write
     _leave(code, size, rank, speaker)

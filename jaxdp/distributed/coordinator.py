@@ -30,7 +30,7 @@ class Coordinator:
 
     def __init__(self, settings: Settings):
         self.settings = settings
-        self.over = asyncio.Event()
+        self.done = asyncio.Event()
         self.generation: Generation = ElasticGeneration(self) if settings.elastic else Generation(self)
         self.next: ElasticGeneration | None = None  # is forming
         self.unauthenticated: collections.OrderedDict[asyncio.StreamWriter, None] = collections.OrderedDict()
@@ -100,7 +100,7 @@ class Coordinator:
     async def watch(self) -> None:
         """Check the generations until the job is over."""
         checked_at = time.monotonic()
-        while not self.over.is_set():
+        while not self.done.is_set():
             await asyncio.sleep(TICK)
             now = time.monotonic()
             elapsed, checked_at = now - checked_at, now
@@ -108,4 +108,4 @@ class Coordinator:
                 self.next.tick(elapsed)
             self.generation.tick(elapsed)
             if self.generation.is_empty() and (self.next is None or self.next.is_empty()):
-                self.over.set()
+                self.done.set()

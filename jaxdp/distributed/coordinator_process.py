@@ -45,7 +45,7 @@ def listen(address: str | None, port: int) -> socket.socket:
 async def run(settings: Settings, server: socket.socket) -> None:
     coordinator = Coordinator(settings)
     loop = asyncio.get_running_loop()
-    parent_gone = lambda: None if coordinator.generation.admitted else coordinator.over.set()
+    parent_gone = lambda: None if coordinator.generation.admitted else coordinator.done.set()
     threading.Thread(target=lambda: (sys.stdin.read(), loop.call_soon_threadsafe(parent_gone)), daemon=True).start()
     listener = await asyncio.start_server(coordinator.serve, sock=server, backlog=BACKLOG)
     print("ready", flush=True)

@@ -16,8 +16,8 @@ from collections.abc import Collection
 from typing import Any
 
 from jaxdp.distributed import hosts, private_jax
-from jaxdp.distributed.generation import Generation, Member
-from jaxdp.distributed.protocol import LATE, RESTART, WINDOW, Facts, difference
+from jaxdp.distributed.generation import QUIET, Generation, Member
+from jaxdp.distributed.protocol import LATE, RESTART, WINDOW, Facts, beat_interval, difference
 from jaxdp.errors import PREEMPTED
 
 
@@ -49,6 +49,11 @@ class ElasticGeneration(Generation):
         if error := difference(self.before.reference, member.facts, elastic=True):
             member.send(error=error, code=2)
             raise EOFError
+        if member.facts.get("busy"):
+            if identity(member) not in self.before.survivors:
+                raise EOFError
+            member.generation, self.before.members[member.rank] = self.before, member
+            return member
         self.waiting.append(member)
         self.before.ask_to_regroup(member)
         self.form()
@@ -69,7 +74,7 @@ class ElasticGeneration(Generation):
         """Count a member of the generation that this one stands for."""
         number, size = member.facts.get("last", (-1, 0))
         if self.is_lost and number > self.number:  # those that report an earlier one were not in it
-            self.number, self.size, self.survivors = number, size, set()
+            self.number, self.size, self.survivors, self.members = number, size, set(), {}
             self.coordinator.next.number = number + 1
         if self.is_lost and number == self.number:
             self.survivors.add(identity(member))
@@ -134,7 +139,7 @@ class ElasticGeneration(Generation):
         for member in self.waiting:
             member.send(error=text, code=1 if self.before.is_lost else PREEMPTED)  # 1: a launcher starts it again
         self.waiting = []
-        self.coordinator.over.set()
+        self.coordinator.done.set()
 
     def ask_to_regroup(self, member: Member) -> None:
         """Announce to the ranks of this generation that a process waits to join."""
@@ -146,39 +151,43 @@ class ElasticGeneration(Generation):
 
     def handle(self, member: Member, message: dict[str, Any]) -> None:
         if self.ended_at is not None and message.get("op") != "beat":
-            member.send(id=message.get("id"), over="")  # a rank of an old generation can do nothing
+            member.send(id=message.get("id"), ended="")  # a rank of an old generation can do nothing
         else:
             super().handle(member, message)
 
     def do_regroup(self, member: Member, id: Any) -> dict[str, Any]:
         """A rank has reached the update at which all regroup."""
-        self.finish("processes wait to join")
+        self.end("processes wait to join")
         return {}
 
-    def end(self, text: str, code: int = 1, author: int | None = None) -> bool:
-        """End the generation, or with `code` 2 (a usage error, which every rank would repeat) the job."""
-        if code != 1 or not self.admitted:
-            return super().end(text, code, author)
+    def fail(self, text: str, code: int = 1, author: int | None = None) -> bool:
+        """End the generation, or with `code` 2 (a usage error, which every rank would repeat) the job.
+
+        A usage error of a process that has just joined ends the generation: the others are those of a valid job.
+        """
+        is_new = author is not None and self.number > 0 and "last" not in self.members[author].facts
+        if (code == 2 and not is_new) or not self.admitted:
+            return super().fail(text, code, author)
         if self.ended_at is not None:
             return False
         self.coordinator.report(f"generation {self.number} ends: {text}")
         silent = {m.rank for m in self.members.values() if m.silent >= self.settings.silence}
-        self.finish(text, without=silent | {author})
+        self.end(text, without=silent | {author})
         return True
 
-    def finish(self, text: str, without: Collection[int | None] = ()) -> None:
+    def end(self, text: str, without: Collection[int | None] = ()) -> None:
         """End the generation: its ranks, but those `without`, may report to the next one."""
         if self.ended_at is None:
             self.ended_at = time.monotonic()
             self.survivors = {identity(m) for rank, m in self.members.items() if rank not in without}
-            self.send_all(over=text)
+            self.send_all(ended=text)
             kept = {m.rank for m in self.members.values() if identity(m) in self.survivors}
             self.register(set(range(self.size)) - kept)
 
     def register(self, lost: set[int]) -> None:
         """Register lost ranks with JAX's service: others that are about to connect would wait for them."""
         services, address, secret = self.coordinator.services, self.jax_address, self.settings.secret
-        for rank in lost:
+        for rank in lost if address else ():  # none, if the coordinator of that service has gone
             work = lambda rank=rank: services.append(private_jax.register(address, rank, secret))
             threading.Thread(target=work, daemon=True).start()
 
@@ -206,6 +215,11 @@ class ElasticGeneration(Generation):
             if self.ended_at is None:
                 super().tick(elapsed)
         else:
+            for member in list(self.waiting):
+                member.silent += min(elapsed, 1.0)
+                if member.silent > QUIET + beat_interval(self.settings.size):  # it is stopped or cut off
+                    self.waiting.remove(member)
+                    member.writer.close()
             self.form()
 
 

@@ -11,10 +11,9 @@ import jax
 import jaxlib
 
 import jaxdp
-from jaxdp.distributed import caches, gpus, hosts, joining, membership, private_jax, sockets
+from jaxdp.distributed import caches, gpus, hosts, joining, membership, private_jax, protocol, sockets
 from jaxdp.distributed.gpus import bind
 from jaxdp.distributed.joining import ElasticOptions, Joined
-from jaxdp.distributed.protocol import LATE
 from jaxdp.distributed.world import MPI, World
 from jaxdp.errors import GenerationEnded, UsageError
 
@@ -31,6 +30,7 @@ class Entered(NamedTuple):
     world: World
     timeout: float
     elastic: ElasticOptions | None
+    parent: int | None  # see `Membership`
     joined: Joined
 
 
@@ -50,8 +50,9 @@ def join(world: World, timeout: float, elastic: ElasticOptions | None) -> dict[s
         "config": elastic.config if elastic else "",
         "restarts": os.environ.get("JAXDP_RESTARTS", "0") != "0",
     }
+    parent = os.getppid() if world.launcher in MPI or "JAXDP_RESTARTS" in os.environ else None  # of `jaxdp launch`
     joined = joining.meet(world, facts, timeout, elastic)
-    return enter_until_formed(Entered(world, timeout, elastic, joined))
+    return enter_until_formed(Entered(world, timeout, elastic, parent, joined))
 
 
 def regroup() -> dict[str, Any]:
@@ -66,11 +67,10 @@ def rejoin(entered: Entered) -> Entered:
     assert elastic is not None
     membership.forget()
     private_jax.cancel_calls()
-    limit = LATE + elastic.join_timeout + entered.timeout
-    facts = {**joined.facts[joined.rank], "last": [joined.generation, len(joined.facts)]}
+    limit = protocol.LATE + elastic.join_timeout + entered.timeout
     settings = joining.coordinator_settings(entered.world, *joined.address, joined.secret, entered.timeout, elastic)
     restart = functools.partial(joining.restart_coordinator, settings, member.local_rank)
-    joined = joining.enter(*joined.address, joined.secret, facts, limit, restart)
+    joined = joining.enter(*joined.address, joined.secret, joined.last_facts, limit, restart)
     member.close()
     return entered._replace(joined=joined)
 
@@ -82,6 +82,12 @@ def enter_until_formed(entered: Entered) -> dict[str, Any]:
             return enter(entered)
         except GenerationEnded:
             entered = rejoin(entered)
+
+
+def is_new(rank: int) -> bool:
+    """Return whether a rank has joined a running job in this generation: if its input is wrong, it ends alone."""
+    joined = _entered.joined if _entered is not None else None
+    return joined is not None and joined.generation > 0 and "last" not in joined.facts[rank]
 
 
 def open_devices(member: membership.Membership) -> None:
@@ -102,7 +108,7 @@ def enter(entered: Entered) -> dict[str, Any]:
     """Start the membership of this process, and connect it to JAX's coordination service."""
     global _entered
     _entered = entered
-    world, timeout, elastic, joined = entered
+    world, timeout, elastic, parent, joined = entered
     everyone, rank = joined.facts, joined.rank
     local_rank, local_size = hosts.local_ranks(everyone, rank)
     if joined.generation == 0:  # in later ones the launcher's numbers no longer hold
@@ -113,10 +119,10 @@ def enter(entered: Entered) -> dict[str, Any]:
     sharers = gpus.sharers(local_size, count, visible, neighbours)
     if sharers > 1:  # each would reserve three quarters of the GPU
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.75 / sharers:.3f}")
-    silence = membership.silence(timeout)
-    parent = os.getppid() if world.launcher in MPI else None
+    silence = protocol.silence(timeout)
     sockets.spare(joined.address[1], hosts.split(joined.jax_address)[1])
-    member = membership.Membership(joined.connection, everyone, rank, local_rank, silence, parent, elastic is not None)
+    reconnect = joined.reconnect if elastic is not None else None
+    member = membership.Membership(joined.connection, everyone, rank, local_rank, silence, parent, reconnect)
     membership.start(member)
     if hosts.on_one_host(everyone):
         private_jax.bind_gloo("127.0.0.1")

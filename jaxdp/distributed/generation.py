@@ -122,7 +122,6 @@ class Generation:
                 self.settings.secret,
                 heartbeat_timeout=round(3 * self.settings.silence),  # counted from a beat that may be half as old
                 shutdown_timeout=max(1, min(20, round(self.settings.timeout))),
-                recoverable=self.settings.elastic,
             )
             self.coordinator.services.append(service)  # a client of an earlier one aborts its process if that one ends
             self.jax_address = address
@@ -163,7 +162,8 @@ class Generation:
 
     def do_beat(self, member: Member, id: Any, note: dict[str, Any]) -> None:
         member.note = note
-        member.send_encoded(HEARD)
+        if self.admitted:  # else the rank waits for its admission
+            member.send_encoded(HEARD)
 
     def do_beats(self, member: Member, id: Any, suspended: bool) -> dict[str, Any]:
         notes = {m.rank: m.note for m in self.members.values()}
@@ -197,7 +197,7 @@ class Generation:
         return {"first": first}
 
     def do_fault(self, member: Member, id: Any, text: str, code: int) -> dict[str, Any]:
-        return {"first": self.end(text, code, member.rank)}
+        return {"first": self.fail(text, code, member.rank)}
 
     def do_log(self, member: Member, id: Any, path: str) -> dict[str, Any]:
         self.log = path
@@ -210,15 +210,15 @@ class Generation:
 
     # Faults
 
-    def end(self, text: str, code: int = 1, author: int | None = None) -> bool:
-        """End the job with this cause, unless another fault came first; return whether this one is the cause."""
+    def fail(self, text: str, code: int = 1, author: int | None = None) -> bool:
+        """Fail with this cause: end the job, unless another fault came first; return whether this one is the cause."""
         if self.fault is not None:
             return False
         self.fault = {"fault": text, "code": code, "rank": author}
         if author is None:
             self.coordinator.report(text)
         self.send_all(**self.fault)
-        asyncio.get_running_loop().call_later(LINGER, self.coordinator.over.set)
+        asyncio.get_running_loop().call_later(LINGER, self.coordinator.done.set)
         return True
 
     def disconnected(self, member: Member) -> None:
@@ -227,7 +227,8 @@ class Generation:
         del self.members[member.rank]
         if self.admitted and member.rank not in self.left:
             # Launchers kill all ranks some milliseconds after the first has died, and may blame another one.
-            self.end(f"{member.title}, process {member.facts['pid']}, ended first, without an error: killed or crashed")
+            process = f"{member.title}, process {member.facts['pid']}"
+            self.fail(f"{process}, ended first, without an error: killed or crashed")
             self.left.add(member.rank)
             self.exchanges.remove_rank(member.rank)
         if member.rank == 0 and self.fault is not None and self.fault["rank"] is None and self.log is not None:
@@ -259,4 +260,4 @@ class Generation:
             names = hosts.listed(m.title for m in silent)
             verb = "has" if len(silent) == 1 else "have"
             silence = self.settings.silence
-            self.end(f"{names} {verb} not been heard from for {silence:.0f} s: killed, stopped, or cut off")
+            self.fail(f"{names} {verb} not been heard from for {silence:.0f} s: killed, stopped, or cut off")

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from jaxdp.distributed import channel, hosts, mpi
 from jaxdp.distributed.connection import Connection, join
-from jaxdp.distributed.membership import silence
-from jaxdp.distributed.protocol import Facts, Settings
+from jaxdp.distributed.protocol import Facts, Settings, silence
 from jaxdp.distributed.world import MPI, World
 from jaxdp.errors import UsageError
 
@@ -51,6 +50,17 @@ class Joined:
     address: tuple[str, int]
     secret: str
 
+    @property
+    def last_facts(self) -> Facts:
+        """Return the facts of this process for the generation after this one."""
+        return {**self.facts[self.rank], "last": [self.generation, len(self.facts)]}
+
+    def reconnect(self) -> Connection:
+        """Connect to another coordinator at the address, for the heartbeats of this process while it is busy."""
+        connection = Connection(*self.address, self.secret, 5.0, facts={**self.last_facts, "busy": True})
+        connection.socket.settimeout(None)
+        return connection
+
 
 def meet(world: World, facts: Mapping[str, object], timeout: float, elastic: ElasticOptions | None = None) -> Joined:
     """Join the job of `world` within about `timeout` seconds.
@@ -68,11 +78,16 @@ def meet(world: World, facts: Mapping[str, object], timeout: float, elastic: Ela
     if one_host and hosts.is_own(host):
         host = "127.0.0.1"
     remaining = max(1.0, timeout - (time.monotonic() - began))
-    if world.rank == 0 and not (elastic and coordinator_pid(host, port, secret)):  # this process was started again
+    is_there = lambda: elastic and coordinator_pid(host, port, secret)  # if this process was started again
+    if world.rank == 0 and not is_there():
         settings = coordinator_settings(world, host, port, secret, timeout, elastic)
-        pid = start_coordinator(dataclasses.replace(settings, timeout=remaining, stderr=os.dup(2)), local["host"])
-        if not hosts.is_own(host):
-            check_forwards_to(pid, host, port, secret, local)
+        try:
+            pid = start_coordinator(dataclasses.replace(settings, timeout=remaining, stderr=os.dup(2)), local["host"])
+            if not hosts.is_own(host):
+                check_forwards_to(pid, host, port, secret, local)
+        except UsageError:
+            if not is_there():  # else another process has just started it
+                raise
     return enter(host, port, secret, local, remaining)
 
 

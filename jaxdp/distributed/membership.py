@@ -21,25 +21,17 @@ from jaxdp.distributed import faults, hosts, private_jax, sockets
 from jaxdp.distributed.connection import Connection
 from jaxdp.distributed.messages import LONG_TEXT, checked, printable
 from jaxdp.distributed.protocol import TIMEOUT, Facts, beat_interval
-from jaxdp.distributed.world import seconds_of
 from jaxdp.errors import DistributedError, GenerationEnded, one_line
 
 GRACE = 5.0  # seconds beyond the timeout of a request, so that the coordinator's deadline comes first
-
-
-def silence(timeout: float) -> float:
-    """Return the seconds without a heartbeat after which a process is declared dead.
-
-    JAXDP_SILENCE, else 20, less for short timeouts. Raises UsageError.
-    """
-    return seconds_of("JAXDP_SILENCE", max(7.0, min(20.0, timeout / 3)))
 
 
 class Membership:
     """The membership of a process in a job of several.
 
     note: data sent with each heartbeat. parent: id of the launcher's process that started this one; this process ends
-    when it does. None: not tied to a parent. elastic: the end of the coordinator ends this generation, not the process.
+    when it does. None: not tied to a parent. reconnect: connect to the next coordinator, for heartbeats only, in an
+    elastic job: there the end of the coordinator ends this generation, not the process.
     """
 
     def __init__(
@@ -50,11 +42,11 @@ class Membership:
         local_rank: int,
         silence: float,
         parent: int | None,
-        elastic: bool = False,
+        reconnect: Callable[[], Connection] | None = None,
     ):
         self.connection, self.rank, self.size, self.local_rank = connection, rank, len(facts), local_rank
-        self.over: str | None = None  # why this generation of an elastic job has ended
-        self.hosts, self.silence, self.parent, self.elastic = [f["host"] for f in facts], silence, parent, elastic
+        self.ended: str | None = None  # why this generation of an elastic job has ended
+        self.hosts, self.silence, self.parent, self.reconnect = [f["host"] for f in facts], silence, parent, reconnect
         self.note: dict[str, Any] = {}
         self.ending, self._changed = threading.Event(), threading.Condition()
         self.beat = beat_interval(self.size)
@@ -70,7 +62,7 @@ class Membership:
     def start(self) -> None:
         for work in (self._listen, self._beat):
             threading.Thread(target=work, name=f"coordinator {work.__name__}", daemon=True).start()
-        os.register_at_fork(after_in_child=self.connection.socket.close)  # a loader's worker may outlive its rank
+        os.register_at_fork(after_in_child=lambda: self.connection.socket.close())  # a worker may outlive its rank
         atexit.register(self.leave)
 
     def name(self, *ranks: int) -> str:
@@ -178,13 +170,13 @@ class Membership:
 
     def check_generation(self) -> None:
         """Raise GenerationEnded if this generation of an elastic job has ended."""
-        if self.over is not None:
-            raise GenerationEnded(self.over)
+        if self.ended is not None:
+            raise GenerationEnded(self.ended)
 
     def has_ended(self, seconds: float) -> bool:
         """Wait up to `seconds` for the end of this generation; return whether it has ended."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.over is not None, seconds)
+            return self._changed.wait_for(lambda: self.ended is not None, seconds)
 
     def close(self) -> None:
         """Leave an ended generation: close the connection, and stop the threads."""
@@ -203,7 +195,7 @@ class Membership:
             with contextlib.suppress(DistributedError):
                 self.request("leave", 2.0)
 
-    def end(self, text: str, code: int = 1, author: int | None = None) -> None:
+    def end_process(self, text: str, code: int = 1, author: int | None = None) -> None:
         """End this process now. author: the rank that prints the cause; None if the coordinator has printed it."""
         if self.ending.is_set():
             return
@@ -231,22 +223,30 @@ class Membership:
             with self._changed:
                 self._lost = one_line(error)
                 self._changed.notify_all()
-            if not self.ending.is_set() and self.elastic:
-                self._hear({"over": "its coordinator has gone"})
-            elif not self.ending.is_set() and self.over is None:
-                self.end(f"{self.name(self.rank)} ends: the coordinator beside {self.name(0)} has gone", 1, self.rank)
+        if self.reconnect is None:
+            text = f"{self.name(self.rank)} ends: the coordinator beside {self.name(0)} has gone"
+            self.end_process(text, 1, self.rank)
+        elif not self.ending.is_set() and self.ended is None:
+            self._hear({"ended": "its coordinator has gone"})
+        while not self.ending.wait(0.5):  # this process may be compiling, and report to the next coordinator later
+            with contextlib.suppress(OSError):
+                assert self.reconnect is not None
+                self.connection = self.reconnect()
+                with self.connection.socket:
+                    while not self.ending.is_set():
+                        self.connection.receive()
 
     def _hear(self, message: dict[str, Any]) -> None:
-        if isinstance(text := message.get("over"), str):
+        if isinstance(text := message.get("ended"), str):
             with self._changed:
-                self.over = self.over or printable(text) or "its ranks regroup"
+                self.ended = self.ended or printable(text) or "its ranks regroup"
                 self._changed.notify_all()
             sockets.break_collectives()
             private_jax.cancel_calls()
         elif fault := checked(message, {"fault": str, "code": range(1, 256), "rank": (range(self.size), None)}):
             if fault["rank"] != self.rank and not self.ending.is_set():
                 time.sleep(0.3)  # the failed rank prints first
-                self.end(fault["fault"], fault["code"], fault["rank"])
+                self.end_process(fault["fault"], fault["code"], fault["rank"])
         elif call := checked(message, {"announced": str, "rank": range(self.size), "text": LONG_TEXT}):
             with self._changed:
                 self._announced[call["announced"]] = (call["rank"], call["text"])
@@ -264,12 +264,12 @@ class Membership:
             wait = self.beat
             if self.parent is not None and os.getppid() != self.parent:
                 cause = f"the process that started it ({self.parent} on that host) has ended"
-                self.end(f"{self.name(self.rank)} ends: {cause}", 1, self.rank)
+                self.end_process(f"{self.name(self.rank)} ends: {cause}", 1, self.rank)
             self._unheard += self._lost is None
             if self._unheard * self.beat > self.silence:
                 lost = f"{self.name(0)} cannot be reached for {self.silence:.0f} s"
                 text = f"{self.name(self.rank)} ends: {lost}: the network is cut, or its host is down"
-                self.end(text, 1, self.rank)
+                self.end_process(text, 1, self.rank)
             with contextlib.suppress(OSError):
                 self.connection.send(op="beat", note=self.note)
 

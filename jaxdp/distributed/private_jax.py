@@ -42,13 +42,11 @@ def tls(secret: str) -> contextlib.AbstractContextManager[dict[str, str]]:
     return certificates.files(secret) if service_has_tls() else contextlib.nullcontext({})
 
 
-def start_service(
-    address: str, size: int, secret: str, heartbeat_timeout: int, shutdown_timeout: int, recoverable: bool = False
-) -> Any:
+def start_service(address: str, size: int, secret: str, heartbeat_timeout: int, shutdown_timeout: int) -> Any:
     """Start JAX's coordination service at "host:port"; it ends when the object is deleted. Timeouts in seconds.
 
-    secret: clients prove that they have it, if JAX supports it. recoverable: the death of a process is not an error for
-    the others.
+    secret: clients prove that they have it, if JAX supports it. The coordinator detects processes that die. To JAX that
+    is no error (`recoverable`): a process that ends would wait 20 s for the others, and then abort them.
     """
     from jaxlib import _jax
 
@@ -58,7 +56,7 @@ def start_service(
             size,
             heartbeat_timeout=heartbeat_timeout,
             shutdown_timeout=shutdown_timeout,
-            recoverable=recoverable,
+            recoverable=True,
             **options,
         )
 

@@ -31,6 +31,7 @@ FACTS: dict[str, Any] = {
     "restarts?": bool,  # whether its launcher starts this process again if it dies
     "tls?": str,
     "last?": [range(1 << 31)],  # the number of the generation that this process was in before, and its size
+    "busy?": bool,  # it will report to this coordinator on another connection
     "addresses": [str],
     "outward": (str, None),
     "spaces": [str],
@@ -143,6 +144,14 @@ def difference(first: Facts, other: Facts, elastic: bool = False) -> str | None:
 def beat_interval(size: int) -> float:
     """Return the seconds between two heartbeats of a rank: 1, or more so that all send at most 1,024 a second."""
     return max(1.0, size / 1024)
+
+
+def silence(timeout: float) -> float:
+    """Return the seconds without a heartbeat after which a process is declared dead.
+
+    JAXDP_SILENCE, else 20, less for short timeouts. Raises UsageError.
+    """
+    return seconds_of("JAXDP_SILENCE", max(7.0, min(20.0, timeout / 3)))
 
 
 def default_timeout(timeout: float | None = None) -> float:

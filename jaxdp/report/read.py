@@ -36,6 +36,8 @@ def read_run(directory: pathlib.Path, alive: bool | None = None, runs: int = 1) 
         raise UsageError(f"report: {str(directory)!r} has no metrics yet; wait for the first line of metrics.jsonl")
     try:
         return tables(directory, records, events, alive, runs)
+    except UsageError:
+        raise
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError, yaml.YAMLError) as error:
         raise UsageError(
             f"report: {str(directory)!r} has lines that this version of jaxdp cannot read "
@@ -50,7 +52,7 @@ def tables(directory: pathlib.Path, records: list[Json], events: list[Json], ali
         raise ValueError("metrics.jsonl: a line needs a step")
     if not all(type(e.get("t")) in (int, float) and type(e.get("kind")) is str for e in events):
         raise ValueError("events.jsonl: a line needs t (seconds) and kind")
-    config, env, layout = (_mapping(directory / name) for name in ("config.yaml", "env.json", "layout.json"))
+    config, env, layout = (mapping(directory / name) for name in ("config.yaml", "env.json", "layout.json"))
     alive = is_held(directory) if alive is None else alive
     sessions = spent.sessions(records, events)
     unclean = [s for s in (sessions[:-1] if alive else sessions) if s["how"] is None]
@@ -199,10 +201,18 @@ def text(file: pathlib.Path, most: int = 250_000) -> str:
         return ""
 
 
-def _mapping(file: pathlib.Path) -> Json:
-    """Return the mapping in a YAML or JSON file, with dates and non-finite numbers as strings; {} if it is missing."""
+def mapping(file: pathlib.Path) -> Json:
+    """Return the mapping in a YAML or JSON file, with dates and non-finite numbers as strings; {} if it is missing.
+
+    Raises UsageError if the file is damaged.
+    """
     if not file.is_file():
         return {}
-    text = file.read_text(encoding="utf-8")
-    content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-    return json.loads(json.dumps(content, default=str), parse_constant=str)
+    try:
+        text = file.read_text(encoding="utf-8")
+        content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        if not isinstance(content, dict):
+            raise ValueError("not a mapping")
+        return json.loads(json.dumps(content, default=str), parse_constant=str)
+    except (RecursionError, TypeError, ValueError, yaml.YAMLError) as error:
+        raise UsageError(f"report: {str(file)!r} is damaged ({one_line(error)[:200]}); restore or remove it") from None

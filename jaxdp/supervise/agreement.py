@@ -118,7 +118,7 @@ class Agreement:
                     "is not a preemption; the last save is valid"
                 )
                 if self._member.report_fault(text):
-                    self._member.end(text, 1, self._member.rank)
+                    self._member.end_process(text, 1, self._member.rank)
             return
         numbers = [integer(text) or 0 for text in texts]
         with self._changed:

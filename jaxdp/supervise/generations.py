@@ -10,8 +10,8 @@ import jax
 
 from jaxdp.distributed import faults, membership
 from jaxdp.distributed.context import Context, regroup
-from jaxdp.distributed.enter import VERDICT
-from jaxdp.errors import DistributedError
+from jaxdp.distributed.enter import VERDICT, is_new
+from jaxdp.errors import DistributedError, UsageError
 from jaxdp.supervise.monitor import Stopped
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ def end_if_stuck() -> None:
         if time.monotonic() > deadline:
             member = membership.joined()
             text = f"{member.name(member.rank)} ends: a collective of the ended generation does not return"
-            member.end(text, 1, member.rank)
+            member.end_process(text, 1, member.rank)
         time.sleep(0.01)
 
 
@@ -62,4 +62,6 @@ def has_ended(error: BaseException) -> bool:
     if isinstance(error, Stopped):
         return error.kind == "regroup"
     member = membership.current()
+    if member is not None and isinstance(error, UsageError) and error.rank is not None and is_new(error.rank):
+        return error.rank != member.rank and member.has_ended(VERDICT)
     return member is not None and member.has_ended(VERDICT if faults.is_consequence(error) else 0.5)

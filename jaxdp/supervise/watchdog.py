@@ -19,7 +19,7 @@ from typing import Any
 from jaxdp.distributed import faults, hosts, membership
 from jaxdp.distributed.context import Context, leave
 from jaxdp.distributed.messages import parse
-from jaxdp.errors import DistributedError
+from jaxdp.errors import DistributedError, GenerationEnded
 
 LOOK = 0.25  # seconds between two checks
 ANSWERS = 4.0  # seconds within which the other processes must report their positions
@@ -146,7 +146,10 @@ class Watchdog:
         time.sleep(3 * ANSWERS)  # `_answer` ends this process
 
     def _answer(self, author: int, text: str) -> None:
-        """Exchange the positions of all processes after `author` has announced a hang; the author ends the job."""
+        """Exchange the positions of all processes after `author` has announced a hang.
+
+        A process that is behind reports it, or the author: that one ends, and in an elastic job the others continue.
+        """
         assert self._member is not None
         self._write_stacks()
         texts: dict[int, str] = {}
@@ -154,15 +157,17 @@ class Watchdog:
             ranks, position = range(self.context.size), json.dumps(self._position())
             try:
                 texts = dict(enumerate(self._member.exchange("stuck", position, ranks, ANSWERS)))
+            except GenerationEnded:
+                return
             except DistributedError as error:
                 texts = error.texts
-        if author == self.context.rank:
-            answers = {
-                rank: a for rank, t in texts.items() if (a := parse(t, {"passed": range(1 << 53), "where": str}))
-            }
+        shape = {"passed": range(1 << 53), "where": str}
+        answers = {rank: answer for rank, t in texts.items() if (answer := parse(t, shape))}
+        late = behind(answers) if len(answers) == self.context.size else []
+        if self.context.rank in (late if 0 < len(late) < self.context.size else [author]):
             text = f"{text}: {verdict(answers, self.context)}; stacks in {self.directory / 'stacks'}"
             if self._member.report_fault(text):
-                self._member.end(text, 1, author)
+                self._member.end_process(text, 1, self.context.rank)
 
     def _position(self) -> dict[str, Any]:
         return {"passed": self.passed, "where": f"{self.where} ({innermost(self.where)})"}
@@ -176,20 +181,24 @@ class Watchdog:
                 faulthandler.dump_traceback(file, all_threads=True)
 
 
+def behind(answers: dict[int, dict[str, Any]]) -> list[int]:
+    """Return the ranks that have passed the fewest points."""
+    least = min(a["passed"] for a in answers.values())
+    return [rank for rank, a in sorted(answers.items()) if a["passed"] == least]
+
+
 def verdict(answers: dict[int, dict[str, Any]], context: Context) -> str:
-    """Name the ranks that are behind: those that do not answer, else those that have passed the fewest points."""
-    name = context.title
+    """Name the ranks that do not answer, else those that are behind."""
+    name, late = context.title, behind(answers) if answers else []
     missing = [rank for rank in range(context.size) if rank not in answers]
     if missing:
         names = hosts.listed(map(name, missing))
         return f"{names} {'does' if len(missing) == 1 else 'do'} not answer, no stacks: stopped, dead or cut off"
-    least = min(a["passed"] for a in answers.values())
-    behind = [rank for rank, a in sorted(answers.items()) if a["passed"] == least]
-    if len(behind) == len(answers):
+    if len(late) == len(answers):
         return f"all are at the same point, such as {name(0)}: {answers[0]['where']}"
-    others = next(rank for rank in sorted(answers) if rank not in behind)
+    others = next(rank for rank in sorted(answers) if rank not in late)
     return (
-        f"{hosts.listed(map(name, behind))} is behind: {answers[behind[0]]['where']}; "
+        f"{hosts.listed(map(name, late))} is behind: {answers[late[0]]['where']}; "
         f"{name(others)}: {answers[others]['where']}"
     )
 

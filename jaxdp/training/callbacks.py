@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxdp.distributed.context import Context
+from jaxdp.distributed.context import SLOW, Context
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.targets import bind, call, locate, require, targets_in
 
@@ -64,7 +64,7 @@ class Callbacks:
             self.call("on_eval", step, dict(metrics))
         except StopTraining as stop:
             reason = str(stop) or "a callback"
-        reasons = self.context.exchange(f"stop at {step}", reason or "")
+        reasons = self.context.exchange(f"stop at {step}", reason or "", SLOW)  # one rank may have more to do
         return next((reason for reason in reasons if reason), None)
 
     def state(self) -> dict[str, Any]:

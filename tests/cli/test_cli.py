@@ -16,10 +16,12 @@ import pytest
 from cli_runs import curve, ended, jaxdp, records, write
 from covering import first
 from jaxdp import cli
+from jaxdp.cli import Call, launch
 from jaxdp.cli.forked import Forked
 from jaxdp.cli.parse import split_command
 from jaxdp.cli.table import VERBS
 from jaxdp.config.keys import known_keys
+from jaxdp.errors import UsageError
 from launch import mpirun, processes
 from two_hosts import TwoHosts
 
@@ -560,6 +562,57 @@ def test_a_forked_process_may_choose_how_it_starts_others(tmp_path):
     assert done.returncode == 3, done.stderr
 
 
+def test_forked_processes_read_the_input_and_draw_different_random_numbers(tmp_path):
+    script = tmp_path / "draw.py"
+    script.write_text(
+        "import os, sys\n"
+        "import numpy as np\n"
+        "from jaxdp.cli import forked\n"
+        "def draw():\n"
+        "    os.write(1, f'{sys.stdin.readline().strip()} {np.random.rand()}\\n'.encode())\n"
+        "    sys.exit(0)\n"
+        "forked.main = draw\n"
+        "for rank in range(2):\n"
+        "    child = forked.Forked([], dict(os.environ), f'jaxdp rank {rank}')\n"
+        "    while child.poll() is None:\n"
+        "        pass\n"
+        "sys.exit(child.poll())"
+    )
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        lines = []
+        for word in ("first", "second"):
+            process.stdin.write(f"{word}\n")
+            process.stdin.flush()
+            lines.append(process.stdout.readline().split())
+    assert process.returncode == 0 and [line[0] for line in lines] == ["first", "second"]
+    assert lines[0][1] != lines[1][1]
+
+
+def test_malloc_settings_are_those_of_the_process_alone():
+    show = "import os; from jaxdp import environment; environment.malloc(); print(os.environ.get('GLIBC_TUNABLES'))"
+    env = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    run = lambda **more: subprocess.run(
+        [sys.executable, "-c", show], cwd=ROOT, env=env | more, text=True, capture_output=True, timeout=60, check=True
+    )
+    assert run().stdout.split() == ["None"]
+    assert run(GLIBC_TUNABLES="glibc.malloc.check=0").stdout.split() == ["glibc.malloc.check=0"]
+
+
+@pytest.mark.parametrize(("verb", "imports"), [("train", 1), ("doctor", 0), ("verify", 0)])
+def test_launch_imports_jax_for_verbs_that_train_alone(monkeypatch, verb, imports):
+    calls = []
+
+    def fail(*args):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(launch, "preload", lambda: calls.append(verb))
+    monkeypatch.setattr(launch, "Process", fail)
+    with pytest.raises(UsageError, match=f"'{verb}' cannot be started"):
+        launch.run(Call(options={"command": [verb], "processes": 2, "restart": 0}))
+    assert len(calls) == imports
+
+
 @pytest.mark.mpi
 def test_launch_gives_each_process_its_rank_and_ends_with_the_code_of_the_job(tmp_path):
     script = tmp_path / "rank.py"
@@ -570,3 +623,34 @@ def test_launch_gives_each_process_its_rank_and_ends_with_the_code_of_the_job(tm
         words = [sys.executable, "-m", "jaxdp", "launch", "-n", "3", sys.executable, str(script), str(code)]
         done = subprocess.run(words, cwd=ROOT, text=True, capture_output=True, timeout=60)
         assert (done.returncode, sorted(done.stdout.split())) == (code, ["0", "1", "2"])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("codes", ["01", "10"])
+def test_a_job_that_fails_after_a_process_has_ended_has_failed(tmp_path, codes):
+    """In an elastic job others may have been lost before; a process that leaves the others to their fate is no end."""
+    script = tmp_path / "end.py"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "pid, code = pathlib.Path('pid'), int(sys.argv[1][int(os.environ['JAXDP_PROCESS_ID'])])\n"
+        "if os.environ['JAXDP_PROCESS_ID'] == '0':\n"
+        "    pathlib.Path('new').write_text(str(os.getpid()))\n"
+        "    pathlib.Path('new').rename(pid)\n"
+        "    sys.exit(code)\n"
+        "while not pid.exists() or pathlib.Path(f'/proc/{pid.read_text()}').exists():\n"
+        "    time.sleep(0.01)\n"
+        "sys.exit(code)\n"
+    )
+    words = [sys.executable, "-m", "jaxdp", "launch", "-n", "2", sys.executable, str(script), codes]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=60)
+    assert done.returncode == int(codes[1]), done.stderr
+
+
+def test_a_signal_ends_a_launch_that_waits_to_start_its_processes_again(tmp_path):
+    words = [sys.executable, "-m", "jaxdp", "launch", "-n", "1", "--restart", "1000", "sh", "-c", "echo x; exit 1"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        for _ in range(3):
+            assert process.stdout.readline() == "x\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 1

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from browser import CHROMIUM, Browser
+from jaxdp.cli.report import read_runs
 from jaxdp.errors import UsageError
 from jaxdp.metrics.events import Events
 from jaxdp.metrics.jsonl import read
@@ -248,6 +249,17 @@ def test_what_is_no_run_among_several_is_left_out(tmp_path):
         assert name in line and "left out" not in line
     assert "none of these 2 is a run" in report(runs / "empty", runs / "notes.txt", code=2)
     assert "no run" in report(runs / "one", runs / "twoo", code=2)
+
+
+@pytest.mark.parametrize("name", ["env.json", "config.yaml"])
+def test_a_damaged_file_is_named_and_its_run_left_out(tmp_path, capsys, name):
+    make_run(tmp_path / "one", lines=3), make_run(tmp_path / "two", lines=3)
+    (tmp_path / "two" / name).write_text('{"versions": [')
+    (line,) = report(tmp_path / "two", code=2).splitlines()
+    assert line.startswith(f"jaxdp: report: {str(tmp_path / 'two' / name)!r} is damaged (")
+    assert [*read_runs([tmp_path / "one", tmp_path / "two"])] == [tmp_path / "one"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert name in line and line.endswith("; left out")
 
 
 def test_events_outlive_a_torn_line_and_are_appended(tmp_path):

@@ -118,6 +118,13 @@ def test_the_table_is_sorted_by_a_metric(tmp_path):
     assert page.index('"name":"b"') < page.index('"name":"a"') < page.index('"name":"c"')
 
 
+def test_a_run_whose_config_is_damaged_is_trained_again(tmp_path):
+    trial = trials("--seed", "0,1", directory=tmp_path)[0]
+    make_run(trial.directory, 0.1, 0.5, 0.8)
+    (trial.directory / "config.yaml").write_text("optimizer: {lr")
+    assert not trial.is_finished()
+
+
 def finished(directory):
     return {run.name: run for run in directory.glob("seed=*") if records_of(run, "final")}
 

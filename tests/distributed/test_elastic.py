@@ -210,6 +210,74 @@ def test_two_processes_of_a_sharded_gpt_are_killed_and_join_again(tmp_path):
     assert final["params_sha256"] == alone(tmp_path, *gpt)["params_sha256"]
 
 
+HANGS = """
+import os, pathlib, time
+from jaxdp.data.digits import Digits
+
+
+class Hangs(Digits):
+    def __init__(self, split="train", augment=False):
+        super().__init__(split, augment=augment)
+        self.reads = 0
+
+    def read(self, indices):
+        self.reads += 1
+        if self.reads == 30 and os.environ.get("JAXDP_PROCESS_ID") == "1" and os.environ["JAXDP_RESTARTS"] == "1":
+            time.sleep(1000)
+        return super().read(indices)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_a_process_that_hangs_in_its_loader_ends_and_joins_again(tmp_path):
+    """The others do not wait for it, and none of them ends in its place."""
+    (tmp_path / "hangs.py").write_text(HANGS)
+    job = Job(tmp_path, 3, 1, "--data.target", "hangs.Hangs", "--watchdog.step_timeout", "4")
+    job.until(lambda: job.generations()[1:][-1:] == [3])
+    final, out = job.ends()
+    assert "rank 1" in out and "is behind: waits for the data" in out and out.count("generation 0 ends: ") == 1, out
+    assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
+
+
+MISSING = """
+import os, pathlib
+from jaxdp import UsageError
+from jaxdp.data.digits import Digits
+
+
+class Missing(Digits):
+    def __init__(self, split="train", augment=False):
+        if os.environ.get("JAXDP_RESTARTS") == "0":
+            pathlib.Path(__file__).with_name("refused").touch()
+            raise UsageError("data.args: there is nothing at /data")
+        super().__init__(split, augment=augment)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_a_process_that_joins_without_its_data_ends_alone(tmp_path):
+    (tmp_path / "missing.py").write_text(MISSING)
+    job = started(tmp_path, 3, 1, "--data.target", "missing.Missing")
+    job.kill(1)
+    job.until(lambda: (tmp_path / "refused").exists() and len(job.pids()) == 2)
+    final, out = job.ends()
+    assert "ends: rank 2" in out and "data.args: there is nothing at /data" in out and job.generations()[-1] == 2, out
+    assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
+
+
+@pytest.mark.mpi
+def test_processes_end_with_their_launcher(tmp_path):
+    job = started(tmp_path, 2, 1)
+    pids = job.pids()
+    job.launcher.kill()
+    while any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids.values()):
+        time.sleep(0.05)
+    out, _ = job.launcher.communicate()
+    assert f"the process that started it ({job.launcher.pid} on that host) has ended" in out
+
+
 DAMAGE = """
 import os
 

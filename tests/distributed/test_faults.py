@@ -152,6 +152,18 @@ def test_a_straggler_is_named_in_the_metrics(config, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_process_may_take_long_at_the_end(config, tmp_path):
+    """JAX's processes would wait 20 s for each other, and then abort the one that is late."""
+    (tmp_path / "late.py").write_text(
+        "import time\nimport jaxdp\n\n\nclass Late:\n    def on_end(self, record):\n"
+        "        time.sleep(25 if jaxdp.current().rank == 0 else 0)\n        print('has ended')\n"
+    )
+    arguments = argv(config, tmp_path / "run", more=["--callbacks", "[{target: late.Late}]"])
+    done = launch.mpirun(2, arguments, "openmpi5", {"PYTHONPATH": f"{MPI}:{tmp_path}"}, 90)
+    assert done.returncode == DONE and not done.left and done.stdout.count("has ended") == 2, done.output
+
+
+@pytest.mark.slow
 def test_an_exception_in_the_loss_or_the_evaluation_ends_all(config, tmp_path):
     done = job(config, tmp_path / "loss", which="mpich", more=["--loss.target", "faulty.FailsInLoss"])
     assert done.returncode == 1 and not done.left and done.seconds < 30, done.output

@@ -21,7 +21,9 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 # dtype and 16-bit losses 97. Then a kernel's gradient as one product 57, `outer.reduction` and JAX 0.12 18. Then 105:
 # sown values that are losses 26, int64 that only some examples need 17, the usual lowering after a run 20, models that
 # would fail later or disagree 24, sums of 16-bit gradients and batches without weight 13.
-BUDGET = {"package": 30_605, "file": 300, "function": 60, "one update": 700}  # lines
+# Then 89: survivors that are busy when the coordinator dies 30, joiners and hanging loaders that end alone 30, launch
+# 19, damaged files of a report 10.
+BUDGET = {"package": 30_694, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {

@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -21,8 +22,9 @@ from benchmarks.clients import Client, Clients, facts
 from jaxdp import compilation_cache
 from jaxdp.checkpoint.commit import Commit, PeerFailed
 from jaxdp.distributed import channel, exchange, hosts, joining, membership, messages, protocol, sockets
+from jaxdp.distributed.connection import Connection
 from jaxdp.distributed.context import Context
-from jaxdp.distributed.generation import Generation, Member
+from jaxdp.distributed.generation import QUIET, Generation, Member
 from jaxdp.errors import UsageError
 
 
@@ -133,7 +135,7 @@ def test_the_ranks_of_a_lost_switch_are_a_fault_that_is_heard():
     """Their names together are longer than a text that a rank accepts."""
     reported, frames = [], []
     settings = protocol.Settings(1000, "secret", 1, "127.0.0.1", None, 60.0, 20.0)
-    coordinator = types.SimpleNamespace(settings=settings, report=reported.append, over=threading.Event())
+    coordinator = types.SimpleNamespace(settings=settings, report=reported.append, done=threading.Event())
 
     async def lose() -> None:
         generation = Generation(coordinator)
@@ -231,26 +233,32 @@ def test_a_save_sends_each_process_few_messages(clients, monkeypatch):
 def enter():
     """A function that enters the current generation of an elastic job of three, and exchanges a text there."""
     port, secret, members = hosts.free_port(), secrets.token_hex(16), []
-    stderr = os.open(os.devnull, os.O_WRONLY)
-    settings = protocol.Settings(3, secret, port, "127.0.0.1", None, 60.0, 20.0, stderr, elastic=True)
-    joining.start_coordinator(settings, "here")
+    settings = protocol.Settings(3, secret, port, "127.0.0.1", None, 60.0, 20.0, elastic=True)
+    start = lambda: joining.start_coordinator(
+        dataclasses.replace(settings, stderr=os.open(os.devnull, os.O_WRONLY)), "here"
+    )
+    start()
     sockets.spare(port)
 
     def enter(rank, **more):
         job = joining.enter("127.0.0.1", port, secret, {**facts(rank, 3), **more}, 60.0)
-        member = Client(job.connection, job.facts, job.rank, 0, 20.0, None, True)
+        member = Client(job.connection, job.facts, job.rank, 0, 20.0, None, job.reconnect)
         members.append(member)
         member.start()
         texts = member.exchange("ranks", str(rank), range(member.size), 60.0)
         return member, job.generation, texts, [f.get("last") for f in job.facts]
 
+    def kill_coordinator():
+        child = joining._children.pop()
+        child.kill()
+        child.communicate()
+
+    enter.start, enter.kill_coordinator, enter.address = start, kill_coordinator, ("127.0.0.1", port, secret)
     yield enter
     for member in members:
         leave(member)
         member.connection.socket.close()
-    child = joining._children.pop()
-    child.kill()
-    child.communicate()
+    kill_coordinator()
 
 
 def leave(member):
@@ -281,3 +289,37 @@ def test_the_others_wait_for_a_survivor_that_is_busy(enter):
         assert not concurrent.futures.wait(second, protocol.WINDOW + 2).done
         second += [pool.submit(enter, rank, last=[0, 3]) for rank in (1, 2)]
     assert [x.result()[0].rank for x in second] == [2, 0, 1] and {x.result()[1] for x in second} == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("busy", [1, 2])
+def test_a_coordinator_in_the_place_of_another_waits_for_survivors_that_are_busy(enter, busy):
+    """One of two alone would be too few to continue, and the one that compiles for longer would come as a new one."""
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        first = [*pool.map(enter, range(3))]
+        enter.kill_coordinator()
+        assert all(member.has_ended(60.0) for member, *_ in first)
+        enter.start()
+        for member, *_ in first[: 3 - busy]:
+            leave(member)  # as it does to report
+        report = lambda rank: pool.submit(enter, rank, last=[0, 3])
+        second = [report(rank) for rank in range(3 - busy)]
+        assert not concurrent.futures.wait(second, protocol.WINDOW + 2).done
+        second += [report(rank) for rank in range(3 - busy, 3)]
+    assert [x.result()[0].rank for x in second] == [0, 1, 2] and {x.result()[1] for x in second} == {1}
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_while_it_waits_is_not_admitted(enter):
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        first = [*pool.map(enter, range(3))]
+        waits = {**facts(0, 3), "pid": 1 << 30}
+        stopped = Connection(*enter.address, 60.0, facts=waits)  # it sends no heartbeat
+        with stopped.socket, pytest.raises(ConnectionError):
+            stopped.receive()
+        alive = pool.submit(enter, 0, pid=1 << 29)
+        assert not concurrent.futures.wait([alive], 2 * QUIET).done
+        leave(first[2][0])
+        assert first[0][0].has_ended(60.0)
+        second = [pool.submit(enter, rank, last=[0, 3]) for rank in range(2)]
+    assert [x.result()[0].rank for x in [*second, alive]] == [0, 1, 2]
