@@ -122,13 +122,29 @@ def test_early_stopping_follows_the_better_direction():
         Callbacks([EarlyStopping("lost")]).on_eval(1, {"loss": 1.0})
 
 
+class Misspelled:
+    def on_update(self, step, metrics): ...
+
+    def on_evaluate(self, step, metrics): ...
+
+
+class TooFew:
+    on_time = True  # not a method
+
+    def on_eval(self, metrics): ...
+
+
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
         ("EarlyStoping", "did you mean 'EarlyStopping'"),
         ({"target": "EarlyStopping", "args": {"patienc": 3}}, "patienc"),
         ({"name": "EarlyStopping"}, "is not a callback; give a name such as EarlyStopping"),
+        ({"target": "EarlyStopping", "args": {"mode": "minimum"}}, "args.mode: 'minimum' is not min, max or null"),
+        ({"target": "EarlyStopping", "args": {"patience": 0}}, "args.patience: 0 is too small; it must be at least 1"),
         ("collections.OrderedDict", "has none of the methods on_start"),
+        (Misspelled(), "has a method 'on_evaluate', which is never called; did you mean 'on_eval'"),
+        (TooFew(), r"on_eval is called with \(step, metrics\), but too many positional arguments"),
         (object(), "has none of the methods on_start"),
     ],
 )
