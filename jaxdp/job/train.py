@@ -84,7 +84,8 @@ def train_here(
     run = make_run(config, directory, context, objects, prepared=prepared)
     on_all_ranks(context, lambda: check_writers(config.log.writers))
     callbacks = on_all_ranks(context, lambda: make_callbacks(config.callbacks, objects.get("callbacks", {}), context))
-    context.agree(rundir.not_ours(directory) if overwrite and context.is_root else None)
+    check = context.is_root and (overwrite or not run.checkpoints.steps())
+    context.agree(rundir.not_ours(directory, overwrite) if check else None)
     with lock_run_dir(directory, context, run.checkpoints) or contextlib.nullcontext():
         context.agree(rundir.clear(directory) if overwrite and context.is_root else None)
         if overwrite and run.checkpoints.writes:

@@ -153,6 +153,8 @@ def test_killed_and_continued_no_run_is_made_twice(tmp_path):
         assert len(steps) == 20 and set(steps.values()) == {1}
     third = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert third.returncode == 0 and "; 4 are finished already" in third.stdout and "[1/" not in third.stdout
+    wrong = ended("sweep", *command[4:], "--metric", "acuracy", code=2)
+    assert wrong.stderr == "jaxdp: --metric: no run has 'acuracy'; did you mean 'accuracy'?\n"
     other = ended(
         "sweep", *SMALL, "--steps", "100", "--seed", "0,1", "--batch_size", "8", "--run_dir", directory, code=2
     )

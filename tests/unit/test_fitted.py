@@ -8,6 +8,7 @@ from flax import linen, nnx
 
 import jaxdp
 from jaxdp.errors import UsageError
+from jaxdp.job.objects import name_it
 from jaxdp.models.nnx import Carry
 
 RNG = np.random.default_rng(0)
@@ -42,6 +43,12 @@ def test_it_is_printed_in_a_line_and_shown_as_a_table(fitted):
     assert text == f"Fitted(step 6, loss {loss}, accuracy {accuracy}; 74 parameters; {fitted.run_dir})"
     table = fitted._repr_html_()
     assert f"<tr><th>accuracy</th><td>{accuracy}</td></tr>" in table and "<td>74</td>" in table
+
+
+def test_a_section_without_a_target_has_the_default_one():
+    assert name_it({}, "optimizer", {"lr": 0.5}) == {"lr": 0.5} and name_it({}, "loss", {}) == {}
+    with pytest.raises(UsageError, match="model.target: missing"):
+        fit({"args": {"width": 3}})
 
 
 def test_the_history_is_columns_and_ends_with_the_last_evaluation(fitted):
@@ -145,6 +152,12 @@ def test_a_loss_without_evaluation_data_says_what_it_is_of(capsys):
 def test_what_does_not_fit_is_one_line(fitted, x, text):
     with pytest.raises(UsageError, match=text):
         fitted.predict(x)
+
+
+@pytest.mark.parametrize("batch_size", [0, 2.5, None, "8"])
+def test_a_batch_size_that_is_none_is_one_line(fitted, batch_size):
+    with pytest.raises(UsageError, match=f"predict: batch_size {batch_size!r} is not an integer of at least 1"):
+        fitted.predict(X, batch_size=batch_size)
 
 
 class Cell(nnx.Module):
