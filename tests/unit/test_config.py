@@ -192,7 +192,7 @@ def test_scalars_of_numpy_and_paths_are_as_in_a_file():
     config = from_mapping(values, "fit")
     assert (config.steps, config.optimizer.lr, config.model.args) == (3, 0.5, {"hidden": [8]})
     assert config.run_dir == os.path.expanduser("~/x")
-    with pytest.raises(UsageError, match="fit: 'optimizer.lr' is beside 'optimizer'"):
+    with pytest.raises(UsageError, match=r"fit: 'optimizer.lr' is beside 'optimizer'"):
         from_mapping({"optimizer.lr": 0.1, **values}, "fit")
 
 

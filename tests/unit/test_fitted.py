@@ -47,7 +47,7 @@ def test_it_is_printed_in_a_line_and_shown_as_a_table(fitted):
 
 def test_a_section_without_a_target_has_the_default_one():
     assert name_it({}, "optimizer", {"lr": 0.5}) == {"lr": 0.5} and name_it({}, "loss", {}) == {}
-    with pytest.raises(UsageError, match="model.target: missing"):
+    with pytest.raises(UsageError, match=r"model.target: missing"):
         fit({"args": {"width": 3}})
 
 
