@@ -33,7 +33,12 @@ class Trial(NamedTuple):
         file = self.directory / "config.yaml"
         if not file.is_file():
             return False
-        saved = yaml.safe_load(file.read_text())
+        try:
+            saved = yaml.safe_load(file.read_text())
+        except (ValueError, yaml.YAMLError):
+            saved = None
+        if not isinstance(saved, dict):  # damaged: `jaxdp train` reads the config of the checkpoint
+            return False
         changed = changed_numbers(saved, self.config)
         if changed and not self.config.resume.force:
             raise UsageError(

@@ -115,6 +115,7 @@ def test_early_stopping_follows_the_better_direction():
     smaller.on_eval(2, {"loss": 1.0})
     larger.on_eval(1, {"accuracy": 0.1})
     larger.on_eval(2, {"accuracy": 0.2})
+    assert [EarlyStopping(name).sign for name in ("valid/loss", "cross_entropy", "top1_accuracy")] == [-1, -1, 1]
     for callback, metrics in ((smaller, {"loss": 1.5}), (larger, {"accuracy": 0.1})):
         with pytest.raises(StopTraining, match="since step 2"):
             callback.on_eval(3, metrics)

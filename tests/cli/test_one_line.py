@@ -252,6 +252,14 @@ def test_metrics_that_would_be_lost_end_the_run(tmp_path, act):
     lines.close()
 
 
+def test_lines_that_are_no_records_are_dropped(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    steps = ['"a"', "null", "1.5", "1", "2", "9"]
+    file.write_text("".join(f'{{"step": {step}, "split": ["x"]}}\n' for step in steps))
+    JsonLines(file, 5).close()
+    assert file.read_text().splitlines() == [f'{{"step": {step}, "split": ["x"]}}' for step in (1, 2)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.mpi)])
 @pytest.mark.parametrize("more", [["--log.every", "50"], ["--log.every", "90000", "--checkpoint.every", "500"]])

@@ -78,6 +78,14 @@ def test_the_tasks_of_a_slurm_array_divide_the_runs():
             array_part({**array, "SLURM_ARRAY_TASK_ID": task})
 
 
+def test_a_run_with_a_damaged_config_is_not_finished(tmp_path):
+    [trial, _] = trials("--seed", "0,1", directory=tmp_path)
+    trial.directory.mkdir()
+    for text in ("a: b: c", "", "[1]"):
+        (trial.directory / "config.yaml").write_text(text)
+        assert not trial.is_finished()
+
+
 def test_runs_at_once_share_no_gpu(monkeypatch):
     cores = len(os.sched_getaffinity(0))
     assert make_slots(None, None, 100) == [{}] * cores and make_slots(None, None, 1) == make_slots(1, None, 5) == [{}]

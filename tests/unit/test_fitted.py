@@ -84,6 +84,13 @@ def test_it_never_evaluates_what_another_run_has_written(tmp_path):
     assert first.predict(X).shape == (90, 2)
 
 
+def test_a_finished_run_with_a_loss_of_nan_is_returned_again(tmp_path):
+    """Its metrics.jsonl has the text "nan"."""
+    base = {"steps": 1, "batch_size": 30, "parallel": {"devices": 1}, "run_dir": tmp_path}
+    losses = [jaxdp.fit(Net, (X * np.float32("nan"), Y), **base).final["loss"] for _ in range(2)]
+    assert all(isinstance(loss, float) and np.isnan(loss) for loss in losses)
+
+
 @pytest.mark.slow
 def test_a_run_that_is_made_longer_is_that_of_all_its_steps(tmp_path):
     """As docs/notebook.md does it: the learning rates of `schedule_steps` do not depend on the steps."""
