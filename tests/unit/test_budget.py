@@ -18,8 +18,9 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 # token files, extrapolated plans. Then 950: checkpoints of hosts that share nothing 220, 4,096 processes 130, what fit
 # returns, summaries of models and .npz 430, the report of several runs, media and git 170. Then 73 less, and 200 more:
 # processes forked after one import 70, survivors that are busy 30, snapshots of the same update 20, model state of any
-# dtype and 16-bit losses 97. Then a kernel's gradient as one product 57, `outer.reduction` and JAX 0.12 18.
-BUDGET = {"package": 30_500, "file": 300, "function": 60, "one update": 700}  # lines
+# dtype and 16-bit losses 97. Then a kernel's gradient as one product 57, `outer.reduction` and JAX 0.12 18, and 130 that
+# turn a traceback, or a mistake without a message, into a line each.
+BUDGET = {"package": 30_630, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {
