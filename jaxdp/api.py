@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jaxdp import environment
 from jaxdp.config import Config
 from jaxdp.config.reading import from_mapping
+from jaxdp.errors import UsageError
 from jaxdp.job.objects import name_it
 from jaxdp.supervise import signals
 from jaxdp.targets import OBJECT
@@ -46,9 +47,9 @@ def fit(
     a function or object (outputs, batch) -> (sum, weight, metric sums). optimizer: an Optax transformation. Each of
     them may also be a name as in a config, or {"target": name or object, "args": {...}, ...}. eval_data: the evaluation
     set; by default the dataset's test split, if it has one. transform: see `data.transform`. callbacks: objects with
-    methods of `jaxdp.training.callbacks`. The other arguments are keys of a config, with dicts for its sections: steps
-    or epochs, batch_size, microbatches, parallel={"zero": 1}, eval={"every": 100} (docs/own_model.md; `jaxdp train
-    --help` lists all).
+    methods of `jaxdp.training.callbacks`, or entries as in a config. The other arguments are keys of a config, with
+    dicts for its sections: steps or epochs, batch_size, microbatches, parallel={"zero": 1}, eval={"every": 100}
+    (docs/own_model.md; `jaxdp train --help` lists all).
 
     run_dir: the directory of all output; None: a temporary one, removed when the process ends. An existing run is
     resumed, or returned if it has finished, if it has the same config and objects: objects are compared by code and
@@ -63,14 +64,17 @@ def fit(
     values = dict(config)
     for section, value in zip(SECTIONS, (model, data, loss, optimizer)):
         values[section] = name_it(objects, section, value)
-    if eval_data is not None:
-        values["eval"] = {**values.get("eval", {}), "data": name_it(objects, "eval.data", eval_data)}
+    if eval_data is not None and isinstance(section := values.get("eval", {}), Mapping):
+        values["eval"] = {**section, "data": name_it(objects, "eval.data", eval_data)}
     if transform is not None:
         values["data"] = {**values["data"], "transform": name_it(objects, "data.transform", transform)}
     if callbacks:
-        objects["callbacks"] = {f"{type(c).__qualname__} {i}{OBJECT}": c for i, c in enumerate(callbacks)}
-        values["callbacks"] = list(objects["callbacks"])
-    values["run_dir"] = None if run_dir is None else str(run_dir)
+        if isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
+            raise UsageError(f"callbacks: {callbacks!r} is not a list; give one, such as [EarlyStopping()]")
+        named = lambda i, c: c if isinstance(c, str | Mapping) else f"{type(c).__qualname__} {i}{OBJECT}"
+        values["callbacks"] = [named(i, c) for i, c in enumerate(callbacks)]
+        objects["callbacks"] = {name: c for name, c in zip(values["callbacks"], callbacks) if name is not c}
+    values["run_dir"] = run_dir
     return run(from_mapping(values, "fit"), objects, overwrite)
 
 

@@ -1,6 +1,7 @@
 """Errors that end a run with one line: bad input, the failure of another process, or of the run itself."""
 
 import difflib
+import errno
 import importlib
 import os
 import re
@@ -13,6 +14,8 @@ OUT_OF_MEMORY = re.compile(
     re.IGNORECASE,
 )
 BYTES = re.compile(r"(?:allocat\w+|memory of size) (\d+)(?: bytes)?(?![\d.])")
+PACKAGE = os.path.dirname(__file__) + os.sep
+OF_A_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.ENOTDIR, errno.EISDIR)  # errors of a wrong path
 PREEMPTED = 75  # exit code that asks the scheduler to start the job again (sysexits.h: EX_TEMPFAIL)
 INTERRUPTED = 130  # exit code of a shell for a command that was ended by Ctrl-C
 
@@ -83,7 +86,7 @@ def import_optional(name: str, user: str, extra: str, otherwise: str = "") -> An
 
 
 def explained(error: BaseException) -> ReportedError | None:
-    """Return the one-line error for an exception of known cause (out of memory, missing JAX platform), else None."""
+    """Return the one-line error for an exception of known cause (memory, a path, a JAX platform), else None."""
     text = f"{type(error).__name__}: {one_line(error)}"
     libraries = type(error).__module__.startswith(("jax", "numpy")) or isinstance(error, MemoryError | OSError)
     if isinstance(error, MemoryError) or (libraries and OUT_OF_MEMORY.search(text)):
@@ -95,6 +98,9 @@ def explained(error: BaseException) -> ReportedError | None:
             "memory of each"
         )
     frames = traceback.extract_tb(error.__traceback__)
+    callers = [frame.filename for frame in frames if "pathlib" not in frame.filename]
+    if isinstance(error, OSError) and error.errno in OF_A_PATH and callers and callers[-1].startswith(PACKAGE):
+        return UsageError(f"{str(error.filename)[:300]!r} cannot be used: {error.strerror}; give another path")
     if isinstance(error, RuntimeError | AssertionError) and frames and frames[-1].filename.endswith("xla_bridge.py"):
         reason = re.sub(r" *\(set JAX_PLATFORMS.*?\)|^Unable to initialize backend '\w*': ", "", one_line(error))
         setting = os.environ.get("JAX_PLATFORMS", "")

@@ -55,6 +55,7 @@ class SoftmaxCrossEntropy:
         soft = jnp.issubdtype(labels.dtype, jnp.floating) and labels.shape == shape
         if not soft and shape[:-1] != labels.shape:
             single = ", or the labels drop their last dim" if labels.shape == (*shape[:-1], 1) else ""
+            single = ", or one-hot labels must be floats" if labels.shape == shape else single
             raise UsageError(
                 f"loss: outputs {shape} do not fit labels {labels.shape}; the model must return logits "
                 f"[{', '.join(map(str, labels.shape))}, classes]{single}"

@@ -182,18 +182,23 @@ def require(file: pathlib.Path, stream: IO[Any]) -> None:
     )
 
 
-def not_ours(directory: pathlib.Path) -> str | None:
-    """Return an error message if the directory has files that look like a run's, but were not written by jaxdp."""
+def not_ours(directory: pathlib.Path, overwrite: bool) -> str | None:
+    """Return an error message if the directory has files that look like a run's, but were not written by jaxdp.
+
+    overwrite: a run that ended before it wrote env.json does not count either.
+    """
+    if not overwrite and (directory / ".nonce").exists():
+        return None
     try:
         if "jaxdp" in json.loads((directory / "env.json").read_text())["versions"]:
             return None
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    if not _written(directory):
+    if not (files := _written(directory)):
         return None
     return (
-        f"run_dir: {str(directory)!r} is not the directory of a run of jaxdp (its env.json does not say so), so "
-        "overwrite=True leaves it alone; choose another"
+        f"run_dir: {str(directory)!r} is not the directory of a run of jaxdp (its env.json does not say so), but has "
+        f"{files[0].name!r}, which a run would replace; choose another"
     )
 
 

@@ -114,7 +114,7 @@ def parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         return dict(list(inspect.signature(make).parameters.items())[1:]) if make is not object.__init__ else {}
     try:
         return dict(inspect.signature(target).parameters)
-    except ValueError:  # some functions written in C have no signature
+    except (TypeError, ValueError):  # not callable; or written in C, as some functions without a signature
         return {}
 
 
@@ -128,7 +128,7 @@ def bind(
     """
     name = getattr(target, "__name__", str(target))
     if not callable(target):
-        raise UsageError(f"{key}.target: {name} is {type(target).__name__}, not a class or a function")
+        raise UsageError(f"{key}.target: it is an object of type {type(target).__name__}, not a class or a function")
     known = parameters(target)
     takes = {n for n, p in known.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if not any(p.kind is p.VAR_KEYWORD for p in known.values()):

@@ -258,6 +258,8 @@ def choose_remat(config: Config, model: Model) -> str:
 def check_paths(config: Config, params: Any) -> None:
     """Raise UsageError if an expression matches no parameter, or if all parameters are frozen."""
     paths = [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    if not paths:
+        raise UsageError(f"model: {config.model.target!r} has no parameters, so there is nothing to train")
     for name in ("frozen", "lr_scale"):
         for pattern in getattr(config.optimizer, name):
             if not any(re.search(pattern, path) for path in paths):

@@ -46,7 +46,7 @@ def make_data(
 def named_sets(config: Config) -> dict[str, Target]:
     """Return the targets of `eval.also`. Raises UsageError if an entry or its name is malformed."""
     for name in config.eval.also:
-        if not re.fullmatch(r"[\w-]+", name):
+        if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):
             raise UsageError(f"eval.also: {name!r} is not a name; use letters, digits, - and _, such as valid")
     entries = {k: targets_in(f"eval.also.{k}", [v], "data set", "Digits") for k, v in config.eval.also.items()}
     return {name: Target(*entry) for name, [entry] in entries.items()}

@@ -30,6 +30,7 @@ from jaxdp.models.base import CARRY
 from jaxdp.parallel import Strategy
 from jaxdp.precision import cast_floats
 from jaxdp.split import path_string
+from jaxdp.targets import targets_in
 
 T = TypeVar("T")
 
@@ -76,7 +77,7 @@ def rehearse(
         grads, sums = jax.make_jaxpr(step.grads, return_shape=True)(view_of_one(state), batch, number)
     update, (_, metrics) = jax.make_jaxpr(step.apply, return_shape=True)(state, sums)
     check_paths(config, state.params)
-    check_best(config, parts, set(metrics))
+    check_names(config, parts, set(metrics))
     check_examples(parts, state, True, parts.dataset.read(probes(parts.dataset)))
     for name, dataset in parts.eval_sets.items():
         rehearse_evaluation(config, parts, step, state, dataset, f"eval.also.{name}" if name else "eval.data")
@@ -164,18 +165,20 @@ def rehearse_evaluation(
         ) from None
 
 
-def check_best(config: Config, parts: Parts, metrics: set[str]) -> None:
-    """Raise UsageError if `checkpoint.best` is not a metric of the evaluation."""
-    best = config.checkpoint.best
-    if best is None:
-        return
-    if not parts.eval_sets:
-        raise UsageError(f"checkpoint.best: {best!r}, but the data has no test split; set eval.data, or leave it null")
-    metrics |= set(attribute(parts.forward.loss, "derive", lambda means: {})(collections.defaultdict(float)))
-    names = [n for n in metrics - RESERVED | {"loss"} if not n.startswith(WEIGHT)]
-    known = sorted(f"{name}/{n}" if name else n for name in parts.eval_sets for n in names)
-    if best not in known:
-        raise UsageError(f"checkpoint.best: {best!r} is not among the numbers of an evaluation: {', '.join(known)}")
+def check_names(config: Config, parts: Parts, metrics: set[str]) -> None:
+    """Raise UsageError if `checkpoint.best` or the metric of EarlyStopping is not a metric of the evaluation."""
+    entries = targets_in("callbacks", config.callbacks, "callback", "EarlyStopping")
+    named = [("callbacks.args.metric", x.get("metric", "loss")) for name, x in entries if name == "EarlyStopping"]
+    for key, metric in [*named, ("checkpoint.best", config.checkpoint.best)]:
+        if metric is None:
+            continue
+        if not parts.eval_sets:
+            raise UsageError(f"{key}: {metric!r}, but the data has no test split; set eval.data, or leave it out")
+        derived = set(attribute(parts.forward.loss, "derive", lambda means: {})(collections.defaultdict(float)))
+        names = [n for n in (metrics | derived) - RESERVED | {"loss"} if not n.startswith(WEIGHT)]
+        known = sorted(f"{name}/{n}" if name else n for name in parts.eval_sets for n in names)
+        if metric not in known:
+            raise UsageError(f"{key}: {metric!r} is not among the numbers of an evaluation: {', '.join(known)}")
 
 
 def check_optimizer(config: Config, strategy: Strategy, tx: Any, step: Step) -> None:

@@ -28,8 +28,8 @@ from jaxdp.core.state import TrainState
 from jaxdp.distributed.context import Context, current
 from jaxdp.errors import UsageError
 from jaxdp.metrics.events import NoEvents
+from jaxdp.metrics.numbers import smaller_is_better
 
-LOWER_IS_BETTER = ("loss", "perplexity", "cross_entropy")  # and NAME_loss of a task
 Say = Callable[[str], None]
 
 
@@ -45,7 +45,7 @@ class Checkpoints:
     """The checkpoints of one run directory, shared by all processes, which must make the same calls.
 
     keep: the number of last checkpoints to keep; keep_every: also keep multiples of this step; best: also keep the best
-    one by this metric of the evaluation (`LOWER_IS_BETTER`: the lowest; others: the highest). context: the processes,
+    one by this metric of the evaluation (the lowest if `smaller_is_better`, else the highest). context: the processes,
     by default the current ones. facts: JSON to store with every state. `events`: a log of the saves. `audited`: the
     last update at which no device was found wrong (`jaxdp.audit`), so that the last checkpoint up to it is kept too.
     """
@@ -293,4 +293,4 @@ class Checkpoints:
 
 
 def _sign(metric: str | None) -> int:
-    return 1 if metric in LOWER_IS_BETTER or str(metric).endswith("_loss") else -1
+    return 1 if smaller_is_better(str(metric)) else -1

@@ -139,7 +139,7 @@ def add_options(parser: Any, options: Options) -> None:
 def with_saved_config(argv: list[str]) -> list[str]:
     """Add the config saved in the run directory, for `eval --run_dir DIR` without --config."""
     values = dict(pairs(argv))
-    saved = pathlib.Path(values.get("run_dir", "")) / "config.yaml"
+    saved = pathlib.Path(values.get("run_dir", "")).expanduser() / "config.yaml"
     return ["--config", str(saved), *argv] if "config" not in values and saved.is_file() else argv
 
 
@@ -177,7 +177,7 @@ def check_file(path: str) -> None:
         content = yaml.load(file.read_text(), strict_loader(path))
     except UsageError:
         raise
-    except (yaml.YAMLError, ValueError, OSError) as error:
+    except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
         raise UsageError(f"{path}: not YAML: {explain(str(error))}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{path}: a config is a YAML mapping, this is {type(content).__name__}")

@@ -61,9 +61,20 @@ def sample(options: dict[str, Any]) -> str:
     params, state = jax.eval_shape(model.init, jax.random.key(0), example)
     state, carry = split_carry(state)
     arrays = on_host(weights)
-    load = lambda tree, prefix="": jax.tree_util.tree_map_with_path(
-        lambda path, x: arrays[prefix + path_string(path)], tree
-    )
+
+    def load(tree: Tree, prefix: str = "") -> Tree:
+        def one(path: Any, x: Any) -> np.ndarray:
+            name = prefix + path_string(path)
+            if name not in arrays or arrays[name].shape != x.shape:
+                stored = f"is {list(arrays[name].shape)}" if name in arrays else "is not"
+                raise UsageError(
+                    f"--run_dir: {name!r} {list(x.shape)} of {config.model.target} {stored} in {str(checkpoint)!r}: "
+                    "the code of the model has changed; use that of the run"
+                )
+            return arrays[name]
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
     params, state = cast_floats(load(params), config.precision.compute), load(state, MODEL_STATE)
     if carry is not None:
         state = {**state, CARRY: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), carry)}

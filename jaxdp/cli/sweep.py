@@ -46,8 +46,12 @@ def run(call: Call) -> None:
     code = run_all(pending, slots)
     begun = [trial.directory for trial in trials if (trial.directory / "metrics.jsonl").is_file()]
     runs = [*read_runs(begun).values()] if begun else []
-    if any(options["metric"] in run["numbers"] for run in runs):
-        print(table.table(table.ranked(runs, options["metric"]), options["metric"]))
+    if any(run["numbers"] for run in runs):
+        try:
+            print(table.table(table.ranked(runs, options["metric"]), options["metric"]))
+        except UsageError as error:  # the runs are trained: `jaxdp report --metric` makes the table
+            print(f"jaxdp: {error}", file=sys.stderr)
+            code = code or 2
     sys.exit(code)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import operator
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -73,7 +74,15 @@ def resolve(config: Config) -> Config:
     half = "float16" in (compute, reduce)
     scale = "dynamic" if half and dtypes.loss_scale is None else dtypes.loss_scale
     dtypes = dataclasses.replace(dtypes, compute=compute, reduce=reduce, loss_scale=scale)
-    return dataclasses.replace(config, precision=dtypes)
+    run_dir, init_from = expanded("run_dir", config.run_dir), expanded("init_from", config.init_from)
+    return dataclasses.replace(config, precision=dtypes, run_dir=run_dir, init_from=init_from)
+
+
+def expanded(key: str, path: str | None) -> str | None:
+    """Return a path with `~` replaced by the home directory. Raises `UsageError` if it is empty."""
+    if path is not None and not path.strip():
+        raise UsageError(f"{key}: {path!r} is empty; give a path, or leave it out")
+    return path and os.path.expanduser(path)
 
 
 def check(config: Config) -> None:

@@ -101,6 +101,9 @@ def check_structure(values: dict[str, Any], where: str, prefix: str = "") -> Non
         key = f"{prefix}{name}"
         if not isinstance(name, str) or ("." in name and name not in known):
             raise UsageError(f"{where}: {key!r} is not a key; nest its words, as in parallel: {{zero: 1}}")
+        section, _, leaf = name.partition(".")
+        if leaf and section in values:
+            raise UsageError(f"{where}: {name!r} is beside {section!r}; write {leaf} inside of it")
         check_key(key, where)
         hint = known[key]
         if value is None and type(None) in get_args(hint):

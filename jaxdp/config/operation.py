@@ -60,8 +60,8 @@ class Checkpoint:
         asynchronous: write while training continues; else training waits until the checkpoint is complete
         keep: the number of latest checkpoints to keep
         keep_every: keep those at multiples of this number of updates too, such as 10000
-        best: keep the best one by this metric of the evaluation too, such as accuracy; loss, NAME_loss (of a task),
-            cross_entropy and perplexity are best when low, others when high
+        best: keep the best one by this metric of the evaluation too, such as accuracy; those with loss, perplexity,
+            error or entropy in their names are best when low, others when high
         local: hosts share no file system: each keeps all of the state in its own run directory (docs/hosts.md)
     """
 

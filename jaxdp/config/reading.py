@@ -1,5 +1,6 @@
 """Create a config from a user's values; report a wrong value in one line, with the expected type."""
 
+import os
 import re
 from typing import Any, get_type_hints
 
@@ -20,6 +21,7 @@ def from_mapping(values: dict[str, Any], where: str) -> Config:
 
     import jsonargparse
 
+    values = plain(values)
     check_structure(values, where)
     parser = jsonargparse.ArgumentParser(exit_on_error=False, default_env=False)
     parser.add_class_arguments(Config, None, as_group=False)
@@ -30,6 +32,17 @@ def from_mapping(values: dict[str, Any], where: str) -> Config:
     config = to_dataclass(Config, space.as_dict())
     check_plain(config)
     return resolve(config)
+
+
+def plain(value: Any) -> Any:
+    """Return the value with Python numbers instead of scalars of NumPy and JAX, and texts instead of paths."""
+    if isinstance(value, dict):
+        return {name: plain(part) for name, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
 def check_plain(config: Config) -> None:

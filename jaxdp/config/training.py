@@ -111,8 +111,8 @@ class Optimizer:
     target: str = numbers("adamw")
     lr: float = numbers(1e-3, least=0)
     schedule: dict[str, Any] | str = numbers("cosine")
-    warmup_steps: int = numbers(0, least=0)
-    schedule_steps: int | None = numbers(None, least=1)
+    warmup_steps: int = numbers(0, least=0, most=2**31 - 1)
+    schedule_steps: int | None = numbers(None, least=1, most=2**31 - 1)
     final_lr: float = numbers(0.0, least=0)
     weight_decay: float = numbers(0.0, least=0)
     no_decay: list[str] = numbers([r"(^|/)(bias|scale)$"])
@@ -245,7 +245,7 @@ class Precision:
     reduce: Literal["float32", "float64", "bfloat16", "float16"] | None = numbers(None)
     matmul: Literal["default", "high", "highest"] = numbers("default")
     loss_scale: float | Literal["dynamic"] | None = numbers(None, most=2**126, above=0)
-    loss_scale_interval: int = numbers(2000, least=1)
+    loss_scale_interval: int = numbers(2000, least=1, most=2**31 - 1)
 
 
 @dataclasses.dataclass(frozen=True)

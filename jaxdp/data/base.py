@@ -129,7 +129,7 @@ def as_dataset(source: Any) -> Dataset:
     """
     try:
         size = len(source)
-    except TypeError:
+    except (TypeError, ValueError):  # no length, or a negative one
         raise UsageError(
             f"data: {type(source).__name__} has no length; give a source with __len__ and __getitem__ or read "
             "(for a stream: data.target: Stream, with this as data.args.source)"
@@ -163,12 +163,30 @@ def as_dataset(source: Any) -> Dataset:
     raise UsageError(f"data: {type(source).__name__} has neither read nor __getitem__; give it one of them")
 
 
+def read_examples(dataset: Dataset, indices: np.ndarray) -> dict[str, np.ndarray]:
+    """Return `dataset.read(indices)`. Raises UsageError unless it is a dict of arrays with one entry per index."""
+    values, name = dataset.read(indices), type(dataset).__name__
+    if not isinstance(values, Mapping) or not values or not all(isinstance(key, str) for key in values):
+        keys = f" with the keys {list(values)}" if isinstance(values, Mapping) else ""
+        raise UsageError(f"data: {name}.read gave a {type(values).__name__}{keys}; return a dict of arrays by name")
+    for key, value in values.items():
+        shape = getattr(value, "shape", None)
+        if shape is None or shape[:1] != indices.shape:
+            found = f"as {type(value).__name__}" if shape is None else f"of shape {shape}"
+            raise UsageError(
+                f"data: {name}.read gave {key!r} {found} for {len(indices)} indices; return arrays, with one entry an "
+                "index along the first dim"
+            )
+    return {key: np.asarray(value) for key, value in values.items()}
+
+
 def check_dtypes(dataset: Dataset, x64: bool) -> None:
-    """Raise UsageError if the first example has 64-bit values that JAX would truncate to 32 bits (`x64` is false); with
-    `x64`, let the data set return int64 where it is needed."""
+    """Raise UsageError if the first example has values that are not numbers, or 64-bit values that JAX would truncate
+    to 32 bits (`x64` is false); with `x64`, let the data set return int64 where it is needed."""
     if x64 and hasattr(dataset, "widen"):
         dataset.widen()
-    dtypes = {key: np.asarray(value).dtype.name for key, value in dataset.read(np.zeros(1, np.int64)).items()}
+    first = read_examples(dataset, np.zeros(1, np.int64))
+    dtypes = {key: _check_numbers(repr(key), value).dtype.name for key, value in first.items()}
     wide = {key: name for key, name in dtypes.items() if name in _NEEDS_X64}
     if wide and not x64:
         listed = " and ".join(f"{key!r} is {name}" for key, name in wide.items())
@@ -218,10 +236,16 @@ def _array(name: str, value: Any, narrow: bool = True) -> np.ndarray:
         array = np.asarray(value)
     except ValueError:
         raise UsageError(f"data: {name} is ragged; pad it to one shape before it is read") from None
-    if array.dtype.kind not in "biufc" and not array.dtype.name.startswith(("bfloat16", "float", "int", "uint")):
-        raise UsageError(f"data: {name} is {array.dtype}, not numbers; encode it before it is read")
+    _check_numbers(name, array)
     in_file = isinstance(value, np.memmap)  # may be larger than the memory
     return array.astype(np.int32) if narrow and not in_file and fits_int32(array) else array
+
+
+def _check_numbers(name: str, array: np.ndarray) -> np.ndarray:
+    """Return the array. Raises UsageError if it has another dtype than a number's."""
+    if array.dtype.kind not in "biufc" and not array.dtype.name.startswith(("bfloat16", "float", "int", "uint")):
+        raise UsageError(f"data: {name} is {array.dtype}, not numbers; encode it before it is read")
+    return array
 
 
 def fits_int32(array: np.ndarray) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import Dataset, as_dataset, check_split, tokenizer_spec
+from jaxdp.data.base import Dataset, as_dataset, check_split, read_examples, tokenizer_spec
 from jaxdp.data.example_order import EpochOrder, ExampleOrder, permute
 from jaxdp.errors import UsageError, check_sizes
 from jaxdp.targets import bind, call, locate, parameters, targets_in
@@ -102,7 +102,7 @@ class Mixture:
 
     def _copy_facts(self) -> None:
         """Copy what all sets must have in common. Raises UsageError that names the first set that differs."""
-        first = [dataset.read(np.zeros(1, np.int64)) for dataset in self.sets]
+        first = [read_examples(dataset, np.zeros(1, np.int64)) for dataset in self.sets]
         facts: dict[str, list[Any]] = {
             "examples of": [{k: (v.shape[1:], np.asarray(v).dtype.name) for k, v in sorted(x.items())} for x in first],
             "classes": [getattr(dataset, "classes", None) for dataset in self.sets],
@@ -193,6 +193,8 @@ def check_weights(sets: Mapping[str, Any], weights: Mapping[str, float] | None) 
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
             hint = "give it one" if weight is None else "give a positive number, or leave the set out"
             raise UsageError(f"data.args.weights.{name}: {weight!r} is no weight; {hint}")
+    if weights is not None and math.isinf(sum(weights.values())):
+        raise UsageError(f"data.args.weights: the sum of {[*weights.values()]} is not finite; make them smaller")
 
 
 def split_by_weight(size: int, weights: list[float]) -> list[int]:

@@ -2,6 +2,7 @@
 
 import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ class Npz(Arrays):
         self.arguments = path, split, arrays, test_fraction
         stored = stored_arrays(path)
         names = dict(arrays or {n.removesuffix("_train"): n for n in stored if not n.endswith("_test")})
-        tests = {key: f"{name.removesuffix('_train')}_test" for key, name in names.items()}
+        tests = {key: f"{str(name).removesuffix('_train')}_test" for key, name in names.items()}
         has_tests = bool(stored.keys() & set(tests.values()))
         for key, name in (tests if has_tests and split == "test" else names).items():
             if name not in stored:
@@ -84,7 +85,7 @@ def stored_arrays(path: str) -> dict[str, np.ndarray]:
             plain = {i.filename: i.header_offset for i in archive.infolist() if i.compress_type == zipfile.ZIP_STORED}
             file = lambda name: plain.get(f"{name}.npy")
             return {n: content[n] if file(n) is None else mapped(where, file(n)) for n in content.files}
-    except (OSError, ValueError, TypeError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, ValueError, TypeError, struct.error, zlib.error, zipfile.BadZipFile) as error:
         reason = getattr(error, "strerror", None) or one_line(error)
         raise UsageError(
             f"data.args.path: cannot read {path!r} ({reason}); give a .npz file of numbers or a folder of .npy files"

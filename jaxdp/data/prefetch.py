@@ -6,15 +6,14 @@ with `jax.config.update`.
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxdp.data.base import Dataset
+from jaxdp.data.base import Dataset, read_examples
 from jaxdp.data.example_order import RESET, ExampleOrder
-from jaxdp.errors import UsageError
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -89,10 +88,10 @@ def read_batches(
         dataset.require(order.batch(steps[0]))
     indices, rows = (np.stack(part) for part in zip(*(order.rows(step, numbers) for step in steps)))
     if rows.all():
-        values = _read(dataset, indices.reshape(-1))
+        values = read_examples(dataset, indices.reshape(-1))
     else:  # read the example that padding repeats only once
         distinct, inverse = np.unique(indices.reshape(-1), return_inverse=True)
-        values = {key: value[inverse] for key, value in _read(dataset, distinct).items()}
+        values = {key: value[inverse] for key, value in read_examples(dataset, distinct).items()}
     batch = {key: value.reshape(*rows.shape, *value.shape[1:]) for key, value in values.items()}
     mask = rows.astype(np.float32)
     data_mask = batch.get("mask")
@@ -105,18 +104,3 @@ def read_batches(
         reset = np.stack([np.full(rows.shape[1:], begins(step)) for step in steps])
         batch[RESET] = reset if data_reset is None else reset | (data_reset.reshape(rows.shape) != 0)
     return {**batch, "mask": mask}
-
-
-def _read(dataset: Dataset, indices: np.ndarray) -> dict[str, np.ndarray]:
-    values = dataset.read(indices)
-    name = type(dataset).__name__
-    if not isinstance(values, Mapping):
-        raise UsageError(f"data: {name}.read gave a {type(values).__name__}; return a dict of arrays")
-    arrays = {key: np.asarray(value) for key, value in values.items()}
-    for key, value in arrays.items():
-        if value.shape[:1] != indices.shape:
-            raise UsageError(
-                f"data: {name}.read gave {key!r} of shape {value.shape} for {len(indices)} indices; "
-                "stack one entry an index along the first dim"
-            )
-    return arrays

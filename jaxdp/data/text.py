@@ -1,6 +1,7 @@
 """Text files as windows of tokens: one file split into train and test, or the three files of the Penn Treebank."""
 
 import codecs
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -80,14 +81,14 @@ def read_text(path: str | Path, max_mb: float | None = None) -> str:
     """Read a UTF-8 file, at most `max_mb` MB (10^6 bytes), dropping a character cut off there. Raises UsageError."""
     if max_mb is not None and not max_mb > 0:
         raise UsageError(f"data.args.max_mb: {max_mb} must be greater than 0, or null for all")
-    file, limit = Path(path).expanduser(), -1 if max_mb is None else int(max_mb * 1e6)
     try:
-        with file.open("rb") as opened:
-            content = opened.read(limit)
+        with Path(path).expanduser().open("rb") as opened:
+            is_cut = max_mb is not None and max_mb * 1e6 < os.fstat(opened.fileno()).st_size
+            content = opened.read(int(max_mb * 1e6) if max_mb is not None and is_cut else -1)
     except OSError as error:
         raise UsageError(f"data.args.path: cannot read {str(path)!r}: {error.strerror}; give a text file") from None
     try:
-        return codecs.getincrementaldecoder("utf-8")().decode(content, final=len(content) != limit)
+        return codecs.getincrementaldecoder("utf-8")().decode(content, final=not is_cut)
     except UnicodeDecodeError as error:
         raise UsageError(
             f"data.args.path: {str(path)!r} is not UTF-8: byte {error.start:,} is {content[error.start]:#04x}; convert "

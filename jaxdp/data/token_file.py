@@ -14,7 +14,7 @@ import numpy as np
 from jaxdp.data.base import check_one_of, check_split
 from jaxdp.data.tokenizers import Tokenizer, from_spec
 from jaxdp.data.windows import SMALL, Windows, cut
-from jaxdp.errors import UsageError, one_line
+from jaxdp.errors import UsageError, check_sizes, one_line
 
 META, FORMAT = "tokens.json", 1  # the metadata file that `jaxdp data tokenize` writes beside its shards
 HEADER = 256 * 4  # llm.c's header: 256 int32; the first three are magic, version and number of tokens
@@ -83,7 +83,10 @@ class TokenFile(Windows):
         if self.tokenizer_spec and "path" in self.tokenizer_spec:  # relative to the metadata
             tokenizer_path = (files[0].parent / Path(self.tokenizer_spec["path"]).expanduser()).absolute()
             self.tokenizer_spec = {**self.tokenizer_spec, "path": str(tokenizer_path)}
+        check_sizes("data.args", vocabulary=vocabulary)
         classes = vocabulary or meta.get("vocabulary") or max(shard.vocabulary for shard in self.files) or GPT2
+        if ends is not None and not 0 <= ends < classes:
+            raise UsageError(f"data.args.end_of_text: {ends} is not in the vocabulary of {classes:,}; change either")
         names = [str(file) for file in files]
         stride = None if split == "test" else stride
         super().__init__(self._map(), length, stride, classes, names, ends if documents == "separate" else None)

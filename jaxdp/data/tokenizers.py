@@ -145,7 +145,7 @@ class File:
         self.sha256 = hashlib.sha256(content).hexdigest()
         if sha256 not in (None, self.sha256):
             raise UsageError(f"data.args.tokenizer: {str(path)!r} is not the file that was used before; put it back")
-        self.size = self._tokenizer.get_vocab_size()
+        self.size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)  # ids may have gaps
         self.end_of_text = next((i for name in ENDS if (i := self._tokenizer.token_to_id(name)) is not None), None)
 
     def encode(self, text: str) -> np.ndarray:

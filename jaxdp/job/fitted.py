@@ -114,8 +114,8 @@ class Fitted:
         ema: use the running average of the parameters; None: if `eval.ema` is set. Raises UsageError for arrays that do
         not fit the training data.
         """
-        if batch_size < 1:
-            raise UsageError(f"predict: batch_size {batch_size} is not at least 1")
+        if not isinstance(batch_size, int | np.integer) or batch_size < 1:
+            raise UsageError(f"predict: batch_size {batch_size!r} is not an integer of at least 1")
         with settings(self.config), user_errors.reported():
             rows = fitting(x if isinstance(x, Mapping) else {"inputs": x}, shapes_of(self._parts.dataset))
             count = len(next(iter(rows.values())))

@@ -18,6 +18,8 @@ def name_it(objects: dict[str, dict[str, Any]], section: str, value: Any) -> dic
         rest, value = {k: v for k, v in value.items() if k != "target"}, value["target"]
         if isinstance(value, str):
             return {"target": value, **rest}
+    elif isinstance(value, Mapping) and section in ("model", "loss", "optimizer"):
+        return dict(value)  # keys of the section; its target is the default
     is_factory = isinstance(value, type) or inspect.isroutine(value)
     named = value if is_factory else type(value)
     name = f"{named.__module__}.{named.__qualname__}".removeprefix("builtins.")

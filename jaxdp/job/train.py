@@ -22,7 +22,7 @@ from jaxdp.job.resume import lock_run_dir, resume_step
 from jaxdp.job.start import layout_of, start_writer
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.events import Events, NoEvents
-from jaxdp.metrics.jsonl import read
+from jaxdp.metrics.jsonl import as_numbers, read
 from jaxdp.metrics.throughput import goodput
 from jaxdp.metrics.writer import Record, Writer
 from jaxdp.metrics.writers import check_writers
@@ -84,7 +84,8 @@ def train_here(
     run = make_run(config, directory, context, objects, prepared=prepared)
     on_all_ranks(context, lambda: check_writers(config.log.writers))
     callbacks = on_all_ranks(context, lambda: make_callbacks(config.callbacks, objects.get("callbacks", {}), context))
-    context.agree(rundir.not_ours(directory) if overwrite and context.is_root else None)
+    check = context.is_root and (overwrite or not run.checkpoints.steps())
+    context.agree(rundir.not_ours(directory, overwrite) if check else None)
     with lock_run_dir(directory, context, run.checkpoints) or contextlib.nullcontext():
         context.agree(rundir.clear(directory) if overwrite and context.is_root else None)
         if overwrite and run.checkpoints.writes:
@@ -126,8 +127,9 @@ def train_here(
 
 def final_record(run: Run, config: Config, directory: pathlib.Path, context: Context, start: int) -> Record | None:
     """Return the final record of a run that has finished already, and report this on root; None for any other run."""
-    records = lambda: [record for record in read(directory / "metrics.jsonl") if record.get("split") == "final"]
-    final = context.of_root("final", lambda: records()[-1:])
+    is_final = lambda record: record.get("split") == "final" and {"step", "params_sha256"} <= record.keys()
+    records = lambda: [*filter(is_final, read(directory / "metrics.jsonl"))]
+    final = context.of_root("final", lambda: [as_numbers(record) for record in records()[-1:]])
     early = bool(config.callbacks) and bool(final) and "stopped" in final[-1] and final[-1]["step"] == start
     if not final or not (start == run.options.steps or early):
         return None

@@ -28,7 +28,8 @@ class JsonLines(Writer):
         self.close()
         self.pending = b""
         last = {"final": 0, "eval": step if evaluated else step - 1}
-        valid = [line for line in read(self.path) if 0 < line.get("step", 0) <= last.get(line.get("split", ""), step)]
+        steps = [(x.get("step"), last.get(str(x.get("split")), step), x) for x in read(self.path)]
+        valid = [line for number, end, line in steps if isinstance(number, int) and 0 < number <= end]
         # If the disk is full, keep the outdated lines rather than lose all.
         with contextlib.suppress(OSError), rundir.replaced(self.path) as new:
             new.write_text("".join(dump(line) for line in valid))
@@ -58,6 +59,11 @@ def read(path: pathlib.Path) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             records.append(record)
     return records
+
+
+def as_numbers(record: Record) -> Record:
+    """Return a record of `read` with the numbers that `dump` writes as texts."""
+    return {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in record.items()}
 
 
 def dump(record: Record) -> str:

@@ -1,7 +1,14 @@
-"""Formatting of numbers for people."""
+"""Formatting of numbers for people, and which of them are better if smaller."""
 
 from collections.abc import Sequence
 from typing import Any
+
+SMALLER = ("loss", "perplexity", "error", "entropy")  # in the names of metrics that are better if smaller
+
+
+def smaller_is_better(metric: str) -> bool:
+    """Return whether a metric, such as valid/loss, is better if smaller, by its name."""
+    return any(word in metric for word in SMALLER)
 
 
 def duration(seconds: float | None) -> str:

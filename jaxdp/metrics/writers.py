@@ -18,7 +18,8 @@ def check_writers(entries: Sequence[Any]) -> None:
     """Raise UsageError if a writer is unknown or does not accept its arguments; makes no writer."""
     for target, args in targets_in(KEY, entries, "writer", "TensorBoard"):
         make = locate(KEY, target, WRITERS)
-        bind(KEY, make, args, {name: None for name in ("directory", "start", "config") if name in parameters(make)})
+        extra: dict[str, Any] = dict.fromkeys({"directory", "start", "config"} & parameters(make).keys())
+        require(KEY, bind(KEY, make, args, extra))
 
 
 def make_writers(

@@ -55,6 +55,8 @@ class Attention(nnx.Module):
 
 def rotation(tokens: int, width: int, base: float, dtype: Any) -> Rotation:
     """Return the cosines and sines of rotary embedding: the angle of token t in pair i is t / base^(2i / width)."""
+    if not base > 0:
+        raise UsageError(f"model.args.rotary_base: {base} must be greater than 0, such as 10000")
     angles = np.outer(np.arange(tokens), base ** (-np.arange(0, width, 2) / width))[:, None]
     return jnp.asarray(np.cos(angles), dtype), jnp.asarray(np.sin(angles), dtype)
 

@@ -111,6 +111,8 @@ def _make_module(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.
     module: Any = make(rngs)
     if not isinstance(module, nnx.Module):
         raise UsageError(f"model: a factory that takes rngs must return a Flax NNX module, not {type(module).__name__}")
+    if not callable(module):
+        raise UsageError(f"model: {type(module).__name__} has no __call__; define it, as __call__(self, x)")
     for _, part in list(nnx.iter_modules(module)):
         for name, value in list(vars(part).items()):
             if isinstance(value, jax.core.Tracer):  # Flax recognizes arrays as data, but not tracers

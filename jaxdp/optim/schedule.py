@@ -60,7 +60,8 @@ def make_schedule(
     bound = bind(KEY, make, args, {"lr": lr, "steps": steps - warmup_steps, "final_lr": final_lr})
     require(KEY, bound)
     main = call(KEY, bound)
-    if not callable(main) or getattr(jax.eval_shape(main, jnp.int32(0)), "shape", None) != ():
+    rate = call(KEY, bound, lambda: jax.eval_shape(main, jnp.int32(0))) if callable(main) else None
+    if getattr(rate, "shape", None) != ():
         raise UsageError(f"{KEY}: {target!r} must return a function from the number of an update to one learning rate")
     if not warmup_steps:
         return main

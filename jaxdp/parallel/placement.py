@@ -45,7 +45,9 @@ def make_state(
 
     def unfused(step: jax.Array) -> TrainState:
         """Return the full state; leaf by leaf, so that not all full leaves are in memory at once."""
-        barrier = lambda x: fusion_barrier(x, live(step)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        ones = live(step)
+        assert ones is not None
+        barrier = lambda x: fusion_barrier(x, ones) if jnp.issubdtype(x.dtype, jnp.floating) else x
         return jax.tree.map(barrier, make())
 
     state = jax.jit(full, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(np.int32(0))

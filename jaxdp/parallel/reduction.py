@@ -32,7 +32,7 @@ class Reduction(NamedTuple):
 
 
 def xla(bucket_mb: float = 25.0, safe: bool = False) -> Reduction:
-    """Return a reduction with one operation per leaf, which XLA's combiner may fuse."""
+    """Return a reduction with one operation per leaf, which XLA's combiner may fuse. safe: without a reduce-scatter."""
 
     def scatter_one(x: jax.Array, dim: int, axes: Axes) -> jax.Array:
         if dim == WHOLE:

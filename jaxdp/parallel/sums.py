@@ -41,7 +41,7 @@ class ReductionPlan(NamedTuple):
 
 
 class Arithmetic(NamedTuple):
-    """How a reduction sums.
+    """How a reduction sums; plan: a `ReductionPlan`.
 
     over_microbatches(f, plan) -> (f over all microbatches of a device, a function that sums its result over devices).
     finish(apply) -> apply(state, sums) -> (state, metrics), for those sums.

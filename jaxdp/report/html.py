@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdp import rundir
-from jaxdp.report.table import SMALLER
+from jaxdp.metrics.numbers import SMALLER
 
 FOLDER = pathlib.Path(__file__).parent / "page"
 SCRIPTS = ("data.js", "chart.js", "parts.js", "runs.js", "live.js", "main.js")

@@ -11,7 +11,6 @@ from jaxdp.metrics import numbers
 Json = dict[str, Any]
 SWEEP = "sweep.json"  # in the directory of a sweep
 METRICS = ("loss", "accuracy", "perplexity")
-SMALLER = ("loss", "perplexity", "error", "entropy")  # in the names of metrics that are better if smaller
 
 
 def ranked(runs: Sequence[Json], metric: str) -> list[Json]:
@@ -20,7 +19,7 @@ def ranked(runs: Sequence[Json], metric: str) -> list[Json]:
     if metric not in known:
         hint = suggest(metric, known, 0.5, f"known: {', '.join(known)}")
         raise UsageError(f"--metric: no run has {metric!r}; {hint}")
-    sign = 1.0 if any(word in metric for word in SMALLER) else -1.0
+    sign = 1.0 if numbers.smaller_is_better(metric) else -1.0
 
     def rank(run: Json) -> float:
         value = run["numbers"].get(metric)

@@ -10,6 +10,7 @@ Each method is optional. `StopTraining`, raised by any rank in `on_eval`, ends t
 A callback with `state_dict()` (JSON) and `load_state_dict(state)` resumes with the state of the checkpoint.
 """
 
+import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,11 +18,19 @@ from typing import Any
 import jax
 
 from jaxdp.distributed.context import SLOW, Context
-from jaxdp.errors import RunFailed, UsageError
+from jaxdp.errors import RunFailed, UsageError, check_sizes, one_line, suggest
+from jaxdp.metrics.numbers import smaller_is_better
 from jaxdp.targets import bind, call, locate, require, targets_in
 
 KEY = "callbacks"
-POINTS = ("on_start", "on_update", "on_eval", "on_save", "on_end")
+POINTS = {
+    "on_start": ("run",),
+    "on_update": ("step", "metrics"),
+    "on_eval": ("step", "metrics"),
+    "on_save": ("step", "path"),
+    "on_end": ("record",),
+}
+"""The methods of a callback, each with the arguments that it is called with."""
 
 
 class StopTraining(Exception):
@@ -87,14 +96,16 @@ class EarlyStopping:
     Args:
         metric: its name.
         patience: the number of evaluations.
-        mode: 'min' or 'max'; None: 'min' for names that contain 'loss' or 'perplexity', else 'max'.
+        mode: 'min' or 'max'; None: 'min' if the name contains loss, perplexity, error or entropy, else 'max'.
         min_delta: the least improvement that counts.
     """
 
     def __init__(self, metric: str = "loss", patience: int = 3, mode: str | None = None, min_delta: float = 0.0):
+        check_sizes(f"{KEY}.args", patience=patience)
+        if mode not in (None, "min", "max"):
+            raise UsageError(f"{KEY}.args.mode: {mode!r} is not min, max or null")
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
-        smaller = any(word in metric for word in ("loss", "perplexity"))
-        self.sign = -1.0 if (mode or ("min" if smaller else "max")) == "min" else 1.0
+        self.sign = -1.0 if (mode or ("min" if smaller_is_better(metric) else "max")) == "min" else 1.0
         self.best, self.best_step, self.waited = -sys.float_info.max, 0, 0  # finite, to be JSON
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -125,7 +136,7 @@ def make_callbacks(entries: Sequence[Any], scripted: Mapping[str, Any], context:
         scripted: {name: object} from a script; an entry with such a name refers to the object.
 
     Raises:
-        UsageError: an unknown name, a wrong argument, or an object without a method of `POINTS`.
+        UsageError: an unknown name, a wrong argument, or an object that `check_methods` refuses.
     """
     callbacks = []
     for target, args in targets_in(KEY, entries, "callback", "EarlyStopping"):
@@ -136,7 +147,22 @@ def make_callbacks(entries: Sequence[Any], scripted: Mapping[str, Any], context:
             callback = call(KEY, bound)
         elif args:
             raise UsageError(f"{KEY}: {target!r} is an object and takes no args; leave them out")
-        if not any(hasattr(callback, point) for point in POINTS):
-            raise UsageError(f"{KEY}: {target!r} has none of the methods {', '.join(POINTS)}")
+        check_methods(target, callback)
         callbacks.append(callback)
     return Callbacks(callbacks, context)
+
+
+def check_methods(name: str, callback: Any) -> None:
+    """Raise UsageError unless the methods `on_...` of a callback are those of `POINTS` and accept their arguments."""
+    methods = [method for method in dir(callback) if method.startswith("on_")]
+    if unknown := [method for method in methods if method not in POINTS and callable(getattr(callback, method))]:
+        hint = suggest(unknown[0], POINTS, 0.5, f"the methods are {', '.join(POINTS)}")
+        raise UsageError(f"{KEY}: {name!r} has a method {unknown[0]!r}, which is never called; {hint}")
+    for method in POINTS.keys() & {*methods}:
+        try:
+            inspect.signature(getattr(callback, method)).bind(*POINTS[method])
+        except TypeError as error:
+            gets = ", ".join(POINTS[method])
+            raise UsageError(f"{KEY}: {name!r}: {method} is called with ({gets}), but {one_line(error)}") from None
+    if not any(hasattr(callback, point) for point in POINTS):
+        raise UsageError(f"{KEY}: {name!r} has none of the methods {', '.join(POINTS)}")

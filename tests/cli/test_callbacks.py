@@ -115,11 +115,24 @@ def test_early_stopping_follows_the_better_direction():
     smaller.on_eval(2, {"loss": 1.0})
     larger.on_eval(1, {"accuracy": 0.1})
     larger.on_eval(2, {"accuracy": 0.2})
+    assert [EarlyStopping(name).sign for name in ("valid/loss", "cross_entropy", "top1_accuracy")] == [-1, -1, 1]
     for callback, metrics in ((smaller, {"loss": 1.5}), (larger, {"accuracy": 0.1})):
         with pytest.raises(StopTraining, match="since step 2"):
             callback.on_eval(3, metrics)
     with pytest.raises(RunFailed, match=r"EarlyStopping\.on_eval raised KeyError: .*'lost' is not among \['loss'\]"):
         Callbacks([EarlyStopping("lost")]).on_eval(1, {"loss": 1.0})
+
+
+class Misspelled:
+    def on_update(self, step, metrics): ...
+
+    def on_evaluate(self, step, metrics): ...
+
+
+class TooFew:
+    on_time = True  # not a method
+
+    def on_eval(self, metrics): ...
 
 
 @pytest.mark.parametrize(
@@ -128,7 +141,11 @@ def test_early_stopping_follows_the_better_direction():
         ("EarlyStoping", "did you mean 'EarlyStopping'"),
         ({"target": "EarlyStopping", "args": {"patienc": 3}}, "patienc"),
         ({"name": "EarlyStopping"}, "is not a callback; give a name such as EarlyStopping"),
+        ({"target": "EarlyStopping", "args": {"mode": "minimum"}}, "args.mode: 'minimum' is not min, max or null"),
+        ({"target": "EarlyStopping", "args": {"patience": 0}}, "args.patience: 0 is too small; it must be at least 1"),
         ("collections.OrderedDict", "has none of the methods on_start"),
+        (Misspelled(), "has a method 'on_evaluate', which is never called; did you mean 'on_eval'"),
+        (TooFew(), r"on_eval is called with \(step, metrics\), but too many positional arguments"),
         (object(), "has none of the methods on_start"),
     ],
 )

@@ -159,9 +159,14 @@ def test_a_class_outside_the_package_trains_by_its_path(tmp_path):
 
 BAD = {
     "a name of a set": (["--eval.also", "{a.b: Digits}"], "eval.also: 'a.b' is not a name"),
+    "a name that is a number": (["--eval.also", "{1: Digits}"], "eval.also: 1 is not a name"),
     "no set": (["--eval.also", "{a: {}}"], "eval.also.a: {} is not a data set; give a name such as Digits"),
     "a set's argument": (["--eval.also", "{a: {target: Digits, args: {x: 1}}}"], "eval.also.a.args.x: Digits takes no"),
     "the best of no set": (["--checkpoint.best", "a/loss"], "checkpoint.best: 'a/loss' is not among the numbers"),
+    "stopping by no metric": (
+        ["--callbacks", "[{target: EarlyStopping, args: {metric: acuracy}}]"],
+        "callbacks.args.metric: 'acuracy' is not among the numbers of an evaluation: accuracy, loss",
+    ),
     "unknown key": (["--modle.target", "MLP"], "did you mean 'model.target'"),
     "wrong type": (["--batch_size", "many"], "batch_size"),
     "target that is not there": (["--model.target", "nowhere.Net"], "model.target: 'nowhere.Net' cannot be imported"),
@@ -202,6 +207,14 @@ def test_bad_input_is_one_line_and_code_2(case, tmp_path):
     assert words in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("jaxdp: ")
     assert "Traceback" not in done.stderr
     assert not run_dir.exists()  # nothing is left of a run that never began
+
+
+def test_files_of_others_are_not_replaced(tmp_path):
+    """As with `--config config.yaml --run_dir .`"""
+    text = write(tmp_path, SMALL).read_text()
+    refused = ended("train", "--config", tmp_path / "config.yaml", "--run_dir", tmp_path, code=2).stderr
+    assert "is not the directory of a run of jaxdp" in refused and "but has 'config.yaml', which a run" in refused
+    assert (tmp_path / "config.yaml").read_text() == text and len([*tmp_path.iterdir()]) == 1
 
 
 def test_the_process_of_a_refused_command_ends_with_code_2(tmp_path):

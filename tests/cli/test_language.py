@@ -1,11 +1,14 @@
 """Language models by the command: an LSTM that carries its state across processes, texts, packed documents, samples."""
 
+import functools
 import json
 import re
 
 import numpy as np
 import pytest
 
+from jaxdp.models import MODELS
+from jaxdp.models.gpt import GPT as GPTModule
 from launch import in_process, mpirun, processes
 
 WORDS = ["the", "cat", "dog", "saw", "a", "ran", "to", "big", "red", "<unk>"]
@@ -92,7 +95,7 @@ eval: {{every: null}}
 
 
 @pytest.mark.slow
-def test_a_sample_goes_on_as_the_text_does(tmp_path):
+def test_a_sample_goes_on_as_the_text_does(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("abcdefgh\n" * 200)
     data = f"{{target: TextFile, args: {{path: {tmp_path}/text.txt, tokenizer: char, length: 16, stride: 1}}}}"
     (tmp_path / "gpt.yaml").write_text(GPT.format(data=data, steps=150))
@@ -108,6 +111,9 @@ def test_a_sample_goes_on_as_the_text_does(tmp_path):
     assert "--prompt: '' has no tokens" in jaxdp(*sample, "--prompt", "", code=2)
     assert "--top_k: 0 is too small" in jaxdp(*sample, "--top_k", 0, code=2)
     assert "--step: 7 is not in" in jaxdp(*sample, "--step", 7, code=2)
+    monkeypatch.setitem(MODELS, "GPT", functools.partial(GPTModule, hidden=7))  # as code that has changed
+    line = jaxdp(*sample, code=2)
+    assert re.match(r"jaxdp: --run_dir: '\S+' \[.*\] of GPT is \[.*\] in '.*': the code of the model has changed", line)
 
 
 @pytest.mark.slow

@@ -347,6 +347,7 @@ def test_names_of_metrics_are_no_markup():
         ({"target": "TensorBoard", "args": {"foldr": "x"}}, r"log.writers.args.foldr: .* did you mean 'folder'"),
         ({"targt": "TensorBoard"}, r"log.writers: .* is not a writer; give a name such as TensorBoard"),
         (3, r"log.writers: 3 is not a writer"),
+        ("builtins.open", r"log.writers.args.file: open needs it; set log.writers.args.file"),
     ],
 )
 def test_writers_that_are_none_are_named(entry, text):

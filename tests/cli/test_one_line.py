@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 
+from cli_runs import ended
 from jaxdp import cli
 from jaxdp.assemble.run import make_run
 from jaxdp.distributed.context import Context
@@ -53,6 +54,21 @@ def test_memory_that_there_is_not_is_one_line(bytes_):
         assert isinstance(found, RunFailed) and "\n" not in str(found)
         assert str(found).startswith("out of memory: ") and "parallel.remat" in str(found) and "plan" in str(found)
     assert explained(ValueError("out of memory")) is None  # anybody's
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["train", "--config", "x: 3\n" * 100],
+        ["report", "x" * 300],
+        ["export", "--run_dir", "x" * 300],
+        ["plan", *DIGITS, "--devices", 1, "--hardware", "x" * 300],
+    ],
+)
+def test_a_path_that_is_too_long_is_one_line(argv):
+    done = ended(*argv, code=2)
+    assert done.stderr.startswith("jaxdp: '") and done.stderr.count("\n") == 1
+    assert done.stderr.endswith("' cannot be used: File name too long; give another path\n")
 
 
 PLATFORMS = [("cuda", "JAX_PLATFORMS: 'cuda'"), *(pytest.param(p, w, marks=pytest.mark.slow) for p, w in [
@@ -102,6 +118,7 @@ def test_a_signal_in_the_imports_preempts(tmp_path, name):
     assert f"preempted by {name} on rank 0, after update 0: nothing to save yet" in said
 
 
+PYTHON = ["--data.target", "PythonSource", "--data.args", "{length: 8, max_mb: 0.1}"]
 ARGUMENTS = {
     "model.args.hidden": ["32", "abc", "[1.5]", "[[3]]", "{a: 3}", "null"],
     "model.args.dropout": ["[1]", "true", "abc", "{a: 1}"],
@@ -143,6 +160,10 @@ def test_so_is_one_of_another_target_or_inside_of_another(tmp_path, more):
         (["--model.args.rngs", "3"], "model.args.rngs: leave it out"),
         (["--model.args.rngs", "null"], "model.args.rngs: leave it out"),
         (["--model.args.input_shape", "[1]"], r"model: its arguments do not fit the data: .*\(64,\) and \(1,\)"),
+        (
+            ["--model", "{target: GPT, args: {positions: rotary, rotary_base: 0}}", *PYTHON],
+            "model.args.rotary_base: 0 must be greater than 0",
+        ),
         (["--model", "{target: GPT, args: {input_shape: [-1]}}"], "model.args.input_shape: .* is too short"),
         (["--data.transform", "{target: Mixup, args: {classes: -1}}"], "data.transform.args.classes: -1 must"),
     ],
@@ -229,6 +250,14 @@ def test_metrics_that_would_be_lost_end_the_run(tmp_path, act):
     with pytest.raises(RunFailed, match=r"metrics\.jsonl' was removed or replaced"):
         lines.write({"step": 2, "split": "train"})
     lines.close()
+
+
+def test_lines_that_are_no_records_are_dropped(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    steps = ['"a"', "null", "1.5", "1", "2", "9"]
+    file.write_text("".join(f'{{"step": {step}, "split": ["x"]}}\n' for step in steps))
+    JsonLines(file, 5).close()
+    assert file.read_text().splitlines() == [f'{{"step": {step}, "split": ["x"]}}' for step in (1, 2)]
 
 
 @pytest.mark.slow

@@ -46,6 +46,9 @@ class NoRngs(nnx.Module):
         return x
 
 
+CLASSES = np.zeros(3)
+
+
 def loss(outputs, batch):
     losses = -jax.nn.log_softmax(outputs)[:, 0] * batch["mask"]
     return losses.sum(), batch["mask"].sum(), {}
@@ -104,6 +107,43 @@ def no_file(split="train"):
     return np.load("nowhere.npy")
 
 
+class NoCall(nnx.Module):
+    def __init__(self, rngs):
+        self.out = nnx.Linear(4, 3, rngs=rngs)
+
+
+class Constant(nnx.Module):
+    def __init__(self, rngs):
+        pass
+
+    def __call__(self, x):
+        return x.sum((1, 2))
+
+
+class Batches:
+    def __init__(self, kind, split="train"):
+        self.kind = kind
+
+    def __len__(self):
+        return 24
+
+    def read(self, indices):
+        x, n = np.zeros((24, 4, 4, 1), np.float32), len(indices)
+        arrays = {
+            "a list": [x[:n]], "nothing": {}, "a list inside": {"inputs": x[:n].tolist()}, "numbers": {0: x[:n]},
+            "too few": {"inputs": x[: n - 1]}, "texts": {"inputs": np.array(["a"] * n)},
+        }
+        return arrays[self.kind]
+
+
+def no_argument(lr):
+    return lambda: lr
+
+
+def a_text(lr):
+    return lambda step: "fast"
+
+
 class Reads:
     def __len__(self):
         return 24
@@ -147,6 +187,25 @@ BAD = {
         "model: its state 'count' changes from int32 to float32; initialize it with the dtype that it gets",
     ),
     "a random key as state": (["--model.target", "mine.random_key"], "model: its state 'count' is a random key"),
+    "no __call__": (["--model.target", "mine.NoCall"], "model: NoCall has no __call__; define it"),
+    "no parameters": (["--model.target", "mine.Constant"], "model: 'mine.Constant' has no parameters, so there is"),
+    "an array as a model": (["--model.target", "mine.CLASSES"], "model.target: it is an object of type ndarray, not a"),
+    **{
+        f"a read of {kind}": (["--data", f"{{target: mine.Batches, args: {{kind: {kind}}}}}"], words)
+        for kind, words in {
+            "a list": "data: Batches.read gave a list; return a dict of arrays by name",
+            "nothing": r"data: Batches.read gave a dict with the keys \[\]; return a dict of arrays by name",
+            "numbers": r"data: Batches.read gave a dict with the keys \[0\]; return a dict of arrays by name",
+            "a list inside": "data: Batches.read gave 'inputs' as list for 1 indices; return arrays, with one entry an",
+            "too few": r"data: Batches.read gave 'inputs' of shape \(0, 4, 4, 1\) for 1 indices; return arrays",
+            "texts": "data: 'inputs' is <U1, not numbers; encode it before it is read",
+        }.items()
+    },
+    "a schedule without an argument": (
+        ["--optimizer.schedule", "mine.no_argument"],
+        "optimizer.schedule.args: no_argument.*failed.*: TypeError: .* 0 positional arguments but 1 was given",
+    ),
+    "a schedule of texts": (["--optimizer.schedule", "mine.a_text"], "optimizer.schedule.args: a_text.*failed: Type"),
     "no rngs": (["--model.target", "mine.NoRngs"], "got an initialized NoRngs; .* that takes rngs: nnx.Rngs"),
     "a loss of labels": (["--loss.target", "mine.of_labels"], r"loss: it failed at .* called as \(outputs, batch\)"),
     "a weight that is a length": (

@@ -78,6 +78,14 @@ def test_the_tasks_of_a_slurm_array_divide_the_runs():
             array_part({**array, "SLURM_ARRAY_TASK_ID": task})
 
 
+def test_a_run_with_a_damaged_config_is_not_finished(tmp_path):
+    [trial, _] = trials("--seed", "0,1", directory=tmp_path)
+    trial.directory.mkdir()
+    for text in ("a: b: c", "", "[1]"):
+        (trial.directory / "config.yaml").write_text(text)
+        assert not trial.is_finished()
+
+
 def test_runs_at_once_share_no_gpu(monkeypatch):
     cores = len(os.sched_getaffinity(0))
     assert make_slots(None, None, 100) == [{}] * cores and make_slots(None, None, 1) == make_slots(1, None, 5) == [{}]
@@ -160,6 +168,8 @@ def test_killed_and_continued_no_run_is_made_twice(tmp_path):
         assert len(steps) == 20 and set(steps.values()) == {1}
     third = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert third.returncode == 0 and "; 4 are finished already" in third.stdout and "[1/" not in third.stdout
+    wrong = ended("sweep", *command[4:], "--metric", "acuracy", code=2)
+    assert wrong.stderr == "jaxdp: --metric: no run has 'acuracy'; did you mean 'accuracy'?\n"
     other = ended(
         "sweep", *SMALL, "--steps", "100", "--seed", "0,1", "--batch_size", "8", "--run_dir", directory, code=2
     )

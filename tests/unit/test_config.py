@@ -1,8 +1,10 @@
 """A config is typed, complete and says what is wrong with it in one line."""
 
+import os
 import pathlib
 import typing
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from cli_runs import DIGITS
 from jaxdp import config as schema
 from jaxdp.cli import load
 from jaxdp.config import check, keys
+from jaxdp.config.reading import from_mapping
 from jaxdp.errors import UsageError
 
 CONFIGS = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -130,6 +133,9 @@ def test_arguments_on_the_command_line_override_the_file():
         ),
         (["--steps", "10", "--epochs", "2"], ["steps: 10", "epochs: 2", "one of the two"]),
         (["--seed", "-1"], ["seed: -1"]),
+        (["--run_dir", ""], ["run_dir: '' is empty"]),
+        (["--init_from", " "], ["init_from: ' ' is empty"]),
+        (["--optimizer.warmup_steps", "2147483648"], ["optimizer.warmup_steps: 2147483648 is too large"]),
         (["--config", "nowhere.yaml"], ["--config: no file 'nowhere.yaml'"]),
         (["--config"], ["--config: no file given"]),
         (["extra"], ["extra"]),
@@ -154,6 +160,7 @@ def test_no_arguments_at_all_say_what_to_give():
         ("modle: {target: MLP}", ["unknown key 'modle'; did you mean 'model'"]),
         ("model: {target: MLP, arg: {a: 1}}", ["unknown key 'model.arg'; did you mean 'model.args'"]),
         ("batch_size: [1, 2", ["not YAML"]),
+        ("{" * 3000, ["not YAML"]),
         ("- a\n- b", ["mapping", "list"]),
         ("batch_size: {a: 1}", ["batch_size: {'a': 1} is not an integer"]),
         ("eval: null", ["eval: None is not a mapping"]),
@@ -163,6 +170,7 @@ def test_no_arguments_at_all_say_what_to_give():
         ("optimizer: {no_decay: null}", ["optimizer.no_decay: None is not a list"]),
         ("steps: 3\nsteps: 4", ["line 1: the key 'steps' appears twice"]),
         ("1: 2", ["'1' is not a key"]),
+        ("optimizer.lr: 3\noptimizer: {target: sgd}", ["'optimizer.lr' is beside 'optimizer'; write lr inside of it"]),
         ("model: {target: MLP}\ndata: {target: Digits}\nsteps: 3\noptimizer: {lr: .nan}", ["optimizer.lr: nan"]),
         ("microbatches: none", ["microbatches", "none"]),
         ("steps: 3", ["model.target: missing"]),
@@ -176,6 +184,16 @@ def test_bad_files_are_one_clear_line(tmp_path, text, words):
     with pytest.raises(UsageError) as error:
         load(["--config", str(file)])
     assert all(w in str(error.value) for w in words) and "\n" not in str(error.value)
+
+
+def test_scalars_of_numpy_and_paths_are_as_in_a_file():
+    values = {"steps": np.int64(3), "optimizer": {"lr": np.float32(0.5)}, "run_dir": pathlib.Path("~/x")}
+    values |= {"model": {"target": "MLP", "args": {"hidden": [np.int32(8)]}}, "data": {"target": "Digits"}}
+    config = from_mapping(values, "fit")
+    assert (config.steps, config.optimizer.lr, config.model.args) == (3, 0.5, {"hidden": [8]})
+    assert config.run_dir == os.path.expanduser("~/x")
+    with pytest.raises(UsageError, match=r"fit: 'optimizer.lr' is beside 'optimizer'"):
+        from_mapping({"optimizer.lr": 0.1, **values}, "fit")
 
 
 def test_every_field_says_what_it_decides():

@@ -142,6 +142,7 @@ def test_an_entry_that_a_mixture_adds_itself_is_named():
         ({"a": numbers(0, 3)}, {"weights": {"a": 0}}, r"data.args.weights.a: 0 is no weight; .* or leave the set out"),
         ({"a": numbers(0, 3)}, {"weights": {"a": float("nan")}}, r"data.args.weights.a: nan is no weight"),
         ({"a": numbers(0, 3)}, {"weights": {"a": "1"}}, r"data.args.weights.a: '1' is no weight"),
+        ({"a": numbers(0, 3), "b": numbers(0, 3)}, {"weights": {"a": 1e308, "b": 1e308}}, "data.args.weights: the sum"),
         ({"a": numbers(0, 3)}, {"weights": {}}, r"data.args.weights.a: None is no weight; give it one"),
         ({"a": numbers(0, 3)}, {"weights": {"a": 1, "c": 1}}, r"data.args.weights.c: there is no such set; .* a"),
         ({"a": numbers(0, 3), "b": numbers(0, 3)}, {"weights": {"a": 1e9, "b": 1}}, r"b: less than one of the 6"),

@@ -64,6 +64,7 @@ def test_a_model_trains_on_it_by_name(tmp_path):
         ({}, {"path": "nowhere.npz"}, r"data.args.path: cannot read 'nowhere.npz' \(No such file or directory\)"),
         ({}, {"path": __file__}, r"data.args.path: cannot read .*; give a .npz file of numbers or a folder"),
         ({"x": X}, {"arrays": {"inputs": "y"}}, "data.args.arrays.inputs: .* has no array 'y'; its arrays: x"),
+        ({"x": X}, {"arrays": {"inputs": 3}}, "data.args.arrays.inputs: .* has no array 3; its arrays: x"),
         ({"x": X, "y": Y, "x_test": X}, {"split": "test"}, "data.args.arrays.y: .* has no array 'y_test'"),
         ({"x": X, "y": Y[1:]}, {}, "data: arrays differ in their number of examples"),
         ({"x": np.array([{}])}, {}, "data.args.path: cannot read .*objects"),
@@ -75,3 +76,15 @@ def test_what_is_missing_is_one_line(arrays, args, text, tmp_path):
     path = save(tmp_path, "stored", **arrays)
     with pytest.raises(UsageError, match=text):
         Npz(**{"path": path, **args})
+
+
+def test_a_damaged_file_is_one_line(tmp_path):
+    path = save(tmp_path, "compressed", x=np.zeros((40, 5), np.float32))
+    content = bytearray((tmp_path / "data.npz").read_bytes())
+    content[50:60] = b"\xff" * 10  # in the compressed bytes of x
+    (tmp_path / "data.npz").write_bytes(content)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "inputs.npy").touch()
+    for damaged in (path, str(tmp_path / "empty")):
+        with pytest.raises(UsageError, match=r"data.args.path: cannot read .*; give a .npz file of numbers"):
+            Npz(damaged)

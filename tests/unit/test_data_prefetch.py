@@ -167,7 +167,7 @@ def test_the_data_sets_own_mask_is_kept_in_its_shape(kind):
     [
         ([X], "Broken.read gave a list; return a dict of arrays"),
         ({"inputs": X[:2]}, r"Broken.read gave 'inputs' of shape \(2, 2, 2\) for 6 indices"),
-        ({"inputs": X[:6], "labels": 3}, r"Broken.read gave 'labels' of shape \(\) for 6 indices"),
+        ({"inputs": X[:6], "labels": 3}, "Broken.read gave 'labels' as int for 6 indices; return arrays"),
     ],
 )
 def test_a_read_that_breaks_the_contract_is_named(given, said):

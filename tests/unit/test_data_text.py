@@ -122,6 +122,17 @@ def test_words_are_numbered_as_they_appear():
 
 
 @needs("tokenizers")
+def test_a_vocabulary_with_gaps_is_as_large_as_its_last_token(tmp_path):
+    """Else token 300 of a vocabulary of 2 would be stored in a byte, as 44."""
+    model = {"type": "WordLevel", "vocab": {"be": 0, "not": 300}, "unk_token": "be"}
+    content = {"version": "1.0", "added_tokens": [], "model": model, "pre_tokenizer": {"type": "Whitespace"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**content, "normalizer": None, "decoder": None}))
+    (tmp_path / "text.txt").write_text("be not not " * 20)
+    source = TextFile(str(tmp_path / "text.txt"), length=2, tokenizer=str(tmp_path / "tokenizer.json"))
+    assert source.classes == 301 and source.read(np.arange(1))["labels"].tolist() == [[300, 300]]
+
+
+@needs("tokenizers")
 def test_a_tokenizer_file_is_known_by_its_content(tmp_path):
     made = File(bpe(tmp_path))
     assert made.end_of_text == 0 and 300 >= made.size > 257
@@ -203,6 +214,7 @@ def test_the_last_characters_of_a_text_are_the_test_split(tmp_path):
             check_dtypes(source, x64=False)
         assert train.tokenizer.spec() == test.tokenizer.spec() and fingerprint(train) != fingerprint(test)
     assert train.classes == 27 and len(TextFile(path, length=10, stride=1, tokenizer="char")) == 215
+    assert len(TextFile(path, length=10, max_mb=1e300)) > 17
     assert len(TextFile(path, length=10, max_mb=201e-6)) == 17  # of 200 characters: a half one is left out
     given = TextFile(path, length=5, tokenizer={"kind": "char", "alphabet": "é" + "".join(map(chr, range(97, 123)))})
     assert given.read(np.array([0]))["inputs"].tolist() == [[1, 2, 3, 4, 5]]

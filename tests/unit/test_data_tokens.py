@@ -139,6 +139,8 @@ def test_documents_are_separated_by_the_token_that_ends_them(tmp_path):
         (lambda p: raw(p, []), {}, r"but there are 0 tokens"),
         (lambda p: raw(p, TOKENS), {"dtype": "int32"}, r"data.args.dtype: 'int32' is not one of 'uint16', 'uint32'"),
         (lambda p: raw(p, TOKENS), {"split": "val"}, r"data.args.split: 'val' is not one of"),
+        (lambda p: raw(p, TOKENS), {"vocabulary": 0}, r"data.args.vocabulary: 0 is too small"),
+        (lambda p: raw(p, TOKENS), {"end_of_text": -1}, r"data.args.end_of_text: -1 is not in the vocabulary"),
         (lambda p: raw(p, TOKENS), {"documents": "split"}, r"data.args.documents: 'split' is not one of"),
         (lambda p: (p.parent / "tokens.json").write_text("{") and raw(p, TOKENS), {}, r"cannot read '.*tokens.json'"),
         (

@@ -9,6 +9,7 @@ from flax import linen, nnx
 import jaxdp
 from jaxdp.errors import UsageError
 from jaxdp.job.fitted import settings
+from jaxdp.job.objects import name_it
 from jaxdp.models.nnx import Carry
 from jaxdp.parallel import make_reduction
 
@@ -82,6 +83,12 @@ def test_it_is_printed_in_a_line_and_shown_as_a_table(fitted):
     assert f"<tr><th>accuracy</th><td>{accuracy}</td></tr>" in table and "<td>74</td>" in table
 
 
+def test_a_section_without_a_target_has_the_default_one():
+    assert name_it({}, "optimizer", {"lr": 0.5}) == {"lr": 0.5} and name_it({}, "loss", {}) == {}
+    with pytest.raises(UsageError, match=r"model.target: missing"):
+        fit({"args": {"width": 3}})
+
+
 def test_the_history_is_columns_and_ends_with_the_last_evaluation(fitted):
     train, evaluated = fitted.history["train"], fitted.history["eval"]
     assert train["step"] == evaluated["step"] == [2, 4, 6]
@@ -113,6 +120,13 @@ def test_it_never_evaluates_what_another_run_has_written(tmp_path):
     with pytest.raises(UsageError, match="no longer has this run's checkpoint of step 1; call fit again"):
         first.evaluate((X, Y))
     assert first.predict(X).shape == (90, 2)
+
+
+def test_a_finished_run_with_a_loss_of_nan_is_returned_again(tmp_path):
+    """Its metrics.jsonl has the text "nan"."""
+    base = {"steps": 1, "batch_size": 30, "parallel": {"devices": 1}, "run_dir": tmp_path}
+    losses = [jaxdp.fit(Net, (X * np.float32("nan"), Y), **base).final["loss"] for _ in range(2)]
+    assert all(isinstance(loss, float) and np.isnan(loss) for loss in losses)
 
 
 @pytest.mark.slow
@@ -183,6 +197,12 @@ def test_a_loss_without_evaluation_data_says_what_it_is_of(capsys):
 def test_what_does_not_fit_is_one_line(fitted, x, text):
     with pytest.raises(UsageError, match=text):
         fitted.predict(x)
+
+
+@pytest.mark.parametrize("batch_size", [0, 2.5, None, "8"])
+def test_a_batch_size_that_is_none_is_one_line(fitted, batch_size):
+    with pytest.raises(UsageError, match=f"predict: batch_size {batch_size!r} is not an integer of at least 1"):
+        fitted.predict(X, batch_size=batch_size)
 
 
 class Cell(nnx.Module):

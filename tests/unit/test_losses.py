@@ -162,6 +162,8 @@ def test_outputs_that_do_not_fit_are_named_with_both_shapes():
     ):
         with pytest.raises(UsageError, match=words):
             loss(outputs, batch)
+    with pytest.raises(UsageError, match="one-hot labels must be floats"):
+        SoftmaxCrossEntropy()(jnp.zeros((4, 2)), {**batch, "labels": np.zeros((4, 2), np.int32)})
 
 
 # --- a loss over the whole batch -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from browser import CHROMIUM, Browser
 from jaxdp.config import Config
 from jaxdp.report import html, media
 from jaxdp.report.read import flat, read_run
-from jaxdp.report.table import SMALLER
+from jaxdp.metrics.numbers import SMALLER
 from jaxdp.report.writer import Reports
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
