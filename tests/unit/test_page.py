@@ -12,9 +12,9 @@ import pytest
 
 from browser import CHROMIUM, Browser
 from jaxdp.config import Config
+from jaxdp.metrics.numbers import SMALLER
 from jaxdp.report import html, media
 from jaxdp.report.read import flat, read_run
-from jaxdp.metrics.numbers import SMALLER
 from jaxdp.report.writer import Reports
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
