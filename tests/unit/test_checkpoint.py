@@ -105,7 +105,7 @@ def test_which_checkpoints_are_kept(tmp_path):
     assert checkpoints.steps() == [3, 4, 8, 9, 10]  # best, multiples of 4, the last two
     assert checkpoints.best_step() == 3 and checkpoints.meta(3)["metrics"] == {"accuracy": 0.9}
     for name in ("valid/loss", "a_loss", "cross_entropy", "valid/perplexity", "top5_error"):
-        checkpoints.annotate(3, {"metrics": {name: 0.5}})
+        checkpoints.annotate(10, {"metrics": {name: 0.5}})
         lowest = Checkpoints(tmp_path, keep=2, best=name)
         assert lowest.is_best({name: 0.4}) and not lowest.is_best({name: 0.6})
     again = Checkpoints(tmp_path, keep=2, best="loss")
