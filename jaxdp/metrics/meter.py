@@ -19,12 +19,12 @@ AHEAD = 2  # log intervals that the loop may run ahead of the device
 
 
 class Totals(NamedTuple):
-    """Totals of the loop: seconds waited for data; updates in the first call of each program, and the seconds of these
-    calls, including compilation."""
+    """Totals of the loop: seconds waited for data; updates in the first call of each program; the seconds of these
+    calls, including compilation, and of pauses."""
 
     waited: float = 0.0
     first: int = 0
-    compiled: float = 0.0
+    excluded: float = 0.0
 
 
 class Meter:
@@ -50,7 +50,7 @@ class Meter:
         self.since: tuple[int, float] | None = None  # (update, its completion time): the start of the current interval
         self.sent: Any = None  # a result of the last call
         self.step = 0  # the last update of that call
-        self.paused = False
+        self.paused: float | None = None  # the start of a pause
         self.lengths: set[int] = set()  # numbers of updates per call; each is a separate program
         self.called = 0.0  # the start of a program's first call
         self.totals = Totals()
@@ -76,8 +76,9 @@ class Meter:
         iterator = iter(items)
         while True:
             began = time.perf_counter()
-            if self.paused:
-                self.paused, self.since, self.recorded = False, (self.step, began), self.totals
+            if self.paused is not None:
+                self.totals = self.totals._replace(excluded=self.totals.excluded + began - self.paused)
+                self.paused = None
             try:
                 item = next(iterator)
             except StopIteration:
@@ -98,8 +99,8 @@ class Meter:
             jax.block_until_ready(metrics)  # compilation and first run: excluded from the time per update
             self.lengths.add(len(steps))
             took = time.perf_counter() - self.called
-            waited, first, compiled = self.totals
-            self.totals = Totals(waited, first + len(steps), compiled + took)
+            waited, first, excluded = self.totals
+            self.totals = Totals(waited, first + len(steps), excluded + took)
         if self.since is None:
             self.since, self.recorded = (steps[-1], time.perf_counter()), self.totals
         self.sent, self.step = next(iter(metrics.values()), None), steps[-1]
@@ -113,9 +114,11 @@ class Meter:
         self._raise()
 
     def pause(self) -> None:
-        """Flush, and restart the clock when the next update's data is requested."""
+        """Wait for the device and flush; stop the clock until the next update's data is requested."""
+        jax.block_until_ready(self.sent)
         self.flush()
-        self.paused = True
+        if self.paused is None:
+            self.paused = time.perf_counter()
 
     def _raise(self) -> None:
         if self.fault is not None:
@@ -136,7 +139,7 @@ class Meter:
         now = time.perf_counter()
         assert self.since is not None
         timing: Record = {}
-        elapsed = now - self.since[1] - (totals.compiled - self.recorded.compiled)
+        elapsed = now - self.since[1] - (totals.excluded - self.recorded.excluded)
         updates = steps[-1] - self.since[0] - (totals.first - self.recorded.first)
         if updates:
             seconds = elapsed / updates

@@ -176,6 +176,20 @@ def test_compiling_is_no_time_of_an_update():
     assert all(20 <= ms < 100 for ms in found.values()), found
 
 
+def test_updates_before_and_after_a_pause_are_counted():
+    """Every third update is slow, and a pause follows another: the record's time is still the mean of all three."""
+    records = Lines()
+    with Meter(records, 3, 6, 10.0) as meter:
+        for updates, _ in meter.reading((range(i, i + 1), None) for i in range(1, 7)):
+            time.sleep(0.3 if updates[0] % 3 == 0 else 0.0)
+            meter.update(updates, {"loss": jnp.zeros(1)})
+            if updates[0] == 5:
+                meter.pause()
+                time.sleep(COMPILES)
+        meter.flush()
+    assert len(records) == 2 and 90 <= records[1]["step_time_ms"] < 200, records
+
+
 def test_a_record_that_is_told_late_takes_nothing_off_the_next():
     """Its writer is at work, and sees the end of what it writes of, while the next program compiles."""
     found = timed(Late(), [range(1, 4), range(4, 7), range(7, 8), range(8, 9)], 1)
