@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
@@ -135,7 +134,7 @@ def convolve(
     height, width = _outputs(x.shape[1:3], kernel.shape[:2], strides, pads)
     if strides == (1, 1) and (height, width) != (1, 1):
         return lax.conv_general_dilated(x, kernel, strides, pads, dimension_numbers=dimension_numbers, **options)
-    if x.shape[3] < FEW:
+    if x.shape[3] < FEW and all(k >= s for k, s in zip(kernel.shape[:2], strides, strict=True)):
         x, kernel = _blocks(x, kernel, strides, pads, (height, width))
         strides, pads = (1, 1), [(0, 0), (0, 0)]
     return product(_patches(x, kernel.shape[:2], strides, pads), kernel.reshape(-1, kernel.shape[3]), **options)
@@ -169,15 +168,13 @@ def _blocks(
     x: jax.Array, kernel: jax.Array, strides: Sequence[int], pads: Pads, outputs: Sequence[int]
 ) -> tuple[jax.Array, jax.Array]:
     """Convert to a convolution with stride 1: the pixels of each block of the strides' size become channels. Pads the
-    kernel with zeros to full blocks, and zeroes pixels that no window sees, because 0 x NaN would be NaN."""
+    kernel with zeros to full blocks, and leaves out pixels after the last window: 0 x NaN would be NaN."""
     across = [-(-k // s) for k, s in zip(kernel.shape[:2], strides, strict=True)]
     padded = [(o + b - 1) * s for o, b, s in zip(outputs, across, strides, strict=True)]
+    ends = [(o - 1) * s + k for o, s, k in zip(outputs, strides, kernel.shape[:2], strict=True)]
+    x = x[:, : max(0, ends[0] - pads[0][0]), : max(0, ends[1] - pads[1][0])]
     fit = [(low, size - n - low, 0) for n, size, (low, _) in zip(x.shape[1:3], padded, pads, strict=True)]
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *fit, (0, 0, 0)])
-    for dim, (size, o, s, k) in enumerate(zip(padded, outputs, strides, kernel.shape[:2], strict=True), 1):
-        seen = np.isin(np.arange(size), np.add.outer(np.arange(o) * s, np.arange(k)))
-        if not seen.all():
-            x = jnp.where(seen.reshape(-1, *[1] * (3 - dim)), x, jnp.zeros_like(x))
     fill = [(0, b * s - k) for b, s, k in zip(across, strides, kernel.shape[:2], strict=True)]
     kernel = jnp.pad(kernel, [*fill, (0, 0), (0, 0)])
     (down, right), channels = strides, x.shape[3]
