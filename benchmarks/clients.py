@@ -36,8 +36,9 @@ class Client(membership.Membership):
         super()._hear(message)
 
     def end_process(self, text: str, code: int = 1, author: int | None = None) -> None:
-        self.ended_at = self.ended_at or time.monotonic()
-        self.ending.set()
+        if not self.ending.is_set():  # else `kill` has ended it
+            self.ended_at = time.monotonic()
+            self.ending.set()
 
 
 def facts(rank: int, size: int) -> Facts:
