@@ -103,8 +103,8 @@ def run(call: Call) -> None:
 def wait(processes: list[Process]) -> int:
     """Wait until no process runs or is to run again; return the code of the job: 0, 2, 75 or 1.
 
-    0: this is the code of more than half of the processes that ran until the first one ended with it. An elastic job
-    may have lost others before.
+    The job has succeeded if more than half of the processes that ran when the first one succeeded have succeeded too:
+    an elastic job may have lost others before.
     """
     last = processes
     while None in (codes := [process.code() for process in processes]):
