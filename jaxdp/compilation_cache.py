@@ -1,7 +1,7 @@
 """Configure JAX's persistent compilation cache, so that the next start need not compile the same programs again.
 
 Programs are read and written under a lock; the least recently used are removed first (docs.jax.dev, "Persistent
-compilation cache"). On CPU each process has different cache keys, so each writes those of training and evaluation.
+compilation cache"). On CPU each process has different cache keys, so each writes its own.
 A folder contains programs for one kind of processor: those for another may crash with an illegal instruction.
 """
 

@@ -90,8 +90,8 @@ def test_a_second_start_compiles_nothing_and_gives_the_same_bits(tmp_path, more)
 
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_of_several_cpu_processes_rank_0_uses_the_cache(tmp_path):
-    """JAX lets rank 0 alone write, and on CPU gives each process cache keys of its own."""
+def test_each_of_several_cpu_processes_uses_the_cache(tmp_path):
+    """JAX lets rank 0 alone write, though the keys differ by process: the other stores its state and its update."""
     digests = []
     for name in ("one", "two"):
         command = ["-c", SCRIPT, *RUN, "--run_dir", str(tmp_path / name)]
@@ -102,7 +102,7 @@ def test_of_several_cpu_processes_rank_0_uses_the_cache(tmp_path):
         counts = {int(rank): json.loads(counts) for rank, counts in lines}
         assert sorted(counts) == [0, 1]
     assert digests[0] == digests[1]
-    assert counts[0][1] > 3 and counts[1][1] < counts[0][1], counts
+    assert counts[0][1] > 3 and counts[1][1] >= 3, counts  # the initial state, its broadcast, the update
 
 
 @pytest.fixture
