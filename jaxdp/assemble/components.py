@@ -134,14 +134,15 @@ def make_the_step(config: Config, parts: Parts, padded: bool = True) -> Step:
 
 
 def state_maker(config: Config, parts: Parts) -> Callable[[], TrainState]:
-    """Return a function that computes the state before the first update."""
+    """Return a function that computes the state before the first update; JAX traces it once."""
     example, size = parts.dataset.read(np.zeros(1, np.int64)), parts.order.examples_per_microbatch
 
     def make_state() -> TrainState:
         inputs = first_microbatch(example, size, parts.forward.transform)
         return init_state(parts.forward, parts.rule, config.microbatches, inputs)
 
-    return remembering(make_state, parts.rule.trainable) if config.parallel.exact else make_state
+    make = remembering(make_state, parts.rule.trainable) if config.parallel.exact else make_state
+    return jax.jit(make, inline=True)
 
 
 def make_strategy(

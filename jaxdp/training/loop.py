@@ -41,7 +41,7 @@ def complete(run: Run) -> tuple[Record, TrainState]:
     """
     program = run.strategy.compile(run.step)
     watch, origin = run.hooks.watch, run.origin
-    with watch.suspend_timeout("makes the state"), contextlib.nullcontext() if origin.start else run.hooks.compiling():
+    with watch.suspend_timeout("makes the state"):
         state = origin.recovered or (restore(run, origin.start) if origin.start else origin.begin(run))
     progress = Progress(origin.start, state, evaluated=origin.start if origin.evaluated else -1)
     lookback = Lookback(EXAMINED if run.data.train.check else 0, run.checkpoints.context.rank)

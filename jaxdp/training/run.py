@@ -47,6 +47,11 @@ class LoopOptions:
     max_rollbacks: int = 3
 
 
+def initial_state(run: "Run") -> TrainState:
+    with run.hooks.compiling():
+        return run.strategy.init()
+
+
 @dataclasses.dataclass(frozen=True)
 class Origin:
     """The point from which a run starts or resumes.
@@ -61,7 +66,7 @@ class Origin:
     evaluated: bool = False
     offset: int = 0
     rollbacks: int = 0
-    begin: Callable[["Run"], TrainState] = lambda run: run.strategy.init()
+    begin: Callable[["Run"], TrainState] = initial_state
     recovered: TrainState | None = None
 
 

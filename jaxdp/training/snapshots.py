@@ -72,11 +72,11 @@ class Snapshot(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A snapshot that the processes have all parts of. owners: a rank that has each part; lacking: the parts that are
-    not on all ranks; snapshot: as this rank has it, maybe without parts."""
+    """A snapshot that the processes have all parts of. owners: a rank that has each part; lacking: the ranks that do
+    not; snapshot: as this rank has it, maybe without parts."""
 
     owners: Mapping[int, int]
-    lacking: set[int]
+    lacking: Mapping[int, Sequence[int]]
     snapshot: Snapshot
 
 
@@ -257,7 +257,7 @@ def find(context: Context, kept: Sequence[Snapshot], oldest: int) -> Found | Non
     found = own.get(newest)
     text = json.dumps([found.meta, list(found.dims)]) if found and context.rank == owners[WHOLE] else ""
     meta, dims = json.loads(context.exchange("snapshot metadata", text)[owners[WHOLE]])
-    lacking = {part for part, holders in ranks[newest].items() if len(holders) < context.size}
+    lacking = {part: [r for r in range(context.size) if r not in holders] for part, holders in ranks[newest].items()}
     step, offset, slices = newest
     return Found(owners, lacking, found or Snapshot(step, {}, meta, dims, slices, offset))
 
@@ -276,8 +276,8 @@ def receive(context: Context, found: Found, shapes: Sequence[Any]) -> Iterator[t
             pieces = [(x, d) for x, d in zip(shapes, dims) if (d == WHOLE) == (part == WHOLE)]
             cut = lambda x, d: [-(-n // count) if i == d else n for i, n in enumerate(x.shape)]
             arrays = [np.zeros(cut(x, d), x.dtype) for x, d in pieces]
-        if part in found.lacking:
-            arrays = [np.asarray(x) for x in broadcast(arrays, owner)]
+        if lacking := found.lacking[part]:
+            arrays = [np.asarray(x) for x in broadcast(arrays, owner, groups=[[owner, *lacking]])]
         yield part, arrays
 
 
