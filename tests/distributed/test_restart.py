@@ -12,7 +12,6 @@ import time
 import uuid
 
 import pytest
-import yaml
 
 from launch import ROOT, environment, require
 from launch import _survivors as survivors
@@ -173,12 +172,3 @@ def test_the_batch_scripts_put_the_job_back(folder, script):
     os.kill(loop.child() if script == SRUN else loop.shell.pid, signal.SIGUSR1)
     out = loop.output()
     assert loop.shell.returncode == 75 and "preempted by SIGUSR1" in out and out.endswith("scontrol: requeue 7\n"), out
-
-
-def test_the_manifests_are_yaml_and_ignore_75():
-    service, job = yaml.safe_load_all(re.search(r"```yaml\n(apiVersion.*?)```", PAGE, re.DOTALL)[1])
-    spec, pod = job["spec"], job["spec"]["template"]["spec"]
-    assert service["metadata"]["name"] == pod["subdomain"] == service["spec"]["selector"]["job-name"]
-    assert spec["completions"] == spec["parallelism"] == int(pod["containers"][0]["env"][0]["value"])
-    rules = {r["action"]: r["onExitCodes"]["values"] for r in spec["podFailurePolicy"]["rules"] if "onExitCodes" in r}
-    assert rules == {"Ignore": [75], "FailJob": [2]} and pod["restartPolicy"] == "Never"

@@ -231,6 +231,9 @@ def test_the_manifests_say_what_is_read():
         assert world.rank == 1 and world.size == 2 and world.coordinator == "run-0.run.default.svc.cluster.local:12355"
     assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"]["job-name"] == job["metadata"]["name"]
+    policy = job["spec"]["podFailurePolicy"]["rules"]
+    rules = {rule["action"]: rule["onExitCodes"]["values"] for rule in policy if "onExitCodes" in rule}
+    assert rules == {"Ignore": [75], "FailJob": [2]} and job["spec"]["template"]["spec"]["restartPolicy"] == "Never"
     assert jobset["spec"]["network"]["enableDNSHostnames"]
     launcher, worker = (mpijob["spec"]["mpiReplicaSpecs"][k] for k in ("Launcher", "Worker"))
     args = launcher["template"]["spec"]["containers"][0]["args"]
