@@ -54,9 +54,9 @@ class DataTarget(Target):
     """The training data.
 
     Args:
-        target: Digits (embedded), PythonSource (that of the standard library), CIFAR10, MNIST, FashionMNIST, TextFile,
-            TokenFile, PackedTokens, PennTreebank, Documents, ImageFolder, HuggingFace, Mixture (of several sets),
-            Stream (an iterable), or the dotted path of any sized sequence of examples (docs/data.md)
+        target: Digits (embedded), PythonSource (that of the standard library), CIFAR10, MNIST, FashionMNIST, Npz,
+            TextFile, TokenFile, PackedTokens, PennTreebank, Documents, ImageFolder, HuggingFace, Mixture (of several
+            sets), Stream (an iterable), or the dotted path of any sized sequence of examples (docs/data.md)
         args: its arguments, e.g. root, the folder of the files; --data.args.NAME VALUE sets one
         order: shuffled, differently in each epoch, or sequential: each row of a batch continues in the same row of the
             next, for models that carry state between batches; null means sequential for such models, else shuffled
@@ -196,7 +196,7 @@ class Parallel:
 
 @dataclasses.dataclass(frozen=True)
 class OuterOptimizer(Target):
-    """The optimizer of the outer step; its gradient is the mean of what the replicas have moved by, negated.
+    """The optimizer of the outer step; its gradient is the mean parameter change of the replicas, negated.
 
     Args:
         target: a name as in optimizer.target
@@ -211,7 +211,7 @@ class OuterOptimizer(Target):
 
 @dataclasses.dataclass(frozen=True)
 class Outer:
-    """Local updates for slow networks: replicas train alone, and average what they have moved by (docs/outer.md).
+    """Local updates for slow networks: replicas train alone, and average their parameter changes (docs/outer.md).
 
     Args:
         replicas: the number of logical replicas, which divides microbatches; 1 means ordinary training
