@@ -45,9 +45,10 @@ class Checkpoints:
     """The checkpoints of one run directory, shared by all processes, which must make the same calls.
 
     keep: the number of last checkpoints to keep; keep_every: also keep multiples of this step; best: also keep the best
-    one by this metric of the evaluation (the lowest if `smaller_is_better`, else the highest). context: the processes,
-    by default the current ones. facts: JSON to store with every state. `events`: a log of the saves. `audited`: the
-    last update at which no device was found wrong (`jaxdp.audit`), so that the last checkpoint up to it is kept too.
+    one by this metric of the evaluation, of which `mode` is best ('min', 'max'; None: see `smaller_is_better`).
+    context: the processes, by default the current ones. facts: JSON to store with every state. `events`: a log of the
+    saves. `audited`: the last update at which no device was found wrong (`jaxdp.audit`), so that the last checkpoint up
+    to it is kept too.
     """
 
     def __init__(
@@ -57,10 +58,12 @@ class Checkpoints:
         *,
         keep_every: int | None = None,
         best: str | None = None,
+        mode: str | None = None,
         context: Context | None = None,
         facts: Mapping[str, Any] | None = None,
     ):
         self.directory, self.keep, self.keep_every, self.best = directory.resolve(), keep, keep_every, best
+        self.sign = 1 if smaller_is_better(str(best), mode) else -1  # of the metric, to look for the smallest
         self.context, self.facts = context or current(), facts or {}
         self.writes = self.context.is_root  # whether this process makes and removes the folders of checkpoints
         self.last: int | None = None  # the last step whose save was started, or that is known to exist
@@ -87,14 +90,14 @@ class Checkpoints:
     def best_step(self) -> int | None:
         """Return the step with the best evaluation by `best`, the earliest of equals, or None."""
         values = self._values()
-        return min(values, key=lambda step: (values[step] * _sign(self.best), step)) if values else None
+        return min(values, key=lambda step: (values[step] * self.sign, step)) if values else None
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """Return True if an evaluation is better than those of all checkpoints."""
         if self.best is None or not math.isfinite(metrics.get(self.best, math.nan)):
             return False
-        name, sign = self.best, _sign(self.best)
-        better = lambda: all(metrics[name] * sign < value * sign for value in self._values().values())
+        value = metrics[self.best] * self.sign
+        better = lambda: all(value < other * self.sign for other in self._values().values())
         return self.context.of_root("best", better)
 
     def _values(self) -> dict[int, float]:
@@ -290,7 +293,3 @@ class Checkpoints:
             say(f"{why}; set aside as {folders.set_aside(self.directory, step, word).name}")
         except OSError as error:
             say(f"{why}; it is not used (and cannot be renamed: {error.strerror})")
-
-
-def _sign(metric: str | None) -> int:
-    return 1 if smaller_is_better(str(metric)) else -1

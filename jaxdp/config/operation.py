@@ -60,8 +60,9 @@ class Checkpoint:
         asynchronous: write while training continues; else training waits until the checkpoint is complete
         keep: the number of latest checkpoints to keep
         keep_every: keep those at multiples of this number of updates too, such as 10000
-        best: keep the best one by this metric of the evaluation too, such as accuracy; those with loss, perplexity,
-            error or entropy in their names are best when low, others when high
+        best: keep the best one by this metric of the evaluation too, such as accuracy
+        mode: whether that metric is best at its min or its max; null means min if its name contains loss, perplexity,
+            error, entropy, mse or mae, else max
         local: hosts share no file system: each keeps all of the state in its own run directory (docs/hosts.md)
     """
 
@@ -71,6 +72,7 @@ class Checkpoint:
     keep: int = speed(3, least=1)
     keep_every: int | None = speed(None, least=1)
     best: str | None = speed(None)
+    mode: Literal["min", "max"] | None = speed(None)
     local: bool = speed(False)
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-SMALLER = ("loss", "perplexity", "error", "entropy")  # in the names of metrics that are better if smaller
+SMALLER = ("loss", "perplexity", "error", "entropy", "mse", "mae")  # in the names of metrics that are better if smaller
 
 
-def smaller_is_better(metric: str) -> bool:
-    """Return whether a metric, such as valid/loss, is better if smaller, by its name."""
-    return any(word in metric for word in SMALLER)
+def smaller_is_better(metric: str, mode: str | None = None) -> bool:
+    """Return whether a metric, such as valid/loss, is better if smaller: by the mode 'min' or 'max', or by its name."""
+    return mode == "min" if mode else any(word in metric for word in SMALLER)
 
 
 def duration(seconds: float | None) -> str:

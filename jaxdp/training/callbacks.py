@@ -96,7 +96,7 @@ class EarlyStopping:
     Args:
         metric: its name.
         patience: the number of evaluations.
-        mode: 'min' or 'max'; None: 'min' if the name contains loss, perplexity, error or entropy, else 'max'.
+        mode: 'min' or 'max'; None: 'min' if its name has loss, perplexity, error, entropy, mse or mae, else 'max'.
         min_delta: the least improvement that counts.
     """
 
@@ -105,7 +105,7 @@ class EarlyStopping:
         if mode not in (None, "min", "max"):
             raise UsageError(f"{KEY}.args.mode: {mode!r} is not min, max or null")
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
-        self.sign = -1.0 if (mode or ("min" if smaller_is_better(metric) else "max")) == "min" else 1.0
+        self.sign = -1.0 if smaller_is_better(metric, mode) else 1.0
         self.best, self.best_step, self.waited = -sys.float_info.max, 0, 0  # finite, to be JSON
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -104,10 +104,15 @@ def test_which_checkpoints_are_kept(tmp_path):
     assert checkpoints.wait() is None
     assert checkpoints.steps() == [3, 4, 8, 9, 10]  # best, multiples of 4, the last two
     assert checkpoints.best_step() == 3 and checkpoints.meta(3)["metrics"] == {"accuracy": 0.9}
-    for name in ("valid/loss", "a_loss", "cross_entropy", "valid/perplexity", "top5_error"):
+    for name in ("valid/loss", "a_loss", "cross_entropy", "valid/perplexity", "top5_error", "rmse", "mae"):
         checkpoints.annotate(10, {"metrics": {name: 0.5}})
         lowest = Checkpoints(tmp_path, keep=2, best=name)
         assert lowest.is_best({name: 0.4}) and not lowest.is_best({name: 0.6})
+    for mode, word in (("min", "accuracy"), ("max", "loss")):
+        other = Checkpoints(tmp_path / mode, keep=2, best=word, mode=mode)
+        other.save(1, state, META, said.append)
+        other.annotate(1, {"metrics": {word: 0.5}})
+        assert other.is_best({word: 0.4}) == (mode == "min") and other.is_best({word: 0.6}) == (mode == "max")
     again = Checkpoints(tmp_path, keep=2, best="loss")
     assert again.best_step() is None and again.is_best({"loss": 1e9}) and not again.is_best({"loss": float("inf")})
 

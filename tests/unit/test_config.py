@@ -41,7 +41,7 @@ def test_the_contract_of_keys_and_defaults():
         "precision.matmul": "default", "precision.loss_scale": None, "eval.every": None, "log.every": 50,
         "profile.start": None, "profile.steps": 5, "checkpoint.every": None, "checkpoint.every_minutes": None,
         "checkpoint.asynchronous": True, "checkpoint.keep": 3, "checkpoint.keep_every": None,
-        "checkpoint.best": None, "checkpoint.local": False, "resume.force": False,
+        "checkpoint.best": None, "checkpoint.mode": None, "checkpoint.local": False, "resume.force": False,
         "watchdog.step_timeout": 600.0, "watchdog.straggler_factor": 2.0,
         "nonfinite.max_consecutive": 10, "spike.factor": None,
         "spike.decay": 0.98, "spike.after": 100, "spike.action": "skip", "spike.max_rollbacks": 3,
