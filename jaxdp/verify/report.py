@@ -67,8 +67,8 @@ def find_causes(report: Report) -> list[str]:
         causes.append(f"not compared, because rounding alone moves them too far: {leaves}")
     elif not reference.compared[0]:
         causes.append("no parameter that is trained was compared")
-    elif not report.passed and not report.failed:
-        causes.append("no configuration was compared with the oracle")
+    elif not any(r.configuration.devices > 1 for r in report.passed + report.failed):
+        causes.append("nothing was compared on several devices; use --devices 2 or more, and 2 microbatches or more")
     for one in report.failed[:1]:
         fault = one.failure or f"{one.worst.leaf} differs by {one.worst.error:.1e}"
         if any(r.configuration.devices == 1 for r in report.passed):

@@ -274,17 +274,17 @@ batch_size: 24
 optimizer: {target: adam, lr: 1.0e-2}
 verify: {strategies: 1}
 """
-QUICK = ("model device_count", "rate by devices", "data by neighbors", "linen")
+QUICK = ("model imported_count", "rate by devices", "data by neighbors", "linen")
 
 
 def cases(table):
     return [pytest.param(k, marks=[] if k in QUICK else pytest.mark.slow) for k in table]
 
 
-def verified(tmp_path, argv, updates=1):
+def verified(tmp_path, argv, updates=1, devices=2):
     (tmp_path / "config.yaml").write_text(TINY)
     config = load(["--config", str(tmp_path / "config.yaml"), *argv], "verify")[0]
-    return verify(make_problem(config), jax.devices()[:2], updates=updates, most=1)
+    return verify(make_problem(config), jax.devices()[:devices], updates=updates, most=1)
 
 
 @pytest.mark.quick(1)
@@ -294,6 +294,11 @@ def test_what_depends_on_devices_time_or_chance_is_found(tmp_path, case):
     report = verified(tmp_path, argv)
     assert not report.verified and re.search(cause, report.causes[0]), report.causes
     assert not any(check.name == "padding" for check in report.checks)  # noise is not blamed on a mask
+
+
+def test_a_comparison_with_one_device_alone_verifies_nothing(tmp_path):
+    report = verified(tmp_path, verify_cases.named("model", "pair"), devices=1)
+    assert report.passed and report.causes[0].startswith("nothing was compared on several devices; use --devices 2")
 
 
 def test_a_model_without_gradients_is_not_verified(tmp_path):

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
+from jax import device_count
 
 import toys
 from jaxdp.data.base import Arrays
@@ -63,6 +64,7 @@ def called(f):
 
 IN_MODEL = {
     "device_count": lambda x: x * jax.device_count(),
+    "imported_count": lambda x: x * device_count(),
     "local_devices": lambda x: x / len(jax.local_devices()),
     "process_index": lambda x: x + jax.process_index(),
     "process_count": lambda x: x ** jax.process_count(),
