@@ -105,7 +105,7 @@ def opt_state_dims(state: TrainState, dims: Any, others: Any) -> Any:
 
     def dim_of(path: Any, x: Any, other: int) -> int:
         names = path_string(path).split("/")
-        ends = ("/".join(names[i:]) for i in range(len(names)))
+        ends = ("/".join(names[i:]) for i in range(len(names) + 1))  # "": of a parameter that is the only leaf
         return next((mirrored[end][1] for end in ends if end in mirrored and mirrored[end][0] == x.shape), other)
 
     return jax.tree_util.tree_map_with_path(dim_of, state.opt_state, others)

@@ -10,6 +10,7 @@ import pytest
 
 import toys
 from covering import cover, first, name, only, product
+from jaxdp.models.base import Model
 from jaxdp.precision import Policy
 from judging import STEPS, TOLERANCE, judged, smallest
 
@@ -75,6 +76,18 @@ def check(backend, zero, place, gradient_buffer, model, microbatches, optimizer,
 @pytest.mark.parametrize("row", first(3, sorted(cover(allowed, **FACTORS), key=smallest)), ids=name)
 def test_every_stage_agrees_with_the_oracle(row):
     check(**row)
+
+
+@pytest.mark.parametrize("place", [("pmap", 1), ("pjit", 3)], ids=str)
+def test_parameters_that_are_one_array_are_split(place):
+    """Such a parameter has an empty path."""
+    flat = lambda batch: batch["inputs"].reshape(len(batch["inputs"]), -1)
+    init = lambda key, batch: (jax.random.normal(key, (flat(batch).shape[1], toys.CLASSES)), {})
+    model = Model(init, lambda params, state, batch, key, train: (flat(batch) @ params, state))
+    _, want, *_ = toys.train(model, toys.data(), steps=2)
+    backend, zero = place
+    _, state, *_ = toys.train(model, toys.data(), steps=2, backend=backend, devices=2, layout={"zero": zero})
+    assert toys.relative_error(state.params, want.params)[0] <= TOLERANCE["float32"]
 
 
 @pytest.mark.slow
