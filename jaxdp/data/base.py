@@ -236,8 +236,8 @@ def _array(name: str, value: Any, narrow: bool = True) -> np.ndarray:
         array = np.asarray(value)
     except ValueError:
         raise UsageError(f"data: {name} is ragged; pad it to one shape before it is read") from None
-    _check_numbers(name, array)
     in_file = isinstance(value, np.memmap)  # may be larger than the memory
+    array = _check_numbers(name, array if in_file else array.astype(array.dtype.newbyteorder("="), copy=False))
     return array.astype(np.int32) if narrow and not in_file and fits_int32(array) else array
 
 
@@ -245,6 +245,8 @@ def _check_numbers(name: str, array: np.ndarray) -> np.ndarray:
     """Return the array. Raises UsageError if it has another dtype than a number's."""
     if array.dtype.kind not in "biufc" and not array.dtype.name.startswith(("bfloat16", "float", "int", "uint")):
         raise UsageError(f"data: {name} is {array.dtype}, not numbers; encode it before it is read")
+    if not array.dtype.isnative or array.dtype.name in ("float128", "complex256"):
+        raise UsageError(f"data: {name} is {array.dtype.str}, which JAX lacks; cast it, as by .astype(np.float32)")
     return array
 
 

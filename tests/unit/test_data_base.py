@@ -138,11 +138,21 @@ def test_an_example_unlike_the_first_is_named(odd, said):
         ({"inputs": X, "labels": 3}, "one entry an example"),
         ({1, 2}, "set has neither read nor __getitem__"),
         ((X, np.array(["a"] * 6)), "'labels' is <U1, not numbers"),
+        ((X.astype(np.longdouble), Y), "'inputs' is <f16, which JAX lacks; cast it, as by .astype"),
     ],
 )
 def test_what_is_no_data_set_is_refused(source, said):
     with pytest.raises(UsageError, match=said):
         as_dataset(source)
+
+
+def test_the_other_byte_order_is_converted_if_it_is_in_memory(tmp_path):
+    """JAX has no such arrays."""
+    for source in ((X.astype(">f4"), Y.astype(">i8")), [(x.astype(">f4"), y.astype(">i8")) for x, y in zip(X, Y)]):
+        assert {value.dtype.str for value in read(source).values()} == {"<f4", "<i4"}
+    np.save(tmp_path / "x.npy", X.astype(">f4"))
+    with pytest.raises(UsageError, match="'inputs' is >f4, which JAX lacks"):
+        as_dataset({"inputs": np.load(tmp_path / "x.npy", mmap_mode="r")})
 
 
 def test_int64_that_fits_becomes_int32():
