@@ -9,7 +9,7 @@ import pathlib
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jaxdp.errors import ReportedError, UsageError, one_line
@@ -81,3 +81,13 @@ def caller(frames: Any) -> str:
             module = path.relative_to(PACKAGE).as_posix()
             key = next((key for start, key in CALLERS.items() if module.startswith(start)), key)
     return key
+
+
+def refuse_losses(sown: Iterable[tuple[str, str]]) -> None:
+    """Raise UsageError if any of the values that a model sows (path, type) is a loss, by its path or type."""
+    for path, kind in sown:
+        if "loss" in f"{path} {kind}".lower():
+            raise UsageError(
+                f"model: what it sows into {path!r} would not be part of the loss; return it among the outputs, and "
+                "add it in the loss"
+            )

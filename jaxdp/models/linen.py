@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import errors, linen
 
-from jaxdp.errors import UsageError
+from jaxdp import user_errors
 from jaxdp.models.base import CARRY, Model, call_arguments, keep_dtypes, modes, named, rehearse
 
 
@@ -39,11 +39,7 @@ def from_linen(module: linen.Module) -> Model:
             variables = linen.meta.unbox(evaluated.init(keys(key, {"params", "dropout"}), *args, **kwargs))
             params, state = variables.pop("params", {}), dict(variables)
             rehearse(lambda params, state: rehearsed(params, state, batch, key), params, state, batch)
-        if lost := sorted(pair for pair in sown if "loss" in "/".join(pair).lower()):
-            raise UsageError(
-                f"model: what it sows into {lost[0][0]!r} would not be part of the loss; return it among the outputs, "
-                "and add it in the loss"
-            )
+        user_errors.refuse_losses(sorted(sown))
         return params, {k: tree for k, tree in state.items() if k not in {collection for collection, _ in sown}}
 
     def rehearsed(params: Any, state: Any, batch: dict[str, jax.Array], key: jax.Array) -> Any:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
+from jaxdp import user_errors
 from jaxdp.errors import UsageError
 from jaxdp.models.base import CARRY, Model, at, call_arguments, for_each_example, keep_dtypes, modes, nest, rehearse
 from jaxdp.models.scan import scan_blocks
@@ -47,8 +48,7 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     """Return the `Model` of an NNX module class, or of a function from `nnx.Rngs` to an NNX module.
 
     params and model_state are nested dicts by attribute path. Each call reseeds every RNG stream of the module from the
-    microbatch's key, so that dropout does not depend on the device or the time. What a call sows is dropped. Raises
-    UsageError if `make` returns anything but an NNX module, or if a call sows a loss.
+    microbatch's key. What a call sows is dropped. Raises UsageError for a sown loss, or if `make` makes no NNX module.
     """
     graphs: dict[bool, Any] = {}
     stacks: list[tuple] = []  # paths of stacked blocks
@@ -96,7 +96,8 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         args, kwargs = call_arguments(module.__call__, batch, train, key)
         outputs = module(*args, **kwargs)
         new = dict(nnx.to_flat_state(nnx.state(module)))
-        _refuse_losses([(p, v) for p, v in new.items() if p not in known or isinstance(v, nnx.Intermediate)])
+        sown = ((p, v) for p, v in new.items() if p not in known or isinstance(v, nnx.Intermediate))
+        user_errors.refuse_losses(("/".join(map(str, path)), getattr(v, "type", type(v)).__name__) for path, v in sown)
         rest = _to_dict([(path, new[path]) for path, _ in rest_kind])
         if carry_kind:
             rest[CARRY] = nest((path, swap_dims(path, new[path].get_value())) for path, _ in carry_kind)
@@ -132,17 +133,6 @@ def _set_mode(module: nnx.Module, train: bool) -> None:
         if hasattr(type(part), "set_view"):
             takes = inspect.signature(part.set_view).parameters
             part.set_view(**{name: value for name, value in modes(train).items() if name in takes})
-
-
-def _refuse_losses(sown: list[tuple[tuple, Any]]) -> None:
-    """Raise UsageError if any of the sown values (path, variable) is a loss, by its name or type."""
-    for path, variable in sown:
-        name = "/".join(map(str, path))
-        if "loss" in f"{name} {getattr(variable, 'type', type(variable)).__name__}".lower():
-            raise UsageError(
-                f"model: what it sows into {name!r} would not be part of the loss; return it among the outputs, and "
-                "add it in the loss"
-            )
 
 
 def _as_they_are(arrays: Any, **more: Any) -> Any:
