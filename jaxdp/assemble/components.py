@@ -15,12 +15,11 @@ from jaxdp.assemble.data import facts_of, is_sequential, make_data, make_order, 
 from jaxdp.config import Config
 from jaxdp.core.options import Forward, UpdateRule, first_microbatch
 from jaxdp.core.skip import Spike
-from jaxdp.core.state import TrainState, init_state
+from jaxdp.core.state import TrainState, Transform, init_state
 from jaxdp.core.step import Step, make_step
 from jaxdp.data import SOURCES
 from jaxdp.data.base import Dataset
 from jaxdp.data.example_order import ExampleOrder
-from jaxdp.data.mixture import Mixture
 from jaxdp.data.transforms import TRANSFORMS, both
 from jaxdp.distributed.context import current
 from jaxdp.errors import UsageError, nearest
@@ -47,7 +46,7 @@ SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision")
 class Parts(NamedTuple):
     """The built components of a config. eval_sets: the evaluation sets by name. order: the order of the training data.
 
-    sequential: all sets are read sequentially. facts: see `facts_of`.
+    sequential: all sets are read sequentially. transform: the config's, which follows that of a set.
     """
 
     forward: Forward
@@ -57,7 +56,12 @@ class Parts(NamedTuple):
     order: ExampleOrder
     steps: int
     sequential: bool
-    facts: dict[str, Any]
+    transform: Transform | None
+
+    def evaluating(self, dataset: Dataset) -> "Parts":
+        """Return the parts that evaluate a set, with its own transform."""
+        transform = both(getattr(dataset, "transform", None), self.transform)
+        return self._replace(forward=self.forward._replace(eval_transform=transform))
 
 
 def set_jax(config: Config) -> None:
@@ -86,22 +90,13 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
     if not is_given(target):
         bind("model", target, config.model.args)
     loss = make_loss(config.loss.target, config.loss.args, table=table("loss", LOSSES))
-    transform = make_transform(config, table("data.transform", TRANSFORMS))
+    named_transform = make_transform(config, table("data.transform", TRANSFORMS))
     optimizers = table("optimizer", OPTIMIZERS)
     make_tx(config, lambda step: 0.0, table=optimizers)
     dataset, eval_sets = make_data(config, table("data", SOURCES), table("eval.data", SOURCES))
-    facts = facts_of(dataset)
-    model = make_model(config, target, facts)
+    model = make_model(config, target, facts_of(dataset))
     model = model._replace(init=jax.jit(model.init))  # traced only once
-    mixed = [name for name, x in eval_sets.items() if isinstance(x, Mixture) and x.transform is not None]
-    if mixed and len(eval_sets) > 1:
-        raise UsageError(
-            f"eval.also: the Mixture {mixed[0] or 'of eval.data'!r} transforms its own sets, so it must be the only "
-            "evaluation set; remove the others, or the transforms of its sets"
-        )
-    transforms = (getattr(x, "transform", None) for x in eval_sets.values())
-    eval_transform = both(next(filter(None, transforms), None), transform)
-    transform = both(getattr(dataset, "transform", None), transform)
+    transform = both(getattr(dataset, "transform", None), named_transform)
     dtypes = config.precision
     casts = policy(dtypes.params, dtypes.compute or dtypes.params, dtypes.reduce or dtypes.params)
     sequential = is_sequential(config, model, dataset, transform, casts)
@@ -110,7 +105,7 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
     schedule, opt = schedule_of(config, steps), config.optimizer
     named = opt.target in OPTIMIZERS or "optimizer" not in objects
     remat, scaling = choose_remat(config, model), make_scaling(config, dataset)
-    forward = Forward(model, loss, casts, config.seed, remat, scaling, transform, eval_transform)
+    forward = Forward(model, loss, casts, config.seed, remat, scaling, transform)
     rule = UpdateRule(
         make_tx(config, schedule, model.blocks, optimizers),
         opt.clip_norm,
@@ -120,7 +115,8 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
         config.nonfinite.max_consecutive,
         make_spike(config),
     )
-    return Parts(forward, rule, dataset, eval_sets, order, steps, sequential, facts)
+    parts = Parts(forward, rule, dataset, eval_sets, order, steps, sequential, named_transform)
+    return parts.evaluating(next(iter(eval_sets.values()), dataset))
 
 
 def make_the_step(config: Config, parts: Parts, padded: bool = True) -> Step:

@@ -38,8 +38,6 @@ def make_data(
         sets[""] = read_set("data", config.data, "test", x64, sources)
     for name, target in named_sets(config).items():
         sets[name] = read_set(f"eval.also.{name}", target, "test", x64, SOURCES)
-    if len({type(x) for x in sets.values() if getattr(x, "transform", None) is not None}) > 1:
-        raise UsageError("eval.also: the sets have different transforms of their own; evaluate them in separate runs")
     return dataset, sets
 
 

@@ -10,10 +10,7 @@ import numpy as np
 
 from jaxdp import user_errors
 from jaxdp.analysis.flops import model_flops
-from jaxdp.assemble.components import (
-    Parts,
-    check_paths,
-)
+from jaxdp.assemble.components import Parts, check_paths, make_the_step
 from jaxdp.assemble.data import make_order
 from jaxdp.assemble.identity import shapes_of
 from jaxdp.config import Config
@@ -80,8 +77,10 @@ def rehearse(
     check_names(config, parts, set(metrics))
     check_examples(parts, state, True, parts.dataset.read(probes(parts.dataset)))
     for name, dataset in parts.eval_sets.items():
-        rehearse_evaluation(config, parts, step, state, dataset, f"eval.also.{name}" if name else "eval.data")
-        check_examples(parts, state, False, dataset.read(probes(dataset)))
+        own = parts.evaluating(dataset)
+        key = f"eval.also.{name}" if name else "eval.data"
+        rehearse_evaluation(config, own, make_the_step(config, own), state, dataset, key)
+        check_examples(own, state, False, dataset.read(probes(dataset)))
     counted = model_flops(grads, lambda: jax.make_jaxpr(step.evaluate)(view_of_one(state), batch, number))
     programs = {"the initial state": first, "the gradients": grads, "the update": update}
     return counted / parts.order.examples_per_microbatch, programs
@@ -169,14 +168,15 @@ def check_names(config: Config, parts: Parts, metrics: set[str]) -> None:
     """Raise UsageError if `checkpoint.best` or the metric of EarlyStopping is not a metric of the evaluation."""
     entries = targets_in("callbacks", config.callbacks, "callback", "EarlyStopping")
     named = [("callbacks.args.metric", x.get("metric", "loss")) for name, x in entries if name == "EarlyStopping"]
-    for key, metric in [*named, ("checkpoint.best", config.checkpoint.best)]:
-        if metric is None:
-            continue
-        if not parts.eval_sets:
+    named += [("checkpoint.best", config.checkpoint.best)] if config.checkpoint.best is not None else []
+    if not named:
+        return
+    derived = set(attribute(parts.forward.loss, "derive", lambda means: {})(collections.defaultdict(float)))
+    names = [n for n in (metrics | derived) - RESERVED | {"loss"} if not n.startswith(WEIGHT)]
+    known = sorted(f"{name}/{n}" if name else n for name in parts.eval_sets for n in names)
+    for key, metric in named:
+        if not known:
             raise UsageError(f"{key}: {metric!r}, but the data has no test split; set eval.data, or leave it out")
-        derived = set(attribute(parts.forward.loss, "derive", lambda means: {})(collections.defaultdict(float)))
-        names = [n for n in (metrics | derived) - RESERVED | {"loss"} if not n.startswith(WEIGHT)]
-        known = sorted(f"{name}/{n}" if name else n for name in parts.eval_sets for n in names)
         if metric not in known:
             raise UsageError(f"{key}: {metric!r} is not among the numbers of an evaluation: {', '.join(known)}")
 

@@ -23,13 +23,14 @@ from jaxdp.assemble.components import (
     set_jax,
     state_maker,
 )
-from jaxdp.assemble.data import make_order
+from jaxdp.assemble.data import facts_of, make_order
 from jaxdp.assemble.identity import facts, fingerprints, shapes_of
 from jaxdp.assemble.preflight import check_examples, check_optimizer, rehearse
 from jaxdp.checkpoint.local import LocalCheckpoints
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.config import Config
 from jaxdp.core.state import TrainState
+from jaxdp.core.step import Step
 from jaxdp.data.base import Dataset, fingerprint
 from jaxdp.data.resident import Resident
 from jaxdp.distributed.context import SLOW, Context
@@ -117,17 +118,18 @@ def make_run(
     step = make_the_step(config, parts, is_padded(config, parts, assignment, offset))
     strategy = on_all_ranks(context, lambda: make_strategy(config, parts, make_state, devices))
     on_all_ranks(context, lambda: check_optimizer(config, strategy, parts.rule.tx, step))
-    training, evaluation = on_all_ranks(context, lambda: make_sources(config, parts, strategy))
+    training, evaluation = on_all_ranks(context, lambda: make_sources(config, parts, strategy, step))
     checkpoints = (LocalCheckpoints if config.checkpoint.local else Checkpoints)(
         directory / "checkpoints",
         config.checkpoint.keep,
         keep_every=config.checkpoint.keep_every,
         best=config.checkpoint.best,
+        mode=config.checkpoint.mode,
         context=context,
         facts={
             **describe_config(config, context, objects),
             "data_fingerprint": prepared.data_fingerprint,
-            "data": parts.facts,
+            "data": facts_of(parts.dataset),
             "saved_by": {"processes": context.size, "devices": len(devices), "backend": config.parallel.backend},
         },
     )
@@ -158,16 +160,21 @@ def describe_config(config: Config, context: Context, objects: Objects) -> dict[
     }
 
 
-def make_sources(config: Config, parts: Parts, strategy: Strategy) -> tuple[Source, dict[str, Source]]:
+def make_sources(config: Config, parts: Parts, strategy: Strategy, step: Step) -> tuple[Source, dict[str, Source]]:
     """Return the source for training, and those for evaluation by name. Raises UsageError."""
     checked = attribute(parts.forward.loss, "check", None) is not None
     same = config.outer.replicas == 1  # else each process sees the loss of its own replica
+    first = getattr(next(iter(parts.eval_sets.values()), None), "transform", None)
 
     def source(dataset: Any, order: Any, train: bool) -> Source:
+        own = parts if train else parts.evaluating(dataset)
         resident = Resident(dataset, strategy) if config.data.on_device else None
         known = checked and (same or not train)
-        check = functools.partial(check_examples, parts, strategy.shapes, train) if known else None
-        return Source(dataset, order, config.data.workers, resident, check)
+        check = functools.partial(check_examples, own, strategy.shapes, train) if known else None
+        evaluation = step._replace(evaluate=make_the_step(config, own).evaluate)
+        shared = train or getattr(dataset, "transform", None) == first
+        program = None if shared else functools.cache(lambda: strategy.compile(evaluation))
+        return Source(dataset, order, config.data.workers, resident, check, program)
 
     training = source(parts.dataset, parts.order, True)
     order = lambda dataset: make_order(config, dataset, parts.sequential, shuffle=False)

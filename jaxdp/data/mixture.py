@@ -87,7 +87,8 @@ class Mixture:
         import jax.numpy as jnp
 
         batch = dict(batch)
-        owner = batch.pop(MEMBER)
+        if (owner := batch.pop(MEMBER, None)) is None:
+            raise UsageError(f"{KEY}: the sets have transforms; give {MEMBER!r}, the number of each example's set, too")
         transforms = [getattr(dataset, "transform", None) for dataset in self.sets]
         each = [batch if transform is None else transform(batch, key, train) for transform in transforms]
         shapes = [{k: (v.shape, v.dtype) for k, v in out.items()} for out in each]

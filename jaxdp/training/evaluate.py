@@ -28,6 +28,7 @@ def of_set(run: Run, source: Source, program: Program, state: TrainState) -> Rec
     """Return the loss and metrics over an evaluation set, counting every example exactly once."""
     totals, suspects = collections.defaultdict[str, float](float), list[int]()
     in_flight: collections.deque[tuple[Any, Any]] = collections.deque()
+    program = source.program() if source.program else program
 
     def add(number: int, sums: dict[str, jax.Array]) -> None:
         values = jax.device_get(sums)

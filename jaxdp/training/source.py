@@ -15,14 +15,15 @@ from jaxdp.data.workers import Steps, prefetch_in_workers
 from jaxdp.distributed import protocol
 from jaxdp.distributed.context import Context
 from jaxdp.errors import DistributedError, GenerationEnded, UsageError
-from jaxdp.parallel.strategy import Strategy
+from jaxdp.parallel.strategy import Program, Strategy
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
     """A dataset and its order, read by a thread, by `workers` processes, or from device memory (`resident`).
 
-    check(examples): raise UsageError if the loss does not accept them; None: no check.
+    check(examples): raise UsageError if the loss does not accept them; None: no check. program(): the programs that
+    evaluate it, if its transform is not that of the run's first evaluation set.
     """
 
     dataset: Any
@@ -30,6 +31,7 @@ class Source:
     workers: int = 0
     resident: Resident | None = None
     check: Callable[[Mapping[str, Any]], None] | None = None
+    program: Callable[[], Program] | None = None
 
     def read(self, number: int) -> dict[str, np.ndarray]:
         """Read the examples of batch `number`, of all processes; no other thread may read at the same time."""

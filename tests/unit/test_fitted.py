@@ -113,6 +113,36 @@ def test_it_evaluates_any_data_as_the_run_did(fitted):
     assert fitted.evaluate(ema=True)["loss"] != fitted.final["loss"]
 
 
+class Scaled:
+    """Examples with a transform of their own."""
+
+    def __init__(self, factor=1.0):
+        self.factor, self.transform = factor, self.scale if factor != 1 else None
+
+    def __len__(self):
+        return 50
+
+    def read(self, indices):
+        return {"inputs": X[indices], "labels": Y[indices]}
+
+    def scale(self, batch, key, train):
+        return {**batch, "inputs": batch["inputs"] * self.factor}
+
+
+def test_each_evaluation_set_is_read_with_its_own_transform():
+    """Also if the first has one and another none, or they have one class."""
+    also = {k: {"target": f"{__name__}.Scaled", "args": {"factor": x}} for k, x in (("same", 1.0), ("half", 0.5))}
+    trained = fit(eval={"also": also}, eval_data=Scaled(-3.0))
+    apart = {name: trained.evaluate(Scaled(x)) for name, x in (("", -3.0), ("same/", 1.0), ("half/", 0.5))}
+    assert {name + k: x for name, numbers in apart.items() for k, x in numbers.items()}.items() <= trained.final.items()
+    assert len({numbers["loss"] for numbers in apart.values()}) == 3
+
+
+def test_without_evaluation_data_predictions_get_the_transform_of_the_training_data():
+    trained = jaxdp.fit(Net, Scaled(-3.0), steps=1, batch_size=30, parallel={"devices": 1})
+    np.testing.assert_allclose(trained.predict(X), trained.model(-3 * X), rtol=1e-5)
+
+
 def test_it_never_evaluates_what_another_run_has_written(tmp_path):
     more = {"run_dir": tmp_path, "steps": 1, "eval_data": None}
     first = fit(**more)
