@@ -5,9 +5,9 @@ import os
 import pathlib
 import re
 import subprocess
-import time
+import timeit
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxdp.distributed import gpus, hosts
@@ -29,23 +29,22 @@ def check_gpus(dev: str = "/dev", proc: str = "/proc") -> Iterator[Check]:
     match = re.search(r"(\d{3,})\.(\d+)[.\d]*", file.read_text() if file.exists() else "")
     numbers = (int(match[1]), int(match[2])) if match else (0, 0)
     old = next((kind for kind in kinds if numbers < DRIVERS[kind]), "")
-    present = f"{count} NVIDIA GPU{'s' * (count > 1)}"
+    present, names = f"{count} NVIDIA GPU{'s' * (count > 1)}", ", ".join(kinds)
     if not count and not kinds:
         yield ok("gpu", "none, and no plug-in for one")
     elif not count:
-        text = f"JAX's plug-in for {', '.join(kinds)} is installed, but there is no GPU"
-        yield warning("gpu", text, "in a container, pass it on (docker run --gpus all); else install NVIDIA's driver")
+        fix = "in a container, pass it on (docker run --gpus all); else install NVIDIA's driver"
+        yield warning("gpu", f"JAX's plug-in for {names} is installed, but there is no GPU", fix)
     elif not kinds:
-        text = f"{present}, but JAX has no CUDA plug-in here: it would compute on the CPU"
         cuda = "cuda13" if numbers >= DRIVERS["cuda13"] else "cuda12"
+        text = f"{present}, but JAX has no CUDA plug-in here: it would compute on the CPU"
         yield warning("gpu", text, f"pip install 'jaxdp-trainer[{cuda}]'")
-    elif match is None:
-        yield failure("gpu", f"{present}, but no driver is loaded", "install NVIDIA's driver, or reboot")
     elif old:
-        fix = f"install driver {'.'.join(map(str, DRIVERS[old]))} or later, or the plug-in of an older CUDA"
-        yield failure("gpu", f"driver {match[0]} is too old for {old}", fix)
+        driver = f"driver {match[0]} is too old for {old}" if match else f"{present}, but no driver is loaded"
+        least = ".".join(map(str, DRIVERS[old]))
+        yield failure("gpu", driver, f"install NVIDIA's driver {least} or later, or the plug-in of an older CUDA")
     else:
-        yield ok("gpu", f"{present}, driver {match[0]}, plug-in {', '.join(kinds)}")
+        yield ok("gpu", f"{present}, driver {match and match[0]}, plug-in {names}")
     with contextlib.suppress(FileNotFoundError):
         usage = subprocess.run(QUERY, capture_output=True, text=True, timeout=10).stdout if count else ""
         for index, used, total in re.findall(r"^(\d+), (\d+), (\d+)$", usage, re.MULTILINE):
@@ -54,72 +53,54 @@ def check_gpus(dev: str = "/dev", proc: str = "/proc") -> Iterator[Check]:
                 yield warning("gpu", text, "see nvidia-smi; end them, or hide it by CUDA_VISIBLE_DEVICES")
 
 
-def open_devices() -> dict[str, Any]:
-    """Return this process's devices: platform, kind, count, uuids, and the bytes of memory of each, if JAX knows."""
+def open_devices() -> tuple[Check, list[str]]:
+    """Open this process's devices. Return the finding, and the unique id of each GPU."""
     import jax
 
-    local = jax.local_devices()
-    return {
-        "platform": local[0].platform,
-        "kind": local[0].device_kind,
-        "count": len(local),
-        "memory": (local[0].memory_stats() or {}).get("bytes_limit"),
-        "uuids": [getattr(d, "uuid", None) or f"{d.device_kind} {d.id}" for d in local],
-    }
+    devices = jax.local_devices()
+    kind, platform = devices[0].device_kind, devices[0].platform
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    text = f"{len(devices)} x {kind} ({platform}){f', {size(limit)} each for JAX' if limit else ''}"
+    if platform != "cpu":
+        return ok("devices", text), [getattr(d, "uuid", None) or f"{kind} {d.id}" for d in devices]
+    if gpus.count() and plugins() and not os.environ.get("JAX_PLATFORMS"):
+        fix = "set JAX_PLATFORMS=cuda to see JAX's error"
+        return failure("devices", f"{text}: JAX does not open the GPU", fix), []
+    return ok("devices", text), []
 
 
-def check_devices(opened: Mapping[str, Any]) -> Iterator[Check]:
-    """Check the result of `open_devices`."""
-    memory = f", {size(opened['memory'])} each for JAX" if opened["memory"] else ""
-    text = f"{opened['count']} x {opened['kind']} ({opened['platform']}){memory}"
-    if opened["platform"] == "cpu" and gpus.count() and plugins() and not os.environ.get("JAX_PLATFORMS"):
-        yield failure("devices", f"{text}: JAX does not open the GPU", "set JAX_PLATFORMS=cuda to see JAX's error")
-    else:
-        yield ok("devices", text)
+def check_sharing(facts: Sequence[Mapping[str, Any]], opened: Sequence[Sequence[str]]) -> list[Check]:
+    """Check that no two processes of a host opened one GPU. facts, opened: of each rank, and its GPUs."""
+    users = Counter((hosts.key(fact), gpu) for fact, own in zip(facts, opened) for gpu in own)
+    text = "{0} processes use one GPU of host {1}: each gets 1/{0} of its memory and its time"
+    fix = "start as many processes on a host as it has GPUs"
+    most = [(number, host) for ((host, _), _), number in users.most_common(1) if number > 1]
+    return [warning("gpu sharing", text.format(*one), fix) for one in most]
 
 
-def check_sharing(facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Check]:
-    """Check that no two processes of a host opened one GPU."""
-    on_gpu = [fact for fact in facts.values() if fact["platform"] != "cpu"]
-    users = Counter((hosts.key(fact), uuid) for fact in on_gpu for uuid in fact["uuids"])
-    for ((host, _), _), most in users.most_common(1):
-        if most > 1:
-            text = f"{most} processes use one GPU of host {host}: each gets 1/{most} of its memory and its time"
-            yield warning("gpu sharing", text, "start as many processes on a host as it has GPUs")
-
-
-def all_reduce(platform: str) -> dict[str, Any]:
+def all_reduce() -> dict[str, Any]:
     """Return the best seconds of an all-reduce over all devices, their number, and whether the sum is right."""
     import jax
     import numpy as np
     from jax.sharding import NamedSharding, PartitionSpec
 
-    count, size = jax.device_count(), SMALL if platform == "cpu" else LARGE
+    count, size = jax.device_count(), SMALL if jax.default_backend() == "cpu" else LARGE
     mesh, split = jax.make_mesh((count,), ("all",)), PartitionSpec("all")
     one = lambda index: np.full((1, size), index[0].start + 1, np.float32)
     x = jax.make_array_from_callback((count, size), NamedSharding(mesh, split), one)
     total = lambda x: jax.lax.psum(x, "all")
     reduce = jax.jit(jax.shard_map(total, mesh=mesh, in_specs=split, out_specs=PartitionSpec(), check_vma=False))
-    out, seconds = reduce(x).block_until_ready(), []
-    for _ in range(5):
-        began = time.perf_counter()
-        out = reduce(x).block_until_ready()
-        seconds.append(time.perf_counter() - began)
-    right = (np.asarray(out.addressable_data(0)) == count * (count + 1) / 2).all()
-    return {"seconds": min(seconds), "devices": count, "bytes": 4 * size, "right": bool(right)}
+    right = (np.asarray(reduce(x).addressable_data(0)) == count * (count + 1) / 2).all()
+    seconds = min(timeit.repeat(lambda: reduce(x).block_until_ready(), number=1, repeat=5))
+    return {"seconds": seconds, "devices": count, "nbytes": 4 * size, "right": bool(right)}
 
 
-def check_all_reduce(opened: Mapping[str, Any]) -> Iterator[Check]:
-    """Check what `all_reduce` measured, if it ran."""
-    if (timed := opened.get("timed")) is None:
-        return
-    rate = timed["bytes"] / timed["seconds"]
-    text = f"{timed['bytes'] / 1e6:.3g} MB over {timed['devices']} devices in {1e3 * timed['seconds']:.3g} ms"
-    if not timed["right"]:
-        fix = "see jaxdp verify; a device, a driver or a cable is broken"
-        yield failure("all-reduce", f"{text}: the sum is wrong", fix)
-    elif rate < SLOW:
+def check_all_reduce(seconds: float, devices: int, nbytes: int, right: bool) -> Check:
+    """Check what `all_reduce` measured."""
+    text = f"{nbytes / 1e6:.3g} MB over {devices} devices in {1e3 * seconds:.3g} ms"
+    if not right:
+        return failure("all-reduce", f"{text}: the sum is wrong", "see jaxdp verify; a device or a cable is broken")
+    if nbytes / seconds < SLOW:
         fix = "see the line on bindings, what else uses the hosts and the network; on GPU, what NCCL_DEBUG=INFO prints"
-        yield warning("all-reduce", f"{text}: less than {SLOW / 1e6:g} MB/s", fix)
-    else:
-        yield ok("all-reduce", text)
+        return warning("all-reduce", f"{text}: less than {SLOW / 1e6:g} MB/s", fix)
+    return ok("all-reduce", text)

@@ -9,20 +9,17 @@ import select
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections import deque
 from typing import NamedTuple
 
 from jaxdp.distributed import hosts
 from jaxdp.distributed.mpi import waits_until_every_rank_calls_mpi_init
-from jaxdp.doctor.check import LIMIT, OK, Check, Examined, Line, as_text, failure, of_text
+from jaxdp.doctor.check import LIMIT, OK, Check, as_text, failure, of_text
 from jaxdp.doctor.resources import check_missing, existing, marker
 
 SILENT = "it ended by itself"
-MPI_INIT = failure(
-    "ranks", "MPI_Init waits until every rank calls it", "see what every rank printed, if it was started"
-)
+MPI_INIT = failure("ranks", "MPI_Init waits until every rank calls it", "see what every rank printed")
 MESSAGES = (  # the most useful line of standard error: jaxdp's, XLA's fatal one, an exception's, else the last
     r"^jaxdp: (?:rank \d+ \(host \S+\) ends: )?(.+)",
     r"^F\d{4} .*?\] (.+)",
@@ -33,7 +30,6 @@ CAUSES = (  # a pattern in "stage: error", and the fix
     ("XLA_FLAGS", "remove the flag: this jaxlib does not know it"),
     ("RESOURCE_EXHAUSTED|out of memory", "see nvidia-smi for programs that use the GPU's memory, and end them"),
     ("JAX_PLATFORMS|initialize backend", "unset JAX_PLATFORMS; for an NVIDIA GPU: pip install 'jaxdp-trainer[cuda12]'"),
-    ("^imports", "see the lines on versions; pip install -U jaxdp-trainer, in a fresh environment"),
     ("", "see the lines on versions, gpu, host name, network and bindings"),
 )
 
@@ -43,33 +39,25 @@ class Stage(NamedTuple):
 
     name: str
     seconds: float
-    lines: list[Line]
+    checks: list[Check]
     rank: int
-    size: int
-    hosts: dict[int, str]
+    hosts: list[str]
 
 
 def follow(command: list[str]) -> tuple[Stage, Check | None]:
     """Follow a process to its end: what it opens may block or kill it. Return its last stage, and how it failed."""
+    errors = tempfile.TemporaryFile()
     process = subprocess.Popen(
         command,
         env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=errors,
         close_fds=False,  # MPICH's mpirun talks to its ranks through a file descriptor that they inherit
     )
-    stages, errors = process.stdout, process.stderr
-    assert stages is not None and errors is not None
-    printed = deque[bytes](maxlen=400)
-
-    def read_errors() -> None:
-        with errors:
-            printed.extend(errors)
-
-    reader = threading.Thread(target=read_errors, daemon=True)
-    reader.start()
-    stage, how, rest = Stage("checks", 2 * LIMIT, [], 0, 1, {0: hosts.hostname()}), "", b""
+    stages = process.stdout
+    assert stages is not None
+    stage, how, rest = Stage("checks", 2 * LIMIT, [], 0, [hosts.hostname()]), "", b""
     while stage.name and not how:
         if not select.select([stages], [], [], stage.seconds)[0]:
             process.kill()
@@ -78,15 +66,17 @@ def follow(command: list[str]) -> tuple[Stage, Check | None]:
             *lines, rest = (rest + text).split(b"\n")
             for line in lines:
                 with contextlib.suppress(ValueError, TypeError):  # printed by a library
-                    stage = Stage(*json.loads(line))
+                    name, seconds, checks, *job = json.loads(line)
+                    stage = Stage(name, seconds, [Check(*check) for check in checks], *job)
         else:
             code = process.wait()
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else SILENT
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(2.0)
-    stages.close()
-    reader.join(0.2)  # for the last lines; a process that it has started may keep the pipe open
-    return stage, problem(stage.name, how, b"".join(printed.copy()).decode(errors="replace")) if how else None
+    with stages, errors:
+        errors.seek(0)
+        printed = errors.read().decode(errors="replace")
+    return stage, problem(stage.name, how, printed) if how else None
 
 
 def problem(stage: str, how: str, printed: str) -> Check:
@@ -100,25 +90,22 @@ def problem(stage: str, how: str, printed: str) -> Check:
     return failure(stage, error, next(fix for p, fix in CAUSES if re.search(p, f"{stage}: {error}")))
 
 
-def examine(directory: pathlib.Path) -> Examined | None:
-    """Run all checks, and return the findings of all ranks on rank 0, None on the others. directory: of the run."""
-    options = {"directory": str(directory), "launcher": os.getppid()}
-    stage, failed = follow([sys.executable, "-m", "jaxdp.doctor.job", json.dumps(options)])
-    rank, size = stage.rank, stage.size
-    names = {int(rank): name for rank, name in stage.hosts.items()}
-    lines = [(Check(*check), tuple(ranks)) for check, ranks in stage.lines]
-    joined = stage.name not in ("checks", "imports", "ranks")
+def examine(directory: pathlib.Path) -> tuple[list[Check], list[str]] | None:
+    """Run all checks; return all ranks' findings and hosts on rank 0, None on the others. directory: of the run."""
+    command = [sys.executable, "-m", "jaxdp.doctor.job", str(directory), str(os.getppid())]
+    (name, _, checks, rank, names), failed = follow(command)
+    joined = name not in ("checks", "imports", "ranks")
     if failed and not (rank and failed.found == SILENT):  # rank 0 prints that error
-        lines.append((failed, () if joined else (rank,)))
+        checks.append(failed)
+    if not joined:
+        checks = [check._replace(ranks=(rank,)) for check in checks]
     if rank == 0 and failed is MPI_INIT:
-        lines += [(check, ()) for check in check_missing(directory, size)]
-    bad = [line for line in lines if line[0].status != OK]
+        checks += check_missing(directory, len(names))
+    bad = [check for check in checks if check.status != OK]
     if rank and bad and not joined:
-        sys.stderr.write(f"{as_text(Examined(bad, size, names))}\n")
-    if size > 1 and not joined:
+        sys.stderr.write(f"{as_text(bad, names)}\n")
+    if len(names) > 1 and not joined:
         time.sleep(2.0 if rank else 1.0)  # rank 0 looks for markers, and ends after the others have printed
     for file in existing(directory).glob(marker(directory, "*" if rank == 0 else str(rank)).name):
         file.unlink(missing_ok=True)
-    order = [check.name for check, _ in lines]
-    lines.sort(key=lambda line: order.index(line[0].name))  # those of one name side by side
-    return None if rank else Examined(lines, size, names)
+    return None if rank else (checks, names)

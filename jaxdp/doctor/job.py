@@ -1,6 +1,6 @@
-"""Check this process's machine, join the job, and check it: `python -m jaxdp.doctor.job OPTIONS`; see `examine`.
+"""Check this process's machine, join the job, and check it: `python -m jaxdp.doctor.job DIRECTORY LAUNCHER`.
 
-Before each stage it prints its name, the seconds it may take, the findings so far, rank, size and the names of hosts.
+Before each stage it prints its name, the seconds it may take, the findings so far, rank, and the hosts: see `Stage`.
 """
 
 import contextlib
@@ -12,21 +12,22 @@ import re
 import secrets
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from jaxdp import rundir
 from jaxdp.distributed import hosts, launchers, protocol
 from jaxdp.distributed.world import World
 from jaxdp.doctor import devices, mpi, network, resources, settings, versions
-from jaxdp.doctor.check import LIMIT, OK, Check, Checker, Line, of_text, ok, run_checks
+from jaxdp.doctor.check import LIMIT, OK, Check, Checker, of_text, ok, run_checks
 from jaxdp.errors import UsageError
 
 
-def main(options: dict[str, Any]) -> None:
+def main(directory: pathlib.Path, launcher: int) -> None:
+    """Examine as a rank of the job. launcher: the id of the process that started this one's parent."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is not a stage
-    world, checks, directory = None, list[Check](), pathlib.Path(options["directory"])
+    world, checks = None, list[Check]()
     try:
         world = launchers.discover()
         text = "a single process" if world.launcher == "none" else f"{world.launcher}, {world.size} processes"
@@ -34,18 +35,17 @@ def main(options: dict[str, Any]) -> None:
     except UsageError as error:
         checks.append(of_text("launcher", str(error)))
     rank, size = (world.rank, world.size) if world else (0, 1)
-    names = {rank: hosts.hostname()}
+    names = [hosts.hostname()] * size
 
-    def stage(name: str, seconds: float, lines: list[Line] | None = None) -> None:
-        lines = [(check, (rank,)) for check in checks] if lines is None else lines
-        print(json.dumps([name, seconds, lines, rank, size, names]), file=out, flush=True)
+    def stage(name: str, seconds: float) -> None:
+        print(json.dumps([name, seconds, checks, rank, names]), file=out, flush=True)
 
     checks += run_checks(local_checks(world, directory))
     stage("imports", LIMIT)
     checks += versions.check_imports()
     timeout = protocol.default_timeout(None if os.environ.get("JAXDP_TIMEOUT") else 30.0)
     stage("ranks", 2 * timeout + LIMIT)
-    facts = {**hosts.identity(), "outward": hosts.outward(), **resources.read_cores(options["launcher"]), "marker": ""}
+    facts = {**hosts.identity(), "outward": hosts.outward(), **resources.read_cores(launcher), "marker": ""}
     with contextlib.suppress(OSError):  # `check_run_dir` reports it
         resources.marker(directory, str(rank)).write_text(text := secrets.token_hex(8))
         facts["marker"] = text
@@ -54,23 +54,22 @@ def main(options: dict[str, Any]) -> None:
     from jaxdp.distributed import context as contexts
 
     context = contexts.init(timeout=timeout) if world else contexts.Context()
-    names = dict(enumerate(context.hosts)) if size > 1 else names
+    names = [*context.hosts] if size > 1 else names
     stage("network", 3 * LIMIT + timeout)
-    checks += check_between(context, directory, facts) if size > 1 else []
-    reports = gather(context, "checks", {**facts, "checks": checks})
-    lines = [*merge(reports), *((check, ()) for check in resources.check_bindings(reports))]
-    stage("devices", LIMIT, lines)
+    with socket.create_server(("", 0), backlog=128) as listener:
+        everyone = exchange(context, "facts", {**facts, "port": listener.getsockname()[1]})
+        checks += check_between(context, directory, everyone) if size > 1 else []
+    checks = merge(everyone, exchange(context, "checks", checks)) + resources.check_bindings(everyone)
+    stage("devices", LIMIT)
     context.barrier("devices")  # a rank that fails from now on ends all, and rank 0 has sent its findings
-    opened = devices.open_devices()
+    check, opened = devices.open_devices()
+    timed = list[Check]()
     if jax.device_count() > 1:
-        stage("all-reduce", LIMIT, lines)
-        opened["timed"] = devices.all_reduce(opened["platform"])
-    reports = gather(context, "devices", {**facts, **opened, "checks": list(devices.check_devices(opened))})
-    lines += merge(reports)
-    if rank == 0:
-        lines += [(check, ()) for check in devices.check_sharing(reports)]
-        lines += [(check, ()) for check in devices.check_all_reduce(opened)]
-    stage("", 0, lines)
+        stage("all-reduce", LIMIT)
+        timed = [devices.check_all_reduce(**devices.all_reduce())]
+    checks += merge(everyone, exchange(context, "opened", [check]))
+    checks += devices.check_sharing(everyone, exchange(context, "devices", opened)) + timed
+    stage("", 0)
     contexts.leave(0)
 
 
@@ -81,27 +80,19 @@ def local_checks(world: World | None, directory: pathlib.Path) -> dict[str, Chec
         "versions": versions.check_versions,
         "environment": functools.partial(settings.check_settings, size),
         "gpu": devices.check_gpus,
-        "open files": functools.partial(resources.check_limits, size),
-        "memory": resources.check_memory,
-        "shared memory": functools.partial(resources.check_shared_memory, local_size),
+        "memory": functools.partial(resources.check_memory, size, local_size),
         "run_dir": lambda: [resources.check_run_dir(directory)],
         "host name": network.check_name,
-        "port": functools.partial(network.check_port, world),
     }
     alone = world is None or (size == 1 and world.launcher in ("none", "jaxdp"))  # mpirun does not start mpirun
     return checks | {"mpirun": mpi.check_mpirun} if alone else checks
 
 
-def check_between(context: Any, directory: pathlib.Path, facts: dict[str, Any]) -> list[Check]:
-    """Check what lies between the ranks."""
-    listener = socket.create_server(("", 0), backlog=128)
-    local = {name: facts[name] for name in ("host", "boot", "addresses", "outward", "marker")}
-    texts = context.exchange("facts", json.dumps({**local, "port": listener.getsockname()[1]}))
-    everyone = {rank: json.loads(text) for rank, text in enumerate(texts)}
-    several = len({hosts.key(fact) for fact in everyone.values()}) > 1
+def check_between(context: Any, directory: pathlib.Path, everyone: list[dict[str, Any]]) -> list[Check]:
+    """Check what lies between the ranks. everyone: the facts of each rank, with the port of a listener."""
     checks: dict[str, Checker] = {"network": functools.partial(network.check_reach, context.rank, everyone)}
     if text := everyone[0]["marker"]:
-        checks["run_dir"] = functools.partial(resources.check_shared, directory, text, several)
+        checks["run_dir"] = functools.partial(resources.check_shared, directory, text)
     findings = run_checks(checks)
     try:
         context.check_same("packages", {name: str(version) for name, version in rundir.versions().items()})
@@ -111,22 +102,22 @@ def check_between(context: Any, directory: pathlib.Path, facts: dict[str, Any]) 
     return [ok("ranks", f"{context.size} processes have joined"), *findings]
 
 
-def gather(context: Any, name: str, value: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Return every rank's value on rank 0, and an empty dict on the others."""
-    texts = context.exchange(name, json.dumps(value))
-    return {rank: json.loads(text) for rank, text in enumerate(texts) if context.rank == 0}
+def exchange(context: Any, name: str, value: Any) -> list[Any]:
+    """Return the value of each rank."""
+    return [json.loads(text) for text in context.exchange(name, json.dumps(value))]
 
 
-def merge(reports: Mapping[int, Mapping[str, Any]]) -> list[Line]:
-    """Return every finding once, with its ranks. What is ok on a host may differ in numbers from rank to rank."""
+def merge(everyone: Sequence[dict[str, Any]], reports: Sequence[Sequence[Any]]) -> list[Check]:
+    """Return every rank's findings once, with their ranks. On a host, those that are ok may differ in numbers."""
     merged, same = dict[Check, list[int]](), dict[tuple[object, ...], Check]()
-    for rank, report in reports.items():
-        for check in (Check(*fields) for fields in report["checks"]):
+    for rank, report in enumerate(reports):
+        for check in (Check(*fields[:4]) for fields in report):
             if check.status == OK:
-                check = same.setdefault((hosts.key(report), check.name, re.sub(r"[\d.]+", "", check.found)), check)
+                kind = hosts.key(everyone[rank]), check.name, re.sub(r"[\d.]+", "", check.found)
+                check = same.setdefault(kind, check)
             merged.setdefault(check, []).append(rank)
-    return [(check, tuple(ranks)) for check, ranks in merged.items()]
+    return [check._replace(ranks=tuple(ranks)) for check, ranks in merged.items()]
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(pathlib.Path(sys.argv[1]), int(sys.argv[2]))

@@ -21,12 +21,10 @@ SECONDS = 10.0
 def check_mpirun() -> Iterator[Check]:
     """Start two processes that exchange a message, with the mpirun on PATH."""
     path, package = shutil.which("mpirun") or shutil.which("mpiexec"), importlib.util.find_spec("mpi4py")
-    if path is None and package is None:
-        yield ok("mpirun", "no MPI; several processes need mpirun, srun, torchrun or JAXDP_COORDINATOR")
-    if (path is None) != (package is None):
-        text = "mpi4py is installed, but no mpirun is on PATH" if package else f"{path} needs mpi4py to start jaxdp"
-        yield warning("mpirun", text, INSTALL)
     if path is None or package is None:
+        text = "mpi4py is installed, but no mpirun is on PATH" if package else f"{path} needs mpi4py to start jaxdp"
+        none = "no MPI; several processes need mpirun, srun, torchrun or JAXDP_COORDINATOR"
+        yield warning("mpirun", text, INSTALL) if path or package else ok("mpirun", none)
         return
     env = OVERSUBSCRIBE | {name: os.environ[name] for name in os.environ if not name.startswith("JAXDP_")}
     command = [path, "-np", "2", sys.executable, "-m", "jaxdp.doctor.mpi"]

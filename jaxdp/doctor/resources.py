@@ -8,7 +8,7 @@ import resource
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxdp.distributed import hosts
@@ -20,30 +20,24 @@ MB, GB = 1 << 20, 1 << 30
 BIND = "mpirun --bind-to none (Open MPI), -bind-to none (MPICH), or srun --cpus-per-task"
 
 
-def check_limits(size: int = 1) -> Iterator[Check]:
-    """Check the limit of open files. size: processes of the job; rank 0 has a connection to each."""
+def check_memory(size: int = 1, local_size: int = 1) -> Iterator[Check]:
+    """Check open files, free memory (also the control group's), and shared memory for Open MPI, NCCL and data workers.
+
+    size, local_size: processes of the job, to each of which rank 0 has a connection, and of this host.
+    """
     need = 512 + 4 * size
     soft, hard = (need if limit < 0 else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
     fix = "raise the hard limit (limits.conf, LimitNOFILE=, docker run --ulimit nofile=65536)"
     text = f"{soft} at most{f'; a run may need {need}' * (soft < need)}"
     yield graded("open files", soft, 128, need, text, f"ulimit -n {min(65536, hard)}" if hard >= need else fix)
-
-
-def check_memory() -> Iterator[Check]:
-    """Check the free memory of the machine, and of the control group that this process is in."""
-    free = hosts.free_memory()
-    if free < math.inf:
+    if (free := hosts.free_memory()) < math.inf:
         fix = "end other programs, or raise the container's memory limit"
         yield graded("memory", free, 256 * MB, GB, f"{shown(free)} free", fix)
-
-
-def check_shared_memory(size: int = 1) -> Iterator[Check]:
-    """Check the shared memory that Open MPI, NCCL and worker processes use; a container has 64 MB by default."""
     if not os.access("/dev/shm", os.W_OK):
         yield warning("shared memory", "/dev/shm cannot be written to", "mount it, or chmod 1777 /dev/shm")
         return
     total, _, free = shutil.disk_usage("/dev/shm")
-    enough = 64 * MB * max(1, min(size, 4)) if total > 64 * MB else float("inf")
+    enough = 64 * MB * min(local_size, 4) if total > 64 * MB else math.inf  # 64 MB is a container's default
     fix = "mount a larger /dev/shm: docker run --shm-size=8g, or an emptyDir of medium Memory in Kubernetes"
     yield graded("shared memory", free, 16 * MB, enough, f"/dev/shm has {shown(free)} free of {shown(total)}", fix)
 
@@ -53,12 +47,15 @@ def check_run_dir(directory: pathlib.Path) -> Check:
     name, other, folder = "run_dir", "choose another --run_dir", existing(directory)
     if not folder.is_dir():
         return failure(name, f"{directory}: {folder} is no directory", other)
-    free, nodes = shutil.disk_usage(folder).free, os.statvfs(folder)
-    fix = f"make room there, or {other}"
-    if problem := try_to_write(folder):
-        return failure(name, f"{directory} cannot be written to: {problem} ({shown(free)} free)", fix)
-    if nodes.f_files and nodes.f_favail < 1000:
-        return failure(name, f"{directory} has room for {nodes.f_favail} more files only", f"remove files, or {other}")
+    free, fix = shutil.disk_usage(folder).free, f"make room there, or {other}"
+    try:  # a quota shows up in no other way
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".jaxdp-doctor-") as out:
+            out.write(secrets.token_bytes(4 * MB))
+            out.flush()
+            os.fsync(out.fileno())
+    except OSError as error:
+        text = f"{directory} cannot be written to: {error.strerror or error} ({shown(free)} free)"
+        return failure(name, text, fix)
     return graded(name, free, 256 * MB, 2 * GB, f"{directory} has {shown(free)} free", fix)
 
 
@@ -68,31 +65,19 @@ def existing(directory: pathlib.Path) -> pathlib.Path:
     return next(folder for folder in (directory, *directory.parents) if folder.exists())
 
 
-def try_to_write(folder: pathlib.Path) -> str | None:
-    """Write 4 MB to the disk and remove them; return the error, if any. A quota shows up in no other way."""
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".jaxdp-doctor-") as out:
-            out.write(secrets.token_bytes(4 * MB))
-            out.flush()
-            os.fsync(out.fileno())
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
-
-
 def marker(directory: pathlib.Path, rank: str) -> pathlib.Path:
     """Return the file that a rank of several keeps in the run directory while it is examined."""
     return existing(directory) / f".jaxdp-doctor-rank-{rank}"
 
 
-def check_shared(directory: pathlib.Path, text: str, several: bool) -> Iterator[Check]:
-    """Check that this process sees the marker of rank 0, and `text` in it. several: on several hosts, which may lag."""
+def check_shared(directory: pathlib.Path, text: str) -> Iterator[Check]:
+    """Check that this process sees the marker of rank 0, and `text` in it."""
     file = marker(directory, "0")
-    if not sees(file, text, 5.0 if several else 1.0):
+    if sees(file, text, 5.0):
+        yield ok("run_dir", "shared by all ranks")
+    else:
         fix = "use a --run_dir on a file system that all hosts share, or set checkpoint.local to true"
         yield failure("run_dir", f"{file.parent} is not the folder that rank 0 writes to", fix)
-    elif several:
-        yield ok("run_dir", "shared by all hosts")
 
 
 def check_missing(directory: pathlib.Path, size: int) -> Iterator[Check]:
@@ -115,10 +100,12 @@ def read_cores(launcher: int) -> dict[str, Any]:
     return facts
 
 
-def check_bindings(facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Check]:
-    """Check on every host that its ranks have enough cores, and that bindings leave none idle."""
-    for host in dict.fromkeys(map(hosts.key, facts.values())):
-        yield check_host(host[0], {rank: fact for rank, fact in facts.items() if hosts.key(fact) == host})
+def check_bindings(facts: Sequence[Mapping[str, Any]]) -> list[Check]:
+    """Check on every host that its ranks have enough cores, and that bindings leave none idle. facts: of each rank."""
+    by_host: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
+    for rank, fact in enumerate(facts):
+        by_host.setdefault(hosts.key(fact), {})[rank] = fact
+    return [check_host(host, ranks) for (host, _), ranks in by_host.items()]
 
 
 def check_host(host: str, facts: Mapping[int, Mapping[str, Any]]) -> Check:

@@ -9,7 +9,8 @@ from jaxdp.distributed import gpus
 from jaxdp.doctor.check import FAILURE, WARNING, Check, ok, warning
 from jaxdp.errors import suggest
 
-NAMES = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID", "LOCAL_RANK", "LOCAL_SIZE", "SECRET", "TIMEOUT", "FAULT")
+NAMES = ["COORDINATOR", "NUM_PROCESSES", "PROCESS_ID", "LOCAL_RANK", "LOCAL_SIZE", "SECRET", "TIMEOUT", "FAULT"]
+NAMES += ["RESTARTS", "SILENCE"]  # which jaxdp sets itself
 ON = r"\s*(1|true|t|yes|y|on)\s*"
 OFF = rf"(?!{ON}$).+"
 RANDOM = "makes random numbers depend on the devices"
@@ -32,8 +33,7 @@ SURPRISES = (
     Surprise("JAX_ENABLE_X64", ON, "doubles the size of numbers in scripts (a config decides for runs)"),
     Surprise("JAX_DEBUG_(NANS|INFS)", ON, "waits for every operation, and ends a run that would skip an update"),
     Surprise("JAX_DISABLE_JIT", ON, "compiles nothing: a run takes a hundred times as long"),
-    Surprise("JAX_NUMPY_DTYPE_PROMOTION", "strict", "makes Optax fail, which mixes dtypes"),
-    Surprise("JAX_NUMPY_RANK_PROMOTION", "raise", "makes libraries fail that broadcast"),
+    Surprise("JAX_NUMPY_(DTYPE|RANK)_PROMOTION", "strict|raise", "makes libraries fail, such as Optax"),
     Surprise("JAX_THREEFRY_PARTITIONABLE", OFF, RANDOM, FAILURE),
     Surprise("JAX_DEFAULT_PRNG_IMPL", r"(?!threefry2x32$).+", RANDOM, FAILURE),
     Surprise("JAX_ENABLE_COMPILATION_CACHE", OFF, "compiles everything again at each start"),

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
@@ -19,15 +18,11 @@ PLUGIN = re.compile(r"jax-(cuda\d+|rocm\d+)-(plugin|pjrt)")
 
 
 def check_versions() -> Iterator[Check]:
-    """Check Python and every package that jaxdp needs, directly or not, against the bounds of those that need it."""
+    """Check every package that jaxdp needs, directly or not, against the bounds of those that need it."""
     if installed(JAXDP) is None:
         yield warning(JAXDP, "not installed, so its requirements are not known", "pip install -e . in its source tree")
         return
-    python, needed = platform.python_version(), importlib.metadata.metadata(JAXDP)["Requires-Python"]
-    if SpecifierSet(needed).contains(python, prereleases=True):
-        yield ok("python", python)
-    else:
-        yield failure("python", f"{python}; jaxdp needs {needed}", "use another Python for this environment")
+    yield ok("python", platform.python_version())
     wrong = unmet(importlib.metadata.requires(JAXDP) or [])
     for name in dict.fromkeys([*PACKAGES, *wrong]):
         if name in wrong:
@@ -47,10 +42,11 @@ def unmet(requirements: list[str]) -> dict[str, tuple[str, str]]:
         plain = need.name + ",".join(sorted(map(str, need.specifier), reverse=True))
         if need.marker is not None and not need.marker.evaluate({"extra": extra}):
             continue
-        if version is None and "extra" not in str(need.marker):
-            wrong.setdefault(need.name, (f"not installed; {parent} needs {plain}", f"pip install '{plain}'"))
-        elif version is not None and not need.specifier.contains(version, prereleases=True):
-            wrong.setdefault(need.name, (f"{version}; {parent} needs {plain}", f"pip install -U '{plain}'"))
+        if version is None and "extra" in str(need.marker):
+            continue
+        if version is None or not need.specifier.contains(version, prereleases=True):
+            text = f"{version or 'not installed'}; {parent} needs {plain}"
+            wrong.setdefault(need.name, (text, f"pip install -U '{plain}'"))
         if version is not None and need.name not in seen:
             seen.add(need.name)
             queue += [(need.name, other) for other in importlib.metadata.requires(need.name) or []]
