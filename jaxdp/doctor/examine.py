@@ -46,34 +46,34 @@ class Stage(NamedTuple):
 
 def follow(command: list[str]) -> tuple[Stage, Check | None]:
     """Follow a process to its end: what it opens may block or kill it. Return its last stage, and how it failed."""
-    errors = tempfile.TemporaryFile()
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        close_fds=False,  # MPICH's mpirun talks to its ranks through a file descriptor that they inherit
-    )
-    stages = process.stdout
-    assert stages is not None
-    stage, how, rest = Stage("checks", 2 * LIMIT, [], 0, [hosts.hostname()]), "", b""
-    while stage.name and not how:
-        if not select.select([stages], [], [], stage.seconds)[0]:
-            process.kill()
-            how = f"no answer within {stage.seconds:g} s"
-        elif text := os.read(stages.fileno(), 1 << 16):  # not a whole line, for the rest of which it might wait
-            *lines, rest = (rest + text).split(b"\n")
-            for line in lines:
-                with contextlib.suppress(ValueError, TypeError):  # printed by a library
-                    name, seconds, checks, *job = json.loads(line)
-                    stage = Stage(name, seconds, [Check(*check) for check in checks], *job)
-        else:
-            code = process.wait()
-            how = f"killed by {signal.Signals(-code).name}" if code < 0 else SILENT
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(2.0)
-    with stages, errors:
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            close_fds=False,  # MPICH's mpirun talks to its ranks through a file descriptor that they inherit
+        )
+        stages = process.stdout
+        assert stages is not None
+        stage, how, rest = Stage("checks", 2 * LIMIT, [], 0, [hosts.hostname()]), "", b""
+        while stage.name and not how:
+            if not select.select([stages], [], [], stage.seconds)[0]:
+                process.kill()
+                how = f"no answer within {stage.seconds:g} s"
+            elif text := os.read(stages.fileno(), 1 << 16):  # not a whole line, for the rest of which it might wait
+                *lines, rest = (rest + text).split(b"\n")
+                for line in lines:
+                    with contextlib.suppress(ValueError, TypeError):  # printed by a library
+                        name, seconds, checks, *job = json.loads(line)
+                        stage = Stage(name, seconds, [Check(*check) for check in checks], *job)
+            else:
+                code = process.wait()
+                how = f"killed by {signal.Signals(-code).name}" if code < 0 else SILENT
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(2.0)
+        stages.close()
         errors.seek(0)
         printed = errors.read().decode(errors="replace")
     return stage, problem(stage.name, how, printed) if how else None

@@ -264,7 +264,8 @@ def test_a_check_that_raises_or_hangs_is_a_line():
 def test_how_the_process_that_joins_has_ended():
     stage, failed = examine.follow([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
     assert stage.name == failed.name == "checks" and failed.found == "killed by SIGKILL"
-    code = "import sys; print('noise'); print('[\"imports\", 9, [], 1, [\"a\", \"b\"]]', flush=True); sys.exit('jaxdp: x: do y')"
+    code = """import sys; print('noise'); print('["imports", 9, [], 1, ["a", "b"]]', flush=True)"""
+    code += "; sys.exit('jaxdp: x: do y')"
     stage, failed = examine.follow([sys.executable, "-c", code])
     assert (stage.name, stage.rank, failed.found, failed.fix) == ("imports", 1, "x", "do y")
     sleeper = 'import time; print(\'["devices", 0.1, [], 0, ["a"]]\', flush=True); time.sleep(60)'
