@@ -23,8 +23,9 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 # would fail later or disagree 24, sums of 16-bit gradients and batches without weight 13.
 # Then 89: survivors that are busy when the coordinator dies 30, joiners and hanging loaders that end alone 30, launch
 # 19, damaged files of a report 10. Then 130 that
-# turn a traceback, or a mistake without a message, into a line each. Then 105 less: a simpler doctor.
-BUDGET = {"package": 30_719, "file": 300, "function": 60, "one update": 700}  # lines
+# turn a traceback, or a mistake without a message, into a line each. Then 105 less for a simpler
+# doctor, and 18 for the start and the data sets of an evaluation.
+BUDGET = {"package": 30_737, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {
