@@ -84,7 +84,7 @@ def all_reduce() -> dict[str, Any]:
     import numpy as np
     from jax.sharding import NamedSharding, PartitionSpec
 
-    count, size = jax.device_count(), SMALL if jax.default_backend() == "cpu" else LARGE
+    count, size = jax.device_count(), SMALL if jax.devices()[0].platform == "cpu" else LARGE
     mesh, split = jax.make_mesh((count,), ("all",)), PartitionSpec("all")
     one = lambda index: np.full((1, size), index[0].start + 1, np.float32)
     x = jax.make_array_from_callback((count, size), NamedSharding(mesh, split), one)
