@@ -91,8 +91,7 @@ def operations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
 
 @contextlib.contextmanager
 def other_counts() -> Iterator[None]:
-    """Let JAX report another rank and other numbers of devices and processes, and the clock another time, also to
-    modules that have imported these functions by name."""
+    """Let JAX tell all modules another rank and other numbers of devices and processes, and the clock another time."""
 
     def told(real: Any) -> Any:
         other = lambda value: 2 * value if isinstance(value, list) else value + 3
