@@ -79,7 +79,7 @@ def rehearse(
     for name, dataset in parts.eval_sets.items():
         own = parts.evaluating(dataset)
         key = f"eval.also.{name}" if name else "eval.data"
-        rehearse_evaluation(config, own, make_the_step(config, own), state, dataset, key)
+        rehearse_evaluation(config, own, state, dataset, key)
         check_examples(own, state, False, dataset.read(probes(dataset)))
     counted = model_flops(grads, lambda: jax.make_jaxpr(step.evaluate)(view_of_one(state), batch, number))
     programs = {"the initial state": first, "the gradients": grads, "the update": update}
@@ -146,14 +146,12 @@ def in_words(tree: Any) -> str:
     return str(jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)).replace("'", "")
 
 
-def rehearse_evaluation(
-    config: Config, parts: Parts, step: Step, state: TrainState, dataset: Dataset, key: str
-) -> None:
+def rehearse_evaluation(config: Config, parts: Parts, state: TrainState, dataset: Dataset, key: str) -> None:
     """Trace the evaluation of a microbatch, if its examples have other shapes than those for training."""
     ours, others = shapes_of(parts.dataset), shapes_of(dataset)
     if ours == others:
         return
-    order = make_order(config, dataset, parts.sequential, shuffle=False)
+    step, order = make_the_step(config, parts), make_order(config, dataset, parts.sequential, shuffle=False)
     try:
         number = np.zeros(1, np.int32)
         jax.eval_shape(step.evaluate, view_of_one(state), read_batch(dataset, order, 0, number), number)

@@ -171,9 +171,9 @@ def make_sources(config: Config, parts: Parts, strategy: Strategy, step: Step) -
         resident = Resident(dataset, strategy) if config.data.on_device else None
         known = checked and (same or not train)
         check = functools.partial(check_examples, own, strategy.shapes, train) if known else None
-        evaluation = step._replace(evaluate=make_the_step(config, own).evaluate)
+        evaluation = lambda: strategy.compile(step._replace(evaluate=make_the_step(config, own).evaluate))
         shared = train or getattr(dataset, "transform", None) == first
-        program = None if shared else functools.cache(lambda: strategy.compile(evaluation))
+        program = None if shared else functools.cache(evaluation)
         return Source(dataset, order, config.data.workers, resident, check, program)
 
     training = source(parts.dataset, parts.order, True)
