@@ -87,6 +87,8 @@ def prepare_on_all_ranks(
     """
     set_jax(config)
     jax.devices()  # opening them waits for the other processes, so do it outside of `on_all_ranks`
+    if before is not None:
+        jax.eval_shape(before.make_state)  # traced while processes that have just joined prepare; JAX keeps it
     prepared = on_all_ranks(context, lambda: before or prepare(config, objects, context.size > 1))
     context.check_same("the run", prepared.facts)
     if context.size > 1:

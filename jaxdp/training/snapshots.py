@@ -103,7 +103,7 @@ class Snapshots:
         self._copies: Any = None
 
     def start(self, run: Run) -> None:
-        """Prepare for a run on new devices, and copy the state that it has recovered: it is split in another way."""
+        """Prepare for a run on new devices; copy the state that it has recovered, if that is split in another way."""
         self._pending, self._copies = None, Copies(run.strategy, run.checkpoints.context.hosts)
         self._taken.clear()
         if self._choose:  # a process that has just joined has not measured
@@ -112,9 +112,9 @@ class Snapshots:
             self.every = max(map(int, texts)) if self._measured else FIRST
         copies = (3 if self._copies.count else 2) - (self.newest is not None)
         self._enough_memory = enough_memory(run, copies * self._copies.size)
-        if self._enough_memory and run.origin.recovered is not None:
-            start = run.origin.start
-            self._begin(run, Progress(start, run.origin.recovered, evaluated=start if run.origin.evaluated else -1))
+        start, state, newest = run.origin.start, run.origin.recovered, self.newest
+        if self._enough_memory and state is not None and (self._copies.count or (newest and newest.slices)):
+            self._begin(run, Progress(start, state, evaluated=start if run.origin.evaluated else -1))
 
     def take(self, run: Run, progress: Progress) -> None:
         """Copy the state, if `every` updates have passed, or the run was rolled back."""
@@ -130,19 +130,17 @@ class Snapshots:
 
     def take_now(self, run: Run, progress: Progress) -> None:
         """Copy the state, and wait for the copy; without memory for it, save a checkpoint."""
-        if self._enough_memory:
-            if not self.audited:
-                self._begin(run, progress)
-            self.settle()
-        else:
+        if not self._enough_memory:
             save(run, progress)
             wait_for_checkpoint(run)
+        elif not self.audited:
+            self._begin(run, progress)
+        self.settle()
 
     def _begin(self, run: Run, progress: Progress) -> None:
         copied = self._copies.start(run.strategy.export(progress.state, padded=True))
-        meta = json.dumps(progress_metadata(run, progress))
-        offset = run.origin.offset
-        self._pending = Snapshot(progress.step, copied, meta, self._copies.dims, self._copies.count, offset)
+        meta, copies = json.dumps(progress_metadata(run, progress)), self._copies
+        self._pending = Snapshot(progress.step, copied, meta, copies.dims, copies.count, run.origin.offset)
 
     def settle(self) -> None:
         """Read the pending copy from the device; drop it if its update has failed."""
@@ -157,8 +155,7 @@ class Snapshots:
                 self.newest = newest.join(before)
                 return
             is_older = before is not None and before.step <= newest.step  # else the run was rolled back
-            self.previous = before if is_older and newest.slices else None
-            self.newest = newest
+            self.newest, self.previous = newest, before if is_older and newest.slices else None
 
     def drop_after(self, step: int) -> None:
         """Drop the snapshots of later updates."""
@@ -189,7 +186,11 @@ class Snapshots:
         self.newest, self.previous = found and found.snapshot, None
         if found is None:
             return None
-        leaves = assemble(shapes, found.snapshot.dims, receive(context, found, shapes))
+        parts: Any = receive(context, found, shapes)
+        if not found.snapshot.slices:  # one part, which this process keeps
+            self.newest = found.snapshot._replace(parts=dict(parts)).with_checksums()
+            parts = self.newest.parts.items()
+        leaves = assemble(shapes, found.snapshot.dims, parts)
         state = run.strategy.adopt(jax.tree.unflatten(structure, leaves))
         return found.snapshot.step, json.loads(found.snapshot.meta), state
 

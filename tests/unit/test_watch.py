@@ -132,7 +132,7 @@ def test_a_run_that_is_rolled_back_continues_to_take_snapshots(tmp_path):
     loop.fit(run)
     run.hooks.watch.stop()
     snapshots.settle()
-    assert len(compilations) == 2  # the first update, and the first one after the rollback
+    assert len(compilations) == 3  # the initial state, the first update, and the first one after the rollback
     assert snapshots.newest.step == 11 and json.loads(snapshots.newest.meta)["offset"] == 2
 
 
