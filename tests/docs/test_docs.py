@@ -39,7 +39,7 @@ def write_files(page, folder):
 
 def run(command, folder):
     words = shlex.split(command)
-    env = environment({}, 1) | {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    env = environment({"XLA_FLAGS": None}, 1) | {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     if words[0] == "jaxdp":
         words = [sys.executable, "-m", *words]
     elif words[0] == "mpirun":
@@ -166,7 +166,7 @@ def test_the_commands_of_a_page_run(page, place):
         write_files(page, folder)
     for name, text in PREPARED.get(page, {}).items():
         (folder / name).write_text(text)
-    env = environment({}, 1) | {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}"}
+    env = environment({"XLA_FLAGS": None}, 1) | {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}"}
     there = [f"jaxdp train --config configs/digits.yaml --run_dir {run}" for run in BEFORE.get(page, [])]
     for command in [Command(page, text) for text in there] + COMMANDS[page]:
         text = command.text
