@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxdp.audit.program import Probe
-from jaxdp.audit.votes import Groups, Verdict, judge, vote
+from jaxdp.audit.votes import Groups, Verdict, judge
 from jaxdp.core.state import Batch, TrainState
 from jaxdp.distributed import membership
 from jaxdp.distributed.context import SLOW
@@ -49,15 +49,14 @@ class Audit:
         step = self.last = progress.step
         if not self._titles:
             self._describe(run)
-        microbatch = int(np.random.default_rng(step).integers(self.probe.strategy.assignment.max() + 1))
         name = f"the audit after update {step}"
-        compute = lambda: run.hooks.watch.run_step(name, self.measure, run, progress.state, batch, microbatch)
+        compute = lambda: run.hooks.watch.run_step(name, self.measure, run, progress.state, batch)
         runs = [compute() for _ in range(2 if len(self._titles) == 1 else 1)]  # one device is compared in time
         state = len(self._groups)
         groups = [*self._groups, *[self._same_kind] * (len(runs[0][0]) - state)]
-        if vote(runs[0], groups).devices or (runs[0] != runs[-1]).any():
-            runs += [compute() for _ in range(AGAIN)]
         verdict = judge(runs, groups, state)
+        if verdict.devices:
+            verdict = judge([*runs, *(compute() for _ in range(AGAIN))], groups, state)
         if verdict.software:
             self.every = 0
             text = (
@@ -71,9 +70,9 @@ class Audit:
         else:
             self.passed = run.checkpoints.audited = step
 
-    def _measure(self, run: Run, state: TrainState, batch: Batch, microbatch: int) -> np.ndarray:
+    def _measure(self, run: Run, state: TrainState, batch: Batch) -> np.ndarray:
         """Return the fingerprints [device, leaf] of all processes."""
-        prints = self.probe.fingerprints(*self.probe.sample(state, batch, microbatch))
+        prints = self.probe.fingerprints(*self.probe.inputs(state), batch)
         shards = sorted(prints.addressable_shards, key=lambda s: s.index[0].start or 0)
         local = np.concatenate([np.asarray(s.data) for s in shards])
         damaged = run.hooks.snapshots is not None and run.hooks.snapshots.drop_damaged()

@@ -5,32 +5,26 @@ finalizer of MurmurHash3), and the results are summed, so every flipped bit chan
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import tree_flatten_with_path
 
 from jaxdp.audit.products import visit_products
-from jaxdp.core.state import Batch, TrainState, View
+from jaxdp.core.state import Batch, TrainState
 from jaxdp.core.step import Step
 from jaxdp.parallel.placement import of_device
 from jaxdp.parallel.strategy import Strategy
+from jaxdp.parallel.sums import order_of
 from jaxdp.split import fit, path_string
 
-Tree = Any
 SMALL = 1024  # elements
+ROW = 32  # words that are summed at once: XLA for CPUs fuses sums up to this size with what computes their inputs
 BITS: dict[int, Any] = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}  # of 8 bytes: two words
-
-
-class Sample(NamedTuple):
-    """The inputs of all devices, replicated: the view of the state with full parameters, and one microbatch."""
-
-    view: View
-    batch: Batch
-    slots: np.ndarray
 
 
 class Probe:
@@ -40,85 +34,75 @@ class Probe:
         self.strategy, self.step, self.ndim = strategy, step, ndim
         self.names: list[str] = []  # of the fingerprints: first those of the state
         self.axes = strategy.mesh.axis_names
-        self.full = NamedSharding(strategy.mesh, P())
-        self._replicate = jax.jit(self._unpadded, out_shardings=self.full)
-        self._select = jax.jit(self._select_microbatch, static_argnums=0)
-        self._compute = jax.jit(self._fingerprints)
+        shardings = jax.tree.map(lambda x: x.sharding, strategy.abstract(padded=True).replace(carry=None))
+        self.specs = jax.tree.map(lambda x: x.spec, shardings).replace(carry=P())
+        params = enumerate(jax.tree.leaves(shardings.params))
+        self.sharded = [i for i, sharding in params if not sharding.is_fully_replicated]
+        self._gather = jax.jit(self._unpadded, out_shardings=NamedSharding(strategy.mesh, P()))
+        self._compute = jax.jit(self._fingerprints, static_argnums=(0, 1))
 
-    def sample(self, state: TrainState, batch: Batch, microbatch: int) -> tuple[list[jax.Array], Sample]:
-        """Return (the leaves of the exported state, the inputs): gather parameters, broadcast the microbatch."""
+    def inputs(self, state: TrainState) -> tuple[TrainState, dict[int, jax.Array]]:
+        """Return the exported state, and full copies of those of its parameters that are sharded."""
         exported = self.strategy.export(state, padded=True)
-        leaves, structure = jax.tree.flatten(exported.params)
-        split = [i for i, x in enumerate(leaves) if not x.sharding.is_fully_replicated]
-        for i, x in (self._replicate({i: leaves[i] for i in split}) if split else {}).items():
-            leaves[i] = x
-        view = exported.view._replace(params=jax.tree.unflatten(structure, leaves), exponents=None)
-        if view.carry is not None:
-            view = view._replace(carry=jax.tree.map(lambda x: x[microbatch][None], view.carry))
-        ((device, slot),) = np.argwhere(self.strategy.assignment == microbatch)
-        key = next(key for key in self.ndim if key in batch)
-        dims = np.ndim(batch[key]) - self.ndim[key]  # before those of an example: device, update, slot
-        spec = lambda x: getattr(getattr(x, "sharding", None), "spec", P())
-        specs = tuple((name, spec(x)) for name, x in sorted(batch.items()))
-        chosen = self._select((dims, specs), batch, device, slot)
-        named = exported.replace(carry=None)
-        if not self.names:
-            self.names = [path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(named)[0]]
-        return jax.tree.leaves(named), Sample(view, chosen, np.full(1, microbatch, np.int32))
+        leaves = jax.tree.leaves(exported.params)
+        return exported, self._gather({i: leaves[i] for i in self.sharded}) if self.sharded else {}
 
-    def fingerprints(self, leaves: list[jax.Array], sample: Sample) -> jax.Array:
+    def fingerprints(
+        self, state: TrainState, full: dict[int, jax.Array], batch: Batch, alone: bool = False
+    ) -> jax.Array:
         """Return uint32[device, leaf], each row on its device: of the device's own state, and of its gradients.
 
-        No device waits for another.
+        All devices compute one microbatch, another one after each update. alone: each computes the first of its own
+        instead, and no device waits for another.
         """
-        return self._compute(leaves, sample)
+        key = next(key for key in self.ndim if key in batch)
+        dims = np.ndim(batch[key]) - self.ndim[key]  # before those of an example: device, update, local microbatch
+        spec = lambda x: getattr(getattr(x, "sharding", None), "spec", P())
+        specs = tuple((name, spec(x)) for name, x in sorted(batch.items()))
+        return self._compute((dims, specs), alone, state, full, batch)
 
     def _unpadded(self, leaves: dict[int, jax.Array]) -> dict[int, jax.Array]:
         shapes = jax.tree.leaves(self.strategy.shapes.params)
         return {i: fit(x, shapes[i].shape) for i, x in leaves.items()}
 
-    def _select_microbatch(self, form: tuple[int, tuple], batch: Batch, device: jax.Array, slot: jax.Array) -> Batch:
+    def _fingerprints(
+        self, form: tuple[int, tuple], alone: bool, state: TrainState, full: dict[int, jax.Array], batch: Batch
+    ) -> jax.Array:
         dims, specs = form
+        order, local = order_of(self.strategy.assignment), self.strategy.assignment.shape[1]
 
-        def select(batch: Batch, device: jax.Array, slot: jax.Array) -> Batch:
-            def one(x: jax.Array) -> jax.Array:
-                x = jax.lax.dynamic_slice_in_dim(x.reshape(-1, *x.shape[dims:]), slot, 1)
-                return of_device(x, self.axes, device)
+        def compute(state: TrainState, full: dict[int, jax.Array], batch: Batch) -> jax.Array:
+            number = jnp.int32(0) if alone else (fingerprint(state.step) % len(order)).astype(jnp.int32)
+            device, position = jnp.divmod(jnp.asarray(order, jnp.int32)[number], local)
 
-            return jax.tree.map(one, batch)
+            def select(x: jax.Array) -> jax.Array:
+                x = jax.lax.dynamic_slice_in_dim(x.reshape(-1, *x.shape[dims:]), position, 1)
+                return x if alone else of_device(x, self.axes, device)
 
-        return self._map(select, (dict(specs), P(), P()), P())(batch, device, slot)
-
-    def _fingerprints(self, leaves: list[jax.Array], sample: Sample) -> jax.Array:
-        def compute(leaves: list[jax.Array], sample: Sample) -> jax.Array:
-            sums, products = visit_products(self.step.grads, lambda number, x: (x, fingerprint(x)))(*sample)
+            leaves, structure = jax.tree.flatten(state.params)
+            params = jax.tree.unflatten(structure, [full.get(i, x) for i, x in enumerate(leaves)])
+            carry = jax.tree.map(lambda x: x[number][None], state.carry)
+            view = state.view._replace(params=params, carry=carry, exponents=None)
+            visit = visit_products(self.step.grads, lambda _, x: (x, fingerprint(x)))
+            sums, products = visit(view, jax.tree.map(select, batch), number[None])
             results = {"grads": sums.grads, "loss": sums.loss, "metrics": sums.metrics, "state": sums.model_state}
-            flat = jax.tree_util.tree_flatten_with_path(results)[0]
-            self.names[len(leaves) :] = [path_string(path) for path, _ in flat]
-            self.names += [f"product {i}" for i in range(len(products))]
-            return jnp.stack([*fingerprints([*leaves, *(x for _, x in flat)]), *products])[None]
+            flat = [x for tree in (state.replace(carry=None), results) for x in tree_flatten_with_path(tree)[0]]
+            self.names = [path_string(path) for path, _ in flat] + [f"product {i}" for i in range(len(products))]
+            return jnp.concatenate([fingerprints([x for _, x in flat]), jnp.array(products, jnp.uint32)])[None]
 
-        specs = [x.spec for x in self.shardings]
-        return self._map(compute, (specs, P()), P(self.axes))(leaves, sample)
-
-    @property
-    def shardings(self) -> list[NamedSharding]:
-        """Return the shardings of the state's leaves."""
-        return [x.sharding for x in jax.tree.leaves(self.strategy.abstract(padded=True).replace(carry=None))]
-
-    def _map(self, f: Any, in_specs: Any, out_specs: Any) -> Any:
-        return jax.shard_map(f, mesh=self.strategy.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        mesh, in_specs, out_specs = self.strategy.mesh, (self.specs, P(), dict(specs)), P(self.axes)
+        mapped = jax.shard_map(compute, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return mapped(state, full, batch)
 
 
-def fingerprints(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def fingerprints(arrays: Sequence[jax.Array]) -> jax.Array:
     """Return the fingerprint of each array; one operation makes those of small ones of the same shape."""
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(arrays):
         groups.setdefault((x.shape, x.dtype) if x.size <= SMALL else i, []).append(i)
-    prints: dict[int, jax.Array] = {}
-    for group in groups.values():
-        prints |= zip(group, jax.vmap(fingerprint)(jnp.stack([arrays[i] for i in group])))
-    return [prints[i] for i in range(len(arrays))]
+    several = lambda group: jax.vmap(fingerprint)(jnp.stack([arrays[i] for i in group]))
+    prints = [several(group) if len(group) > 1 else fingerprint(arrays[group[0]])[None] for group in groups.values()]
+    return jnp.concatenate(prints)[np.argsort(np.concatenate([*groups.values()]))]
 
 
 def fingerprint(x: jax.Array) -> jax.Array:
@@ -133,4 +117,6 @@ def fingerprint(x: jax.Array) -> jax.Array:
     words = words + jax.lax.iota(jnp.uint32, words.size) * np.uint32(0x9E3779B9)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         words = (words ^ words >> shift) * np.uint32(factor)
+    if words.size > ROW:
+        words = jnp.pad(words, (0, -words.size % ROW)).reshape(-1, ROW).sum(1, dtype=jnp.uint32)
     return words.sum(dtype=jnp.uint32)

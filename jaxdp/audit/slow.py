@@ -1,4 +1,4 @@
-"""Name the processes that compute slowly: each times the same microbatch alone, without collectives.
+"""Name the processes that compute slowly: each times a microbatch of its own, without collectives.
 
 A slow device delays all alike, so the time of an update does not show which one it is, but it shows when to measure:
 rank 0 watches it, and asks all processes to measure when it rises, and now and then without a rise.
@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from jaxdp.audit.program import Probe, Sample
-from jaxdp.core.state import Batch
+from jaxdp.audit.program import Probe
+from jaxdp.core.state import Batch, TrainState
 from jaxdp.distributed.context import SLOW
 from jaxdp.training.run import Progress, Run
 
@@ -66,7 +66,7 @@ class SlowDevices:
         """Measure all processes; name those that are slow, at the end of a round of measurements."""
         began = time.perf_counter()
         with run.hooks.watch.suspend_timeout("measures its devices"):
-            times, shares = self._measure(run, *self.probe.sample(progress.state, batch, 0))
+            times, shares = self._measure(run, progress.state, batch)
         factors = relative(times)
         if self.probe.strategy.devices[0].platform == "cpu":  # a time varies by some percent, this share by a tenth
             factors = [*map(max, factors, relative([1 / share for share in shares]))]
@@ -116,9 +116,10 @@ class SlowDevices:
         run.log.events.note("slow", step, rank=rank, factor=round(factor, 3), reason=text)
         run.log.writer.say(f"warning: {text}")
 
-    def _measure(self, run: Run, leaves: list[jax.Array], sample: Sample) -> tuple[list[float], list[float]]:
-        """Return (the seconds in which each process computes the sample, its share of CPU time meanwhile)."""
-        compute = lambda: jax.block_until_ready(self.probe.fingerprints(leaves, sample))
+    def _measure(self, run: Run, state: TrainState, batch: Batch) -> tuple[list[float], list[float]]:
+        """Return (the seconds in which each process computes a microbatch, its share of CPU time meanwhile)."""
+        inputs = self.probe.inputs(state)
+        compute = lambda: jax.block_until_ready(self.probe.fingerprints(*inputs, batch, alone=True))
         compute()
         run.checkpoints.context.barrier("measurement", SLOW)
         began, used = time.perf_counter(), time.process_time()
