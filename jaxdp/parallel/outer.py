@@ -20,6 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdp.axes import DATA, FLAT, OUTER, Axes
+from jaxdp.core import skip
 from jaxdp.core.average import average
 from jaxdp.core.frozen import merge
 from jaxdp.core.model_state import mean_state, weighted_state
@@ -158,7 +159,10 @@ class Replicas(PJit):
             number, replica, batch = piece
             numbers = replica_microbatches(self.of_replica, FLAT)
             numbers = jnp.where(numbers < 0, numbers, numbers + number * self.own)
-            return _, apply(replica, grads(replica.view, batch, numbers))
+            new, metrics = apply(replica, grads(replica.view, batch, numbers))
+            # without examples, as in a ragged last batch, it skips the update, but that is no fault
+            skipped = replica.guard.replace(skipped=new.guard.skipped)
+            return _, (new.replace(guard=skip.where(metrics["weight"] == 0, skipped, new.guard)), metrics)
 
         def update(state: TrainState, batch: Batch) -> Any:
             live, count = opaque_true(state.step), self.per_device

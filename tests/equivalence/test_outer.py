@@ -168,6 +168,17 @@ def test_a_counter_is_the_same_on_all_devices_after_one_replica_has_skipped_an_u
     assert [int(shard.data) for shard in state.model_state["calls"].addressable_shards] == [1] * 4
 
 
+def test_a_replica_without_examples_keeps_its_state_and_does_not_count_towards_a_halt():
+    examples = toys.data(BATCH + 3)  # the second batch has one example in each of the first three microbatches
+    strategy, program, batch = build(4, 5, optax.sgd(0.1), optax.sgd(1.0), examples)
+    state, _ = program.update(strategy.init(), batch(0))
+    before = jax.tree.map(np.array, state.opt_state.replicas)
+    after = program.update(state, batch(1))[0].opt_state.replicas
+    changed = jax.tree.map(lambda x, y: (x != y).reshape(4, -1).any(1), before.params, after.params)
+    assert np.any(jax.tree.leaves(changed), 0).tolist() == [True, True, False, False]
+    assert after.guard.skipped.tolist() == [0, 0, 1, 1] and after.guard.in_a_row.tolist() == [0] * 4
+
+
 def eqns(jaxpr, inside=False):
     """(equation, whether it is in a branch)"""
     for eqn in jaxpr.eqns:
