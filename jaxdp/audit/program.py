@@ -18,12 +18,12 @@ from jaxdp.audit.products import visit_products
 from jaxdp.core.state import Batch, TrainState
 from jaxdp.core.step import Step
 from jaxdp.parallel.placement import of_device
+from jaxdp.parallel.products import WINDOW
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.parallel.sums import order_of
 from jaxdp.split import fit, path_string
 
 SMALL = 1024  # elements
-ROW = 32  # words that are summed at once: XLA for CPUs fuses sums up to this size with what computes their inputs
 BITS: dict[int, Any] = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}  # of 8 bytes: two words
 
 
@@ -117,6 +117,6 @@ def fingerprint(x: jax.Array) -> jax.Array:
     words = words + jax.lax.iota(jnp.uint32, words.size) * np.uint32(0x9E3779B9)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         words = (words ^ words >> shift) * np.uint32(factor)
-    if words.size > ROW:
-        words = jnp.pad(words, (0, -words.size % ROW)).reshape(-1, ROW).sum(1, dtype=jnp.uint32)
+    if words.size > WINDOW:  # XLA on CPU fuses short sums with what computes their inputs
+        words = jnp.pad(words, (0, -words.size % WINDOW)).reshape(-1, WINDOW).sum(1, dtype=jnp.uint32)
     return words.sum(dtype=jnp.uint32)
