@@ -2,7 +2,7 @@
 
     python -m benchmarks.sweep [RUNS]
 
-Each way starts with an empty cache of compiled programs. The runs differ only in their seed, so they share the programs.
+Each way starts with an empty cache of compiled programs. The runs differ only in their seed, so all use the same.
 """
 
 import os
