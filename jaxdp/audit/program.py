@@ -52,8 +52,7 @@ class Probe:
         split = [i for i, x in enumerate(leaves) if not x.sharding.is_fully_replicated]
         for i, x in (self._replicate({i: leaves[i] for i in split}) if split else {}).items():
             leaves[i] = x
-        view = exported.view(self.step.seed)
-        view = view._replace(params=jax.tree.unflatten(structure, leaves), exponents=None)
+        view = exported.replace(params=jax.tree.unflatten(structure, leaves), exponents=None).view(self.step.seed)
         if view.carry is not None:
             view = view._replace(carry=jax.tree.map(lambda x: x[microbatch][None], view.carry))
         ((device, slot),) = np.argwhere(self.strategy.assignment == microbatch)

@@ -145,8 +145,7 @@ class PMap:
             live = self.arithmetic.live(state.step)
             params, gather = make_gather(state.params, self.slices, self.shapes.params, rule._replace(live=live))
             numbers, join = replica_microbatches(self.assignment, FLAT), joiner(self.assignment, FLAT)
-            view = state.view(seed)._replace(params=params)
-            return reduce(of_microbatches(view, batch, numbers, gather, join))
+            return reduce(of_microbatches(state.replace(params=params).view(seed), batch, numbers, gather, join))
 
         return device_sums
 
