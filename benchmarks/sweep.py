@@ -2,7 +2,7 @@
 
     python -m benchmarks.sweep [RUNS]
 
-Each way has an empty cache of compiled programs. Every run compiles its own, with its seed and rate as constants.
+Each way starts with an empty cache of compiled programs. The runs differ only in their seed, so all use the same.
 """
 
 import os

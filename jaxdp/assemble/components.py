@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.tree_util import Partial
 
 from jaxdp import environment, user_errors
 from jaxdp.assemble.data import facts_of, is_sequential, make_data, make_order, make_transform
@@ -129,16 +130,16 @@ def make_the_step(config: Config, parts: Parts, padded: bool = True) -> Step:
     return make_step(parts.forward._replace(remat=remat), rule, choose_accumulate(config), padded)
 
 
-def state_maker(config: Config, parts: Parts) -> Callable[[], TrainState]:
-    """Return a function that computes the state before the first update; JAX traces it once."""
+def state_maker(config: Config, parts: Parts) -> Partial:
+    """Return a function that computes the state before the first update, with its seed; JAX traces it once."""
     example, size = parts.dataset.read(np.zeros(1, np.int64)), parts.order.examples_per_microbatch
 
-    def make_state() -> TrainState:
+    def make_state(seed: jax.Array) -> TrainState:
         inputs = first_microbatch(example, size, parts.forward.transform)
-        return init_state(parts.forward, parts.rule, config.microbatches, inputs)
+        return init_state(parts.forward._replace(seed=seed), parts.rule, config.microbatches, inputs)
 
     make = remembering(make_state, parts.rule.trainable) if config.parallel.exact else make_state
-    return jax.jit(make, inline=True)
+    return Partial(jax.jit(make, inline=True), np.uint32(config.seed))
 
 
 def make_strategy(

@@ -89,7 +89,7 @@ def rehearse(
 def view_of_one(state: TrainState) -> View:
     """Return the shapes of a state's view for a program of one microbatch."""
     one = lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
-    return state.view._replace(carry=jax.tree.map(one, state.carry))
+    return state.view(np.uint32(0))._replace(carry=jax.tree.map(one, state.carry))
 
 
 def check_examples(parts: Parts, state: TrainState, train: bool, examples: Mapping[str, Any]) -> None:

@@ -82,7 +82,7 @@ class Probe:
             leaves, structure = jax.tree.flatten(state.params)
             params = jax.tree.unflatten(structure, [full.get(i, x) for i, x in enumerate(leaves)])
             carry = jax.tree.map(lambda x: x[number][None], state.carry)
-            view = state.view._replace(params=params, carry=carry, exponents=None)
+            view = state.view(self.step.seed)._replace(params=params, carry=carry, exponents=None)
             visit = visit_products(self.step.grads, lambda _, x: (x, fingerprint(x)))
             sums, products = visit(view, jax.tree.map(select, batch), number[None])
             results = {"grads": sums.grads, "loss": sums.loss, "metrics": sums.metrics, "state": sums.model_state}

@@ -41,7 +41,7 @@ class Microbatch(NamedTuple):
         the model saw it masked, BatchNorm would divide 0 by 0.
         """
         options, mask = self.options, batch["mask"]
-        key, augment_key = jax.random.split(microbatch_key(options.seed, self.view.step, number))
+        key, augment_key = jax.random.split(microbatch_key(self.view.seed, self.view.step, number))
         transform = options.transform if self.train else options.eval_transform
         if transform is not None:
             batch = transform(batch, augment_key, self.train)

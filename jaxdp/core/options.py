@@ -28,7 +28,7 @@ class Forward(NamedTuple):
     model: Model
     loss: LossFn
     policy: Policy = Policy()
-    seed: int = 0
+    seed: Any = 0
     remat: str = "none"
     loss_scaling: LossScaling | None = None
     transform: Transform | None = None

@@ -40,15 +40,15 @@ class TrainState(struct.PyTreeNode):
     guard: Guard = struct.field(default_factory=start_guard)
     exponents: jax.Array | None = None
 
-    @property
-    def view(self) -> "View":
+    def view(self, seed: Any) -> "View":
         scale = None if self.loss_scale is None else self.loss_scale.value
-        return View(self.step, self.params, self.model_state, scale, self.carry, self.exponents)
+        return View(seed, self.step, self.params, self.model_state, scale, self.carry, self.exponents)
 
 
 class View(NamedTuple):
     """The part of the state that a replica needs to compute its sums; loss_scale [] or None, carry[local, ...]."""
 
+    seed: Any
     step: jax.Array
     params: Tree
     model_state: Tree
@@ -83,7 +83,7 @@ def plain_join(tree: Tree) -> Tree:
     return tree
 
 
-def microbatch_key(seed: int, step: jax.Array, microbatch: jax.Array) -> jax.Array:
+def microbatch_key(seed: jax.Array, step: jax.Array, microbatch: jax.Array) -> jax.Array:
     """Return fold_in(fold_in(key(seed), step), microbatch): the key of everything random in one microbatch."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), microbatch)
 

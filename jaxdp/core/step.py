@@ -11,17 +11,17 @@ only three hooks into the step: `gather` gathers sharded parameters (and shapes 
 sharded. On one device, a strategy needs none.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jaxdp.core.average import with_average
 from jaxdp.core.carry import with_carry
 from jaxdp.core.microbatch import make_evaluate, make_grads
 from jaxdp.core.options import Forward, UpdateRule
-from jaxdp.core.state import Sums, TrainState, microbatch_key
+from jaxdp.core.state import Sums, TrainState
 from jaxdp.core.update import make_apply
 
 Tree = Any
@@ -29,13 +29,13 @@ Tree = Any
 
 class Step(NamedTuple):
     """trainable(tree like the parameters): the tree with None for frozen leaves, which is the structure of gradients.
-    microbatch_key(step, microbatch): its random key."""
+    seed: the root of all random keys. It is an argument of a strategy's programs, and reaches `grads` in the view."""
 
     grads: Callable[..., Sums]
     apply: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[..., Sums]
     trainable: Callable[[Tree], Tree]
-    microbatch_key: Callable[[jax.Array, jax.Array], jax.Array]
+    seed: np.uint32
 
 
 def make_step(forward: Forward, rule: UpdateRule, accumulate: str = "vmap", padded: bool = True) -> Step:
@@ -47,5 +47,4 @@ def make_step(forward: Forward, rule: UpdateRule, accumulate: str = "vmap", padd
     """
     apply = with_average(with_carry(make_apply(rule, forward.loss_scaling)), rule.ema_decay)
     grads = make_grads(forward, rule.trainable, accumulate, padded)
-    key = functools.partial(microbatch_key, forward.seed)
-    return Step(grads, apply, make_evaluate(forward, accumulate), rule.trainable, key)
+    return Step(grads, apply, make_evaluate(forward, accumulate), rule.trainable, np.uint32(forward.seed))

@@ -170,7 +170,7 @@ class Fitted:
             seen = batch if forward.eval_transform is None else forward.eval_transform(batch, jax.random.key(0), False)
             _, state = jax.eval_shape(forward.model.init, jax.random.key(0), forward.policy.inputs(seen))
             carry = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), split_carry(state)[1])
-            microbatch = Microbatch(forward, View(step, params, model_state), plain_gather)
+            microbatch = Microbatch(forward, View(forward.seed, step, params, model_state), plain_gather)
             return microbatch.forward(params, carry, batch, jnp.int32(0))[0]
 
         return run

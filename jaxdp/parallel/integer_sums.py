@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxdp.core.state import Batch, Gather, Join, Sums, TrainState, View
+from jaxdp.core.state import Batch, Gather, Join, Sums, TrainState, View, microbatch_key
 from jaxdp.errors import UsageError
 from jaxdp.parallel.fixed_point import (
     FORMATS,
@@ -95,14 +95,14 @@ def integers(name: str, bucket_mb: float = 25.0, safe: bool = False, group: int 
     return in_buckets(int(bucket_mb * 1e6), add_up, row_of)._replace(arithmetic=arithmetic, group=group)
 
 
-def remembering(make: Callable[[], TrainState], trainable: Callable[[Tree], Tree]) -> Callable[[], TrainState]:
+def remembering(make: Callable[..., TrainState], trainable: Callable[[Tree], Tree]) -> Callable[..., TrainState]:
     """Add an exponent for each gradient to the initial state: too small, so the first update determines it.
 
     The returned function raises UsageError if a parameter is complex.
     """
 
-    def make_state() -> TrainState:
-        state = make()
+    def make_state(*arguments: Any) -> TrainState:
+        state = make(*arguments)
         for path, x in jax.tree_util.tree_leaves_with_path(state.params):
             if jnp.issubdtype(x.dtype, jnp.complexfloating):
                 raise UsageError(COMPLEX.format(path_string(path), x.dtype))
@@ -131,7 +131,7 @@ def over_slots(
             def add(total: Part, piece: Tree) -> tuple[Part, Sums]:
                 sums, slot = compute(piece), piece[2][0]
                 real = lambda tree: jax.tree.map(lambda x: jnp.where(slot >= 0, x, jnp.zeros_like(x)), tree)
-                key = plan.microbatch_key(view.step, slot) if form.stochastic and plan.is_update else None
+                key = microbatch_key(view.seed, view.step, slot) if form.stochastic and plan.is_update else None
                 part = real(group_part(sums.grads, before.exponents, form, summands, key, live))
                 ints = jax.tree.map(jnp.add, total.ints, scatter_by_slot(plan, part.ints, form))
                 needed = jnp.maximum(total.needed, part.needed)

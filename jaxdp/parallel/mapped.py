@@ -16,8 +16,8 @@ VARIES = (True, False, True, False)  # for each part of the two arguments
 
 
 class Mapped:
-    """`pmap` of f(state, other). Every tree is passed as two tuples of leaves, those that vary between devices and
-    those that do not, because `pmap` over several processes needs hashable axes.
+    """`pmap` of f(seed, state, other) for one seed. Every tree is passed as two tuples of leaves, those that vary
+    between devices and those that do not, because `pmap` over several processes needs hashable axes.
 
     takes, gives: for each argument, and for the result, a tree (or prefix) of booleans: the leaf varies. donate: donate
     the first argument.
@@ -28,19 +28,18 @@ class Mapped:
     """
 
     def __init__(
-        self, f: Callable, takes: tuple[Any, Any], gives: Any, devices: list[jax.Device], donate: bool = False
+        self, f: Callable, seed: np.uint32, takes: Any, gives: Any, devices: list[jax.Device], donate: bool = False
     ):
         self.takes, self.gives = [Partition(varies) for varies in takes], Partition(gives)
 
-        def run(_: jax.Array, *parts: tuple) -> tuple[tuple, tuple]:
+        def run(seed: jax.Array, *parts: tuple) -> tuple[tuple, tuple]:
             first, second = self.takes
-            return self.gives.cut(f(first.join(*parts[:2]), second.join(*parts[2:])))
+            return self.gives.cut(f(seed, first.join(*parts[:2]), second.join(*parts[2:])))
 
         local = data_mesh([devices[i] for i in of_this_process(devices)])
         self.local = {varies: NamedSharding(local, P(DATA) if varies else P()) for varies in (True, False)}
         self.all = {varies: NamedSharding(data_mesh(devices), sharding.spec) for varies, sharding in self.local.items()}
-        anchor = np.zeros(local.size, bool)  # pmap needs at least one mapped argument
-        self.anchor = jax.device_put(anchor, self.local[True])
+        self.seed = jax.device_put(np.full(local.size, seed), self.local[True])  # on each device
         self.compiled: dict[Any, Any] = {}  # for each shape of the second argument
 
         # Over several processes, pmap uses all devices in JAX's order, which must be ours.
@@ -58,12 +57,12 @@ class Mapped:
     def __call__(self, *arguments: Any) -> Any:
         parts = self._cut(arguments)
         if jax.process_count() == 1:
-            return self.gives.join(*self.mapped(self.anchor, *parts))
+            return self.gives.join(*self.mapped(self.seed, *parts))
         shapes = tuple(x.shape for part in parts[2:] for x in part)
         if shapes not in self.compiled:
             self.compiled[shapes] = self._lower(parts).compile()
-            self.anchor = reshard(self.anchor, self.all[True])
-        return self.gives.join(*self.compiled[shapes](self.anchor, *map(self._to_global, parts, VARIES)))
+            self.seed = reshard(self.seed, self.all[True])
+        return self.gives.join(*self.compiled[shapes](self.seed, *map(self._to_global, parts, VARIES)))
 
     def _to_global(self, part: tuple, varies: bool) -> tuple:
         """Convert a part to global arrays; either all of its arrays are global already or none is."""
@@ -74,12 +73,12 @@ class Mapped:
     def _lower(self, parts: Sequence[tuple]) -> Any:
         """Lower for this process's arrays, as `pmap` requires."""
         to_local = lambda x, varies: x if x.is_fully_addressable else reshard(x, self.local[varies])
-        anchor = to_local(self.anchor, True)
-        return self.mapped.lower(anchor, *(tuple(to_local(x, v) for x in part) for part, v in zip(parts, VARIES)))
+        seed = to_local(self.seed, True)
+        return self.mapped.lower(seed, *(tuple(to_local(x, v) for x in part) for part, v in zip(parts, VARIES)))
 
     def lower(self, *arguments: Any) -> Any:
         parts = self._cut(arguments)
-        return self._lower(parts) if jax.process_count() > 1 else self.mapped.lower(self.anchor, *parts)
+        return self._lower(parts) if jax.process_count() > 1 else self.mapped.lower(self.seed, *parts)
 
     def _cut(self, arguments: Sequence[Any]) -> list[tuple]:
         return [part for parted, tree in zip(self.takes, arguments, strict=True) for part in parted.cut(tree)]

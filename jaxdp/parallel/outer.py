@@ -18,25 +18,20 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
 
 from jaxdp.axes import DATA, FLAT, OUTER, Axes
 from jaxdp.core import skip
 from jaxdp.core.average import average
 from jaxdp.core.frozen import merge
 from jaxdp.core.model_state import mean_state, weighted_state
-from jaxdp.core.state import Batch, Sums, TrainState
+from jaxdp.core.state import Batch, Sums, TrainState, microbatch_key
 from jaxdp.core.step import Step
 from jaxdp.errors import UsageError
 from jaxdp.parallel.gather import GatherRule, make_gather
 from jaxdp.parallel.layout import ZERO
 from jaxdp.parallel.pjit import PJit
-from jaxdp.parallel.placement import (
-    assign_microbatches,
-    of_this_process,
-    one_by_one,
-    ordered_devices,
-    sent_by_call,
-)
+from jaxdp.parallel.placement import assign_microbatches, of_this_process, ordered_devices, sent_by_call
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.rounding import opaque_true, scan_unfused
 from jaxdp.parallel.strategy import Program
@@ -104,7 +99,7 @@ class Replicas(PJit):
         self.by_call = sent_by_call(self.devices)
         self.full, self.split = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, P(ALL.all))
         self.split_steps = NamedSharding(self.mesh, P(None, ALL.all))
-        self.make = lambda: with_replicas(make(), rule)
+        self.make = Partial(lambda make: with_replicas(make(), rule), make)
         self.shapes = self.stored = jax.eval_shape(self.make)
         if self.shapes.carry is not None:
             raise UsageError(
@@ -123,12 +118,11 @@ class Replicas(PJit):
         all replicas at the last outer step: all processes halt at the same update."""
         state = jax.tree.map(lambda d: P() if d == WHOLE else P(OUTER), self.dims)
         over = functools.partial(jax.shard_map, mesh=self.mesh, check_vma=False)
-        update = over(self._update(step), in_specs=(state, P(ALL.all)), out_specs=(state, P()))
+        update = over(self._update(step), in_specs=(P(), state, P(ALL.all)), out_specs=(state, P()))
         evaluate = over(self._evaluate(step), in_specs=(P(), P(ALL.all)), out_specs=P())
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), state)
-        jitted = lambda f: jax.jit(f, donate_argnums=0, out_shardings=(shardings, self.full))
-        view = lambda state, batch: evaluate(state.view, batch)
-        return Program(jitted(update), jax.jit(view, out_shardings=self.full), jitted(one_by_one(update)))
+        evaluation = lambda seed, state, batch: evaluate(state.view(seed), batch)
+        return self._program(step, update, (shardings, self.full), evaluation, self.full)
 
     def _sums(self, step: Step, f: Callable[..., Sums], plan: ReductionPlan) -> Callable[..., Sums]:
         """Return (view, batch[microbatch, ...], numbers) -> sums of a function of the step over the plan's axes."""
@@ -149,35 +143,33 @@ class Replicas(PJit):
 
     def _update(self, step: Step) -> Callable[..., Any]:
         """Return an update on one device: of each of its replicas, and of what all share if that is due."""
-        plan = ReductionPlan(
-            self.reduction, self.of_replica, FLAT, dtype=self.reduce_dtype, microbatch_key=step.microbatch_key
-        )
+        plan = ReductionPlan(self.reduction, self.of_replica, FLAT, dtype=self.reduce_dtype, is_update=True)
         grads = self._sums(step, step.grads, plan)
         apply = self.arithmetic.finish(lambda s, sums: step.apply(s, sums, self.arithmetic.total(None, DATA, s.step)))
 
-        def one_replica(_: Any, piece: Any) -> Any:
+        def one_replica(seed: jax.Array, piece: Any) -> Any:
             number, replica, batch = piece
             numbers = replica_microbatches(self.of_replica, FLAT)
             numbers = jnp.where(numbers < 0, numbers, numbers + number * self.own)
-            new, metrics = apply(replica, grads(replica.view, batch, numbers))
+            new, metrics = apply(replica, grads(replica.view(seed), batch, numbers))
             # without examples, as in a ragged last batch, it skips the update, but that is no fault
             skipped = replica.guard.replace(skipped=new.guard.skipped)
-            return _, (new.replace(guard=skip.where(metrics["weight"] == 0, skipped, new.guard)), metrics)
+            return seed, (new.replace(guard=skip.where(metrics["weight"] == 0, skipped, new.guard)), metrics)
 
-        def update(state: TrainState, batch: Batch) -> Any:
+        def update(seed: jax.Array, state: TrainState, batch: Batch) -> Any:
             live, count = opaque_true(state.step), self.per_device
             numbers = jax.lax.axis_index(OUTER) * count + jnp.arange(count)
             batch = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
             pieces = numbers, state.opt_state.replicas, batch
-            like = jax.eval_shape(one_replica, (), jax.tree.map(lambda x: x[0], pieces))[1]
-            _, (replicas, metrics) = scan_unfused(one_replica, (), pieces, live, like)
+            like = jax.eval_shape(one_replica, seed, jax.tree.map(lambda x: x[0], pieces))[1]
+            _, (replicas, metrics) = scan_unfused(one_replica, seed, pieces, live, like)
             new = state.replace(step=state.step + 1, opt_state=state.opt_state._replace(replicas=replicas))
-            new = jax.lax.cond(new.step % self.rule.every == 0, self._outer_step(step), lambda s: s, new)
+            new = jax.lax.cond(new.step % self.rule.every == 0, self._outer_step(step, seed), lambda s: s, new)
             return new, {**jax.tree.map(lambda x: x[0], metrics), "halted": new.guard.halted}
 
         return update
 
-    def _outer_step(self, step: Step) -> Callable[[TrainState], TrainState]:
+    def _outer_step(self, step: Step, seed: jax.Array) -> Callable[[TrainState], TrainState]:
         """Return the outer update: the mean difference, the outer optimizer, and its result on all replicas."""
         number, trainable, decay = self.rule.replicas, step.trainable, self.rule.ema_decay
         reduction = self.rule.reduction
@@ -196,7 +188,7 @@ class Replicas(PJit):
             replicas = state.opt_state.replicas
             differences = jax.tree.map(lambda x, y: y[None] - x, trainable(replicas.params), trainable(state.params))
             numbers = jax.lax.axis_index(OUTER) * self.per_device + jnp.arange(self.per_device)
-            keys = jax.vmap(lambda n: jax.random.fold_in(step.microbatch_key(state.step, n), OUTER_KEY))(numbers)
+            keys = jax.vmap(lambda n: jax.random.fold_in(microbatch_key(seed, state.step, n), OUTER_KEY))(numbers)
             weigh = lambda new, _: weighted_state(floats(state.model_state), new, jnp.ones(()), jnp.bool_(True))
             states = jax.vmap(weigh)(floats(replicas.model_state), numbers)  # there may be no floats to map over
             sums = sum_over(differences, keys=keys), sum_over(states, keys=keys)

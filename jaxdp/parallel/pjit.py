@@ -32,7 +32,7 @@ from jaxdp.parallel.placement import (
     sent_by_call,
 )
 from jaxdp.parallel.reduction import Reduction
-from jaxdp.parallel.strategy import Program
+from jaxdp.parallel.strategy import Program, Seeded
 from jaxdp.parallel.sums import ReductionPlan, arithmetic, joiner, replica_microbatches
 from jaxdp.split import spec, split_dims
 
@@ -103,24 +103,28 @@ class PJit:
         grad_specs = full if grad_dims is None else self._specs(grad_dims)
         plan = ReductionPlan(self.reduction, self.assignment, self.axes)
         evaluation = self._summed(step, step.evaluate, plan, full)
-        plan = plan._replace(
-            dims=grad_dims, per_microbatch=self.split_grads, dtype=self.reduce_dtype, microbatch_key=step.microbatch_key
-        )
+        plan = plan._replace(dims=grad_dims, per_microbatch=self.split_grads, dtype=self.reduce_dtype, is_update=True)
         grads = self._summed(step, step.grads, plan, grad_specs)
         apply = self.arithmetic.finish(self._apply(step, grad_dims, grad_specs))
 
-        def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-            return apply(state, grads(state.view, batch))
+        def update(seed: jax.Array, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+            return apply(state, grads(state.view(seed), batch))
 
-        def evaluate(state: TrainState, batch: Batch) -> Sums:
-            return evaluation(state.view, batch)
+        def evaluate(seed: jax.Array, state: TrainState, batch: Batch) -> Sums:
+            return evaluation(state.view(seed), batch)
 
         shardings = jax.tree.map(lambda d: NamedSharding(self.mesh, spec(d, self.axes.shard)), self.dims)
         shardings = shardings.replace(carry=jax.tree.map(lambda _: self.split, self.shapes.carry))
         everywhere: Any = self.full
         sums = Sums(everywhere, everywhere, everywhere, everywhere, everywhere, self.split, everywhere)
-        jitted = lambda f: jax.jit(f, donate_argnums=0, out_shardings=(shardings, self.full))
-        return Program(jitted(update), jax.jit(evaluate, out_shardings=sums), jitted(one_by_one(update)))
+        return self._program(step, update, (shardings, self.full), evaluate, sums)
+
+    def _program(self, step: Step, update: Any, updated: Any, evaluate: Any, evaluated: Any) -> Program:
+        """Return the programs of functions (seed, state, batch) and the shardings of their results."""
+        seed = self.replicate({"seed": np.array(step.seed)})["seed"]
+        jitted = lambda f: Seeded(jax.jit(f, donate_argnums=1, out_shardings=updated), seed)
+        evaluation = Seeded(jax.jit(evaluate, out_shardings=evaluated), seed)
+        return Program(jitted(update), evaluation, jitted(one_by_one(update)))
 
     def _summed(self, step: Step, f: Callable[..., Sums], plan: ReductionPlan, grad_specs: Any) -> Any:
         """Return (view, batch) -> sums over all devices of a function of the step on each device's microbatches."""
@@ -143,7 +147,7 @@ class PJit:
             return reduce(of_microbatches(view._replace(params=params), batch, numbers, gather, join))
 
         over_devices = P(self.axes.all)
-        view = View(full, self._specs(self.dims.params), full, full, over_devices, full)
+        view = View(full, full, self._specs(self.dims.params), full, full, over_devices, full)
         sums = Sums(grad_specs, full, full, full, full, over_devices, full)
         return self._map(device_sums, (view, over_devices), sums)
 

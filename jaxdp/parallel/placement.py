@@ -1,5 +1,6 @@
 """Placement of devices in meshes, of microbatches on devices, and of the initial state."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
 
 from jaxdp.axes import DATA, FLAT, REPLICA, SHARD, Axes
 from jaxdp.core.state import Batch, TrainState
@@ -31,26 +33,27 @@ def make_state(
 ) -> TrainState:
     """Compute the initial state directly in its shardings, equal on all devices that store the same part.
 
+    make: a `Partial`; its arguments are those of the program, so that another seed uses the same program.
     live: of the reduction's arithmetic. If its bits must not depend on the layout, every device computes full leaves
     before it keeps its slices: the partitioner would divide sums (such as the norm that scales a matrix) over devices.
     Leaves are padded to the shapes in `abstract`.
     """
 
-    def full(step: jax.Array) -> TrainState:
+    def full(step: jax.Array, make: Partial) -> TrainState:
         if live(step) is None:
             return fit_trees(make(), abstract)
         # with the barriers inside: the partitioner would move its slicing in front of a barrier outside
-        made = jax.shard_map(unfused, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(step)
+        made = jax.shard_map(unfused, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(step, make)
         return fit_trees(made, abstract)
 
-    def unfused(step: jax.Array) -> TrainState:
+    def unfused(step: jax.Array, make: Partial) -> TrainState:
         """Return the full state; leaf by leaf, so that not all full leaves are in memory at once."""
         ones = live(step)
         assert ones is not None
         barrier = lambda x: fusion_barrier(x, ones) if jnp.issubdtype(x.dtype, jnp.floating) else x
         return jax.tree.map(barrier, make())
 
-    state = jax.jit(full, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(np.int32(0))
+    state = jax.jit(full, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(np.int32(0), make)
     return from_first(state, mesh, dims, axes) if jax.process_count() > 1 else state
 
 
@@ -121,10 +124,10 @@ def data_mesh(devices: Sequence[jax.Device], group: int | None = None) -> Mesh:
 
 
 def one_by_one(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Scan an update: return a function (state, batches[step, ...]) -> (state, metrics[step])."""
+    """Scan an update: return a function (seed, state, batches[step, ...]) -> (state, metrics[step])."""
 
-    def updates(state: TrainState, batches: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        return jax.lax.scan(update, state, batches)
+    def updates(seed: jax.Array, state: TrainState, batches: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        return jax.lax.scan(functools.partial(update, seed), state, batches)
 
     return updates
 

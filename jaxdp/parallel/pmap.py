@@ -122,32 +122,30 @@ class PMap:
         grad_dims = step.trainable(self.slices) if self.layout.opt_state else None
         plan = ReductionPlan(self.reduction, self.assignment, FLAT)
         evaluate = self._summed(step, step.evaluate, plan)
-        grads = self._summed(
-            step, step.grads, plan._replace(dims=grad_dims, dtype=self.reduce_dtype, microbatch_key=step.microbatch_key)
-        )
+        grads = self._summed(step, step.grads, plan._replace(dims=grad_dims, dtype=self.reduce_dtype, is_update=True))
         apply = arithmetic.finish(self._apply(step, grad_dims))
 
-        def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-            return apply(state, grads(state, batch))
+        def update(seed: jax.Array, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+            return apply(state, grads(seed, state, batch))
 
         varies = jax.tree.map(lambda d: d != WHOLE, self.dims).replace(carry=True)
         yes: Any = True
         no: Any = False
         evaluated = Sums(no, no, no, no, no, yes, no)
-        mapped = lambda f: Mapped(f, (varies, True), (varies, False), self.devices, donate=True)
-        evaluation = Mapped(evaluate, (varies, True), evaluated, self.devices)
+        mapped = lambda f: Mapped(f, step.seed, (varies, True), (varies, False), self.devices, donate=True)
+        evaluation = Mapped(evaluate, step.seed, (varies, True), evaluated, self.devices)
         return Program(mapped(update), evaluation, mapped(one_by_one(update)))
 
-    def _summed(self, step: Step, f: Callable[..., Sums], plan: ReductionPlan) -> Callable[[TrainState, Batch], Sums]:
-        """Return (state, batch) -> sums over all devices of a function of the step on each device's microbatches."""
+    def _summed(self, step: Step, f: Callable[..., Sums], plan: ReductionPlan) -> Callable[..., Sums]:
+        """Return (seed, state, batch) -> sums over all devices of a step's function on each device's microbatches."""
         of_microbatches, reduce = self.arithmetic.over_microbatches(f, plan)
         rule = GatherRule(self.reduction, FLAT, self.blocks, step.trainable)
 
-        def device_sums(state: TrainState, batch: Batch) -> Sums:
+        def device_sums(seed: jax.Array, state: TrainState, batch: Batch) -> Sums:
             live = self.arithmetic.live(state.step)
             params, gather = make_gather(state.params, self.slices, self.shapes.params, rule._replace(live=live))
             numbers, join = replica_microbatches(self.assignment, FLAT), joiner(self.assignment, FLAT)
-            return reduce(of_microbatches(state.view._replace(params=params), batch, numbers, gather, join))
+            return reduce(of_microbatches(state.replace(params=params).view(seed), batch, numbers, gather, join))
 
         return device_sums
 

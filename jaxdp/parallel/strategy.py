@@ -1,5 +1,6 @@
 """A data-parallel strategy: the placement of the state, and the one reduction between `grads` and `apply`."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -12,6 +13,13 @@ from jaxdp.core.step import Step
 from jaxdp.parallel.layout import Share
 
 Update = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+
+
+class Seeded(functools.partial):
+    """A program and its first argument, the seed: runs that differ only in the seed share the compiled program."""
+
+    def lower(self, state: TrainState, batch: Batch) -> Any:
+        return self.func.lower(*self.args, state, batch)  # type: ignore[attr-defined]
 
 
 class Program(NamedTuple):

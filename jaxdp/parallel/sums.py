@@ -23,8 +23,8 @@ class ReductionPlan(NamedTuple):
 
     assignment[device, local]: the numbers of the microbatches of each device, -1 for none. dims: the dim along which
     each gradient is returned as this device's slice; None: all replicated. per_microbatch: sharded gradients are summed
-    over the devices after each microbatch. dtype: of the gradient all-reduce, None for their own.
-    microbatch_key: that of the step, for a random reduction; None for an evaluation, which has no gradients.
+    over the devices after each microbatch. dtype: of the gradient all-reduce, None for their own. is_update: False for
+    an evaluation, which has no gradients.
     """
 
     reduction: Reduction
@@ -33,11 +33,7 @@ class ReductionPlan(NamedTuple):
     dims: Any = None
     per_microbatch: bool = False
     dtype: Any = None
-    microbatch_key: Any = None
-
-    @property
-    def is_update(self) -> bool:
-        return self.microbatch_key is not None
+    is_update: bool = False
 
 
 class Arithmetic(NamedTuple):

@@ -90,7 +90,7 @@ def test_every_strategy_agrees_with_jit_of_apply_and_grads_on_one_device(row):
             model, examples, optimizer="momentum", dtype="float64", **{k: v for k, v in row.items() if k != "model"}
         )
         state, slots = jax.tree.map(jnp.asarray, first), jnp.arange(8)
-        update = jax.jit(lambda state, batch: step.apply(state, step.grads(state.view, batch, slots)))
+        update = jax.jit(lambda state, batch: step.apply(state, step.grads(state.view(0), batch, slots)))
         for i in range(10):
             state, _ = update(state, read_batch(dataset, cursor, i, np.arange(8)))
         error, where = toys.relative_error(
@@ -170,5 +170,5 @@ def test_gradients_are_computed_without_implicit_promotion(model):
         step, state = make_step(forward, rule), init_state(forward, rule, 8, {k: v[:3] for k, v in examples.items()})
         batch = read_batch(Arrays(**examples), EpochOrder(53, 20, 8, 0), 0, np.arange(8))
         with jax.numpy_dtype_promotion("strict"):
-            sums = jax.eval_shape(step.grads, state.view, batch, jnp.arange(8))
+            sums = jax.eval_shape(step.grads, state.view(np.uint32(0)), batch, jnp.arange(8))
         assert {x.dtype.name for x in jax.tree.leaves(sums)} == {"float32"}

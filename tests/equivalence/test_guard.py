@@ -406,7 +406,7 @@ def test_the_config_makes_the_guard():
     state = jax.jit(make)()
     assert state.guard.level is not None
     batch = read_batch(parts.dataset, parts.order, 0, np.arange(8))
-    sums = jax.eval_shape(step.grads, state.view, batch, jnp.arange(8))
+    sums = jax.eval_shape(step.grads, state.view(np.uint32(0)), batch, jnp.arange(8))
     broken = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), sums)
     for halted in (0, NONFINITE, NONFINITE):
         state, metrics = apply(state, broken)

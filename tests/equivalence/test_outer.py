@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.tree_util import Partial
 
 import toys
 from cli_runs import ended, jaxdp, records, write
@@ -43,7 +44,7 @@ def build(
     first = {k: v[: order.examples_per_microbatch] for k, v in examples.items()}
     example = {"mask": np.ones(order.examples_per_microbatch, bool), **first}
     strategy = Replicas(
-        lambda: init_state(forward, rule, MICROBATCHES, example),
+        Partial(lambda: init_state(forward, rule, MICROBATCHES, example)),
         MICROBATCHES,
         make_reduction(reduction),
         OuterRule(replicas, every, outer, make_reduction(between or reduction), step.trainable, ema_decay=ema),

@@ -4,6 +4,7 @@ import hashlib
 
 import jax
 import optax
+from jax.tree_util import Partial
 
 import toys
 from jaxdp.checkpoint.digest import host as host_array
@@ -23,7 +24,7 @@ def strategy(way, devices, model, scaling=None):
     examples = toys.data(24)
     forward = Forward(model, SoftmaxCrossEntropy(), loss_scaling=scaling)
     rule = UpdateRule(optax.adam(1e-2), ema_decay=0.9)
-    make = lambda: init_state(forward, rule, 8, {k: v[:3] for k, v in examples.items()})
+    make = Partial(lambda: init_state(forward, rule, 8, {k: v[:3] for k, v in examples.items()}))
     return STRATEGIES[backend](make, 8, make_reduction("xla"), None, jax.devices()[:devices], Sharding(zero))
 
 

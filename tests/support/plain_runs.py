@@ -2,6 +2,7 @@
 
 import jax
 import optax
+from jax.tree_util import Partial
 
 import toys
 from jaxdp.checkpoint.store import Checkpoints
@@ -42,7 +43,7 @@ def make_run(
     tx = optax.adam(1e-2)
     cursor = EpochOrder(60, 20, 8, 0)
     forward, rule = Forward(model, loss or SoftmaxCrossEntropy()), UpdateRule(tx, spike=spike, **(step or {}))
-    make = lambda: init_state(forward, rule, 8, {k: v[:3] for k, v in examples.items()})
+    make = Partial(lambda: init_state(forward, rule, 8, {k: v[:3] for k, v in examples.items()}))
     sets = {}
     if held_out is not None:
         sets[""] = Source(Arrays(**held_out), EpochOrder(len(held_out["labels"]), 20, 8, 0, shuffle=False))

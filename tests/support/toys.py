@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.tree_util import Partial
 
 from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.state import init_state
@@ -235,10 +236,10 @@ def build(
         cursor = EpochOrder(len(dataset), batch_size, microbatches, 0, shuffle=False)
     places = cursor.examples_per_microbatch
     example = {"mask": np.ones(places, bool), **{k: v[:places] for k, v in examples.items()}}
-    first = lambda: init_state(forward, rule, microbatches, example)
+    first = lambda seed: init_state(forward._replace(seed=seed), rule, microbatches, example)
     make = remembering(first, step.trainable) if reduction in FORMATS else first
     strategy = STRATEGIES[backend](
-        make,
+        Partial(make, np.uint32(forward.seed)),
         microbatches,
         make_reduction(reduction, bucket_mb, group),
         reduce_dtype,

@@ -91,11 +91,11 @@ def test_a_microbatch_of_padding_changes_nothing(model, accumulate):
     )
     batch = read_batch(Arrays(**examples), EpochOrder(6, 6, 4, 0, shuffle=False), 0, np.array([0, 1, 2, 3, -1, -1]))
     grads = jax.jit(step.grads)
-    with_padding = grads(state.view, batch, jnp.array([0, 1, 2, 3, 5, -1]))
-    without = grads(state.view, {k: v[:4] for k, v in batch.items()}, jnp.arange(4))
+    with_padding = grads(state.view(0), batch, jnp.array([0, 1, 2, 3, 5, -1]))
+    without = grads(state.view(0), {k: v[:4] for k, v in batch.items()}, jnp.arange(4))
     assert int(with_padding.weight) == int(without.weight) == 6
     assert toys.relative_error(with_padding, without)[0] < 1e-6
-    nothing = grads(state.view, {k: v[4:] for k, v in batch.items()}, jnp.array([5, -1]))
+    nothing = grads(state.view(0), {k: v[4:] for k, v in batch.items()}, jnp.array([5, -1]))
     assert all(float(jnp.abs(x).max()) == 0 for x in jax.tree.leaves(nothing))
 
 
@@ -288,7 +288,7 @@ def test_clipping_is_of_the_global_norm_of_the_mean_gradient():
     updates = {}
     for clip in (None, 1e-3, 1e3):
         step = make_step(forward, UpdateRule(optax.sgd(1.0), clip))
-        sums = step.grads(state.view, batch, jnp.arange(8))
+        sums = step.grads(state.view(0), batch, jnp.arange(8))
         new, metrics = step.apply(state, sums)
         updates[clip] = optax.tree.norm(jax.tree.map(jnp.subtract, new.params, state.params))
         norm = optax.tree.norm(jax.tree.map(lambda g, w=sums.weight: g / w, sums.grads))
@@ -345,3 +345,35 @@ def test_synchronized_batchnorm_sees_all_devices():
     whole = one.model_state["blocks"]["0"]["norm"]
     assert toys.relative_error(states[True], whole)[0] < 1e-12
     assert toys.relative_error(states[False], whole)[0] > 1e-3
+
+
+@pytest.mark.parametrize(
+    "row", [("pmap", 1, "xla", 0), pytest.param(("pjit", 2, "exact8", 3), marks=pytest.mark.slow)], ids=str
+)
+def test_runs_that_differ_only_in_their_seed_share_their_programs(row, tmp_path):
+    settings = dict(zip(("backend", "devices", "reduction"), row)) | {"layout": {"zero": row[-1]}}
+    programs, initial = [], []
+    for seed in (0, 1):
+        strategy, step, batch = toys.build(toys.MODELS["dropout"](), toys.data(), seed=seed, **settings)
+        jax.config.update("jax_dump_ir_to", str(tmp_path / str(seed)))  # of what is compiled
+        try:
+            state = strategy.init()
+        finally:
+            jax.config.update("jax_dump_ir_to", None)
+        initial.append(jax.device_get(strategy.export(state).params))
+        (file,) = (tmp_path / str(seed)).glob("*_jit_full_compile.mlir")
+        program = strategy.compile(step)
+        lowered = program.lowered(state, batch(0))["update"], program.evaluate.lower(state, batch(0))
+        programs.append([file.read_text(), *(part.as_text() for part in lowered)])
+    assert programs[0] == programs[1]
+    assert toys.relative_error(*initial)[0] > 0.1
+
+
+def test_the_seed_decides_what_dropout_drops():
+    examples, forward = toys.data(8), Forward(toys.MODELS["dropout"](), SoftmaxCrossEntropy())
+    step = make_step(forward, UpdateRule(optax.sgd(0.1)))
+    state = init_state(forward, UpdateRule(optax.sgd(0.1)), 8, {k: v[:1] for k, v in examples.items()})
+    batch = read_batch(Arrays(**examples), EpochOrder(8, 8, 8, 0, shuffle=False), 0, np.arange(8))
+    grads = jax.jit(step.grads)
+    losses = [float(grads(state.view(np.uint32(seed)), batch, np.arange(8)).loss) for seed in (0, 0, 1, 2**32 - 1)]
+    assert losses[0] == losses[1] and len({*losses}) == 3
