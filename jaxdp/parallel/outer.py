@@ -196,7 +196,8 @@ class Replicas(PJit):
             model_state = merge(averages, jax.tree.map(first_of_all, replicas.model_state))
             spread = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (self.per_device, *x.shape)), tree)
             replicas = replicas.replace(params=spread(params), model_state=spread(model_state))
-            guard = jax.tree.map(lambda x: jax.lax.pmax(x.max(0), OUTER), replicas.guard)
+            halted = lambda x: jnp.where(replicas.guard.halted > 0, x, jnp.zeros_like(x))
+            guard = jax.tree.map(lambda x: jax.lax.pmax(halted(x).max(0), OUTER), replicas.guard)
             shared = {"params": params, "model_state": model_state, "ema": ema}
             return state.replace(**shared, guard=guard, opt_state=Local(replicas, outer))
 

@@ -51,9 +51,9 @@ class Callbacks:
                 continue
             try:
                 method(*args)
-            except StopTraining:
-                raise
             except Exception as error:
+                if isinstance(error, StopTraining) and point == "on_eval":
+                    raise
                 name = f"{type(callback).__module__}.{type(callback).__qualname__}.{point}"
                 raise RunFailed(f"callbacks: {name} raised {type(error).__name__}: {error}") from error
 

@@ -84,6 +84,15 @@ def test_an_error_names_its_callback():
         fit(Failing(1))
 
 
+def test_only_an_evaluation_ends_training_early():
+    class Stopping:
+        def on_update(self, step, metrics):
+            raise StopTraining("enough")
+
+    with pytest.raises(RunFailed, match=r"Stopping\.on_update raised StopTraining: enough"):
+        Callbacks([Stopping()]).on_update([1], {})
+
+
 @pytest.mark.slow
 def test_early_stopping_ends_a_run_and_a_second_start_does_nothing(tmp_path, capsys):
     stopping = EarlyStopping("accuracy", patience=2, min_delta=10.0)  # nothing improves by so much

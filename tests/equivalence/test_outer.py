@@ -315,15 +315,32 @@ def test_the_bits_are_the_same_in_several_processes(tmp_path, number, backend):
     assert records(tmp_path / "run", "final")[0]["params_sha256"] == digest(tmp_path, run="one")
 
 
+def with_inputs(tmp_path, bad):
+    """Return the arguments of a run with 2 replicas, whose update u reads example 4 r + u in row r, the replica's of
+    rows 0 to 3 or 4 to 7. bad[example]: its inputs are not finite."""
+    inputs = np.where(bad[:, None], np.nan, np.ones((32, 4))).astype(np.float32)
+    np.savez(tmp_path / "data.npz", inputs=inputs, labels=np.arange(32) % 3)
+    data = f"data: {{target: Npz, args: {{path: {tmp_path / 'data.npz'}, test_fraction: 0}}, order: sequential}}"
+    text = CONFIG.replace("data: {target: Digits, args: {augment: true}}", data).replace("replicas: 4", "replicas: 2")
+    return ["--config", write(tmp_path, text), "--run_dir", tmp_path / "run", "--batch_size", "8", *FLOATS]
+
+
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_all_processes_halt_together_if_one_replica_does(tmp_path):
     """The losses that each process sees are those of its own replicas."""
-    of_second = np.arange(32) // 4 % 8 >= 4  # with this order, examples of microbatches 4 to 7
-    inputs = np.where(of_second[:, None], np.nan, np.ones((32, 4))).astype(np.float32)
-    np.savez(tmp_path / "data.npz", inputs=inputs, labels=np.arange(32) % 3)
-    data = f"data: {{target: Npz, args: {{path: {tmp_path / 'data.npz'}, test_fraction: 0}}, order: sequential}}"
-    text = CONFIG.replace("data: {target: Digits, args: {augment: true}}", data).replace("replicas: 4", "replicas: 2")
-    argv = ["--config", write(tmp_path, text), "--run_dir", tmp_path / "run", "--batch_size", "8", *FLOATS]
+    argv = with_inputs(tmp_path, np.arange(32) // 4 >= 4)
     done = mpirun(2, ["train.py", *map(str, argv), "--nonfinite.max_consecutive", "1"], timeout=120)
     assert done.returncode == 1 and "updates 1 to 1 were not finite" in done.output, done.output
+
+
+@pytest.mark.slow
+def test_a_checkpoint_between_two_outer_steps_with_a_halted_replica_is_not_used(tmp_path):
+    """Rows 4 to 7 are bad in updates 1 and 2, row 0 in update 4: only the second replica halts."""
+    row, update = np.divmod(np.arange(32), 4)
+    argv = with_inputs(tmp_path, (row >= 4) & (update < 2) | (row == 0) & (update == 3))
+    argv += ["--outer.every", "4", "--checkpoint.every", "3", "--nonfinite.max_consecutive", "2"]
+    for _ in range(2):  # the second start would resume from the checkpoint
+        done = ended("train", *argv, code=1)
+        assert "updates 1 to 2 were not finite, 2 in a row" in done.stderr and "there is no checkpoint" in done.stderr
+        assert "checkpoint 3 has a replica that halted at update 2; set aside as 3.halted" in done.stdout
