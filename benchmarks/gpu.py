@@ -227,7 +227,8 @@ set_jax(config)
 parts = make_parts(config)
 step, state = make_the_step(config, parts), jax.eval_shape(state_maker(config, parts))
 batch = read_batch(parts.dataset, parts.order, 0, np.arange(config.microbatches))
-print(count_flops(jax.make_jaxpr(lambda s, b: step.grads(s.view, b, np.arange(config.microbatches)))(state, batch)))
+grads = lambda s, b: step.grads(s.view(step.seed), b, np.arange(config.microbatches))
+print(count_flops(jax.make_jaxpr(grads)(state, batch)))
 """
     command = [sys.executable, "-c", program, "--config", str(ROOT / words[0]), *words[1:]]
     return int(printed(bench, command, {"JAX_PLATFORMS": "cpu"}).split()[-1])
