@@ -188,7 +188,7 @@ def finish(run: Run, program: Program, progress: Progress, stopped: str | None =
     stopped: why a callback ended training.
     """
     final: Record = {"step": progress.step, "split": "final"}
-    if run.origin.start < progress.step:  # else nothing has changed since the restore
+    if progress.step > run.origin.start or run.origin.recovered is not None:  # else it is restored from a checkpoint
         save(run, progress)
     if run.data.eval and stopped is None:
         final |= evaluate_and_record(run, program, progress)[0]

@@ -58,7 +58,7 @@ def roll_back(run: Run, progress: Progress) -> tuple[Run, Progress]:
     run.log.writer.rewind(step)
     run.log.events.note("rolled_back", last, to=step, reason="a spike of the loss")
     run.log.writer.say(f"the loss of update {last} is a spike: back to step {step}, continuing with the data after it")
-    run = run.replace(start=step, offset=offset + last - step, rollbacks=rollbacks + 1)
+    run = run.replace(start=step, offset=offset + last - step, rollbacks=rollbacks + 1, recovered=None)
     return run, Progress(step, state, evaluated=step)
 
 

@@ -32,7 +32,7 @@ def progress_metadata(run: Run, progress: Progress) -> Record:
 
 def save_preempted(run: Run, progress: Progress, stop: Stopped) -> None:
     """Save the latest state, so that the next job resumes from it."""
-    if progress.step > run.origin.start:
+    if progress.step > run.origin.start or run.origin.recovered is not None:
         save(run, progress)
     wait_for_checkpoint(run)
     last = run.checkpoints.last

@@ -203,7 +203,7 @@ def test_the_average_is_the_formula_and_what_is_evaluated(layout):
             make_step(Forward(toys.MODELS["blocks"](), SoftmaxCrossEntropy()), UpdateRule(optax.sgd(0.1))).evaluate
         )
         one, _, rows = toys.build(toys.MODELS["blocks"](), toys.data(dtype="float64"), dtype="float64")
-        view = one.init().view._replace(params=jax.tree.map(jnp.asarray, want))
+        view = one.init().view(0)._replace(params=jax.tree.map(jnp.asarray, want))
         whole = judge(view, {k: x[0] for k, x in rows(1).items()}, jnp.arange(8))
         got = program.evaluate(strategy.averaged(state), batch(1))
         own = program.evaluate(state, batch(1))

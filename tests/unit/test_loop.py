@@ -1,5 +1,6 @@
 """The loop from plain objects, without a config: evaluation, faults of a reader, resuming with carried state."""
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -18,7 +19,7 @@ from jaxdp.data.base import Arrays
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.metrics.jsonl import JsonLines, read
-from jaxdp.supervise.monitor import Monitor
+from jaxdp.supervise.monitor import Monitor, Stopped
 from jaxdp.training import loop
 from jaxdp.training.lookback import BEHIND, EXAMINED
 from plain_runs import Kept, make_run
@@ -172,6 +173,21 @@ def test_counters_that_depend_on_the_examples_end_the_run(tmp_path):
     with pytest.raises(RunFailed, match="update 1: integers of the model state differ"):
         loop.fit(run)
     assert not run.checkpoints.steps()
+
+
+class Preempting(Monitor):
+    def run_step(self, what, f, *args):
+        raise Stopped("preempt", "SIGTERM", 0)
+
+
+@pytest.mark.parametrize("start", [4, 6])
+def test_a_state_from_the_memory_of_an_elastic_job_is_saved_before_the_run_ends(tmp_path, start):
+    """The run is preempted before its next update, or was recovered after its last one."""
+    run = make_run(tmp_path, toys.MODELS["mlp"](), start=start, watch=Preempting())
+    run = run.replace(recovered=run.strategy.init())
+    with contextlib.suppress(Stopped):
+        loop.fit(run)
+    assert run.checkpoints.steps() == [start]
 
 
 @pytest.mark.slow
