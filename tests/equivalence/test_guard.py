@@ -238,7 +238,7 @@ class Plain:
         good, spiked = finite and math.isfinite(loss), False
         if good and self.spike:
             most = self.mean + (self.spike.factor - 1) * abs(self.mean)
-            near = abs(loss - most) / max(abs(loss), abs(most), 1e-30)
+            near = abs(loss - most) / max(abs(loss), abs(most), abs(self.mean), 1e-30)
             spiked = self.n >= self.spike.after and loss > most
             self.n += 1
             self.sum = self.spike.decay * self.sum + (1 - self.spike.decay) * (most if spiked else loss)
