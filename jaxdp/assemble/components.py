@@ -142,12 +142,7 @@ def state_maker(config: Config, parts: Parts) -> Partial:
     return Partial(jax.jit(make, inline=True), np.uint32(config.seed))
 
 
-def make_strategy(
-    config: Config,
-    parts: Parts,
-    make_state: Callable[[], TrainState],
-    devices: Sequence[jax.Device],
-) -> Strategy:
+def make_strategy(config: Config, parts: Parts, make_state: Partial, devices: Sequence[jax.Device]) -> Strategy:
     """Build the strategy of the config's `parallel` and `outer`."""
     parallel, dtypes = config.parallel, config.precision
     reduction = make_reduction(parallel.reduction, parallel.bucket_mb, parallel.exact_group)

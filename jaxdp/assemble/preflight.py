@@ -1,12 +1,13 @@
 """Checks before training: trace one update of one microbatch from shapes, to report misfits early."""
 
 import collections
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.extend.core as jex
 import numpy as np
+from jax.tree_util import Partial
 
 from jaxdp import user_errors
 from jaxdp.analysis.flops import model_flops
@@ -32,12 +33,7 @@ from jaxdp.targets import targets_in
 T = TypeVar("T")
 
 
-def rehearse(
-    config: Config,
-    parts: Parts,
-    step: Step,
-    make_state: Callable[[], TrainState],
-) -> tuple[float, dict[str, jex.ClosedJaxpr]]:
+def rehearse(config: Config, parts: Parts, step: Step, make_state: Partial) -> tuple[float, dict[str, jex.ClosedJaxpr]]:
     """Trace one update of one microbatch from shapes alone. Raises UsageError if model, data, loss or optimizer misfit.
 
     Returns the model's FLOPs per example, forward and backward, and the traced programs by name.

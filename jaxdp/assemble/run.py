@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import numpy as np
+from jax.tree_util import Partial
 
 from jaxdp import environment, user_errors
 from jaxdp.analysis.hardware import peak_flops
@@ -29,7 +30,6 @@ from jaxdp.assemble.preflight import check_examples, check_optimizer, rehearse
 from jaxdp.checkpoint.local import LocalCheckpoints
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.config import Config
-from jaxdp.core.state import TrainState
 from jaxdp.core.step import Step
 from jaxdp.data.base import Dataset, fingerprint
 from jaxdp.data.resident import Resident
@@ -60,7 +60,7 @@ class Prepared(NamedTuple):
     facts: dict[str, str]
     flops: float
     programs: dict[str, Digest]
-    make_state: Callable[[], TrainState]
+    make_state: Partial
 
 
 def prepare(config: Config, objects: Objects = NOTHING, several: bool = False) -> Prepared:

@@ -21,6 +21,7 @@ Transform = Callable[[Batch, jax.Array, bool], Batch]  # (batch, key, train) -> 
 class Forward(NamedTuple):
     """The forward pass of a microbatch, up to its loss.
 
+    seed: an int or a uint32 [], the root of all random keys.
     remat: the values that the backward pass recomputes (`jaxdp.models.scan.REMAT`), block by block if there are blocks.
     transform, eval_transform: change the batch before the model, in training and evaluation.
     """

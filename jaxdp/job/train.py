@@ -95,8 +95,6 @@ def train_here(
         start, saved = recovered[:2] if recovered else resume_step(run, config, context, objects)
         if start > (steps := run.options.steps):
             raise UsageError(f"steps: {steps}, but {str(directory)!r} is at step {start}; give more", rank=0)
-        if recovered and start in context.of_root("checkpoints", run.checkpoints.steps):
-            run.checkpoints.last = start
         record = None if recovered else final_record(run, config, directory, context, start)
         if record is not None:
             return record, run.checkpoints.restore(start, run.strategy.abstract()) if keep else None

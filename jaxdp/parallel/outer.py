@@ -77,7 +77,7 @@ class Replicas(PJit):
 
     def __init__(
         self,
-        make: Callable[[], TrainState],
+        make: Partial,
         microbatches: int,
         reduction: Reduction,
         rule: OuterRule,
@@ -196,8 +196,8 @@ class Replicas(PJit):
             model_state = merge(averages, jax.tree.map(first_of_all, replicas.model_state))
             spread = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (self.per_device, *x.shape)), tree)
             replicas = replicas.replace(params=spread(params), model_state=spread(model_state))
-            halted = lambda x: jnp.where(replicas.guard.halted > 0, x, jnp.zeros_like(x))
-            guard = jax.tree.map(lambda x: jax.lax.pmax(halted(x).max(0), OUTER), replicas.guard)
+            of_halted = lambda x: jnp.where(replicas.guard.halted > 0, x, jnp.zeros_like(x))
+            guard = jax.tree.map(lambda x: jax.lax.pmax(of_halted(x).max(0), OUTER), replicas.guard)
             shared = {"params": params, "model_state": model_state, "ema": ema}
             return state.replace(**shared, guard=guard, opt_state=Local(replicas, outer))
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
 
 from jaxdp.axes import FLAT, REPLICA, SHARD, Axes
 from jaxdp.core.frozen import merge
@@ -42,7 +43,7 @@ class PJit:
 
     def __init__(
         self,
-        make: Callable[[], TrainState],
+        make: Partial,
         microbatches: int,
         reduction: Reduction,
         reduce_dtype: Any = None,

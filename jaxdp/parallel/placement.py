@@ -28,9 +28,7 @@ def abstract_state(shapes: TrainState, mesh: Mesh, dims: TrainState, axis: str) 
     return jax.tree.map(shard, shapes, dims)
 
 
-def make_state(
-    make: Callable[[], TrainState], abstract: TrainState, mesh: Mesh, dims: TrainState, axes: Axes, live: Live
-) -> TrainState:
+def make_state(make: Partial, abstract: TrainState, mesh: Mesh, dims: TrainState, axes: Axes, live: Live) -> TrainState:
     """Compute the initial state directly in its shardings, equal on all devices that store the same part.
 
     make: a `Partial`; its arguments are those of the program, so that another seed uses the same program.

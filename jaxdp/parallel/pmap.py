@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
 
 from jaxdp.axes import DATA, FLAT
 from jaxdp.core.frozen import merge
@@ -48,7 +49,7 @@ class PMap:
 
     def __init__(
         self,
-        make: Callable[[], TrainState],
+        make: Partial,
         microbatches: int,
         reduction: Reduction,
         reduce_dtype: Any = None,

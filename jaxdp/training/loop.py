@@ -23,7 +23,7 @@ from jaxdp.training.evaluate import evaluate
 from jaxdp.training.lookback import BEHIND, EXAMINED, Lookback, NotFinite
 from jaxdp.training.rollback import roll_back
 from jaxdp.training.run import Progress, Run, updates_of
-from jaxdp.training.save import restore, save, save_preempted, stop_if_halted, wait_for_checkpoint
+from jaxdp.training.save import restore, save, save_last, save_preempted, stop_if_halted, wait_for_checkpoint
 from jaxdp.training.source import until_the_end
 
 
@@ -188,8 +188,7 @@ def finish(run: Run, program: Program, progress: Progress, stopped: str | None =
     stopped: why a callback ended training.
     """
     final: Record = {"step": progress.step, "split": "final"}
-    if progress.step > run.origin.start or run.origin.recovered is not None:  # else it is restored from a checkpoint
-        save(run, progress)
+    save_last(run, progress)
     if run.data.eval and stopped is None:
         final |= evaluate_and_record(run, program, progress)[0]
     elif run.data.eval:

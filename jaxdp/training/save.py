@@ -30,10 +30,15 @@ def progress_metadata(run: Run, progress: Progress) -> Record:
     return meta
 
 
-def save_preempted(run: Run, progress: Progress, stop: Stopped) -> None:
-    """Save the latest state, so that the next job resumes from it."""
+def save_last(run: Run, progress: Progress) -> None:
+    """Save the state at the end of a run, unless it is still the one that was restored from a checkpoint."""
     if progress.step > run.origin.start or run.origin.recovered is not None:
         save(run, progress)
+
+
+def save_preempted(run: Run, progress: Progress, stop: Stopped) -> None:
+    """Save the latest state, so that the next job resumes from it."""
+    save_last(run, progress)
     wait_for_checkpoint(run)
     last = run.checkpoints.last
     state = f"saved step {last}" if last else "nothing to save yet"

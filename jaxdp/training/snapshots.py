@@ -191,8 +191,10 @@ class Snapshots:
             self.newest = found.snapshot._replace(parts=dict(parts)).with_checksums()
             parts = self.newest.parts.items()
         leaves = assemble(shapes, found.snapshot.dims, parts)
-        state = run.strategy.adopt(jax.tree.unflatten(structure, leaves))
-        return found.snapshot.step, json.loads(found.snapshot.meta), state
+        state, step = run.strategy.adopt(jax.tree.unflatten(structure, leaves)), found.snapshot.step
+        if step in context.of_root("checkpoints", run.checkpoints.steps):
+            run.checkpoints.last = step  # it need not be saved again
+        return step, json.loads(found.snapshot.meta), state
 
 
 def affordable(taken: Sequence[tuple[int, float, float]]) -> int:

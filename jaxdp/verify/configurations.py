@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 
 from jaxdp.core.state import TrainState
 from jaxdp.errors import UsageError
@@ -97,6 +98,6 @@ def devices_of(configuration: Configuration, devices: Sequence[jax.Device]) -> S
 
 def check_layout(configuration: Configuration, devices: Sequence[jax.Device]) -> None:
     """Raise UsageError if the configuration's strategy does not work on these devices, whatever is trained."""
-    c, empty = configuration, TrainState(jnp.zeros((), jnp.int32), {}, {}, {})
+    c, make = configuration, Partial(TrainState, jnp.zeros((), jnp.int32), {}, {}, {})
     sharding = Sharding(c.zero, c.shard_size, c.gradient_buffer)
-    STRATEGIES[c.backend](lambda: empty, c.devices, make_reduction(c.reduction), None, devices_of(c, devices), sharding)
+    STRATEGIES[c.backend](make, c.devices, make_reduction(c.reduction), None, devices_of(c, devices), sharding)
