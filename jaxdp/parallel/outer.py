@@ -152,7 +152,7 @@ class Replicas(PJit):
             numbers = replica_microbatches(self.of_replica, FLAT)
             numbers = jnp.where(numbers < 0, numbers, numbers + number * self.own)
             new, metrics = apply(replica, grads(replica.view(seed), batch, numbers))
-            # without examples, as in a ragged last batch, it skips the update, but that is no fault
+            # a replica without examples, as in a ragged last batch, skips the update, but that is no fault
             skipped = replica.guard.replace(skipped=new.guard.skipped)
             return seed, (new.replace(guard=skip.where(metrics["weight"] == 0, skipped, new.guard)), metrics)
 
