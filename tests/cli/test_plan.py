@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.tree_util import Partial
 
 import toys
 from covering import first
@@ -44,7 +45,7 @@ def case(backend, zero, n, model=None, gradient_buffer="sharded", per_device=1, 
     model = model or as_model(lambda rngs: GPT((TOKENS,), 64, layers=2, heads=2, dim=32, rngs=rngs))
     tx, example = optax.adamw(1e-3), {k: np.zeros((2, TOKENS), np.int32) for k in ("inputs", "labels")}
     forward, rule = Forward(model, SoftmaxCrossEntropy()), UpdateRule(tx)
-    make = lambda: init_state(forward, rule, n * per_device, example)
+    make = Partial(lambda: init_state(forward, rule, n * per_device, example))
     strategy = STRATEGIES[backend](
         make, n * per_device, make_reduction("xla"), None, jax.devices()[:n],
         Sharding(zero, shard_size, gradient_buffer, model.blocks),
@@ -133,7 +134,7 @@ def test_a_model_without_blocks_says_that_it_is_gathered_whole():
     assert not make_plan(case("pjit", 3, 2), 3).gathered_whole
     model = toys.MODELS["mlp"]()
     forward, rule = Forward(model, SoftmaxCrossEntropy()), UpdateRule(optax.sgd(0.1))
-    make = lambda: init_state(forward, rule, 2, toys.data(2))
+    make = Partial(lambda: init_state(forward, rule, 2, toys.data(2)))
     strategy = STRATEGIES["pjit"](make, 2, make_reduction("xla"), None, jax.devices()[:2], Sharding(3))
     step = make_step(forward, rule)
     example = {**toys.data(2), "mask": np.zeros(2, np.float32)}

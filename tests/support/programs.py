@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import optax
+from jax.tree_util import Partial
 
 from jaxdp.analysis.hlo import Collective, collectives
 from jaxdp.core.options import Forward, UpdateRule
@@ -42,7 +43,7 @@ def build(
     example = {k: np.zeros((1, tokens), np.int32) for k in ("inputs", "labels")}
     remat = remat or ("full" if zero == 3 else "none")
     forward, rule = Forward(model, SoftmaxCrossEntropy(), policy, remat=remat), UpdateRule(tx)
-    make = lambda: init_state(forward, rule, microbatches, example)
+    make = Partial(lambda: init_state(forward, rule, microbatches, example))
     strategy = STRATEGIES[backend](
         make,
         microbatches,
