@@ -236,6 +236,8 @@ def _array(name: str, value: Any, narrow: bool = True) -> np.ndarray:
         array = np.asarray(value)
     except ValueError:
         raise UsageError(f"data: {name} is ragged; pad it to one shape before it is read") from None
+    if np.ma.is_masked(value):
+        raise UsageError(f"data: {name} has masked entries; fill them, as by .filled(0), and give a loss their mask")
     in_file = isinstance(value, np.memmap)  # may be larger than the memory
     array = _check_numbers(name, array if in_file else array.astype(array.dtype.newbyteorder("="), copy=False))
     return array.astype(np.int32) if narrow and not in_file and fits_int32(array) else array

@@ -26,6 +26,8 @@ from jaxdp.training.run import Progress, Run, updates_of
 from jaxdp.training.save import restore, save, save_last, save_preempted, stop_if_halted, wait_for_checkpoint
 from jaxdp.training.source import until_the_end
 
+LONGEST = 86_400.0  # seconds that a callback of one rank may take at the end
+
 
 def fit(run: Run) -> Record:
     """Train to the last update, evaluate, save; return the final record. Raises the same errors as `complete`."""
@@ -203,4 +205,6 @@ def finish(run: Run, program: Program, progress: Progress, stopped: str | None =
     run.log.writer.write(final)
     run.log.events.note("finished", progress.step)
     run.hooks.callbacks.call("on_end", final)
+    if run.hooks.snapshots is None:  # a rank whose callback fails ends all; in an elastic job, it ends alone
+        run.checkpoints.context.barrier("end", LONGEST)
     return final

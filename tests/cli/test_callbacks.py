@@ -1,6 +1,8 @@
 """Callbacks are called at known points, on every rank; early stopping is one of them."""
 
 import json
+import os
+import pathlib
 import subprocess
 import sys
 
@@ -12,6 +14,7 @@ import toys
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.training.callbacks import Callbacks, EarlyStopping, StopTraining
 
+ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = {
     "steps": 6,
     "batch_size": 20,
@@ -82,6 +85,22 @@ class Failing:
 def test_an_error_names_its_callback():
     with pytest.raises(RunFailed, match=r"callbacks: .*Failing\.on_update raised ValueError: no 1"):
         fit(Failing(1))
+
+
+@pytest.mark.mpi
+def test_an_error_of_one_rank_at_the_end_is_the_end_of_all(tmp_path):
+    (tmp_path / "ending.py").write_text(
+        "import jaxdp\n\n\nclass Failing:\n    def on_end(self, record):\n"
+        "        assert jaxdp.current().rank == 0, 'no room'\n"
+    )
+    words = ["train", "--config", str(ROOT / "configs/digits.yaml"), "--steps", "1", "--run_dir", "run"]
+    words = ["launch", "-n", "2", *words, "--callbacks", "[{target: ending.Failing}]"]
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "XLA_FLAGS": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxdp", *words], cwd=tmp_path, env=env, text=True, capture_output=True, timeout=120
+    )
+    assert done.returncode == 1, done.stderr
+    assert "ends: rank 1" in done.stderr and "ending.Failing.on_end raised AssertionError: no room" in done.stderr
 
 
 def test_only_an_evaluation_ends_training_early():

@@ -71,6 +71,14 @@ def test_a_pair_of_arrays_is_inputs_and_labels_in_a_tuple_or_a_list():
         as_dataset([X, X.copy()])
 
 
+def test_masked_entries_are_not_read_as_numbers():
+    mask = np.zeros(X.shape, bool)
+    same(read(np.ma.array(X, mask=mask)), inputs=X[[4, 0, 4]])
+    mask[2] = True
+    with pytest.raises(UsageError, match="'inputs' has masked entries; fill them"):
+        as_dataset(np.ma.array(X, mask=mask))
+
+
 def test_one_array_or_a_list_of_them_is_the_inputs():
     import jax.numpy as jnp
 
