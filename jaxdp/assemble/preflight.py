@@ -40,14 +40,11 @@ def rehearse(config: Config, parts: Parts, step: Step, make_state: Partial) -> t
     """
     with user_errors.reported():
         first, state = jax.make_jaxpr(make_state, return_shape=True)()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
-        if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
-            raise UsageError(f"model: parameter {path_string(path)!r} is {leaf.dtype}; only floats have a gradient")
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         field, _, name = path_string(path).partition("/")
         if not leaf.size and field != "exponents":
             owner = {"params": "model: parameter", "opt_state": "optimizer: its state"}.get(field, "model: its state")
-            raise UsageError(f"{owner} {name!r} has shape {leaf.shape}; it is empty, and a checkpoint cannot store it")
+            raise UsageError(f"{owner} {name!r} has shape {leaf.shape}; it is empty and cannot be saved; leave it out")
     paths = collections.Counter(path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params))
     for name, count in paths.items():
         if count > 1:

@@ -10,8 +10,10 @@ from flax import struct
 from jaxdp.core.carry import split_carry
 from jaxdp.core.options import Batch, Forward, Transform, UpdateRule
 from jaxdp.core.skip import Guard, start_guard
+from jaxdp.errors import UsageError
 from jaxdp.models.scan import BlockGather, as_they_are
 from jaxdp.precision import LossScale, cast_floats
+from jaxdp.split import path_string
 
 __all__ = ["Batch", "Gather", "Join", "Sums", "Total", "TrainState", "Transform", "View", "init_state"]
 Tree = Any
@@ -89,7 +91,7 @@ def microbatch_key(seed: jax.Array, step: jax.Array, microbatch: jax.Array) -> j
 
 
 def init_state(forward: Forward, rule: UpdateRule, microbatches: int, example: Batch) -> TrainState:
-    """Return the state before the first update.
+    """Return the state before the first update. Raises UsageError if a parameter cannot be trained.
 
     Args:
         microbatches: of an update.
@@ -98,6 +100,11 @@ def init_state(forward: Forward, rule: UpdateRule, microbatches: int, example: B
     policy = forward.policy
     params, model_state = forward.model.init(jax.random.key(forward.seed), policy.inputs(example))
     params = cast_floats(jax.tree.map(jnp.asarray, params), policy.params)
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            parts, state = "store its real and imaginary parts as two arrays", "make it part of the model's state"
+            fix = parts if jnp.issubdtype(x.dtype, jnp.complexfloating) else f"{state}, or a constant"
+            raise UsageError(f"model: parameter {path_string(path)!r} is {x.dtype}, and only floats are trained; {fix}")
     model_state, carry = split_carry(cast_floats(model_state, policy.state))
     if carry is not None:
         carry = jax.tree.map(lambda x: jnp.broadcast_to(x, (microbatches, *x.shape)), carry)

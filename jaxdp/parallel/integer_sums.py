@@ -39,7 +39,6 @@ from jaxdp.parallel.products import lower_on_cpu
 from jaxdp.parallel.reduction import Reduction, exchange, in_buckets
 from jaxdp.parallel.rounding import as_written, fusion_barrier, opaque_true, scan_unfused
 from jaxdp.parallel.sums import Arithmetic, MicrobatchSums, Reduce, ReductionPlan, reducer, scatter_split
-from jaxdp.split import path_string
 
 Tree = Any
 ELEMENTWISE = "with reduction: exact, ZeRO needs an elementwise one, such as sgd, adam, adamw or lion, or zero: 0"
@@ -47,10 +46,6 @@ ELEMENTWISE = "with reduction: exact, ZeRO needs an elementwise one, such as sgd
 COUPLED = (
     "parallel.reduction: {} computes each microbatch separately, but this loss couples the examples of all; "
     "use xla or bucket"
-)
-COMPLEX = (
-    "parallel.reduction: exact sums real numbers, but the parameter {} is {}; store its real and imaginary parts as "
-    "two arrays, or use bucket"
 )
 
 
@@ -96,16 +91,10 @@ def integers(name: str, bucket_mb: float = 25.0, safe: bool = False, group: int 
 
 
 def remembering(make: Callable[..., TrainState], trainable: Callable[[Tree], Tree]) -> Callable[..., TrainState]:
-    """Add an exponent for each gradient to the initial state: too small, so the first update determines it.
-
-    The returned function raises UsageError if a parameter is complex.
-    """
+    """Add an exponent for each gradient to the initial state: too small, so the first update determines it."""
 
     def make_state(*arguments: Any) -> TrainState:
         state = make(*arguments)
-        for path, x in jax.tree_util.tree_leaves_with_path(state.params):
-            if jnp.issubdtype(x.dtype, jnp.complexfloating):
-                raise UsageError(COMPLEX.format(path_string(path), x.dtype))
         return state.replace(exponents=jnp.zeros(len(jax.tree.leaves(trainable(state.params))), jnp.int32))
 
     return make_state

@@ -56,6 +56,14 @@ GROWING = (
     lambda key, inputs: ({"w": np.ones((4, 2), np.float32)}, {"seen": np.zeros(2, np.float32)}),
     lambda params, inputs, state: (inputs @ params["w"], {"seen": state["seen"][:1]}),
 )
+PHASE = (
+    lambda key, inputs: {"w": np.ones((4, 2), np.float32), "phase": np.ones(2, np.complex64)},
+    lambda params, inputs: inputs @ params["w"] * params["phase"].real,
+)
+ORDER = (
+    lambda key, inputs: {"w": np.ones((4, 2), np.float32), "order": np.arange(2)},
+    lambda params, inputs: (inputs @ params["w"])[:, params["order"]],
+)
 EMPTY = (
     lambda key, inputs: ({"w": np.ones((4, 2), np.float32)}, {"seen": np.zeros(0, np.float32)}),
     lambda params, inputs, state: (inputs @ params["w"], state),
@@ -66,6 +74,8 @@ EMPTY = (
     "model, words",
     [
         (EMPTY, "model: its state 'seen' has shape .0,.; it is empty"),
+        (PHASE, "parameter 'phase' is complex64.*; store its real and imaginary parts as two arrays"),
+        (ORDER, "parameter 'order' is int32.*; make it part of the model's state, or a constant"),
         (CLASH, "2 parameters have the path 'a/b'"),
         (GROWING, "'seen' changes from"),
     ],
