@@ -34,6 +34,7 @@ class Reference(NamedTuple):
         zero: {trained leaf: elements whose gradient is zero but for rounding}, of leaves that are compared without
             these elements; if these are all, the leaf is in `uncompared`.
         unexplained: the part of `uncompared` that no such gradient explains.
+        moving: the trained leaves that have a gradient and change.
     """
 
     trained: Trained
@@ -43,16 +44,15 @@ class Reference(NamedTuple):
     uncompared: Errors
     zero: dict[str, np.ndarray]
     unexplained: Errors
+    moving: set[str]
 
     @property
     def compared(self) -> tuple[int, int]:
         """Return (the number of trained leaves that are compared, the number of trained leaves).
 
-        A leaf without gradient stands still in every configuration, so it does not count as compared.
+        A leaf that stands still does so in every configuration, so it does not count as compared.
         """
-        updates = [leaves({"params": tree}) for tree in self.trained.grads]
-        moves = [any(np.any(grads[path]) for grads in updates) for path in updates[0] if path not in self.uncompared]
-        return sum(moves), len(updates[0])
+        return len(self.moving - self.uncompared.keys()), len(leaves(self.trained.grads[0]))
 
     def allowed(self, path: str, tolerance: float) -> float:
         """Return the error that a leaf may have."""
@@ -117,7 +117,9 @@ def find_reference(
     # Other leaves, such as the optimizer's, move with parameters whose gradient is zero.
     unexplained = {p: e for p, e in too_far.items() if p not in zero and (not zero or p.startswith("params/"))}
     uncompared = {p: e for p, e in too_far.items() if p not in zero or zero[p].all()}
-    return Reference(trained, rule, rate, rounding, uncompared, zero, unexplained)
+    start, grads = leaves({"params": params}), [leaves({"params": tree}) for tree in trained.grads]
+    changes = lambda path: any(np.any(x[path]) for x in grads) and not np.array_equal(start[path], one[path])
+    return Reference(trained, rule, rate, rounding, uncompared, zero, unexplained, {*filter(changes, grads[0])})
 
 
 def zero_gradients(grads: list[Tree], epsilon: float) -> dict[str, np.ndarray]:

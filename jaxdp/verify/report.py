@@ -66,7 +66,7 @@ def find_causes(report: Report) -> list[str]:
         leaves = list_leaves(reference.unexplained)
         causes.append(f"not compared, because rounding alone moves them too far: {leaves}")
     elif not reference.compared[0]:
-        causes.append("no parameter that is trained was compared")
+        causes.append("no parameter was compared that training moves")
     elif not any(r.configuration.devices > 1 for r in report.passed + report.failed):
         causes.append("nothing was compared on several devices; use --devices 2 or more, and 2 microbatches or more")
     for one in report.failed[:1]:
@@ -104,7 +104,7 @@ def verdict(report: Report) -> str:
         return f"not verified: {differ}{'; '.join(report.causes)}"
     assert report.reference is not None
     compared, trained = report.reference.compared
-    why = "" if compared == trained else "; the gradient of the others is zero but for rounding"
+    why = "" if compared == trained else "; the others have no gradient, but for rounding, or do not move"
     number = sum(r.verdict == REFUSED for r in report.results)
     refused = f" ({number} more refused)" if number else ""
     return (

@@ -301,9 +301,10 @@ def test_a_comparison_with_one_device_alone_verifies_nothing(tmp_path):
     assert report.passed and report.causes[0].startswith("nothing was compared on several devices; use --devices 2")
 
 
-def test_a_model_without_gradients_is_not_verified(tmp_path):
-    report = verified(tmp_path, verify_cases.named("model", "stopped"))
-    assert report.reference.compared == (0, 4) and report.causes == ["no parameter that is trained was compared"]
+@pytest.mark.parametrize("argv", [verify_cases.named("model", "stopped"), ["--optimizer.lr", "0"]])
+def test_a_model_without_gradients_or_steps_is_not_verified(tmp_path, argv):
+    report = verified(tmp_path, argv)
+    assert report.reference.compared == (0, 4) and report.causes == ["no parameter was compared that training moves"]
 
 
 @pytest.mark.slow
