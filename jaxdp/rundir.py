@@ -22,7 +22,7 @@ import yaml
 from jaxdp import __version__
 from jaxdp.distributed import mpi
 from jaxdp.distributed.messages import parse
-from jaxdp.errors import RunFailed
+from jaxdp.errors import RunFailed, UsageError
 
 WAIT = 50.0  # seconds that an ending process may take to release the run directory; other ranks wait for 60
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4py")
@@ -49,8 +49,12 @@ def make(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
         if not problem and not _is_of_this_job(directory):
             (directory / ".nonce").write_text(secrets.token_hex(16))
     except OSError as error:
-        return None, f"run_dir: cannot write in {str(directory)!r}: {error.strerror}; choose another with --run_dir"
+        return None, cannot_write(directory, error)
     return file, problem
+
+
+def cannot_write(directory: pathlib.Path, error: OSError) -> str:
+    return f"run_dir: cannot write in {str(directory)!r}: {error.strerror}; choose another with --run_dir"
 
 
 def nonce(directory: pathlib.Path) -> str:
@@ -294,5 +298,10 @@ def flush(path: pathlib.Path) -> None:
 
 
 def _replace(file: pathlib.Path, text: str) -> None:
-    with replaced(file) as new:
-        new.write_text(text)
+    """Replace a file of the run; if the disk is full, keep that of an earlier start, or raise UsageError."""
+    try:
+        with replaced(file) as new:
+            new.write_text(text)
+    except OSError as error:
+        if not file.is_file():
+            raise UsageError(cannot_write(file.parent, error)) from None

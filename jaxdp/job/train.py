@@ -163,8 +163,7 @@ def supervised(
         layout = layout_of(run, config)
         writer = start_writer(directory, config, context, run, layout)
         if snapshots is None or not snapshots.generations:
-            with contextlib.suppress(OSError):
-                rundir.write_layout(directory, layout)
+            rundir.write_layout(directory, layout)
             run = run.replace(layout=layout)
     facts = {"devices": len(run.strategy.devices), "processes": context.size, "steps": run.options.steps}
     if snapshots is not None and snapshots.reached > start:

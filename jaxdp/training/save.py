@@ -59,9 +59,10 @@ def wait_for_checkpoint(run: Run) -> None:
         failure = run.checkpoints.wait()
     run.log.events.note("settled", blocked=round(time.perf_counter() - began, 4))
     if failure:
+        then = "resume from the last one" if run.checkpoints.steps() else "start again"
         raise RunFailed(
             f"checkpoint {failure.step} could not be saved: {failure.reason}; fix that and run the same command to "
-            "resume from the last one",
+            f"{then}",
             rank=0,
         )
 

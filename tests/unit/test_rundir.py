@@ -9,6 +9,7 @@ import time
 import pytest
 
 from jaxdp import rundir
+from jaxdp.errors import UsageError
 
 HOLDER = """
 import pathlib, sys, time
@@ -99,3 +100,20 @@ def test_a_job_takes_the_directory_from_its_own_stopped_rank(tmp_path, monkeypat
         other = subprocess.run([sys.executable, "-c", HOLDER, str(tmp_path)], capture_output=True, text=True)
         assert f"is in use by process {os.getpid()} on " in other.stderr and "which is ending" not in other.stderr
         held.close()
+
+
+def test_a_full_disk_keeps_the_files_of_an_earlier_start(tmp_path, monkeypatch):
+    """A run that resumes, or the next generation of an elastic job, continues; a first start says what is wrong."""
+
+    def full(path, text):
+        path.touch()
+        raise OSError(28, "No space left on device", str(path))
+
+    rundir.write_config(tmp_path, {"steps": 1})
+    with monkeypatch.context() as patched:
+        patched.setattr("pathlib.Path.write_text", full)
+        rundir.write_config(tmp_path, {"steps": 2})
+        with pytest.raises(UsageError, match=r"run_dir: cannot write in '.*': No space left on device; choose another"):
+            rundir.write_env(tmp_path, {})
+    assert (tmp_path / "config.yaml").read_text() == "steps: 1\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
