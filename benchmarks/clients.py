@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxdp.distributed import hosts, joining, membership
+from jaxdp.distributed import connection, hosts, joining, membership
 from jaxdp.distributed.protocol import Facts, Settings
 
 IDLE, TIMEOUT = 10.0, 250.0  # seconds: in which heartbeats are counted; of all calls
@@ -64,7 +64,7 @@ class Clients:
 
     def join(self) -> list[float]:
         def work(rank: int) -> None:
-            job = joining.enter(*self.address, facts(rank, self.size), TIMEOUT)
+            job = connection.join(*self.address, facts(rank, self.size), TIMEOUT)
             assert job.rank == rank and [f["rank"] for f in job.facts] == [*range(self.size)]
             self.members.append(Client(job.connection, job.facts, rank, rank % 8, TIMEOUT, None))
             job.facts.clear()
@@ -117,7 +117,7 @@ def usage(pid: int) -> tuple[float, int]:
 
 def measure(size: int) -> None:
     port, secret, spawn = hosts.free_port(), secrets.token_hex(16), multiprocessing.get_context("spawn")
-    settings = Settings(size, secret, port, "127.0.0.1", None, TIMEOUT, TIMEOUT, os.dup(2))
+    settings = Settings(size, secret, port, "127.0.0.1", None, TIMEOUT, TIMEOUT)
     pid, pipes = joining.start_coordinator(settings, hosts.hostname()), [spawn.Pipe() for _ in range(WORKERS)]
     for i, (_, pipe) in enumerate(pipes):
         spawn.Process(target=serve, args=(pipe, port, secret, range(size)[i::WORKERS], size), daemon=True).start()

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -63,14 +64,46 @@ class Connection:
         return bytes(data)
 
 
-def join(
-    host: str, port: int, secret: str, facts: Facts, timeout: float, absent: Callable[[float], None]
-) -> tuple[Connection, dict[str, Any]]:
-    """Join the job at its coordinator, retrying until it answers. absent: see `joining.enter`.
+@dataclass(frozen=True)
+class Joined:
+    """A joined job. connection: to the coordinator. facts[rank]. jax_address: "host:port" of JAX's service.
 
-    Returns the connection, and {members: the facts of all ranks, jax: "host:port" of JAX's coordination service, rank:
-    this process's, generation}. Raises UsageError (foreign program at the address, other secret, other facts) or
-    DistributedError (a missing rank or coordinator; too few processes to continue an elastic job).
+    rank: this process's, in this generation of the job. address: (host, port) of the coordinator. secret: the job's.
+    """
+
+    connection: Connection
+    facts: list[Facts]
+    jax_address: str
+    rank: int
+    generation: int
+    address: tuple[str, int]
+    secret: str
+
+    @property
+    def last_facts(self) -> Facts:
+        """Return the facts of this process for the generation after this one."""
+        return {**self.facts[self.rank], "last": [self.generation, len(self.facts)]}
+
+    def reconnect(self) -> Connection:
+        """Connect to another coordinator at the address, for the heartbeats of this process while it is busy."""
+        connection = Connection(*self.address, self.secret, 5.0, facts={**self.last_facts, "busy": True})
+        connection.socket.settimeout(None)
+        return connection
+
+
+def join(
+    host: str,
+    port: int,
+    secret: str,
+    facts: Facts,
+    timeout: float,
+    absent: Callable[[float], None] = lambda seconds: None,
+) -> Joined:
+    """Join the job at its coordinator, or the next generation of an elastic one, retrying until it answers.
+
+    absent: called with the seconds since the start while no coordinator is there. Raises UsageError (foreign program at
+    the address, other secret, other facts) or DistributedError (a missing rank or coordinator; too few processes to
+    continue an elastic job).
     """
     title, began, problem = hosts.title(facts["rank"], facts["host"]), time.monotonic(), "not tried"
     foreign = refused = 0
@@ -85,7 +118,9 @@ def join(
             admission = connection.receive()
             if admission.keys() == {"rank"}:  # admitted: what all ranks receive follows
                 admission |= connection.receive()
-            return connection, _admitted(admission, facts["size"])
+            admission = _admitted(admission, facts["size"])
+            everyone, rank, number = admission["members"], admission["rank"], admission["generation"]
+            return Joined(connection, everyone, admission["jax"], rank, number, (host, port), secret)
         except (OSError, channel.Refused) as error:
             problem = printable(error, 200) or type(error).__name__
             refused += greeted

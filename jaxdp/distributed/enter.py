@@ -11,9 +11,10 @@ import jax
 import jaxlib
 
 import jaxdp
-from jaxdp.distributed import caches, gpus, hosts, joining, membership, private_jax, protocol, sockets
+from jaxdp.distributed import caches, connection, gpus, hosts, joining, membership, private_jax, protocol, sockets
+from jaxdp.distributed.connection import Joined
 from jaxdp.distributed.gpus import bind
-from jaxdp.distributed.joining import ElasticOptions, Joined
+from jaxdp.distributed.joining import ElasticOptions
 from jaxdp.distributed.world import MPI, World
 from jaxdp.errors import GenerationEnded, UsageError
 
@@ -70,7 +71,7 @@ def rejoin(entered: Entered) -> Entered:
     limit = protocol.LATE + elastic.join_timeout + entered.timeout
     settings = joining.coordinator_settings(entered.world, *joined.address, joined.secret, entered.timeout, elastic)
     restart = functools.partial(joining.restart_coordinator, settings, member.local_rank)
-    joined = joining.enter(*joined.address, joined.secret, joined.last_facts, limit, restart)
+    joined = connection.join(*joined.address, joined.secret, joined.last_facts, limit, restart)
     member.close()
     return entered._replace(joined=joined)
 

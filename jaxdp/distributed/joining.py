@@ -11,11 +11,11 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from jaxdp.distributed import channel, hosts, mpi
-from jaxdp.distributed.connection import Connection, join
+from jaxdp.distributed.connection import Connection, Joined, join
 from jaxdp.distributed.protocol import Facts, Settings, silence
 from jaxdp.distributed.world import MPI, World
 from jaxdp.errors import UsageError
@@ -33,33 +33,6 @@ class ElasticOptions:
     min_processes: int = 1
     join_timeout: float = 60.0
     config: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Joined:
-    """A joined job. connection: to the coordinator. facts[rank]. jax_address: "host:port" of JAX's service.
-
-    rank: this process's, in this generation of the job. address: (host, port) of the coordinator. secret: the job's.
-    """
-
-    connection: Connection
-    facts: list[Facts]
-    jax_address: str
-    rank: int
-    generation: int
-    address: tuple[str, int]
-    secret: str
-
-    @property
-    def last_facts(self) -> Facts:
-        """Return the facts of this process for the generation after this one."""
-        return {**self.facts[self.rank], "last": [self.generation, len(self.facts)]}
-
-    def reconnect(self) -> Connection:
-        """Connect to another coordinator at the address, for the heartbeats of this process while it is busy."""
-        connection = Connection(*self.address, self.secret, 5.0, facts={**self.last_facts, "busy": True})
-        connection.socket.settimeout(None)
-        return connection
 
 
 def meet(world: World, facts: Mapping[str, object], timeout: float, elastic: ElasticOptions | None = None) -> Joined:
@@ -82,13 +55,16 @@ def meet(world: World, facts: Mapping[str, object], timeout: float, elastic: Ela
     if world.rank == 0 and not is_there():
         settings = coordinator_settings(world, host, port, secret, timeout, elastic)
         try:
-            pid = start_coordinator(dataclasses.replace(settings, timeout=remaining, stderr=os.dup(2)), local["host"])
-            if not hosts.is_own(host):
-                check_forwards_to(pid, host, port, secret, local)
+            pid = start_coordinator(dataclasses.replace(settings, timeout=remaining), local["host"])
+            if not hosts.is_own(host) and coordinator_pid(host, port, secret) != pid:  # nor forwards to this one
+                raise UsageError(
+                    f"the coordinator {hosts.join(host, port)} is not rank 0's host {local['host']} "
+                    f"({', '.join(local['addresses']) or 'no address'}): give rank 0's address, or start rank 0 there"
+                )
         except UsageError:
             if not is_there():  # else another process has just started it
                 raise
-    return enter(host, port, secret, local, remaining)
+    return join(host, port, secret, local, remaining)
 
 
 def coordinator_settings(
@@ -117,24 +93,7 @@ def restart_coordinator(settings: Settings, local_rank: int, waited: float) -> N
     """
     if settings.jax_host is not None and waited >= local_rank:
         with contextlib.suppress(UsageError):  # another process has just done so
-            start_coordinator(dataclasses.replace(settings, stderr=os.dup(2)), hosts.hostname())
-
-
-def enter(
-    host: str,
-    port: int,
-    secret: str,
-    facts: Facts,
-    timeout: float,
-    absent: Callable[[float], None] = lambda _: None,
-) -> Joined:
-    """Join at the coordinator's address: the job, or the next generation of an elastic one.
-
-    absent: called with the seconds since the start while no coordinator is there.
-    """
-    connection, admission = join(host, port, secret, facts, timeout, absent)
-    rank, generation = admission["rank"], admission["generation"]
-    return Joined(connection, admission["members"], admission["jax"], rank, generation, (host, port), secret)
+            start_coordinator(settings, hosts.hostname())
 
 
 def coordinator_pid(host: str, port: int, secret: str) -> int | None:
@@ -169,6 +128,7 @@ def start_coordinator(settings: Settings, host: str) -> int:
         )
     package = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    stderr = os.dup(settings.stderr)
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", "jaxdp.distributed.coordinator_process"],
         env={**os.environ, "PYTHONPATH": path},
@@ -176,12 +136,12 @@ def start_coordinator(settings: Settings, host: str) -> int:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,  # gRPC's log
         text=True,
-        pass_fds=[settings.stderr],
+        pass_fds=[stderr],
         start_new_session=True,  # a launcher kills the process groups of its ranks
     )
-    os.close(settings.stderr)
+    os.close(stderr)
     assert child.stdin is not None and child.stdout is not None
-    child.stdin.write(json.dumps(dataclasses.asdict(settings)) + "\n")
+    child.stdin.write(json.dumps({**dataclasses.asdict(settings), "stderr": stderr}) + "\n")
     child.stdin.flush()
     answer = child.stdout.readline().strip()
     if answer != "ready":
@@ -194,15 +154,3 @@ def start_coordinator(settings: Settings, host: str) -> int:
 
 
 _children: list[subprocess.Popen[str]] = []
-
-
-def check_forwards_to(coordinator: int, host: str, port: int, secret: str, facts: Facts) -> None:
-    """Raise UsageError unless host:port forwards to the coordinator that rank 0 started.
-
-    coordinator: its process id. facts: those of rank 0.
-    """
-    if coordinator_pid(host, port, secret) != coordinator:
-        raise UsageError(
-            f"the coordinator {hosts.join(host, port)} is not rank 0's host {facts['host']} "
-            f"({', '.join(facts['addresses']) or 'no address'}): give rank 0's address, or start rank 0 there"
-        )

@@ -21,7 +21,7 @@ import benchmarks.manifest
 from benchmarks.clients import Client, Clients, facts
 from jaxdp import compilation_cache
 from jaxdp.checkpoint.commit import Commit, PeerFailed
-from jaxdp.distributed import channel, exchange, hosts, joining, membership, messages, protocol, sockets
+from jaxdp.distributed import channel, connection, exchange, hosts, joining, membership, messages, protocol, sockets
 from jaxdp.distributed.connection import Connection
 from jaxdp.distributed.context import Context
 from jaxdp.distributed.generation import QUIET, Generation, Member
@@ -241,7 +241,7 @@ def enter():
     sockets.spare(port)
 
     def enter(rank, **more):
-        job = joining.enter("127.0.0.1", port, secret, {**facts(rank, 3), **more}, 60.0)
+        job = connection.join("127.0.0.1", port, secret, {**facts(rank, 3), **more}, 60.0)
         member = Client(job.connection, job.facts, job.rank, 0, 20.0, None, job.reconnect)
         members.append(member)
         member.start()
