@@ -15,12 +15,10 @@ from typing import Any, NoReturn
 import jax
 
 from jaxdp.distributed import enter, faults, hosts, membership, private_jax, protocol
-from jaxdp.distributed.gpus import bind
 from jaxdp.distributed.joining import ElasticOptions
 from jaxdp.distributed.launchers import World, discover
 from jaxdp.errors import DistributedError, ReportedError, UsageError, one_line
 
-__all__ = ["Context", "ElasticOptions", "bind", "crash", "current", "fail", "init", "leave", "regroup", "shutdown"]
 SLOW = 600.0  # seconds that one process may take longer than another, such as to compile or to read its data
 GRACE = 2.0  # seconds that an ending process waits for other ending processes
 
@@ -106,7 +104,12 @@ def current() -> Context:
 
 def alone() -> bool:
     """Return whether this process is the only one of its job."""
-    return (_current or _joining or Context()).size == 1
+    return _process().size == 1
+
+
+def _process() -> membership.Membership | Context | World:
+    """Return what has this process's rank and the number of ranks, as far as it has joined its job."""
+    return membership.current() or _current or _joining or Context()
 
 
 def joined() -> Context:
@@ -138,7 +141,7 @@ def init(
     second call) and DistributedError (a process did not come). In a job of several processes, an uncaught exception
     then ends this process at once: JAX would wait for the others, and they for it.
     """
-    global _current, _arguments
+    global _current, _joining, _arguments
     arguments = {k: v for k, v in locals().items() if v is not None}
     if _current is not None:
         if arguments and arguments != _arguments:
@@ -153,16 +156,11 @@ def init(
     if world.size == 1:
         context = Context(launcher=world.launcher, hosts=(hosts.hostname(),), pids=(os.getpid(),))
     else:
-        context = _join(world, protocol.default_timeout(timeout), elastic)
+        _joining = world
+        _hook()
+        context = Context(launcher=world.launcher, **enter.join(world, protocol.default_timeout(timeout), elastic))
     _current, _arguments = context, arguments
     return context
-
-
-def _join(world: World, timeout: float, elastic: ElasticOptions | None) -> Context:
-    global _joining
-    _joining = world
-    _hook(world)
-    return Context(launcher=world.launcher, **enter.join(world, timeout, elastic))
 
 
 def regroup() -> Context:
@@ -176,7 +174,7 @@ def regroup() -> Context:
     return _current
 
 
-def _hook(world: World) -> None:
+def _hook() -> None:
     """End this process at once on an uncaught exception: JAX would wait for the others at exit, and they for it."""
     previous = sys.excepthook
 
@@ -185,21 +183,9 @@ def _hook(world: World) -> None:
             if membership.current() is not None:
                 crash(error)
             previous(kind, error, trace)
-        _end(error, world.rank, world.size)
+        fail(error)
 
     sys.excepthook = excepthook
-
-
-def _end(error: BaseException, rank: int, size: int, code: int | None = None) -> NoReturn:
-    speaker = error.rank if isinstance(error, ReportedError) else None
-    code = code or getattr(error, "code", None) or (2 if isinstance(error, UsageError) else 1)
-    member = membership.current()
-    if member is not None and (speaker is None or (speaker == rank and enter.is_new(rank))):  # this rank ends alone
-        name, speaker = member.name(rank), None
-        member.report_fault(f"{name}: {str(error).removeprefix(f'{name}: ')}", code)
-    if isinstance(error, ReportedError) and speaker in (None, rank):
-        sys.stderr.write(f"jaxdp: {error}\n")  # in one piece, among what other ranks write
-    _leave(code, size, rank, speaker)
 
 
 def crash(error: BaseException) -> NoReturn:
@@ -210,7 +196,7 @@ def crash(error: BaseException) -> NoReturn:
     member, trace = membership.current(), "".join(traceback.format_exception(error))
     if member is None:
         sys.stderr.write(trace)
-        _leave(1, 1, 0, None)
+        leave(1, _process().rank)
     text = f"{member.name(member.rank)} failed: {type(error).__name__}: {one_line(error)[:300]}"
     if faults.is_consequence(error):
         with contextlib.suppress(DistributedError):
@@ -225,13 +211,20 @@ def crash(error: BaseException) -> NoReturn:
         sys.stderr.write(f"{trace}jaxdp: {text}\n")
     else:
         time.sleep(2.0)  # the reader thread prints the cause and ends this process
-    _leave(1, member.size, member.rank, None)
+    leave(1)
 
 
-def fail(error: ReportedError, code: int | None = None) -> NoReturn:
+def fail(error: BaseException, code: int | None = None) -> NoReturn:
     """Print `error` on its rank and end this process with `code`, or with 2 for UsageError and 1 otherwise."""
-    world = _current or _joining or Context()
-    _end(error, world.rank, world.size, code)
+    speaker = error.rank if isinstance(error, ReportedError) else None
+    code = code or getattr(error, "code", None) or (2 if isinstance(error, UsageError) else 1)
+    rank, member = _process().rank, membership.current()
+    if member is not None and (speaker is None or (speaker == rank and enter.is_new(rank))):  # this rank ends alone
+        name, speaker = member.name(rank), None
+        member.report_fault(f"{name}: {str(error).removeprefix(f'{name}: ')}", code)
+    if isinstance(error, ReportedError) and speaker in (None, rank):
+        sys.stderr.write(f"jaxdp: {error}\n")  # in one piece, among what other ranks write
+    leave(code, speaker)
 
 
 def shutdown() -> None:
@@ -248,22 +241,13 @@ def shutdown() -> None:
 def leave(code: int, speaker: int | None = None) -> NoReturn:
     """Flush the output and end this process now, without waiting in JAX's barrier at exit.
 
-    speaker: a rank that prints for all; the others wait for it, GRACE seconds at most.
-    """
-    context = current()
-    _leave(code, context.size, context.rank, speaker)
-
-
-def _leave(code: int, size: int, rank: int, speaker: int | None) -> NoReturn:
-    """End this process; see `leave`.
-
-    A launcher kills all ranks when one has ended, and may then report the kill instead of `code`. So ranks that end by
-    the same error, which `speaker` prints, end at the same moment.
+    speaker: a rank that prints for all; the others wait for it, GRACE seconds at most. A launcher kills all ranks when
+    one has ended, and may then report the kill instead of `code`. So they end at the same moment.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    member = membership.current()
+    rank, size, member = _process().rank, _process().size, membership.current()
     if size > 1 and member is None:  # the ranks never connected
         time.sleep(0.0 if rank == speaker or (rank and speaker is None) else GRACE / 2)
     elif member is not None:
