@@ -17,29 +17,8 @@ import sys
 import threading
 
 from jaxdp.distributed.coordinator import Coordinator
+from jaxdp.distributed.hosts import BACKLOG, listen
 from jaxdp.distributed.protocol import Settings
-
-BACKLOG = 4096  # connections that wait to be accepted, as far as net.core.somaxconn allows
-
-
-def listen(address: str | None, port: int) -> socket.socket:
-    """Return a socket that listens on an address of this host, or on all (None). Raises OSError."""
-    families = [socket.AF_INET6, socket.AF_INET] if address is None and socket.has_ipv6 else [socket.AF_INET]
-    if address is not None and ":" in address:
-        families = [socket.AF_INET6]
-    for family in families:
-        server = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6 and address is None:
-                server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            server.bind((address or ("::" if family == socket.AF_INET6 else ""), port))
-            server.listen(BACKLOG)
-            return server
-        except OSError as error:
-            server.close()
-            problem = error
-    raise problem
 
 
 async def run(settings: Settings, server: socket.socket) -> None:
@@ -61,9 +40,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 1 << 16) if most > 0 else 1 << 16, most))
     settings = Settings(**json.loads(sys.stdin.readline()))
     try:
-        server = listen(settings.address, settings.port)
+        everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+        server = listen(settings.address or everywhere, settings.port)
     except OSError as error:
-        print(error.strerror or error, flush=True)
+        print(os.strerror(error.errno) if error.errno else error, flush=True)
         os._exit(1)
     try:
         asyncio.run(run(settings, server))

@@ -15,6 +15,8 @@ from typing import Any
 
 from jaxdp.errors import UsageError
 
+BACKLOG = 4096  # connections that wait to be accepted, as far as net.core.somaxconn allows
+
 
 def title(rank: int, host: str) -> str:
     """Return the name of a rank in messages."""
@@ -103,6 +105,12 @@ def free_port() -> int:
                 continue
             return port
     raise UsageError(f"rank 0 found no free port among {ports[0]} to {ports[-1]} on {socket.gethostname()}")
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Return a socket that listens on an address of this host, or on all of them ("::"). Raises OSError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=BACKLOG, dualstack_ipv6=address == "::")
 
 
 def own_addresses(host: str) -> list[str]:

@@ -9,6 +9,8 @@ import contextlib
 import socket
 import threading
 
+from jaxdp.distributed import hosts
+
 
 class Relay:
     """A relay to a port, from an address of this host or, without one, from a name. address: the one to connect to."""
@@ -16,8 +18,7 @@ class Relay:
     def __init__(self, host: str, port: int, listen: tuple[str, int] | None = None):
         self.target = (host, port)
         if listen is not None:
-            family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
-            self.server = socket.create_server(listen, family=family, backlog=4096, dualstack_ipv6=listen[0] == "::")
+            self.server = hosts.listen(*listen)
             self.address = "{}:{}".format(*listen)
         else:
             self.server = socket.socket(socket.AF_UNIX)
