@@ -1,6 +1,5 @@
 """Train in an elastic job: with the processes that are left when one is lost, and with those that join."""
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -9,22 +8,16 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
 
 import jax
 
-from jaxdp.assemble.run import Prepared
 from jaxdp.config import Config
 from jaxdp.config.check import decides, flatten
 from jaxdp.distributed import membership
 from jaxdp.distributed.context import Context, ElasticOptions
 from jaxdp.errors import PREEMPTED, DistributedError
-from jaxdp.supervise.generations import run_generations
 from jaxdp.supervise.monitor import Stopped
-from jaxdp.training.snapshots import Snapshots
 
-T = TypeVar("T")
 ALL_END = {  # launcher: what it does when one process ends, and the alternative
     "openmpi": "mpirun ends all processes when one is lost; add --enable-recovery",
     "mvapich": "this mpirun ends all processes when one is lost; use jaxdp launch, Open MPI or srun",
@@ -42,22 +35,6 @@ def settings(config: Config | None) -> ElasticOptions | None:
     text = json.dumps({**numbers, "run_dir": config.run_dir}, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return ElasticOptions(config.elastic.min_processes, config.elastic.join_timeout, digest)
-
-
-@dataclasses.dataclass
-class Memory:
-    """What each process of an elastic job keeps from one generation to the next."""
-
-    snapshots: Snapshots
-    prepared: Prepared | None = None
-
-
-def train_elastic(train: Callable[[Context, Memory], T], context: Context, snapshots: Snapshots) -> T:
-    """Call `train` in each generation of the job, until it returns; what `memory` has passes from one to the next."""
-    memory = Memory(snapshots)
-    if context.is_root and (problem := launcher_problem(context.launcher)) is not None:
-        print(f"jaxdp: elastic.enabled: {problem}", file=sys.stderr, flush=True)
-    return run_generations(lambda context: train(context, memory), context, memory.snapshots.end_generation)
 
 
 def wait_for_devices(replicas: int, context: Context, timeout: float) -> None:

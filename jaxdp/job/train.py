@@ -17,7 +17,7 @@ from jaxdp.core.state import TrainState
 from jaxdp.distributed import faults, private_jax
 from jaxdp.distributed.context import SLOW, Context
 from jaxdp.errors import ReportedError, UsageError, one_line
-from jaxdp.job.elastic import Memory, train_elastic, wait_for_devices
+from jaxdp.job.elastic import launcher_problem, wait_for_devices
 from jaxdp.job.resume import lock_run_dir, resume_step
 from jaxdp.job.start import layout_of, start_writer
 from jaxdp.metrics import safe_print
@@ -29,7 +29,7 @@ from jaxdp.metrics.writers import check_writers
 from jaxdp.parallel.placement import open_collectives
 from jaxdp.report import writer as report_file
 from jaxdp.supervise import signals
-from jaxdp.supervise.generations import has_ended
+from jaxdp.supervise.generations import has_ended, run_generations
 from jaxdp.supervise.monitor import RunMonitor, Stopped
 from jaxdp.training import loop
 from jaxdp.training.callbacks import make_callbacks
@@ -54,15 +54,17 @@ def train(
     """
     if not config.elastic.enabled or context.size == 1:
         return train_here(config, path, context, objects, keep, overwrite)
-
-    def train_generation(context: Context, memory: Memory) -> tuple[Record, TrainState | None]:
-        generation = memory.snapshots.generations
-        if generation:
-            wait_for_devices(config.outer.replicas, context, config.elastic.join_timeout)
-        return train_here(config, path, context, objects, keep, overwrite and not generation, memory)
-
+    if context.is_root and (problem := launcher_problem(context.launcher)) is not None:
+        safe_print.say(f"jaxdp: elastic.enabled: {problem}", error=True)
     audited = config.audit.every if config.audit.action == "expel" else None
-    return train_elastic(train_generation, context, Snapshots(audited or config.elastic.snapshot_every, bool(audited)))
+    snapshots = Snapshots(audited or config.elastic.snapshot_every, bool(audited))
+
+    def train_generation(context: Context) -> tuple[Record, TrainState | None]:
+        if snapshots.generations:
+            wait_for_devices(config.outer.replicas, context, config.elastic.join_timeout)
+        return train_here(config, path, context, objects, keep, overwrite and not snapshots.generations, snapshots)
+
+    return run_generations(train_generation, context, snapshots.end_generation)
 
 
 def train_here(
@@ -72,15 +74,15 @@ def train_here(
     objects: Objects,
     keep: bool,
     overwrite: bool,
-    memory: Memory | None = None,
+    snapshots: Snapshots | None = None,
 ) -> tuple[Record, TrainState | None]:
-    """Train with the processes of `context`; see `train`. memory: of an elastic job."""
-    began, snapshots = time.time(), memory.snapshots if memory else None
+    """Train with the processes of `context`; see `train`. snapshots: of an elastic job."""
+    began = time.time()
     directory = schema.run_dir(config, path)
     use_compilation_cache(config, context)
-    prepared = prepare_on_all_ranks(config, context, objects, memory.prepared if memory else None)
-    if memory is not None:
-        memory.prepared = prepared
+    prepared = prepare_on_all_ranks(config, context, objects, snapshots.prepared if snapshots is not None else None)
+    if snapshots is not None:
+        snapshots.prepared = prepared
     run = make_run(config, directory, context, objects, prepared=prepared)
     on_all_ranks(context, lambda: check_writers(config.log.writers))
     callbacks = on_all_ranks(context, lambda: make_callbacks(config.callbacks, objects.get("callbacks", {}), context))
