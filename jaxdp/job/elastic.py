@@ -5,7 +5,6 @@ import json
 import os
 import pathlib
 import re
-import sys
 import threading
 import time
 
@@ -16,6 +15,7 @@ from jaxdp.config.check import decides, flatten
 from jaxdp.distributed import membership
 from jaxdp.distributed.context import Context, ElasticOptions
 from jaxdp.errors import PREEMPTED, DistributedError
+from jaxdp.metrics import safe_print
 from jaxdp.supervise.monitor import Stopped
 
 ALL_END = {  # launcher: what it does when one process ends, and the alternative
@@ -47,7 +47,7 @@ def wait_for_devices(replicas: int, context: Context, timeout: float) -> None:
         return
     text = f"outer.replicas: {replicas} cannot be split over the {devices} devices that are left"
     if context.is_root:
-        print(f"jaxdp: elastic: {text}; waiting for another process", file=sys.stderr, flush=True)
+        safe_print.say(f"jaxdp: elastic: {text}; waiting for another process", error=True)
     member, joins, deadline = membership.joined(), threading.Event(), time.monotonic() + timeout
     member.on("join", lambda rank, name: joins.set())
     while not joins.wait(0.2):

@@ -2,7 +2,6 @@
 
 import contextlib
 import pathlib
-import sys
 import time
 from collections.abc import Iterator
 
@@ -152,7 +151,7 @@ def use_compilation_cache(config: Config, context: Context) -> None:
     """Enable the config's `compilation_cache`. Rank 0 prints a warning if it cannot be used."""
     problem = compilation_cache.use(config.compilation_cache, context.size)
     if problem and context.is_root:
-        print(f"jaxdp: {problem}", file=sys.stderr)
+        safe_print.say(f"jaxdp: {problem}", error=True)
 
 
 def supervised(

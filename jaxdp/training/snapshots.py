@@ -7,7 +7,6 @@ each device. A process copies the parts of its devices and those of a neighbour.
 import collections
 import json
 import math
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -19,6 +18,7 @@ from jaxdp.core.state import TrainState
 from jaxdp.distributed import hosts
 from jaxdp.distributed.collectives import broadcast
 from jaxdp.distributed.context import Context
+from jaxdp.metrics import safe_print
 from jaxdp.metrics.numbers import size as shown
 from jaxdp.split import WHOLE
 from jaxdp.training.copies import Copies, assemble
@@ -62,11 +62,10 @@ class Snapshot(NamedTuple):
         for part, arrays in self.parts.items():
             if bad := [i for i, x in enumerate(arrays) if checksum(x) != self.checksums[part][i]]:
                 del sound[part]
-                print(
+                safe_print.say(
                     f"jaxdp: the snapshot of update {self.step} in this process is damaged (leaf {bad[0]} of "
                     f"{len(arrays)}): the memory of this host may be faulty; another copy is used",
-                    file=sys.stderr,
-                    flush=True,
+                    error=True,
                 )
         return self._replace(parts=sound)
 
@@ -220,14 +219,12 @@ def enough_memory(run: Run, need: int) -> bool:
     if not any(lacking := context.exchange("memory of snapshots", lacks)):
         return True
     if context.is_root:
-        every = (
-            run.options.save_every and f"of every {run.options.save_every} updates"
-        ) or "(set checkpoint.every; now there are none)"
-        print(
+        every = run.options.save_every
+        often = f"of every {every} updates" if every else "(set checkpoint.every; now there are none)"
+        safe_print.say(
             f"jaxdp: elastic: the copies of the state in memory need {next(filter(None, lacking))}: none are made, and "
-            f"the job continues from its checkpoints {every}",
-            file=sys.stderr,
-            flush=True,
+            f"the job continues from its checkpoints {often}",
+            error=True,
         )
     return False
 
@@ -249,11 +246,10 @@ def find(context: Context, kept: Sequence[Snapshot], oldest: int) -> Found | Non
         if ranks and context.is_root:
             step, _, count = key = max(ranks)
             missing = ", ".join(str(part) for part in range(count) if part not in ranks[key])
-            print(
+            safe_print.say(
                 f"jaxdp: elastic: no process that is left has part {missing} of the state after update {step}: the job "
                 "continues from its newest checkpoint",
-                file=sys.stderr,
-                flush=True,
+                error=True,
             )
         return None
     newest = max(complete)
