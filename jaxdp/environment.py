@@ -221,7 +221,7 @@ def has_several_gpus(devices: int | None, local_gpus: int) -> bool:
     """Return True if there is more than one GPU to train on, as far as is known before any is opened."""
     from jaxdp.distributed import launchers
 
-    visible = gpus.visible_devices()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         local_gpus = min(local_gpus, len(gpus.listed(visible)))
     return local_gpus > 0 and (launchers.discover().size > 1 or min(local_gpus, devices or local_gpus) > 1)

@@ -55,7 +55,7 @@ def make_slots(jobs: int | None, devices: int | None, count: int) -> list[dict[s
     jobs: runs at once; None: one for each GPU, or for `devices` of them, and without GPUs one for each core. devices:
     GPUs of a run (`parallel.devices`). Raises UsageError if there are too few GPUs.
     """
-    cores, visible = len(os.sched_getaffinity(0)), gpus.visible_devices()
+    cores, visible = len(os.sched_getaffinity(0)), os.environ.get("CUDA_VISIBLE_DEVICES")
     names = gpus.listed(visible) if visible and gpus.count() else [str(i) for i in range(gpus.count())]
     each = devices or (max(1, len(names) // jobs) if jobs else 1)
     jobs = jobs or max(1, len(names) // each if names else cores)

@@ -47,7 +47,7 @@ def join(world: World, timeout: float, elastic: ElasticOptions | None) -> dict[s
         "python": ".".join(map(str, sys.version_info[:2])),
         "gloo": gpus.count() == 0,
         "tls": "yes" if private_jax.service_has_tls() else "no",
-        "visible": gpus.visible_devices(),
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "config": elastic.config if elastic else "",
         "restarts": os.environ.get("JAXDP_RESTARTS", "0") != "0",
     }

@@ -7,11 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
-def visible_devices() -> str | None:
-    """Return CUDA_VISIBLE_DEVICES; None if it is not set."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES")
-
-
 def count(env: Mapping[str, str] | None = None, dev: str = "/dev") -> int:
     """Count the NVIDIA GPUs of this host without opening one; 0 if JAX_PLATFORMS selects another platform."""
     platforms = (os.environ if env is None else env).get("JAX_PLATFORMS", "")
