@@ -16,7 +16,8 @@ import jax
 
 from jaxdp.distributed import enter, faults, hosts, membership, private_jax, protocol
 from jaxdp.distributed.joining import ElasticOptions
-from jaxdp.distributed.launchers import World, discover
+from jaxdp.distributed.launchers import discover
+from jaxdp.distributed.world import World
 from jaxdp.errors import DistributedError, ReportedError, UsageError, one_line
 
 SLOW = 600.0  # seconds that one process may take longer than another, such as to compile or to read its data
@@ -231,7 +232,7 @@ def shutdown() -> None:
     """Leave the job together with the other processes. Does nothing in a single process."""
     global _current
     if private_jax.is_connected():
-        private_jax.shut_down_client()
+        jax.distributed.shutdown()
     if (member := membership.current()) is not None:
         member.leave()
         membership.forget()

@@ -8,10 +8,8 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from jaxdp.distributed.world import MPI, Env, Launcher, Variables, World, address, integer, optional, partners, within
+from jaxdp.distributed.world import MPI, Env, Variables, World, address, integer, optional, partners, within
 from jaxdp.errors import UsageError
-
-__all__ = ["LAUNCHERS", "Kubernetes", "Slurm", "Variables", "World", "address", "discover"]
 
 
 def _under_srun(env: Env) -> bool:
@@ -112,7 +110,7 @@ TORCHRUN = Variables(
 
 # In order of precedence, innermost first: if mpirun or torchrun's agent runs inside a Slurm step, it started this
 # process, and the step's variables describe something else.
-LAUNCHERS: tuple[Launcher, ...] = (
+LAUNCHERS: tuple[Variables | Slurm | Kubernetes, ...] = (
     Variables(
         "jaxdp",
         "JAXDP_PROCESS_ID",

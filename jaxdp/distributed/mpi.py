@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxdp.distributed.launchers import World
+from jaxdp.distributed.world import World
 from jaxdp.errors import DistributedError, UsageError
 
 # The programs that start ranks, and the MPI library of each family; mpi4py loads one of them at run time.

@@ -119,13 +119,6 @@ def is_connected() -> bool:
     return global_state.client is not None
 
 
-def shut_down_client() -> None:
-    """Leave JAX's coordination service, so that this process no longer depends on it."""
-    import jax
-
-    jax.distributed.shutdown()
-
-
 def cancel_calls() -> None:
     """Leave JAX's coordination service, if connected: what waits in it, such as a barrier of Orbax, raises at once."""
     from jax._src.distributed import global_state

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from jaxdp.errors import UsageError
 
@@ -27,12 +26,6 @@ class World:
     local_size: int | None = None
     launcher: str = "none"
     coordinator: str | None = None
-
-
-class Launcher(Protocol):
-    """A launcher. `detect` returns None without the launcher's variables, and raises UsageError if they are invalid."""
-
-    def detect(self, env: Env) -> World | None: ...
 
 
 def integer(env: Env, name: str, least: int = 0) -> int:
