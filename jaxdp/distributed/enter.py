@@ -13,7 +13,6 @@ import jaxlib
 import jaxdp
 from jaxdp.distributed import caches, connection, gpus, hosts, joining, membership, private_jax, protocol, sockets
 from jaxdp.distributed.connection import Joined
-from jaxdp.distributed.gpus import bind
 from jaxdp.distributed.joining import ElasticOptions
 from jaxdp.distributed.world import MPI, World
 from jaxdp.errors import GenerationEnded, UsageError
@@ -117,7 +116,7 @@ def enter(entered: Entered) -> dict[str, Any]:
         local_size = local_size if world.local_size is None else world.local_size
     count, visible = gpus.count(), everyone[rank]["visible"]
     neighbours = [f["visible"] for f in everyone if hosts.key(f) == hosts.key(everyone[rank])]
-    sharers = gpus.sharers(local_size, count, visible, neighbours)
+    devices, sharers = gpus.bind(local_rank, local_size, count, visible, neighbours)
     if sharers > 1:  # each would reserve three quarters of the GPU
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.75 / sharers:.3f}")
     silence = protocol.silence(timeout)
@@ -127,7 +126,6 @@ def enter(entered: Entered) -> dict[str, Any]:
     membership.start(member)
     if hosts.on_one_host(everyone):
         private_jax.bind_gloo("127.0.0.1")
-    devices = bind(local_rank, local_size, count, visible, neighbours)
     heartbeat = round(3 * silence)
     private_jax.connect(
         joined.jax_address, rank, len(everyone), joined.secret, timeout, heartbeat, devices, elastic is not None
@@ -135,12 +133,11 @@ def enter(entered: Entered) -> dict[str, Any]:
     caches.clear()
     if elastic is not None:
         open_devices(member)
-    names, pids = tuple(f["host"] for f in everyone), tuple(f["pid"] for f in everyone)
     return {
         "rank": rank,
         "size": len(everyone),
         "local_rank": local_rank,
         "local_size": local_size,
-        "hosts": names,
-        "pids": pids,
+        "hosts": tuple(f["host"] for f in everyone),
+        "pids": tuple(f["pid"] for f in everyone),
     }

@@ -25,25 +25,21 @@ def bind(
     gpus: int,
     visible: str | None = None,
     neighbours: Sequence[str | None] = (),
-) -> list[int] | None:
-    """Return the GPUs of one process, as indices into those that it can see; None for all of these.
+) -> tuple[list[int] | None, int]:
+    """Return (the GPUs of one process, as indices into those that it can see; None for all of these, the largest number
+    of processes that share one).
 
     gpus: number on this host. visible: this process's CUDA_VISIBLE_DEVICES. neighbours: that of every process on the
     host; if they differ, the launcher has assigned the GPUs already. A single process gets all GPUs; p processes get
     gpus // p adjacent ones each; if there are more processes than GPUs, they are assigned round-robin.
     """
     usable = gpus if visible is None else len(listed(visible))
-    if local_size == 1 or usable <= 1 or len(set(neighbours)) > 1:
-        return None
-    if local_size > usable:
-        return [local_rank % usable]
-    each = usable // local_size
-    return list(range(local_rank * each, (local_rank + 1) * each))
-
-
-def sharers(local_size: int, gpus: int, visible: str | None = None, neighbours: Sequence[str | None] = ()) -> int:
-    """Return the largest number of processes to which `bind` assigns the same GPU; 1 without a GPU."""
-    usable = gpus if visible is None else len(listed(visible))
     if usable == 0 or len(set(neighbours)) > 1:
-        return 1
-    return -(-local_size // usable)
+        return None, 1
+    sharers = -(-local_size // usable)
+    if local_size == 1 or usable == 1:
+        return None, sharers
+    if local_size > usable:
+        return [local_rank % usable], sharers
+    each = usable // local_size
+    return list(range(local_rank * each, (local_rank + 1) * each)), 1

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxdp.distributed import gpus, hosts
-from jaxdp.distributed.gpus import bind, sharers
+from jaxdp.distributed.gpus import bind
 from jaxdp.distributed.launchers import Kubernetes, World, address, discover, first_host, tasks_per_node
 from jaxdp.distributed.protocol import difference
 from jaxdp.errors import UsageError
@@ -196,8 +196,7 @@ BIND = [  # local_rank, local_size, gpus, visible, neighbours -> devices, sharer
 
 @pytest.mark.parametrize("local_rank, local_size, count, visible, neighbours, devices, shared", BIND)
 def test_gpus_are_dealt_by_local_rank(local_rank, local_size, count, visible, neighbours, devices, shared):
-    assert bind(local_rank, local_size, count, visible, neighbours) == devices
-    assert sharers(local_size, count, visible, neighbours) == shared
+    assert bind(local_rank, local_size, count, visible, neighbours) == (devices, shared)
 
 
 def test_gpus_are_counted_without_opening_one(tmp_path):
