@@ -190,7 +190,7 @@ def supervised(
             context.barrier("collectives", SLOW)
             open_collectives()
         with log_failure(events, context.size == 1, snapshots is not None):
-            record, state = loop.complete(run)
+            record, state = loop.fit(run)
         writer.say(summary(record, directory))
         return record, run.strategy.export(state) if keep else None
     finally:

@@ -29,12 +29,7 @@ from jaxdp.training.source import until_the_end
 LONGEST = 86_400.0  # seconds that a callback of one rank may take at the end
 
 
-def fit(run: Run) -> Record:
-    """Train to the last update, evaluate, save; return the final record. Raises the same errors as `complete`."""
-    return complete(run)[0]
-
-
-def complete(run: Run) -> tuple[Record, TrainState]:
+def fit(run: Run) -> tuple[Record, TrainState]:
     """Train; return the final record and the state after the last update, as the strategy stores it.
 
     Raises:

@@ -35,7 +35,7 @@ def audited(tmp_path, fault="", every=2, action="warn", backend="pmap", devices=
     probe = Probe(run.strategy, injection.flips(run.step, once=False), NDIM)
     run = run.replace(step=injection.flips(run.step), checks=[injection, Audit(probe, every, action)])
     try:
-        result = loop.fit(run)
+        result, _ = loop.fit(run)
     except RunFailed as error:
         result = error
     return result, run, read(tmp_path / "events.jsonl")
@@ -119,7 +119,7 @@ def test_healthy_devices_are_not_named_and_the_audit_changes_nothing(tmp_path, b
     model = toys.MODELS["resnet" if backend == "pjit" else "dropout"]()
     final, run, events = audited(tmp_path / "a", "", 1, "stop", backend, 4, model, steps_per_call=steps_per_call)
     plain = make_run(tmp_path / "b", model, backend, 4, steps=8, log_every=8, steps_per_call=steps_per_call)
-    assert final["params_sha256"] == loop.fit(plain)["params_sha256"]
+    assert final["params_sha256"] == loop.fit(plain)[0]["params_sha256"]
     assert not failures(events) and not [text for text in run.log.writer.said if "devices" in text]
 
 

@@ -31,7 +31,7 @@ def test_evaluation_counts_every_example_once(tmp_path, where):
     backend, devices = where
     model, held_out = toys.MODELS["resnet"](), toys.data(33, seed=5)  # batches of 20 and 13
     run = make_run(tmp_path, model, backend, devices, held_out=held_out, eval_every=3)
-    final = loop.fit(run)
+    final, _ = loop.fit(run)
     state = run.checkpoints.restore(6, run.strategy.abstract())
     batch = {**held_out, "mask": np.ones(33, bool)}
     logits, _ = model.apply(state.params, state.model_state, batch, jax.random.key(0), False)
@@ -145,7 +145,7 @@ def test_a_loss_that_is_not_finite_for_another_reason_ends_nothing(tmp_path):
         asked = []
         check = asked.append if name == "looks" else None
         run = run.replace(train=dataclasses.replace(run.data.train, check=check))
-        final = loop.fit(run)
+        final, _ = loop.fit(run)
         records = [(r["step"], r.get("loss")) for r in run.log.writer.records]
         made.append((final["params_sha256"], records, sorted(run.checkpoints.steps())))
         assert len(asked) == (EXAMINED if check else 0) and all(np.isnan(e["inputs"]).any() for e in asked)

@@ -92,7 +92,7 @@ def test_records_leave_out_what_nothing_was_counted_for(tmp_path, steps_per_call
         log_every=1, eval_every=3, steps_per_call=steps_per_call, derive=per_class.derive,
     )  # fmt: skip
     run.checkpoints.best = f"class{RARE}"
-    final, records = loop.fit(run), run.log.writer.records
+    final, records = loop.fit(run)[0], run.log.writer.records
     assert [(r["step"], r["split"][0]) for r in records] == [(1, "t"), (2, "t"), (3, "t"), (3, "e"), (4, "t"), (4, "f")]
     for record in (*records[:3], records[4]):
         assert {"class0", "class1", "all"} <= set(record) and not {"class2", "balanced"} & set(record)
