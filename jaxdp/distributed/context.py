@@ -46,11 +46,6 @@ class Context:
     def is_root(self) -> bool:
         return self.rank == self.root_rank
 
-    @property
-    def local_devices(self) -> list[jax.Device]:
-        """Return this process's devices. The first call opens them, so call `init` before."""
-        return jax.local_devices()
-
     def title(self, rank: int) -> str:
         """Return the name of a rank in messages, with its host."""
         return hosts.title(rank, self.hosts[rank])

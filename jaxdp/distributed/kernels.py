@@ -35,11 +35,6 @@ def of_member(groups: Partition, axis: Any, value: Callable[[tuple[int, ...], in
     return jnp.asarray([table[rank] for rank in range(len(table))])[lax.axis_index(axis)]
 
 
-def index_in_group(axis: Any, groups: Partition | None) -> Array:
-    """Return the index of the current member in its group."""
-    return lax.axis_index(axis) if groups is None else of_member(groups, axis, lambda group, index: index)
-
-
 def _divided(total: Array, axis: Any, groups: Partition | None) -> Array:
     """Divide by the number of members. XLA would multiply by the reciprocal of a scalar, which rounds 5/3 wrongly."""
     members = lax.axis_size(axis) if groups is None else of_member(groups, axis, lambda group, index: len(group))
@@ -104,7 +99,8 @@ def scattered(op: str, x: Array, axis: Any = AXIS, groups: Partition | None = No
     if op in ("sum", "avg") and jax.default_backend() != "cpu":
         row = lax.psum_scatter(x, axis, axis_index_groups=groups)
         return _divided(row, axis, groups) if op == "avg" else row
-    return lax.dynamic_index_in_dim(REDUCTIONS[op](x, axis, groups), index_in_group(axis, groups), keepdims=False)
+    row = lax.axis_index(axis) if groups is None else of_member(groups, axis, lambda group, index: index)
+    return lax.dynamic_index_in_dim(REDUCTIONS[op](x, axis, groups), row, keepdims=False)
 
 
 def _moved(buffer: Array, transfer: Transfer) -> Array:

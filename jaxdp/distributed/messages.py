@@ -17,17 +17,16 @@ def printable(text: object, most: int = TEXT) -> str:
     return "".join(c if c.isprintable() else "?" for c in str(text)[:most])
 
 
-def parse(text: str | bytes | None, shape: dict[str, Any], limit: int = LIMIT) -> dict[str, Any] | None:
+def parse(text: str | bytes | None, shape: dict[str, Any]) -> dict[str, Any] | None:
     """Return the JSON object in `text`, or None if it does not have this shape.
 
     Args:
         shape: name -> kind of its value: `str`, `bool`, `float` (finite, not negative), `object` (anything), a
             `range`, None, True, a string, LONG_TEXT, a tuple of alternatives, or a dict or one-element list of these. A
             name that ends in `?` may be absent. Other names are dropped; strings are made printable.
-        limit: the maximum number of characters in the text.
     """
     try:
-        return _checked(json.loads(text), shape) if text and len(text) <= limit else None
+        return _checked(json.loads(text), shape) if text and len(text) <= LIMIT else None
     except (ValueError, RecursionError):
         return None
 

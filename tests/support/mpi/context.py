@@ -3,6 +3,7 @@
 import json
 import sys
 
+import jax
 import numpy as np
 
 import jaxdp
@@ -18,7 +19,7 @@ line = {
     "launcher": context.launcher,
     "hosts": len(set(context.hosts)),
     "is_root": context.is_root,
-    "devices": len(context.local_devices),
+    "devices": jax.local_device_count(),
     "total": total,
 }
 sys.stdout.write(json.dumps(line) + "\n")  # in one piece: print writes the end of the line by itself
