@@ -6,7 +6,6 @@ Reading verifies the checksums first; a checkpoint that fails them is set aside,
 """
 
 import contextlib
-import dataclasses
 import functools
 import math
 import pathlib
@@ -31,14 +30,6 @@ from jaxdp.metrics.events import NoEvents
 from jaxdp.metrics.numbers import smaller_is_better
 
 Say = Callable[[str], None]
-
-
-@dataclasses.dataclass
-class Failure:
-    """A save that failed. reason: one line. Earlier checkpoints are not touched."""
-
-    step: int
-    reason: str
 
 
 class Checkpoints:
@@ -69,7 +60,7 @@ class Checkpoints:
         self.last: int | None = None  # the last step whose save was started, or that is known to exist
         self.audited: int | None = None
         self.events = NoEvents()
-        self._failure: Failure | None = None
+        self._failure: str | None = None  # why the last save has failed
         self._thread: threading.Thread | None = None
         self._copies: Any = None
         self._lock, self._notes = threading.Lock(), dict[int, dict[str, Any]]()
@@ -164,8 +155,8 @@ class Checkpoints:
     def is_saving(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def wait(self) -> Failure | None:
-        """Wait for the save that is running; return its failure, or None."""
+    def wait(self) -> str | None:
+        """Wait for the save that is running; return why the last one has failed, or None."""
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(0.2)  # in pieces: signals are handled in between
         self._thread = None
@@ -259,18 +250,15 @@ class Checkpoints:
         self._failed(step, reason, say)
 
     def _failed(self, step: int, reason: str, say: Say) -> None:
-        self._failure = Failure(step, reason)
+        self._failure = f"checkpoint {step} could not be saved: {reason}"
         with self._lock:
             self._notes.pop(step, None)
         if self.writes:
             folders.clean(self.directory, step)
         if self.context.is_root:
             self.events.note("save_failed", step, reason=reason)
-            say(
-                f"checkpoint {step} could not be saved: {reason}; "
-                + (f"the last one is {steps[-1]}, " if (steps := self.steps()) else "there is none yet, ")
-                + "and the next save tries again"
-            )
+            earlier = f"the last one is {steps[-1]}" if (steps := self.steps()) else "there is none yet"
+            say(f"{self._failure}; {earlier}, and the next save tries again")
 
     def _prune(self, saved: int) -> None:
         """Remove checkpoints that need not be kept; ignore steps after `saved`, from which no run resumes."""

@@ -60,11 +60,7 @@ def wait_for_checkpoint(run: Run) -> None:
     run.log.events.note("settled", blocked=round(time.perf_counter() - began, 4))
     if failure:
         then = "resume from the last one" if run.checkpoints.steps() else "start again"
-        raise RunFailed(
-            f"checkpoint {failure.step} could not be saved: {failure.reason}; fix that and run the same command to "
-            f"{then}",
-            rank=0,
-        )
+        raise RunFailed(f"{failure}; fix that and run the same command to {then}", rank=0)
 
 
 def restore(run: Run, step: int) -> TrainState:

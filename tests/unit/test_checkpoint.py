@@ -376,8 +376,7 @@ def test_a_full_disk_keeps_the_old_ones_and_the_next_occasion_tries_again(small_
     checkpoints = Checkpoints(small_disk, keep=2)
     checkpoints.save(1, big, META, said.append)
     checkpoints.save(2, big, META, said.append)  # no room for a second
-    failure = checkpoints.wait()
-    assert failure.step == 2 and failure.reason == "no space left on the device"
+    assert checkpoints.wait() == "checkpoint 2 could not be saved: no space left on the device"
     assert said[0] == "saved step 1" and "checkpoint 2 could not be saved: no space left on the device" in said[1]
     assert "the last one is 1" in said[1] and len(said) == 2
     checkpoints.save(3, small, META, said.append)
