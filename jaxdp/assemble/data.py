@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdp.config import Config, Target
+from jaxdp.config import Config
+from jaxdp.config.training import Target
 from jaxdp.core.carry import split_carry
 from jaxdp.core.options import first_microbatch
 from jaxdp.core.state import Transform

@@ -10,8 +10,9 @@ import numpy as np
 
 from jaxdp.assemble.components import Objects
 from jaxdp.assemble.data import named_sets
-from jaxdp.config import Config, Optimizer, Target
+from jaxdp.config import Config, Optimizer
 from jaxdp.config.check import flatten
+from jaxdp.config.training import Target
 from jaxdp.data import SOURCES
 from jaxdp.data.base import Dataset
 from jaxdp.data.mixture import is_target

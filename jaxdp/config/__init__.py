@@ -20,35 +20,9 @@ from jaxdp.config.training import (
     Parallel,
     Precision,
     Spike,
-    Target,
     numbers,
     speed,
 )
-
-__all__ = [
-    "Audit",
-    "Checkpoint",
-    "Config",
-    "DataTarget",
-    "Elastic",
-    "Eval",
-    "Init",
-    "Log",
-    "LossTarget",
-    "ModelTarget",
-    "Nonfinite",
-    "Optimizer",
-    "Outer",
-    "Parallel",
-    "Precision",
-    "Profile",
-    "Resume",
-    "Spike",
-    "Target",
-    "Verify",
-    "Watchdog",
-    "run_dir",
-]
 
 
 @dataclasses.dataclass(frozen=True)

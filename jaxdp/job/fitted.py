@@ -19,7 +19,8 @@ from jaxdp.assemble.components import SETTINGS, Objects, Parts, make_parts, set_
 from jaxdp.assemble.identity import shapes_of
 from jaxdp.assemble.run import make_run
 from jaxdp.checkpoint.digest import params_sha256
-from jaxdp.config import Config, Target
+from jaxdp.config import Config
+from jaxdp.config.training import Target
 from jaxdp.core.carry import split_carry
 from jaxdp.core.microbatch import Microbatch
 from jaxdp.core.state import TrainState, View, plain_gather
