@@ -94,45 +94,29 @@ def unfused(x: jax.Array) -> jax.Array:
 def convolve(
     x: jax.Array,
     kernel: jax.Array,
-    window_strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
-    lhs_dilation: Sequence[int] | None = None,
-    rhs_dilation: Sequence[int] | None = None,
-    dimension_numbers: Any = None,
+    strides: Sequence[int],
+    pads: Pads,
+    *,
+    lhs_dilation: Sequence[int] = (1, 1),
+    rhs_dilation: Sequence[int] = (1, 1),
     feature_group_count: int = 1,
+    dimension_numbers: Any = None,
     **options: Any,
 ) -> jax.Array:
-    """Convolve x[example, height, width, input] with kernel[height, width, input, output], for `nnx.Conv`.
+    """Convolve x[example, height, width, input] with kernel[height, width, input, output]; for `ConvBN`'s `nnx.Conv`.
 
-    A replacement of `lax.conv_general_dilated`. On CPU, for undilated convolutions in one group on images not smaller
-    than the window, it drops kernel taps that see only padding (a 3x3 kernel on a one-pixel image becomes a matrix
-    product). With strides, or one pixel of output, it gathers patches and multiplies them (Chellapilla et al. 2006,
-    "High Performance Convolutional Neural Networks for Document Processing"); the gradients are products too. All other
-    cases call `lax.conv_general_dilated`.
+    On CPU, on images not smaller than the window, it drops kernel taps that see only padding (a 3x3 kernel on a
+    one-pixel image becomes a matrix product). With strides, or one pixel of output, it gathers patches and multiplies
+    them (Chellapilla et al. 2006, "High Performance Convolutional Neural Networks for Document Processing"); the
+    gradients are products too. Other cases call `lax.conv_general_dilated`. Raises ValueError for dilation or groups.
     """
-    plain = all(d in (None, 1) or set(d) == {1} for d in (lhs_dilation, rhs_dilation)) and feature_group_count == 1
-    images = x.ndim == 4 and dimension_numbers == lax.conv_dimension_numbers(
-        x.shape, kernel.shape, ("NHWC", "HWIO", "NHWC")
-    )
-    strides, pads = tuple(window_strides), [] if isinstance(padding, str) else list(padding)
-    if plain and images and isinstance(padding, str):
-        pads = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], strides, padding)
-    supported = plain and images and min(_outputs(x.shape[1:3], kernel.shape[:2], strides, pads)) > 0
-    if not (supported and on_cpu()):
-        return lax.conv_general_dilated(
-            x,
-            kernel,
-            window_strides,
-            padding,
-            lhs_dilation,
-            rhs_dilation,
-            dimension_numbers,
-            feature_group_count,
-            **options,
-        )
+    if {*lhs_dilation, *rhs_dilation, feature_group_count} != {1}:
+        raise ValueError("convolve: it neither dilates nor groups")
+    if not on_cpu() or min(_outputs(x.shape[1:3], kernel.shape[:2], strides, pads)) < 1:
+        return lax.conv_general_dilated(x, kernel, strides, pads, dimension_numbers=dimension_numbers, **options)
     kernel, pads = _crop_kernel(x.shape[1:3], kernel, strides, pads)
     height, width = _outputs(x.shape[1:3], kernel.shape[:2], strides, pads)
-    if strides == (1, 1) and (height, width) != (1, 1):
+    if tuple(strides) == (1, 1) and (height, width) != (1, 1):
         return lax.conv_general_dilated(x, kernel, strides, pads, dimension_numbers=dimension_numbers, **options)
     if x.shape[3] < FEW and all(k >= s for k, s in zip(kernel.shape[:2], strides, strict=True)):
         x, kernel = _blocks(x, kernel, strides, pads, (height, width))
