@@ -13,7 +13,6 @@ import numpy as np
 from jaxdp.data.base import Arrays, Dataset
 from jaxdp.data.example_order import RESET, ExampleOrder
 from jaxdp.data.prefetch import prefetch, read_batches
-from jaxdp.data.workers import Steps
 from jaxdp.errors import UsageError
 
 SHARE = 0.5  # the largest fraction of a device's free memory, or of the host's, that the data set may take
@@ -39,13 +38,12 @@ class Resident:
         self.gather = functools.cache(lambda to: jax.jit(gather, out_shardings=to) if to else jax.jit(gather))
 
     @contextmanager
-    def batches(self, order: ExampleOrder, groups: Iterable[Steps]) -> Iterator[Iterator[Any]]:
-        """Iterate over (steps, their batch, or batches[step, ...] for a range), gathered ahead of use."""
+    def batches(self, order: ExampleOrder, groups: Iterable[range]) -> Iterator[Iterator[Any]]:
+        """Iterate over (steps, their batch, or batches[step, ...] if they are several), gathered ahead of use."""
 
-        def make(steps: Steps) -> tuple[Steps, dict[str, jax.Array]]:
-            several = isinstance(steps, range)
-            every = steps if isinstance(steps, range) else [steps]
-            selection = read_batches(self.indices, order, every, self.strategy.local_microbatches)
+        def make(steps: range) -> tuple[range, dict[str, jax.Array]]:
+            several = len(steps) > 1
+            selection = read_batches(self.indices, order, steps, self.strategy.local_microbatches)
             at = self.strategy.shard_batch(selection if several else {k: x[0] for k, x in selection.items()}, several)
             return steps, self.gather(getattr(at[INDEX], "sharding", None))(self.arrays, at)
 

@@ -28,7 +28,6 @@ from jaxdp.errors import RunFailed, UsageError, one_line
 from jaxdp.supervise.signals import NUMBERS
 
 Batch = dict[str, np.ndarray]
-Steps = int | range  # one step, or several consecutive steps
 
 
 @contextmanager
@@ -38,8 +37,8 @@ def prefetch_in_workers(
     numbers: Sequence[int] | np.ndarray,
     steps: range,
     workers: int,
-    then: Callable[[Steps, Batch], Any] = lambda steps, batch: batch,
-    groups: Iterable[Steps] | None = None,
+    then: Callable[[range, Batch], Any] = lambda steps, batch: batch,
+    groups: Iterable[range] | None = None,
 ) -> Iterator[Iterator[Any]]:
     """Prefetch `read_batch(dataset, order, step, numbers)` in `workers` processes; 0 prefetches in a thread.
 
@@ -49,12 +48,12 @@ def prefetch_in_workers(
     RunFailed for a killed worker. Workers ignore the signals that ask a run to end, are killed when the context is
     left, exit when this process dies, and never use an accelerator.
 
-    groups: the `steps` in order, single or as ranges; a range becomes one item, as returned by
+    groups: the `steps` in order, in ranges, by default of one each; a range of several becomes one item, as returned by
     `read_batches`. then(steps, batch): applied to each item in this process, also ahead of use.
 
     Raises UsageError if the dataset cannot be pickled.
     """
-    items = steps if groups is None else groups
+    items = (range(step, step + 1) for step in steps) if groups is None else groups
     if workers < 1:
         with prefetch(lambda steps: then(steps, _read(dataset, order, steps, numbers)), items) as batches:
             yield batches
@@ -69,22 +68,20 @@ def prefetch_in_workers(
             end()  # kill the workers first: prefetch waits for its thread, which waits for a worker
 
 
-def _read(dataset: Dataset, order: ExampleOrder, steps: Steps, numbers: Any) -> Batch:
-    read: Callable[..., Batch] = read_batches if isinstance(steps, range) else read_batch
+def _read(dataset: Dataset, order: ExampleOrder, steps: range, numbers: Any) -> Batch:
+    several = len(steps) > 1
     try:
-        return read(dataset, order, steps, numbers)
+        batches = read_batches(dataset, order, steps, numbers)
     except Exception as error:
-        first, several = (steps.start, f" to {steps[-1]}") if isinstance(steps, range) else (steps, "")
-        error.add_note(f"as the batch of step {first}{several} was read, counted from 0")
+        until = f" to {steps[-1]}" if several else ""
+        error.add_note(f"as the batch of step {steps[0]}{until} was read, counted from 0")
         raise
+    return batches if several else {key: value[0] for key, value in batches.items()}
 
 
-def _receive_steps(receive: Callable[[int], Batch], steps: Steps) -> Batch:
-    """Return the batch of one step, or the stacked batches of a range."""
-    if isinstance(steps, int):
-        return receive(steps)
+def _receive_steps(receive: Callable[[int], Batch], steps: range) -> Batch:
     batches = [receive(step) for step in steps]
-    return {key: np.stack([batch[key] for batch in batches]) for key in batches[0]}
+    return {key: np.stack([batch[key] for batch in batches]) for key in batches[0]} if len(steps) > 1 else batches[0]
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def of_set(run: Run, source: Source, program: Program, state: TrainState) -> Rec
             suspects.append(number)
 
     with source.batches(0, source.order.steps_per_epoch, run.strategy) as batches:
-        for number, batch in batches:
+        for (number,), batch in batches:
             with run.hooks.compiling():
                 sums = run.hooks.watch.run_step(f"evaluation, batch {number}", program.evaluate, state, batch)
             if sums.carry is not None:

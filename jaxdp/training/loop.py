@@ -13,7 +13,6 @@ from jaxdp.analysis import memory
 from jaxdp.checkpoint.digest import params_sha256
 from jaxdp.core.state import TrainState
 from jaxdp.data.stream import StreamEnded
-from jaxdp.data.workers import Steps
 from jaxdp.errors import UsageError
 from jaxdp.metrics.meter import Meter
 from jaxdp.metrics.writer import Record
@@ -22,7 +21,7 @@ from jaxdp.supervise.monitor import Stopped
 from jaxdp.training.evaluate import evaluate
 from jaxdp.training.lookback import BEHIND, EXAMINED, Lookback, NotFinite
 from jaxdp.training.rollback import roll_back
-from jaxdp.training.run import Progress, Run, updates_of
+from jaxdp.training.run import Progress, Run
 from jaxdp.training.save import restore, save, save_last, save_preempted, stop_if_halted, wait_for_checkpoint
 from jaxdp.training.source import until_the_end
 
@@ -84,7 +83,7 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
         if stopped:
             return stopped
         every = until_the_end(batches, run.checkpoints.context, functools.partial(stream_ended, run, progress))
-        numbered = ((updates_of(number, offset), batch) for number, batch in every)
+        numbered = ((range(of.start + 1 - offset, of.stop + 1 - offset), batch) for of, batch in every)
         for updates, batch in watch.reading(meter.reading(numbered), start):
             lookback.look(progress.step - BEHIND)
             step, several, first = updates[-1], len(updates) > 1, not progress.metrics
@@ -127,8 +126,8 @@ def stream_ended(run: Run, progress: Progress, end: StreamEnded) -> None:
     run.log.writer.say(f"{end}: training ends after update {progress.step} of {run.options.steps}")
 
 
-def calls(run: Run, start: int) -> Iterator[Steps]:
-    """Yield the batches of each program call after update `start`: a range of `steps_per_call`, or a single one.
+def calls(run: Run, start: int) -> Iterator[range]:
+    """Yield the batches of each program call after update `start`: `steps_per_call` of them, or a single one.
 
     Checkpoints and evaluations fall between two calls, so that only these two programs are compiled.
     """
@@ -137,13 +136,10 @@ def calls(run: Run, start: int) -> Iterator[Steps]:
     window = [] if profile.start is None else [profile.start, profile.start + profile.steps]
     while start < options.steps:
         limit = min([options.steps, *((start // n + 1) * n for n in ends), *(w for w in window if w > start)])
-        first = start + run.origin.offset
-        if options.steps_per_call > 1 and start + options.steps_per_call <= limit:
-            yield range(first, first + options.steps_per_call)
-            start += options.steps_per_call
-        else:
-            yield first
-            start += 1
+        first, count = start + run.origin.offset, options.steps_per_call
+        count = count if start + count <= limit else 1
+        yield range(first, first + count)
+        start += count
 
 
 def between(run: Run, program: Program, progress: Progress, save_requested: bool = False) -> str | None:

@@ -153,9 +153,3 @@ class Progress:
 
 def is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-def updates_of(steps: int | range, offset: int) -> range:
-    """Return the numbers of the updates on batches `steps`; batches count from 0, and `offset` of them were skipped."""
-    first, count = (steps.start, len(steps)) if isinstance(steps, range) else (steps, 1)
-    return range(first + 1 - offset, first + 1 - offset + count)

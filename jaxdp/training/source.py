@@ -11,7 +11,7 @@ from jaxdp.core.state import Batch
 from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.resident import Resident
 from jaxdp.data.stream import StreamEnded
-from jaxdp.data.workers import Steps, prefetch_in_workers
+from jaxdp.data.workers import prefetch_in_workers
 from jaxdp.distributed import protocol
 from jaxdp.distributed.context import Context
 from jaxdp.errors import DistributedError, GenerationEnded, UsageError
@@ -48,17 +48,18 @@ class Source:
         context.agree(problem)
 
     def batches(
-        self, start: int, stop: int, strategy: Strategy, groups: Iterable[Steps] | None = None
-    ) -> AbstractContextManager[Iterator[tuple[Steps, Batch]]]:
-        """Prefetch batches `start` to `stop - 1`: iterate over (step, this process's share on its devices).
+        self, start: int, stop: int, strategy: Strategy, groups: Iterable[range] | None = None
+    ) -> AbstractContextManager[Iterator[tuple[range, Batch]]]:
+        """Prefetch batches `start` to `stop - 1`: iterate over (steps, this process's share on its devices).
 
-        groups: the same steps in order, as single numbers or ranges; a range gives (range, batches[step, ...]).
+        groups: the same steps in order, in ranges, by default of one each; one of several gives batches[step, ...].
         """
+        groups = (range(step, step + 1) for step in range(start, stop)) if groups is None else groups
         if self.resident is not None:
-            return self.resident.batches(self.order, range(start, stop) if groups is None else groups)
+            return self.resident.batches(self.order, groups)
 
-        def then(steps: Steps, batch: Any) -> tuple[Steps, Batch]:
-            return steps, strategy.shard_batch(batch, isinstance(steps, range))
+        def then(steps: range, batch: Any) -> tuple[range, Batch]:
+            return steps, strategy.shard_batch(batch, len(steps) > 1)
 
         return prefetch_in_workers(
             self.dataset, self.order, strategy.local_microbatches, range(start, stop), self.workers, then, groups
@@ -66,8 +67,8 @@ class Source:
 
 
 def until_the_end(
-    batches: Iterator[tuple[Steps, Batch]], context: Context, ended: Callable[[StreamEnded], None]
-) -> Iterator[tuple[Steps, Batch]]:
+    batches: Iterator[tuple[range, Batch]], context: Context, ended: Callable[[StreamEnded], None]
+) -> Iterator[tuple[range, Batch]]:
     """Iterate over batches; if a stream ends before one of them on all processes, call `ended` and end the iteration.
 
     Raises UsageError if it ends on some of the processes only: the others wait for them in the batch's update.
