@@ -225,7 +225,7 @@ def _written(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 def write_config(directory: pathlib.Path, config: dict[str, Any]) -> None:
-    _replace(directory / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+    write(directory / "config.yaml", yaml.safe_dump(config, sort_keys=False))
 
 
 def write_env(directory: pathlib.Path, facts: dict[str, Any]) -> None:
@@ -237,7 +237,7 @@ def write_env(directory: pathlib.Path, facts: dict[str, Any]) -> None:
         "argv": sys.argv,
         **facts,
     }
-    _replace(directory / "env.json", json.dumps(env, indent=2) + "\n")
+    write(directory / "env.json", json.dumps(env, indent=2) + "\n")
 
 
 def began(directory: pathlib.Path) -> float:
@@ -250,12 +250,7 @@ def began(directory: pathlib.Path) -> float:
 
 def write_layout(directory: pathlib.Path, facts: dict[str, Any]) -> None:
     """Write layout.json: memory per device, and the communication of an update."""
-    _replace(directory / "layout.json", json.dumps(facts, indent=2) + "\n")
-
-
-def write_model(directory: pathlib.Path, text: str) -> None:
-    """Write model.txt: the parameters, as `jaxdp summary` prints them."""
-    _replace(directory / "model.txt", text + "\n")
+    write(directory / "layout.json", json.dumps(facts, indent=2) + "\n")
 
 
 def versions() -> dict[str, str | None]:
@@ -297,7 +292,7 @@ def flush(path: pathlib.Path) -> None:
         os.close(handle)
 
 
-def _replace(file: pathlib.Path, text: str) -> None:
+def write(file: pathlib.Path, text: str) -> None:
     """Replace a file of the run; if the disk is full, keep that of an earlier start, or raise UsageError."""
     try:
         with replaced(file) as new:

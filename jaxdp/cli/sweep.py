@@ -39,8 +39,8 @@ def run(call: Call) -> None:
     pending = [trial for trial in mine if not trial.is_finished()]
     slots = make_slots(options["jobs"], trials[0].config.parallel.devices, len(pending))
     directory.mkdir(parents=True, exist_ok=True)
-    with rundir.replaced(directory / table.SWEEP) as new:
-        new.write_text(json.dumps({"metric": options["metric"], "command": sys.argv[1:]}) + "\n")
+    sweep = {"metric": options["metric"], "command": sys.argv[1:]}
+    rundir.write(directory / table.SWEEP, json.dumps(sweep) + "\n")
     finished = f"; {len(mine) - len(pending)} are finished already" if len(pending) < len(mine) else ""
     print(f"sweep: {len(mine)} runs in {directory}, {len(slots)} at once{finished}", flush=True)
     code = run_all(pending, slots)

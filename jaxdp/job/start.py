@@ -56,7 +56,7 @@ def start_writer(directory: pathlib.Path, config: Config, context: Context, run:
         },
     )
     rows = model_summary.arrays(run.strategy.shapes, config.optimizer.frozen)
-    rundir.write_model(directory, model_summary.text(config.model.target, rows))
+    rundir.write(directory / "model.txt", model_summary.text(config.model.target, rows) + "\n")
     facts = summary(run, config, context, directory, layout)
     steps, start = run.options.steps, run.origin.start
     console = Console(steps, start, context.launcher == "none", {"title": directory.name, **facts})

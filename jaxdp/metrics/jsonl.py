@@ -31,8 +31,8 @@ class JsonLines(Writer):
         steps = [(x.get("step"), last.get(str(x.get("split")), step), x) for x in read(self.path)]
         valid = [line for number, end, line in steps if isinstance(number, int) and 0 < number <= end]
         # If the disk is full, keep the outdated lines rather than lose all.
-        with contextlib.suppress(OSError), rundir.replaced(self.path) as new:
-            new.write_text("".join(dump(line) for line in valid))
+        with contextlib.suppress(OSError):
+            rundir.write(self.path, "".join(map(dump, valid)))
         self.file = self.path.open("ab", buffering=0)
 
     def write(self, record: Record) -> None:

@@ -5,21 +5,18 @@ pmapped loop; it updates slices of leaves, so it rejects optimizers that need fu
 """
 
 from jaxdp.optim.elementwise import check_elementwise
-from jaxdp.optim.muon import matrices
-from jaxdp.optim.schedule import SCHEDULES, Schedule, make_schedule
+from jaxdp.optim.schedule import SCHEDULES, make_schedule
 from jaxdp.optim.table import OPTIMIZERS, checked, decay_mask, make_optimizer, scale_by_path
 from jaxdp.optim.zero import zero1
 
 __all__ = [
     "OPTIMIZERS",
     "SCHEDULES",
-    "Schedule",
     "check_elementwise",
     "checked",
     "decay_mask",
     "make_optimizer",
     "make_schedule",
-    "matrices",
     "scale_by_path",
     "zero1",
 ]
