@@ -4,15 +4,14 @@ import collections
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jaxdp.metrics.numbers import duration, number
 from jaxdp.metrics.writer import RESERVED, Record
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType
-    from rich.text import Text
+    from rich.console import Console, RenderableType
 
 BARS = "▁▂▃▄▅▆▇█"
 POINTS = 32  # characters of the sparkline
@@ -124,6 +123,7 @@ class Panel:
 
     def frame(self, facts: Mapping[str, str]) -> "RenderableType":
         from rich import box
+        from rich.columns import Columns
         from rich.console import Group
         from rich.panel import Panel as Frame
         from rich.progress_bar import ProgressBar
@@ -131,6 +131,7 @@ class Panel:
         from rich.text import Text
 
         clock, train = self.clock, self.train
+        flow = lambda parts: Columns(map(Text.assemble, parts), padding=(0, 2))  # texts, in which no markup is read
         head = Table.grid(expand=True, padding=(0, 1))
         head.add_column(ratio=1)
         head.add_column(justify="right", no_wrap=True)
@@ -147,22 +148,20 @@ class Panel:
             loss = Text(number("loss", train["loss"]), style="bold")
             rows.add_row("loss", Text.assemble(loss, "  ", (sparkline(self.losses), "cyan")))
             if metrics := [f"{k} {number(k, v)}" for k, v in train.items() if k not in RESERVED]:
-                rows.add_row("metrics", Flow(metrics))
+                rows.add_row("metrics", flow(metrics))
             names = {"lr": "lr", "grad_norm": "|grad|"}
-            rows.add_row("update", Flow([f"{name} {number(k, train[k])}" for k, name in names.items() if k in train]))
+            rows.add_row("update", flow([f"{name} {number(k, train[k])}" for k, name in names.items() if k in train]))
             if train.get("skipped_updates"):
                 rows.add_row("skipped", Text(f"{train['skipped_updates']:.0f} updates", style="yellow"))
             if speed := [text.format(number(k, train[k])) for k, text in SPEED.items() if k in train]:
-                rows.add_row("speed", Flow(speed))
+                rows.add_row("speed", flow(speed))
         else:
             rows.add_row("", Text("compiling; the first numbers follow after the first interval", style="dim"))
         if self.eval:
-            numbers = {
-                k: v for k, v in self.eval.items() if k not in ("step", "split", "time", "goodput", "params_sha256")
-            }
-            ordered = sorted(numbers, key=lambda k: k != "loss")
+            hidden = ("step", "split", "time", "goodput", "params_sha256")
+            ordered = sorted((k for k in self.eval if k not in hidden), key=lambda k: k != "loss")
             after = Text(f"after {self.eval['step']:,}", style="dim")
-            rows.add_row("evaluated", Flow([*(f"{k} {number(k, numbers[k])}" for k in ordered), after]))
+            rows.add_row("evaluated", flow([*(f"{k} {number(k, self.eval[k])}" for k in ordered), after]))
         if self.save is not None:
             rows.add_row("saved", f"step {self.save[0]:,}, {duration(time.monotonic() - self.save[1])} ago")
         if in_use := self.in_use():
@@ -181,25 +180,6 @@ class Panel:
             box=box.ROUNDED,
             border_style="dim",
         )
-
-
-class Flow:
-    """A row of texts that wraps between the texts, never inside one that fits in a line."""
-
-    def __init__(self, parts: "Sequence[str | Text]", gap: str = "  "):
-        self.parts, self.gap = parts, gap
-
-    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "Iterator[Text]":
-        from rich.text import Text
-
-        lines: list[Text] = []
-        for part in self.parts:
-            text = Text(part) if isinstance(part, str) else part
-            if lines and lines[-1].cell_len + len(self.gap) + text.cell_len <= options.max_width:
-                lines[-1] = Text.assemble(lines[-1], self.gap, text)
-            else:
-                lines.append(text)
-        yield from lines
 
 
 def sparkline(values: Sequence[float]) -> str:

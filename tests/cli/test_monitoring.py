@@ -21,7 +21,7 @@ from jaxdp.metrics import safe_print
 from jaxdp.metrics.background_writer import BackgroundWriter
 from jaxdp.metrics.console import Clock, Console
 from jaxdp.metrics.numbers import duration, number
-from jaxdp.metrics.panel import Flow, Panel, sparkline
+from jaxdp.metrics.panel import Panel, sparkline
 from jaxdp.metrics.writers import check_writers, make_writers
 
 JAXDP = [sys.executable, "-m", "jaxdp"]
@@ -99,22 +99,12 @@ def test_what_is_said_shows_no_markup():
     """A line above the panel has the panel drawn anew, by the console's rules for that line: without markup."""
     file = io.StringIO()
     panel = Panel(Clock(10), {"title": "[gpt]", "run": "in [dir]"}, Terminal(file=file, width=80, force_terminal=True))
-    panel.write({"step": 4, "split": "eval", "loss": 1.25})
+    panel.write({"step": 4, "split": "eval", "loss": 1.25, "[f1]": 0.5})
     panel.say("saved step 4 [x]")
     panel.close()
     text = file.getvalue()
-    assert "after 4" in text and "[dim]" not in text and "[/" not in text
+    assert "[f1] 0.5000" in text and "after 4" in text and "[dim]" not in text and "[/" not in text
     assert "in [dir]" in text and " [gpt] " in text and "saved step 4 [x]" in text
-
-
-def test_parts_flow_into_as_many_lines_as_they_take():
-    def flowed(width):
-        terminal = Terminal(file=io.StringIO(), width=width)
-        terminal.print(Flow(["one 1", "two 2", "three 3"]))
-        return terminal.file.getvalue().splitlines()
-
-    assert flowed(20) == ["one 1  two 2", "three 3"] and flowed(21) == ["one 1  two 2  three 3"]
-    assert flowed(8) == ["one 1", "two 2", "three 3"]
 
 
 def test_a_sparkline_has_a_character_a_value():
