@@ -60,6 +60,12 @@ def check_sizes(section: str, **sizes: int | None) -> None:
             raise UsageError(f"{section}.{name}: {size} is too small; it must be at least 1")
 
 
+def check_one_of(key: str, value: Any, known: Iterable[Any]) -> None:
+    """Raise UsageError if the value of a key is not one of the known ones."""
+    if value not in known:
+        raise UsageError(f"{key}: {value!r} is not one of {', '.join(map(repr, known))}")
+
+
 def one_line(text: object) -> str:
     """Return a message, or that of an error, on one line."""
     return " ".join(str(text).split())

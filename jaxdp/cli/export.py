@@ -10,7 +10,7 @@ from jaxdp.checkpoint.digest import params_sha256
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.checkpoint.weights import FORMAT, MODEL_STATE, from_checkpoint, on_host
 from jaxdp.cli import Call, huggingface
-from jaxdp.errors import UsageError, one_line
+from jaxdp.errors import UsageError, check_one_of, one_line
 from jaxdp.metrics.numbers import size
 
 LAYOUTS = ("jaxdp", "huggingface")
@@ -27,8 +27,7 @@ def export(options: dict[str, Any]) -> str:
     if not options["run_dir"]:
         raise UsageError("--run_dir: missing; give the directory of a run, e.g. --run_dir runs/digits")
     layout, directory = options["layout"], pathlib.Path(options["run_dir"])
-    if layout not in LAYOUTS:
-        raise UsageError(f"--layout: {layout!r} is not known; use one of {', '.join(LAYOUTS)}")
+    check_one_of("--layout", layout, LAYOUTS)
     step = choose_step(directory, options["step"])
     output = choose_output(directory, options["output"], layout == FOLDER)
     checkpoint = directory / "checkpoints" / str(step)

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, check_one_of
 
 PROBES = 64  # examples in a fingerprint: enough to distinguish two data sets, few enough for slow storage
 UNKNOWN = 1 << 62  # the length of a stream whose end is unknown
@@ -110,14 +110,8 @@ class Examples:
         return {k: _array(f"{k!r} of example {index}", v, k not in self.wide) for k, v in item.items()}
 
 
-def check_one_of(argument: str, value: str, known: tuple[str, ...]) -> None:
-    """Raise UsageError if the value of a data set's argument is not one of the known ones."""
-    if value not in known:
-        raise UsageError(f"data.args.{argument}: {value!r} is not one of {', '.join(map(repr, known))}")
-
-
 def check_split(split: str) -> None:
-    check_one_of("split", split, ("train", "test"))
+    check_one_of("data.args.split", split, ("train", "test"))
 
 
 def as_dataset(source: Any) -> Dataset:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxdp.data.base import check_one_of, check_split
+from jaxdp.data.base import check_split
 from jaxdp.data.tokenizers import Words, make_tokenizer
 from jaxdp.data.windows import Windows, check_fraction, smallest
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, check_one_of
 
 
 class TextFile(Windows):
@@ -64,7 +64,7 @@ class PennTreebank(Windows):
         stride: int | None = None,
         vocabulary: list[str] | None = None,
     ):
-        check_one_of("split", split, ("train", "valid", "test"))
+        check_one_of("data.args.split", split, ("train", "valid", "test"))
         self.tokenizer = Words(vocabulary) if vocabulary else Words.of(read_text(_ptb(root, "train")))
         path = _ptb(root, split)
         tokens = self.tokenizer.encode(read_text(path))

@@ -11,10 +11,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxdp.data.base import check_one_of, check_split
+from jaxdp.data.base import check_split
 from jaxdp.data.tokenizers import Tokenizer, from_spec
 from jaxdp.data.windows import SMALL, Windows, cut
-from jaxdp.errors import UsageError, check_sizes, one_line
+from jaxdp.errors import UsageError, check_one_of, check_sizes, one_line
 
 META, FORMAT = "tokens.json", 1  # the metadata file that `jaxdp data tokenize` writes beside its shards
 HEADER = 256 * 4  # llm.c's header: 256 int32; the first three are magic, version and number of tokens
@@ -67,7 +67,7 @@ class TokenFile(Windows):
     ):
         if split is not None:
             check_split(split)
-        check_one_of("documents", documents, ("ignore", "separate"))
+        check_one_of("data.args.documents", documents, ("ignore", "separate"))
         files = find(path)
         meta = read_meta(files[0].parent)
         files, complete = choose(files, split)
@@ -153,7 +153,7 @@ def read_meta(folder: Path) -> Mapping[str, Any]:
 
 
 def dtype_of(name: str) -> np.dtype:
-    check_one_of("dtype", name, ("uint16", "uint32"))
+    check_one_of("data.args.dtype", name, ("uint16", "uint32"))
     return np.dtype(name).newbyteorder("<")
 
 

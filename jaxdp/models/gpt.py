@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdp.cpu import product
-from jaxdp.errors import UsageError, check_sizes
+from jaxdp.errors import UsageError, check_one_of, check_sizes
 from jaxdp.logits import Logits
 from jaxdp.models.attention import ATTENTION, Attention, Rotation, rotation, wide
-from jaxdp.models.layers import make_dropout, require, require_one_of
+from jaxdp.models.layers import make_dropout, require
 from jaxdp.models.nnx import Blocks
 from jaxdp.models.normalization import LayerNorm, RMSNorm
 
@@ -67,10 +67,10 @@ class GPT(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        require_one_of("norm", norm, NORMS)
-        require_one_of("mlp", mlp, MLPS)
-        require_one_of("positions", positions, ("learned", "rotary"))
-        require_one_of("attention", attention, ATTENTION)
+        check_one_of("model.args.norm", norm, NORMS)
+        check_one_of("model.args.mlp", mlp, MLPS)
+        check_one_of("model.args.positions", positions, ("learned", "rotary"))
+        check_one_of("model.args.attention", attention, ATTENTION)
         kv_heads = heads if kv_heads is None else kv_heads
         hidden = MLPS[mlp].hidden(dim) if hidden is None else hidden
         check_sizes("model.args", num_classes=num_classes, layers=layers, heads=heads, dim=dim, kv_heads=kv_heads)

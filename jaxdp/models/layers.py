@@ -1,6 +1,6 @@
 """Dropout, residual blocks, and Conv-BatchNorm-ReLU blocks that exclude padding examples from the statistics."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,10 +15,6 @@ def require(fits: bool, argument: str, value: Any, problem: str) -> None:
     """Raise UsageError for an argument of a model that does not fit."""
     if not fits:
         raise UsageError(f"model.args.{argument}: {value!r} {problem}")
-
-
-def require_one_of(argument: str, value: str, known: Collection[str]) -> None:
-    require(value in known, argument, value, f"is not known; use one of {', '.join(known)}")
 
 
 def make_dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdp.errors import UsageError, check_sizes
+from jaxdp.errors import UsageError, check_one_of, check_sizes
 from jaxdp.models.attention import wide
 from jaxdp.models.gpt import look_up
-from jaxdp.models.layers import make_dropout, require, require_one_of
+from jaxdp.models.layers import make_dropout, require
 from jaxdp.models.nnx import Carry
 
 NONLINEARITIES = {"tanh": nnx.tanh, "relu": nnx.relu}
@@ -90,7 +90,7 @@ class RNN(Recurrent):
         *,
         rngs: nnx.Rngs,
     ):
-        require_one_of("nonlinearity", nonlinearity, NONLINEARITIES)
+        check_one_of("model.args.nonlinearity", nonlinearity, NONLINEARITIES)
         self.nonlinearity = nonlinearity
         super().__init__(input_shape, num_classes, dim, hidden, layers, dropout, tied, rngs=rngs)
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxdp.models.layers import ConvBN, Residual, require_one_of
+from jaxdp.errors import check_one_of
+from jaxdp.models.layers import ConvBN, Residual
 
 
 class ResNet9(nnx.Module):
@@ -30,7 +31,7 @@ class ResNet9(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        require_one_of("variant", variant, VARIANTS)
+        check_one_of("model.args.variant", variant, VARIANTS)
 
         def block(inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> ConvBN:
             return ConvBN(inputs, outputs, kernel, stride, sync=sync, rngs=rngs)

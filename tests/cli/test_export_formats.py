@@ -192,7 +192,7 @@ EXAMPLES = [{"inputs": row, "labels": np.roll(row, -1)} for row in np.tile(TOKEN
 
 def test_options_that_do_not_fit_are_one_line(tmp_path):
     cases = {
-        ("--layout", "onnx"): "--layout: 'onnx' is not known; use one of jaxdp, huggingface",
+        ("--layout", "onnx"): "--layout: 'onnx' is not one of 'jaxdp', 'huggingface'",
         ("--layout", "huggingface"): "no checkpoint in it; train first, or name another",
     }
     for argv, words in cases.items():

@@ -429,7 +429,7 @@ def test_numbers_that_numpy_cannot_hold_are_refused(tmp_path):
         (["--run_dir", "run", "--step", "3"], "--step: 3 is not in 'run'; use one of 2"),
         (
             ["--run_dir", "run", "--layout", "llama"],
-            "--layout: 'llama' is not known; use one of jaxdp, huggingface",
+            "--layout: 'llama' is not one of 'jaxdp', 'huggingface'",
         ),
         (["--run_dir", "run", "--output", "x.pt"], "--output: 'x.pt' does not end in .safetensors; init_from would"),
         (

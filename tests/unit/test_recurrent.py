@@ -134,7 +134,7 @@ def test_training_is_the_same_on_any_devices_and_learns():
         ("lstm", {"tied": True}, "model.args.hidden: 6 is not dim, 4, as tied requires"),
         ("lstm", {"dropout": 1.0}, r"model.args.dropout: 1.0 is not in \[0, 1\)"),
         ("lstm", {"input_shape": (8, 8, 1)}, r"model.args.input_shape: \(8, 8, 1\) is not \(length,\)"),
-        ("tanh", {"nonlinearity": "gelu"}, "model.args.nonlinearity: 'gelu' is not known; use one of tanh, relu"),
+        ("tanh", {"nonlinearity": "gelu"}, "model.args.nonlinearity: 'gelu' is not one of 'tanh', 'relu'"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(name, args, words):
