@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, import_optional
 
 MODELS = {
     "MLP": "jaxdp.models.mlp.MLP",
@@ -51,7 +51,10 @@ def as_model(target: Any) -> Any:
     if not callable(target):
         raise UsageError(f"model: {name} is not a model; {USABLE}")
     if "key" in parameters(target) and "rngs" not in parameters(target):
-        return _from_equinox(target)
+        import_optional("equinox", f"model: {name}, which takes a key,", "equinox")
+        from jaxdp.models.equinox import from_equinox
+
+        return from_equinox(target)
     return bind_axes(from_nnx(target))
 
 
@@ -74,13 +77,3 @@ def is_module(target: Any) -> bool:
 
     equinox = sys.modules.get("equinox")  # if it was never imported, `target` cannot be one of its modules
     return isinstance(target, (nnx.Module, equinox.Module) if equinox else nnx.Module)
-
-
-def _from_equinox(make: Any) -> Any:
-    try:
-        from jaxdp.models.equinox import from_equinox
-    except ModuleNotFoundError as error:
-        name = getattr(make, "__name__", type(make).__name__)
-        fix = "pip install 'jaxdp-trainer[equinox]'"
-        raise UsageError(f"model: {name} takes a key, as Equinox has it; {fix}") from error
-    return from_equinox(make)
