@@ -1,5 +1,6 @@
 """Formatting of numbers for people, and which of them are better if smaller."""
 
+import datetime
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,12 +14,7 @@ def smaller_is_better(metric: str, mode: str | None = None) -> bool:
 
 def duration(seconds: float | None) -> str:
     """Format seconds as h:mm:ss, with days if there are any; None as "?"."""
-    if seconds is None:
-        return "?"
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    return f"{f'{days} d ' if days else ''}{hours}:{minutes:02}:{rest:02}"
+    return "?" if seconds is None else str(datetime.timedelta(seconds=int(seconds)))
 
 
 def number(name: str, value: Any) -> str:

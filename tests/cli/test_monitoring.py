@@ -133,7 +133,7 @@ def test_numbers_and_durations():
     assert number("loss", 2.134e-4) == "2.13e-04" and number("loss", 0.0) == "0.0000"
     assert number("model_flops_per_s", 9.9996e11) == "1000 G" and number("model_flops_per_s", 2.97e10) == "29.7 G"
     assert number("examples_per_s", 1234567.8) == "1,234,568" and number("straggler", "x") == "x"
-    assert duration(59.9) == "0:00:59" and duration(90061) == "1 d 1:01:01" and duration(None) == "?"
+    assert duration(59.9) == "0:00:59" and duration(90061) == "1 day, 1:01:01" and duration(None) == "?"
 
 
 def test_time_left_does_not_count_compilation(monkeypatch):
