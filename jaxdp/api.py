@@ -80,11 +80,7 @@ def fit(
 
 def run(config: Config, objects: Mapping[str, Mapping[str, Any]], overwrite: bool = False) -> "Fitted":
     """Train a config with the objects of a script, {section: {name: object}}."""
-    if config.parallel.exact:
-        environment.exact()
-    environment.enough_threads()
-    if config.outer.replicas > 1:
-        environment.tolerate_cuts()
+    set_threads(config)
     ignored_flags = environment.use_preset(config.parallel.xla_preset, config.parallel.devices)
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread:
@@ -118,6 +114,21 @@ def run(config: Config, objects: Mapping[str, Mapping[str, Any]], overwrite: boo
     finally:
         if in_main_thread:
             signals.restore()
+
+
+def set_threads(config: Config | None, simulated: bool = True, exact: bool = False) -> None:
+    """Set the environment variables for threads, exact reductions and slow networks before JAX starts.
+
+    Args:
+        simulated: whether programs run on simulated devices.
+        exact: use exact reductions even if the config does not.
+    """
+    if config is not None and (exact or config.parallel.exact):
+        environment.exact()
+    if simulated:
+        environment.enough_threads()
+    if config is not None and config.outer.replicas > 1:
+        environment.tolerate_cuts()
 
 
 def temporary() -> str:

@@ -10,6 +10,7 @@ import traceback
 from typing import Any, NamedTuple, NoReturn
 
 from jaxdp import __version__, environment
+from jaxdp.api import set_threads
 from jaxdp.cli.parse import help_of, load, load_options, split_command
 from jaxdp.cli.table import VERBS
 from jaxdp.config import Config
@@ -151,53 +152,36 @@ def run_in_job(name: str, argv: list[str]) -> None:
         leave(int(str(ended)), speaker=0)
 
 
-def set_threads(config: Config | None, simulated: bool = True, exact: bool = False) -> None:
-    """Set the environment variables for threads, exact reductions and slow networks before JAX starts.
-
-    Args:
-        simulated: whether programs run on simulated devices.
-        exact: use exact reductions even if the config does not.
-    """
-    if config is not None and (exact or config.parallel.exact):
-        environment.exact()
-    if simulated:
-        environment.enough_threads()
-    if config is not None and config.outer.replicas > 1:
-        environment.tolerate_cuts()
-
-
 def _module(name: str) -> Any:
     return importlib.import_module(f"jaxdp.cli.{name}")
 
 
+def _context() -> Any:
+    """Return the module `jaxdp.distributed.context`; None if it was not imported, and so no job was joined."""
+    return sys.modules.get("jaxdp.distributed.context")
+
+
 def _refuse(error: ReportedError, code: int | None = None) -> NoReturn:
     """Print the error on its rank and exit with `code`, or with 2 for bad input and 1 for any other failure."""
-    if "jaxdp.distributed.context" in sys.modules:
-        from jaxdp.distributed import context
-
-        if not context.alone():
-            context.fail(error, code)
+    context = _context()
+    if context is not None and not context.alone():
+        context.fail(error, code)
     print(f"jaxdp: {error}", file=sys.stderr, flush=True)
     sys.exit(code or (2 if isinstance(error, UsageError) else 1))
 
 
 def _exit_alone(error: SystemExit) -> NoReturn:
     """End the job after the user's code called sys.exit on this rank: the others would wait for it."""
-    if "jaxdp.distributed.context" in sys.modules:
-        from jaxdp.distributed import context
-
-        rank, size = context.current().rank, context.current().size
-        if size > 1:
-            code = error.code if isinstance(error.code, int) and error.code else 1
-            context.fail(DistributedError(f"rank {rank} called sys.exit({error.code!r})"), code)
+    context = _context()
+    if context is not None and context.current().size > 1:
+        code = error.code if isinstance(error.code, int) and error.code else 1
+        context.fail(DistributedError(f"rank {context.current().rank} called sys.exit({error.code!r})"), code)
     raise error
 
 
 def _crash(error: BaseException) -> NoReturn:
     """Print the traceback with this rank, and end the job: the other ranks would wait for this one."""
-    if "jaxdp.distributed.context" not in sys.modules:
-        traceback.print_exc()
-        sys.exit(1)
-    from jaxdp.distributed import context
-
-    context.crash(error)
+    if (context := _context()) is not None:
+        context.crash(error)
+    traceback.print_exc()
+    sys.exit(1)
