@@ -5,14 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxdp.data.base import check_split, fits_int32, probes
+from jaxdp.data.base import Examples, check_split, fits_int32
 from jaxdp.errors import UsageError, import_optional, one_line
 
 SPLITS = {"train": ("train",), "test": ("test", "validation", "valid", "val")}
 KEYS = ("inputs", "labels")
 
 
-class HuggingFace:
+class HuggingFace(Examples):
     """A data set that reads the rows of a folder written by `save_to_disk`.
 
     path: the folder of one data set, or of several by split (validation serves as test). A folder of one data set
@@ -43,37 +43,19 @@ class HuggingFace:
                     f"data.args.columns.{key}: no column {column!r}; it is one of {', '.join(loaded.column_names)}"
                 )
         feature = loaded.features[self.columns["labels"]] if "labels" in self.columns else None
-        self.source = loaded.select_columns([*dict.fromkeys(self.columns.values())]).with_format("numpy")
-        self.wide = set[str]()
-        self.spec = {key: (value.shape[1:], value.dtype) for key, value in self._rows([0]).items()}
+        super().__init__(loaded.select_columns([*dict.fromkeys(self.columns.values())]).with_format("numpy"))
         if isinstance(feature, datasets.ClassLabel):
             self.classes = feature.num_classes
         if "inputs" in self.spec:
             self.input_shape = self.spec["inputs"][0]
 
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def widen(self) -> None:
-        """Return int64 unchanged where it does not fit into int32 in some of a few evenly spread rows."""
-        rows = self._rows(probes(self).tolist())
-        self.wide |= {key for key, value in rows.items() if value.dtype == np.int64}
-        self.spec |= {key: (self.spec[key][0], np.dtype(np.int64)) for key in self.wide}
-
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        if not len(indices):
-            return {key: np.empty((0, *shape), dtype) for key, (shape, dtype) in self.spec.items()}
-        rows = self._rows(indices.tolist())
-        if any((value.shape[1:], value.dtype) != self.spec[key] for key, value in rows.items()):
-            for index in indices.tolist():
-                for key, value in self._rows([index]).items():
-                    if (value.shape[1:], value.dtype) != self.spec[key]:
-                        shape, dtype = self.spec[key]
-                        raise UsageError(
-                            f"data: row {index} has {self.columns[key]!r} of shape {value.shape[1:]} {value.dtype}, "
-                            f"row 0 has {shape} {dtype}; make them alike (pad, crop or cast with `map`)"
-                        )
-        return rows
+        rows = self._rows(indices.tolist()) if len(indices) else {}
+        alike = rows and all((value.shape[1:], value.dtype) == self.spec[key] for key, value in rows.items())
+        return rows if alike else super().read(indices)  # one by one, to name the row that differs
+
+    def _example(self, index: int) -> dict[str, np.ndarray]:
+        return {key: value[0] for key, value in self._rows([index]).items()}
 
     def _rows(self, indices: list[int]) -> dict[str, np.ndarray]:
         rows = self.source[indices]

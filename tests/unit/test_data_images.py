@@ -147,14 +147,14 @@ def test_rows_that_differ_are_named(tmp_path, datasets):
     source = HuggingFace(str(tmp_path / "one"))
     assert source.read(np.array([1, 0]))["inputs"].tolist() == [[3, 4], [1, 2]] and not hasattr(source, "classes")
     for indices in ([0, 2], [2], [2, 2]):
-        with pytest.raises(UsageError, match=r"row 2 has 'inputs' of shape \(3,\) int32, row 0 has \(2,\) int32; make"):
+        with pytest.raises(UsageError, match=r"2 has 'inputs' of shape \(3,\) int32, example 0 has \(2,\) int32"):
             source.read(np.array(indices))
 
 
 def test_rows_with_integers_too_wide_for_32_bits_need_x64(tmp_path, datasets):
     datasets.Dataset.from_dict({"inputs": [1, 2**40]}).save_to_disk(str(tmp_path / "one"))
     source = HuggingFace(str(tmp_path / "one"))
-    with pytest.raises(UsageError, match=r"row 1 has 'inputs' of shape \(\) int64, row 0 has \(\) int32"):
+    with pytest.raises(UsageError, match=r"example 1 has 'inputs' of shape \(\) int64, example 0 has \(\) int32"):
         source.read(np.arange(2))
     check_dtypes(source, x64=True)
     assert source.read(np.array([0]))["inputs"].dtype == np.int64 and source.read(np.arange(2))["inputs"][1] == 2**40
