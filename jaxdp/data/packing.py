@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import check_split
+from jaxdp.data.base import Arrays, check_split
 from jaxdp.data.documents import MARK, is_lines, pieces
 from jaxdp.data.text import read_text
 from jaxdp.data.tokenizers import make_tokenizer
@@ -14,7 +14,7 @@ from jaxdp.data.windows import check_fraction, smallest, stride_of
 from jaxdp.errors import UsageError
 
 
-class Documents:
+class Documents(Arrays):
     """Packed documents: "inputs", "labels", "segments" int32 [length] and "mask" float32 [length].
 
     path: a .jsonl file, one document per line in its field "text"; or a UTF-8 text with documents separated by
@@ -51,12 +51,9 @@ class Documents:
         self.filled = self.arrays.pop("filled").mean()
         self.classes, self.input_shape = self.tokenizer.size, (length,)
 
-    def __len__(self) -> int:
-        return len(self.arrays["inputs"])
-
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        rows = {key: value[indices] for key, value in self.arrays.items()}
-        return {key: value.astype(np.float32 if key == "mask" else np.int32) for key, value in rows.items()}
+        rows = super().read(indices).items()
+        return {key: value.astype(np.float32 if key == "mask" else np.int32) for key, value in rows}
 
 
 def read_documents(path: str) -> list[str]:
