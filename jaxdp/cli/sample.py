@@ -37,7 +37,11 @@ def run(call: Call) -> None:
 def sample(options: dict[str, Any]) -> str:
     """Return the prompt and its continuation. Raises UsageError if there is no checkpoint of a language model, or if
     its tokenizer cannot encode the prompt."""
-    check(options)
+    if not options["run_dir"]:
+        raise UsageError("--run_dir: missing; give the directory of a run, e.g. --run_dir runs/python_gpt")
+    temperature = options["temperature"]
+    if not 0 <= temperature < math.inf:
+        raise UsageError(f"--temperature: {temperature} is not at least 0; 1 draws from what the model expects")
     directory = pathlib.Path(options["run_dir"])
     checkpoint = directory / "checkpoints" / str(choose_step(directory, options["step"]))
     weights = from_checkpoint(checkpoint, options["ema"], "--run_dir", "--ema")
@@ -78,23 +82,15 @@ def sample(options: dict[str, Any]) -> str:
     params, state = cast_floats(load(params), config.precision.compute), load(state, MODEL_STATE)
     if carry is not None:
         state = {**state, CARRY: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), carry)}
-    draw = drawing(options["temperature"], options["top_k"])
+    draw = drawing(temperature, options["top_k"])
     tokens = generate(model, params, state, prompt.tolist(), options["tokens"], context, draw, options["seed"])
     return tokenizer.decode([*prompt.tolist(), *tokens])
-
-
-def check(options: dict[str, Any]) -> None:
-    if not options["run_dir"]:
-        raise UsageError("--run_dir: missing; give the directory of a run, e.g. --run_dir runs/python_gpt")
-    temperature = options["temperature"]
-    if not 0 <= temperature < math.inf:
-        raise UsageError(f"--temperature: {temperature} is not at least 0; 1 draws from what the model expects")
 
 
 def generate(
     model: Model,
     params: Tree,
-    model_state: Tree,
+    state: Tree,
     prompt: Sequence[int],
     count: int,
     context: int,
@@ -103,11 +99,10 @@ def generate(
 ) -> list[int]:
     """Return `count` generated tokens that continue the prompt, which has at least one token.
 
-    A model with carried state reads one token at a time. Any other model rereads the last `context` tokens for each new
-    one: its outputs [example, token, vocabulary] must be causal. Both are compiled once.
+    A model with carried state, which is zero at first, reads one token at a time. Any other model rereads the last
+    `context` tokens for each new one: its outputs [example, token, vocabulary] must be causal. Both are compiled once.
     """
     key = jax.random.key(seed)
-    carry = model_state.get(CARRY) if isinstance(model_state, dict) else None
 
     @jax.jit
     def next_token(params: Tree, state: Tree, tokens: jax.Array, position: int, i: int) -> tuple[jax.Array, Tree]:
@@ -116,8 +111,7 @@ def generate(
         return draw(at(outputs, position), jax.random.fold_in(key, i)), state
 
     params, sequence = jax.device_put(params), list(map(int, prompt))
-    if carry is not None:
-        state = {**model_state, CARRY: jax.tree.map(jnp.zeros_like, carry)}
+    if isinstance(state, dict) and CARRY in state:
         for i in range(len(sequence) + count - 1):
             last, state = next_token(params, state, np.asarray(sequence[i : i + 1], np.int32), 0, i)
             if i >= len(prompt) - 1:
@@ -127,7 +121,7 @@ def generate(
         window = sequence[-context:]
         tokens = np.zeros(context, np.int32)
         tokens[: len(window)] = window
-        last, _ = next_token(params, model_state, tokens, len(window) - 1, i)
+        last, _ = next_token(params, state, tokens, len(window) - 1, i)
         sequence.append(int(last))
     return sequence[len(prompt) :]
 
