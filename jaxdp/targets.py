@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from jaxdp import user_errors
-from jaxdp.errors import UsageError, nearest, one_line, suggest
+from jaxdp.errors import UsageError, nearest, suggest
 
 OF_SCRIPT = "optax"  # prefix, in a config, of the name of an Optax transformation that a script passed to `fit`
 OBJECT = " (object)"  # suffix of the name of any other object that only the script has
@@ -72,11 +72,7 @@ def locate(key: str, target: str, table: Mapping[str, Any], field: str | None = 
         hint = suggest(error.name, local, 0.6, "is it installed, or its folder on PYTHONPATH?")
         raise UsageError(f"{field}: {target!r} cannot be imported: no module {error.name!r}; {hint}") from None
     except Exception as error:
-        lines = user_errors.lines(error)
-        raise UsageError(
-            f"{field}: {target!r} cannot be imported: {type(error).__name__}{f' at {lines}' if lines else ''}: "
-            f"{one_line(error)}"
-        ) from error
+        raise UsageError(f"{field}: {target!r} cannot be imported{user_errors.cause(error)}") from error
     if not hasattr(imported, name):
         public = [n for n, v in vars(imported).items() if not n.startswith("_") and callable(v)]
         hint = f"; {near}" if (near := suggest(name, public)) else ""
@@ -196,16 +192,11 @@ def call(key: str, bound: Callable[..., Any], make: Callable[[], Any] | None = N
     except UsageError:
         raise
     except Exception as error:
-        lines = user_errors.lines(error)
-        if not lines and not isinstance(error, TypeError | ValueError):
+        if not user_errors.lines(error) and not isinstance(error, TypeError | ValueError):
             raise
         name = getattr(getattr(bound, "func", bound), "__name__", str(bound))
-        args = getattr(bound, "keywords", {})
-        shown = ", ".join(f"{k}={v!r}" for k, v in args.items())
-        where = f" at {lines}" if lines else ""
-        raise UsageError(
-            f"{key}.args: {name}({shown}) failed{where}: {type(error).__name__}: {one_line(error)}"
-        ) from error
+        shown = ", ".join(f"{k}={v!r}" for k, v in getattr(bound, "keywords", {}).items())
+        raise UsageError(f"{key}.args: {name}({shown}) failed{user_errors.cause(error)}") from error
 
 
 def require(key: str, make: Callable[..., Any], *provided: str) -> None:

@@ -58,6 +58,12 @@ def lines(error: BaseException) -> str:
     return f"{relative(innermost.filename)}:{innermost.lineno} (in {innermost.name}: {innermost.line}{callers})"
 
 
+def cause(error: BaseException) -> str:
+    """Return " at LINES: TYPE: message" of an error, without the lines if none are the user's."""
+    where = lines(error)
+    return f"{f' at {where}' if where else ''}: {type(error).__name__}: {one_line(error)}"
+
+
 def is_own(file: str) -> bool:
     """Return whether a file is the user's: not in jaxdp, the standard library or an installed package."""
     path = pathlib.Path(file)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxdp import user_errors
-from jaxdp.errors import ReportedError, UsageError, one_line
+from jaxdp.errors import ReportedError, UsageError
 from jaxdp.optim.muon import muon
 from jaxdp.optim.schedule import Schedule
 from jaxdp.split import path_string
@@ -114,11 +114,9 @@ def checked(name: str, tx: Any, key: str = "optimizer") -> optax.GradientTransfo
             except ReportedError:
                 raise
             except Exception as error:
-                line = user_errors.lines(error)
                 raise UsageError(
                     f"{key}.target: {name!r} cannot be used: jaxdp calls init(parameters) and update(gradients, "
-                    f"state, parameters), which failed{f' at {line}' if line else ''}: {type(error).__name__}: "
-                    f"{one_line(error)}"
+                    f"state, parameters), which failed{user_errors.cause(error)}"
                 ) from error
 
         return run
