@@ -38,13 +38,9 @@ class TextFile(Windows):
         cut = int(len(text) * (1 - test_fraction))
         self.tokenizer = make_tokenizer(tokenizer, lambda: text)
         tokens = self.tokenizer.encode(text[cut:] if split == "test" else text[:cut])
-        super().__init__(
-            [tokens.astype(smallest(self.tokenizer.size), copy=False)],
-            length,
-            stride if split == "train" else None,
-            self.tokenizer.size,
-            [str(path)],
-        )
+        tokens = tokens.astype(smallest(self.tokenizer.size), copy=False)
+        stride = stride if split == "train" else None
+        super().__init__([tokens], length, stride, self.tokenizer.size, [str(path)])
 
 
 class PennTreebank(Windows):
@@ -67,14 +63,9 @@ class PennTreebank(Windows):
         check_one_of("data.args.split", split, ("train", "valid", "test"))
         self.tokenizer = Words(vocabulary) if vocabulary else Words.of(read_text(_ptb(root, "train")))
         path = _ptb(root, split)
-        tokens = self.tokenizer.encode(read_text(path))
-        super().__init__(
-            [tokens.astype(smallest(self.tokenizer.size))],
-            length,
-            stride if split == "train" else None,
-            self.tokenizer.size,
-            [str(path)],
-        )
+        tokens = self.tokenizer.encode(read_text(path)).astype(smallest(self.tokenizer.size))
+        stride = stride if split == "train" else None
+        super().__init__([tokens], length, stride, self.tokenizer.size, [str(path)])
 
 
 def read_text(path: str | Path, max_mb: float | None = None) -> str:

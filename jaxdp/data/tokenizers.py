@@ -214,12 +214,10 @@ def make_tokenizer(name: str | Mapping[str, Any], text: Callable[[], str] | None
     return File(name) if name.endswith(".json") else Named(name)
 
 
-def from_spec(spec: Mapping[str, Any], folder: str | Path = ".") -> Tokenizer:
-    """Return the tokenizer that `spec()` described; folder: the base of a relative path. Raises UsageError."""
+def from_spec(spec: Mapping[str, Any]) -> Tokenizer:
+    """Return the tokenizer that `spec()` described. Raises UsageError."""
     args = dict(spec)
     kind = args.pop("kind", None)
-    if "path" in args:
-        args["path"] = Path(folder) / Path(args["path"]).expanduser()
     try:
         return KINDS[kind](**args)
     except (KeyError, TypeError):
