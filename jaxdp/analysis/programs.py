@@ -33,12 +33,9 @@ class Line(NamedTuple):
     where: str
 
 
-def lines(closed: jex.ClosedJaxpr) -> Iterator[Line]:
-    """Yield every operation that a result depends on, then the results."""
-    yield from _lines(closed.jaxpr, closed.consts)
-
-
-def _lines(jaxpr: jex.Jaxpr, consts: Any, outer: str = "") -> Iterator[Line]:
+def lines(program: jex.Jaxpr | jex.ClosedJaxpr, outer: str = "") -> Iterator[Line]:
+    """Yield every operation that a result depends on, then the results. outer: the place of the enclosing operation."""
+    jaxpr, consts = (program.jaxpr, program.consts) if isinstance(program, jex.ClosedJaxpr) else (program, ())
     names = dict(zip(jaxpr.constvars, map(describe, consts), strict=False))
     names |= {v: f"argument {i} {v.aval}" for i, v in enumerate(jaxpr.invars)}
     named = lambda v: describe(v.val) if isinstance(v, jex.Literal) else names.get(v, "")
@@ -51,8 +48,7 @@ def _lines(jaxpr: jex.Jaxpr, consts: Any, outer: str = "") -> Iterator[Line]:
         where = line(eqn) or outer
         yield Line(f"{eqn.primitive.name} {constants} {params} {shapes}", operands, where)
         for inner in inside(eqn):
-            closed = isinstance(inner, jex.ClosedJaxpr)
-            yield from _lines(inner.jaxpr if closed else inner, inner.consts if closed else (), where)
+            yield from lines(inner, where)
         names |= {v: f"result {next(count)}" for v in eqn.outvars}
     yield Line("return", tuple(named(v) for v in jaxpr.outvars), outer)
 

@@ -4,7 +4,7 @@ import collections
 import pathlib
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxdp.analysis.hlo import WIRE
 from jaxdp.errors import UsageError
@@ -64,16 +64,12 @@ def read(directory: pathlib.Path) -> tuple[list[Operation], list[tuple[float, fl
                 if event.name.startswith(ANNOTATION):
                     updates.append((event.start_ns, event.end_ns))
                     continue
-                stats = _stats(event)
+                stats = dict(event.stats)
                 if "hlo_op" in stats:
                     device = plane.name if plane.name.startswith("/device") else f"cpu:{stats.get('device_ordinal', 0)}"
                     lane = f"{plane.name} {line.name}"
                     operations.append(Operation(device, lane, str(stats["hlo_op"]), event.start_ns, event.end_ns))
     return operations, sorted(updates)
-
-
-def _stats(event: Any) -> dict[str, Any]:
-    return {name: value for name, value in event.stats if name in ("hlo_op", "device_ordinal")}
 
 
 def shares(operations: Iterable[Operation], window: tuple[float, float], kinds: Mapping[str, str]) -> list[Shares]:

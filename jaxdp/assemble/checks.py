@@ -6,13 +6,11 @@ from typing import Any
 import numpy as np
 
 from jaxdp.audit.check import Audit
-from jaxdp.audit.inject import Fault, Injection, of_this_process
+from jaxdp.audit.inject import Fault, Injection
 from jaxdp.audit.program import Probe
 from jaxdp.audit.slow import SlowDevices
 from jaxdp.config import Config
 from jaxdp.training.run import Run
-
-__all__ = ["of_this_process", "with_checks"]
 
 
 def with_checks(run: Run, config: Config, faults: list[Fault]) -> Run:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from jaxdp import compilation_cache, rundir
 from jaxdp import config as schema
-from jaxdp.assemble.checks import of_this_process, with_checks
+from jaxdp.assemble.checks import with_checks
 from jaxdp.assemble.components import NOTHING, Objects
 from jaxdp.assemble.run import make_profile, make_run, on_all_ranks, prepare_on_all_ranks
+from jaxdp.audit.inject import of_this_process
 from jaxdp.checkpoint import folders
 from jaxdp.config import Config
 from jaxdp.core.state import TrainState
