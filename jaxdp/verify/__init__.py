@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
+import numpy as np
 
 from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
@@ -16,7 +17,7 @@ from jaxdp.verify import checks
 from jaxdp.verify.compare import find_reference
 from jaxdp.verify.configurations import Configuration, check_layout, choose_configurations
 from jaxdp.verify.oracle import Setup, make_setup, train
-from jaxdp.verify.problem import Problem, check_memory, in_traceable_precision, make_trial
+from jaxdp.verify.problem import NOTE, Check, Problem, check_memory, in_traceable_precision, make_trial
 from jaxdp.verify.report import Report, as_json, as_text
 from jaxdp.verify.training import run_configuration
 
@@ -68,17 +69,20 @@ def verify(
         problem = in_traceable_precision(dataclasses.replace(problem, configuration=first), trial)
         check_memory(problem, trial, local)
         setup = make_setup(problem, trial)
-        traits = checks.traits_of(setup)
-        limit = tolerance or checks.TOLERANCE[traits.dtype.name]
-        report = Report(problem, trial, list(devices), limit, [checks.check_data(problem), *traits.notes()])
+        dtype, random = checks.traits_of(setup)
+        limit = tolerance or checks.TOLERANCE[dtype.name]
+        report = Report(problem, trial, list(devices), limit, [checks.check_data(problem)])
+        if dtype != np.float64:
+            text = f"the model or the loss computes in {dtype.name}, also from float64 arguments"
+            report.checks.append(Check("precision", NOTE, text))
         report.parameters = sum(x.size for x in jax.tree.leaves(setup.start.params))
-        if not check_parts(report, setup, traits.random, context):
+        if not check_parts(report, setup, random, context):
             return report
         report.reference = reference = find_reference(
             lambda params, rule: train(setup._replace(start=setup.start._replace(params=params)), rule),
             problem.rule,
             setup.start.params,
-            float(jax.numpy.finfo(traits.dtype).eps),
+            float(jax.numpy.finfo(dtype).eps),
             limit,
         )
         report.checks += reference.notes(limit)

@@ -5,7 +5,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import jax
@@ -55,19 +55,9 @@ def check_data(problem: Problem) -> Check:
     return Check("data", OK, f"{len(index)} examples are the same when they are read again")
 
 
-class Traits(NamedTuple):
-    """Of the gradient's program. dtype: of the least precise floats; random: it draws random numbers."""
-
-    dtype: np.dtype
-    random: bool
-
-    def notes(self) -> list[Check]:
-        text = f"the model or the loss computes in {self.dtype.name}, also from float64 arguments"
-        return [] if self.dtype == np.float64 else [Check("precision", NOTE, text)]
-
-
-def traits_of(setup: Setup) -> Traits:
-    """Trace the gradient of a microbatch. Raises UsageError if the loss returns something else than sums."""
+def traits_of(setup: Setup) -> tuple[np.dtype, bool]:
+    """Trace the gradient of a microbatch. Return (the dtype of its least precise floats, whether it draws random
+    numbers). Raises UsageError if the loss returns something else than sums."""
     problem, trial, start, oracle = setup
     params, frozen = start.params, jax.tree.map(lambda x: None, start.params)
     arguments = params, frozen, [start.model_state], [trial.microbatch(0, 0)], [key_of(problem, 0, 0)]
@@ -78,7 +68,7 @@ def traits_of(setup: Setup) -> Traits:
             before, after = (jnp.dtype(v.aval.dtype) for v in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
             if before == np.float64 and jnp.issubdtype(after, jnp.floating):
                 dtype = max(dtype, after, key=lambda x: float(jnp.finfo(x).eps))
-    return Traits(dtype, bool(names & DRAWS))
+    return dtype, bool(names & DRAWS)
 
 
 def operations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:

@@ -395,8 +395,8 @@ def test_a_model_that_cannot_be_traced_in_float64_is_compared_in_float32():
     with settings(jax.devices()[0]):
         fixed = problem(Model(init, apply))
         trial = make_trial(fixed, 4, 1)
-        traits = traits_of(make_setup(in_traceable_precision(fixed, trial), trial))
-    assert traits.dtype == np.float32 and not traits.random
+        dtype, random = traits_of(make_setup(in_traceable_precision(fixed, trial), trial))
+    assert dtype == np.float32 and not random
 
 
 NOISE = "params/Dense_0/bias"
