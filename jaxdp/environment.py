@@ -43,15 +43,11 @@ EXACT_CPU = {
 }
 
 
-def user_cache() -> pathlib.Path:
-    """Return jaxdp's folder in the user's cache directory (XDG Base Directory Specification)."""
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxdp"
-
-
 def compiled(where: str) -> pathlib.Path:
-    """Return the folder of programs compiled for this host's processor. where: `compilation_cache`, or "auto"."""
-    top = user_cache() / "xla" if where == "auto" else pathlib.Path(where).expanduser()
-    return top.absolute() / processor()
+    """Return the folder of programs compiled for this host's processor. where: `compilation_cache`, or "auto": in the
+    user's cache directory (XDG Base Directory Specification)."""
+    top = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/jaxdp/xla" if where == "auto" else where
+    return pathlib.Path(top).expanduser().absolute() / processor()
 
 
 def processor() -> str:
@@ -78,7 +74,7 @@ def malloc() -> None:
     """
     if os.environ.get("GLIBC_TUNABLES") == tunables():
         del os.environ["GLIBC_TUNABLES"]
-    elif libc().startswith("glibc") and "GLIBC_TUNABLES" not in os.environ and not gpus.count():
+    elif platform.libc_ver()[0] == "glibc" and "GLIBC_TUNABLES" not in os.environ and not gpus.count():
         environment = {**os.environ, "GLIBC_TUNABLES": tunables()}
         with contextlib.suppress(OSError):
             os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
@@ -91,14 +87,6 @@ def tunables() -> str:
         if "[madvise]" in pathlib.Path(HUGE_PAGES).read_text():  # else the kernel uses them always, or never
             settings["hugetlb"] = 1  # since glibc 2.35; older versions ignore it
     return ":".join(f"glibc.malloc.{name}={value}" for name, value in settings.items())
-
-
-def libc() -> str:
-    """Return the name and version of the C library; "" if unknown."""
-    try:
-        return os.confstr("CS_GNU_LIBC_VERSION") or ""
-    except (AttributeError, OSError, ValueError):
-        return ""
 
 
 def use_cpu() -> None:
@@ -192,11 +180,6 @@ def enough_threads() -> None:
     """
     if devices := simulated():
         os.environ.setdefault("NPROC", str(min(THREADS * devices, MOST)))
-
-
-def tolerate_cuts() -> None:
-    """Let a process be silent for two minutes, while the network is cut, before it is declared dead."""
-    os.environ.setdefault("JAXDP_SILENCE", "120")
 
 
 def use_preset(preset: str, devices: int | None = None, local_gpus: int | None = None) -> str | None:

@@ -10,8 +10,8 @@ from jaxdp.data.base import Arrays, check_split
 from jaxdp.data.documents import MARK, is_lines, pieces
 from jaxdp.data.text import read_text
 from jaxdp.data.tokenizers import make_tokenizer
-from jaxdp.data.windows import check_fraction, smallest, stride_of
-from jaxdp.errors import UsageError
+from jaxdp.data.windows import check_fraction
+from jaxdp.errors import UsageError, check_sizes
 
 
 class Documents(Arrays):
@@ -38,14 +38,14 @@ class Documents(Arrays):
     ):
         check_split(split)
         check_fraction(test_fraction)
-        stride_of(length, None)
+        check_sizes("data.args", length=length)
         texts = read_documents(path)
         self.tokenizer = make_tokenizer(tokenizer, lambda: "".join(texts))
         cut = min(int(len(texts) * (1 - test_fraction)), len(texts) - 1)
         chosen = texts[cut:] if split == "test" else texts[:cut]
         if not chosen:
             raise UsageError(f"data.args.path: {path!r} has {len(texts)} documents, too few for two splits; add some")
-        dtype = smallest(self.tokenizer.size)
+        dtype = np.min_scalar_type(self.tokenizer.size - 1)
         tokens = [self.tokenizer.encode(text).astype(dtype, copy=False) for text in chosen]
         self.arrays = pack(tokens, length, self.tokenizer.end_of_text)
         self.filled = self.arrays.pop("filled").mean()
@@ -81,7 +81,7 @@ def pack(documents: Sequence[np.ndarray], length: int, end_of_text: int | None) 
             used, segment = used + size, segment + 1
     shape, dtype = (example + 1, length), documents[0].dtype
     arrays = {"inputs": np.zeros(shape, dtype), "labels": np.zeros(shape, dtype)}
-    arrays["segments"] = np.zeros(shape, smallest(length + 1))
+    arrays["segments"] = np.zeros(shape, np.min_scalar_type(length))
     arrays |= {"mask": np.zeros(shape, bool), "filled": np.zeros(shape, bool)}
     for number, first, size, row, start, segment in spans:
         span, document = (row, slice(start, start + size)), documents[number]

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxdp.data.base import check_split
 from jaxdp.data.tokenizers import Words, make_tokenizer
-from jaxdp.data.windows import Windows, check_fraction, smallest
+from jaxdp.data.windows import Windows, check_fraction
 from jaxdp.errors import UsageError, check_one_of
 
 
@@ -38,7 +40,7 @@ class TextFile(Windows):
         cut = int(len(text) * (1 - test_fraction))
         self.tokenizer = make_tokenizer(tokenizer, lambda: text)
         tokens = self.tokenizer.encode(text[cut:] if split == "test" else text[:cut])
-        tokens = tokens.astype(smallest(self.tokenizer.size), copy=False)
+        tokens = tokens.astype(np.min_scalar_type(self.tokenizer.size - 1), copy=False)
         stride = stride if split == "train" else None
         super().__init__([tokens], length, stride, self.tokenizer.size, [str(path)])
 
@@ -63,7 +65,7 @@ class PennTreebank(Windows):
         check_one_of("data.args.split", split, ("train", "valid", "test"))
         self.tokenizer = Words(vocabulary) if vocabulary else Words.of(read_text(_ptb(root, "train")))
         path = _ptb(root, split)
-        tokens = self.tokenizer.encode(read_text(path)).astype(smallest(self.tokenizer.size))
+        tokens = self.tokenizer.encode(read_text(path)).astype(np.min_scalar_type(self.tokenizer.size - 1))
         stride = stride if split == "train" else None
         super().__init__([tokens], length, stride, self.tokenizer.size, [str(path)])
 

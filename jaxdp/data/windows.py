@@ -34,7 +34,8 @@ class Windows:
         end_of_text: int | None = None,
         unit: str = "tokens",
     ):
-        self.length, self.stride = length, stride_of(length, stride)
+        check_sizes("data.args", length=length, stride=stride)
+        self.length, self.stride = length, length if stride is None else stride
         self.shards, self.names, self.end_of_text = list(shards), list(names), end_of_text
         self.classes, self.input_shape = classes, (length,)
         counts = [max(0, (len(tokens) - 1 - length) // self.stride + 1) for tokens in self.shards]
@@ -101,12 +102,6 @@ class Windows:
         )
 
 
-def stride_of(length: int, stride: int | None) -> int:
-    """Return `stride`, or `length` if it is None. Raises UsageError if either is not positive."""
-    check_sizes("data.args", length=length, stride=stride)
-    return length if stride is None else stride
-
-
 def cut(shards: Sequence[np.ndarray], fraction: float, test: bool) -> list[np.ndarray]:
     """Return views of all but the last `fraction` of the tokens, or of the last `fraction` for the test split."""
     check_fraction(fraction)
@@ -122,8 +117,3 @@ def cut(shards: Sequence[np.ndarray], fraction: float, test: bool) -> list[np.nd
 def check_fraction(fraction: float) -> None:
     if not 0 < fraction < 1:
         raise UsageError(f"data.args.test_fraction: {fraction} is not between 0 and 1; e.g. 0.1")
-
-
-def smallest(size: int) -> np.dtype:
-    """Return the narrowest unsigned dtype that can represent `size` different tokens."""
-    return np.dtype(np.uint8 if size <= 1 << 8 else np.uint16 if size <= 1 << 16 else np.uint32)
