@@ -142,13 +142,10 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 
 def read_stages(text: str, default: int) -> list[int]:
     """Parse --zero. default: the stage of the config."""
-    if text == "config":
-        return [default]
-    if text == "all":
-        return [0, 1, 2, 3]
-    if text not in ("0", "1", "2", "3"):
+    stages = {"config": [default], "all": [0, 1, 2, 3], "0": [0], "1": [1], "2": [2], "3": [3]}
+    if text not in stages:
         raise UsageError(f"--zero: {text!r} is not 0, 1, 2, 3, all or config")
-    return [int(text)]
+    return stages[text]
 
 
 def read_bytes(text: str) -> float:

@@ -28,6 +28,7 @@ def check_result(result: Any) -> tuple[jax.Array, jax.Array, Scalars]:
             raise UsageError(
                 f"loss: a metric is called {name!r}, which every record contains already; give it another name"
             )
+    is_scalar = lambda x: getattr(x, "shape", None) == ()
     if not three or not all(map(is_scalar, (*result[:2], *flat(result[2]).values()))):
         kind = lambda x: f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else f"a Python {type(x).__name__}"
         got = str(jax.tree.map(kind, result)).replace("'", "")
@@ -42,10 +43,6 @@ def check_result(result: Any) -> tuple[jax.Array, jax.Array, Scalars]:
 
 def at_least_float32(x: Any) -> Any:
     return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x
-
-
-def is_scalar(x: Any) -> bool:
-    return getattr(x, "shape", None) == ()
 
 
 def flat(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -149,15 +149,11 @@ def _restart(variable: nnx.Variable, key: jax.Array, i: int) -> jax.Array:
 
 
 def _to_dict(flat: Any) -> dict[str, Any]:
-    return nest((path, _value(x)) for path, x in flat)
+    """Return nested dicts of the values; an attribute that is a plain array is its own value."""
+    return nest((path, x.get_value() if isinstance(x, nnx.Variable) else x) for path, x in flat)
 
 
 def _to_state(kinds: Any, tree: dict[str, Any]) -> nnx.State:
     return nnx.from_flat_state(
         [(path, x.replace(at(tree, path)) if isinstance(x, nnx.Variable) else at(tree, path)) for path, x in kinds]
     )
-
-
-def _value(x: Any) -> Any:
-    """Return a variable's value; a plain array attribute is returned unchanged."""
-    return x.get_value() if isinstance(x, nnx.Variable) else x
