@@ -52,8 +52,7 @@ class PackedTokens(TokenFile):
             sizes[chosen, 0] = begins[numbers + 1] - first
             labeled[chosen, 0] = np.minimum(sizes[chosen, 0], total - 1 - first)
             start = np.minimum(first, total - self.length - 1)  # the last windows would exceed the file
-            windows = self._views[shard][start]
-            self._check(windows, start, shard)
+            windows = self._windows(shard, start)
             shifted = np.minimum(columns + (first - start)[:, None], self.length)
             rows[chosen] = np.take_along_axis(windows, shifted, 1)
         columns = columns[:-1]

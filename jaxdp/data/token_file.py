@@ -103,11 +103,11 @@ class TokenFile(Windows):
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the maps: another process opens its own."""
-        return {**super().__getstate__(), "shards": None}
+        return {**self.__dict__, "shards": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.part, self.files = state["part"], state["files"]
-        super().__setstate__({**state, "shards": self._map()})
+        self.__dict__.update(state)
+        self.shards = self._map()
 
 
 def find(path: str) -> list[Path]:

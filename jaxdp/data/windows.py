@@ -1,7 +1,6 @@
 """Windows of tokens: an example is a window of a long token array; its labels are the window one token later."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -43,7 +42,6 @@ class Windows:
         if not self.starts[-1]:
             longest = max(map(len, self.shards), default=0)
             raise UsageError(f"data.args.length: {length}, but there are {longest:,} {unit}; make it smaller")
-        self._views = self._view()
         if sum(map(len, self.shards)) <= SMALL:
             for shard, tokens in enumerate(self.shards):
                 self._check(tokens[None], np.zeros(1, np.int64), shard)
@@ -69,26 +67,14 @@ class Windows:
         for shard in np.unique(owners).tolist():
             selected = owners == shard
             firsts = (indices[selected] - self.starts[shard]) * self.stride
-            windows = self._views[shard][firsts]
-            self._check(windows, firsts, shard)
-            rows[selected] = windows
+            rows[selected] = self._windows(shard, firsts)
         return rows
 
-    def _view(self) -> list[np.ndarray]:
-        """Return a view of all windows [window, length + 1] of each shard."""
-        length = self.length + 1
-        return [
-            np.lib.stride_tricks.sliding_window_view(tokens, length) if len(tokens) >= length else tokens[:0]
-            for tokens in self.shards
-        ]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Drop the views: pickle would copy them in full, each token `length` times."""
-        return {**self.__dict__, "_views": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._views = self._view()
+    def _windows(self, shard: int, firsts: np.ndarray) -> np.ndarray:
+        """Return the windows [k, length + 1] of a shard from the positions firsts[k]."""
+        windows = np.lib.stride_tricks.sliding_window_view(self.shards[shard], self.length + 1)[firsts]
+        self._check(windows, firsts, shard)
+        return windows
 
     def _check(self, windows: np.ndarray, firsts: np.ndarray, shard: int) -> None:
         """Raise UsageError for a token outside the vocabulary; a model would look up another token's weights for it."""
