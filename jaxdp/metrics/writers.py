@@ -8,18 +8,26 @@ from jaxdp.metrics.background_writer import BackgroundWriter
 from jaxdp.metrics.tensorboard import TensorBoard
 from jaxdp.metrics.wandb import WandB
 from jaxdp.metrics.writer import Writer
-from jaxdp.targets import bind, locate, parameters, require, targets_in
+from jaxdp.targets import bind, locate, require, targets_in
 
 WRITERS: dict[str, Any] = {"TensorBoard": TensorBoard, "WandB": WandB}
 KEY = "log.writers"
 
 
-def check_writers(entries: Sequence[Any]) -> None:
-    """Raise UsageError if a writer is unknown or does not accept its arguments; makes no writer."""
+def bound_writers(entries: Sequence[Any], available: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return (target, function that makes the writer) of each. Raises UsageError if one is unknown, or does not accept
+    its arguments."""
+    writers = []
     for target, args in targets_in(KEY, entries, "writer", "TensorBoard"):
-        make = locate(KEY, target, WRITERS)
-        extra: dict[str, Any] = dict.fromkeys({"directory", "start", "config"} & parameters(make).keys())
-        require(KEY, bind(KEY, make, args, extra))
+        make = bind(KEY, locate(KEY, target, WRITERS), args, available)
+        require(KEY, make)
+        writers.append((target, make))
+    return writers
+
+
+def check_writers(entries: Sequence[Any]) -> None:
+    """Raise UsageError as `bound_writers` does; makes no writer."""
+    bound_writers(entries, dict.fromkeys(("directory", "start", "config")))
 
 
 def make_writers(
@@ -31,11 +39,4 @@ def make_writers(
     config (a dict), jaxdp passes them in.
     """
     available = {"directory": directory, "start": start, "config": config}
-    writers: list[Writer] = []
-    for target, args in targets_in(KEY, entries, "writer", "TensorBoard"):
-        make = locate(KEY, target, WRITERS)
-        extra = {name: value for name, value in available.items() if name in parameters(make)}
-        bound = bind(KEY, make, args, extra)
-        require(KEY, bound)
-        writers.append(BackgroundWriter(target, bound))
-    return writers
+    return [BackgroundWriter(target, make) for target, make in bound_writers(entries, available)]
