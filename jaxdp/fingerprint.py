@@ -27,21 +27,8 @@ import numpy as np
 from jaxdp.user_errors import is_own
 
 # Modules whose results may differ in the next process.
-OUTSIDE = {
-    "os",
-    "io",
-    "_io",
-    "time",
-    "random",
-    "datetime",
-    "secrets",
-    "uuid",
-    "socket",
-    "subprocess",
-    "pathlib",
-    "tempfile",
-}
-OUTSIDE |= {"numpy.random", "posix", "glob", "importlib", "urllib"}
+OUTSIDE = {"os", "posix", "io", "_io", "pathlib", "tempfile", "glob", "importlib", "socket", "subprocess", "urllib"}
+OUTSIDE |= {"time", "datetime", "random", "numpy.random", "secrets", "uuid"}
 OUTSIDE_CALLS = {"open", "input", "eval", "exec", "compile", "globals", "locals", "__import__", "id", "hash"}
 ATOMS = {bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented)}
 # Class attributes added by Python, dataclasses and type hints, which follow from the rest or do not matter.

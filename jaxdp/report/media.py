@@ -9,11 +9,7 @@ Json = dict[str, Any]
 FOLDER = "media"
 NAME = re.compile(r"(\d{1,15})-(.+)\.(png|jpg|jpeg|gif|txt)", re.IGNORECASE)
 TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "gif": "image/gif"}
-TEXT, IMAGE, PAGE = (
-    20_000,
-    1_000_000,
-    4_000_000,
-)  # bytes at most: of a text, which is cut, of an image, of all in a page
+TEXT, IMAGE, PAGE = 20_000, 1_000_000, 4_000_000  # bytes at most: of a text, which is cut, of an image, of all
 
 
 def read(directory: pathlib.Path, most: int = PAGE) -> Json:
