@@ -23,6 +23,12 @@ def path_string(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def is_stacked(path: Any, blocks: Iterable[str]) -> bool:
+    """Return whether a leaf is below one of these paths (a/b), anywhere in its own: optimizer state contains trees like
+    the parameters."""
+    return any(f"/{block}/" in f"/{path_string(path)}/" for block in blocks)
+
+
 def split_dim(shape: tuple[int, ...], parts: int, stacked: bool = False, pad: bool = False) -> int:
     """Return the largest dim that `parts` divides, the first of equals; never the first dim of stacked blocks.
 
@@ -39,16 +45,8 @@ def split_dim(shape: tuple[int, ...], parts: int, stacked: bool = False, pad: bo
 
 def split_dims(tree: Tree, parts: int, blocks: Iterable[str] = (), pad: bool = False) -> Tree:
     """Return the dims of a tree of arrays (or shapes). blocks: paths (a/b) below which leaves are stacked [block, ...].
-
-    Such a path may occur anywhere in a leaf's path, since optimizer state contains trees like the parameters. pad: see
-    `split_dim`.
-    """
-    stacks = [f"/{path}/" for path in blocks]
-
-    def dim(path: Any, x: Any) -> int:
-        name = f"/{path_string(path)}/"
-        return split_dim(x.shape, parts, any(stack in name for stack in stacks), pad)
-
+    pad: see `split_dim`."""
+    dim = lambda path, x: split_dim(x.shape, parts, is_stacked(path, blocks), pad)
     return jax.tree_util.tree_map_with_path(dim, tree)
 
 

@@ -12,7 +12,7 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from jaxdp.split import path_string
+from jaxdp.split import is_stacked, path_string
 
 EMBEDDING = re.compile("embed", re.IGNORECASE)  # a table of rows, though it has two dims
 
@@ -23,12 +23,10 @@ def matrices(blocks: Sequence[str] = ()) -> Callable[[Any], Any]:
     blocks: paths (a/b) below which kernels are stacked [block, in, out]; others are [in, out]. Optax treats the
     unnamed block dim as a batch: it orthogonalizes the blocks of a stack one by one.
     """
-    stacks = [f"/{path}/" for path in blocks]
 
     def dims(path: Any, x: Any) -> MuonDimensionNumbers | None:
-        name = path_string(path)
-        stacked = any(stack in f"/{name}/" for stack in stacks)
-        if x.ndim != 2 + stacked or EMBEDDING.search(name):
+        stacked = is_stacked(path, blocks)
+        if x.ndim != 2 + stacked or EMBEDDING.search(path_string(path)):
             return None
         return MuonDimensionNumbers(reduction_axis=0 + stacked, output_axis=1 + stacked)
 
