@@ -98,12 +98,9 @@ def verify(
 
 def check_parts(report: Report, setup: Setup, random: bool, context: Context) -> bool:
     """Check the parts alone. Return False if one failed that the others use, on which its fault would be blamed."""
-    limit = report.tolerance
-    report.checks.append(checks.check_repeat(report.problem, report.trial, limit))
-    if checks.any_failed(context, report.checks):
-        return False
-    report.checks.append(checks.check_loss(setup, limit))
-    if checks.any_failed(context, report.checks):
-        return False
-    report.checks.append(checks.check_padding(setup, random, limit))
+    for check in (checks.check_repeat, checks.check_loss):
+        report.checks.append(check(setup, report.tolerance))
+        if checks.any_failed(context, report.checks):
+            return False
+    report.checks.append(checks.check_padding(setup, random, report.tolerance))
     return True

@@ -21,7 +21,7 @@ from jaxdp.metrics.sums import flat
 from jaxdp.models.base import CARRY
 from jaxdp.verify.compare import flatten, leaf_errors, worst
 from jaxdp.verify.oracle import Setup, key_of, make_setup, train, without_carry
-from jaxdp.verify.problem import FAILED, NOTE, OK, SKIPPED, Check, Problem, Tree, Trial
+from jaxdp.verify.problem import FAILED, NOTE, OK, SKIPPED, Check, Problem, Tree
 
 COARSE = 1e-6  # what padding may change: here a fault is never as small as rounding
 SPLITS = 3  # random ones, of the examples that the loss is checked on
@@ -96,9 +96,9 @@ def other_counts() -> Iterator[None]:
         yield
 
 
-def check_repeat(problem: Problem, trial: Trial, tolerance: float) -> Check:
+def check_repeat(setup: Setup, tolerance: float) -> Check:
     """Check that an update is the same when all is traced again, where JAX reports other devices and processes."""
-    trial = trial._replace(batches=trial.batches[:1])
+    problem, trial = setup.problem, setup.trial._replace(batches=setup.trial.batches[:1])
 
     def update() -> Tree:
         jax.clear_caches()

@@ -229,7 +229,7 @@ def test_two_computations_are_compared_leaf_by_leaf():
     with settings(jax.devices()[0]):
         one = problem(Model(init, apply))
         trial = make_trial(one, 2, 1)
-        check = check_repeat(one, trial, 1e-10)
+        check = check_repeat(make_setup(one, trial), 1e-10)
     assert check.verdict == "FAILED" and "/small (by" in check.text
 
 
