@@ -79,14 +79,12 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 
 def usage() -> str:
-    """Return the text of `jaxdp --help`."""
     verbs = "\n".join(f"  {name:10} {verb.does}" for name, verb in VERBS.items())
     examples = "\n".join(f"  {line}" for verb in VERBS.values() for line in verb.examples[: verb.featured])
     return USAGE.format(verbs=verbs, examples=examples)
 
 
 def run(name: str, argv: list[str]) -> None:
-    """Parse the arguments of a verb and run it."""
     where = VERBS[name].where
     if where == "host":
         options = load_options(argv, name)

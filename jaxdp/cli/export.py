@@ -18,7 +18,6 @@ FOLDER = LAYOUTS[1]  # the layout that is a folder
 
 
 def run(call: Call) -> None:
-    """Export a checkpoint, and print a summary."""
     print(export(call.options))
 
 

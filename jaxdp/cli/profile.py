@@ -18,7 +18,6 @@ WIDTH = 72  # characters of a name in the table
 
 
 def run(call: Call) -> None:
-    """Trace, and print the result on root."""
     text = profile(call.config, call.path, call.context, call.options)
     if call.context.is_root:
         print(text)

@@ -30,7 +30,6 @@ Draw = Callable[[jax.Array, jax.Array], jax.Array]  # (logits [vocabulary], key)
 
 
 def run(call: Call) -> None:
-    """Generate text and print it."""
     print(sample(call.options))
 
 

@@ -10,7 +10,6 @@ from jaxdp.cli import Call
 
 
 def run(call: Call) -> None:
-    """Print a table or JSON."""
     config = call.config
     set_jax(config)
     shapes = jax.eval_shape(state_maker(config, make_parts(config)))

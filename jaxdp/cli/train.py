@@ -5,5 +5,4 @@ from jaxdp.job.train import train
 
 
 def run(call: Call) -> None:
-    """Train, in all processes of the job."""
     train(call.config, call.path, call.context)

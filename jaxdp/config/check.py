@@ -146,7 +146,6 @@ def check(config: Config) -> None:
 
 
 def check_limits(key: str, value: Any, limits: Mapping[str, float]) -> None:
-    """Raise `UsageError` if a number is outside of the limits of its key."""
     example = f", such as {limits['example']:g}" if "example" in limits else ""
     for name, (violates, text) in LIMITS.items():
         if isinstance(value, int | float) and name in limits and violates(value, limits[name]):
@@ -178,7 +177,6 @@ def check_patterns(config: Config, section: str, *names: str) -> None:
 
 
 def check_rules(config: Config) -> None:
-    """Raise `UsageError` for invalid values of `parallel.rules`."""
     check_patterns(config, "parallel", "rules")
     for pattern, entries in config.parallel.rules.items():
         if not isinstance(entries, list) or set(map(str, entries)) - {"None", "shard"} or entries.count("shard") > 1:

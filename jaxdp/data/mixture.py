@@ -60,7 +60,6 @@ class Mixture:
 
     @staticmethod
     def has_split(args: Mapping[str, Any]) -> bool:
-        """Return True if any set has a test split."""
         sets = args.get("sets")
         return isinstance(sets, Mapping) and any(takes_split(name, entry) for name, entry in sets.items())
 

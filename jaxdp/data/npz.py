@@ -61,7 +61,6 @@ class Npz(Arrays):
 
     @staticmethod
     def has_split(args: Mapping[str, Any]) -> bool:
-        """Return True if there is a test split."""
         return args.get("test_fraction") != 0 or any(n.endswith("_test") for n in stored_arrays(args.get("path", "")))
 
     def __len__(self) -> int:

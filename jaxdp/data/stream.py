@@ -65,7 +65,6 @@ class Stream(Examples):
 
     @staticmethod
     def has_split(args: Mapping[str, Any]) -> bool:
-        """Return True if the source has a test split."""
         make = located("source", args.get("source"))
         return callable(make) and "split" in parameters(make)
 

@@ -38,7 +38,6 @@ class Writer:
                 self.close()
 
     def close(self) -> None:
-        """Flush the open file to disk and close it."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())

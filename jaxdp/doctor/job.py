@@ -103,7 +103,6 @@ def check_between(context: Any, directory: pathlib.Path, everyone: list[dict[str
 
 
 def exchange(context: Any, name: str, value: Any) -> list[Any]:
-    """Return the value of each rank."""
     return [json.loads(text) for text in context.exchange(name, json.dumps(value))]
 
 

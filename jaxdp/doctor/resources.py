@@ -109,7 +109,6 @@ def check_bindings(facts: Sequence[Mapping[str, Any]]) -> list[Check]:
 
 
 def check_host(host: str, facts: Mapping[int, Mapping[str, Any]]) -> Check:
-    """Check the cores of the ranks of one host."""
     sets = {frozenset(fact["cores"]) for fact in facts.values()}
     available = max(fact["launcher_cores"] for fact in facts.values())
     used = len(frozenset().union(*sets))

@@ -55,7 +55,6 @@ class Reference(NamedTuple):
         return len(self.moving - self.uncompared.keys()), len(leaves(self.trained.grads[0]))
 
     def allowed(self, path: str, tolerance: float) -> float:
-        """Return the error that a leaf may have."""
         apart = path in self.zero or path in self.uncompared
         return tolerance if apart else max(tolerance, MARGIN * self.moved.get(path, 0.0))
 
