@@ -7,13 +7,11 @@ block's parameters and select what its backward pass saves; without hooks, `scan
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 Tree = Any
-
-
 # stacked parameters -> (the tree to scan instead, a function from one slice of it to a block's full parameters)
 BlockGather = Callable[[Tree], tuple[Tree, Callable[[Tree], Tree]]]
 
@@ -39,19 +37,14 @@ def remat(name: str, f: Callable, in_scan: bool = False, static_argnums: tuple[i
     return jax.checkpoint(f, policy=REMAT[name], prevent_cse=not in_scan, static_argnums=static_argnums)
 
 
-class _Hooks(NamedTuple):
-    gather: BlockGather = as_they_are
-    remat: str = "none"
-
-
-PLAIN = _Hooks()
-_hooks = contextvars.ContextVar("hooks", default=PLAIN)
+_hooks: contextvars.ContextVar[tuple[BlockGather, str]]
+_hooks = contextvars.ContextVar("hooks", default=(as_they_are, "none"))
 
 
 @contextlib.contextmanager
 def block_hooks(gather: BlockGather, remat: str) -> Iterator[None]:
     """Set the gather function of blocks' parameters and the name of the remat policy for models traced inside."""
-    token = _hooks.set(_Hooks(gather, remat))
+    token = _hooks.set((gather, remat))
     try:
         yield
     finally:
@@ -66,11 +59,11 @@ def scan_blocks(
     params, xs: leaves [block, ...]. One block at a time is gathered if a `Model` lists the path of params in `blocks`
     and passes them on unchanged; parameters that were modified first, or come out of a nested jit, are all gathered.
     """
-    hooks = _hooks.get()
-    stack, gather_block = hooks.gather(params)
+    gather, policy = _hooks.get()
+    stack, gather_block = gather(params)
 
     def body(x: Tree, piece: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
         params, xs = piece
         return block(gather_block(params), x, xs)
 
-    return jax.lax.scan(remat(hooks.remat, body, in_scan=True), x, (stack, xs))
+    return jax.lax.scan(remat(policy, body, in_scan=True), x, (stack, xs))
