@@ -128,14 +128,8 @@ def checked(name: str, tx: Any, key: str = "optimizer") -> optax.GradientTransfo
 
 def decay_mask(no_decay: Sequence[str]) -> Callable[[Any], Any]:
     """Return a function from params to a tree of booleans, False for leaves whose path matches an expression."""
-    patterns = [re.compile(p) for p in no_decay]
-
-    def mask(params: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: not any(p.search(path_string(path)) for p in patterns), params
-        )
-
-    return mask
+    decays = lambda path, _: not any(re.search(pattern, path_string(path)) for pattern in no_decay)
+    return lambda params: jax.tree_util.tree_map_with_path(decays, params)
 
 
 def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
