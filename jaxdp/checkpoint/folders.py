@@ -35,6 +35,16 @@ def newest(directory: pathlib.Path, refused: Collection[int] = ()) -> tuple[int,
         return step, {}, manifest.unreadable(error)
 
 
+def has(directory: pathlib.Path, step: int, offset: int | None) -> bool:
+    """Return whether the state after update `step` was saved before: an elastic job makes updates again.
+
+    offset: the number of batches skipped before, without which an update has another state.
+    """
+    with contextlib.suppress(manifest.Damaged, OSError):
+        return bool(manifest.read(directory / str(step))["meta"].get("offset") == offset)
+    return False
+
+
 def unfinished(directory: pathlib.Path) -> list[int]:
     """Return the steps whose save was interrupted."""
     steps = set(numbered(directory)) - set(complete(directory))

@@ -132,6 +132,10 @@ class Checkpoints:
         self._commit = Commit(self.context)
         if self.writes:
             folders.clean(self.directory)
+        exists = lambda: folders.has(self.directory, step, meta.get("offset"))
+        if self.context.of_root("exists", exists):  # Orbax would remove it before it writes
+            self.annotate(step, meta)
+            return
         tree = fields_of(state)
         meta = {"step": step, **self.facts, **meta, "state": leaves_of(tree)}
         try:

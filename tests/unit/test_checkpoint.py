@@ -91,6 +91,21 @@ def test_the_state_may_be_donated_while_it_is_written(tmp_path):
         assert np.asarray(checkpoints.restore(step, abstract(big)).params["w"]).tobytes() == value.tobytes()
 
 
+def test_a_checkpoint_is_not_removed_to_save_the_same_update_again(tmp_path):
+    """An elastic job that continues from an earlier copy in memory does; after a rollback the state is another one."""
+    (first, second), said = states(2), []
+    for state, meta in ((first, META), (second, {**META, "metrics": {"loss": 1.0}})):
+        checkpoints = Checkpoints(tmp_path)
+        checkpoints.save(1, state, meta, said.append)
+        assert checkpoints.wait() is None and checkpoints.last == 1
+    assert said == ["saved step 1"] and checkpoints.meta(1)["metrics"] == {"loss": 1.0}
+    assert equal(checkpoints.restore(1, abstract(first)), first)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, second, {**META, "offset": 7}, said.append)
+    assert checkpoints.wait() is None and len(said) == 2
+    assert equal(checkpoints.restore(1, abstract(second)), second)
+
+
 def test_which_checkpoints_are_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2, keep_every=4, best="accuracy")
     state, said = states(1)[0], []
