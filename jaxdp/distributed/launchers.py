@@ -6,10 +6,12 @@ import os
 import re
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from jaxdp.distributed.world import MPI, Env, Variables, World, address, integer, optional, partners, within
 from jaxdp.errors import UsageError
+
+PORT = 12355  # of pod 0, in Kubernetes
 
 
 def _under_srun(env: Env) -> bool:
@@ -43,57 +45,46 @@ def tasks_per_node(text: str) -> list[int]:
     return counts
 
 
-class Slurm:
-    """`srun`: only inside a job step, since a batch script alone is one process regardless of --ntasks."""
-
-    name = "slurm"
-
-    def detect(self, env: Env) -> World | None:
-        if not env.get("SLURM_STEP_NUM_TASKS"):
-            return None
-        partners(env, self.name, ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"))
-        rank, size = integer(env, "SLURM_PROCID"), integer(env, "SLURM_STEP_NUM_TASKS", 1)
-        within(rank, "SLURM_PROCID", size, "SLURM_STEP_NUM_TASKS")
-        if size == 1:
-            return World(rank, size, 0, 1, self.name)
-        partners(env, self.name, ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"))
-        local_size = None
-        if env.get("SLURM_STEP_TASKS_PER_NODE") and env.get("SLURM_NODEID"):
-            counts, node = tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"]), integer(env, "SLURM_NODEID")
-            within(node, "SLURM_NODEID", len(counts), "the number of nodes in SLURM_STEP_TASKS_PER_NODE")
-            local_size = counts[node]
-        # Ports above 61000 are not handed out to outgoing connections; two steps of a job get different ones.
-        port = 61440 + (integer(env, "SLURM_JOB_ID") * 8 + (optional(env, "SLURM_STEP_ID") or 0)) % 4096
-        host = first_host(env["SLURM_STEP_NODELIST"])
-        return World(rank, size, optional(env, "SLURM_LOCALID"), local_size, self.name, f"{host}:{port}")
+def slurm(env: Env) -> World | None:
+    """Detect `srun`: only inside a job step, since a batch script alone is one process regardless of --ntasks."""
+    if not env.get("SLURM_STEP_NUM_TASKS"):
+        return None
+    partners(env, "slurm", ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"))
+    rank, size = integer(env, "SLURM_PROCID"), integer(env, "SLURM_STEP_NUM_TASKS", 1)
+    within(rank, "SLURM_PROCID", size, "SLURM_STEP_NUM_TASKS")
+    if size == 1:
+        return World(rank, size, 0, 1, "slurm")
+    partners(env, "slurm", ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"))
+    local_size = None
+    if env.get("SLURM_STEP_TASKS_PER_NODE") and env.get("SLURM_NODEID"):
+        counts, node = tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"]), integer(env, "SLURM_NODEID")
+        within(node, "SLURM_NODEID", len(counts), "the number of nodes in SLURM_STEP_TASKS_PER_NODE")
+        local_size = counts[node]
+    # Ports above 61000 are not handed out to outgoing connections; two steps of a job get different ones.
+    port = 61440 + (integer(env, "SLURM_JOB_ID") * 8 + (optional(env, "SLURM_STEP_ID") or 0)) % 4096
+    host = first_host(env["SLURM_STEP_NODELIST"])
+    return World(rank, size, optional(env, "SLURM_LOCALID"), local_size, "slurm", f"{host}:{port}")
 
 
-@dataclass(frozen=True)
-class Kubernetes:
-    """An Indexed Job, or a Job of a JobSet, of JAXDP_NUM_PROCESSES pods: pod i is <job>-<i>, pod 0 is rank 0."""
-
-    name: str = "kubernetes"
-    port: int = 12355
-    full_name: Callable[[], str] = field(default=socket.getfqdn)
-
-    def detect(self, env: Env) -> World | None:
-        if not env.get("JOB_COMPLETION_INDEX") or not env.get("JAXDP_NUM_PROCESSES"):
-            return None
-        rank, size = integer(env, "JOB_COMPLETION_INDEX"), integer(env, "JAXDP_NUM_PROCESSES", 1)
-        within(rank, "JOB_COMPLETION_INDEX", size, "JAXDP_NUM_PROCESSES")
-        if size == 1 or env.get("JAXDP_COORDINATOR"):
-            return World(rank, size, launcher=self.name)
-        pod, _, rest = (env.get("HOSTNAME") or self.full_name()).partition(".")
-        full, _, domain = self.full_name().partition(".")
-        job, _, index = pod.rpartition("-")
-        if not job or index != str(rank):
-            raise UsageError(
-                f"the pod's host name {pod!r} is not <job>-{rank}, so pod 0's cannot be derived: "
-                f"set JAXDP_COORDINATOR to host:port of the pod with JOB_COMPLETION_INDEX 0"
-            )
-        subdomain = rest or (domain if full == pod else "")
-        host = f"{job}-0.{subdomain}" if subdomain else f"{job}-0"
-        return World(rank, size, launcher=self.name, coordinator=f"{host}:{self.port}")
+def kubernetes(env: Env) -> World | None:
+    """Detect an Indexed Job, or a Job of a JobSet, of JAXDP_NUM_PROCESSES pods: pod i is <job>-<i>, pod 0 is rank 0."""
+    if not env.get("JOB_COMPLETION_INDEX") or not env.get("JAXDP_NUM_PROCESSES"):
+        return None
+    rank, size = integer(env, "JOB_COMPLETION_INDEX"), integer(env, "JAXDP_NUM_PROCESSES", 1)
+    within(rank, "JOB_COMPLETION_INDEX", size, "JAXDP_NUM_PROCESSES")
+    if size == 1 or env.get("JAXDP_COORDINATOR"):
+        return World(rank, size, launcher="kubernetes")
+    pod, _, rest = (env.get("HOSTNAME") or socket.getfqdn()).partition(".")
+    full, _, domain = socket.getfqdn().partition(".")
+    job, _, index = pod.rpartition("-")
+    if not job or index != str(rank):
+        raise UsageError(
+            f"the pod's host name {pod!r} is not <job>-{rank}, so pod 0's cannot be derived: "
+            f"set JAXDP_COORDINATOR to host:port of the pod with JOB_COMPLETION_INDEX 0"
+        )
+    subdomain = rest or (domain if full == pod else "")
+    host = f"{job}-0.{subdomain}" if subdomain else f"{job}-0"
+    return World(rank, size, launcher="kubernetes", coordinator=f"{host}:{PORT}")
 
 
 TORCHRUN = Variables(
@@ -110,7 +101,7 @@ TORCHRUN = Variables(
 
 # In order of precedence, innermost first: if mpirun or torchrun's agent runs inside a Slurm step, it started this
 # process, and the step's variables describe something else.
-LAUNCHERS: tuple[Variables | Slurm | Kubernetes, ...] = (
+LAUNCHERS: tuple[Callable[[Env], World | None], ...] = (
     Variables(
         "jaxdp",
         "JAXDP_PROCESS_ID",
@@ -118,26 +109,26 @@ LAUNCHERS: tuple[Variables | Slurm | Kubernetes, ...] = (
         "JAXDP_LOCAL_RANK",
         "JAXDP_LOCAL_SIZE",
         unless=lambda env: bool(env.get("JOB_COMPLETION_INDEX")) and not env.get("JAXDP_PROCESS_ID"),
-    ),
-    replace(TORCHRUN, trigger=("TORCHELASTIC_RUN_ID",)),
+    ).detect,
+    replace(TORCHRUN, trigger=("TORCHELASTIC_RUN_ID",)).detect,
     Variables(
         "openmpi",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
+    ).detect,
     Variables(  # MVAPICH 2; later ones are Hydra's
         "mvapich",
         "MV2_COMM_WORLD_RANK",
         "MV2_COMM_WORLD_SIZE",
         "MV2_COMM_WORLD_LOCAL_RANK",
         "MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
-    Variables("hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", unless=_under_srun),
-    Slurm(),
-    TORCHRUN,
-    Kubernetes(),
+    ).detect,
+    Variables("hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", unless=_under_srun).detect,
+    slurm,
+    TORCHRUN.detect,
+    kubernetes,
 )
 
 
@@ -181,7 +172,7 @@ def discover(
         raise UsageError(f"init_method={init_method!r} is neither 'tcp://host:port' nor 'env://'")
     if env.get("JAXDP_COORDINATOR") and not explicit:
         explicit = address(env["JAXDP_COORDINATOR"], "JAXDP_COORDINATOR")
-    world = world or next(filter(None, (launcher.detect(env) for launcher in LAUNCHERS)), None)
+    world = world or next(filter(None, (detect(env) for detect in LAUNCHERS)), None)
     if world is None and explicit:
         raise UsageError(
             f"the coordinator is {explicit}, but the rank of this process is not set: "

@@ -1,10 +1,12 @@
 """Every launcher is a table row of variables; every row that makes no sense is an error that names the variable."""
 
+import socket
+
 import pytest
 
 from jaxdp.distributed import gpus, hosts
 from jaxdp.distributed.gpus import bind
-from jaxdp.distributed.launchers import Kubernetes, World, address, discover, first_host, tasks_per_node
+from jaxdp.distributed.launchers import World, address, discover, first_host, kubernetes, tasks_per_node
 from jaxdp.distributed.protocol import difference
 from jaxdp.errors import UsageError
 
@@ -162,11 +164,13 @@ def test_slurms_lists():
     assert tasks_per_node("2(x3),1") == [2, 2, 2, 1] and tasks_per_node("4") == [4]
 
 
-def test_a_pods_full_name_gives_the_subdomain():
+def test_a_pods_full_name_gives_the_subdomain(monkeypatch):
     env = {**INDEXED, "HOSTNAME": "train-2"}
-    world = Kubernetes(full_name=lambda: "train-2.workers.ns.svc.cluster.local").detect(env)
+    monkeypatch.setattr(socket, "getfqdn", lambda: "train-2.workers.ns.svc.cluster.local")
+    world = kubernetes(env)
     assert world == World(2, 4, None, None, "kubernetes", "train-0.workers.ns.svc.cluster.local:12355")
-    assert Kubernetes(full_name=lambda: "localhost").detect(env).coordinator == "train-0:12355"
+    monkeypatch.setattr(socket, "getfqdn", lambda: "localhost")
+    assert kubernetes(env).coordinator == "train-0:12355"
 
 
 def test_addresses():

@@ -8,6 +8,7 @@ import pathlib
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -211,7 +212,7 @@ def test_messages_of_the_page_are_those_of_the_code():
     assert not unknown
 
 
-def test_the_manifests_say_what_is_read():
+def test_the_manifests_say_what_is_read(monkeypatch):
     """Of Kubernetes: the variables, and what the pods' names have to be; see jaxdp/distributed/launchers.py."""
     text = (ROOT / "docs" / "kubernetes.md").read_text()
     found = [doc for _, kind, block in all_blocks(text) if kind == "yaml" for doc in yaml.safe_load_all(block)]
@@ -226,8 +227,8 @@ def test_the_manifests_say_what_is_read():
         assert f"create secret generic {secret['name']} --from-literal={secret['key']}=" in text
         assert int(env["JAXDP_NUM_PROCESSES"]) == spec["completions"] and float(env["JAXDP_TIMEOUT"]) > 60
         name = f"run-{spec['completions'] - 1}"
-        pod = launchers.Kubernetes(full_name=lambda: f"{name}.run.default.svc.cluster.local")  # noqa: B023
-        world = pod.detect({**env, "JOB_COMPLETION_INDEX": str(spec["completions"] - 1), "HOSTNAME": name})
+        monkeypatch.setattr(socket, "getfqdn", lambda: f"{name}.run.default.svc.cluster.local")  # noqa: B023
+        world = launchers.kubernetes({**env, "JOB_COMPLETION_INDEX": str(spec["completions"] - 1), "HOSTNAME": name})
         assert world.rank == 1 and world.size == 2 and world.coordinator == "run-0.run.default.svc.cluster.local:12355"
     assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"]["job-name"] == job["metadata"]["name"]
