@@ -66,7 +66,7 @@ class Clients:
         def work(rank: int) -> None:
             job = connection.join(*self.address, facts(rank, self.size), TIMEOUT)
             assert job.rank == rank and [f["rank"] for f in job.facts] == [*range(self.size)]
-            self.members.append(Client(job.connection, job.facts, rank, rank % 8, TIMEOUT, None))
+            self.members.append(Client(job, rank % 8, TIMEOUT, None))
             job.facts.clear()
 
         times = self.each(work, self.ranks)

@@ -84,7 +84,7 @@ class Context:
                     raise UsageError(
                         f"{name}: {self.title(rank)} has {fact}={other.get(fact)}, but {self.title(0)} has "
                         f"{fact}={first.get(fact)}: they must be the same",
-                        rank=rank if enter.is_new(rank) else 0,
+                        rank=rank if membership.is_new(rank) else 0,
                     )
 
 
@@ -215,7 +215,9 @@ def fail(error: BaseException, code: int | None = None) -> NoReturn:
     speaker = error.rank if isinstance(error, ReportedError) else None
     code = code or getattr(error, "code", None) or (2 if isinstance(error, UsageError) else 1)
     rank, member = _process().rank, membership.current()
-    if member is not None and (speaker is None or (speaker == rank and enter.is_new(rank))):  # this rank ends alone
+    if member is not None and (
+        speaker is None or (speaker == rank and membership.is_new(rank))
+    ):  # this rank ends alone
         name, speaker = member.name(rank), None
         member.report_fault(f"{name}: {str(error).removeprefix(f'{name}: ')}", code)
     if isinstance(error, ReportedError) and speaker in (None, rank):

@@ -31,7 +31,6 @@ class Entered(NamedTuple):
     timeout: float
     elastic: ElasticOptions | None
     parent: int | None  # see `Membership`
-    joined: Joined
 
 
 _entered: Entered | None = None
@@ -39,6 +38,7 @@ _entered: Entered | None = None
 
 def join(world: World, timeout: float, elastic: ElasticOptions | None) -> dict[str, Any]:
     """Join the job of `world`, and return the fields of this process's `Context`."""
+    global _entered
     if jax.config.values.get("jax_cpu_collectives_implementation") == "mpi" and not gpus.count():
         raise UsageError(NO_MPI, rank=0)
     facts = {
@@ -51,43 +51,38 @@ def join(world: World, timeout: float, elastic: ElasticOptions | None) -> dict[s
         "restarts": os.environ.get("JAXDP_RESTARTS", "0") != "0",
     }
     parent = os.getppid() if world.launcher in MPI or "JAXDP_RESTARTS" in os.environ else None  # of `jaxdp launch`
-    joined = joining.meet(world, facts, timeout, elastic)
-    return enter_until_formed(Entered(world, timeout, elastic, parent, joined))
+    _entered = Entered(world, timeout, elastic, parent)
+    return enter_until_formed(joining.meet(world, facts, timeout, elastic))
 
 
 def regroup() -> dict[str, Any]:
     """Leave the generation that has ended, join the next one, and return the fields of this process's `Context`."""
-    assert _entered is not None
-    return enter_until_formed(rejoin(_entered))
+    return enter_until_formed(rejoin())
 
 
-def rejoin(entered: Entered) -> Entered:
+def rejoin() -> Joined:
     """Join the next generation. Raises DistributedError if too few processes are left."""
-    elastic, joined, member = entered.elastic, entered.joined, membership.joined()
-    assert elastic is not None
+    assert _entered is not None and _entered.elastic is not None
+    world, timeout, elastic, _ = _entered
+    member = membership.joined()
+    job = member.job
     membership.forget()
     private_jax.cancel_calls()
-    limit = protocol.LATE + elastic.join_timeout + entered.timeout
-    settings = joining.coordinator_settings(entered.world, *joined.address, joined.secret, entered.timeout, elastic)
+    limit = protocol.LATE + elastic.join_timeout + timeout
+    settings = joining.coordinator_settings(world, *job.address, job.secret, timeout, elastic)
     restart = functools.partial(joining.restart_coordinator, settings, member.local_rank)
-    joined = connection.join(*joined.address, joined.secret, joined.last_facts, limit, restart)
+    joined = connection.join(*job.address, job.secret, job.last_facts, limit, restart)
     member.close()
-    return entered._replace(joined=joined)
+    return joined
 
 
-def enter_until_formed(entered: Entered) -> dict[str, Any]:
+def enter_until_formed(job: Joined) -> dict[str, Any]:
     """Enter the job; if a process is lost meanwhile, the next generation."""
     while True:
         try:
-            return enter(entered)
+            return enter(job)
         except GenerationEnded:
-            entered = rejoin(entered)
-
-
-def is_new(rank: int) -> bool:
-    """Return whether a rank has joined a running job in this generation: if its input is wrong, it ends alone."""
-    joined = _entered.joined if _entered is not None else None
-    return joined is not None and joined.generation > 0 and "last" not in joined.facts[rank]
+            job = rejoin()
 
 
 def open_devices(member: membership.Membership) -> None:
@@ -104,14 +99,13 @@ def open_devices(member: membership.Membership) -> None:
         raise
 
 
-def enter(entered: Entered) -> dict[str, Any]:
+def enter(job: Joined) -> dict[str, Any]:
     """Start the membership of this process, and connect it to JAX's coordination service."""
-    global _entered
-    _entered = entered
-    world, timeout, elastic, parent, joined = entered
-    everyone, rank = joined.facts, joined.rank
+    assert _entered is not None
+    world, timeout, elastic, parent = _entered
+    everyone, rank = job.facts, job.rank
     local_rank, local_size = hosts.local_ranks(everyone, rank)
-    if joined.generation == 0:  # in later ones the launcher's numbers no longer hold
+    if job.generation == 0:  # in later ones the launcher's numbers no longer hold
         local_rank = local_rank if world.local_rank is None else world.local_rank
         local_size = local_size if world.local_size is None else world.local_size
     count, visible = gpus.count(), everyone[rank]["visible"]
@@ -120,15 +114,14 @@ def enter(entered: Entered) -> dict[str, Any]:
     if sharers > 1:  # each would reserve three quarters of the GPU
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.75 / sharers:.3f}")
     silence = protocol.silence(timeout)
-    sockets.spare(joined.address[1], hosts.split(joined.jax_address)[1])
-    reconnect = joined.reconnect if elastic is not None else None
-    member = membership.Membership(joined.connection, everyone, rank, local_rank, silence, parent, reconnect)
+    sockets.spare(job.address[1], hosts.split(job.jax_address)[1])
+    member = membership.Membership(job, local_rank, silence, parent, elastic is not None)
     membership.start(member)
     if hosts.on_one_host(everyone):
         private_jax.bind_gloo("127.0.0.1")
     heartbeat = round(3 * silence)
     private_jax.connect(
-        joined.jax_address, rank, len(everyone), joined.secret, timeout, heartbeat, devices, elastic is not None
+        job.jax_address, rank, len(everyone), job.secret, timeout, heartbeat, devices, elastic is not None
     )
     caches.clear()
     if elastic is not None:

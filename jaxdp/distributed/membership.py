@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxdp.distributed import faults, hosts, private_jax, sockets
-from jaxdp.distributed.connection import Connection
+from jaxdp.distributed.connection import Joined
 from jaxdp.distributed.messages import LONG_TEXT, checked, printable
-from jaxdp.distributed.protocol import TIMEOUT, Facts, beat_interval
+from jaxdp.distributed.protocol import TIMEOUT, beat_interval
 from jaxdp.errors import DistributedError, GenerationEnded, one_line
 
 GRACE = 5.0  # seconds beyond the timeout of a request, so that the coordinator's deadline comes first
@@ -30,23 +30,15 @@ class Membership:
     """The membership of a process in a job of several.
 
     note: data sent with each heartbeat. parent: id of the launcher's process that started this one; this process ends
-    when it does. None: not tied to a parent. reconnect: connect to the next coordinator, for heartbeats only, in an
-    elastic job: there the end of the coordinator ends this generation, not the process.
+    when it does. None: not tied to a parent. elastic: the end of the coordinator ends this generation, not the process,
+    which then connects to the next coordinator, for heartbeats only.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        facts: list[Facts],
-        rank: int,
-        local_rank: int,
-        silence: float,
-        parent: int | None,
-        reconnect: Callable[[], Connection] | None = None,
-    ):
-        self.connection, self.rank, self.size, self.local_rank = connection, rank, len(facts), local_rank
+    def __init__(self, job: Joined, local_rank: int, silence: float, parent: int | None, elastic: bool = False):
+        self.job, self.connection, self.rank, self.size = job, job.connection, job.rank, len(job.facts)
+        self.hosts = [facts["host"] for facts in job.facts]
+        self.local_rank, self.silence, self.parent, self.elastic = local_rank, silence, parent, elastic
         self.ended: str | None = None  # why this generation of an elastic job has ended
-        self.hosts, self.silence, self.parent, self.reconnect = [f["host"] for f in facts], silence, parent, reconnect
         self.note: dict[str, Any] = {}
         self.ending, self._changed = threading.Event(), threading.Condition()
         self.beat = beat_interval(self.size)
@@ -57,7 +49,7 @@ class Membership:
         self._lost: str | None = None  # why the connection to the coordinator was lost
         self._listeners: dict[str, Callable[[int, str], None]] = {}
         self._announced: dict[str, tuple[int, str]] = {}
-        connection.socket.settimeout(None)
+        self.connection.socket.settimeout(None)
 
     def start(self) -> None:
         for work in (self._listen, self._beat):
@@ -223,15 +215,14 @@ class Membership:
             with self._changed:
                 self._lost = one_line(error)
                 self._changed.notify_all()
-        if self.reconnect is None:
+        if not self.elastic:
             text = f"{self.name(self.rank)} ends: the coordinator beside {self.name(0)} has gone"
             self.end_process(text, 1, self.rank)
         elif not self.ending.is_set() and self.ended is None:
             self._hear({"ended": "its coordinator has gone"})
         while not self.ending.wait(0.5):  # this process may be compiling, and report to the next coordinator later
             with contextlib.suppress(OSError):
-                assert self.reconnect is not None
-                self.connection = self.reconnect()
+                self.connection = self.job.reconnect()
                 with self.connection.socket:
                     while not self.ending.is_set():
                         self.connection.receive()
@@ -292,6 +283,11 @@ def forget() -> None:
 def current() -> Membership | None:
     """Return the membership of this process; None if it is alone."""
     return _membership
+
+
+def is_new(rank: int) -> bool:
+    """Return whether a rank has joined a running job in this generation: if its input is wrong, it ends alone."""
+    return _membership is not None and _membership.job.generation > 0 and "last" not in _membership.job.facts[rank]
 
 
 def joined() -> Membership:

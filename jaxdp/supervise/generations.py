@@ -10,7 +10,7 @@ import jax
 
 from jaxdp.distributed import faults, membership
 from jaxdp.distributed.context import Context, regroup
-from jaxdp.distributed.enter import VERDICT, is_new
+from jaxdp.distributed.enter import VERDICT
 from jaxdp.errors import DistributedError, UsageError
 from jaxdp.supervise.monitor import Stopped
 
@@ -62,6 +62,8 @@ def has_ended(error: BaseException) -> bool:
     if isinstance(error, Stopped):
         return error.kind == "regroup"
     member = membership.current()
-    if member is not None and isinstance(error, UsageError) and error.rank is not None and is_new(error.rank):
+    if member is None:
+        return False
+    if isinstance(error, UsageError) and error.rank is not None and membership.is_new(error.rank):
         return error.rank != member.rank and member.has_ended(VERDICT)
-    return member is not None and member.has_ended(VERDICT if faults.is_consequence(error) else 0.5)
+    return member.has_ended(VERDICT if faults.is_consequence(error) else 0.5)

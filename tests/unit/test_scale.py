@@ -242,7 +242,7 @@ def enter():
 
     def enter(rank, **more):
         job = connection.join("127.0.0.1", port, secret, {**facts(rank, 3), **more}, 60.0)
-        member = Client(job.connection, job.facts, job.rank, 0, 20.0, None, job.reconnect)
+        member = Client(job, 0, 20.0, None, True)
         members.append(member)
         member.start()
         texts = member.exchange("ranks", str(rank), range(member.size), 60.0)
