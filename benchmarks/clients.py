@@ -45,7 +45,7 @@ def facts(rank: int, size: int) -> Facts:
     """Return facts of the size that they have in a job."""
     host, address = f"node{rank // 8:05}.cluster", f"10.{rank >> 19}.{rank >> 11 & 255}.{rank >> 3 & 255}"
     names = {"host": host, "boot": f"{host}-89ab-cdef-0123-456789ab", "visible": str(rank % 8), "pid": 100_000 + rank}
-    places = {"addresses": [address], "outward": address, "spaces": ["net:[4026531840]", "pid:[4026531836]"]}
+    places = {"addresses": [address], "outward": address, "network": "net:[4026531840]"}
     versions = {"jaxdp": "0.3", "jax": "0.10.2", "jaxlib": "0.10.2", "python": "3.11", "tls": "no", "config": ""}
     return {"rank": rank, "size": size, "gloo": False, **names, **places, **versions}
 

@@ -72,7 +72,7 @@ class Generation:
     def greet(self, message: dict[str, Any], nonce: bytes, writer: asyncio.StreamWriter) -> Member:
         """Return the process of a first message. Raises channel.Refused if the message is malformed."""
         first = checked(message, {"nonce": str, "facts": FACTS})
-        if first is None or first["facts"]["rank"] >= first["facts"]["size"] or len(first["facts"]["spaces"]) != 2:
+        if first is None or first["facts"]["rank"] >= first["facts"]["size"]:
             raise channel.Refused("its first message is malformed")
         key = channel.to_rank(self.settings.secret, nonce, first["nonce"].encode())
         return Member(self, first["facts"], writer, key)

@@ -60,24 +60,20 @@ def is_loopback(addr: str) -> bool:
 
 
 def identity() -> dict[str, Any]:
-    """Return what identifies this host (name, addresses, boot id of the kernel) and this process (id, namespaces)."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    name = socket.gethostname()
+    """Return what identifies this host (name, addresses, boot id of the kernel) and this process.
+
+    That is its id and its network namespace: containers on one host have different ones.
+    """
+    boot, network, name = Path("/proc/sys/kernel/random/boot_id"), "", socket.gethostname()
+    with contextlib.suppress(OSError):
+        network = os.readlink("/proc/self/ns/net")
     return {
         "host": name,
         "addresses": resolve(name),
         "boot": boot.read_text().strip() if boot.exists() else "",
         "pid": os.getpid(),
-        "spaces": [_namespace("net"), _namespace("pid")],
+        "network": network,
     }
-
-
-def _namespace(kind: str) -> str:
-    """Return the id of this process's "net" or "pid" namespace; containers on one host have different ones."""
-    try:
-        return os.readlink(f"/proc/self/ns/{kind}")
-    except OSError:
-        return ""
 
 
 def outward() -> str | None:
@@ -152,7 +148,7 @@ def key(facts: Mapping[str, Any]) -> tuple[str, str]:
 
 def on_one_host(ranks: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether all ranks share one host and its network namespace, and so its loopback address."""
-    return len({(key(facts), *facts.get("spaces", [])[:1]) for facts in ranks}) == 1
+    return len({(key(facts), facts.get("network")) for facts in ranks}) == 1
 
 
 def meeting_address(ranks: Sequence[dict[str, Any]], port: int) -> str:

@@ -26,7 +26,7 @@ WINDOW = 10.0  # seconds that the survivors of a generation have to report to th
 LATE = 90.0  # seconds that a survivor has if it sends heartbeats; one that hangs ends before, `generations.STUCK`
 Facts = dict[str, Any]
 FACTS: dict[str, Any] = {
-    **dict.fromkeys(["host", "boot", "jaxdp", "jax", "jaxlib", "python"], str),
+    **dict.fromkeys(["host", "boot", "network", "jaxdp", "jax", "jaxlib", "python"], str),
     "config?": str,
     "restarts?": bool,  # whether its launcher starts this process again if it dies
     "tls?": str,
@@ -34,7 +34,6 @@ FACTS: dict[str, Any] = {
     "busy?": bool,  # it will report to this coordinator on another connection
     "addresses": [str],
     "outward": (str, None),
-    "spaces": [str],
     "rank": range(1 << 20),
     "size": range(1 << 21),
     "pid": range(1 << 31),
