@@ -118,7 +118,7 @@ def join(
             admission = connection.receive()
             if admission.keys() == {"rank"}:  # admitted: what all ranks receive follows
                 admission |= connection.receive()
-            admission = _admitted(admission, facts["size"])
+            admission = _admitted(admission)
             everyone, rank, number = admission["members"], admission["rank"], admission["generation"]
             return Joined(connection, everyone, admission["jax"], rank, number, (host, port), secret)
         except (OSError, channel.Refused) as error:
@@ -144,21 +144,14 @@ def join(
     )
 
 
-def _admitted(message: dict[str, Any], size: int) -> dict[str, Any]:
+def _admitted(message: dict[str, Any]) -> dict[str, Any]:
     admission = checked(message, ADMISSION)
     if admission is None:
         raise channel.Refused(f"it answered {str(message)[:80]!r}")
-    if "code" in admission:  # of an elastic job, to this process alone
-        failure = DistributedError(admission["error"])
+    if "code" in admission:
+        failure = DistributedError(admission["error"], admission.get("rank"))
         failure.code = admission["code"]
         raise failure
     if "error" in admission:
         raise UsageError(admission["error"], rank=0)
-    if "missing" in admission:
-        names, waited = hosts.listed(admission["missing"]), round(admission.get("timeout", 0), 1)
-        raise DistributedError(
-            f"rank {names} of {size} did not come within {waited:g} s: see whether it was started "
-            "and what it printed (JAXDP_TIMEOUT sets how long to wait, in seconds)",
-            rank=0,
-        )
     return {**admission, "members": unpack(admission["members"])}

@@ -244,8 +244,13 @@ class Generation:
         self.exchanges.expire(lambda rank: rank in self.members and self.members[rank].silent < recent)
         self.keys.expire()
         if not self.admitted and time.monotonic() > self.deadline:
-            missing = [rank for rank in range(self.settings.size) if rank not in self.members]
-            self.refuse_all(missing=missing, timeout=self.settings.timeout)
+            size, waited = self.settings.size, round(self.settings.timeout, 1)
+            missing = hosts.listed(rank for rank in range(size) if rank not in self.members)
+            text = (
+                f"rank {missing} of {size} did not come within {waited:g} s: see whether it was started and what it "
+                "printed (JAXDP_TIMEOUT sets how long to wait, in seconds)"
+            )
+            self.refuse_all(error=text, code=1, rank=0)
         if self.admitted:
             self.check_silence(elapsed)
 

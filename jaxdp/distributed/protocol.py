@@ -66,13 +66,11 @@ OPERATIONS: dict[str, dict[str, Any]] = {
 COLUMN = lambda kind: {"kinds": [kind], "of": [range(-1, 1 << 20)]}
 ADMISSION: dict[str, Any] = {
     "members?": {f"{name.rstrip('?')}?": COLUMN(kind) for name, kind in FACTS.items()},
-    "rank?": range(1 << 20),
+    "rank?": range(1 << 20),  # with a code: the rank that prints the error; without, it is for one process alone
     "generation?": range(1 << 31),
     "jax?": str,
     "error?": str,
     "code?": range(1, 256),
-    "missing?": [range(1 << 20)],
-    "timeout?": float,
 }
 
 
