@@ -32,14 +32,14 @@ class Monitor:
         """Run f(*args) in all processes and return its result. Raises Stopped if all stop before it."""
         return f(*args)
 
-    def sent(self, result: dict[str, Any]) -> None:
+    def sent(self, metrics: dict[str, Any]) -> None:
         """Report the metrics, on the device, of updates that were dispatched."""
 
     def reading(self, batches: Iterator[tuple[range, Any]], start: int) -> Iterator[tuple[range, Any]]:
         """Yield (the updates of a call, their data) from `batches`, which begin after update `start`."""
         return batches
 
-    def suspend_timeout(self, what: str) -> contextlib.AbstractContextManager[None]:
+    def suspend_timeout(self, where: str) -> contextlib.AbstractContextManager[None]:
         """Suspend the step timeout inside this context."""
         return contextlib.nullcontext()
 
@@ -58,7 +58,7 @@ class Monitor:
         """Stop monitoring at the end of the run."""
 
 
-class RunMonitor(Monitor):
+class RunMonitor(Watchdog, Monitor):
     """The monitor of a training job. minutes: between two saves, besides those of the loop; None for no such saves."""
 
     def __init__(
@@ -69,16 +69,13 @@ class RunMonitor(Monitor):
         straggler_factor: float = 2.0,
         minutes: float | None = None,
     ):
-        self.agreement = Agreement(context)
-        self.watchdog = Watchdog(context, directory, timeout)
-        self.factor = straggler_factor
+        self.agreement, self.minutes = Agreement(context), minutes
         if context.is_root and (member := membership.current()) is not None:
             member.keep_log(str((directory / "events.jsonl").absolute()))
         self._called: set[int] = set()
         self._asked: set[str] = set()
         self._last_save = time.monotonic()
-        if minutes is not None and context.is_root:
-            self.watchdog.often(lambda: self._save_by_time(60.0 * minutes))
+        super().__init__(context, directory, timeout, straggler_factor)
         signals.subscribe(self._preempt)
 
     def run_step(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
@@ -88,34 +85,28 @@ class RunMonitor(Monitor):
                     rundir.mark_ending()  # the next job may start while this one saves
                 raise Stopped(**request)
             self._asked.add(request["kind"])
-        self.watchdog.at(what)
+        self.at(what)
         if id(f) in self._called:
             result = f(*args)
         else:
-            with self.watchdog.suspend_timeout(f"{what} (compiles)"):
+            with self.suspend_timeout(f"{what} (compiles)"):
                 result = f(*args)
             self._called.add(id(f))
         return result
 
-    def sent(self, result: dict[str, Any]) -> None:
-        self.watchdog.sent(result)
-
     def reading(self, batches: Iterator[tuple[range, Any]], start: int) -> Iterator[tuple[range, Any]]:
         last = start  # the last update whose data was read
         while True:
-            self.watchdog.at(f"waits for the data of update {last + 1}")
+            self.at(f"waits for the data of update {last + 1}")
             began = time.perf_counter()
             try:
                 updates, batch = next(batches)
             except StopIteration:
                 return
             if last > start:  # the first wait includes other work, such as imports
-                self.watchdog.worked((time.perf_counter() - began) / len(updates))
+                self.worked((time.perf_counter() - began) / len(updates))
             yield updates, batch
             last = updates[-1]
-
-    def suspend_timeout(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return self.watchdog.suspend_timeout(what)
 
     def request(self, kind: str) -> None:
         self.agreement.request(kind)
@@ -127,18 +118,16 @@ class RunMonitor(Monitor):
             self._last_save = time.monotonic()
         return asked
 
-    def straggler(self, step_ms: float) -> dict[str, float]:
-        return self.watchdog.straggler(self.factor, step_ms)
-
     def stop(self) -> None:
         signals.unsubscribe(self._preempt)
-        self.watchdog.stop()
+        super().stop()
 
     def _preempt(self, name: str) -> None:
         if name != signals.TRACE:
             self.agreement.request("preempt", name)
 
-    def _save_by_time(self, seconds: float) -> None:
-        if time.monotonic() - self._last_save > seconds:
+    def each_check(self) -> None:
+        late = self.minutes is not None and time.monotonic() - self._last_save > 60.0 * self.minutes
+        if late and self.context.is_root:
             self._last_save = time.monotonic()
             self.request("save")

@@ -13,7 +13,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from jaxdp.distributed import faults, hosts, membership
@@ -28,11 +28,11 @@ ANSWERS = 4.0  # seconds within which the other processes must report their posi
 class Watchdog:
     """The watchdog of one process. timeout: seconds without progress, for each update of a call; None for no limit.
 
-    directory: that of stacks/rank_N.txt.
+    directory: that of stacks/rank_N.txt. factor: see `straggler`.
     """
 
-    def __init__(self, context: Context, directory: pathlib.Path, timeout: float | None):
-        self.context, self.directory, self.timeout = context, directory, timeout
+    def __init__(self, context: Context, directory: pathlib.Path, timeout: float | None, factor: float = 2.0):
+        self.context, self.directory, self.timeout, self.factor = context, directory, timeout, factor
         self.where = "begins"
         self.passed = 0
         self.updates = 1  # number of updates in a call
@@ -40,7 +40,6 @@ class Watchdog:
         self._progress = time.monotonic()
         self._suspended = 0  # nesting depth of `suspend_timeout`
         self._sent: collections.deque[dict[str, Any]] = collections.deque()
-        self._tasks: list[Callable[[], None]] = []
         self._member = membership.current()
         if self._member is not None:
             answer = lambda rank, text: threading.Thread(target=self._answer, args=(rank, text), daemon=True).start()
@@ -77,15 +76,14 @@ class Watchdog:
             self._note()
             self.at(where)
 
-    def often(self, task: Callable[[], None]) -> None:
-        """Call `task` at every check."""
-        self._tasks.append(task)
+    def each_check(self) -> None:
+        """Do what else is to be done at every check."""
 
     def worked(self, seconds: float) -> None:
         """Record the time of this process's own work between two updates: mostly waiting for its data."""
         self.own_ms = 0.9 * self.own_ms + 100.0 * seconds if self.own_ms else 1e3 * seconds
 
-    def straggler(self, factor: float, step_ms: float) -> dict[str, float]:
+    def straggler(self, step_ms: float) -> dict[str, float]:
         """Return {straggler: rank, straggler_ms} if a process's own work takes `factor` times the others' median.
 
         Empty if that work is less than a tenth of the update's time, or until every process has reported its own.
@@ -97,7 +95,7 @@ class Watchdog:
             slowest = max(work, key=lambda rank: work[rank], default=None)
             if slowest is not None and len(work) > 1 and all(work.values()):
                 others = statistics.median(ms for rank, ms in work.items() if rank != slowest)
-                if work[slowest] > factor * others and work[slowest] > 0.1 * step_ms:
+                if work[slowest] > self.factor * others and work[slowest] > 0.1 * step_ms:
                     return {"straggler": slowest, "straggler_ms": work[slowest]}
         return {}
 
@@ -116,8 +114,7 @@ class Watchdog:
             while self._sent and self._sent[0]["loss"].is_ready():
                 self._sent.popleft()
                 self._progress = time.monotonic()
-            for task in self._tasks:
-                task()
+            self.each_check()
             idle = time.monotonic() - self._progress
             if self.timeout is not None and idle > self.timeout * self._updates() and not self._suspended:
                 with contextlib.suppress(DistributedError):
