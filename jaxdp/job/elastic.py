@@ -56,7 +56,7 @@ def wait_for_devices(replicas: int, context: Context, timeout: float) -> None:
             error = DistributedError(f"{text}, and no process joined (elastic.join_timeout: {timeout:g})", rank=0)
             error.code = PREEMPTED
             raise error
-    raise Stopped("regroup", "another process joins", 0)
+    raise Stopped("regroup", "another process joins")
 
 
 def launcher_problem(launcher: str) -> str | None:

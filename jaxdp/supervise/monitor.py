@@ -20,7 +20,7 @@ class Stopped(Exception):
     why: the signal. rank: its receiver.
     """
 
-    def __init__(self, kind: str, why: str, rank: int):
+    def __init__(self, kind: str, why: str = "", rank: int = 0):
         super().__init__(f"{why or kind} on rank {rank}")
         self.kind, self.why, self.rank = kind, why, rank
 

@@ -30,8 +30,8 @@ class Lookback:
     examine: the maximum number of updates to report as NotFinite.
     """
 
-    def __init__(self, examine: int = EXAMINED, rank: int = 0):
-        self.examine, self.rank, self.finite = examine, rank, True
+    def __init__(self, examine: int = EXAMINED):
+        self.examine, self.finite = examine, True
         self.sent: collections.deque[tuple[range, jax.Array, jax.Array]] = collections.deque()
 
     def add(self, updates: range, metrics: Mapping[str, jax.Array]) -> None:
@@ -52,4 +52,4 @@ class Lookback:
                     self.examine -= 1
                     raise NotFinite(update)
             if halted.any():
-                raise Stopped("halt", "", self.rank)
+                raise Stopped("halt")

@@ -40,7 +40,7 @@ def fit(run: Run) -> tuple[Record, TrainState]:
     with watch.suspend_timeout("makes the state"):
         state = origin.recovered or (restore(run, origin.start) if origin.start else origin.begin(run))
     progress = Progress(origin.start, state, evaluated=origin.start if origin.evaluated else -1)
-    lookback = Lookback(EXAMINED if run.data.train.check else 0, run.checkpoints.context.rank)
+    lookback = Lookback(EXAMINED if run.data.train.check else 0)
     run.hooks.callbacks.call("on_start", run)
     try:
         while True:

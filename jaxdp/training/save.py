@@ -49,7 +49,7 @@ def save_preempted(run: Run, progress: Progress, stop: Stopped) -> None:
 def stop_if_halted(run: Run, progress: Progress) -> None:
     """Raise Stopped if training has halted: never evaluate or save such a state."""
     if int(progress.state.guard.halted):
-        raise Stopped("halt", "", run.checkpoints.context.rank)
+        raise Stopped("halt")
 
 
 def wait_for_checkpoint(run: Run) -> None:
