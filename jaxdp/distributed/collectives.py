@@ -53,8 +53,9 @@ Check = Callable[[list[Part], int], None]  # (this rank's arrays, number of rank
 class Collective(NamedTuple):
     """An operation.
 
-    words: the arguments, besides groups and root, that must be equal on all ranks. kernel: a key of `kernels.KERNELS`;
-    by default `name`. stack: the argument is a list with one array for each rank of the group, sent as one array.
+    words: the arguments, besides op, groups and root, that must be equal on all ranks. kernel: a key of
+    `kernels.KERNELS`; by default `name`. stack: the argument is a list with one array for each rank of the group, sent
+    as one array.
     """
 
     name: str
@@ -82,7 +83,8 @@ def _call(
     context, kernel = joined(), kernel or name
     members = tuple(range(context.size)) if pair is None else pair
     parts: Partition = (members,)
-    roots, arrays, error = None, None, None
+    roots, arrays, error, reduces = None, None, None, kernel in kernels.REDUCING
+    words = [str(op), *words] if reduces else words
     is_list, from_root = isinstance(x, list | tuple) and not stack, kernel in kernels.FROM_ROOT
     try:
         parts = (pair,) if pair else partition(groups, context.size)
@@ -97,6 +99,8 @@ def _call(
         else:
             arrays = [as_array(a) for a in (x if isinstance(x, list | tuple) else [x])]
             arrays = [_stacked(arrays, len(group))] if stack else arrays
+            if reduces:
+                kernels.check_op(str(op), [a.dtype for a in arrays])
             for check in checks:
                 check(arrays, len(group))
     except Exception as problem:  # any exception: the other ranks must receive it, or they would wait
@@ -120,10 +124,6 @@ def _stacked(arrays: list[Part], n: int) -> Part:
             f"per_rank takes {n} arrays of one type and shape, one for each rank of the group; got {texts}"
         )
     return np.stack([np.asarray(a) for a in arrays])
-
-
-def _check_op(op: str) -> Check:
-    return lambda arrays, n: kernels.check_op(op, [a.dtype for a in arrays])
 
 
 def _check_axis(axis: int, name: str = "axis", low: int = 1) -> Check:
@@ -154,12 +154,12 @@ def allreduce(x: Arrays, op: str = "sum", groups: Groups = None) -> Arrays:
     Floats below 32 bits are reduced in float32 and rounded once; integers wrap around; for bool, sum and max are `or`,
     prod and min are `and`; NaN stays NaN. Raises UsageError for avg of integers, min or max of complex numbers.
     """
-    return _call(Collective("allreduce", [str(op)], op=op, checks=[_check_op(op)]), x, groups)
+    return _call(Collective("allreduce", op=op), x, groups)
 
 
 def reduce(x: Arrays, root: Root = 0, op: str = "sum", groups: Groups = None) -> Arrays:
     """Reduce x over the ranks by op; `root` gets the result, the others None (for a list, a list of None)."""
-    return _call(Collective("reduce", [str(op)], "allreduce", op, [_check_op(op)]), x, groups, root)
+    return _call(Collective("reduce", kernel="allreduce", op=op), x, groups, root)
 
 
 def reduce_scatter(x: Arrays, op: str = "sum", groups: Groups = None, per_rank: bool = False) -> Arrays:
@@ -169,9 +169,8 @@ def reduce_scatter(x: Arrays, op: str = "sum", groups: Groups = None, per_rank: 
     rank gets the reduction of the i-th, as in RAF's `reduce_scatter` of a list. Raises UsageError if n does not divide
     dim 0, or with per_rank, if there are not n arrays.
     """
-    words = [str(op), "per_rank"] if per_rank else [str(op)]
-    checks = [_check_op(op), _check_divisible()]
-    out = _call(Collective("reduce_scatter", words, op=op, checks=checks, stack=per_rank), x, groups)
+    words = ["per_rank"] if per_rank else []
+    out = _call(Collective("reduce_scatter", words, op=op, checks=[_check_divisible()], stack=per_rank), x, groups)
     return out[0] if per_rank else out
 
 
