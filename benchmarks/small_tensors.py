@@ -30,7 +30,7 @@ def main() -> None:
     mesh = data_mesh(ordered_devices(None))
     split = NamedSharding(mesh, P(DATA))
     rng = np.random.default_rng(context.rank)
-    local = len(context.local_devices)
+    local = jax.local_device_count()
     tree = [
         jax.make_array_from_process_local_data(split, rng.normal(size=(local, SIZE)).astype(np.float32))
         for _ in range(TENSORS)
