@@ -38,7 +38,9 @@ class Probe:
         self.specs = jax.tree.map(lambda x: x.spec, shardings).replace(carry=P())
         params = enumerate(jax.tree.leaves(shardings.params))
         self.sharded = [i for i, sharding in params if not sharding.is_fully_replicated]
-        self._gather = jax.jit(self._unpadded, out_shardings=NamedSharding(strategy.mesh, P()))
+        shapes = jax.tree.leaves(strategy.shapes.params)
+        unpadded = lambda leaves: {i: fit(x, shapes[i].shape) for i, x in leaves.items()}
+        self._gather = jax.jit(unpadded, out_shardings=NamedSharding(strategy.mesh, P()))
         self._compute = jax.jit(self._fingerprints, static_argnums=(0, 1))
 
     def inputs(self, state: TrainState) -> tuple[TrainState, dict[int, jax.Array]]:
@@ -60,10 +62,6 @@ class Probe:
         spec = lambda x: getattr(getattr(x, "sharding", None), "spec", P())
         specs = tuple((name, spec(x)) for name, x in sorted(batch.items()))
         return self._compute((dims, specs), alone, state, full, batch)
-
-    def _unpadded(self, leaves: dict[int, jax.Array]) -> dict[int, jax.Array]:
-        shapes = jax.tree.leaves(self.strategy.shapes.params)
-        return {i: fit(x, shapes[i].shape) for i, x in leaves.items()}
 
     def _fingerprints(
         self, form: tuple[int, tuple], alone: bool, state: TrainState, full: dict[int, jax.Array], batch: Batch

@@ -16,22 +16,18 @@ REMEMBERED = 64  # results of failed exchanges, for ranks that arrive too late
 KEYS = 1 << 16  # the newest that are kept: those of three saves of 4,096 ranks, five for each
 
 
-def answer_of(result: dict[str, Any]) -> Answer:
-    """Return the function that encodes an answer, once for all requests with the same id."""
-    return functools.cache(lambda id: encode({"id": id, **result}))
-
-
 class Exchange:
     """One open exchange. await_responsive: wait beyond the deadline for ranks that are not silent."""
 
     def __init__(self, members: Sequence[int], deadline: float, await_responsive: bool):
-        self.members, self.deadline, self.await_responsive = members, deadline, await_responsive
+        self.deadline, self.await_responsive = deadline, await_responsive
         self.missing = set(members)
         self.texts: dict[int, str] = {}
         self.replies: list[Reply] = []
 
     def answer(self, result: dict[str, Any]) -> Answer:
-        answer = answer_of(result)
+        """Send the result to all, encoded once for all requests with the same id; return what encodes it."""
+        answer = functools.cache(lambda id: encode({"id": id, **result}))
         for reply in self.replies:
             reply(answer)
         return answer

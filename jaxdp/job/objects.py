@@ -31,7 +31,9 @@ def name_it(objects: dict[str, dict[str, Any]], section: str, value: Any) -> dic
                 f"optimizer.{key}: {rest[key]!r}, but an Optax transformation has its own learning rate; set it there"
             )
         name = f"{OF_SCRIPT} {name_of(value)}"
-        value = _as_factory(value, name)
+        transformation: Any = value
+        value = lambda learning_rate: transformation  # has its own
+        value.__name__ = name
     elif not importable(named, value):
         name += OBJECT
     objects[section] = {name: value}
@@ -44,10 +46,3 @@ def importable(named: Any, value: Any) -> bool:
     for part in named.__qualname__.split("."):
         target = getattr(target, part, None)
     return target is value
-
-
-def _as_factory(value: Any, name: str) -> Any:
-    """Wrap a transformation in a function of a learning rate, which it ignores."""
-    make = lambda learning_rate: value
-    make.__name__ = name
-    return make
