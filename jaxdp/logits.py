@@ -43,12 +43,12 @@ class Logits(struct.PyTreeNode):
         size = rows_at_once(len(self.kernel), on_cpu())
         if len(rows) <= size:
             return restore_shape(f(self.compute().reshape(-1, self.classes), *more))
-        wide = self.kernel.astype(_wide(self.kernel.dtype))  # accumulate its gradient over the chunks in float32
+        kernel = self.kernel.astype(wide(self.kernel.dtype))  # accumulate its gradient over the chunks in float32
 
         @jax.checkpoint
         def apply_to_chunk(args: tuple[jax.Array, ...]) -> Any:
             x, *rest = args
-            return f(_product(x, wide.astype(self.kernel.dtype))[:, : self.classes], *rest)
+            return f(_product(x, kernel.astype(self.kernel.dtype))[:, : self.classes], *rest)
 
         pad = -len(rows) % size
         chunked = lambda x: jnp.pad(x, ((0, pad), *[(0, 0)] * (x.ndim - 1))).reshape(-1, size, *x.shape[1:])
@@ -71,8 +71,9 @@ def compute_logits(outputs: Any) -> Any:
 
 
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return jnp.einsum("...d,vd->...v", x, kernel).astype(_wide(x.dtype))
+    return jnp.einsum("...d,vd->...v", x, kernel).astype(wide(x.dtype))
 
 
-def _wide(dtype: Any) -> Any:
+def wide(dtype: Any) -> Any:
+    """Return float32, or `dtype` if that is wider."""
     return jnp.promote_types(dtype, jnp.float32)

@@ -15,6 +15,7 @@ from flax import nnx
 
 from jaxdp.cpu import on_cpu
 from jaxdp.errors import UsageError
+from jaxdp.logits import wide
 
 PIECES, SHORTEST = 4, 128  # `causal` splits queries into at most PIECES chunks of at least SHORTEST tokens
 Rotation = tuple[jax.Array, jax.Array]  # cosines and sines [token, 1, half the width of a head]
@@ -149,11 +150,6 @@ def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array,
 def same(segments: jax.Array) -> jax.Array:
     """Return [example, 1, token, token] bool: True where two tokens share a segment."""
     return segments[:, None, :, None] == segments[:, None, None, :]
-
-
-def wide(dtype: Any) -> Any:
-    """Return float32, or `dtype` if that is wider."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 ATTENTION: dict[str, Callable] = {"auto": either, "xla": causal, "cudnn": fused}

@@ -11,8 +11,8 @@ from flax import nnx
 
 from jaxdp.cpu import product
 from jaxdp.errors import UsageError, check_one_of, check_sizes
-from jaxdp.logits import Logits
-from jaxdp.models.attention import ATTENTION, Attention, Rotation, rotation, wide
+from jaxdp.logits import Logits, wide
+from jaxdp.models.attention import ATTENTION, Attention, Rotation, rotation
 from jaxdp.models.layers import make_dropout, require
 from jaxdp.models.nnx import Blocks
 from jaxdp.models.normalization import LayerNorm, RMSNorm

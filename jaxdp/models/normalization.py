@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdp.cpu import unfused
-from jaxdp.models.attention import wide
+from jaxdp.logits import wide
 
 
 class LayerNorm(nnx.LayerNorm):

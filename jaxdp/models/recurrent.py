@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdp.errors import UsageError, check_one_of, check_sizes
-from jaxdp.models.attention import wide
+from jaxdp.logits import wide
 from jaxdp.models.gpt import look_up
 from jaxdp.models.layers import make_dropout, require
 from jaxdp.models.nnx import Carry
