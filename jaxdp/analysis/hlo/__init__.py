@@ -40,7 +40,6 @@ class Collective(NamedTuple):
     dtype: str
     group_size: int
     groups: Groups
-    operands: int = 1
     exact: bool = True
 
     @property
@@ -167,15 +166,12 @@ def _read(kind: str, shape: str, groups: Groups, stated: dict[tuple[str, int], s
         arrays = [(dtype, n * size) for dtype, n in arrays]
     if kind == "all-to-all":  # perhaps a tuple of one piece per peer
         arrays = [(dtype, sum(n for d, n in arrays if d == dtype)) for dtype in dict.fromkeys(d for d, _ in arrays)]
-    sent: dict[str, list[int]] = {}
+    sent = Counter[str]()
     for dtype, elements in arrays:
         narrower = stated.get((kind, elements), {"f32"})
         dtype = max(narrower, key=_bits) if dtype == "f32" and "f32" not in narrower else dtype
-        sent.setdefault(dtype, []).append(elements)
-    return [
-        Collective(kind, 1, sum(-(-n * _bits(dtype) // 8) for n in ns), _numpy_name(dtype), size, groups, len(ns))
-        for dtype, ns in sent.items()
-    ]
+        sent[dtype] += -(-elements * _bits(dtype) // 8)
+    return [Collective(kind, 1, n, _numpy_name(dtype), size, groups) for dtype, n in sent.items()]
 
 
 def _stated(lowered: str) -> dict[tuple[str, int], set[str]]:
