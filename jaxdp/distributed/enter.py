@@ -62,8 +62,9 @@ def regroup() -> dict[str, Any]:
 
 def rejoin() -> Joined:
     """Join the next generation. Raises DistributedError if too few processes are left."""
-    assert _entered is not None and _entered.elastic is not None
+    assert _entered is not None
     world, timeout, elastic, _ = _entered
+    assert elastic is not None
     member = membership.joined()
     job = member.job
     membership.forget()
