@@ -73,9 +73,9 @@ def set_jax(config: Config) -> None:
     jax.config.update(
         "jax_default_matmul_precision", None if config.precision.matmul == "default" else config.precision.matmul
     )
-    settings = jax.config.values
-    if not settings["jax_threefry_partitionable"] or settings["jax_default_prng_impl"] != "threefry2x32":
-        raise UsageError("jax_default_prng_impl: keys must be partitionable threefry, or numbers depend on the devices")
+    for name, needed in (("jax_threefry_partitionable", True), ("jax_default_prng_impl", "threefry2x32")):
+        if (value := jax.config.values[name]) != needed:
+            raise UsageError(f"{name}: {value!r} makes numbers depend on the devices; set it to {needed!r}")
     if "" not in sys.path:  # a target may be a module in the folder that the command runs in
         sys.path.insert(0, "")
 

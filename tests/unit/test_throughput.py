@@ -45,6 +45,17 @@ def rehearsed(**more):
     return flops, jax.eval_shape(make_state).params
 
 
+@pytest.mark.parametrize(("name", "value"), [("threefry_partitionable", False), ("default_prng_impl", "rbg")])
+def test_a_setting_of_jax_with_which_numbers_depend_on_the_devices_is_named(name, value):
+    before = jax.config.values[f"jax_{name}"]
+    jax.config.update(f"jax_{name}", value)
+    try:
+        with pytest.raises(UsageError, match=f"jax_{name}: {value!r} .*; set it to {before!r}"):
+            set_jax(from_mapping(GPT, "test"))
+    finally:
+        jax.config.update(f"jax_{name}", before)
+
+
 @pytest.mark.slow
 def test_the_flops_of_a_gpt_are_those_of_the_formula():
     """6 N + 12 layers dim tokens (arXiv 2204.02311, appendix B), N without positions."""
