@@ -47,6 +47,7 @@ def join(world: World, timeout: float, elastic: ElasticOptions | None) -> dict[s
         "gloo": gpus.count() == 0,
         "tls": "yes" if private_jax.service_has_tls() else "no",
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "elastic": "on" if elastic else "off",
         "config": elastic.config if elastic else "",
         "restarts": os.environ.get("JAXDP_RESTARTS", "0") != "0",
     }

@@ -19,6 +19,7 @@ COMMON = {
     "jaxlib": "jaxlib version",
     "python": "Python version",
     "tls": "TLS (the package cryptography)",
+    "elastic": "elastic training",
 }
 TIMEOUT = 60.0  # seconds to wait for other ranks
 RESTART = 1.5  # seconds in which a process that its launcher starts again is back, without importing JAX
@@ -28,6 +29,7 @@ Facts = dict[str, Any]
 FACTS: dict[str, Any] = {
     **dict.fromkeys(["host", "boot", "network", "jaxdp", "jax", "jaxlib", "python"], str),
     "config?": str,
+    "elastic?": str,
     "restarts?": bool,  # whether its launcher starts this process again if it dies
     "tls?": str,
     "last?": [range(1 << 31)],  # the number of the generation that this process was in before, and its size

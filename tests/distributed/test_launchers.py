@@ -251,3 +251,5 @@ def test_what_ranks_must_have_in_common():
         first, {**first, "rank": 1, "host": "b", "size": 3, "jax": "x"}
     )
     assert "JAX version x" in difference(first, {**first, "rank": 1, "jax": "x"})
+    elastic = {**first, "elastic": "on"}, {**first, "rank": 1, "elastic": "off"}
+    assert "has elastic training off, but rank 0 (host a) has on" in difference(*elastic)
