@@ -40,7 +40,7 @@ def join(world: World, timeout: float, elastic: ElasticOptions | None) -> dict[s
     """Join the job of `world`, and return the fields of this process's `Context`."""
     global _entered
     if jax.config.values.get("jax_cpu_collectives_implementation") == "mpi" and not gpus.count():
-        raise UsageError(NO_MPI, rank=0)
+        raise UsageError(NO_MPI, world.speaker)
     facts = {
         **{package.__name__: package.__version__ for package in (jaxdp, jax, jaxlib)},
         "python": ".".join(map(str, sys.version_info[:2])),

@@ -55,7 +55,6 @@ def beside_mpirun(soname: str) -> Path | None:
 def load(world: World) -> Any:
     """Import mpi4py.MPI with the library of this mpirun. Raises UsageError if either cannot be loaded."""
     # One process per host prints an error, since all of them have the same installation.
-    speaker = world.rank if not world.local_rank else world.rank - world.local_rank
     soname = LIBRARY[world.launcher]
     if "MPI4PY_LIBMPI" not in os.environ and (path := beside_mpirun(soname)):
         os.environ["MPI4PY_LIBMPI"] = str(path)
@@ -68,14 +67,14 @@ def load(world: World) -> Any:
     except ModuleNotFoundError:
         raise UsageError(
             f"mpirun started {world.size} processes but mpi4py is not installed: pip install 'jaxdp-trainer[mpi]'",
-            speaker,
+            world.speaker,
         ) from None
     except (ImportError, RuntimeError) as error:
         line = str(error).splitlines()[0]
         raise UsageError(
             f"mpi4py cannot load an MPI library ({line}): set MPI4PY_LIBMPI to the {soname} that belongs to this "
             f"mpirun ({FAMILY[world.launcher]})",
-            speaker,
+            world.speaker,
         ) from None
 
 
@@ -116,7 +115,7 @@ def _allgather(mpi: Any, world: World, facts: dict[str, Any], timeout: float) ->
         raise UsageError(
             f"mpirun ({FAMILY[world.launcher]}) started {world.size} processes, but mpi4py sees {everyone.size}, since "
             f"it loaded {library!r}: set MPI4PY_LIBMPI to the {LIBRARY[world.launcher]} that belongs to this mpirun",
-            rank=0,
+            world.speaker,
         )
     text = json.dumps(facts).encode()
     if len(text) > SLOT:

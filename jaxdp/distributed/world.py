@@ -27,6 +27,11 @@ class World:
     launcher: str = "none"
     coordinator: str | None = None
 
+    @property
+    def speaker(self) -> int:
+        """Return the rank that prints what is wrong on this host: that of its first process."""
+        return self.rank - (self.local_rank or 0)
+
 
 def integer(env: Env, name: str, least: int = 0) -> int:
     try:

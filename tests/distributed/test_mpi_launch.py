@@ -105,6 +105,15 @@ def test_collectives_over_mpi_are_refused():
 
 
 @pytest.mark.slow
+def test_collectives_over_mpi_on_one_host_are_refused_there():
+    both = ranks(2, f"127.0.0.1:{port()}", **FAST)
+    both[1]["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "mpi"
+    jobs = processes([SCRIPT], both, timeout=60)
+    (line,) = errors(jobs[1])
+    assert jobs[1].returncode == 2 and "jax_cpu_collectives_implementation: mpi does not work" in line, jobs[1].output
+
+
+@pytest.mark.slow
 def test_mpi4py_loads_another_mpi():
     require("openmpi5")
     library = pathlib.Path(sys.prefix) / "lib" / "libmpi.so.40"
