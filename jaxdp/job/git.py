@@ -21,45 +21,34 @@ def record(directory: pathlib.Path) -> dict[str, Any]:
     Of the repository of the current directory. Empty if it is none, git is missing, or it takes longer than TIMEOUT.
     """
     answers: list[bytes] = []
+    processes: list[subprocess.Popen[bytes]] = []
+    environment, null = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}, subprocess.DEVNULL
 
-    def ask() -> None:
-        for command in (("rev-parse", "HEAD"), ("diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")):
-            answer = _output(command)
-            if answer is None:
-                return
-            answers.append(answer)
+    def ask(*command: str) -> bool:
+        """Append the first LIMIT bytes, and one more if there are any, of what git prints; return False if it fails."""
+        arguments = [*SAFE, *command]
+        with subprocess.Popen(arguments, stdin=null, stdout=subprocess.PIPE, stderr=null, env=environment) as process:
+            processes.append(process)
+            assert process.stdout is not None
+            answers.append(process.stdout.read(LIMIT + 1))
+            if is_cut := len(answers[-1]) > LIMIT:
+                process.kill()
+        return is_cut or process.returncode == 0
 
-    thread = threading.Thread(target=ask, name="git", daemon=True)  # a file system may not answer at all
+    def work() -> None:
+        with contextlib.suppress(OSError):
+            if not (ask("rev-parse", "HEAD") and ask("diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")):
+                answers.clear()
+
+    thread = threading.Thread(target=work, name="git", daemon=True)  # a file system may not answer at all
     thread.start()
     thread.join(TIMEOUT)
     commit, diff = answers if len(answers) == 2 else (b"", b"")
+    for process in processes:
+        process.kill()  # if it has not ended
     with contextlib.suppress(OSError):  # a full disk
         (directory / NAME).unlink(missing_ok=True)
         if diff:
             with rundir.replaced(directory / NAME) as new:
                 new.write_bytes(diff if len(diff) <= LIMIT else diff[: diff.rfind(b"\n", 0, LIMIT) + 1] + b"[cut]\n")
     return {"git": {"commit": commit.decode().strip(), "changed": bool(diff)}} if commit else {}
-
-
-def _output(command: tuple[str, ...]) -> bytes | None:
-    """Return the first LIMIT bytes, and one more if there are any, of what git prints; None if it fails."""
-    try:
-        process = subprocess.Popen(
-            [*SAFE, *command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-        )
-    except OSError:
-        return None
-    killer = threading.Timer(TIMEOUT, process.kill)
-    killer.daemon = True
-    killer.start()
-    with process:
-        assert process.stdout is not None
-        text = process.stdout.read(LIMIT + 1)
-        if len(text) > LIMIT:
-            process.kill()
-    killer.cancel()
-    return text if process.returncode == 0 or len(text) > LIMIT else None
