@@ -12,15 +12,8 @@ import pytest
 
 from jaxdp.config.training import Optimizer
 from jaxdp.errors import UsageError
-from jaxdp.optim import (
-    OPTIMIZERS,
-    SCHEDULES,
-    decay_mask,
-    make_optimizer,
-    make_schedule,
-    matrices,
-    scale_by_path,
-)
+from jaxdp.optim import OPTIMIZERS, SCHEDULES, decay_mask, make_optimizer, make_schedule, scale_by_path
+from jaxdp.optim.muon import matrices
 
 PARAMS = {"layer": {"kernel": jnp.full((4, 4), 2.0), "bias": jnp.full(4, 2.0)}, "norm": {"scale": jnp.ones(4) * 2}}
 RNG = np.random.default_rng(0)
