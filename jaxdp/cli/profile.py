@@ -11,7 +11,7 @@ from jaxdp.assemble.run import make_run
 from jaxdp.cli import Call
 from jaxdp.config import Config
 from jaxdp.distributed.context import Context
-from jaxdp.metrics.numbers import number
+from jaxdp.metrics.numbers import number, table
 
 WARM_UP = 3  # updates before the trace: compilation, and other work of the first ones
 WIDTH = 72  # characters of a name in the table
@@ -69,27 +69,23 @@ def profile(config: Config, path: str | None, context: Context, options: dict[st
 
 
 def _shares(devices: list[trace.Shares]) -> list[str]:
-    lines = [f"{'device':<24}{'compute':>10}{'communication':>16}{'idle':>8}   communication hidden behind compute"]
+    rows = [["device", "compute", "communication", "idle", "communication hidden behind compute"]]
     for s in devices:
         communication = s.communication + s.hidden
-        hidden = f"{s.hidden / communication:.0%}" if communication else "-"
-        lines.append(
-            f"{s.device:<24}{s.compute / s.window:>10.1%}{s.communication / s.window:>16.1%}"
-            f"{s.idle / s.window:>8.1%}   {hidden}"
-        )
-    return lines
+        shares = [f"{part / s.window:.1%}" for part in (s.compute, s.communication, s.idle)]
+        rows.append([s.device, *shares, f"{s.hidden / communication:.0%}" if communication else "-"])
+    return table(rows, ">")
 
 
 def _top(rows: list[trace.Row], origins: dict[str, str], kinds: dict[str, str], updates: int, most: int) -> list[str]:
     total = sum(row.time for row in rows) or 1.0
-    lines = [f"{'ms/update':>10}{'share':>8}{'runs':>7}  operation"]
+    figures = lambda time: [f"{time / updates / 1e6:.3f}", f"{time / total:.1%}"]
+    lines = [["operation", "ms/update", "share", "runs"]]
     for row in rows[:most]:
-        name = f"{row.name} ({kinds[row.name]})" if row.name in kinds and kinds[row.name] != "fusion" else row.name
-        where = origins.get(row.name, "")
-        text = f"{name}  {where}" if where else name
+        kind, where = kinds.get(row.name, "fusion"), origins.get(row.name, "")
+        text = f"{row.name if kind == 'fusion' else f'{row.name} ({kind})'}  {where}"
         text = text if len(text) <= WIDTH else f"{text[: WIDTH - 1]}…"
-        lines.append(f"{row.time / updates / 1e6:>10.3f}{row.time / total:>8.1%}{row.count // updates:>7}  {text}")
+        lines.append([text, *figures(row.time), str(row.count // updates)])
     if len(rows) > most:
-        rest = sum(row.time for row in rows[most:])
-        lines.append(f"{rest / updates / 1e6:>10.3f}{rest / total:>8.1%}{'':>7}  {len(rows) - most} more (--top)")
-    return lines
+        lines.append([f"{len(rows) - most} more (--top)", *figures(sum(row.time for row in rows[most:])), ""])
+    return table(lines, ">")

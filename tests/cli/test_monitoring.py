@@ -395,6 +395,6 @@ def test_profile_says_where_the_time_goes(tmp_path):
     assert done.returncode == 0, done.stderr
     share = re.search(r"^cpu:0 +([\d.]+)% +([\d.]+)% +([\d.]+)%", done.stdout, re.M)
     assert share and sum(map(float, share.groups())) == pytest.approx(100, abs=0.3) and float(share[1]) > 0
-    rows = re.findall(r"^ +([\d.]+) +([\d.]+)% ", done.stdout, re.M)
+    rows = re.findall(r" (\d+\.\d{3}) +([\d.]+)%", done.stdout)  # ms/update and share
     assert len(rows) == 5 and sum(float(part) for _, part in rows) == pytest.approx(100, abs=0.5), done.stdout
     assert "more (--top)" in done.stdout and list((tmp_path / "run/profile").rglob("*.xplane.pb"))
