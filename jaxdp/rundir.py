@@ -231,10 +231,7 @@ def write_config(directory: pathlib.Path, config: dict[str, Any]) -> None:
 def write_env(directory: pathlib.Path, facts: dict[str, Any]) -> None:
     """Write env.json: time of the first start, versions, and `facts` (devices, topology, launcher)."""
     env = {
-        "began": began(directory),
-        "versions": versions(),
-        "platform": platform.platform(),
-        "argv": sys.argv,
+        **{"began": began(directory), "versions": versions(), "platform": platform.platform(), "argv": sys.argv},
         **facts,
     }
     write(directory / "env.json", json.dumps(env, indent=2) + "\n")
