@@ -215,9 +215,8 @@ def fail(error: BaseException, code: int | None = None) -> NoReturn:
     speaker = error.rank if isinstance(error, ReportedError) else None
     code = code or getattr(error, "code", None) or (2 if isinstance(error, UsageError) else 1)
     rank, member = _process().rank, membership.current()
-    if member is not None and (
-        speaker is None or (speaker == rank and membership.is_new(rank))
-    ):  # this rank ends alone
+    ends_alone = speaker is None or (speaker == rank and membership.is_new(rank))
+    if member is not None and ends_alone:
         name, speaker = member.name(rank), None
         member.report_fault(f"{name}: {str(error).removeprefix(f'{name}: ')}", code)
     if isinstance(error, ReportedError) and speaker in (None, rank):

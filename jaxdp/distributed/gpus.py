@@ -26,12 +26,12 @@ def bind(
     visible: str | None = None,
     neighbours: Sequence[str | None] = (),
 ) -> tuple[list[int] | None, int]:
-    """Return (the GPUs of one process, as indices into those that it can see; None for all of these, the largest number
-    of processes that share one).
+    """Return the GPUs of one process, and the largest number of processes that share one of the host's.
 
+    The GPUs are indices into those that the process can see; None for all of these. A single process gets all GPUs; p
+    processes get gpus // p adjacent ones each; if there are more processes than GPUs, they are assigned round-robin.
     gpus: number on this host. visible: this process's CUDA_VISIBLE_DEVICES. neighbours: that of every process on the
-    host; if they differ, the launcher has assigned the GPUs already. A single process gets all GPUs; p processes get
-    gpus // p adjacent ones each; if there are more processes than GPUs, they are assigned round-robin.
+    host; if they differ, the launcher has assigned the GPUs already.
     """
     usable = gpus if visible is None else len(listed(visible))
     if usable == 0 or len(set(neighbours)) > 1:
