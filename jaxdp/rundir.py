@@ -230,11 +230,8 @@ def write_config(directory: pathlib.Path, config: dict[str, Any]) -> None:
 
 def write_env(directory: pathlib.Path, facts: dict[str, Any]) -> None:
     """Write env.json: time of the first start, versions, and `facts` (devices, topology, launcher)."""
-    env = {
-        **{"began": began(directory), "versions": versions(), "platform": platform.platform(), "argv": sys.argv},
-        **facts,
-    }
-    write(directory / "env.json", json.dumps(env, indent=2) + "\n")
+    here = {"began": began(directory), "versions": versions(), "platform": platform.platform(), "argv": sys.argv}
+    write(directory / "env.json", json.dumps(here | facts, indent=2) + "\n")
 
 
 def began(directory: pathlib.Path) -> float:
