@@ -36,7 +36,7 @@ def newest(directory: pathlib.Path, refused: Collection[int] = ()) -> tuple[int,
 
 
 def has(directory: pathlib.Path, step: int, offset: int | None) -> bool:
-    """Return whether the state after update `step` was saved before: an elastic job makes updates again.
+    """Return whether the state after update `step` is saved already.
 
     offset: the number of batches skipped before, without which an update has another state.
     """

@@ -59,6 +59,7 @@ class Checkpoints:
         self.writes = self.context.is_root  # whether this process makes and removes the folders of checkpoints
         self.last: int | None = None  # the last step whose save was started, or that is known to exist
         self.audited: int | None = None
+        self.repeated = 0  # the last step that an elastic job has saved before, and whose updates it makes again
         self.events = NoEvents()
         self._failure: str | None = None  # why the last save has failed
         self._thread: threading.Thread | None = None
@@ -133,7 +134,7 @@ class Checkpoints:
         if self.writes:
             folders.clean(self.directory)
         exists = lambda: folders.has(self.directory, step, meta.get("offset"))
-        if self.context.of_root("exists", exists):  # Orbax would remove it before it writes
+        if step <= self.repeated and self.context.of_root("exists", exists):  # Orbax would remove it before it writes
             self.annotate(step, meta)
             return
         tree = fields_of(state)

@@ -30,9 +30,7 @@ class JsonLines(Writer):
         last = {"final": 0, "eval": step if evaluated else step - 1}
         steps = [(x.get("step"), last.get(str(x.get("split")), step), x) for x in read(self.path)]
         valid = [line for number, end, line in steps if isinstance(number, int) and 0 < number <= end]
-        # If the disk is full, keep the outdated lines rather than lose all.
-        with contextlib.suppress(OSError):
-            rundir.write(self.path, "".join(map(dump, valid)))
+        rundir.write(self.path, "".join(map(dump, valid)))  # if the disk is full, the outdated lines stay
         self.file = self.path.open("ab", buffering=0)
 
     def write(self, record: Record) -> None:

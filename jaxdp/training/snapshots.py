@@ -192,7 +192,9 @@ class Snapshots:
             parts = self.newest.parts.items()
         leaves = assemble(shapes, found.snapshot.dims, parts)
         state, step = run.strategy.adopt(jax.tree.unflatten(structure, leaves)), found.snapshot.step
-        if step in context.of_root("checkpoints", run.checkpoints.steps):
+        saved = context.of_root("checkpoints", run.checkpoints.steps)
+        run.checkpoints.repeated = max(saved, default=0)
+        if step in saved:
             run.checkpoints.last = step  # it need not be saved again
         return step, json.loads(found.snapshot.meta), state
 

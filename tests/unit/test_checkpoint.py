@@ -96,11 +96,13 @@ def test_a_checkpoint_is_not_removed_to_save_the_same_update_again(tmp_path):
     (first, second), said = states(2), []
     for state, meta in ((first, META), (second, {**META, "metrics": {"loss": 1.0}})):
         checkpoints = Checkpoints(tmp_path)
+        checkpoints.repeated = 1
         checkpoints.save(1, state, meta, said.append)
         assert checkpoints.wait() is None and checkpoints.last == 1
     assert said == ["saved step 1"] and checkpoints.meta(1)["metrics"] == {"loss": 1.0}
     assert equal(checkpoints.restore(1, abstract(first)), first)
     checkpoints = Checkpoints(tmp_path)
+    checkpoints.repeated = 1
     checkpoints.save(1, second, {**META, "offset": 7}, said.append)
     assert checkpoints.wait() is None and len(said) == 2
     assert equal(checkpoints.restore(1, abstract(second)), second)
