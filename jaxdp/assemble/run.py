@@ -72,6 +72,7 @@ def prepare(config: Config, objects: Objects = NOTHING, several: bool = False) -
     data = checked_fingerprint(parts.dataset)
     evaluated = " ".join(checked_fingerprint(x) for x in parts.eval_sets.values()) if several else ""
     same = {**facts(config, data), "eval data fingerprint": evaluated, "XLA_FLAGS": environment.flags_of_numbers()}
+    same |= {"local devices": str(jax.local_device_count())} if several else {}
     make_state = state_maker(config, parts)
     flops, programs = rehearse(config, parts, make_the_step(config, parts), make_state)
     digests = {name: digest(lines(program)) for name, program in programs.items()} if several else {}

@@ -343,14 +343,21 @@ def test_ranks_whose_programs_differ_are_refused_before_training(tmp_path, case)
 
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_ranks_whose_compilers_are_told_other_things_are_refused(tmp_path):
-    """Replicas that each rank updates by itself would drift apart."""
-    code = "import os; rank = os.environ['OMPI_COMM_WORLD_RANK']; os.environ['XLA_FLAGS'] = "
-    code += "'--xla_cpu_enable_fast_math=' + ('true' if rank == '1' else 'false'); from jaxdp.cli import main; main()"
+@pytest.mark.parametrize(
+    ("flag", "values", "fact"),
+    [
+        ("cpu_enable_fast_math", ("false", "true"), "XLA_FLAGS="),
+        ("force_host_platform_device_count", ("1", "2"), "local devices=2"),
+    ],
+)
+def test_ranks_whose_compilers_are_told_other_things_are_refused(tmp_path, flag, values, fact):
+    """Replicas that each rank updates by itself would drift apart; JAX fails where ranks have more devices."""
+    code = "import os; rank = int(os.environ['OMPI_COMM_WORLD_RANK']); os.environ['XLA_FLAGS'] = "
+    code += f"'--xla_{flag}=' + {values}[rank]; from jaxdp.cli import main; main()"
     (tmp_path / "config.yaml").write_text(TINY)
     argv = ["-c", code, "train", "--config", str(tmp_path / "config.yaml"), "--run_dir", str(tmp_path / "run")]
     done = launch.mpirun(2, argv, env={"PYTHONPATH": f"{ROOT}:{launch.SUPPORT}"}, timeout=300)
-    assert done.returncode == 2 and "has XLA_FLAGS=" in done.stderr and "Traceback" not in done.stderr, done.output
+    assert done.returncode == 2 and f"has {fact}" in done.stderr and "Traceback" not in done.stderr, done.output
 
 
 @pytest.mark.mpi
