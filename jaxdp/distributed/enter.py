@@ -115,16 +115,12 @@ def enter(job: Joined) -> dict[str, Any]:
     devices, sharers = gpus.bind(local_rank, local_size, count, visible, neighbours)
     if sharers > 1:  # each would reserve three quarters of the GPU
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.75 / sharers:.3f}")
-    silence = protocol.silence(timeout)
     sockets.spare(job.address[1], hosts.split(job.jax_address)[1])
-    member = membership.Membership(job, local_rank, silence, parent, elastic is not None)
+    member = membership.Membership(job, local_rank, protocol.silence(timeout), parent, elastic is not None)
     membership.start(member)
     if hosts.on_one_host(everyone):
         private_jax.bind_gloo("127.0.0.1")
-    heartbeat = round(3 * silence)
-    private_jax.connect(
-        job.jax_address, rank, len(everyone), job.secret, timeout, heartbeat, devices, elastic is not None
-    )
+    private_jax.connect(job.jax_address, rank, len(everyone), job.secret, timeout, devices, elastic is not None)
     caches.clear()
     if elastic is not None:
         open_devices(member)

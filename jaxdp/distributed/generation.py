@@ -120,7 +120,6 @@ class Generation:
                 hosts.join(*listen),
                 len(facts),
                 self.settings.secret,
-                heartbeat_timeout=round(3 * self.settings.silence),  # counted from a beat that may be half as old
                 shutdown_timeout=max(1, min(20, round(self.settings.timeout))),
             )
             self.coordinator.services.append(service)  # a client of an earlier one aborts its process if that one ends

@@ -37,13 +37,17 @@ def service_has_tls() -> bool:
     return installed and "mtls_cert_file" in (_jax.get_distributed_runtime_service.__doc__ or "")
 
 
+# Seconds. The coordinator detects processes that die or are cut off; JAX would abort all of a job that was suspended.
+HEARTBEAT = 7 * 86_400
+
+
 def tls(secret: str) -> contextlib.AbstractContextManager[dict[str, str]]:
     """Return a context with the options of the service and its clients; without TLS there are none."""
     return certificates.files(secret) if service_has_tls() else contextlib.nullcontext({})
 
 
-def start_service(address: str, size: int, secret: str, heartbeat_timeout: int, shutdown_timeout: int) -> Any:
-    """Start JAX's coordination service at "host:port"; it ends when the object is deleted. Timeouts in seconds.
+def start_service(address: str, size: int, secret: str, shutdown_timeout: int) -> Any:
+    """Start JAX's coordination service at "host:port"; it ends when the object is deleted. Timeout in seconds.
 
     secret: clients prove that they have it, if JAX supports it. The coordinator detects processes that die. To JAX that
     is no error (`recoverable`): a process that ends would wait 20 s for the others, and then abort them.
@@ -54,7 +58,7 @@ def start_service(address: str, size: int, secret: str, heartbeat_timeout: int, 
         return _jax.get_distributed_runtime_service(
             address,
             size,
-            heartbeat_timeout=heartbeat_timeout,
+            heartbeat_timeout=HEARTBEAT,
             shutdown_timeout=shutdown_timeout,
             recoverable=True,
             **options,
@@ -67,7 +71,6 @@ def connect(
     size: int,
     secret: str,
     timeout: float,
-    heartbeat_timeout: int,
     devices: Sequence[int] | None,
     elastic: bool = False,
 ) -> None:
@@ -100,7 +103,7 @@ def connect(
             rank,
             init_timeout=max(1, round(timeout)),
             use_compression=True,
-            heartbeat_timeout=heartbeat_timeout,
+            heartbeat_timeout=HEARTBEAT,
             shutdown_on_destruction=not elastic,
             **options,
         )

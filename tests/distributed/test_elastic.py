@@ -52,16 +52,19 @@ class Job:
     def pids(self):
         return children(self.launcher.pid)
 
-    def kill_coordinator(self):
-        """Any process may have started it, and may have died since."""
+    def coordinators(self):
+        """Their process ids; any process may have started one, and may have died since."""
         found = []
         for entry in pathlib.Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 is_one = b"coordinator_process" in (entry / "cmdline").read_bytes()
                 if is_one and (entry / "cwd").readlink() == self.directory.parent:
                     found.append(int(entry.name))
-        assert len(found) == 1
-        os.kill(found[0], signal.SIGKILL)
+        return found
+
+    def kill_coordinator(self):
+        (found,) = self.coordinators()
+        os.kill(found, signal.SIGKILL)
 
     def lines(self, name):
         file = self.directory / name
@@ -355,6 +358,22 @@ def test_a_stopped_process_is_expelled(tmp_path, rank):
     assert f"rank {rank}" in out and "not been heard from" in out
     steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()[:-1]]
     assert steps == sorted(set(steps)), "an update was logged twice"
+    assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_a_job_that_is_suspended_goes_on(tmp_path, monkeypatch):
+    """All of its processes are stopped for longer than one of them may be silent; JAX would abort them."""
+    monkeypatch.setenv("JAXDP_SILENCE", "4")
+    job = started(tmp_path, 2, 0)
+    suspended = [*job.pids().values(), *job.coordinators()]
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in suspended:
+            os.kill(pid, number)
+        time.sleep(20 if number == signal.SIGSTOP else 0)  # no condition: nothing happens meanwhile
+    final, out = job.ends()
+    assert job.generations() == [2] and "ended first" not in out
     assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
 
 

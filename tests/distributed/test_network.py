@@ -289,7 +289,7 @@ def test_who_reaches_jaxs_service(tmp_path):
 def test_a_client_needs_the_secret():
     """Without it, its certificate is refused: JAX then ends its process, so it runs in another one."""
     address = f"127.0.0.1:{port()}"
-    service = private_jax.start_service(address, 1, "s" * 64, 20, 5)
+    service = private_jax.start_service(address, 1, "s" * 64, 5)
     register = "from jaxdp.distributed import private_jax; private_jax.register(sys.argv[1], 0, sys.argv[2])"
 
     def code(secret):
