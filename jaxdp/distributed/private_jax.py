@@ -23,6 +23,9 @@ from jaxdp.distributed import certificates
 from jaxdp.distributed.hosts import split
 from jaxdp.distributed.relay import Relay
 
+# Seconds. The coordinator detects processes that die or are cut off; JAX would abort all of a job that was suspended.
+HEARTBEAT = 7 * 86_400
+
 
 def load() -> None:
     """Import the library of the coordination service."""
@@ -35,10 +38,6 @@ def service_has_tls() -> bool:
 
     installed = importlib.util.find_spec("cryptography") is not None
     return installed and "mtls_cert_file" in (_jax.get_distributed_runtime_service.__doc__ or "")
-
-
-# Seconds. The coordinator detects processes that die or are cut off; JAX would abort all of a job that was suspended.
-HEARTBEAT = 7 * 86_400
 
 
 def tls(secret: str) -> contextlib.AbstractContextManager[dict[str, str]]:
