@@ -52,7 +52,8 @@ def work(way: str, argv: list[str]) -> None:
     sent, slots = 0.0, strategy.assignment.shape[1]
     for lowered in program.lowered(state, batch).values() if context.size == 1 else ():
         for c in collectives(lowered.compile().as_text(), lowered.as_text()):
-            sent += c.ring * (1 if c.exact else slots)  # the loop over slots: only the run knows its length
+            runs = 1 if c.exact else slots  # of the loop over slots, whose length only the run knows
+            sent += c.wire * (c.group_size - 1) / c.group_size * runs  # by ring algorithms
     state, metrics = program.update(state, batch)
     found = {"sent": sent, "loss": float(metrics["loss"]), "devices": len(jax.devices()), "jax": jax.__version__}
     if context.is_root:

@@ -737,7 +737,12 @@ def moved(reduction, slots, zero, place="8", gradient_buffer="sharded", backend=
 def sent(reduction, slots, *where, **more):
     """Bytes that one device sends: the only loops whose length the run alone knows are over slots, or made once."""
     found = moved(reduction, slots, *where, **more)
-    return sum(c.ring * (1 if c.exact or c.bytes < 4096 else slots) for c in found)
+    return sum(ring(c) * (1 if c.exact or c.bytes < 4096 else slots) for c in found)
+
+
+def ring(c):
+    """Bytes that a device sends per run with ring algorithms (Patarasuk & Yuan 2009)."""
+    return c.wire * (c.group_size - 1) / c.group_size
 
 
 SENT = [({"zero": 0}, 1), ({"zero": 3}, 2)]

@@ -47,12 +47,6 @@ class Collective(NamedTuple):
         """Payload bytes per run, those of an all-reduce counted twice."""
         return WIRE[self.kind] * self.bytes * self.count
 
-    @property
-    def ring(self) -> float:
-        """Bytes that a device sends per run with ring algorithms (Patarasuk & Yuan 2009): wire x (n - 1)/n."""
-        n = self.group_size
-        return self.wire * (1.0 if self.kind == "collective-permute" and n > 1 else (n - 1) / n)
-
     def per_block(self, k: int) -> int:
         """Return how many devices of a group share a block of k consecutive ones (a host); group_size if all do.
 
