@@ -37,6 +37,7 @@ class SlowDevices:
         self.next = time.perf_counter() + PAUSE  # when to measure without a rise
         self.again: int | None = None  # the update after which to confirm a measurement
         self.round: list[list[float]] = []  # the factors of all ranks, in each of the last measurements
+        self.measured: collections.deque[list[float]] = collections.deque(maxlen=ROUND)  # their times
         self.spent = 0.0  # seconds, on this round
         self.named: dict[int, float] = {}  # {rank: the factor with which it was named last}
 
@@ -67,12 +68,13 @@ class SlowDevices:
         began = time.perf_counter()
         with run.hooks.watch.suspend_timeout("measures its devices"):
             times, shares = self._measure(run, progress.state, batch)
+        self.measured.append(times)
         factors = relative(times)
         if self.probe.strategy.devices[0].platform == "cpu":  # a time varies by some percent, this share by a tenth
             factors = [*map(max, factors, relative([1 / share for share in shares]))]
         run.log.events.note("probe", progress.step, ms=[round(1e3 * t, 3) for t in times], factors=factors)
         for rank in self.judge(factors):
-            self._name(run, progress.step, rank, times, shares)
+            self._name(run, progress.step, rank, shares)
         self.again = progress.step + GAP if self.round else None
         self.before = None
         now = time.perf_counter()
@@ -101,17 +103,18 @@ class SlowDevices:
         self.named |= {rank: medians[rank] for rank in slow}
         return slow
 
-    def _name(self, run: Run, step: int, rank: int, times: list[float], shares: list[float]) -> None:
+    def _name(self, run: Run, step: int, rank: int, shares: list[float]) -> None:
         context, factor = run.checkpoints.context, self.named[rank]
         facts = context.exchange("state of the devices", condition() if context.rank == rank else "")[rank]
         share = 1 / relative([1 / s for s in shares])[rank]
         if self.probe.strategy.devices[0].platform == "cpu" and share < 0.9:
             facts = f"; it got {share:.2f} times their CPU time: it was stopped, or other programs use its cores"
+        times = [1e3 * statistics.median(of_rank) for of_rank in zip(*self.measured)]
         others = statistics.median(t for r, t in enumerate(times) if r != rank)
         text = (
-            f"{context.title(rank)}, process {context.pids[rank]}, computes slowly: a microbatch takes {factor:.2f} "
-            f"times as long as in the others ({1e3 * times[rank]:.1f} ms and {1e3 * others:.1f} ms in the last of "
-            f"{ROUND} measurements){facts}"
+            f"{context.title(rank)}, process {context.pids[rank]}, computes slowly, by a factor of {factor:.2f}: a "
+            f"microbatch takes {times[rank]:.1f} ms, in the others {others:.1f} ms (medians of {ROUND} "
+            f"measurements){facts}"
         )
         run.log.events.note("slow", step, rank=rank, factor=round(factor, 3), reason=text)
         run.log.writer.say(f"warning: {text}")

@@ -144,14 +144,8 @@ class Chain(nnx.Module):
 
     def __call__(self, x: jax.Array, *args: Any) -> jax.Array:
         for module in self.modules:
-            x = call(module, x, *args)
+            x = module(x, *args)
         return x
-
-
-@nnx.jit
-def call(module: nnx.Module, x: jax.Array, *args: Any) -> jax.Array:
-    """Call the module; modules of the same shape share one trace."""
-    return module(x, *args)
 
 
 class GELU(nnx.Module):
