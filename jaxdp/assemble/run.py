@@ -18,6 +18,8 @@ from jaxdp.assemble.components import (
     NOTHING,
     Objects,
     Parts,
+    choose_accumulate,
+    choose_remat,
     make_parts,
     make_strategy,
     make_the_step,
@@ -25,12 +27,13 @@ from jaxdp.assemble.components import (
     state_maker,
 )
 from jaxdp.assemble.data import facts_of, make_order
-from jaxdp.assemble.identity import facts, fingerprints, shapes_of
+from jaxdp.assemble.identity import facts, has_own_code, shapes_of
 from jaxdp.assemble.preflight import check_examples, check_optimizer, rehearse
 from jaxdp.checkpoint.local import LocalCheckpoints
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.config import Config
 from jaxdp.core.step import Step
+from jaxdp.cpu import on_cpu
 from jaxdp.data.base import Dataset, fingerprint
 from jaxdp.data.resident import Resident
 from jaxdp.distributed.context import SLOW, Context
@@ -52,7 +55,7 @@ class Prepared(NamedTuple):
     """What a run needs on any number of devices.
 
     facts: what all processes must have alike. flops: of an example, forward and backward. programs: digests of those
-    that `rehearse` traces.
+    that `rehearse` traces, if they are to be compared.
     """
 
     parts: Parts
@@ -64,18 +67,20 @@ class Prepared(NamedTuple):
 
 
 def prepare(config: Config, objects: Objects = NOTHING, several: bool = False) -> Prepared:
-    """Build and check what does not depend on the devices. several: compare evaluation data and programs by digests.
+    """Build and check what does not depend on the devices. several: there are other processes to compare with.
 
     Raises UsageError if the config, the data or the model is wrong, or they do not fit.
     """
     parts = make_parts(config, objects)
-    data = checked_fingerprint(parts.dataset)
-    evaluated = " ".join(checked_fingerprint(x) for x in parts.eval_sets.values()) if several else ""
+    data = checked_fingerprint(parts.dataset, "data" in objects)
+    eval_sets = parts.eval_sets.values() if several or objects else ()
+    evaluated = " ".join(checked_fingerprint(x, "eval.data" in objects) for x in eval_sets)
     same = {**facts(config, data), "eval data fingerprint": evaluated, "XLA_FLAGS": environment.flags_of_numbers()}
     same |= {"local devices": str(jax.local_device_count())} if several else {}
     make_state = state_maker(config, parts)
     flops, programs = rehearse(config, parts, make_the_step(config, parts), make_state)
-    digests = {name: digest(lines(program)) for name, program in programs.items()} if several else {}
+    compared = several or has_own_code(config, objects)
+    digests = {name: digest(lines(program)) for name, program in programs.items()} if compared else {}
     return Prepared(parts, data, same, flops, digests, make_state)
 
 
@@ -130,7 +135,7 @@ def make_run(
         mode=config.checkpoint.mode,
         context=context,
         facts={
-            **describe_config(config, context, objects),
+            **describe_config(config, prepared, objects),
             "data_fingerprint": prepared.data_fingerprint,
             "data": facts_of(parts.dataset),
             "saved_by": {"processes": context.size, "devices": len(devices), "backend": config.parallel.backend},
@@ -153,13 +158,18 @@ def make_run(
     return Run(strategy, step, Data(training, evaluation, config.eval.ema), checkpoints, options, log)
 
 
-def describe_config(config: Config, context: Context, objects: Objects) -> dict[str, Any]:
-    """Return the config, fingerprints and versions that a checkpoint stores, to compare on resume."""
+def describe_config(config: Config, prepared: Prepared, objects: Objects) -> dict[str, Any]:
+    """Return what a checkpoint stores to compare on resume: the config, digests of what it computes, and what these
+    depend on although the numbers do not."""
+    model, digests = prepared.parts.forward.model, {name: total for name, (total, _) in prepared.programs.items()}
+    if objects:
+        digests["the evaluation data"] = prepared.facts["eval data fingerprint"]
     return {
         "config": dataclasses.asdict(config),
         "versions": versions(),
         "microbatches": config.microbatches,
-        "fingerprints": context.of_root("fingerprints", lambda: fingerprints(config, objects), SLOW),
+        "programs": digests,
+        "traced": [on_cpu(), choose_accumulate(config), choose_remat(config, model)],
     }
 
 
@@ -233,9 +243,9 @@ def on_all_ranks(context: Context, make: Callable[[], T]) -> T:
     return cast(T, result)
 
 
-def checked_fingerprint(dataset: Dataset) -> str:
+def checked_fingerprint(dataset: Dataset, whole: bool) -> str:
     with user_errors.reported():
-        return fingerprint(dataset)
+        return fingerprint(dataset, whole)
 
 
 def is_padded(config: Config, parts: Parts, assignment: np.ndarray, offset: int = 0) -> bool:

@@ -206,11 +206,17 @@ def tokenizer_spec(dataset: Dataset) -> dict[str, Any] | None:
     return spec
 
 
-def fingerprint(dataset: Dataset) -> str:
+def fingerprint(dataset: Dataset, whole: bool = False) -> str:
     """Return 16 hex digits of a SHA-256 over the class name, the length, and the keys, dtypes, shapes and little-endian
-    bytes of at most 64 evenly spread examples. Equal for two runs that read the same data."""
+    bytes of at most 64 evenly spread examples. Equal for two runs that read the same data.
+
+    whole: read all examples of arrays in memory.
+    """
     digest = hashlib.sha256(f"{type(getattr(dataset, 'source', dataset)).__name__} {len(dataset)}".encode())
-    for key, value in sorted(dataset.read(probes(dataset)).items()):
+    examples = dict(dataset.read(probes(dataset)))
+    if whole and isinstance(dataset, Arrays):
+        examples |= {key: value for key, value in dataset.arrays.items() if not isinstance(value, np.memmap)}
+    for key, value in sorted(examples.items()):
         value = np.asarray(value)
         digest.update(f"\n{key} {value.dtype.name} {value.shape}\n".encode())
         digest.update(value.astype(value.dtype.newbyteorder("<")).tobytes())

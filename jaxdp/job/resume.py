@@ -6,11 +6,10 @@ from typing import IO, Any
 
 from jaxdp import rundir
 from jaxdp.assemble.components import Objects
-from jaxdp.assemble.identity import NOT_COMPARABLE
 from jaxdp.assemble.run import on_all_ranks
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.config import Config
-from jaxdp.config.check import changed_numbers, flatten
+from jaxdp.config.check import changed_numbers
 from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
 from jaxdp.metrics import safe_print
@@ -20,6 +19,12 @@ FIX = (
     "choose another run_dir (None is a temporary one), replace the run with overwrite=True, or continue it anyway "
     "with resume={'force': True}"
 )
+CODE = {  # what is compared -> what decides it; the first one that differs is named
+    "the gradients": "the model, the loss or a transform",
+    "the update": "the optimizer",
+    "the initial state": "the initial state of the model or the optimizer",
+    "the evaluation data": "the evaluation data",
+}
 
 
 def check_same_run(
@@ -28,7 +33,8 @@ def check_same_run(
     """Raise UsageError if the checkpoint of `step` was trained with other values, data or objects.
 
     saved, now: the metadata of that checkpoint, and of this run. objects: the config keys for which a script passed
-    objects; other code of the user has a dotted path, and a change of it is only a warning.
+    objects; other code of the user has a dotted path, and a change of it is only a warning. Code is compared by what
+    JAX traces of it, which another version or platform may trace differently.
     """
     changed = changed_numbers(saved["config"], config)
     if saved["data_fingerprint"] != now["data_fingerprint"]:
@@ -39,30 +45,20 @@ def check_same_run(
             f"to step {step} with the old value, which changes the numbers; put it back, "
             f"{FIX if objects else 'choose another --run_dir, or continue anyway with --resume.force true'}"
         )
-    targets, saved_fingerprints = flatten(config), saved.get("fingerprints", {})
-    for key, new in now["fingerprints"].items():
-        target = targets.get(f"{key}.target", targets.get(key))  # a path alone, or with arguments
-        name, old = f"{key}: {target}", saved_fingerprints.get(key)
-        if key in objects and (old != new or new.startswith(NOT_COMPARABLE)):
-            raise UsageError(f"{name} {_difference(old, new, step)}")
-        if old is not None and old != new:
-            safe_print.say(
-                f"warning: {name} has changed since this run was trained to step {step}; the result may not be that of "
-                "the current code (another --run_dir starts over)"
-            )
-
-
-def _difference(old: str | None, new: str, step: int) -> str:
-    """Describe how an object differs from the one that a run was trained with, and how to continue."""
-    reason = next((x.removeprefix(NOT_COMPARABLE) for x in (new, old or "") if x.startswith(NOT_COMPARABLE)), None)
-    if reason is not None or old is None:
-        return (
-            f"cannot be compared with the one that this run was trained with to step {step} "
-            f"({reason or 'it was saved without a fingerprint'}); give its dotted path, such as 'module.name', {FIX}"
+    if any(saved.get(key) != now[key] for key in ("versions", "traced")):
+        if objects:
+            text = "as JAX, another package, the platform, accumulate or remat differs"
+            safe_print.say(f"warning: the script's objects are not compared with those trained to step {step}, {text}")
+        return
+    old, new = saved["programs"], now["programs"]
+    name = next((text for key, text in CODE.items() if key in new and old.get(key, new[key]) != new[key]), None)
+    if name and objects:
+        raise UsageError(f"{name} is not the one that this run was trained with to step {step}; put it back, {FIX}")
+    if name:
+        safe_print.say(
+            f"warning: {name} has changed since this run was trained to step {step}; the result may not be that of the "
+            "current code (another --run_dir starts over)"
         )
-    return (
-        f"is not the one that this run was trained with to step {step}: its code or values differ; put it back, {FIX}"
-    )
 
 
 def lock_run_dir(directory: pathlib.Path, context: Context, checkpoints: Checkpoints) -> IO[str] | None:

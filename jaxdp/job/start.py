@@ -12,7 +12,6 @@ import numpy as np
 from jaxdp import rundir
 from jaxdp.analysis import memory
 from jaxdp.analysis import summary as model_summary
-from jaxdp.assemble.identity import NOT_COMPARABLE
 from jaxdp.audit.inject import NAME as FAULT
 from jaxdp.config import Config
 from jaxdp.data.base import UNKNOWN
@@ -166,12 +165,6 @@ def advice(run: Run, config: Config) -> list[str]:
         warnings.append("there is a GPU, but JAX runs on the CPU; pip install 'jaxdp-trainer[cuda12]' or: jaxdp doctor")
     if text := os.environ.get(FAULT):
         warnings.append(f"{FAULT}: {text!r} injects faults into this run: its numbers may be wrong")
-    for key, text in run.checkpoints.facts.get("fingerprints", {}).items():
-        if text.startswith(NOT_COMPARABLE):
-            warnings.append(
-                f"{key}: it cannot be compared with another ({text.removeprefix(NOT_COMPARABLE)}), so this run can be "
-                "resumed only with resume={'force': True}; pass a dotted path, such as 'module.name', to avoid that"
-            )
     return warnings
 
 

@@ -53,6 +53,12 @@ def closure(scale, lock=None):
         loss = optax.softmax_cross_entropy_with_integer_labels(outputs, batch["labels"]) * batch["mask"]
         return (loss * scale).sum() * (lock is None), batch["mask"].sum(), {}
     return loss
+def renamed(lock):
+    def loss(outputs, batch):
+        with lock:
+            return closure(np.float32(2))(outputs, batch)
+    loss.__qualname__ = "closure.<locals>.loss"
+    return loss
 noise = lambda example, key, amount: {**example, "inputs": example["inputs"] * amount}
 line = lambda rate: optax.linear_schedule(rate, 0.0, 9)
 chain = lambda rate: optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.adam)(line(rate)))
@@ -62,16 +68,17 @@ base |= dict(loss=closure(np.float32(2)), optimizer=chain(1.0), data=(x, y), eva
 base |= dict(transform=functools.partial(noise, amount=2.0))
 """
 CHANGES = {
-    "optimizer=chain(1e-3)": "optimizer: optax chain(clip",
+    "optimizer=chain(1e-3)": "the optimizer is not the one",
     "optimizer=optax.adam(1.0)": "optimizer.target: 'optax chain(clip",
-    "model=linen.Dense(3)": "model: flax.linen.linear.Dense (object) is not the one",
-    "model=linen.Dense(2, use_bias=False)": "model: flax.linen.linear.Dense (object) is not the one",
-    "loss=closure(np.float32(3))": "loss: __main__.closure.<locals>.loss (object) is not the one",
-    "loss=closure(np.float32(2), threading.Lock())": "loss: __main__.closure.<locals>.loss (object) cannot be compared",
+    "model=linen.Dense(3)": "the model, the loss or a transform is not the one",
+    "model=linen.Dense(2, use_bias=False)": "the model, the loss or a transform is not the one",
+    "model=linen.Dense(2, kernel_init=jax.nn.initializers.ones)": "the initial state of the model or the optimizer is",
+    "loss=closure(np.float32(3))": "the model, the loss or a transform is not the one",
+    "loss=closure(np.float32(2), threading.Lock())": "the model, the loss or a transform is not the one",
     "loss=lambda o, b: (o.sum(), b['mask'].sum(), {})": "loss.target: '__main__.closure.<locals>.loss (object)' -> ",
-    "transform=functools.partial(noise, amount=3.0)": "data.transform: functools.partial (object) is not the one",
-    "data=(x, changed)": "data: tuple (object) is not the one",
-    "eval_data=(x, changed)": "eval.data: tuple (object) is not the one",
+    "transform=functools.partial(noise, amount=3.0)": "the model, the loss or a transform is not the one",
+    "data=(x, changed)": "data fingerprint: ",
+    "eval_data=(x, changed)": "the evaluation data is not the one",
 }
 
 
@@ -92,7 +99,7 @@ for arguments in CHANGES:
         assert line.startswith(f"refused {words}") and "run_dir (None is" in line and "overwrite=True" in line, line
     second = """
 import os
-same, other = jaxdp.fit(**base), base | dict(optimizer=chain(1e-3))
+same, other = jaxdp.fit(**base | dict(loss=renamed(threading.Lock()))), base | dict(optimizer=chain(1e-3))
 apart = jaxdp.fit(**other | dict(run_dir=None))
 digest = lambda fitted: fitted.final["params_sha256"]
 assert apart.run_dir.is_dir() and digest(apart) != digest(same)
@@ -133,7 +140,7 @@ class Net(nnx.Module):
     assert done.returncode == 0 and "loss" in done.stdout and "warning" not in done.stdout, done
     (tmp_path / "mine.py").write_text(net.replace("SCALE", "2"))
     done = command("train", "--config", "run/config.yaml")
-    assert done.returncode == 0 and "warning: model: mine.Net has changed since" in done.stdout, done
+    assert done.returncode == 0 and "warning: the model, the loss or a transform has changed since" in done.stdout, done
     (tmp_path / "mine.py").write_text(net.replace("SCALE", "1").replace("Linear(64, 10", "Linear(64, 11"))
     done = command("train", "--config", "run/config.yaml")
     assert done.returncode == 2 and "finished" not in done.stdout and "layer/bias float32[10]" in done.stderr, done

@@ -34,7 +34,6 @@ LAYERS = [
     "training",
     "audit",
     "environment",
-    "fingerprint",
     "assemble",
     "report",
     "doctor",
