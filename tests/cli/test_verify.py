@@ -310,7 +310,7 @@ def test_a_model_without_gradients_or_steps_is_not_verified(tmp_path, argv):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases(verify_cases.GOOD))
 def test_what_does_not_depend_on_the_host_is_not_accused(tmp_path, case):
-    report = verified(tmp_path, verify_cases.GOOD[case], updates=2)
+    report = verified(tmp_path, verify_cases.GOOD[case], updates=3)  # two of lion may go there and back
     assert report.verified, report.causes
     judged, every = report.reference.compared
     uncompared = [path for path in report.reference.uncompared if path.startswith("params/")]
