@@ -48,7 +48,6 @@ class Documents(Arrays):
         dtype = np.min_scalar_type(self.tokenizer.size - 1)
         tokens = [self.tokenizer.encode(text).astype(dtype, copy=False) for text in chosen]
         self.arrays = pack(tokens, length, self.tokenizer.end_of_text)
-        self.filled = self.arrays.pop("filled").mean()
         self.classes, self.input_shape = self.tokenizer.size, (length,)
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
@@ -70,7 +69,7 @@ def read_documents(path: str) -> list[str]:
 
 
 def pack(documents: Sequence[np.ndarray], length: int, end_of_text: int | None) -> dict[str, np.ndarray]:
-    """Pack arrays of tokens into inputs, labels, segments, mask and filled [example, length]; see `Documents`."""
+    """Pack arrays of tokens into inputs, labels, segments and mask [example, length]; see `Documents`."""
     spans, example, used, segment = [], -1, length, 0
     for number, document in enumerate(documents):
         for first in range(0, len(document), length):
@@ -81,15 +80,14 @@ def pack(documents: Sequence[np.ndarray], length: int, end_of_text: int | None) 
             used, segment = used + size, segment + 1
     shape, dtype = (example + 1, length), documents[0].dtype
     arrays = {"inputs": np.zeros(shape, dtype), "labels": np.zeros(shape, dtype)}
-    arrays["segments"] = np.zeros(shape, np.min_scalar_type(length))
-    arrays |= {"mask": np.zeros(shape, bool), "filled": np.zeros(shape, bool)}
+    arrays |= {"segments": np.zeros(shape, np.min_scalar_type(length)), "mask": np.zeros(shape, bool)}
     for number, first, size, row, start, segment in spans:
         span, document = (row, slice(start, start + size)), documents[number]
         following = document[first + 1 : first + size + 1]
         if len(following) < size and end_of_text is not None:
             following = np.append(following, dtype.type(end_of_text))
         labeled = (row, slice(start, start + len(following)))
-        arrays["inputs"][span], arrays["filled"][span] = document[first : first + size], True
+        arrays["inputs"][span] = document[first : first + size]
         arrays["labels"][labeled], arrays["mask"][labeled] = following, True
         arrays["segments"][row, start:] = segment
         arrays["segments"][row, start + size :] = segment + 1
