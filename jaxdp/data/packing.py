@@ -22,7 +22,7 @@ class Documents(Arrays):
     before if it fits in full, else starts the next example; a document longer than `length` is split. labels are the
     next token of the same document, and the tokenizer's end_of_text after its last token. mask is 0 on padding, and at
     a document's last token if there is no end_of_text; segments is the document's number within the example (padding
-    has the number after the last). `filled` is the fraction of positions that are tokens.
+    has the number after the last).
 
     The last `test_fraction` of the documents is the test split. All data is in memory: 5 bytes per token for
     vocabularies up to 256, 7 up to 65,536. Raises UsageError for a file that cannot be read or has no document.
