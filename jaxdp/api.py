@@ -53,8 +53,8 @@ def fit(
     (docs/own_model.md; `jaxdp train --help` lists all).
 
     run_dir: the directory of all output; None: a temporary one, removed when the process ends. An existing run is
-    resumed, or returned if it has finished, if it has the same config and objects: objects are compared by code and
-    values; those that differ or cannot be compared raise UsageError. overwrite: remove an existing run and start again.
+    resumed, or returned if it has finished, if it has the same config and objects: objects are compared by what they
+    compute; those that differ raise UsageError. overwrite: remove an existing run and start again.
 
     Returns a `jaxdp.job.fitted.Fitted`: predict, evaluate, model, history, params. Under mpirun every process calls
     `fit`. Raises UsageError for arguments that do not fit, before training starts.
