@@ -57,9 +57,9 @@ def test_the_config_names_the_schedules_of_the_table():
 
 def test_any_function_that_returns_a_schedule_is_one():
     """Its own parameters come from args, and lr, steps and final_lr from the config."""
-    mine = make_schedule({"target": "own_schedules.decay_to", "args": {"factor": 0.25}}, 0.8, 100, warmup_steps=10)
+    mine = make_schedule({"target": "rates.decay_to", "args": {"factor": 0.25}}, 0.8, 100, warmup_steps=10)
     assert [float(mine(i)) for i in (5, 10, 11)] == pytest.approx([0.4, 0.8, 0.2])
-    assert make_schedule("own_schedules.decay_to", 0.8, 100)(1) == pytest.approx(0.4)
+    assert make_schedule("rates.decay_to", 0.8, 100)(1) == pytest.approx(0.4)
     args = {"init_value": 0.1, "decay_steps": 50}
     of_optax = make_schedule({"target": "optax.cosine_decay_schedule", "args": args}, 1.0, 100)
     assert [float(of_optax(i)) for i in (0, 25, 50)] == pytest.approx([0.1, 0.05, 0.0], abs=1e-6)
@@ -82,11 +82,11 @@ def test_the_schedules_of_the_example(name, values, monkeypatch):
             {"target": "optax.cosine_decay_schedule"},
             "optimizer.schedule.args.init_value: cosine_decay_schedule needs it",
         ),
-        ({"target": "own_schedules.decay_to", "args": {"fctor": 1}}, "did you mean 'factor'"),
+        ({"target": "rates.decay_to", "args": {"fctor": 1}}, "did you mean 'factor'"),
         ("jax.numpy.zeros", "optimizer.schedule.args.shape: zeros needs it"),
         (
-            "own_schedules.pair",
-            "'own_schedules.pair' must return a function from the number of an update to one learning rate",
+            "rates.pair",
+            "'rates.pair' must return a function from the number of an update to one learning rate",
         ),
         ({"args": {}}, "optimizer.schedule: {'args': {}} is not a schedule; give a name such as cosine"),
     ],
