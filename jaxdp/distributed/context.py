@@ -252,7 +252,7 @@ def leave(code: int, speaker: int | None = None) -> NoReturn:
             with contextlib.suppress(DistributedError):
                 member.exchange("leave", "", range(size), GRACE)
         common_end = time.monotonic() + 0.1
-        member.leave()
+        member.leave(code)
         if speaker is not None:
             time.sleep(max(0.0, common_end - time.monotonic()))
     os._exit(code)

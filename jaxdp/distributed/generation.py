@@ -17,12 +17,13 @@ from jaxdp.distributed.exchange import Exchanges, Keys
 from jaxdp.distributed.messages import checked
 from jaxdp.distributed.protocol import FACTS, OPERATIONS, Facts, beat_interval, difference, pack
 from jaxdp.distributed.relay import Relay
-from jaxdp.errors import UsageError
+from jaxdp.errors import PREEMPTED, UsageError
 
 TICK = 0.1  # seconds between two checks of deadlines and silent ranks
 QUIET = 5.0  # seconds: if all ranks are silent for longer, the job is suspended, and no rank is declared dead
 GRPC_SILENCE = 20.0  # seconds after which JAX's service closes a connection that the network does not answer on
 HEARD = channel.encode({"beat": True})
+ALONE = 10.0  # seconds after which the others of a rank that left with an error end too: it may be an error of all
 LINGER = 20.0  # seconds that the coordinator runs after a fault, at most
 
 
@@ -202,9 +203,15 @@ class Generation:
         self.log = path
         return {}
 
-    def do_leave(self, member: Member, id: Any) -> dict[str, Any]:
+    def do_leave(self, member: Member, id: Any, code: int) -> dict[str, Any]:
+        def end_others() -> None:
+            if not self.members.keys() <= self.left:
+                self.fail(f"{member.title} has ended with code {code}: see what it printed")
+
         self.left.add(member.rank)
         self.exchanges.remove_rank(member.rank)
+        if code not in (0, PREEMPTED):
+            asyncio.get_running_loop().call_later(ALONE, end_others)
         return {}
 
     # Faults

@@ -87,11 +87,13 @@ class Membership:
         members: Sequence[int],
         timeout: float,
         await_responsive: bool = False,
+        title: str = "",
     ) -> list[str]:
         """Return every member's `text`, in the order of `members`; all members must make the same call.
 
         Repeated calls with one name are matched by their count. await_responsive: wait beyond `timeout` seconds for
-        ranks that still send heartbeats. Raises DistributedError: the missing ranks, and `texts` of the others.
+        ranks that still send heartbeats. title: the name in errors. Raises DistributedError: the missing ranks, and
+        `texts` of the others.
         """
         if len(members) == 1:
             return [text]
@@ -109,8 +111,9 @@ class Membership:
             raise DistributedError(f"rank {hosts.listed(departed)} has left the job: see what it printed")
         missing = reply.get("missing", [])
         names = f"rank {hosts.listed(missing)}" if missing else "an answer"
-        speaker = None if self.rank in missing else members[0]  # a rank that arrives too late prints for itself
-        error = DistributedError(f"{names} did not come to {name!r} within {timeout:g} s", rank=speaker)
+        came = [member for member in members if member not in missing]
+        speaker = came[0] if self.rank in came else None  # a rank that arrives too late prints for itself
+        error = DistributedError(f"{names} did not come to {title or repr(name)} within {timeout:g} s", rank=speaker)
         error.texts = {int(rank): text for rank, text in reply.get("texts", {}).items()}
         raise error
 
@@ -180,12 +183,12 @@ class Membership:
         with contextlib.suppress(DistributedError):
             self.request("log", path=path)
 
-    def leave(self) -> None:
-        """Tell the coordinator that this process ends normally."""
+    def leave(self, code: int = 0) -> None:
+        """Tell the coordinator that this process ends, with an exit code."""
         if not self.ending.is_set():
             self.ending.set()
             with contextlib.suppress(DistributedError):
-                self.request("leave", 2.0)
+                self.request("leave", 2.0, code=code)
 
     def end_process(self, text: str, code: int = 1, author: int | None = None) -> None:
         """End this process now. author: the rank that prints the cause; None if the coordinator has printed it."""

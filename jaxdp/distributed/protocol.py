@@ -61,7 +61,7 @@ OPERATIONS: dict[str, dict[str, Any]] = {
     "announce": {"name": str, "text": LONG_TEXT},
     "fault": {"text": str, "code": range(1, 256)},
     "log": {"path": str},
-    "leave": {},
+    "leave": {"code": range(256)},
     "regroup": {},
 }
 # The answer to a rank's first message.

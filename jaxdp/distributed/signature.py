@@ -158,7 +158,7 @@ def compare(
     """
     texts, timeout = [json.dumps(asdict(signature))], protocol.default_timeout()
     if len(members) > 1:
-        texts = membership.joined().exchange("collective", texts[0], members, timeout)
+        texts = membership.joined().exchange("collective", texts[0], members, timeout, title=signature.call)
     decoded = {text: Signature(**json.loads(text)) for text in dict.fromkeys(texts)}
     signatures = {member: decoded[text] for member, text in zip(members, texts)}
     for member, one in signatures.items():

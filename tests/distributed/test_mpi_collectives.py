@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from launch import ROOT, SUPPORT, mpirun, processes
+from launch import ROOT, SUPPORT, mpirun, port, processes, ranks
 
 pytestmark = pytest.mark.mpi
 TABLE = """\
@@ -57,3 +57,21 @@ def test_alone_every_collective_is_the_identity():
         jaxdp.allreduce(np.ones(3))
     with pytest.raises(jaxdp.UsageError, match="itself"):
         jaxdp.send(x, 0)
+
+
+@pytest.mark.slow
+def test_ranks_in_different_calls_say_which_and_end_the_rest():
+    """Also one that waits inside JAX for a rank which has ended with an error."""
+    script = """\
+import jax, jaxdp, numpy
+rank, devices = jaxdp.init().rank, jax.devices()
+if rank == 2:
+    jax.pmap(lambda x: jax.lax.psum(x, "i"), "i")(numpy.ones(1))
+jaxdp.recv(1) if rank == 0 else jaxdp.allreduce(1.0)
+"""
+    jobs = processes(["-c", script], ranks(3, f"127.0.0.1:{port()}", JAXDP_TIMEOUT="5"))
+    errors = "".join(job.stderr for job in jobs)
+    assert [job.returncode for job in jobs] == [1, 1, 1], errors
+    assert "jaxdp: rank 1 did not come to send from rank 1 to rank 0 within 5 s\n" in jobs[0].stderr, errors
+    assert "jaxdp: rank 0, 2 did not come to allreduce(sum) within 5 s\n" in jobs[1].stderr, errors
+    assert "has ended with code 1: see what it printed" in errors
