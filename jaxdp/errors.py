@@ -15,7 +15,8 @@ OUT_OF_MEMORY = re.compile(
 )
 BYTES = re.compile(r"(?:allocat\w+|memory of size) (\d+)(?: bytes)?(?![\d.])")
 PACKAGE = os.path.dirname(__file__) + os.sep
-OF_A_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.ENOTDIR, errno.EISDIR)  # errors of a wrong path
+# Errors of a wrong path.
+OF_A_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EROFS)
 PREEMPTED = 75  # exit code that asks the scheduler to start the job again (sysexits.h: EX_TEMPFAIL)
 INTERRUPTED = 130  # exit code of a shell for a command that was ended by Ctrl-C
 

@@ -49,12 +49,12 @@ def make(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
         if not problem and not _is_of_this_job(directory):
             (directory / ".nonce").write_text(secrets.token_hex(16))
     except OSError as error:
-        return None, cannot_write(directory, error)
+        return None, cannot_write(error.filename or directory, error)
     return file, problem
 
 
-def cannot_write(directory: pathlib.Path, error: OSError) -> str:
-    return f"run_dir: cannot write in {str(directory)!r}: {error.strerror}; choose another with --run_dir"
+def cannot_write(path: pathlib.Path | str, error: OSError) -> str:
+    return f"run_dir: cannot write in {str(path)!r}: {error.strerror}; choose another with --run_dir"
 
 
 def nonce(directory: pathlib.Path) -> str:

@@ -27,6 +27,7 @@ def profile(config: Config, path: str | None, context: Context, options: dict[st
     """Trace some updates of a config into its run directory; return a text on the time of this process's devices."""
     updates, rows = options["updates"], options["top"]
     directory = schema.run_dir(config, path) / "profile"
+    directory.mkdir(parents=True, exist_ok=True)  # JAX would say only after the trace that it cannot
     run = make_run(config, directory.parent, context)
     program, strategy = run.strategy.compile(run.step), run.strategy
     state = run.origin.begin(run)

@@ -71,6 +71,23 @@ def test_a_path_that_is_too_long_is_one_line(argv):
     assert done.stderr.endswith("' cannot be used: File name too long; give another path\n")
 
 
+@pytest.mark.parametrize(
+    ("argv", "name", "words"),
+    [
+        (["train", *DIGITS], "checkpoints", "run_dir: cannot write in '{}': File exists; choose another with "),
+        (["profile", *DIGITS], "profile", "'{}' cannot be used: File exists; give another path"),
+        (["sweep", *DIGITS, "--seed", "0,1"], "", "'{}' cannot be used: File exists; give another path"),
+    ],
+)
+def test_a_file_in_the_place_of_a_folder_is_one_line(tmp_path, argv, name, words):
+    directory = tmp_path / "run"
+    file = directory / name
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    done = ended(*argv, "--run_dir", directory, code=2)
+    assert done.stderr.startswith(f"jaxdp: {words.format(file)}") and done.stderr.count("\n") == 1
+
+
 PLATFORMS = [("cuda", "JAX_PLATFORMS: 'cuda'"), *(pytest.param(p, w, marks=pytest.mark.slow) for p, w in [
     ("tpu", "libtpu.so"), ("cpuu", "not in the list of known backends"), ("rocm", "known backends"),
 ])]  # fmt: skip
