@@ -22,7 +22,9 @@ class Commit:
     grow with the number of processes."""
 
     def __init__(self, context: Context):
-        self.context, self.turn = context, membership.joined().turn("save") if context.size > 1 else 0
+        member = membership.current()
+        self.context, self.turn = context, member.turn("save") if member else 0
+        self.attempt = f"{member.job.generation if member else 0}-{self.turn}"  # the same on all, not used before
 
     def wait_for(self, response: Any) -> None:
         """Wait until Orbax has committed on this process. Raises PeerFailed as soon as another could not.

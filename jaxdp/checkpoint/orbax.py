@@ -7,6 +7,7 @@ import sys
 from typing import Any
 from unittest import mock
 
+from jaxdp.checkpoint import folders
 from jaxdp.distributed.context import Context, current
 
 TIMEOUT = 1200.0  # seconds for the files of one save
@@ -24,6 +25,19 @@ def options() -> Any:
     context = orbax().Context()
     context.asynchronous.timeout_secs = int(TIMEOUT)
     return context
+
+
+def save(folder: pathlib.Path, tree: Any, attempt: str) -> Any:
+    """Start to save a tree, with all processes; return Orbax's response.
+
+    attempt: the same text on all processes, and another one for each save. It is in the name of Orbax's temporary
+    folder: in an elastic job, a process may still write into that of a save which a lost process has interrupted.
+    """
+    from orbax.checkpoint._src.path import atomicity
+
+    temporary = lambda path: path.parent / f"{path.name}{folders.TEMPORARY}-{attempt}"
+    with options(), mock.patch.object(atomicity, "_get_tmp_directory", temporary, create=True):
+        return orbax().save_async(folder, tree, overwrite=True)
 
 
 def save_alone(folder: pathlib.Path, tree: Any) -> Any:

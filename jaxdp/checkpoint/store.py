@@ -22,7 +22,7 @@ from jaxdp.checkpoint import folders, manifest
 from jaxdp.checkpoint.commit import Commit, PeerFailed, reason_of
 from jaxdp.checkpoint.leaves import check_same_leaves, copy, fields_of, leaves_of
 from jaxdp.checkpoint.manifest import Damaged
-from jaxdp.checkpoint.orbax import TIMEOUT, load, options, orbax, prepare, silence_orbax
+from jaxdp.checkpoint.orbax import TIMEOUT, load, prepare, save, silence_orbax
 from jaxdp.core.state import TrainState
 from jaxdp.distributed.context import Context, current
 from jaxdp.errors import UsageError
@@ -154,8 +154,7 @@ class Checkpoints:
             old_copies = self._copies if leaves_of(self._copies) == leaves_of(tree) else None
             self._copies = tree = copy(old_copies, tree)
         prepare(self.context)
-        with options():
-            return orbax().save_async(folder, tree, overwrite=True)
+        return save(folder, tree, self._commit.attempt)
 
     def is_saving(self) -> bool:
         return self._thread is not None and self._thread.is_alive()

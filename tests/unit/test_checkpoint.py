@@ -6,12 +6,14 @@ import os
 import random
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from orbax.checkpoint._src.path import atomicity
 
 import launch
 import toys
@@ -20,6 +22,8 @@ from jaxdp.checkpoint import manifest
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.state import init_state
+from jaxdp.distributed import membership
+from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.precision import LossScaling
@@ -106,6 +110,22 @@ def test_a_checkpoint_is_not_removed_to_save_the_same_update_again(tmp_path):
     checkpoints.save(1, second, {**META, "offset": 7}, said.append)
     assert checkpoints.wait() is None and len(said) == 2
     assert equal(checkpoints.restore(1, abstract(second)), second)
+
+
+def test_a_save_that_is_made_again_writes_into_another_temporary_folder(tmp_path, monkeypatch):
+    """In an elastic job, a process may still write into that of a save which a lost process has interrupted."""
+    names, inner = [], atomicity.AtomicRenameTemporaryPath.create
+    noted = lambda path: names.append(path.get().name) or inner(path)
+    monkeypatch.setattr(atomicity.AtomicRenameTemporaryPath, "create", noted)
+    for generation in (0, 1):
+        turns = itertools.count(3)
+        member = SimpleNamespace(turn=lambda name, turns=turns: next(turns), job=SimpleNamespace(generation=generation))
+        monkeypatch.setattr(membership, "current", lambda member=member: member)
+        for run in ("a", "b"):
+            checkpoints = Checkpoints(tmp_path / run, context=Context())
+            checkpoints.save(7, states(1)[0], META, print)
+            assert checkpoints.wait() is None
+    assert names == [f"7.orbax-checkpoint-tmp-{attempt}" for attempt in ("0-3", "0-4", "1-3", "1-4")]
 
 
 def test_which_checkpoints_are_kept(tmp_path):
