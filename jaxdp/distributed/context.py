@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from jaxdp.distributed import enter, faults, hosts, membership, private_jax, protocol
+from jaxdp.distributed import enter, faults, hosts, membership, private_jax
 from jaxdp.distributed.joining import ElasticOptions
 from jaxdp.distributed.launchers import discover
 from jaxdp.distributed.world import World
@@ -154,7 +154,7 @@ def init(
     else:
         _joining = world
         _hook()
-        context = Context(launcher=world.launcher, **enter.join(world, protocol.default_timeout(timeout), elastic))
+        context = Context(launcher=world.launcher, **enter.join(world, timeout, elastic))
     _current, _arguments = context, arguments
     return context
 

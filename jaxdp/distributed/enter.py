@@ -36,9 +36,16 @@ class Entered(NamedTuple):
 _entered: Entered | None = None
 
 
-def join(world: World, timeout: float, elastic: ElasticOptions | None) -> dict[str, Any]:
-    """Join the job of `world`, and return the fields of this process's `Context`."""
+def join(world: World, timeout: float | None, elastic: ElasticOptions | None) -> dict[str, Any]:
+    """Join the job of `world`, and return the fields of this process's `Context`. timeout: see `default_timeout`."""
     global _entered
+    problem = ""
+    try:
+        timeout = protocol.default_timeout(timeout)
+        protocol.silence(timeout)
+    except UsageError as error:  # this process joins, to tell the others
+        problem, timeout = str(error), protocol.TIMEOUT
+        os.environ.pop("JAXDP_SILENCE", None)
     if jax.config.values.get("jax_cpu_collectives_implementation") == "mpi" and not gpus.count():
         raise UsageError(NO_MPI, world.speaker)
     facts = {
@@ -49,6 +56,7 @@ def join(world: World, timeout: float, elastic: ElasticOptions | None) -> dict[s
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "elastic": "on" if elastic else "off",
         "config": elastic.config if elastic else "",
+        "problem": problem,
         "restarts": os.environ.get("JAXDP_RESTARTS", "0") != "0",
     }
     parent = os.getppid() if world.launcher in MPI or "JAXDP_RESTARTS" in os.environ else None  # of `jaxdp launch`

@@ -23,6 +23,7 @@ TICK = 0.1  # seconds between two checks of deadlines and silent ranks
 QUIET = 5.0  # seconds: if all ranks are silent for longer, the job is suspended, and no rank is declared dead
 GRPC_SILENCE = 20.0  # seconds after which JAX's service closes a connection that the network does not answer on
 HEARD = channel.encode({"beat": True})
+OTHERS = 5.0  # seconds that ranks have to come, and hear why the job does not start
 ALONE = 10.0  # seconds after which the others of a rank that left with an error end too: it may be an error of all
 LINGER = 20.0  # seconds that the coordinator runs after a fault, at most
 
@@ -67,6 +68,8 @@ class Generation:
         self.announced: dict[str, dict[str, Any]] = {}
         self.suspended = False
         self.jax_address = ""  # of JAX's service
+        self.refusal: dict[str, Any] = {}  # why the job does not start
+        self.rivals: list[Member] = []  # processes whose rank another one has too
 
     # Joining
 
@@ -81,7 +84,8 @@ class Generation:
     def join(self, message: dict[str, Any], nonce: bytes, writer: asyncio.StreamWriter) -> Member:
         member = self.greet(message, nonce, writer)
         if self.admitted:
-            member.send(error=f"{member.title} comes too late: all ranks of the job have joined already")
+            late = f"{member.title} comes too late: all ranks of that job have joined; another job needs another port"
+            member.send(**self.refusal or {"error": late})
             raise EOFError
         rival, self.members[member.rank] = self.members.get(member.rank), member
         error = difference(self.members[0].facts, member.facts) if 0 in self.members else None
@@ -90,14 +94,15 @@ class Generation:
                 f"two processes say they are rank {member.rank}: {rival.facts['pid']} on host {rival.facts['host']} "
                 f"and {member.facts['pid']} on host {member.facts['host']}: give every process its own rank"
             )
-            rival.send(error=error)
+            self.rivals.append(rival)
         elif member.rank == 0:
             errors = (difference(member.facts, other.facts) for other in self.members.values())
             error = next(filter(None, errors), None)
-        if error and 0 in self.members:
-            self.refuse_all(error=error)
-        elif len(self.members) == self.settings.size:
-            self.admit()
+        if error and not self.refusal:
+            self.refusal = {"error": error}
+            self.deadline = min(self.deadline, time.monotonic() + OTHERS)  # they would wait for those who have left
+        if len(self.members) == self.settings.size:
+            self.refuse_all(**self.refusal) if self.refusal else self.admit()
         return member
 
     def admit(self) -> None:
@@ -134,9 +139,11 @@ class Generation:
 
     def refuse_all(self, **reason: Any) -> None:
         """Send every connected rank the same reason why the job does not start."""
-        self.admitted = True
+        self.admitted, self.refusal = True, reason
         self.left |= self.members.keys()
         self.send_all(**reason)
+        for rival in self.rivals:
+            rival.send(**reason)
 
     def send_all(self, **message: Any) -> None:
         """Send a message to all connected ranks."""
@@ -256,7 +263,7 @@ class Generation:
                 f"rank {missing} of {size} did not come within {waited:g} s: see whether it was started and what it "
                 "printed (JAXDP_TIMEOUT sets how long to wait, in seconds)"
             )
-            self.refuse_all(error=text, code=1, rank=0)
+            self.refuse_all(**self.refusal or {"error": text, "code": 1, "rank": 0})
         if self.admitted:
             self.check_silence(elapsed)
 

@@ -51,8 +51,8 @@ def meet(world: World, facts: Mapping[str, object], timeout: float, elastic: Ela
     if one_host and hosts.is_own(host):
         host = "127.0.0.1"
     remaining = max(1.0, timeout - (time.monotonic() - began))
-    is_there = lambda: elastic and coordinator_pid(host, port, secret)  # if this process was started again
-    if world.rank == 0 and not is_there():
+    is_there = lambda: coordinator_pid(host, port, secret)
+    if world.rank == 0 and not (elastic and is_there()):  # it is there if this process was started again
         settings = coordinator_settings(world, host, port, secret, timeout, elastic)
         try:
             pid = start_coordinator(dataclasses.replace(settings, timeout=remaining), local["host"])
@@ -62,7 +62,7 @@ def meet(world: World, facts: Mapping[str, object], timeout: float, elastic: Ela
                     f"({', '.join(local['addresses']) or 'no address'}): give rank 0's address, or start rank 0 there"
                 )
         except UsageError:
-            if not is_there():  # else another process has just started it
+            if not is_there():  # else another process has just started it, maybe also as rank 0
                 raise
     return join(host, port, secret, local, remaining)
 

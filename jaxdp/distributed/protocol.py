@@ -30,6 +30,7 @@ FACTS: dict[str, Any] = {
     **dict.fromkeys(["host", "boot", "network", "jaxdp", "jax", "jaxlib", "python"], str),
     "config?": str,
     "elastic?": str,
+    "problem?": str,  # why the process cannot take part; it joins to tell the others
     "restarts?": bool,  # whether its launcher starts this process again if it dies
     "tls?": str,
     "last?": [range(1 << 31)],  # the number of the generation that this process was in before, and its size
@@ -125,11 +126,14 @@ def unpack(columns: dict[str, Any]) -> list[Facts]:
 
 
 def difference(first: Facts, other: Facts, elastic: bool = False) -> str | None:
-    """Return a line that names the first fact in which `other` differs from rank 0; None if they agree.
+    """Return a line on the problem of one, or the first fact in which `other` differs from rank 0; None if they agree.
 
     elastic: compare a process that joins a running job. The number of processes may differ, but not the config, which
     otherwise is compared later, key by key.
     """
+    for facts in (first, other):
+        if problem := facts.get("problem"):
+            return f"{hosts.title(facts['rank'], facts['host'])}: {problem}"
     compared = {**COMMON, "config": "config digest"} if elastic else COMMON
     for field, label in compared.items():
         if first.get(field) != other.get(field) and not (elastic and field == "size"):

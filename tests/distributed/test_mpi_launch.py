@@ -136,7 +136,7 @@ def test_a_taken_port():
     assert [j.returncode for j in jobs] == [2, 1], [j.output for j in jobs]
     assert f"cannot listen on port {p}" in first[0] and "choose another" in first[0]
     assert f"127.0.0.1:{p}" in second[0] and "rank 1" in second[0]
-    assert jobs[0].seconds < 10
+    assert jobs[0].seconds < 20
 
 
 @pytest.mark.slow
@@ -213,6 +213,26 @@ def test_two_processes_with_one_rank():
     assert [j.returncode for j in jobs] == [2, 2, 2], [j.output for j in jobs]
     (line,) = errors(*jobs)
     assert "two processes say they are rank 1" in line
+
+
+@pytest.mark.slow
+def test_two_processes_of_rank_0():
+    one, other, _ = ranks(3, f"127.0.0.1:{port()}")
+    jobs = processes([SCRIPT], [one, one, other], timeout=30)
+    assert [j.returncode for j in jobs] == [2, 2, 2], [j.output for j in jobs]
+    lines = errors(*jobs)
+    assert lines and all("two processes say they are rank 0" in line for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "variable"), [(1, "JAXDP_TIMEOUT"), (0, "JAXDP_SILENCE")])
+def test_a_wrong_number_of_seconds_on_one_rank_ends_all_at_once(rank, variable):
+    envs = ranks(2, f"127.0.0.1:{port()}")
+    envs[rank][variable] = "soon"
+    jobs = processes([SCRIPT], envs, timeout=30)
+    (line,) = errors(*jobs)
+    assert [j.returncode for j in jobs] == [2, 2] and line.startswith(f"jaxdp: rank {rank} (host "), line
+    assert line.endswith(f"): {variable}='soon' is not a number of seconds above 0")
 
 
 @pytest.mark.slow

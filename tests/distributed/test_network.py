@@ -345,6 +345,12 @@ def test_a_host_that_does_not_answer_is_not_taken_for_another_program():
     assert error.value.errno in NOBODY
 
 
+def test_two_processes_of_one_rank_before_rank_0_are_named_to_all(served):
+    _, connect, _ = served
+    for line in [connect(rank) for rank in (1, 1, 0)]:
+        assert "two processes say they are rank 1" in line.receive()["error"]
+
+
 def test_a_stranger_with_another_secret_is_refused(served):
     _, connect, errors = served
     for wrong in ("t" * 64, "", "s" * 63):
