@@ -252,7 +252,7 @@ def leave(code: int, speaker: int | None = None) -> NoReturn:
             with contextlib.suppress(DistributedError):
                 member.exchange("leave", "", range(size), GRACE)
         common_end = time.monotonic() + 0.1
-        member.leave(code)
+        member.leave(code if speaker in (None, rank) else 0)  # once the cause is printed, ranks in other calls may end
         if speaker is not None:
             time.sleep(max(0.0, common_end - time.monotonic()))
     os._exit(code)
