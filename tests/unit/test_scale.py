@@ -202,7 +202,8 @@ def test_many_clients_exchange_and_hear_of_a_death(clients):
 
 def test_a_save_sends_each_process_few_messages(clients, monkeypatch):
     own = threading.local()
-    monkeypatch.setattr(membership, "joined", lambda: own.member)
+    for name in ("joined", "current"):
+        monkeypatch.setattr(membership, name, lambda: own.member)
 
     def save(member):
         own.member = member
