@@ -101,8 +101,10 @@ class Generation:
         if error and not self.refusal:
             self.refusal = {"error": error}
             self.deadline = min(self.deadline, time.monotonic() + OTHERS)  # they would wait for those who have left
-        if len(self.members) == self.settings.size:
-            self.refuse_all(**self.refusal) if self.refusal else self.admit()
+        if len(self.members) == self.settings.size and self.refusal:
+            self.refuse_all(**self.refusal)
+        elif len(self.members) == self.settings.size:
+            self.admit()
         return member
 
     def admit(self) -> None:

@@ -26,8 +26,8 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 # turn a traceback, or a mistake without a message, into a line each. Then 105 less for a simpler
 # doctor, and 18 for the start and the data sets of an evaluation. Then 440 less: indirections, and what the standard
 # library does. Then 340 less: the objects of a script are compared by the programs that JAX traces of them.
-# Then 46: ranks that cannot take part are named to all, and a save that is made again has a folder of its own.
-BUDGET = {"package": 29_996, "file": 300, "function": 60, "one update": 700}  # lines
+# Then 48: ranks that cannot take part are named to all, and a save that is made again has a folder of its own.
+BUDGET = {"package": 29_998, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {
