@@ -84,10 +84,7 @@ def test_the_schedules_of_the_example(name, values, monkeypatch):
         ),
         ({"target": "rates.decay_to", "args": {"fctor": 1}}, "did you mean 'factor'"),
         ("jax.numpy.zeros", "optimizer.schedule.args.shape: zeros needs it"),
-        (
-            "rates.pair",
-            "'rates.pair' must return a function from the number of an update to one learning rate",
-        ),
+        ("rates.pair", "'rates.pair' must return a function from the number of an update to one learning rate"),
         ({"args": {}}, "optimizer.schedule: {'args': {}} is not a schedule; give a name such as cosine"),
     ],
 )
