@@ -74,9 +74,8 @@ def test_a_run_that_suffers_everything_ends_in_the_same_string(config, uninterru
         done = job(config, run_dir, what, which, **fault)
         assert not done.left, done.output
         assert re.search(words, done.output), done.output
-        failed = done.returncode not in (DONE, 2, PREEMPTED, 124)
-        assert failed if code is None else done.returncode == code, done.output
-        assert done.output.count("Traceback (most") == (what == "raise"), done.output
+        assert done.returncode == code if code is not None else done.returncode not in (DONE, 2, PREEMPTED), done.output
+        assert done.seconds < 40 and done.output.count("Traceback (most") == (what == "raise"), done.output
         said = [int(n) for n in re.findall(r"saved step (\d+)\n", done.stdout)]
         began = re.search(r"resumes after step (\d+)", done.stdout)
         assert int(began.group(1) if began else 0) == reached, done.output
@@ -104,7 +103,7 @@ def test_the_rank_that_was_killed_is_named_whatever_the_launcher_says(config, tm
     """MPICH kills the others some milliseconds after, and names any of them: the line is ours, and it stays on disk."""
     which, rank = killed
     done = job(config, tmp_path, "SIGKILL", which, np_=3, rank=rank, at=12)
-    assert done.returncode not in (DONE, 2, PREEMPTED, 124) and not done.left, done.output
+    assert done.returncode not in (DONE, 2, PREEMPTED, 124) and not done.left and done.seconds < 40, done.output
     pid = json.loads((tmp_path / "env.json").read_text())["topology"]["pids"][rank]
     line = rf"rank {rank} \(host \S+\), process {pid}, ended first, without an error: killed or crashed"
     assert re.findall(rf"jaxdp: {line}\n", done.stderr) and done.stderr.count("ended first") == 1, done.output
@@ -120,13 +119,14 @@ def test_a_stopped_process_is_named_by_the_watchdog(config, tmp_path, which):
     watched = re.search(r"no progress for 3 s .*rank 1 \(host .*\) does not answer", done.stderr)
     silent = re.search(r"rank 1 \(host .*\) has not been heard from for 20 s", done.stderr)  # where it was in a save
     assert (watched and (tmp_path / "stacks" / "rank_0.txt").is_file()) or silent, done.output
+    assert done.seconds < 45
 
 
 @pytest.mark.slow
 def test_a_sigterm_that_a_peer_cannot_answer_is_no_preemption(config, tmp_path):
     """Some launchers send SIGTERM to all when one has died: nobody is to wait for it."""
     done = job(config, tmp_path, "stop the next, then SIGTERM", "mpich", rank=0, at=17)
-    assert done.returncode not in (DONE, 2, PREEMPTED, 124) and not done.left, done.output
+    assert done.returncode not in (DONE, 2, PREEMPTED, 124) and not done.left and done.seconds < 40, done.output
     words = r"rank 0 \(host \S+\) got SIGTERM, but rank 1 \(host \S+\) did not answer within 2 s: it is dying, so this"
     assert re.search(words, done.stderr) and "Traceback" not in done.output, done.output
 
@@ -135,7 +135,7 @@ def test_a_sigterm_that_a_peer_cannot_answer_is_no_preemption(config, tmp_path):
 def test_a_rank_that_sleeps_in_its_loader_is_behind(config, tmp_path):
     done = job(config, tmp_path, "sleep", "mpich", rank=1, at=15, more=["--watchdog.step_timeout", "3"])
     assert done.returncode in (1, 9), done.output  # hydra's own, of the rank that it kills, where it is quicker
-    assert not done.left, done.output
+    assert not done.left and done.seconds < 40, done.output
     assert re.search(
         r"rank 1 \(host .*\) is behind: waits for the data of update \d+ \(faulty.py:\d+ in fault\)", done.stderr
     ), done.output
@@ -166,11 +166,11 @@ def test_a_process_may_take_long_at_the_end(config, tmp_path):
 @pytest.mark.slow
 def test_an_exception_in_the_loss_or_the_evaluation_ends_all(config, tmp_path):
     done = job(config, tmp_path / "loss", which="mpich", more=["--loss.target", "faulty.FailsInLoss"])
-    assert done.returncode == 1 and not done.left, done.output
+    assert done.returncode == 1 and not done.left and done.seconds < 30, done.output
     assert "the loss fails" in done.stderr and done.output.count("Traceback (most") == 1
     more = ["--checkpoint.asynchronous", "false"]  # the save of step 20 is then over
     done = job(config, tmp_path / "eval", "raise", rank=1, at=2, where="test", more=more)
-    assert done.returncode == 1 and not done.left, done.output
+    assert done.returncode == 1 and not done.left and done.seconds < 30, done.output
     assert "rank 1" in done.stderr and done.output.count("Traceback (most") == 1 and kept(tmp_path / "eval") == [10, 20]
 
 
@@ -283,7 +283,7 @@ def test_a_cut_cable_ends_open_mpi_where_it_is_told_to_look(config, tmp_path):
         last = f"$(( $(ls {tmp_path}/run/checkpoints | grep -x '[0-9]*' | sort -n | tail -n 1) + 20 ))"
         again = shlex.join([sys.executable, *argv(config, tmp_path / "run")]) + f" --steps {last}"
         done = hosts.mpirun(argv(config, tmp_path / "run", more=more), 200, env, cut, options, then=again)
-        assert done.returncode == DONE, done.output
+        assert done.returncode == DONE and done.seconds < 100, done.output
         assert re.search(rf"lost communication[\s\S]*on node {hosts.names[1]}", done.output), done.output
         assert "resumes after step" in done.stdout and final(tmp_path / "run"), done.output
 
