@@ -23,7 +23,7 @@ ENOUGH = 20  # updates before the first rise
 PAUSE = 60.0  # the least seconds from one measurement to the next without a rise
 MOST, SHARE = 10.0, 0.005  # what measurements may take: so many seconds at once, then a share of the time
 BLOCK, BLOCKS = 0.05, 3  # the least of three means over 50 ms each: longer than a scheduler's pauses
-ROUND, GAP = 5, 2  # measurements that name a process, and the updates from one to the next
+ROUND = 5  # measurements that name a process, one after each update
 
 
 class SlowDevices:
@@ -35,7 +35,6 @@ class SlowDevices:
         self.before: tuple[int, float] | None = None  # (update, time)
         self.allowed = MOST  # seconds that measurements may take
         self.next = time.perf_counter() + PAUSE  # when to measure without a rise
-        self.again: int | None = None  # the update after which to confirm a measurement
         self.round: list[list[float]] = []  # the factors of all ranks, in each of the last measurements
         self.measured: collections.deque[list[float]] = collections.deque(maxlen=ROUND)  # their times
         self.spent = 0.0  # seconds, on this round
@@ -47,11 +46,11 @@ class SlowDevices:
             passed = now - self.before[1]
             self.add_time(passed / max(1, step - self.before[0]))
             self.allowed = min(MOST, self.allowed + SHARE * passed)
-            if self.again is None and self.allowed > 0 and (now > self.next or self.has_risen()):
+            if not self.round and self.allowed > 0 and (now > self.next or self.has_risen()):
                 self.next = float("inf")
                 run.hooks.watch.request("probe")
         self.before = (step, now)
-        return run.hooks.watch.is_asked("probe") or (self.again is not None and step >= self.again)
+        return run.hooks.watch.is_asked("probe") or bool(self.round)
 
     def add_time(self, seconds: float) -> None:
         """Add the time of an update, unless the loop only dispatched it, as it does after each pause."""
@@ -75,7 +74,6 @@ class SlowDevices:
         run.log.events.note("probe", progress.step, ms=[round(1e3 * t, 3) for t in times], factors=factors)
         for rank in self.judge(factors):
             self._name(run, progress.step, rank, shares)
-        self.again = progress.step + GAP if self.round else None
         self.before = None
         now = time.perf_counter()
         self.spent += now - began
