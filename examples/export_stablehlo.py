@@ -53,11 +53,7 @@ def write(folder: pathlib.Path, arrays: Mapping[str, np.ndarray], meta: dict[str
     The program maps (parameters, inputs [example, ...]) to the model's outputs, as an evaluation computes them, for any
     number of examples if the model can be traced so, else for one.
     """
-    config = from_mapping(meta["config"], "the checkpoint")
-    # No reduction is in the program, and the exact ones need flags in the environment of the process.
-    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, reduction="auto"))
-    set_jax(config)
-    forward, names, example = make_forward(config, arrays)
+    forward, names, example = make_forward(meta, arrays)
     params = [jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in names]
     shape = lambda examples: jax.ShapeDtypeStruct((examples, *example.shape[1:]), example.dtype)
     examples = "any number of examples"
@@ -73,11 +69,15 @@ def write(folder: pathlib.Path, arrays: Mapping[str, np.ndarray], meta: dict[str
     return f"inputs {example.dtype}[n, {', '.join(map(str, example.shape[1:]))}], {examples}; run.py runs it"
 
 
-def make_forward(config: Any, arrays: Mapping[str, np.ndarray]) -> tuple[Any, list[str], np.ndarray]:
+def make_forward(meta: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> tuple[Any, list[str], np.ndarray]:
     """Return (forward(parameters in the order of the names, inputs), the names, inputs of an example).
 
     A carried state starts at zero in every call.
     """
+    config = from_mapping(meta["config"], "the checkpoint")
+    # No reduction is in the program, and the exact ones need flags in the environment of the process.
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, reduction="auto"))
+    set_jax(config)
     parts = make_parts(config)
     options, dataset = parts.forward, next(iter(parts.eval_sets.values()), parts.dataset)
     example = {name: x for name, x in dataset.read(np.zeros(1, np.int64)).items() if name != "labels"}
@@ -96,7 +96,7 @@ def make_forward(config: Any, arrays: Mapping[str, np.ndarray]) -> tuple[Any, li
         )
         params, state = fill(trees[0], ""), fill(trees[1], MODEL_STATE)
         if carry is not None:
-            state = {**state, CARRY: jax.tree.map(lambda x: jnp.zeros((len(inputs), *x.shape[1:]), x.dtype), carry)}
+            state = {**state, CARRY: jax.tree.map(lambda x: jnp.zeros((inputs.shape[0], *x.shape[1:]), x.dtype), carry)}
         batch = prepare({"inputs": inputs, "mask": jnp.ones(inputs.shape[:1], bool)})
         params = cast_floats(params, options.policy.compute)
         outputs, _ = options.model.apply(params, state, options.policy.inputs(batch), jax.random.key(0), False)

@@ -162,7 +162,7 @@ def _blocks(
     fill = [(0, b * s - k) for b, s, k in zip(across, strides, kernel.shape[:2], strict=True)]
     kernel = jnp.pad(kernel, [*fill, (0, 0), (0, 0)])
     (down, right), channels = strides, x.shape[3]
-    x = x.reshape(len(x), padded[0] // down, down, padded[1] // right, right, channels).swapaxes(2, 3)
+    x = x.reshape(x.shape[0], padded[0] // down, down, padded[1] // right, right, channels).swapaxes(2, 3)
     kernel = kernel.reshape(across[0], down, across[1], right, channels, -1).swapaxes(1, 2)
     inside = down * right * channels
     return x.reshape(*x.shape[:3], inside), kernel.reshape(*across, inside, kernel.shape[-1])

@@ -72,7 +72,7 @@ def as_transform(f: Callable[..., Any]) -> Transform:
             return batch
         untouched = {name: batch[name] for name in NOT_OF_EXAMPLES if name in batch}
         examples = {name: x for name, x in batch.items() if name not in untouched}
-        count = len(next(iter(examples.values())))
+        count = next(iter(examples.values())).shape[0]
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count))
         run = (lambda example, key: f(example, key, train)) if always else f
         result = jax.vmap(run)(examples, keys)

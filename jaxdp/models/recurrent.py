@@ -141,7 +141,7 @@ class RNNLayer(nnx.Module):
 def begin(carry: Carry, x: jax.Array, dtype: Any) -> jax.Array:
     """Return the carry of the last batch, or the initial one, as [example, hidden] without its gradient."""
     last = jax.lax.stop_gradient(carry[...]).astype(dtype)
-    return jnp.broadcast_to(last, (len(x), last.shape[-1]))
+    return jnp.broadcast_to(last, (x.shape[0], last.shape[-1]))
 
 
 def unroll(step: Callable, start: Any, x: jax.Array) -> tuple[Any, jax.Array]:

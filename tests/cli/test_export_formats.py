@@ -9,19 +9,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 import published_models
 from cli_runs import ended
 from jaxdp import fit
 from jaxdp.checkpoint.weights import as_published, named, open_weights
 from jaxdp.cli import huggingface
+from jaxdp.core.carry import split_carry
 from jaxdp.data import Digits
 from jaxdp.data.tokenizers import Byte, Char
 from jaxdp.errors import UsageError
 from jaxdp.logits import compute_logits
 from jaxdp.models import as_model
+from jaxdp.models.base import CARRY
+from jaxdp.models.cnn import CNN
 from jaxdp.models.gpt import GPT
 from jaxdp.models.mlp import MLP
+from jaxdp.models.recurrent import LSTM
+from jaxdp.models.resnet9 import ResNet9
+from jaxdp.models.vit import ViT
 from launch import ROOT
 from published_models import with_transformers
 
@@ -185,6 +192,25 @@ def test_jax_alone_runs_the_forward_pass_with_equal_bits(form, dtype, tmp_path):
     subprocess.run([sys.executable, "-c", alone, *map(str, files)], check=True, timeout=300, cwd=tmp_path, env=env)
     np.testing.assert_array_equal(np.load(tmp_path / "outputs.npy"), want)
     assert len((folder / "run.py").read_text().splitlines()) <= 15
+
+
+@pytest.mark.parametrize("target", [CNN, GPT, LSTM, MLP, ResNet9, ViT])
+def test_a_model_is_exported_for_any_number_of_examples(target):
+    args = SIZES if target is GPT else {"num_classes": 13, "input_shape": [8] if target is LSTM else [8, 8, 1]}
+    model = as_model(lambda rngs: target(**args, rngs=rngs))
+    one = TOKENS[:1] if target in (GPT, LSTM) else np.zeros((1, 8, 8, 1), np.float32)
+    params, state = jax.eval_shape(model.init, jax.random.key(0), {"inputs": one})
+    state, carry = split_carry(state)
+    any_number = jax.ShapeDtypeStruct((*export.symbolic_shape("n"), *one.shape[1:]), one.dtype)
+
+    def forward(params, state, inputs):
+        zeros = jax.tree.map(lambda x: jnp.zeros((inputs.shape[0], *x.shape[1:]), x.dtype), carry)
+        state = state if carry is None else {**state, CARRY: zeros}
+        batch = {"inputs": inputs, "mask": jnp.ones(inputs.shape[:1], bool)}
+        return compute_logits(model.apply(params, state, batch, jax.random.key(0), False)[0])
+
+    program = export.export(jax.jit(forward))(params, state, any_number)
+    assert str(program.out_avals[0].shape[0]) == "n" and program.out_avals[0].shape[-1] == 13
 
 
 EXAMPLES = [{"inputs": row, "labels": np.roll(row, -1)} for row in np.tile(TOKENS, (4, 1))]
