@@ -46,7 +46,8 @@ def uninterrupted(config, tmp_path_factory):
 
 def killed(rank):
     """What is said of a rank that was killed: by the others, by Open MPI, or by MPICH, which names its process."""
-    return rf"rank {rank} \(host \S+\) has gone: killed|process rank {rank} with[^(]*signal 9|PID \d+ RUNNING[^)]*: 9\n"
+    ours = rf"rank {rank} \(host \S+\), process \d+, ended first, without an error"
+    return rf"{ours}|process rank {rank} with[^(]*signal 9|PID \d+ RUNNING[^)]*: 9\n"
 
 
 # what, where it is in the run, what someone says of it (under either launcher), the exit code (None: a failure's)

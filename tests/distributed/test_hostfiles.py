@@ -1,11 +1,18 @@
-"""The commands of docs/hosts.md with a hostfile: Open MPI and MPICH start one process on each of two hosts."""
+"""The commands of docs/hosts.md with a hostfile, with which Open MPI and MPICH start one process on each of two hosts, and
+with torchrun.
+
+Intel MPI has MPICH's commands: `pip install --no-deps --prefix .impi impi-rt`, then pytest -k mpich with `.impi/bin` first
+in PATH and JAXDP_TEST_MPICH_PREFIX=.impi.
+"""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from cli_runs import DIGITS, jaxdp, records
-from launch import require
+from launch import ROOT, environment, port, require
 from two_hosts import TwoHosts
 
 SHORT = ["--steps", "12", "--parallel.reduction", "exact"]
@@ -31,3 +38,15 @@ def test_two_hosts_of_a_hostfile_compute_what_one_process_does(tmp_path, alone, 
     assert topology["hosts"] == hosts.names, topology
     (final,) = records(tmp_path / "run", "final")
     assert final["step"] == 12 and final["params_sha256"] == alone
+
+
+@pytest.mark.slow
+def test_two_agents_of_torchrun_compute_what_one_process_does(tmp_path, alone):
+    pytest.importorskip("torch")
+    rendezvous = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_id", "1", "--rdzv_backend", "c10d"]
+    command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "--rdzv_endpoint", f"127.0.0.1:{port()}"]
+    train = ["train.py", *DIGITS, *SHORT, "--run_dir", str(tmp_path / "run")]
+    agents = [subprocess.Popen([*command, *train], cwd=ROOT, env=environment({}, 1)) for _ in range(2)]
+    assert [agent.wait(300) for agent in agents] == [0, 0]
+    assert records(tmp_path / "run", "final")[0]["params_sha256"] == alone
+    assert json.loads((tmp_path / "run" / "env.json").read_text())["topology"]["processes"] == 2
