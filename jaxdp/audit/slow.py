@@ -111,7 +111,7 @@ class SlowDevices:
         others = statistics.median(t for r, t in enumerate(times) if r != rank)
         text = (
             f"{context.title(rank)}, process {context.pids[rank]}, computes slowly, by a factor of {factor:.2f}: a "
-            f"microbatch takes {times[rank]:.1f} ms, in the others {others:.1f} ms (medians of {ROUND} "
+            f"microbatch takes {times[rank]:.3g} ms, in the others {others:.3g} ms (medians of {ROUND} "
             f"measurements){facts}"
         )
         run.log.events.note("slow", step, rank=rank, factor=round(factor, 3), reason=text)

@@ -1,8 +1,7 @@
-"""The commands of docs/hosts.md with a hostfile, with which Open MPI and MPICH start one process on each of two hosts, and
-with torchrun.
+"""The commands of docs/hosts.md: with a hostfile, Open MPI and MPICH start one process on each of two hosts; torchrun.
 
-Intel MPI has MPICH's commands: `pip install --no-deps --prefix .impi impi-rt`, then pytest -k mpich with `.impi/bin` first
-in PATH and JAXDP_TEST_MPICH_PREFIX=.impi.
+Intel MPI has MPICH's commands: `pip install --no-deps --prefix .impi impi-rt`, then pytest -k mpich with
+JAXDP_TEST_MPICH_PREFIX=.impi and `.impi/bin` first in PATH.
 """
 
 import json
