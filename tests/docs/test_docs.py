@@ -245,6 +245,25 @@ def test_the_manifests_say_what_is_read(monkeypatch):
     assert args[args.index("--hostfile") + 1] == "/etc/mpi/hostfile"
 
 
+@pytest.mark.slow
+def test_the_manifests_follow_the_schemas_of_kubernetes():
+    """No field is unknown. JobSet and MPIJob are not Kubernetes' own: the jobs and pods in them."""
+    validator = pytest.importorskip("kubernetes_validate")
+    text = (ROOT / "docs" / "kubernetes.md").read_text()
+    found = [doc for _, kind, block in all_blocks(text) if kind == "yaml" for doc in yaml.safe_load_all(block)]
+    service, job, jobset, mpijob = found
+    named = {"metadata": {"name": "run"}}
+    inner = [t["template"] for t in jobset["spec"]["replicatedJobs"]]
+    pods = [spec["template"] for spec in mpijob["spec"]["mpiReplicaSpecs"].values()]
+    objects = [{"apiVersion": "batch/v1", "kind": "Job", **named, **template} for template in inner]
+    objects += [{"apiVersion": "v1", "kind": "PodTemplate", **named, "template": pod} for pod in pods]
+    assert len(objects) == 3
+    for described in [service, job, *objects]:
+        validator.validate(described, validator.latest_version(), strict=True)
+    with pytest.raises(validator.ValidationError):
+        validator.validate({**job, "spec": {**job["spec"], "completionz": 2}}, validator.latest_version(), strict=True)
+
+
 def made_pages():
     spec = importlib.util.spec_from_file_location("pages", ROOT / "docs" / "pages.py")
     module = importlib.util.module_from_spec(spec)
