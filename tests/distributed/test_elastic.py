@@ -664,7 +664,7 @@ def test_with_outer_a_cut_of_30_s_only_delays_the_run(tmp_path, elastic):
         hosts.cut(1)
         time.sleep(30)  # the length of the fault, not a condition
         hosts.heal()
-        outs = [loop.communicate(timeout=200)[0] for loop in loops]
+        outs = [loop.communicate(timeout=600)[0] for loop in loops]
     assert [loop.returncode for loop in loops] == [0, 0], outs
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert [e["kind"] for e in events if e["kind"] in ("start", "resume", "failed")] == ["start"], outs
