@@ -53,7 +53,7 @@ def prefetch_in_workers(
 
     Raises UsageError if the dataset cannot be pickled.
     """
-    items = one_by_one(steps) if groups is None else groups
+    items = (range(step, step + 1) for step in steps) if groups is None else groups
     if workers < 1:
         with prefetch(lambda steps: then(steps, _read(dataset, order, steps, numbers)), items) as batches:
             yield batches
@@ -66,10 +66,6 @@ def prefetch_in_workers(
             yield batches
         finally:
             end()  # kill the workers first: prefetch waits for its thread, which waits for a worker
-
-
-def one_by_one(steps: range) -> Iterator[range]:
-    return (range(step, step + 1) for step in steps)
 
 
 def _read(dataset: Dataset, order: ExampleOrder, steps: range, numbers: Any) -> Batch:
