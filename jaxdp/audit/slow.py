@@ -69,7 +69,7 @@ class SlowDevices:
             times, shares = self._measure(run, progress.state, batch)
         self.measured.append(times)
         on_cpu = self.probe.strategy.devices[0].platform == "cpu"
-        factors = with_shares(times, shares, 0.5 + 0.5 * self.factor) if on_cpu else relative(times)
+        factors = with_shares(times, shares) if on_cpu else relative(times)
         run.log.events.note("probe", progress.step, ms=[round(1e3 * t, 3) for t in times], factors=factors)
         for rank in self.judge(factors):
             self._name(run, progress.step, rank, shares)
@@ -148,11 +148,11 @@ def relative(times: Sequence[float]) -> list[float]:
     return [t / statistics.median([*times[:rank], *times[rank + 1 :]]) for rank, t in enumerate(times)]
 
 
-def with_shares(times: Sequence[float], shares: Sequence[float], least: float) -> list[float]:
-    """Return the time of each rank, relative to the others; or the CPU time that they got relative to its own, if that
-    is larger: it varies ten times less. But a rank that is not slower by `least` is not, whatever CPU time it got."""
+def with_shares(times: Sequence[float], shares: Sequence[float]) -> list[float]:
+    """Return the time of each rank, relative to the others. Of a rank that takes longer, or the CPU time that they got
+    relative to its own, if that is larger: it varies ten times less."""
     fewer = relative([1 / share for share in shares])
-    return [max(t, f) if t > least else t for t, f in zip(relative(times), fewer)]
+    return [max(t, f) if t > 1 else t for t, f in zip(relative(times), fewer)]
 
 
 def condition() -> str:
