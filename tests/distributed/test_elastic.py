@@ -500,8 +500,9 @@ def test_with_its_coordinator_and_half_of_the_processes_the_job_restarts_from_it
     assert resumed[0] >= 10 and final["params_sha256"] == alone(tmp_path)["params_sha256"]
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [1, 0])
 def test_a_loop_of_ones_own_survives(tmp_path, rank):
     """The losses are those of the same loop without a fault."""
     command = [sys.executable, "-m", "jaxdp", "launch", "-n", "3", "--restart", "1"]

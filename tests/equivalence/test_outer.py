@@ -84,9 +84,8 @@ def oracle(params, examples, every, outer_steps, inner, outer, replicas=4):
     return params
 
 
-@pytest.mark.parametrize(
-    "devices", [1, pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)]
-)
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("devices", [4, 1, 2, 8])
 def test_the_parameters_are_those_of_the_oracle(devices):
     with jax.enable_x64(True):
         examples = toys.data(dtype=np.float64)
