@@ -24,8 +24,7 @@ def facts(config: Config, data: str) -> dict[str, str]:
 
 def has_own_code(config: Config, objects: Objects) -> bool:
     """Return whether a script passed objects, or the config names code by a dotted path."""
-    named = [str(v) for k, v in flatten(config).items() if k.endswith(("target", "schedule"))]
-    return bool(objects) or any("." in name for name in named)
+    return bool(objects) or any("." in str(v) for k, v in flatten(config).items() if k.endswith(("target", "schedule")))
 
 
 def shapes_of(dataset: Dataset) -> dict[str, tuple[tuple[int, ...], np.dtype]]:

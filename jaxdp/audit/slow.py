@@ -15,6 +15,7 @@ import jax
 
 from jaxdp.audit.program import Probe
 from jaxdp.core.state import Batch, TrainState
+from jaxdp.cpu import on_cpu
 from jaxdp.distributed.context import SLOW
 from jaxdp.training.run import Progress, Run
 
@@ -68,8 +69,7 @@ class SlowDevices:
         with run.hooks.watch.suspend_timeout("measures its devices"):
             times, shares = self._measure(run, progress.state, batch)
         self.measured.append(times)
-        on_cpu = self.probe.strategy.devices[0].platform == "cpu"
-        factors = with_shares(times, shares) if on_cpu else relative(times)
+        factors = with_shares(times, shares) if on_cpu() else relative(times)
         run.log.events.note("probe", progress.step, ms=[round(1e3 * t, 3) for t in times], factors=factors)
         for rank in self.judge(factors):
             self._name(run, progress.step, rank, shares)
@@ -104,7 +104,7 @@ class SlowDevices:
         context, factor = run.checkpoints.context, self.named[rank]
         facts = context.exchange("state of the devices", condition() if context.rank == rank else "")[rank]
         share = 1 / relative([1 / s for s in shares])[rank]
-        if self.probe.strategy.devices[0].platform == "cpu" and share < 0.9:
+        if on_cpu() and share < 0.9:
             facts = f"; it got {share:.2f} times their CPU time: it was stopped, or other programs use its cores"
         times = [1e3 * statistics.median(of_rank) for of_rank in zip(*self.measured)]
         others = statistics.median(t for r, t in enumerate(times) if r != rank)
@@ -149,10 +149,8 @@ def relative(times: Sequence[float]) -> list[float]:
 
 
 def with_shares(times: Sequence[float], shares: Sequence[float]) -> list[float]:
-    """Return the time of each rank, relative to the others. Of a rank that takes longer, or the CPU time that they got
-    relative to its own, if that is larger: it varies ten times less."""
-    fewer = relative([1 / share for share in shares])
-    return [max(t, f) if t > 1 else t for t, f in zip(relative(times), fewer)]
+    """Return the relative times; for a rank that takes longer, its lack of CPU time, which varies less, if larger."""
+    return [max(t, lack) if t > 1 else t for t, lack in zip(relative(times), relative([1 / s for s in shares]))]
 
 
 def condition() -> str:

@@ -53,7 +53,7 @@ def prefetch_in_workers(
 
     Raises UsageError if the dataset cannot be pickled.
     """
-    items = (range(step, step + 1) for step in steps) if groups is None else groups
+    items = one_by_one(steps) if groups is None else groups
     if workers < 1:
         with prefetch(lambda steps: then(steps, _read(dataset, order, steps, numbers)), items) as batches:
             yield batches
@@ -68,15 +68,18 @@ def prefetch_in_workers(
             end()  # kill the workers first: prefetch waits for its thread, which waits for a worker
 
 
+def one_by_one(steps: range) -> Iterator[range]:
+    return (range(step, step + 1) for step in steps)
+
+
 def _read(dataset: Dataset, order: ExampleOrder, steps: range, numbers: Any) -> Batch:
-    several = len(steps) > 1
     try:
         batches = read_batches(dataset, order, steps, numbers)
     except Exception as error:
-        until = f" to {steps[-1]}" if several else ""
+        until = f" to {steps[-1]}" if len(steps) > 1 else ""
         error.add_note(f"as the batch of step {steps[0]}{until} was read, counted from 0")
         raise
-    return batches if several else {key: value[0] for key, value in batches.items()}
+    return batches if len(steps) > 1 else {key: value[0] for key, value in batches.items()}
 
 
 def _receive_steps(receive: Callable[[int], Batch], steps: range) -> Batch:
