@@ -1,4 +1,4 @@
-"""Export the forward pass of a run as an ONNX file, by jax2onnx, a converter of its own (docs/export.md).
+"""Export the forward pass of a run as an ONNX file. Needs the package jax2onnx (docs/export.md).
 
 python examples/export_onnx.py runs/digits [FILE]
 """
@@ -8,12 +8,9 @@ import sys
 
 import jax
 import jax.extend.core as jex
-from export_stablehlo import make_forward
+from export_stablehlo import make_forward, read
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax2onnx import to_onnx
-
-from jaxdp.checkpoint import manifest
-from jaxdp.checkpoint.weights import from_checkpoint, locate, on_host
 
 
 def without_unused(f):
@@ -30,9 +27,8 @@ def without_unused(f):
 
 if __name__ == "__main__":
     run_dir = pathlib.Path(sys.argv[1])
-    checkpoint = locate(str(run_dir))
-    arrays = on_host(from_checkpoint(checkpoint, ema=False))
-    forward, names, example = make_forward(manifest.read(checkpoint)["meta"], arrays)
+    meta, arrays = read(run_dir)
+    forward, names, example = make_forward(meta, arrays)
     params = [arrays[name] for name in names]
     inputs = jax.ShapeDtypeStruct(("n", *example.shape[1:]), example.dtype)
     options = {"return_mode": "file", "output_path": sys.argv[2] if sys.argv[2:] else str(run_dir / "forward.onnx")}

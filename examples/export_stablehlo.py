@@ -47,7 +47,7 @@ np.save(sys.argv[2], np.asarray(outputs, np.result_type(np.float32, outputs.dtyp
 '''
 
 
-def write(folder: pathlib.Path, arrays: Mapping[str, np.ndarray], meta: dict[str, Any]) -> str:
+def write(folder: pathlib.Path, meta: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
     """Write forward.stablehlo, params.npz and run.py; return a line about them.
 
     The program maps (parameters, inputs [example, ...]) to the model's outputs, as an evaluation computes them, for any
@@ -67,6 +67,12 @@ def write(folder: pathlib.Path, arrays: Mapping[str, np.ndarray], meta: dict[str
     np.savez(folder / "params.npz", **{name: arrays[name] for name in names})
     (folder / "run.py").write_text(SCRIPT.format(x64=jax.config.jax_enable_x64))
     return f"inputs {example.dtype}[n, {', '.join(map(str, example.shape[1:]))}], {examples}; run.py runs it"
+
+
+def read(run_dir: str | pathlib.Path) -> tuple[dict[str, Any], Mapping[str, np.ndarray]]:
+    """Return (the description, the arrays by path) of the run's last checkpoint."""
+    checkpoint = locate(str(run_dir))
+    return manifest.read(checkpoint)["meta"], on_host(from_checkpoint(checkpoint, ema=False))
 
 
 def make_forward(meta: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> tuple[Any, list[str], np.ndarray]:
@@ -107,7 +113,5 @@ def make_forward(meta: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> tupl
 
 if __name__ == "__main__":
     run_dir = pathlib.Path(sys.argv[1])
-    checkpoint = locate(str(run_dir))
-    stored = on_host(from_checkpoint(checkpoint, ema=False))
     output = pathlib.Path(sys.argv[2]) if sys.argv[2:] else run_dir / "stablehlo"
-    print(write(output, stored, manifest.read(checkpoint)["meta"]))
+    print(write(output, *read(run_dir)))

@@ -1,4 +1,4 @@
-"""docs/export.md: programs of others run what is exported: ONNX Runtime, by jax2onnx, and lm-eval.
+"""docs/export.md: ONNX Runtime (by jax2onnx) and lm-eval run exported models.
 
 They are not among the requirements of the tests: jax2onnx is made for another Orbax, lm-eval needs PyTorch.
 """
@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 
 from jaxdp import fit
-from jaxdp.checkpoint import manifest
-from jaxdp.checkpoint.weights import from_checkpoint, locate, on_host
 from launch import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -35,23 +33,22 @@ ENV = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 def trained(name, folder):
     """Train a model for two updates; return (inputs -> its outputs, inputs of an example)."""
     sys.path.append(str(ROOT / "examples"))
-    from export_stablehlo import make_forward
+    from export_stablehlo import make_forward, read
 
     args, data = MODELS[name]
     fit(
         {"target": name.partition(" ")[0], "args": args}, data, "CausalLM" if data is TEXT else "SoftmaxCrossEntropy",
         run_dir=folder, batch_size=4, steps=2, microbatches=1, parallel={"devices": 1}, compilation_cache=None,
     )  # fmt: skip
-    checkpoint = locate(str(folder))
-    arrays = on_host(from_checkpoint(checkpoint, ema=False))
-    forward, names, example = make_forward(manifest.read(checkpoint)["meta"], arrays)
+    meta, arrays = read(folder)
+    forward, names, example = make_forward(meta, arrays)
     return lambda inputs: np.asarray(jax.jit(forward)([arrays[name] for name in names], inputs)), example
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_onnx_runtime_has_the_outputs_of_the_model(name, tmp_path):
     """For any number of examples."""
-    pytest.importorskip("jax2onnx")
+    pytest.importorskip("jax2onnx", reason="see docs/export.md")
     onnxruntime = pytest.importorskip("onnxruntime")
     forward, example = trained(name, tmp_path)
     command = [sys.executable, ROOT / "examples" / "export_onnx.py", tmp_path]
@@ -67,7 +64,7 @@ def test_onnx_runtime_has_the_outputs_of_the_model(name, tmp_path):
 
 def test_lm_eval_scores_an_exported_model(tmp_path):
     """Its perplexity is that of the model's own outputs."""
-    pytest.importorskip("lm_eval")
+    pytest.importorskip("lm_eval", reason="pip install 'lm-eval[hf]'")
     forward, _ = trained("GPT", tmp_path)
     pairs = [("def f", "(x):"), ("import", " sys"), ("return", " self")]
     lines = [json.dumps({"context": context, "last": last}) for context, last in pairs]

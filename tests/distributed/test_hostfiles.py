@@ -5,13 +5,11 @@ JAXDP_TEST_MPICH_PREFIX=.impi and `.impi/bin` first in PATH.
 """
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from cli_runs import DIGITS, jaxdp, records
-from launch import ROOT, environment, port, require
+from launch import port, processes, require
 from two_hosts import TwoHosts
 
 SHORT = ["--steps", "12", "--parallel.reduction", "exact"]
@@ -41,11 +39,11 @@ def test_two_hosts_of_a_hostfile_compute_what_one_process_does(tmp_path, alone, 
 
 @pytest.mark.slow
 def test_two_agents_of_torchrun_compute_what_one_process_does(tmp_path, alone):
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="pip install torch")
     rendezvous = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_id", "1", "--rdzv_backend", "c10d"]
-    command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "--rdzv_endpoint", f"127.0.0.1:{port()}"]
+    command = ["-m", "torch.distributed.run", *rendezvous, "--rdzv_endpoint", f"127.0.0.1:{port()}"]
     train = ["train.py", *DIGITS, *SHORT, "--run_dir", str(tmp_path / "run")]
-    agents = [subprocess.Popen([*command, *train], cwd=ROOT, env=environment({}, 1)) for _ in range(2)]
-    assert [agent.wait(300) for agent in agents] == [0, 0]
+    agents = processes([*command, *train], [{}, {}], timeout=300)
+    assert [agent.returncode for agent in agents] == [0, 0], [agent.output for agent in agents]
     assert records(tmp_path / "run", "final")[0]["params_sha256"] == alone
     assert json.loads((tmp_path / "run" / "env.json").read_text())["topology"]["processes"] == 2

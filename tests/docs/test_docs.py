@@ -212,12 +212,17 @@ def test_messages_of_the_page_are_those_of_the_code():
     assert not unknown
 
 
+def kubernetes():
+    """Return (the page's text, its manifests)."""
+    text = (ROOT / "docs" / "kubernetes.md").read_text()
+    return text, [x for _, kind, block in all_blocks(text) if kind == "yaml" for x in yaml.safe_load_all(block)]
+
+
 def test_the_manifests_say_what_is_read(monkeypatch):
     """Of Kubernetes: the variables, and what the pods' names have to be; see jaxdp/distributed/launchers.py."""
-    text = (ROOT / "docs" / "kubernetes.md").read_text()
-    found = [doc for _, kind, block in all_blocks(text) if kind == "yaml" for doc in yaml.safe_load_all(block)]
-    service, job, jobset, mpijob = found
-    assert [d["kind"] for d in found] == ["Service", "Job", "JobSet", "MPIJob"]
+    text, manifests = kubernetes()
+    service, job, jobset, mpijob = manifests
+    assert [d["kind"] for d in manifests] == ["Service", "Job", "JobSet", "MPIJob"]
     inner = jobset["spec"]["replicatedJobs"][0]["template"]
     for spec in (job["spec"], inner["spec"]):
         assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
@@ -247,11 +252,9 @@ def test_the_manifests_say_what_is_read(monkeypatch):
 
 @pytest.mark.slow
 def test_the_manifests_follow_the_schemas_of_kubernetes():
-    """No field is unknown. JobSet and MPIJob are not Kubernetes' own: the jobs and pods in them."""
-    validator = pytest.importorskip("kubernetes_validate")
-    text = (ROOT / "docs" / "kubernetes.md").read_text()
-    found = [doc for _, kind, block in all_blocks(text) if kind == "yaml" for doc in yaml.safe_load_all(block)]
-    service, job, jobset, mpijob = found
+    """Of JobSet and MPIJob, which are extensions of Kubernetes, the jobs and pods in them do."""
+    validator = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    service, job, jobset, mpijob = kubernetes()[1]
     named = {"metadata": {"name": "run"}}
     inner = [t["template"] for t in jobset["spec"]["replicatedJobs"]]
     pods = [spec["template"] for spec in mpijob["spec"]["mpiReplicaSpecs"].values()]
