@@ -18,7 +18,7 @@ from orbax.checkpoint._src.path import atomicity
 import launch
 import toys
 from checkpoints import META, WAYS, digest, strategy
-from jaxdp.checkpoint import manifest
+from jaxdp.checkpoint import manifest, orbax
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.state import init_state
@@ -65,6 +65,16 @@ def saved(directory, n=2, **settings):
         checkpoints.save(step, state, META, said.append)
     assert checkpoints.wait() is None
     return checkpoints, made, said
+
+
+@pytest.mark.parametrize("slice_bytes, compiles", [(orbax.SLICE, False), (8, True)])
+def test_small_replicated_arrays_are_saved_without_compiling(tmp_path, monkeypatch, caplog, slice_bytes, compiles):
+    monkeypatch.setattr(orbax, "SLICE", slice_bytes)
+    mesh = jax.make_mesh((8,), ("data",))
+    x = jax.device_put(np.zeros((8, 6)), jax.NamedSharding(mesh, jax.P()))
+    with jax.log_compiles():
+        orbax.save(tmp_path / "1", {"x": x}, "first").result()
+    assert ("compilation of jit(slice)" in caplog.text) == compiles
 
 
 @pytest.mark.slow
