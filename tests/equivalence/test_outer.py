@@ -1,5 +1,6 @@
 """Local updates (`outer`): the numbers of logical replicas, on any number of devices, against an oracle of DiLoCo."""
 
+import functools
 import itertools
 import shutil
 import types
@@ -64,6 +65,11 @@ def oracle(params, examples, every, outer_steps, inner, outer, replicas=4):
         logits = x @ params["head"]["kernel"] + params["head"]["bias"]
         return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(len(y)), y])
 
+    @jax.jit
+    def advance(params, moments, x, y):
+        updates, moments = inner.update(jax.grad(loss)(params, x, y), moments, params)
+        return optax.apply_updates(params, updates), moments
+
     size, own = len(examples["labels"]), MICROBATCHES // replicas
     moments, outer_state = [inner.init(params)] * replicas, outer.init(params)
     for block in range(outer_steps):
@@ -74,9 +80,7 @@ def oracle(params, examples, every, outer_steps, inner, outer, replicas=4):
                 start = step % -(-size // BATCH) * BATCH
                 rows = np.arange(start, min(start + BATCH, size))
                 rows = np.concatenate([rows[m::MICROBATCHES] for m in range(r * own, (r + 1) * own)])
-                grads = jax.grad(loss)(mine, examples["inputs"][rows], examples["labels"][rows])
-                updates, moments[r] = inner.update(grads, moments[r], mine)
-                mine = optax.apply_updates(mine, updates)
+                mine, moments[r] = advance(mine, moments[r], examples["inputs"][rows], examples["labels"][rows])
             ends.append(mine)
         mean = jax.tree.map(lambda p, *ends: p - sum(ends) / replicas, params, *ends)
         updates, outer_state = outer.update(mean, outer_state, params)
@@ -99,18 +103,19 @@ def test_the_parameters_are_those_of_the_oracle(devices):
         assert int(metrics["halted"]) == 0 and int(state.step) == 6
 
 
+@functools.cache
+def moved(between):
+    """How far three updates and an outer step move the parameters."""
+    strategy, program, batch = build(4, 3, optax.adam(1e-2), optax.sgd(1.0), toys.data(64), between=between)
+    state = strategy.init()
+    start = jax.tree.map(np.array, state.params)
+    for i in range(3):
+        state, _ = program.update(state, batch(i))
+    return jax.tree.map(lambda x, y: np.asarray(x) - y, state.params, start)
+
+
 @pytest.mark.parametrize("between, least, most", [("exact", 0, 1e-6), ("exact16", 1e-7, 1e-3), ("exact8", 1e-4, 0.05)])
 def test_differences_may_be_sent_in_fewer_bits_than_gradients(between, least, most):
-    examples = toys.data(64)
-
-    def moved(between):
-        strategy, program, batch = build(4, 3, optax.adam(1e-2), optax.sgd(1.0), examples, between=between)
-        state = strategy.init()
-        start = jax.tree.map(jnp.copy, state.params)
-        for i in range(3):
-            state, _ = program.update(state, batch(i))
-        return jax.tree.map(lambda x, y: np.asarray(x - y), state.params, start)
-
     assert least <= toys.relative_error(moved(between), moved(None))[0] < most
 
 
