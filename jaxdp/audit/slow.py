@@ -24,7 +24,7 @@ ENOUGH = 20  # updates before the first rise
 PAUSE = 60.0  # the least seconds from one measurement to the next without a rise
 MOST, SHARE = 10.0, 0.005  # what measurements may take: so many seconds at once, then a share of the time
 BLOCK, BLOCKS = 0.05, 3  # the least of three means over 50 ms each: longer than a scheduler's pauses
-ROUND = 5  # measurements that name a process, one after each update
+ROUND = 7  # measurements that name a process, one after each update
 
 
 class SlowDevices:

@@ -120,7 +120,7 @@ class Watchdog:
 
     step_timeout: float | None = speed(600.0, above=0)
     straggler_factor: float = speed(2.0, least=1)
-    slow_factor: float | None = speed(1.15, above=1, example=1.15)
+    slow_factor: float | None = speed(1.2, above=1, example=1.2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -296,11 +296,13 @@ def test_what_depends_on_devices_time_or_chance_is_found(tmp_path, case):
     assert not any(check.name == "padding" for check in report.checks)  # noise is not blamed on a mask
 
 
+@pytest.mark.slow
 def test_a_comparison_with_one_device_alone_verifies_nothing(tmp_path):
     report = verified(tmp_path, verify_cases.named("model", "pair"), devices=1)
     assert report.passed and report.causes[0].startswith("nothing was compared on several devices; use --devices 2")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("argv", [verify_cases.named("model", "stopped"), ["--optimizer.lr", "0"]])
 def test_a_model_without_gradients_or_steps_is_not_verified(tmp_path, argv):
     report = verified(tmp_path, argv)

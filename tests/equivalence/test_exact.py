@@ -400,6 +400,7 @@ def initial(backend, devices, zero, reduction="exact", shard_size=None):
     return [np.asarray(x).tobytes() for x in jax.tree.leaves((state.params, state.ema))]
 
 
+@pytest.mark.slow
 def test_initial_weights_that_depend_on_each_other_are_those_of_one_device():
     whole = initial("pmap", 1, 0)
     for where in (("pmap", 3, 1), ("pjit", 8, 3, "exact", 4)):

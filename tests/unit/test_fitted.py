@@ -148,11 +148,13 @@ def test_each_evaluation_set_is_read_with_its_own_transform():
     assert len({numbers["loss"] for numbers in apart.values()}) == 3
 
 
+@pytest.mark.slow
 def test_without_evaluation_data_predictions_get_the_transform_of_the_training_data():
     trained = jaxdp.fit(Net, Scaled(-3.0), steps=1, batch_size=30, parallel={"devices": 1})
     np.testing.assert_allclose(trained.predict(X), trained.model(-3 * X), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_it_never_evaluates_what_another_run_has_written(tmp_path):
     more = {"run_dir": tmp_path, "steps": 1, "eval_data": None}
     first = fit(**more)

@@ -181,6 +181,7 @@ class Standardized(nnx.Module):
         return self.head((h - h.mean(0)) / (h.std(0) + 1e-5))
 
 
+@pytest.mark.slow
 def test_a_place_without_a_microbatch_has_finite_gradients():
     """Three devices have nine places for eight microbatches."""
     settings = {"steps": 2, "optimizer": "momentum"}
