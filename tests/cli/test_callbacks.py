@@ -87,6 +87,7 @@ def test_an_error_names_its_callback():
         fit(Failing(1))
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_an_error_of_one_rank_at_the_end_is_the_end_of_all(tmp_path):
     (tmp_path / "ending.py").write_text(

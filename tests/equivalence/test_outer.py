@@ -120,6 +120,7 @@ def test_differences_may_be_sent_in_fewer_bits_than_gradients(between, least, mo
     assert least <= toys.relative_error(moved(between), moved(None))[0] < most
 
 
+@pytest.mark.slow
 def test_with_an_outer_step_after_each_update_it_is_ordinary_training():
     """If the inner optimizer is SGD and the outer one takes the mean."""
     examples = toys.data(64)
