@@ -21,7 +21,7 @@ from jaxdp.distributed.world import World
 from jaxdp.errors import DistributedError, ReportedError, UsageError, one_line
 
 SLOW = 600.0  # seconds that one process may take longer than another, such as to compile or to read its data
-GRACE = 2.0  # seconds that an ending process waits for other ending processes
+GRACE, LATE = 2.0, 8.0  # seconds that an ending process waits for the others, and for the one that prints for it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,15 +238,16 @@ def shutdown() -> None:
 def leave(code: int, speaker: int | None = None) -> NoReturn:
     """Flush the output and end this process now, without waiting in JAX's barrier at exit.
 
-    speaker: a rank that prints for all; the others wait for it, GRACE seconds at most. A launcher kills all ranks when
-    one has ended, and may then report the kill instead of `code`. So they end at the same moment.
+    speaker: a rank that prints for all; the others wait for it, at most GRACE seconds, or LATE if they never connected:
+    a launcher kills all ranks when one has ended, and may then report the kill instead of `code`, or kill the speaker.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
     rank, size, member = _process().rank, _process().size, membership.current()
     if size > 1 and member is None:  # the ranks never connected
-        time.sleep(0.0 if rank == speaker or (rank and speaker is None) else GRACE / 2)
+        wait = GRACE / 2 * (rank == 0) if speaker is None else LATE
+        time.sleep(wait if rank != speaker else 0.0)
     elif member is not None:
         if speaker is not None:
             with contextlib.suppress(DistributedError):

@@ -98,6 +98,15 @@ def test_mpi4py_is_missing(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_rank_waits_for_the_one_that_prints_for_it(tmp_path):
+    """Though that one starts later: the launcher kills it as soon as another has ended."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\n\ntime.sleep(3 * (os.environ.get('OMPI_COMM_WORLD_RANK') == '0'))\n"
+    )
+    test_mpi4py_is_missing(tmp_path)
+
+
+@pytest.mark.slow
 def test_collectives_over_mpi_are_refused():
     job = mpirun(2, [SCRIPT], env={"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi"}, timeout=30)
     (line,) = errors(job)
