@@ -238,16 +238,16 @@ def shutdown() -> None:
 def leave(code: int, speaker: int | None = None) -> NoReturn:
     """Flush the output and end this process now, without waiting in JAX's barrier at exit.
 
-    speaker: a rank that prints for all; the others wait for it, at most GRACE seconds, or LATE if they never connected:
-    a launcher kills all ranks when one has ended, and may then report the kill instead of `code`, or kill the speaker.
+    speaker: a rank that prints for all; the others wait for it, at most GRACE seconds, or LATE under mpirun, which kills
+    all ranks when one has ended, the speaker too, and may then report the kill instead of `code`.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
     rank, size, member = _process().rank, _process().size, membership.current()
     if size > 1 and member is None:  # the ranks never connected
-        wait = GRACE / 2 * (rank == 0) if speaker is None else LATE
-        time.sleep(wait if rank != speaker else 0.0)
+        by_mpi = speaker is not None and _joining is not None and _joining.coordinator is None
+        time.sleep(0.0 if rank == speaker or (rank and speaker is None) else LATE if by_mpi else GRACE / 2)
     elif member is not None:
         if speaker is not None:
             with contextlib.suppress(DistributedError):
