@@ -238,8 +238,8 @@ def shutdown() -> None:
 def leave(code: int, speaker: int | None = None) -> NoReturn:
     """Flush the output and end this process now, without waiting in JAX's barrier at exit.
 
-    speaker: a rank that prints for all; the others wait for it, at most GRACE seconds, or LATE under mpirun, which kills
-    all ranks when one has ended, the speaker too, and may then report the kill instead of `code`.
+    speaker: a rank that prints for all; the others wait for it, at most GRACE seconds, or LATE under mpirun, which
+    kills all ranks when one has ended, the speaker too, and may then report the kill instead of `code`.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
