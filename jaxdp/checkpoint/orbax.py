@@ -11,7 +11,7 @@ from jaxdp.checkpoint import folders
 from jaxdp.distributed.context import Context, current
 
 TIMEOUT = 1200.0  # seconds for the files of one save
-SLICE = 16 << 20  # bytes: below, one process writes a replicated array, since each slice is a program to compile
+SLICE = 16 << 20  # bytes: smaller slices of replicated arrays are not made, since each is a program to compile
 
 
 def orbax() -> Any:
@@ -22,7 +22,7 @@ def orbax() -> Any:
 
 
 def options() -> Any:
-    """Return Orbax's context with our time limit."""
+    """Return Orbax's context with our time limit, and without slices of small arrays."""
     context = orbax().Context()
     context.asynchronous.timeout_secs = int(TIMEOUT)
     context.array.saving.min_slice_bytes_for_replica_parallel = SLICE

@@ -53,7 +53,7 @@ def prefetch_in_workers(
 
     Raises UsageError if the dataset cannot be pickled.
     """
-    items = one_by_one(steps) if groups is None else groups
+    items = single_steps(steps) if groups is None else groups
     if workers < 1:
         with prefetch(lambda steps: then(steps, _read(dataset, order, steps, numbers)), items) as batches:
             yield batches
@@ -68,7 +68,7 @@ def prefetch_in_workers(
             end()  # kill the workers first: prefetch waits for its thread, which waits for a worker
 
 
-def one_by_one(steps: range) -> Iterator[range]:
+def single_steps(steps: range) -> Iterator[range]:
     return (range(step, step + 1) for step in steps)
 
 

@@ -246,8 +246,10 @@ def leave(code: int, speaker: int | None = None) -> NoReturn:
             stream.flush()
     rank, size, member = _process().rank, _process().size, membership.current()
     if size > 1 and member is None:  # the ranks never connected
-        by_mpi = speaker is not None and _joining is not None and _joining.coordinator is None
-        time.sleep(0.0 if rank == speaker or (rank and speaker is None) else LATE if by_mpi else GRACE / 2)
+        if speaker is None:
+            time.sleep(0.0 if rank else GRACE / 2)
+        elif rank != speaker:
+            time.sleep(LATE if _joining is not None and _joining.coordinator is None else GRACE / 2)
     elif member is not None:
         if speaker is not None:
             with contextlib.suppress(DistributedError):

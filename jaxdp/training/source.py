@@ -11,7 +11,7 @@ from jaxdp.core.state import Batch
 from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.resident import Resident
 from jaxdp.data.stream import StreamEnded
-from jaxdp.data.workers import one_by_one, prefetch_in_workers
+from jaxdp.data.workers import prefetch_in_workers, single_steps
 from jaxdp.distributed import protocol
 from jaxdp.distributed.context import Context
 from jaxdp.errors import DistributedError, GenerationEnded, UsageError
@@ -54,7 +54,7 @@ class Source:
 
         groups: the same steps in order, in ranges, by default of one each; one of several gives batches[step, ...].
         """
-        groups = one_by_one(range(start, stop)) if groups is None else groups
+        groups = single_steps(range(start, stop)) if groups is None else groups
         if self.resident is not None:
             return self.resident.batches(self.order, groups)
 

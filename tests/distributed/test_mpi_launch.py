@@ -88,22 +88,17 @@ def test_alone():
     assert (line["size"], line["local_size"], line["launcher"], line["devices"]) == (1, 1, "none", 2)
 
 
-def test_mpi4py_is_missing(tmp_path):
+@pytest.mark.parametrize("late", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_mpi4py_is_missing(tmp_path, late):
+    """late: the seconds by which rank 0, which prints, starts after rank 1, whose end makes mpirun kill it."""
+    wait = f"import os, time\n\ntime.sleep({late} * (os.environ.get('OMPI_COMM_WORLD_RANK') == '0'))\n"
+    (tmp_path / "sitecustomize.py").write_text(wait)
     package = tmp_path / "mpi4py" / "__init__.py"
     package.parent.mkdir()
     package.write_text("raise ModuleNotFoundError(\"No module named 'mpi4py'\", name='mpi4py')\n")
     job = mpirun(2, [SCRIPT], env={"PYTHONPATH": str(tmp_path)}, timeout=30)
     want = "jaxdp: mpirun started 2 processes but mpi4py is not installed: pip install 'jaxdp-trainer[mpi]'"
     assert job.returncode == 2 and errors(job) == [want], job.output
-
-
-@pytest.mark.slow
-def test_a_rank_waits_for_the_one_that_prints_for_it(tmp_path):
-    """Though that one starts later: the launcher kills it as soon as another has ended."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, time\n\ntime.sleep(3 * (os.environ.get('OMPI_COMM_WORLD_RANK') == '0'))\n"
-    )
-    test_mpi4py_is_missing(tmp_path)
 
 
 @pytest.mark.slow

@@ -27,8 +27,8 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 # doctor, and 18 for the start and the data sets of an evaluation. Then 440 less: indirections, and what the standard
 # library does. Then 340 less: the objects of a script are compared by the programs that JAX traces of them.
 # Then 48: ranks that cannot take part are named to all, and a save that is made again has a folder of its own.
-# Then 3: small arrays are saved whole, and a rank waits for the one that prints for it.
-BUDGET = {"package": 30_001, "file": 300, "function": 60, "one update": 700}  # lines
+# Then 5: small arrays are saved whole, and a rank waits for the one that prints for it.
+BUDGET = {"package": 30_003, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {
