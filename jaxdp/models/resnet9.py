@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jaxdp.errors import check_one_of
-from jaxdp.models.layers import ConvBN, Residual
+from jaxdp.models.layers import ConvBN, Residual, make_dropout
 
 
 class ResNet9(nnx.Module):
@@ -18,7 +17,7 @@ class ResNet9(nnx.Module):
     variant 'needle': ConvBN 16 (7x7, stride 4), 32 (stride 2), residual 32 x2, 64 (stride 2), 128 (stride 2), residual
     128 x2, linear 128, linear: strides make it cheap (CMU 10-414 homework 4). 'dawnbench': ConvBN w, 2w with pooling
     and a residual, 4w with pooling, 8w with pooling and a residual, global max pooling, linear, logits / 8 (David Page,
-    "How to train your ResNet", 2018). width: channels of the first block; 16 and 64 by default.
+    "How to train your ResNet", 2018). width: of the first block (16, 64). dropout: rate before the linear layers.
     """
 
     def __init__(
@@ -27,6 +26,7 @@ class ResNet9(nnx.Module):
         num_classes: int = 10,
         variant: str = "needle",
         width: int | None = None,
+        dropout: float = 0.0,
         sync: bool = False,
         *,
         rngs: nnx.Rngs,
@@ -37,11 +37,12 @@ class ResNet9(nnx.Module):
             return ConvBN(inputs, outputs, kernel, stride, sync=sync, rngs=rngs)
 
         self.body, self.head, self.scale = VARIANTS[variant](block, tuple(input_shape), num_classes, width, rngs)
+        self.dropout = make_dropout(dropout, rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         for layer in self.body:
             x = layer(x, mask) if isinstance(layer, ConvBN | Residual) else layer(x)
-        x = x.reshape(x.shape[0], math.prod(x.shape[1:]))
+        x = self.dropout(x.reshape(x.shape[0], math.prod(x.shape[1:])))
         for layer in self.head[:-1]:
             x = nnx.relu(layer(x))
         return self.head[-1](x) * self.scale
@@ -57,7 +58,7 @@ def _needle(block: Callable, shape: tuple[int, ...], classes: int, width: int | 
         block(4 * w, 8 * w, 3, 2),
         Residual([block(8 * w, 8 * w), block(8 * w, 8 * w)]),
     ]
-    pixels = int(np.prod([-(-side // 32) for side in shape[:2]]))
+    pixels = math.prod(-(-side // 32) for side in shape[:2])
     head = [nnx.Linear(pixels * 8 * w, 8 * w, rngs=rngs), nnx.Linear(8 * w, classes, rngs=rngs)]
     return nnx.List(body), nnx.List(head), 1.0
 
@@ -85,8 +86,7 @@ def halve(x: jax.Array) -> jax.Array:
     height, width = x.shape[1] // 2, x.shape[2] // 2
     x = x[:, : 2 * height, : 2 * width].reshape(x.shape[0], height, 2, width, 2, x.shape[3])
     largest = x[:, :, 0, :, 0]
-    for i, j in ((0, 1), (1, 0), (1, 1)):
-        other = x[:, :, i, :, j]
+    for other in (x[:, :, 0, :, 1], x[:, :, 1, :, 0], x[:, :, 1, :, 1]):
         largest = jnp.where((largest >= other) | jnp.isnan(largest), largest, other)
     return largest
 

@@ -194,6 +194,7 @@ def test_jax_alone_runs_the_forward_pass_with_equal_bits(form, dtype, tmp_path):
     assert len((folder / "run.py").read_text().splitlines()) <= 15
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("target", [CNN, GPT, LSTM, MLP, ResNet9, ViT])
 def test_a_model_is_exported_for_any_number_of_examples(target):
     args = SIZES if target is GPT else {"num_classes": 13, "input_shape": [8] if target is LSTM else [8, 8, 1]}

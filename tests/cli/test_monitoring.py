@@ -302,6 +302,7 @@ def test_a_run_outlives_its_output(tmp_path, output):
     assert '"final"' in lines[-1] and (tmp_path / "run/report.html").is_file()
 
 
+@pytest.mark.slow
 def test_what_is_no_terminal_to_draw_on_gets_lines(tmp_path):
     """A dumb terminal, and one without the panel's characters, as a terminal that says so."""
     code = "from jaxdp.metrics.console import Console; c = Console(9); print(c.panel is not None); c.close()"

@@ -37,6 +37,7 @@ def test_a_grid_has_every_combination_once():
     assert len(name_of({"model.args.hidden": "1" * 300})) < 255
 
 
+@pytest.mark.slow
 def test_a_larger_sample_contains_the_smaller_one():
     keys = ["--optimizer.lr", "1e-3,2e-3,3e-3", "--seed", "0,1"]
     few, more, other, all_ = (

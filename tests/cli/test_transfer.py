@@ -347,6 +347,7 @@ def test_batchnorms_averages_come_too(tmp_path):
     assert np.all(got.model_state["stem"]["norm"]["mean"] == 0) and np.any(state.model_state["stem"]["norm"]["mean"])
 
 
+@pytest.mark.slow
 def test_optimizer_state_is_that_of_the_loaded_parameters(small):
     """One that begins with a copy of them; and what is frozen has none."""
     keeps = optax.GradientTransformation(

@@ -195,6 +195,7 @@ class Rows(planted.Restless):
 """
 
 
+@pytest.mark.slow
 def test_a_usage_error_of_the_users_code_is_no_failed_check(judged, tmp_path):
     (tmp_path / "refusing.py").write_text(REFUSING)
     says = {
@@ -302,7 +303,7 @@ def test_a_comparison_with_one_device_alone_verifies_nothing(tmp_path):
     assert report.passed and report.causes[0].startswith("nothing was compared on several devices; use --devices 2")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("argv", [verify_cases.named("model", "stopped"), ["--optimizer.lr", "0"]])
 def test_a_model_without_gradients_or_steps_is_not_verified(tmp_path, argv):
     report = verified(tmp_path, argv)

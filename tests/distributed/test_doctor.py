@@ -147,6 +147,7 @@ def test_ranks_on_one_core():
     assert joined[0]["found"] == "2 processes have joined" and joined[0]["ranks"] == launcher[0]["ranks"] == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_an_mpi_that_is_not_mpirun_s():
     """Each rank believes that it is alone, as MPI goes, so they cannot join: rank 0 prints one list."""

@@ -548,6 +548,7 @@ def test_open_mpi_5_lets_the_others_continue(tmp_path):
     assert final["split"] == "final" and final["params_sha256"] == alone(tmp_path, "--steps", "100")["params_sha256"]
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_launcher_that_ends_all_processes_is_named_at_the_start(tmp_path):
     (tmp_path / "config.yaml").write_text(CONFIG)

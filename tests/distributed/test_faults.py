@@ -217,7 +217,8 @@ def outside(config, run_dir, act, which="openmpi5", np_=2, more=()):
     return launch.mpirun(np_, arguments, which, env, 90, during=wait_and_act)
 
 
-@pytest.mark.parametrize("sent", first(1, [("openmpi5", signal.SIGUSR1), ("mpich", signal.SIGTERM)]), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [("openmpi5", signal.SIGUSR1), ("mpich", signal.SIGTERM)], ids=str)
 def test_a_signal_to_mpirun_preempts(config, tmp_path, sent):
     which, number = sent
     done = outside(config, tmp_path, lambda mpirun: mpirun.send_signal(number), which)

@@ -292,6 +292,7 @@ def test_of_no_weight_at_all_the_gradients_are_zeros():
     np.testing.assert_array_equal(got["n"], np.full(N, 4))
 
 
+@pytest.mark.slow
 def test_alone_it_is_the_optimizer_itself():
     params = {"w": jnp.arange(4.0)}
     for tx in (optax.adam(0.1), optax.MultiSteps(optax.sgd(0.1), 2), optax.inject_hyperparams(optax.sgd)(0.1)):

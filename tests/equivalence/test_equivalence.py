@@ -54,7 +54,7 @@ def one_by_one(row):
     return row["reduction"] != "exact" or row["accumulate"] == "scan"
 
 
-@pytest.mark.parametrize("row", first(2, sorted(cover(one_by_one, **FACTORS), key=smallest)), ids=name)
+@pytest.mark.parametrize("row", first(1, sorted(cover(one_by_one, **FACTORS), key=smallest)), ids=name)
 def test_every_strategy_agrees_with_the_oracle(row):
     check(**row)
 

@@ -606,6 +606,7 @@ def test_groups_of_microbatches_stay_together_and_each_is_there_once(devices, gr
     assert (groups[groups[..., 0] < 0] == -1).all()
 
 
+@pytest.mark.slow
 def test_the_command_refuses_fewer_microbatches_than_devices_in_one_line(tmp_path):
     argv = ["--config", write(tmp_path, CONFIG), "--run_dir", tmp_path / "run", "--microbatches", 2]
     said = jaxdp(*argv, code=2, devices=3).stderr.strip()

@@ -162,6 +162,7 @@ def test_a_spike_is_skipped_and_the_mean_follows_as_far_as_it_may(layout):
     assert column(metrics, "skipped") == [0, 0, 0, 1, 1, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", first(1, ["pjit-2", "pmap-0"]))
 def test_a_spike_that_is_to_be_rolled_back_halts(layout):
     states, metrics = run([GOOD, MORE, NAN, LAST, HIGH, GOOD, NAN], layout, action="rollback")
@@ -198,6 +199,7 @@ def test_with_a_scale_that_stays_every_overflow_counts(layout):
     assert counts(states[-1]) == (3, 1, 3, 0, NONFINITE)
 
 
+@pytest.mark.slow
 def test_the_learning_rate_told_is_that_of_the_updates_made():
     schedule = lambda count: 0.5 ** (count + 1.0)
     strategy, step, batch = toys.build(
@@ -294,6 +296,7 @@ def test_the_guard_does_what_plain_python_does(rule, updates):
             np.testing.assert_allclose(guard.level.mean, plain.mean, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(
     rule=st.sampled_from([rule for rule in RULES if rule[1] and rule[1].action == "skip"]),

@@ -114,7 +114,7 @@ def moved(between):
     return jax.tree.map(lambda x, y: np.asarray(x) - y, state.params, start)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("between, least, most", [("exact8", 1e-4, 0.05), ("exact16", 1e-7, 1e-3), ("exact", 0, 1e-6)])
 def test_differences_may_be_sent_in_fewer_bits_than_gradients(between, least, most):
     assert least <= toys.relative_error(moved(between), moved(None))[0] < most
@@ -147,6 +147,7 @@ def test_an_outer_step_averages_the_statistics_of_batch_norm():
         assert toys.relative_error(shared, mean)[0] < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_running_average_is_that_of_the_shared_parameters(devices):
     """An outer step moves it as far as two updates would."""
@@ -176,6 +177,7 @@ def test_a_counter_is_the_same_on_all_devices_after_one_replica_has_skipped_an_u
     assert [int(shard.data) for shard in state.model_state["calls"].addressable_shards] == [1] * 4
 
 
+@pytest.mark.slow
 def test_a_replica_without_examples_keeps_its_state_and_does_not_count_towards_a_halt():
     examples = toys.data(BATCH + 3)  # the second batch has one example in each of the first three microbatches
     strategy, program, batch = build(4, 5, optax.sgd(0.1), optax.sgd(1.0), examples)
@@ -245,6 +247,7 @@ def digest(tmp_path, *argv, devices=1, run="run"):
     return records(tmp_path / run, "final")[0]["params_sha256"]
 
 
+@pytest.mark.slow
 def test_the_bits_are_the_same_on_other_devices(tmp_path):
     assert digest(tmp_path) == digest(tmp_path, devices=8, run="eight")
 

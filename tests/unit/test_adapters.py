@@ -182,7 +182,7 @@ def test_evaluation_is_the_formula(model):
     np.testing.assert_allclose(leaf(new["carry"], "last"), hidden, atol=1e-5)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @every
 def test_dropout_follows_the_key_and_statistics_the_mask(model):
     batch = {"inputs": jnp.asarray(toys.data()["inputs"][:6]), "mask": jnp.asarray([1, 1, 1, 1, 0, 0], bool)}
@@ -270,6 +270,7 @@ class Table(eqx.Module):
         return self.out(x.ravel()[self.order])
 
 
+@pytest.mark.slow
 def test_integers_of_an_equinox_module_are_no_parameters():
     _, state, *_ = toys.train(as_model(Table), toys.data(24), steps=2)
     assert set(state.params) == {"out"} and state.model_state["order"].tolist() == list(range(INPUTS))[::-1]

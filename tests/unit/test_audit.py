@@ -102,6 +102,7 @@ FLIPS = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("backend", ["pmap", pytest.param("pjit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("fault", "device", "leaf", "step"), FLIPS, ids=lambda x: str(x)[:12])
 def test_a_flipped_bit_is_named_with_its_device(tmp_path, backend, fault, device, leaf, step):
@@ -128,6 +129,7 @@ def test_carried_state_is_audited(tmp_path):
     assert not failures(audited(tmp_path, "", model=toys.lstm_model())[2])
 
 
+@pytest.mark.slow
 def test_stop_ends_the_run_and_sets_later_checkpoints_aside(tmp_path):
     error, run, events = audited(tmp_path, FLIPS[2][0], 4, "stop", save_every=1)
     assert isinstance(error, RunFailed) and "device 1" in str(error) and "params/" in str(error)
@@ -137,6 +139,7 @@ def test_stop_ends_the_run_and_sets_later_checkpoints_aside(tmp_path):
     assert run.checkpoints.steps()[-1] == 4
 
 
+@pytest.mark.slow
 def test_two_devices_are_named_as_a_pair(tmp_path):
     error, *_ = audited(tmp_path, "flip:grads:device=1:repeat=true", 2, "stop", devices=2)
     assert "device 0" in str(error) and "device 1" in str(error) and "unknown which of them is wrong" in str(error)
@@ -154,6 +157,7 @@ def noisy():
     return Model(plain.init, apply)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_model_that_is_not_deterministic_is_named_once_and_no_device(tmp_path, devices):
     _, run, events = audited(tmp_path, "", 1, "stop", devices=devices, model=noisy(), accumulate="scan")

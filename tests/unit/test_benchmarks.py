@@ -73,6 +73,7 @@ def measured(contenders, folder, **more):
     return harness.measure(contenders, folder / "logs", **{**settings, **more})
 
 
+@pytest.mark.slow
 def test_a_contender_that_fails_is_left_out_with_its_reason_and_the_others_are_measured(tmp_path):
     absent = Contender("absent", ["a-program-that-does-not-exist"])
     good = [faulty("none", "good"), faulty("none", "also good")]
@@ -94,6 +95,7 @@ def test_a_contender_that_hangs_is_left_out(tmp_path):
         assert re.match(reason, found["left_out"][name]), found["left_out"][name]
 
 
+@pytest.mark.slow
 def test_where_the_first_contender_is_the_wrong_one_the_others_are_compared_with_each_other(tmp_path):
     found = measured([faulty("differs"), faulty("none", "good"), faulty("none", "also good")], tmp_path)
     assert list(found["contenders"]) == ["good", "also good"] and "those of good" in found["left_out"]["differs"]
@@ -106,6 +108,7 @@ def test_a_case_without_a_contender_left_names_all_reasons(tmp_path):
         measured([faulty("import"), faulty("nan")], tmp_path)
 
 
+@pytest.mark.slow
 def test_repeats_end_early_where_the_times_are_steady_or_the_time_is_over(tmp_path, monkeypatch):
     good = [faulty("none", "good")]
     monkeypatch.setattr(harness, "STEADY", float("inf"))

@@ -49,6 +49,7 @@ def test_arrays_for_the_test_split_are_used_in_full(tmp_path):
     assert rows(Npz(path))["x"].shape == X.shape
 
 
+@pytest.mark.slow
 def test_a_model_trains_on_it_by_name(tmp_path):
     path = save(tmp_path, "stored", inputs=X, labels=Y)
     more = {"steps": 1, "batch_size": 8, "parallel": {"devices": 1}, "run_dir": tmp_path / "run"}

@@ -139,6 +139,7 @@ class Scaled:
         return {**batch, "inputs": batch["inputs"] * self.factor}
 
 
+@pytest.mark.slow
 def test_each_evaluation_set_is_read_with_its_own_transform():
     """Also if the first has one and another none, or they have one class."""
     also = {k: {"target": f"{__name__}.Scaled", "args": {"factor": x}} for k, x in (("same", 1.0), ("half", 0.5))}
@@ -164,6 +165,7 @@ def test_it_never_evaluates_what_another_run_has_written(tmp_path):
     assert first.predict(X).shape == (90, 2)
 
 
+@pytest.mark.slow
 def test_a_finished_run_with_a_loss_of_nan_is_returned_again(tmp_path):
     """Its metrics.jsonl has the text "nan"."""
     base = {"steps": 1, "batch_size": 30, "parallel": {"devices": 1}, "run_dir": tmp_path}
@@ -205,7 +207,7 @@ def plain_apply(params, inputs):
     return inputs @ params["w"]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [linen.Dense(2), Tree, (plain_init, plain_apply)], ids=["linen", "equinox", "pair"])
 def test_every_library_has_its_own_kind_of_module(model):
     fitted = fit(model, steps=2)
@@ -258,6 +260,7 @@ class Cell(nnx.Module):
         return self.out(self.last[...])
 
 
+@pytest.mark.slow
 def test_carried_state_starts_at_zero_for_every_row():
     fitted = fit(Cell, steps=2, precision={"compute": "bfloat16"})
     kernel, bias = fitted.params["out"]["kernel"], fitted.params["out"]["bias"]

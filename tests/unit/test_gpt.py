@@ -203,6 +203,7 @@ def test_a_common_token_keeps_its_gradient_in_bfloat16():
     assert gradient.dtype == jnp.bfloat16 and gradient.tolist() == [[1000, 1000], [0, 0], [0, 0]]
 
 
+@pytest.mark.slow
 def test_dropout_follows_the_key_and_is_off_in_evaluation():
     made, plain, batch = model(dropout=0.5), model(), tokens()
     params = draw(made)

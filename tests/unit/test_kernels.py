@@ -109,7 +109,7 @@ def test_product_refuses_what_it_does_not_compute():
         product(jnp.ones((2, 3)), jnp.ones((2, 3)), (((0,), (0,)), ((), ())))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "image, window, strides, padding",
     [

@@ -75,7 +75,7 @@ class Counting(Monitor):
         self.made += result["loss"].size
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("where", first(1, [("pjit", 3), ("pmap", 1)]), ids=str)
 @pytest.mark.parametrize("steps_per_call", only([1, 3], [1, 3, 16]))
 def test_a_run_that_is_halted_ends_a_few_updates_later(tmp_path, steps_per_call, where):

@@ -140,6 +140,7 @@ def test_metrics_of_tasks_are_means_over_their_own_elements_however_a_batch_is_s
         assert total["a_own"] / total[f"{WEIGHT}a_own"] == pytest.approx((1 + 3 + 7) / 6)
 
 
+@pytest.mark.slow
 def test_perplexity_is_that_of_the_cross_entropy_without_smoothing():
     scores, labels = np.random.default_rng(0).normal(size=(4, 3, 7)), (np.arange(12, dtype=np.int32) % 7).reshape(4, 3)
     batch = {"labels": labels, "mask": np.array([[1.0, 1, 0]] * 4)}

@@ -79,7 +79,7 @@ SIZES = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", SIZES)
 def test_every_product_is_computed_in_the_policys_dtype(name):
     """Forward and backward, in training and evaluation, though BatchNorm's averages are float32 and stay so."""
@@ -115,7 +115,7 @@ def products(jaxpr):
                 yield from products(getattr(value, "jaxpr", value))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "made",
     [
@@ -143,6 +143,7 @@ class Flags(nnx.Module):
         return self.head(x.reshape(len(x), -1)) * self.flag[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", first(1, ["pjit", "pmap"]))
 def test_boolean_and_integer_state_keep_their_types(backend):
     _, state, *_ = toys.train(as_model(Flags), toys.data(24), backend=backend, devices=4, steps=3)
@@ -224,3 +225,13 @@ def test_an_embedding_s_gradient_is_the_sum_over_its_tokens_wherever_they_are():
             np.add.at(gradient, examples["inputs"], error @ head.T)
             np.testing.assert_allclose(table - last.params["embed"]["embedding"], gradient, rtol=1e-10, atol=1e-14)
             assert not gradient[10].any() and np.abs(gradient[3]).max() > 0.01
+
+
+@pytest.mark.parametrize("name, args", [("ResNet9", {"width": 4}), ("CNN", {"widths": [4]})])
+def test_dropout_is_for_training(name, args):
+    model = locate("model", name, MODELS)(input_shape=(8, 8, 1), num_classes=3, dropout=0.5, rngs=nnx.Rngs(0), **args)
+    output = nnx.jit(lambda model: model(jax.random.normal(jax.random.key(0), (8, 8, 8, 1))))
+    model.train()
+    assert not np.array_equal(output(model), output(model))
+    model.eval()
+    assert np.array_equal(output(model), output(model))

@@ -194,6 +194,7 @@ def test_muons_matrices_are_optaxs_and_the_rest_is_adamw():
             np.testing.assert_allclose(own, want, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.slow
 def test_arguments_reach_muon():
     a, b = train_muon(STACKED, ["blocks"]), train_muon(STACKED, ["blocks"], consistent_rms=0.2)
     assert float(jnp.abs(a["head"]["kernel"] - b["head"]["kernel"]).max()) > 1e-3

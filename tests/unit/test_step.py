@@ -197,6 +197,7 @@ def test_many_microbatches_add_up_in_bfloat16_too():
     assert norm("scan") == pytest.approx(float(norm("vmap")), rel=0.02)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("factor", [0.0, -1.0])
 def test_a_batch_without_weight_has_no_loss_and_no_update(factor):
     examples = toys.data(40)
@@ -322,6 +323,7 @@ def test_resnet9_has_needles_shape():
     assert sorted(kernels) == sorted(want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["needle", "dawnbench"])
 def test_resnet9_gives_logits_for_any_image_size(variant):
     for shape in ((32, 32, 3), (28, 28, 1)):
@@ -370,6 +372,7 @@ def test_runs_that_differ_only_in_their_seed_share_their_programs(row, tmp_path)
     assert toys.relative_error(*initial)[0] > 0.1
 
 
+@pytest.mark.slow
 def test_the_seed_decides_what_dropout_drops():
     examples, forward = toys.data(8), Forward(toys.MODELS["dropout"](), SoftmaxCrossEntropy())
     step = make_step(forward, UpdateRule(optax.sgd(0.1)))

@@ -85,6 +85,7 @@ def test_the_products_of_cudnns_attention_are_counted(gpu):
     assert count_flops(jax.make_jaxpr(jax.grad(attend, (0, 1, 2)))(x, x, x)) == 6 * product
 
 
+@pytest.mark.slow
 def test_a_gpt_with_cudnns_attention_is_rehearsed(gpu):
     args = {**GPT["model"]["args"], "attention": "cudnn"}
     model, bf16 = {"target": "GPT", "args": args}, {"compute": "bfloat16"}

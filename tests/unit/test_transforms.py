@@ -44,6 +44,7 @@ def test_mixup_mixes_real_examples_with_real_ones():
         Mixup(classes=5)({**batch, "inputs": jnp.zeros((5, 2), jnp.uint8)}, KEY, True)
 
 
+@pytest.mark.slow
 def test_mixup_leaves_out_examples_that_the_data_masks():
     batch = {"inputs": jnp.eye(5), "labels": jnp.asarray([0, -100, 2, 3, -100]), "mask": jnp.asarray([1.0, 0, 1, 1, 0])}
     found = Mixup(classes=5)(batch, KEY, True)

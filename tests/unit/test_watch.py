@@ -266,7 +266,7 @@ def test_a_process_that_stands_still_ends_itself(tmp_path):
     assert "time.sleep" not in err and "<string>" in (tmp_path / "stacks" / "rank_0.txt").read_text()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("updates, ends", [(1, 1), (60, 0)])
 def test_each_update_of_a_call_has_its_time(tmp_path, updates, ends):
     """A call of about 3 s, where one update may take 1 s."""
