@@ -58,8 +58,7 @@ class Commit:
         if self.context.size == 1:
             return [text]
         membership.joined().put(self._key(f"{name}/{self.context.rank}"), text)
-        ranks = range(self.context.size if self.context.is_root else 0)
-        return [self._get(f"{name}/{rank}") for rank in ranks]
+        return [self._get(f"{name}/{rank}") for rank in range(self.context.size if self.context.is_root else 0)]
 
     def digests(self, folder: pathlib.Path) -> manifest.Files:
         """Return on root the sizes and checksums of the files in a folder that all see; each process reads a share."""

@@ -6,7 +6,6 @@ Reading verifies the checksums first; a checkpoint that fails them is set aside,
 """
 
 import contextlib
-import functools
 import math
 import pathlib
 import threading
@@ -144,8 +143,7 @@ class Checkpoints:
         except (OSError, ValueError, TimeoutError) as error:
             self._give_up(step, error, say)
             return
-        saving = functools.partial(self._finish, step, response, meta, say)
-        self._thread = threading.Thread(target=saving, name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._finish, args=(step, response, meta, say), daemon=True)
         self._thread.start()
 
     def _start(self, folder: pathlib.Path, tree: dict[str, Any]) -> Any:

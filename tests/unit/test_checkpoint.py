@@ -138,6 +138,9 @@ def test_a_save_that_is_made_again_writes_into_another_temporary_folder(tmp_path
     assert names == [f"7.orbax-checkpoint-tmp-{attempt}" for attempt in ("0-3", "0-4", "1-3", "1-4")]
 
 
+MODES = (("min", "accuracy"), ("max", "loss"))
+
+
 def test_which_checkpoints_are_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2, keep_every=4, best="accuracy")
     state, said = states(1)[0], []
@@ -155,9 +158,11 @@ def test_which_checkpoints_are_kept(tmp_path):
         checkpoints.annotate(10, {"metrics": {name: 0.5}})
         lowest = Checkpoints(tmp_path, keep=2, best=name)
         assert lowest.is_best({name: 0.4}) and not lowest.is_best({name: 0.6})
-    for mode, word in (("min", "accuracy"), ("max", "loss")):
-        other = Checkpoints(tmp_path / mode, keep=2, best=word, mode=mode)
+    others = [Checkpoints(tmp_path / mode, keep=2, best=word, mode=mode) for mode, word in MODES]
+    for other in others:
         other.save(1, state, META, said.append)
+    for other, (mode, word) in zip(others, MODES, strict=True):
+        assert other.wait() is None  # each save has its own signals
         other.annotate(1, {"metrics": {word: 0.5}})
         assert other.is_best({word: 0.4}) == (mode == "min") and other.is_best({word: 0.6}) == (mode == "max")
     again = Checkpoints(tmp_path, keep=2, best="loss")
