@@ -76,7 +76,7 @@ def prepare(context: Context) -> None:
     from orbax.checkpoint._src.futures.signaling_client import get_signaling_client
     from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator as Operations
 
-    if membership.current():  # not alone: another save of this process may be waiting for its signals
+    if membership.current():  # else the client is this process's own, and another save may wait for its signals
         get_signaling_client.cache_clear()
     counts = context.exchange("operations of Orbax", Operations.get_current_operation_id())
     while int(Operations.get_current_operation_id()) < max(map(int, counts)):
