@@ -227,7 +227,8 @@ def test_an_embedding_s_gradient_is_the_sum_over_its_tokens_wherever_they_are():
             assert not gradient[10].any() and np.abs(gradient[3]).max() > 0.01
 
 
-@pytest.mark.parametrize("name, args", [("ResNet9", {"width": 4}), ("CNN", {"widths": [4]})])
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("name, args", [("CNN", {"widths": [4]}), ("ResNet9", {"width": 4})])
 def test_dropout_is_for_training(name, args):
     model = locate("model", name, MODELS)(input_shape=(8, 8, 1), num_classes=3, dropout=0.5, rngs=nnx.Rngs(0), **args)
     output = nnx.jit(lambda model: model(jax.random.normal(jax.random.key(0), (8, 8, 8, 1))))
