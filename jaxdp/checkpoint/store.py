@@ -143,7 +143,7 @@ class Checkpoints:
         except (OSError, ValueError, TimeoutError) as error:
             self._give_up(step, error, say)
             return
-        self._thread = threading.Thread(target=self._finish, args=(step, response, meta, say), daemon=True)
+        self._thread = threading.Thread(None, self._finish, "checkpoint", (step, response, meta, say), daemon=True)
         self._thread.start()
 
     def _start(self, folder: pathlib.Path, tree: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ class ResNet9(nnx.Module):
     variant 'needle': ConvBN 16 (7x7, stride 4), 32 (stride 2), residual 32 x2, 64 (stride 2), 128 (stride 2), residual
     128 x2, linear 128, linear: strides make it cheap (CMU 10-414 homework 4). 'dawnbench': ConvBN w, 2w with pooling
     and a residual, 4w with pooling, 8w with pooling and a residual, global max pooling, linear, logits / 8 (David Page,
-    "How to train your ResNet", 2018). width: of the first block, 16 or 64 by default. dropout: before the linear part.
+    "How to train your ResNet", 2018). width: of the first block, 16 or 64 by default. dropout: before the first linear.
     """
 
     def __init__(
