@@ -30,7 +30,7 @@ CNN = ["--model", "{target: CNN, args: {widths: [4, 8], dropout: 0.1}}"]
 
 
 SMALL = """
-model: {target: CNN, args: {widths: [4, 8], dropout: 0.1}}
+model: {target: CNN, args: {widths: [4], dropout: 0.1}}
 data: {target: Digits, args: {augment: true}}
 steps: 30
 batch_size: 60

@@ -36,6 +36,8 @@ class Slow:
         time.sleep(0.01 if pathlib.Path(__file__).with_name("finish").exists() else 0.2)
 """
 
+SIMPLE = ("--optimizer.target", "sgd")  # compiles in half the time
+
 
 class Job:
     """`jaxdp launch` of a config; its processes by rank."""
@@ -134,12 +136,12 @@ def alone(folder, *arguments):
 @pytest.mark.mpi
 @pytest.mark.parametrize(("processes", "rank"), [(2, 1), pytest.param(3, 0, marks=pytest.mark.slow)])
 def test_a_killed_process_joins_again_and_the_bits_are_those_of_one_device(tmp_path, processes, rank):
-    job = started(tmp_path, processes, 1)
+    job = started(tmp_path, processes, 1, *SIMPLE)
     job.kill(rank)
     job.until(lambda: job.generations()[1:][-1:] == [processes])  # with or without a generation of one process fewer
     final, out = job.ends()
     assert f"generation 0 ends: rank {rank}" in out
-    assert final["step"] == 400 and final["params_sha256"] == alone(tmp_path)["params_sha256"]
+    assert final["step"] == 400 and final["params_sha256"] == alone(tmp_path, *SIMPLE)["params_sha256"]
     trained = [line["step"] for line in job.lines("metrics.jsonl") if line["split"] == "train"]
     assert trained == list(range(10, 401, 10))  # every update was made, and is in the metrics once
 
@@ -272,7 +274,7 @@ def test_a_process_that_joins_without_its_data_ends_alone(tmp_path):
 
 @pytest.mark.mpi
 def test_processes_end_with_their_launcher(tmp_path):
-    job = started(tmp_path, 2, 1)
+    job = started(tmp_path, 2, 1, *SIMPLE)
     pids = job.pids()
     job.launcher.kill()
     while any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids.values()):

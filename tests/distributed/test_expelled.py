@@ -76,6 +76,7 @@ def test_a_damaged_snapshot_is_named_at_the_next_audit(tmp_path):
     assert len(reasons) == 1 and "in the memory of rank 2" in reasons[0]
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_wrong_fault_ends_the_job_with_code_2(tmp_path):
     _, _, out = launch(tmp_path, 2, "flip:everything", code=2)

@@ -78,6 +78,7 @@ def test_the_oracle_moves_the_parameters():
 AGAINST_JIT = cover(backend=("pjit", "pmap"), devices=(3, 8, 1), model=("mlp", "resnet"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", first(1, AGAINST_JIT), ids=name)
 def test_every_strategy_agrees_with_jit_of_apply_and_grads_on_one_device(row):
     model, examples = toys.MODELS[row["model"]](), toys.data(dtype="float64")

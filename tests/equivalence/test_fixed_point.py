@@ -138,6 +138,7 @@ def over(f, x, devices, out=DATA):
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(DATA), out_specs=P(out), check_vma=False))(x)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", ["int32", "int16", "int8"])
 @pytest.mark.parametrize("safe", [False, True])
 def test_reductions_add_up_and_scatter_integers_of_every_width(dtype, safe):
@@ -202,6 +203,7 @@ def test_random_rounding_is_right_on_average_and_the_same_for_the_same_key():
     assert (draws[0] != draws[1]).any()
 
 
+@pytest.mark.slow
 def test_random_numbers_are_between_0_and_1_and_every_one_of_256():
     for shape in ((), (1,), (7, 3), (100, 100)):
         x = np.asarray(uniform(jax.random.key(1), shape))

@@ -264,6 +264,7 @@ def mean_loss(params, model, examples):
     return SoftmaxCrossEntropy()(outputs, batch)[0] / 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", only(["pjit-3"], [name for name in LAYOUTS if name != "hybrid-3"]))
 def test_frozen_gradients_are_not_on_the_wire(layout):
     """Bytes of what is reduced are those of what trains; only stage 3's forward pass needs the others whole."""

@@ -140,6 +140,7 @@ def test_each_device_holds_an_eighth_of_the_state():
         assert {s.data.nbytes for s in moment["kernel"].addressable_shards} == {16 * 24 * 4 // N}
 
 
+@pytest.mark.slow
 def test_the_wire_carries_a_reduce_scatter_and_an_all_gather():
     """Of every split leaf one each, and an all-reduce of the whole leaves alone."""
     params, (*_, text) = adamw_by_pmap()

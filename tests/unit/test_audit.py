@@ -114,6 +114,7 @@ def test_a_flipped_bit_is_named_with_its_device(tmp_path, backend, fault, device
     assert len(warnings) == 1 and f"device {device} (cpu {device} of this process)" in warnings[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["pmap", pytest.param("pjit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("steps_per_call", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_healthy_devices_are_not_named_and_the_audit_changes_nothing(tmp_path, backend, steps_per_call):

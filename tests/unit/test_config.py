@@ -59,6 +59,7 @@ def test_arguments_on_the_command_line_override_the_file():
     assert (config.steps, config.epochs) == (7, None)
 
 
+@pytest.mark.quick(30)
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

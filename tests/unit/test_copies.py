@@ -15,6 +15,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(("backend", "devices", "layout"), LAYOUTS)
 def test_parts_are_assembled_on_another_number_of_devices(backend, devices, layout):

@@ -49,7 +49,7 @@ def same(got, want):
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.filterwarnings("ignore:.*discards the imaginary part")
 @pytest.mark.parametrize("groups", [None, EVEN, UNEVEN], ids=["all", "even", "uneven"])
 @pytest.mark.parametrize("op", [*NUMPY])
@@ -80,10 +80,11 @@ def test_reductions(op, groups):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("groups", [None, EVEN], ids=["all", "even"])
 @pytest.mark.parametrize("kind", ["pmap", "shard_map"])
-def test_what_is_moved(kind, groups):
+@pytest.mark.parametrize("dtypes", [DTYPES[:3], DTYPES], ids=["few", "all"])
+def test_what_is_moved(dtypes, kind, groups):
     n = len(group_of(groups, 0))
     roots = 5 if groups is None else [1, 5]
-    xs = [values(d, (N, 8, 16)) for d in DTYPES]
+    xs = [values(d, (N, 8, 16)) for d in dtypes]
     xs[0][:, 0, 0] = -0.0
     names = {
         "allgather": lambda x: lax.allgather(x, "i", 1, groups),

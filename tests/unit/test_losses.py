@@ -256,6 +256,7 @@ def test_a_contrastive_evaluation_couples_the_batch_too():
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["exact", "exact8"])
 def test_exact_mode_refuses_what_couples_examples(reduction):
     config, *_ = load(["--config", "configs/digits.yaml"])

@@ -190,6 +190,7 @@ def test_a_place_without_a_microbatch_has_finite_gradients():
     assert toys.relative_error(ways[1][1].params, ways[0][1].params)[0] < 1e-5
 
 
+@pytest.mark.slow
 def test_many_microbatches_add_up_in_bfloat16_too():
     examples = {k: np.repeat(v[:1], 512, 0) for k, v in toys.data(1).items()}
     settings = {"steps": 1, "batch_size": 512, "microbatches": 512, "dtype": "bfloat16", "optimizer": "momentum"}

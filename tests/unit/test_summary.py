@@ -48,6 +48,7 @@ class Net(nnx.Module):
         return self.last(self.norm(x))
 
 
+@pytest.mark.slow
 def test_a_run_writes_it_into_its_directory(tmp_path):
     """The statistics of a BatchNorm are state: they are no parameters."""
     data = (np.ones((8, 4), np.float32), np.zeros(8, np.int32))
