@@ -1,5 +1,6 @@
 """Sums over a replica's microbatches: the forward pass of one; gradients of all, at once or one after the other."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -112,6 +113,7 @@ def one_by_one(loss_and_sums: Loss, pieces: Tree) -> Differentiate:
     """
 
     def accumulate(params: Tree) -> tuple[tuple[None, Sums], Tree]:
+        @functools.partial(jax.jit, inline=True)  # traced once
         def microbatch_sums(piece: Tree) -> Sums:
             (_, sums), grads = jax.value_and_grad(loss_and_sums, has_aux=True)(params, *piece)
             return sums._replace(grads=grads)

@@ -112,13 +112,15 @@ def over_slots(
         pieces = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), pieces)
         exponents = view.exponents if plan.is_update else jnp.zeros(0, jnp.int32)
 
-        def compute(piece: Tree) -> Sums:
+        @functools.partial(jax.jit, inline=True)  # traced once
+        def compute(view: View, piece: Tree) -> Sums:
             carry, batch, slots = piece
-            return fusion_barrier(f(view._replace(carry=carry), batch, slots, gather, refuse), live)
+            sums = f(view._replace(carry=carry), batch, slots, gather, refuse)
+            return fusion_barrier(sums, opaque_true(view.step))
 
         def attempt(before: Attempt) -> Attempt:
             def add(total: Part, piece: Tree) -> tuple[Part, Sums]:
-                sums, slot = compute(piece), piece[2][0]
+                sums, slot = compute(view, piece), piece[2][0]
                 real = lambda tree: jax.tree.map(lambda x: jnp.where(slot >= 0, x, jnp.zeros_like(x)), tree)
                 key = microbatch_key(view.seed, view.step, slot) if form.stochastic and plan.is_update else None
                 part = real(group_part(sums.grads, before.exponents, form, summands, key, live))
@@ -135,7 +137,7 @@ def over_slots(
             after = jnp.where(good, before.exponents, (grads + form.headroom) * PER_BIT)
             return Attempt(after, part, rest, needed, before.times + 1, jnp.all(good))
 
-        like = jax.eval_shape(compute, jax.tree.map(lambda x: x[0], pieces))
+        like = jax.eval_shape(compute, view, jax.tree.map(lambda x: x[0], pieces))
         first = empty_attempt(like, exponents, plan, form, len(pieces[2]))
         done = jax.lax.while_loop(lambda a: ~a.fits, attempt, first)
         return reduce_attempt(done, plan, form, summands)

@@ -147,6 +147,7 @@ class Replicas(PJit):
         grads = self._sums(step, step.grads, plan)
         apply = self.arithmetic.finish(lambda s, sums: step.apply(s, sums, self.arithmetic.total(None, DATA, s.step)))
 
+        @functools.partial(jax.jit, inline=True)  # traced once
         def one_replica(seed: jax.Array, piece: Any) -> Any:
             number, replica, batch = piece
             numbers = replica_microbatches(self.of_replica, FLAT)

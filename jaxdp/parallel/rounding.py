@@ -33,8 +33,9 @@ def pin(tree: Tree, live: jax.Array) -> Tree:
         if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize not in BITS:
             return x
         kind = BITS[x.dtype.itemsize]
-        zero = jnp.where(live, 0, 1).astype(kind)
-        return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, kind) ^ zero, x.dtype)
+        zero = jax.lax.convert_element_type(jax.lax.bitwise_not(live), kind)
+        bits = jax.lax.bitwise_xor(jax.lax.bitcast_convert_type(x, kind), jax.lax.broadcast(zero, x.shape))
+        return jax.lax.bitcast_convert_type(bits, x.dtype)
 
     return jax.tree.map(pin_array, tree)
 
