@@ -27,7 +27,11 @@ from jaxdp.training.run import Progress, Run
 
 NAME = "JAXDP_FAULT"
 TARGETS = {"kill": ("",), "slow": ("",), "flip": ("grads", "output", "params", "opt_state", "snapshot")}
-NUMBERS, BOOL = ("rank", "device", "step", "until", "leaf", "index", "bit"), {"true": True, "false": False}
+OPTIONS: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("rank", "device", "step", "until", "leaf", "index", "bit"), int),
+    "repeat": {"true": True, "false": False}.__getitem__,
+    "factor": float,
+}
 PAUSES = """import os, signal, sys, time
 pid, share = int(sys.argv[1]), 1 - 1 / float(sys.argv[2])
 while os.getppid() == pid:
@@ -68,25 +72,19 @@ def parse(text: str) -> list[Fault]:
 
 
 def _parse(text: str) -> Fault:
-    words = text.strip().split(":")
-    kind, target = words[0], words[1] if len(words) > 1 and "=" not in words[1] else ""
-    read: dict[str, Callable[[str], Any]] = {**dict.fromkeys(NUMBERS, int), "repeat": BOOL.__getitem__, "factor": float}
+    kind, *words = text.strip().split(":")
+    target = words.pop(0) if words and "=" not in words[0] else ""
     try:
-        if target not in TARGETS[kind]:
-            raise ValueError
-        values: dict[str, Any] = {}
-        for word in words[1 + bool(target) :]:
-            name, value = word.split("=")
-            values[name] = read[name](value)
-            if not values[name] >= (name == "factor"):
-                raise ValueError
-        return Fault(kind, target, **values)
-    except (KeyError, ValueError, TypeError):
-        flips = f"flip with one of {', '.join(TARGETS['flip'])}"
-        raise UsageError(
-            f"{NAME}: {text!r} is not a fault: give kill, slow, or {flips}, then {', '.join(read)}, as in "
-            "flip:grads:rank=1:step=50:bit=20:repeat=true"
-        ) from None
+        values = {name: OPTIONS[name](value) for name, value in (word.split("=") for word in words)}
+        if target in TARGETS[kind] and all(value >= (name == "factor") for name, value in values.items()):
+            return Fault(kind, target, **values)
+    except (KeyError, ValueError):
+        pass
+    flips = f"flip with one of {', '.join(TARGETS['flip'])}"
+    raise UsageError(
+        f"{NAME}: {text!r} is not a fault: give kill, slow, or {flips}, then {', '.join(OPTIONS)}, as in "
+        "flip:grads:rank=1:step=50:bit=20:repeat=true"
+    )
 
 
 @functools.cache
