@@ -32,7 +32,6 @@ class Audit:
     def __init__(self, probe: Probe, every: int, action: str):
         self.probe, self.every, self.action = probe, every, action
         self.last: int | None = None  # the update after which the last audit was made
-        self.passed: int | None = None  # the same of the last one that found nothing
         self.named: set[Any] = set()
         self.measure: Callable[..., np.ndarray] = self._measure  # one object: the monitor knows what it has compiled
         self._titles: list[str] = []
@@ -40,7 +39,7 @@ class Audit:
 
     def is_due(self, run: Run, progress: Progress) -> bool:
         if self.last is None:
-            self.last = self.passed = run.checkpoints.audited = run.origin.start
+            self.last = run.checkpoints.audited = run.origin.start
         due = progress.step == run.options.steps or not 0 <= progress.step - self.last < self.every
         return due and self.every > 0
 
@@ -68,7 +67,7 @@ class Audit:
         if verdict.devices:
             self._act(run, step, verdict)
         else:
-            self.passed = run.checkpoints.audited = step
+            run.checkpoints.audited = step
 
     def _measure(self, run: Run, state: TrainState, batch: Batch) -> np.ndarray:
         """Return the fingerprints [device, leaf] of all processes."""
@@ -134,14 +133,14 @@ class Audit:
 
     def _set_aside(self, run: Run) -> None:
         """Let no state that was copied since the last audit that passed be used again."""
-        assert self.passed is not None
+        passed = run.checkpoints.audited or 0
         run.checkpoints.wait()
         if run.hooks.snapshots is not None:
-            run.hooks.snapshots.drop_after(self.passed)
+            run.hooks.snapshots.drop_after(passed)
         if run.checkpoints.writes:
             for step in run.checkpoints.steps():
-                if step > self.passed:
-                    why = f"checkpoint {step} may be wrong: made after the last audit that passed, of {self.passed}"
+                if step > passed:
+                    why = f"checkpoint {step} may be wrong: made after the last audit that passed, of {passed}"
                     run.checkpoints.set_aside(step, "suspect", why, run.log.writer.say)
         run.checkpoints.context.barrier("suspects", SLOW)
 
