@@ -4,7 +4,6 @@ It runs between two updates, on the state that the next one will use. Fingerprin
 state are compared through the coordinator; where two differ, all devices compute again, and the majority is right.
 """
 
-import base64
 import contextlib
 import json
 from collections.abc import Callable
@@ -75,14 +74,15 @@ class Audit:
         shards = sorted(prints.addressable_shards, key=lambda s: s.index[0].start or 0)
         local = np.concatenate([np.asarray(s.data) for s in shards])
         damaged = run.hooks.snapshots is not None and run.hooks.snapshots.drop_damaged()
-        text = base64.b64encode(local.tobytes()).decode() + "!" * damaged
-        texts = run.checkpoints.context.exchange("audit", text, SLOW)
-        for rank in [rank for rank, text in enumerate(texts) if text.endswith("!")]:
-            owner = run.checkpoints.context.title(rank)
-            text = f"audit: a snapshot in the memory of {owner} is damaged; it is not used"
-            self._warn(run, self.last, ("snapshot", rank), text)
-        rows = [np.frombuffer(base64.b64decode(text.rstrip("!")), np.uint32) for text in texts]
-        return np.concatenate([row.reshape(-1, local.shape[1]) for row in rows])
+        texts = run.checkpoints.context.exchange("audit", json.dumps([damaged, local.tobytes().hex()]), SLOW)
+        rows = []
+        for rank, (damaged, row) in enumerate(map(json.loads, texts)):
+            rows.append(np.frombuffer(bytes.fromhex(row), np.uint32).reshape(-1, local.shape[1]))
+            if damaged:
+                owner = run.checkpoints.context.title(rank)
+                text = f"audit: a snapshot in the memory of {owner} is damaged; it is not used"
+                self._warn(run, self.last, ("snapshot", rank), text)
+        return np.concatenate(rows)
 
     def _describe(self, run: Run) -> None:
         """Exchange the names and kinds of all devices; warn of leaves that have one copy only."""
@@ -162,7 +162,7 @@ class Audit:
 
     def _warn(self, run: Run, step: int | None, what: Any, text: str, log: bool = True) -> None:
         if what not in self.named:
-            self.named |= {what, *(what if isinstance(what, frozenset) else ())}
+            self.named.add(what)
             run.log.writer.say(f"warning: {text}")
             if log:
                 run.log.events.note("audit", step, reason=text)
