@@ -98,30 +98,22 @@ def make_trial(problem: Problem, devices: int, updates: int) -> Trial:
 
 
 def in_traceable_precision(problem: Problem, trial: Trial) -> Problem:
-    """Return the problem with a float32 model if the model cannot be traced in float64.
+    """Return the problem; with a model that computes in float32 if the model cannot be traced in float64.
 
     Some models fix the dtype of a loop's state, such as an LSTM's carry.
     """
-    model, key, wide = problem.forward.model, jax.random.key(0), lambda tree: cast_floats(tree, jnp.float64)
-    try:
-        jax.eval_shape(lambda x: model.apply(*wide(model.init(key, wide(x))), wide(x), key, True), trial.example)
-    except TypeError:
-        return in_float32(problem)
-    except Exception:  # reported where the oracle is traced
-        pass
-    return problem
-
-
-def in_float32(problem: Problem) -> Problem:
-    """Return the problem with its model computed in float32, with arguments and results in float64."""
-    model = problem.forward.model
+    model, key = problem.forward.model, jax.random.key(0)
     narrow, wide = (lambda tree, to=dtype: cast_floats(tree, to) for dtype in (jnp.float32, jnp.float64))
 
     def apply(params: Tree, state: Tree, batch: Any, key: jax.Array, train: bool) -> tuple[Tree, Tree]:
         return wide(model.apply(*narrow((params, state, batch)), key, train))
 
-    model32 = model._replace(init=lambda key, batch: model.init(key, narrow(batch)), apply=apply)
-    return dataclasses.replace(problem, forward=problem.forward._replace(model=model32))
+    try:
+        jax.eval_shape(lambda x: model.apply(*wide(model.init(key, wide(x))), wide(x), key, True), trial.example)
+    except TypeError:
+        model32 = model._replace(init=lambda key, batch: model.init(key, narrow(batch)), apply=apply)
+        return dataclasses.replace(problem, forward=problem.forward._replace(model=model32))
+    return problem
 
 
 def check_memory(problem: Problem, trial: Trial, devices: Sequence[jax.Device]) -> None:
