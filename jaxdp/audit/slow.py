@@ -38,7 +38,6 @@ class SlowDevices:
         self.next = time.perf_counter() + PAUSE  # when to measure without a rise
         self.round: list[list[float]] = []  # the factors of all ranks, in each of the last measurements
         self.measured: collections.deque[list[float]] = collections.deque(maxlen=ROUND)  # their times
-        self.spent = 0.0  # seconds, on this round
         self.named: dict[int, float] = {}  # {rank: the factor with which it was named last}
 
     def is_due(self, run: Run, progress: Progress) -> bool:
@@ -75,10 +74,9 @@ class SlowDevices:
             self._name(run, progress.step, rank, shares)
         self.before = None
         now = time.perf_counter()
-        self.spent += now - began
         self.allowed -= now - began
         if not self.round:
-            self.next, self.spent = now + max(PAUSE, 2 * self.spent / SHARE), 0.0
+            self.next = now + PAUSE
             for _ in range(min(RECENT, len(self.times))):  # a rise is one of the updates that follow
                 self.times.pop()
 
