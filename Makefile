@@ -18,8 +18,8 @@ train: $(VENV)/.base
 
 # The quick part of the test suite: six to nine minutes on two cores. Jobs of several processes come last, one at a time.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not slow and not mpi" -n 2 --dist worksteal -rs --durations=10
-	$(BIN)/python -m pytest -m "not slow and mpi" -rs --durations=10
+	$(BIN)/python -m pytest -m "not slow and not mpi" -n 2 --dist worksteal -rs --durations=10; code=$$?; \
+	$(BIN)/python -m pytest -m "not slow and mpi" -rs --durations=10 && exit $$code
 
 # The slow part as well: every combination that the quick part has one example of.
 test-all: test

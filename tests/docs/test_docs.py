@@ -99,6 +99,20 @@ def test_every_command_is_run_or_says_what_it_needs():
                 assert (ROOT / word).exists(), command
 
 
+@pytest.mark.parametrize("failing", ["not mpi", "and mpi", "nothing"])
+def test_make_test_runs_both_parts_and_fails_if_one_of_them_fails(tmp_path, failing):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\necho "$4" >> ran\ncase "$4" in *"{failing}") exit 1; esac\n')
+    python.chmod(0o755)
+    for file in ("pyproject.toml", ".venv/.base", ".venv/.test"):
+        (tmp_path / file).touch()
+    done = subprocess.run(["make", "test"], cwd=tmp_path, capture_output=True, text=True)
+    assert (tmp_path / "ran").read_text().splitlines() == ["not slow and not mpi", "not slow and mpi"]
+    assert (done.returncode == 0) == (failing == "nothing"), done
+
+
 def test_what_needs_a_cluster_is_run_by_a_test_of_its_own_or_says_so():
     """Every line of a block that gives a command to Slurm or Kubernetes, wherever in a line, or a script, it stands."""
     found = 0
