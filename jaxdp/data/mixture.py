@@ -66,6 +66,11 @@ class Mixture:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
+    def widen(self) -> None:
+        for dataset in self.sets:
+            getattr(dataset, "widen", lambda: None)()
+        self._copy_facts()
+
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         owners = np.searchsorted(self.starts, indices, side="right") - 1
         batch: dict[str, np.ndarray] = {}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdp.data import Mixture, Stream
-from jaxdp.data.base import UNKNOWN, Arrays, as_dataset, fingerprint
+from jaxdp.data.base import UNKNOWN, Arrays, as_dataset, check_dtypes, fingerprint
 from jaxdp.data.example_order import order_of
 from jaxdp.data.mixture import split_by_weight
 from jaxdp.data.prefetch import read_batch, read_batches
@@ -121,6 +121,16 @@ def test_each_set_keeps_its_transform():
     assert batch["set"].tolist() == [0, 1, 0, 1]
     done = jax.jit(mixture.transform, static_argnums=2)(batch, jax.random.key(0), True)
     assert done.keys() == {"inputs"} and done["inputs"][:, 1].tolist() == [2, 3, 2, 3]
+
+
+def test_int64_that_only_some_examples_need_is_read_as_from_one_set():
+    few, none = [{"inputs": 3}, {"inputs": 2**40}], [{"inputs": 4}]
+    mixture = Mixture({"a": few, "b": few})
+    check_dtypes(mixture, x64=True)
+    inputs = mixture.read(np.arange(4))["inputs"]
+    assert inputs.dtype == np.int64 and inputs.tolist() == [3, 2**40] * 2
+    with pytest.raises(UsageError, match=r"data.args.sets.b: examples of .*int32.*, unlike .*int64.* of a; make them"):
+        check_dtypes(Mixture({"a": few, "b": none}), x64=True)
 
 
 def test_an_entry_that_a_mixture_adds_itself_is_named():
