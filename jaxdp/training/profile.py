@@ -1,10 +1,13 @@
 """Traces of a window of updates for TensorBoard or Perfetto, planned or on request."""
 
-import contextlib
 import dataclasses
+import os
 from typing import Any
 
 import jax
+
+from jaxdp.errors import one_line
+from jaxdp.metrics import safe_print
 
 
 @dataclasses.dataclass
@@ -26,8 +29,12 @@ class Profile:
         if self.requested and not self.running:
             self.requested, self.start = False, step - 1
         if self.start is not None and step == self.start + 1:
-            jax.profiler.start_trace(self.directory)
-            self.running = True
+            try:
+                os.makedirs(self.directory, exist_ok=True)  # JAX would say only after the trace that it cannot
+                jax.profiler.start_trace(self.directory)
+                self.running = True
+            except (OSError, RuntimeError) as error:
+                report(error)
 
     def after(self, step: int, outputs: Any) -> None:
         """End a trace that is due after update `step`, waiting for the update's outputs."""
@@ -39,5 +46,11 @@ class Profile:
         """End the trace that is running, if any."""
         if self.running:
             self.running = False
-            with contextlib.suppress(RuntimeError):
+            try:
                 jax.profiler.stop_trace()
+            except RuntimeError as error:
+                report(error)
+
+
+def report(error: Exception) -> None:
+    safe_print.say(f"jaxdp: profile: no trace is written, and the run continues: {one_line(error)}", error=True)

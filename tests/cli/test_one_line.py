@@ -88,6 +88,13 @@ def test_a_file_in_the_place_of_a_folder_is_one_line(tmp_path, argv, name, words
     assert done.stderr.startswith(f"jaxdp: {words.format(file)}") and done.stderr.count("\n") == 1
 
 
+def test_a_file_in_the_place_of_the_traces_is_one_line_and_the_run_goes_on(tmp_path):
+    (tmp_path / "profile").touch()
+    done = ended("train", *DIGITS, "--steps", 2, "--profile.start", 0, "--run_dir", tmp_path)
+    text = "jaxdp: profile: no trace is written, and the run continues: [Errno 17] File exists: "
+    assert done.stderr == f"{text}'{tmp_path / 'profile'}'\n" and "final 2/2" in done.stdout
+
+
 PLATFORMS = [("cuda", "JAX_PLATFORMS: 'cuda'"), *(pytest.param(p, w, marks=pytest.mark.slow) for p, w in [
     ("tpu", "libtpu.so"), ("cpuu", "not in the list of known backends"), ("rocm", "known backends"),
 ])]  # fmt: skip
