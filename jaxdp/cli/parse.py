@@ -1,6 +1,6 @@
 """Parse command-line arguments into a checked config and a verb's options; report an error in one line."""
 
-import collections
+import json
 import os
 import pathlib
 import re
@@ -158,8 +158,8 @@ def check_arguments(argv: list[str], options: Collection[str]) -> None:
             check_file(value)
         elif key not in ("help", "print_config", *options):
             check_key(key, "command line")
-            section = inner(known_keys().get(key))
-            if section is not None and not value.startswith("{") and value != "null":
+            section = inner(hint := known_keys().get(key))
+            if section is not None and not value.startswith("{") and (value != "null" or section is hint):
                 first = next(iter(get_type_hints(section)))
                 raise UsageError(f"{key}: {value!r} is not {expected(key)}; set its keys, as in --{key}.{first} VALUE")
 
@@ -175,6 +175,7 @@ def check_file(path: str) -> None:
         raise UsageError(f"--config: no file {path!r}; give the path of a YAML file, e.g. configs/digits.yaml")
     try:
         content = yaml.load(file.read_text(), strict_loader(path))
+        json.dumps(content, default=str, skipkeys=True)  # refuses a value that contains itself
     except UsageError:
         raise
     except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
@@ -190,10 +191,12 @@ def strict_loader(path: str) -> Any:
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [key.value for key, _ in node.value]
-            counts = collections.Counter(key if isinstance(key, str) else repr(key) for key in keys)
-            if counts and (most := counts.most_common(1)[0])[1] > 1:
-                raise UsageError(f"{path}: line {node.start_mark.line + 1}: the key {most[0]!r} appears twice")
+            names = set[str]()
+            for key, _ in node.value:
+                name = key.value if isinstance(key.value, str) else repr(key.value)
+                if name in names:
+                    raise UsageError(f"{path}: line {key.start_mark.line + 1}: the key {name!r} appears twice")
+                names.add(name)
             return super().construct_mapping(node, deep)
 
     return Loader
