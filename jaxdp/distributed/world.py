@@ -98,7 +98,10 @@ class Variables:
 
 
 def seconds_of(variable: str, default: float, value: float | None = None) -> float:
-    """Return `value`, else the environment variable's, else the default. Raises UsageError if it is not above 0."""
+    """Return `value`, else the environment variable's, else the default. Raises UsageError if it is not above 0.
+
+    Infinity becomes 30 years, since JAX counts in whole seconds.
+    """
     text = os.environ.get(variable) or str(default)
     try:
         seconds = float(text) if value is None else value
@@ -107,4 +110,4 @@ def seconds_of(variable: str, default: float, value: float | None = None) -> flo
     except ValueError:
         source = f"{variable}={text!r}" if value is None else f"timeout={value}"
         raise UsageError(f"{source} is not a number of seconds above 0") from None
-    return seconds
+    return min(seconds, 1e9)

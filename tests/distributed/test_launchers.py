@@ -7,7 +7,7 @@ import pytest
 from jaxdp.distributed import gpus, hosts
 from jaxdp.distributed.gpus import bind
 from jaxdp.distributed.launchers import World, address, discover, first_host, kubernetes, tasks_per_node
-from jaxdp.distributed.protocol import difference
+from jaxdp.distributed.protocol import default_timeout, difference
 from jaxdp.errors import UsageError
 
 JAXDP = {"JAXDP_COORDINATOR": "10.0.0.1:12355", "JAXDP_NUM_PROCESSES": "4", "JAXDP_PROCESS_ID": "3"}
@@ -156,6 +156,11 @@ def test_arguments_that_make_no_sense(arguments, part):
     with pytest.raises(UsageError) as caught:
         discover({}, **arguments)
     assert part in str(caught.value)
+
+
+def test_an_infinite_time_is_one_that_jax_can_count(monkeypatch):
+    monkeypatch.setenv("JAXDP_TIMEOUT", "inf")
+    assert 1e9 <= round(default_timeout()) < 2**31 > round(default_timeout(float("inf")))
 
 
 def test_slurms_lists():
