@@ -40,16 +40,19 @@ def any_failed(context: Context, checks: list[Check]) -> bool:
 
 
 def check_data(problem: Problem) -> Check:
-    """Check that the data returns the same example for the same index, in another order and among others too."""
+    """Check that the data returns the same example for the same index: in another order, among others, and where JAX
+    reports other devices and processes."""
     index = probes(problem.dataset)
-    one, other = problem.dataset.read(index), problem.dataset.read(index[::-2])
+    one = problem.dataset.read(index)
+    with other_counts():
+        other = problem.dataset.read(index[::-2])
     for name in {**one, **other}:
         x, y = (np.asarray(examples.get(name, ())) for examples in (one, other))
         if (x.shape[1:], x.dtype, x[::-2].tobytes()) != (y.shape[1:], y.dtype, y.tobytes()):
             text = (
                 f"the data is not a function of the index: {name!r} of an example changes when it is read again, with "
-                "others; move what is random into its transform(batch, key, train), and compute what depends on "
-                "several examples before"
+                "others, for another number of devices; move what is random into its transform(batch, key, train), and "
+                "compute what depends on several examples before"
             )
             return Check("data", FAILED, text)
     return Check("data", OK, f"{len(index)} examples are the same when they are read again")

@@ -262,6 +262,8 @@ class Data:
             x = x * np.float32(relative(os.getpid()))
         if self.plant == "reads":
             x = x + np.float32(next(READS) % 7)
+        if self.plant == "devices":
+            x = x * np.float32(jax.device_count())
         return {"inputs": x, "labels": self.labels[i]}
 
 
@@ -338,6 +340,7 @@ FAULTS = {
     "metric by rank": (named("loss", "metric_by_rank"), f"{AGAIN} curve/rank"),
     "rate by devices": (named("optimizer", "rate_by_devices"), AGAIN),
     "data by reads": (named("data", "Data", plant="reads"), "not a function of the index: 'inputs'"),
+    "data by devices": (named("data", "Data", plant="devices"), "not a function of the index: 'inputs'"),
     "data by neighbors": (named("data", "Centered"), "not a function of the index: 'inputs'"),
     "transform by uuid": (named("data.transform", "by_uuid"), AGAIN),
 }
