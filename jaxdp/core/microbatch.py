@@ -131,8 +131,15 @@ def one_by_one(loss_and_sums: Loss, pieces: Tree) -> Differentiate:
     return accumulate
 
 
+def map_at_once(f: Callable, pieces: Tree) -> Tree:
+    """Return f of all pieces [local, ...] at once; a single one is not mapped, since a model may not support it."""
+    if len(jax.tree.leaves(pieces)[0]) > 1:
+        return jax.vmap(f)(pieces)
+    return jax.tree.map(lambda x: x[None], f(jax.tree.map(lambda x: x[0], pieces)))
+
+
 ACCUMULATE: dict[str, Callable[[Loss, Tree], Differentiate]] = {"vmap": at_once, "scan": one_by_one}
-MAP: dict[str, Callable[[Callable, Tree], Any]] = {"vmap": lambda f, pieces: jax.vmap(f)(pieces), "scan": jax.lax.map}
+MAP: dict[str, Callable[[Callable, Tree], Any]] = {"vmap": map_at_once, "scan": jax.lax.map}
 
 
 def make_grads(forward: Forward, trainable: Callable[[Tree], Tree], accumulate: str, padded: bool) -> Callable:

@@ -20,6 +20,7 @@ from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models import as_model
+from jaxdp.models.base import Model
 from jaxdp.models.cnn import CNN
 from jaxdp.models.nnx import Carry
 from jaxdp.models.resnet9 import ResNet9
@@ -97,6 +98,25 @@ def test_a_microbatch_of_padding_changes_nothing(model, accumulate):
     assert toys.relative_error(with_padding, without)[0] < 1e-6
     nothing = grads(state.view(0), {k: v[4:] for k, v in batch.items()}, jnp.array([5, -1]))
     assert all(float(jnp.abs(x).max()) == 0 for x in jax.tree.leaves(nothing))
+
+
+def test_a_model_without_a_vmap_computes_one_microbatch_or_one_after_the_other():
+    """JAX has no rule for `vmap` of this function on the host."""
+
+    def apply(params, state, batch, key, train):
+        x = batch["inputs"].reshape(len(batch["mask"]), -1)
+        host = jax.pure_callback(np.cos, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return (x * host) @ params["w"], state
+
+    examples = toys.data(8)
+    init = lambda key, batch: ({"w": jnp.ones((examples["inputs"][0].size, toys.CLASSES))}, {})
+    forward, rule = Forward(Model(init, apply), SoftmaxCrossEntropy()), UpdateRule(optax.sgd(0.1))
+    state = init_state(forward, rule, 4, {k: v[:2] for k, v in examples.items()})
+    batch = read_batch(Arrays(**examples), EpochOrder(8, 8, 4, 0, shuffle=False), 0, np.arange(4))
+    for accumulate, number in (("vmap", 1), ("scan", 4)):
+        step, some = make_step(forward, rule, accumulate), {k: v[:number] for k, v in batch.items()}
+        for f in (step.grads, step.evaluate):
+            assert jax.eval_shape(f, state.view(0), some, np.arange(number)).loss.shape == ()
 
 
 @pytest.mark.slow
