@@ -31,8 +31,8 @@ from jaxdp.errors import UsageError
 from jaxdp.parallel import Strategy
 from jaxdp.precision import policy
 from jaxdp.verify import Configuration, Problem
-from jaxdp.verify.configurations import devices_of
-from jaxdp.verify.exact import Make, exact_configurations
+from jaxdp.verify.configurations import choose_configurations, clip, devices_of
+from jaxdp.verify.exact import Make
 from jaxdp.verify.problem import Trial
 
 ALONE, FLOAT64 = Context(), Precision("float64", "float64", "float64")
@@ -68,7 +68,7 @@ def make_problem(config: Config, context: Context = ALONE) -> Problem:
     if config.outer.replicas > 1:
         raise UsageError("outer.replicas: verify compares with ordinary training; compare bits instead, with --exact")
     config = smaller(config)
-    opt, parallel = config.optimizer, config.parallel
+    opt, own = config.optimizer, configuration_of(config)
     parts = make_parts(config) if context.size == 1 else prepare_on_all_ranks(config, context).parts
     if context.size == 1 and not config.verify.model_args:
         with contextlib.suppress(NameError):  # of an axis: verification reports it
@@ -98,15 +98,20 @@ def make_problem(config: Config, context: Context = ALONE) -> Problem:
         dataset=parts.dataset,
         order=parts.order,
         build=build,
-        configuration=Configuration(
-            devices=parallel.devices or 0,
-            backend=parallel.backend,
-            zero=parallel.zero,
-            reduction="exact" if parallel.exact else "xla" if parallel.reduction == "auto" else parallel.reduction,
-            accumulate=choose_accumulate(config),
-            gradient_buffer=parallel.gradient_buffer,
-            shard_size=parallel.shard_size,
-        ),
+        configuration=own._replace(reduction="exact") if config.parallel.exact else own,
+    )
+
+
+def configuration_of(config: Config) -> Configuration:
+    parallel = config.parallel
+    return Configuration(
+        devices=parallel.devices or 0,
+        backend=parallel.backend,
+        zero=parallel.zero,
+        reduction="xla" if parallel.reduction == "auto" else parallel.reduction,
+        accumulate=choose_accumulate(config),
+        gradient_buffer=parallel.gradient_buffer,
+        shard_size=parallel.shard_size,
     )
 
 
@@ -121,21 +126,20 @@ def exactly(config: Config) -> Config:
 def make_bits(config: Config, devices: int, updates: int) -> tuple[Make, list[Configuration], list[int]]:
     """Return (the function that builds a configuration, the configurations, the numbers of the batches).
 
-    The batches are the first ones and the last of an epoch, which may be incomplete. In a job of several processes the
-    configurations are one device of each process, and all devices.
+    The batches are the first ones and the last of an epoch, which may be incomplete.
     """
     set_jax(config)
     parts = make_parts(config)
-    all_devices, several = jax.devices(), jax.process_count() > 1
-    summands = config.microbatches // config.parallel.exact_group
-    limit = len(all_devices) if several else min(devices, len(all_devices), summands)
+    used, summands = jax.devices(), config.microbatches // config.parallel.exact_group
+    if jax.process_count() == 1:
+        used = used[: min(devices, summands)]
 
     def make(configuration: Configuration) -> Any:
-        strategy, step = make_variant(config, parts, configuration, all_devices)
+        strategy, step = make_variant(config, parts, configuration, used)
         check_optimizer(config, strategy, parts.rule.tx, step)
         read = lambda i: read_batch(parts.dataset, parts.order, i, strategy.local_microbatches)
         return strategy, step, lambda i: strategy.shard_batch(read(i))
 
     last = parts.order.steps_per_epoch - 1
     batches = [min(i, last) if i < updates - 1 else last for i in range(updates)]
-    return make, exact_configurations(limit, config.parallel.reduction, several), batches
+    return make, choose_configurations(clip(configuration_of(config), used), used, exact=True), batches

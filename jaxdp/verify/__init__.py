@@ -15,7 +15,7 @@ from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
 from jaxdp.verify import checks
 from jaxdp.verify.compare import find_reference
-from jaxdp.verify.configurations import Configuration, check_layout, choose_configurations
+from jaxdp.verify.configurations import Configuration, choose_configurations, clip
 from jaxdp.verify.oracle import Setup, make_setup, train
 from jaxdp.verify.problem import NOTE, Check, Problem, check_memory, in_traceable_precision, make_trial
 from jaxdp.verify.report import Report, as_json, as_text
@@ -62,9 +62,7 @@ def verify(
         raise UsageError(f"tolerance: {tolerance} is not between 0 and 1; to compare bits, use --exact")
     local = [device for device in devices if device.process_index == jax.process_index()]
     with settings(local[0]):
-        first = problem.configuration
-        first = first._replace(devices=min(first.devices or len(devices), len(devices)))
-        check_layout(first, devices)
+        first = clip(problem.configuration, devices)
         trial = make_trial(problem, len(devices), updates)
         problem = in_traceable_precision(dataclasses.replace(problem, configuration=first), trial)
         check_memory(problem, trial, local)

@@ -42,23 +42,32 @@ class Configuration(NamedTuple):
 ONE_DEVICE = Configuration(1, max(STAGES, key=lambda name: len(STAGES[name])))
 
 
-def choose_configurations(first: Configuration, devices: Sequence[jax.Device]) -> list[Configuration]:
+def clip(configuration: Configuration, devices: Sequence[jax.Device]) -> Configuration:
+    """Return a run's configuration on at most these devices, all of them if it has no number (0). Raises UsageError."""
+    clipped = configuration._replace(devices=min(configuration.devices or len(devices), len(devices)))
+    check_layout(clipped, devices)
+    return clipped
+
+
+def choose_configurations(
+    first: Configuration, devices: Sequence[jax.Device], exact: bool = False
+) -> list[Configuration]:
     """Return one device, `first`, and what pairs of values remain, in a fixed order.
 
-    A job of several processes uses all its devices, or one of each process.
+    A job of several processes uses all its devices, or one of each process. exact: with the reduction of `first` only.
     """
-    number = len(devices)
+    number, others = len(devices), set() if exact else REDUCTIONS.keys() - FORMATS.keys()
     settings: list[Sequence[Any]] = [
         [number, ODD] if number > ODD and jax.process_count() == 1 else [number],
         [(name, zero) for name, stages in STAGES.items() for zero in stages],
-        sorted({name for name in REDUCTIONS if name not in FORMATS} | {first.reduction}),
+        sorted({first.reduction, *others}),
         ("vmap", "scan"),
         ("sharded", "replicated"),
         [None, number // 2] if number % 2 == 0 and number > 2 else [None],
     ]
     every = [Configuration(n, *stage, *rest) for n, stage, *rest in itertools.product(*settings)]
     possible = [c for c in every if is_meaningful(c) and is_possible(c, devices)]
-    chosen = list(dict.fromkeys([ONE_DEVICE, first]))
+    chosen = list(dict.fromkeys([ONE_DEVICE._replace(reduction=first.reduction), first]))
     missing = set().union(*map(pairs, possible)).difference(*map(pairs, chosen))
     while missing:
         best = max(possible, key=lambda c: len(pairs(c) & missing))

@@ -12,10 +12,9 @@ from jaxdp.core.step import Step
 from jaxdp.distributed.hosts import listed
 from jaxdp.errors import UsageError, one_line
 from jaxdp.metrics.numbers import table
-from jaxdp.parallel import STAGES, Strategy
-from jaxdp.parallel.layout import ZERO
+from jaxdp.parallel import Strategy
 from jaxdp.split import path_string
-from jaxdp.verify.configurations import ONE_DEVICE, Configuration
+from jaxdp.verify.configurations import Configuration
 
 # configuration -> (its strategy, the step, batch number -> its batch on the strategy's devices)
 Make = Callable[[Configuration], tuple[Strategy, Step, Callable[[int], Batch]]]
@@ -49,27 +48,6 @@ class ExactReport(NamedTuple):
     def exact(self) -> bool:
         """Return whether configurations on several numbers of devices trained, and all have the same bits."""
         return not self.differs and not self.nothing
-
-
-def exact_configurations(most: int, reduction: str, several: bool = False) -> list[Configuration]:
-    """Return every configuration on `most` devices; on each smaller number its share of them, one device first.
-
-    several: in a job of several processes, one device of each is compared with all devices.
-    """
-    layouts: list[tuple[str, int, str, int | None]] = [
-        (backend, zero, gradient_buffer, None)
-        for backend, stages in STAGES.items()
-        for zero in stages
-        for gradient_buffer in (("sharded", "replicated") if ZERO[zero].grads else ("sharded",))
-    ]
-    on = lambda n, b, z, a, k: Configuration(n, b, z, reduction, "vmap", a, k)
-    fewer = range(1, most)
-    chosen = [on(n, *layout) for i, n in enumerate(fewer) for layout in layouts[i :: max(len(fewer), 3)]]
-    if several:
-        chosen = [ONE_DEVICE._replace(reduction=reduction)]
-    if most > 2 and most % 2 == 0:
-        layouts += [(ONE_DEVICE.backend, zero, "sharded", most // 2) for zero in (1, 3)]
-    return chosen + [on(most, *layout) for layout in layouts]
 
 
 def compare_bits(
