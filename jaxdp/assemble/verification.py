@@ -3,7 +3,7 @@ configurations; with --exact, the config's own run."""
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,9 +30,9 @@ from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
 from jaxdp.parallel import Strategy
 from jaxdp.precision import policy
-from jaxdp.verify import Configuration, Problem
-from jaxdp.verify.configurations import choose_configurations, clip, devices_of
-from jaxdp.verify.exact import Make
+from jaxdp.verify import Configuration, Problem, Report
+from jaxdp.verify.configurations import clip, devices_of
+from jaxdp.verify.exact import compare_bits
 from jaxdp.verify.problem import Trial
 
 ALONE, FLOAT64 = Context(), Precision("float64", "float64", "float64")
@@ -123,10 +123,10 @@ def exactly(config: Config) -> Config:
     return config
 
 
-def make_bits(config: Config, devices: int, updates: int) -> tuple[Make, list[Configuration], list[int]]:
-    """Return (the function that builds a configuration, the configurations, the numbers of the batches).
+def verify_exactly(config: Config, devices: int, updates: int, progress: Callable[[str], None]) -> Report:
+    """Compare the bits of a config in exact mode, on its first batches and the last of an epoch, maybe incomplete.
 
-    The batches are the first ones and the last of an epoch, which may be incomplete.
+    devices: the most to use; in a job of several processes all are used.
     """
     set_jax(config)
     parts = make_parts(config)
@@ -142,4 +142,5 @@ def make_bits(config: Config, devices: int, updates: int) -> tuple[Make, list[Co
 
     last = parts.order.steps_per_epoch - 1
     batches = [min(i, last) if i < updates - 1 else last for i in range(updates)]
-    return make, choose_configurations(clip(configuration_of(config), used), used, exact=True), batches
+    trained = f"{config.batch_size} examples in {config.microbatches} microbatches, the last one the last of an epoch"
+    return compare_bits(make, clip(configuration_of(config), used), used, batches, trained, progress)

@@ -14,11 +14,11 @@ import numpy as np
 from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
 from jaxdp.verify import checks
-from jaxdp.verify.compare import find_reference
+from jaxdp.verify.compare import Reference, find_reference, list_leaves
 from jaxdp.verify.configurations import Configuration, choose_configurations, clip
 from jaxdp.verify.oracle import Setup, make_setup, train
-from jaxdp.verify.problem import NOTE, Check, Problem, check_memory, in_traceable_precision, make_trial
-from jaxdp.verify.report import Report, as_json, as_text
+from jaxdp.verify.problem import FAILED, NOTE, Check, Problem, check_memory, in_traceable_precision, make_trial
+from jaxdp.verify.report import Report, as_json, as_text, describe
 from jaxdp.verify.training import run_configuration
 
 __all__ = ["Configuration", "Problem", "Report", "as_json", "as_text", "settings", "verify"]
@@ -69,12 +69,18 @@ def verify(
         setup = make_setup(problem, trial)
         dtype, random = checks.traits_of(setup)
         limit = tolerance or checks.TOLERANCE[dtype.name]
-        report = Report(problem, trial, list(devices), limit, [checks.check_data(problem)])
+        parameters = sum(x.size for x in jax.tree.leaves(setup.start.params))
+        setting = (
+            f"{describe(devices)}; {updates} updates of {trial.microbatches * trial.microbatch_size} examples in "
+            f"{trial.microbatches} microbatches (a run has {problem.order.batch_size} in "
+            f"{problem.order.microbatches}); float64, no loss scaling, no warm-up; {parameters:,} parameters"
+        )
+        report = Report(setting, f"error (allowed {limit:g})", [checks.check_data(problem)])
         if dtype != np.float64:
             text = f"the model or the loss computes in {dtype.name}, also from float64 arguments"
             report.checks.append(Check("precision", NOTE, text))
-        report.parameters = sum(x.size for x in jax.tree.leaves(setup.start.params))
-        if not check_parts(report, setup, random, context):
+        if not check_parts(report, setup, random, limit, context):
+            report.causes = failures(report)
             return report
         report.reference = reference = find_reference(
             lambda params, rule: train(setup._replace(start=setup.start._replace(params=params)), rule),
@@ -87,18 +93,51 @@ def verify(
         for check in report.checks:
             progress(f"{check.name}: {check.verdict}")
         chosen = choose_configurations(first, devices)[: None if most is None else most + 1]
-        for i, configuration in enumerate(chosen):
-            result = run_configuration(setup, reference, configuration, devices, limit)
-            report.results.append(result)
-            progress(f"{i + 1}/{len(chosen)} {configuration.title}: {result.outcome}, {result.seconds:.1f} s")
+        run = lambda configuration: run_configuration(setup, reference, configuration, devices, limit)
+        report.run(run, chosen, progress)
+        report.causes = [*failures(report), *find_causes(report, reference, first)]
+        compared, trained = reference.compared
+        report.agreement = (
+            f"agree with the oracle; largest relative error {report.largest.error:.1e}, of {report.largest.leaf}; "
+            f"allowed {limit:g}; {compared} of {trained} trained leaves compared"
+        )
+        if compared < trained:
+            report.agreement += "; the others have no gradient, but for rounding, or do not move"
         return report
 
 
-def check_parts(report: Report, setup: Setup, random: bool, context: Context) -> bool:
+def failures(report: Report) -> list[str]:
+    """Return what the checks of the parts found."""
+    return list(dict.fromkeys(check.text for check in report.checks if check.verdict == FAILED))
+
+
+def find_causes(report: Report, reference: Reference, own: Configuration) -> list[str]:
+    """Return why what was trained is not verified, the most certain cause first. own: the run's configuration."""
+    causes, losses = report.refusal(own), reference.trained.curve["loss"]
+    if not np.isfinite(losses).all():
+        causes.append(f"the loss is not finite: {losses.tolist()} in the first updates; try a smaller optimizer.lr")
+    elif reference.unexplained:
+        leaves = list_leaves(reference.unexplained)
+        causes.append(f"not compared, because rounding alone moves them too far: {leaves}")
+    elif not reference.compared[0]:
+        causes.append("no parameter was compared that training moves")
+    elif not any(r.configuration.devices > 1 for r in report.passed + report.failed):
+        causes.append("nothing was compared on several devices; use --devices 2 or more, and 2 microbatches or more")
+    for one in report.failed[:1]:
+        fault = f"{one.note} differs by {one.value}" if one.value else one.note
+        if any(r.configuration.devices == 1 for r in report.passed):
+            fault += (
+                "; one device agrees, so what communicates over devices may be the cause (a BatchNorm with sync: true)"
+            )
+        causes.append(f"{one.configuration.title}: {fault}")
+    return causes
+
+
+def check_parts(report: Report, setup: Setup, random: bool, tolerance: float, context: Context) -> bool:
     """Check the parts alone. Return False if one failed that the others use, on which its fault would be blamed."""
     for check in (checks.check_repeat, checks.check_loss):
-        report.checks.append(check(setup, report.tolerance))
+        report.checks.append(check(setup, tolerance))
         if checks.any_failed(context, report.checks):
             return False
-    report.checks.append(checks.check_padding(setup, random, report.tolerance))
+    report.checks.append(checks.check_padding(setup, random, tolerance))
     return True

@@ -1,39 +1,53 @@
 """The report of a verification: its verdict and causes, as text for a person or as JSON."""
 
 import dataclasses
-import functools
-import math
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
+from jaxdp.errors import UsageError, one_line
 from jaxdp.metrics.numbers import table
-from jaxdp.verify.compare import Reference, Worst, list_leaves
+from jaxdp.verify.compare import Errors, Reference, Worst, worst
 from jaxdp.verify.configurations import Configuration
-from jaxdp.verify.problem import FAILED, OK, REFUSED, Check, Problem, Trial
-from jaxdp.verify.training import Result
+from jaxdp.verify.problem import FAILED, OK, REFUSED, Check
+
+
+class Result(NamedTuple):
+    """What a configuration trained.
+
+    verdict: OK, FAILED, or REFUSED as a run would be. value: the largest error, or a digest; "" if there is none.
+    note: the leaf of this error, how the bits differ, or why there is no value. errors: of each compared leaf.
+    """
+
+    configuration: Configuration
+    verdict: str
+    value: str = ""
+    note: str = ""
+    errors: Errors = {}
+    seconds: float = 0.0
+
+    @property
+    def outcome(self) -> str:
+        return " ".join(word for word in (self.value, self.verdict) if word not in ("", OK))
 
 
 @dataclasses.dataclass
 class Report:
-    """What was compared, and the result. results: one device first, then the run's own configuration.
+    """What was compared, and the result. `value` is the name of the results' values.
 
-    reference: what the oracle trained; None if a check failed before. causes: why it is not verified, or nothing.
+    setting: what was trained, and on what, in words. reference: what the oracle trained; None if a check failed before,
+    or if bits are compared. causes: why it is not verified, or nothing. agreement: what verified configurations share.
     """
 
-    problem: Problem
-    trial: Trial
-    devices: list[jax.Device]
-    tolerance: float
-    checks: list[Check]
-    parameters: int = 0
+    setting: str
+    value: str
+    checks: list[Check] = dataclasses.field(default_factory=list)
     reference: Reference | None = None
     results: list[Result] = dataclasses.field(default_factory=list)
-
-    @functools.cached_property
-    def causes(self) -> list[str]:
-        return list(dict.fromkeys(find_causes(self)))
+    causes: list[str] = dataclasses.field(default_factory=list)
+    agreement: str = ""
 
     @property
     def verified(self) -> bool:
@@ -41,103 +55,73 @@ class Report:
 
     @property
     def failed(self) -> list[Result]:
-        return [r for r in self.results if r.verdict == FAILED]
+        return [result for result in self.results if result.verdict == FAILED]
 
     @property
     def passed(self) -> list[Result]:
-        return [r for r in self.results if r.verdict == OK]
+        return [result for result in self.results if result.verdict == OK]
 
     @property
     def largest(self) -> Worst:
-        return max((r.worst for r in self.results), default=Worst(0.0, ""))
+        return max((worst(result.errors) for result in self.results), default=Worst(0.0, ""))
+
+    def run(
+        self,
+        train: Callable[[Configuration], Result],
+        configurations: Sequence[Configuration],
+        progress: Callable[[str], None],
+    ) -> None:
+        """Add the result of each configuration; progress: see `verify`."""
+        for i, configuration in enumerate(configurations):
+            began = time.monotonic()
+            try:
+                result = train(configuration)
+            except UsageError as error:
+                result = Result(configuration, REFUSED, note=one_line(error))
+            self.results.append(result := result._replace(seconds=time.monotonic() - began))
+            shown = f"{i + 1}/{len(configurations)} {configuration.title}"
+            progress(f"{shown}: {result.outcome}, {result.seconds:.1f} s")
+
+    def refusal(self, own: Configuration) -> list[str]:
+        """Return why the run's own configuration was refused, if it was."""
+        refused = [r.note for r in self.results if r.configuration == own and r.verdict == REFUSED]
+        return [f"the configuration that the config asks for is refused: {note}" for note in refused]
 
 
-def find_causes(report: Report) -> list[str]:
-    """Return why the problem is not verified, the most certain cause first."""
-    causes, reference = [check.text for check in report.checks if check.verdict == FAILED], report.reference
-    if reference is None:
-        return causes or ["nothing was compared"]
-    asked = [r for r in report.results if r.configuration == report.problem.configuration and r.verdict == REFUSED]
-    causes += [f"the configuration that the config asks for is refused: {result.failure}" for result in asked]
-    losses = reference.trained.curve["loss"]
-    if not np.isfinite(losses).all():
-        causes.append(f"the loss is not finite: {losses.tolist()} in the first updates; try a smaller optimizer.lr")
-    elif reference.unexplained:
-        leaves = list_leaves(reference.unexplained)
-        causes.append(f"not compared, because rounding alone moves them too far: {leaves}")
-    elif not reference.compared[0]:
-        causes.append("no parameter was compared that training moves")
-    elif not any(r.configuration.devices > 1 for r in report.passed + report.failed):
-        causes.append("nothing was compared on several devices; use --devices 2 or more, and 2 microbatches or more")
-    for one in report.failed[:1]:
-        fault = one.failure or f"{one.worst.leaf} differs by {one.worst.error:.1e}"
-        if any(r.configuration.devices == 1 for r in report.passed):
-            fault += (
-                "; one device agrees, so what communicates over devices may be the cause (a BatchNorm with sync: true)"
-            )
-        causes.append(f"{one.configuration.title}: {fault}")
-    return causes
+def describe(devices: Sequence[jax.Device]) -> str:
+    processes = len({device.process_index for device in devices})
+    return f"{len(devices)} x {devices[0].device_kind}{f' in {processes} processes' * (processes > 1)}"
 
 
 def as_text(report: Report, title: str) -> str:
     """Return the checks, the configurations, and the verdict as the last line."""
-    trial, problem, reference = report.trial, report.problem, report.reference
-    examples, processes = trial.microbatches * trial.microbatch_size, len({d.process_index for d in report.devices})
-    lower = f", {reference.rate:g} of the peak learning rate" if reference and reference.rate < 1 else ""
-    setting = (
-        f"{len(report.devices)} x {report.devices[0].device_kind}{f' in {processes} processes' * (processes > 1)}; "
-        f"{len(trial.batches)} updates of {examples} examples in {trial.microbatches} microbatches (a run has "
-        f"{problem.order.batch_size} in {problem.order.microbatches}); float64, no loss scaling, no warm-up{lower}"
-    )
-    parts = [f"{title}\n{setting}", "\n".join(table([("check", "verdict", "result"), *report.checks]))]
+    parts = [f"{title}\n{report.setting}"]
+    if report.checks:
+        parts.append("\n".join(table([("check", "verdict", "result"), *report.checks])))
     if report.results:
-        heads = [*Configuration._fields, f"error (allowed {report.tolerance:g})", "of the leaf"]
-        rows = [[*r.configuration.cells, r.outcome, r.failure or r.worst.leaf] for r in report.results]
-        parts.append("\n".join(table([heads, *rows])))
+        rows = [[*r.configuration.cells, r.outcome, r.note] for r in report.results]
+        parts.append("\n".join(table([[*Configuration._fields, report.value, ""], *rows])))
     return "\n\n".join([*parts, verdict(report)])
 
 
 def verdict(report: Report) -> str:
-    if not report.verified:
-        number, total = len(report.failed), len(report.results)
-        differ = f"{number} of {total} configurations differ from the oracle: " if number else ""
-        return f"not verified: {differ}{'; '.join(report.causes)}"
-    assert report.reference is not None
-    compared, trained = report.reference.compared
-    why = "" if compared == trained else "; the others have no gradient, but for rounding, or do not move"
-    number = sum(r.verdict == REFUSED for r in report.results)
-    refused = f" ({number} more refused)" if number else ""
-    return (
-        f"verified: {len(report.passed)} configurations agree with the oracle{refused}; "
-        f"largest relative error {report.largest.error:.1e}, of {report.largest.leaf}; allowed {report.tolerance:g}; "
-        f"{compared} of {trained} trained leaves compared{why}"
-    )
+    refused = len(report.results) - len(report.passed) - len(report.failed)
+    more = f" ({refused} more refused)" if refused else ""
+    if report.verified:
+        return f"verified: {len(report.passed)} configurations{more} {report.agreement}"
+    differ = f"{len(report.failed)} of {len(report.results)} configurations differ: " if report.failed else ""
+    return f"not verified: {differ}{'; '.join(report.causes)}"
 
 
-def as_json(report: Report) -> dict[str, Any]:
-    """Return the report as plain values; an infinite error is the text "inf"."""
-    reference, trial = report.reference, report.trial
-    values = lambda worst: {"error": worst.error if math.isfinite(worst.error) else "inf", "leaf": worst.leaf}
-    row = lambda r: {
-        "configuration": r.configuration._asdict(),
-        **values(r.worst),
-        "failure": r.failure,
-        "refused": r.verdict == REFUSED,
-        "seconds": round(r.seconds, 2),
-    }
+def as_json(report: Report, title: str) -> dict[str, Any]:
+    """Return the report as plain values."""
+    kept = lambda result: {"verdict": result.verdict, report.value: result.value, "note": result.note}
     return {
+        "title": title,
+        "setting": report.setting,
         "verified": report.verified,
         "causes": report.causes,
-        "tolerance": report.tolerance,
-        **values(report.largest),
-        "devices": len(report.devices),
-        "device_kind": report.devices[0].device_kind,
         "jax": jax.__version__,
-        "updates": len(trial.batches),
-        "microbatches": trial.microbatches,
-        "batch_size": trial.microbatches * trial.microbatch_size,
-        "checks": [c._asdict() for c in report.checks],
-        "configurations": [row(r) for r in report.results],
-        "rate": reference.rate if reference else 1.0,
-        "compared": reference.compared if reference else (0, 0),
+        "checks": [check._asdict() for check in report.checks],
+        "configurations": [{"configuration": r.configuration._asdict(), **kept(r)} for r in report.results],
     }

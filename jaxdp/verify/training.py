@@ -1,9 +1,8 @@
-"""Train a configuration on its devices, with the step and a strategy, from the oracle's first state."""
+"""Train a configuration on its devices, with the step and a strategy; also from the oracle's first state."""
 
 import math
-import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,51 +10,37 @@ import numpy as np
 
 from jaxdp.checkpoint.digest import host
 from jaxdp.core.options import UpdateRule
-from jaxdp.core.state import TrainState
+from jaxdp.core.state import Batch, TrainState
+from jaxdp.core.step import Step
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError, one_line
-from jaxdp.verify.compare import Errors, Reference, Worst, leaf_errors, worst
+from jaxdp.parallel import Strategy
+from jaxdp.verify.compare import Reference, leaf_errors, worst
 from jaxdp.verify.configurations import Configuration
 from jaxdp.verify.oracle import Setup, Start, partition, without_carry
-from jaxdp.verify.problem import FAILED, OK, REFUSED, Trial
+from jaxdp.verify.problem import FAILED, OK, Trial
+from jaxdp.verify.report import Result
 
 BUCKETS = 3  # about this many, however small the model
 DRAWN = 1e-6  # initial values are drawn in float32, which two programs may round differently
 
 
-class Result(NamedTuple):
-    """verdict: OK, FAILED, or REFUSED as a run would be. errors: of each compared leaf; failure: why there are none."""
-
-    configuration: Configuration
-    verdict: str
-    errors: Errors
-    failure: str
-    seconds: float
-
-    @property
-    def worst(self) -> Worst:
-        return worst(self.errors)
-
-    @property
-    def outcome(self) -> str:
-        return self.verdict if self.failure else f"{self.worst.error:.1e}{' FAILED' * (self.verdict == FAILED)}"
-
-
 def run_configuration(
     setup: Setup, reference: Reference, configuration: Configuration, devices: Sequence[jax.Device], tolerance: float
 ) -> Result:
-    """Train the updates of the trial, and compare the result with the oracle's."""
-    began, errors, verdict = time.monotonic(), Errors(), FAILED
+    """Train the updates of the trial, and compare the result with the oracle's. Raises UsageError as a run would."""
     try:
         state, curve = train(setup, reference.rule, configuration, devices)
-        errors = reference.errors(state, curve, tolerance)
-        failure = "" if errors else "nothing was compared"
-        verdict = OK if errors and worst(errors).error <= tolerance else FAILED
-    except UsageError as error:
-        failure, verdict = one_line(error), REFUSED
+    except UsageError:
+        raise
     except Exception as error:
-        failure = f"{type(error).__name__}: {one_line(error)}"
-    return Result(configuration, verdict, errors, failure, time.monotonic() - began)
+        return Result(configuration, FAILED, note=f"{type(error).__name__}: {one_line(error)}")
+    errors = reference.errors(state, curve, tolerance)
+    if not errors:
+        return Result(configuration, FAILED, note="nothing was compared")
+    largest = worst(errors)
+    verdict = OK if largest.error <= tolerance else FAILED
+    return Result(configuration, verdict, f"{largest.error:.1e}", largest.leaf, errors)
 
 
 def train(
@@ -73,15 +58,24 @@ def train(
         raise RuntimeError(f"the initial {drawn.leaf} differs by {drawn.error:.1e}: init is not a function of its key")
     put = lambda x, like: jax.make_array_from_callback(x.shape, like.sharding, lambda part: np.array(x[part]))
     state = jax.tree.map(put, first, strategy.abstract().replace(exponents=None))
-    state, program, curve = strategy.adopt(state.replace(exponents=exponents)), strategy.compile(step), []
-    for i in range(len(trial.batches)):
-        batch = read_batch(problem.dataset, trial.order, i, strategy.local_microbatches)
-        state, metrics = program.update(state, strategy.shard_batch(batch))
-        curve.append(jax.device_get(metrics))
-        if np.any(curve[-1].pop("disagreeing_state", 0)):
-            raise RuntimeError("the microbatches disagree on integers of the model's state; all must change one alike")
-    final = jax.tree.map(host, strategy.export(state).replace(exponents=None))
-    return final, {name: np.array([metrics[name] for metrics in curve]) for name in curve[0]}
+    read = lambda i: strategy.shard_batch(read_batch(problem.dataset, trial.order, i, strategy.local_microbatches))
+    state = strategy.adopt(state.replace(exponents=exponents))
+    final, curve = run_updates(strategy, step, state, map(read, range(len(trial.batches))))
+    if np.any(curve.pop("disagreeing_state", 0)):
+        raise RuntimeError("the microbatches disagree on integers of the model's state; all must change one alike")
+    return final, curve
+
+
+def run_updates(
+    strategy: Strategy, step: Step, state: TrainState, batches: Iterable[Batch]
+) -> tuple[TrainState, dict[str, np.ndarray]]:
+    """Return (the exported state after an update on each batch, {metric: [update]}), on the host."""
+    program, curve = strategy.compile(step), []
+    for batch in batches:
+        state, metrics = program.update(state, batch)
+        curve.append(jax.tree.map(host, metrics))
+    final = jax.tree.map(host, strategy.export(state))
+    return final, {name: np.array([metrics[name] for metrics in curve]) for name in (curve or [{}])[0]}
 
 
 def oracle_state(trial: Trial, start: Start, rule: UpdateRule) -> TrainState:

@@ -244,14 +244,15 @@ def test_exact_prints_a_digest_of_every_way_to_train_and_a_verdict(tmp_path):
     assert {row[:2] for row in rows} >= {("1", "0"), *(("2", str(zero)) for zero in range(4))}
     (digest,) = {row[2] for row in rows}
     last = done.stdout.splitlines()[-1]
-    assert last.startswith(f"exact: {len(rows)} configurations give the same bits; params_sha256 {digest}")
+    assert last.startswith(f"verified: {len(rows)} configurations give the same bits; params_sha256 {digest}")
 
     done = command(*argv, "--model.args.fault", "device", "--optimizer.target", "lamb", cwd=tmp_path, code=1)
     refused = [line for line in done.stdout.splitlines() if "refused" in line and "zero" not in line.split()[:3]]
-    assert sum("optimizer.target: lamb: it is not elementwise" in line for line in refused) >= 7
-    assert "FAILED: differs from update 1 on, in params/" in done.stdout
+    assert sum("optimizer.target: lamb: it is not elementwise" in line for line in refused) == 6
+    assert re.search("FAILED +differs from update 1 on, in params/", done.stdout)
     assert re.match(
-        r"not exact: 2 of 3 configurations differ from the first \(\d+ more refused\)", done.stdout.splitlines()[-1]
+        r"not verified: 2 of 9 configurations differ: devices 2 .*: differs from update 1 on, in params/",
+        done.stdout.splitlines()[-1],
     )
     said = command(*argv[:3], "--microbatches", 12, "--precision.reduce", "bfloat16", cwd=tmp_path, code=2).stderr
     assert said.startswith("jaxdp: precision.reduce: bfloat16 with reduction: exact") and said.count("\n") == 1
@@ -388,7 +389,7 @@ def test_what_is_right_passes_and_what_is_worth_knowing_is_said(judged):
     report = judged("--optimizer.target", "lamb", updates=1)
     assert report.verified and {c.name for c in report.checks} >= {"data", "repeat", "loss", "padding"}
     report = judged("--model.args.fault", "narrow", updates=2)
-    assert report.verified and report.tolerance == 1e-5 and report.largest.error > 1e-9
+    assert report.verified and "allowed 1e-05" in report.agreement and report.largest.error > 1e-9
     note = next(c for c in report.checks if c.name == "precision")
     assert "the model or the loss computes in float32" in note.text
 

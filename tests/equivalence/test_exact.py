@@ -30,7 +30,8 @@ from jaxdp.models.mlp import MLP
 from jaxdp.optim import OPTIMIZERS
 from jaxdp.parallel.placement import assign_microbatches
 from jaxdp.parallel.rounding import as_written, fusion_barrier, opaque_true
-from jaxdp.verify import Configuration, exact
+from jaxdp.verify import Configuration, as_json, as_text
+from jaxdp.verify.exact import compare_bits
 from launch import SUPPORT, Finished, mpirun, together
 
 SCRIPT = str(SUPPORT / "mpi" / "exact.py")
@@ -676,18 +677,19 @@ def test_complex_parameters_are_refused_by_name():
 # --- what was not compared is not verified --------------------------------------------------------------------------
 
 
-def verdict(updates=2, devices=(1, 2), scale=1.0):
-    """Of two rows, or one, of a model of three numbers."""
+def report(updates=2, devices=(1, 2), scale=1.0):
+    """Of the rows without shards on one and two devices, or on one of these numbers, of a model of three numbers."""
     apply = lambda params, x: scale * jnp.broadcast_to(params["w"], (len(x), 3))
     model = as_model((lambda key: {"w": jnp.ones(3)}, apply))
 
     def make(row):
-        if row.backend != "pmap" or row.zero or row.devices not in devices:
+        if row.zero or row.devices not in devices:
             raise UsageError("not here")
-        return toys.build(model, toys.data(), devices=row.devices, reduction="exact", optimizer=(optax.sgd(0.1), None))
+        settings = {"backend": row.backend, "devices": row.devices, "reduction": row.reduction}
+        return toys.build(model, toys.data(), **settings, optimizer=(optax.sgd(0.1), None))
 
-    rows = [Configuration(n, "pmap", reduction="exact") for n in (1, 2)]
-    return exact.compare_bits(make, rows, range(updates))
+    own = Configuration(2, "pmap", reduction="exact")
+    return compare_bits(make, own, jax.devices()[:2], range(updates), "toys")
 
 
 @pytest.mark.quick(1)
@@ -701,18 +703,19 @@ def verdict(updates=2, devices=(1, 2), scale=1.0):
     ],
 )
 def test_equal_rows_that_trained_nothing_or_on_one_number_of_devices_do_not_pass(case, says):
-    found = verdict(**case)
-    assert not found.exact and found.nothing and not found.differs
-    assert exact.verdict(found).startswith(f"not verified: {says}")
-    assert exact.as_json(found)["nothing_compared"] == found.nothing and not exact.as_json(found)["exact"]
+    found = report(**case)
+    assert not found.verified and not found.failed and not as_json(found, "title")["verified"]
+    assert as_text(found, "title").splitlines()[-1].startswith(f"not verified: {says}")
 
 
 @pytest.mark.slow
 def test_rows_that_trained_the_same_on_several_numbers_of_devices_pass():
-    found = verdict()
-    assert found.exact and not found.nothing and exact.verdict(found).startswith("exact: 2 configurations")
+    found = report()
+    assert found.verified and len(found.passed) == 3
+    said = as_text(found, "title").splitlines()[-1]
+    assert said.startswith("verified: 3 configurations (6 more refused) give the same bits; params_sha256 ")
     with pytest.raises(UsageError, match="not here"):
-        verdict(devices=())
+        report(devices=())
 
 
 # --- bytes ----------------------------------------------------------------------------------------------------------
