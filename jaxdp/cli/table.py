@@ -114,7 +114,7 @@ VERBS = {
             "exact": Option(
                 bool,
                 False,
-                "compare bits instead, with reduction: exact on 1, 3 and all devices; under mpirun, on 1 and on all",
+                "compare bits instead, with reduction: exact on 1, 2, 3 and all devices; under mpirun, on 1 and on all",
             ),
             "tolerance": Option(
                 float, None, "largest relative error allowed; by default 1e-10 in float64, 1e-5 in float32"

@@ -57,8 +57,9 @@ def choose_configurations(
     A job of several processes uses all its devices, or one of each process. exact: with the reduction of `first` only.
     """
     number, others = len(devices), set() if exact else REDUCTIONS.keys() - FORMATS.keys()
+    fewer = [n for n in ((ODD, 2) if exact else (ODD,)) if n < number and jax.process_count() == 1]
     settings: list[Sequence[Any]] = [
-        [number, ODD] if number > ODD and jax.process_count() == 1 else [number],
+        [number, *fewer],
         [(name, zero) for name, stages in STAGES.items() for zero in stages],
         sorted({first.reduction, *others}),
         ("vmap", "scan"),

@@ -35,7 +35,7 @@ def compare_bits(
     own: that of the run. batches: the number of the batch of each update. trained: what the updates train on, in words.
     Raises UsageError if no configuration can train.
     """
-    report = Report(f"{describe(devices)}; {len(batches)} updates of {trained}", "params_sha256")
+    report = Report(f"{describe(devices)}; {len(batches)} updates of {trained}", "params_sha256", goal="exact")
     bits: list[dict[str, np.ndarray]] = []
     changed: list[bool] = []
 
@@ -47,7 +47,7 @@ def compare_bits(
         changed.append(digest_of_floats(final) != before)
         bits[1:] = [{**leaves(final), **leaves({"curve": curve})}]
         difference = first_difference(bits[0], bits[-1])
-        return Result(configuration, FAILED if difference else OK, params_sha256(final.params)[:16], difference)
+        return Result(configuration, FAILED if difference else OK, params_sha256(final.params), difference)
 
     report.run(run, choose_configurations(own, devices, exact=True), progress)
     compared = report.passed + report.failed

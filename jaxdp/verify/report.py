@@ -30,12 +30,12 @@ class Result(NamedTuple):
 
     @property
     def outcome(self) -> str:
-        return " ".join(word for word in (self.value, self.verdict) if word not in ("", OK))
+        return " ".join(word for word in (self.value[:16], self.verdict) if word not in ("", OK))
 
 
 @dataclasses.dataclass
 class Report:
-    """What was compared, and the result. `value` is the name of the results' values.
+    """What was compared, and the result. value: the name of the results' values. goal: of the comparison, in a word.
 
     setting: what was trained, and on what, in words. reference: what the oracle trained; None if a check failed before,
     or if bits are compared. causes: why it is not verified, or nothing. agreement: what verified configurations share.
@@ -48,6 +48,7 @@ class Report:
     results: list[Result] = dataclasses.field(default_factory=list)
     causes: list[str] = dataclasses.field(default_factory=list)
     agreement: str = ""
+    goal: str = "verified"
 
     @property
     def verified(self) -> bool:
@@ -108,9 +109,9 @@ def verdict(report: Report) -> str:
     refused = len(report.results) - len(report.passed) - len(report.failed)
     more = f" ({refused} more refused)" if refused else ""
     if report.verified:
-        return f"verified: {len(report.passed)} configurations{more} {report.agreement}"
+        return f"{report.goal}: {len(report.passed)} configurations{more} {report.agreement}"
     differ = f"{len(report.failed)} of {len(report.results)} configurations differ: " if report.failed else ""
-    return f"not verified: {differ}{'; '.join(report.causes)}"
+    return f"not {report.goal}: {differ}{'; '.join(report.causes)}"
 
 
 def as_json(report: Report, title: str) -> dict[str, Any]:
@@ -119,7 +120,7 @@ def as_json(report: Report, title: str) -> dict[str, Any]:
     return {
         "title": title,
         "setting": report.setting,
-        "verified": report.verified,
+        report.goal: report.verified,
         "causes": report.causes,
         "jax": jax.__version__,
         "checks": [check._asdict() for check in report.checks],

@@ -244,14 +244,14 @@ def test_exact_prints_a_digest_of_every_way_to_train_and_a_verdict(tmp_path):
     assert {row[:2] for row in rows} >= {("1", "0"), *(("2", str(zero)) for zero in range(4))}
     (digest,) = {row[2] for row in rows}
     last = done.stdout.splitlines()[-1]
-    assert last.startswith(f"verified: {len(rows)} configurations give the same bits; params_sha256 {digest}")
+    assert last.startswith(f"exact: {len(rows)} configurations give the same bits; params_sha256 {digest}")
 
     done = command(*argv, "--model.args.fault", "device", "--optimizer.target", "lamb", cwd=tmp_path, code=1)
     refused = [line for line in done.stdout.splitlines() if "refused" in line and "zero" not in line.split()[:3]]
     assert sum("optimizer.target: lamb: it is not elementwise" in line for line in refused) == 6
     assert re.search("FAILED +differs from update 1 on, in params/", done.stdout)
     assert re.match(
-        r"not verified: 2 of 9 configurations differ: devices 2 .*: differs from update 1 on, in params/",
+        r"not exact: 2 of 9 configurations differ: devices 2 .*: differs from update 1 on, in params/",
         done.stdout.splitlines()[-1],
     )
     said = command(*argv[:3], "--microbatches", 12, "--precision.reduce", "bfloat16", cwd=tmp_path, code=2).stderr

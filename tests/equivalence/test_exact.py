@@ -704,8 +704,8 @@ def report(updates=2, devices=(1, 2), scale=1.0):
 )
 def test_equal_rows_that_trained_nothing_or_on_one_number_of_devices_do_not_pass(case, says):
     found = report(**case)
-    assert not found.verified and not found.failed and not as_json(found, "title")["verified"]
-    assert as_text(found, "title").splitlines()[-1].startswith(f"not verified: {says}")
+    assert not found.verified and not found.failed and not as_json(found, "title")["exact"]
+    assert as_text(found, "title").splitlines()[-1].startswith(f"not exact: {says}")
 
 
 @pytest.mark.slow
@@ -713,7 +713,7 @@ def test_rows_that_trained_the_same_on_several_numbers_of_devices_pass():
     found = report()
     assert found.verified and len(found.passed) == 3
     said = as_text(found, "title").splitlines()[-1]
-    assert said.startswith("verified: 3 configurations (6 more refused) give the same bits; params_sha256 ")
+    assert said.startswith("exact: 3 configurations (6 more refused) give the same bits; params_sha256 ")
     with pytest.raises(UsageError, match="not here"):
         report(devices=())
 
