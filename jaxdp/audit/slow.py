@@ -74,7 +74,8 @@ class SlowDevices:
             self._name(run, progress.step, rank, shares)
         self.before = None
         now = time.perf_counter()
-        self.allowed -= now - began
+        if len(self.measured) > 1:  # the first one compiles
+            self.allowed -= now - began
         if not self.round:
             self.next = now + PAUSE
             for _ in range(min(RECENT, len(self.times))):  # a rise is one of the updates that follow
