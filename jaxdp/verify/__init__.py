@@ -69,13 +69,7 @@ def verify(
         setup = make_setup(problem, trial)
         dtype, random = checks.traits_of(setup)
         limit = tolerance or checks.TOLERANCE[dtype.name]
-        parameters = sum(x.size for x in jax.tree.leaves(setup.start.params))
-        setting = (
-            f"{describe(devices)}; {updates} updates of {trial.microbatches * trial.microbatch_size} examples in "
-            f"{trial.microbatches} microbatches (a run has {problem.order.batch_size} in "
-            f"{problem.order.microbatches}); float64, no loss scaling, no warm-up; {parameters:,} parameters"
-        )
-        report = Report(setting, f"error (allowed {limit:g})", [checks.check_data(problem)])
+        report = Report(describe_setting(setup, devices), f"error (allowed {limit:g})", [checks.check_data(problem)])
         if dtype != np.float64:
             text = f"the model or the loss computes in {dtype.name}, also from float64 arguments"
             report.checks.append(Check("precision", NOTE, text))
@@ -96,14 +90,28 @@ def verify(
         run = lambda configuration: run_configuration(setup, reference, configuration, devices, limit)
         report.run(run, chosen, progress)
         report.causes = [*failures(report), *find_causes(report, reference, first)]
-        compared, trained = reference.compared
-        report.agreement = (
-            f"agree with the oracle; largest relative error {report.largest.error:.1e}, of {report.largest.leaf}; "
-            f"allowed {limit:g}; {compared} of {trained} trained leaves compared"
-        )
-        if compared < trained:
-            report.agreement += "; the others have no gradient, but for rounding, or do not move"
+        report.agreement = find_agreement(report, reference, limit)
         return report
+
+
+def describe_setting(setup: Setup, devices: Sequence[jax.Device]) -> str:
+    trial, order = setup.trial, setup.problem.order
+    parameters = sum(x.size for x in jax.tree.leaves(setup.start.params))
+    return (
+        f"{describe(devices)}; {len(trial.batches)} updates of {trial.microbatches * trial.microbatch_size} examples "
+        f"in {trial.microbatches} microbatches (a run has {order.batch_size} in {order.microbatches}); float64, no "
+        f"loss scaling, no warm-up; {parameters:,} parameters"
+    )
+
+
+def find_agreement(report: Report, reference: Reference, tolerance: float) -> str:
+    """Return how well the configurations agree, if they do."""
+    (error, leaf), (compared, trained) = report.largest, reference.compared
+    return (
+        f"agree with the oracle{f' at {reference.rate:g} of the peak learning rate' * (reference.rate < 1)}; largest "
+        f"relative error {error:.1e}, of {leaf}; allowed {tolerance:g}; {compared} of {trained} trained leaves compared"
+        f"{'; the others have no gradient, but for rounding, or do not move' * (compared < trained)}"
+    )
 
 
 def failures(report: Report) -> list[str]:

@@ -88,6 +88,7 @@ def test_a_file_in_the_place_of_a_folder_is_one_line(tmp_path, argv, name, words
     assert done.stderr.startswith(f"jaxdp: {words.format(file)}") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_file_in_the_place_of_the_traces_is_one_line_and_the_run_goes_on(tmp_path):
     (tmp_path / "profile").touch()
     done = ended("train", *DIGITS, "--steps", 2, "--profile.start", 0, "--run_dir", tmp_path)
