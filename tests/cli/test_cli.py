@@ -240,6 +240,7 @@ def with_named_sets(tmp_path):
     return [*argv, "--checkpoint.best", "train/loss"]
 
 
+@pytest.mark.slow
 def test_named_evaluation_sets_are_in_the_same_records(tmp_path):
     """And one of them can decide on the best checkpoint."""
     out = jaxdp(*with_named_sets(tmp_path), "--run_dir", tmp_path / "run").stdout

@@ -213,6 +213,7 @@ def test_a_usage_error_of_the_users_code_is_no_failed_check(judged, tmp_path):
     assert done.stderr.strip() == "jaxdp: loss: this loss needs labels" and not done.stdout
 
 
+@pytest.mark.slow
 def test_two_computations_are_compared_leaf_by_leaf():
     """Noise in a small leaf is found beside a large one."""
     rng, base = np.random.default_rng(0), toys.MODELS["mlp"]()

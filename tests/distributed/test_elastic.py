@@ -36,7 +36,7 @@ class Slow:
         time.sleep(0.01 if pathlib.Path(__file__).with_name("finish").exists() else 0.2)
 """
 
-SIMPLE = ("--optimizer.target", "sgd")  # compiles in half the time
+SIMPLE = ("--optimizer.target", "sgd", "--watchdog.slow_factor", "null")  # compiles in half the time, measures nothing
 
 
 class Job:

@@ -187,6 +187,7 @@ def test_what_does_not_go_together_is_said(extra, text):
         load(["--config", "configs/digits.yaml", *extra])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys, devices, offset, padded",
     [

@@ -57,6 +57,7 @@ def test_the_same_alone_under_jit_and_under_vmap(augment):
     np.testing.assert_array_equal(jax.jit(jax.vmap(augment))(stacked, keys), alone)
 
 
+@pytest.mark.slow
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", ["uint8", "float32", "bfloat16", "int32"])
 def test_the_dtype_stays(augment, kind):

@@ -114,6 +114,7 @@ def test_predictions_are_those_that_the_evaluation_scored(fitted):
     assert not np.allclose(fitted.predict(X[:50], ema=True), outputs)
 
 
+@pytest.mark.slow
 def test_it_evaluates_any_data_as_the_run_did(fitted):
     assert fitted.evaluate() == {k: fitted.final[k] for k in ("loss", "accuracy")}
     assert fitted.evaluate((X[:50], Y[:50])) == fitted.evaluate()

@@ -124,6 +124,7 @@ def test_dtypes_are_those_of_the_parameters(name):
     np.testing.assert_allclose(rough, exact, rtol=0, atol=0.1 * np.abs(exact).max())
 
 
+@pytest.mark.slow
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_later_token_leaves_earlier_logits(name):

@@ -165,6 +165,7 @@ def test_convolution_refuses_what_it_does_not_compute(options):
         convolve(jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4, 4)), (2, 2), [(0, 0), (0, 0)], **options)
 
 
+@pytest.mark.slow
 def test_softmax_and_its_derivatives():
     with jax.enable_x64(True):
         x = jnp.where(jnp.tri(6, dtype=bool), normal(3, 6, 6), -jnp.inf)

@@ -49,7 +49,7 @@ def same(got, want):
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.filterwarnings("ignore:.*discards the imaginary part")
 @pytest.mark.parametrize("groups", [None, EVEN, UNEVEN], ids=["all", "even", "uneven"])
 @pytest.mark.parametrize("op", [*NUMPY])
