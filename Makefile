@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=  # where it is set, each process of a test wou
 train: $(VENV)/.base
 	$(BIN)/python train.py --config configs/digits.yaml
 
-# The quick part of the test suite: six to nine minutes on two cores. Jobs of several processes come last, one at a time.
+# The quick part of the test suite: six to eight minutes on two cores. Jobs of several processes come last, one at a time.
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not slow and not mpi" -n 2 --dist worksteal -rs --durations=10; code=$$?; \
 	$(BIN)/python -m pytest -m "not slow and mpi" -rs --durations=10 && exit $$code
