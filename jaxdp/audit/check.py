@@ -4,6 +4,7 @@ It runs between two updates, on the state that the next one will use. Fingerprin
 state are compared through the coordinator; where two differ, all devices compute again, and the majority is right.
 """
 
+import base64
 import contextlib
 import json
 from collections.abc import Callable
@@ -74,10 +75,11 @@ class Audit:
         shards = sorted(prints.addressable_shards, key=lambda s: s.index[0].start or 0)
         local = np.concatenate([np.asarray(s.data) for s in shards])
         damaged = run.hooks.snapshots is not None and run.hooks.snapshots.drop_damaged()
-        texts = run.checkpoints.context.exchange("audit", json.dumps([damaged, local.tobytes().hex()]), SLOW)
+        text = json.dumps([damaged, base64.b64encode(local.tobytes()).decode()])
+        texts = run.checkpoints.context.exchange("audit", text, SLOW)
         rows = []
         for rank, (damaged, row) in enumerate(map(json.loads, texts)):
-            rows.append(np.frombuffer(bytes.fromhex(row), np.uint32).reshape(-1, local.shape[1]))
+            rows.append(np.frombuffer(base64.b64decode(row), np.uint32).reshape(-1, local.shape[1]))
             if damaged:
                 owner = run.checkpoints.context.title(rank)
                 text = f"audit: a snapshot in the memory of {owner} is damaged; it is not used"

@@ -38,6 +38,7 @@ class SlowDevices:
         self.next = time.perf_counter() + PAUSE  # when to measure without a rise
         self.round: list[list[float]] = []  # the factors of all ranks, in each of the last measurements
         self.measured: collections.deque[list[float]] = collections.deque(maxlen=ROUND)  # their times
+        self.spent = 0.0  # seconds, on this round
         self.named: dict[int, float] = {}  # {rank: the factor with which it was named last}
 
     def is_due(self, run: Run, progress: Progress) -> bool:
@@ -75,9 +76,10 @@ class SlowDevices:
         self.before = None
         now = time.perf_counter()
         if len(self.measured) > 1:  # the first one compiles
+            self.spent += now - began
             self.allowed -= now - began
         if not self.round:
-            self.next = now + PAUSE
+            self.next, self.spent = now + max(PAUSE, 2 * self.spent / SHARE), 0.0
             for _ in range(min(RECENT, len(self.times))):  # a rise is one of the updates that follow
                 self.times.pop()
 

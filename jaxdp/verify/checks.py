@@ -51,8 +51,8 @@ def check_data(problem: Problem) -> Check:
         if (x.shape[1:], x.dtype, x[::-2].tobytes()) != (y.shape[1:], y.dtype, y.tobytes()):
             text = (
                 f"the data is not a function of the index: {name!r} of an example changes when it is read again, with "
-                "others, for another number of devices; move what is random into its transform(batch, key, train), and "
-                "compute what depends on several examples before"
+                "others, or for another number of devices; move what is random into its transform(batch, key, train), "
+                "and compute what depends on several examples before"
             )
             return Check("data", FAILED, text)
     return Check("data", OK, f"{len(index)} examples are the same when they are read again")

@@ -110,7 +110,8 @@ def verdict(report: Report) -> str:
     more = f" ({refused} more refused)" if refused else ""
     if report.verified:
         return f"{report.goal}: {len(report.passed)} configurations{more} {report.agreement}"
-    differ = f"{len(report.failed)} of {len(report.results)} configurations differ: " if report.failed else ""
+    trained = len(report.passed) + len(report.failed)
+    differ = f"{len(report.failed)} of {trained} configurations differ{more}: " if report.failed else ""
     return f"not {report.goal}: {differ}{'; '.join(report.causes)}"
 
 

@@ -79,7 +79,6 @@ def test_every_stage_agrees_with_the_oracle(row):
 
 
 @pytest.mark.slow
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("place", [("pmap", 1), ("pjit", 3)], ids=str)
 def test_parameters_that_are_one_array_are_split(place):
     """Such a parameter has an empty path."""

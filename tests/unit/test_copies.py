@@ -16,7 +16,6 @@ LAYOUTS = [
 
 
 @pytest.mark.slow
-@pytest.mark.quick(2)
 @pytest.mark.parametrize(("backend", "devices", "layout"), LAYOUTS)
 def test_parts_are_assembled_on_another_number_of_devices(backend, devices, layout):
     strategy, _, _ = toys.build(toys.dropout_model(), toys.data(), backend=backend, devices=devices, layout=layout)

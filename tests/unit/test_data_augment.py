@@ -58,7 +58,6 @@ def test_the_same_alone_under_jit_and_under_vmap(augment):
 
 
 @pytest.mark.slow
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", ["uint8", "float32", "bfloat16", "int32"])
 def test_the_dtype_stays(augment, kind):
     with jax.numpy_dtype_promotion("strict"):

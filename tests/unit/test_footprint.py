@@ -14,7 +14,6 @@ from jaxdp.distributed import faults
 
 
 @pytest.mark.slow
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(("backend", "devices"), [("pmap", 4), ("pjit", 4), ("pmap", 1)])
 def test_a_program_that_has_run_tells_what_it_sends(backend, devices):
     model, examples = toys.MODELS["mlp"](), toys.data(40)

@@ -125,7 +125,6 @@ def test_dtypes_are_those_of_the_parameters(name):
 
 
 @pytest.mark.slow
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_later_token_leaves_earlier_logits(name):
     made, batch = model(**VARIANTS[name]), tokens(1)
