@@ -132,7 +132,12 @@ def run_in_job(name: str, argv: list[str]) -> None:
     from jaxdp.job.elastic import settings
 
     verb = _module(name)  # imported before the job is joined: the others of an elastic job wait for what comes after
+    waits = launchers.discover().size > 1
+    if waits:
+        signals.subscribe(signals.end)
     context = jaxdp.init(elastic=settings(config))
+    if waits:
+        signals.unsubscribe(signals.end)
     signals.act()
     context.agree(error)
     if left_out and context.is_root:

@@ -15,23 +15,10 @@ from jaxdp.core.state import Batch, Sums, TrainState, View
 from jaxdp.core.step import Step
 from jaxdp.errors import UsageError
 from jaxdp.optim import check_elementwise
+from jaxdp.parallel import placement
 from jaxdp.parallel.gather import GatherRule, make_gather
 from jaxdp.parallel.layout import UNSHARDED, ZERO, Sharding, Share, param_dims, share, state_dims
 from jaxdp.parallel.padding import fit_trees, padded_shapes, resize
-from jaxdp.parallel.placement import (
-    abstract_state,
-    assign_microbatches,
-    data_mesh,
-    gather_carry,
-    like,
-    make_state,
-    of_this_process,
-    one_by_one,
-    ordered_devices,
-    same,
-    scatter_carry,
-    sent_by_call,
-)
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.strategy import Program, Seeded
 from jaxdp.parallel.sums import ReductionPlan, arithmetic, joiner, replica_microbatches
@@ -50,16 +37,16 @@ class PJit:
         devices: Sequence[jax.Device] | None = None,
         sharding: Sharding = UNSHARDED,
     ):
-        self.devices = ordered_devices(devices)
+        self.devices = placement.ordered_devices(devices)
         self.layout, self.blocks, self.arithmetic = ZERO[sharding.zero], sharding.blocks, arithmetic(reduction)
         self.split_grads = self.layout.grads and sharding.gradient_buffer == "sharded"
-        self.assignment = assign_microbatches(microbatches, len(self.devices), reduction.group)
+        self.assignment = placement.assign_microbatches(microbatches, len(self.devices), reduction.group)
         self.parts = group_size(sharding.shard_size, len(self.devices))
         hybrid = self.parts < len(self.devices)
         self.axes = Axes(SHARD, REPLICA) if hybrid else FLAT
-        self.mesh = data_mesh(self.devices, self.parts) if hybrid else data_mesh(self.devices)
-        self.local_microbatches = self.assignment[of_this_process(self.devices)].reshape(-1)
-        self.by_call = sent_by_call(self.devices)
+        self.mesh = placement.data_mesh(self.devices, self.parts) if hybrid else placement.data_mesh(self.devices)
+        self.local_microbatches = self.assignment[placement.of_this_process(self.devices)].reshape(-1)
+        self.by_call = placement.sent_by_call(self.devices)
         self.full = NamedSharding(self.mesh, P())
         self.split = NamedSharding(self.mesh, P(self.axes.all))
         self.split_steps = NamedSharding(self.mesh, P(None, self.axes.all))
@@ -77,14 +64,14 @@ class PJit:
             check_elementwise(tx, params, 2, self.blocks, self.arithmetic.elementwise, pad=self.pad)  # on one too
 
     def abstract(self, padded: bool = False) -> TrainState:
-        return abstract_state(self.stored if padded else self.shapes, self.mesh, self.dims, self.axes.shard)
+        return placement.abstract_state(self.stored if padded else self.shapes, self.mesh, self.dims, self.axes.shard)
 
     def share(self) -> Share:
         return share(self.shapes, self.dims, self.layout)
 
     def init(self) -> TrainState:
-        state = make_state(self.make, self.abstract(padded=True), self.mesh, self.dims, self.axes, self.arithmetic.live)
-        return self.adopt(state)
+        stored, live = self.abstract(padded=True), self.arithmetic.live
+        return self.adopt(placement.make_state(self.make, stored, self.mesh, self.dims, self.axes, live))
 
     def shard_batch(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
         sharding = self.split_steps if several else self.split
@@ -125,7 +112,7 @@ class PJit:
         seed = self.replicate({"seed": np.array(step.seed)})["seed"]
         jitted = lambda f: Seeded(jax.jit(f, donate_argnums=1, out_shardings=updated), seed)
         evaluation = Seeded(jax.jit(evaluate, out_shardings=evaluated), seed)
-        return Program(jitted(update), evaluation, jitted(one_by_one(update)))
+        return Program(jitted(update), evaluation, jitted(placement.one_by_one(update)))
 
     def _summed(self, step: Step, f: Callable[..., Sums], plan: ReductionPlan, grad_specs: Any) -> Any:
         """Return (view, batch) -> sums over all devices of a function of the step on each device's microbatches."""
@@ -189,8 +176,8 @@ class PJit:
 
     def averaged(self, state: TrainState) -> TrainState:
         shardings = jax.tree.map(lambda x: x.sharding, state.params)
-        ema = resize(like(state.ema, state.params), state.params)
-        return state.replace(params=jax.jit(same, out_shardings=shardings)(ema))
+        ema = resize(placement.like(state.ema, state.params), state.params)
+        return state.replace(params=jax.jit(placement.same, out_shardings=shardings)(ema))
 
     def argument_shapes(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
         count = self.assignment.size
@@ -201,14 +188,14 @@ class PJit:
 
     def export(self, state: TrainState, padded: bool = False) -> TrainState:
         if state.carry is not None:
-            state = state.replace(carry=gather_carry(self.assignment, state.carry, self.full))
+            state = state.replace(carry=placement.gather_carry(self.assignment, state.carry, self.full))
         return state if padded else resize(state, self.abstract())
 
     def adopt(self, state: TrainState) -> TrainState:
         state = resize(state, self.abstract(padded=True))
         if state.carry is None:
             return state
-        return state.replace(carry=scatter_carry(self.assignment, state.carry, self.split))
+        return state.replace(carry=placement.scatter_carry(self.assignment, state.carry, self.split))
 
 
 def group_size(shard_size: int | None, devices: int) -> int:

@@ -15,24 +15,11 @@ from jaxdp.core.state import Batch, Sums, TrainState
 from jaxdp.core.step import Step
 from jaxdp.errors import UsageError
 from jaxdp.optim import check_elementwise
+from jaxdp.parallel import placement
 from jaxdp.parallel.gather import GatherRule, make_gather
 from jaxdp.parallel.layout import UNSHARDED, ZERO, Sharding, Share, param_dims, share, state_dims
 from jaxdp.parallel.mapped import Mapped, from_buffers, reshard
 from jaxdp.parallel.padding import fit_trees, padded_shapes, resize
-from jaxdp.parallel.placement import (
-    abstract_state,
-    assign_microbatches,
-    data_mesh,
-    gather_carry,
-    like,
-    make_state,
-    of_this_process,
-    one_by_one,
-    ordered_devices,
-    same,
-    scatter_carry,
-    sent_by_call,
-)
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.strategy import Program
 from jaxdp.parallel.sums import ReductionPlan, arithmetic, joiner, replica_microbatches
@@ -60,19 +47,19 @@ class PMap:
             key = "zero" if sharding.zero > 1 else "shard_size"
             value = getattr(sharding, key)
             raise UsageError(f"parallel.{key}: {value} does not work under pmap; set parallel.backend to pjit", rank=0)
-        self.devices = ordered_devices(devices)
+        self.devices = placement.ordered_devices(devices)
         self.arithmetic = arithmetic(reduction)
-        self.assignment = assign_microbatches(microbatches, len(self.devices), reduction.group)
-        indices = of_this_process(self.devices)
+        self.assignment = placement.assign_microbatches(microbatches, len(self.devices), reduction.group)
+        indices = placement.of_this_process(self.devices)
         local = [self.devices[i] for i in indices]
         self.local_microbatches = self.assignment[indices].reshape(-1)
         self.per_device = (len(local), self.assignment.shape[1])
-        self.by_call = sent_by_call(self.devices)
-        self.mesh = data_mesh(self.devices)
+        self.by_call = placement.sent_by_call(self.devices)
+        self.mesh = placement.data_mesh(self.devices)
         self.replicated = NamedSharding(self.mesh, P())
-        self.replicated_locally = NamedSharding(data_mesh(local), P())
+        self.replicated_locally = NamedSharding(placement.data_mesh(local), P())
         self.split = NamedSharding(self.mesh, P(DATA))
-        self.split_locally = NamedSharding(data_mesh(local), P(DATA))
+        self.split_locally = NamedSharding(placement.data_mesh(local), P(DATA))
         self.reduction, self.reduce_dtype = reduction, reduce_dtype
         self.layout, self.blocks, self.parts = ZERO[sharding.zero], sharding.blocks, len(self.devices)
         self.make, self.shapes = make, jax.eval_shape(make)
@@ -88,14 +75,14 @@ class PMap:
             check_elementwise(tx, params, parts, self.blocks, pad=self.pad)
 
     def abstract(self, padded: bool = False) -> TrainState:
-        return abstract_state(self.stored if padded else self.shapes, self.mesh, self.dims, DATA)
+        return placement.abstract_state(self.stored if padded else self.shapes, self.mesh, self.dims, DATA)
 
     def share(self) -> Share:
         return share(self.shapes, self.dims, self.layout)
 
     def init(self) -> TrainState:
-        state = make_state(self.make, self.abstract(padded=True), self.mesh, self.dims, FLAT, self.arithmetic.live)
-        return self.adopt(state)
+        stored, live = self.abstract(padded=True), self.arithmetic.live
+        return self.adopt(placement.make_state(self.make, stored, self.mesh, self.dims, FLAT, live))
 
     def shard_batch(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
         def by_device(x: np.ndarray) -> np.ndarray:
@@ -135,7 +122,7 @@ class PMap:
         evaluated = Sums(no, no, no, no, no, yes, no)
         mapped = lambda f: Mapped(f, step.seed, (varies, True), (varies, False), self.devices, donate=True)
         evaluation = Mapped(evaluate, step.seed, (varies, True), evaluated, self.devices)
-        return Program(mapped(update), evaluation, mapped(one_by_one(update)))
+        return Program(mapped(update), evaluation, mapped(placement.one_by_one(update)))
 
     def _summed(self, step: Step, f: Callable[..., Sums], plan: ReductionPlan) -> Callable[..., Sums]:
         """Return (seed, state, batch) -> sums over all devices of a step's function on each device's microbatches."""
@@ -168,7 +155,7 @@ class PMap:
 
     def averaged(self, state: TrainState) -> TrainState:
         ema = self.export(state).ema
-        full = jax.jit(same, out_shardings=self.replicated)(like(ema, state.params))
+        full = jax.jit(placement.same, out_shardings=self.replicated)(placement.like(ema, state.params))
         sharding = self.replicated_locally if state.step.is_fully_addressable else self.replicated
         return state.replace(params=jax.tree.map(lambda x: from_buffers(x.shape, sharding, x), full))
 
@@ -189,7 +176,7 @@ class PMap:
         exported = jax.tree.map(self._to_global, state.replace(carry=None), self.dims.replace(carry=None))
         if state.carry is not None:
             carry = jax.tree.map(lambda x: self._to_global(x, 0), state.carry)
-            exported = exported.replace(carry=gather_carry(self.assignment, carry, self.replicated))
+            exported = exported.replace(carry=placement.gather_carry(self.assignment, carry, self.replicated))
         return exported if padded else resize(exported, self.abstract())
 
     def adopt(self, state: TrainState) -> TrainState:
@@ -197,7 +184,7 @@ class PMap:
         local = jax.tree.map(self._to_local, state.replace(carry=None), self.dims.replace(carry=None))
         if state.carry is None:
             return local
-        carry = scatter_carry(self.assignment, state.carry, self.split)
+        carry = placement.scatter_carry(self.assignment, state.carry, self.split)
         return local.replace(carry=jax.tree.map(lambda x: self._to_local(x, 0), carry))
 
     def _to_global(self, x: jax.Array, dim: int) -> jax.Array:

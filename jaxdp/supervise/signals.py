@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from jaxdp.errors import INTERRUPTED, PREEMPTED
+
 TRACE = "SIGUSR2"
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGUSR2)
 
@@ -105,8 +107,16 @@ def _report(name: str) -> None:
     with _lock:
         _received.append(name)
         listeners = list(_listeners)
+    for listener in listeners:
+        listener(name)
     if name == "SIGINT":
         sys.stderr.write("jaxdp: SIGINT: saves, then ends; a second one ends at once\n")
         sys.stderr.flush()
-    for listener in listeners:
-        listener(name)
+
+
+def end(name: str) -> None:
+    """End this process, which waits for others to start and has nothing to save: a listener."""
+    if name != TRACE:
+        sys.stderr.write(f"jaxdp: {name}: ends before all processes have started\n")
+        sys.stderr.flush()
+        os._exit(INTERRUPTED if name == "SIGINT" else PREEMPTED)

@@ -15,6 +15,7 @@ import pytest
 
 from cli_runs import curve, ended, jaxdp, records, write
 from covering import first
+from faulty_runs import when
 from jaxdp import cli
 from jaxdp.cli import Call, launch
 from jaxdp.cli.forked import Forked
@@ -22,7 +23,7 @@ from jaxdp.cli.parse import split_command
 from jaxdp.cli.table import VERBS
 from jaxdp.config.keys import known_keys
 from jaxdp.errors import UsageError
-from launch import mpirun, processes
+from launch import mpirun, port, processes, together
 from two_hosts import TwoHosts
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -472,6 +473,24 @@ def ranks(tmp_path, argvs, timeout=60.0, prefixes=None):
 def test_ranks_that_differ_are_named_once(tmp_path, first, second, words):
     base = ["--config", write(tmp_path, SMALL), "--run_dir", tmp_path / "run"]
     refused_once(ranks(tmp_path, [[*base, *first], [*base, *second]]), words)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_process_that_waits_for_others(tmp_path, number, code):
+    address = ("127.0.0.1", port())
+    argv = ["train.py", "--config", write(tmp_path, SMALL), "--run_dir", str(tmp_path / "run")]
+    alone = {"JAXDP_COORDINATOR": "{}:{}".format(*address), "JAXDP_NUM_PROCESSES": "2", "JAXDP_PROCESS_ID": "0"}
+
+    def has_coordinator():
+        with socket.socket() as client:
+            return not client.connect_ex(address)
+
+    during = when(has_coordinator, lambda process: process.send_signal(number))
+    [done] = together([([sys.executable, *argv], alone)], 60.0, 1, during)
+    assert done.returncode == code and not done.left, done.output
+    assert f"jaxdp: {number.name}: ends before all processes have started\n" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
