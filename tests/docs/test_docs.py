@@ -108,8 +108,8 @@ def test_make_test_runs_both_parts_and_fails_if_one_of_them_fails(tmp_path, fail
     python.chmod(0o755)
     for file in ("pyproject.toml", ".venv/.base", ".venv/.test"):
         (tmp_path / file).touch()
-    given = {name: os.environ[name] for name in os.environ if not name.startswith(("MAKE", "MFLAGS"))}  # VENV=... of a make
-    done = subprocess.run(["make", "test"], cwd=tmp_path, env=given, capture_output=True, text=True)
+    env = {name: os.environ[name] for name in os.environ if not name.startswith(("MAKE", "MFLAGS"))}  # of an outer make
+    done = subprocess.run(["make", "test"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (tmp_path / "ran").read_text().splitlines() == ["not slow and not mpi", "not slow and mpi"]
     assert (done.returncode == 0) == (failing == "nothing"), done
 
