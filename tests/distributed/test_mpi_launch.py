@@ -96,14 +96,14 @@ def test_mpi4py_is_missing(tmp_path, late):
     package = tmp_path / "mpi4py" / "__init__.py"
     package.parent.mkdir()
     package.write_text("raise ModuleNotFoundError(\"No module named 'mpi4py'\", name='mpi4py')\n")
-    job = mpirun(2, [SCRIPT], env={"PYTHONPATH": str(tmp_path)}, timeout=30)
+    job = mpirun(2, [SCRIPT], env={"PYTHONPATH": str(tmp_path)}, timeout=60)
     want = "jaxdp: mpirun started 2 processes but mpi4py is not installed: pip install 'jaxdp-trainer[mpi]'"
     assert job.returncode == 2 and errors(job) == [want], job.output
 
 
 @pytest.mark.slow
 def test_collectives_over_mpi_are_refused():
-    job = mpirun(2, [SCRIPT], env={"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi"}, timeout=30)
+    job = mpirun(2, [SCRIPT], env={"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi"}, timeout=60)
     (line,) = errors(job)
     assert job.returncode == 2 and "jax_cpu_collectives_implementation: mpi does not work" in line, job.output
 
@@ -123,7 +123,7 @@ def test_mpi4py_loads_another_mpi():
     library = pathlib.Path(sys.prefix) / "lib" / "libmpi.so.40"
     if not library.exists():
         pytest.skip("Open MPI's library is not in this environment")
-    job = mpirun(2, [SCRIPT], "mpich", env={"MPI4PY_LIBMPI": str(library)}, timeout=30)
+    job = mpirun(2, [SCRIPT], "mpich", env={"MPI4PY_LIBMPI": str(library)}, timeout=60)
     (line,) = errors(job)
     assert job.returncode == 2, job.output
     assert all(x in line for x in ("started 2 processes", "mpi4py sees 1", "Open MPI v", "MPI4PY_LIBMPI")), line
@@ -135,12 +135,12 @@ def test_a_taken_port():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         p = taken.getsockname()[1]
-        jobs = processes([SCRIPT], ranks(2, f"127.0.0.1:{p}", **FAST), timeout=30)
+        jobs = processes([SCRIPT], ranks(2, f"127.0.0.1:{p}", **FAST), timeout=60)
     first, second = errors(jobs[0]), errors(jobs[1])
     assert [j.returncode for j in jobs] == [2, 1], [j.output for j in jobs]
     assert f"cannot listen on port {p}" in first[0] and "choose another" in first[0]
     assert f"127.0.0.1:{p}" in second[0] and "rank 1" in second[0]
-    assert jobs[0].seconds < 20
+    assert jobs[0].seconds < 45
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_another_server_at_the_coordinators_address():
         f"import subprocess,sys; s=subprocess.Popen({server!r}, stdout=subprocess.PIPE); s.stdout.readline(); "
         f"r=subprocess.run([sys.executable,{SCRIPT!r}]).returncode; s.terminate(); s.wait(); sys.exit(r)",
     ]
-    (job,) = together([(wrapped, env)], timeout=30)
+    (job,) = together([(wrapped, env)], timeout=60)
     (line,) = errors(job)
     assert job.returncode == 2, job.output
     assert f"127.0.0.1:{p} is not rank 0 of this job" in line and "another program has that port" in line
@@ -168,7 +168,7 @@ def test_another_server_at_the_coordinators_address():
 
 @pytest.mark.slow
 def test_the_coordinator_is_on_another_host():
-    (job,) = processes([SCRIPT], ranks(2, f"192.0.2.77:{port()}", **FAST)[:1], timeout=30)
+    (job,) = processes([SCRIPT], ranks(2, f"192.0.2.77:{port()}", **FAST)[:1], timeout=60)
     (line,) = errors(job)
     assert job.returncode == 2 and "192.0.2.77" in line and "is not rank 0's host" in line, job.output
 
@@ -176,7 +176,7 @@ def test_the_coordinator_is_on_another_host():
 @pytest.mark.slow
 def test_nobody_else_comes():
     p = port()
-    (job,) = processes([SCRIPT], ranks(3, f"127.0.0.1:{p}", **FAST)[:1], timeout=30)
+    (job,) = processes([SCRIPT], ranks(3, f"127.0.0.1:{p}", **FAST)[:1], timeout=60)
     assert errors(job) and "rank 1, 2 of 3 did not come within 3 s" in errors(job)[0], job.output
     assert job.returncode == 1
 
@@ -184,7 +184,7 @@ def test_nobody_else_comes():
 @pytest.mark.slow
 def test_one_of_three_does_not_come():
     p = port()
-    jobs = processes([SCRIPT], ranks(3, f"127.0.0.1:{p}", **FAST)[:2], timeout=30)
+    jobs = processes([SCRIPT], ranks(3, f"127.0.0.1:{p}", **FAST)[:2], timeout=60)
     assert [line for j in jobs for line in errors(j)] == errors(jobs[0])  # one prints for both
     assert "rank 2 of 3 did not come" in errors(jobs[0])[0]
     assert [j.returncode for j in jobs] == [1, 1]
@@ -193,7 +193,7 @@ def test_one_of_three_does_not_come():
 @pytest.mark.slow
 def test_no_coordinator():
     p = port()
-    (job,) = processes([SCRIPT], ranks(2, f"127.0.0.1:{p}", **FAST)[1:], timeout=30)
+    (job,) = processes([SCRIPT], ranks(2, f"127.0.0.1:{p}", **FAST)[1:], timeout=60)
     (line,) = errors(job)
     assert f"found no rank 0 at the coordinator's address 127.0.0.1:{p} within 3 s" in line, job.output
     assert job.returncode == 1
@@ -202,18 +202,18 @@ def test_no_coordinator():
 def test_world_sizes_that_disagree():
     p = port()
     one, other = ranks(3, f"127.0.0.1:{p}")[0], ranks(2, f"127.0.0.1:{p}")[1]
-    jobs = processes([SCRIPT], [one, other], timeout=30)
+    jobs = processes([SCRIPT], [one, other], timeout=60)
     assert [j.returncode for j in jobs] == [2, 2] and not errors(jobs[1]), [j.output for j in jobs]
     (line,) = errors(jobs[0])
     assert "rank 1" in line and "has world size 2, but rank 0" in line and "has 3" in line
-    assert max(j.seconds for j in jobs) < 15  # though the third of the three never comes
+    assert max(j.seconds for j in jobs) < 45  # though the third of the three never comes
 
 
 @pytest.mark.slow
 def test_two_processes_with_one_rank():
     p = port()
     one, twice, _ = ranks(3, f"127.0.0.1:{p}")
-    jobs = processes([SCRIPT], [one, twice, twice], timeout=30)
+    jobs = processes([SCRIPT], [one, twice, twice], timeout=60)
     assert [j.returncode for j in jobs] == [2, 2, 2], [j.output for j in jobs]
     (line,) = errors(*jobs)
     assert "two processes say they are rank 1" in line
@@ -222,7 +222,7 @@ def test_two_processes_with_one_rank():
 @pytest.mark.slow
 def test_two_processes_of_rank_0():
     one, other, _ = ranks(3, f"127.0.0.1:{port()}")
-    jobs = processes([SCRIPT], [one, one, other], timeout=30)
+    jobs = processes([SCRIPT], [one, one, other], timeout=60)
     assert [j.returncode for j in jobs] == [2, 2, 2], [j.output for j in jobs]
     lines = errors(*jobs)
     assert lines and all("two processes say they are rank 0" in line for line in lines)
@@ -233,7 +233,7 @@ def test_two_processes_of_rank_0():
 def test_a_wrong_number_of_seconds_on_one_rank_ends_all_at_once(rank, variable):
     envs = ranks(2, f"127.0.0.1:{port()}")
     envs[rank][variable] = "soon"
-    jobs = processes([SCRIPT], envs, timeout=30)
+    jobs = processes([SCRIPT], envs, timeout=60)
     (line,) = errors(*jobs)
     assert [j.returncode for j in jobs] == [2, 2] and line.startswith(f"jaxdp: rank {rank} (host "), line
     assert line.endswith(f"): {variable}='soon' is not a number of seconds above 0")
@@ -242,7 +242,7 @@ def test_a_wrong_number_of_seconds_on_one_rank_ends_all_at_once(rank, variable):
 @pytest.mark.slow
 def test_a_rank_that_fails_ends_the_job():
     script = "import jaxdp; c = jaxdp.init(); c.barrier(); 1 / (1 - c.rank); c.barrier('never', timeout=60)"
-    jobs = processes(["-c", script], ranks(2, f"127.0.0.1:{port()}"), timeout=30)
+    jobs = processes(["-c", script], ranks(2, f"127.0.0.1:{port()}"), timeout=60)
     assert [j.returncode for j in jobs] == [1, 1] and max(j.seconds for j in jobs) < 20, [j.output for j in jobs]
     assert "ZeroDivisionError" in jobs[1].stderr
     assert (
@@ -255,7 +255,7 @@ def test_a_rank_that_fails_ends_the_job():
 @pytest.mark.parametrize("which", ["openmpi5", "mpich"])
 def test_what_all_ranks_know_is_printed_by_one(which):
     script = "import jaxdp; c = jaxdp.init(); c.agree('no such file: x' if c.rank else None)"
-    job = mpirun(3, ["-c", script], which, timeout=30)
+    job = mpirun(3, ["-c", script], which, timeout=60)
     (line,) = errors(job)
     assert job.returncode == 2 and line.startswith("jaxdp: rank 1 (host ") and line.endswith("no such file: x")
 
@@ -263,8 +263,8 @@ def test_what_all_ranks_know_is_printed_by_one(which):
 @pytest.mark.slow
 def test_a_rank_that_never_calls_mpi_init():
     script = "import os, time; os.environ['OMPI_COMM_WORLD_RANK'] == '1' and time.sleep(60); import jaxdp; jaxdp.init()"
-    job = mpirun(2, ["-c", script], env={"JAXDP_TIMEOUT": "2"}, timeout=30)
-    assert job.returncode == 1 and job.seconds < 15 and not job.left, job.output
+    job = mpirun(2, ["-c", script], env={"JAXDP_TIMEOUT": "2"}, timeout=60)
+    assert job.returncode == 1 and job.seconds < 45 and not job.left, job.output
     assert "in waits_until_every_rank_calls_mpi_init" in job.stderr, job.output
 
 
