@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdp.errors import UsageError
-from jaxdp.parallel.rounding import fusion_barrier, pin
+from jaxdp.parallel.rounding import exactly, fusion_barrier, pin
 from jaxdp.split import WHOLE
 
 Tree = Any
@@ -51,6 +51,7 @@ def quantized(tree: Tree, exponents: jax.Array, form: Format, summands: int, key
     return jax.tree.unflatten(treedef, [quantize(x, e, form, summands, k) for x, e, k in zip(leaves, bits, keys)])
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3))  # traced once for each shape
 def quantize(x: jax.Array, exponent: jax.Array, form: Format, summands: int, key: jax.Array | None = None) -> jax.Array:
     """Quantize x [...] to int32 [...] (float64 in 32 bits: int64), so that `summands` of them sum without overflow."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -60,6 +61,7 @@ def quantize(x: jax.Array, exponent: jax.Array, form: Format, summands: int, key
     return rounded.astype(jnp.int64 if form.bits == 32 and x.dtype == jnp.float64 else jnp.int32)
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3))
 def restore(x: jax.Array, exponent: jax.Array, form: Format, summands: int) -> jax.Array:
     """Convert a sum of quantized numbers back to floats: NaN where the exponent is NOT_FINITE."""
     dtype = jnp.float64 if x.dtype == jnp.int64 else jnp.float32
@@ -76,6 +78,7 @@ def limit_of(bits: int, summands: int) -> tuple[float, int]:
     return (1.0 if bits >= 32 else limit / 2**power), power
 
 
+@exactly
 def exponent_of(x: jax.Array) -> jax.Array:
     """Return the least exponent, from ZERO, whose power of two exceeds all elements, or NOT_FINITE; 0 for integers."""
     if not is_float(x):
@@ -183,6 +186,7 @@ def squares_and_bad(tree: Tree, dims: Tree, axis: str, live: jax.Array) -> jax.A
     return fusion_barrier(jnp.stack([squares, bad.astype(dtype)]), live)
 
 
+@exactly
 def digits_of(x: jax.Array, live: jax.Array) -> jax.Array:
     """Sum the squares of numbers below 1, as uint32 [digit, 2]: the low DIGIT bits of row sums, and the bits above."""
     rest = pin(jnp.square(x), live).reshape(-1)

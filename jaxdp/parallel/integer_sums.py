@@ -41,12 +41,11 @@ from jaxdp.parallel.rounding import as_written, fusion_barrier, opaque_true, sca
 from jaxdp.parallel.sums import Arithmetic, MicrobatchSums, Reduce, ReductionPlan, reducer, scatter_split
 
 Tree = Any
-ELEMENTWISE = "with reduction: exact, ZeRO needs an elementwise one, such as sgd, adam, adamw or lion, or zero: 0"
-
 COUPLED = (
     "parallel.reduction: {} computes each microbatch separately, but this loss couples the examples of all; "
     "use xla or bucket"
 )
+ELEMENTWISE = "with reduction: exact, ZeRO needs an elementwise one, such as sgd, adam, adamw or lion, or zero: 0"
 
 
 class Part(NamedTuple):
@@ -181,10 +180,9 @@ def reduce_attempt(done: Attempt, plan: ReductionPlan, form: Format, summands: i
     """Reduce one device's integers over all devices and return the sums as floats."""
     grad_needed, rest_needed = done.needed[: done.exponents.size], done.needed[done.exponents.size :]
     rest, treedef = jax.tree.flatten(done.rest._replace(carry=None))
-    wide = WIDE
 
     def total(x: jax.Array, exponent: jax.Array) -> jax.Array:
-        ints = quantize(x, exponent, wide, summands) if is_float(x) else x
+        ints = quantize(x, exponent, WIDE, summands) if is_float(x) else x
         return ints.sum(0, dtype=ints.dtype)
 
     sums: Sums = jax.tree.unflatten(treedef, map(total, rest, rest_needed))
@@ -195,7 +193,7 @@ def reduce_attempt(done: Attempt, plan: ReductionPlan, form: Format, summands: i
     bits = jnp.where(grad_needed == NOT_FINITE, grad_needed, in_bits(done.exponents))
     float_grads = [restore(x, e, form, summands) for x, e in zip(grads, bits)]
     totals = jax.tree.leaves(sums._replace(grads=None, exponents=None))
-    floats = [restore(x, e, wide, summands) if is_float(y) else x for x, e, y in zip(totals, rest_needed, rest)]
+    floats = [restore(x, e, WIDE, summands) if is_float(y) else x for x, e, y in zip(totals, rest_needed, rest)]
     result: Sums = jax.tree.unflatten(treedef, floats)
     exponents = remembered(done.exponents, grad_needed, form.headroom)
     info = ExactInfo(exponents, done.times - 1, sums.exponents) if plan.is_update else None

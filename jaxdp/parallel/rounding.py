@@ -18,6 +18,7 @@ Tree = Any
 PRODUCTS = {"mul", "square", "integer_pow"}
 SUMS = {"reduce_sum", "reduce_prod", "dot_general", "cumsum", "cumprod", "cumlogsumexp", "reduce_window_sum"}
 SAME = {"convert_element_type", "copy", "reshape", "squeeze", "broadcast_in_dim"}  # keep an array uniform
+EXACTLY = "exactly."  # no name of a function in Python
 BITS: dict[int, Any] = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
@@ -26,18 +27,21 @@ def opaque_true(step: jax.Array) -> jax.Array:
     return step >= 0
 
 
-def pin(tree: Tree, live: jax.Array) -> Tree:
+def exactly(f: Callable) -> Callable:
+    """Trace f once for each shape. Its results do not depend on how a compiler rounds: `as_written` keeps it."""
+    f.__name__ = f"{EXACTLY}{f.__name__}"
+    return jax.jit(f)
+
+
+@exactly
+def pin(x: jax.Array, live: jax.Array) -> jax.Array:
     """Return the values, rounded to their dtype before any later operation; live: from `opaque_true`."""
-
-    def pin_array(x: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize not in BITS:
-            return x
-        kind = BITS[x.dtype.itemsize]
-        zero = jax.lax.convert_element_type(jax.lax.bitwise_not(live), kind)
-        bits = jax.lax.bitwise_xor(jax.lax.bitcast_convert_type(x, kind), jax.lax.broadcast(zero, x.shape))
-        return jax.lax.bitcast_convert_type(bits, x.dtype)
-
-    return jax.tree.map(pin_array, tree)
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize not in BITS:
+        return x
+    kind = BITS[x.dtype.itemsize]
+    zero = jax.lax.convert_element_type(jax.lax.bitwise_not(live), kind)
+    bits = jax.lax.bitwise_xor(jax.lax.bitcast_convert_type(x, kind), jax.lax.broadcast(zero, x.shape))
+    return jax.lax.bitcast_convert_type(bits, x.dtype)
 
 
 def fusion_barrier(tree: Tree, live: jax.Array) -> Tree:
@@ -88,6 +92,8 @@ def as_written(f: Callable, live: jax.Array) -> Callable:
         name, out = equation.primitive.name, equation.outvars[0].aval if equation.outvars else None
         if name in SAME and (value := scalar(equation.invars[0], inputs[0])) is not None:
             uniform[equation.outvars[0]] = value.astype(equation.outvars[0].aval.dtype)
+        if name == "jit" and equation.params["name"].startswith(EXACTLY):
+            return bind(equation, inputs)
         if name == "cond":
             branches = [lambda *args, inner=inner: evaluate(inner, args, rule) for inner in equation.params["branches"]]
             return jax.lax.switch(inputs[0], branches, *inputs[1:])

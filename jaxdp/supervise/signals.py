@@ -9,7 +9,6 @@ interpreter writes each signal number to a socket (`signal.set_wakeup_fd`), from
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -101,8 +100,7 @@ def _read(reader: socket.socket) -> None:
 
 def _report(name: str) -> None:
     if name == "SIGINT" and "SIGINT" in _received:
-        sys.stderr.write("jaxdp: a second SIGINT: ends at once; checkpoints reported as saved are complete\n")
-        sys.stderr.flush()
+        os.write(2, b"jaxdp: a second SIGINT: ends at once; checkpoints reported as saved are complete\n")
         os._exit(1)
     with _lock:
         _received.append(name)
@@ -110,13 +108,11 @@ def _report(name: str) -> None:
     for listener in listeners:
         listener(name)
     if name == "SIGINT":
-        sys.stderr.write("jaxdp: SIGINT: saves, then ends; a second one ends at once\n")
-        sys.stderr.flush()
+        os.write(2, b"jaxdp: SIGINT: saves, then ends; a second one ends at once\n")
 
 
 def end(name: str) -> None:
     """End this process, which waits for others to start and has nothing to save: a listener."""
     if name != TRACE:
-        sys.stderr.write(f"jaxdp: {name}: ends before all processes have started\n")
-        sys.stderr.flush()
+        os.write(2, f"jaxdp: {name}: ends before all processes have started\n".encode())
         os._exit(INTERRUPTED if name == "SIGINT" else PREEMPTED)
