@@ -129,15 +129,20 @@ def run_in_job(name: str, argv: list[str]) -> None:
         environment.trace_operations()
     left_out = config and environment.use_preset(config.parallel.xla_preset, config.parallel.devices)
     import jaxdp
+    from jaxdp.distributed import membership
     from jaxdp.job.elastic import settings
 
     verb = _module(name)  # imported before the job is joined: the others of an elastic job wait for what comes after
-    waits = launchers.discover().size > 1
-    if waits:
-        signals.subscribe(signals.end)
+
+    def end(signal: str) -> None:
+        """End this process while it waits for others to start; the training of a formed job saves and ends."""
+        if signal != signals.TRACE and launchers.discover().size > 1 and membership.current() is None:
+            os.write(2, f"jaxdp: {signal}: ends before all processes have started\n".encode())
+            os._exit(PREEMPTED)
+
+    signals.subscribe(end)
     context = jaxdp.init(elastic=settings(config))
-    if waits:
-        signals.unsubscribe(signals.end)
+    signals.unsubscribe(end)
     signals.act()
     context.agree(error)
     if left_out and context.is_root:

@@ -13,8 +13,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from jaxdp.errors import INTERRUPTED, PREEMPTED
-
 TRACE = "SIGUSR2"
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGUSR2)
 
@@ -109,10 +107,3 @@ def _report(name: str) -> None:
         listener(name)
     if name == "SIGINT":
         os.write(2, b"jaxdp: SIGINT: saves, then ends; a second one ends at once\n")
-
-
-def end(name: str) -> None:
-    """End this process, which waits for others to start and has nothing to save: a listener."""
-    if name != TRACE:
-        os.write(2, f"jaxdp: {name}: ends before all processes have started\n".encode())
-        os._exit(INTERRUPTED if name == "SIGINT" else PREEMPTED)

@@ -476,8 +476,8 @@ def test_ranks_that_differ_are_named_once(tmp_path, first, second, words):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_a_signal_ends_a_process_that_waits_for_others(tmp_path, number, code):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_process_that_waits_for_others(tmp_path, number):
     address = ("127.0.0.1", port())
     argv = ["train.py", "--config", write(tmp_path, SMALL), "--run_dir", str(tmp_path / "run")]
     alone = {"JAXDP_COORDINATOR": "{}:{}".format(*address), "JAXDP_NUM_PROCESSES": "2", "JAXDP_PROCESS_ID": "0"}
@@ -488,7 +488,7 @@ def test_a_signal_ends_a_process_that_waits_for_others(tmp_path, number, code):
 
     during = when(has_coordinator, lambda process: process.send_signal(number))
     [done] = together([([sys.executable, *argv], alone)], 60.0, 1, during)
-    assert done.returncode == code and not done.left, done.output
+    assert done.returncode == 75 and not done.left, done.output
     assert f"jaxdp: {number.name}: ends before all processes have started\n" in done.stderr
     assert not (tmp_path / "run").exists()
 
