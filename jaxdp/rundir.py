@@ -42,6 +42,8 @@ _nonce = (0, "")  # (the process, the nonce) of the run directory that this proc
 
 def make(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
     """Create and lock the directory, and write a nonce into it. Return (the lock, the error message or None)."""
+    if re.search("[\ud800-\udfff]", path := str(directory.absolute())):  # bytes that Python could not decode
+        return None, f"run_dir: {path!r} is not UTF-8, so Orbax could not save there; choose another with --run_dir"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "checkpoints").mkdir(exist_ok=True)

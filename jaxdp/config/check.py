@@ -79,15 +79,13 @@ def resolve(config: Config) -> Config:
 
 
 def expanded(key: str, path: str | None) -> str | None:
-    """Return a path with `~` replaced by the home directory. Raises `UsageError` if it is none that can be saved in."""
+    """Return a path with `~` replaced by the home directory. Raises `UsageError` if it is empty or a URL."""
     if path is None:
         return None
     if not path.strip():
         raise UsageError(f"{key}: {path!r} is empty; give a path, or leave it out")
     if "://" in path:
         raise UsageError(f"{key}: {path!r} is not in the file system; mount the store there, and give that path")
-    if re.search("[\ud800-\udfff]", absolute := os.path.abspath(path)):  # Orbax could not save there
-        raise UsageError(f"{key}: {absolute!r} is not UTF-8; choose another path")
     return os.path.expanduser(path)
 
 

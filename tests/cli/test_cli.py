@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -428,10 +429,11 @@ def test_two_hosts_change_nothing(single, tmp_path):
 )
 def test_a_rank_that_fails_ends_the_job_in_seconds(tmp_path, fault):
     (tmp_path / "failing.py").write_text(
-        "import jaxdp\nfrom jaxdp.data.digits import Digits\n"
+        "import pathlib\nimport jaxdp\nfrom jaxdp.data.digits import Digits\n"
         "class Data(Digits):\n"
         "    def read(self, indices):\n"
         "        if jaxdp.current().rank == 1 and 1000 in indices:\n"
+        f"            pathlib.Path({str(tmp_path / 'failed')!r}).touch()\n"
         f"            raise {fault}\n"
         "        return super().read(indices)\n"
     )
@@ -439,7 +441,7 @@ def test_a_rank_that_fails_ends_the_job_in_seconds(tmp_path, fault):
     argv = ["train.py", "--config", str(config), "--run_dir", str(tmp_path / "run"), "--steps", "60"]
     done = mpirun(2, argv, env={"PYTHONPATH": str(tmp_path)}, timeout=60)
     assert done.returncode == 1, done.output
-    assert "rank 1 " in done.stderr and not done.left
+    assert "rank 1 " in done.stderr and time.time() - (tmp_path / "failed").stat().st_mtime < 30 and not done.left
     assert ("the disk is gone" in done.stderr) == fault.startswith("OSError")
 
 

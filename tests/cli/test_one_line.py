@@ -88,6 +88,13 @@ def test_a_file_in_the_place_of_a_folder_is_one_line(tmp_path, argv, name, words
     assert done.stderr.startswith(f"jaxdp: {words.format(file)}") and done.stderr.count("\n") == 1
 
 
+def test_a_run_directory_whose_name_is_not_utf8_is_one_line(tmp_path):
+    directory = tmp_path / "caf\udce9"
+    done = ended("train", *DIGITS, "--run_dir", directory, code=2)
+    assert done.stderr.startswith(f"jaxdp: run_dir: {str(directory)!r} is not UTF-8, ") and done.stderr.count("\n") == 1
+    assert not directory.exists()
+
+
 @pytest.mark.slow
 def test_a_file_in_the_place_of_the_traces_is_one_line_and_the_run_goes_on(tmp_path):
     (tmp_path / "profile").touch()
