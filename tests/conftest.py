@@ -25,7 +25,10 @@ os.environ.setdefault("NPROC", "32")  # threads: see `jaxdp.environment.enough_t
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Mark the cases beyond the first n of `quick(n)` as slow; count the slow tests before `-m` removes them."""
+    """Mark the cases beyond the first n of `quick(n)` as slow; count the slow tests before `-m` removes them.
+
+    Of the quick ones, jobs of several processes come first, one at a time; one worker runs the tests of a file.
+    """
     cases = collections.Counter()
     for item in items:
         if (mark := item.get_closest_marker("quick")) and not item.get_closest_marker("slow"):
@@ -33,6 +36,10 @@ def pytest_collection_modifyitems(config, items):
             cases[test] += 1
             if cases[test] > mark.args[0]:
                 item.add_marker(pytest.mark.slow)
+        if not item.get_closest_marker("slow"):
+            group = "mpi" if item.get_closest_marker("mpi") else item.nodeid.partition("::")[0]
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: item.get_closest_marker("mpi") is None)
     names = [{mark.name for mark in item.iter_markers()} for item in items]
     config.slow_tests = sum("slow" in name and "exhaustive" not in name for name in names)
     if hasattr(config, "workeroutput"):
@@ -49,8 +56,7 @@ def pytest_terminal_summary(terminalreporter, config):
     """Tell how many tests `make test` leaves to `make test-all`."""
     if "not slow" in config.option.markexpr and getattr(config, "slow_tests", 0):
         passed = len(terminalreporter.stats.get("passed", ()))
-        part = "quick part over MPI" if config.option.markexpr.endswith("and mpi") else "quick part"
-        terminalreporter.write_line(f"{part}: {passed} passed; {config.slow_tests} slow tests run by `make test-all`")
+        terminalreporter.write_line(f"{passed} passed; {config.slow_tests} slow tests are left to `make test-all`")
 
 
 @pytest.fixture(autouse=True)

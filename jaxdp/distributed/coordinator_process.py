@@ -27,7 +27,8 @@ async def run(settings: Settings, server: socket.socket) -> None:
     parent_gone = lambda: None if coordinator.generation.admitted else coordinator.done.set()
     threading.Thread(target=lambda: (sys.stdin.read(), loop.call_soon_threadsafe(parent_gone)), daemon=True).start()
     listener = await asyncio.start_server(coordinator.serve, sock=server, backlog=BACKLOG)
-    print("ready", flush=True)
+    with contextlib.suppress(BrokenPipeError):  # rank 0 has ended
+        print("ready", flush=True)
     await coordinator.watch()
     listener.close()
     await asyncio.sleep(0.05)  # flush the last messages
@@ -40,8 +41,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 1 << 16) if most > 0 else 1 << 16, most))
     settings = Settings(**json.loads(sys.stdin.readline()))
     try:
-        everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
-        server = listen(settings.address or everywhere, settings.port)
+        server = listen(settings.address or ("::" if socket.has_dualstack_ipv6() else "0.0.0.0"), settings.port)
     except OSError as error:
         print(os.strerror(error.errno) if error.errno else error, flush=True)
         os._exit(1)

@@ -5,10 +5,10 @@ import pathlib
 import time
 from collections.abc import Iterator
 
-from jaxdp import compilation_cache, rundir
+from jaxdp import compilation_cache, rundir, user_errors
 from jaxdp import config as schema
 from jaxdp.assemble.checks import with_checks
-from jaxdp.assemble.components import NOTHING, Objects
+from jaxdp.assemble.components import NOTHING, Objects, choose_accumulate
 from jaxdp.assemble.run import make_profile, make_run, on_all_ranks, prepare_on_all_ranks
 from jaxdp.audit.inject import of_this_process
 from jaxdp.checkpoint import folders
@@ -115,7 +115,7 @@ def train_here(
             callbacks=callbacks,
             recovered=recovered and recovered[2],
             snapshots=snapshots,
-            compiling=lambda: contextlib.nullcontext() if run.checkpoints.is_saving() else private_jax.store_programs(),
+            compiling=lambda: compiling(run, config),
         )
         run = with_checks(run, config, on_all_ranks(context, of_this_process))
         if snapshots is not None:
@@ -148,6 +148,15 @@ def final_record(run: Run, config: Config, directory: pathlib.Path, context: Con
     return final[-1]
 
 
+@contextlib.contextmanager
+def compiling(run: Run, config: Config) -> Iterator[None]:
+    """Store what is compiled in this context. Raises UsageError if user code that can be traced cannot be mapped."""
+    scan = "; to call it for one microbatch at a time, set parallel.accumulate: scan"
+    store = contextlib.nullcontext() if run.checkpoints.is_saving() else private_jax.store_programs()
+    with user_errors.reported(lambda key: scan * (choose_accumulate(config) == "vmap")), store:
+        yield
+
+
 def use_compilation_cache(config: Config, context: Context) -> None:
     """Enable the config's `compilation_cache`. Rank 0 prints a warning if it cannot be used."""
     problem = compilation_cache.use(config.compilation_cache, context.size)
@@ -171,20 +180,11 @@ def supervised(
     if snapshots is not None and snapshots.reached > start:
         facts["again"] = snapshots.reached - start
     events.note("resume" if start else "start", start, t=round(began, 3), **facts)
-    watch = RunMonitor(
-        context,
-        directory,
-        config.watchdog.step_timeout,
-        config.watchdog.straggler_factor,
-        config.checkpoint.every_minutes,
-    )
+    limits = config.watchdog.step_timeout, config.watchdog.straggler_factor, config.checkpoint.every_minutes
+    watch = RunMonitor(context, directory, *limits)
     account = lambda: context.of_root("goodput", lambda: goodput(directory / "metrics.jsonl", rundir.began(directory)))
     run = run.replace(writer=writer, watch=watch, account=account)
-
-    def on_signal(name: str) -> None:
-        if name == signals.TRACE:
-            run.log.profile.ask()
-
+    on_signal = lambda name: run.log.profile.ask() if name == signals.TRACE else None
     signals.subscribe(on_signal)
     try:
         if context.size > 1:

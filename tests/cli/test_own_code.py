@@ -13,6 +13,7 @@ from jaxdp import current
 from jaxdp.assemble.run import make_run
 from jaxdp.cli import load
 from jaxdp.errors import UsageError
+from jaxdp.job.train import train
 
 CODE = """
 import jax
@@ -39,6 +40,11 @@ class Branches(Net):
         if x.mean() > 0:
             x = -x
         return super().__call__(x)
+
+
+class Calls(Net):
+    def __call__(self, x):
+        return super().__call__(jax.pure_callback(np.negative, jax.ShapeDtypeStruct(x.shape, x.dtype), x))
 
 
 class NoRngs(nnx.Module):
@@ -273,6 +279,17 @@ def test_a_mistake_is_one_line_that_says_where_it_is(case, folder, monkeypatch):
         make_run(config, pathlib.Path("run"), current())
     assert re.search(words, str(refused.value)), refused.value
     assert "\n" not in str(refused.value) and str(pathlib.Path(__file__).parents[2]) not in str(refused.value)
+
+
+def test_a_model_that_cannot_be_mapped_trains_one_microbatch_at_a_time(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    argv = ["--config", "mine.yaml", "--parallel.devices", "1", "--model.target", "mine.Calls", "--run_dir", "mapped"]
+    config, path, _ = load(argv)
+    words = f"model: it failed at {LINE.format('__call__', '.*')}: .*vmap.*; .*, set parallel.accumulate: scan$"
+    with pytest.raises(UsageError, match=words):
+        train(config, path, current())
+    config, path, _ = load([*argv, "--parallel.accumulate", "scan"])
+    assert train(config, path, current())[0]["step"] == 2
 
 
 def command(*argv, verb="train"):

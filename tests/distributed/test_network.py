@@ -1,5 +1,6 @@
 """Strangers on the network: what they can reach, and what their garbage does to a job. All of it on this machine."""
 
+import dataclasses
 import json
 import os
 import re
@@ -25,6 +26,18 @@ GARBAGE = [
     '{"n": "x", "rank": 99, "text": 7}', '{"n": -1, "rank": -1, "passed": 1e99, "where": []}',
     '{"n": true, "rank": true}',
 ]  # fmt: skip
+
+
+def test_the_coordinator_is_silent_if_rank_0_ends_while_it_starts():
+    command = [sys.executable, "-P", "-m", "jaxdp.distributed.coordinator_process"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    settings = protocol.Settings(2, "secret", port(), "127.0.0.1", None, 60.0, 20.0)
+    env = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
+    with subprocess.Popen(command, env=env, **pipes) as child:
+        child.stdout.close()
+        child.stdin.write(json.dumps(dataclasses.asdict(settings)).encode() + b"\n")
+        child.stdin.close()
+        assert child.stderr.read() == b"" and child.wait(60) == 0
 
 
 @pytest.mark.parametrize("text", GARBAGE)
