@@ -14,6 +14,7 @@ from jax.tree_util import Partial
 from jaxdp import environment, user_errors
 from jaxdp.assemble.data import facts_of, is_sequential, make_data, make_order, make_transform
 from jaxdp.config import Config
+from jaxdp.config.training import OuterOptimizer
 from jaxdp.core.options import Forward, UpdateRule, first_microbatch
 from jaxdp.core.skip import Spike
 from jaxdp.core.state import TrainState, Transform, init_state
@@ -171,12 +172,15 @@ def make_outer(config: Config, parts: Parts, reduction: Reduction) -> OuterRule:
             f"steps to {-(-parts.steps // outer.every) * outer.every} instead"
         )
     target = locate("outer.optimizer", outer.optimizer.target, OPTIMIZERS)
-    bound = bind("outer.optimizer", target, outer.optimizer.args)
-    make = lambda: make_optimizer(target, lambda step: outer.optimizer.lr, **outer.optimizer.args)
+    is_default = outer.optimizer.target != "sgd" and outer.optimizer.args == OuterOptimizer().args
+    args = {} if is_default else outer.optimizer.args  # the default is for sgd
+    if "learning_rate" in args:
+        raise UsageError("outer.optimizer.args.learning_rate: it is set by outer.optimizer.lr; set that")
+    bound, blocks = bind("outer.optimizer", target, args), parts.forward.model.blocks
+    make = lambda: make_optimizer(target, lambda step: outer.optimizer.lr, blocks=blocks, **args)
     tx = checked(outer.optimizer.target, call("outer.optimizer", bound, make), "outer.optimizer")
-    blocks, ema_decay = parts.forward.model.blocks, parts.rule.ema_decay
     reduction = make_reduction(outer.reduction, parallel.bucket_mb) if outer.reduction else reduction
-    return OuterRule(outer.replicas, outer.every, tx, reduction, parts.rule.trainable, blocks, ema_decay)
+    return OuterRule(outer.replicas, outer.every, tx, reduction, parts.rule.trainable, blocks, parts.rule.ema_decay)
 
 
 def make_model(config: Config, target: Any, data: Mapping[str, Any]) -> Model:

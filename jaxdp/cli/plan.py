@@ -38,6 +38,8 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     rehearse(config, parts, make_the_step(config, parts), make_state)
     per_device = math.ceil(max(config.microbatches, devices) / devices)
     stages = read_stages(options["zero"], config.parallel.zero)
+    if config.outer.replicas > 1 and stages != [0]:
+        raise UsageError(f"--zero: {options['zero']}, but a run with outer.replicas has stage 0 only; leave it out")
     plans = [make_plan(make_case(config, parts, zero, per_device, devices), zero) for zero in stages]
     dtype = rate(config.precision.compute or config.precision.params, config.precision.matmul, hardware.flops)
     seconds = [predict(p, hardware, dtype) if dtype in hardware.flops else None for p in plans]
@@ -45,11 +47,10 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     enough, uneven = devices <= config.microbatches, 0 < config.microbatches % devices < config.microbatches
     examples = config.batch_size if enough else per_device * devices * parts.order.examples_per_microbatch
     notes = remarks(config, plans, hardware, dtype, per_device, devices, examples)
-    shapes = jax.eval_shape(make_state)
-    if config.outer.replicas > 1 or options["network"] is not None:
-        width = {"exact16": 0.5, "exact8": 0.25}.get(config.outer.reduction or config.parallel.reduction, 1.0)
-        data = width * sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes.params))
-        outer, network = config.outer, options["network"] and read_network(options["network"])
+    shapes, outer = jax.eval_shape(make_state), config.outer
+    if outer.replicas > 1 or options["network"] is not None:
+        data = sent(parts.rule.trainable(shapes.params), outer.reduction or config.parallel.reduction)
+        network = None if options["network"] is None else read_network(options["network"])
         sites, every = (min(outer.replicas, devices), outer.every) if outer.replicas > 1 else (devices, 1)
         notes += describe(sites, data, every, seconds[0]["compute"] if seconds[0] else None, network)
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.params))
@@ -68,6 +69,12 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
         result = {"memory": limit, "plans": stage_plans, "recommended": best and best.zero, "notes": notes}
         return json.dumps({**setup, "examples": examples, "microbatches_per_device": per_device, **result}, indent=1)
     return "\n".join([*title, "", *figures(plans, seconds, examples), "", verdict(plans, best, limit), "", *notes])
+
+
+def sent(gradients: Any, reduction: str) -> float:
+    """Return the bytes of these arrays' shapes as a reduction sends them."""
+    width = {"exact": lambda n: max(n, 4), "exact16": lambda n: 2, "exact8": lambda n: 1}.get(reduction, lambda n: n)
+    return sum(math.prod(x.shape) * width(x.dtype.itemsize) for x in jax.tree.leaves(gradients))
 
 
 def figures(plans: list[Plan], seconds: list[Any], examples: int) -> list[str]:

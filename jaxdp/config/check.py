@@ -219,11 +219,22 @@ def check_outer(config: Config) -> None:
             f"outer.every: {every} does not divide steps: {config.steps}, and updates after the last outer step would "
             f"be lost; set steps to {near}{(config.steps // every + 1) * every}"
         )
+    if config.outer.reduction and replicas > (most := summands_of(config.outer.reduction)[1]):
+        raise UsageError(
+            f"outer.replicas: {replicas} with outer.reduction: {config.outer.reduction} leave too few bits for each; "
+            f"use at most {most}, or outer.reduction: exact"
+        )
     if config.parallel.zero:
         raise UsageError(
             f"parallel.zero: {config.parallel.zero} does not work with outer.replicas: {replicas}, whose states are "
             "split over the devices already; set it to 0"
         )
+
+
+def summands_of(reduction: str) -> tuple[int, int]:
+    """Return the bits of an exact reduction's sums without their sign, and how many summands leave 3 for each."""
+    bits = {"exact": 31, "exact16": 15, "exact8": 7}[reduction]
+    return bits, (2**bits - 1) // 7
 
 
 def check_exact(config: Config) -> None:
@@ -242,8 +253,7 @@ def check_exact(config: Config) -> None:
     group, summands = parallel.exact_group, config.microbatches // max(1, parallel.exact_group)
     if group < 1 or config.microbatches % group:
         raise UsageError(f"parallel.exact_group: {group} does not divide microbatches: {config.microbatches}")
-    bits = {"exact": 31, "exact16": 15, "exact8": 7}[parallel.reduction]
-    most = (2**bits - 1) // 7  # leaves 3 bits for each summand
+    bits, most = summands_of(parallel.reduction)
     if summands > most:
         raise UsageError(
             f"microbatches: {config.microbatches} with reduction: {parallel.reduction} leave "

@@ -48,7 +48,8 @@ class Guard(struct.PyTreeNode):
 
     in_a_row: the number of consecutive non-finite updates; since: the first of them. skipped: all skipped updates;
     spikes: those skipped because the loss was too large. halted: the cause (NONFINITE, SPIKE, DISAGREEING); halted_at:
-    the update; except for NONFINITE `since` is that update too. level: None without `Spike`.
+    the update; except for NONFINITE `since` is that update too. Of several replicas, the first and the last of these
+    updates. level: None without `Spike`.
     """
 
     in_a_row: jax.Array = struct.field(default_factory=_zero)

@@ -53,7 +53,8 @@ def wait_for_devices(replicas: int, context: Context, timeout: float) -> None:
     while not joins.wait(0.2):
         member.check_generation()
         if time.monotonic() > deadline:
-            error = DistributedError(f"{text}, and no process joined (elastic.join_timeout: {timeout:g})", rank=0)
+            why = f"no process joined (elastic.join_timeout: {timeout:g}); the next start resumes from a checkpoint"
+            error = DistributedError(f"{text}, and {why}", rank=0)
             error.code = PREEMPTED
             raise error
     raise Stopped("regroup", "another process joins")

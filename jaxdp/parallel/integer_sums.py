@@ -201,7 +201,7 @@ def reduce_attempt(done: Attempt, plan: ReductionPlan, form: Format, summands: i
     return result._replace(grads=jax.tree.unflatten(grad_treedef, float_grads), carry=carry, exponents=info)
 
 
-def sum_rows(reduction: Reduction, tree: Tree, axis: str, rows: int, keys: jax.Array, form: Format) -> Tree:
+def sum_rows(reduction: Reduction, tree: Tree, axis: str, rows: int, keys: jax.Array | None, form: Format) -> Tree:
     """Sum leaves [row, ...] over their rows and over an axis, of `rows` rows in all; see `Arithmetic`.
 
     The exponents are determined first, by a maximum over all devices, so that the integers always fit.
@@ -209,6 +209,7 @@ def sum_rows(reduction: Reduction, tree: Tree, axis: str, rows: int, keys: jax.A
     leaves, treedef = jax.tree.flatten(tree)
     if not leaves:
         return tree
+    form = WIDE if keys is None else form
     needed = jax.lax.pmax(jnp.stack([exponent_of(x) for x in leaves]), axis)
 
     def integers_of(i: int, x: jax.Array, exponent: jax.Array) -> jax.Array:

@@ -192,13 +192,15 @@ class Replicas(PJit):
             keys = jax.vmap(lambda n: jax.random.fold_in(microbatch_key(seed, state.step, n), OUTER_KEY))(numbers)
             weigh = lambda new, _: weighted_state(floats(state.model_state), new, jnp.ones(()), jnp.bool_(True))
             states = jax.vmap(weigh)(floats(replicas.model_state), numbers)  # there may be no floats to map over
-            sums = sum_over(differences, keys=keys), sum_over(states, keys=keys)
+            sums = sum_over(differences, keys=keys), sum_over(states, keys=None)
             params, ema, outer, averages = self.arithmetic.rounded(move, state.step)(state, *sums)
             model_state = merge(averages, jax.tree.map(first_of_all, replicas.model_state))
             spread = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (self.per_device, *x.shape)), tree)
             replicas = replicas.replace(params=spread(params), model_state=spread(model_state))
             of_halted = lambda x: jnp.where(replicas.guard.halted > 0, x, jnp.zeros_like(x))
             guard = jax.tree.map(lambda x: jax.lax.pmax(of_halted(x).max(0), OUTER), replicas.guard)
+            since = jnp.where(replicas.guard.halted > 0, replicas.guard.since, guard.halted_at).min(0)
+            guard = guard.replace(since=jax.lax.pmin(since, OUTER))
             shared = {"params": params, "model_state": model_state, "ema": ema}
             return state.replace(**shared, guard=guard, opt_state=Local(replicas, outer))
 

@@ -44,7 +44,7 @@ class Arithmetic(NamedTuple):
     total(dims, axis, update) -> the hook of `Step.apply`; leaves with a dim are slices along the axis.
     live(update): True, opaque to the compiler, if rounding must not depend on fusion; else None.
     sum_rows(reduction, tree, axis, rows, keys[row]) -> the sum of leaves [row, ...] over the rows of all devices of the
-    axis, `rows` in all.
+    axis, `rows` in all; keys: to round differences to few bits; None for values, which are sent in full.
     rounded(f, update) -> f, rounded alike in every program, if rounding must not depend on the program.
     in_backward: the backward pass scatters gradients that are sharded after each microbatch; else it returns full ones.
     elementwise: the advice if the optimizer's state is sharded but it is not elementwise; empty: any will do.

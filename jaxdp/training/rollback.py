@@ -26,8 +26,9 @@ def roll_back(run: Run, progress: Progress) -> tuple[Run, Progress]:
     first, last = int(guard.since), int(guard.halted_at)
     with watch.suspend_timeout("waits for the checkpoint"):
         run.checkpoints.wait()
-    for step in [step for step in run.checkpoints.steps() if step >= last and run.checkpoints.writes]:
-        why = f"checkpoint {step} has a replica that halted at update {last}"  # saved between two outer steps
+    halted = last if int(guard.halted) == NONFINITE else first
+    for step in [step for step in run.checkpoints.steps() if step >= halted and run.checkpoints.writes]:
+        why = f"checkpoint {step} has a replica that halted at update {halted}"  # saved between two outer steps
         run.checkpoints.set_aside(step, "halted", why, run.log.writer.say)
     if int(guard.halted) == DISAGREEING:
         raise RunFailed(

@@ -26,6 +26,7 @@ from jaxdp.core.state import init_state
 from jaxdp.core.step import make_step
 from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
+from jaxdp.metrics.numbers import size
 from jaxdp.models import as_model
 from jaxdp.models.gpt import GPT
 from jaxdp.parallel import STRATEGIES, make_reduction
@@ -181,12 +182,35 @@ def test_a_gpt2_for_1024_devices_on_this_machine():
     assert int(re.findall(r"peak: (\d+) KiB", done.stderr)[0]) < 4 * 2**20
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "each"),
+    [
+        (["--parallel.reduction", "exact", "--precision.params", "bfloat16"], 4),
+        (["--parallel.reduction", "exact", "--outer.reduction", "exact8"], 1),
+        (["--outer.reduction", "exact16"], 2),
+        (["--precision.params", "bfloat16"], 2),
+        (["--optimizer.frozen", "[layers]"], 4 * 170 / 1210),
+    ],
+    ids=str,
+)
+def test_a_site_sends_what_is_trained_in_the_reductions_bytes(more, each):
+    """Two sites send all of it once; an MLP of 1,210 parameters, of which 170 are the head's."""
+    argv = ["--model.args.hidden", "[16]", "--devices", "2", "--outer.replicas", "2", "--outer.every", "5", *more]
+    done = run("--epochs", "null", "--steps", "10", *argv, config="digits")
+    assert done.returncode == 0, done.stderr
+    (sent,) = re.findall(r"2 sites: each sends (\S+ k?B) once in 5 updates", done.stdout)
+    assert sent == size(1210 * each), done.stdout
+
+
 def test_bad_options_are_one_line():
     for argv, words in {
         ("--devices", "0"): "--devices: 0 is too small",
         ("--hardware", "h100"): "did you mean",
         ("--memory", "lots"): "--memory: 'lots' is not a number of bytes",
         ("--zero", "9"): "--zero: '9' is not 0",
+        ("--devices", "2", "--network", ""): "--network: '' is not a rate and a latency",
+        ("--zero", "all", "--outer.replicas", "2"): "--zero: all, but a run with outer.replicas has stage 0 only",
     }.items():
         done = in_process("plan", "--config", "configs/digits.yaml", *argv)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr

@@ -36,7 +36,8 @@ class Slow:
         time.sleep(0.01 if pathlib.Path(__file__).with_name("finish").exists() else 0.2)
 """
 
-SIMPLE = ("--optimizer.target", "sgd", "--watchdog.slow_factor", "null")  # compiles in half the time, measures nothing
+# compiles in a third of the time, and measures nothing
+SIMPLE = ("--optimizer.target", "sgd", "--watchdog.slow_factor", "null", "--data.args.augment", "false")
 
 
 class Job:

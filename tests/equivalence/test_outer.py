@@ -15,6 +15,8 @@ from jax.tree_util import Partial
 
 import toys
 from cli_runs import ended, jaxdp, records, write
+from jaxdp.assemble.components import make_outer, make_parts
+from jaxdp.cli import load
 from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.state import init_state
 from jaxdp.core.step import make_step
@@ -148,6 +150,21 @@ def test_an_outer_step_averages_the_statistics_of_batch_norm():
 
 
 @pytest.mark.slow
+def test_statistics_are_sent_in_32_bits_whatever_differences_are_sent_in():
+    states = []
+    for between in ("exact8", "exact"):
+        strategy, program, batch = build(
+            2, 2, optax.sgd(0.1), optax.sgd(1.0), toys.data(), model="resnet", between=between
+        )
+        state = strategy.init()
+        for i in range(2):
+            state, _ = program.update(state, batch(i))
+        states.append(state)
+    assert toys.relative_error(states[0].model_state, states[1].model_state)[0] == 0
+    assert toys.relative_error(states[0].params, states[1].params)[0] > 1e-4
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_running_average_is_that_of_the_shared_parameters(devices):
     """An outer step moves it as far as two updates would."""
@@ -260,6 +277,7 @@ def test_the_bits_are_the_same_on_other_devices(tmp_path):
     ("parallel.zero: 1", "does not work with outer.replicas: 4"),
     ("outer.optimizer.target: no", "is neither built in nor a dotted path"),
     ("outer.optimizer.args.momentum: high", "outer.optimizer"),
+    ("outer.optimizer.args.learning_rate: 0.1", "it is set by outer.optimizer.lr; set that"),
 ])  # fmt: skip
 def test_bad_input_gets_one_line(tmp_path, path, also):
     key, _, value = path.partition(": ")
@@ -267,6 +285,27 @@ def test_bad_input_gets_one_line(tmp_path, path, also):
     done = ended(*argv, f"--{key}", value, code=2)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("jaxdp: ")]
     assert line.startswith(f"jaxdp: {key.rpartition('.args')[0] or key}") and also in line
+
+
+def test_more_replicas_than_the_bits_of_a_reduction_can_sum_are_refused(tmp_path):
+    argv = ("train", "--config", write(tmp_path, CONFIG), "--run_dir", tmp_path / "run", *FLOATS)
+    argv += ("--microbatches", "19", "--outer.replicas", "19", "--outer.reduction", "exact8")
+    done = ended(*argv, code=2)
+    assert "jaxdp: outer.replicas: 19 with outer.reduction: exact8 leave too few bits for each; use at" in done.stderr
+
+
+def made(*argv):
+    config, *_ = load(["--config", "configs/gpt_3m.yaml", "--outer.replicas", "2", "--model.args.layers", "2", *argv])
+    return make_outer(config, make_parts(config), None)
+
+
+def test_the_outer_optimizer_gets_the_arguments_and_the_blocks_that_the_inner_one_does():
+    assert made("--outer.optimizer.target", "adam").tx  # the default arguments are those of sgd
+    rule = made("--outer.optimizer.target", "muon", "--outer.optimizer.lr", "1", "--model.args.scan", "true")
+    state = rule.tx.init(params := {"blocks": {"stack": jnp.ones((2, 4, 4))}, "head": jnp.ones((2, 4, 4))})
+    updates, _ = rule.tx.update(params, state, params)
+    assert rule.blocks == ("blocks/stack",)
+    assert np.linalg.matrix_rank(updates["blocks"]["stack"][0]) == 1 and np.ptp(updates["head"]) == 0
 
 
 def test_a_model_with_carried_state_is_refused(tmp_path):
@@ -355,3 +394,20 @@ def test_a_checkpoint_between_two_outer_steps_with_a_halted_replica_is_not_used(
         done = ended("train", *argv, code=1)
         assert "updates 1 to 2 were not finite, 2 in a row" in done.stderr and "there is no checkpoint" in done.stderr
         assert "checkpoint 3 has a replica that halted at update 2; set aside as 3.halted" in done.stdout
+
+
+@pytest.mark.slow
+def test_replicas_that_spike_at_different_updates_are_rolled_back_once(tmp_path):
+    """The first replica's loss is a spike in update 6, the second one's in update 8; a checkpoint lies between them."""
+    row, update = np.divmod(np.arange(128), 16)
+    bad = (row == 0) & (update == 5) | (row == 4) & (update == 7)
+    inputs = np.where(bad[:, None], 1e4, np.ones((128, 4))).astype(np.float32)
+    np.savez(tmp_path / "data.npz", inputs=inputs, labels=2 * bad.astype(int))
+    data = f"data: {{target: Npz, args: {{path: {tmp_path / 'data.npz'}, test_fraction: 0}}, order: sequential}}"
+    text = CONFIG.replace("data: {target: Digits, args: {augment: true}}", data).replace("replicas: 4", "replicas: 2")
+    argv = ["--config", write(tmp_path, text), "--run_dir", tmp_path / "run", "--batch_size", "8", *FLOATS]
+    argv += ["--outer.every", "4", "--steps", "12", "--checkpoint.every", "3", "--optimizer.clip_norm", "null"]
+    argv += ["--spike", "{factor: 50, after: 2, action: rollback, max_rollbacks: 1}"]
+    done = ended("train", *argv)
+    assert "the loss of update 8 is a spike: back to step 3" in done.stdout, done.output
+    assert "checkpoint 6 has a replica that halted at update 6; set aside as 6.halted" in done.stdout
