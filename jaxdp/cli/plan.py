@@ -32,14 +32,15 @@ def run(call: Call) -> None:
 def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     """Return the plan of every requested stage, as text or JSON."""
     devices, hardware = options["devices"], load_hardware(options["hardware"])
+    network = None if options["network"] is None else read_network(options["network"])
     limit = hardware.memory if options["memory"] is None else read_bytes(options["memory"])
     group_size(config.parallel.shard_size, devices)
-    make_state = state_maker(config, parts)
-    rehearse(config, parts, make_the_step(config, parts), make_state)
-    per_device = math.ceil(max(config.microbatches, devices) / devices)
     stages = read_stages(options["zero"], config.parallel.zero)
     if config.outer.replicas > 1 and stages != [0]:
         raise UsageError(f"--zero: {options['zero']}, but a run with outer.replicas has stage 0 only; leave it out")
+    make_state = state_maker(config, parts)
+    rehearse(config, parts, make_the_step(config, parts), make_state)
+    per_device = math.ceil(max(config.microbatches, devices) / devices)
     plans = [make_plan(make_case(config, parts, zero, per_device, devices), zero) for zero in stages]
     dtype = rate(config.precision.compute or config.precision.params, config.precision.matmul, hardware.flops)
     seconds = [predict(p, hardware, dtype) if dtype in hardware.flops else None for p in plans]
@@ -48,9 +49,8 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     examples = config.batch_size if enough else per_device * devices * parts.order.examples_per_microbatch
     notes = remarks(config, plans, hardware, dtype, per_device, devices, examples)
     shapes, outer = jax.eval_shape(make_state), config.outer
-    if outer.replicas > 1 or options["network"] is not None:
+    if outer.replicas > 1 or network is not None:
         data = sent(parts.rule.trainable(shapes.params), outer.reduction or config.parallel.reduction)
-        network = None if options["network"] is None else read_network(options["network"])
         sites, every = (min(outer.replicas, devices), outer.every) if outer.replicas > 1 else (devices, 1)
         notes += describe(sites, data, every, seconds[0]["compute"] if seconds[0] else None, network)
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.params))

@@ -209,7 +209,7 @@ def test_bad_options_are_one_line():
         ("--hardware", "h100"): "did you mean",
         ("--memory", "lots"): "--memory: 'lots' is not a number of bytes",
         ("--zero", "9"): "--zero: '9' is not 0",
-        ("--devices", "2", "--network", ""): "--network: '' is not a rate and a latency",
+        ("--network", ""): "--network: '' is not a rate and a latency",
         ("--zero", "all", "--outer.replicas", "2"): "--zero: all, but a run with outer.replicas has stage 0 only",
     }.items():
         done = in_process("plan", "--config", "configs/digits.yaml", *argv)
