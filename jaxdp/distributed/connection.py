@@ -123,7 +123,9 @@ def join(
             return Joined(connection, everyone, admission["jax"], rank, number, (host, port), secret)
         except (OSError, channel.Refused) as error:
             problem = printable(error, 200) or type(error).__name__
-            refused += greeted
+            if greeted:
+                connection.socket.close()
+                refused += 1
             if refused >= 3:
                 raise UsageError(
                     f"{title}: the coordinator at {host}:{port} refused it, or is not of this job ({problem}): every "
@@ -131,6 +133,7 @@ def join(
                 ) from None
             if is_absent := getattr(error, "errno", None) in NOBODY:
                 absent(time.monotonic() - began)
+                foreign = refused = 0  # what listens there next is another program
             foreign += not greeted and not is_absent
         if foreign >= 3:
             raise UsageError(

@@ -29,8 +29,9 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 # Then 48: ranks that cannot take part are named to all, and a save that is made again has a folder of its own.
 # Then 5: small arrays are saved whole, and a rank waits for the one that prints for it.
 # Then 24: int64 in a mixture, traces that cannot be written, an infinite timeout, a key's line. Then 80 less: one
-# report of a verification for errors and for bits. Then 32: what `outer` sends and refuses, and what `plan` says of it.
-BUDGET = {"package": 29_981, "file": 300, "function": 60, "one update": 700}  # lines
+# report of a verification for errors and for bits. Then 32: what `outer` sends and refuses, and what `plan` says of it;
+# 3: coordinators that come and go refuse nobody.
+BUDGET = {"package": 29_984, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {

@@ -230,6 +230,31 @@ def test_a_save_sends_each_process_few_messages(clients, monkeypatch):
     assert not any(digests[1:]) and max(counts[1:]) < 20 and all(failed)
 
 
+def test_coordinators_that_come_and_go_refuse_nobody():
+    """A process that waits to join sees each of them greet it and end."""
+    port, gone, ended = hosts.free_port(), threading.Event(), []
+
+    def come_and_go():
+        for number in range(4):
+            with hosts.listen("127.0.0.1", port) as server, server.accept()[0] as client:
+                client.sendall(channel.MAGIC + secrets.token_bytes(channel.NONCE))
+                client.recv(1 << 16)
+            gone.clear()
+            ended.append(number)
+            gone.wait()
+
+    def absent(seconds):
+        gone.set()
+        if len(ended) == 4:
+            raise StopIteration
+
+    thread = threading.Thread(target=come_and_go, daemon=True)
+    thread.start()
+    with pytest.raises(StopIteration):
+        connection.join("127.0.0.1", port, "secret", facts(1, 3), 60.0, absent)
+    thread.join()
+
+
 @pytest.fixture
 def enter():
     """A function that enters the current generation of an elastic job of three, and exchanges a text there."""
