@@ -146,7 +146,7 @@ def advice(run: Run, config: Config) -> list[str]:
             f"batch_size: {batch} is beyond the {size} examples of the data: every update takes all of them, and "
             f"the other {batch - size} are padding; make it {size} or smaller"
         )
-    if run.data.eval and (run.options.eval_every or 0) % config.outer.every:
+    if config.outer.replicas > 1 and run.data.eval and (run.options.eval_every or 0) % config.outer.every:
         warnings.append(
             f"eval.every: {run.options.eval_every} is no multiple of outer.every: {config.outer.every}: an evaluation, "
             "or a callback that ends training then, sees the parameters of the last outer step"
