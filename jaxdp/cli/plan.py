@@ -72,7 +72,7 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
 
 
 def sent(gradients: Any, reduction: str) -> float:
-    """Return the bytes of these arrays' shapes as a reduction sends them."""
+    """Return the bytes that a reduction sends for gradients of these shapes."""
     width = {"exact": lambda n: max(n, 4), "exact16": lambda n: 2, "exact8": lambda n: 1}.get(reduction, lambda n: n)
     return sum(math.prod(x.shape) * width(x.dtype.itemsize) for x in jax.tree.leaves(gradients))
 

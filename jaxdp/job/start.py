@@ -149,7 +149,7 @@ def advice(run: Run, config: Config) -> list[str]:
     if config.outer.replicas > 1 and run.data.eval and (run.options.eval_every or 0) % config.outer.every:
         warnings.append(
             f"eval.every: {run.options.eval_every} is no multiple of outer.every: {config.outer.every}: an evaluation, "
-            "or a callback that ends training then, sees the parameters of the last outer step"
+            "or a callback that ends training then, sees the parameters of the last outer step; make it a multiple"
         )
     opt = config.optimizer
     steps = run.options.steps
