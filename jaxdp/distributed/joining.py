@@ -78,7 +78,7 @@ def coordinator_settings(
         address=hosts.listening_address(host, world.local_size == world.size),
         jax_host=host if hosts.is_own(host) else None,
         timeout=timeout,
-        silence=silence(timeout),
+        silence=silence(timeout, elastic is not None),
         elastic=elastic is not None,
         min_processes=elastic.min_processes if elastic else 1,
         join_timeout=elastic.join_timeout if elastic else 0.0,

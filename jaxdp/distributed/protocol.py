@@ -149,12 +149,12 @@ def beat_interval(size: int) -> float:
     return max(1.0, size / 1024)
 
 
-def silence(timeout: float) -> float:
+def silence(timeout: float, elastic: bool = False) -> float:
     """Return the seconds without a heartbeat after which a process is declared dead.
 
-    JAXDP_SILENCE, else 20, less for short timeouts. Raises UsageError.
+    JAXDP_SILENCE, else 20, in an elastic job 10, less for short timeouts. Raises UsageError.
     """
-    return seconds_of("JAXDP_SILENCE", max(7.0, min(20.0, timeout / 3)))
+    return seconds_of("JAXDP_SILENCE", max(7.0, min(10.0 if elastic else 20.0, timeout / 3)))
 
 
 def default_timeout(timeout: float | None = None) -> float:

@@ -7,7 +7,7 @@ import pytest
 from jaxdp.distributed import gpus, hosts
 from jaxdp.distributed.gpus import bind
 from jaxdp.distributed.launchers import World, address, discover, first_host, kubernetes, tasks_per_node
-from jaxdp.distributed.protocol import default_timeout, difference
+from jaxdp.distributed.protocol import default_timeout, difference, silence
 from jaxdp.errors import UsageError
 
 JAXDP = {"JAXDP_COORDINATOR": "10.0.0.1:12355", "JAXDP_NUM_PROCESSES": "4", "JAXDP_PROCESS_ID": "3"}
@@ -161,6 +161,14 @@ def test_arguments_that_make_no_sense(arguments, part):
 def test_an_infinite_time_is_one_that_jax_can_count(monkeypatch):
     monkeypatch.setenv("JAXDP_TIMEOUT", "inf")
     assert 1e9 <= round(default_timeout()) < 2**31 > round(default_timeout(float("inf")))
+
+
+def test_silence_is_shorter_in_an_elastic_job(monkeypatch):
+    """A process that is expelled there can come back; in another job, its loss ends all."""
+    assert [silence(timeout) for timeout in (60.0, 1e9, 30.0, 3.0)] == [20, 20, 10, 7]
+    assert [silence(timeout, elastic=True) for timeout in (60.0, 1e9, 30.0, 3.0)] == [10, 10, 10, 7]
+    monkeypatch.setenv("JAXDP_SILENCE", "120")
+    assert silence(60.0) == silence(60.0, elastic=True) == 120
 
 
 def test_slurms_lists():
