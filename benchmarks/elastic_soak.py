@@ -195,7 +195,7 @@ def final(folder: pathlib.Path) -> dict:
 def finish(job: Job, folder: pathlib.Path, steps: int, more: list[str]) -> dict:
     """Finish the elastic run without faults; return whether it ended as one device does alone."""
     (folder / "finish").touch()
-    code = job.launcher.wait(600)
+    code = job.launcher.wait(600 + steps / 20)
     logged = [line["step"] for line in job.lines("metrics.jsonl") if line["split"] == "train"]
     return {
         "code": code,

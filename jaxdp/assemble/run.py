@@ -149,6 +149,7 @@ def make_run(
         save_every=config.checkpoint.every,
         asynchronous=config.checkpoint.asynchronous,
         max_rollbacks=config.spike.max_rollbacks,
+        outer_every=config.outer.every if config.outer.replicas > 1 else 1,
     )
     log = Log(
         derive=attribute(parts.forward.loss, "derive", lambda means: {}),

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -77,10 +78,8 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
         Meter(log.writer, run.options.log_every, steps, train.order.examples_per_step, more, log.derive) as meter,
         train.batches(start + offset, steps + offset, run.strategy, calls(run, start)) as batches,
     ):
-        stopped = None
-        if 0 < start < steps and run.evaluation_is_due(start) and progress.evaluated != start:
-            stopped = between(run, program, progress)
-        if stopped:
+        resumes = 0 < start < steps and run.evaluation_is_due(start) and progress.evaluated != start
+        if stopped := between(run, program, progress) if resumes else None:
             return stopped
         every = until_the_end(batches, run.checkpoints.context, functools.partial(stream_ended, run, progress))
         numbered = ((range(of.start + 1 - offset, of.stop + 1 - offset), batch) for of, batch in every)
@@ -165,7 +164,8 @@ def evaluate_and_record(
     run.log.events.note("evaluation", progress.step, seconds=round(time.perf_counter() - began, 4))
     if split is not None:
         run.log.writer.write({"step": progress.step, "split": split, **metrics})
-    progress.record_evaluation(metrics)
+    progress.evaluated = progress.step
+    progress.evaluation = {name: value for name, value in metrics.items() if math.isfinite(value)}
     stop = run.hooks.callbacks.on_eval(progress.step, metrics)
     if run.checkpoints.is_best(metrics):
         save(run, progress)
@@ -182,6 +182,8 @@ def finish(run: Run, program: Program, progress: Progress, stopped: str | None =
     """
     final: Record = {"step": progress.step, "split": "final"}
     save_last(run, progress)
+    if lost := progress.step % run.options.outer_every:
+        run.log.writer.say(f"the last {lost} updates came after the last outer step, and changed no parameters")
     if run.data.eval and stopped is None:
         final |= evaluate_and_record(run, program, progress)[0]
     elif run.data.eval:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,7 +31,7 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class LoopOptions:
-    """The last update, and the updates between two records, evaluations and checkpoints.
+    """The last update, and the updates between two records, evaluations, checkpoints and outer steps (`outer`).
 
     steps_per_call: the number of updates in one compiled call, if nothing is due between them.
     asynchronous: training continues while a checkpoint is written.
@@ -45,6 +44,7 @@ class LoopOptions:
     save_every: int | None = None
     asynchronous: bool = True
     max_rollbacks: int = 3
+    outer_every: int = 1
 
 
 def initial_state(run: "Run") -> TrainState:
@@ -145,10 +145,6 @@ class Progress:
     metrics: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     evaluated: int = -1
     evaluation: Record = dataclasses.field(default_factory=dict)
-
-    def record_evaluation(self, metrics: Record) -> None:
-        self.evaluated = self.step
-        self.evaluation = {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def is_due(step: int, every: int | None) -> bool:

@@ -317,6 +317,17 @@ def test_a_model_with_carried_state_is_refused(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_stream_that_ends_between_two_outer_steps_counts_the_updates_that_are_lost(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "import numpy as np\n\ndef rows():\n    yield from [(np.ones(4, np.float32), np.int32(1))] * 265"
+    (tmp_path / "few.py").write_text(text)
+    stream = ("--data.target", "Stream", "--data.args", "{source: few.rows}", "--model.args.num_classes", "2")
+    done = ended("train", "--config", write(tmp_path, CONFIG), "--run_dir", tmp_path / "run", *FLOATS, *stream)
+    assert "training ends after update 5 of 12\n" in done.stdout
+    assert "the last 2 updates came after the last outer step, and changed no parameters\n" in done.stdout
+
+
+@pytest.mark.slow
 def test_a_run_resumes_with_the_same_number_of_replicas_only(tmp_path):
     constant = (*FLOATS, "--optimizer.schedule", "constant")
     digest(tmp_path, *constant, "--steps", "3")

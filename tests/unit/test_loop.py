@@ -160,6 +160,15 @@ def test_garbage_collection_leaves_out_what_a_start_has_made(tmp_path, monkeypat
     assert min(counts) > 1000 and gc.get_freeze_count() == 0
 
 
+@pytest.mark.parametrize("every, lost", [(4, "the last 2 updates came after the last outer step"), (3, ""), (1, "")])
+def test_updates_that_an_outer_step_did_not_follow_are_counted(tmp_path, every, lost):
+    """The data may end between two outer steps."""
+    run = make_run(tmp_path, toys.MODELS["mlp"](), outer_every=every)
+    loop.fit(run)
+    said = "\n".join(run.log.writer.said)
+    assert lost in said and ("outer step" in said) == bool(lost)
+
+
 def test_an_evaluation_without_weight_has_no_loss(tmp_path):
     examples = {**toys.data(60), "mask": np.zeros(60, np.float32)}
     run = make_run(tmp_path, toys.MODELS["mlp"](), examples=examples, held_out=examples)
