@@ -1,9 +1,9 @@
 """Collectives inside jit, between the devices along an axis that pmap or shard_map maps.
 
-Each is one or two calls of `jax.lax` on an array or a pytree of arrays, and can be differentiated. A rank is an index
-along the axis. `groups`, such as [[0, 1], [2, 3]], and `root` are as in `jaxdp.distributed.collectives`. All devices
-get results of one shape, so groups must have one size and cover the axis, except in allreduce, reduce and broadcast.
-Call shard_map with check_vma=False. Raises UsageError for invalid arguments while tracing.
+Each is one or two calls of `jax.lax` on an array or a pytree of arrays, and can be differentiated, but for max and min.
+A rank is an index along the axis. `groups`, such as [[0, 1], [2, 3]], and `root` are as in the eager collectives. All
+devices get results of one shape, so groups must have one size and cover the axis, except in allreduce, reduce and
+broadcast. Call shard_map with check_vma=False. Raises UsageError for invalid arguments while tracing.
 """
 
 from typing import Any
@@ -47,7 +47,8 @@ def allgather(x: Tree, axis_name: Any, axis: int = 0, groups: Groups = None) -> 
     """Concatenate x along dim `axis`; scalars become [n]. `lax.all_gather(tiled=True)`."""
     within, _ = _even(groups, axis_name)
     x = jax.tree.map(jnp.atleast_1d, _arrays(x))
-    return jax.tree.map(lambda a: lax.all_gather(a, axis_name, axis_index_groups=within, axis=axis, tiled=True), x)
+    join = lambda a: lax.all_gather(a, axis_name, axis_index_groups=within, axis=_axis(a, axis), tiled=True)
+    return jax.tree.map(join, x)
 
 
 def gather(x: Tree, axis_name: Any, root: Any = 0, axis: int = 0, groups: Groups = None) -> Tree:
@@ -82,7 +83,7 @@ def all_to_all(x: Tree, axis_name: Any, split_axis: int = 0, concat_axis: int = 
     """Send chunk j of x along dim split_axis to rank j; join the chunks along dim concat_axis. `lax.all_to_all`."""
     within, _ = _even(groups, axis_name)
     move = lambda a: lax.all_to_all(
-        a, axis_name, split_axis % a.ndim, concat_axis % a.ndim, axis_index_groups=within, tiled=True
+        a, axis_name, *(_axis(a, axis) for axis in (split_axis, concat_axis)), axis_index_groups=within, tiled=True
     )
     return jax.tree.map(move, _arrays(x))
 
@@ -106,6 +107,12 @@ def _even(groups: Groups, axis_name: Any) -> tuple[Partition | None, int]:
             f"groups={[[*g] for g in parts]}: inside jit groups must be of one size and cover all {size} ranks"
         )
     return (None if parts == partition(None, size) else parts), len(parts[0])
+
+
+def _axis(a: Array, axis: int) -> int:
+    if not -a.ndim <= axis < a.ndim:
+        raise UsageError(f"{jax.typeof(a).str_short()} has no dim {axis}")
+    return axis % a.ndim
 
 
 def _rows(a: Array, n: int) -> Array:

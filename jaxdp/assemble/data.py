@@ -39,7 +39,20 @@ def make_data(
         sets[""] = read_set("data", config.data, "test", x64, sources)
     for name, target in named_sets(config).items():
         sets[name] = read_set(f"eval.also.{name}", target, "test", x64, SOURCES)
+    for name, other in sets.items():
+        check_tokens(f"eval.also.{name}" if name else "eval.data", dataset, other)
     return dataset, sets
+
+
+def check_tokens(key: str, dataset: Dataset, other: Dataset) -> None:
+    """Raise UsageError if an evaluation set has other ids for the same text than the training set."""
+    one, two = ({**(tokenizer_spec(x) or {}), "path": None} for x in (dataset, other))
+    if one != two and len(one) > 1 < len(two):
+        kinds = f"({two.get('kind')}, and there {one.get('kind')})"
+        raise UsageError(
+            f"{key}: its tokenizer is another than that of the training data {kinds}, so its tokens are other numbers; "
+            "use the same file, byte, or a spec with the alphabet of both"
+        )
 
 
 def named_sets(config: Config) -> dict[str, Target]:
@@ -114,6 +127,6 @@ def make_order(config: Config, dataset: Dataset, sequential: bool, shuffle: bool
     if unknown or (shuffle and hasattr(dataset, "example_order")):
         raise UsageError(
             f"data.order: {config.data.target} defines its own order, not the sequential one that the model's "
-            "carried state needs; set it to shuffled, which resets the state for each example"
+            "carried state needs; set it to shuffled, and give the examples a true 'reset' to begin at zero"
         )
     return Streams(len(dataset), config.batch_size, config.microbatches)

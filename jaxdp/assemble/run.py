@@ -34,7 +34,7 @@ from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.config import Config
 from jaxdp.core.step import Step
 from jaxdp.cpu import on_cpu
-from jaxdp.data.base import Dataset, fingerprint
+from jaxdp.data.base import UNKNOWN, Dataset, fingerprint
 from jaxdp.data.resident import Resident
 from jaxdp.distributed.context import SLOW, Context
 from jaxdp.errors import UsageError
@@ -143,7 +143,7 @@ def make_run(
     )
     options = LoopOptions(
         parts.steps,
-        steps_per_call=config.steps_per_call,
+        steps_per_call=config.steps_per_call if len(parts.dataset) < UNKNOWN else 1,  # it may end within a call
         log_every=config.log.every,
         eval_every=config.eval.every,
         save_every=config.checkpoint.every,

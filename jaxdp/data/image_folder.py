@@ -98,6 +98,8 @@ def decode(path: Path, size: int) -> np.ndarray:
     pillow, operations = import_pillow("Image"), import_pillow("ImageOps")
     try:
         with pillow.open(path) as opened:
+            if opened.mode[0] in "IF":  # Pillow would clip the values
+                raise ValueError(f"its pixels ({opened.mode}) have more than 8 bits a channel")
             image = operations.exif_transpose(opened).convert("RGB")
             scale = size / min(image.size)
             shape = [max(size, round(side * scale)) for side in image.size]

@@ -43,6 +43,8 @@ class Mixture:
         check_sizes("data.args", size=size)
         check_weights(sets, weights)
         self.names = [name for name in sorted(sets) if split == "train" or takes_split(name, sets[name])]
+        if not self.names:
+            raise UsageError(f"{KEY}: no set takes split={split!r}, without a split of its own; give one that does")
         self.sets = [make_set(name, sets[name], split) for name in self.names]
         self._copy_facts()
         sizes = [len(dataset) for dataset in self.sets]
@@ -186,7 +188,8 @@ def takes_split(name: str, entry: Any) -> bool:
     if not is_target(entry):
         return False
     make, args = locate_target(name, entry)
-    return callable(make) and "split" in parameters(make) and "split" not in args
+    has_split = getattr(make, "has_split", lambda args: True)
+    return callable(make) and "split" in parameters(make) and "split" not in args and has_split(args)
 
 
 def check_weights(sets: Mapping[str, Any], weights: Mapping[str, float] | None) -> None:

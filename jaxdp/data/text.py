@@ -39,6 +39,8 @@ class TextFile(Windows):
         text = read_text(path, max_mb)
         cut = int(len(text) * (1 - test_fraction))
         self.tokenizer = make_tokenizer(tokenizer, lambda: text)
+        if isinstance(self.tokenizer, Words):  # not within a word
+            cut = 1 + max(text.rfind(space, 0, cut) for space in " \t\n")
         tokens = self.tokenizer.encode(text[cut:] if split == "test" else text[:cut])
         tokens = tokens.astype(np.min_scalar_type(self.tokenizer.size - 1), copy=False)
         stride = stride if split == "train" else None

@@ -70,6 +70,9 @@ class TokenFile(Windows):
         check_one_of("data.args.documents", documents, ("ignore", "separate"))
         files = find(path)
         meta = read_meta(files[0].parent)
+        lost = sorted(set(meta.get("shards", {})) - {file.name for file in files})
+        if lost and Path(path).expanduser().is_dir():
+            raise UsageError(f"data.args.path: {path!r} lacks {lost[0]!r}, which its {META} lists; copy it again")
         files, complete = choose(files, split)
         stored = dtype_of(dtype or meta.get("dtype", "uint16"))
         self.files = [open_shard(file, stored, meta.get("shards", {}).get(file.name)) for file in files]

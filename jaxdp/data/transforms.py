@@ -58,14 +58,15 @@ def as_transform(f: Callable[..., Any]) -> Transform:
     """
     if getattr(f, "batched", False):
         return f
-    required = [p for p in inspect.signature(f).parameters.values() if p.default is p.empty]
+    parameters = inspect.signature(f).parameters
+    required = [p for p in parameters.values() if p.default is p.empty]
     if len(required) not in (2, 3):
         name = getattr(getattr(f, "func", f), "__name__", type(f).__name__)
         raise UsageError(
             f"data.transform.target: {name} takes {len(required)} arguments; it must be (example, key) -> example, or "
             "(example, key, train) -> example"
         )
-    always = len(required) == 3
+    always = len(required) == 3 or "train" in parameters
 
     def transform(batch: Batch, key: jax.Array, train: bool) -> Batch:
         if not train and not always:
@@ -74,10 +75,13 @@ def as_transform(f: Callable[..., Any]) -> Transform:
         examples = {name: x for name, x in batch.items() if name not in untouched}
         count = next(iter(examples.values())).shape[0]
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count))
-        run = (lambda example, key: f(example, key, train)) if always else f
+        args, named = ((), {"train": train}) if "train" in parameters else ((train,) * always, {})
+        run = lambda example, key: f(example, key, *args, **named)
         result = jax.vmap(run)(examples, keys)
         if not isinstance(result, dict):
             raise UsageError(f"data.transform: it returned {type(result).__name__}; return a dict of arrays")
+        if "mask" in result:
+            raise UsageError("data.transform: it returned 'mask', which the data sets; give its examples a mask")
         return {**result, **untouched}
 
     return transform

@@ -1,13 +1,15 @@
 """An elastic training loop of your own: it continues when processes are lost, and when others join."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
 
 from jaxdp.distributed.context import Context, joined
+from jaxdp.distributed.signature import described
 from jaxdp.errors import RunFailed, UsageError
+from jaxdp.interop.parameters import is_key
 from jaxdp.split import WHOLE
 from jaxdp.supervise.agreement import Agreement
 from jaxdp.supervise.generations import run_generations
@@ -33,8 +35,10 @@ def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) 
     """
     leaves, structure = jax.tree.flatten(state)
     for x in leaves:
-        if not isinstance(x, np.ndarray | np.generic | jax.Array | int | float) or np.asarray(x).dtype == object:
-            raise UsageError(f"elastic: a leaf of the state is a {type(x).__name__}; give arrays and numbers")
+        is_number = isinstance(x, np.ndarray | np.generic | jax.Array | int | float) and not is_key(x)
+        if not is_number or np.asarray(x).dtype == object:
+            kind = "key (give its jax.random.key_data)" if is_key(x) else type(x).__name__
+            raise UsageError(f"elastic: a leaf of the state is a {kind}; give arrays and numbers")
     arrays = [np.asarray(x) for x in leaves]
     newest = with_checksums(0, arrays)
 
@@ -49,10 +53,10 @@ def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) 
 
         def commit(state: State) -> None:
             nonlocal newest
-            committed = with_checksums(newest.step + 1, [np.asarray(x) for x in jax.tree.leaves(state)])
-            if [x.nbytes for x in committed.parts[WHOLE]] != [x.nbytes for x in newest.parts[WHOLE]]:
-                raise UsageError("commit: the state has another structure, or other shapes, than elastic() was given")
-            newest = committed
+            now, tree = [np.asarray(x) for x in jax.tree.leaves(state)], cast(Any, jax.tree.structure(state))
+            if tree != structure or [*map(described, now)] != [*map(described, arrays)]:
+                raise UsageError("commit: the state has another structure, shape or type than elastic() was given")
+            newest = with_checksums(newest.step + 1, now)
             if (request := agreement.point()) is not None:
                 raise Stopped(**request)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxdp.distributed import protocol
 from jaxdp.distributed.context import joined
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, one_line
 from jaxdp.split import path_string
 
 
@@ -60,7 +60,7 @@ def _weights(weight: Any, structure: Any) -> list[Any]:
     leaves, treedef = jax.tree.flatten(weight)
     if treedef == structure:
         return leaves
-    if not jax.tree_util.treedef_is_leaf(treedef):
+    if len(leaves) != 1 or not jax.tree_util.treedef_is_leaf(treedef):
         raise UsageError(
             f"weight: {treedef} is not a tree like the metrics, {structure}; give one number, or one for each"
         )
@@ -84,9 +84,11 @@ def _scalar(name: str, value: Any) -> float:
     if isinstance(value, jax.core.Tracer):
         raise UsageError(f"{name!r} is traced: call allreduce_metrics outside jit")
     try:
+        if np.iscomplexobj(value) or isinstance(value, str):
+            raise TypeError("give a real number")
         array = np.asarray(value, np.float64)
-    except (TypeError, ValueError):
-        raise UsageError(f"{name!r} is {type(value).__name__}, not a number") from None
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise UsageError(f"{name!r} is {type(value).__name__}, not a number: {one_line(error)}") from None
     if array.size != 1:
         raise UsageError(f"{name!r} has shape {array.shape}, not one number; take its mean first ([0] of pmap's)")
     return float(array.reshape(()))

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.sharding import NamedSharding
@@ -20,6 +19,7 @@ from jaxdp.distributed.caches import cached
 from jaxdp.distributed.context import joined
 from jaxdp.distributed.signature import Signature, as_array, compare, described
 from jaxdp.errors import UsageError, one_line
+from jaxdp.interop.parameters import placed
 from jaxdp.parallel import make_reduction
 from jaxdp.split import path_string
 
@@ -35,7 +35,8 @@ def distributed_optimizer(
 
     weight: the weight of this rank's gradients, the number of examples in their mean; by default all ranks have equal
     weight. A rank of weight 0 is ignored, even if its gradients are NaN; if all weights are 0, the gradients are zeros.
-    16-bit floats are summed in float32. Leaves that are not floats are not changed. Other arguments are passed to `tx`.
+    16-bit floats are summed in float32. Leaves that are not floats are not changed. Other arguments are passed to `tx`
+    and must be equal on all ranks: a loss (`value`) as `allreduce_metrics` returns it, no function to evaluate.
 
     axis_name None: call update outside jit, on all ranks together; one program packs and averages the gradients between
     the processes, and `tx` is compiled. One or several axes: call update inside a function that `pmap`, or `shard_map`
@@ -51,7 +52,8 @@ def distributed_optimizer(
         raise UsageError(
             f"distributed_optimizer: {name} is not an Optax transformation; give one, such as optax.adam(1e-3)"
         )
-    inner = optax.with_extra_args_support(tx)
+    of_steps = isinstance(getattr(tx.update, "__self__", None), optax.MultiSteps)  # takes them, but does not say so
+    inner = tx if of_steps else optax.with_extra_args_support(tx)
     compiled = jax.jit(inner.update)
 
     def update(grads: Tree, state: Tree, params: Tree = None, *, weight: Any = None, **extra: Any) -> tuple[Tree, Tree]:
@@ -63,9 +65,13 @@ def distributed_optimizer(
                 "distributed_optimizer: update is called inside jit, where processes cannot meet; call it outside, "
                 "around the whole optimizer, or give axis_name and call it inside pmap or shard_map"
             )
-        mean = mean_over_ranks(grads, weight)
-        plain = any(callable(x) for x in jax.tree.leaves(extra))  # a line search takes the loss function
-        return (inner.update if plain else compiled)(mean, state, params, **extra)
+        if (line_search := any(map(callable, jax.tree.leaves(extra)))) and joined().size > 1:
+            raise UsageError(
+                "distributed_optimizer: a loss function, as of a line search, sees the data of its own rank alone, so "
+                "that the ranks' parameters would differ; use an optimizer without one"
+            )
+        plain = line_search or any(map(callable, jax.tree.leaves(params)))  # a module's activation
+        return (inner.update if plain else compiled)(mean_over_ranks(grads, weight), state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
@@ -79,14 +85,13 @@ def mean_over_axis(grads: Tree, weight: Any, axis_name: Any) -> Tree:
             f"distributed_optimizer: no axis {axis_name!r} is mapped here; call update inside the function that pmap "
             "or shard_map maps over it"
         ) from None
-    leaves, structure = jax.tree.flatten(grads)
-    floats = [i for i, x in enumerate(leaves) if _is_float(x)]
+    leaves, structure, floats = _flatten(grads)
     if any(_varies(index) and not _varies(leaves[i]) for i in floats):
         raise UsageError(
             f"distributed_optimizer: shard_map has summed the gradients over {axis_name!r} already; give it "
             "check_vma=False"
         )
-    weight = jnp.asarray(1.0 if weight is None else weight, jnp.float32)
+    weight = jnp.asarray(1.0 if weight is None else weight, float)
     scaled = [_scaled(leaves[i], weight) for i in floats]
     total, *sums = make_reduction("bucket").reduce([weight, *scaled], axis_name)
     for i, x in zip(floats, sums):
@@ -98,8 +103,7 @@ def mean_over_axis(grads: Tree, weight: Any, axis_name: Any) -> Tree:
 def mean_over_ranks(grads: Tree, weight: Any) -> Tree:
     """Return the weighted mean of each float leaf over the processes, on the devices of this process's leaves."""
     context, arrays, number, error = joined(), [], None, None
-    leaves, structure = jax.tree.flatten(grads)
-    floats = [i for i, x in enumerate(leaves) if _is_float(x)]
+    leaves, structure, floats = _flatten(grads)
     try:
         _check_one_number(weight)
         number = None if weight is None else float(weight)
@@ -111,7 +115,8 @@ def mean_over_ranks(grads: Tree, weight: Any) -> Tree:
     if context.size == 1:
         if error:
             raise UsageError(error)
-        return jax.tree.map(lambda g: jnp.zeros_like(g) if _is_float(g) else g, grads) if number == 0 else grads
+        zero = lambda i: jnp.zeros_like(leaves[i]) if i in floats else leaves[i]
+        return jax.tree.unflatten(structure, map(zero, range(len(leaves)))) if number == 0 else grads
     label = "distributed_optimizer" if weight is None else "distributed_optimizer with weights"
     members = tuple(range(context.size))
     signature = Signature(f"{label} on {_names(grads, structure)}", [described(x) for x in arrays], True, error)
@@ -119,7 +124,7 @@ def mean_over_ranks(grads: Tree, weight: Any) -> Tree:
     for i, mean in zip(floats, _all_reduce(arrays, 1.0 if number is None else number, context.rank, members)):
         x = leaves[i]
         elsewhere = isinstance(x, jax.Array) and x.sharding != mean.sharding
-        leaves[i] = jax.device_put(mean, x.sharding) if elsewhere else mean
+        leaves[i] = placed(x, mean) if elsewhere else mean
     return jax.tree.unflatten(structure, leaves)
 
 
@@ -143,7 +148,7 @@ def _names(tree: Tree, structure: Any) -> str:
 def _all_reduce(arrays: list[Any], weight: float, rank: int, members: tuple[int, ...]) -> list[jax.Array]:
     mesh = kernels.ranks_mesh(members)
     sharding, device = NamedSharding(mesh, P(kernels.AXIS)), mesh.devices.flat[rank]
-    rows: list[jax.Array] = _as_rows(jax.device_put([*arrays, np.float32(weight)], device))
+    rows: list[jax.Array] = _as_rows(jax.device_put([*arrays, jnp.asarray(weight, float)], device))
     stacked = [jax.make_array_from_single_device_arrays((len(members), *x.shape[1:]), sharding, [x]) for x in rows]
     return [x.addressable_data(0) for x in _program(members)(stacked)]
 
@@ -166,6 +171,13 @@ def _program(members: tuple[int, ...]) -> Callable[[Sequence[jax.Array]], list[j
         replica, mesh=kernels.ranks_mesh(members), in_specs=P(kernels.AXIS), out_specs=P(), check_vma=False
     )
     return jax.jit(mapped)
+
+
+def _flatten(grads: Tree) -> tuple[list[Any], Any, list[int]]:
+    """Return the leaves, Python floats as arrays, the structure, and the numbers of the leaves that are floats."""
+    leaves, structure = jax.tree.flatten(grads)
+    leaves = [jnp.asarray(x) if type(x) in (float, complex) else x for x in leaves]
+    return leaves, structure, [i for i, x in enumerate(leaves) if _is_float(x)]
 
 
 def _is_float(x: Any) -> bool:

@@ -38,22 +38,22 @@ def broadcast_parameters(tree: Tree, root_rank: int = 0) -> Tree:
     return jax.tree.unflatten(structure, leaves)
 
 
-def _is_key(x: Any) -> bool:
+def is_key(x: Any) -> bool:
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _kind(x: Any) -> str:
     """Return the type that must be equal on all ranks, such as float32[4,2], key<fry>[] or int."""
-    return described(x) if hasattr(x, "dtype") else type(x).__name__
+    return described(x) if hasattr(x, "dtype") else f"{type(x).__name__} ({np.asarray(x).dtype})"
 
 
 def _bits(x: Any) -> Any:
     """Convert x for collectives: a key to its data, and 64-bit numbers to 32-bit words if JAX would truncate them."""
-    if _is_key(x):
+    if is_key(x):
         return jax.random.key_data(x)
     if isinstance(x, jax.Array):
         return x
-    array = np.asarray(x)
+    array = np.asarray(x).astype(np.asarray(x).dtype.newbyteorder("="), copy=False)
     if array.dtype != object and array.dtype != jax.dtypes.canonicalize_dtype(array.dtype):
         return array.reshape(-1).view(np.uint32)
     return as_array(array)
@@ -61,18 +61,18 @@ def _bits(x: Any) -> Any:
 
 def _from_bits(x: Any, bits: jax.Array) -> Any:
     """Convert received `bits` back to the type and devices of x."""
-    if _is_key(x):
-        return _placed(x, jax.random.wrap_key_data(jnp.asarray(np.asarray(bits)), impl=jax.random.key_impl(x)))
+    if is_key(x):
+        return placed(x, jax.random.wrap_key_data(jnp.asarray(np.asarray(bits)), impl=jax.random.key_impl(x)))
     if isinstance(x, jax.Array):
-        return _placed(x, np.asarray(bits))
+        return placed(x, np.asarray(bits))
     like = np.asarray(x)
-    array = np.array(bits).reshape(-1).view(like.dtype).reshape(like.shape)
+    array = np.array(bits).reshape(-1).view(like.dtype.newbyteorder("=")).astype(like.dtype).reshape(like.shape)
     if isinstance(x, np.ndarray):
         return array
     return array[()] if isinstance(x, np.generic) else array.item()
 
 
-def _placed(x: jax.Array, value: Any) -> jax.Array:
+def placed(x: jax.Array, value: Any) -> jax.Array:
     """Put `value` on the devices of x, committed only if x is."""
     if not x.is_fully_addressable:
         return jax.make_array_from_callback(x.shape, x.sharding, lambda index: value[index])

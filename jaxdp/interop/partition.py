@@ -27,6 +27,8 @@ class Partition:
     ):
         context, local = joined(), 1 if devices is None else devices
         self.dataset = as_dataset(dataset)
+        if hasattr(self.dataset, "widen"):
+            self.dataset.widen()
         self.form = _form(dataset, self.dataset)
         if len(self.dataset) >= UNKNOWN:
             raise UsageError("dataset: a stream needs a size to be partitioned by epoch; give Stream(..., size=N)")
@@ -94,6 +96,9 @@ def partition_dataset(
     arrays in memory, or the shapes and dtypes of other examples; or if a number is not positive. The partitioning of
     Horovod's and PyTorch's samplers, without repeated examples.
     """
+    for name, value in {"batch_size": batch_size, "seed": seed, "devices": 1 if devices is None else devices}.items():
+        if not isinstance(value, int | np.integer):
+            raise UsageError(f"{name}: {value!r} is not an integer; give one")
     if devices is not None and devices < 1:
         raise UsageError(f"devices: {devices} is not positive; set it to jax.local_device_count()")
     if devices is not None and sizes is not None:
@@ -131,6 +136,6 @@ def _form(source: Any, dataset: Any) -> Callable[[Rows], Any]:
     example = source[0] if isinstance(dataset, Examples) and dataset is not source else source
     if dataset is source or isinstance(example, Mapping):
         return lambda rows: rows
-    if isinstance(example, tuple):
+    if isinstance(example, tuple) or (example is source and isinstance(source, list)):
         return lambda rows: (rows["inputs"], rows["labels"])
     return lambda rows: rows["inputs"]

@@ -30,6 +30,7 @@ from jaxdp.distributed.context import current
 from jaxdp.errors import UsageError
 from jaxdp.job.objects import name_it
 from jaxdp.job.train import use_compilation_cache
+from jaxdp.logits import compute_logits
 from jaxdp.metrics.jsonl import read
 from jaxdp.metrics.numbers import number
 from jaxdp.metrics.writer import Record
@@ -172,7 +173,7 @@ class Fitted:
             _, state = jax.eval_shape(forward.model.init, jax.random.key(0), forward.policy.inputs(seen))
             carry = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), split_carry(state)[1])
             microbatch = Microbatch(forward, View(forward.seed, step, params, model_state), plain_gather)
-            return microbatch.forward(params, carry, batch, jnp.int32(0))[0]
+            return compute_logits(microbatch.forward(params, carry, batch, jnp.int32(0))[0])
 
         return run
 
@@ -231,7 +232,9 @@ def fitting(batch: Mapping[str, Any], shapes: Mapping[str, tuple[tuple[int, ...]
         if name not in shapes:
             raise UsageError(f"predict: the training data has no {name!r}, only {sorted(shapes)}; rename the array")
         shape, dtype = shapes[name]
-        if value.ndim != len(shape) or not np.can_cast(value.dtype, dtype, "same_kind"):
+        fits = np.can_cast(value.dtype, dtype, "same_kind")
+        wraps = fits and np.dtype(dtype).kind in "iu" and np.any(value.astype(dtype) != value)
+        if value.ndim != len(shape) or not fits or wraps:
             raise UsageError(
                 f"predict: {name!r} is {value.dtype}{list(value.shape)}, but the model was trained on {dtype}"
                 f"{['rows', *shape[1:]]}; give it rows like those".replace("'rows'", "rows")

@@ -5,6 +5,7 @@ import re
 import runpy
 import sys
 
+import equinox
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,6 +110,7 @@ def test_the_blocks_of_the_page_run(alone, capsys):
 
 SOURCES = {  # the form of a batch is that of an example
     "pair of arrays": lambda x, y: (x, y),
+    "list of two arrays": lambda x, y: [x, y],
     "dict of arrays": lambda x, y: {"a": x, "labels": y},
     "array": lambda x, y: x,
     "examples as pairs": lambda x, y: [(a, int(b)) for a, b in zip(x, y)],
@@ -123,7 +125,11 @@ def test_a_batch_has_the_form_of_an_example(name):
     batches = list(jaxdp.partition_dataset(SOURCES[name](x, y), 3, shuffle=False))
     assert len(batches) == 3
     want = {"array": x, "examples as arrays": x, "dict of arrays": {"a": x, "labels": y}}
-    want = want | {"examples as dicts": {"inputs": x}} | dict.fromkeys(["pair of arrays", "examples as pairs"], (x, y))
+    want = (
+        want
+        | {"examples as dicts": {"inputs": x}}
+        | dict.fromkeys(["pair of arrays", "list of two arrays", "examples as pairs"], (x, y))
+    )
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda *b: np.concatenate(b), *batches), want[name])
     assert jax.tree.structure(batches[0]) == jax.tree.structure(want[name])
 
@@ -328,6 +334,8 @@ WRONG = {
     r"weight: of shape \(2,\); give one number": lambda g: _update(None, weight=np.ones(2))(g),
     "summed the gradients over 'batch' already; give it check_vma=False": lambda g: mapped_with_vma(g),
     "batch_size: 0 is not positive": lambda g: jaxdp.partition_dataset(np.arange(3), 0),
+    "batch_size: 2.0 is not an integer; give one": lambda g: jaxdp.partition_dataset(np.arange(3), 4 / 2),
+    "seed: None is not an integer; give one": lambda g: jaxdp.partition_dataset(np.arange(3), 2, None),
     "devices: 0 is not positive": lambda g: jaxdp.partition_dataset(np.arange(3), 2, devices=0),
     "has no length": lambda g: jaxdp.partition_dataset(iter([1]), 2),
     "epoch: -1 is negative": lambda g: jaxdp.partition_dataset(np.arange(3), 2).set_epoch(-1),
@@ -337,9 +345,15 @@ WRONG = {
     "dataset_or_size: list_iterator has no length": lambda g: jaxdp.DistributedSampler(iter([1])),
     "adam is not an Optax transformation; give one": lambda g: jaxdp.distributed_optimizer(optax.adam),
     "'loss' is traced": lambda g: jax.jit(lambda x: jaxdp.allreduce_metrics({"loss": x}))(1.0),
-    "'loss' is str, not a number": lambda g: jaxdp.allreduce_metrics({"loss": "x"}),
+    "'loss' is str, not a number": lambda g: jaxdp.allreduce_metrics({"loss": "1.5"}),
+    "'loss' is complex128, not a number": lambda g: jaxdp.allreduce_metrics({"loss": np.complex128(1j)}),
+    "'loss' is int, not a number": lambda g: jaxdp.allreduce_metrics({"loss": 2**1025}),
     r"'a/b' has shape \(8,\), not one number": lambda g: jaxdp.allreduce_metrics({"a": {"b": g}}),
     "weight: PyTreeDef.* is not a tree like": lambda g: jaxdp.allreduce_metrics({"a": 1.0}, weight={"b": 1.0}),
+    "weight: PyTreeDef.None.* is not a tree like": lambda g: jaxdp.allreduce_metrics({"a": 1.0}, weight=None),
+    "elastic: a leaf of the state is a key .give its jax.random.key_data.; give arrays and numbers": lambda g: (
+        jaxdp.elastic(lambda state, commit: state, {"key": jax.random.key(0)})
+    ),
     "weight: inf is not a number of examples": lambda g: jaxdp.allreduce_metrics(1.0, weight=np.inf),
 }
 
@@ -354,6 +368,47 @@ def test_what_cannot_work_is_refused_in_a_line(words):
     with pytest.raises(jaxdp.UsageError, match=words) as error:
         WRONG[words](jnp.ones(N))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"best": 0.5, "w": np.ones((2, 3))}, {"b": 1, "w": np.ones((2, 3))}, {"best": 1, "w": np.ones((3, 2))}],
+    ids=["type", "name", "shape"],
+)
+def test_a_committed_state_is_like_the_first_one(other):
+    """Its bytes are what another generation gets."""
+    train = lambda state, commit: (commit({"best": 1, "w": state["w"]}), commit(other))
+    with pytest.raises(jaxdp.UsageError, match="commit: the state has another structure, shape or type than elastic"):
+        jaxdp.elastic(train, {"best": 0, "w": np.ones((2, 3))})
+
+
+def test_an_optimizer_gets_its_other_arguments_and_parameters_that_are_a_module():
+    plateau = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
+    for tx in (optax.MultiSteps(plateau, 1), optax.MultiSteps(plateau, 1).gradient_transformation(), plateau):
+        own, state = jaxdp.distributed_optimizer(tx), tx.init(jnp.ones(2))
+        for value in (1.0, 2.0, 3.0, 4.0):
+            updates, state = own.update(jnp.ones(2), state, jnp.ones(2), value=value)
+        assert np.abs(updates).max() < 1
+    model = equinox.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))  # its activation is a function
+    tx, own = optax.adamw(1e-2), jaxdp.distributed_optimizer(optax.adamw(1e-2))
+    grads = equinox.filter_grad(lambda m: jax.vmap(m)(jnp.ones((2, 2))).sum())(model)
+    state = tx.init(equinox.filter(model, equinox.is_array))
+    got, want = (jax.tree.leaves(x.update(grads, state, model)[0]) for x in (own, tx))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_weights_are_as_wide_as_numbers_are():
+    with jax.enable_x64(True):
+        tx, weights = jaxdp.distributed_optimizer(optax.identity(), AXIS), np.linspace(0.1, 0.9, N)
+        grads = np.linspace(-1, 2, N)
+        mean = jax.pmap(lambda g, w: tx.update(g, tx.init(g), weight=w)[0], AXIS)(grads, weights)
+        np.testing.assert_allclose(mean, np.full(N, np.average(grads, weights=weights)), rtol=1e-14)
+
+
+def test_rows_of_examples_have_int64_where_one_needs_it():
+    rows = [(np.float32(i), np.int64(2**40 * (i == 1))) for i in range(4)]
+    (batch,) = jaxdp.partition_dataset(rows, 4, shuffle=False)
+    assert batch[1].tolist() == [0, 2**40, 0, 0]
 
 
 def test_metrics_alone_are_floats():

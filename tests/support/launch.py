@@ -18,9 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from unittest import mock
 
+import jax
 import pytest
 
 from jaxdp import cli, rundir
+from jaxdp.assemble.components import SETTINGS
 from jaxdp.supervise import signals
 
 SUPPORT = pathlib.Path(__file__).parent
@@ -141,7 +143,7 @@ def in_process(*argv: object) -> Finished:
 
     Starting a process and importing JAX takes seconds; a test of a message, or of a finished run, needs neither.
     """
-    out, err = io.StringIO(), io.StringIO()
+    out, err, settings = io.StringIO(), io.StringIO(), {name: jax.config.values[name] for name in SETTINGS}
     began, command = time.monotonic(), [str(arg) for arg in argv]
     with contextlib.ExitStack() as stack:
         for context in (contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), mock.patch.dict(os.environ)):
@@ -151,6 +153,8 @@ def in_process(*argv: object) -> Finished:
             cli.main(command)
         except SystemExit as ended:
             code = ended.code
+        for name, value in settings.items():
+            jax.config.update(name, value)
         if rundir._owner is not None:
             rundir._owner[0].close()  # a process that ends does so
     assert isinstance(code, int)

@@ -82,6 +82,14 @@ def test_an_image_is_resized_by_its_shorter_side_and_cut_to_the_middle(tmp_path,
     np.testing.assert_array_equal(decode(tmp_path / "turned.png", 6), top[::-1])
 
 
+@pytest.mark.parametrize(("dtype", "name"), [("uint16", "deep.png"), ("int32", "deep.tiff"), ("float32", "deep.tiff")])
+def test_an_image_of_more_than_8_bits_a_channel_is_refused(tmp_path, dtype, name):
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed (pip install 'jaxdp-trainer[images]')")
+    image.fromarray(np.linspace(0, 60_000, 16).reshape(4, 4).astype(dtype)).save(tmp_path / name)
+    with pytest.raises(UsageError, match=rf"cannot read image '.*{name}': .* have more than 8 bits a channel; replace"):
+        decode(tmp_path / name, 4)
+
+
 def test_what_is_no_image_is_named_with_its_path(tmp_path, save):
     save(tmp_path / "cat" / "a.jpg", RNG.integers(0, 256, (64, 64, 3)))
     whole = (tmp_path / "cat" / "a.jpg").read_bytes()

@@ -100,6 +100,14 @@ def test_the_test_split_has_the_sets_that_have_one_without_weights():
     assert not order_of(test, 100, 4, 0, shuffle=False).shuffle
 
 
+def test_a_file_without_a_test_split_leaves_the_others_theirs(tmp_path):
+    np.savez(tmp_path / "few.npz", inputs=np.arange(20), labels=np.arange(20))
+    sets = {n: {"target": "Npz", "args": {"path": str(tmp_path / "few.npz"), "test_fraction": n}} for n in (0.0, 0.5)}
+    sets = {"whole": sets[0.0], "halves": sets[0.5]}
+    assert Mixture(sets, split="test").names == ["halves"] and len(Mixture(sets)) == 30
+    assert Mixture.has_split({"sets": sets}) and not Mixture.has_split({"sets": {"whole": sets["whole"]}})
+
+
 def test_each_set_keeps_its_transform():
     import jax
 
@@ -158,6 +166,7 @@ def test_an_entry_that_a_mixture_adds_itself_is_named():
         ({"a": numbers(0, 3), "b": numbers(0, 3)}, {"weights": {"a": 1e9, "b": 1}}, r"b: less than one of the 6"),
         ({"a": numbers(0, 3)}, {"size": 0}, r"data.args.size: 0 is too small"),
         ({"a": numbers(0, 3), "b": {"inputs": [0.5]}}, {}, r"data.args.sets.b: examples of .*float.*, unlike .*int32"),
+        ({"a": {"target": "Digits", "args": {"split": "train"}}}, {"split": "test"}, "no set takes split='test'"),
         ({"a": "Digit"}, {}, r"data.args.sets.a.target: 'Digit' is neither built in nor a dotted path; did you mean"),
         ({"a": {"target": "Digits", "args": {"roots": 1}}}, {}, r"data.args.sets.a.args.roots: Digits takes no such"),
         ({"a": Stream(lambda: iter([1, 2]))}, {}, r"data.args.sets.a: a stream is read in its order, and a mixture"),

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxdp.assemble.data import make_data
+from jaxdp.cli import load
 from jaxdp.data import Documents, PennTreebank, TextFile
 from jaxdp.data import windows as module
 from jaxdp.data.base import check_dtypes, fingerprint
@@ -119,6 +121,41 @@ def test_words_are_numbered_as_they_appear():
     assert made.encode("the dog sat\n").tolist() == [0, 3, 4, 2]
     with pytest.raises(UsageError, match=r"word 'dog' \(line 2\) is not in the vocabulary of 3, which has no '<unk>'"):
         Words(["the", "cat", "<eos>"]).encode("the cat\nthe dog")
+
+
+def test_an_evaluation_set_has_the_tokens_of_the_training_set(tmp_path):
+    for name in ("abc", "abd", "cba"):
+        (tmp_path / name).write_text(name * 50)
+
+    def data(name, tokenizer="char"):
+        args = {"path": str(tmp_path / name), "length": 4, "tokenizer": tokenizer}
+        return ["TextFile", json.dumps(args)]
+
+    def read(train, test):
+        words = zip(("--data.target", "--data.args", "--eval.data.target", "--eval.data.args"), [*train, *test])
+        return make_data(load(["--config", "configs/python_gpt.yaml", *(x for pair in words for x in pair)])[0])
+
+    for train, test in ((data("abc"), data("cba")), (data("abc", "byte"), data("abd", "byte"))):
+        assert len(read(train, test)[1][""]) > 0
+    with pytest.raises(
+        UsageError, match=r"eval.data: its tokenizer is another .* \(char, and there char\), so its tokens"
+    ):
+        read(data("abc"), data("abd"))
+    with pytest.raises(UsageError, match=r"eval.data: its tokenizer is another .* \(byte, and there char\)"):
+        read(data("abc"), data("abc", "byte"))
+
+
+def test_words_are_never_cut_or_joined(tmp_path):
+    words = [f"word{i}" for i in range(97)]
+    file = tmp_path / "words.txt"
+    file.write_text(" ".join(["<unk>", *words]))
+    for fraction in (0.1, 0.213, 0.5):
+        parts = [TextFile(str(file), s, 2, tokenizer="words", test_fraction=fraction) for s in ("train", "test")]
+        text = " ".join(parts[0].tokenizer.decode(part.shards[0]) for part in parts)
+        assert [w for w in text.split() if w != "<eos>"] == ["<unk>", *words]
+    (tmp_path / "documents.jsonl").write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
+    documents = Documents(str(tmp_path / "documents.jsonl"), length=4, tokenizer="words")
+    assert {*words} <= {*documents.tokenizer.vocabulary}
 
 
 @needs("tokenizers")

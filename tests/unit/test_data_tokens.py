@@ -335,6 +335,18 @@ def test_what_is_refused_ends_with_code_2_and_needs_no_jax(tmp_path):
     subprocess.run([sys.executable, "-c", code, *argv], check=True, timeout=60, capture_output=True)
 
 
+def test_a_shard_that_is_not_there_is_named(tmp_path):
+    for name in ("a.bin", "b.bin"):
+        raw(tmp_path / name, TOKENS)
+    meta = {"format": 1, "dtype": "uint16", "shards": {"a.bin": len(TOKENS), "b.bin": len(TOKENS)}}
+    (tmp_path / "tokens.json").write_text(json.dumps(meta))
+    whole = TokenFile(str(tmp_path), length=8)
+    (tmp_path / "b.bin").unlink()
+    with pytest.raises(UsageError, match=r"data.args.path: '.*' lacks 'b.bin', which its tokens.json lists; copy it"):
+        TokenFile(str(tmp_path), length=8)
+    assert 0 < len(TokenFile(str(tmp_path / "a.bin"), length=8)) < len(whole)
+
+
 def test_a_run_that_fails_leaves_no_output(tmp_path):
     good, bad = tmp_path / "a.txt", tmp_path / "b.txt"
     good.write_text(POEM)

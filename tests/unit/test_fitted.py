@@ -7,8 +7,9 @@ import pytest
 from flax import linen, nnx
 
 import jaxdp
+from jaxdp.data import Stream
 from jaxdp.errors import UsageError
-from jaxdp.job.fitted import settings
+from jaxdp.job.fitted import fitting, settings
 from jaxdp.job.objects import name_it
 from jaxdp.models.nnx import Carry
 from jaxdp.parallel import make_reduction
@@ -244,6 +245,13 @@ def test_what_does_not_fit_is_one_line(fitted, x, text):
         fitted.predict(x)
 
 
+@pytest.mark.parametrize(("values", "dtype"), [(np.uint16([[300]]), np.uint8), (np.int32([[200]]), np.int8)])
+def test_integers_that_would_wrap_around_do_not_fit(values, dtype):
+    assert fitting({"inputs": np.ones_like(values)}, {"inputs": ((1, 1), dtype)})["inputs"].dtype == dtype
+    with pytest.raises(UsageError, match="but the model was trained on"):
+        fitting({"inputs": values}, {"inputs": ((1, 1), dtype)})
+
+
 @pytest.mark.parametrize("batch_size", [0, 2.5, None, "8"])
 def test_a_batch_size_that_is_none_is_one_line(fitted, batch_size):
     with pytest.raises(UsageError, match=f"predict: batch_size {batch_size!r} is not an integer of at least 1"):
@@ -262,6 +270,28 @@ class Cell(nnx.Module):
 
 
 @pytest.mark.slow
+def test_a_stream_that_ends_within_a_call_of_several_updates_is_read_to_its_end():
+    rows = lambda: ((X[i], Y[i]) for i in range(64))
+    digests = set()
+    for several in (1, 4, 8):
+        more = {"steps_per_call": several, "batch_size": 10, "steps": 8, "eval": {}, "parallel": {"devices": 1}}
+        final = jaxdp.fit(Net, Stream(rows), **more).final
+        digests.add((final["step"], final["params_sha256"]))
+    assert len(digests) == 1 and digests.pop()[0] == 6
+
+
+@pytest.mark.slow
+def test_predictions_of_a_language_model_are_logits(tmp_path):
+    (tmp_path / "text.txt").write_text("to be or not to be " * 40)
+    data = {"target": "TextFile", "args": {"path": str(tmp_path / "text.txt"), "length": 8}}
+    model = {"target": "GPT", "args": {"layers": 1, "heads": 2, "dim": 16}}
+    one = jaxdp.fit(model, data, loss="CausalLM", steps=2, batch_size=8, parallel={"devices": 1})
+    x = np.arange(24, dtype=np.int32).reshape(3, 8)
+    got = one.predict(x)
+    assert isinstance(got, np.ndarray) and got.shape == (3, 8, 256)
+    np.testing.assert_allclose(got, one.model(jax.numpy.asarray(x)).compute(), atol=1e-5)
+
+
 def test_carried_state_starts_at_zero_for_every_row():
     fitted = fit(Cell, steps=2, precision={"compute": "bfloat16"})
     kernel, bias = fitted.params["out"]["kernel"], fitted.params["out"]["bias"]

@@ -1,5 +1,7 @@
 """Transforms of one's own: a key for each example, Mixup, and what is no transform."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,3 +77,20 @@ def test_what_is_no_transform():
     batch = {"inputs": jnp.zeros((5, 3)), "mask": jnp.ones(5)}
     with pytest.raises(UsageError, match=r"it returned .*; return a dict of arrays"):
         as_transform(lambda example, key: example["inputs"])(batch, KEY, True)
+    with pytest.raises(UsageError, match=r"it returned 'mask', which the data sets; give its examples a mask"):
+        as_transform(lambda example, key: {**example, "mask": 0})(batch, KEY, True)
+
+
+@pytest.mark.parametrize("f", [lambda e, key, train: e, lambda e, key, train=False: e, lambda e, key, *, train=True: e])
+def test_a_transform_with_an_argument_train_runs_in_evaluation(f):
+    seen = []
+
+    def transform(example, key, *args, **kwargs):
+        seen.append((args, kwargs))
+        return f(example, key, *args, **kwargs)
+
+    transform.__signature__ = inspect.signature(f)
+    batch = {"inputs": jnp.zeros((5, 3)), "mask": jnp.ones(5)}
+    for train in (True, False):
+        as_transform(transform)(batch, KEY, train)
+    assert seen == [((), {"train": True}), ((), {"train": False})]

@@ -139,6 +139,7 @@ def everything(rank):
         "keys": jax.random.split(jax.random.key(rank), 2),
         "raw": jax.random.PRNGKey(rank),
         "numpy": (rng.normal(size=3), np.int64(2**40 + rank), rng.integers(0, 9, (2, 2), np.uint16)),
+        "swapped": [np.array([1.5 + rank, 2], dtype) for dtype in (">f4", ">f8", ">i2", "<i4")],
         "python": {"float": 0.1 + rank, "int": 2**60 + rank, "bool": rank == 2, "complex": 1j * rank},
         "none": None,
         "function": max,
@@ -163,6 +164,8 @@ def broadcasting(context):
     fails(jaxdp.UsageError, lambda: jaxdp.broadcast_parameters(tree), "rank 1", "dense/kernel=float32[4,3]", "[4,2]")
     tree = {"dense": 1.0, "bias" if context.rank == 2 else "kernel": 2.0}
     fails(jaxdp.UsageError, lambda: jaxdp.broadcast_parameters(tree), "rank 2", "kernel=None", "kernel=float")
+    large = {"seed": 2**63 + 5 if context.rank == 0 else 5}
+    fails(jaxdp.UsageError, lambda: jaxdp.broadcast_parameters(large), "rank 1", "seed=int (int64)", "(uint64)")
     fails(jaxdp.UsageError, lambda: jaxdp.broadcast_parameters(1.0, 3), "root=3", "0 to 2")
 
 
@@ -192,6 +195,14 @@ def gradients(context):
         "complex": jnp.full(2, 1j * rank, jnp.complex64),
         "step": jnp.int32(rank),
     }
+    assert tx.update({"w": 1.0 + rank}, tx.init(None))[0] == {"w": 2.0}
+    everywhere = jax.NamedSharding(jax.make_mesh((jax.device_count(),), ("d",)), jax.P())
+    whole = jax.jit(lambda: {"w": jnp.arange(3.0)}, out_shardings=everywhere)()
+    mean = tx.update(whole, tx.init(None))[0]["w"]
+    assert mean.sharding.is_equivalent_to(everywhere, 1)
+    assert np.asarray(mean).tolist() == [0, 1, 2]
+    search = lambda: tx.update(grads, tx.init(None), value_fn=lambda params: 0.0)
+    fails(jaxdp.UsageError, search, "a loss function, as of a line search, sees the data of its own rank alone")
     placed = jax.device_put(grads, jax.local_devices()[-1])
     for brought in (grads, placed):
         mean, _ = tx.update(brought, tx.init(None), weight=[3, 2, 1][rank])
