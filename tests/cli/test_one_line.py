@@ -139,7 +139,8 @@ def interrupted(argv, number, code):
 
 @pytest.mark.parametrize("verb", ["eval", "plan", "doctor"])
 def test_ctrl_c_in_the_imports_is_one_line(verb):
-    said = interrupted(["-m", "jaxdp", verb, *DIGITS], signal.SIGINT, 130)
+    options = DIGITS if verb != "doctor" else []  # it takes none of these, and would end with 2 before its imports
+    said = interrupted(["-m", "jaxdp", verb, *options], signal.SIGINT, 130)
     assert said == "jaxdp: interrupted by Ctrl-C (SIGINT)\n"
 
 

@@ -382,6 +382,7 @@ def test_a_committed_state_is_like_the_first_one(other):
         jaxdp.elastic(train, {"best": 0, "w": np.ones((2, 3))})
 
 
+@pytest.mark.slow
 def test_an_optimizer_gets_its_other_arguments_and_parameters_that_are_a_module():
     plateau = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
     for tx in (optax.MultiSteps(plateau, 1), optax.MultiSteps(plateau, 1).gradient_transformation(), plateau):

@@ -270,6 +270,7 @@ class Cell(nnx.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_stream_that_ends_within_a_call_of_several_updates_is_read_to_its_end():
     rows = lambda: ((X[i], Y[i]) for i in range(64))
     digests = set()
