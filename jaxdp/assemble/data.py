@@ -16,11 +16,12 @@ from jaxdp.core.state import Transform
 from jaxdp.data import SOURCES
 from jaxdp.data.base import UNKNOWN, Dataset, as_dataset, check_dtypes, tokenizer_spec
 from jaxdp.data.example_order import ExampleOrder, Streams, order_of
+from jaxdp.data.mixture import has_test_split
 from jaxdp.data.transforms import TRANSFORMS, as_transform
 from jaxdp.errors import UsageError
 from jaxdp.models.base import Model
 from jaxdp.precision import Policy
-from jaxdp.targets import bind, call, locate, parameters, targets_in
+from jaxdp.targets import bind, call, locate, targets_in
 
 
 def make_data(
@@ -28,14 +29,11 @@ def make_data(
 ) -> tuple[Dataset, dict[str, Dataset]]:
     """Return (the training set, the evaluation sets by name; "" is that of `eval.data`, or of the training data)."""
     x64 = config.precision.params == "float64"
-    target = locate("data", config.data.target, sources)
-    splits = callable(target) and "split" in parameters(target) and "split" not in config.data.args
-    splits = splits and getattr(target, "has_split", lambda args: True)(config.data.args)
     dataset = read_set("data", config.data, "train", x64, sources)
     sets: dict[str, Dataset] = {}
     if config.eval.data is not None:
         sets[""] = read_set("eval.data", config.eval.data, "test", x64, eval_sources)
-    elif splits:
+    elif has_test_split(locate("data", config.data.target, sources), config.data.args):
         sets[""] = read_set("data", config.data, "test", x64, sources)
     for name, target in named_sets(config).items():
         sets[name] = read_set(f"eval.also.{name}", target, "test", x64, SOURCES)
@@ -48,10 +46,9 @@ def check_tokens(key: str, dataset: Dataset, other: Dataset) -> None:
     """Raise UsageError if an evaluation set has other ids for the same text than the training set."""
     one, two = ({**(tokenizer_spec(x) or {}), "path": None} for x in (dataset, other))
     if one != two and len(one) > 1 < len(two):
-        kinds = f"({two.get('kind')}, and there {one.get('kind')})"
         raise UsageError(
-            f"{key}: its tokenizer is another than that of the training data {kinds}, so its tokens are other numbers; "
-            "use the same file, byte, or a spec with the alphabet of both"
+            f"{key}: its tokenizer ({two.get('kind')}) differs from that of the training data ({one.get('kind')}), so "
+            "the same text has other token ids; use the same file, byte, or a spec with the alphabet of both"
         )
 
 

@@ -39,7 +39,7 @@ class Config:
         compilation_cache: the folder that stores compiled programs for the next start, auto for one in the user's cache
             directory, or null for none; JAX_COMPILATION_CACHE_DIR takes precedence (docs/performance.md)
         steps_per_call: updates in one compiled call, for small models; evaluations and saves that are due inside a call
-            are reached by single updates
+            are reached by single updates, and a stream of unknown length is read by them
         callbacks: objects that the loop calls at defined points: EarlyStopping, or {target, args} with the dotted path
             of your own (docs/callbacks.md)
         init_from: start from the parameters of another run's directory, of one of its checkpoints, or of a .safetensors

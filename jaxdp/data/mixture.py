@@ -44,7 +44,7 @@ class Mixture:
         check_weights(sets, weights)
         self.names = [name for name in sorted(sets) if split == "train" or takes_split(name, sets[name])]
         if not self.names:
-            raise UsageError(f"{KEY}: no set takes split={split!r}, without a split of its own; give one that does")
+            raise UsageError(f"{KEY}: no set has a {split} split; add one that has, without an argument split")
         self.sets = [make_set(name, sets[name], split) for name in self.names]
         self._copy_facts()
         sizes = [len(dataset) for dataset in self.sets]
@@ -185,9 +185,11 @@ def locate_target(name: str, entry: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def takes_split(name: str, entry: Any) -> bool:
-    if not is_target(entry):
-        return False
-    make, args = locate_target(name, entry)
+    return is_target(entry) and has_test_split(*locate_target(name, entry))
+
+
+def has_test_split(make: Any, args: Mapping[str, Any]) -> bool:
+    """Return whether `make(**args)` can read a test split, too."""
     has_split = getattr(make, "has_split", lambda args: True)
     return callable(make) and "split" in parameters(make) and "split" not in args and has_split(args)
 

@@ -40,7 +40,7 @@ class Documents(Arrays):
         check_fraction(test_fraction)
         check_sizes("data.args", length=length)
         texts = read_documents(path)
-        self.tokenizer = make_tokenizer(tokenizer, lambda: "\n".join(texts) if tokenizer == "words" else "".join(texts))
+        self.tokenizer = make_tokenizer(tokenizer, lambda: ("\n" if tokenizer == "words" else "").join(texts))
         cut = min(int(len(texts) * (1 - test_fraction)), len(texts) - 1)
         chosen = texts[cut:] if split == "test" else texts[:cut]
         if not chosen:

@@ -53,7 +53,7 @@ class Mixup:
 def as_transform(f: Callable[..., Any]) -> Transform:
     """Map a function of one example over a microbatch; return `f` unchanged if its attribute `batched` is true.
 
-    f(example, key) -> example runs on training examples only, f(example, key, train) on all; example: {name: array}
+    f(example, key) -> example runs on training examples only, f with an argument `train` on all; example: {name: array}
     without "mask". Raises UsageError for another signature.
     """
     if getattr(f, "batched", False):
@@ -75,13 +75,14 @@ def as_transform(f: Callable[..., Any]) -> Transform:
         examples = {name: x for name, x in batch.items() if name not in untouched}
         count = next(iter(examples.values())).shape[0]
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count))
-        args, named = ((), {"train": train}) if "train" in parameters else ((train,) * always, {})
+        named = {"train": train} if "train" in parameters else {}
+        args = (train,) if always and not named else ()
         run = lambda example, key: f(example, key, *args, **named)
         result = jax.vmap(run)(examples, keys)
         if not isinstance(result, dict):
             raise UsageError(f"data.transform: it returned {type(result).__name__}; return a dict of arrays")
         if "mask" in result:
-            raise UsageError("data.transform: it returned 'mask', which the data sets; give its examples a mask")
+            raise UsageError("data.transform: it returned 'mask', which only the data can set; add it to the examples")
         return {**result, **untouched}
 
     return transform

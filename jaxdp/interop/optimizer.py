@@ -115,8 +115,7 @@ def mean_over_ranks(grads: Tree, weight: Any) -> Tree:
     if context.size == 1:
         if error:
             raise UsageError(error)
-        zero = lambda i: jnp.zeros_like(leaves[i]) if i in floats else leaves[i]
-        return jax.tree.unflatten(structure, map(zero, range(len(leaves)))) if number == 0 else grads
+        return jax.tree.unflatten(structure, [jnp.zeros_like(x) if number == 0 and _is_float(x) else x for x in leaves])
     label = "distributed_optimizer" if weight is None else "distributed_optimizer with weights"
     members = tuple(range(context.size))
     signature = Signature(f"{label} on {_names(grads, structure)}", [described(x) for x in arrays], True, error)

@@ -166,7 +166,7 @@ def test_an_entry_that_a_mixture_adds_itself_is_named():
         ({"a": numbers(0, 3), "b": numbers(0, 3)}, {"weights": {"a": 1e9, "b": 1}}, r"b: less than one of the 6"),
         ({"a": numbers(0, 3)}, {"size": 0}, r"data.args.size: 0 is too small"),
         ({"a": numbers(0, 3), "b": {"inputs": [0.5]}}, {}, r"data.args.sets.b: examples of .*float.*, unlike .*int32"),
-        ({"a": {"target": "Digits", "args": {"split": "train"}}}, {"split": "test"}, "no set takes split='test'"),
+        ({"a": {"target": "Digits", "args": {"split": "train"}}}, {"split": "test"}, "no set has a test split; add"),
         ({"a": "Digit"}, {}, r"data.args.sets.a.target: 'Digit' is neither built in nor a dotted path; did you mean"),
         ({"a": {"target": "Digits", "args": {"roots": 1}}}, {}, r"data.args.sets.a.args.roots: Digits takes no such"),
         ({"a": Stream(lambda: iter([1, 2]))}, {}, r"data.args.sets.a: a stream is read in its order, and a mixture"),

@@ -138,10 +138,14 @@ def test_an_evaluation_set_has_the_tokens_of_the_training_set(tmp_path):
     for train, test in ((data("abc"), data("cba")), (data("abc", "byte"), data("abd", "byte"))):
         assert len(read(train, test)[1][""]) > 0
     with pytest.raises(
-        UsageError, match=r"eval.data: its tokenizer is another .* \(char, and there char\), so its tokens"
+        UsageError,
+        match=r"eval.data: its tokenizer \(char\) differs from that of the training data \(char\), so the same",
     ):
         read(data("abc"), data("abd"))
-    with pytest.raises(UsageError, match=r"eval.data: its tokenizer is another .* \(byte, and there char\)"):
+    with pytest.raises(
+        UsageError,
+        match=r"eval.data: its tokenizer \(byte\) differs from that of the training data \(char\), so the same",
+    ):
         read(data("abc"), data("abc", "byte"))
 
 

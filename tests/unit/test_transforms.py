@@ -77,7 +77,7 @@ def test_what_is_no_transform():
     batch = {"inputs": jnp.zeros((5, 3)), "mask": jnp.ones(5)}
     with pytest.raises(UsageError, match=r"it returned .*; return a dict of arrays"):
         as_transform(lambda example, key: example["inputs"])(batch, KEY, True)
-    with pytest.raises(UsageError, match=r"it returned 'mask', which the data sets; give its examples a mask"):
+    with pytest.raises(UsageError, match=r"it returned 'mask', which only the data can set; add it to the examples"):
         as_transform(lambda example, key: {**example, "mask": 0})(batch, KEY, True)
 
 
