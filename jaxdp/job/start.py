@@ -15,6 +15,7 @@ from jaxdp.analysis import summary as model_summary
 from jaxdp.audit.inject import NAME as FAULT
 from jaxdp.config import Config
 from jaxdp.data.base import UNKNOWN
+from jaxdp.data.example_order import RESET
 from jaxdp.distributed import gpus
 from jaxdp.distributed.context import Context
 from jaxdp.job import git
@@ -150,6 +151,12 @@ def advice(run: Run, config: Config) -> list[str]:
         warnings.append(
             f"eval.every: {run.options.eval_every} is no multiple of outer.every: {config.outer.every}: an evaluation, "
             "or a callback that ends training then, sees the parameters of the last outer step; make it a multiple"
+        )
+    data, carry = run.data.train, run.strategy.abstract().carry
+    if carry is not None and not data.order.sequential and RESET not in data.dataset.read(np.zeros(1, np.int64)):
+        warnings.append(
+            "data.order: shuffled: the model carries state, and each example starts with that of an unrelated one; "
+            "give the examples a true 'reset', or set order to sequential"
         )
     opt = config.optimizer
     steps = run.options.steps

@@ -269,6 +269,16 @@ def test_a_warm_up_or_a_batch_that_is_too_long_is_a_warning(tmp_path, more, word
     assert len(found) == (words is not None) and all(re.match(words, text) for text in found), found
 
 
+@pytest.mark.parametrize("order", ["shuffled", "sequential"])
+def test_carried_state_in_a_shuffled_order_is_a_warning(tmp_path, order):
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh" * 99)
+    more = ["--model.target", "LSTM", "--model.args", "{dim: 8, hidden: 8}", "--loss.target", "CausalLM"]
+    more += ["--data.target", "TextFile", "--data.args", f"{{path: {text}, length: 8}}", "--data.order", order]
+    found = [line for line in advice(*made(tmp_path, *more)) if "carries state" in line]
+    assert len(found) == (order == "shuffled"), found
+
+
 @pytest.mark.parametrize("act", ["removed", "moved", "file"])
 def test_metrics_that_would_be_lost_end_the_run(tmp_path, act):
     (tmp_path / "run").mkdir()
