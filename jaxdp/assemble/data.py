@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -38,12 +39,16 @@ def make_data(
     for name, target in named_sets(config).items():
         sets[name] = read_set(f"eval.also.{name}", target, "test", x64, SOURCES)
     for name, other in sets.items():
-        check_tokens(f"eval.also.{name}" if name else "eval.data", dataset, other)
+        check_meaning(f"eval.also.{name}" if name else "eval.data", dataset, other)
     return dataset, sets
 
 
-def check_tokens(key: str, dataset: Dataset, other: Dataset) -> None:
-    """Raise UsageError if an evaluation set has other ids for the same text than the training set."""
+def check_meaning(key: str, dataset: Dataset, other: Dataset) -> None:
+    """Raise UsageError if an evaluation set has other ids for the same text, or labels for the same classes."""
+    names, others = (list(getattr(x, "class_names", [])) for x in (dataset, other))
+    for label, (name, its) in enumerate(zip_longest(names, others) if names and others else ()):
+        if name != its:
+            raise UsageError(f"{key}: label {label} is {its!r}, but {name!r} in the training data; make them alike")
     one, two = ({**(tokenizer_spec(x) or {}), "path": None} for x in (dataset, other))
     if one != two and len(one) > 1 < len(two):
         raise UsageError(

@@ -22,7 +22,8 @@ class Dataset(Protocol):
     - `transform(batch, key, train) -> batch`: runs on the device on one microbatch, a dict of arrays[example, ...].
       Normalizes in both modes; augments if `train` is true, with randomness from the microbatch's `key` (None if
       `train` is false). Must be traceable by JAX.
-    - `classes: int`, the number of labels, and `input_shape: tuple[int, ...]`, the shape of one example's inputs.
+    - `classes: int`, the number of labels, `class_names`, theirs in order, and `input_shape: tuple[int, ...]`, the
+      shape of one example's inputs.
     - `example_order(batch_size, microbatches, seed) -> ExampleOrder`: the order of training examples, instead of a
       shuffled one.
     - `require(indices)`: is called before a batch is read, on every process, with the examples of all processes.

@@ -45,7 +45,7 @@ class HuggingFace(Examples):
         feature = loaded.features[self.columns["labels"]] if "labels" in self.columns else None
         super().__init__(loaded.select_columns([*dict.fromkeys(self.columns.values())]).with_format("numpy"))
         if isinstance(feature, datasets.ClassLabel):
-            self.classes = feature.num_classes
+            self.classes, self.class_names = feature.num_classes, feature.names
         if "inputs" in self.spec:
             self.input_shape = self.spec["inputs"][0]
 

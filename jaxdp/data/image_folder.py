@@ -22,7 +22,7 @@ class ImageFolder:
     `test_fraction`, selected by a hash of CLASS/NAME, is the test split: adding an image does not move the others.
     Images are rotated according to EXIF, converted to RGB, resized to a shorter side of `size` (bilinear, antialiased)
     and center-cropped. On the device, `transform` standardizes them by mean and std, per channel in [0, 1], ImageNet's
-    by default. augment: in training, mirror at random. `names` are the class names.
+    by default. augment: in training, mirror at random.
 
     Needs Pillow. Raises UsageError for a folder without images, for test classes missing in train, and, when it is
     read, for an image that cannot be decoded, with its path.
@@ -46,10 +46,10 @@ class ImageFolder:
         folders = {name: next((top / n for n in FOLDERS[name] if (top / n).is_dir()), None) for name in FOLDERS}
         divided = None in folders.values()
         by_class = images(folders["train"] or top if divided else folders[split])
-        self.names = sorted(by_class if divided else images(folders["train"]))
-        if unknown := sorted(set(by_class) - set(self.names)):
+        self.class_names = sorted(by_class if divided else images(folders["train"]))
+        if unknown := sorted(set(by_class) - set(self.class_names)):
             raise UsageError(f"data.args.root: {str(folders[split])!r} has class {unknown[0]!r}, which train lacks")
-        files = [(path, label) for label, name in enumerate(self.names) for path in by_class.get(name, [])]
+        files = [(path, label) for label, name in enumerate(self.class_names) for path in by_class.get(name, [])]
         if divided:
             files = [file for file in files if held_out(file[0], test_fraction) == (split == "test")]
         if not files:
@@ -57,7 +57,7 @@ class ImageFolder:
             raise UsageError(f"data.args.root: {what} in {root!r}; images are in {root}/CLASS or {root}/{split}/CLASS")
         self.files = [path for path, _ in files]
         self.labels = np.array([label for _, label in files], np.int32)
-        self.classes, self.input_shape = len(self.names), (size, size, 3)
+        self.classes, self.input_shape = len(self.class_names), (size, size, 3)
         self.size, self.augment, self.mean, self.std = size, augment, tuple(mean), tuple(std)
 
     def __len__(self) -> int:

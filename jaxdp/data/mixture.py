@@ -113,6 +113,7 @@ class Mixture:
         facts: dict[str, list[Any]] = {
             "examples of": [{k: (v.shape[1:], np.asarray(v).dtype.name) for k, v in sorted(x.items())} for x in first],
             "classes": [getattr(dataset, "classes", None) for dataset in self.sets],
+            "class names": [getattr(dataset, "class_names", None) for dataset in self.sets],
             "the tokenizer": [tokenizer_spec(dataset) for dataset in self.sets],
         }
         for fact, values in facts.items():
@@ -122,7 +123,7 @@ class Mixture:
                     raise UsageError(
                         f"{KEY}.{name}: {fact} {shown[0]}, unlike {shown[1]} of {self.names[0]}; make them alike"
                     )
-        for fact in ("classes", "input_shape", "tokenizer", "tokenizer_spec"):
+        for fact in ("classes", "class_names", "input_shape", "tokenizer", "tokenizer_spec"):
             if fact in dir(self.sets[0]) and (fact != "tokenizer" or not hasattr(self.sets[0], "tokenizer_spec")):
                 setattr(self, fact, getattr(self.sets[0], fact))
         any_transform = any(getattr(dataset, "transform", None) is not None for dataset in self.sets)

@@ -1,12 +1,15 @@
 """Data of other makes: folders of images, Hugging Face's data sets, grain's sources, sequences of tensors."""
 
 import importlib.util
+import itertools
 import pickle
 
 import numpy as np
 import pytest
 
-from jaxdp.data import HuggingFace, ImageFolder
+from jaxdp.assemble.data import make_data
+from jaxdp.cli import load
+from jaxdp.data import HuggingFace, ImageFolder, Mixture
 from jaxdp.data.base import as_dataset, check_dtypes
 from jaxdp.data.image_folder import decode
 from jaxdp.errors import UsageError
@@ -35,7 +38,7 @@ def test_the_folders_of_a_split_are_its_classes(tmp_path, save):
                 save(tmp_path / split / name / f"{i}.png", np.full((8, 8, 3), 100 * label + 10 * i + (split == "val")))
     (tmp_path / "train" / "bee" / "notes.txt").write_text("no image")
     train, test = (ImageFolder(str(tmp_path), split, size=8) for split in ("train", "test"))
-    assert (len(train), len(test), train.names, test.classes) == (6, 4, ["ant", "bee"], 2)
+    assert (len(train), len(test), train.class_names, test.classes) == (6, 4, ["ant", "bee"], 2)
     found = train.read(np.array([5, 0, 1]))
     assert found["inputs"].dtype == np.uint8 and found["inputs"][:, 0, 0, 0].tolist() == [120, 0, 10]
     assert found["labels"].tolist() == [1, 0, 0] and test.read(np.arange(4))["inputs"][2, 3, 3, 1] == 101
@@ -44,6 +47,28 @@ def test_the_folders_of_a_split_are_its_classes(tmp_path, save):
     save(tmp_path / "val" / "cow" / "0.png", np.zeros((8, 8, 3)))
     with pytest.raises(UsageError, match=r"data.args.root: '.*val' has class 'cow', which train lacks"):
         ImageFolder(str(tmp_path), "test", size=8)
+
+
+def test_sets_with_other_classes_are_not_scored_or_mixed(tmp_path, save):
+    for root, names in (("all", ("ant", "bee", "cow")), ("some", ("ant", "cow")), ("other", ("ant", "bee", "dog"))):
+        for split, name in itertools.product(("train", "test"), names):
+            save(tmp_path / root / split / name / "0.png", np.zeros((8, 8, 3)))
+
+    folder = lambda root: {"target": "ImageFolder", "args": {"root": str(tmp_path / root), "size": 8}}
+    mixed = lambda *roots: Mixture({root: folder(root) for root in roots})
+
+    def read(key, root):
+        sets = (x for name, entry in (("data", folder("all")), (key, folder(root))) for x in (f"--{name}", str(entry)))
+        return make_data(load(["--config", "configs/digits.yaml", *sets])[0])
+
+    assert list(read("eval.data", "all")[1]) == [""] and mixed("all").class_names == ["ant", "bee", "cow"]
+    for key in ("eval.data", "eval.also.few"):
+        with pytest.raises(UsageError, match=rf"{key}: label 1 is 'cow', but 'bee' in the training data; make them"):
+            read(key, "some")
+    with pytest.raises(UsageError, match=r"data.args.sets.some: classes 2, unlike 3 of all"):
+        mixed("all", "some")
+    with pytest.raises(UsageError, match=r"data.args.sets.other: class names .*'dog'"):
+        mixed("all", "other")
 
 
 def test_without_folders_for_splits_a_share_is_held_out_by_name(tmp_path, save):
