@@ -6,6 +6,7 @@ from typing import Any, TypeVar, cast
 import jax
 import numpy as np
 
+from jaxdp.distributed import membership
 from jaxdp.distributed.context import Context, joined
 from jaxdp.distributed.signature import described
 from jaxdp.errors import RunFailed, UsageError
@@ -31,8 +32,12 @@ def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) 
     `commit(state)` copies a replicated state to host memory, waiting for it. All processes call it equally often: after
     each update, or each few updates, which are then made again. It raises when the processes must regroup.
 
-    The model is Horovod's `hvd.elastic.run`. Raises UsageError if a leaf is not an array or a number.
+    The model is Horovod's `hvd.elastic.run`. Raises UsageError if a leaf is not an array or a number,
+    and for several processes that are not elastic.
     """
+    member = membership.current()
+    if member is not None and not member.elastic:
+        raise UsageError("elastic: this job is not elastic; first call jaxdp.init(elastic=jaxdp.ElasticOptions())")
     leaves, structure = jax.tree.flatten(state)
     for x in leaves:
         is_number = isinstance(x, np.ndarray | np.generic | jax.Array | int | float) and not is_key(x)

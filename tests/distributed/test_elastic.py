@@ -525,6 +525,16 @@ def test_a_loop_of_ones_own_survives(tmp_path, rank):
 
 
 @pytest.mark.slow
+def test_a_job_that_is_not_elastic_is_told_to_the_loop():
+    code = "import jaxdp; jaxdp.init(); jaxdp.elastic(lambda state, commit: print('trains'), {})"
+    command = [sys.executable, "-m", "jaxdp", "launch", "-n", "2", sys.executable, "-c", code]
+    env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT), "JAXDP_TIMEOUT": "60"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode and "trains" not in done.stdout, done
+    assert "elastic: this job is not elastic; first call jaxdp.init(elastic=jaxdp.ElasticOptions())" in done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_open_mpi_5_lets_the_others_continue(tmp_path):
     (tmp_path / "config.yaml").write_text(CONFIG + "callbacks: [{target: slow.Slow}]\n")
