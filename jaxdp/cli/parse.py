@@ -28,6 +28,8 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
             raise UsageError("--run_dir: none given; e.g. jaxdp eval --run_dir runs/digits")
         raise UsageError(f"--config: no file given; e.g. jaxdp {verb} --config configs/digits.yaml")
     check_arguments(argv, options)
+    is_other = lambda two: "--config" not in two and not two[1].startswith("--config=")
+    argv = [arg for _, arg in sorted(zip(["", *argv], argv), key=is_other)]  # the command line overrides the files
     try:
         others, nested = take_nested(argv)
         space = parser.parse_args(others)

@@ -59,6 +59,17 @@ def test_arguments_on_the_command_line_override_the_file():
     assert (config.steps, config.epochs) == (7, None)
 
 
+def test_the_command_line_overrides_the_files_wherever_it_stands(tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("seed: 1\nsteps: 2\nmodel: {target: MLP, args: {hidden: [4]}}\ndata: {target: Digits}")
+    second.write_text("seed: 2\nbatch_size: 32\nmodel: {args: {dropout: 0.5}}")
+    before, between = ["--optimizer.lr", "0.5", "--model.args.hidden=[8]"], ["--batch_size", "16"]
+    config, path, _ = load([*before, "--config", str(first), *between, f"--config={second}", "--epochs", "3"])
+    assert (config.optimizer.lr, config.batch_size, config.steps, config.epochs) == (0.5, 16, None, 3)
+    assert config.seed == 2 and path == str(second)  # of two files, the later one counts
+    assert config.model.args["hidden"] == [8]
+
+
 @pytest.mark.quick(30)
 @pytest.mark.parametrize(
     ("argv", "words"),
