@@ -22,12 +22,10 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
     import argparse
 
     options, parser = VERBS[verb].options, make_parser(verb)
-    argv = with_saved_config(argv) if verb == "eval" else argv
-    if not argv:
-        if verb == "eval":
-            raise UsageError("--run_dir: none given; e.g. jaxdp eval --run_dir runs/digits")
+    if not argv and verb != "eval":
         raise UsageError(f"--config: no file given; e.g. jaxdp {verb} --config configs/digits.yaml")
     check_arguments(argv, options)
+    argv = with_saved_config(argv) if verb == "eval" else argv
     is_other = lambda two: "--config" not in two and not two[1].startswith("--config=")
     argv = [arg for _, arg in sorted(zip(["", *argv], argv), key=is_other)]  # the command line overrides the files
     try:
@@ -139,10 +137,17 @@ def add_options(parser: Any, options: Options) -> None:
 
 
 def with_saved_config(argv: list[str]) -> list[str]:
-    """Add the config saved in the run directory, for `eval --run_dir DIR` without --config."""
+    """Add the config saved in the run directory, for `eval --run_dir DIR` without --config. Raises UsageError."""
     values = dict(pairs(argv))
-    saved = pathlib.Path(values.get("run_dir", "")).expanduser() / "config.yaml"
-    return ["--config", str(saved), *argv] if "config" not in values and saved.is_file() else argv
+    if "config" in values or (argv and not argv[0].startswith("--")):  # the parser corrects the latter
+        return argv
+    if not (directory := values.get("run_dir")):
+        raise UsageError("--run_dir: none given; e.g. jaxdp eval --run_dir runs/digits")
+    saved = pathlib.Path(directory).expanduser() / "config.yaml"
+    if not saved.is_file():
+        raise UsageError(f"run_dir: no run in {directory!r}; give the directory of a run, such as runs/digits")
+    check_file(str(saved))
+    return ["--config", str(saved), *argv]
 
 
 def pairs(argv: list[str]) -> Iterator[tuple[str, str]]:

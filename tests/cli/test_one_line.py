@@ -88,6 +88,29 @@ def test_a_file_in_the_place_of_a_folder_is_one_line(tmp_path, argv, name, words
     assert done.stderr.startswith(f"jaxdp: {words.format(file)}") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("verb", ["eval", "export", "sample", "report"])
+def test_a_directory_that_is_no_run_is_named(tmp_path, verb):
+    for directory in (tmp_path, tmp_path / "typo"):
+        done = ended(verb, *["--run_dir"][: verb != "report"], directory, code=2)
+        assert str(directory) in done.stderr and done.stderr.count("\n") == 1
+        if verb == "eval":
+            text = f"run_dir: no run in {str(directory)!r}; give the directory of a run, such as runs/digits"
+            assert done.stderr == f"jaxdp: {text}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "--run_dir: none given; e.g. jaxdp eval --run_dir runs/digits"),
+        (["--eval.ema", "true"], "--run_dir: none given"),
+        (["configs"], "command line: 'configs' belongs to no option; write --run_dir configs"),
+        (["--rundir", "runs/digits"], "command line: unknown key 'rundir'; did you mean 'run_dir'?"),
+    ],
+)
+def test_an_evaluation_without_a_run_is_one_line(argv, words):
+    assert ended("eval", *argv, code=2).stderr.startswith(f"jaxdp: {words}")
+
+
 def test_a_run_directory_whose_name_is_not_utf8_is_one_line(tmp_path):
     directory = tmp_path / "caf\udce9"
     done = ended("train", *DIGITS, "--run_dir", directory, code=2)
