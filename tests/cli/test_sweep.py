@@ -100,11 +100,11 @@ def test_runs_at_once_share_no_gpu(monkeypatch):
         make_slots(3, 1, 9)
 
 
-def make_run(directory, lr, loss, accuracy):
+def make_run(directory, lr, loss, accuracy, **more):
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text(f"optimizer: {{lr: {lr}}}\nrun_dir: {directory}\n")
     (directory / "env.json").write_text("{}")
-    final = {"step": 5, "split": "final", "loss": loss, "accuracy": accuracy, "time": 1.0}
+    final = {"step": 5, "split": "final", "loss": loss, "accuracy": accuracy, "time": 1.0, **more}
     (directory / "metrics.jsonl").write_text(json.dumps(final) + "\n")
     return read_run(directory)
 
@@ -125,6 +125,22 @@ def test_the_table_is_sorted_by_a_metric(tmp_path):
     assert [line.split()[-1] for line in done[1:4]] == ["b", "a", "c"] and f"{tmp_path / 'report.html'}  " in done[4]
     page = (tmp_path / "report.html").read_text()
     assert page.index('"name":"b"') < page.index('"name":"a"') < page.index('"name":"c"')
+
+
+@pytest.mark.parametrize("more", [{"split": "train", "examples_per_s": 7.0}, {"loss_of": "the last batch"}])
+def test_a_training_batch_is_not_compared_with_evaluations(tmp_path, more):
+    batch, evaluated = make_run(tmp_path / "a", 0.1, 0.2, 0.9, **more), make_run(tmp_path / "b", 0.2, 0.5, 0.8)
+    for metric in ("loss", "accuracy"):
+        runs = ranked([batch, evaluated], metric)
+        assert [run["name"] for run in runs] == ["b", "a"]
+        assert table(runs, metric).splitlines()[2].split()[:4] == ["-", "-", "5", "0.1"]
+    done = ended("report", tmp_path / "a", tmp_path / "b", "--metric", "loss", "--out", tmp_path / "page.html")
+    assert done.stdout.splitlines()[2].split()[:4] == ["-", "-", "5", "0.1"]
+    alone = [make_run(tmp_path / name, 0.1, loss, 0.9, **more) for name, loss in (("c", 0.3), ("d", 0.2))]
+    alone.append({**alone[0], "name": "e", "numbers": {}})  # it has no record yet
+    assert [run["name"] for run in ranked(alone, "loss")] == ["d", "c", "e"] and "0.3" in table(alone, "loss")
+    if "examples_per_s" in more:
+        assert table(ranked([evaluated, batch], "examples_per_s"), "examples_per_s").splitlines()[1].split()[0] == "7"
 
 
 def test_a_run_whose_config_is_damaged_is_trained_again(tmp_path):
