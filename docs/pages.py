@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 import jaxdp
 from jaxdp import cli
 from jaxdp.config import Config
+from jaxdp.config.check import decides
 from jaxdp.config.keys import inner
 
 # Title -> (text, names as they are imported).
@@ -242,10 +243,8 @@ def _key(part: Any, field: "dataclasses.Field[Any]", prefix: str) -> Key:
             choices += ("true", "false") if kind is bool else ()
     if type(None) in kinds:
         words.append("null")
-    decides = field.metadata["decides"]
-    return Key(
-        f"{prefix}{field.name}", ", ".join(words), choices, default, decides, arguments(part).get(field.name, "")
-    )
+    name = f"{prefix}{field.name}"
+    return Key(name, ", ".join(words), choices, default, decides(name), arguments(part).get(field.name, ""))
 
 
 def shown(default: Any) -> str:

@@ -34,6 +34,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 def decides(key: str) -> str:
     """Return whether a dotted key changes 'numbers' or only 'speed'."""
     fields = known_fields()
+    key = "eval" if key.startswith("eval.") else key  # also the target and the arguments of its data
     while key and key not in fields:  # an argument of a target
         key = key.rpartition(".")[0]
     return fields[key].metadata["decides"] if key else "numbers"

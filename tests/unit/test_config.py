@@ -216,6 +216,7 @@ def test_every_field_says_what_it_decides():
         "seed": "numbers", "batch_size": "numbers", "microbatches": "numbers", "model.args.width": "numbers",
         "parallel.backend": "speed", "parallel.zero": "speed", "log.every": "speed", "run_dir": "speed",
         "precision.compute": "numbers", "optimizer.lr": "numbers", "eval.every": "speed",
+        "eval.data.target": "speed", "eval.data.args.root": "speed", "eval.also.valid.args.root": "speed",
         "nonfinite.max_consecutive": "speed", "spike.factor": "numbers", "spike.max_rollbacks": "numbers",
     }.items():  # fmt: skip
         assert check.decides(key) == value, key
@@ -227,6 +228,8 @@ def test_a_change_of_speed_is_no_change_of_numbers():
 
     before = dataclasses.asdict(load(DIGITS)[0])
     assert check.changed_numbers(before, load([*DIGITS, "--parallel.backend", "pjit", "--log.every", "7"])[0]) == []
+    for data in (["--eval.data.target", "Digits"], ["--eval.data.target", "Npz", "--eval.data.args.path", "a.npz"]):
+        assert check.changed_numbers(before, load([*DIGITS, *data])[0]) == []
     changed = check.changed_numbers(before, load([*DIGITS, "--seed", "7", "--model.args.hidden", "[3]"])[0])
     assert changed == ["seed: 0 -> 7", "model.args.hidden: [256, 256] -> [3]"]
 
