@@ -14,7 +14,7 @@ from jax.tree_util import Partial
 from jaxdp import environment, user_errors
 from jaxdp.assemble.data import facts_of, is_sequential, make_data, make_order, make_transform
 from jaxdp.config import Config
-from jaxdp.config.training import OuterOptimizer
+from jaxdp.config.training import Optimizer, OuterOptimizer
 from jaxdp.core.options import Forward, UpdateRule, first_microbatch
 from jaxdp.core.skip import Spike
 from jaxdp.core.state import TrainState, Transform, init_state
@@ -257,10 +257,12 @@ def check_paths(config: Config, params: Any) -> None:
     paths = [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     if not paths:
         raise UsageError(f"model: {config.model.target!r} has no parameters, so there is nothing to train")
-    for name in ("frozen", "lr_scale"):
-        for pattern in getattr(config.optimizer, name):
+    opt = config.optimizer
+    no_decay = [x for x in opt.no_decay if opt.weight_decay and x not in Optimizer().no_decay]  # not the default
+    for name, patterns in {"frozen": opt.frozen, "lr_scale": opt.lr_scale, "no_decay": no_decay}.items():
+        for pattern in patterns:
             if not any(re.search(pattern, path) for path in paths):
                 near = nearest(pattern, paths, 0.1) or paths[0]
                 raise UsageError(f"optimizer.{name}: {pattern!r} matches no parameter; a path is such as {near!r}")
-    if all(any(re.search(pattern, path) for pattern in config.optimizer.frozen) for path in paths):
-        raise UsageError(f"optimizer.frozen: {config.optimizer.frozen!r} leaves nothing to train")
+    if all(any(re.search(pattern, path) for pattern in opt.frozen) for path in paths):
+        raise UsageError(f"optimizer.frozen: {opt.frozen!r} leaves nothing to train")

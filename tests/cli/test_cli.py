@@ -18,6 +18,7 @@ from cli_runs import curve, ended, jaxdp, records, write
 from covering import first
 from faulty_runs import when
 from jaxdp import cli
+from jaxdp.assemble.components import check_paths
 from jaxdp.cli import Call, launch
 from jaxdp.cli.forked import Forked
 from jaxdp.cli.parse import split_command
@@ -182,6 +183,10 @@ BAD = {
         ["--optimizer.target", "optax.rmsprop"],
         "optimizer.weight_decay: 0.1 but rmsprop takes none",
     ),
+    "no decay of no parameter": (
+        ["--optimizer.no_decay", "[embedding]"],
+        "optimizer.no_decay: 'embedding' matches no parameter; a path is such as",
+    ),
     "classes that are no number": (["--model.args.num_classes", "abc"], "model.args"),
     "missing argument": (["--data.target", "CIFAR10", "--data.args", "{}"], "data.args.root: CIFAR10 needs it"),
     "missing data": (["--data.target", "MNIST", "--data.args", "{root: /nowhere}"], "data.args.root"),
@@ -209,6 +214,13 @@ def test_bad_input_is_one_line_and_code_2(case, tmp_path):
     assert words in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("jaxdp: ")
     assert "Traceback" not in done.stderr
     assert not run_dir.exists()  # nothing is left of a run that never began
+
+
+def test_the_default_of_no_decay_and_one_without_decay_may_match_nothing():
+    paths = {"layer": {"kernel": np.zeros(2)}}
+    for more in (["--optimizer.weight_decay", "0.1"], ["--optimizer.no_decay", "[embedding]"]):
+        config = cli.load(["--model.target", "MLP", "--data.target", "Digits", "--steps", "1", *more])[0]
+        check_paths(config, paths)
 
 
 def test_files_of_others_are_not_replaced(tmp_path):
