@@ -27,6 +27,7 @@ from jaxdp.metrics.writers import make_writers
 from jaxdp.report.read import flat
 from jaxdp.report.writer import Reports
 from jaxdp.targets import OF_SCRIPT
+from jaxdp.training.callbacks import EarlyStopping
 from jaxdp.training.run import Run
 
 EMPTY, IDLE = 0.05, 0.1  # warn above these shares of padding in a batch, and of idle device time
@@ -167,6 +168,11 @@ def advice(run: Run, config: Config) -> list[str]:
             f"optimizer.warmup_steps: {opt.warmup_steps}, but {end} after {horizon} updates: the warm-up is cut off "
             f"there, at {horizon / opt.warmup_steps:.0%} of lr; make it shorter"
         )
+    waiting = [type(x).__name__ for x in run.hooks.callbacks.callbacks if isinstance(x, EarlyStopping)]
+    waiting += ["checkpoint.best"] * (config.checkpoint.best is not None)
+    if ((every := run.options.eval_every) or steps) >= steps:
+        unused = f"eval.every: {every or 'null'} gives {{}} only the last evaluation; set it below {steps}"
+        warnings += map(unused.format, waiting)
     idle = 1 - microbatches / (devices * per_device)
     if idle > IDLE:
         warnings.append(

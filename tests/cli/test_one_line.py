@@ -22,6 +22,7 @@ from jaxdp.distributed.context import Context
 from jaxdp.errors import RunFailed, UsageError, explained
 from jaxdp.job.start import advice
 from jaxdp.metrics.jsonl import JsonLines
+from jaxdp.training.callbacks import Callbacks, EarlyStopping
 from launch import mpirun
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -300,6 +301,26 @@ def test_carried_state_in_a_shuffled_order_is_a_warning(tmp_path, order):
     more += ["--data.target", "TextFile", "--data.args", f"{{path: {text}, length: 8}}", "--data.order", order]
     found = [line for line in advice(*made(tmp_path, *more)) if "carries state" in line]
     assert len(found) == (order == "shuffled"), found
+
+
+@pytest.mark.parametrize(
+    ("every", "best", "callbacks", "words"),
+    [
+        ("null", "loss", [], "eval.every: null gives checkpoint.best only the last evaluation; set it below 20"),
+        (
+            20,
+            "null",
+            [EarlyStopping()],
+            "eval.every: 20 gives EarlyStopping only the last evaluation; set it below 20",
+        ),
+        (19, "loss", [EarlyStopping()], None),
+        ("null", "null", [], None),
+    ],
+)
+def test_an_evaluation_at_the_end_alone_is_a_warning_where_others_are_needed(tmp_path, every, best, callbacks, words):
+    run, config = made(tmp_path, "--eval.every", every, "--checkpoint.best", best)
+    found = [text for text in advice(run.replace(callbacks=Callbacks(callbacks)), config) if "eval.every" in text]
+    assert len(found) == (words is not None) and all(text.startswith(words) for text in found), found
 
 
 @pytest.mark.parametrize("act", ["removed", "moved", "file"])
