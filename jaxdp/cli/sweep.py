@@ -75,14 +75,14 @@ def split_arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], dic
         if len(values) > 1:
             swept[name] = values
         else:
-            (own if name in OWN else fixed).extend((f"--{name}", value))
+            (own if name in OWN else fixed).extend((f"--{name}", *values))
     if not swept:
         raise UsageError("sweep: no key has several values; give one, such as --optimizer.lr 1e-3,3e-3 or --seed 0,1,2")
     return load_options(own, "sweep"), fixed, swept
 
 
 def split_values(key: str, text: str) -> list[str]:
-    """Split at the commas outside brackets and quotes; repeated values count once."""
+    """Split at the commas outside brackets and quotes; remove quotes around a value. Repeated values count once."""
     parts, depth, quote = [""], 0, ""
     for char in text:
         if char in "\"'":
@@ -95,7 +95,8 @@ def split_values(key: str, text: str) -> list[str]:
     parts = [part.strip() for part in parts]
     if "" in parts:
         raise UsageError(f"{key}: {text!r} has an empty value; separate values by single commas")
-    return list(dict.fromkeys(parts))
+    quoted = lambda part: part[0] in "\"'" and part.find(part[0], 1) == len(part) - 1
+    return list(dict.fromkeys(part[1:-1] if quoted(part) else part for part in parts))
 
 
 def make_trials(options: Mapping[str, Any], fixed: list[str], swept: Mapping[str, list[str]]) -> list[Trial]:

@@ -12,7 +12,7 @@ import pytest
 
 from cli_runs import DIGITS, ended, records
 from jaxdp.cli.slots import make_slots
-from jaxdp.cli.sweep import array_part, make_trials, name_of, split_arguments
+from jaxdp.cli.sweep import array_part, make_trials, name_of, split_arguments, split_values
 from jaxdp.distributed import gpus
 from jaxdp.errors import UsageError
 from jaxdp.report.read import read_run
@@ -35,6 +35,14 @@ def test_a_grid_has_every_combination_once():
     assert made[0].directory.name == "optimizer.lr=1e-3,seed=0,model.args.hidden=8_8"
     assert all(f"--run_dir={trial.directory}" == trial.arguments[-1] for trial in made)
     assert len(name_of({"model.args.hidden": "1" * 300})) < 255
+
+
+def test_quotes_that_protect_a_comma_are_not_part_of_a_value():
+    made = trials("--init_from", "\"a,b\",'c',it's", "--compilation_cache", '"x,y"')
+    assert [(t.config.init_from, t.config.compilation_cache) for t in made] == [
+        ("a,b", "x,y"), ("c", "x,y"), ("it's", "x,y"),
+    ]  # fmt: skip
+    assert split_values("k", '["a","b"],"a" + "b"') == ['["a","b"]', '"a" + "b"']
 
 
 @pytest.mark.slow
