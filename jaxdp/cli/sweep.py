@@ -58,7 +58,7 @@ def run(call: Call) -> None:
 def split_arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], dict[str, list[str]]]:
     """Return (the options of the verb, arguments of all runs, the values of each key with several).
 
-    Raises UsageError for an unknown key or option, and if no key has several values.
+    Raises UsageError for an unknown or repeated key or option, and if no key has several values.
     """
     own, fixed, swept = list[str](), list[str](), dict[str, list[str]]()
     remaining = iter(argv)
@@ -68,6 +68,8 @@ def split_arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], dic
             raise UsageError(f"command line: {arg!r} belongs to no option; values with spaces need quotes")
         if name not in ("config", *OWN):
             check_key(name, "command line")
+        if name in swept or (name != "config" and f"--{name}" in [*own, *fixed]):
+            raise UsageError(f"{name}: given twice; give it once, with commas between several values")
         value = value if equals else next(remaining, "")
         if not value or (not equals and value.startswith("--")):
             raise UsageError(f"{name}: no value given")

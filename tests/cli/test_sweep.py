@@ -68,6 +68,9 @@ def test_a_larger_sample_contains_the_smaller_one():
         (["--seed", "0,1", "2"], "command line: '2' belongs to no option"),
         (["--seed", "0,1", "--jobs", "all"], "--jobs: 'all' is not an integer"),
         (["--seed", "0,1", "--jobs", "0"], "--jobs: 0 is too small; it must be at least 1"),
+        (["--seed", "0,1", "--seed", "7"], "seed: given twice; give it once, with commas between several values"),
+        (["--seed", "7", "--seed=0,1"], "seed: given twice"),
+        (["--seed", "0,1", "--jobs", "1", "--jobs", "2"], "jobs: given twice"),
         (["--loss.target", "a:b,a_b"], "sweep: two runs have the name 'loss.target=a_b'"),
     ],
 )
