@@ -155,7 +155,7 @@ VERBS = {
         (f"jaxdp profile {DIGITS}", f"jaxdp profile {DIGITS} --updates 10 --top 5"),
         {
             "updates": Option(int, 5, "the number of updates to trace", 1),
-            "top": Option(int, 20, "the number of operations to list"),
+            "top": Option(int, 20, "the number of operations to list", 0),
         },
         featured=0,
     ),

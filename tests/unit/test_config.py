@@ -163,6 +163,12 @@ def test_bad_arguments_are_one_clear_line(argv, words):
     assert all(w in text for w in words) and "\n" not in text
 
 
+def test_the_number_of_operations_to_list_is_not_negative():
+    assert load([*DIGITS, "--top", "0"], "profile")[2]["top"] == 0
+    with pytest.raises(UsageError, match=r"^--top: -1 is too small; it must be at least 0"):
+        load([*DIGITS, "--top", "-1"], "profile")
+
+
 def test_no_arguments_at_all_say_what_to_give():
     with pytest.raises(UsageError, match="no file given"):
         load([])
