@@ -42,7 +42,12 @@ def muon(
     With consistent_rms=0.2 both parts share a learning rate that suits AdamW; without it, Muon's is some 30 times
     larger (see adam_learning_rate).
     """
-    rate = learning_rate if callable(learning_rate) else lambda step: learning_rate
     tx = optax.contrib.muon(learning_rate, **{"muon_weight_dimension_numbers": matrices(blocks), **args})
+    return with_decay(tx, learning_rate, weight_decay, mask)
+
+
+def with_decay(tx: Any, learning_rate: Any, weight_decay: float, mask: Any) -> optax.GradientTransformation:
+    """Chain `tx` with decoupled weight decay, scaled by the learning rate: Optax's Adafactor would not scale it."""
+    rate = learning_rate if callable(learning_rate) else lambda step: learning_rate
     decay = optax.add_decayed_weights(lambda step: -weight_decay * rate(step), mask)
     return optax.chain(tx, decay) if weight_decay else tx

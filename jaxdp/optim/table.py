@@ -15,7 +15,7 @@ import optax
 
 from jaxdp import user_errors
 from jaxdp.errors import ReportedError, UsageError
-from jaxdp.optim.muon import muon
+from jaxdp.optim.muon import muon, with_decay
 from jaxdp.optim.schedule import Schedule
 from jaxdp.split import path_string
 
@@ -33,7 +33,7 @@ def _decay_first(tx: Callable) -> Callable:
 
 @functools.wraps(optax.adafactor)
 def _adafactor(learning_rate: Schedule, weight_decay: float = 0.0, mask: Any = None, **args: Any):
-    return optax.adafactor(learning_rate, weight_decay_rate=weight_decay or None, weight_decay_mask=mask, **args)
+    return with_decay(optax.adafactor(learning_rate, weight_decay_rate=None, **args), learning_rate, weight_decay, mask)
 
 
 OPTIMIZERS: dict[str, Callable] = {

@@ -40,6 +40,25 @@ def test_an_optimizer_descends_and_decays_only_kernels(name):
     np.testing.assert_array_equal(params["norm"]["scale"], PARAMS["norm"]["scale"])
 
 
+@pytest.mark.parametrize("name", ["lion", "adafactor", "muon"])
+def test_decoupled_decay_is_that_of_adamw_and_follows_the_learning_rate(name):
+    """With zero gradients only the decay is left; at a learning rate of 0, nothing."""
+    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+
+    def decayed(name):
+        tx = make_optimizer(OPTIMIZERS[name], optax.linear_schedule(0.0, 0.02, 2), 0.1, NO_DECAY)
+        params, state, history = PARAMS, tx.init(PARAMS), []
+        for _ in range(3):
+            updates, state = tx.update(zeros, state, params)
+            params = optax.apply_updates(params, updates)
+            history.append(params)
+        return history
+
+    got, want = decayed(name), decayed("adamw")
+    jax.tree.map(np.testing.assert_array_equal, got[0], PARAMS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_warms_up_peaks_and_ends(name):
     lr = make_schedule(name, 0.5, 100, 10 if name != "one_cycle" else 0)
@@ -119,7 +138,7 @@ def test_learning_rates_go_by_path_the_first_expression_counts():
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adafactor"])  # its decay knows no lr
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_scaled_learning_rate_is_another_learning_rate_decay_included(name):
     plain, half, all_half = (
         make_optimizer(OPTIMIZERS[name], optax.constant_schedule(lr), 0.1, NO_DECAY, lr_scale=scale)
