@@ -26,8 +26,9 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
         raise UsageError(f"--config: no file given; e.g. jaxdp {verb} --config configs/digits.yaml")
     check_arguments(argv, options)
     argv = with_saved_config(argv) if verb == "eval" else argv
-    is_other = lambda two: "--config" not in two and not two[1].startswith("--config=")
-    argv = [arg for _, arg in sorted(zip(["", *argv], argv), key=is_other)]  # the command line overrides the files
+    is_file = lambda pair: "--config" in pair or pair[1].startswith("--config=")
+    ordered = sorted(zip(["", *argv], argv), key=is_file, reverse=True)  # of an argument and the one before it
+    argv = [arg for _, arg in ordered]  # files come first: the command line overrides them
     try:
         others, nested = take_nested(argv)
         space = parser.parse_args(others)

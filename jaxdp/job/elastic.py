@@ -31,8 +31,8 @@ def settings(config: Config | None) -> ElasticOptions | None:
     """Return the argument `elastic` of `jaxdp.init`; None if it is off."""
     if config is None or not config.elastic.enabled:
         return None
-    numbers = {key: value for key, value in flatten(config).items() if decides(key) == "numbers"}
-    text = json.dumps({**numbers, "run_dir": config.run_dir}, sort_keys=True, default=str)
+    alike = {k: v for k, v in flatten(config).items() if decides(k) == "numbers" or k.startswith("eval.")}
+    text = json.dumps({**alike, "run_dir": config.run_dir}, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return ElasticOptions(config.elastic.min_processes, config.elastic.join_timeout, digest)
 
