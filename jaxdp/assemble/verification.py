@@ -16,6 +16,7 @@ from jaxdp.assemble.components import (
     make_strategy,
     make_the_step,
     make_tx,
+    schedule_of,
     set_jax,
     state_maker,
 )
@@ -95,7 +96,9 @@ def make_problem(config: Config, context: Context = ALONE) -> Problem:
     return Problem(
         forward=parts.forward,
         rule=rule,
+        schedule=lambda: schedule_of(config, parts.steps),
         dataset=parts.dataset,
+        eval_sets=parts.eval_sets,
         order=parts.order,
         build=build,
         configuration=own._replace(reduction="exact") if config.parallel.exact else own,

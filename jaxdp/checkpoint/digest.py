@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.split import path_string
@@ -24,10 +25,12 @@ def params_sha256(params: Any) -> str:
     return digest.hexdigest()
 
 
-def host(leaf: jax.Array | np.ndarray) -> np.ndarray:
-    """Return the full array on the host; all processes gather an array that is split over them."""
-    if isinstance(leaf, np.ndarray):
-        return leaf
+def host(leaf: Any) -> np.ndarray:
+    """Return the full array on the host (the data of a PRNG key); all processes gather one that is split over them."""
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
     if leaf.is_fully_replicated:
         return np.asarray(leaf.addressable_data(0))
     if leaf.is_fully_addressable:

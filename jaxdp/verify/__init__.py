@@ -100,7 +100,7 @@ def describe_setting(setup: Setup, devices: Sequence[jax.Device]) -> str:
     return (
         f"{describe(devices)}; {len(trial.batches)} updates of {trial.microbatches * trial.microbatch_size} examples "
         f"in {trial.microbatches} microbatches (a run has {order.batch_size} in {order.microbatches}); float64, no "
-        f"loss scaling, no warm-up; {parameters:,} parameters"
+        f"loss scaling, a constant learning rate; {parameters:,} parameters"
     )
 
 

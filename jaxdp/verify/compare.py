@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.checkpoint.digest import host
 from jaxdp.core.options import UpdateRule
 from jaxdp.distributed.hosts import listed
 from jaxdp.split import path_string
@@ -17,7 +18,9 @@ Tree = Any
 Errors = dict[str, float]  # by path: part/of/the/state
 RATES = (1.0, 0.1, 0.01, 0.001)  # of the peak learning rate
 ZERO = 1e3  # last digits of the whole gradient's norm: a gradient below is zero but for rounding
-MARGIN, COARSEST = 10, 1e-2  # a leaf may differ by MARGIN x what rounding moves it, if that is at most COARSEST
+# A leaf may differ by MARGIN x what rounding moves it, at most by MOST. It is not compared if rounding moves it by more
+# than COARSEST and 5 times the tolerance.
+MARGIN, MOST, COARSEST = 10, 0.5, 1e-2
 
 
 class Worst(NamedTuple):
@@ -26,7 +29,8 @@ class Worst(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """What the oracle trained, with `rule` at `rate` of the peak learning rate, and how far rounding moves each leaf.
+    """What the oracle trained from `start`, with `rule` at `rate` of the peak learning rate, and how far rounding moves
+    each leaf.
 
     Args:
         moved: {leaf: the relative error that rounding causes}.
@@ -37,6 +41,7 @@ class Reference(NamedTuple):
         moving: the trained leaves that have a gradient and change.
     """
 
+    start: Tree
     trained: Trained
     rule: UpdateRule
     rate: float
@@ -56,7 +61,7 @@ class Reference(NamedTuple):
 
     def allowed(self, path: str, tolerance: float) -> float:
         apart = path in self.zero or path in self.uncompared
-        return tolerance if apart else max(tolerance, MARGIN * self.moved.get(path, 0.0))
+        return tolerance if apart else max(tolerance, min(MARGIN * self.moved.get(path, 0.0), MOST))
 
     def notes(self, tolerance: float) -> list[Check]:
         """Return notes on the leaves that are not compared, or not as closely as the others."""
@@ -65,14 +70,14 @@ class Reference(NamedTuple):
         notes = {
             "not compared, because rounding alone moves them too far": self.uncompared,
             "compared without the elements whose gradient is zero but for rounding": in_part,
-            f"compared with a margin of {MARGIN} times what rounding moves them": near,
+            f"compared with a margin of {MARGIN} times what rounding moves them, at most {MOST}": near,
         }
         return [Check("rounding", NOTE, f"{text}: {list_leaves(errors)}") for text, errors in notes.items() if errors]
 
     def errors(self, state: Any, curve: dict[str, np.ndarray], tolerance: float) -> Errors:
         """Return the error of each leaf that is compared, scaled so that `tolerance` is what is allowed."""
         curve = {name: values for name, values in curve.items() if name in self.trained.curve}
-        got, want = flatten(state, curve), flatten(self.trained, self.trained.curve)
+        got, want = flatten(state, curve, self.start), flatten(self.trained, self.trained.curve, self.start)
         errors = Errors()
         for path in {**want, **got}:
             if path not in self.uncompared:
@@ -90,7 +95,7 @@ def find_reference(
     epsilon: float,
     tolerance: float,
 ) -> Reference:
-    """Train twice, the second time with parameters changed in their last digit: what differs is rounding.
+    """Train three times, twice with parameters changed in their last digit: what differs is rounding.
 
     Lower the learning rate where training amplifies rounding, update by update, beyond what is compared.
 
@@ -99,26 +104,32 @@ def find_reference(
         epsilon: the last digit, relative.
     """
     rng = np.random.default_rng(0)
-    perturbed = jax.tree.map(lambda x: x * (1 + epsilon * rng.choice([-1.0, 1.0], x.shape)), params)
+    perturb = lambda x: x * (1 + epsilon * rng.choice([-1.0, 1.0], x.shape))
+    starts = [params, *(jax.tree.map(perturb, params) for _ in range(2))]
+
+    def moves(flat: list[dict[str, np.ndarray]]) -> Errors:
+        return {path: max(difference(x.get(path), value) for x in flat[1:]) for path, value in flat[0].items()}
+
     for rate in RATES:
         rule = make_rule(rate)
-        trained, moved = train(params, rule), train(perturbed, rule)
-        one, other = flatten(trained, trained.curve), flatten(moved, moved.curve)
-        rounding = {path: difference(other.get(path), value) for path, value in one.items()}
-        if np.median(list(rounding.values())) <= max(tolerance / 100, 8 * epsilon):
+        runs = [train(start, rule) for start in starts]
+        if np.median([*moves([flatten(run, run.curve) for run in runs]).values()]) <= max(tolerance / 100, 8 * epsilon):
             break
-    limit = max(COARSEST, tolerance / 10)
+    trained, flat = runs[0], [flatten(run, run.curve, start) for run, start in zip(runs, starts)]
+    one, rounding = flat[0], moves(flat)
+    limit = max(COARSEST, 5 * tolerance)
     too_far = {path: e for path, e in rounding.items() if e > limit}
     zero = {}
     for path, elements in zero_gradients(trained.grads, epsilon).items():
-        if path in too_far and difference(np.where(elements, one[path], other[path]), one[path]) <= limit:
+        rest = [difference(np.where(elements, one[path], x[path]), one[path]) for x in flat[1:]]
+        if path in too_far and max(rest) <= limit:
             zero[path] = elements
     # Other leaves, such as the optimizer's, move with parameters whose gradient is zero.
     unexplained = {p: e for p, e in too_far.items() if p not in zero and (not zero or p.startswith("params/"))}
     uncompared = {p: e for p, e in too_far.items() if p not in zero or zero[p].all()}
-    start, grads = leaves({"params": params}), [leaves({"params": tree}) for tree in trained.grads]
-    changes = lambda path: any(np.any(x[path]) for x in grads) and not np.array_equal(start[path], one[path])
-    return Reference(trained, rule, rate, rounding, uncompared, zero, unexplained, {*filter(changes, grads[0])})
+    grads = [leaves({"params": tree}) for tree in trained.grads]
+    changes = lambda path: any(np.any(x[path]) for x in grads) and np.any(one[path])
+    return Reference(params, trained, rule, rate, rounding, uncompared, zero, unexplained, {*filter(changes, grads[0])})
 
 
 def zero_gradients(grads: list[Tree], epsilon: float) -> dict[str, np.ndarray]:
@@ -134,13 +145,21 @@ def zero_gradients(grads: list[Tree], epsilon: float) -> dict[str, np.ndarray]:
 
 
 def leaves(tree: Tree) -> dict[str, np.ndarray]:
-    return {path_string(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    return {path_string(path): host(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def flatten(trained: Any, curve: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return what is compared of a state (the oracle's, or a strategy's) and its curve, by path."""
+def flatten(trained: Any, curve: dict[str, np.ndarray], start: Tree = None) -> dict[str, np.ndarray]:
+    """Return what is compared of a state (the oracle's, or a strategy's) and its curve, by path.
+
+    start: the first parameters; of parameters and their average, what changed since is compared: an update may be small
+    beside them.
+    """
     names = ("params", "model_state", "opt_state", "ema", "carry")
-    return leaves({**{name: getattr(trained, name) for name in names}, "curve": curve})
+    trees = {name: getattr(trained, name) for name in names}
+    if start is not None:
+        change = lambda tree: jax.tree.map(lambda x, before: np.asarray(x) - np.asarray(before), tree, start)
+        trees |= {name: change(trees[name]) for name in ("params", "ema") if trees[name] is not None}
+    return leaves({**trees, "curve": curve})
 
 
 def leaf_errors(got: Tree, want: Tree) -> Errors:

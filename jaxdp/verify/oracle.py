@@ -46,7 +46,7 @@ class Trained(NamedTuple):
 
 
 class Oracle(NamedTuple):
-    """forward(params, state, batch, key) -> (outputs, what the loss gets, new state), of one microbatch.
+    """forward(params, state, batch, key, train) -> (outputs, what the loss gets, new state), of one microbatch.
 
     value(trainable, frozen, states, batches, keys) -> ((loss, (weight, metrics, new states)), gradients): one loss over
     all microbatches of the lists. loss(outputs, batch) -> (loss, weight, metrics).
@@ -76,19 +76,19 @@ def make_setup(problem: Problem, trial: Trial) -> Setup:
 def make_oracle(problem: Problem) -> Oracle:
     apply = functools.partial(apply_loss, problem.forward.loss)
 
-    def forward(params: Tree, state: Tree, batch: Batch, key: jax.Array) -> tuple[Any, Batch, Tree]:
+    def forward(params: Tree, state: Tree, batch: Batch, key: jax.Array, train: bool) -> tuple[Any, Batch, Tree]:
         key, augment_key = jax.random.split(key)
-        mask = batch["mask"]
-        if problem.forward.transform is not None:
-            batch = problem.forward.transform(batch, augment_key, True)
+        mask, transform = batch["mask"], problem.forward.transform if train else problem.forward.eval_transform
+        if transform is not None:
+            batch = transform(batch, augment_key, train)
         inputs = {**cast_floats(batch, jnp.float64), "mask": mask != 0}
-        outputs, state = problem.forward.model.apply(params, state, inputs, key, True)
+        outputs, state = problem.forward.model.apply(params, state, inputs, key, train)
         return cast_floats(outputs, jnp.float64), {**batch, "mask": mask.astype(jnp.float64)}, state
 
     def value(trainable: Tree, frozen: Tree, states: list[Tree], batches: list[Batch], keys: list[jax.Array]) -> Any:
         def loss(trainable: Tree) -> Any:
             params = merge(trainable, frozen)
-            results = [forward(params, *microbatch) for microbatch in zip(states, batches, keys, strict=True)]
+            results = [forward(params, *microbatch, True) for microbatch in zip(states, batches, keys, strict=True)]
             outputs, targets, new = zip(*results, strict=True)
             join = lambda trees: trees[0] if len(trees) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
             check_result(result := apply(join(outputs), join(targets)))
@@ -97,7 +97,7 @@ def make_oracle(problem: Problem) -> Oracle:
 
         return jax.value_and_grad(loss, has_aux=True)(trainable)
 
-    return Oracle(jax.jit(forward), jax.jit(value), jax.jit(apply))
+    return Oracle(jax.jit(forward, static_argnums=4), jax.jit(value), jax.jit(apply))
 
 
 @functools.lru_cache(maxsize=4)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +41,8 @@ class Problem:
 
     Args:
         rule: factor -> how to update at that factor of the peak learning rate, from the first update on.
+        schedule: () -> the run's learning rate, step -> value.
+        eval_sets: the evaluation sets by name.
         order: in which the run reads its data.
         configuration: the configuration of the run itself.
         build: (problem, trial, rule, configuration, devices, MB of a bucket) -> a run's strategy and step.
@@ -48,7 +50,9 @@ class Problem:
 
     forward: Forward
     rule: Callable[[float], UpdateRule]
+    schedule: Callable[[], Callable[[int], Any]]
     dataset: Dataset
+    eval_sets: Mapping[str, Dataset]
     order: ExampleOrder
     configuration: Configuration
     build: Callable[..., tuple[Strategy, Step]]

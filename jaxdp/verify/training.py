@@ -56,8 +56,14 @@ def train(
     drawn = worst(leaf_errors(arrays, first.replace(opt_state=None)))
     if not drawn.error <= DRAWN:
         raise RuntimeError(f"the initial {drawn.leaf} differs by {drawn.error:.1e}: init is not a function of its key")
-    put = lambda x, like: jax.make_array_from_callback(x.shape, like.sharding, lambda part: np.array(x[part]))
-    state = jax.tree.map(put, first, strategy.abstract().replace(exponents=None))
+
+    def put(x: np.ndarray, like: jax.Array) -> jax.Array:
+        if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+            return like
+        return jax.make_array_from_callback(x.shape, like.sharding, lambda part: np.array(x[part]))
+
+    state = jax.tree.map(put, first, initial.replace(exponents=None))
+    del initial
     read = lambda i: strategy.shard_batch(read_batch(problem.dataset, trial.order, i, strategy.local_microbatches))
     state = strategy.adopt(state.replace(exponents=exponents))
     final, curve = run_updates(strategy, step, state, map(read, range(len(trial.batches))))
@@ -84,4 +90,4 @@ def oracle_state(trial: Trial, start: Start, rule: UpdateRule) -> TrainState:
     carry = jax.tree.map(lambda x: np.stack([x] * trial.microbatches), carry)
     opt_state, ema = rule.tx.init(partition(params, rule.frozen)[0]), None if rule.ema_decay is None else params
     state: Any = TrainState(jnp.zeros((), jnp.int32), params, model_state, opt_state, ema=ema, carry=carry)
-    return jax.tree.map(np.asarray, state)
+    return jax.tree.map(host, state)

@@ -279,7 +279,7 @@ batch_size: 24
 optimizer: {target: adam, lr: 1.0e-2}
 verify: {strategies: 1}
 """
-QUICK = ("model imported_count", "rate by devices", "data by neighbors", "linen")
+QUICK = ("model imported_count", "rate by devices", "data by neighbors", "evaluation by devices", "linen")
 
 
 def cases(table):
@@ -299,6 +299,13 @@ def test_what_depends_on_devices_time_or_chance_is_found(tmp_path, case):
     report = verified(tmp_path, argv)
     assert not report.verified and re.search(cause, report.causes[0]), report.causes
     assert not any(check.name == "padding" for check in report.checks)  # noise is not blamed on a mask
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_counts_padding_is_found(tmp_path):
+    argv = [*verify_cases.named("model", "evaluated", plant="padding"), *verify_cases.EVALUATED]
+    report = verified(tmp_path, [*argv, "--batch_size", "20"])
+    assert len(report.causes) == 1 and "padded examples: with other examples there, in evaluation" in report.causes[0]
 
 
 @pytest.mark.slow
@@ -444,7 +451,9 @@ def test_what_only_fails_in_some_strategies_is_told_by_what_they_have_in_common(
 def problem(model, dataset=None, **more):
     base = {
         "rule": lambda rate: UpdateRule(optax.adamw(0.01 * rate, weight_decay=0.1)),
+        "schedule": lambda: lambda step: 0.01,
         "dataset": (data := dataset or Arrays(**toys.data())),
+        "eval_sets": {},
         "order": EpochOrder(len(data), 32, 8, 0),
         "configuration": Configuration(0, next(iter(STAGES))),
         "build": None,
@@ -512,7 +521,7 @@ def test_training_that_amplifies_rounding_is_slowed_down():
     """One update takes a difference 1e6 x rate times as far."""
 
     def trained(params, rate):
-        value = {"a": 1.0 + (params["a"] - 1.0) * 1e6 * rate}
+        value = {"a": 2.0 + (params["a"] - 1.0) * 1e6 * rate}
         return Trained(value, {}, {}, None, None, {"loss": np.ones(1)}, [value])
 
     found = find_reference(trained, lambda rate: rate, {"a": np.ones(3)}, 1e-15, 1e-10)
@@ -544,6 +553,20 @@ def test_what_is_not_judged_is_not_verified_unless_its_gradient_is_zero(gradient
         assert found.errors(other, {"loss": np.ones(1)}, 1e-10)["params/b"] > 0.1
     else:
         assert found.compared == (1, 2)
+
+
+def test_parameters_are_compared_by_what_they_move():
+    """An update of twice the size is found where it is small beside the parameters, and the model is not precise."""
+
+    def trained(params, rate, times=1.0):
+        noise = 1 + 0.01 * np.sin(1e4 * params["a"])
+        return Trained({"a": params["a"] - 1e-3 * times * noise}, {}, {}, None, None, {"loss": np.ones(1)}, [params])
+
+    params = {"a": np.linspace(1.0, 2.0, 50)}
+    found = find_reference(trained, lambda rate: rate, params, 2**-7, 0.05)
+    assert found.compared == (1, 1)
+    assert found.errors(found.trained, {"loss": np.ones(1)}, 0.05)["params/a"] == 0
+    assert found.errors(trained(params, 1, 2.0), {"loss": np.ones(1)}, 0.05)["params/a"] > 0.05
 
 
 def test_errors_are_relative_in_the_norm_of_a_leaf():

@@ -16,6 +16,7 @@ from flax import linen as nn
 from flax import nnx
 from jax import device_count
 
+import jaxdp
 import toys
 from jaxdp.data.base import Arrays
 from jaxdp.models.base import Model
@@ -129,6 +130,17 @@ def scaled_init():
     return Model(make, pair().apply)
 
 
+def evaluated(plant):
+    """A model whose evaluation alone depends on the number of devices, or looks at padding."""
+    planted = {"devices": lambda x: x * jax.device_count(), "padding": lambda x: x + x.mean(0)}[plant]
+
+    def apply(params, state, batch, key, train):
+        outputs, state = pair().apply(params, state, batch, key, train)
+        return outputs if train else planted(outputs), state
+
+    return Model(init, apply)
+
+
 def ranked():
     """Initial values that depend on the rank."""
     make = lambda key, batch: (jax.tree.map(lambda x: x + RANK, init(key, batch)[0]), {})
@@ -152,6 +164,8 @@ class Linen(nn.Module):
             self.param("unused", nn.initializers.ones, (3,))
         if self.kind == "narrow":
             x = nn.Dense(WIDTH, dtype=jnp.float32)(x)
+        if self.kind == "bfloat16":
+            x = nn.Dense(WIDTH, dtype=jnp.bfloat16, use_bias=False)(x)
         if self.kind == "tied":
             shared = nn.Dense(WIDTH, name="shared")
             x = shared(nn.tanh(shared(x)))
@@ -310,6 +324,18 @@ def rate_by_devices(learning_rate):
     return optax.sgd(lambda step: learning_rate(step) * jax.device_count())
 
 
+def rate_by_processes(learning_rate):
+    return optax.sgd(lambda step: learning_rate(step) * jaxdp.current().size)
+
+
+def schedule_by_devices(lr, steps):
+    return lambda step: lr * jax.device_count() * (1 - step / steps)
+
+
+def noisy(learning_rate):
+    return optax.chain(optax.add_noise(0.01, 0.5, jax.random.key(3)), optax.sgd(learning_rate))
+
+
 def rate_by_rank(learning_rate):
     return optax.scale_by_learning_rate(
         lambda step: (
@@ -333,12 +359,25 @@ def named(section, name, **args):
 
 BUILT_IN = ("muon", "lion", "lamb")
 INNOCENT_PAIR = named("model", "pair", plant="plain")
+EVALUATED = named("eval.data", "Data")
 FAULTS = {
     **{f"model {k}": (named("model", "pair", plant=k), AGAIN) for k in IN_MODEL},
     "initial values": (named("model", "scaled_init"), AGAIN),
     "loss by devices": (named("loss", "loss_by_devices"), AGAIN),
     "metric by rank": (named("loss", "metric_by_rank"), f"{AGAIN} curve/rank"),
     "rate by devices": (named("optimizer", "rate_by_devices"), AGAIN),
+    "rate by devices, in bfloat16": (
+        [*named("model", "Linen", kind="bfloat16"), *named("optimizer", "rate_by_devices"), "--optimizer.lr", "1e-4"],
+        AGAIN,
+    ),
+    "rate by processes": (named("optimizer", "rate_by_processes"), AGAIN),
+    "rate by variable": (named("optimizer", "rate_by_rank"), AGAIN),
+    "schedule by devices": (named("optimizer.schedule", "schedule_by_devices"), f"{AGAIN} learning rate"),
+    "evaluation by devices": ([*named("model", "evaluated", plant="devices"), *EVALUATED], f"{AGAIN} evaluation/loss"),
+    "evaluation data by reads": (
+        named("eval.data", "Data", plant="reads"),
+        "the evaluation data is not a function of the index: 'inputs'",
+    ),
     "data by reads": (named("data", "Data", plant="reads"), "not a function of the index: 'inputs'"),
     "data by devices": (named("data", "Data", plant="devices"), "not a function of the index: 'inputs'"),
     "data by neighbors": (named("data", "Centered"), "not a function of the index: 'inputs'"),
@@ -362,6 +401,9 @@ GOOD = {
     "integers": [*named("model", "embedded"), *named("data", "Data", integers="true")],
     "frozen part": [*INNOCENT_PAIR, "--optimizer.frozen", "[hidden]"],
     "schedule": [*INNOCENT_PAIR, "--optimizer.schedule", "cosine", "--optimizer.warmup_steps", "2"],
+    "bfloat16 inside": named("model", "Linen", kind="bfloat16"),
+    "random key of an optimizer": named("optimizer", "noisy"),
+    "evaluated": [*INNOCENT_PAIR, *EVALUATED],
     "average": [*INNOCENT_PAIR, "--optimizer.ema", "0.9"],
     "clipped": [*INNOCENT_PAIR, "--optimizer.clip_norm", "0.1"],
     "muon": named("optimizer", "muon"),
