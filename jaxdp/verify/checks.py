@@ -32,9 +32,12 @@ SPLITS = 3  # random ones, of the examples that the loss is checked on
 ROWS = 8  # of these examples
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}  # by the dtype of the computation
 DRAWS = {"random_bits", "threefry2x32", "rng_uniform", "rng_bit_generator"}
-VARIABLES = (  # of launchers: the rank and the number of processes
-    *("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"),
-    *("SLURM_PROCID", "SLURM_NTASKS", "JAXDP_PROCESS_ID", "JAXDP_NUM_PROCESSES"),
+VARIABLES = (  # of launchers: the rank, and the number of processes
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("JAXDP_PROCESS_ID", "JAXDP_NUM_PROCESSES"),
 )
 COUNTS = ("device_count", "local_device_count", "devices", "local_devices", "process_index", "process_count")
 
@@ -101,12 +104,13 @@ def other_counts() -> Iterator[None]:
         other = lambda value: 2 * value if isinstance(value, list) else value + 3
         return lambda *args, **kwargs: other(real(*args, **kwargs))
 
-    here = current()
+    here, value = current(), lambda name, least: int(text) if (text := os.getenv(name, "")).isdigit() else least
+    variables = {name: str(value(name, least) + 3) for pair in VARIABLES for least, name in enumerate(pair)}
     elsewhere = dataclasses.replace(here, rank=here.rank + 3, size=here.size + 3)
     others = {id(real): told(real) for real in (*(getattr(jax, name) for name in COUNTS), time.time)}
     others[id(current)] = lambda: elsewhere
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, {k: str(int(os.getenv(k, 0)) + 3) for k in VARIABLES}))
+        stack.enter_context(mock.patch.dict(os.environ, variables))
         for module in [m for name, m in sys.modules.items() if not name.startswith(("jax.", "jaxlib"))]:
             replaced = {k: others[id(x)] for k, x in getattr(module, "__dict__", {}).items() if id(x) in others}
             if replaced:

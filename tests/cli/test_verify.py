@@ -106,7 +106,8 @@ class Net(nn.Module):
             x = nn.Dense(16, dtype=jnp.float32)(x)
         if self.fault == "integer":
             seen = self.variable("stats", "seen", lambda: jnp.zeros((), jnp.int32))
-            seen.value = seen.value + jnp.sum(x > 1).astype(jnp.int32)
+            if train:
+                seen.value = seen.value + jnp.sum(x > 1).astype(jnp.int32)
         return nn.Dense(10)(x)
 '''
 FAULTS = {

@@ -372,7 +372,10 @@ FAULTS = {
     ),
     "rate by processes": (named("optimizer", "rate_by_processes"), AGAIN),
     "rate by variable": (named("optimizer", "rate_by_rank"), AGAIN),
-    "schedule by devices": (named("optimizer.schedule", "schedule_by_devices"), f"{AGAIN} learning rate"),
+    "schedule by devices": (
+        ["--optimizer.schedule", "{target: verify_cases.schedule_by_devices}"],
+        f"{AGAIN} learning rate",
+    ),
     "evaluation by devices": ([*named("model", "evaluated", plant="devices"), *EVALUATED], f"{AGAIN} evaluation/loss"),
     "evaluation data by reads": (
         named("eval.data", "Data", plant="reads"),
