@@ -404,7 +404,7 @@ GOOD = {
     "integers": [*named("model", "embedded"), *named("data", "Data", integers="true")],
     "frozen part": [*INNOCENT_PAIR, "--optimizer.frozen", "[hidden]"],
     "schedule": [*INNOCENT_PAIR, "--optimizer.schedule", "cosine", "--optimizer.warmup_steps", "2"],
-    "bfloat16 inside": named("model", "Linen", kind="bfloat16"),
+    "bfloat16 inside": [*named("model", "Linen", kind="bfloat16"), "--optimizer.target", "sgd"],
     "random key of an optimizer": named("optimizer", "noisy"),
     "evaluated": [*INNOCENT_PAIR, *EVALUATED],
     "average": [*INNOCENT_PAIR, "--optimizer.ema", "0.9"],
