@@ -11,6 +11,7 @@ A callback with `state_dict()` (JSON) and `load_state_dict(state)` resumes with 
 """
 
 import inspect
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -78,7 +79,8 @@ class Callbacks:
 
     def state(self) -> dict[str, Any]:
         """Return {'callbacks': [`state_dict()` of each, or None]}, which is saved with checkpoints."""
-        states = [c.state_dict() if hasattr(c, "state_dict") else None for c in self.callbacks]
+        copy = lambda state: json.loads(json.dumps(state))  # the save thread reads it while the next updates run
+        states = [copy(c.state_dict()) if hasattr(c, "state_dict") else None for c in self.callbacks]
         return {"callbacks": states} if states else {}
 
     def load(self, states: Sequence[Any]) -> None:

@@ -138,6 +138,33 @@ def test_a_resumed_run_stops_where_an_unbroken_one_does(tmp_path):
     assert done.final["step"] == 8 and stopping[1].best_step == 2
 
 
+class Counting:
+    """Returns its own state, which changes in place."""
+
+    def __init__(self, **state):
+        self.seen = state
+
+    def on_update(self, step, metrics):
+        self.seen["updates"] = step
+
+    def state_dict(self):
+        return self.seen
+
+    def load_state_dict(self, state):
+        self.seen = dict(state)
+
+
+def test_a_checkpoint_has_the_state_of_its_own_update():
+    """It is written while later updates run."""
+    callback = Counting(updates=0)
+    callbacks = Callbacks([callback])
+    state = callbacks.state()
+    callbacks.on_update([1], {})
+    assert callback.seen == {"updates": 1}
+    callbacks.load(state["callbacks"])
+    assert callback.seen == {"updates": 0}
+
+
 def test_early_stopping_follows_the_better_direction():
     smaller, larger = EarlyStopping("loss", 1), EarlyStopping("accuracy", 1)
     smaller.on_eval(1, {"loss": 2.0})
