@@ -78,9 +78,18 @@ class Callbacks:
         return next((reason for reason in reasons if reason), None)
 
     def state(self) -> dict[str, Any]:
-        """Return {'callbacks': [`state_dict()` of each, or None]}, which is saved with checkpoints."""
-        copy = lambda state: json.loads(json.dumps(state))  # the save thread reads it while the next updates run
-        states = [copy(c.state_dict()) if hasattr(c, "state_dict") else None for c in self.callbacks]
+        """Return {'callbacks': [a copy of `state_dict()` of each, or None]}, which is saved with checkpoints.
+
+        Raises UsageError, with the name of the callback, if a state cannot be stored as JSON.
+        """
+        states = []
+        for c in self.callbacks:
+            try:  # a copy, since the save thread reads it while the next updates run
+                states.append(json.loads(json.dumps(c.state_dict())) if hasattr(c, "state_dict") else None)
+            except Exception as error:
+                name = f"{type(c).__module__}.{type(c).__qualname__}.state_dict"
+                fix = "return numbers, texts, lists and dicts"
+                raise UsageError(f"{KEY}: {name} failed: {type(error).__name__}: {one_line(error)}; {fix}") from error
         return {"callbacks": states} if states else {}
 
     def load(self, states: Sequence[Any]) -> None:

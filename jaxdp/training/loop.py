@@ -43,6 +43,7 @@ def fit(run: Run) -> tuple[Record, TrainState]:
     progress = Progress(origin.start, state, evaluated=origin.start if origin.evaluated else -1)
     lookback = Lookback(EXAMINED if run.data.train.check else 0)
     run.hooks.callbacks.call("on_start", run)
+    run.hooks.callbacks.state()  # raises UsageError for a state that no checkpoint could store
     try:
         while True:
             try:
@@ -98,6 +99,7 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
             meter.update(updates, progress.metrics)
             run.hooks.callbacks.on_update(updates, progress.metrics)
             if first:  # while the device is busy
+                run.hooks.callbacks.state()
                 log.events.note("first_update", step)
                 if log.layout is not None:
                     memory.record(log.directory, log.layout, run.strategy, program, progress.state, batch, len(updates))

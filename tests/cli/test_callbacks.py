@@ -165,6 +165,23 @@ def test_a_checkpoint_has_the_state_of_its_own_update():
     assert callback.seen == {"updates": 0}
 
 
+@pytest.mark.parametrize("state", [{"seen": {1, 2}}, {"best": np.float32(1)}], ids=["set", "scalar"])
+def test_a_state_that_is_not_json_is_refused_before_the_first_update(state):
+    with pytest.raises(
+        UsageError, match=r"callbacks: .*Counting\.state_dict failed: TypeError: .*; return numbers, te"
+    ):
+        fit(Failing(1), Counting(**state))
+
+
+def test_a_state_that_an_update_has_made_no_json_is_named_after_it():
+    class Growing(Counting):
+        def on_update(self, step, metrics):
+            self.seen["loss"] = metrics["loss"]
+
+    with pytest.raises(UsageError, match=r"Growing\.state_dict failed: .* is not JSON serializable; return numbers"):
+        fit(Growing(), Failing(2))
+
+
 def test_early_stopping_follows_the_better_direction():
     smaller, larger = EarlyStopping("loss", 1), EarlyStopping("accuracy", 1)
     smaller.on_eval(1, {"loss": 2.0})
