@@ -104,7 +104,7 @@ def train_here(
             checkpoints = run.checkpoints
             run = make_run(config, directory, context, objects, offset, prepared)
             run = run.replace(checkpoints=checkpoints)
-        callbacks.load(saved.get("callbacks", []))
+        callbacks.load(saved)
         run = run.replace(
             start=start,
             evaluated=saved.get("evaluated", False),

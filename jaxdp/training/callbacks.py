@@ -20,6 +20,7 @@ import jax
 
 from jaxdp.distributed.context import SLOW, Context
 from jaxdp.errors import RunFailed, UsageError, check_sizes, one_line, suggest
+from jaxdp.metrics import safe_print
 from jaxdp.metrics.numbers import smaller_is_better
 from jaxdp.targets import bind, call, locate, require, targets_in
 
@@ -39,10 +40,14 @@ class StopTraining(Exception):
 
 
 class Callbacks:
-    """A list of callbacks. An error raised in one becomes RunFailed and names the callback."""
+    """A list of callbacks. An error raised in one becomes RunFailed and names the callback.
 
-    def __init__(self, callbacks: Sequence[Any] = (), context: Context | None = None):
+    entries: [target, args] of each, to find its state in a checkpoint.
+    """
+
+    def __init__(self, callbacks: Sequence[Any] = (), context: Context | None = None, entries: Sequence[Any] = ()):
         self.callbacks, self.context = callbacks, context or Context()
+        self.entries = json.loads(json.dumps(entries or [[type(c).__qualname__, {}] for c in callbacks], default=str))
         self.follows_updates = any(hasattr(callback, "on_update") for callback in callbacks)
 
     def call(self, point: str, *args: Any) -> None:
@@ -78,27 +83,33 @@ class Callbacks:
         return next((reason for reason in reasons if reason), None)
 
     def state(self) -> dict[str, Any]:
-        """Return {'callbacks': [a copy of `state_dict()` of each, or None]}, which is saved with checkpoints.
+        """Return {'callback_states': [[entry, a copy of `state_dict()`], ...]}, which is saved with checkpoints.
 
         Raises UsageError, with the name of the callback, if a state cannot be stored as JSON.
         """
         states = []
-        for c in self.callbacks:
+        for entry, c in zip(self.entries, self.callbacks):
             try:  # a copy, since the save thread reads it while the next updates run
-                states.append(json.loads(json.dumps(c.state_dict())) if hasattr(c, "state_dict") else None)
+                states += [[entry, json.loads(json.dumps(c.state_dict()))]] if hasattr(c, "state_dict") else []
             except Exception as error:
                 name = f"{type(c).__module__}.{type(c).__qualname__}.state_dict"
                 fix = "return numbers, texts, lists and dicts"
                 raise UsageError(f"{KEY}: {name} failed: {type(error).__name__}: {one_line(error)}; {fix}") from error
-        return {"callbacks": states} if states else {}
+        return {"callback_states": states} if states else {}
 
-    def load(self, states: Sequence[Any]) -> None:
-        """Restore callbacks from `state`; do nothing if the number of callbacks has changed."""
-        if len(states) != len(self.callbacks):
-            return
-        for callback, state in zip(self.callbacks, states):
-            if state is not None and hasattr(callback, "load_state_dict"):
-                callback.load_state_dict(state)
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Restore each callback from the state of an equal entry in the metadata of a checkpoint; print what is not."""
+        states, unnamed = [*saved.get("callback_states", [])], saved.get("callbacks", [])
+        if len(unnamed) == len(self.callbacks):  # of an older version, which has no entries
+            states += [[entry, state] for entry, state in zip(self.entries, unnamed) if state is not None]
+        for entry, callback in zip(self.entries, self.callbacks):
+            pair = next((pair for pair in states if pair[0] == entry), None)
+            if pair is not None and hasattr(callback, "load_state_dict"):
+                callback.load_state_dict(pair[1])
+                states.remove(pair)
+        for (target, args), _ in states if self.context.is_root else ():
+            why = "no callback of this name and these args loads it"
+            safe_print.say(f"{KEY}: the state of {target} {args} is not restored: {why}")
 
 
 class EarlyStopping:
@@ -118,6 +129,7 @@ class EarlyStopping:
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
         self.sign = -1.0 if smaller_is_better(metric, mode) else 1.0
         self.best, self.best_step, self.waited = -sys.float_info.max, 0, 0  # finite, to be JSON
+        self.measure = {"metric": metric, "mode": "min" if self.sign < 0 else "max"}  # of `best`
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.metric not in metrics:
@@ -149,7 +161,7 @@ def make_callbacks(entries: Sequence[Any], scripted: Mapping[str, Any], context:
     Raises:
         UsageError: an unknown name, a wrong argument, or an object that `check_methods` refuses.
     """
-    callbacks = []
+    callbacks, named = [], []
     for target, args in targets_in(KEY, entries, "callback", "EarlyStopping"):
         callback = locate(KEY, target, {**CALLBACKS, **scripted})
         if isinstance(callback, type) or (callable(callback) and target not in scripted):
@@ -160,7 +172,9 @@ def make_callbacks(entries: Sequence[Any], scripted: Mapping[str, Any], context:
             raise UsageError(f"{KEY}: {target!r} is an object and takes no args; leave them out")
         check_methods(target, callback)
         callbacks.append(callback)
-    return Callbacks(callbacks, context)
+        name = type(callback).__qualname__ if target in scripted else target
+        named.append([name, callback.measure if isinstance(callback, EarlyStopping) else args])
+    return Callbacks(callbacks, context, named)
 
 
 def check_methods(name: str, callback: Any) -> None:

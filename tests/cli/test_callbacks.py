@@ -11,8 +11,9 @@ import pytest
 
 import jaxdp
 import toys
+from jaxdp.distributed.context import Context
 from jaxdp.errors import RunFailed, UsageError
-from jaxdp.training.callbacks import Callbacks, EarlyStopping, StopTraining
+from jaxdp.training.callbacks import Callbacks, EarlyStopping, StopTraining, make_callbacks
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = {
@@ -161,8 +162,52 @@ def test_a_checkpoint_has_the_state_of_its_own_update():
     state = callbacks.state()
     callbacks.on_update([1], {})
     assert callback.seen == {"updates": 1}
-    callbacks.load(state["callbacks"])
+    callbacks.load(state)
     assert callback.seen == {"updates": 0}
+
+
+def made(*entries):
+    """Build callbacks from entries of a config or objects of a script."""
+    named = [entry if isinstance(entry, dict) else f"{type(entry).__name__} {i}" for i, entry in enumerate(entries)]
+    return make_callbacks(named, {name: x for name, x in zip(named, entries) if name is not x}, Context())
+
+
+STOPPING = {"target": "EarlyStopping", "args": {"metric": "accuracy"}}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "restored", "lost"),
+    [
+        ([STOPPING], [{**STOPPING, "args": {"metric": "loss"}}], [], "EarlyStopping {'metric': 'accuracy'"),
+        ([EarlyStopping("loss")], [EarlyStopping("error")], [], "EarlyStopping {'metric': 'loss'"),
+        ([Counting(x=1)], [EarlyStopping()], [], "Counting {}"),
+        ([EarlyStopping("loss"), Counting(x=1), Failing(1)], [Counting()], [0], "EarlyStopping {'metric': 'loss'"),
+        ([STOPPING, Counting(x=1)], [Counting(), STOPPING], [0, 1], ""),
+        ([EarlyStopping("loss", patience=2)], [EarlyStopping("loss", patience=5)], [0], ""),
+        ([Counting(x=1), Counting(x=2)], [Counting(), Counting()], [0, 1], ""),
+    ],
+)
+def test_a_state_is_restored_to_the_same_callback_only(before, after, restored, lost, capsys):
+    before, after = made(*before), made(*after)
+    for callback in before.callbacks:
+        if isinstance(callback, EarlyStopping):
+            callback.waited = 1
+    after.load(json.loads(json.dumps(before.state())))
+    states = [getattr(x, "seen", None) or getattr(x, "waited", 0) for x in after.callbacks]
+    assert [i for i, state in enumerate(states) if state] == restored
+    assert states[:2] != [{"x": 2}, {"x": 1}]
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == bool(lost) and lost in printed
+    assert not lost or "is not restored: no callback of this name and these args loads it" in printed
+
+
+def test_states_of_an_older_version_are_restored_by_their_position():
+    new, state = [Failing(1), EarlyStopping("accuracy")], {"best": 0.5, "best_step": 2, "waited": 1}
+    made(*new).load({"callbacks": [None, state]})
+    assert new[1].state_dict() == state
+    fewer = EarlyStopping("accuracy")
+    made(fewer).load({"callbacks": [None, state]})
+    assert fewer.waited == 0
 
 
 @pytest.mark.parametrize("state", [{"seen": {1, 2}}, {"best": np.float32(1)}], ids=["set", "scalar"])
@@ -223,9 +268,6 @@ class TooFew:
     ],
 )
 def test_a_wrong_callback_is_one_line(entry, words):
-    from jaxdp.distributed.context import Context
-    from jaxdp.training.callbacks import make_callbacks
-
     scripted = {} if isinstance(entry, (str, dict)) else {"an object": entry}
     with pytest.raises(UsageError, match=words) as error:
         make_callbacks([entry] if not scripted else ["an object"], scripted, Context())
@@ -255,7 +297,6 @@ def test_a_script_s_callbacks_are_not_needed_to_evaluate_its_run(tmp_path):
     (tmp_path / "config.yaml").write_text(config + "data: {target: Digits}\n")
     from jaxdp.assemble.run import make_run
     from jaxdp.cli import load
-    from jaxdp.distributed.context import Context
 
     run = make_run(load(["--config", str(tmp_path / "config.yaml")])[0], tmp_path, Context())
     assert run.hooks.callbacks.callbacks == ()
