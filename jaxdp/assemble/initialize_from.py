@@ -3,8 +3,8 @@
 import pathlib
 
 import jax
+import optax
 
-from jaxdp.assemble.components import make_tx, schedule_of
 from jaxdp.assemble.run import on_all_ranks
 from jaxdp.checkpoint.initialize_from import begin_with, describe, match
 from jaxdp.checkpoint.weights import as_published, locate, named, open_weights
@@ -16,8 +16,9 @@ from jaxdp.parallel.outer import Replicas, with_replicas
 from jaxdp.training.run import Run
 
 
-def initialize_from(run: Run, config: Config, context: Context) -> Run:
-    """Return the run with the initial state of `init_from` and `init`. Raises UsageError on every rank."""
+def initialize_from(run: Run, config: Config, context: Context, tx: optax.GradientTransformation) -> Run:
+    """Return the run with the initial state of `init_from` and `init`; tx: its optimizer. Raises UsageError on every
+    rank."""
     path, init, strategy = config.init_from, config.init, run.strategy
     assert path is not None
     local = on_all_ranks(context, lambda: str(locate(path)))
@@ -32,7 +33,6 @@ def initialize_from(run: Run, config: Config, context: Context) -> Run:
         context,
         lambda: match(ours, weights.arrays, weights.title, rename=init.rename, load=init.load, skip=init.skip),
     )
-    tx = make_tx(config, schedule_of(config, run.options.steps), strategy.blocks)
 
     def begin(run: Run) -> TrainState:
         run.log.writer.say(

@@ -123,7 +123,7 @@ def train_here(
         if not start and config.init_from is not None:
             from jaxdp.assemble.initialize_from import initialize_from
 
-            run = initialize_from(run, config, context)
+            run = initialize_from(run, config, context, prepared.parts.rule.tx)
         return supervised(run, config, context, began, keep)
 
 

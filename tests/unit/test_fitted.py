@@ -3,6 +3,7 @@
 import equinox
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import linen, nnx
 
@@ -183,6 +184,12 @@ def test_a_run_that_is_made_longer_is_that_of_all_its_steps(tmp_path):
     longer = fit(**more, steps=8, run_dir=tmp_path / "parts")
     assert longer.final["params_sha256"] == fit(**more, steps=8).final["params_sha256"]
     assert longer.history["train"]["step"] == [2, 4, 6, 8]
+
+
+@pytest.mark.slow
+def test_an_optax_object_trains_from_the_parameters_of_another_run(fitted):
+    begun = fit(init_from=fitted.run_dir, optimizer=optax.sgd(0.0), steps=1, eval={})
+    assert jax.tree.all(jax.tree.map(np.array_equal, begun.params, fitted.params))
 
 
 def test_the_module_is_the_trained_one_in_evaluation_mode(fitted):
