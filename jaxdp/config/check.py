@@ -45,7 +45,10 @@ def changed_numbers(before: dict[str, Any], after: Config) -> list[str]:
 
     The number of steps does not count if the schedule does not depend on it.
     """
-    old, new = flatten(filled(before, dataclasses.asdict(Config()))), flatten(after)
+    trees = filled(before, dataclasses.asdict(Config())), dataclasses.asdict(after)
+    for tree in trees:  # a parameter has the factor of the first expression that it matches
+        tree["optimizer"]["lr_scale"] = [*tree["optimizer"]["lr_scale"].items()]
+    old, new = map(flatten, trees)
     ignored = {*PATHS, *RENAMED}
     if after.optimizer.schedule == "constant" or after.optimizer.schedule_steps is not None:
         ignored |= {"steps", "epochs"}

@@ -1,5 +1,6 @@
 """A config is typed, complete and says what is wrong with it in one line."""
 
+import json
 import os
 import pathlib
 import typing
@@ -238,6 +239,16 @@ def test_a_change_of_speed_is_no_change_of_numbers():
         assert check.changed_numbers(before, load([*DIGITS, *data])[0]) == []
     changed = check.changed_numbers(before, load([*DIGITS, "--seed", "7", "--model.args.hidden", "[3]"])[0])
     assert changed == ["seed: 0 -> 7", "model.args.hidden: [256, 256] -> [3]"]
+
+
+def test_the_order_of_factors_is_compared_as_the_first_match_decides():
+    import dataclasses
+
+    scales = [{"kernel": 0.1, ".*": 1.0}, {".*": 1.0, "kernel": 0.1}]
+    before, after = (load([*DIGITS, "--optimizer.lr_scale", json.dumps(scale)])[0] for scale in scales)
+    assert check.changed_numbers(dataclasses.asdict(before), before) == []
+    changed = check.changed_numbers(dataclasses.asdict(before), after)
+    assert changed == ["optimizer.lr_scale: [('kernel', 0.1), ('.*', 1.0)] -> [('.*', 1.0), ('kernel', 0.1)]"]
 
 
 @settings(max_examples=30)
