@@ -50,7 +50,8 @@ def changed_numbers(before: dict[str, Any], after: Config) -> list[str]:
         tree["optimizer"]["lr_scale"] = [*tree["optimizer"]["lr_scale"].items()]
     old, new = map(flatten, trees)
     ignored = {*PATHS, *RENAMED}
-    if after.optimizer.schedule == "constant" or after.optimizer.schedule_steps is not None:
+    opt = after.optimizer  # the name of a script's Optax transformation, which has its own schedule, has a space
+    if opt.schedule == "constant" or opt.schedule_steps is not None or opt.target.startswith("optax "):
         ignored |= {"steps", "epochs"}
     if "data.order" not in flatten(before) and new["data.order"] != "sequential":
         ignored.add("data.order")  # a run older than this key was shuffled; `resume_step` refuses a recurrent model

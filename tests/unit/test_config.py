@@ -1,5 +1,6 @@
 """A config is typed, complete and says what is wrong with it in one line."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -231,8 +232,6 @@ def test_every_field_says_what_it_decides():
 
 
 def test_a_change_of_speed_is_no_change_of_numbers():
-    import dataclasses
-
     before = dataclasses.asdict(load(DIGITS)[0])
     assert check.changed_numbers(before, load([*DIGITS, "--parallel.backend", "pjit", "--log.every", "7"])[0]) == []
     for data in (["--eval.data.target", "Digits"], ["--eval.data.target", "Npz", "--eval.data.args.path", "a.npz"]):
@@ -241,9 +240,15 @@ def test_a_change_of_speed_is_no_change_of_numbers():
     assert changed == ["seed: 0 -> 7", "model.args.hidden: [256, 256] -> [3]"]
 
 
-def test_the_order_of_factors_is_compared_as_the_first_match_decides():
-    import dataclasses
+@pytest.mark.parametrize("optimizer", [{"target": "optax chain(scale_by_adam, scale)"}, {"schedule_steps": 9}])
+def test_more_steps_are_no_change_if_the_learning_rates_do_not_depend_on_them(optimizer):
+    """An Optax transformation has its own; its config has an unused cosine schedule."""
+    base = {"model": {"target": "MLP"}, "data": {"target": "Digits"}, "optimizer": optimizer}
+    before, after = (from_mapping({**base, "steps": steps}, "fit") for steps in (4, 8))
+    assert check.changed_numbers(dataclasses.asdict(before), after) == []
 
+
+def test_the_order_of_factors_is_compared_as_the_first_match_decides():
     scales = [{"kernel": 0.1, ".*": 1.0}, {".*": 1.0, "kernel": 0.1}]
     before, after = (load([*DIGITS, "--optimizer.lr_scale", json.dumps(scale)])[0] for scale in scales)
     assert check.changed_numbers(dataclasses.asdict(before), before) == []
