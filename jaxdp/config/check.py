@@ -1,6 +1,7 @@
 """Check the values of a config, and compare two configs in the keys that change the numbers."""
 
 import dataclasses
+import json
 import math
 import operator
 import os
@@ -45,7 +46,7 @@ def changed_numbers(before: dict[str, Any], after: Config) -> list[str]:
 
     The number of steps does not count if the schedule does not depend on it.
     """
-    trees = filled(before, dataclasses.asdict(Config())), dataclasses.asdict(after)
+    trees = filled(before, dataclasses.asdict(Config())), as_saved(after)
     for tree in trees:  # a parameter has the factor of the first expression that it matches
         tree["optimizer"]["lr_scale"] = [*tree["optimizer"]["lr_scale"].items()]
     old, new = map(flatten, trees)
@@ -60,6 +61,12 @@ def changed_numbers(before: dict[str, Any], after: Config) -> list[str]:
     if len(set(reductions)) > 1 and set(reductions) & {"exact16", "exact8"}:
         keys.append("parallel.reduction")
     return [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in keys]
+
+
+def as_saved(config: Config) -> dict[str, Any]:
+    """Return a config as a checkpoint stores it, with lists instead of tuples."""
+    saved: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    return saved
 
 
 def filled(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

@@ -248,6 +248,13 @@ def test_more_steps_are_no_change_if_the_learning_rates_do_not_depend_on_them(op
     assert check.changed_numbers(dataclasses.asdict(before), after) == []
 
 
+def test_a_tuple_is_the_list_that_a_checkpoint_has():
+    args = {"hidden": (8,), "names": {1: (2, (3,))}}
+    config = from_mapping({"model": {"target": "Net", "args": args}, "data": {"target": "Digits"}, "steps": 1}, "fit")
+    saved = json.loads(json.dumps(dataclasses.asdict(config)))
+    assert config.model.args == args and check.changed_numbers(saved, config) == []
+
+
 def test_the_order_of_factors_is_compared_as_the_first_match_decides():
     scales = [{"kernel": 0.1, ".*": 1.0}, {".*": 1.0, "kernel": 0.1}]
     before, after = (load([*DIGITS, "--optimizer.lr_scale", json.dumps(scale)])[0] for scale in scales)
