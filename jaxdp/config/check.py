@@ -65,8 +65,13 @@ def changed_numbers(before: dict[str, Any], after: Config) -> list[str]:
 
 def as_saved(config: Config) -> dict[str, Any]:
     """Return a config as a checkpoint stores it, with lists instead of tuples."""
-    saved: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    return saved
+    return dict(json.loads(json.dumps(dataclasses.asdict(config), default=str)))
+
+
+def is_evaluated_alike(before: dict[str, Any], after: Config) -> bool:
+    """Return True if the sections `eval` and `callbacks` are those of a saved config."""
+    old, new = filled(before, dataclasses.asdict(Config())), as_saved(after)
+    return bool(old["eval"] == new["eval"] and old["callbacks"] == new["callbacks"])
 
 
 def filled(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from jaxdp.assemble.components import Objects
 from jaxdp.assemble.run import on_all_ranks
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.config import Config
-from jaxdp.config.check import changed_numbers
+from jaxdp.config.check import changed_numbers, is_evaluated_alike
 from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
 from jaxdp.metrics import safe_print
@@ -88,4 +88,6 @@ def resume_step(
             raise UsageError(f"data.order: {text}; set data.order to shuffled, or choose another --run_dir", rank=0)
         compare = lambda: check_same_run(saved, run.checkpoints.facts, config, start, objects)
         on_all_ranks(context, compare if context.is_root else lambda: None)
+    if not is_evaluated_alike(saved["config"], config):
+        saved.pop("stopped", None)  # by a callback that may be gone
     return start, saved

@@ -36,6 +36,8 @@ from jaxdp.training.callbacks import make_callbacks
 from jaxdp.training.run import Run
 from jaxdp.training.snapshots import Snapshots
 
+RESUMED = ("evaluated", "metrics", "stopped", "offset", "rollbacks")  # metadata of a checkpoint that `Origin` has
+
 
 def train(
     config: Config,
@@ -107,9 +109,7 @@ def train_here(
         callbacks.load(saved)
         run = run.replace(
             start=start,
-            evaluated=saved.get("evaluated", False),
-            offset=offset,
-            rollbacks=saved.get("rollbacks", 0),
+            **{name: saved[name] for name in RESUMED if name in saved},
             profile=make_profile(config, directory, start, steps),
             events=events,
             callbacks=callbacks,

@@ -23,7 +23,7 @@ from jaxdp.training.evaluate import evaluate
 from jaxdp.training.lookback import BEHIND, EXAMINED, Lookback, NotFinite
 from jaxdp.training.rollback import roll_back
 from jaxdp.training.run import Progress, Run
-from jaxdp.training.save import restore, save, save_last, save_preempted, stop_if_halted, wait_for_checkpoint
+from jaxdp.training.save import metadata, restore, save, save_last, save_preempted, stop_if_halted, wait_for_checkpoint
 from jaxdp.training.source import until_the_end
 
 LONGEST = 86_400.0  # seconds that a callback of one rank may take at the end
@@ -40,15 +40,17 @@ def fit(run: Run) -> tuple[Record, TrainState]:
     watch, origin = run.hooks.watch, run.origin
     with watch.suspend_timeout("makes the state"):
         state = origin.recovered or (restore(run, origin.start) if origin.start else origin.begin(run))
-    progress = Progress(origin.start, state, evaluated=origin.start if origin.evaluated else -1)
+    evaluated = origin.start if origin.evaluated else -1
+    progress = Progress(origin.start, state, {}, evaluated, origin.metrics, origin.stopped)
     lookback = Lookback(EXAMINED if run.data.train.check else 0)
     run.hooks.callbacks.call("on_start", run)
     run.hooks.callbacks.state()  # raises UsageError for a state that no checkpoint could store
     try:
         while True:
             try:
-                stopped = advance(run, program, progress, lookback)
-                return finish(run, program, progress, stopped), progress.state
+                if progress.stopped is None:
+                    advance(run, program, progress, lookback)
+                return finish(run, program, progress), progress.state
             except NotFinite as error:
                 name = f"the batch of update {error.update}"
                 with watch.suspend_timeout(f"examines {name}"):
@@ -67,8 +69,8 @@ def fit(run: Run) -> tuple[Record, TrainState]:
         gc.unfreeze()
 
 
-def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) -> str | None:
-    """Run the remaining updates, with checkpoints and evaluations; return why a callback ended training, or None.
+def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) -> None:
+    """Run the remaining updates, with checkpoints and evaluations, until `progress.stopped`.
 
     Raises the errors of `lookback`.
     """
@@ -80,8 +82,8 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
         train.batches(start + offset, steps + offset, run.strategy, calls(run, start)) as batches,
     ):
         resumes = 0 < start < steps and run.evaluation_is_due(start) and progress.evaluated != start
-        if stopped := between(run, program, progress) if resumes else None:
-            return stopped
+        if resumes and between(run, program, progress):
+            return
         every = until_the_end(batches, run.checkpoints.context, functools.partial(stream_ended, run, progress))
         numbered = ((range(of.start + 1 - offset, of.stop + 1 - offset), batch) for of, batch in every)
         for updates, batch in watch.reading(meter.reading(numbered), start):
@@ -113,11 +115,10 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
             save_requested = watch.is_asked("save")
             if step < steps and (save_requested or run.evaluation_is_due(step) or run.checkpoint_is_due(step)):
                 meter.pause()
-                if stopped := between(run, program, progress, save_requested):
+                if between(run, program, progress, save_requested):
                     break
         lookback.look(progress.step)
         meter.flush()
-        return stopped
 
 
 def stream_ended(run: Run, progress: Progress, end: StreamEnded) -> None:
@@ -151,15 +152,15 @@ def between(run: Run, program: Program, progress: Progress, save_requested: bool
     stop_if_halted(run, progress)
     if save_requested or run.checkpoint_is_due(progress.step):
         save(run, progress)
-    return evaluate_and_record(run, program, progress, "eval")[1] if run.evaluation_is_due(progress.step) else None
+    if run.evaluation_is_due(progress.step):
+        evaluate_and_record(run, program, progress, "eval")
+    return progress.stopped
 
 
-def evaluate_and_record(
-    run: Run, program: Program, progress: Progress, split: str | None = None
-) -> tuple[Record, str | None]:
-    """Evaluate the state; return (the metrics, why a callback ends training here or None).
+def evaluate_and_record(run: Run, program: Program, progress: Progress, split: str | None = None) -> Record:
+    """Evaluate the state; return the metrics, and add them to this step's checkpoint.
 
-    split: the split under which to log the metrics, or None. They are added to this step's checkpoint.
+    split: the split under which to log the metrics; None: they are those of the final record.
     """
     began = time.perf_counter()
     metrics = evaluate(run, program, progress.state)
@@ -168,28 +169,24 @@ def evaluate_and_record(
         run.log.writer.write({"step": progress.step, "split": split, **metrics})
     progress.evaluated = progress.step
     progress.evaluation = {name: value for name, value in metrics.items() if math.isfinite(value)}
-    stop = run.hooks.callbacks.on_eval(progress.step, metrics)
+    stopped = run.hooks.callbacks.on_eval(progress.step, metrics)
+    progress.stopped = stopped if run.evaluation_is_due(progress.step) else None
     if run.checkpoints.is_best(metrics):
         save(run, progress)
-    run.checkpoints.annotate(
-        progress.step, {"metrics": progress.evaluation, "evaluated": True, **run.hooks.callbacks.state()}
-    )
-    return metrics, stop
+    run.checkpoints.annotate(progress.step, metadata(run, progress))
+    return metrics
 
 
-def finish(run: Run, program: Program, progress: Progress, stopped: str | None = None) -> Record:
-    """Save and evaluate; return the final record: the evaluation (without a set, the last batch's loss) and the digest.
-
-    stopped: why a callback ended training.
-    """
+def finish(run: Run, program: Program, progress: Progress) -> Record:
+    """Save and evaluate; return the final record: the evaluation (or the last batch's loss) and the digest."""
     final: Record = {"step": progress.step, "split": "final"}
     save_last(run, progress)
     if lost := progress.step % run.options.outer_every:
         run.log.writer.say(f"the last {lost} updates came after the last outer step, and changed no parameters")
-    if run.data.eval and stopped is None:
-        final |= evaluate_and_record(run, program, progress)[0]
+    if run.data.eval and progress.stopped is None:
+        final |= evaluate_and_record(run, program, progress)
     elif run.data.eval:
-        final |= progress.evaluation | {"stopped": stopped}
+        final |= progress.evaluation | {"stopped": progress.stopped}
     elif progress.metrics:
         final["loss"] = float(np.reshape(progress.metrics["loss"], -1)[-1])
         final["loss_of"] = "the last batch"

@@ -56,7 +56,8 @@ def initial_state(run: "Run") -> TrainState:
 class Origin:
     """The point from which a run starts or resumes.
 
-    start: the update to resume after, 0 for a new run. evaluated: True if the evaluation due at `start` already ran.
+    start: the update to resume after, 0 for a new run. evaluated: True if the evaluation due at `start` already ran;
+    metrics: its finite ones; stopped: why a callback ended training there.
     offset: the number of batches skipped after spikes, by `rollbacks` rollbacks.
     begin: returns the state of a new run. recovered: the state to continue with instead, from the snapshots of an
     elastic job.
@@ -64,6 +65,8 @@ class Origin:
 
     start: int = 0
     evaluated: bool = False
+    metrics: Record = dataclasses.field(default_factory=dict)
+    stopped: str | None = None
     offset: int = 0
     rollbacks: int = 0
     begin: Callable[["Run"], TrainState] = initial_state
@@ -137,7 +140,7 @@ class Run:
 class Progress:
     """The progress of a run: the state after update `step`, and the update's metrics on the device.
 
-    evaluated: the last step that was evaluated; evaluation: its finite metrics.
+    evaluated: the last step that was evaluated; evaluation: its finite metrics. stopped: why a callback ended training.
     """
 
     step: int
@@ -145,6 +148,7 @@ class Progress:
     metrics: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     evaluated: int = -1
     evaluation: Record = dataclasses.field(default_factory=dict)
+    stopped: str | None = None
 
 
 def is_due(step: int, every: int | None) -> bool:

@@ -14,7 +14,7 @@ def save(run: Run, progress: Progress) -> None:
     began = time.perf_counter()
     with run.hooks.watch.suspend_timeout(f"saves step {progress.step}"):
         stop_if_halted(run, progress)
-        state, meta = run.strategy.export(progress.state), progress_metadata(run, progress)
+        state, meta = run.strategy.export(progress.state), metadata(run, progress)
         run.checkpoints.save(progress.step, state, meta, run.log.writer.say)
         if not run.options.asynchronous:
             run.checkpoints.wait()
@@ -22,11 +22,12 @@ def save(run: Run, progress: Progress) -> None:
     run.hooks.callbacks.call("on_save", progress.step, run.checkpoints.directory / str(progress.step))
 
 
-def progress_metadata(run: Run, progress: Progress) -> Record:
-    """Return what is needed to resume, besides the state: skipped batches, callbacks, the evaluation of this step."""
+def metadata(run: Run, progress: Progress) -> Record:
+    """Return what is needed to resume, besides the state: skipped batches, callbacks, the evaluation of this step, and
+    why a callback ended training with it."""
     meta: Record = {"offset": run.origin.offset, "rollbacks": run.origin.rollbacks, **run.hooks.callbacks.state()}
     if progress.evaluated == progress.step:
-        meta |= {"metrics": progress.evaluation, "evaluated": True}
+        meta |= {"metrics": progress.evaluation, "evaluated": True, "stopped": progress.stopped}
     return meta
 
 

@@ -23,7 +23,7 @@ from jaxdp.metrics.numbers import size as shown
 from jaxdp.split import WHOLE
 from jaxdp.training.copies import Copies, assemble
 from jaxdp.training.run import Progress, Run
-from jaxdp.training.save import progress_metadata, save, wait_for_checkpoint
+from jaxdp.training.save import metadata, save, wait_for_checkpoint
 
 FIRST, COST, MOST = 10, 0.01, 1000  # updates between the first copies; then the share of the time; most updates
 
@@ -139,7 +139,7 @@ class Snapshots:
 
     def _begin(self, run: Run, progress: Progress) -> None:
         copied = self._copies.start(run.strategy.export(progress.state, padded=True))
-        meta, copies = json.dumps(progress_metadata(run, progress)), self._copies
+        meta, copies = json.dumps(metadata(run, progress)), self._copies
         self._pending = Snapshot(progress.step, copied, meta, copies.dims, copies.count, run.origin.offset)
 
     def settle(self) -> None:

@@ -139,6 +139,21 @@ def test_a_resumed_run_stops_where_an_unbroken_one_does(tmp_path):
     assert done.final["step"] == 8 and stopping[1].best_step == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [None, 2], ids=["saved at the stop", "saved before the evaluation"])
+def test_an_early_stop_is_remembered_if_the_final_record_was_not_written(every, tmp_path, monkeypatch):
+    config = {"steps": 40, "eval": {"every": 2}, "checkpoint": {"every": every}, "run_dir": tmp_path}
+    stopping = lambda: EarlyStopping("accuracy", patience=2, min_delta=10.0)
+    with monkeypatch.context() as patched:
+        patched.setattr("jaxdp.training.loop.params_sha256", lambda params: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            fit(stopping(), **config)
+    done = fit(stopping(), **config)
+    assert done.final["step"] == 6 and done.final["stopped"] == "accuracy has not improved since step 2"
+    assert done.final["accuracy"] == done.history["eval"]["accuracy"][-1] and done.history["eval"]["step"] == [2, 4, 6]
+    assert fit(**config).final["step"] == 40
+
+
 class Counting:
     """Returns its own state, which changes in place."""
 
