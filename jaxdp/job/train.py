@@ -99,7 +99,7 @@ def train_here(
         start, saved = recovered[:2] if recovered else resume_step(run, config, context, objects)
         if start > (steps := run.options.steps):
             raise UsageError(f"steps: {steps}, but {str(directory)!r} is at step {start}; give more", rank=0)
-        record = None if recovered else final_record(run, config, directory, context, start)
+        record = None if recovered else final_record(run, config, directory, context, saved)
         if record is not None:
             return record, run.checkpoints.restore(start, run.strategy.abstract()) if keep else None
         if offset := saved.get("offset", 0):
@@ -127,20 +127,28 @@ def train_here(
         return supervised(run, config, context, began, keep)
 
 
-def final_record(run: Run, config: Config, directory: pathlib.Path, context: Context, start: int) -> Record | None:
-    """Return the final record of a run that has finished already, and report this on root; None for any other run."""
+def final_record(run: Run, config: Config, directory: pathlib.Path, context: Context, saved: Record) -> Record | None:
+    """Return the final record of a run that has finished already, and report this on root; None for any other run.
+
+    saved: the metadata of the last checkpoint.
+    """
     is_final = lambda record: record.get("split") == "final" and {"step", "params_sha256"} <= record.keys()
     records = lambda: [*filter(is_final, read(directory / "metrics.jsonl"))]
     final = context.of_root("final", lambda: [as_numbers(record) for record in records()[-1:]])
-    early = bool(config.callbacks) and bool(final) and "stopped" in final[-1] and final[-1]["step"] == start
-    if not final or not (start == run.options.steps or early):
+    start = saved.get("step")
+    if not final or final[-1]["step"] != start:
         return None
+    reason = final[-1].get("stopped") if config.callbacks else None
+    if start < run.options.steps and reason is None:
+        first = start + saved.get("offset", 0)
+        reason = context.of_root("the next batch", lambda: run.data.train.end(first), SLOW)
+        if reason is None:
+            return None
     run.checkpoints.check_fits(start, run.strategy.abstract())
     if context.is_root:
-        reason = f" ({final[-1]['stopped']})" if early else ""
-        safe_print.say(
-            f"finished: {directory} is at its last step {start}{reason}; nothing to do (another --run_dir starts over)"
-        )
+        step = f"{start} ({reason})" if reason else start
+        restart = "another --run_dir starts over"
+        safe_print.say(f"finished: {directory} is at its last step {step}; nothing to do ({restart})")
         safe_print.say(summary(final[-1], directory))
         if (directory / report_file.NAME).is_file():
             safe_print.say(report_file.location(directory))

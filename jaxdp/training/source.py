@@ -10,7 +10,7 @@ import numpy as np
 from jaxdp.core.state import Batch
 from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.resident import Resident
-from jaxdp.data.stream import StreamEnded
+from jaxdp.data.stream import Stream, StreamEnded
 from jaxdp.data.workers import prefetch_in_workers, single_steps
 from jaxdp.distributed import protocol
 from jaxdp.distributed.context import Context
@@ -36,6 +36,15 @@ class Source:
     def read(self, number: int) -> dict[str, np.ndarray]:
         """Read the examples of batch `number`, of all processes; no other thread may read at the same time."""
         return self.dataset.read(self.order.batch(number))
+
+    def end(self, number: int) -> str | None:
+        """Return why a stream has no batch `number`, or None if there is one."""
+        try:
+            if isinstance(self.dataset, Stream):
+                self.dataset.require(self.order.batch(number))
+        except StreamEnded as error:
+            return str(error)
+        return None
 
     def examine(self, number: int, name: str, context: Context) -> None:
         """Raise UsageError, on every rank, if examples of batch `number` explain its non-finite loss."""

@@ -288,6 +288,29 @@ def test_a_stream_that_ends_within_a_call_of_several_updates_is_read_to_its_end(
     assert len(digests) == 1 and digests.pop()[0] == 6
 
 
+class Events:
+    """A source of examples; `opened` is the list of the positions that it was opened at."""
+
+    count, opened = 64, []
+
+    def __new__(cls, start=0):
+        cls.opened.append(start)
+        return ((X[i], Y[i]) for i in range(start, cls.count))
+
+
+@pytest.mark.slow
+def test_a_run_whose_stream_has_ended_is_returned_until_the_stream_is_longer(tmp_path, capsys, monkeypatch):
+    more = {"batch_size": 10, "steps": 9, "eval": {}, "parallel": {"devices": 1}, "run_dir": tmp_path}
+    more["optimizer"] = {"schedule": "constant"}
+    first = jaxdp.fit(Net, Stream(Events), **more)
+    lines = (tmp_path / "metrics.jsonl").read_text()
+    again = jaxdp.fit(Net, Stream(Events), **more)
+    assert again.final == first.final and (tmp_path / "metrics.jsonl").read_text() == lines
+    assert "at its last step 6 (data: the stream ends after 64 examples); nothing to do" in capsys.readouterr().out
+    monkeypatch.setattr(Events, "count", 75)
+    assert jaxdp.fit(Net, Stream(Events), **more).final["step"] == 7
+
+
 @pytest.mark.slow
 def test_predictions_of_a_language_model_are_logits(tmp_path):
     (tmp_path / "text.txt").write_text("to be or not to be " * 40)
