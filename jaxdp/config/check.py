@@ -46,7 +46,7 @@ def changed_numbers(before: dict[str, Any], after: Config) -> list[str]:
 
     The number of steps does not count if the schedule does not depend on it.
     """
-    trees = filled(before, dataclasses.asdict(Config())), as_saved(after)
+    trees = as_saved(before, after)
     for tree in trees:  # a parameter has the factor of the first expression that it matches
         tree["optimizer"]["lr_scale"] = [*tree["optimizer"]["lr_scale"].items()]
     old, new = map(flatten, trees)
@@ -63,15 +63,10 @@ def changed_numbers(before: dict[str, Any], after: Config) -> list[str]:
     return [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in keys]
 
 
-def as_saved(config: Config) -> dict[str, Any]:
-    """Return a config as a checkpoint stores it, with lists instead of tuples."""
-    return dict(json.loads(json.dumps(dataclasses.asdict(config), default=str)))
-
-
-def is_evaluated_alike(before: dict[str, Any], after: Config) -> bool:
-    """Return True if the sections `eval` and `callbacks` are those of a saved config."""
-    old, new = filled(before, dataclasses.asdict(Config())), as_saved(after)
-    return bool(old["eval"] == new["eval"] and old["callbacks"] == new["callbacks"])
+def as_saved(before: dict[str, Any], after: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a saved config, with defaults for newer keys, and another as it would be saved, with lists for tuples."""
+    now = json.loads(json.dumps(dataclasses.asdict(after), default=str))
+    return filled(before, dataclasses.asdict(Config())), now
 
 
 def filled(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

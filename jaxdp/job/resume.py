@@ -9,7 +9,7 @@ from jaxdp.assemble.components import Objects
 from jaxdp.assemble.run import on_all_ranks
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.config import Config
-from jaxdp.config.check import changed_numbers, is_evaluated_alike
+from jaxdp.config.check import as_saved, changed_numbers
 from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
 from jaxdp.metrics import safe_print
@@ -75,6 +75,7 @@ def resume_step(
 ) -> tuple[int, dict[str, Any]]:
     """Return (the step of the checkpoint to resume from, its metadata), or (0, {}) without a checkpoint.
 
+    The metadata has "changed" if `eval` or `callbacks` differ from those that it was saved with.
     Raises UsageError if the config, the data or an object of a script would change the numbers, unless resume.force.
     """
     checkpoints = run.checkpoints
@@ -88,6 +89,7 @@ def resume_step(
             raise UsageError(f"data.order: {text}; set data.order to shuffled, or choose another --run_dir", rank=0)
         compare = lambda: check_same_run(saved, run.checkpoints.facts, config, start, objects)
         on_all_ranks(context, compare if context.is_root else lambda: None)
-    if not is_evaluated_alike(saved["config"], config):
-        saved.pop("stopped", None)  # by a callback that may be gone
+    old, new = as_saved(saved["config"], config)
+    if old["eval"] != new["eval"] or old["callbacks"] != new["callbacks"]:
+        saved |= {"stopped": None, "changed": True}  # the callback that stopped it may be gone
     return start, saved

@@ -99,13 +99,11 @@ def train_here(
         start, saved = recovered[:2] if recovered else resume_step(run, config, context, objects)
         if start > (steps := run.options.steps):
             raise UsageError(f"steps: {steps}, but {str(directory)!r} is at step {start}; give more", rank=0)
-        record = None if recovered else final_record(run, config, directory, context, saved)
+        record = None if recovered else final_record(run, directory, context, start, saved)
         if record is not None:
             return record, run.checkpoints.restore(start, run.strategy.abstract()) if keep else None
         if offset := saved.get("offset", 0):
-            checkpoints = run.checkpoints
-            run = make_run(config, directory, context, objects, offset, prepared)
-            run = run.replace(checkpoints=checkpoints)
+            run = make_run(config, directory, context, objects, offset, prepared).replace(checkpoints=run.checkpoints)
         callbacks.load(saved)
         run = run.replace(
             start=start,
@@ -127,23 +125,17 @@ def train_here(
         return supervised(run, config, context, began, keep)
 
 
-def final_record(run: Run, config: Config, directory: pathlib.Path, context: Context, saved: Record) -> Record | None:
-    """Return the final record of a run that has finished already, and report this on root; None for any other run.
-
-    saved: the metadata of the last checkpoint.
-    """
+def final_record(run: Run, directory: pathlib.Path, context: Context, start: int, saved: Record) -> Record | None:
+    """Return the final record of a run that has finished already, and report this on root; None for any other run."""
     is_final = lambda record: record.get("split") == "final" and {"step", "params_sha256"} <= record.keys()
     records = lambda: [*filter(is_final, read(directory / "metrics.jsonl"))]
     final = context.of_root("final", lambda: [as_numbers(record) for record in records()[-1:]])
-    start = saved.get("step")
-    if not final or final[-1]["step"] != start:
+    if not final or final[-1]["step"] != start or (run.data.eval and "changed" in saved):
         return None
-    reason = final[-1].get("stopped") if config.callbacks else None
-    if start < run.options.steps and reason is None:
-        first = start + saved.get("offset", 0)
-        reason = context.of_root("the next batch", lambda: run.data.train.end(first), SLOW)
-        if reason is None:
-            return None
+    end = lambda: run.data.train.end(start + saved.get("offset", 0)) if start < run.options.steps else ""
+    reason = ("changed" not in saved and final[-1].get("stopped")) or context.of_root("the next batch", end, SLOW)
+    if reason is None:
+        return None
     run.checkpoints.check_fits(start, run.strategy.abstract())
     if context.is_root:
         step = f"{start} ({reason})" if reason else start

@@ -92,9 +92,8 @@ class Callbacks:
             try:  # a copy, since the save thread reads it while the next updates run
                 states += [[entry, json.loads(json.dumps(c.state_dict()))]] if hasattr(c, "state_dict") else []
             except Exception as error:
-                name = f"{type(c).__module__}.{type(c).__qualname__}.state_dict"
-                fix = "return numbers, texts, lists and dicts"
-                raise UsageError(f"{KEY}: {name} failed: {type(error).__name__}: {one_line(error)}; {fix}") from error
+                why = f"{type(error).__name__}: {one_line(error)}; return numbers, texts, lists and dicts"
+                raise UsageError(f"{KEY}: {entry[0]}.state_dict failed: {why}") from error
         return {"callback_states": states} if states else {}
 
     def load(self, saved: Mapping[str, Any]) -> None:

@@ -173,7 +173,7 @@ def evaluate_and_record(run: Run, program: Program, progress: Progress, split: s
     progress.stopped = stopped if run.evaluation_is_due(progress.step) else None
     if run.checkpoints.is_best(metrics):
         save(run, progress)
-    run.checkpoints.annotate(progress.step, metadata(run, progress))
+    run.checkpoints.annotate(progress.step, metadata(run, progress) | {"config": run.checkpoints.facts.get("config")})
     return metrics
 
 

@@ -23,8 +23,7 @@ def save(run: Run, progress: Progress) -> None:
 
 
 def metadata(run: Run, progress: Progress) -> Record:
-    """Return what is needed to resume, besides the state: skipped batches, callbacks, the evaluation of this step, and
-    why a callback ended training with it."""
+    """Return what is needed to resume, besides the state: skipped batches, callbacks, the evaluation of this step."""
     meta: Record = {"offset": run.origin.offset, "rollbacks": run.origin.rollbacks, **run.hooks.callbacks.state()}
     if progress.evaluated == progress.step:
         meta |= {"metrics": progress.evaluation, "evaluated": True, "stopped": progress.stopped}

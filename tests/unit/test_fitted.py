@@ -288,6 +288,17 @@ def test_a_stream_that_ends_within_a_call_of_several_updates_is_read_to_its_end(
     assert len(digests) == 1 and digests.pop()[0] == 6
 
 
+@pytest.mark.slow
+def test_a_finished_run_is_evaluated_again_if_the_evaluation_has_changed(tmp_path, capsys):
+    more = {"optimizer": {"target": "adam", "lr": 0.1, "ema": 0.9}, "run_dir": tmp_path}
+    first, ema = fit(**more), {"eval": {"every": 2, "ema": True}}
+    second = fit(**more, **ema)
+    assert second.final["loss"] == first.evaluate(ema=True)["loss"] != first.final["loss"]
+    assert second.final["params_sha256"] == first.final["params_sha256"]
+    assert second.history["eval"]["step"] == [2, 4, 6] and "nothing to do" not in capsys.readouterr().out
+    assert fit(**more, **ema).final == second.final and "nothing to do" in capsys.readouterr().out
+
+
 class Events:
     """A source of examples; `opened` is the list of the positions that it was opened at."""
 
