@@ -44,7 +44,7 @@ def fit(run: Run) -> tuple[Record, TrainState]:
     progress = Progress(origin.start, state, {}, evaluated, origin.metrics, origin.stopped)
     lookback = Lookback(EXAMINED if run.data.train.check else 0)
     run.hooks.callbacks.call("on_start", run)
-    run.hooks.callbacks.state()  # raises UsageError for a state that no checkpoint could store
+    initial = run.hooks.callbacks.state()  # raises UsageError for a state that no checkpoint could store
     try:
         while True:
             try:
@@ -57,7 +57,7 @@ def fit(run: Run) -> tuple[Record, TrainState]:
                     run.data.train.examine(error.update - 1 + run.origin.offset, name, run.checkpoints.context)
             except Stopped as stop:
                 if int(progress.state.guard.halted):  # else the halted updates are rolled back already
-                    run, progress = roll_back(run, progress)
+                    run, progress = roll_back(run, progress, initial)
                     lookback.sent.clear()
                 if stop.kind == "preempt":
                     save_preempted(run, progress, stop)

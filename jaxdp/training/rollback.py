@@ -9,14 +9,16 @@ import numpy as np
 
 from jaxdp.core.skip import DISAGREEING, NONFINITE
 from jaxdp.errors import RunFailed
+from jaxdp.metrics.writer import Record
 from jaxdp.training.run import Progress, Run
 from jaxdp.training.save import restore
 from jaxdp.training.source import describe
 
 
-def roll_back(run: Run, progress: Progress) -> tuple[Run, Progress]:
+def roll_back(run: Run, progress: Progress, initial: Record) -> tuple[Run, Progress]:
     """Restore the last checkpoint; return (the run, its progress), set to continue with the data after the spike.
 
+    initial: the state of the callbacks before the first update.
     Raises RunFailed if the run halted for another cause than a spike, or after `max_rollbacks`.
     """
     watch, offset, rollbacks = run.hooks.watch, run.origin.offset, run.origin.rollbacks
@@ -56,6 +58,8 @@ def roll_back(run: Run, progress: Progress) -> tuple[Run, Progress]:
     with watch.suspend_timeout("restores"):
         step = run.checkpoints.latest(run.log.writer.say)
         state = restore(run, step) if step else run.origin.begin(run)
+        meta = run.checkpoints.context.of_root("meta", lambda: run.checkpoints.meta(step) if step else initial)
+        run.hooks.callbacks.load(meta)
     run.log.writer.rewind(step)
     run.log.events.note("rolled_back", last, to=step, reason="a spike of the loss")
     run.log.writer.say(f"the loss of update {last} is a spike: back to step {step}, continuing with the data after it")

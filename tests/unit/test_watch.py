@@ -24,6 +24,7 @@ from jaxdp.supervise.agreement import Agreement
 from jaxdp.supervise.monitor import RunMonitor, Stopped
 from jaxdp.supervise.watchdog import verdict
 from jaxdp.training import loop
+from jaxdp.training.callbacks import Callbacks
 from jaxdp.training.snapshots import Snapshot, Snapshots, affordable
 from jaxdp.training.source import Source
 from plain_runs import make_run
@@ -173,6 +174,35 @@ def test_too_many_spikes_end_the_run(tmp_path):
     with pytest.raises(RunFailed, match=r"is a spike, and the run was rolled back 1 times already"):
         loop.fit(run)
     run.hooks.watch.stop()
+
+
+class Evaluated:
+    """A callback whose state is the list of the updates that were evaluated."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_eval(self, step, metrics):
+        self.steps.append(step)
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save_every", [4, None])
+def test_a_rollback_restores_the_callbacks(tmp_path, save_every):
+    """The evaluations of discarded updates do not count; without a checkpoint the state is that of the start."""
+    spike, callback = Spike(factor=3.0, after=2, action="rollback"), Evaluated()
+    more = {"held_out": toys.data(33, seed=5), "eval_every": 2, "callbacks": Callbacks([callback])}
+    run = guarded_run(tmp_path, [7], spike=spike, **more).replace(save_every=save_every)
+    loop.fit(run)
+    run.hooks.watch.stop()
+    assert any("is a spike: back to step" in text for text in run.log.writer.said)
+    assert callback.steps == [2, 4, 6, 8, 10, 12]
 
 
 @pytest.mark.slow
