@@ -114,7 +114,8 @@ class Records:
     def fetch(self, first: int, last: int) -> None:
         """Move the window to the blocks of positions first to last; it is shorter if the iterable ends before."""
         first, stop = first // self.block * self.block, min((last // self.block + 1) * self.block, len(self))
-        if self.iterator is None or first < self.first:
+        resumes = self.has_start and not self.first and first > len(self.buffer)  # only the first examples were read
+        if self.iterator is None or first < self.first or resumes:
             self.iterator, self.first, self.buffer = self._open(first), first, []
         stale = min(first - self.first, len(self.buffer))
         del self.buffer[:stale]
