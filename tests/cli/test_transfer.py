@@ -410,6 +410,17 @@ def test_an_average_that_is_not_there_is_refused(tmp_path, small):
         write_export(tmp_path, ema=True)
 
 
+def test_complex_numbers_of_the_state_are_read_from_a_file(tmp_path):
+    ours = {"a": np.arange(4, dtype=np.complex64) * 1j}
+    save_file(ours, tmp_path / "state.safetensors")
+    weights = open_weights(tmp_path / "state.safetensors", False)
+    match(ours, weights.arrays, "it")
+    wanted = {
+        "a": jax.ShapeDtypeStruct((4,), np.complex64, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    }
+    same_bits(weights.read(wanted), ours)
+
+
 def test_numbers_that_numpy_cannot_hold_are_refused(tmp_path):
     save_file({"a": np.zeros(2, ml_dtypes.float8_e4m3fn)}, tmp_path / "small.safetensors")
     weights = open_weights(tmp_path / "small.safetensors", False)
