@@ -14,9 +14,9 @@ from jaxdp.metrics.writer import Record, Writer
 class JsonLines(Writer):
     """A writer that appends to `path`, after dropping a torn last line and all lines of steps after `keep_until`.
 
-    evaluated: True if the evaluation after update `keep_until` already ran; its line is kept. Each record gets its
-    `time` in seconds since the epoch. If the disk is full, records are written later. `write` raises RunFailed if the
-    file is no longer at `path`.
+    evaluated: True if the evaluation after update `keep_until` already ran; its line is kept, and one in a final record
+    gets a line. Each record gets its `time` in seconds since the epoch. If the disk is full, records are written
+    later. `write` raises RunFailed if the file is no longer at `path`.
     """
 
     def __init__(self, path: pathlib.Path, keep_until: int = 0, evaluated: bool = True):
@@ -28,7 +28,15 @@ class JsonLines(Writer):
         self.close()
         self.pending = b""
         last = {"final": 0, "eval": step if evaluated else step - 1}
-        steps = [(x.get("step"), last.get(str(x.get("split")), step), x) for x in read(self.path)]
+        records = read(self.path)
+        for x in records if evaluated else ():
+            if (
+                x.get("split") == "final" and not {"stopped", "loss_of"} & x.keys()
+            ):  # the end of a run that is now longer
+                x["split"] = "eval"
+                x.pop("params_sha256", None)
+                x.pop("goodput", None)
+        steps = [(x.get("step"), last.get(str(x.get("split")), step), x) for x in records]
         valid = [line for number, end, line in steps if isinstance(number, int) and 0 < number <= end]
         rundir.write(self.path, "".join(map(dump, valid)))  # if the disk is full, the outdated lines stay
         self.file = self.path.open("ab", buffering=0)

@@ -183,7 +183,14 @@ def test_a_run_that_is_made_longer_is_that_of_all_its_steps(tmp_path):
     fit(**more, steps=4, run_dir=tmp_path / "parts")
     longer = fit(**more, steps=8, run_dir=tmp_path / "parts")
     assert longer.final["params_sha256"] == fit(**more, steps=8).final["params_sha256"]
-    assert longer.history["train"]["step"] == [2, 4, 6, 8]
+    assert longer.history["train"]["step"] == longer.history["eval"]["step"] == [2, 4, 6, 8]
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_only_the_end_of_a_shorter_run_has_made_is_not_in_the_history(tmp_path):
+    more = {"optimizer": {"schedule": "constant"}, "eval": {"every": 3}, "run_dir": tmp_path}
+    fit(**more, steps=4)
+    assert fit(**more, steps=8).history["eval"]["step"] == [3, 6, 8]
 
 
 @pytest.mark.slow

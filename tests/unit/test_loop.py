@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import json
 import time
 
 import jax
@@ -232,6 +233,23 @@ def test_a_resumed_metrics_file_has_no_torn_or_later_lines(tmp_path):
     file.write_text("".join(f'{{"step": {n}, "split": "{split}"}}\n' for n in (2, 4) for split in ("train", "eval")))
     JsonLines(file, keep_until=4, evaluated=False).close()  # it will be made again
     assert [(r["step"], r["split"]) for r in read(file)] == [(2, "train"), (2, "eval"), (4, "train")]
+
+
+@pytest.mark.parametrize(
+    ("final", "evaluated", "kept"),
+    [
+        ({"loss": 0.5}, True, [{"step": 4, "split": "eval", "time": 1.0, "loss": 0.5}]),  # it is not made again
+        ({"loss": 0.5}, False, []),
+        ({"loss": 0.5, "stopped": "enough"}, True, []),  # it has a line of its own
+        ({"loss": 0.5, "loss_of": "the last batch"}, True, []),
+    ],
+)
+def test_the_last_evaluation_of_a_run_that_is_made_longer_gets_a_line(tmp_path, final, evaluated, kept):
+    file = tmp_path / "metrics.jsonl"
+    other = {"params_sha256": "0", "goodput": 0.5, "time": 1.0}
+    file.write_text(json.dumps({"step": 4, "split": "final", **final, **other}) + "\n")
+    JsonLines(file, 4, evaluated).close()
+    assert read(file) == kept
 
 
 def test_the_digest_is_of_path_dtype_shape_and_bytes():
