@@ -48,7 +48,6 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[Any] = (), context: Context | None = None, entries: Sequence[Any] = ()):
         self.callbacks, self.context = callbacks, context or Context()
         self.entries = json.loads(json.dumps(entries or [[type(c).__qualname__, {}] for c in callbacks], default=str))
-        self.follows_updates = any(hasattr(callback, "on_update") for callback in callbacks)
 
     def call(self, point: str, *args: Any) -> None:
         for callback in self.callbacks:
@@ -65,9 +64,8 @@ class Callbacks:
 
     def on_update(self, updates: Sequence[int], metrics: Mapping[str, jax.Array]) -> None:
         """Call `on_update` for each update of a call; metrics: [] of one, [update] of several."""
-        if not self.follows_updates:
-            return
-        for i, step in enumerate(updates):
+        follows = any(hasattr(callback, "on_update") for callback in self.callbacks)
+        for i, step in enumerate(updates if follows else ()):
             self.call("on_update", step, metrics if len(updates) == 1 else {k: x[i] for k, x in metrics.items()})
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> str | None:
@@ -107,8 +105,7 @@ class Callbacks:
                 callback.load_state_dict(pair[1])
                 states.remove(pair)
         for (target, args), _ in states if self.context.is_root else ():
-            why = "no callback of this name and these args loads it"
-            safe_print.say(f"{KEY}: the state of {target} {args} is not restored: {why}")
+            safe_print.say(f"{KEY}: the state of {target} {args} is not restored: no such callback loads it")
 
 
 class EarlyStopping:

@@ -70,10 +70,8 @@ def roll_back(run: Run, progress: Progress, initial: Record) -> tuple[Run, Progr
 def write_batches(run: Run, first: int, last: int) -> pathlib.Path:
     """Write halted.json: the indices of the examples of updates `first` to `last`."""
     file = run.log.directory / "halted.json"
-    updates = range(first, last + 1)
-    batches = {
-        update: np.sort(run.data.train.order.batch(update - 1 + run.origin.offset)).tolist() for update in updates
-    }
+    examples = lambda update: np.sort(run.data.train.order.batch(update - 1 + run.origin.offset)).tolist()
+    batches = {update: examples(update) for update in range(first, last + 1)}
     if run.checkpoints.context.is_root:
         with contextlib.suppress(OSError):
             file.write_text(json.dumps({"updates": batches}) + "\n")

@@ -213,7 +213,7 @@ def test_a_state_is_restored_to_the_same_callback_only(before, after, restored, 
     assert states[:2] != [{"x": 2}, {"x": 1}]
     printed = capsys.readouterr().out
     assert printed.count("\n") == bool(lost) and lost in printed
-    assert not lost or "is not restored: no callback of this name and these args loads it" in printed
+    assert not lost or "is not restored: no such callback loads it" in printed
 
 
 def test_states_of_an_older_version_are_restored_by_their_position():
