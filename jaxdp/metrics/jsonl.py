@@ -28,14 +28,9 @@ class JsonLines(Writer):
         self.close()
         self.pending = b""
         last = {"final": 0, "eval": step if evaluated else step - 1}
-        records = read(self.path)
-        for x in records if evaluated else ():
-            if (
-                x.get("split") == "final" and not {"stopped", "loss_of"} & x.keys()
-            ):  # the end of a run that is now longer
-                x["split"] = "eval"
-                x.pop("params_sha256", None)
-                x.pop("goodput", None)
+        is_end = lambda x: evaluated and x.get("split") == "final" and not {"stopped", "loss_of"} & x.keys()
+        as_eval = lambda x: {k: v for k, v in x.items() if k not in ("params_sha256", "goodput")} | {"split": "eval"}
+        records = [as_eval(x) if is_end(x) else x for x in read(self.path)]
         steps = [(x.get("step"), last.get(str(x.get("split")), step), x) for x in records]
         valid = [line for number, end, line in steps if isinstance(number, int) and 0 < number <= end]
         rundir.write(self.path, "".join(map(dump, valid)))  # if the disk is full, the outdated lines stay

@@ -144,7 +144,7 @@ def check_repeat(setup: Setup, tolerance: float) -> Check:
         made, schedule = make_setup(problem, trial), problem.schedule()
         trained = train(made, problem.rule(1.0))
         rates = {"learning rate": np.array([schedule(step) for step in range(0, 100, 9)], np.float64)}
-        leaves = flatten(trained, trained.curve, made.start.params)
+        leaves = flatten(trained, trained.curve, trained.start)
         return {**leaves, "gradient": trained.grads, **rates, "evaluation": evaluate(made, eval_batch(made))}
 
     largest = change(update, tolerance)

@@ -29,8 +29,7 @@ class Worst(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """What the oracle trained from `start`, with `rule` at `rate` of the peak learning rate, and how far rounding moves
-    each leaf.
+    """What the oracle trained, with `rule` at `rate` of the peak learning rate, and how far rounding moves each leaf.
 
     Args:
         moved: {leaf: the relative error that rounding causes}.
@@ -41,7 +40,6 @@ class Reference(NamedTuple):
         moving: the trained leaves that have a gradient and change.
     """
 
-    start: Tree
     trained: Trained
     rule: UpdateRule
     rate: float
@@ -77,7 +75,7 @@ class Reference(NamedTuple):
     def errors(self, state: Any, curve: dict[str, np.ndarray], tolerance: float) -> Errors:
         """Return the error of each leaf that is compared, scaled so that `tolerance` is what is allowed."""
         curve = {name: values for name, values in curve.items() if name in self.trained.curve}
-        got, want = flatten(state, curve, self.start), flatten(self.trained, self.trained.curve, self.start)
+        got, want = (flatten(*of, self.trained.start) for of in ((state, curve), (self.trained, self.trained.curve)))
         errors = Errors()
         for path in {**want, **got}:
             if path not in self.uncompared:
@@ -115,7 +113,7 @@ def find_reference(
         runs = [train(start, rule) for start in starts]
         if np.median([*moves([flatten(run, run.curve) for run in runs]).values()]) <= max(tolerance / 100, 8 * epsilon):
             break
-    trained, flat = runs[0], [flatten(run, run.curve, start) for run, start in zip(runs, starts)]
+    trained, flat = runs[0], [flatten(run, run.curve, run.start) for run in runs]
     one, rounding = flat[0], moves(flat)
     limit = max(COARSEST, 5 * tolerance)
     too_far = {path: e for path, e in rounding.items() if e > limit}
@@ -129,7 +127,7 @@ def find_reference(
     uncompared = {p: e for p, e in too_far.items() if p not in zero or zero[p].all()}
     grads = [leaves({"params": tree}) for tree in trained.grads]
     changes = lambda path: any(np.any(x[path]) for x in grads) and np.any(one[path])
-    return Reference(params, trained, rule, rate, rounding, uncompared, zero, unexplained, {*filter(changes, grads[0])})
+    return Reference(trained, rule, rate, rounding, uncompared, zero, unexplained, {*filter(changes, grads[0])})
 
 
 def zero_gradients(grads: list[Tree], epsilon: float) -> dict[str, np.ndarray]:

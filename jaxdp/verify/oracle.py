@@ -34,8 +34,10 @@ class Start(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """carry: [microbatch, example, ...]. curve: {metric: [update]}. grads: mean gradients of each update, unclipped."""
+    """start: the first parameters. carry: [microbatch, example, ...]. curve: {metric: [update]}. grads: of each update,
+    the mean gradients, unclipped."""
 
+    start: Tree
     params: Tree
     model_state: Tree
     opt_state: Tree
@@ -159,7 +161,7 @@ def train(setup: Setup, rule: UpdateRule) -> Trained:
     ema = None if rule.ema_decay is None else ema
     carries = None if first_carry is None else jax.tree.map(lambda *x: np.stack(x), *carry)
     curves = {name: np.array([metrics[name] for metrics in curve]) for name in curve[0]}
-    return Trained(params, state, opt_state, ema, carries, curves, history)
+    return Trained(start.params, params, state, opt_state, ema, carries, curves, history)
 
 
 def mean_of(values: list[Any], weight: float) -> float:

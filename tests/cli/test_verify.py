@@ -523,7 +523,7 @@ def test_training_that_amplifies_rounding_is_slowed_down():
 
     def trained(params, rate):
         value = {"a": 2.0 + (params["a"] - 1.0) * 1e6 * rate}
-        return Trained(value, {}, {}, None, None, {"loss": np.ones(1)}, [value])
+        return Trained(params, value, {}, {}, None, None, {"loss": np.ones(1)}, [value])
 
     found = find_reference(trained, lambda rate: rate, {"a": np.ones(3)}, 1e-15, 1e-10)
     assert found.rate == 0.001 and found.rule == 0.001 and not found.uncompared
@@ -538,7 +538,7 @@ def test_what_is_not_judged_is_not_verified_unless_its_gradient_is_zero(gradient
         if gradient == "zero in part":
             grads["b"] = np.array([*grads["b"][:2], 1.0])
         moved = {k: params[k] - 0.1 * np.sign(g) for k, g in grads.items()}
-        return Trained(moved, {}, {}, None, None, {"loss": np.ones(1)}, [grads])
+        return Trained(params, moved, {}, {}, None, None, {"loss": np.ones(1)}, [grads])
 
     params = {"a": np.ones(3), "b": np.array([1.0, 2.0, 3.0])}
     while True:  # until the signs of two gradients differ
@@ -561,7 +561,9 @@ def test_parameters_are_compared_by_what_they_move():
 
     def trained(params, rate, times=1.0):
         noise = 1 + 0.01 * np.sin(1e4 * params["a"])
-        return Trained({"a": params["a"] - 1e-3 * times * noise}, {}, {}, None, None, {"loss": np.ones(1)}, [params])
+        return Trained(
+            params, {"a": params["a"] - 1e-3 * times * noise}, {}, {}, None, None, {"loss": np.ones(1)}, [params]
+        )
 
     params = {"a": np.linspace(1.0, 2.0, 50)}
     found = find_reference(trained, lambda rate: rate, params, 2**-7, 0.05)
