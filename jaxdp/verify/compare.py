@@ -75,7 +75,8 @@ class Reference(NamedTuple):
     def errors(self, state: Any, curve: dict[str, np.ndarray], tolerance: float) -> Errors:
         """Return the error of each leaf that is compared, scaled so that `tolerance` is what is allowed."""
         curve = {name: values for name, values in curve.items() if name in self.trained.curve}
-        got, want = (flatten(*of, self.trained.start) for of in ((state, curve), (self.trained, self.trained.curve)))
+        own, start = self.trained, self.trained.start
+        got, want = flatten(state, curve, start), flatten(own, own.curve, start)
         errors = Errors()
         for path in {**want, **got}:
             if path not in self.uncompared:
