@@ -100,9 +100,10 @@ class SoftmaxCrossEntropy:
             uniform = log_sum - jnp.mean(logits, axis=-1)
             terms |= {"loss": losses + self.label_smoothing * (uniform - losses), "cross_entropy": losses}
         if self.top_k:
-            # the logit of an invalid label is NaN, which makes `larger` the number of classes: never in the top k
-            larger = jnp.sum(~(logits <= _label_logits(logits, labels)[..., None]), axis=-1)
-            terms |= {f"top{k}_accuracy": (larger < k).astype(losses.dtype) for k in self.top_k}
+            # Of equal logits the first class is ahead, as in argmax. The logit of an invalid label is NaN: no hit.
+            own, first = _label_logits(logits, labels)[..., None], jnp.arange(logits.shape[-1]) < labels[..., None]
+            ahead = jnp.sum(~(logits <= own) | ((logits == own) & first), axis=-1)
+            terms |= {f"top{k}_accuracy": (ahead < k).astype(losses.dtype) for k in self.top_k}
         return terms
 
 
@@ -168,8 +169,9 @@ class MultiTask:
 
     tasks: {name: {target, args, weight, outputs, labels}}. A task's loss gets outputs[outputs] of the model's output
     dict, and batch[labels] as labels; both keys default to the task's name, and weight defaults to 1. Each task
-    contributes the mean over its own elements (one or several per example). Metrics are NAME_loss, NAME_accuracy and
-    so on, each a mean over the task's own elements.
+    contributes the mean over its own elements in each microbatch (one or several per example; 0 if it has none), times
+    the microbatch's weight: over a batch this is their mean only if their number is in proportion to the mask. Metrics
+    are NAME_loss, NAME_accuracy and so on, each a mean over the task's own elements.
     """
 
     def __init__(self, tasks: Mapping[str, Mapping[str, Any]]):

@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from jax.extend.core import Literal
+
 from jaxdp.analysis.programs import inside
 
 # Products of cuDNN's attention, query[example, token, head, width]; backward does not count the scores again.
@@ -15,9 +17,19 @@ REMATERIALIZED = {"checkpoint", "remat", "remat2"}  # depends on JAX's version
 def count_flops(jaxpr: Any) -> int:
     """Count the multiplications and additions of products in a (closed) jaxpr. A `cond` counts its longest branch.
 
-    Inside a `shard_map` shapes are those of one device, and so are the counts. A `while` counts once.
+    Inside a `shard_map` shapes are those of one device, and so are the counts. A `while` counts once, unless its length
+    is a choice between constants (`jaxdp.parallel.rounding.scan_unfused`): then the largest.
     """
-    return sum(_flops_of(eqn) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
+    eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
+    made = {var: eqn for eqn in eqns for var in eqn.outvars}
+    return sum(_flops_of(eqn) * _trips(eqn, made) for eqn in eqns)
+
+
+def _trips(eqn: Any, made: dict[Any, Any]) -> int:
+    """Return the largest constant that may be the bound of a `while`; 1 of any other operation."""
+    bounds = [made[x] for x in eqn.invars if not isinstance(x, Literal) and x in made and not x.aval.shape]
+    choices = [e for e in bounds if e.params.get("name") == "_where"] if eqn.primitive.name == "while" else []
+    return max((int(x.val) for e in choices for x in e.invars if isinstance(x, Literal)), default=1)
 
 
 def model_flops(grads: Any, forward: Callable[[], Any]) -> int:

@@ -169,6 +169,10 @@ def advice(run: Run, config: Config) -> list[str]:
             f"optimizer.warmup_steps: {opt.warmup_steps}, but {end} after {horizon} updates: the warm-up is cut off "
             f"there, at {horizon / opt.warmup_steps:.0%} of lr; make it shorter"
         )
+    if opt.final_lr and opt.schedule in ("constant", "one_cycle"):
+        warnings.append(f"optimizer.final_lr: {opt.final_lr} has no effect with the schedule {opt.schedule}")
+    if opt.warmup_steps and opt.schedule == "one_cycle":
+        warnings.append("optimizer.warmup_steps: one_cycle begins with its own warm-up; set it to 0 to have only one")
     waiting = [type(x).__name__ for x in run.hooks.callbacks.callbacks if isinstance(x, EarlyStopping)]
     waiting += ["checkpoint.best"] * (config.checkpoint.best is not None)
     if ((every := run.options.eval_every) or steps) >= steps:

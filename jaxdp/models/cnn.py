@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
+from jaxdp.errors import check_sizes
 from jaxdp.models.layers import ConvBN, make_dropout
 
 
@@ -25,6 +26,7 @@ class CNN(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
+        check_sizes("model.args", widths=min(widths, default=1))
         channels = [input_shape[-1], *widths]
         self.blocks = nnx.List(
             [

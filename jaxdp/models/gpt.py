@@ -112,7 +112,7 @@ class GPT(nnx.Module):
             raise UsageError(f"model: segments{list(segments.shape)} do not fit tokens{list(tokens.shape)}")
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise UsageError(f"model: GPT reads integers [example, token], not {tokens.dtype}{list(tokens.shape)}")
-        x = look_up(self.embed.embedding[...], tokens)
+        x = look_up(self.embed.embedding[...], tokens, self.classes)
         turn = None
         if self.positions is None:
             turn = rotation(tokens.shape[1], self.width, self.base, wide(x.dtype))
@@ -177,12 +177,15 @@ class SwiGLU(nnx.Module):
         return -(-8 * dim // 768) * 256
 
 
-def look_up(embedding: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Look up tokens [...] in embedding[vocabulary, dim] -> [..., dim]; accumulate the gradient in at least float32.
+def look_up(embedding: jax.Array, tokens: jax.Array, classes: int) -> jax.Array:
+    """Look up tokens [...] in embedding[row, dim] -> [..., dim]; accumulate the gradient in at least float32.
 
+    A token that is not in [0, classes) becomes NaN.
     In bfloat16 the gradient of a token seen 2,500 times was 18 % off: a sum stops growing at 256 times its terms.
     """
-    rows = jnp.take(embedding.astype(wide(embedding.dtype)), tokens.astype(jnp.int32), axis=0)
+    tokens = tokens.astype(jnp.int32)
+    tokens = jnp.where((tokens >= 0) & (tokens < classes), tokens, len(embedding))
+    rows = jnp.take(embedding.astype(wide(embedding.dtype)), tokens, axis=0)
     return rows.astype(embedding.dtype)
 
 

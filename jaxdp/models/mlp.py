@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from jaxdp.cpu import product
+from jaxdp.errors import check_sizes
 from jaxdp.models.layers import make_dropout
 
 
@@ -27,6 +28,7 @@ class MLP(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
+        check_sizes("model.args", hidden=min(hidden, default=1))
         widths = [int(np.prod(input_shape)), *hidden]
         self.layers = nnx.List(
             [nnx.Linear(a, b, dot_general=product, rngs=rngs) for a, b in itertools.pairwise(widths)]

@@ -58,7 +58,7 @@ class Recurrent(nnx.Module):
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             name = type(self).__name__
             raise UsageError(f"model: {name} reads integers [example, token], not {tokens.dtype}{list(tokens.shape)}")
-        x = look_up(self.embed.embedding[...], tokens)
+        x = look_up(self.embed.embedding[...], tokens, self.embed.num_embeddings)
         for layer in self.layers:
             x = layer(self.dropout(x))
         x = self.dropout(x)

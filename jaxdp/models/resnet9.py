@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdp.errors import check_one_of
+from jaxdp.errors import check_one_of, check_sizes
 from jaxdp.models.layers import ConvBN, Residual, make_dropout
 
 
@@ -32,6 +32,7 @@ class ResNet9(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_one_of("model.args.variant", variant, VARIANTS)
+        check_sizes("model.args", width=width)
 
         def block(inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> ConvBN:
             return ConvBN(inputs, outputs, kernel, stride, sync=sync, rngs=rngs)

@@ -14,7 +14,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from jaxdp.split import is_stacked, path_string
 
-EMBEDDING = re.compile("embed", re.IGNORECASE)  # a table of rows, though it has two dims
+TABLE = re.compile("embed|positions", re.IGNORECASE)  # of rows, though it has two dims
 
 
 def matrices(blocks: Sequence[str] = ()) -> Callable[[Any], Any]:
@@ -26,7 +26,7 @@ def matrices(blocks: Sequence[str] = ()) -> Callable[[Any], Any]:
 
     def dims(path: Any, x: Any) -> MuonDimensionNumbers | None:
         stacked = is_stacked(path, blocks)
-        if x.ndim != 2 + stacked or EMBEDDING.search(path_string(path)):
+        if x.ndim != 2 + stacked or TABLE.search(path_string(path)):
             return None
         return MuonDimensionNumbers(reduction_axis=0 + stacked, output_axis=1 + stacked)
 

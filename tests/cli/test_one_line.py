@@ -293,6 +293,22 @@ def test_a_warm_up_or_a_batch_that_is_too_long_is_a_warning(tmp_path, more, word
     assert len(found) == (words is not None) and all(re.match(words, text) for text in found), found
 
 
+@pytest.mark.parametrize(
+    ("shape", "keys"),
+    [("constant", ["final_lr"]), ("cosine", []), ("one_cycle", ["final_lr", "warmup_steps"])],
+)
+def test_a_key_without_effect_on_the_schedule_is_a_warning(tmp_path, shape, keys):
+    more = ["--optimizer.schedule", shape, "--optimizer.final_lr", 0.1, "--optimizer.warmup_steps", 5]
+    found = [re.match(r"optimizer\.(final_lr|warmup_steps)", text) for text in advice(*made(tmp_path, *more))]
+    assert [x[1] for x in found if x] == keys
+
+
+@pytest.mark.parametrize("target, args", [("MLP", "hidden: [0]"), ("CNN", "widths: [8, 0]"), ("ResNet9", "width: 0")])
+def test_a_width_of_0_is_one_line(tmp_path, target, args):
+    with pytest.raises(UsageError, match=r"model\.args\.\w+: 0 is too small; it must be at least 1"):
+        made(tmp_path, "--model.target", target, "--model.args", f"{{{args}}}")
+
+
 @pytest.mark.parametrize("order", ["shuffled", "sequential"])
 def test_carried_state_in_a_shuffled_order_is_a_warning(tmp_path, order):
     text = tmp_path / "text.txt"

@@ -20,6 +20,9 @@ from jaxdp.analysis.flops import count_flops
 from jaxdp.analysis.hardware import HARDWARE
 from jaxdp.analysis.hlo import summarize
 from jaxdp.analysis.plan import Case, make_plan, predict, recommend
+from jaxdp.assemble.components import make_parts
+from jaxdp.assemble.run import make_case
+from jaxdp.cli import load
 from jaxdp.cli.plan import read_bytes, read_stages
 from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.state import init_state
@@ -110,6 +113,18 @@ def test_flops_of_an_update_are_one_device_s(backend):
     used = sum(x.size for x in jax.tree.leaves(shapes)) - shapes["positions"].size
     tokens, attention = 2 * TOKENS, 12 * 2 * 32 * TOKENS * 2 * TOKENS  # 12 layers dim T per token
     assert plan.flops == pytest.approx(6 * used * tokens + attention, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [["--parallel.reduction", "exact"], ["--outer.replicas", "4", "--outer.every", "2"]])
+def test_flops_do_not_depend_on_how_sums_are_made(more):
+    """Their loops over microbatches or replicas have a length that is known at run time only."""
+
+    def flops(*argv):
+        config = load(["--config", "configs/digits.yaml", *argv])[0]
+        return make_plan(make_case(config, make_parts(config), 0, 4, 2), 0).flops
+
+    assert flops(*more) == flops()
 
 
 @pytest.mark.slow

@@ -177,7 +177,10 @@ def test_killed_and_continued_no_run_is_made_twice(tmp_path):
                "--seed", "0,1,2,3", "--jobs", "2", "--run_dir", str(directory)]  # fmt: skip
     first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 300
-    while not finished(directory):
+    is_noted = lambda: [
+        run for run in finished(directory).values() if '"finished"' in (run / "events.jsonl").read_text()
+    ]
+    while not is_noted():
         assert first.poll() is None and time.monotonic() < deadline, first.communicate()
         time.sleep(0.02)
     os.killpg(first.pid, signal.SIGKILL)

@@ -199,8 +199,16 @@ def test_the_embedding_s_gradient_is_that_of_differences():
 
 def test_a_common_token_keeps_its_gradient_in_bfloat16():
     """A sum in bfloat16 stops at 256 ones."""
-    gradient = jax.grad(lambda e: jnp.sum(look_up(e, jnp.zeros((4, 250), jnp.uint8))))(jnp.ones((3, 2), jnp.bfloat16))
+    gradient = jax.grad(lambda e: jnp.sum(look_up(e, jnp.zeros((4, 250), jnp.uint8), 3)))(
+        jnp.ones((3, 2), jnp.bfloat16)
+    )
     assert gradient.dtype == jnp.bfloat16 and gradient.tolist() == [[1000, 1000], [0, 0], [0, 0]]
+
+
+def test_tokens_outside_the_vocabulary_are_not_finite():
+    """Also those for which the table has rows, up to a multiple of the vocabulary."""
+    rows = look_up(jnp.ones((16, 2)), jnp.array([0, 9, -1, 10, 15, 16, 200]), 10)
+    assert np.isfinite(rows).all(1).tolist() == [True, True] + [False] * 5
 
 
 @pytest.mark.slow

@@ -45,6 +45,13 @@ def test_cross_entropy_is_numpy_s(smoothing):
         assert float(metrics[name]) == (hits * mask).sum()
 
 
+def test_equal_logits_are_ranked_as_by_argmax():
+    labels = np.arange(CLASSES, dtype=np.int32)
+    batch = {"labels": labels, "mask": np.ones(CLASSES, np.float32)}
+    metrics = SoftmaxCrossEntropy(top_k=[1, 3])(jnp.zeros((CLASSES, CLASSES)), batch)[2]
+    assert [float(metrics[name]) for name in ("accuracy", "top1_accuracy", "top3_accuracy")] == [1, 1, 3]
+
+
 @pytest.mark.slow
 def test_a_label_that_is_no_class_is_not_finite_and_where_the_mask_is_0_it_is_nothing():
     scores, batch = (

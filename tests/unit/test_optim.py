@@ -182,6 +182,7 @@ def test_muon_takes_matrices_stacked_or_not():
     assert found["blocks"] == {"kernel": (1, 2), "scale": None}
     assert found["head"] == {"kernel": (0, 1), "bias": None}
     assert found["embed"]["embedding"] is found["conv"] is None
+    assert matrices()({"positions": jnp.ones((4, 2))}) == {"positions": None}
     assert matrices()(STACKED)["blocks"] == {"kernel": None, "scale": (0, 1)}  # it has to be told
 
 
