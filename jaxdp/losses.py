@@ -168,10 +168,10 @@ class MultiTask:
     """Weighted sum of several losses of one model.
 
     tasks: {name: {target, args, weight, outputs, labels}}. A task's loss gets outputs[outputs] of the model's output
-    dict, and batch[labels] as labels; both keys default to the task's name, and weight defaults to 1. Each task
-    contributes the mean over its own elements in each microbatch (one or several per example; 0 if it has none), times
-    the microbatch's weight: over a batch this is their mean only if their number is in proportion to the mask. Metrics
-    are NAME_loss, NAME_accuracy and so on, each a mean over the task's own elements.
+    dict, and batch[labels] as labels; both keys default to the task's name, and weight defaults to 1. Each task's
+    loss is averaged over its own elements in each microbatch (one or several per example; without any, it is 0). This
+    is the average over the batch only if all microbatches have the same share of them. Metrics are NAME_loss,
+    NAME_accuracy and so on, each a mean over the task's own elements.
     """
 
     def __init__(self, tasks: Mapping[str, Mapping[str, Any]]):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from jax.extend.core import Literal
 
 from jaxdp.analysis.programs import inside
@@ -26,10 +27,12 @@ def count_flops(jaxpr: Any) -> int:
 
 
 def _trips(eqn: Any, made: dict[Any, Any]) -> int:
-    """Return the largest constant that may be the bound of a `while`; 1 of any other operation."""
-    bounds = [made[x] for x in eqn.invars if not isinstance(x, Literal) and x in made and not x.aval.shape]
-    choices = [e for e in bounds if e.params.get("name") == "_where"] if eqn.primitive.name == "while" else []
-    return max((int(x.val) for e in choices for x in e.invars if isinstance(x, Literal)), default=1)
+    """Return the largest integer that may be the bound of a `while`; 1 for any other operation."""
+    if eqn.primitive.name != "while":
+        return 1
+    bounds = [made[x] for x in eqn.invars if not isinstance(x, Literal) and x in made and x.aval.dtype.kind == "i"]
+    literals = [x.val for e in bounds if e.params.get("name") == "_where" for x in e.invars if isinstance(x, Literal)]
+    return max([1, *(int(x) for x in literals if isinstance(x, int | np.integer))])
 
 
 def model_flops(grads: Any, forward: Callable[[], Any]) -> int:

@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Mapping
-from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from jaxdp.core.carry import split_carry
 from jaxdp.core.options import first_microbatch
 from jaxdp.core.state import Transform
 from jaxdp.data import SOURCES
-from jaxdp.data.base import UNKNOWN, Dataset, as_dataset, check_dtypes, tokenizer_spec
+from jaxdp.data.base import UNKNOWN, Dataset, as_dataset, check_dtypes, class_names, tokenizer_spec
 from jaxdp.data.example_order import ExampleOrder, Streams, order_of
 from jaxdp.data.mixture import has_test_split
 from jaxdp.data.transforms import TRANSFORMS, as_transform
@@ -45,9 +44,9 @@ def make_data(
 
 def check_meaning(key: str, dataset: Dataset, other: Dataset) -> None:
     """Raise UsageError if an evaluation set has other ids for the same text, or labels for the same classes."""
-    names, others = (list(getattr(x, "class_names", [])) for x in (dataset, other))
-    for label, (name, its) in enumerate(zip_longest(names, others) if names and others else ()):
-        if name != its:
+    names, others = map(class_names, (dataset, other))
+    for label, its in enumerate(others if names else []):
+        if (name := names[label] if label < len(names) else None) != its:
             raise UsageError(f"{key}: label {label} is {its!r}, but {name!r} in the training data; make them alike")
     one, two = ({**(tokenizer_spec(x) or {}), "path": None} for x in (dataset, other))
     if one != two and len(one) > 1 < len(two):

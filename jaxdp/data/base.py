@@ -20,10 +20,10 @@ class Dataset(Protocol):
     Optional attributes:
 
     - `transform(batch, key, train) -> batch`: runs on the device on one microbatch, a dict of arrays[example, ...].
-      Normalizes in both modes; augments if `train` is true, with randomness from the microbatch's `key` (None if
-      `train` is false). Must be traceable by JAX.
-    - `classes: int`, the number of labels, `class_names`, theirs in order, and `input_shape: tuple[int, ...]`, the
-      shape of one example's inputs.
+      Normalizes in both modes; augments if `train` is true, with randomness from the microbatch's `key`, which
+      in evaluation is the same in each batch. Must be traceable by JAX.
+    - `classes: int`, the number of labels; `class_names: list[str]`, the name of each label, in order; `input_shape:
+      tuple[int, ...]`, the shape of one example's inputs.
     - `example_order(batch_size, microbatches, seed) -> ExampleOrder`: the order of training examples, instead of a
       shuffled one.
     - `require(indices)`: is called before a batch is read, on every process, with the examples of all processes.
@@ -197,6 +197,12 @@ def probes(dataset: Dataset) -> np.ndarray:
     size = getattr(dataset, "read_ahead", len(dataset))
     count = min(PROBES, size)
     return np.arange(count, dtype=np.int64) * size // count
+
+
+def class_names(dataset: Dataset) -> list[str]:
+    """Return the dataset's `class_names`, or nothing."""
+    names = getattr(dataset, "class_names", None)
+    return [str(name) for name in names] if isinstance(names, list | tuple) else []
 
 
 def tokenizer_spec(dataset: Dataset) -> dict[str, Any] | None:

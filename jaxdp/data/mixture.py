@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import Dataset, as_dataset, check_split, read_examples, tokenizer_spec
+from jaxdp.data.base import Dataset, as_dataset, check_split, class_names, read_examples, tokenizer_spec
 from jaxdp.data.example_order import EpochOrder, ExampleOrder, permute
 from jaxdp.errors import UsageError, check_sizes
 from jaxdp.targets import bind, call, locate, parameters, targets_in
@@ -110,10 +110,11 @@ class Mixture:
     def _copy_facts(self) -> None:
         """Copy what all sets must have in common. Raises UsageError that names the first set that differs."""
         first = [read_examples(dataset, np.zeros(1, np.int64)) for dataset in self.sets]
+        named = next(filter(None, map(class_names, self.sets)), [])
         facts: dict[str, list[Any]] = {
             "examples of": [{k: (v.shape[1:], np.asarray(v).dtype.name) for k, v in sorted(x.items())} for x in first],
             "classes": [getattr(dataset, "classes", None) for dataset in self.sets],
-            "class names": [getattr(dataset, "class_names", None) for dataset in self.sets],
+            "class names": [class_names(dataset) or named for dataset in self.sets],
             "the tokenizer": [tokenizer_spec(dataset) for dataset in self.sets],
         }
         for fact, values in facts.items():
@@ -123,7 +124,8 @@ class Mixture:
                     raise UsageError(
                         f"{KEY}.{name}: {fact} {shown[0]}, unlike {shown[1]} of {self.names[0]}; make them alike"
                     )
-        for fact in ("classes", "class_names", "input_shape", "tokenizer", "tokenizer_spec"):
+        self.class_names = named
+        for fact in ("classes", "input_shape", "tokenizer", "tokenizer_spec"):
             if fact in dir(self.sets[0]) and (fact != "tokenizer" or not hasattr(self.sets[0], "tokenizer_spec")):
                 setattr(self, fact, getattr(self.sets[0], fact))
         any_transform = any(getattr(dataset, "transform", None) is not None for dataset in self.sets)

@@ -89,7 +89,8 @@ class Fitted:
         records: dict[str, list[Record]] = {"train": [], "eval": []}
         for record in read(file):
             split = record.get("split")
-            if split == "final" and "loss_of" not in record and "stopped" not in record:
+            evaluated = records["eval"][-1]["step"] if records["eval"] else 0
+            if split == "final" and "loss_of" not in record and evaluated != record["step"]:
                 split = "eval"  # the last evaluation has no other record
             if split in records and record["step"] <= self.final["step"]:
                 records[split].append(record)

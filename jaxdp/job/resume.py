@@ -89,7 +89,7 @@ def resume_step(
             raise UsageError(f"data.order: {text}; set data.order to shuffled, or choose another --run_dir", rank=0)
         compare = lambda: check_same_run(saved, run.checkpoints.facts, config, start, objects)
         on_all_ranks(context, compare if context.is_root else lambda: None)
-    old, new = as_saved(saved["config"], config)
+    old, new = as_saved(saved["config"] | saved.get("evaluated_with", {}), config)
     if old["eval"] != new["eval"] or old["callbacks"] != new["callbacks"]:
-        saved |= {"stopped": None, "changed": True}  # the callback that stopped it may be gone
+        saved |= {"stopped": None, "evaluated": False, "changed": True}  # the callback that stopped it may be gone
     return start, saved

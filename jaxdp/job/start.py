@@ -63,10 +63,9 @@ def start_writer(directory: pathlib.Path, config: Config, context: Context, run:
     console = Console(steps, start, context.launcher == "none", {"title": directory.name, **facts})
     run.checkpoints.events.tell = console.happened
     console.advised = config.data.on_device  # the console would advise to set it
-    evaluated = run.origin.evaluated and start < steps and run.evaluation_is_due(start)
     writer = Many(
         [
-            JsonLines(directory / "metrics.jsonl", start, evaluated),
+            JsonLines(directory / "metrics.jsonl", start, run.origin.evaluated, run.evaluation_is_due(start)),
             console,
             Reports(directory, flat(dataclasses.asdict(Config()))),
             *make_writers(config.log.writers, directory, start, dataclasses.asdict(config)),

@@ -14,23 +14,26 @@ from jaxdp.metrics.writer import Record, Writer
 class JsonLines(Writer):
     """A writer that appends to `path`, after dropping a torn last line and all lines of steps after `keep_until`.
 
-    evaluated: True if the evaluation after update `keep_until` already ran; its line is kept, and one in a final record
-    gets a line. Each record gets its `time` in seconds since the epoch. If the disk is full, records are written
-    later. `write` raises RunFailed if the file is no longer at `path`.
+    evaluated: True if the evaluation after update `keep_until` already ran; its line is kept. due: it was due; if only
+    a final record has it, it gets a line. Each record gets its `time` in seconds since the epoch. If the disk is
+    full, records are written later. `write` raises RunFailed if the file is no longer at `path`.
     """
 
-    def __init__(self, path: pathlib.Path, keep_until: int = 0, evaluated: bool = True):
+    def __init__(self, path: pathlib.Path, keep_until: int = 0, evaluated: bool = True, due: bool = False):
         self.path, self.pending = path, b""
         self.file: IO[bytes] | None = None
-        self.rewind(keep_until, evaluated)
+        self.rewind(keep_until, evaluated, due)
 
-    def rewind(self, step: int, evaluated: bool = True) -> None:
+    def rewind(self, step: int, evaluated: bool = True, due: bool = False) -> None:
         self.close()
         self.pending = b""
         last = {"final": 0, "eval": step if evaluated else step - 1}
-        is_end = lambda x: evaluated and x.get("split") == "final" and not {"stopped", "loss_of"} & x.keys()
+        records = read(self.path)
+        noted = [x.get("step") for x in records if x.get("split") == "eval"]
+        is_noted = lambda x: {"stopped", "loss_of"} & x.keys() or x.get("step") in noted
         as_eval = lambda x: {k: v for k, v in x.items() if k not in ("params_sha256", "goodput")} | {"split": "eval"}
-        records = [as_eval(x) if is_end(x) else x for x in read(self.path)]
+        if evaluated and due:
+            records = [as_eval(x) if x.get("split") == "final" and not is_noted(x) else x for x in records]
         steps = [(x.get("step"), last.get(str(x.get("split")), step), x) for x in records]
         valid = [line for number, end, line in steps if isinstance(number, int) and 0 < number <= end]
         rundir.write(self.path, "".join(map(dump, valid)))  # if the disk is full, the outdated lines stay

@@ -40,8 +40,7 @@ def fit(run: Run) -> tuple[Record, TrainState]:
     watch, origin = run.hooks.watch, run.origin
     with watch.suspend_timeout("makes the state"):
         state = origin.recovered or (restore(run, origin.start) if origin.start else origin.begin(run))
-    evaluated = origin.start if origin.evaluated else -1
-    progress = Progress(origin.start, state, {}, evaluated, origin.metrics, origin.stopped)
+    progress = origin.progress(state)
     lookback = Lookback(EXAMINED if run.data.train.check else 0)
     run.hooks.callbacks.call("on_start", run)
     initial = run.hooks.callbacks.state()  # raises UsageError for a state that no checkpoint could store
@@ -173,7 +172,9 @@ def evaluate_and_record(run: Run, program: Program, progress: Progress, split: s
     progress.stopped = stopped if run.evaluation_is_due(progress.step) else None
     if run.checkpoints.is_best(metrics):
         save(run, progress)
-    run.checkpoints.annotate(progress.step, metadata(run, progress) | {"config": run.checkpoints.facts.get("config")})
+    config = run.checkpoints.facts.get("config", {})
+    evaluated_with = {name: config.get(name) for name in ("eval", "callbacks")}
+    run.checkpoints.annotate(progress.step, {**metadata(run, progress), "evaluated_with": evaluated_with})
     return metrics
 
 
@@ -183,10 +184,10 @@ def finish(run: Run, program: Program, progress: Progress) -> Record:
     save_last(run, progress)
     if lost := progress.step % run.options.outer_every:
         run.log.writer.say(f"the last {lost} updates came after the last outer step, and changed no parameters")
-    if run.data.eval and progress.stopped is None:
+    if run.data.eval and progress.evaluated != progress.step:
         final |= evaluate_and_record(run, program, progress)
     elif run.data.eval:
-        final |= progress.evaluation | {"stopped": progress.stopped}
+        final |= progress.evaluation | ({} if progress.stopped is None else {"stopped": progress.stopped})
     elif progress.metrics:
         final["loss"] = float(np.reshape(progress.metrics["loss"], -1)[-1])
         final["loss_of"] = "the last batch"

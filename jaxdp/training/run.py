@@ -72,6 +72,10 @@ class Origin:
     begin: Callable[["Run"], TrainState] = initial_state
     recovered: TrainState | None = None
 
+    def progress(self, state: TrainState) -> "Progress":
+        evaluated = self.start if self.evaluated else -1
+        return Progress(self.start, state, {}, evaluated, self.metrics, self.stopped)
+
 
 @dataclasses.dataclass(frozen=True)
 class Log:

@@ -112,9 +112,9 @@ class Snapshots:
             self.every = max(map(int, texts)) if self._measured else FIRST
         copies = (3 if self._copies.count else 2) - (self.newest is not None)
         self._enough_memory = enough_memory(run, copies * self._copies.size)
-        start, state, newest = run.origin.start, run.origin.recovered, self.newest
+        state, newest = run.origin.recovered, self.newest
         if self._enough_memory and state is not None and (self._copies.count or (newest and newest.slices)):
-            self._begin(run, Progress(start, state, evaluated=start if run.origin.evaluated else -1))
+            self._begin(run, run.origin.progress(state))
 
     def take(self, run: Run, progress: Progress) -> None:
         """Copy the state, if `every` updates have passed, or the run was rolled back."""

@@ -156,8 +156,8 @@ def flatten(trained: Any, curve: dict[str, np.ndarray], start: Tree = None) -> d
     names = ("params", "model_state", "opt_state", "ema", "carry")
     trees = {name: getattr(trained, name) for name in names}
     if start is not None:
-        change = lambda tree: jax.tree.map(lambda x, before: np.asarray(x) - np.asarray(before), tree, start)
-        trees |= {name: change(trees[name]) for name in ("params", "ema") if trees[name] is not None}
+        change = lambda x, before: host(x) - host(before) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+        trees |= {k: jax.tree.map(change, trees[k], start) for k in ("params", "ema") if trees[k] is not None}
     return leaves({**trees, "curve": curve})
 
 

@@ -156,8 +156,9 @@ def train(setup: Setup, rule: UpdateRule) -> Trained:
         state = average(states, [share / total for share in shares])
         trainable, opt_state = update(trainable, opt_state, mean)
         params = merge(trainable, frozen)
-        if rule.ema_decay is not None:
-            ema = weighted([ema, params], [rule.ema_decay, 1 - rule.ema_decay])
+        if (decay := rule.ema_decay) is not None:
+            average_with = lambda e, p, decay=decay: e + (1 - decay) * (np.asarray(p) - np.asarray(e))
+            ema = jax.tree.map(average_with, ema, params)
     ema = None if rule.ema_decay is None else ema
     carries = None if first_carry is None else jax.tree.map(lambda *x: np.stack(x), *carry)
     curves = {name: np.array([metrics[name] for metrics in curve]) for name in curve[0]}

@@ -310,6 +310,16 @@ def test_an_evaluation_that_counts_padding_is_found(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size, verdict", [(24, "note"), (20, "FAILED")])
+def test_padding_is_judged_where_it_is(tmp_path, size, verdict):
+    """The evaluation has padding in both; of a model whose training alone counts it, that says nothing."""
+    argv = [*verify_cases.named("model", "centered"), *verify_cases.EVALUATED, "--eval.data.args.size", "23"]
+    report = verified(tmp_path, [*argv, "--batch_size", str(size), "--microbatches", "4"])
+    [check] = [check for check in report.checks if check.name == "padding"]
+    assert check.verdict == verdict and "with other examples there, gradient" in check.text
+
+
+@pytest.mark.slow
 def test_a_comparison_with_one_device_alone_verifies_nothing(tmp_path):
     report = verified(tmp_path, verify_cases.named("model", "pair"), devices=1)
     assert report.passed and report.causes[0].startswith("nothing was compared on several devices; use --devices 2")

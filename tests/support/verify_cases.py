@@ -130,6 +130,16 @@ def scaled_init():
     return Model(make, pair().apply)
 
 
+def centered():
+    """A model that looks at padding in training alone, as a BatchNorm without a mask does."""
+
+    def apply(params, state, batch, key, train):
+        outputs, state = pair().apply(params, state, batch, key, train)
+        return outputs + outputs.mean(0) * (0.5 if train else 0.0), state
+
+    return Model(init, apply)
+
+
 def evaluated(plant):
     """A model whose evaluation alone depends on the number of devices, or looks at padding."""
     planted = {"devices": lambda x: x * jax.device_count(), "padding": lambda x: x + x.mean(0)}[plant]
@@ -258,16 +268,16 @@ def embedded():
 class Data:
     """24 examples; plant: what an example depends on beside its index."""
 
-    def __init__(self, plant="", integers=False):
+    def __init__(self, plant="", integers=False, size=24):
         rng = np.random.default_rng(0)
         self.inputs = rng.normal(size=(24, 4)).astype("float32")
         if integers:
             self.inputs = rng.integers(8, size=(24, 4)).astype("int32")
         self.labels = rng.integers(CLASSES, size=24).astype("int32")
-        self.plant, self.lock = plant, threading.Lock()
+        self.plant, self.size, self.lock = plant, size, threading.Lock()
 
     def __len__(self):
-        return 24
+        return self.size
 
     def __getitem__(self, i):
         with self.lock:
@@ -408,6 +418,7 @@ GOOD = {
     "random key of an optimizer": named("optimizer", "noisy"),
     "evaluated": [*INNOCENT_PAIR, *EVALUATED],
     "average": [*INNOCENT_PAIR, "--optimizer.ema", "0.9"],
+    "average and frozen part": [*INNOCENT_PAIR, "--optimizer.ema", "0.9", "--optimizer.frozen", "[hidden]"],
     "clipped": [*INNOCENT_PAIR, "--optimizer.clip_norm", "0.1"],
     "muon": named("optimizer", "muon"),
     "lion": named("optimizer", "lion"),

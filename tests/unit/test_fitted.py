@@ -307,26 +307,27 @@ def test_a_finished_run_is_evaluated_again_if_the_evaluation_has_changed(tmp_pat
 
 
 class Events:
-    """A source of examples; `opened` is the list of the positions that it was opened at."""
+    """A source of `count` examples from `start` on."""
 
-    count, opened = 64, []
+    count = 64
 
     def __new__(cls, start=0):
-        cls.opened.append(start)
         return ((X[i], Y[i]) for i in range(start, cls.count))
 
 
 @pytest.mark.slow
 def test_a_run_whose_stream_has_ended_is_returned_until_the_stream_is_longer(tmp_path, capsys, monkeypatch):
-    more = {"batch_size": 10, "steps": 9, "eval": {}, "parallel": {"devices": 1}, "run_dir": tmp_path}
-    more["optimizer"] = {"schedule": "constant"}
+    more = {"batch_size": 10, "steps": 9, "eval": {"every": 3}, "parallel": {"devices": 1}, "run_dir": tmp_path}
+    more |= {"optimizer": {"schedule": "constant"}, "eval_data": (X, Y)}
     first = jaxdp.fit(Net, Stream(Events), **more)
+    assert first.history["eval"]["step"] == [3, 6]
     lines = (tmp_path / "metrics.jsonl").read_text()
     again = jaxdp.fit(Net, Stream(Events), **more)
     assert again.final == first.final and (tmp_path / "metrics.jsonl").read_text() == lines
     assert "at its last step 6 (data: the stream ends after 64 examples); nothing to do" in capsys.readouterr().out
     monkeypatch.setattr(Events, "count", 75)
-    assert jaxdp.fit(Net, Stream(Events), **more).final["step"] == 7
+    longer = jaxdp.fit(Net, Stream(Events), **more)
+    assert longer.final["step"] == 7 and longer.history["eval"]["step"] == [3, 6, 7]
 
 
 @pytest.mark.slow

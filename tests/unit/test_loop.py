@@ -248,7 +248,7 @@ def test_the_last_evaluation_of_a_run_that_is_made_longer_gets_a_line(tmp_path, 
     file = tmp_path / "metrics.jsonl"
     other = {"params_sha256": "0", "goodput": 0.5, "time": 1.0}
     file.write_text(json.dumps({"step": 4, "split": "final", **final, **other}) + "\n")
-    JsonLines(file, 4, evaluated).close()
+    JsonLines(file, 4, evaluated, due=True).close()
     assert read(file) == kept
 
 
