@@ -101,8 +101,8 @@ class SoftmaxCrossEntropy:
             terms |= {"loss": losses + self.label_smoothing * (uniform - losses), "cross_entropy": losses}
         if self.top_k:
             # Of equal logits the first class is ahead, as in argmax. The logit of an invalid label is NaN: no hit.
-            own, first = _label_logits(logits, labels)[..., None], jnp.arange(logits.shape[-1]) < labels[..., None]
-            ahead = jnp.sum(~(logits <= own) | ((logits == own) & first), axis=-1)
+            target, first = _label_logits(logits, labels)[..., None], jnp.arange(logits.shape[-1]) < labels[..., None]
+            ahead = jnp.sum(~(logits <= target) | ((logits == target) & first), axis=-1)
             terms |= {f"top{k}_accuracy": (ahead < k).astype(losses.dtype) for k in self.top_k}
         return terms
 

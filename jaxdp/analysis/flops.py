@@ -22,15 +22,17 @@ def count_flops(jaxpr: Any) -> int:
     is a choice between constants (`jaxdp.parallel.rounding.scan_unfused`): then the largest.
     """
     eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
-    made = {var: eqn for eqn in eqns for var in eqn.outvars}
-    return sum(_flops_of(eqn) * _trips(eqn, made) for eqn in eqns)
+    producers = {var: eqn for eqn in eqns for var in eqn.outvars}
+    return sum(_flops_of(eqn) * _trips(eqn, producers) for eqn in eqns)
 
 
-def _trips(eqn: Any, made: dict[Any, Any]) -> int:
+def _trips(eqn: Any, producers: dict[Any, Any]) -> int:
     """Return the largest integer that may be the bound of a `while`; 1 for any other operation."""
     if eqn.primitive.name != "while":
         return 1
-    bounds = [made[x] for x in eqn.invars if not isinstance(x, Literal) and x in made and x.aval.dtype.kind == "i"]
+    bounds = [
+        producers[x] for x in eqn.invars if not isinstance(x, Literal) and x in producers and x.aval.dtype.kind == "i"
+    ]
     literals = [x.val for e in bounds if e.params.get("name") == "_where" for x in e.invars if isinstance(x, Literal)]
     return max([1, *(int(x) for x in literals if isinstance(x, int | np.integer))])
 

@@ -97,7 +97,7 @@ def split_values(key: str, text: str) -> list[str]:
     parts = [part.strip() for part in parts]
     if "" in parts:
         raise UsageError(f"{key}: {text!r} has an empty value; separate values by single commas")
-    quoted = lambda part: part[0] in "\"'" and part.find(part[0], 1) == len(part) - 1
+    quoted = lambda part: "," in part and part[0] in "\"'" and part.find(part[0], 1) == len(part) - 1
     return list(dict.fromkeys(part[1:-1] if quoted(part) else part for part in parts))
 
 

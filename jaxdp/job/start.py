@@ -174,7 +174,7 @@ def advice(run: Run, config: Config) -> list[str]:
         warnings.append("optimizer.warmup_steps: one_cycle begins with its own warm-up; set it to 0 to have only one")
     waiting = [type(x).__name__ for x in run.hooks.callbacks.callbacks if isinstance(x, EarlyStopping)]
     waiting += ["checkpoint.best"] * (config.checkpoint.best is not None)
-    if ((every := run.options.eval_every) or steps) >= steps:
+    if steps > 1 and ((every := run.options.eval_every) or steps) >= steps:
         unused = f"eval.every: {every or 'null'} gives {{}} only the last evaluation; set it below {steps}"
         warnings += map(unused.format, waiting)
     idle = 1 - microbatches / (devices * per_device)

@@ -105,9 +105,9 @@ def other_counts() -> Iterator[None]:
         other = lambda value: 2 * value if isinstance(value, list) else value + 3
         return lambda *args, **kwargs: other(real(*args, **kwargs))
 
-    here, value = current(), lambda name, least: int(text) if (text := os.getenv(name, "")).isdigit() else least
+    context, value = current(), lambda name, least: int(text) if (text := os.getenv(name, "")).isdigit() else least
     variables = {name: str(value(name, least) + 3) for pair in VARIABLES for least, name in enumerate(pair)}
-    elsewhere = dataclasses.replace(here, rank=here.rank + 3, size=here.size + 3)
+    elsewhere = dataclasses.replace(context, rank=context.rank + 3, size=context.size + 3)
     others = {id(real): told(real) for real in (*(getattr(jax, name) for name in COUNTS), time.time)}
     others[id(current)] = lambda: elsewhere
     with contextlib.ExitStack() as stack:
@@ -129,11 +129,11 @@ def change(compute: Callable[[], Tree], tolerance: float) -> Worst:
 
     one = again()
     with other_counts():
-        found = worst(leaf_errors(again(), one))
-    if found.error <= min(COARSE, tolerance):
+        largest = worst(leaf_errors(again(), one))
+    if largest.error <= min(COARSE, tolerance):
         return Worst(0.0, "")
     noise = worst(leaf_errors(again(), one)).error
-    return Worst(0.0, "") if found.error <= MARGIN * noise and noise <= tolerance else found
+    return Worst(0.0, "") if largest.error <= MARGIN * noise and noise <= tolerance else largest
 
 
 def check_repeat(setup: Setup, tolerance: float) -> Check:
@@ -142,11 +142,11 @@ def check_repeat(setup: Setup, tolerance: float) -> Check:
     problem, trial = setup.problem, setup.trial._replace(batches=setup.trial.batches[:1])
 
     def update() -> Tree:
-        made, schedule = make_setup(problem, trial), problem.schedule()
-        trained = train(made, problem.rule(1.0))
+        setup, schedule = make_setup(problem, trial), problem.schedule()
+        trained = train(setup, problem.rule(1.0))
         rates = {"learning rate": np.array([schedule(jnp.int32(step)) for step in range(0, 100, 9)], np.float64)}
         leaves = flatten(trained, trained.curve, trained.start)
-        return {**leaves, "gradient": trained.grads, **rates, "evaluation": evaluate(made, eval_batch(made))}
+        return {**leaves, "gradient": trained.grads, **rates, "evaluation": evaluate(setup, eval_batch(setup))}
 
     largest = change(update, tolerance)
     text = (

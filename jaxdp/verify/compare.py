@@ -75,8 +75,8 @@ class Reference(NamedTuple):
     def errors(self, state: Any, curve: dict[str, np.ndarray], tolerance: float) -> Errors:
         """Return the error of each leaf that is compared, scaled so that `tolerance` is what is allowed."""
         curve = {name: values for name, values in curve.items() if name in self.trained.curve}
-        own, start = self.trained, self.trained.start
-        got, want = flatten(state, curve, start), flatten(own, own.curve, start)
+        trained, start = self.trained, self.trained.start
+        got, want = flatten(state, curve, start), flatten(trained, trained.curve, start)
         errors = Errors()
         for path in {**want, **got}:
             if path not in self.uncompared:
