@@ -40,7 +40,7 @@ def test_a_grid_has_every_combination_once():
 def test_quotes_that_protect_a_comma_are_not_part_of_a_value():
     made = trials("--init_from", "\"a,b\",'c',it's", "--compilation_cache", '"x,y"')
     assert [(t.config.init_from, t.config.compilation_cache) for t in made] == [
-        ("a,b", "x,y"), ("c", "x,y"), ("it's", "x,y"),
+        ("a,b", "x,y"), ("'c'", "x,y"), ("it's", "x,y"),  # the second as in `train`
     ]  # fmt: skip
     assert split_values("k", '["a","b"],"a" + "b"') == ['["a","b"]', '"a" + "b"']
 
