@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(config, items):
             cases[test] += 1
             if cases[test] > mark.args[0]:
                 item.add_marker(pytest.mark.slow)
-        if not item.get_closest_marker("slow"):
+        if not item.get_closest_marker("slow") and not item.get_closest_marker("xdist_group"):
             group = "mpi" if item.get_closest_marker("mpi") else item.nodeid.partition("::")[0]
             item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: item.get_closest_marker("mpi") is None)

@@ -144,7 +144,7 @@ def check_repeat(setup: Setup, tolerance: float) -> Check:
     def update() -> Tree:
         setup, schedule = make_setup(problem, trial), problem.schedule()
         trained = train(setup, problem.rule(1.0))
-        rates = {"learning rate": np.array([schedule(jnp.int32(step)) for step in range(0, 100, 9)], np.float64)}
+        rates = {"learning rate": jax.jit(lambda steps: jax.lax.map(schedule, steps))(jnp.arange(0, 100, 9, jnp.int32))}
         leaves = flatten(trained, trained.curve, trained.start)
         return {**leaves, "gradient": trained.grads, **rates, "evaluation": evaluate(setup, eval_batch(setup))}
 

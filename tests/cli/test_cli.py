@@ -88,6 +88,7 @@ def test_devices_and_backend_change_nothing(single, tmp_path, where):
     assert_same_curve(tmp_path / "run", single)
 
 
+@pytest.mark.xdist_group("mpi")  # which has made `single`
 def test_the_same_run_gives_the_same_digest_and_a_finished_one_says_so(single, tmp_path):
     config = write(tmp_path, SMALL)
     out = jaxdp("--config", config, "--run_dir", tmp_path / "run").stdout
