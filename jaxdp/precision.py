@@ -12,6 +12,11 @@ from jaxdp.logits import Logits
 MIN_SCALE = 1.0  # of a dynamic loss scale
 
 
+def is_key(x: Any) -> bool:
+    """Return whether x, or what its shape and dtype describe, is an array of typed PRNG keys."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 def cast_floats(tree: Any, dtype: Any) -> Any:
     """Cast the floating-point leaves of a tree to `dtype`, and complex ones to the complex type that contains it, at
     least complex64; integers, booleans and keys are unchanged."""

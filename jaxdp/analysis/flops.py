@@ -30,9 +30,8 @@ def _trips(eqn: Any, producers: dict[Any, Any]) -> int:
     """Return the largest integer that may be the bound of a `while`; 1 for any other operation."""
     if eqn.primitive.name != "while":
         return 1
-    bounds = [
-        producers[x] for x in eqn.invars if not isinstance(x, Literal) and x in producers and x.aval.dtype.kind == "i"
-    ]
+    variables = [x for x in eqn.invars if not isinstance(x, Literal) and x.aval.dtype.kind == "i"]
+    bounds = [producers[x] for x in variables if x in producers]
     literals = [x.val for e in bounds if e.params.get("name") == "_where" for x in e.invars if isinstance(x, Literal)]
     return max([1, *(int(x) for x in literals if isinstance(x, int | np.integer))])
 

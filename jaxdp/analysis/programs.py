@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
+from jaxdp.precision import is_key
 from jaxdp.user_errors import PACKAGE, is_own, relative
 
 CALLERS = (PACKAGE / "verify", PACKAGE / "precision.py")  # call or cast the traced code
@@ -88,8 +89,7 @@ def describe(value: Any) -> str:
 
 
 def digest_of(array: Any) -> str:
-    is_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
-    values = np.asarray(jax.random.key_data(array) if is_key else array)
+    values = np.asarray(jax.random.key_data(array) if is_key(array) else array)
     return str(array) if values.dtype == object else hashlib.sha256(values.tobytes()).hexdigest()[:16]  # only a shape
 
 

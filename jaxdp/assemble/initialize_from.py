@@ -2,7 +2,6 @@
 
 import pathlib
 
-import jax
 import optax
 
 from jaxdp.assemble.run import on_all_ranks
@@ -13,6 +12,7 @@ from jaxdp.core.state import TrainState
 from jaxdp.distributed.context import Context
 from jaxdp.parallel.integer_sums import remembering
 from jaxdp.parallel.outer import Replicas, with_replicas
+from jaxdp.precision import is_key
 from jaxdp.training.run import Run
 
 
@@ -26,7 +26,7 @@ def initialize_from(run: Run, config: Config, context: Context, tx: optax.Gradie
     weights = on_all_ranks(context, lambda: open_weights(source, init.ema))
     context.check_same("init_from", weights.facts)
     shapes = named(strategy.shapes.params, strategy.shapes.model_state)
-    ours = {name: x for name, x in shapes.items() if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)}
+    ours = {name: x for name, x in shapes.items() if not is_key(x)}
     if not init.rename:  # expressions apply to the file's own names
         weights = on_all_ranks(context, lambda: as_published(weights, source, ours))
     matched = on_all_ranks(

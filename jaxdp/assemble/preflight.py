@@ -26,7 +26,7 @@ from jaxdp.metrics.sums import WEIGHT
 from jaxdp.metrics.writer import RESERVED
 from jaxdp.models.base import CARRY
 from jaxdp.parallel import Strategy
-from jaxdp.precision import cast_floats
+from jaxdp.precision import cast_floats, is_key
 from jaxdp.split import path_string
 from jaxdp.targets import targets_in
 
@@ -50,7 +50,7 @@ def rehearse(config: Config, parts: Parts, step: Step, make_state: Partial) -> t
         if count > 1:
             raise UsageError(f"model: {count} parameters have the path {name!r}; rename all but one")
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.model_state):
-        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if is_key(leaf):
             raise UsageError(f"model: its state {path_string(path)!r} is a random key; use the key of the call instead")
 
     trained = step.trainable(state.params)

@@ -21,6 +21,7 @@ from jaxdp.parallel.placement import of_device
 from jaxdp.parallel.products import WINDOW
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.parallel.sums import order_of
+from jaxdp.precision import is_key
 from jaxdp.split import fit, path_string
 
 SMALL = 1024  # elements
@@ -105,7 +106,7 @@ def fingerprints(arrays: Sequence[jax.Array]) -> jax.Array:
 
 def fingerprint(x: jax.Array) -> jax.Array:
     """Return a number, uint32 [], that every flipped bit of x changes."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         x = jax.random.key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])

@@ -5,9 +5,9 @@ import json
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.precision import is_key
 from jaxdp.split import path_string
 
 
@@ -29,7 +29,7 @@ def host(leaf: Any) -> np.ndarray:
     """Return the full array on the host (the data of a PRNG key); all processes gather one that is split over them."""
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if leaf.is_fully_replicated:
         return np.asarray(leaf.addressable_data(0))

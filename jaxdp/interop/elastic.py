@@ -10,7 +10,7 @@ from jaxdp.distributed import membership
 from jaxdp.distributed.context import Context, joined
 from jaxdp.distributed.signature import described
 from jaxdp.errors import RunFailed, UsageError
-from jaxdp.interop.parameters import is_key
+from jaxdp.precision import is_key
 from jaxdp.split import WHOLE
 from jaxdp.supervise.agreement import Agreement
 from jaxdp.supervise.generations import run_generations

@@ -9,6 +9,7 @@ import numpy as np
 from jaxdp.distributed.collectives import broadcast
 from jaxdp.distributed.context import joined
 from jaxdp.distributed.signature import as_array, described
+from jaxdp.precision import is_key
 from jaxdp.split import path_string
 
 Tree = Any
@@ -36,10 +37,6 @@ def broadcast_parameters(tree: Tree, root_rank: int = 0) -> Tree:
     for i, bits in zip(sent, received):
         leaves[i] = _from_bits(leaves[i], bits)
     return jax.tree.unflatten(structure, leaves)
-
-
-def is_key(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _kind(x: Any) -> str:

@@ -31,7 +31,7 @@ from jaxdp.errors import UsageError
 from jaxdp.job.objects import name_it
 from jaxdp.job.train import use_compilation_cache
 from jaxdp.logits import compute_logits
-from jaxdp.metrics.jsonl import read
+from jaxdp.metrics.jsonl import is_evaluation, read
 from jaxdp.metrics.numbers import number
 from jaxdp.metrics.writer import Record
 from jaxdp.training.evaluate import evaluate
@@ -87,11 +87,9 @@ class Fitted:
                 f"history: no {str(file)!r} on this host; rank 0 writes it: read it there, and do not remove run_dir"
             )
         records: dict[str, list[Record]] = {"train": [], "eval": []}
-        for record in read(file):
-            split = record.get("split")
-            evaluated = records["eval"][-1]["step"] if records["eval"] else 0
-            if split == "final" and "loss_of" not in record and evaluated != record["step"]:
-                split = "eval"  # the last evaluation has no other record
+        lines = read(file)
+        for record in lines:
+            split = "eval" if is_evaluation(record, lines) else record.get("split")
             if split in records and record["step"] <= self.final["step"]:
                 records[split].append(record)
         return {split: columns(lines) for split, lines in records.items()}

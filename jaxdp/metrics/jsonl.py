@@ -14,8 +14,8 @@ from jaxdp.metrics.writer import Record, Writer
 class JsonLines(Writer):
     """A writer that appends to `path`, after dropping a torn last line and all lines of steps after `keep_until`.
 
-    evaluated: True if the evaluation after update `keep_until` already ran; its line is kept. due: it was due; if only
-    a final record has it, it gets a line. Each record gets its `time` in seconds since the epoch. If the disk is
+    evaluated: True if the evaluation after update `keep_until` already ran; its line is kept. due: it was due, so it
+    gets a line if only a final record has it. Each record gets its `time` in seconds since the epoch. If the disk is
     full, records are written later. `write` raises RunFailed if the file is no longer at `path`.
     """
 
@@ -29,11 +29,9 @@ class JsonLines(Writer):
         self.pending = b""
         last = {"final": 0, "eval": step if evaluated else step - 1}
         records = read(self.path)
-        noted = [x.get("step") for x in records if x.get("split") == "eval"]
-        is_noted = lambda x: {"stopped", "loss_of"} & x.keys() or x.get("step") in noted
-        as_eval = lambda x: {k: v for k, v in x.items() if k not in ("params_sha256", "goodput")} | {"split": "eval"}
         if evaluated and due:
-            records = [as_eval(x) if x.get("split") == "final" and not is_noted(x) else x for x in records]
+            without = lambda x: {k: v for k, v in x.items() if k not in ("params_sha256", "goodput")}
+            records = [without(x) | {"split": "eval"} if is_evaluation(x, records) else x for x in records]
         steps = [(x.get("step"), last.get(str(x.get("split")), step), x) for x in records]
         valid = [line for number, end, line in steps if isinstance(number, int) and 0 < number <= end]
         rundir.write(self.path, "".join(map(dump, valid)))  # if the disk is full, the outdated lines stay
@@ -50,6 +48,13 @@ class JsonLines(Writer):
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
+
+
+def is_evaluation(record: Record, records: list[Record]) -> bool:
+    """Return whether a final record is the only one of its evaluation, as at the end of a run."""
+    if record.get("split") != "final" or {"stopped", "loss_of"} & record.keys():
+        return False
+    return not any(x.get("split") == "eval" and x.get("step") == record.get("step") for x in records)
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxdp.errors import UsageError
 from jaxdp.models.base import CARRY, Model, at, call_arguments, for_each_example, keep_dtypes, nest
+from jaxdp.precision import is_key
 
 AXIS = "batch"  # the vmapped axis over a microbatch's examples, unless a BatchNorm names another
 PARAMS, STATE = "params", "state"
@@ -150,7 +151,7 @@ def leaves_of(module: Any, state: eqx.nn.State) -> list[Leaf]:
     leaves = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(module):
         if is_array(leaf):
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            if is_key(leaf):
                 name = ".".join(names(path))
                 raise UsageError(f"model: {name} stores a random key; use the argument key of __call__ instead")
             leaves.append(Leaf(names(path), leaf, PARAMS if jnp.issubdtype(leaf.dtype, jnp.inexact) else STATE))

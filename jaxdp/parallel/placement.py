@@ -17,6 +17,7 @@ from jaxdp.errors import UsageError
 from jaxdp.parallel.padding import fit_trees, sharding_of
 from jaxdp.parallel.rounding import BITS, fusion_barrier
 from jaxdp.parallel.sums import order_of
+from jaxdp.precision import is_key
 from jaxdp.split import WHOLE, spec
 
 Live = Callable[[jax.Array], jax.Array | None]  # `jaxdp.parallel.sums.Arithmetic.live`
@@ -161,7 +162,7 @@ def from_first(tree: Any, mesh: Mesh, dims: Any = None, axes: Axes = FLAT) -> An
 
 def of_device(x: jax.Array, axes: Any, index: Any) -> jax.Array:
     """Return one device's x on all devices along the axes, bit for bit; call it inside a program that maps these."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         data = of_device(jax.random.key_data(x), axes, index)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize in BITS:  # as bits: -0.0 + 0.0 is 0.0

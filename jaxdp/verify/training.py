@@ -15,6 +15,7 @@ from jaxdp.core.step import Step
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError, one_line
 from jaxdp.parallel import Strategy
+from jaxdp.precision import is_key
 from jaxdp.verify.compare import Reference, leaf_errors, worst
 from jaxdp.verify.configurations import Configuration
 from jaxdp.verify.oracle import Setup, Start, partition, without_carry
@@ -56,13 +57,8 @@ def train(
     drawn = worst(leaf_errors(arrays, first.replace(opt_state=None)))
     if not drawn.error <= DRAWN:
         raise RuntimeError(f"the initial {drawn.leaf} differs by {drawn.error:.1e}: init is not a function of its key")
-
-    def put(x: np.ndarray, like: jax.Array) -> jax.Array:
-        if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-            return like
-        return jax.make_array_from_callback(x.shape, like.sharding, lambda part: np.array(x[part]))
-
-    state = jax.tree.map(put, first, initial.replace(exponents=None))
+    put = lambda x, like: jax.make_array_from_callback(x.shape, like.sharding, lambda part: np.array(x[part]))
+    state = jax.tree.map(lambda x, y: y if is_key(y) else put(x, y), first, initial.replace(exponents=None))
     del initial
     read = lambda i: strategy.shard_batch(read_batch(problem.dataset, trial.order, i, strategy.local_microbatches))
     state = strategy.adopt(state.replace(exponents=exponents))

@@ -32,10 +32,10 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 # report of a verification for errors and for bits. Then 32: what `outer` sends and refuses, and what `plan` says of it;
 # 3: coordinators that come and go refuse nobody. Then 58: numbers, types and data that own loops and data sets had
 # changed, dropped or read wrongly in silence.
-# Then 255: what verify judges (evaluation, schedules, numbers of processes, models in bfloat16) 113; what a checkpoint,
+# Then 258: what verify judges (evaluation, schedules, numbers of processes, models in bfloat16) 113; what a checkpoint,
 # a resume or a finished run forgot of callbacks and evaluations 60; the command line and sweeps 30; data that means
-# something else 26; numbers of plan, losses and models 26.
-BUDGET = {"package": 30_297, "file": 300, "function": 60, "one update": 700}  # lines
+# something else 26; numbers of plan, losses and models 26; one test of what is a random key 3.
+BUDGET = {"package": 30_300, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {
