@@ -23,6 +23,7 @@ from jaxdp.data import SOURCES
 from jaxdp.data.base import Dataset
 from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.transforms import TRANSFORMS, both
+from jaxdp.distributed import membership
 from jaxdp.distributed.context import current
 from jaxdp.errors import UsageError, nearest
 from jaxdp.losses import LOSSES, attribute, make_loss
@@ -153,9 +154,12 @@ def make_strategy(config: Config, parts: Parts, make_state: Partial, devices: Se
         hosts = hosts if len(hosts) == jax.process_count() else ()  # else a script has connected the processes
         return Replicas(make_state, config.microbatches, reduction, rule, reduce_dtype, devices, hosts)
     blocks, rules = parts.forward.model.blocks, tuple(parallel.rules.items())
-    sharding = Sharding(parallel.zero, parallel.shard_size, parallel.gradient_buffer, blocks, True, rules)
+    size, number = parallel.shard_size, len(devices)
+    if size is not None and membership.generation():  # the least that these devices can share, and no less memory
+        size = min((k for k in range(size, number) if number % k == 0), default=number)
+    sharding = Sharding(parallel.zero, size, parallel.gradient_buffer, blocks, True, rules)
     if parallel.zero:
-        count = group_size(parallel.shard_size, len(devices))
+        count = group_size(size, number)
         pad = can_pad(parts.rule.tx, parts.rule.trainable, jax.eval_shape(make_state), sharding, count)
         sharding = sharding._replace(pad=pad)
     strategy = STRATEGIES[parallel.backend]

@@ -23,6 +23,7 @@ from jaxdp.checkpoint.leaves import check_same_leaves, copy, fields_of, leaves_o
 from jaxdp.checkpoint.manifest import Damaged
 from jaxdp.checkpoint.orbax import TIMEOUT, load, prepare, save, silence_orbax
 from jaxdp.core.state import TrainState
+from jaxdp.distributed import membership
 from jaxdp.distributed.context import Context, current
 from jaxdp.errors import UsageError
 from jaxdp.metrics.events import NoEvents
@@ -255,7 +256,7 @@ class Checkpoints:
         self._failure = f"checkpoint {step} could not be saved: {reason}"
         with self._lock:
             self._notes.pop(step, None)
-        if self.writes:
+        if self.writes and membership.in_generation():  # else others may be writing this step
             folders.clean(self.directory, step)
         if self.context.is_root:
             self.events.note("save_failed", step, reason=reason)

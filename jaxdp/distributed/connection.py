@@ -18,6 +18,7 @@ from jaxdp.distributed.protocol import ADMISSION, Facts, beat_interval, unpack
 from jaxdp.errors import DistributedError, UsageError
 
 RETRIES = 5000.0  # attempts to connect in a second, of all ranks together
+BUSY = 600.0  # seconds that a coordinator may let a process wait while the job compiles, or makes an update
 # No program has answered.
 NOBODY = (errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ETIMEDOUT)
 
@@ -106,14 +107,15 @@ def join(
     continue an elastic job).
     """
     title, began, problem = hosts.title(facts["rank"], facts["host"]), time.monotonic(), "not tried"
-    foreign = refused = 0
+    foreign, refused, greeted = 0, 0, False
+    patience = timeout + (BUSY if facts.get("elastic") == "on" else 0.0)
     while (remaining := began + timeout - time.monotonic()) > 0:
         greeted = False
         try:
             connection = Connection(host, port, secret, min(remaining, 5.0), facts=facts)
             greeted = True
             connection.socket.settimeout(10.0)  # the coordinator's deadline comes first
-            while time.monotonic() < began + timeout and not wait([connection.socket], beat_interval(facts["size"])):
+            while time.monotonic() < began + patience and not wait([connection.socket], beat_interval(facts["size"])):
                 connection.send(op="beat", note={})
             admission = connection.receive()
             if admission.keys() == {"rank"}:  # admitted: what all ranks receive follows
@@ -126,7 +128,7 @@ def join(
             if greeted:
                 connection.socket.close()
                 refused += 1
-            if refused >= 3:
+            if refused >= 3 and "last" not in facts:
                 raise UsageError(
                     f"{title}: the coordinator at {host}:{port} refused it, or is not of this job ({problem}): every "
                     f"process needs the same secret, in {channel.VARIABLE} or in {channel.secret_file()}"
@@ -141,6 +143,8 @@ def join(
                 f"job ({problem}): another program has that port; choose another"
             )
         time.sleep(max(0.05, facts["size"] / RETRIES) if not foreign else 0.5)
+    if greeted:
+        raise DistributedError(f"{title} was not admitted by the coordinator at {host}:{port} within {patience:g} s")
     raise DistributedError(
         f"{title} found no rank 0 at the coordinator's address {host}:{port} within {round(timeout, 1):g} s "
         f"({problem}): see whether rank 0 was started there (JAXDP_TIMEOUT sets how long to wait)"

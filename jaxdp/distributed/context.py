@@ -213,7 +213,8 @@ def crash(error: BaseException) -> NoReturn:
 def fail(error: BaseException, code: int | None = None) -> NoReturn:
     """Print `error` on its rank and end this process with `code`, or with 2 for UsageError and 1 otherwise."""
     speaker = error.rank if isinstance(error, ReportedError) else None
-    code = code or getattr(error, "code", None) or (2 if isinstance(error, UsageError) else 1)
+    given = [c for c in (code, getattr(error, "code", None)) if c is not None]
+    code = (given or [2 if isinstance(error, UsageError) else 1])[0]
     rank, member = _process().rank, membership.current()
     ends_alone = speaker is None or (speaker == rank and membership.is_new(rank))
     if member is not None and ends_alone:

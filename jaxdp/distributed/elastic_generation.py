@@ -34,6 +34,7 @@ class ElasticGeneration(Generation):
         self.size = 0  # until it is complete
         self.survivors: set[tuple[str, int]] = set()  # after the end: who may report to the next generation
         self.restarting = 0  # ranks that have died, and that their launcher starts again
+        self.code = 0  # the exit code of the last rank that has left
         self.dead = 0  # ranks whose connection has closed; a rank that is silent may be alive behind a cut network
 
     # Joining
@@ -92,7 +93,8 @@ class ElasticGeneration(Generation):
             return
         if waited < RESTART and len(self.waiting) < len(before.survivors) + before.restarting:
             return  # with the one that comes back, one generation is enough
-        has_quorum = 2 * len(self.reachable(before, survivors)) > before.size - before.dead
+        alive = before.size - before.dead
+        has_quorum = 2 * len(self.reachable(before, survivors)) > alive or not alive
         if not has_quorum or len(self.waiting) < self.settings.min_processes:
             is_final = before.is_lost and not has_quorum  # who has died, and cannot come, is unknown
             if waited > WINDOW + (0.0 if is_final else self.settings.join_timeout):
@@ -136,9 +138,7 @@ class ElasticGeneration(Generation):
             f"too few processes to continue: {len(self.waiting)}, with {survivors} of the {self.before.size} before "
             f"(elastic.min_processes: {self.settings.min_processes}, and more than half of those that may be alive)"
         )
-        for member in self.waiting:
-            member.send(error=text, code=1 if self.before.is_lost else PREEMPTED)  # 1: a launcher starts it again
-        self.waiting = []
+        self.refuse_waiting(text, 1 if self.before.is_lost else PREEMPTED)  # 1: a launcher starts it again
         self.coordinator.done.set()
 
     def ask_to_regroup(self, member: Member) -> None:
@@ -147,7 +147,16 @@ class ElasticGeneration(Generation):
         if self.ended_at is None and members and identity(member) not in map(identity, members):
             self.do_announce(members[0], None, "join", member.title)
 
+    def refuse_waiting(self, text: str, code: int) -> None:
+        for member in self.waiting:
+            member.send(error=text, code=code)
+        self.waiting = []
+
     # The end
+
+    def do_leave(self, member: Member, id: Any, code: int) -> dict[str, Any]:
+        self.code = code
+        return super().do_leave(member, id, code)
 
     def handle(self, member: Member, message: dict[str, Any]) -> None:
         if self.ended_at is not None and message.get("op") != "beat":
@@ -195,13 +204,13 @@ class ElasticGeneration(Generation):
         if member in self.waiting:
             self.waiting.remove(member)
         if self.members.get(member.rank) is member:
-            self.dead += member.rank not in self.left
+            self.dead += 1
             self.restarting += member.rank not in self.left and member.facts.get("restarts", False)
             had_ended = self.ended_at is not None
             super().disconnected(member)
             following = self.coordinator.next
             reported = {identity(m) for m in following.waiting} if following is not None else set()
-            if had_ended and identity(member) not in reported:
+            if had_ended and self.coordinator.generation is self and identity(member) not in reported:
                 self.survivors.discard(identity(member))
                 self.register({member.rank})
                 if following is not None:
@@ -220,6 +229,8 @@ class ElasticGeneration(Generation):
                 if member.silent > QUIET + beat_interval(self.settings.size):  # it is stopped or cut off
                     self.waiting.remove(member)
                     member.writer.close()
+            if self.before.is_empty() and self.before.ended_at is None:
+                self.refuse_waiting("the job ended before this process could join", self.before.code)
             self.form()
 
 

@@ -85,7 +85,7 @@ class Generation:
         member = self.greet(message, nonce, writer)
         if self.admitted:
             late = f"{member.title} comes too late: all ranks of that job have joined; another job needs another port"
-            member.send(**self.refusal or {"error": late})
+            member.send(**self.refusal or {"error": late, "code": 1, "rank": member.rank})
             raise EOFError
         rival, self.members[member.rank] = self.members.get(member.rank), member
         error = difference(self.members[0].facts, member.facts) if 0 in self.members else None

@@ -159,9 +159,12 @@ class Membership:
 
     def report_fault(self, text: str, code: int = 1) -> bool:
         """Publish this fault as the job's cause of failure. Return False if another rank published one first."""
-        with contextlib.suppress(DistributedError):
+        try:
             return bool(self.request("fault", 2.0, text=one_line(text)[:4000], code=code)["first"])
-        return True
+        except GenerationEnded:
+            return False
+        except DistributedError:
+            return True
 
     def check_generation(self) -> None:
         """Raise GenerationEnded if this generation of an elastic job has ended."""
@@ -174,9 +177,11 @@ class Membership:
             return self._changed.wait_for(lambda: self.ended is not None, seconds)
 
     def close(self) -> None:
-        """Leave an ended generation: close the connection, and stop the threads."""
+        """Leave an ended generation: close the connection, stop the threads, and keep nothing of it in memory."""
         self.ending.set()
         self.connection.socket.close()
+        self._listeners.clear()
+        atexit.unregister(self.leave)
 
     def keep_log(self, path: str) -> None:
         """Let the coordinator append the fault to this file, events.jsonl, if rank 0 ends before it can."""
@@ -288,9 +293,19 @@ def current() -> Membership | None:
     return _membership
 
 
+def generation() -> int:
+    """Return the number of the job's generation; 0 for the first, and for a process that is alone."""
+    return _membership.job.generation if _membership is not None else 0
+
+
+def in_generation() -> bool:
+    """Return whether this process is alone, or a rank of a generation that has not ended."""
+    return _membership is None or _membership.ended is None
+
+
 def is_new(rank: int) -> bool:
     """Return whether a rank has joined a running job in this generation: if its input is wrong, it ends alone."""
-    return _membership is not None and _membership.job.generation > 0 and "last" not in _membership.job.facts[rank]
+    return _membership is not None and generation() > 0 and "last" not in _membership.job.facts[rank]
 
 
 def joined() -> Membership:

@@ -24,7 +24,7 @@ COMMON = {
 TIMEOUT = 60.0  # seconds to wait for other ranks
 RESTART = 1.5  # seconds in which a process that its launcher starts again is back, without importing JAX
 WINDOW = 10.0  # seconds that the survivors of a generation have to report to the next one
-LATE = 90.0  # seconds that a survivor has if it sends heartbeats; one that hangs ends before, `generations.STUCK`
+LATE = 90.0  # seconds that a survivor has if it sends heartbeats; one that hangs ends before (`supervise.generations`)
 Facts = dict[str, Any]
 FACTS: dict[str, Any] = {
     **dict.fromkeys(["host", "boot", "network", "jaxdp", "jax", "jaxlib", "python"], str),
@@ -73,7 +73,7 @@ ADMISSION: dict[str, Any] = {
     "generation?": range(1 << 31),
     "jax?": str,
     "error?": str,
-    "code?": range(1, 256),
+    "code?": range(256),
 }
 
 

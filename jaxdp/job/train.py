@@ -14,7 +14,7 @@ from jaxdp.audit.inject import of_this_process
 from jaxdp.checkpoint import folders
 from jaxdp.config import Config
 from jaxdp.core.state import TrainState
-from jaxdp.distributed import faults, private_jax
+from jaxdp.distributed import faults, membership, private_jax
 from jaxdp.distributed.context import SLOW, Context
 from jaxdp.errors import ReportedError, UsageError, one_line
 from jaxdp.job.elastic import launcher_problem, wait_for_devices
@@ -54,7 +54,7 @@ def train(
         keep: return the exported state instead of None.
         overwrite: remove an existing run from the directory first.
     """
-    if not config.elastic.enabled or context.size == 1:
+    if not config.elastic.enabled or membership.current() is None:
         return train_here(config, path, context, objects, keep, overwrite)
     if context.is_root and (problem := launcher_problem(context.launcher)) is not None:
         safe_print.say(f"jaxdp: elastic.enabled: {problem}", error=True)
@@ -62,7 +62,7 @@ def train(
     snapshots = Snapshots(audited or config.elastic.snapshot_every, bool(audited))
 
     def train_generation(context: Context) -> tuple[Record, TrainState | None]:
-        if snapshots.generations:
+        if membership.generation():
             wait_for_devices(config.outer.replicas, context, config.elastic.join_timeout)
         return train_here(config, path, context, objects, keep, overwrite and not snapshots.generations, snapshots)
 
@@ -104,7 +104,9 @@ def train_here(
             return record, run.checkpoints.restore(start, run.strategy.abstract()) if keep else None
         if offset := saved.get("offset", 0):
             run = make_run(config, directory, context, objects, offset, prepared).replace(checkpoints=run.checkpoints)
-        callbacks.load(saved)
+        if snapshots is not None:  # the next generation may start from nothing, with the same objects of a script
+            snapshots.callbacks = snapshots.callbacks or callbacks.state()
+        callbacks.load(saved or (snapshots.callbacks if snapshots is not None else {}))
         run = run.replace(
             start=start,
             **{name: saved[name] for name in RESUMED if name in saved},

@@ -111,7 +111,7 @@ class Agreement:
             texts = self._member.exchange(f"stop {turn}", str(passed), ranks, limit, await_responsive=True)
         except DistributedError as error:
             missing = [rank for rank in ranks if rank not in error.texts] if error.texts else []
-            if missing:
+            if missing and not self._member.elastic:  # else the coordinator ends the generation
                 text = (
                     f"{self._member.name(request['rank'])} got {request['why'] or request['kind']}, but "
                     f"{self._member.name(*missing)} did not answer within {limit:g} s: it is dying, so this "
@@ -119,6 +119,8 @@ class Agreement:
                 )
                 if self._member.report_fault(text):
                     self._member.end_process(text, 1, self._member.rank)
+            with self._changed:
+                self._waiting = False
             return
         numbers = [integer(text) or 0 for text in texts]
         with self._changed:

@@ -1,6 +1,7 @@
 """Run something once for each generation of an elastic job, until it returns."""
 
 import contextlib
+import ctypes
 import gc
 import time
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from jaxdp.errors import DistributedError, UsageError
 from jaxdp.supervise.monitor import Stopped
 
 T = TypeVar("T")
-STUCK = 60.0  # seconds; healthy programs may compute for long, but the others do not wait longer
+LOST = 5.0  # seconds until the devices of a program that does not return are left open, on CPU
+STUCK = 60.0  # seconds until its process ends, on GPUs
 
 
 def run_generations(train: Callable[[Context], T], context: Context, ended: Callable[[], None]) -> T:
@@ -31,26 +33,32 @@ def run_generations(train: Callable[[Context], T], context: Context, ended: Call
             return train(context)
         except Exception as error:
             if isinstance(error, Stopped) and error.kind == "regroup":
-                with contextlib.suppress(DistributedError):  # another process has ended the generation already
+                with contextlib.suppress(DistributedError):
                     context.barrier("regroup")
+                with contextlib.suppress(DistributedError):  # another process has ended the generation already
                     membership.joined().request("regroup")
             elif not has_ended(error):
                 raise
-            end_if_stuck()
+            wait_for_programs()
         ended()
         gc.collect()
         context, regrouped = regroup(), True
 
 
-def end_if_stuck() -> None:
-    """Wait for the programs of an ended generation; end this process if one does not return.
+def wait_for_programs() -> None:
+    """Wait for the programs of an ended generation, for at most LOST seconds on CPU, and STUCK on GPUs.
 
-    It may wait for a send that Gloo never completes, and then the devices could not be closed. A launcher starts the
-    process again, and it joins the next generation. Call it while the results of all programs are still referenced.
+    One may wait for a message that Gloo has lost, and then the devices cannot be closed. Those of CPUs stay open until
+    this process ends, beside those of the next generation. GPUs must be closed first: this process ends, and joins the
+    next generation if a launcher starts it again. Call it while the results of all programs are still referenced.
     """
-    deadline = time.monotonic() + STUCK
+    began, on_cpu = time.monotonic(), jax.default_backend() == "cpu"
     while any(not x.is_deleted() and not x.is_ready() for x in jax.live_arrays()):
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - began
+        if on_cpu and waited > LOST:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(jax.local_devices()[0].client))  # for ever
+            return
+        if waited > STUCK:
             member = membership.joined()
             text = f"{member.name(member.rank)} ends: a collective of the ended generation does not return"
             member.end_process(text, 1, member.rank)
@@ -64,6 +72,8 @@ def has_ended(error: BaseException) -> bool:
     member = membership.current()
     if member is None:
         return False
-    if isinstance(error, UsageError) and error.rank is not None and membership.is_new(error.rank):
-        return error.rank != member.rank and member.has_ended(VERDICT)
+    if isinstance(error, UsageError) and error.rank is not None:
+        if membership.is_new(member.size - 1):  # the others are those of a job that was valid
+            error.rank = member.size - 1
+        return error.rank != member.rank and membership.is_new(error.rank) and member.has_ended(VERDICT)
     return member.has_ended(VERDICT if faults.is_consequence(error) else 0.5)

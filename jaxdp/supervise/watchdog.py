@@ -51,6 +51,7 @@ class Watchdog:
     def stop(self) -> None:
         self._ending.set()
         self._thread.join(2.0)
+        self._sent.clear()
 
     def at(self, where: str) -> None:
         """Record the position of this process, which counts as progress."""

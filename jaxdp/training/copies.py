@@ -5,6 +5,7 @@ The parts are the replicated leaves, number WHOLE, and the slices of the split l
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,8 +28,8 @@ class Copies:
     """The program that copies the state of a strategy.
 
     hosts[rank]. dims: of the leaves. count: the number of slices of the split leaves; 0: there are none. size: the
-    bytes that this process copies. shift: how many devices further the neighbour of a device is; 0: other devices have
-    the same slices already (hybrid sharding), or there is no other process.
+    bytes that this process copies. shift: how many devices further the neighbour of a device is; 0: another process has
+    each slice already (hybrid sharding), or there is no other process.
     """
 
     def __init__(self, strategy: Strategy, hosts: Sequence[str]):
@@ -37,8 +38,9 @@ class Copies:
         self.split = [i for i, d in enumerate(self.dims) if d != WHOLE]
         self.count = strategy.parts if self.split else 0
         processes = [d.process_index for d in self.devices]
-        self.shift = shift(processes, hosts) if self.count == len(self.devices) else 0
         self.numbers = slice_numbers(leaves[self.split[0]], self.dims[self.split[0]]) if self.split else {}
+        held = Counter(number for number, _ in {(n, d.process_index) for d, n in self.numbers.items()})
+        self.shift = shift(processes, hosts) if min(held.values(), default=2) < 2 else 0
         self.slices = [leaves[i].sharding.shard_shape(leaves[i].shape) for i in self.split]
         sizes = [(leaves[i].dtype, math.prod(s) * leaves[i].dtype.itemsize) for i, s in zip(self.split, self.slices)]
         self.buckets = pack(sizes, BUCKET) if self.shift else []
@@ -46,7 +48,7 @@ class Copies:
         local = min(processes.count(jax.process_index()), max(1, self.count)) * (2 if self.shift else 1)
         self.size = whole + local * sum(size for _, size in sizes)
         specs = [leaves[i].sharding.spec for i in self.split]
-        axis, n = self.mesh.axis_names[0], len(self.devices)
+        axis, n = self.mesh.axis_names, len(self.devices)
         pairs = [((i + self.shift) % n, i) for i in range(n)]
 
         def exchange(slices: list[jax.Array]) -> list[jax.Array]:

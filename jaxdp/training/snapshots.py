@@ -97,6 +97,7 @@ class Snapshots:
         self.previous: Snapshot | None = None  # of a split state: another process may not have read its newest parts
         self.generations = 0  # that have ended
         self.reached = 0  # the last update of this process
+        self.callbacks: dict[str, Any] = {}  # the states of callbacks before the first update
         self.prepared: Any = None  # what the run has built for any number of devices, to be used again
         self._pending: Snapshot | None = None  # its arrays are on the device
         self._enough_memory = True

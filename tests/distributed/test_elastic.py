@@ -185,6 +185,32 @@ def test_sharded_state_survives(tmp_path, layout):
 
 @pytest.mark.slow
 @pytest.mark.mpi
+def test_three_processes_cannot_be_split_into_groups_of_two(tmp_path):
+    job = started(tmp_path, 4, 0, "--parallel.backend", "pjit", "--parallel.zero", "3", "--parallel.shard_size", "2")
+    job.kill(1)
+    final, _ = job.ends()
+    assert job.generations() == [4, 3] and final["params_sha256"] == alone(tmp_path)["params_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_one_process_more_than_microbatches_ends_alone(tmp_path):
+    program = [sys.executable, "-c", "from jaxdp.cli import main; main()"]
+    job = started(tmp_path, 2, 0, "--microbatches", "2", program=program)
+    pid = job.pids()[1]
+    words = pathlib.Path(f"/proc/{pid}/environ").read_text().split("\0")
+    env = dict(word.split("=", 1) for word in words if "=" in word) | {"JAXDP_RESTARTS": "0", "JAXDP_PROCESS_ID": "1"}
+    config = ["--config", tmp_path / "config.yaml", "--run_dir", job.directory, "--microbatches", "2"]
+    third = subprocess.run([*program, "train", *config], env=env, cwd=tmp_path, text=True, capture_output=True)
+    assert third.returncode == 2 and "microbatches: 2 cannot be split over 3 devices" in third.stderr, third.stderr
+    final, _ = job.ends()
+    assert (
+        job.generations()[-1] == 2 and final["params_sha256"] == alone(tmp_path, "--microbatches", "2")["params_sha256"]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
 def test_slices_without_a_living_copy_come_from_the_checkpoint(tmp_path):
     words = ["--parallel.backend", "pjit", "--parallel.zero", "3", "--checkpoint.every", "10"]
     job = Job(tmp_path, 4, 0, *words)
@@ -433,21 +459,32 @@ OUTER = ("--outer.replicas", "4", "--outer.every", "10")
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_the_others_train_the_replicas_of_a_lost_process(tmp_path):
-    job = started(tmp_path, 2, 0, *OUTER)
+@pytest.mark.parametrize("replicas", ["4", "2"])
+def test_the_others_train_the_replicas_of_a_lost_process(tmp_path, replicas, monkeypatch):
+    """From copies in memory; two replicas are each on both devices of a process."""
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
+    outer = ["--outer.replicas", replicas, "--outer.every", "10"]
+    job = started(tmp_path, 2, 0, *outer)
     job.kill(1)
     final, _ = job.ends()
-    assert job.generations() == [2, 1] and final["params_sha256"] == alone(tmp_path, *OUTER)["params_sha256"]
+    resumed = [event["step"] for event in job.lines("events.jsonl") if event["kind"] == "resume"]
+    assert job.generations() == [2, 1] and resumed[0] >= 10
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
+    assert final["params_sha256"] == alone(tmp_path, *outer)["params_sha256"]
 
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_three_processes_wait_for_the_fourth_of_four_replicas(tmp_path):
-    late = "import os, time; time.sleep(0 if os.environ['JAXDP_RESTARTS'] == '1' else 5)"
+@pytest.mark.parametrize("lost", [[1], [1, 2]], ids=["one", "two"])
+def test_three_processes_wait_for_the_fourth_of_four_replicas(tmp_path, lost):
+    """Of two that were lost, the first that comes back waits too."""
+    late = "import os, time; time.sleep(0 if os.environ['JAXDP_RESTARTS'] == '1' else 5 * int(os.environ['RANK']))"
+    late = late.replace("RANK", "JAXDP_PROCESS_ID")
     program = [sys.executable, "-c", f"{late}; from jaxdp.cli import main; main()"]
     job = started(tmp_path, 4, 1, *OUTER, program=program)
-    job.kill(1)
-    job.until(lambda: job.generations() == [4, 4])
+    for rank in lost:
+        job.kill(rank)
+    job.until(lambda: len(job.generations()) > 1 and job.generations()[-1] == 4)
     final, out = job.ends()
     assert final["params_sha256"] == alone(tmp_path, *OUTER)["params_sha256"]
     assert "outer.replicas: 4 cannot be split over the 3 devices that are left" in out

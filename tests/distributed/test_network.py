@@ -364,6 +364,14 @@ def test_two_processes_of_one_rank_before_rank_0_are_named_to_all(served):
         assert "two processes say they are rank 1" in line.receive()["error"]
 
 
+def test_a_process_that_comes_too_late_prints_that_itself(served):
+    _, connect, _ = served
+    connect(1), connect(0)
+    late = connect(1).receive()
+    assert "rank 1 (host" in late["error"] and "comes too late" in late["error"]
+    assert (late["rank"], late["code"]) == (1, 1)  # 1: a launcher starts it again
+
+
 def test_a_stranger_with_another_secret_is_refused(served):
     _, connect, errors = served
     for wrong in ("t" * 64, "", "s" * 63):

@@ -25,7 +25,7 @@ from jaxdp.distributed import channel, connection, exchange, hosts, joining, mem
 from jaxdp.distributed.connection import Connection
 from jaxdp.distributed.context import Context
 from jaxdp.distributed.generation import QUIET, Generation, Member
-from jaxdp.errors import UsageError
+from jaxdp.errors import PREEMPTED, UsageError
 
 
 @pytest.mark.parametrize("size", [1, 2, 9, 100])
@@ -300,6 +300,7 @@ def test_the_facts_and_exchanges_of_the_next_generation(enter):
         assert [x[1:] for x in first] == [(0, ["0", "1", "2"], [None] * 3)] * 3
         leave(first[0][0])
         assert first[1][0].has_ended(60.0) and first[2][0].has_ended(60.0)
+        assert not first[1][0].report_fault("what another process has caused")
         second = [*pool.map(lambda rank: enter(rank, last=[0, 3]), (1, 2))]
     assert [x[1:] for x in second] == [(1, ["1", "2"], [[0, 3]] * 2)] * 2 and [x[0].rank for x in second] == [0, 1]
 
@@ -349,3 +350,27 @@ def test_a_process_that_is_stopped_while_it_waits_is_not_admitted(enter):
         assert first[0][0].has_ended(60.0)
         second = [pool.submit(enter, rank, last=[0, 3]) for rank in range(2)]
     assert [x.result()[0].rank for x in [*second, alive]] == [0, 1, 2]
+
+
+def test_a_new_process_trains_alone_if_all_others_are_dead(enter):
+    """Nobody can be on the other side of a cut network."""
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        first = [*pool.map(enter, range(3))]
+        alone = pool.submit(enter, 0, pid=1 << 30)
+        for member, *_ in first:
+            leave(member)
+        assert alone.result(60.0)[1:] == (1, ["0"], [None])
+
+
+@pytest.mark.parametrize("code", [0, PREEMPTED])
+def test_a_process_that_waits_is_told_that_the_job_has_ended(enter, code):
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        first, joins = [*pool.map(enter, range(3))], threading.Event()
+    late = Connection(*enter.address, 60.0, facts={**facts(0, 3), "pid": 1 << 30})
+    first[0][0].on("join", lambda rank, text: joins.set())
+    assert joins.wait(60.0)
+    for member, *_ in first:
+        member.leave(code)
+        leave(member)
+    with late.socket:
+        assert late.receive() == {"error": "the job ended before this process could join", "code": code}

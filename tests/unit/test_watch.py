@@ -11,6 +11,7 @@ import time
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,6 +21,7 @@ from jaxdp.data.base import Arrays
 from jaxdp.distributed.context import Context
 from jaxdp.errors import RunFailed
 from jaxdp.split import WHOLE
+from jaxdp.supervise import generations
 from jaxdp.supervise.agreement import Agreement
 from jaxdp.supervise.monitor import RunMonitor, Stopped
 from jaxdp.supervise.watchdog import verdict
@@ -317,3 +319,16 @@ def test_each_update_of_a_call_has_its_time(tmp_path, updates, ends):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == ends, done.stderr
     assert ("(watchdog.step_timeout: 1)" in done.stderr) == bool(ends)
+
+
+@pytest.mark.slow
+def test_devices_stay_open_while_a_program_of_the_last_generation_computes(monkeypatch):
+    """It may wait for a message that Gloo has lost, for half an hour."""
+    monkeypatch.setattr(generations, "LOST", 0.2)
+    multiply = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda _, x: x @ x * 1e-3, x))
+    multiply(jnp.ones((1000, 1000)), 0).block_until_ready()
+    client = jax.local_devices()[0].client
+    references, product = sys.getrefcount(client), multiply(jnp.ones((1000, 1000)), 100)
+    generations.wait_for_programs()
+    assert not product.is_ready() and sys.getrefcount(client) > references
+    del product
