@@ -98,7 +98,10 @@ def check_examples(parts: Parts, state: TrainState, train: bool, examples: Mappi
             raise
         mask = {"mask": np.ones(len(next(iter(examples.values()))), bool)}
         arrays = jax.tree.map(jax.numpy.asarray, {**mask, **examples})
-        check(parts.forward.loss, shapes, transform(arrays, jax.random.key(0), train))
+        transformed = transform(arrays, jax.random.key(0), train)
+        if jax.numpy.isnan(transformed.get("labels", 0.0)).any():
+            raise
+        check(parts.forward.loss, shapes, transformed)
 
 
 def output_shapes(parts: Parts, state: TrainState, examples: dict[str, np.ndarray]) -> Any:
