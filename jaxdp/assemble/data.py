@@ -18,6 +18,7 @@ from jaxdp.data.base import UNKNOWN, Dataset, as_dataset, check_dtypes, class_na
 from jaxdp.data.example_order import ExampleOrder, Streams, order_of
 from jaxdp.data.mixture import has_test_split
 from jaxdp.data.transforms import TRANSFORMS, as_transform
+from jaxdp.data.windows import Windows
 from jaxdp.errors import UsageError
 from jaxdp.models.base import Model
 from jaxdp.precision import Policy
@@ -129,5 +130,10 @@ def make_order(config: Config, dataset: Dataset, sequential: bool, shuffle: bool
         raise UsageError(
             f"data.order: {config.data.target} defines its own order, not the sequential one that the model's "
             "carried state needs; set it to shuffled, and give the examples a true 'reset' to begin at zero"
+        )
+    if isinstance(dataset, Windows) and dataset.stride != dataset.length:
+        raise UsageError(
+            f"data.args.stride: {dataset.stride}, but in sequential order, for the model's carried state, each window "
+            f"must begin where the one before it ends; leave stride out, or set it to length: {dataset.length}"
         )
     return Streams(len(dataset), config.batch_size, config.microbatches)

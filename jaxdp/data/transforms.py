@@ -24,8 +24,8 @@ class Mixup:
     """Mixup: blend every example's inputs and labels with those of the example before it (arXiv 1710.09412).
 
     inputs <- a inputs + (1 - a) other inputs, with one a ~ Beta(alpha, alpha) per microbatch; labels become
-    probabilities [example, classes]. classes: the number of labels; one outside [0, classes) becomes NaN. Padding is not
-    mixed.
+    probabilities [example, classes], NaN for a label outside [0, classes). classes: the number of labels. Padding is
+    not mixed.
     """
 
     batched = True

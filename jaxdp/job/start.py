@@ -8,12 +8,15 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxdp import rundir
 from jaxdp.analysis import memory
 from jaxdp.analysis import summary as model_summary
+from jaxdp.assemble.preflight import view_of_one
 from jaxdp.audit.inject import NAME as FAULT
 from jaxdp.config import Config
+from jaxdp.core.options import first_microbatch
 from jaxdp.data.base import UNKNOWN
 from jaxdp.data.example_order import RESET
 from jaxdp.distributed import gpus
@@ -159,6 +162,11 @@ def advice(run: Run, config: Config) -> list[str]:
             "data.order: shuffled: the model carries state, and each example starts with that of an unrelated one; "
             "give the examples a true 'reset', or set order to sequential"
         )
+    if not reads(run, "segments"):
+        warnings.append(
+            "data: the examples have segments, but the model uses none, so it reads on across the ends of documents; "
+            "use a model that takes an argument segments, such as GPT"
+        )
     opt = config.optimizer
     steps = run.options.steps
     horizon = min(steps, opt.schedule_steps or steps)
@@ -188,6 +196,18 @@ def advice(run: Run, config: Config) -> list[str]:
     if text := os.environ.get(FAULT):
         warnings.append(f"{FAULT}: {text!r} injects faults into this run: its numbers may be wrong")
     return warnings
+
+
+def reads(run: Run, name: str) -> bool:
+    """Return False if the examples have an entry `name` that changes nothing in the evaluation of a microbatch."""
+    data = run.data.train
+    if name not in (first := data.dataset.read(np.zeros(1, np.int64))):
+        return True
+    example = first_microbatch(first, data.order.examples_per_microbatch, None)
+    batch = jax.tree.map(lambda x: np.asarray(x)[None], example)
+    evaluate = lambda entry, view: run.step.evaluate(view, {**batch, name: entry}, np.zeros(1, np.int32))
+    program = jax.make_jaxpr(evaluate)(batch[name], view_of_one(run.strategy.shapes)).jaxpr
+    return dce_jaxpr(program, [True] * len(program.outvars))[1][0]
 
 
 def layout_of(run: Run, config: Config) -> dict[str, Any]:

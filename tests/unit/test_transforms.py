@@ -60,7 +60,7 @@ def test_a_batched_function_with_arguments_gets_the_microbatch():
     shift.batched = True
     batch = {"inputs": jnp.zeros((5, 3)), "mask": jnp.ones(5)}
     assert float(as_transform(functools.partial(shift, by=2))(batch, KEY, True)["inputs"][0, 0]) == 10
-    with pytest.raises(UsageError, match="data.transform.args.by: shift needs it; set data.transform.args.by"):
+    with pytest.raises(UsageError, match=r"data.transform.args.by: shift needs it; set data.transform.args.by"):
         as_transform(shift)
 
 
@@ -100,7 +100,7 @@ def test_they_train_the_same_on_any_devices():
 def test_what_is_no_transform():
     with pytest.raises(UsageError, match=r"data.transform.target: .* takes 1 arguments; it must be \(example, key\)"):
         as_transform(lambda example: example)
-    with pytest.raises(UsageError, match="data.transform.args.strength: .* needs it; set data.transform.args.strength"):
+    with pytest.raises(UsageError, match=r"data.transform.args.strength: .* needs it; set data.transform.args.str"):
         as_transform(lambda example, key, strength: example)
     batch = {"inputs": jnp.zeros((5, 3)), "mask": jnp.ones(5)}
     with pytest.raises(UsageError, match=r"it returned .*; return a dict of arrays"):
