@@ -214,8 +214,11 @@ def make_tx(config: Config, schedule: Any, blocks: Sequence[str] = (), table: Ma
     for arg, key in {"learning_rate": "lr", "weight_decay": "weight_decay", "mask": "no_decay"}.items():
         if arg in opt.args:
             raise UsageError(f"optimizer.args.{arg}: it is set by optimizer.{key}; set that")
+    args = dict(opt.args)
+    if target is OPTIMIZERS["muon"] and (rate := args.get("adam_learning_rate")) is not None:
+        args["adam_learning_rate"] = lambda step: rate * (schedule(step) / (opt.lr or 1))
     make = lambda: make_optimizer(
-        target, schedule, opt.weight_decay, opt.no_decay, lr_scale=opt.lr_scale, blocks=blocks, **opt.args
+        target, schedule, opt.weight_decay, opt.no_decay, lr_scale=opt.lr_scale, blocks=blocks, **args
     )
     return checked(opt.target, call("optimizer", bound, make))
 

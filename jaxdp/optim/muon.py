@@ -40,10 +40,19 @@ def muon(
     """Return Optax's Muon with one masked weight decay for both parts: Optax's decay for the Adam part has no mask.
 
     With consistent_rms=0.2 both parts share a learning rate that suits AdamW; without it, Muon's is some 30 times
-    larger (see adam_learning_rate).
+    larger: set adam_learning_rate, the other part's, for which a config's schedule is scaled to this peak. Each part
+    decays by its own rate.
     """
     tx = optax.contrib.muon(learning_rate, **{"muon_weight_dimension_numbers": matrices(blocks), **args})
-    return with_decay(tx, learning_rate, weight_decay, mask)
+    if (adam := args.get("adam_learning_rate")) is None:
+        return with_decay(tx, learning_rate, weight_decay, mask)
+
+    def part(is_matrix: bool) -> Callable[[Any], Any]:
+        decays = lambda x, dims, decayed=True: decayed and is_matrix == (dims is not None)
+        return lambda params: jax.tree.map(decays, params, matrices(blocks)(params), *([mask(params)] if mask else []))
+
+    tx = with_decay(tx, learning_rate, weight_decay, part(True))
+    return with_decay(tx, adam, weight_decay, part(False))
 
 
 def with_decay(tx: Any, learning_rate: Any, weight_decay: float, mask: Any) -> optax.GradientTransformation:
