@@ -14,7 +14,6 @@ loss's weight, a pair by its own: the accuracy of a class is (its hits, its exam
   called on a few examples before a run.
 """
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,7 +24,7 @@ import numpy as np
 
 from jaxdp.errors import UsageError
 from jaxdp.logits import Logits, compute_logits
-from jaxdp.targets import bind, call, locate
+from jaxdp.targets import attribute, bind, call, locate
 
 Numbers = dict[str, float]
 LossFn = Callable[[Any, dict[str, jax.Array]], tuple[jax.Array, jax.Array, dict[str, Any]]]
@@ -52,10 +51,11 @@ class SoftmaxCrossEntropy:
 
     def __call__(self, outputs: jax.Array | Logits, batch: dict[str, jax.Array]):
         labels, shape = _labels(batch), _array(outputs).shape
-        soft = jnp.issubdtype(labels.dtype, jnp.floating) and labels.shape == shape
+        soft = jnp.issubdtype(labels.dtype, jnp.floating) and labels.shape == shape and labels.ndim > 1
         if not soft and shape[:-1] != labels.shape:
             single = ", or the labels drop their last dim" if labels.shape == (*shape[:-1], 1) else ""
-            single = ", or one-hot labels must be floats" if labels.shape == shape else single
+            if labels.shape == shape:
+                single = ", or one-hot labels must be floats" if labels.ndim > 1 else ", or use MeanSquaredError"
             raise UsageError(
                 f"loss: outputs {shape} do not fit labels {labels.shape}; the model must return logits "
                 f"[{', '.join(map(str, labels.shape))}, classes]{single}"
@@ -234,12 +234,6 @@ def make_loss(
     factory = locate(key, target, LOSSES if table is None else table)
     bound = bind(key, factory, args)
     return call(key, bound) if isinstance(factory, type) else bound
-
-
-def attribute(loss: LossFn, name: str, default: Any) -> Any:
-    """Return an attribute of a loss, looking through `functools.partial`."""
-    function = loss.func if isinstance(loss, functools.partial) else loss
-    return getattr(function, name, default)
 
 
 def fit_mask(mask: jax.Array, losses: jax.Array) -> jax.Array:

@@ -25,7 +25,7 @@ from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.transforms import TRANSFORMS, both
 from jaxdp.distributed.context import current
 from jaxdp.errors import UsageError, nearest
-from jaxdp.losses import LOSSES, attribute, make_loss
+from jaxdp.losses import LOSSES, make_loss
 from jaxdp.models import MODELS, as_model, is_given
 from jaxdp.models.base import Model
 from jaxdp.optim import OPTIMIZERS, checked, make_optimizer, make_schedule
@@ -38,7 +38,7 @@ from jaxdp.parallel.pjit import group_size
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.precision import LossScaling, policy
 from jaxdp.split import path_string
-from jaxdp.targets import bind, call, locate, parameters, require
+from jaxdp.targets import attribute, bind, call, locate, parameters, require
 
 Objects = Mapping[str, Mapping[str, Any]]
 NOTHING: Objects = {}

@@ -21,14 +21,14 @@ from jaxdp.core.step import Step
 from jaxdp.data.base import Dataset, probes
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError, one_line
-from jaxdp.losses import attribute, check
+from jaxdp.losses import check
 from jaxdp.metrics.sums import WEIGHT
 from jaxdp.metrics.writer import RESERVED
 from jaxdp.models.base import CARRY
 from jaxdp.parallel import Strategy
 from jaxdp.precision import cast_floats, is_key
 from jaxdp.split import path_string
-from jaxdp.targets import targets_in
+from jaxdp.targets import attribute, targets_in
 
 T = TypeVar("T")
 

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 
 from jaxdp.data.example_order import RESET
 from jaxdp.errors import UsageError
-from jaxdp.losses import attribute, fit_mask
-from jaxdp.targets import parameters, require
+from jaxdp.targets import attribute, parameters, require
 
 Batch = dict[str, jax.Array]
 Transform = Callable[[Batch, jax.Array, bool], Batch]  # (batch, key, train) -> batch
@@ -49,8 +48,9 @@ class Mixup:
         before = (jnp.cumsum(real) - 2) % jnp.maximum(real.sum(), 1)
         other = jnp.where(real, jnp.argsort(~real)[before], jnp.arange(len(inputs)))
         mix = lambda x: share.astype(x.dtype) * x + (1 - share).astype(x.dtype) * x[other]
-        labels = batch["labels"]
-        wrong = ((labels < 0) | (labels >= self.classes)) & (fit_mask(batch["mask"] != 0, labels) != 0)
+        labels, mask = batch["labels"], batch["mask"]
+        mask = mask.reshape(mask.shape + (1,) * (labels.ndim - mask.ndim))
+        wrong = ((labels < 0) | (labels >= self.classes)) & (mask != 0)
         shares = jnp.where(wrong[..., None], jnp.nan, jax.nn.one_hot(labels, self.classes, dtype=inputs.dtype))
         return {**batch, "inputs": mix(inputs), "labels": mix(shares)}
 

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from jaxdp.errors import check_sizes
-from jaxdp.models.layers import ConvBN, make_dropout
+from jaxdp.models.layers import ConvBN, make_dropout, require_image
 
 
 class CNN(nnx.Module):
@@ -26,6 +26,7 @@ class CNN(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
+        require_image(input_shape)
         check_sizes("model.args", widths=min(widths, default=1))
         channels = [input_shape[-1], *widths]
         self.blocks = nnx.List(

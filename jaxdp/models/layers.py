@@ -17,6 +17,12 @@ def require(fits: bool, argument: str, value: Any, problem: str) -> None:
         raise UsageError(f"model.args.{argument}: {value!r} {problem}")
 
 
+def require_image(shape: Sequence[int]) -> None:
+    """Raise UsageError unless the shape of an example is that of an image with channels."""
+    problem = "is not (height, width, channels); gray images need a last axis too: images[..., None]"
+    require(len(shape) == 3, "input_shape", shape, problem)
+
+
 def make_dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:
     """Return a dropout layer. Raises UsageError unless the rate is in [0, 1)."""
     require(0 <= rate < 1, "dropout", rate, f"is not in [0, 1); make it {'0' if rate < 0 else 'smaller'}")

@@ -309,6 +309,14 @@ def test_a_width_of_0_is_one_line(tmp_path, target, args):
         made(tmp_path, "--model.target", target, "--model.args", f"{{{args}}}")
 
 
+@pytest.mark.parametrize("target", ["CNN", "ResNet9", "ViT"])
+def test_images_without_channels_are_one_line(tmp_path, target):
+    np.savez(tmp_path / "gray.npz", inputs=np.zeros((20, 8, 8), np.float32), labels=np.arange(20) % 2)
+    model = ["--model.target", target, "--model.args", "{dropout: 0}"]
+    with pytest.raises(UsageError, match=r"model.args.input_shape: \(8, 8\) is not \(height, width, channels\); gray"):
+        made(tmp_path, *model, "--data", f"{{target: Npz, args: {{path: {tmp_path}/gray.npz}}}}")
+
+
 @pytest.mark.parametrize("order", ["shuffled", "sequential"])
 def test_carried_state_in_a_shuffled_order_is_a_warning(tmp_path, order):
     text = tmp_path / "text.txt"
