@@ -240,16 +240,13 @@ def fit_mask(mask: jax.Array, losses: jax.Array) -> jax.Array:
     """Broadcast mask [example] or [example, token] to the shape and dtype of `losses`. Raises UsageError."""
     if mask.shape != losses.shape[: mask.ndim]:
         raise UsageError(f"loss: the data's mask {mask.shape} does not fit the losses {losses.shape}, dim by dim")
-    return jnp.broadcast_to(mask.reshape(mask.shape + (1,) * (losses.ndim - mask.ndim)), losses.shape).astype(
-        losses.dtype
-    )
+    mask = mask.reshape(mask.shape + (1,) * (losses.ndim - mask.ndim))
+    return jnp.broadcast_to(mask, losses.shape).astype(losses.dtype)
 
 
 def _labels(batch: dict[str, jax.Array]) -> jax.Array:
     if "labels" not in batch:
-        raise UsageError(
-            f"loss: it needs 'labels', and the data has {sorted(batch)}; name them so, or use another loss"
-        )
+        raise UsageError(f"loss: it needs 'labels', and the data has {sorted(batch)}; rename one, or use another loss")
     return batch["labels"]
 
 

@@ -132,8 +132,6 @@ def make_order(config: Config, dataset: Dataset, sequential: bool, shuffle: bool
             "carried state needs; set it to shuffled, and give the examples a true 'reset' to begin at zero"
         )
     if isinstance(dataset, Windows) and dataset.stride != dataset.length:
-        raise UsageError(
-            f"data.args.stride: {dataset.stride}, but in sequential order, for the model's carried state, each window "
-            f"must begin where the one before it ends; leave stride out, or set it to length: {dataset.length}"
-        )
+        fix = f"for a model with carried state, set it to length: {dataset.length}"
+        raise UsageError(f"data.args.stride: {dataset.stride}: windows do not follow one another in the text; {fix}")
     return Streams(len(dataset), config.batch_size, config.microbatches)

@@ -96,9 +96,8 @@ def check_examples(parts: Parts, state: TrainState, train: bool, examples: Mappi
     except UsageError:
         if transform is None:
             raise
-        mask = {"mask": np.ones(len(next(iter(examples.values()))), bool)}
-        arrays = jax.tree.map(jax.numpy.asarray, {**mask, **examples})
-        transformed = transform(arrays, jax.random.key(0), train)
+        batch = {"mask": np.ones(len(next(iter(examples.values()))), bool), **examples}
+        transformed = transform(jax.tree.map(jax.numpy.asarray, batch), jax.random.key(0), train)
         if jax.numpy.isnan(transformed.get("labels", 0.0)).any():
             raise
         check(parts.forward.loss, shapes, transformed)

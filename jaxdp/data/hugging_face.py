@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -51,7 +50,7 @@ class HuggingFace(Examples):
             self.input_shape = self.spec["inputs"][0]
 
     @staticmethod
-    def has_split(args: Mapping[str, Any]) -> bool:
+    def has_split(args: dict) -> bool:
         return any((Path(args["path"]).expanduser() / name).is_dir() for name in SPLITS["test"])
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:

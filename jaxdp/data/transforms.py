@@ -16,7 +16,6 @@ from jaxdp.targets import attribute, parameters, require
 Batch = dict[str, jax.Array]
 Transform = Callable[[Batch, jax.Array, bool], Batch]  # (batch, key, train) -> batch
 NOT_OF_EXAMPLES = ("mask", RESET)
-SECOND = 1 << 31  # folded into the second transform's key; rows and the parts of a split key have smaller numbers
 
 
 class Mixup:
@@ -98,7 +97,8 @@ def both(first: Transform | None, second: Transform | None) -> Transform | None:
         return first or second
 
     def transform(batch: Batch, key: jax.Array, train: bool) -> Batch:
-        return second(first(batch, key, train), jax.random.fold_in(key, SECOND), train)
+        own = jax.random.fold_in(key, 1 << 31)  # rows and the parts of a split key have smaller numbers
+        return second(first(batch, key, train), own, train)
 
     return transform
 

@@ -163,12 +163,8 @@ def advice(run: Run, config: Config) -> list[str]:
             "give the examples a true 'reset', or set order to sequential"
         )
     if not reads(run, "segments"):
-        warnings.append(
-            "data: the examples have segments, but the model uses none, so it reads on across the ends of documents; "
-            "use a model that takes an argument segments, such as GPT"
-        )
-    opt = config.optimizer
-    steps = run.options.steps
+        warnings.append("data: the model takes no segments and reads across documents; use one that does, such as GPT")
+    opt, steps = config.optimizer, run.options.steps
     horizon = min(steps, opt.schedule_steps or steps)
     if not opt.target.startswith(f"{OF_SCRIPT} ") and opt.warmup_steps > horizon:
         end = "the run ends" if horizon == steps else "optimizer.schedule_steps ends the schedule"
@@ -203,8 +199,7 @@ def reads(run: Run, name: str) -> bool:
     data = run.data.train
     if name not in (first := data.dataset.read(np.zeros(1, np.int64))):
         return True
-    example = first_microbatch(first, data.order.examples_per_microbatch, None)
-    batch = jax.tree.map(lambda x: np.asarray(x)[None], example)
+    batch = {k: x[None] for k, x in first_microbatch(first, data.order.examples_per_microbatch, None).items()}
     evaluate = lambda entry, view: run.step.evaluate(view, {**batch, name: entry}, np.zeros(1, np.int32))
     program = jax.make_jaxpr(evaluate)(batch[name], view_of_one(run.strategy.shapes)).jaxpr
     return dce_jaxpr(program, [True] * len(program.outvars))[1][0]
@@ -214,9 +209,8 @@ def layout_of(run: Run, config: Config) -> dict[str, Any]:
     """Return the memory and the sharding of the run on each device, for layout.json."""
     strategy, order = run.strategy, run.data.train.order
     first = run.data.train.dataset.read(np.zeros(1, np.int64))
-    rows = (config.microbatches, order.examples_per_microbatch)
-    batch = {name: jax.ShapeDtypeStruct((*rows, *x.shape[1:]), x.dtype) for name, x in first.items()}
-    batch.setdefault("mask", jax.ShapeDtypeStruct(rows, np.dtype(bool)))
+    example = first_microbatch(first, order.examples_per_microbatch, None)
+    batch = {name: jax.ShapeDtypeStruct((config.microbatches, *x.shape), x.dtype) for name, x in example.items()}
     shard_gradients = config.parallel.zero > 1 and config.parallel.gradient_buffer == "sharded"
     sizes = memory.bytes_by_tree(strategy, run.step, batch, shard_gradients)
     devices, per_device = strategy.assignment.shape

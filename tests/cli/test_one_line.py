@@ -313,7 +313,7 @@ def test_a_width_of_0_is_one_line(tmp_path, target, args):
 def test_images_without_channels_are_one_line(tmp_path, target):
     np.savez(tmp_path / "gray.npz", inputs=np.zeros((20, 8, 8), np.float32), labels=np.arange(20) % 2)
     model = ["--model.target", target, "--model.args", "{dropout: 0}"]
-    with pytest.raises(UsageError, match=r"model.args.input_shape: \(8, 8\) is not \(height, width, channels\); gray"):
+    with pytest.raises(UsageError, match=r"model.args.input_shape: \(8, 8\) is not \(height, width, channels\); add"):
         made(tmp_path, *model, "--data", f"{{target: Npz, args: {{path: {tmp_path}/gray.npz}}}}")
 
 
@@ -331,7 +331,7 @@ def test_windows_that_do_not_continue_one_another_are_refused_in_sequential_orde
     (tmp_path / "text.txt").write_text("abcdefgh" * 99)
     more = ["--model.target", "LSTM", "--model.args", "{dim: 8, hidden: 8}", "--loss.target", "CausalLM"]
     more += ["--data.target", "TextFile", "--data.args", f"{{path: {tmp_path}/text.txt, length: 8, stride: 1}}"]
-    with pytest.raises(UsageError, match=r"data.args.stride: 1, but in sequential order, .* set it to length: 8"):
+    with pytest.raises(UsageError, match=r"data.args.stride: 1: windows do not .* set it to length: 8"):
         made(tmp_path, *more)
     made(tmp_path, *more, "--data.order", "shuffled")
 
@@ -344,7 +344,7 @@ def test_segments_that_the_model_does_not_use_are_a_warning(tmp_path, model, acc
     (tmp_path / "text.jsonl").write_text('{"text": "abcdefgh"}\n' * 99)
     more = ["--model", model, "--loss.target", "CausalLM", "--data.target", "Documents", "--parallel.accumulate"]
     more += [accumulate, "--data.args", f"{{path: {tmp_path}/text.jsonl, length: 16}}", "--data.order", "shuffled"]
-    found = [line for line in advice(*made(tmp_path, *more)) if "have segments" in line]
+    found = [line for line in advice(*made(tmp_path, *more)) if "no segments" in line]
     assert len(found) == ("LSTM" in model), found
 
 
