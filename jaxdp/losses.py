@@ -14,7 +14,6 @@ loss's weight, a pair by its own: the accuracy of a class is (its hits, its exam
   called on a few examples before a run.
 """
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,7 +24,7 @@ import numpy as np
 
 from jaxdp.errors import UsageError
 from jaxdp.logits import Logits, compute_logits
-from jaxdp.targets import bind, call, locate
+from jaxdp.targets import attribute, bind, call, locate
 
 Numbers = dict[str, float]
 LossFn = Callable[[Any, dict[str, jax.Array]], tuple[jax.Array, jax.Array, dict[str, Any]]]
@@ -52,10 +51,11 @@ class SoftmaxCrossEntropy:
 
     def __call__(self, outputs: jax.Array | Logits, batch: dict[str, jax.Array]):
         labels, shape = _labels(batch), _array(outputs).shape
-        soft = jnp.issubdtype(labels.dtype, jnp.floating) and labels.shape == shape
+        soft = jnp.issubdtype(labels.dtype, jnp.floating) and labels.shape == shape and labels.ndim > 1
         if not soft and shape[:-1] != labels.shape:
             single = ", or the labels drop their last dim" if labels.shape == (*shape[:-1], 1) else ""
-            single = ", or one-hot labels must be floats" if labels.shape == shape else single
+            if labels.shape == shape:
+                single = ", or one-hot labels must be floats" if labels.ndim > 1 else ", or use MeanSquaredError"
             raise UsageError(
                 f"loss: outputs {shape} do not fit labels {labels.shape}; the model must return logits "
                 f"[{', '.join(map(str, labels.shape))}, classes]{single}"
@@ -236,26 +236,17 @@ def make_loss(
     return call(key, bound) if isinstance(factory, type) else bound
 
 
-def attribute(loss: LossFn, name: str, default: Any) -> Any:
-    """Return an attribute of a loss, looking through `functools.partial`."""
-    function = loss.func if isinstance(loss, functools.partial) else loss
-    return getattr(function, name, default)
-
-
 def fit_mask(mask: jax.Array, losses: jax.Array) -> jax.Array:
     """Broadcast mask [example] or [example, token] to the shape and dtype of `losses`. Raises UsageError."""
     if mask.shape != losses.shape[: mask.ndim]:
         raise UsageError(f"loss: the data's mask {mask.shape} does not fit the losses {losses.shape}, dim by dim")
-    return jnp.broadcast_to(mask.reshape(mask.shape + (1,) * (losses.ndim - mask.ndim)), losses.shape).astype(
-        losses.dtype
-    )
+    mask = mask.reshape(mask.shape + (1,) * (losses.ndim - mask.ndim))
+    return jnp.broadcast_to(mask, losses.shape).astype(losses.dtype)
 
 
 def _labels(batch: dict[str, jax.Array]) -> jax.Array:
     if "labels" not in batch:
-        raise UsageError(
-            f"loss: it needs 'labels', and the data has {sorted(batch)}; name them so, or use another loss"
-        )
+        raise UsageError(f"loss: it needs 'labels', and the data has {sorted(batch)}; rename one, or use another loss")
     return batch["labels"]
 
 

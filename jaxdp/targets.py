@@ -183,6 +183,11 @@ def in_words(hint: Any) -> str:
     return names.get(kind, "a mapping" if kind in (Mapping, dict) else getattr(kind, "__name__", str(kind)))
 
 
+def attribute(target: Any, name: str, default: Any) -> Any:
+    """Return an attribute of a function or an object, looking through `functools.partial`."""
+    return getattr(target.func if isinstance(target, functools.partial) else target, name, default)
+
+
 def call(key: str, bound: Callable[..., Any], make: Callable[[], Any] | None = None) -> Any:
     """Call a bound target (or `make` instead). Raises UsageError if it rejects an argument or its own code fails."""
     if make is None:

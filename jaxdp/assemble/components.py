@@ -26,7 +26,7 @@ from jaxdp.data.transforms import TRANSFORMS, both
 from jaxdp.distributed import membership
 from jaxdp.distributed.context import current
 from jaxdp.errors import UsageError, nearest
-from jaxdp.losses import LOSSES, attribute, make_loss
+from jaxdp.losses import LOSSES, make_loss
 from jaxdp.models import MODELS, as_model, is_given
 from jaxdp.models.base import Model
 from jaxdp.optim import OPTIMIZERS, checked, make_optimizer, make_schedule
@@ -39,7 +39,7 @@ from jaxdp.parallel.pjit import group_size
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.precision import LossScaling, policy
 from jaxdp.split import path_string
-from jaxdp.targets import bind, call, locate, parameters, require
+from jaxdp.targets import attribute, bind, call, locate, parameters, require
 
 Objects = Mapping[str, Mapping[str, Any]]
 NOTHING: Objects = {}
@@ -218,8 +218,11 @@ def make_tx(config: Config, schedule: Any, blocks: Sequence[str] = (), table: Ma
     for arg, key in {"learning_rate": "lr", "weight_decay": "weight_decay", "mask": "no_decay"}.items():
         if arg in opt.args:
             raise UsageError(f"optimizer.args.{arg}: it is set by optimizer.{key}; set that")
+    args = dict(opt.args)
+    if target is OPTIMIZERS["muon"] and (rate := args.get("adam_learning_rate")) is not None:
+        args["adam_learning_rate"] = lambda step: rate * (schedule(step) / (opt.lr or 1))
     make = lambda: make_optimizer(
-        target, schedule, opt.weight_decay, opt.no_decay, lr_scale=opt.lr_scale, blocks=blocks, **opt.args
+        target, schedule, opt.weight_decay, opt.no_decay, lr_scale=opt.lr_scale, blocks=blocks, **args
     )
     return checked(opt.target, call("optimizer", bound, make))
 

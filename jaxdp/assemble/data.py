@@ -18,6 +18,7 @@ from jaxdp.data.base import UNKNOWN, Dataset, as_dataset, check_dtypes, class_na
 from jaxdp.data.example_order import ExampleOrder, Streams, order_of
 from jaxdp.data.mixture import has_test_split
 from jaxdp.data.transforms import TRANSFORMS, as_transform
+from jaxdp.data.windows import Windows
 from jaxdp.errors import UsageError
 from jaxdp.models.base import Model
 from jaxdp.precision import Policy
@@ -130,4 +131,7 @@ def make_order(config: Config, dataset: Dataset, sequential: bool, shuffle: bool
             f"data.order: {config.data.target} defines its own order, not the sequential one that the model's "
             "carried state needs; set it to shuffled, and give the examples a true 'reset' to begin at zero"
         )
+    if isinstance(dataset, Windows) and dataset.stride != dataset.length:
+        fix = f"for a model with carried state, set it to length: {dataset.length}"
+        raise UsageError(f"data.args.stride: {dataset.stride}: windows do not follow one another in the text; {fix}")
     return Streams(len(dataset), config.batch_size, config.microbatches)

@@ -21,14 +21,14 @@ from jaxdp.core.step import Step
 from jaxdp.data.base import Dataset, probes
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError, one_line
-from jaxdp.losses import attribute, check
+from jaxdp.losses import check
 from jaxdp.metrics.sums import WEIGHT
 from jaxdp.metrics.writer import RESERVED
 from jaxdp.models.base import CARRY
 from jaxdp.parallel import Strategy
 from jaxdp.precision import cast_floats, is_key
 from jaxdp.split import path_string
-from jaxdp.targets import targets_in
+from jaxdp.targets import attribute, targets_in
 
 T = TypeVar("T")
 
@@ -96,9 +96,11 @@ def check_examples(parts: Parts, state: TrainState, train: bool, examples: Mappi
     except UsageError:
         if transform is None:
             raise
-        mask = {"mask": np.ones(len(next(iter(examples.values()))), bool)}
-        arrays = jax.tree.map(jax.numpy.asarray, {**mask, **examples})
-        check(parts.forward.loss, shapes, transform(arrays, jax.random.key(0), train))
+        batch = {"mask": np.ones(len(next(iter(examples.values()))), bool), **examples}
+        transformed = transform(jax.tree.map(jax.numpy.asarray, batch), jax.random.key(0), train)
+        if jax.numpy.isnan(transformed.get("labels", 0.0)).any():
+            raise
+        check(parts.forward.loss, shapes, transformed)
 
 
 def output_shapes(parts: Parts, state: TrainState, examples: dict[str, np.ndarray]) -> Any:

@@ -38,12 +38,12 @@ from jaxdp.data.base import UNKNOWN, Dataset, fingerprint
 from jaxdp.data.resident import Resident
 from jaxdp.distributed.context import SLOW, Context
 from jaxdp.errors import UsageError
-from jaxdp.losses import attribute
 from jaxdp.metrics.throughput import throughput
 from jaxdp.metrics.writer import Record
 from jaxdp.parallel import STAGES, Strategy
 from jaxdp.parallel.placement import assign_microbatches
 from jaxdp.rundir import versions
+from jaxdp.targets import attribute
 from jaxdp.training.profile import Profile
 from jaxdp.training.run import Data, Log, LoopOptions, Run
 from jaxdp.training.source import Source

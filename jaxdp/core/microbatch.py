@@ -14,11 +14,12 @@ from jaxdp.core.model_state import weighted_state
 from jaxdp.core.options import Forward
 from jaxdp.core.state import Batch, Gather, Join, Sums, View, microbatch_key, plain_gather, plain_join
 from jaxdp.data.example_order import RESET
-from jaxdp.losses import apply_loss, attribute
+from jaxdp.losses import apply_loss
 from jaxdp.metrics.sums import at_least_float32, check_result
 from jaxdp.models.base import CARRY
 from jaxdp.models.scan import block_hooks
 from jaxdp.models.scan import remat as rematerialize
+from jaxdp.targets import attribute
 
 Tree = Any
 # loss_and_sums(params, carry, batch, number, coupled) -> (the scaled loss [], Sums of one microbatch)

@@ -15,8 +15,8 @@ KEYS = ("inputs", "labels")
 class HuggingFace(Examples):
     """A data set that reads the rows of a folder written by `save_to_disk`.
 
-    path: the folder of one data set, or of several by split (validation serves as test). A folder of one data set
-    ignores the split: set eval.data to another. columns: {key of an example: column}, e.g. `{inputs: image, labels:
+    path: the folder of one data set, or of several by split (validation serves as test). A folder of one data set has
+    no test split: set eval.data to another. columns: {key of an example: column}, e.g. `{inputs: image, labels:
     label}`; by default the columns named inputs and labels. int64 becomes int32 if the values fit. `classes` is that of
     the labels' column if it is a ClassLabel. Needs the package `datasets`. Raises UsageError with the name of a missing
     column, or of a row without numbers of the first row's shape.
@@ -48,6 +48,10 @@ class HuggingFace(Examples):
             self.classes, self.class_names = feature.num_classes, feature.names
         if "inputs" in self.spec:
             self.input_shape = self.spec["inputs"][0]
+
+    @staticmethod
+    def has_split(args: dict) -> bool:
+        return any((Path(args["path"]).expanduser() / name).is_dir() for name in SPLITS["test"])
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         rows = self._rows(indices.tolist()) if len(indices) else {}

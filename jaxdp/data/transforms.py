@@ -3,7 +3,6 @@
 Keys depend only on the microbatch and the row in it, so that results do not depend on the number of devices.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxdp.data.example_order import RESET
 from jaxdp.errors import UsageError
+from jaxdp.targets import attribute, parameters, require
 
 Batch = dict[str, jax.Array]
 Transform = Callable[[Batch, jax.Array, bool], Batch]  # (batch, key, train) -> batch
@@ -22,7 +22,8 @@ class Mixup:
     """Mixup: blend every example's inputs and labels with those of the example before it (arXiv 1710.09412).
 
     inputs <- a inputs + (1 - a) other inputs, with one a ~ Beta(alpha, alpha) per microbatch; labels become
-    probabilities [example, classes]. classes: the number of labels. Padding is not mixed.
+    probabilities [example, classes], NaN for a label outside [0, classes). classes: the number of labels. Padding is
+    not mixed.
     """
 
     batched = True
@@ -46,8 +47,11 @@ class Mixup:
         before = (jnp.cumsum(real) - 2) % jnp.maximum(real.sum(), 1)
         other = jnp.where(real, jnp.argsort(~real)[before], jnp.arange(len(inputs)))
         mix = lambda x: share.astype(x.dtype) * x + (1 - share).astype(x.dtype) * x[other]
-        labels = jax.nn.one_hot(batch["labels"], self.classes, dtype=inputs.dtype)
-        return {**batch, "inputs": mix(inputs), "labels": mix(labels)}
+        labels, mask = batch["labels"], batch["mask"]
+        mask = mask.reshape(mask.shape + (1,) * (labels.ndim - mask.ndim))
+        wrong = ((labels < 0) | (labels >= self.classes)) & (mask != 0)
+        shares = jnp.where(wrong[..., None], jnp.nan, jax.nn.one_hot(labels, self.classes, dtype=inputs.dtype))
+        return {**batch, "inputs": mix(inputs), "labels": mix(shares)}
 
 
 def as_transform(f: Callable[..., Any]) -> Transform:
@@ -56,28 +60,27 @@ def as_transform(f: Callable[..., Any]) -> Transform:
     f(example, key) -> example runs on training examples only, f with an argument `train` on all; example: {name: array}
     without "mask". Raises UsageError for another signature.
     """
-    if getattr(f, "batched", False):
+    batched, names = attribute(f, "batched", False), [*parameters(f)]
+    require("data.transform", f, *names[: 3 if batched else 2], "train")
+    if batched:
         return f
-    parameters = inspect.signature(f).parameters
-    required = [p for p in parameters.values() if p.default is p.empty]
-    if len(required) not in (2, 3):
+    required = [p for p in parameters(f).values() if p.default is p.empty]
+    if len(required) < 2:
         name = getattr(getattr(f, "func", f), "__name__", type(f).__name__)
         raise UsageError(
             f"data.transform.target: {name} takes {len(required)} arguments; it must be (example, key) -> example, or "
             "(example, key, train) -> example"
         )
-    always = len(required) == 3 or "train" in parameters
+    named = "train" in names
 
     def transform(batch: Batch, key: jax.Array, train: bool) -> Batch:
-        if not train and not always:
+        if not train and not named:
             return batch
         untouched = {name: batch[name] for name in NOT_OF_EXAMPLES if name in batch}
         examples = {name: x for name, x in batch.items() if name not in untouched}
         count = next(iter(examples.values())).shape[0]
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count))
-        named = {"train": train} if "train" in parameters else {}
-        args = (train,) if always and not named else ()
-        run = lambda example, key: f(example, key, *args, **named)
+        run = lambda example, key: f(example, key, **({"train": train} if named else {}))
         result = jax.vmap(run)(examples, keys)
         if not isinstance(result, dict):
             raise UsageError(f"data.transform: it returned {type(result).__name__}; return a dict of arrays")
@@ -94,7 +97,8 @@ def both(first: Transform | None, second: Transform | None) -> Transform | None:
         return first or second
 
     def transform(batch: Batch, key: jax.Array, train: bool) -> Batch:
-        return second(first(batch, key, train), jax.random.fold_in(key, 1), train)
+        own = jax.random.fold_in(key, 1 << 31)  # rows and the parts of a split key have smaller numbers
+        return second(first(batch, key, train), own, train)
 
     return transform
 

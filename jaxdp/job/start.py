@@ -8,12 +8,15 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxdp import rundir
 from jaxdp.analysis import memory
 from jaxdp.analysis import summary as model_summary
+from jaxdp.assemble.preflight import view_of_one
 from jaxdp.audit.inject import NAME as FAULT
 from jaxdp.config import Config
+from jaxdp.core.options import first_microbatch
 from jaxdp.data.base import UNKNOWN
 from jaxdp.data.example_order import RESET
 from jaxdp.distributed import gpus
@@ -159,8 +162,9 @@ def advice(run: Run, config: Config) -> list[str]:
             "data.order: shuffled: the model carries state, and each example starts with that of an unrelated one; "
             "give the examples a true 'reset', or set order to sequential"
         )
-    opt = config.optimizer
-    steps = run.options.steps
+    if not reads(run, "segments"):
+        warnings.append("data: the model takes no segments and reads across documents; use one that does, such as GPT")
+    opt, steps = config.optimizer, run.options.steps
     horizon = min(steps, opt.schedule_steps or steps)
     if not opt.target.startswith(f"{OF_SCRIPT} ") and opt.warmup_steps > horizon:
         end = "the run ends" if horizon == steps else "optimizer.schedule_steps ends the schedule"
@@ -190,13 +194,23 @@ def advice(run: Run, config: Config) -> list[str]:
     return warnings
 
 
+def reads(run: Run, name: str) -> bool:
+    """Return False if the examples have an entry `name` that changes nothing in the evaluation of a microbatch."""
+    data = run.data.train
+    if name not in (first := data.dataset.read(np.zeros(1, np.int64))):
+        return True
+    batch = {k: x[None] for k, x in first_microbatch(first, data.order.examples_per_microbatch, None).items()}
+    evaluate = lambda entry, view: run.step.evaluate(view, {**batch, name: entry}, np.zeros(1, np.int32))
+    program = jax.make_jaxpr(evaluate)(batch[name], view_of_one(run.strategy.shapes)).jaxpr
+    return dce_jaxpr(program, [True] * len(program.outvars))[1][0]
+
+
 def layout_of(run: Run, config: Config) -> dict[str, Any]:
     """Return the memory and the sharding of the run on each device, for layout.json."""
     strategy, order = run.strategy, run.data.train.order
     first = run.data.train.dataset.read(np.zeros(1, np.int64))
-    rows = (config.microbatches, order.examples_per_microbatch)
-    batch = {name: jax.ShapeDtypeStruct((*rows, *x.shape[1:]), x.dtype) for name, x in first.items()}
-    batch.setdefault("mask", jax.ShapeDtypeStruct(rows, np.dtype(bool)))
+    example = first_microbatch(first, order.examples_per_microbatch, None)
+    batch = {name: jax.ShapeDtypeStruct((config.microbatches, *x.shape), x.dtype) for name, x in example.items()}
     shard_gradients = config.parallel.zero > 1 and config.parallel.gradient_buffer == "sharded"
     sizes = memory.bytes_by_tree(strategy, run.step, batch, shard_gradients)
     devices, per_device = strategy.assignment.shape

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxdp.cpu import on_cpu
 from jaxdp.errors import UsageError
-from jaxdp.logits import wide
+from jaxdp.logits import wide_einsum
 
 PIECES, SHORTEST = 4, 128  # `causal` splits queries into at most PIECES chunks of at least SHORTEST tokens
 Rotation = tuple[jax.Array, jax.Array]  # cosines and sines [token, 1, half the width of a head]
@@ -125,8 +125,7 @@ def softmax(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array 
     rows = groups[2] * tokens
     query = query.swapaxes(1, 2).reshape(*groups[:2], rows, width)
     key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-    scores = jnp.einsum("ektw,eksw->ekts", query, key).reshape(*groups, tokens, keys)
-    scores = scores.astype(wide(query.dtype)) / math.sqrt(width)
+    scores = wide_einsum("ektw,eksw->ekts", query, key).reshape(*groups, tokens, keys) / math.sqrt(width)
     if mask is not None:
         scores = jnp.where(mask, scores, -jnp.inf)
     weights = shares(scores).astype(value.dtype).reshape(*groups[:2], rows, keys)

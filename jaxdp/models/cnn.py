@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from jaxdp.errors import check_sizes
-from jaxdp.models.layers import ConvBN, make_dropout
+from jaxdp.models.layers import ConvBN, make_dropout, require_image
 
 
 class CNN(nnx.Module):
@@ -26,14 +26,11 @@ class CNN(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
+        require_image(input_shape)
         check_sizes("model.args", widths=min(widths, default=1))
         channels = [input_shape[-1], *widths]
-        self.blocks = nnx.List(
-            [
-                ConvBN(a, b, 3, 1 if i == 0 else 2, sync=sync, rngs=rngs)
-                for i, (a, b) in enumerate(itertools.pairwise(channels))
-            ]
-        )
+        pairs = enumerate(itertools.pairwise(channels))
+        self.blocks = nnx.List([ConvBN(a, b, 3, 1 if i == 0 else 2, sync=sync, rngs=rngs) for i, (a, b) in pairs])
         self.dropout = make_dropout(dropout, rngs)
         self.head = nnx.Linear(channels[-1], num_classes, rngs=rngs)
 

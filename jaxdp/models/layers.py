@@ -17,6 +17,11 @@ def require(fits: bool, argument: str, value: Any, problem: str) -> None:
         raise UsageError(f"model.args.{argument}: {value!r} {problem}")
 
 
+def require_image(shape: Sequence[int]) -> None:
+    """Raise UsageError unless the shape of an example is that of an image with channels."""
+    require(len(shape) == 3, "input_shape", shape, "is not (height, width, channels); add an axis: images[..., None]")
+
+
 def make_dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:
     """Return a dropout layer. Raises UsageError unless the rate is in [0, 1)."""
     require(0 <= rate < 1, "dropout", rate, f"is not in [0, 1); make it {'0' if rate < 0 else 'smaller'}")
@@ -26,8 +31,8 @@ def make_dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:
 class ConvBN(nnx.Module):
     """relu(norm(conv(x))) of x[example, height, width, channel]; mask[example] is True for real examples.
 
-    The convolution has no bias: the norm cancels it, and its gradient would be rounding noise. sync: compute statistics
-    over one microbatch of every device instead of one microbatch; results then depend on the number of devices.
+    The convolution has no bias: the norm cancels it, and its gradient would be rounding noise. sync: average
+    statistics over a microbatch of each device, with equal weights whatever the padding; they depend on the devices.
     """
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, *, sync: bool = False, rngs: nnx.Rngs):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdp.errors import check_one_of, check_sizes
-from jaxdp.models.layers import ConvBN, Residual, make_dropout
+from jaxdp.models.layers import ConvBN, Residual, make_dropout, require_image
 
 
 class ResNet9(nnx.Module):
@@ -31,6 +31,7 @@ class ResNet9(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
+        require_image(input_shape)
         check_one_of("model.args.variant", variant, VARIANTS)
         check_sizes("model.args", width=width)
 

@@ -12,7 +12,7 @@ from jaxdp.cpu import product
 from jaxdp.errors import check_sizes
 from jaxdp.models.attention import Attention, full
 from jaxdp.models.gpt import DEVIATION, GELU, NORMS, Block
-from jaxdp.models.layers import make_dropout, require
+from jaxdp.models.layers import make_dropout, require, require_image
 from jaxdp.models.nnx import Blocks
 
 
@@ -40,7 +40,7 @@ class ViT(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        require(len(input_shape) == 3, "input_shape", input_shape, "is not (height, width, channels)")
+        require_image(input_shape)
         hidden = GELU.hidden(dim) if hidden is None else hidden
         check_sizes("model.args", patch=patch, layers=layers, heads=heads, dim=dim, hidden=hidden)
         height, width, channels = input_shape

@@ -40,10 +40,15 @@ def muon(
     """Return Optax's Muon with one masked weight decay for both parts: Optax's decay for the Adam part has no mask.
 
     With consistent_rms=0.2 both parts share a learning rate that suits AdamW; without it, Muon's is some 30 times
-    larger (see adam_learning_rate).
+    larger: a config's adam_learning_rate is the peak of the other part's schedule. Each part decays by its own rate.
     """
     tx = optax.contrib.muon(learning_rate, **{"muon_weight_dimension_numbers": matrices(blocks), **args})
-    return with_decay(tx, learning_rate, weight_decay, mask)
+    if (adam := args.get("adam_learning_rate")) is None:
+        return with_decay(tx, learning_rate, weight_decay, mask)
+    trees = lambda params: (params, matrices(blocks)(params), *([mask(params)] if mask else []))
+    part = lambda decays: lambda params: jax.tree.map(decays, *trees(params))
+    tx = with_decay(tx, learning_rate, weight_decay, part(lambda x, dims, decayed=True: decayed and dims is not None))
+    return with_decay(tx, adam, weight_decay, part(lambda x, dims, decayed=True: decayed and dims is None))
 
 
 def with_decay(tx: Any, learning_rate: Any, weight_decay: float, mask: Any) -> optax.GradientTransformation:

@@ -16,9 +16,9 @@ from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.distributed import hosts
 from jaxdp.errors import UsageError
-from jaxdp.losses import attribute
 from jaxdp.parallel import Strategy
 from jaxdp.precision import cast_floats
+from jaxdp.targets import attribute
 from jaxdp.verify.configurations import Configuration
 
 OK, FAILED, NOTE, SKIPPED, REFUSED = "ok", "FAILED", "note", "skipped", "refused"

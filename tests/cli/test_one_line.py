@@ -309,6 +309,14 @@ def test_a_width_of_0_is_one_line(tmp_path, target, args):
         made(tmp_path, "--model.target", target, "--model.args", f"{{{args}}}")
 
 
+@pytest.mark.parametrize("target", ["CNN", "ResNet9", "ViT"])
+def test_images_without_channels_are_one_line(tmp_path, target):
+    np.savez(tmp_path / "gray.npz", inputs=np.zeros((20, 8, 8), np.float32), labels=np.arange(20) % 2)
+    model = ["--model.target", target, "--model.args", "{dropout: 0}"]
+    with pytest.raises(UsageError, match=r"model.args.input_shape: \(8, 8\) is not \(height, width, channels\); add"):
+        made(tmp_path, *model, "--data", f"{{target: Npz, args: {{path: {tmp_path}/gray.npz}}}}")
+
+
 @pytest.mark.parametrize("order", ["shuffled", "sequential"])
 def test_carried_state_in_a_shuffled_order_is_a_warning(tmp_path, order):
     text = tmp_path / "text.txt"
@@ -317,6 +325,27 @@ def test_carried_state_in_a_shuffled_order_is_a_warning(tmp_path, order):
     more += ["--data.target", "TextFile", "--data.args", f"{{path: {text}, length: 8}}", "--data.order", order]
     found = [line for line in advice(*made(tmp_path, *more)) if "carries state" in line]
     assert len(found) == (order == "shuffled"), found
+
+
+def test_windows_that_do_not_continue_one_another_are_refused_in_sequential_order(tmp_path):
+    (tmp_path / "text.txt").write_text("abcdefgh" * 99)
+    more = ["--model.target", "LSTM", "--model.args", "{dim: 8, hidden: 8}", "--loss.target", "CausalLM"]
+    more += ["--data.target", "TextFile", "--data.args", f"{{path: {tmp_path}/text.txt, length: 8, stride: 1}}"]
+    with pytest.raises(UsageError, match=r"data.args.stride: 1: windows do not .* set it to length: 8"):
+        made(tmp_path, *more)
+    made(tmp_path, *more, "--data.order", "shuffled")
+
+
+@pytest.mark.parametrize(
+    "model", ["{target: GPT, args: {layers: 1, heads: 2, dim: 16}}", "{target: LSTM, args: {dim: 8, hidden: 8}}"]
+)
+@pytest.mark.parametrize("accumulate", ["vmap", "scan"])
+def test_segments_that_the_model_does_not_use_are_a_warning(tmp_path, model, accumulate):
+    (tmp_path / "text.jsonl").write_text('{"text": "abcdefgh"}\n' * 99)
+    more = ["--model", model, "--loss.target", "CausalLM", "--data.target", "Documents", "--parallel.accumulate"]
+    more += [accumulate, "--data.args", f"{{path: {tmp_path}/text.jsonl, length: 16}}", "--data.order", "shuffled"]
+    found = [line for line in advice(*made(tmp_path, *more)) if "no segments" in line]
+    assert len(found) == ("LSTM" in model), found
 
 
 @pytest.mark.parametrize(

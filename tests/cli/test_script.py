@@ -162,6 +162,7 @@ BAD = {
     "eval_data=(x[:, :3], y)": "eval.data: its examples (inputs float32[3], labels int32[]) do not match",
     "data=(x, y + np.int32(1))": "loss: a label is 2, but the model's outputs are for 2 classes, 0 to 1",
     "data=(x, y - np.int32(1))": "loss: a label is -1, but",
+    "data=(x, y + np.int32(1)), transform={'target': 'Mixup', 'args': {'classes': 2}}": "loss: a label is 2, but",
     "data=iter(x)": "data.target: 'iterator (object)' is",
     "optimizer={'target': optax.sgd(1.0), 'weight_decay': 0.1}": "optimizer.weight_decay: 0.1 but",
     "loss={'target': 'MeanSquaredError', 'args': {'w': x}}": "loss.args.w: config.yaml cannot store a value of type nd",

@@ -35,7 +35,9 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 # Then 258: what verify judges (evaluation, schedules, numbers of processes, models in bfloat16) 113; what a checkpoint,
 # a resume or a finished run forgot of callbacks and evaluations 60; the command line and sweeps 30; data that means
 # something else 26; numbers of plan, losses and models 26; one test of what is a random key 3.
-BUDGET = {"package": 30_300, "file": 300, "function": 60, "one update": 700}  # lines
+# Then 45: products of narrow floats that are not rounded 9, muon's second rate 7, data that a model cannot use as it is
+# (windows, segments, images without channels, invalid labels under Mixup, a missing test split) 29.
+BUDGET = {"package": 30_345, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {

@@ -180,6 +180,17 @@ def test_columns_of_a_saved_data_set_by_split(tmp_path, datasets):
         HuggingFace("none")
 
 
+def test_a_folder_without_a_test_split_is_not_evaluated_on(tmp_path, datasets):
+    made = datasets.Dataset.from_dict({"inputs": [[1, 2], [3, 4]], "labels": [0, 1]})
+    made.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": made}).save_to_disk(str(tmp_path / "train"))
+    datasets.DatasetDict({"train": made, "valid": made}).save_to_disk(str(tmp_path / "both"))
+    for name, count in {"one": 0, "train": 0, "both": 1}.items():
+        argv = ["--model.target", "MLP", "--steps", "1", "--data.target", "HuggingFace"]
+        config, *_ = load([*argv, "--data.args.path", str(tmp_path / name)])
+        assert len(make_data(config)[1]) == count, name
+
+
 def test_rows_that_differ_are_named(tmp_path, datasets):
     made = datasets.Dataset.from_dict({"inputs": [[1, 2], [3, 4], [5, 6, 7]]})
     made.save_to_disk(str(tmp_path / "one"))

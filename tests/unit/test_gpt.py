@@ -8,6 +8,7 @@ from flax import nnx
 
 import toys
 from jaxdp.errors import UsageError
+from jaxdp.logits import Logits
 from jaxdp.models import as_model
 from jaxdp.models.attention import causal, fused, same
 from jaxdp.models.gpt import GPT, look_up
@@ -122,6 +123,20 @@ def test_dtypes_are_those_of_the_parameters(name):
     rough = logits(made, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch)
     assert rough.dtype == jnp.float32  # for the loss
     np.testing.assert_allclose(rough, exact, rtol=0, atol=0.1 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_logits_of_narrow_floats_are_not_rounded_and_their_gradients_are_narrow(dtype):
+    x, kernel = (jax.random.normal(key, (4, 8, 64)).astype(dtype) for key in jax.random.split(KEY))
+    found = Logits(x, kernel[0], 7).compute()
+    want = np.einsum("...d,vd->...v", *(np.asarray(a, np.float64) for a in (x, kernel[0, :7])))
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, want, atol=1e-5)
+    squares = lambda x, kernel: jnp.sum(Logits(x, kernel, 7).compute() ** 2)
+    gradients = jax.grad(squares, (0, 1))(x, kernel[0])
+    wanted = np.einsum("btv,vd->btd", 2 * want, np.asarray(kernel[0, :7], np.float64))
+    np.testing.assert_allclose(np.asarray(gradients[0], np.float64), wanted, atol=0.02 * np.abs(wanted).max())
+    assert {g.dtype for g in gradients} == {jnp.dtype(dtype)}
 
 
 @pytest.mark.slow

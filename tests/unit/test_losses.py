@@ -160,6 +160,7 @@ def test_outputs_that_do_not_fit_are_named_with_both_shapes():
     for loss, outputs, words in (
         (SoftmaxCrossEntropy(), jnp.zeros((4, 2, 3)), r"outputs \(4, 2, 3\) do not fit labels \(4,\)"),
         (SoftmaxCrossEntropy(), Logits(jnp.zeros((4, 2, 3)), jnp.zeros((8, 3)), 5), r"outputs \(4, 2, 5\) do not fit"),
+        (SoftmaxCrossEntropy(), jnp.zeros(4), r"outputs \(4,\) do not fit .* logits \[4, classes\], or use MeanSq"),
         (MeanSquaredError(), jnp.zeros((4, 2)), r"outputs \(4, 2\) do not fit labels \(4,\)"),
         (SoftmaxCrossEntropy(), {"a": jnp.zeros((4, 2))}, r"returns {'a': \(4, 2\)}, not one array; return that alone"),
         (MeanSquaredError(), (jnp.zeros(4), None), "the model returns tuple, not one array"),
@@ -169,6 +170,8 @@ def test_outputs_that_do_not_fit_are_named_with_both_shapes():
     ):
         with pytest.raises(UsageError, match=words):
             loss(outputs, batch)
+    with pytest.raises(UsageError, match=r"logits \[4, classes\], or use MeanSquaredError"):
+        SoftmaxCrossEntropy()(jnp.zeros(4), {**batch, "labels": jnp.zeros(4)})
     with pytest.raises(UsageError, match="one-hot labels must be floats"):
         SoftmaxCrossEntropy()(jnp.zeros((4, 2)), {**batch, "labels": np.zeros((4, 2), np.int32)})
 

@@ -10,6 +10,8 @@ import numpy as np
 import optax
 import pytest
 
+from jaxdp.assemble.components import make_tx, schedule_of
+from jaxdp.config import Config
 from jaxdp.config.training import Optimizer
 from jaxdp.errors import UsageError
 from jaxdp.optim import OPTIMIZERS, SCHEDULES, decay_mask, make_optimizer, make_schedule, scale_by_path
@@ -196,14 +198,15 @@ def test_muon_updates_a_stack_block_by_block():
 
 
 @pytest.mark.slow
-def test_muons_matrices_are_optaxs_and_the_rest_is_adamw():
-    got = train_muon(STACKED, ["blocks"])
+@pytest.mark.parametrize("adam", [None, 0.02])
+def test_muons_matrices_are_optaxs_and_the_rest_is_adamw(adam):
+    got = train_muon(STACKED, ["blocks"], adam_learning_rate=adam)
     decay = decay_mask(NO_DECAY)
     head = {"head": {"kernel": STACKED["head"]["kernel"]}}
     rest = {"embed": STACKED["embed"], "conv": STACKED["conv"], "head": {"bias": np.zeros(10, np.float32)}}
     for params, tx in (
         (head, optax.contrib.muon(0.1, weight_decay=0.1, weight_decay_mask=decay)),
-        (rest, optax.adamw(0.1, weight_decay=0.1, mask=decay, nesterov=True)),
+        (rest, optax.adamw(adam or 0.1, weight_decay=0.1, mask=decay, nesterov=True)),
     ):
         state, update = tx.init(params), jax.jit(tx.update)
         for _ in range(3):
@@ -212,6 +215,23 @@ def test_muons_matrices_are_optaxs_and_the_rest_is_adamw():
         for path, want in jax.tree_util.tree_leaves_with_path(params):
             own = dict(jax.tree_util.tree_leaves_with_path(got))[path]
             np.testing.assert_allclose(own, want, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("no_decay", [[], ["bias"]])
+def test_muons_other_part_has_its_own_rate_with_the_same_schedule_and_decay(no_decay):
+    def history(lr, **args):
+        config = Config(optimizer=Optimizer("muon", lr, "linear", weight_decay=0.5, no_decay=no_decay, args=args))
+        tx = make_tx(config, schedule_of(config, 4))
+        params = {"kernel": jnp.eye(3), "bias": jnp.ones(3)}
+        state, updates = tx.init(params), []
+        for _ in range(4):
+            update, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+            updates.append(update)
+        return jax.tree.map(lambda *xs: np.stack(xs), *updates)
+
+    both, fast, slow = history(0.1, adam_learning_rate=0.01), history(0.1), history(0.01)
+    np.testing.assert_array_equal(both["kernel"], fast["kernel"])
+    np.testing.assert_allclose(both["bias"], slow["bias"], rtol=1e-6)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Transforms of one's own: a key for each example, Mixup, and what is no transform."""
 
+import functools
 import inspect
 
 import jax
@@ -46,6 +47,31 @@ def test_mixup_mixes_real_examples_with_real_ones():
         Mixup(classes=5)({**batch, "inputs": jnp.zeros((5, 2), jnp.uint8)}, KEY, True)
 
 
+def test_a_label_outside_of_mixups_classes_is_nan_unless_it_is_masked():
+    batch = {"inputs": jnp.eye(5), "labels": jnp.asarray([0, 9, 2, -100, 4]), "mask": jnp.asarray([1.0, 1, 1, 0, 1])}
+    found = np.isnan(Mixup(classes=5)(batch, KEY, True)["labels"]).any(-1)
+    np.testing.assert_array_equal(found, [False, True, True, False, False])  # and the example that it is mixed into
+
+
+def test_a_batched_function_with_arguments_gets_the_microbatch():
+    def shift(batch, key, train, by):
+        return {**batch, "inputs": batch["inputs"] + by * batch["mask"].sum()}
+
+    shift.batched = True
+    batch = {"inputs": jnp.zeros((5, 3)), "mask": jnp.ones(5)}
+    assert float(as_transform(functools.partial(shift, by=2))(batch, KEY, True)["inputs"][0, 0]) == 10
+    with pytest.raises(UsageError, match=r"data.transform.args.by: shift needs it; set data.transform.args.by"):
+        as_transform(shift)
+
+
+def test_the_second_of_two_transforms_has_an_independent_key():
+    keys = []
+    transform = both(*[lambda batch, key, train: keys.append(key) or batch] * 2)
+    transform({"inputs": jnp.zeros((5, 3))}, KEY, True)
+    known = [KEY, *jax.random.split(KEY, 4), *(jax.random.fold_in(KEY, i) for i in range(9))]
+    assert keys[0] == KEY and not any(keys[1] == key for key in known)
+
+
 @pytest.mark.slow
 def test_mixup_leaves_out_examples_that_the_data_masks():
     batch = {"inputs": jnp.eye(5), "labels": jnp.asarray([0, -100, 2, 3, -100]), "mask": jnp.asarray([1.0, 0, 1, 1, 0])}
@@ -74,6 +100,8 @@ def test_they_train_the_same_on_any_devices():
 def test_what_is_no_transform():
     with pytest.raises(UsageError, match=r"data.transform.target: .* takes 1 arguments; it must be \(example, key\)"):
         as_transform(lambda example: example)
+    with pytest.raises(UsageError, match=r"data.transform.args.strength: .* needs it; set data.transform.args.str"):
+        as_transform(lambda example, key, strength: example)
     batch = {"inputs": jnp.zeros((5, 3)), "mask": jnp.ones(5)}
     with pytest.raises(UsageError, match=r"it returned .*; return a dict of arrays"):
         as_transform(lambda example, key: example["inputs"])(batch, KEY, True)
