@@ -60,12 +60,11 @@ def make_plan(case: Case, zero: int) -> Plan:
     lowered = program.lowered(state, batch)
     compiled = {name: part.compile() for name, part in lowered.items()}
     used = [part.memory_analysis() for part in compiled.values()]
-    per_device = strategy.assignment.shape[1]
     sizes = bytes_by_tree(strategy, case.step, batch, case.accumulate_split)
     return Plan(
         zero,
         len(strategy.devices),
-        per_device,
+        strategy.assignment.shape[1],
         Memory(
             **sizes,
             activations=max(0, used[0].temp_size_in_bytes - sizes["grads"]),
@@ -73,7 +72,7 @@ def make_plan(case: Case, zero: int) -> Plan:
         ),
         strategy.share(),
         zero == 3 and not strategy.blocks,
-        tuple(update_collectives({k: (compiled[k].as_text(), lowered[k].as_text()) for k in lowered}, per_device)),
+        tuple(update_collectives({k: (compiled[k].as_text(), lowered[k].as_text()) for k in lowered})),
         count_flops(jax.make_jaxpr(program.update)(state, batch)),
     )
 

@@ -117,14 +117,15 @@ def test_flops_of_an_update_are_one_device_s(backend):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [["--parallel.reduction", "exact"], ["--outer.replicas", "4", "--outer.every", "2"]])
-def test_flops_do_not_depend_on_how_sums_are_made(more):
+def test_flops_and_bytes_do_not_depend_on_how_sums_are_made(more):
     """Their loops over microbatches or replicas have a length that is known at run time only."""
 
-    def flops(*argv):
+    def figures(*argv):
         config = load(["--config", "configs/digits.yaml", *argv])[0]
-        return make_plan(make_case(config, make_parts(config), 0, 4, 2), 0).flops
+        plan = make_plan(make_case(config, make_parts(config), 0, 4, 2), 0)
+        return plan.flops, sum(c.count * c.bytes for c in plan.collectives)
 
-    assert flops(*more) == flops()
+    assert figures(*more) == pytest.approx(figures(), rel=0.02)
 
 
 @pytest.mark.slow
