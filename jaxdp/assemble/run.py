@@ -196,7 +196,10 @@ def make_sources(config: Config, parts: Parts, strategy: Strategy, step: Step) -
 
 
 def make_case(config: Config, parts: Parts, zero: int, per_device: int, devices: int) -> Case:
-    """Build the case that `plan` compiles: a ZeRO stage on `devices` devices with `per_device` microbatches each."""
+    """Build the case that `plan` compiles: a ZeRO stage on `devices` devices with `per_device` microbatches each.
+
+    Raises UsageError if a run would refuse the stage.
+    """
     configured, backends = config.parallel, [name for name, stages in STAGES.items() if zero in stages]
     backend: Any = configured.backend if configured.backend in backends else backends[0]
     shard_size = configured.shard_size if zero else None
@@ -208,8 +211,7 @@ def make_case(config: Config, parts: Parts, zero: int, per_device: int, devices:
         raise UsageError(f"--devices: {devices}, but only {len(jax.devices())} can be simulated; plan for fewer")
     strategy = make_strategy(config, parts, state_maker(config, parts), jax.devices()[:devices])
     step = make_the_step(config, parts)
-    if zero == configured.zero:
-        check_optimizer(config, strategy, parts.rule.tx, step)
+    check_optimizer(config, strategy, parts.rule.tx, step)
     size = parts.order.examples_per_microbatch
     first = parts.dataset.read(np.zeros(1, np.int64))
     example = {k: jax.ShapeDtypeStruct((size, *v.shape[1:]), v.dtype) for k, v in first.items()}
