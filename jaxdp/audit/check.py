@@ -39,9 +39,13 @@ class Audit:
 
     def is_due(self, run: Run, progress: Progress) -> bool:
         if self.last is None:
-            self.last = run.checkpoints.audited = run.origin.start
-        due = progress.step == run.options.steps or not 0 <= progress.step - self.last < self.every
-        return due and self.every > 0
+            self.last, run.checkpoints.audited = run.origin.start, passed_before(run)
+        return self.every > 0 and not 0 <= progress.step - self.last < self.every
+
+    def finish(self, run: Run, progress: Progress, batch: Batch) -> None:
+        """Audit the devices after the last update, however the run ends."""
+        if self.every > 0 and self.last != progress.step:
+            self.check(run, progress, batch)
 
     def check(self, run: Run, progress: Progress, batch: Batch) -> None:
         """Audit the devices after an update. Raises RunFailed if the action is to end this process or all."""
@@ -168,6 +172,16 @@ class Audit:
             run.log.writer.say(f"warning: {text}")
             if log:
                 run.log.events.note("audit", step, reason=text)
+
+
+def passed_before(run: Run) -> int:
+    """Return the last update that an audit had passed before this run, as its checkpoints say; 0 without one.
+
+    Snapshots in memory may be taken at such updates only.
+    """
+    if run.origin.recovered is not None and run.hooks.snapshots.audited:
+        return run.origin.start
+    return run.checkpoints.context.of_root("audited", run.checkpoints.last_audited, SLOW)
 
 
 def kind_of(device: jax.Device) -> str:

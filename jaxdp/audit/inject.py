@@ -137,6 +137,8 @@ class Injection:
                     i = fault.leaf % len(arrays)
                     arrays[i] = flipped_array(arrays[i], fault)
 
+    def finish(self, run: Run, progress: Progress, batch: Batch) -> None: ...
+
     def flips(self, step: Step, once: bool = True) -> Step:
         """Return the step with the flips of gradients and products. once: also those that do not repeat."""
         faults = [f for f in self.faults if f.target in ("grads", "output") and f.device >= 0 and (once or f.repeat)]

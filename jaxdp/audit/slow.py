@@ -83,6 +83,8 @@ class SlowDevices:
             for _ in range(min(RECENT, len(self.times))):  # a rise is one of the updates that follow
                 self.times.pop()
 
+    def finish(self, run: Run, progress: Progress, batch: Batch) -> None: ...
+
     def judge(self, factors: list[float]) -> list[int]:
         """Add a measurement to the round; return the ranks to name, and reset the round at its end.
 
