@@ -44,7 +44,7 @@ from jaxdp.metrics.writer import Record
 from jaxdp.parallel import STAGES, Strategy
 from jaxdp.parallel.placement import assign_microbatches
 from jaxdp.rundir import versions
-from jaxdp.training.profile import Profile
+from jaxdp.training.profile import Profile, folder
 from jaxdp.training.run import Data, Log, LoopOptions, Run
 from jaxdp.training.source import Source
 
@@ -230,10 +230,10 @@ def speed(config: Config, parts: Parts, flops: float, devices: Sequence[jax.Devi
 
 def make_profile(config: Config, directory: pathlib.Path, start: int, steps: int) -> Profile:
     """Return the window of updates to trace, if it lies after `start`; a signal can request another."""
-    first, folder = config.profile.start, str(directory / "profile")
+    first, traces = config.profile.start, str(folder(directory))
     if first is None or not start <= first < steps:
-        return Profile(folder, steps=config.profile.steps)
-    return Profile(folder, first, min(config.profile.steps, steps - first))
+        return Profile(traces, steps=config.profile.steps)
+    return Profile(traces, first, min(config.profile.steps, steps - first))
 
 
 def on_all_ranks(context: Context, make: Callable[[], T]) -> T:
