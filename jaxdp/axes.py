@@ -23,9 +23,9 @@ class Axes(NamedTuple):
 FLAT = Axes()
 
 
-def data_axes() -> str | tuple[str, ...] | None:
-    """Return the axes of all devices, for `jax.lax.psum`, inside a strategy's program; None outside."""
-    for axes in (DATA, (REPLICA, SHARD)):
+def data_axes(replicas: bool = False) -> str | tuple[str, ...] | None:
+    """Return the axes of all devices (of one replica, unless `replicas`) inside a strategy's program; None outside."""
+    for axes in (*[(OUTER, DATA)] * replicas, DATA, (REPLICA, SHARD)):
         try:
             jax.lax.axis_size(axes)
         except NameError:

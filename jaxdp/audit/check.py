@@ -113,8 +113,8 @@ class Audit:
             single += all(len(group) == 1 for group in holders.values())
         if single and len(devices) > 1:
             run.log.writer.say(
-                f"warning: audit: {single} of the state's {len(shapes)} leaves have one copy only, as parallel.zero "
-                "shards them: the audit cannot compare them"
+                f"warning: audit: {single} of the state's {len(shapes)} leaves have one copy only, a shard of "
+                "parallel.zero or a replica of outer: the audit cannot compare them"
             )
 
     def _act(self, run: Run, step: int, verdict: Verdict) -> None:

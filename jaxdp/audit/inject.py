@@ -162,7 +162,7 @@ class Injection:
 
 def flip(x: jax.Array, fault: Fault, step: jax.Array) -> jax.Array:
     """Flip the fault's bit inside a program, if this is its device and update; `step`: of the updates before it."""
-    axes = data_axes()
+    axes = data_axes(replicas=True)
     if axes is None:  # a rehearsal
         return x
     now = (step + 1 >= fault.step) & (step + 1 <= (fault.until if fault.repeat else fault.step))

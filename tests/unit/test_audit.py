@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import toys
 from cli_runs import DIGITS
@@ -13,6 +15,7 @@ from jaxdp.audit import inject, products, slow
 from jaxdp.audit.check import Audit
 from jaxdp.audit.program import Probe, fingerprint
 from jaxdp.audit.votes import judge
+from jaxdp.axes import DATA, OUTER
 from jaxdp.cli import load
 from jaxdp.data.base import Arrays
 from jaxdp.data.stream import StreamEnded
@@ -126,6 +129,13 @@ def test_healthy_devices_are_not_named_and_the_audit_changes_nothing(tmp_path, b
     plain = make_run(tmp_path / "b", model, backend, 4, steps=8, log_every=8, steps_per_call=steps_per_call)
     assert final["params_sha256"] == loop.fit(plain)[0]["params_sha256"]
     assert not failures(events) and not [text for text in run.log.writer.said if "devices" in text]
+
+
+def test_a_fault_is_of_one_device_of_all_replicas():
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), (OUTER, DATA))
+    flip = lambda x: inject.flip(x, inject.Fault("flip", device=5), jnp.int32(0))
+    x = jax.shard_map(flip, mesh=mesh, in_specs=P(), out_specs=P((OUTER, DATA)), check_vma=False)(jnp.ones(1))
+    assert np.flatnonzero(np.asarray(x) != 1).tolist() == [5]
 
 
 @pytest.mark.slow
