@@ -25,7 +25,8 @@ FLAT = Axes()
 
 def data_axes(replicas: bool = False) -> str | tuple[str, ...] | None:
     """Return the axes of all devices (of one replica, unless `replicas`) inside a strategy's program; None outside."""
-    for axes in (*[(OUTER, DATA)] * replicas, DATA, (REPLICA, SHARD)):
+    over_replicas: list[str | tuple[str, ...]] = [(OUTER, DATA)] if replicas else []
+    for axes in (*over_replicas, DATA, (REPLICA, SHARD)):
         try:
             jax.lax.axis_size(axes)
         except NameError:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxdp import rundir
-from jaxdp.analysis.hlo import Collective, collectives, summarize
+from jaxdp.analysis.hlo import collectives, summarize
 from jaxdp.core.state import Batch, TrainState
 from jaxdp.core.step import Step
 from jaxdp.parallel.strategy import Program, Strategy
@@ -40,11 +40,6 @@ def local_bytes(tree: Any, dims: Any, parts: int) -> int:
     return sum(jax.tree.leaves(jax.tree.map(size, tree, dims)))
 
 
-def update_collectives(texts: Mapping[str, tuple[str, str]]) -> list[Collective]:
-    """Return the collectives of an update whose parts are {name: (compiled text, lowered text)}."""
-    return [c for compiled, lowered in texts.values() for c in collectives(compiled, lowered)]
-
-
 def of_compiled(lowered: Mapping[str, Any], devices: int, updates: int = 1) -> dict[str, Any] | None:
     """Return the compiler's report on an update that has run: bytes per device beside the trees, collectives by kind.
 
@@ -56,8 +51,8 @@ def of_compiled(lowered: Mapping[str, Any], devices: int, updates: int = 1) -> d
         return None
     compiled = {name: part.compile() for name, part in lowered.items()}
     used = [part.memory_analysis() for part in compiled.values()]
-    texts = {name: (compiled[name].as_text(), lowered[name].as_text()) for name in lowered if devices > 1}
-    totals = summarize(update_collectives(texts))
+    texts = [(compiled[name].as_text(), lowered[name].as_text()) for name in lowered if devices > 1]
+    totals = summarize([c for text in texts for c in collectives(*text)])
     per_update = lambda n: n / updates if n % updates else n // updates
     return {
         "temporaries": max(u.temp_size_in_bytes for u in used),

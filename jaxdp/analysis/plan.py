@@ -10,8 +10,8 @@ import jax
 
 from jaxdp.analysis.flops import count_flops
 from jaxdp.analysis.hardware import Hardware, update_seconds
-from jaxdp.analysis.hlo import Collective
-from jaxdp.analysis.memory import bytes_by_tree, peak, update_collectives
+from jaxdp.analysis.hlo import Collective, collectives
+from jaxdp.analysis.memory import bytes_by_tree, peak
 from jaxdp.core.state import Batch
 from jaxdp.core.step import Step
 from jaxdp.parallel.layout import Share
@@ -72,7 +72,7 @@ def make_plan(case: Case, zero: int) -> Plan:
         ),
         strategy.share(),
         zero == 3 and not strategy.blocks,
-        tuple(update_collectives({k: (compiled[k].as_text(), lowered[k].as_text()) for k in lowered})),
+        tuple(c for k in lowered for c in collectives(compiled[k].as_text(), lowered[k].as_text())),
         count_flops(jax.make_jaxpr(program.update)(state, batch)),
     )
 

@@ -196,10 +196,7 @@ def make_sources(config: Config, parts: Parts, strategy: Strategy, step: Step) -
 
 
 def make_case(config: Config, parts: Parts, zero: int, per_device: int, devices: int) -> Case:
-    """Build the case that `plan` compiles: a ZeRO stage on `devices` devices with `per_device` microbatches each.
-
-    Raises UsageError if a run would refuse the stage.
-    """
+    """Build the case that `plan` compiles: a ZeRO stage on `devices` devices with `per_device` microbatches each."""
     configured, backends = config.parallel, [name for name, stages in STAGES.items() if zero in stages]
     backend: Any = configured.backend if configured.backend in backends else backends[0]
     shard_size = configured.shard_size if zero else None

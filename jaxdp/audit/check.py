@@ -37,15 +37,11 @@ class Audit:
         self._titles: list[str] = []
         self._groups: list[Groups] = []
 
-    def is_due(self, run: Run, progress: Progress) -> bool:
+    def is_due(self, run: Run, progress: Progress, last: bool = False) -> bool:
         if self.last is None:
             self.last, run.checkpoints.audited = run.origin.start, passed_before(run)
-        return self.every > 0 and not 0 <= progress.step - self.last < self.every
-
-    def finish(self, run: Run, progress: Progress, batch: Batch) -> None:
-        """Audit the devices after the last update, however the run ends."""
-        if self.every > 0 and self.last != progress.step:
-            self.check(run, progress, batch)
+        passed = progress.step - self.last
+        return self.every > 0 and (not 0 <= passed < self.every or (last and passed > 0))
 
     def check(self, run: Run, progress: Progress, batch: Batch) -> None:
         """Audit the devices after an update. Raises RunFailed if the action is to end this process or all."""
@@ -175,13 +171,12 @@ class Audit:
 
 
 def passed_before(run: Run) -> int:
-    """Return the last update that an audit had passed before this run, as its checkpoints say; 0 without one.
-
-    Snapshots in memory may be taken at such updates only.
-    """
-    if run.origin.recovered is not None and run.hooks.snapshots.audited:
+    """Return the last update that an audit had passed before this run, as its last checkpoint says, or 0."""
+    if run.origin.recovered is not None and run.hooks.snapshots.audited:  # only such states were copied
         return run.origin.start
-    return run.checkpoints.context.of_root("audited", run.checkpoints.last_audited, SLOW)
+    checkpoints = run.checkpoints
+    stored = lambda: [checkpoints.meta(step).get("audited", 0) for step in checkpoints.steps()[-1:]]
+    return max(checkpoints.context.of_root("audited", stored, SLOW), default=0)
 
 
 def kind_of(device: jax.Device) -> str:

@@ -115,8 +115,8 @@ class Injection:
             places = [of(rank)[local] for rank, local in locals_.items() if local is not None]
             fault.device = places[0] if places else -1
 
-    def is_due(self, run: Run, progress: Progress) -> bool:
-        return any(fault.mine and not fault.done and progress.step >= fault.step for fault in self.faults)
+    def is_due(self, run: Run, progress: Progress, last: bool = False) -> bool:
+        return not last and any(fault.mine and not fault.done and progress.step >= fault.step for fault in self.faults)
 
     def check(self, run: Run, progress: Progress, batch: Batch) -> None:
         for fault in self.faults:
@@ -136,8 +136,6 @@ class Injection:
                     arrays = next(iter(run.hooks.snapshots.newest.parts.values()))
                     i = fault.leaf % len(arrays)
                     arrays[i] = flipped_array(arrays[i], fault)
-
-    def finish(self, run: Run, progress: Progress, batch: Batch) -> None: ...
 
     def flips(self, step: Step, once: bool = True) -> Step:
         """Return the step with the flips of gradients and products. once: also those that do not repeat."""

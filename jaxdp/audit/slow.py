@@ -41,7 +41,7 @@ class SlowDevices:
         self.spent = 0.0  # seconds, on this round
         self.named: dict[int, float] = {}  # {rank: the factor with which it was named last}
 
-    def is_due(self, run: Run, progress: Progress) -> bool:
+    def is_due(self, run: Run, progress: Progress, last: bool = False) -> bool:
         now, step = time.perf_counter(), progress.step
         if self.before is not None and run.checkpoints.context.is_root:
             passed = now - self.before[1]
@@ -51,7 +51,7 @@ class SlowDevices:
                 self.next = float("inf")
                 run.hooks.watch.request("probe")
         self.before = (step, now)
-        return run.hooks.watch.is_asked("probe") or bool(self.round)
+        return not last and (run.hooks.watch.is_asked("probe") or bool(self.round))
 
     def add_time(self, seconds: float) -> None:
         """Add the time of an update, unless the loop only dispatched it, as it does after each pause."""
@@ -82,8 +82,6 @@ class SlowDevices:
             self.next, self.spent = now + max(PAUSE, 2 * self.spent / SHARE), 0.0
             for _ in range(min(RECENT, len(self.times))):  # a rise is one of the updates that follow
                 self.times.pop()
-
-    def finish(self, run: Run, progress: Progress, batch: Batch) -> None: ...
 
     def judge(self, factors: list[float]) -> list[int]:
         """Add a measurement to the round; return the ranks to name, and reset the round at its end.

@@ -93,22 +93,15 @@ class Checkpoints:
 
     def _values(self) -> dict[int, float]:
         """Return {step: the metric named by `best`} of all checkpoints that have it, durable yet or not."""
-        metas = {} if self.best is None else self._metas()
-        values = {step: meta.get("metrics", {}).get(self.best) for step, meta in metas.items()}
-        return {step: x for step, x in values.items() if isinstance(x, int | float) and math.isfinite(x)}
-
-    def last_audited(self) -> int:
-        """Return the last update that had passed an audit when one of the checkpoints was saved, or 0."""
-        return max((meta.get("audited", 0) for meta in self._metas().values()), default=0)
-
-    def _metas(self) -> dict[int, dict[str, Any]]:
-        """Return {step: metadata} of all checkpoints, durable yet or not."""
+        if self.best is None:
+            return {}
         with self._lock:
             metas = dict(self._notes)
             for step in self.steps():
                 with contextlib.suppress(Damaged):
                     metas[step] = self.meta(step)
-        return metas
+        values = {step: meta.get("metrics", {}).get(self.best) for step, meta in metas.items()}
+        return {step: x for step, x in values.items() if isinstance(x, int | float) and math.isfinite(x)}
 
     def annotate(self, step: int, more: Mapping[str, Any]) -> None:
         """Add metadata to the checkpoint of `step`, durable yet or not; do nothing if there is none."""

@@ -75,10 +75,7 @@ def llama_config(args: Json) -> Json:
 
 
 def write_tokenizer(folder: pathlib.Path, spec: Json) -> str:
-    """Write tokenizer.json, if the spec of `jaxdp.data.tokenizers` can be one; return what was done.
-
-    Otherwise, remove that of an earlier export, but not one from elsewhere.
-    """
+    """Write tokenizer.json, if the spec of `jaxdp.data.tokenizers` can be one; return what was done."""
     file, settings, kind = folder / "tokenizer.json", folder / "tokenizer_config.json", spec.get("kind")
     if kind == "file" and pathlib.Path(spec["path"]).is_file():
         shutil.copyfile(spec["path"], file)
@@ -91,7 +88,7 @@ def write_tokenizer(folder: pathlib.Path, spec: Json) -> str:
         content["decoder"] = level if kind == "byte" else {"type": "Fuse"}
         file.write_text(json.dumps(content))
     else:
-        if settings.is_file() and settings.read_text() == SETTINGS:
+        if settings.is_file() and settings.read_text() == SETTINGS:  # of an earlier export
             settings.unlink()
             file.unlink(missing_ok=True)
         source = spec.get("path") or spec.get("name") or kind

@@ -41,13 +41,20 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     make_state = state_maker(config, parts)
     rehearse(config, parts, make_the_step(config, parts), make_state)
     per_device = math.ceil(max(config.microbatches, devices) / devices)
-    plans, refused = make_plans(config, parts, stages, per_device, devices)
+    plans, notes = list[Plan](), list[str]()
+    for zero in stages:
+        try:
+            plans.append(make_plan(make_case(config, parts, zero, per_device, devices), zero))
+        except UsageError as error:
+            if zero == stages[0]:
+                raise
+            notes.append(f"zero {zero} is left out, since a run would refuse it: {error}")
     dtype = rate(config.precision.compute or config.precision.params, config.precision.matmul, hardware.flops)
     seconds = [predict(p, hardware, dtype) if dtype in hardware.flops else None for p in plans]
     best, tried_all = recommend(plans, limit), len(stages) > 1 or config.outer.replicas > 1
     enough, uneven = devices <= config.microbatches, 0 < config.microbatches % devices < config.microbatches
     examples = config.batch_size if enough else per_device * devices * parts.order.examples_per_microbatch
-    notes = refused + remarks(config, plans, hardware, dtype, per_device, devices, examples)
+    notes += remarks(config, plans, hardware, dtype, per_device, devices, examples)
     shapes, outer = jax.eval_shape(make_state), config.outer
     if outer.replicas > 1 or network is not None:
         data = sent(parts.rule.trainable(shapes.params), outer.reduction or config.parallel.reduction)
@@ -72,21 +79,6 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     return "\n".join(
         [*title, "", *figures(plans, seconds, examples), "", verdict(plans, best, limit, tried_all), "", *notes]
     )
-
-
-def make_plans(
-    config: Config, parts: Parts, stages: list[int], per_device: int, devices: int
-) -> tuple[list[Plan], list[str]]:
-    """Return the plans of the stages, and a note on each stage but the first that a run would refuse."""
-    plans, refused = list[Plan](), list[str]()
-    for zero in stages:
-        try:
-            plans.append(make_plan(make_case(config, parts, zero, per_device, devices), zero))
-        except UsageError as error:
-            if zero == stages[0]:
-                raise
-            refused.append(f"zero {zero} is left out, since a run would refuse it: {error}")
-    return plans, refused
 
 
 def sent(gradients: Any, reduction: str) -> float:

@@ -83,10 +83,7 @@ def _shares(devices: list[trace.Shares]) -> list[str]:
 
 
 def _top(rows: list[trace.Row], origins: dict[str, str], kinds: dict[str, str], updates: int, most: int) -> list[str]:
-    """Return the lines of a table of the first `most` rows; updates: the number of all devices' updates in the window.
-
-    Its figures are means over devices.
-    """
+    """Return the lines of a table of the first `most` rows; updates: of each device, added up."""
     total = sum(row.time for row in rows) or 1.0
     figures = lambda time: [f"{time / updates / 1e6:.3f}", f"{time / total:.1%}"]
     lines = [["operation", "ms/update", "share", "runs"]]

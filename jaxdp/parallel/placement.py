@@ -60,8 +60,8 @@ def make_state(make: Partial, abstract: TrainState, mesh: Mesh, dims: TrainState
 def open_collectives(context: Context | None = None) -> None:
     """Connect the devices of all processes by a first all-reduce, before any of them compiles.
 
-    Over Gloo the first collective waits 30 s at most for the other processes, which may compile for longer.
-    context: of the job, to wait for its other processes first; without it, call this at the same time in all.
+    Over Gloo the first collective waits 30 s at most for the other processes, so pass the job's context to wait for
+    them, or call this at the same time in all.
     """
     if context is not None:
         if context.size == 1:

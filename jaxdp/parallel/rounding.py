@@ -57,8 +57,7 @@ def scan_unfused(f: Callable, start: Tree, pieces: Tree, live: jax.Array, like: 
     """Scan f(carried, piece) -> (carried, result) like `jax.lax.scan`, but compile each piece separately.
 
     Nothing is fused into the loop or out of it: its length is known only at run time, and each piece is indexed from
-    at least two and passes a fusion barrier first. The name of its scope says the length to `jaxdp.analysis`.
-
+    at least two and passes a fusion barrier first. The name of its scope tells `jaxdp.analysis` the length.
     like: the shapes of a result.
     """
     number = len(jax.tree.leaves(pieces)[0])

@@ -117,8 +117,9 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
                 if between(run, program, progress, save_requested):
                     break
         for check in run.hooks.checks if progress.step > start else ():
-            meter.pause()
-            check.finish(run, progress, batch)
+            if check.is_due(run, progress, last=True):
+                meter.pause()
+                check.check(run, progress, batch)
         lookback.look(progress.step)
         meter.flush()
 
