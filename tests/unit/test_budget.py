@@ -35,7 +35,9 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 # Then 258: what verify judges (evaluation, schedules, numbers of processes, models in bfloat16) 113; what a checkpoint,
 # a resume or a finished run forgot of callbacks and evaluations 60; the command line and sweeps 30; data that means
 # something else 26; numbers of plan, losses and models 26; one test of what is a random key 3.
-BUDGET = {"package": 30_300, "file": 300, "function": 60, "one update": 700}  # lines
+# Then 34: audits of runs that resume or end early 15, stages that plan leaves out 12, traces and first collectives of
+# several ranks 19, what doctor, launch and export overlooked 8; less 20, since a loop names its length.
+BUDGET = {"package": 30_334, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {
