@@ -49,11 +49,10 @@ def work(way: str, argv: list[str]) -> None:
     strategy = make_strategy(config, parts, state_maker(config, parts), jax.devices())
     program, state = strategy.compile(make_the_step(config, parts)), strategy.init()
     batch = strategy.shard_batch(read_batch(parts.dataset, parts.order, 0, strategy.local_microbatches))
-    sent, slots = 0.0, strategy.assignment.shape[1]
+    sent = 0.0
     for lowered in program.lowered(state, batch).values() if context.size == 1 else ():
         for c in collectives(lowered.compile().as_text(), lowered.as_text()):
-            runs = 1 if c.exact else slots  # of the loop over slots, whose length only the run knows
-            sent += c.wire * (c.group_size - 1) / c.group_size * runs  # by ring algorithms
+            sent += c.wire * (c.group_size - 1) / c.group_size  # by ring algorithms
     state, metrics = program.update(state, batch)
     found = {"sent": sent, "loss": float(metrics["loss"]), "devices": len(jax.devices()), "jax": jax.__version__}
     if context.is_root:

@@ -23,9 +23,10 @@ class Axes(NamedTuple):
 FLAT = Axes()
 
 
-def data_axes() -> str | tuple[str, ...] | None:
-    """Return the axes of all devices, for `jax.lax.psum`, inside a strategy's program; None outside."""
-    for axes in (DATA, (REPLICA, SHARD)):
+def data_axes(replicas: bool = False) -> str | tuple[str, ...] | None:
+    """Return the axes of all devices (of one replica, unless `replicas`) inside a strategy's program; None outside."""
+    over_replicas: list[str | tuple[str, ...]] = [(OUTER, DATA)] if replicas else []
+    for axes in (*over_replicas, DATA, (REPLICA, SHARD)):
         try:
             jax.lax.axis_size(axes)
         except NameError:

@@ -1,11 +1,9 @@
 """FLOP counts of a traced program: its matrix products and convolutions, times the lengths of loops."""
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
-
-import numpy as np
-from jax.extend.core import Literal
 
 from jaxdp.analysis.programs import inside
 
@@ -18,22 +16,15 @@ REMATERIALIZED = {"checkpoint", "remat", "remat2"}  # depends on JAX's version
 def count_flops(jaxpr: Any) -> int:
     """Count the multiplications and additions of products in a (closed) jaxpr. A `cond` counts its longest branch.
 
-    Inside a `shard_map` shapes are those of one device, and so are the counts. A `while` counts once, unless its length
-    is a choice between constants (`jaxdp.parallel.rounding.scan_unfused`): then the largest.
+    Inside a `shard_map` shapes are those of one device, and so are the counts. A `while` counts once, unless the name
+    of its scope is its length (`jaxdp.parallel.rounding.scan_unfused`).
     """
-    eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
-    producers = {var: eqn for eqn in eqns for var in eqn.outvars}
-    return sum(_flops_of(eqn) * _trips(eqn, producers) for eqn in eqns)
+    return sum(_flops_of(eqn) * _trips(eqn) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
 
 
-def _trips(eqn: Any, producers: dict[Any, Any]) -> int:
-    """Return the largest integer that may be the bound of a `while`; 1 for any other operation."""
-    if eqn.primitive.name != "while":
-        return 1
-    variables = [x for x in eqn.invars if not isinstance(x, Literal) and x.aval.dtype.kind == "i"]
-    bounds = [producers[x] for x in variables if x in producers]
-    literals = [x.val for e in bounds if e.params.get("name") == "_where" for x in e.invars if isinstance(x, Literal)]
-    return max([1, *(int(x) for x in literals if isinstance(x, int | np.integer))])
+def _trips(eqn: Any) -> int:
+    scope = re.search(r"\btimes_(\d+)$", str(eqn.source_info.name_stack)) if eqn.primitive.name == "while" else None
+    return int(scope[1]) if scope else 1
 
 
 def model_flops(grads: Any, forward: Callable[[], Any]) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxdp import rundir
-from jaxdp.analysis.hlo import Collective, collectives, summarize
+from jaxdp.analysis.hlo import collectives, summarize
 from jaxdp.core.state import Batch, TrainState
 from jaxdp.core.step import Step
 from jaxdp.parallel.strategy import Program, Strategy
@@ -40,16 +40,7 @@ def local_bytes(tree: Any, dims: Any, parts: int) -> int:
     return sum(jax.tree.leaves(jax.tree.map(size, tree, dims)))
 
 
-def update_collectives(texts: Mapping[str, tuple[str, str]], per_device: int) -> list[Collective]:
-    """Return the collectives of an update whose parts are {name: (compiled text, lowered text)}.
-
-    per_device: the number of microbatches of a device; a loop of unknown length is the loop over them.
-    """
-    counted = [c for compiled, lowered in texts.values() for c in collectives(compiled, lowered)]
-    return [c if c.exact else c._replace(count=c.count * per_device, exact=True) for c in counted]
-
-
-def of_compiled(lowered: Mapping[str, Any], devices: int, per_device: int, updates: int = 1) -> dict[str, Any] | None:
+def of_compiled(lowered: Mapping[str, Any], devices: int, updates: int = 1) -> dict[str, Any] | None:
     """Return the compiler's report on an update that has run: bytes per device beside the trees, collectives by kind.
 
     lowered: the update's parts, lowered again in a millisecond, since JAX caches them and their executables. Returns
@@ -60,8 +51,8 @@ def of_compiled(lowered: Mapping[str, Any], devices: int, per_device: int, updat
         return None
     compiled = {name: part.compile() for name, part in lowered.items()}
     used = [part.memory_analysis() for part in compiled.values()]
-    texts = {name: (compiled[name].as_text(), lowered[name].as_text()) for name in lowered if devices > 1}
-    totals = summarize(update_collectives(texts, per_device))
+    texts = [(compiled[name].as_text(), lowered[name].as_text()) for name in lowered if devices > 1]
+    totals = summarize([c for text in texts for c in collectives(*text)])
     per_update = lambda n: n / updates if n % updates else n // updates
     return {
         "temporaries": max(u.temp_size_in_bytes for u in used),
@@ -85,10 +76,9 @@ def record(
 
     updates: the number of updates in that call.
     """
-    devices, per_device = strategy.assignment.shape
     with contextlib.suppress(Exception):  # without the compiler's report, keep the old file
         lowered = program.lowered(state, batch, updates > 1)
-        rundir.write_layout(directory, {**layout, "program": of_compiled(lowered, devices, per_device, updates)})
+        rundir.write_layout(directory, {**layout, "program": of_compiled(lowered, len(strategy.assignment), updates)})
 
 
 def peak(used: Any) -> int:

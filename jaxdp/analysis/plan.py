@@ -10,8 +10,8 @@ import jax
 
 from jaxdp.analysis.flops import count_flops
 from jaxdp.analysis.hardware import Hardware, update_seconds
-from jaxdp.analysis.hlo import Collective
-from jaxdp.analysis.memory import bytes_by_tree, peak, update_collectives
+from jaxdp.analysis.hlo import Collective, collectives
+from jaxdp.analysis.memory import bytes_by_tree, peak
 from jaxdp.core.state import Batch
 from jaxdp.core.step import Step
 from jaxdp.parallel.layout import Share
@@ -60,12 +60,11 @@ def make_plan(case: Case, zero: int) -> Plan:
     lowered = program.lowered(state, batch)
     compiled = {name: part.compile() for name, part in lowered.items()}
     used = [part.memory_analysis() for part in compiled.values()]
-    per_device = strategy.assignment.shape[1]
     sizes = bytes_by_tree(strategy, case.step, batch, case.accumulate_split)
     return Plan(
         zero,
         len(strategy.devices),
-        per_device,
+        strategy.assignment.shape[1],
         Memory(
             **sizes,
             activations=max(0, used[0].temp_size_in_bytes - sizes["grads"]),
@@ -73,7 +72,7 @@ def make_plan(case: Case, zero: int) -> Plan:
         ),
         strategy.share(),
         zero == 3 and not strategy.blocks,
-        tuple(update_collectives({k: (compiled[k].as_text(), lowered[k].as_text()) for k in lowered}, per_device)),
+        tuple(c for k in lowered for c in collectives(compiled[k].as_text(), lowered[k].as_text())),
         count_flops(jax.make_jaxpr(program.update)(state, batch)),
     )
 

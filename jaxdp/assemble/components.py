@@ -67,10 +67,10 @@ class Parts(NamedTuple):
         return self._replace(forward=self.forward._replace(eval_transform=transform))
 
 
-def set_jax(config: Config) -> None:
-    """Set JAX's settings (`SETTINGS`) from the config, before anything is built."""
+def set_jax(config: Config, sums: bool = True) -> None:
+    """Set JAX's settings (`SETTINGS`) from the config, before anything is built. sums: gradients will be summed."""
     jax.config.update("jax_enable_x64", config.precision.params == "float64")
-    if config.parallel.exact:
+    if config.parallel.exact and sums:
         environment.check_exact()
     jax.config.update(
         "jax_default_matmul_precision", None if config.precision.matmul == "default" else config.precision.matmul

@@ -43,8 +43,12 @@ from jaxdp.metrics.writer import Record
 from jaxdp.parallel import STAGES, Strategy
 from jaxdp.parallel.placement import assign_microbatches
 from jaxdp.rundir import versions
+<<<<<<< HEAD
 from jaxdp.targets import attribute
 from jaxdp.training.profile import Profile
+=======
+from jaxdp.training.profile import Profile, folder
+>>>>>>> aud
 from jaxdp.training.run import Data, Log, LoopOptions, Run
 from jaxdp.training.source import Source
 
@@ -208,8 +212,7 @@ def make_case(config: Config, parts: Parts, zero: int, per_device: int, devices:
         raise UsageError(f"--devices: {devices}, but only {len(jax.devices())} can be simulated; plan for fewer")
     strategy = make_strategy(config, parts, state_maker(config, parts), jax.devices()[:devices])
     step = make_the_step(config, parts)
-    if zero == configured.zero:
-        check_optimizer(config, strategy, parts.rule.tx, step)
+    check_optimizer(config, strategy, parts.rule.tx, step)
     size = parts.order.examples_per_microbatch
     first = parts.dataset.read(np.zeros(1, np.int64))
     example = {k: jax.ShapeDtypeStruct((size, *v.shape[1:]), v.dtype) for k, v in first.items()}
@@ -228,10 +231,10 @@ def speed(config: Config, parts: Parts, flops: float, devices: Sequence[jax.Devi
 
 def make_profile(config: Config, directory: pathlib.Path, start: int, steps: int) -> Profile:
     """Return the window of updates to trace, if it lies after `start`; a signal can request another."""
-    first, folder = config.profile.start, str(directory / "profile")
+    first, traces = config.profile.start, str(folder(directory))
     if first is None or not start <= first < steps:
-        return Profile(folder, steps=config.profile.steps)
-    return Profile(folder, first, min(config.profile.steps, steps - first))
+        return Profile(traces, steps=config.profile.steps)
+    return Profile(traces, first, min(config.profile.steps, steps - first))
 
 
 def on_all_ranks(context: Context, make: Callable[[], T]) -> T:

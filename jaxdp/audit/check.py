@@ -37,11 +37,11 @@ class Audit:
         self._titles: list[str] = []
         self._groups: list[Groups] = []
 
-    def is_due(self, run: Run, progress: Progress) -> bool:
+    def is_due(self, run: Run, progress: Progress, last: bool = False) -> bool:
         if self.last is None:
-            self.last = run.checkpoints.audited = run.origin.start
-        due = progress.step == run.options.steps or not 0 <= progress.step - self.last < self.every
-        return due and self.every > 0
+            self.last, run.checkpoints.audited = run.origin.start, passed_before(run)
+        passed = progress.step - self.last
+        return self.every > 0 and (not 0 <= passed < self.every or (last and passed > 0))
 
     def check(self, run: Run, progress: Progress, batch: Batch) -> None:
         """Audit the devices after an update. Raises RunFailed if the action is to end this process or all."""
@@ -109,8 +109,8 @@ class Audit:
             single += all(len(group) == 1 for group in holders.values())
         if single and len(devices) > 1:
             run.log.writer.say(
-                f"warning: audit: {single} of the state's {len(shapes)} leaves have one copy only, as parallel.zero "
-                "shards them: the audit cannot compare them"
+                f"warning: audit: {single} of the state's {len(shapes)} leaves have one copy only, a shard of "
+                "parallel.zero or a replica of outer: the audit cannot compare them"
             )
 
     def _act(self, run: Run, step: int, verdict: Verdict) -> None:
@@ -168,6 +168,15 @@ class Audit:
             run.log.writer.say(f"warning: {text}")
             if log:
                 run.log.events.note("audit", step, reason=text)
+
+
+def passed_before(run: Run) -> int:
+    """Return the last update that an audit had passed before this run, as its last checkpoint says, or 0."""
+    if run.origin.recovered is not None and run.hooks.snapshots.audited:  # only such states were copied
+        return run.origin.start
+    checkpoints = run.checkpoints
+    stored = lambda: [checkpoints.meta(step).get("audited", 0) for step in checkpoints.steps()[-1:]]
+    return max(checkpoints.context.of_root("audited", stored, SLOW), default=0)
 
 
 def kind_of(device: jax.Device) -> str:

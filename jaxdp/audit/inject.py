@@ -115,8 +115,8 @@ class Injection:
             places = [of(rank)[local] for rank, local in locals_.items() if local is not None]
             fault.device = places[0] if places else -1
 
-    def is_due(self, run: Run, progress: Progress) -> bool:
-        return any(fault.mine and not fault.done and progress.step >= fault.step for fault in self.faults)
+    def is_due(self, run: Run, progress: Progress, last: bool = False) -> bool:
+        return not last and any(fault.mine and not fault.done and progress.step >= fault.step for fault in self.faults)
 
     def check(self, run: Run, progress: Progress, batch: Batch) -> None:
         for fault in self.faults:
@@ -160,7 +160,7 @@ class Injection:
 
 def flip(x: jax.Array, fault: Fault, step: jax.Array) -> jax.Array:
     """Flip the fault's bit inside a program, if this is its device and update; `step`: of the updates before it."""
-    axes = data_axes()
+    axes = data_axes(replicas=True)
     if axes is None:  # a rehearsal
         return x
     now = (step + 1 >= fault.step) & (step + 1 <= (fault.until if fault.repeat else fault.step))

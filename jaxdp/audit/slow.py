@@ -41,7 +41,7 @@ class SlowDevices:
         self.spent = 0.0  # seconds, on this round
         self.named: dict[int, float] = {}  # {rank: the factor with which it was named last}
 
-    def is_due(self, run: Run, progress: Progress) -> bool:
+    def is_due(self, run: Run, progress: Progress, last: bool = False) -> bool:
         now, step = time.perf_counter(), progress.step
         if self.before is not None and run.checkpoints.context.is_root:
             passed = now - self.before[1]
@@ -51,7 +51,7 @@ class SlowDevices:
                 self.next = float("inf")
                 run.hooks.watch.request("probe")
         self.before = (step, now)
-        return run.hooks.watch.is_asked("probe") or bool(self.round)
+        return not last and (run.hooks.watch.is_asked("probe") or bool(self.round))
 
     def add_time(self, seconds: float) -> None:
         """Add the time of an update, unless the loop only dispatched it, as it does after each pause."""

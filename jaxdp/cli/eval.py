@@ -8,6 +8,7 @@ from jaxdp.errors import UsageError
 from jaxdp.job.resume import resume_step
 from jaxdp.job.train import use_compilation_cache
 from jaxdp.metrics.console import Console
+from jaxdp.parallel.placement import open_collectives
 from jaxdp.training.evaluate import evaluate
 from jaxdp.training.save import restore
 
@@ -23,6 +24,7 @@ def run(call: Call) -> None:
         raise UsageError(f"run_dir: no checkpoint in {str(directory)!r}; train first, or name another", rank=0)
     if not prepared.data.eval:
         raise UsageError("eval.data: the data has no test split; name what to evaluate on", rank=0)
+    open_collectives(context)
     record = evaluate(prepared, prepared.strategy.compile(prepared.step), restore(prepared, step))
     if context.is_root:
         Console(step, panel=False).write({"step": step, "split": "eval", **record})

@@ -17,6 +17,7 @@ from jaxdp.models.gpt import EPSILON, GPT, MLPS
 from jaxdp.targets import locate
 
 Json = dict[str, Any]
+SETTINGS = '{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
 FORMS = {("layer", "gelu", "learned"): GPT2, ("rms", "swiglu", "rotary"): LLAMA}  # norm, mlp, positions
 
 
@@ -75,7 +76,7 @@ def llama_config(args: Json) -> Json:
 
 def write_tokenizer(folder: pathlib.Path, spec: Json) -> str:
     """Write tokenizer.json, if the spec of `jaxdp.data.tokenizers` can be one; return what was done."""
-    file, kind = folder / "tokenizer.json", spec.get("kind")
+    file, settings, kind = folder / "tokenizer.json", folder / "tokenizer_config.json", spec.get("kind")
     if kind == "file" and pathlib.Path(spec["path"]).is_file():
         shutil.copyfile(spec["path"], file)
     elif kind in ("byte", "char"):
@@ -87,9 +88,12 @@ def write_tokenizer(folder: pathlib.Path, spec: Json) -> str:
         content["decoder"] = level if kind == "byte" else {"type": "Fuse"}
         file.write_text(json.dumps(content))
     else:
+        if settings.is_file() and settings.read_text() == SETTINGS:  # of an earlier export
+            settings.unlink()
+            file.unlink(missing_ok=True)
         source = spec.get("path") or spec.get("name") or kind
         return f"no tokenizer{f': {source} has no tokenizer.json here' if source else ''}"
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
+    settings.write_text(SETTINGS)
     return f"tokenizer: {kind}"
 
 

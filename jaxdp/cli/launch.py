@@ -92,7 +92,8 @@ def run(call: Call) -> None:
     try:
         for rank in ranks:
             processes.append(Process(command, environment | rank, call.options["restart"]))
-        sys.exit(wait(processes))
+        elastic = command[0] == "train" or call.options["restart"] > 0 or "elastic" in " ".join(command)
+        sys.exit(wait(processes, elastic))
     except OSError as error:
         raise UsageError(f"launch: {command[0]!r} cannot be started: {error.strerror}") from None
     finally:  # if one cannot be started, the others would wait for it
@@ -100,11 +101,11 @@ def run(call: Call) -> None:
             process.child.kill()
 
 
-def wait(processes: list[Process]) -> int:
+def wait(processes: list[Process], elastic: bool) -> int:
     """Wait until no process runs or is to run again; return the code of the job: 0, 2, 75 or 1.
 
-    The job has succeeded if more than half of the processes that ran when the first one succeeded have succeeded too:
-    an elastic job may have lost others before.
+    The job has succeeded if all processes have. elastic: it may be an elastic job, which may have lost some before the
+    first one succeeded; of the others, more than half must have succeeded.
     """
     last = processes
     while None in (codes := [process.code() for process in processes]):
@@ -114,6 +115,6 @@ def wait(processes: list[Process]) -> int:
         else:
             last = [process for process, code in zip(processes, codes) if code is None]
         time.sleep(0.1)
-    if 2 * [process.code() for process in last].count(0) > len(last):
+    if set(codes) == {0} or (elastic and 2 * [process.code() for process in last].count(0) > len(last)):
         return 0
     return next((code for code in FINAL[1:] if code in codes), 1)

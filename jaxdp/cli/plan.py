@@ -41,13 +41,20 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     make_state = state_maker(config, parts)
     rehearse(config, parts, make_the_step(config, parts), make_state)
     per_device = math.ceil(max(config.microbatches, devices) / devices)
-    plans = [make_plan(make_case(config, parts, zero, per_device, devices), zero) for zero in stages]
+    plans, notes = list[Plan](), list[str]()
+    for zero in stages:
+        try:
+            plans.append(make_plan(make_case(config, parts, zero, per_device, devices), zero))
+        except UsageError as error:
+            if zero == stages[0]:
+                raise
+            notes.append(f"zero {zero} is left out, since a run would refuse it: {error}")
     dtype = rate(config.precision.compute or config.precision.params, config.precision.matmul, hardware.flops)
     seconds = [predict(p, hardware, dtype) if dtype in hardware.flops else None for p in plans]
-    best = recommend(plans, limit)
+    best, tried_all = recommend(plans, limit), len(stages) > 1 or config.outer.replicas > 1
     enough, uneven = devices <= config.microbatches, 0 < config.microbatches % devices < config.microbatches
     examples = config.batch_size if enough else per_device * devices * parts.order.examples_per_microbatch
-    notes = remarks(config, plans, hardware, dtype, per_device, devices, examples)
+    notes += remarks(config, plans, hardware, dtype, per_device, devices, examples)
     shapes, outer = jax.eval_shape(make_state), config.outer
     if outer.replicas > 1 or network is not None:
         data = sent(parts.rule.trainable(shapes.params), outer.reduction or config.parallel.reduction)
@@ -66,9 +73,12 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
             for p, s in zip(plans, seconds)
         ]
         setup = {"model": config.model.target, "parameters": count, "devices": devices, "hardware": hardware._asdict()}
-        result = {"memory": limit, "plans": stage_plans, "recommended": best and best.zero, "notes": notes}
+        lowest = best.zero if best and tried_all else None
+        result = {"memory": limit, "plans": stage_plans, "recommended": lowest, "notes": notes}
         return json.dumps({**setup, "examples": examples, "microbatches_per_device": per_device, **result}, indent=1)
-    return "\n".join([*title, "", *figures(plans, seconds, examples), "", verdict(plans, best, limit), "", *notes])
+    return "\n".join(
+        [*title, "", *figures(plans, seconds, examples), "", verdict(plans, best, limit, tried_all), "", *notes]
+    )
 
 
 def sent(gradients: Any, reduction: str) -> float:
@@ -102,14 +112,16 @@ def figures(plans: list[Plan], seconds: list[Any], examples: int) -> list[str]:
     return table([[name, *cells] for name, cells in rows], ">")
 
 
-def verdict(plans: list[Plan], best: Plan | None, limit: float) -> str:
+def verdict(plans: list[Plan], best: Plan | None, limit: float, tried_all: bool) -> str:
     if best is None:
         least = min(plans, key=lambda p: p.memory.peak)
+        failed, other = ("nothing fits", "") if tried_all else (f"zero {least.zero} does not fit", "--zero all, ")
         return (
-            f"nothing fits {size(limit)}: zero {least.zero} needs {size(least.memory.peak)}; take more devices, "
+            f"{failed} {size(limit)}: zero {least.zero} needs {size(least.memory.peak)}; try {other}more devices, "
             "parallel.accumulate scan with more microbatches, parallel.remat full, or smaller batches"
         )
-    return f"zero {best.zero} is the lowest stage that fits {size(limit)} (peak {size(best.memory.peak)})"
+    fits = "is the lowest stage that fits" if tried_all else "fits"
+    return f"zero {best.zero} {fits} {size(limit)} (peak {size(best.memory.peak)})"
 
 
 def remarks(

@@ -12,6 +12,8 @@ from jaxdp.cli import Call
 from jaxdp.config import Config
 from jaxdp.distributed.context import Context
 from jaxdp.metrics.numbers import number, table
+from jaxdp.parallel.placement import open_collectives
+from jaxdp.training.profile import folder
 
 WARM_UP = 3  # updates before the trace: compilation, and other work of the first ones
 WIDTH = 72  # characters of a name in the table
@@ -26,9 +28,10 @@ def run(call: Call) -> None:
 def profile(config: Config, path: str | None, context: Context, options: dict[str, Any]) -> str:
     """Trace some updates of a config into its run directory; return a text on the time of this process's devices."""
     updates, rows = options["updates"], options["top"]
-    directory = schema.run_dir(config, path) / "profile"
-    directory.mkdir(parents=True, exist_ok=True)  # JAX would say only after the trace that it cannot
-    run = make_run(config, directory.parent, context)
+    directory = schema.run_dir(config, path)
+    (directory / "profile").mkdir(parents=True, exist_ok=True)  # JAX would say only after the trace that it cannot
+    run, directory = make_run(config, directory, context), folder(directory)
+    open_collectives(context)
     program, strategy = run.strategy.compile(run.step), run.strategy
     state = run.origin.begin(run)
     with run.data.train.batches(0, WARM_UP + updates, strategy) as batches:
@@ -56,6 +59,7 @@ def profile(config: Config, path: str | None, context: Context, options: dict[st
         origins |= trace.origins(text)
     if not operations or not called:
         return f"{updates} updates of {milliseconds:.2f} ms; the trace in {directory} has no operations of a device"
+    devices = len({o.device for o in operations})
     window = (called[0][0], max(called[-1][1], *(o.end for o in operations)))
     return "\n".join(
         [
@@ -64,7 +68,7 @@ def profile(config: Config, path: str | None, context: Context, options: dict[st
             "",
             *_shares(trace.shares(operations, window, kinds)),
             "",
-            *_top(trace.top(operations, window), origins, kinds, updates, rows),
+            *_top(trace.top(operations, window), origins, kinds, updates * devices, rows),
         ]
     )
 
@@ -79,6 +83,7 @@ def _shares(devices: list[trace.Shares]) -> list[str]:
 
 
 def _top(rows: list[trace.Row], origins: dict[str, str], kinds: dict[str, str], updates: int, most: int) -> list[str]:
+    """Return the lines of a table of the first `most` rows; updates: of each device, added up."""
     total = sum(row.time for row in rows) or 1.0
     figures = lambda time: [f"{time / updates / 1e6:.3f}", f"{time / total:.1%}"]
     lines = [["operation", "ms/update", "share", "runs"]]

@@ -49,7 +49,7 @@ def sample(options: dict[str, Any]) -> str:
     if not data.get("tokenizer"):
         raise UsageError(f"--run_dir: {str(directory)!r} was not trained on text with a tokenizer; name another")
     config = from_mapping(meta["config"], str(checkpoint))
-    set_jax(config)
+    set_jax(config, sums=False)
     tokenizer = from_spec(data["tokenizer"])
     try:
         prompt = tokenizer.encode(options["prompt"])

@@ -189,9 +189,7 @@ def supervised(
     on_signal = lambda name: run.log.profile.ask() if name == signals.TRACE else None
     signals.subscribe(on_signal)
     try:
-        if context.size > 1:
-            context.barrier("collectives", SLOW)
-            open_collectives()
+        open_collectives(context)
         with log_failure(events, context.size == 1, snapshots is not None):
             record, state = loop.fit(run)
         writer.say(summary(record, directory))

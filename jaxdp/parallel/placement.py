@@ -13,6 +13,7 @@ from jax.tree_util import Partial
 
 from jaxdp.axes import DATA, FLAT, REPLICA, SHARD, Axes
 from jaxdp.core.state import Batch, TrainState
+from jaxdp.distributed.context import SLOW, Context
 from jaxdp.errors import UsageError
 from jaxdp.parallel.padding import fit_trees, sharding_of
 from jaxdp.parallel.rounding import BITS, fusion_barrier
@@ -56,11 +57,14 @@ def make_state(make: Partial, abstract: TrainState, mesh: Mesh, dims: TrainState
     return from_first(state, mesh, dims, axes) if jax.process_count() > 1 else state
 
 
-def open_collectives() -> None:
-    """Connect the devices of all processes by a first all-reduce; call it in all processes at the same time.
+def open_collectives(context: Context) -> None:
+    """Connect the devices of all processes by a first all-reduce, before any of them compiles.
 
-    Over Gloo the first collective waits 30 s at most for the other processes, which may compile for longer.
+    Over Gloo the first collective waits 30 s at most for the other processes.
     """
+    if context.size == 1:
+        return
+    context.barrier("collectives", SLOW)
     total = jax.pmap(lambda x: jax.lax.psum(x, "all"), axis_name="all")
     jax.block_until_ready(total(np.zeros(jax.local_device_count(), np.float32)))
 

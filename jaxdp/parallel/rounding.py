@@ -57,7 +57,8 @@ def scan_unfused(f: Callable, start: Tree, pieces: Tree, live: jax.Array, like: 
     """Scan f(carried, piece) -> (carried, result) like `jax.lax.scan`, but compile each piece separately.
 
     Nothing is fused into the loop or out of it: its length is known only at run time, and each piece is indexed from
-    at least two and passes a fusion barrier first. like: the shapes of a result.
+    at least two and passes a fusion barrier first. The name of its scope tells `jaxdp.analysis` the length.
+    like: the shapes of a result.
     """
     number = len(jax.tree.leaves(pieces)[0])
     pieces = jax.tree.map(lambda x: x if len(x) > 1 else jnp.concatenate([x, x]), pieces)
@@ -70,7 +71,8 @@ def scan_unfused(f: Callable, start: Tree, pieces: Tree, live: jax.Array, like: 
         write = lambda buffer, x: jax.lax.dynamic_update_index_in_dim(buffer, x, i, 0)
         return carried, jax.tree.map(write, results, result)
 
-    carried, results = jax.lax.fori_loop(0, jnp.where(live, number, 0), body, (start, results))
+    with jax.named_scope(f"times_{number}"):
+        carried, results = jax.lax.fori_loop(0, jnp.where(live, number, 0), body, (start, results))
     return carried, jax.tree.map(lambda x: x[:number], results)
 
 

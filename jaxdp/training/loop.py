@@ -116,6 +116,10 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
                 meter.pause()
                 if between(run, program, progress, save_requested):
                     break
+        for check in run.hooks.checks if progress.step > start else ():
+            if check.is_due(run, progress, last=True):
+                meter.pause()
+                check.check(run, progress, batch)
         lookback.look(progress.step)
         meter.flush()
 

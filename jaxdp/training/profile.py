@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pathlib
 from typing import Any
 
 import jax
@@ -50,6 +51,11 @@ class Profile:
                 jax.profiler.stop_trace()
             except RuntimeError as error:
                 report(error)
+
+
+def folder(directory: pathlib.Path) -> pathlib.Path:
+    """Return the folder of this process's traces in a run directory; the processes of one host would share names."""
+    return directory / "profile" / (f"rank_{jax.process_index()}" if jax.process_count() > 1 else "")
 
 
 def report(error: Exception) -> None:

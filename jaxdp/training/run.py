@@ -101,7 +101,7 @@ class Hooks:
     """The objects that the loop calls between updates.
 
     checks: of the devices, such as `jaxdp.audit.Audit`: after an update for which `is_due(run, progress)`, `check(run,
-    progress, batch)` runs before anything else reads the new state.
+    progress, batch)` runs before anything else reads the new state. After the last one, `is_due(..., last=True)`.
     snapshots: of an elastic job. compiling: returns a context for calls that may compile.
     """
 

@@ -25,6 +25,8 @@ def save(run: Run, progress: Progress) -> None:
 def metadata(run: Run, progress: Progress) -> Record:
     """Return what is needed to resume, besides the state: skipped batches, callbacks, the evaluation of this step."""
     meta: Record = {"offset": run.origin.offset, "rollbacks": run.origin.rollbacks, **run.hooks.callbacks.state()}
+    if run.checkpoints.audited is not None:
+        meta["audited"] = run.checkpoints.audited
     if progress.evaluated == progress.step:
         meta |= {"metrics": progress.evaluation, "evaluated": True, "stopped": progress.stopped}
     return meta

@@ -676,8 +676,10 @@ def test_launch_gives_each_process_its_rank_and_ends_with_the_code_of_the_job(tm
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("codes", ["01", "10"])
-def test_a_job_that_fails_after_a_process_has_ended_has_failed(tmp_path, codes):
+@pytest.mark.parametrize(
+    ("codes", "more", "code"), [("01", [], 1), ("10", [], 1), ("10", ["--elastic.enabled", "true"], 0)], ids=str
+)
+def test_a_job_that_fails_after_a_process_has_ended_has_failed(tmp_path, codes, more, code):
     """In an elastic job others may have been lost before; a process that leaves the others to their fate is no end."""
     script = tmp_path / "end.py"
     script.write_text(
@@ -691,10 +693,10 @@ def test_a_job_that_fails_after_a_process_has_ended_has_failed(tmp_path, codes):
         "    time.sleep(0.01)\n"
         "sys.exit(code)\n"
     )
-    words = [sys.executable, "-m", "jaxdp", "launch", "-n", "2", sys.executable, str(script), codes]
+    words = [sys.executable, "-m", "jaxdp", "launch", "-n", "2", sys.executable, str(script), codes, *more]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=60)
-    assert done.returncode == int(codes[1]), done.stderr
+    assert done.returncode == code, done.stderr
 
 
 def test_a_signal_ends_a_launch_that_waits_to_start_its_processes_again(tmp_path):

@@ -122,6 +122,10 @@ def test_the_written_tokenizer_has_the_same_tokens(tokenizer, tmp_path):
     assert written.get_vocab_size() == tokenizer.size
     named = huggingface.write_tokenizer(tmp_path, {"kind": "named", "name": "gpt2"})
     assert named == "no tokenizer: gpt2 has no tokenizer.json here"
+    assert not [*tmp_path.iterdir()]  # those of the first export
+    (tmp_path / "tokenizer.json").write_text("from elsewhere")
+    huggingface.write_tokenizer(tmp_path, {})
+    assert (tmp_path / "tokenizer.json").is_file()
 
 
 TRANSFORMERS = """

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 from rich.console import Console as Terminal
 
@@ -23,6 +24,7 @@ from jaxdp.metrics.console import Clock, Console
 from jaxdp.metrics.numbers import duration, number
 from jaxdp.metrics.panel import Panel, sparkline
 from jaxdp.metrics.writers import check_writers, make_writers
+from jaxdp.training import profile
 
 JAXDP = [sys.executable, "-m", "jaxdp"]
 DIGITS = ["--config", "configs/digits.yaml", "--model.args.hidden", "[8]"]
@@ -386,16 +388,26 @@ def test_a_signal_asks_for_a_trace(tmp_path):
     assert run.wait(60) == 75
 
 
+def test_each_of_several_processes_has_a_folder_for_its_traces(monkeypatch, tmp_path):
+    assert profile.folder(tmp_path) == tmp_path / "profile"
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert profile.folder(tmp_path) == tmp_path / "profile" / "rank_1"
+
+
 @pytest.mark.slow
 def test_profile_says_where_the_time_goes(tmp_path):
     """Alone, as the command: shares of a device that add up, and the operations by their own time."""
     done = subprocess.run(
         [*JAXDP, "profile", *DIGITS, "--updates", "3", "--top", "4", "--run_dir", str(tmp_path / "run")],
-        capture_output=True, text=True, timeout=300, env=ENVIRONMENT,
+        capture_output=True, text=True, timeout=300,
+        env=ENVIRONMENT | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     share = re.search(r"^cpu:0 +([\d.]+)% +([\d.]+)% +([\d.]+)%", done.stdout, re.M)
     assert share and sum(map(float, share.groups())) == pytest.approx(100, abs=0.3) and float(share[1]) > 0
     rows = re.findall(r" (\d+\.\d{3}) +([\d.]+)%", done.stdout)  # ms/update and share
+    (update,) = re.findall(r"^3 updates, ([\d.]+) ms each", done.stdout, re.M)
+    assert sum(float(time) for time, _ in rows) < 1.5 * float(update), done.stdout  # not of all devices together
     assert len(rows) == 5 and sum(float(part) for _, part in rows) == pytest.approx(100, abs=0.5), done.stdout
     assert "more (--top)" in done.stdout and list((tmp_path / "run/profile").rglob("*.xplane.pb"))

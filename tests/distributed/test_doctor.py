@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 
 from jaxdp.doctor import devices, examine, resources, settings, versions
@@ -365,6 +366,13 @@ def test_a_slow_all_reduce():
     assert judged().status == OK and judged(right=False).status == FAILURE
     slow = judged(seconds=2.0)
     assert slow.status == WARNING and "less than 6 MB/s" in slow.found
+
+
+def test_a_wrong_sum_on_any_device_is_seen(monkeypatch):
+    assert devices.all_reduce()["right"]
+    total = jax.lax.psum
+    monkeypatch.setattr(jax.lax, "psum", lambda x, axis: total(x, axis) + (jax.lax.axis_index(axis) == 3))
+    assert not devices.all_reduce()["right"]
 
 
 def test_a_list_merges_what_ranks_have_in_common():

@@ -741,9 +741,8 @@ def moved(reduction, slots, zero, place="8", gradient_buffer="sharded", backend=
 
 
 def sent(reduction, slots, *where, **more):
-    """Bytes that one device sends: the only loops whose length the run alone knows are over slots, or made once."""
-    found = moved(reduction, slots, *where, **more)
-    return sum(ring(c) * (1 if c.exact or c.bytes < 4096 else slots) for c in found)
+    """Bytes that one device sends; the only loop whose length the run alone knows is over attempts, and counts once."""
+    return sum(map(ring, moved(reduction, slots, *where, **more)))
 
 
 def ring(c):

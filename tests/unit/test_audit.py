@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import toys
 from cli_runs import DIGITS
@@ -13,13 +15,17 @@ from jaxdp.audit import inject, products, slow
 from jaxdp.audit.check import Audit
 from jaxdp.audit.program import Probe, fingerprint
 from jaxdp.audit.votes import judge
+from jaxdp.axes import DATA, OUTER
 from jaxdp.cli import load
+from jaxdp.data.base import Arrays
+from jaxdp.data.stream import StreamEnded
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.metrics.events import Events
 from jaxdp.metrics.jsonl import read
 from jaxdp.models.base import Model
 from jaxdp.parallel.layout import Sharding
 from jaxdp.training import loop
+from jaxdp.training.callbacks import Callbacks, StopTraining
 from plain_runs import make_run
 
 NDIM = {"inputs": 1 + len(toys.SHAPE), "labels": 1}
@@ -125,6 +131,13 @@ def test_healthy_devices_are_not_named_and_the_audit_changes_nothing(tmp_path, b
     assert not failures(events) and not [text for text in run.log.writer.said if "devices" in text]
 
 
+def test_a_fault_is_of_one_device_of_all_replicas():
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), (OUTER, DATA))
+    flip = lambda x: inject.flip(x, inject.Fault("flip", device=5), jnp.int32(0))
+    x = jax.shard_map(flip, mesh=mesh, in_specs=P(), out_specs=P((OUTER, DATA)), check_vma=False)(jnp.ones(1))
+    assert np.flatnonzero(np.asarray(x) != 1).tolist() == [5]
+
+
 @pytest.mark.slow
 def test_carried_state_is_audited(tmp_path):
     assert not failures(audited(tmp_path, "", model=toys.lstm_model())[2])
@@ -138,6 +151,41 @@ def test_stop_ends_the_run_and_sets_later_checkpoints_aside(tmp_path):
     assert run.checkpoints.steps() == [] and "3.suspect" in folders and failures(events)[0][0] == 4
     error, run, _ = audited(tmp_path / "later", "flip:params:device=1:step=6", 4, "stop", save_every=1)
     assert run.checkpoints.steps()[-1] == 4
+
+
+@pytest.mark.parametrize("every", [0, 2], ids=["never audited before", "audited before"])
+def test_a_checkpoint_of_the_run_before_a_resume_is_kept_if_an_audit_had_passed(tmp_path, every):
+    audited(tmp_path, "", every, steps=5, save_every=1)
+    error, run, _ = audited(tmp_path, "flip:params:device=1:step=6", 2, "stop", save_every=1, start=5)
+    assert isinstance(error, RunFailed)
+    assert run.checkpoints.steps() == ([4, 5] if every else [])
+
+
+class Stop:
+    """A callback that ends training at the first evaluation."""
+
+    def on_eval(self, step, metrics):
+        raise StopTraining("enough")
+
+
+class Ending(Arrays):
+    """A stream of three batches."""
+
+    batches = 0
+
+    def read(self, indices):
+        self.batches += 1
+        if self.batches > 3:
+            raise StreamEnded("it ends")
+        return super().read(indices)
+
+
+@pytest.mark.parametrize("kind", ["callback", "stream"])
+def test_a_run_that_ends_early_is_audited_after_its_last_update(tmp_path, kind):
+    stop = {"eval_every": 3, "held_out": toys.data(20), "callbacks": Callbacks([Stop()])}
+    settings = stop if kind == "callback" else {"train": Ending(**toys.data(60))}
+    _, _, events = audited(tmp_path, "flip:params:device=1:step=3", 100, **settings)
+    assert [step for step, *_ in failures(events)] == [3]
 
 
 @pytest.mark.slow

@@ -37,7 +37,11 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 # something else 26; numbers of plan, losses and models 26; one test of what is a random key 3.
 # Then 45: products of narrow floats that are not rounded 9, muon's second rate 7, data that a model cannot use as it is
 # (windows, segments, images without channels, invalid labels under Mixup, a missing test split) 29.
-BUDGET = {"package": 30_345, "file": 300, "function": 60, "one update": 700}  # lines
+# Then 34: audits of runs that resume or end early 15, stages that plan leaves out 12, traces and first collectives of
+# several ranks 19, what doctor, launch and export overlooked 8; less 20, since a loop names its length.
+# Then 50: elastic jobs that lost a message of Gloo, their generation or all their processes, or that ended while one
+# waited 35; groups of shard_size and copies of replicas for the devices that are left 10; callbacks of a script 5.
+BUDGET = {"package": 30_433, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {

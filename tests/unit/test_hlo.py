@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdp.analysis.hlo import Collective, collectives, summarize
 from jaxdp.analysis.hlo.groups import replica_groups
+from jaxdp.parallel.rounding import opaque_true, scan_unfused
 
 MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("r", "d"), axis_types=(AxisType.Auto,) * 2)
 ALL = (tuple(range(8)),)
@@ -90,6 +91,22 @@ def test_what_only_the_run_knows_is_flagged():
         return jax.lax.cond(x[0, 0] > 0, lambda c: jax.lax.pmax(c, "r"), lambda c: c, x)
 
     assert brief(found(f, X)) == [("all-reduce", 1, 96, "float32", n, False) for n in (4, 2)]
+
+
+@pytest.mark.parametrize("over", [mapped, lambda f: jax.pmap(f, axis_name="d")], ids=["shard_map", "pmap"])
+def test_a_loop_that_names_its_length_is_counted(over):
+    """Also around another, and inside a loop of unknown length."""
+
+    def f(x):
+        live, like = opaque_true(x[0, 0].astype(jnp.int32)), x[0]
+        add = lambda c, y: (c + jax.lax.psum(c + y, "d"), y)
+        outer = lambda c, y: (scan_unfused(add, c, x[:3], live, like)[0] + jax.lax.pmin(c, "d"), y)
+        scan = lambda c: scan_unfused(outer, c, x[:5], live, like)[0]
+        return jax.lax.while_loop(lambda c: c.sum() < 9, scan, x[0])
+
+    lowered = over(f).lower(X if over is mapped else jnp.ones((8, *X.shape)))
+    counts = [(c.count, c.exact) for c in collectives(lowered.compile().as_text())]
+    assert counts == [(15, False), (5, False)]
 
 
 def test_narrow_floats_are_recovered_beside_wide_ones():

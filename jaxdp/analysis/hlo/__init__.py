@@ -79,7 +79,7 @@ _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)="
     r"(\{[^}]*\}|%?[\w.-]+)"
 )
-_TRIPS = re.compile(r'known_trip_count"?[=:]\s*\{"?n"?:\s*"?(\d+)')
+_TRIPS = re.compile(r'known_trip_count"?[=:]\s*\{"?n"?:\s*"?(\d+)|\btimes_(\d+)/while"')  # the latter: `scan_unfused`
 _METADATA = re.compile(r'metadata=\{(?:"(?:[^"\\]|\\.)*"|[^}"])*\}')
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d\w*)\[([\d,]*)\]")
 
@@ -107,10 +107,10 @@ def collectives(compiled_text: str, lowered_text: str | None = None) -> list[Col
             entry = computation if header[1] else entry
         elif instruction := _INSTRUCTION.match(line):
             shape, opcode, rest = instruction.groups()
-            rest = _METADATA.sub("", rest)
+            trips, rest = _TRIPS.search(rest), _METADATA.sub("", rest)
             called = [] if opcode.endswith(("-done", "-update")) else _CALLED.findall(rest)
             for role, callees in called:
-                times, exact = _times(opcode, role, rest)
+                times, exact = _times(opcode, role, trips)
                 for callee in re.findall(r"[\w.-]+", callees):
                     sites[callee].append((computation, times, exact))
             kind = opcode.removesuffix("-start")
@@ -131,11 +131,10 @@ def collectives(compiled_text: str, lowered_text: str | None = None) -> list[Col
     return [c for c in counted if c.count]
 
 
-def _times(opcode: str, role: str, rest: str) -> tuple[int, bool]:
+def _times(opcode: str, role: str, trips: re.Match[str] | None) -> tuple[int, bool]:
     """Return how often an instruction runs a computation that it calls, and whether that number is certain."""
     if opcode == "while":
-        trips = _TRIPS.search(rest)
-        return (int(trips[1]) + (role == "condition"), True) if trips else (1, False)
+        return (int(trips[1] or trips[2]) + (role == "condition"), True) if trips else (1, False)
     return 1, opcode != "conditional"
 
 
