@@ -96,7 +96,7 @@ class Restored:
     def __init__(self, every: int):
         self.every, self.digests = every, []
 
-    def is_due(self, run, progress) -> bool:
+    def is_due(self, run, progress, last=False) -> bool:
         return progress.step % self.every < 2 and self.saved is not None
 
     def check(self, run, progress, batch) -> None:
@@ -120,7 +120,7 @@ class Saved:
     def __init__(self, restored: Restored):
         self.restored = restored
 
-    def is_due(self, run, progress) -> bool:
+    def is_due(self, run, progress, last=False) -> bool:
         return self.restored.saved is None
 
     def check(self, run, progress, batch) -> None:
@@ -162,11 +162,10 @@ def worker(args: argparse.Namespace, more: list[str]) -> None:
     timed = Timed(audit)
     after = [Restored(args.every)] if args.mode == "flips" else []
     run = run.replace(checks=[*map(Saved, after), *before, timed, *after])
-    if context.size > 1:
-        open_collectives()
+    open_collectives(context)
     updates: list[float] = []
     timer = Timed(audit)
-    timer.is_due = lambda run, progress: updates.append(time.perf_counter())
+    timer.is_due = lambda run, progress, last=False: updates.append(time.perf_counter())
     run = run.replace(checks=[*run.hooks.checks, timer])
     loop.fit(run)
     if context.is_root:

@@ -43,12 +43,8 @@ from jaxdp.metrics.writer import Record
 from jaxdp.parallel import STAGES, Strategy
 from jaxdp.parallel.placement import assign_microbatches
 from jaxdp.rundir import versions
-<<<<<<< HEAD
 from jaxdp.targets import attribute
-from jaxdp.training.profile import Profile
-=======
 from jaxdp.training.profile import Profile, folder
->>>>>>> aud
 from jaxdp.training.run import Data, Log, LoopOptions, Run
 from jaxdp.training.source import Source
 
