@@ -256,7 +256,8 @@ class Checkpoints:
         self._failure = f"checkpoint {step} could not be saved: {reason}"
         with self._lock:
             self._notes.pop(step, None)
-        if self.writes and membership.in_generation():  # else others may be writing this step
+        member = membership.current()
+        if self.writes and (member is None or member.ended is None):  # else others may be writing this step
             folders.clean(self.directory, step)
         if self.context.is_root:
             self.events.note("save_failed", step, reason=reason)

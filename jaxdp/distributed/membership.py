@@ -159,12 +159,9 @@ class Membership:
 
     def report_fault(self, text: str, code: int = 1) -> bool:
         """Publish this fault as the job's cause of failure. Return False if another rank published one first."""
-        try:
+        with contextlib.suppress(DistributedError):
             return bool(self.request("fault", 2.0, text=one_line(text)[:4000], code=code)["first"])
-        except GenerationEnded:
-            return False
-        except DistributedError:
-            return True
+        return self.ended is None  # else another fault has ended this generation
 
     def check_generation(self) -> None:
         """Raise GenerationEnded if this generation of an elastic job has ended."""
@@ -224,8 +221,8 @@ class Membership:
                 self._lost = one_line(error)
                 self._changed.notify_all()
         if not self.elastic:
-            text = f"{self.name(self.rank)} ends: the coordinator beside {self.name(0)} has gone"
-            self.end_process(text, 1, self.rank)
+            gone = f"the coordinator beside {self.name(0)} has gone"
+            self.end_process(f"{self.name(self.rank)} ends: {gone}", 1, self.rank)
         elif not self.ending.is_set() and self.ended is None:
             self._hear({"ended": "its coordinator has gone"})
         while not self.ending.wait(0.5):  # this process may be compiling, and report to the next coordinator later
@@ -266,9 +263,8 @@ class Membership:
                 self.end_process(f"{self.name(self.rank)} ends: {cause}", 1, self.rank)
             self._unheard += self._lost is None
             if self._unheard * self.beat > self.silence:
-                lost = f"{self.name(0)} cannot be reached for {self.silence:.0f} s"
-                text = f"{self.name(self.rank)} ends: {lost}: the network is cut, or its host is down"
-                self.end_process(text, 1, self.rank)
+                lost = f"{self.name(0)} cannot be reached for {self.silence:.0f} s: the network is cut, or its host is down"
+                self.end_process(f"{self.name(self.rank)} ends: {lost}", 1, self.rank)
             with contextlib.suppress(OSError):
                 self.connection.send(op="beat", note=self.note)
 
@@ -293,19 +289,9 @@ def current() -> Membership | None:
     return _membership
 
 
-def generation() -> int:
-    """Return the number of the job's generation; 0 for the first, and for a process that is alone."""
-    return _membership.job.generation if _membership is not None else 0
-
-
-def in_generation() -> bool:
-    """Return whether this process is alone, or a rank of a generation that has not ended."""
-    return _membership is None or _membership.ended is None
-
-
 def is_new(rank: int) -> bool:
     """Return whether a rank has joined a running job in this generation: if its input is wrong, it ends alone."""
-    return _membership is not None and generation() > 0 and "last" not in _membership.job.facts[rank]
+    return _membership is not None and _membership.job.generation > 0 and "last" not in _membership.job.facts[rank]
 
 
 def joined() -> Membership:

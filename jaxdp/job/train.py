@@ -62,7 +62,7 @@ def train(
     snapshots = Snapshots(audited or config.elastic.snapshot_every, bool(audited))
 
     def train_generation(context: Context) -> tuple[Record, TrainState | None]:
-        if membership.generation():
+        if membership.joined().job.generation:
             wait_for_devices(config.outer.replicas, context, config.elastic.join_timeout)
         return train_here(config, path, context, objects, keep, overwrite and not snapshots.generations, snapshots)
 

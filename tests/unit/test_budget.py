@@ -147,7 +147,7 @@ def test_private_jax_is_named_in_one_file():
 def test_the_backend_chooses_a_formula_in_one_file():
     """The others ask for other reasons: the transport between processes, cuDNN, buffers of the host, devices, cache."""
     others = ["parallel/__init__", "optim/zero", "distributed/kernels", "models/attention", "checkpoint/store"]
-    others += ["checkpoint/local", "distributed/private_jax"]
+    others += ["checkpoint/local", "distributed/private_jax", "supervise/generations"]
     asking = {f.relative_to(ROOT).as_posix() for f in ROOT.rglob("*.py") if "default_backend()" in f.read_text()}
     assert asking == {"cpu.py", "cli/verify.py", *(f"{name}.py" for name in others)}
 
