@@ -104,8 +104,7 @@ class Membership:
             fields["id"] = f"{name} {turn}"  # the same on all ranks, so that the coordinator encodes its answer once
         wait = float("inf") if await_responsive else timeout + GRACE
         reply = self.request("exchange", wait, **fields, await_responsive=await_responsive)
-        kinds = checked(reply, {"kinds": [LONG_TEXT], "of": [range(len(members))]})
-        if kinds is not None:
+        if kinds := checked(reply, {"kinds": [LONG_TEXT], "of": [range(len(members))]}):
             return [kinds["kinds"][i] for i in kinds["of"]]
         if departed := reply.get("left"):
             raise DistributedError(f"rank {hosts.listed(departed)} has left the job: see what it printed")
@@ -263,8 +262,9 @@ class Membership:
                 self.end_process(f"{self.name(self.rank)} ends: {cause}", 1, self.rank)
             self._unheard += self._lost is None
             if self._unheard * self.beat > self.silence:
-                lost = f"{self.name(0)} cannot be reached for {self.silence:.0f} s: the network is cut, or its host is down"
-                self.end_process(f"{self.name(self.rank)} ends: {lost}", 1, self.rank)
+                lost = f"{self.name(0)} cannot be reached for {self.silence:.0f} s"
+                text = f"{self.name(self.rank)} ends: {lost}: the network is cut, or its host is down"
+                self.end_process(text, 1, self.rank)
             with contextlib.suppress(OSError):
                 self.connection.send(op="beat", note=self.note)
 
