@@ -36,6 +36,10 @@ class UsageError(ReportedError, ValueError):
     """Bad input: one line that names the field, its value and the fix. Exit code 2."""
 
 
+class TooManyDevices(UsageError):
+    """More devices than can share the work: in an elastic job, the processes that have joined last end."""
+
+
 class DistributedError(ReportedError, RuntimeError):
     """A process that did not join, ended early, or disagreed during a run; the message names the rank. Exit code 1.
 

@@ -81,7 +81,7 @@ def wide_einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
 def _(equation: str, primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]) -> tuple:
     (x, y), (dx, dy) = primals, tangents
     tangent = jnp.einsum(equation, dx, y) + jnp.einsum(equation, x, dy)
-    return wide_einsum(equation, x, y), tangent.astype(wide(x.dtype))
+    return jnp.einsum(equation, x, y, preferred_element_type=wide(x.dtype)), tangent.astype(wide(x.dtype))
 
 
 def wide(dtype: Any) -> Any:

@@ -155,10 +155,8 @@ def make_strategy(config: Config, parts: Parts, make_state: Partial, devices: Se
         return Replicas(make_state, config.microbatches, reduction, rule, reduce_dtype, devices, hosts)
     blocks, rules = parts.forward.model.blocks, tuple(parallel.rules.items())
     size, number, member = parallel.shard_size, len(devices), membership.current()
-    if (
-        size is not None and member is not None and member.job.generation
-    ):  # the least that these devices can share, and no less memory
-        size = min((k for k in range(size, number) if number % k == 0), default=number)
+    if size is not None and member is not None and member.job.generation:  # another number of devices may be left
+        size = min((k for k in range(size, number) if number % k == 0), default=None)
     sharding = Sharding(parallel.zero, size, parallel.gradient_buffer, blocks, True, rules)
     if parallel.zero:
         count = group_size(size, number)

@@ -131,7 +131,7 @@ def make_order(config: Config, dataset: Dataset, sequential: bool, shuffle: bool
             f"data.order: {config.data.target} defines its own order, not the sequential one that the model's "
             "carried state needs; set it to shuffled, and give the examples a true 'reset' to begin at zero"
         )
-    if isinstance(dataset, Windows) and dataset.stride != dataset.length:
+    if config.data.order is None and isinstance(dataset, Windows) and dataset.stride != dataset.length:
         fix = f"for a model with carried state, set it to length: {dataset.length}"
         raise UsageError(f"data.args.stride: {dataset.stride}: windows do not follow one another in the text; {fix}")
     return Streams(len(dataset), config.batch_size, config.microbatches)

@@ -171,11 +171,11 @@ class Audit:
 
 
 def passed_before(run: Run) -> int:
-    """Return the last update that an audit had passed before this run, as its last checkpoint says, or 0."""
+    """Return the last update that an audit had passed before this run, as its checkpoints store, or 0."""
     if run.origin.recovered is not None and run.hooks.snapshots.audited:  # only such states were copied
         return run.origin.start
     checkpoints = run.checkpoints
-    stored = lambda: [checkpoints.meta(step).get("audited", 0) for step in checkpoints.steps()[-1:]]
+    stored = lambda: [checkpoints.meta(step).get("audited", 0) for step in checkpoints.steps()]
     return max(checkpoints.context.of_root("audited", stored, SLOW), default=0)
 
 

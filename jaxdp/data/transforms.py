@@ -97,8 +97,8 @@ def both(first: Transform | None, second: Transform | None) -> Transform | None:
         return first or second
 
     def transform(batch: Batch, key: jax.Array, train: bool) -> Batch:
-        own = jax.random.fold_in(key, 1 << 31)  # rows and the parts of a split key have smaller numbers
-        return second(first(batch, key, train), own, train)
+        second_key = jax.random.fold_in(key, 1 << 31)  # rows and the parts of a split key have smaller numbers
+        return second(first(batch, key, train), second_key, train)
 
     return transform
 

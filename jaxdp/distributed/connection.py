@@ -144,7 +144,7 @@ def join(
             )
         time.sleep(max(0.05, facts["size"] / RETRIES) if not foreign else 0.5)
     if greeted:
-        raise DistributedError(f"{title} was not admitted by the coordinator at {host}:{port} within {patience:g} s")
+        raise DistributedError(f"{title} was not admitted by the coordinator at {host}:{port}: {problem}")
     raise DistributedError(
         f"{title} found no rank 0 at the coordinator's address {host}:{port} within {round(timeout, 1):g} s "
         f"({problem}): see whether rank 0 was started there (JAXDP_TIMEOUT sets how long to wait)"

@@ -200,7 +200,7 @@ def crash(error: BaseException) -> NoReturn:
             if silent:
                 has = "has" if len(silent) == 1 else "have"
                 text, trace = f"{member.name(*silent)} {has} gone: killed, stopped, or cut off", ""
-    if member.report_fault(text):
+    if member.report_fault(text) or member.elastic:
         member.ending.set()
         if not trace:
             faults.record(text)
@@ -213,8 +213,8 @@ def crash(error: BaseException) -> NoReturn:
 def fail(error: BaseException, code: int | None = None) -> NoReturn:
     """Print `error` on its rank and end this process with `code`, or with 2 for UsageError and 1 otherwise."""
     speaker = error.rank if isinstance(error, ReportedError) else None
-    given = [c for c in (code, getattr(error, "code", None)) if c is not None]
-    code = (given or [2 if isinstance(error, UsageError) else 1])[0]
+    codes = code, getattr(error, "code", None), 2 if isinstance(error, UsageError) else 1
+    code = next(code for code in codes if code is not None)
     rank, member = _process().rank, membership.current()
     ends_alone = speaker is None or (speaker == rank and membership.is_new(rank))
     if member is not None and ends_alone:

@@ -34,7 +34,7 @@ class ElasticGeneration(Generation):
         self.size = 0  # until it is complete
         self.survivors: set[tuple[str, int]] = set()  # after the end: who may report to the next generation
         self.restarting = 0  # ranks that have died, and that their launcher starts again
-        self.code = 0  # the exit code of the last rank that has left
+        self.code = 0  # the exit code of those that have left
         self.dead = 0  # ranks whose connection has closed; a rank that is silent may be alive behind a cut network
 
     # Joining
@@ -155,7 +155,7 @@ class ElasticGeneration(Generation):
     # The end
 
     def do_leave(self, member: Member, id: Any, code: int) -> dict[str, Any]:
-        self.code = code
+        self.code = self.code or code  # only rank 0 may have the job's
         return super().do_leave(member, id, code)
 
     def handle(self, member: Member, message: dict[str, Any]) -> None:

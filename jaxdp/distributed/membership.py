@@ -173,7 +173,7 @@ class Membership:
             return self._changed.wait_for(lambda: self.ended is not None, seconds)
 
     def close(self) -> None:
-        """Leave an ended generation: close the connection, stop the threads, and keep nothing of it in memory."""
+        """Leave an ended generation: close the connection, stop the threads, and free what its listeners hold."""
         self.ending.set()
         self.connection.socket.close()
         self._listeners.clear()

@@ -163,7 +163,7 @@ def advice(run: Run, config: Config) -> list[str]:
             "give the examples a true 'reset', or set order to sequential"
         )
     if not reads(run, "segments"):
-        warnings.append("data: the model takes no segments and reads across documents; use one that does, such as GPT")
+        warnings.append("data: the model ignores its segments and reads across documents; use one such as GPT instead")
     opt, steps = config.optimizer, run.options.steps
     horizon = min(steps, opt.schedule_steps or steps)
     if not opt.target.startswith(f"{OF_SCRIPT} ") and opt.warmup_steps > horizon:

@@ -14,7 +14,7 @@ from jax.tree_util import Partial
 from jaxdp.axes import DATA, FLAT, REPLICA, SHARD, Axes
 from jaxdp.core.state import Batch, TrainState
 from jaxdp.distributed.context import SLOW, Context
-from jaxdp.errors import UsageError
+from jaxdp.errors import TooManyDevices
 from jaxdp.parallel.padding import fit_trees, sharding_of
 from jaxdp.parallel.rounding import BITS, fusion_barrier
 from jaxdp.parallel.sums import order_of
@@ -88,7 +88,7 @@ def assign_microbatches(microbatches: int, devices: int, group: int = 1) -> np.n
     number = microbatches // group
     if devices > number:
         grouped = f" in groups of {group}" if group > 1 else ""
-        raise UsageError(
+        raise TooManyDevices(
             f"microbatches: {microbatches}{grouped} cannot be split over {devices} devices; set microbatches to "
             f"{devices * group} or more (this changes the numbers), or use at most {number} of the devices",
             rank=0,

@@ -119,8 +119,11 @@ class Agreement:
                 )
                 if self._member.report_fault(text):
                     self._member.end_process(text, 1, self._member.rank)
-            with self._changed:
-                self._waiting = False
+            with self._changed:  # the exchange has failed on all ranks
+                self._waiting, self._round = False, self._round + 1
+            self._listen()
+            with contextlib.suppress(DistributedError):
+                self._announce()
             return
         numbers = [integer(text) or 0 for text in texts]
         with self._changed:

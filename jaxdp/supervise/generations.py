@@ -12,7 +12,7 @@ import jax
 from jaxdp.distributed import faults, membership
 from jaxdp.distributed.context import Context, regroup
 from jaxdp.distributed.enter import VERDICT
-from jaxdp.errors import DistributedError, UsageError
+from jaxdp.errors import DistributedError, TooManyDevices, UsageError
 from jaxdp.supervise.monitor import Stopped
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def wait_for_programs() -> None:
     while any(not x.is_deleted() and not x.is_ready() for x in jax.live_arrays()):
         waited = time.monotonic() - began
         if on_cpu and waited > LOST:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(jax.local_devices()[0].client))  # for ever
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(jax.local_devices()[0].client))  # it is never closed
             return
         if waited > STUCK:
             member = membership.joined()
@@ -72,8 +72,8 @@ def has_ended(error: BaseException) -> bool:
     member = membership.current()
     if member is None:
         return False
+    if isinstance(error, TooManyDevices) and (new := [*filter(membership.is_new, range(member.size))]):
+        error.rank = member.rank if member.rank in new else new[0]
     if isinstance(error, UsageError) and error.rank is not None:
-        if membership.is_new(member.size - 1):  # the others are those of a job that was valid
-            error.rank = member.size - 1
         return error.rank != member.rank and membership.is_new(error.rank) and member.has_ended(VERDICT)
     return member.has_ended(VERDICT if faults.is_consequence(error) else 0.5)

@@ -39,8 +39,8 @@ class Copies:
         self.count = strategy.parts if self.split else 0
         processes = [d.process_index for d in self.devices]
         self.numbers = slice_numbers(leaves[self.split[0]], self.dims[self.split[0]]) if self.split else {}
-        held = Counter(number for number, _ in {(n, d.process_index) for d, n in self.numbers.items()})
-        self.shift = shift(processes, hosts) if min(held.values(), default=2) < 2 else 0
+        processes_of = Counter(number for number, _ in {(n, d.process_index) for d, n in self.numbers.items()})
+        self.shift = shift(processes, hosts) if min(processes_of.values(), default=2) < 2 else 0
         self.slices = [leaves[i].sharding.shard_shape(leaves[i].shape) for i in self.split]
         sizes = [(leaves[i].dtype, math.prod(s) * leaves[i].dtype.itemsize) for i, s in zip(self.split, self.slices)]
         self.buckets = pack(sizes, BUCKET) if self.shift else []

@@ -173,8 +173,10 @@ class Snapshots:
         return before is not None and self.newest is not None and len(self.newest.parts) < len(before.parts)
 
     def end_generation(self) -> None:
-        """Keep the newest copy; the devices are about to be closed."""
-        self.settle()
+        """Keep the newest copy, unless its program does not return; the devices are about to be closed."""
+        if self._pending is not None and all(x.is_ready() for x in jax.tree.leaves(self._pending.parts)):
+            self.settle()
+        self._pending = None
         self.generations += 1
 
     def recover(self, run: Run, context: Context) -> tuple[int, dict[str, Any], TrainState] | None:
