@@ -209,8 +209,9 @@ def layout_of(run: Run, config: Config) -> dict[str, Any]:
     """Return the memory and the sharding of the run on each device, for layout.json."""
     strategy, order = run.strategy, run.data.train.order
     first = run.data.train.dataset.read(np.zeros(1, np.int64))
-    example = first_microbatch(first, order.examples_per_microbatch, None)
-    batch = {name: jax.ShapeDtypeStruct((config.microbatches, *x.shape), x.dtype) for name, x in example.items()}
+    rows = (config.microbatches, order.examples_per_microbatch)
+    batch = {name: jax.ShapeDtypeStruct((*rows, *x.shape[1:]), x.dtype) for name, x in first.items()}
+    batch.setdefault("mask", jax.ShapeDtypeStruct(rows, np.dtype(bool)))
     shard_gradients = config.parallel.zero > 1 and config.parallel.gradient_buffer == "sharded"
     sizes = memory.bytes_by_tree(strategy, run.step, batch, shard_gradients)
     devices, per_device = strategy.assignment.shape

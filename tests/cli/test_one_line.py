@@ -339,6 +339,7 @@ def test_windows_that_do_not_continue_one_another_are_refused_in_sequential_orde
 @pytest.mark.parametrize(
     "model", ["{target: GPT, args: {layers: 1, heads: 2, dim: 16}}", "{target: LSTM, args: {dim: 8, hidden: 8}}"]
 )
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("accumulate", ["vmap", "scan"])
 def test_segments_that_the_model_does_not_use_are_a_warning(tmp_path, model, accumulate):
     (tmp_path / "text.jsonl").write_text('{"text": "abcdefgh"}\n' * 99)

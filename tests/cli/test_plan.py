@@ -220,6 +220,7 @@ def test_a_site_sends_what_is_trained_in_the_reductions_bytes(more, each):
     assert sent == size(1210 * each), done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -153,6 +153,7 @@ def test_stop_ends_the_run_and_sets_later_checkpoints_aside(tmp_path):
     assert run.checkpoints.steps()[-1] == 4
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("every", [0, 2], ids=["never audited before", "audited before"])
 def test_a_checkpoint_of_the_run_before_a_resume_is_kept_if_an_audit_had_passed(tmp_path, every):
     audited(tmp_path, "", every, steps=5, save_every=1)
@@ -180,6 +181,7 @@ class Ending(Arrays):
         return super().read(indices)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["callback", "stream"])
 def test_a_run_that_ends_early_is_audited_after_its_last_update(tmp_path, kind):
     stop = {"eval_every": 3, "held_out": toys.data(20), "callbacks": Callbacks([Stop()])}
