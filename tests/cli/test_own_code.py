@@ -281,6 +281,7 @@ def test_a_mistake_is_one_line_that_says_where_it_is(case, folder, monkeypatch):
     assert "\n" not in str(refused.value) and str(pathlib.Path(__file__).parents[2]) not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_mapped_trains_one_microbatch_at_a_time(folder, monkeypatch):
     monkeypatch.chdir(folder)
     argv = ["--config", "mine.yaml", "--parallel.devices", "1", "--model.target", "mine.Calls", "--run_dir", "mapped"]

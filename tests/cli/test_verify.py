@@ -165,6 +165,7 @@ def test_a_good_config_is_verified_by_the_command(tmp_path):
     assert done.stderr.count("\n") >= 8
 
 
+@pytest.mark.slow
 def test_a_fault_ends_the_command_with_code_1_and_the_cause_in_the_last_line(tmp_path):
     (tmp_path / "planted.py").write_text(PLANTED)
     (tmp_path / "config.yaml").write_text(CONFIG)

@@ -304,6 +304,7 @@ def test_a_process_that_joins_without_its_data_ends_alone(tmp_path):
     assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_processes_end_with_their_launcher(tmp_path):
     job = started(tmp_path, 2, 1, *SIMPLE)

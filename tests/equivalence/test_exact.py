@@ -756,7 +756,7 @@ ALSO += [({"zero": zero, "backend": "pmap"}, 2) for zero in (0, 1)] + [({"zero":
 ALSO += [({"zero": 2, "gradient_buffer": "replicated", "place": "8/4"}, 4), ({"zero": 3, "place": "5"}, 1)]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "slots"), [*SENT, *(pytest.param(*row, marks=pytest.mark.slow) for row in ALSO)], ids=str
 )

@@ -153,7 +153,7 @@ def test_stop_ends_the_run_and_sets_later_checkpoints_aside(tmp_path):
     assert run.checkpoints.steps()[-1] == 4
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [0, 2], ids=["never audited before", "audited before"])
 def test_a_checkpoint_of_the_run_before_a_resume_is_kept_if_an_audit_had_passed(tmp_path, every):
     audited(tmp_path, "", every, steps=5, save_every=1)
