@@ -757,9 +757,7 @@ ALSO += [({"zero": 2, "gradient_buffer": "replicated", "place": "8/4"}, 4), ({"z
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("where", "slots"), [*SENT, *(pytest.param(*row, marks=pytest.mark.slow) for row in ALSO)], ids=str
-)
+@pytest.mark.parametrize(("where", "slots"), [*SENT, *ALSO], ids=str)
 def test_exact_mode_sends_what_buckets_do(where, slots):
     exact, bucket = (sent(reduction, slots, **where) for reduction in ("exact", "bucket"))
     assert 0.95 < exact / bucket <= 1.02, (exact, bucket)
