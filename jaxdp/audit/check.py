@@ -174,9 +174,8 @@ def passed_before(run: Run) -> int:
     """Return the last update that an audit had passed before this run, as its checkpoints store, or 0."""
     if run.origin.recovered is not None and run.hooks.snapshots.audited:  # only such states were copied
         return run.origin.start
-    checkpoints = run.checkpoints
-    stored = lambda: [checkpoints.meta(step).get("audited", 0) for step in checkpoints.steps()]
-    return max(checkpoints.context.of_root("audited", stored, SLOW), default=0)
+    stored = lambda: [meta.get("audited", 0) for meta in run.checkpoints.metas().values()]
+    return max(run.checkpoints.context.of_root("audited", stored, SLOW), default=0)
 
 
 def kind_of(device: jax.Device) -> str:

@@ -92,16 +92,20 @@ class Checkpoints:
         better = lambda: all(value < other * self.sign for other in self._values().values())
         return self.context.of_root("best", better)
 
-    def _values(self) -> dict[int, float]:
-        """Return {step: the metric named by `best`} of all checkpoints that have it, durable yet or not."""
-        if self.best is None:
-            return {}
+    def metas(self) -> dict[int, dict[str, Any]]:
+        """Return {step: metadata} of all checkpoints that are not damaged, durable yet or not."""
         with self._lock:
             metas = dict(self._notes)
             for step in self.steps():
                 with contextlib.suppress(Damaged):
                     metas[step] = self.meta(step)
-        values = {step: meta.get("metrics", {}).get(self.best) for step, meta in metas.items()}
+        return metas
+
+    def _values(self) -> dict[int, float]:
+        """Return {step: the metric named by `best`} of all checkpoints that have it, durable yet or not."""
+        if self.best is None:
+            return {}
+        values = {step: meta.get("metrics", {}).get(self.best) for step, meta in self.metas().items()}
         return {step: x for step, x in values.items() if isinstance(x, int | float) and math.isfinite(x)}
 
     def annotate(self, step: int, more: Mapping[str, Any]) -> None:

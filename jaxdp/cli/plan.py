@@ -73,12 +73,10 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
             for p, s in zip(plans, seconds)
         ]
         setup = {"model": config.model.target, "parameters": count, "devices": devices, "hardware": hardware._asdict()}
-        lowest = best.zero if best and tried_all else None
-        result = {"memory": limit, "plans": stage_plans, "recommended": lowest, "notes": notes}
-        return json.dumps({**setup, "examples": examples, "microbatches_per_device": per_device, **result}, indent=1)
-    return "\n".join(
-        [*title, "", *figures(plans, seconds, examples), "", verdict(plans, best, limit, tried_all), "", *notes]
-    )
+        setup |= {"examples": examples, "microbatches_per_device": per_device, "memory": limit, "plans": stage_plans}
+        return json.dumps({**setup, "recommended": best.zero if best and tried_all else None, "notes": notes}, indent=1)
+    last = verdict(plans, best, limit, tried_all)
+    return "\n".join([*title, "", *figures(plans, seconds, examples), "", last, "", *notes])
 
 
 def sent(gradients: Any, reduction: str) -> float:

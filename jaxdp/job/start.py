@@ -196,10 +196,9 @@ def advice(run: Run, config: Config) -> list[str]:
 
 def reads(run: Run, name: str) -> bool:
     """Return False if the examples have an entry `name` that changes nothing in the evaluation of a microbatch."""
-    data = run.data.train
-    if name not in (first := data.dataset.read(np.zeros(1, np.int64))):
+    if name not in (first := run.data.train.dataset.read(np.zeros(1, np.int64))):
         return True
-    batch = {k: x[None] for k, x in first_microbatch(first, data.order.examples_per_microbatch, None).items()}
+    batch = {k: x[None] for k, x in first_microbatch(first, run.data.train.order.examples_per_microbatch, None).items()}
     evaluate = lambda entry, view: run.step.evaluate(view, {**batch, name: entry}, np.zeros(1, np.int32))
     program = jax.make_jaxpr(evaluate)(batch[name], view_of_one(run.strategy.shapes)).jaxpr
     return dce_jaxpr(program, [True] * len(program.outvars))[1][0]

@@ -162,6 +162,14 @@ def test_a_checkpoint_of_the_run_before_a_resume_is_kept_if_an_audit_had_passed(
     assert run.checkpoints.steps() == ([4, 5] if every else [])
 
 
+@pytest.mark.slow
+def test_a_damaged_checkpoint_does_not_end_the_audits_of_a_resumed_run(tmp_path):
+    _, run, _ = audited(tmp_path, "", 2, steps=4, save_every=1)
+    (run.checkpoints.directory / str(run.checkpoints.steps()[0]) / "manifest.json").write_text("{")
+    result, run, _ = audited(tmp_path, "", 2, "stop", save_every=1, start=4)
+    assert not isinstance(result, RunFailed) and run.checkpoints.audited == run.options.steps
+
+
 class Stop:
     """A callback that ends training at the first evaluation."""
 
