@@ -189,7 +189,7 @@ class Ending(Arrays):
         return super().read(indices)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["callback", "stream"])
 def test_a_run_that_ends_early_is_audited_after_its_last_update(tmp_path, kind):
     stop = {"eval_every": 3, "held_out": toys.data(20), "callbacks": Callbacks([Stop()])}

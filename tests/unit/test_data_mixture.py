@@ -48,6 +48,7 @@ def shares(draw, microbatches):
 
 @settings(deadline=None, max_examples=15)
 @given(st.data())
+@pytest.mark.slow
 def test_a_mixture_has_its_examples_by_weight_on_any_number_of_devices_from_any_update_on(data):
     sizes = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
     weights = data.draw(st.lists(st.floats(0.1, 10), min_size=len(sizes), max_size=len(sizes)))
