@@ -172,9 +172,14 @@ def supervised(
     """Train with writers, a monitor and signals. began: the start of the command, in seconds since 1970."""
     directory, events, snapshots, start = run.log.directory, run.log.events, run.hooks.snapshots, run.origin.start
     writer = Writer()
+    if snapshots is not None:
+        snapshots.records.rewind(start, run.origin.evaluated)
+        writer = snapshots.records
     if context.is_root:
         layout = layout_of(run, config)
         writer = start_writer(directory, config, context, run, layout)
+        if snapshots is not None:
+            snapshots.records.write_to(writer, read(directory / "metrics.jsonl"))
         if snapshots is None or not snapshots.generations:
             rundir.write_layout(directory, layout)
             run = run.replace(layout=layout)

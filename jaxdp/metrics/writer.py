@@ -1,5 +1,6 @@
 """The writer interface: receives records (dicts of numbers) and lines of text."""
 
+import collections
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ RESERVED = frozenset(
         "params_sha256",
     )
 )  # fmt: skip
+
+KEPT = 64  # records that rank 0 may be late with
 
 
 class Writer:
@@ -29,6 +32,31 @@ class Writer:
 
     def close(self) -> None:
         """Close the writer; no call follows."""
+
+
+class Newest(Writer):
+    """Keeps the newest records of a rank of an elastic job: rank 0 may be lost before it has written them."""
+
+    def __init__(self) -> None:
+        self.records: collections.deque[Record] = collections.deque(maxlen=KEPT)
+
+    def write(self, record: Record) -> None:
+        self.records.append(record)
+
+    def rewind(self, step: int, evaluated: bool = True) -> None:
+        """Discard the records after update `step`; its evaluation too if it is made again: not `evaluated`."""
+        last = {"train": step, "eval": step if evaluated else step - 1}
+        kept = [record for record in self.records if record["step"] <= last.get(record["split"], 0)]
+        self.records = collections.deque(kept, KEPT)
+
+    def write_to(self, writer: Writer, written: Sequence[Record]) -> None:
+        """Write the records that are not in `written`, and forget all."""
+        key = lambda record: (record.get("step"), record.get("split"))
+        lines = set(map(key, written))
+        for record in self.records:
+            if key(record) not in lines:
+                writer.write(record)
+        self.records.clear()
 
 
 class Many(Writer):

@@ -20,6 +20,7 @@ from jaxdp.distributed.collectives import broadcast
 from jaxdp.distributed.context import Context
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.numbers import size as shown
+from jaxdp.metrics.writer import Newest
 from jaxdp.split import WHOLE
 from jaxdp.training.copies import Copies, assemble
 from jaxdp.training.run import Progress, Run
@@ -98,6 +99,7 @@ class Snapshots:
         self.generations = 0  # that have ended
         self.reached = 0  # the last update of this process
         self.callbacks: dict[str, Any] = {}  # the states of callbacks before the first update
+        self.records = Newest()
         self.prepared: Any = None  # what the run has built for any number of devices, to be used again
         self._pending: Snapshot | None = None  # its arrays are on the device
         self._enough_memory = True

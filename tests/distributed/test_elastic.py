@@ -339,6 +339,43 @@ class Damage(slow.Slow):
 """
 
 
+LATE = """
+import os
+import pathlib
+import signal
+
+from jaxdp.metrics.jsonl import JsonLines
+from slow import Slow
+
+write = JsonLines.write
+
+
+def write_or_die(self, record):
+    if record["step"] in (20, 30, 40) and not pathlib.Path("died").exists():
+        if record["step"] == 40 and record["split"] == "train":
+            pathlib.Path("died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return
+    write(self, record)
+
+
+JsonLines.write = write_or_die
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_no_record_is_lost_with_rank_0(tmp_path):
+    (tmp_path / "late.py").write_text(LATE)
+    callbacks = ("--callbacks", "[{target: late.Slow}]")
+    job = Job(tmp_path, 3, 1, "--steps", "100", "--eval.every", "20", *callbacks)
+    _, out = job.ends()
+    assert "generation 0 ends" in out
+    records = [(line["step"], line["split"]) for line in job.lines("metrics.jsonl")]
+    expected = [(step, "train") for step in range(10, 101, 10)] + [(step, "eval") for step in range(20, 100, 20)]
+    assert sorted(records) == sorted([*expected, (100, "final")])
+
+
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("damaged", ["1", "01"])
