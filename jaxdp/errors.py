@@ -78,7 +78,7 @@ def one_line(text: object) -> str:
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """Return the known name that is most similar to a word, or "" if none is similar. cutoff: from 0 to 1 (equal)."""
-    return next(iter(difflib.get_close_matches(word, known, 1, cutoff)), "")
+    return next(iter(difflib.get_close_matches(str(word), known, 1, cutoff)), "")
 
 
 def suggest(word: str, known: Iterable[str], cutoff: float = 0.5, otherwise: str = "") -> str:

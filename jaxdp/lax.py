@@ -35,7 +35,7 @@ def reduce(x: Tree, axis_name: Any, root: Any = 0, op: str = "sum", groups: Grou
 def reduce_scatter(x: Tree, axis_name: Any, op: str = "sum", groups: Groups = None, per_rank: bool = False) -> Tree:
     """Reduce x[n * k, ...]; rank i of n gets chunk i. per_rank: x is a list of n arrays. `lax.psum_scatter`."""
     within, n = _even(groups, axis_name)
-    if per_rank and not (isinstance(x, list | tuple) and len(x) == n):
+    if per_rank and not (isinstance(x, list | tuple) and len(x) == n and len(set(map(jnp.shape, x))) == 1):
         raise UsageError(f"per_rank takes a list of {n} arrays of one shape, one for each rank of the group")
     x = jnp.concatenate([jnp.asarray(a)[None] for a in x]) if per_rank else _arrays(x)
     check_op(op, [a.dtype for a in jax.tree.leaves(x)])

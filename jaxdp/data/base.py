@@ -134,6 +134,8 @@ def as_dataset(source: Any) -> Dataset:
     if hasattr(source, "read"):
         return source
     if isinstance(source, Mapping):
+        if wrong := [key for key in source if not isinstance(key, str)]:
+            raise UsageError(f"data: the key {wrong[0]!r} is not a name; give each array one, such as 'inputs'")
         return Arrays(**source)
     if (isinstance(source, tuple) and size == 2 and all(map(_is_array, source))) or (
         isinstance(source, list) and size == 2 and all(getattr(part, "shape", ()) for part in source)

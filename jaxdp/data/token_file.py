@@ -16,6 +16,7 @@ from jaxdp.data.tokenizers import Tokenizer, from_spec
 from jaxdp.data.windows import SMALL, Windows, cut
 from jaxdp.errors import UsageError, check_one_of, check_sizes, one_line
 
+KINDS = {"shards": dict, "dtype": str, "end_of_text": int, "vocabulary": int, "tokenizer": dict}
 META, FORMAT = "tokens.json", 1  # the metadata file that `jaxdp data tokenize` writes beside its shards
 HEADER = 256 * 4  # llm.c's header: 256 int32; the first three are magic, version and number of tokens
 MAGIC: dict[int, tuple[int, np.dtype, int]] = {  # magic: (version, dtype, vocabulary)
@@ -150,6 +151,8 @@ def read_meta(folder: Path) -> Mapping[str, Any]:
         meta = json.loads(path.read_text())
         if not isinstance(meta, dict) or meta.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
+        if wrong := [name for name, kind in KINDS.items() if not isinstance(meta.get(name), kind | None)]:
+            raise ValueError(f"its {wrong[0]} is {meta[wrong[0]]!r}")
     except (OSError, ValueError) as error:
         raise UsageError(f"data.args.path: cannot read {str(path)!r}: {one_line(error)}; write it again") from None
     return meta

@@ -49,8 +49,8 @@ class Partition:
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration; later iterations continue with the following epochs."""
-        if epoch < 0:
-            raise UsageError(f"epoch: {epoch} is negative; the first one is 0")
+        if not isinstance(epoch, int | np.integer) or epoch < 0:
+            raise UsageError(f"epoch: {epoch!r} is not a whole number; the first one is 0")
         self.epoch = epoch
 
     def _batch(self, step: int) -> Any:

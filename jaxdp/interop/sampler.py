@@ -57,8 +57,8 @@ class DistributedSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that decides the order of the following iterations."""
-        if epoch < 0:
-            raise UsageError(f"epoch: {epoch} is negative; the first one is 0")
+        if not isinstance(epoch, int | np.integer) or epoch < 0:
+            raise UsageError(f"epoch: {epoch!r} is not a whole number; the first one is 0")
         self.epoch = epoch
 
     def batches(self, batch_size: int) -> "BatchSampler":

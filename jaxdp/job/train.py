@@ -188,7 +188,7 @@ def supervised(
         facts["again"] = snapshots.reached - start
     events.note("resume" if start else "start", start, t=round(began, 3), **facts)
     limits = config.watchdog.step_timeout, config.watchdog.straggler_factor, config.checkpoint.every_minutes
-    watch = RunMonitor(context, directory, *limits)
+    watch = RunMonitor(context, directory, *limits, last_save=snapshots and snapshots.last_save)
     account = lambda: context.of_root("goodput", lambda: goodput(directory / "metrics.jsonl", rundir.began(directory)))
     run = run.replace(writer=writer, watch=watch, account=account)
     on_signal = lambda name: run.log.profile.ask() if name == signals.TRACE else None
@@ -204,6 +204,7 @@ def supervised(
         run.log.profile.stop()
         watch.stop()
         if snapshots is not None:
+            snapshots.last_save = watch.last_save
             run.checkpoints.wait()
         writer.close()
 

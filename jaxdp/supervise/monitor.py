@@ -59,7 +59,10 @@ class Monitor:
 
 
 class RunMonitor(Watchdog, Monitor):
-    """The monitor of a training job. minutes: between two saves, besides those of the loop; None for no such saves."""
+    """The monitor of a training job. minutes: between two saves, besides those of the loop; None for no such saves.
+
+    last_save: when the last of these was asked for, of `time.monotonic`; None: now.
+    """
 
     def __init__(
         self,
@@ -68,13 +71,14 @@ class RunMonitor(Watchdog, Monitor):
         timeout: float | None = 600.0,
         straggler_factor: float = 2.0,
         minutes: float | None = None,
+        last_save: float | None = None,
     ):
         self.agreement, self.minutes = Agreement(context), minutes
         if context.is_root and (member := membership.current()) is not None:
             member.keep_log(str((directory / "events.jsonl").absolute()))
         self._called: set[int] = set()
         self._asked: set[str] = set()
-        self._last_save = time.monotonic()
+        self.last_save = time.monotonic() if last_save is None else last_save
         super().__init__(context, directory, timeout, straggler_factor)
         signals.subscribe(self._preempt)
 
@@ -115,7 +119,7 @@ class RunMonitor(Watchdog, Monitor):
         asked = kind in self._asked
         self._asked.discard(kind)
         if asked and kind == "save":
-            self._last_save = time.monotonic()
+            self.last_save = time.monotonic()
         return asked
 
     def stop(self) -> None:
@@ -127,7 +131,7 @@ class RunMonitor(Watchdog, Monitor):
             self.agreement.request("preempt", name)
 
     def each_check(self) -> None:
-        late = self.minutes is not None and time.monotonic() - self._last_save > 60.0 * self.minutes
+        late = self.minutes is not None and time.monotonic() - self.last_save > 60.0 * self.minutes
         if late and self.context.is_root:
-            self._last_save = time.monotonic()
+            self.last_save = time.monotonic()
             self.request("save")

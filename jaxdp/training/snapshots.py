@@ -98,6 +98,7 @@ class Snapshots:
         self.previous: Snapshot | None = None  # of a split state: another process may not have read its newest parts
         self.generations = 0  # that have ended
         self.reached = 0  # the last update of this process
+        self.last_save: float | None = None  # see `RunMonitor`
         self.callbacks: dict[str, Any] = {}  # the states of callbacks before the first update
         self.records = Newest()
         self.prepared: Any = None  # what the run has built for any number of devices, to be used again

@@ -178,6 +178,7 @@ BAD = {
     "target without such a name": (["--loss.target", "jaxdp.losses.Hinge"], "has no 'Hinge'"),
     "unknown argument": (["--model.args.widhts", "[3]"], "model.args.widhts: CNN takes no such argument; did you mean"),
     "wrong argument": (["--model.args.widths", "3"], "model.args.widths: 3 is not a list of integers, which CNN takes"),
+    "argument without a name": (["--model.args", "{1: 2}"], "model.args.1: CNN takes no such argument"),
     "unknown optimizer argument": (["--optimizer.args.b7", "3"], "optimizer.args.b7: adamw takes no such argument"),
     "unknown argument of sgd": (["--optimizer.target", "sgd", "--optimizer.args.b7", "3"], "b7: sgd takes no such"),
     "decay that is not taken": (

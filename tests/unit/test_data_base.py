@@ -252,3 +252,8 @@ def test_the_number_of_classes_of_a_sequence_is_known(classes, known):
     source = Source([(np.zeros(2, np.float32), 1)])
     source.classes = classes
     assert getattr(as_dataset(source), "classes", None) == (classes if known else None)
+
+
+def test_an_array_without_a_name():
+    with pytest.raises(UsageError, match="data: the key 0 is not a name; give each array one"):
+        as_dataset({0: X, 1: Y})

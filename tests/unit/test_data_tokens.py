@@ -148,6 +148,11 @@ def test_documents_are_separated_by_the_token_that_ends_them(tmp_path):
             {},
             r"its format is not 1;",
         ),
+        (
+            lambda p: (p.parent / "tokens.json").write_text('{"format": 1, "shards": []}') and raw(p, TOKENS),
+            {},
+            r"its shards is \[\]; write it again",
+        ),
     ],
 )
 def test_a_bad_file_is_named(tmp_path, make, args, words):

@@ -192,6 +192,7 @@ def test_gradients_are_those_of_the_same_function_without_devices():
         (lambda x: lax.broadcast(x, "i", 8), "root=8 is not a rank"),
         (lambda x: lax.reduce_scatter(x[:3], "i"), "8 equal chunks"),
         (lambda x: lax.reduce_scatter([x] * 3, "i", per_rank=True), "a list of 8"),
+        (lambda x: lax.reduce_scatter([x[:1]] + [x] * 7, "i", per_rank=True), "8 arrays of one shape"),
         (lambda x: lax.send_recv(x, "i", 1, 9), "9 is not a rank"),
         (lambda x: lax.all_to_all(x, "i", 7), "has no dim 7"),
         (lambda x: lax.all_to_all(x, "i", 0, -7), "has no dim -7"),

@@ -239,6 +239,17 @@ def test_time_alone_makes_it_save(tmp_path):
     assert 2 <= len(run.log.writer.said) <= 12 and run.log.writer.said[-1] == "saved step 60"
 
 
+def test_the_time_since_the_last_save_goes_on_in_the_next_generation(tmp_path):
+    run = make_run(tmp_path, toys.MODELS["mlp"](), steps=60)
+    before = time.monotonic() - 601
+    watch = RunMonitor(run.checkpoints.context, tmp_path, None, minutes=10, last_save=before)
+    run = run.replace(watch=watch, train=Source(Slow(**toys.data(60)), run.data.train.order))
+    loop.fit(run)
+    watch.stop()
+    assert len(run.log.writer.said) == 2 and run.log.writer.said[-1] == "saved step 60"
+    assert watch.last_save > before
+
+
 class Slow(Arrays):
     def read(self, indices):
         time.sleep(0.03)
