@@ -16,6 +16,8 @@ from jaxdp.distributed import membership
 from jaxdp.distributed.context import Context, ElasticOptions
 from jaxdp.errors import PREEMPTED, DistributedError
 from jaxdp.metrics import safe_print
+from jaxdp.metrics.jsonl import read
+from jaxdp.metrics.writer import KEPT, Newest
 from jaxdp.supervise.monitor import Stopped
 
 ALL_END = {  # launcher: what it does when one process ends, and the alternative
@@ -58,6 +60,19 @@ def wait_for_devices(replicas: int, context: Context, timeout: float) -> None:
             error.code = PREEMPTED
             raise error
     raise Stopped("regroup", "another process joins")
+
+
+def collect_records(newest: Newest, context: Context, file: pathlib.Path) -> None:
+    """Let root take the newest records that are not in its file from another process.
+
+    An update that a lost process has interrupted may have succeeded in some processes, and failed on root.
+    """
+    key = lambda record: [record.get("step"), record.get("split")]
+    written = context.of_root("written records", lambda: [*map(key, read(file)[-2 * KEPT :])])
+    missing = [record for record in newest.records if key(record) not in written]
+    texts = context.exchange("missing records", json.dumps(missing))
+    if context.is_root:
+        newest.records.extend(max(map(json.loads, texts), key=len))
 
 
 def launcher_problem(launcher: str) -> str | None:

@@ -17,7 +17,7 @@ from jaxdp.core.state import TrainState
 from jaxdp.distributed import faults, membership, private_jax
 from jaxdp.distributed.context import SLOW, Context
 from jaxdp.errors import ReportedError, UsageError, one_line
-from jaxdp.job.elastic import launcher_problem, wait_for_devices
+from jaxdp.job.elastic import collect_records, launcher_problem, wait_for_devices
 from jaxdp.job.resume import lock_run_dir, resume_step
 from jaxdp.job.start import layout_of, start_writer
 from jaxdp.metrics import safe_print
@@ -174,6 +174,7 @@ def supervised(
     writer = Writer()
     if snapshots is not None:
         snapshots.records.rewind(start, run.origin.evaluated)
+        collect_records(snapshots.records, context, directory / "metrics.jsonl")
         writer = snapshots.records
     if context.is_root:
         layout = layout_of(run, config)

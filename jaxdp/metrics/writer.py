@@ -55,6 +55,7 @@ class Newest(Writer):
         lines = set(map(key, written))
         for record in self.records:
             if key(record) not in lines:
+                lines.add(key(record))
                 writer.write(record)
         self.records.clear()
 

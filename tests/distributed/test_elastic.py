@@ -344,6 +344,7 @@ import os
 import pathlib
 import signal
 
+import jaxdp
 from jaxdp.metrics.jsonl import JsonLines
 from slow import Slow
 
@@ -354,7 +355,7 @@ def write_or_die(self, record):
     if record["step"] in (20, 30, 40) and not pathlib.Path("died").exists():
         if record["step"] == 40 and record["split"] == "train":
             pathlib.Path("died").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(jaxdp.current().pids[VICTIM], signal.SIGKILL)
         return
     write(self, record)
 
@@ -365,8 +366,9 @@ JsonLines.write = write_or_die
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_no_record_is_lost_with_rank_0(tmp_path):
-    (tmp_path / "late.py").write_text(LATE)
+@pytest.mark.parametrize("victim", [0, 2])
+def test_no_record_is_lost_that_rank_0_has_not_written(tmp_path, victim):
+    (tmp_path / "late.py").write_text(LATE.replace("VICTIM", str(victim)))
     callbacks = ("--callbacks", "[{target: late.Slow}]")
     job = Job(tmp_path, 3, 1, "--steps", "100", "--eval.every", "20", *callbacks)
     _, out = job.ends()
@@ -374,6 +376,8 @@ def test_no_record_is_lost_with_rank_0(tmp_path):
     records = [(line["step"], line["split"]) for line in job.lines("metrics.jsonl")]
     expected = [(step, "train") for step in range(10, 101, 10)] + [(step, "eval") for step in range(20, 100, 20)]
     assert sorted(records) == sorted([*expected, (100, "final")])
+    trained = [step for step, split in records if split == "train"]
+    assert trained == sorted(trained)
 
 
 @pytest.mark.slow
