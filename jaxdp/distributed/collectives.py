@@ -132,7 +132,7 @@ def _check_axis(axis: int, name: str = "axis", low: int = 1) -> Check:
     def check(arrays: list[Part], n: int) -> None:
         for a in arrays:
             dims = max(a.ndim, low)
-            if isinstance(axis, bool) or not -dims <= operator.index(axis) < dims:
+            if isinstance(axis, bool) or not hasattr(axis, "__index__") or not -dims <= operator.index(axis) < dims:
                 raise UsageError(f"{name}={axis!r}: {described(a)} has no dim {axis!r}")
 
     return check

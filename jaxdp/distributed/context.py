@@ -125,7 +125,8 @@ def init(
     timeout: float | None = None,
     elastic: ElasticOptions | None = None,
 ) -> Context:
-    """Join the job that this process belongs to; call it before anything touches a device.
+    """Join the job that this process belongs to, and open its devices together with the other processes; call it before
+    anything touches a device.
 
     Rank and size come from the arguments, else from the launcher's variables (`launchers.discover`); a process without
     either is alone, and `jax.distributed` stays untouched. coordinator: "host:port" of rank 0; init_method:

@@ -98,7 +98,7 @@ def enter_until_formed(job: Joined) -> dict[str, Any]:
 def open_devices(member: membership.Membership) -> None:
     """Open the devices of all processes together. Raises GenerationEnded if one is lost meanwhile.
 
-    Opening waits for the others, so that otherwise one that opens them early could wait for one that waits for it.
+    Opening waits for the others, JAX for 2 minutes: one that opened them later could wait for one that waits for it.
     """
     member.check_generation()
     try:
@@ -130,8 +130,7 @@ def enter(job: Joined) -> dict[str, Any]:
         private_jax.bind_gloo("127.0.0.1")
     private_jax.connect(job.jax_address, rank, len(everyone), job.secret, timeout, devices, elastic is not None)
     caches.clear()
-    if elastic is not None:
-        open_devices(member)
+    open_devices(member)
     return {
         "rank": rank,
         "size": len(everyone),

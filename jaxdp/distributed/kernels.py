@@ -77,7 +77,7 @@ BOOLEAN = {"sum": "max", "prod": "min", "min": "min", "max": "max"}  # or, and, 
 
 def check_op(op: str, dtypes: Iterable[Any]) -> None:
     """Raise UsageError if the operation does not exist, or not for one of these dtypes."""
-    if op not in REDUCTIONS:
+    if not isinstance(op, str) or op not in REDUCTIONS:
         raise UsageError(f"op={op!r} is not one of {', '.join(REDUCTIONS)}")
     for dtype in dtypes:
         if op == "avg" and not jnp.issubdtype(dtype, jnp.inexact):

@@ -75,14 +75,26 @@ def unpack(
 
 
 def to_bits(x: Array) -> Array:
-    """Return the bits of x[...] as unsigned integers of its width; a complex x gets a leading dim of size 2."""
+    """Return the bits of x[...] as unsigned integers of its width, those of float32 for numbers of less than 8 bits; a
+    complex x gets a leading dim of size 2."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jnp.stack([to_bits(x.real), to_bits(x.imag)])
-    return x.astype(jnp.uint8) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(x, UINT[x.dtype.itemsize])
+    if x.dtype == jnp.bool_ or _is_narrow(x.dtype):
+        x = x.astype(jnp.uint8 if x.dtype == jnp.bool_ else jnp.float32)
+    return lax.bitcast_convert_type(x, UINT[x.dtype.itemsize])
 
 
 def from_bits(bits: Array, dtype: Any) -> Array:
     """Invert `to_bits`."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return lax.complex(*(lax.bitcast_convert_type(b, jnp.finfo(dtype).dtype) for b in bits))
-    return bits.astype(dtype) if dtype == jnp.bool_ else lax.bitcast_convert_type(bits, dtype)
+    if dtype == jnp.bool_:
+        return bits.astype(dtype)
+    if _is_narrow(dtype):
+        return lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
+    return lax.bitcast_convert_type(bits, dtype)
+
+
+def _is_narrow(dtype: Any) -> bool:
+    """Return whether a number of this type has less than 8 bits; then float32 has its values, and its -0.0."""
+    return jax.dtypes.itemsize_bits(dtype) < 8

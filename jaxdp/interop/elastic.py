@@ -11,7 +11,7 @@ from jaxdp.distributed.context import Context, joined
 from jaxdp.distributed.signature import described
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.precision import is_key
-from jaxdp.split import WHOLE
+from jaxdp.split import WHOLE, path_string
 from jaxdp.supervise.agreement import Agreement
 from jaxdp.supervise.generations import run_generations
 from jaxdp.supervise.monitor import Stopped
@@ -38,13 +38,14 @@ def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) 
     member = membership.current()
     if member is not None and not member.elastic:
         raise UsageError("elastic: this job is not elastic; first call jaxdp.init(elastic=jaxdp.ElasticOptions())")
-    leaves, structure = jax.tree.flatten(state)
-    for x in leaves:
+    paths, structure = jax.tree_util.tree_flatten_with_path(state)
+    names, leaves = [path_string(path) or "state" for path, _ in paths], [leaf for _, leaf in paths]
+    for name, x in zip(names, leaves):
         is_number = isinstance(x, np.ndarray | np.generic | jax.Array | int | float) and not is_key(x)
-        if not is_number or np.asarray(x).dtype == object:
+        if not is_number or isinstance(x, np.ma.MaskedArray) or np.asarray(x).dtype == object:
             kind = "key (give its jax.random.key_data)" if is_key(x) else type(x).__name__
-            raise UsageError(f"elastic: a leaf of the state is a {kind}; give arrays and numbers")
-    arrays = [np.asarray(x) for x in leaves]
+            raise UsageError(f"elastic: {name!r} of the state is a {kind}; give arrays, and numbers of at most 64 bits")
+    arrays = [native(x) for x in leaves]
     newest = with_checksums(0, arrays)
 
     def run(context: Context) -> T:
@@ -55,12 +56,18 @@ def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) 
             raise RunFailed("the copies of the state in all processes are damaged: faulty memory, or a bug in `train`")
         [(_, own)] = receive(context, found, newest.parts[WHOLE])
         newest = found.snapshot._replace(parts={WHOLE: own}).with_checksums()
+        if not newest.step:
+            sums = zip(names, map(described, arrays), newest.checksums[WHOLE])
+            context.check_same("elastic: the state", {name: f"{kind}, checksum {n:x}" for name, kind, n in sums})
 
         def commit(state: State) -> None:
             nonlocal newest
-            now, tree = [np.asarray(x) for x in jax.tree.leaves(state)], cast(Any, jax.tree.structure(state))
-            if tree != structure or [*map(described, now)] != [*map(described, arrays)]:
-                raise UsageError("commit: the state has another structure, shape or type than elastic() was given")
+            if cast(Any, jax.tree.structure(state)) != structure:
+                raise UsageError(f"commit: the state is {jax.tree.structure(state)}, but elastic() got {structure}")
+            now = [native(x) for x in jax.tree.leaves(state)]
+            for name, x, first in zip(names, now, arrays):
+                if described(x) != described(first):
+                    raise UsageError(f"commit: {name!r} is {described(x)}, but elastic() got {described(first)}")
             newest = with_checksums(newest.step + 1, now)
             if (request := agreement.point()) is not None:
                 raise Stopped(**request)
@@ -71,6 +78,12 @@ def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) 
     context = joined()
     context.agree(None)  # as processes of later generations do
     return run_generations(run, context, lambda: None)
+
+
+def native(x: Any) -> np.ndarray:
+    """Return an array or a number as an array in this machine's byte order."""
+    array = np.asarray(x)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def with_checksums(step: int, arrays: list[np.ndarray]) -> Snapshot:

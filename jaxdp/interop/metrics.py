@@ -2,6 +2,7 @@
 
 import json
 import math
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -26,13 +27,15 @@ def allreduce_metrics(metrics: Any, weight: Any = 1.0) -> Any:
     it within JAXDP_TIMEOUT seconds (60).
     """
     context = joined()
-    paths, structure = jax.tree_util.tree_flatten_with_path(metrics)
-    message: dict[str, Any] = {"names": [path_string(path) or "metrics" for path, _ in paths]}
+    paths: Any = []
+    message: dict[str, Any] = {"names": []}
     try:
+        paths, structure = jax.tree_util.tree_flatten_with_path(metrics)
+        message["names"] = [path_string(path) or "metrics" for path, _ in paths]
         message["values"] = [_scalar(name, value) for name, (_, value) in zip(message["names"], paths)]
         message["weights"] = [_weight(value) for value in _weights(weight, structure)]
-    except UsageError as error:
-        message["error"] = str(error)
+    except (UsageError, ValueError) as error:  # names that cannot be sorted
+        message["error"] = one_line(error)
     texts = context.exchange("allreduce_metrics", json.dumps(message), protocol.default_timeout())
     ranks = [json.loads(text) for text in texts]
     for rank, received in enumerate(ranks):
@@ -40,8 +43,8 @@ def allreduce_metrics(metrics: Any, weight: Any = 1.0) -> Any:
             raise UsageError(f"allreduce_metrics: {context.title(rank)}: {received['error']}", rank=rank)
         if received["names"] != ranks[0]["names"]:
             raise UsageError(
-                f"allreduce_metrics: {context.title(rank)} has {', '.join(received['names'])}, but {context.title(0)} "
-                f"has {', '.join(ranks[0]['names'])}: they must be the same",
+                f"allreduce_metrics: {context.title(rank)} has {', '.join(received['names']) or 'none'}, but "
+                f"{context.title(0)} has {', '.join(ranks[0]['names']) or 'none'}: they must be the same",
                 rank=0,
             )
     means = [_mean([(r["weights"][i], r["values"][i]) for r in ranks]) for i in range(len(paths))]
@@ -49,10 +52,12 @@ def allreduce_metrics(metrics: Any, weight: Any = 1.0) -> Any:
 
 
 def _mean(terms: list[tuple[float, float]]) -> float:
-    """Return the mean of (weight, value) pairs, ignoring weight 0; NaN if nothing is left."""
-    counted = [(weight, value) for weight, value in terms if weight]
-    total = math.fsum(weight for weight, _ in counted)
-    return _sum(weight * value for weight, value in counted) / total if counted else math.nan
+    """Return the mean of (weight, value) pairs with one rounding, ignoring weight 0; NaN if nothing is left."""
+    counted = [(Fraction(weight), value) for weight, value in terms if weight]
+    if not all(math.isfinite(value) for _, value in counted):
+        return sum(value for _, value in counted if not math.isfinite(value))
+    total = sum(weight for weight, _ in counted)
+    return float(sum(weight * Fraction(value) for weight, value in counted) / total) if counted else math.nan
 
 
 def _weights(weight: Any, structure: Any) -> list[Any]:
@@ -74,17 +79,11 @@ def _weight(value: Any) -> float:
     return number
 
 
-def _sum(terms: Any) -> float:
-    """Sum with one rounding, so that the order does not matter; `fsum` rejects infinities of both signs."""
-    values = list(terms)
-    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
-
-
 def _scalar(name: str, value: Any) -> float:
     if isinstance(value, jax.core.Tracer):
         raise UsageError(f"{name!r} is traced: call allreduce_metrics outside jit")
     try:
-        if np.iscomplexobj(value) or isinstance(value, str):
+        if isinstance(value, np.ma.MaskedArray) or np.asarray(value).dtype.kind in "cSUmM":
             raise TypeError("give a real number")
         array = np.asarray(value, np.float64)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:

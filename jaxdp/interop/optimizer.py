@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import NamedSharding
@@ -43,9 +43,9 @@ def distributed_optimizer(
     with check_vma=False, maps over all devices of all processes; weight is then that of the device. In both cases wrap
     the complete `tx`, including a chain or MultiSteps.
 
-    Raises UsageError if update is called in the wrong context, or a weight is not 0 or more; DistributedError if the
-    ranks' gradients differ in shape, or a rank does not call it. Like Horovod's DistributedOptimizer; buckets as in
-    PyTorch's DistributedDataParallel (Li et al. 2020, arXiv 2006.15704).
+    Raises UsageError if update is called in the wrong context, or a weight is not 0 or more (a traced one makes the
+    update NaN); DistributedError if the ranks' gradients differ in shape, or a rank does not call it. Like Horovod's
+    DistributedOptimizer; buckets as in PyTorch's DistributedDataParallel (Li et al. 2020, arXiv 2006.15704).
     """
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         name = getattr(tx, "__name__", type(tx).__name__)
@@ -58,7 +58,7 @@ def distributed_optimizer(
 
     def update(grads: Tree, state: Tree, params: Tree = None, *, weight: Any = None, **extra: Any) -> tuple[Tree, Tree]:
         if axis_name is not None:
-            _check_one_number(weight)
+            _check_weight(weight)
             return inner.update(mean_over_axis(grads, weight, axis_name), state, params, **extra)
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((grads, state, params, weight))):
             raise UsageError(
@@ -92,10 +92,11 @@ def mean_over_axis(grads: Tree, weight: Any, axis_name: Any) -> Tree:
             "check_vma=False"
         )
     weight = jnp.asarray(1.0 if weight is None else weight, float)
+    weight = jnp.where(weight >= 0, weight, jnp.nan)  # a traced weight cannot be checked: let the update be NaN
     scaled = [_scaled(leaves[i], weight) for i in floats]
     total, *sums = make_reduction("bucket").reduce([weight, *scaled], axis_name)
     for i, x in zip(floats, sums):
-        mean = jnp.where(total > 0, x / total.astype(x.dtype), jnp.zeros_like(x))
+        mean = jnp.where(total == 0, jnp.zeros_like(x), x / total.astype(x.dtype))
         leaves[i] = mean.astype(leaves[i].dtype)
     return jax.tree.unflatten(structure, leaves)
 
@@ -105,11 +106,9 @@ def mean_over_ranks(grads: Tree, weight: Any) -> Tree:
     context, arrays, number, error = joined(), [], None, None
     leaves, structure, floats = _flatten(grads)
     try:
-        _check_one_number(weight)
+        _check_weight(weight)
         number = None if weight is None else float(weight)
-        if number is not None and not 0 <= number < math.inf:
-            raise UsageError(f"weight: {number} is not a number of examples; give 0 or more")
-        arrays = [as_array(leaves[i]) for i in floats] if context.size > 1 else []
+        arrays = [as_array(leaves[i]) for i in floats]
     except Exception as problem:  # tell the other ranks about any error, or they would wait
         error = one_line(problem)
     if context.size == 1:
@@ -127,9 +126,15 @@ def mean_over_ranks(grads: Tree, weight: Any) -> Tree:
     return jax.tree.unflatten(structure, leaves)
 
 
-def _check_one_number(weight: Any) -> None:
-    if weight is not None and jnp.shape(weight) != ():
+def _check_weight(weight: Any) -> None:
+    if weight is None:
+        return
+    if jnp.shape(weight) != ():
         raise UsageError(f"weight: of shape {jnp.shape(weight)}; give one number, for this rank or device")
+    if not isinstance(weight, jax.core.Tracer):
+        number, range_ = float(weight), np.finfo(np.float32)
+        if not (number == 0 or float(range_.tiny) <= number <= float(range_.max)):
+            raise UsageError(f"weight: {number} is not a number of examples; give 0 or more")
 
 
 _known_names: dict[Any, str] = {}

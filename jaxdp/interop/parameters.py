@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.distributed import protocol
 from jaxdp.distributed.collectives import broadcast
 from jaxdp.distributed.context import joined
 from jaxdp.distributed.signature import as_array, described
+from jaxdp.errors import UsageError
 from jaxdp.precision import is_key
 from jaxdp.split import path_string
 
@@ -32,8 +34,9 @@ def broadcast_parameters(tree: Tree, root_rank: int = 0) -> Tree:
     # In the order of paths, which does not depend on the ranks' containers.
     names = [path_string(path) for path, _ in paths]
     sent = sorted((i for i, x in enumerate(leaves) if isinstance(x, NUMBERS)), key=names.__getitem__)
-    joined().check_same("broadcast_parameters", {names[i]: _kind(leaves[i]) for i in sent})
-    received = broadcast([_bits(leaves[i]) for i in sent], root_rank)
+    kinds = {names[i]: _kind(leaves[i]) for i in sent}
+    joined().check_same("broadcast_parameters", kinds, protocol.default_timeout())
+    received = broadcast([_bits(names[i], leaves[i]) for i in sent], root_rank)
     for i, bits in zip(sent, received):
         leaves[i] = _from_bits(leaves[i], bits)
     return jax.tree.unflatten(structure, leaves)
@@ -44,14 +47,17 @@ def _kind(x: Any) -> str:
     return described(x) if hasattr(x, "dtype") else f"{type(x).__name__} ({np.asarray(x).dtype})"
 
 
-def _bits(x: Any) -> Any:
+def _bits(name: str, x: Any) -> Any:
     """Convert x for collectives: a key to its data, and 64-bit numbers to 32-bit words if JAX would truncate them."""
     if is_key(x):
         return jax.random.key_data(x)
     if isinstance(x, jax.Array):
         return x
     array = np.asarray(x).astype(np.asarray(x).dtype.newbyteorder("="), copy=False)
-    if array.dtype != object and array.dtype != jax.dtypes.canonicalize_dtype(array.dtype):
+    if isinstance(x, np.ma.MaskedArray) or array.dtype.kind not in "biufcV" or array.dtype.char in "gG":  # long doubles
+        kind = f"{type(x).__name__} of {array.dtype}"
+        raise UsageError(f"broadcast_parameters: {name!r} is a {kind}; give arrays of the numbers that JAX has")
+    if array.dtype != jax.dtypes.canonicalize_dtype(array.dtype):
         return array.reshape(-1).view(np.uint32)
     return as_array(array)
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxdp.data.base import UNKNOWN, Arrays, Examples, as_dataset, fingerprint
 from jaxdp.data.example_order import order_of
+from jaxdp.distributed import protocol
 from jaxdp.distributed.context import joined
 from jaxdp.errors import UsageError
 
@@ -96,9 +97,7 @@ def partition_dataset(
     arrays in memory, or the shapes and dtypes of other examples; or if a number is not positive. The partitioning of
     Horovod's and PyTorch's samplers, without repeated examples.
     """
-    for name, value in {"batch_size": batch_size, "seed": seed, "devices": 1 if devices is None else devices}.items():
-        if not isinstance(value, int | np.integer):
-            raise UsageError(f"{name}: {value!r} is not an integer; give one")
+    check_integers({"batch_size": batch_size, "seed": seed, "devices": 1 if devices is None else devices})
     if devices is not None and devices < 1:
         raise UsageError(f"devices: {devices} is not positive; set it to jax.local_device_count()")
     if devices is not None and sizes is not None:
@@ -108,20 +107,30 @@ def partition_dataset(
         k: f"{x.dtype}{list(x.shape[1:])}" for k, x in sorted(partition.dataset.read(np.zeros(1, np.int64)).items())
     }
     facts = {"examples": len(partition.dataset), "an example": first, "batch_size": batch_size, "seed": seed}
-    facts |= {"shuffle": shuffle, "devices": devices, "sizes": sizes}
+    facts |= {"shuffle": shuffle, "devices": devices, "sizes": None if sizes is None else [*map(float, sizes)]}
     if isinstance(partition.dataset, Arrays):  # another data set may augment its examples when they are read
         facts["the arrays' fingerprint"] = fingerprint(partition.dataset)
-    joined().check_same("partition_dataset", {k: str(v) for k, v in facts.items()})
+    joined().check_same("partition_dataset", {k: str(v) for k, v in facts.items()}, protocol.default_timeout())
     return partition
+
+
+def check_integers(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int | np.integer):
+            raise UsageError(f"{name}: {value!r} is not an integer; give one")
 
 
 def check_sizes(sizes: Sequence[float], ranks: int, batch_size: int) -> np.ndarray:
     """Return the fractions of a batch where the ranks' parts begin, then 1. Raises UsageError that names the rank."""
+    try:
+        sizes = [*map(float, sizes)]
+    except (TypeError, ValueError):
+        raise UsageError(f"sizes: {sizes!r} is not a list of numbers; give the share of each rank") from None
     if len(sizes) != ranks:
         raise UsageError(f"sizes: {list(sizes)} has {len(sizes)} entries for {ranks} ranks; give one for each rank")
     for rank, size in enumerate(sizes):
         if not 0 < size <= 1:
-            raise UsageError(f"sizes[{rank}]: {size} is not a part of a batch; give a number above 0, at most 1")
+            raise UsageError(f"sizes[{rank}]: {size:g} is not a part of a batch; give a number above 0, at most 1")
     if abs(sum(sizes) - 1) > 1e-6:
         raise UsageError(f"sizes: {list(sizes)} add up to {sum(sizes):g}; they must add up to 1")
     bounds = np.array([0, *np.cumsum(sizes)[:-1], 1])

@@ -1,13 +1,16 @@
 """An index sampler that selects this rank's examples for an existing data loader."""
 
-from collections.abc import Iterator, Sized
+import operator
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from jaxdp.data.example_order import EpochOrder, permute
 from jaxdp.distributed.context import joined
 from jaxdp.errors import UsageError
+from jaxdp.interop.partition import check_integers
 
 
 class DistributedSampler:
@@ -18,7 +21,8 @@ class DistributedSampler:
     repeated at its end; with drop_last, the last ones are dropped instead. Call `set_epoch` before each epoch, or the
     order stays the same. rank, size: by default those of `jaxdp.init()`.
 
-    `batches` repeats and drops nothing. Raises UsageError if there is no example or no such rank.
+    `batches` repeats and drops nothing. Raises UsageError without an example or such a rank, or for another number than
+    an integer.
     """
 
     def __init__(
@@ -34,14 +38,10 @@ class DistributedSampler:
         context = joined()
         self.rank = context.rank if rank is None else rank
         self.size = context.size if size is None else size
+        check_integers({"rank": self.rank, "size": self.size, "seed": seed})
         if not 0 <= self.rank < self.size:
             raise UsageError(f"rank: {self.rank} is not in [0, {self.size}), the ranks of size {self.size}; give both")
-        try:
-            self.examples = len(dataset_or_size) if isinstance(dataset_or_size, Sized) else int(dataset_or_size)
-        except TypeError:
-            raise UsageError(
-                f"dataset_or_size: {type(dataset_or_size).__name__} has no length; give a number"
-            ) from None
+        self.examples = length(dataset_or_size)
         if self.examples < 1:
             raise UsageError(f"dataset_or_size: {self.examples} examples; give at least one")
         self.shuffle, self.seed, self.drop_last, self.epoch = shuffle, seed, drop_last, 0
@@ -67,7 +67,20 @@ class DistributedSampler:
         The batches and their number are those of `partition_dataset` with the same seed and epoch, the same on every
         rank. With drop_last, an incomplete last batch is dropped.
         """
+        check_integers({"batch_size": batch_size})
         return BatchSampler(self, EpochOrder(self.examples, batch_size, self.size, self.seed, self.shuffle))
+
+
+def length(source: Any) -> int:
+    """Return the number of examples of a data set, or the number itself. Raises UsageError for what has none."""
+    arrays = isinstance(source, tuple) and all(hasattr(x, "shape") for x in source)  # such as (images, labels)
+    try:
+        if arrays or isinstance(source, str | bytes | Mapping):
+            raise TypeError
+        return len(source) if isinstance(source, Sized) else operator.index(source)
+    except TypeError:
+        kind = type(source).__name__
+        raise UsageError(f"dataset_or_size: the examples of a {kind} cannot be counted; give their number") from None
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def collect_records(newest: Newest, context: Context, file: pathlib.Path) -> Non
     missing = [record for record in newest.records if key(record) not in written]
     texts = context.exchange("missing records", json.dumps(missing))
     if context.is_root:
-        newest.records.extend(max(map(json.loads, texts), key=len))
+        newest.records.extend(json.loads(max(texts, key=len)))
 
 
 def launcher_problem(launcher: str) -> str | None:

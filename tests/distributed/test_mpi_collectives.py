@@ -75,3 +75,20 @@ jaxdp.recv(1) if rank == 0 else jaxdp.allreduce(1.0)
     assert "jaxdp: rank 1 did not come to send from rank 1 to rank 0 within 5 s\n" in jobs[0].stderr, errors
     assert "jaxdp: rank 0, 2 did not come to allreduce(sum) within 5 s\n" in jobs[1].stderr, errors
     assert "has ended with code 1: see what it printed" in errors
+
+
+@pytest.mark.slow
+def test_a_rank_may_use_jax_before_the_others_and_one_that_is_late_is_named():
+    script = """\
+import time, numpy, jax.numpy as jnp, jaxdp
+context = jaxdp.init()
+params = {"w": numpy.asarray(jnp.arange(3.0)) if context.is_root else numpy.zeros(3, "float32")}
+print(jaxdp.broadcast_parameters(params)["w"].tolist(), flush=True)
+if context.rank == 1:
+    time.sleep(600)
+jaxdp.partition_dataset(numpy.arange(9), 3)
+"""
+    jobs = processes(["-c", script], ranks(2, f"127.0.0.1:{port()}", JAXDP_TIMEOUT="5"))
+    errors = "".join(job.stderr for job in jobs)
+    assert all("[0.0, 1.0, 2.0]" in job.stdout.splitlines() for job in jobs), errors
+    assert "jaxdp: rank 1 did not come to 'check_same partition_dataset' within 5 s\n" in jobs[0].stderr, errors

@@ -18,8 +18,11 @@ import jaxdp
 from jaxdp import data
 from jaxdp.data import Digits
 from jaxdp.distributed.context import shutdown
+from jaxdp.interop import elastic
+from jaxdp.interop.metrics import _mean
 from jaxdp.interop.partition import check_sizes
-from launch import ROOT, SUPPORT, mpirun, require, together
+from jaxdp.split import WHOLE
+from launch import ROOT, SUPPORT, mpirun, port, processes, ranks, require, together
 from mpi import own_loop
 
 SCRIPT = SUPPORT / "mpi" / "own_loop.py"
@@ -342,16 +345,39 @@ WRONG = {
     "epoch: 1.5 is not a whole number": lambda g: jaxdp.DistributedSampler(3).set_epoch(1.5),
     r"rank: 3 is not in \[0, 3\)": lambda g: jaxdp.DistributedSampler(3, rank=3, size=3),
     "dataset_or_size: 0 examples": lambda g: jaxdp.DistributedSampler(0),
-    "dataset_or_size: list_iterator has no length": lambda g: jaxdp.DistributedSampler(iter([1])),
+    "dataset_or_size: the examples of a list_iterator cannot be counted": lambda g: jaxdp.DistributedSampler(iter([1])),
+    "the examples of a tuple cannot be counted; give their number": lambda g: jaxdp.DistributedSampler((g, g)),
+    "the examples of a dict cannot be counted": lambda g: jaxdp.DistributedSampler({"x": g}),
+    "the examples of a float cannot be counted": lambda g: jaxdp.DistributedSampler(10.7),
+    "rank: 0.5 is not an integer; give one": lambda g: jaxdp.DistributedSampler(10, rank=0.5, size=3),
+    "seed: 'a' is not an integer": lambda g: jaxdp.DistributedSampler(10, seed="a"),
+    "batch_size: 2.5 is not an integer": lambda g: jaxdp.DistributedSampler(10).batches(2.5),
+    "sizes: 0.5 is not a list of numbers": lambda g: jaxdp.partition_dataset(np.arange(3), 2, sizes=0.5),
+    r"weight: 1e\+39 is not a number of examples": lambda g: _update(None, weight=1e39)(g),
+    "weight: 1e-46 is not a number of examples": lambda g: _update(None, weight=1e-46)(g),
+    "weight: -2.0 is not a number of": lambda g: jax.pmap(_update(AXIS, weight=-2), AXIS)(g),
+    "float64 would be cut to float32": lambda g: _update(None)(np.ones(3)),
     "adam is not an Optax transformation; give one": lambda g: jaxdp.distributed_optimizer(optax.adam),
     "'loss' is traced": lambda g: jax.jit(lambda x: jaxdp.allreduce_metrics({"loss": x}))(1.0),
     "'loss' is str, not a number": lambda g: jaxdp.allreduce_metrics({"loss": "1.5"}),
     "'loss' is complex128, not a number": lambda g: jaxdp.allreduce_metrics({"loss": np.complex128(1j)}),
+    "'loss' is MaskedArray, not a number": lambda g: jaxdp.allreduce_metrics({"loss": np.ma.array(1.0, mask=True)}),
+    "'loss' is bytes, not a number": lambda g: jaxdp.allreduce_metrics({"loss": b"3.5"}),
+    "'loss' is datetime64, not a number": lambda g: jaxdp.allreduce_metrics({"loss": np.datetime64("2020-01-01")}),
+    "allreduce_metrics: rank 0 .*: Comparator raised exception": lambda g: jaxdp.allreduce_metrics({"a": 1.0, 2: 1.0}),
+    "broadcast_parameters: 'layer/bad' is a int of object": lambda g: jaxdp.broadcast_parameters(
+        {"layer": {"bad": 2**70}}
+    ),
+    "broadcast_parameters: 'w' is a MaskedArray": lambda g: jaxdp.broadcast_parameters({"w": np.ma.ones(3)}),
+    "broadcast_parameters: 'w' is a longdouble of float128": lambda g: jaxdp.broadcast_parameters(
+        {"w": np.longdouble(1)}
+    ),
+    "elastic: 'layer/w' of the state is a complex": lambda g: jaxdp.elastic(lambda *_: 0, {"layer": {"w": 1j}}),
     "'loss' is int, not a number": lambda g: jaxdp.allreduce_metrics({"loss": 2**1025}),
     r"'a/b' has shape \(8,\), not one number": lambda g: jaxdp.allreduce_metrics({"a": {"b": g}}),
     "weight: PyTreeDef.* is not a tree like": lambda g: jaxdp.allreduce_metrics({"a": 1.0}, weight={"b": 1.0}),
     "weight: PyTreeDef.None.* is not a tree like": lambda g: jaxdp.allreduce_metrics({"a": 1.0}, weight=None),
-    "elastic: a leaf of the state is a key .give its jax.random.key_data.; give arrays and numbers": lambda g: (
+    "elastic: 'key' of the state is a key .give its jax.random.key_data.; give arrays, and numbers of": lambda g: (
         jaxdp.elastic(lambda state, commit: state, {"key": jax.random.key(0)})
     ),
     "weight: inf is not a number of examples": lambda g: jaxdp.allreduce_metrics(1.0, weight=np.inf),
@@ -371,15 +397,40 @@ def test_what_cannot_work_is_refused_in_a_line(words):
 
 
 @pytest.mark.parametrize(
-    "other",
-    [{"best": 0.5, "w": np.ones((2, 3))}, {"b": 1, "w": np.ones((2, 3))}, {"best": 1, "w": np.ones((3, 2))}],
+    ("other", "words"),
+    [
+        ({"best": 0.5, "w": np.ones((2, 3))}, r"commit: 'best' is float64\[\], but elastic\(\) got int64\[\]"),
+        ({"b": 1, "w": np.ones((2, 3))}, "commit: the state is PyTreeDef.*'b'.*, but elastic.* got PyTreeDef.*'best'"),
+        ({"best": 1, "w": np.ones((3, 2))}, r"commit: 'w' is float64\[3,2\], but elastic\(\) got float64\[2,3\]"),
+    ],
     ids=["type", "name", "shape"],
 )
-def test_a_committed_state_is_like_the_first_one(other):
+def test_a_committed_state_is_like_the_first_one(other, words):
     """Its bytes are what another generation gets."""
     train = lambda state, commit: (commit({"best": 1, "w": state["w"]}), commit(other))
-    with pytest.raises(jaxdp.UsageError, match="commit: the state has another structure, shape or type than elastic"):
+    with pytest.raises(jaxdp.UsageError, match=words):
         jaxdp.elastic(train, {"best": 0, "w": np.ones((2, 3))})
+
+
+def test_the_bytes_of_a_state_do_not_depend_on_its_byte_order():
+    swapped, own = np.arange(3, dtype=">f4"), np.arange(3, dtype=np.float32)
+    for committed in (swapped, own):
+        (data,) = elastic.with_checksums(1, [elastic.native(committed)]).parts[WHOLE]
+        np.testing.assert_array_equal(elastic.restore(data, elastic.native(swapped), swapped), own)
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_first_states_that_differ_are_refused():
+    script = """
+import numpy, jaxdp
+rank = jaxdp.init(elastic=jaxdp.ElasticOptions()).rank
+jaxdp.elastic(lambda state, commit: None, {"step": 0, "w": numpy.full(2, rank == 1, "float32")})
+"""
+    jobs = processes(["-c", script], ranks(3, f"127.0.0.1:{port()}"))
+    errors = "".join(job.stderr for job in jobs)
+    assert [job.returncode for job in jobs] == [2, 2, 2], errors
+    assert errors.count("elastic: the state: rank 1 ") == 1 and "has w=float32[2], checksum 3f800000" in errors, errors
 
 
 @pytest.mark.slow
@@ -410,6 +461,23 @@ def test_rows_of_examples_have_int64_where_one_needs_it():
     rows = [(np.float32(i), np.int64(2**40 * (i == 1))) for i in range(4)]
     (batch,) = jaxdp.partition_dataset(rows, 4, shuffle=False)
     assert batch[1].tolist() == [0, 2**40, 0, 0]
+
+
+@pytest.mark.parametrize("bad", [np.nan, -1.0])
+def test_a_traced_weight_that_is_none_makes_the_update_nan(bad):
+    tx = jaxdp.distributed_optimizer(optax.identity(), AXIS)
+    weights = jnp.ones(N).at[3].set(bad)
+    got = jax.pmap(lambda g, m: tx.update(g, tx.init(g), weight=m)[0], AXIS)(jnp.ones((N, 2)), weights)
+    assert np.isnan(got).all()
+
+
+def test_the_mean_of_metrics_is_exact():
+    """Where the sum overflows, too."""
+    assert _mean([(1.0, 1.7e308)] * 3) == 1.7e308
+    assert _mean([(10.0, 1e308), (10.0, 1e308), (10.0, 1.0)]) == pytest.approx(1e308 / 1.5, rel=1e-15)
+    assert _mean([(5e-324, 0.1)]) == 0.1
+    assert _mean([(1.0, 0.1)] * 10) == 0.1
+    assert _mean([(1.0, np.inf), (1.0, 1.0)]) == np.inf and np.isnan(_mean([(1.0, np.inf), (2.0, -np.inf)]))
 
 
 def test_metrics_alone_are_floats():

@@ -1,10 +1,12 @@
 """Collectives of one process: what they give without others, and what they refuse."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxdp
+from jaxdp.distributed import packing
 
 
 def test_alone_every_collective_gives_back_what_it_got():
@@ -51,3 +53,13 @@ def test_what_cannot_work_is_refused_in_words(call, words):
     with pytest.raises(jaxdp.UsageError) as error:
         call()
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "float4_e2m1fn", "float8_e5m2", "bool", "bfloat16", "complex64"])
+def test_the_bits_of_numbers_of_any_width_come_back(dtype):
+    """As they do on GPUs, where an array is not packed on the host."""
+    x = jnp.arange(8).astype(dtype) * jnp.asarray(-1 if dtype not in ("uint4", "bool") else 1, dtype)
+    bits = jax.jit(packing.to_bits)(x)
+    assert jnp.issubdtype(bits.dtype, jnp.unsignedinteger)
+    got = jax.jit(packing.from_bits, static_argnums=1)(bits, x.dtype)
+    assert got.dtype == x.dtype and np.asarray(got).tobytes() == np.asarray(x).tobytes()
