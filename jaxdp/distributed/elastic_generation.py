@@ -1,6 +1,6 @@
 """A generation of an elastic job: a lost rank ends the generation, and the job continues in the next one.
 
-A generation ends when a rank dies or is silent, or when its ranks regroup because a process waits to join. The ranks
+A generation ends when a rank dies or is silent, when a collective fails, or when a process waits to join. The ranks
 that report to the next generation are its survivors; they keep their order, and new processes follow. They have WINDOW
 seconds, or LATE if they still send heartbeats: a long compilation cannot be interrupted. A process that its launcher
 starts again has RESTART seconds to be among the new ones. There is one coordinator, so a cut network cannot form two
@@ -164,9 +164,12 @@ class ElasticGeneration(Generation):
         else:
             super().handle(member, message)
 
-    def do_regroup(self, member: Member, id: Any) -> dict[str, Any]:
-        """A rank has reached the update at which all regroup."""
-        self.end("processes wait to join")
+    def do_regroup(self, member: Member, id: Any, fault: str) -> dict[str, Any]:
+        """A rank has reached the update at which all regroup, or its collective has failed."""
+        if fault:
+            self.fail(fault)
+        else:
+            self.end("processes wait to join")
         return {}
 
     def fail(self, text: str, code: int = 1, author: int | None = None) -> bool:
@@ -181,15 +184,20 @@ class ElasticGeneration(Generation):
             return False
         self.coordinator.report(f"generation {self.number} ends: {text}")
         silent = {m.rank for m in self.members.values() if m.silent >= self.settings.silence}
-        self.end(text, without=silent | {author})
+        self.end(text, silent, author)
         return True
 
-    def end(self, text: str, without: Collection[int | None] = ()) -> None:
-        """End the generation: its ranks, but those `without`, may report to the next one."""
+    def end(self, text: str, silent: Collection[int] = (), author: int | None = None) -> None:
+        """End the generation: its ranks, but the `silent` ones and the `author` of the fault, may report to the next one.
+
+        The author ends its process when it gets the answer to its report; it is not told of the end before.
+        """
         if self.ended_at is None:
             self.ended_at = time.monotonic()
-            self.survivors = {identity(m) for rank, m in self.members.items() if rank not in without}
-            self.send_all(ended=text)
+            self.survivors = {identity(m) for rank, m in self.members.items() if rank not in (*silent, author)}
+            for rank, member in self.members.items():
+                if rank != author:
+                    member.send(ended=text)
             kept = {m.rank for m in self.members.values() if identity(m) in self.survivors}
             self.register(set(range(self.size)) - kept)
 

@@ -63,7 +63,7 @@ OPERATIONS: dict[str, dict[str, Any]] = {
     "fault": {"text": str, "code": range(1, 256)},
     "log": {"path": str},
     "leave": {"code": range(256)},
-    "regroup": {},
+    "regroup": {"fault": str},
 }
 # The answer to a rank's first message.
 COLUMN = lambda kind: {"kinds": [kind], "of": [range(-1, 1 << 20)]}

@@ -1,5 +1,6 @@
 """Run something once for each generation of an elastic job, until it returns."""
 
+import collections
 import contextlib
 import ctypes
 import gc
@@ -17,7 +18,11 @@ from jaxdp.supervise.monitor import Stopped
 
 T = TypeVar("T")
 LOST = 5.0  # seconds until the devices of a program that does not return are left open, on CPU
+AGAIN = 600.0  # seconds in which a process may end 3 generations because a connection is broken
 STUCK = 60.0  # seconds until its process ends, on GPUs
+
+
+_failed: collections.deque[float] = collections.deque(maxlen=3)  # when this process ended a generation
 
 
 def run_generations(train: Callable[[Context], T], context: Context, ended: Callable[[], None]) -> T:
@@ -36,7 +41,7 @@ def run_generations(train: Callable[[Context], T], context: Context, ended: Call
                 with contextlib.suppress(DistributedError):
                     context.barrier("regroup")
                 with contextlib.suppress(DistributedError):  # another process has ended the generation already
-                    membership.joined().request("regroup")
+                    membership.joined().request("regroup", fault="")
             elif not has_ended(error):
                 raise
             wait_for_programs()
@@ -76,4 +81,20 @@ def has_ended(error: BaseException) -> bool:
         error.rank = member.rank if member.rank in new else new[0]
     if isinstance(error, UsageError) and error.rank is not None:
         return error.rank != member.rank and membership.is_new(error.rank) and member.has_ended(VERDICT)
-    return member.has_ended(VERDICT if faults.is_consequence(error) else 0.5)
+    if not faults.is_consequence(error):
+        return member.has_ended(0.5)
+    return member.has_ended(VERDICT) or end_generation(member)
+
+
+def end_generation(member: membership.Membership) -> bool:
+    """End the generation, since a collective has failed although no process was lost: a connection is broken.
+
+    Returns False if it is not elastic, or if this would be the fourth time within ten minutes: then the process ends.
+    """
+    now = time.monotonic()
+    if not member.elastic or (len(_failed) == _failed.maxlen and now - _failed[0] < AGAIN):
+        return False
+    _failed.append(now)
+    with contextlib.suppress(DistributedError):
+        member.request("regroup", fault=f"{member.name(member.rank)} has lost a connection, but no process has ended")
+    return member.has_ended(VERDICT)

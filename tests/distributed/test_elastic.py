@@ -380,6 +380,37 @@ def test_no_record_is_lost_that_rank_0_has_not_written(tmp_path, victim):
     assert trained == sorted(trained)
 
 
+BROKEN = """
+import pathlib
+
+import jaxdp
+from jaxdp.distributed import sockets
+from slow import Slow
+
+
+class Break(Slow):
+    def on_update(self, step, metrics):
+        super().on_update(step, metrics)
+        if step == 40 and jaxdp.current().rank == 1 and not pathlib.Path("broken").exists():
+            pathlib.Path("broken").touch()
+            sockets.break_collectives()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_a_broken_connection_ends_no_process(tmp_path):
+    (tmp_path / "breaks.py").write_text(BROKEN)
+    job = started(tmp_path, 3, 0, "--callbacks", "[{target: breaks.Break}]")
+    before = job.pids()
+    job.until(lambda: job.generations() == [3, 3])
+    assert job.pids() == before
+    final, out = job.ends()
+    assert "generation 0 ends: rank " in out and "has lost a connection, but no process has ended" in out
+    assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
+    assert "failed" not in [event["kind"] for event in job.lines("events.jsonl")]
+
+
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("damaged", ["1", "01"])
