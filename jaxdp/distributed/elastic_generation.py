@@ -188,7 +188,7 @@ class ElasticGeneration(Generation):
         return True
 
     def end(self, text: str, silent: Collection[int] = (), author: int | None = None) -> None:
-        """End the generation: its ranks, but the `silent` ones and the `author` of the fault, may report to the next one.
+        """End the generation: its ranks, but the `silent` and the `author` of the fault, may report to the next one.
 
         The author ends its process when it gets the answer to its report; it is not told of the end before.
         """

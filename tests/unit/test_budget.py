@@ -46,7 +46,8 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 # Then 100: arguments of the five calls, of the eager collectives and of jaxdp.lax that ended in a traceback, or were
 # taken in silence (weights that are none, metrics that overflow, a state of another byte order or another on each
 # rank) 80; records of an update that failed on rank 0 alone 15; devices that are opened together 5.
-BUDGET = {"package": 30_572, "file": 300, "function": 60, "one update": 700}  # lines
+# Then 29: a connection that breaks between live processes of an elastic job 24; one that hangs ends 5.
+BUDGET = {"package": 30_601, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {
