@@ -26,6 +26,7 @@ def test_every_collective_against_numpy_on_four_processes():
     assert not job.left
 
 
+@pytest.mark.slow
 def test_the_example_prints_rafs_table():
     job = mpirun(4, ["examples/allreduce.py"], timeout=60)
     assert job.returncode == 0, job.output
