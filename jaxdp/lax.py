@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxdp.distributed.kernels import REDUCTIONS, check_op, of_member, reduced, scattered
-from jaxdp.distributed.signature import Groups, Partition, as_rank, partition, roots_of
+from jaxdp.distributed.kernels import REDUCTIONS, axis_size, check_op, of_member, reduced, scattered
+from jaxdp.distributed.signature import Groups, Partition, as_rank, has_dim, partition, roots_of
 from jaxdp.errors import UsageError, one_line
 
 Tree = Any
@@ -21,7 +21,7 @@ Tree = Any
 
 def allreduce(x: Tree, axis_name: Any, op: str = "sum", groups: Groups = None) -> Tree:
     """Reduce x by op (sum, prod, min, max, avg), like the eager collective. `lax.psum`, `pmin`, `pmax`."""
-    x, size = _arrays(x), _size(axis_name)
+    x, size = _arrays(x), axis_size(axis_name)
     within = None if groups is None else partition(groups, size)
     check_op(op, [a.dtype for a in jax.tree.leaves(x)])
     return jax.tree.map(lambda a: reduced(op, a, lambda kind, b: REDUCTIONS[kind](b, axis_name, within)), x)
@@ -29,7 +29,7 @@ def allreduce(x: Tree, axis_name: Any, op: str = "sum", groups: Groups = None) -
 
 def reduce(x: Tree, axis_name: Any, root: Any = 0, op: str = "sum", groups: Groups = None) -> Tree:
     """Reduce x by op; `root` gets the result, the others get zeros."""
-    groups = partition(groups, _size(axis_name))
+    groups = partition(groups, axis_size(axis_name))
     return _at_root(allreduce(x, axis_name, op, groups), axis_name, root, groups)
 
 
@@ -56,13 +56,13 @@ def allgather(x: Tree, axis_name: Any, axis: int = 0, groups: Groups = None) -> 
 
 def gather(x: Tree, axis_name: Any, root: Any = 0, axis: int = 0, groups: Groups = None) -> Tree:
     """Concatenate x along dim `axis` on `root`; the others get zeros."""
-    groups = partition(groups, _size(axis_name))
+    groups = partition(groups, axis_size(axis_name))
     return _at_root(allgather(x, axis_name, axis, groups), axis_name, root, groups)
 
 
 def broadcast(x: Tree, axis_name: Any, root: Any = 0, groups: Groups = None) -> Tree:
     """Send the root's x to all by a tree of `lax.ppermute`, since a masked `psum` would turn -0.0 into 0.0."""
-    size, x, reached = _size(axis_name), _arrays(x), 1
+    size, x, reached = axis_size(axis_name), _arrays(x), 1
     parts = partition(groups, size)
     orders = [[root, *(r for r in group if r != root)] for root, group in zip(roots_of(root, parts, size), parts)]
     while reached < max(map(len, orders)):
@@ -75,7 +75,7 @@ def broadcast(x: Tree, axis_name: Any, root: Any = 0, groups: Groups = None) -> 
 def scatter(x: Tree, axis_name: Any, root: Any = 0, groups: Groups = None) -> Tree:
     """Send chunk i of the root's x[n * k, ...] to rank i of n. `lax.all_to_all`, of which one row is used."""
     within, n = _even(groups, axis_name)
-    parts = partition(within, size := _size(axis_name))
+    parts = partition(within, size := axis_size(axis_name))
     position = {group: group.index(root) for root, group in zip(roots_of(root, parts, size), parts)}
     row = of_member(parts, axis_name, lambda group, _: position[group])
     rows = lambda a: lax.all_to_all(_rows(a, n), axis_name, 0, 0, axis_index_groups=within)
@@ -88,8 +88,7 @@ def all_to_all(x: Tree, axis_name: Any, split_axis: int = 0, concat_axis: int = 
 
     def move(a: Array) -> Array:
         split, join = _axis(a, split_axis), _axis(a, concat_axis)
-        if a.shape[split] % n:
-            raise UsageError(f"dim {split} of {_named(a)} cannot be split into {n} equal chunks, one a rank")
+        _check_chunks(a, split, n)
         return lax.all_to_all(a, axis_name, split, join, axis_index_groups=within, tiled=True)
 
     return jax.tree.map(move, _arrays(x))
@@ -97,7 +96,7 @@ def all_to_all(x: Tree, axis_name: Any, split_axis: int = 0, concat_axis: int = 
 
 def send_recv(x: Tree, axis_name: Any, src: int, dst: int) -> Tree:
     """Send x from src to dst; the others get zeros. All devices make the call. `lax.ppermute`."""
-    size = _size(axis_name)
+    size = axis_size(axis_name)
     try:
         pair = as_rank(src, size), as_rank(dst, size)
     except UsageError as error:
@@ -112,21 +111,8 @@ def _arrays(x: Tree) -> Tree:
         raise UsageError(f"give an array, or a tree of arrays: {one_line(error)}") from None
 
 
-def _size(axis_name: Any) -> int:
-    try:
-        return lax.axis_size(axis_name)
-    except NameError:
-        raise UsageError(
-            f"no axis {axis_name!r} is mapped here; call this inside the function that pmap or shard_map maps over it"
-        ) from None
-
-
-def _named(a: Array) -> str:
-    return jax.typeof(a).str_short()
-
-
 def _even(groups: Groups, axis_name: Any) -> tuple[Partition | None, int]:
-    size = _size(axis_name)
+    size = axis_size(axis_name)
     parts = partition(groups, size)
     if len({len(group) for group in parts}) > 1:
         raise UsageError(
@@ -136,23 +122,27 @@ def _even(groups: Groups, axis_name: Any) -> tuple[Partition | None, int]:
 
 
 def _axis(a: Array, axis: int) -> int:
-    if isinstance(axis, bool) or not hasattr(axis, "__index__") or not -a.ndim <= axis < a.ndim:
-        raise UsageError(f"{_named(a)} has no dim {axis!r}")
+    if not has_dim(axis, a.ndim):
+        raise UsageError(f"{jax.typeof(a).str_short()} has no dim {axis!r}")
     return axis % a.ndim
 
 
+def _check_chunks(a: Array, dim: int, n: int) -> None:
+    if not a.ndim or a.shape[dim] % n:
+        raise UsageError(f"dim {dim} of {jax.typeof(a).str_short()} cannot be split into {n} equal chunks, one a rank")
+
+
 def _rows(a: Array, n: int) -> Array:
-    if not a.ndim or a.shape[0] % n:
-        raise UsageError(f"dim 0 of {_named(a)} cannot be split into {n} equal chunks, one a rank")
+    _check_chunks(a, 0, n)
     return a.reshape(n, a.shape[0] // n, *a.shape[1:])
 
 
 def _where(axis_name: Any, ranks: Any, x: Tree, otherwise: Tree) -> Tree:
     """Select x on these ranks."""
-    selected = jnp.asarray([rank in ranks for rank in range(_size(axis_name))])[lax.axis_index(axis_name)]
+    selected = jnp.asarray([rank in ranks for rank in range(axis_size(axis_name))])[lax.axis_index(axis_name)]
     return jax.tree.map(lambda a, b: jnp.where(selected, a, b), x, otherwise)
 
 
 def _at_root(x: Tree, axis_name: Any, root: Any, parts: Partition) -> Tree:
-    roots = roots_of(root, parts, _size(axis_name))
+    roots = roots_of(root, parts, axis_size(axis_name))
     return _where(axis_name, roots, x, jax.tree.map(jnp.zeros_like, x))

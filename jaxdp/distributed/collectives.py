@@ -19,7 +19,6 @@ shard_map: `jaxdp.lax`.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -37,6 +36,7 @@ from jaxdp.distributed.signature import (
     compare,
     described,
     group_of,
+    has_dim,
     partition,
     roots_of,
     shown,
@@ -131,8 +131,7 @@ def _check_axis(axis: int, name: str = "axis", low: int = 1) -> Check:
 
     def check(arrays: list[Part], n: int) -> None:
         for a in arrays:
-            dims = max(a.ndim, low)
-            if isinstance(axis, bool) or not hasattr(axis, "__index__") or not -dims <= operator.index(axis) < dims:
+            if not has_dim(axis, max(a.ndim, low)):
                 raise UsageError(f"{name}={axis!r}: {described(a)} has no dim {axis!r}")
 
     return check

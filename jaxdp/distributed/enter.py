@@ -104,7 +104,7 @@ def open_devices(member: membership.Membership) -> None:
     try:
         jax.local_devices()
     except RuntimeError:
-        if member.has_ended(VERDICT):
+        if member.elastic and member.has_ended(VERDICT):
             member.check_generation()
         raise
 

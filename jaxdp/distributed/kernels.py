@@ -75,6 +75,16 @@ REDUCTIONS: dict[str, Callable[[Array, Any, Partition | None], Array]] = {
 BOOLEAN = {"sum": "max", "prod": "min", "min": "min", "max": "max"}  # or, and, and, or: as NumPy adds and multiplies
 
 
+def axis_size(axis_name: Any) -> int:
+    """Return the number of devices along a mapped axis, or several. Raises UsageError if it is not mapped here."""
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        raise UsageError(
+            f"no axis {axis_name!r} is mapped here; call this inside the function that pmap or shard_map maps over it"
+        ) from None
+
+
 def check_op(op: str, dtypes: Iterable[Any]) -> None:
     """Raise UsageError if the operation does not exist, or not for one of these dtypes."""
     if not isinstance(op, str) or op not in REDUCTIONS:

@@ -96,6 +96,17 @@ def shown(parts: Partition) -> str:
     return " without groups" if all_together else f" in groups {[[*group] for group in parts if group[1:]]}"
 
 
+def has_dim(axis: Any, dims: int) -> bool:
+    """Return whether `axis` is an integer, but no bool, that names one of so many dims."""
+    return not isinstance(axis, bool) and hasattr(axis, "__index__") and -dims <= operator.index(axis) < dims
+
+
+def native(x: Any) -> np.ndarray:
+    """Return x as a NumPy array in this machine's byte order."""
+    array = np.asarray(x)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
 def as_array(x: Any) -> jax.Array | np.ndarray:
     """Return x as an array to send. Raises UsageError if JAX would change its dtype, or if x spans processes."""
     if isinstance(x, jax.core.Tracer):
@@ -119,8 +130,7 @@ def as_array(x: Any) -> jax.Array | np.ndarray:
         return number
     if isinstance(x, list | tuple | np.ma.MaskedArray):
         raise UsageError(f"a {type(x).__name__} cannot be sent as one array: pass arrays, or one flat list of them")
-    array = np.asarray(x)
-    array = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    array = native(x)
     if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == bool):
         raise UsageError(
             f"{type(x).__name__} of {array.dtype} cannot be sent: pass numbers, or a list of arrays of them"

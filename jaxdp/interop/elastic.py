@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxdp.distributed import membership
 from jaxdp.distributed.context import Context, joined
-from jaxdp.distributed.signature import described
+from jaxdp.distributed.signature import described, native
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.precision import is_key
 from jaxdp.split import WHOLE, path_string
@@ -78,12 +78,6 @@ def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) 
     context = joined()
     context.agree(None)  # as processes of later generations do
     return run_generations(run, context, lambda: None)
-
-
-def native(x: Any) -> np.ndarray:
-    """Return an array or a number as an array in this machine's byte order."""
-    array = np.asarray(x)
-    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def with_checksums(step: int, arrays: list[np.ndarray]) -> Snapshot:

@@ -78,13 +78,8 @@ def distributed_optimizer(
 
 def mean_over_axis(grads: Tree, weight: Any, axis_name: Any) -> Tree:
     """Return the weighted mean of each float leaf over a mapped axis, with one operand per bucket of 25 MB."""
-    try:
-        index = lax.axis_index(axis_name)
-    except NameError:
-        raise UsageError(
-            f"distributed_optimizer: no axis {axis_name!r} is mapped here; call update inside the function that pmap "
-            "or shard_map maps over it"
-        ) from None
+    kernels.axis_size(axis_name)  # raises UsageError if there is no such axis
+    index = lax.axis_index(axis_name)
     leaves, structure, floats = _flatten(grads)
     if any(_varies(index) and not _varies(leaves[i]) for i in floats):
         raise UsageError(

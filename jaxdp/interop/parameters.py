@@ -9,7 +9,7 @@ import numpy as np
 from jaxdp.distributed import protocol
 from jaxdp.distributed.collectives import broadcast
 from jaxdp.distributed.context import joined
-from jaxdp.distributed.signature import as_array, described
+from jaxdp.distributed.signature import as_array, described, native
 from jaxdp.errors import UsageError
 from jaxdp.precision import is_key
 from jaxdp.split import path_string
@@ -53,7 +53,7 @@ def _bits(name: str, x: Any) -> Any:
         return jax.random.key_data(x)
     if isinstance(x, jax.Array):
         return x
-    array = np.asarray(x).astype(np.asarray(x).dtype.newbyteorder("="), copy=False)
+    array = native(x)
     if isinstance(x, np.ma.MaskedArray) or array.dtype.kind not in "biufcV" or array.dtype.char in "gG":  # long doubles
         kind = f"{type(x).__name__} of {array.dtype}"
         raise UsageError(f"broadcast_parameters: {name!r} is a {kind}; give arrays of the numbers that JAX has")
