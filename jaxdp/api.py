@@ -88,8 +88,10 @@ def run(config: Config, objects: Mapping[str, Mapping[str, Any]], overwrite: boo
         signals.listen()
     import jaxdp
     from jaxdp.job import elastic
+    from jaxdp.job.fitted import make_fitted, settings
 
-    context = jaxdp.init(elastic=elastic.settings(config))
+    with settings(config):
+        context = jaxdp.init(elastic=elastic.settings(config, objects))
     context.agree(None)
     if config.run_dir is None:
         config = dataclasses.replace(config, run_dir=context.of_root("run_dir", temporary))
@@ -97,7 +99,6 @@ def run(config: Config, objects: Mapping[str, Mapping[str, Any]], overwrite: boo
         print(f"jaxdp: {ignored_flags}", file=sys.stderr)
     from jaxdp.distributed.context import leave
     from jaxdp.errors import PREEMPTED
-    from jaxdp.job.fitted import make_fitted, settings
     from jaxdp.job.train import train
     from jaxdp.supervise.monitor import Stopped
 

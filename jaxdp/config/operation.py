@@ -97,12 +97,14 @@ class Elastic:
         snapshot_every: updates between two copies of the state in memory, those since the last one being repeated; auto
             is as many as make the copies take a hundredth of the time
         join_timeout: seconds to wait for enough processes
+        join_after: seconds of training before the processes stop for others that wait to join them
     """
 
     enabled: bool = speed(False)
     min_processes: int = speed(1, least=1)
     snapshot_every: int | Literal["auto"] = speed("auto", least=1)
     join_timeout: float = speed(60.0, above=0)
+    join_after: float = speed(15.0, least=0, most=600)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from typing import Any
 
 from jaxdp.distributed import channel, hosts
@@ -18,7 +18,7 @@ from jaxdp.distributed.protocol import ADMISSION, Facts, beat_interval, unpack
 from jaxdp.errors import DistributedError, UsageError
 
 RETRIES = 5000.0  # attempts to connect in a second, of all ranks together
-BUSY = 600.0  # seconds that a coordinator may let a process wait while the job compiles, or makes an update
+BUSY = 1200.0  # seconds that a coordinator may let a process wait while the job compiles, or trains for `join_after`
 # No program has answered.
 NOBODY = (errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ETIMEDOUT)
 
@@ -55,6 +55,24 @@ class Connection:
             return self._in.open(head, self._read(channel.length(head, 1 << 30)))
         except channel.Refused as error:
             raise ConnectionError(str(error)) from None
+
+    @contextlib.contextmanager
+    def beating(self, interval: float) -> Iterator[None]:
+        """Send a heartbeat every `interval` seconds, until the coordinator has ended."""
+        done = threading.Event()
+
+        def beat() -> None:
+            with contextlib.suppress(OSError):
+                while not done.wait(interval):
+                    self.send(op="beat", note={})
+
+        thread = threading.Thread(target=beat, name="heartbeats of a process that joins", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def _read(self, count: int) -> bytes:
         data = bytearray()
@@ -99,12 +117,13 @@ def join(
     facts: Facts,
     timeout: float,
     absent: Callable[[float], None] = lambda seconds: None,
+    prepare: Callable[[], None] | None = None,
 ) -> Joined:
     """Join the job at its coordinator, or the next generation of an elastic one, retrying until it answers.
 
-    absent: called with the seconds since the start while no coordinator is there. Raises UsageError (foreign program at
-    the address, other secret, other facts) or DistributedError (a missing rank or coordinator; too few processes to
-    continue an elastic job).
+    absent: called with the seconds since the start while no coordinator is there. prepare: called if the job runs, and
+    this process is asked to build its run first. Raises UsageError (foreign program at the address, other secret, other
+    facts) or DistributedError (a missing rank or coordinator; too few processes to continue an elastic job).
     """
     title, began, problem = hosts.title(facts["rank"], facts["host"]), time.monotonic(), "not tried"
     foreign, refused, greeted = 0, 0, False
@@ -114,15 +133,17 @@ def join(
         try:
             connection = Connection(host, port, secret, min(remaining, 5.0), facts=facts)
             greeted = True
-            connection.socket.settimeout(10.0)  # the coordinator's deadline comes first
-            while time.monotonic() < began + patience and not wait([connection.socket], beat_interval(facts["size"])):
-                connection.send(op="beat", note={})
-            admission = connection.receive()
-            if admission.keys() == {"rank"}:  # admitted: what all ranks receive follows
-                admission |= connection.receive()
-            admission = _admitted(admission)
-            everyone, rank, number = admission["members"], admission["rank"], admission["generation"]
-            return Joined(connection, everyone, admission["jax"], rank, number, (host, port), secret)
+            connection.socket.settimeout(patience)  # the coordinator's deadline comes first
+            with connection.beating(beat_interval(facts["size"])):
+                admission = connection.receive()
+                if admission == {"prepare": True} and prepare is not None:
+                    prepare()
+                    facts, began = {**facts, "prepares": False}, time.monotonic()
+                    connection.send(op="prepared", id="")
+                    admission = connection.receive()
+                if admission.keys() == {"rank"}:  # admitted: what all ranks receive follows
+                    admission |= connection.receive()
+            return Joined(connection, **_admitted(admission), address=(host, port), secret=secret)
         except (OSError, channel.Refused) as error:
             problem = printable(error, 200) or type(error).__name__
             if greeted:
@@ -152,6 +173,7 @@ def join(
 
 
 def _admitted(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of `Joined` in an answer of the coordinator. Raises its error."""
     admission = checked(message, ADMISSION)
     if admission is None:
         raise channel.Refused(f"it answered {str(message)[:80]!r}")
@@ -161,4 +183,5 @@ def _admitted(message: dict[str, Any]) -> dict[str, Any]:
         raise failure
     if "error" in admission:
         raise UsageError(admission["error"], rank=0)
-    return {**admission, "members": unpack(admission["members"])}
+    members, rank, number = unpack(admission["members"]), admission["rank"], admission["generation"]
+    return {"facts": members, "jax_address": admission["jax"], "rank": rank, "generation": number}

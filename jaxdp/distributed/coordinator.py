@@ -62,7 +62,8 @@ class Coordinator:
             member = self.admitting().join(first, nonce, writer)
             self.unauthenticated.pop(writer, None)
             while True:
-                member.generation.handle(member, await self.receive(reader, sealer))
+                message = await self.receive(reader, sealer)  # meanwhile the member may pass to another generation
+                member.generation.handle(member, message)
         except channel.Refused as error:
             peer = writer.get_extra_info("peername") or ["?"]
             self.refuse(f"a message from {peer[0]}", str(error))

@@ -2,9 +2,9 @@
 
 A generation ends when a rank dies or is silent, when a collective fails, or when a process waits to join. The ranks
 that report to the next generation are its survivors; they keep their order, and new processes follow. They have WINDOW
-seconds, or LATE if they still send heartbeats: a long compilation cannot be interrupted. A process that its launcher
-starts again has RESTART seconds to be among the new ones. There is one coordinator, so a cut network cannot form two
-generations.
+seconds, or LATE if they still send heartbeats: a long compilation cannot be interrupted. A new process builds its run
+first, if the others can do without it, and they train for `join_after` seconds before they stop for it. There is one
+coordinator, so a cut network cannot form two generations.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxdp.distributed import hosts, private_jax
 from jaxdp.distributed.generation import QUIET, Generation, Member
-from jaxdp.distributed.protocol import LATE, RESTART, WINDOW, Facts, beat_interval, difference
+from jaxdp.distributed.protocol import LATE, WINDOW, Facts, beat_interval, difference
 from jaxdp.errors import PREEMPTED
 
 
@@ -30,10 +30,11 @@ class ElasticGeneration(Generation):
         self.is_lost = False  # whether it stands for a generation of a coordinator that has gone
         self.log = before.log if before else None
         self.waiting: list[Member] = []  # until this generation is complete
+        self.preparing: list[Member] = []
+        self.began = time.monotonic()  # when it was complete
         self.ended_at: float | None = None  # seconds
         self.size = 0  # until it is complete
         self.survivors: set[tuple[str, int]] = set()  # after the end: who may report to the next generation
-        self.restarting = 0  # ranks that have died, and that their launcher starts again
         self.code = 0  # the exit code of those that have left
         self.dead = 0  # ranks whose connection has closed; a rank that is silent may be alive behind a cut network
 
@@ -55,10 +56,24 @@ class ElasticGeneration(Generation):
                 raise EOFError
             member.generation, self.before.members[member.rank] = self.before, member
             return member
-        self.waiting.append(member)
-        self.before.ask_to_regroup(member)
-        self.form()
+        if member.facts.get("prepares") and "last" not in member.facts and self.before.has_enough():
+            self.preparing.append(member)
+            member.send(prepare=True)
+        else:
+            self.waiting.append(member)
+            self.form()
         return member
+
+    def has_enough(self) -> bool:
+        """Return whether the ranks that are left suffice to train."""
+        left = self.members if self.ended_at is None else self.survivors
+        return len(left) >= self.settings.min_processes
+
+    def do_prepared(self, member: Member, id: Any) -> None:
+        """A new process has built its run."""
+        if member in self.preparing:
+            self.preparing.remove(member)
+            self.waiting.append(member)
 
     def stand_for_last(self, facts: Facts) -> None:
         """Stand for the last generation of a job whose coordinator has gone: those who report `last` are its survivors.
@@ -91,8 +106,6 @@ class ElasticGeneration(Generation):
             return
         if waited < LATE and before.has_late(survivors):
             return
-        if waited < RESTART and len(self.waiting) < len(before.survivors) + before.restarting:
-            return  # with the one that comes back, one generation is enough
         alive = before.size - before.dead
         has_quorum = 2 * len(self.reachable(before, survivors)) > alive or not alive
         if not has_quorum or len(self.waiting) < self.settings.min_processes:
@@ -108,6 +121,11 @@ class ElasticGeneration(Generation):
         self.waiting = []
         self.coordinator.generation, self.coordinator.next = self, None
         self.admit()
+        if self.preparing:
+            following = self.coordinator.admitting()
+            following.preparing, self.preparing = self.preparing, []
+            for member in following.preparing:
+                member.generation = following
 
     def has_late(self, reported: list[Member]) -> bool:
         """Return whether a rank of this generation, which has ended, sends heartbeats and has not reported yet."""
@@ -125,7 +143,7 @@ class ElasticGeneration(Generation):
         return {identity(m) for m in [*survivors, *before.members.values()] if hosts.key(m.facts) in present}
 
     def admit(self) -> None:
-        self.size, self.reference = len(self.members), self.members[0].facts
+        self.size, self.reference, self.began = len(self.members), self.members[0].facts, time.monotonic()
         super().admit()
         if self.before is not None:
             for member in self.before.members.values():
@@ -141,16 +159,18 @@ class ElasticGeneration(Generation):
         self.refuse_waiting(text, 1 if self.before.is_lost else PREEMPTED)  # 1: a launcher starts it again
         self.coordinator.done.set()
 
-    def ask_to_regroup(self, member: Member) -> None:
-        """Announce to the ranks of this generation that a process waits to join."""
+    def ask_to_regroup(self, waiting: list[Member]) -> None:
+        """Announce to the ranks of this generation that a process waits to join, once they have trained for a while."""
         members = list(self.members.values())
-        if self.ended_at is None and members and identity(member) not in map(identity, members):
-            self.do_announce(members[0], None, "join", member.title)
+        new = [m for m in waiting if identity(m) not in map(identity, members)]
+        is_time = time.monotonic() - self.began >= self.settings.join_after or "waiting" in self.announced
+        if new and members and self.ended_at is None and is_time:
+            self.do_announce(members[0], None, "join", new[0].title)
 
     def refuse_waiting(self, text: str, code: int) -> None:
-        for member in self.waiting:
+        for member in [*self.waiting, *self.preparing]:
             member.send(error=text, code=code)
-        self.waiting = []
+        self.waiting, self.preparing = [], []
 
     # The end
 
@@ -209,11 +229,11 @@ class ElasticGeneration(Generation):
             threading.Thread(target=work, daemon=True).start()
 
     def disconnected(self, member: Member) -> None:
-        if member in self.waiting:
-            self.waiting.remove(member)
+        for joining in (self.waiting, self.preparing):
+            if member in joining:
+                joining.remove(member)
         if self.members.get(member.rank) is member:
             self.dead += 1
-            self.restarting += member.rank not in self.left and member.facts.get("restarts", False)
             had_ended = self.ended_at is not None
             super().disconnected(member)
             following = self.coordinator.next
@@ -225,20 +245,21 @@ class ElasticGeneration(Generation):
                     following.form()
 
     def is_empty(self) -> bool:
-        return super().is_empty() if self.before is None else not self.waiting
+        return super().is_empty() if self.before is None else not (self.waiting or self.preparing)
 
     def tick(self, elapsed: float) -> None:
         if self.before is None:
             if self.ended_at is None:
                 super().tick(elapsed)
         else:
-            for member in list(self.waiting):
+            for member in [*self.waiting, *self.preparing]:
                 member.silent += min(elapsed, 1.0)
                 if member.silent > QUIET + beat_interval(self.settings.size):  # it is stopped or cut off
-                    self.waiting.remove(member)
+                    self.disconnected(member)
                     member.writer.close()
             if self.before.is_empty() and self.before.ended_at is None:
                 self.refuse_waiting("the job ended before this process could join", self.before.code)
+            self.before.ask_to_regroup(self.waiting)
             self.form()
 
 

@@ -57,7 +57,7 @@ def join(world: World, timeout: float | None, elastic: ElasticOptions | None) ->
         "elastic": "on" if elastic else "off",
         "config": elastic.config if elastic else "",
         "problem": problem,
-        "restarts": os.environ.get("JAXDP_RESTARTS", "0") != "0",
+        "prepares": elastic is not None and elastic.prepare is not None and not gpus.count(),
     }
     parent = os.getppid() if world.launcher in MPI or "JAXDP_RESTARTS" in os.environ else None  # of `jaxdp launch`
     _entered = Entered(world, timeout, elastic, parent)

@@ -11,7 +11,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jaxdp.distributed import channel, hosts, mpi
@@ -27,12 +27,15 @@ BY_NAME = 3.0  # seconds that rank 0 tries to reach its coordinator at an addres
 class ElasticOptions:
     """Settings of a job whose processes may come and go; see `jaxdp.config.Elastic`.
 
-    config: a digest of what all processes must agree on.
+    config: a digest of what all processes must agree on. prepare: called by a process that joins a running job, before
+    the others stop for it; it may open devices, which are closed again.
     """
 
     min_processes: int = 1
     join_timeout: float = 60.0
+    join_after: float = 15.0
     config: str = ""
+    prepare: Callable[[], None] | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
 def meet(world: World, facts: Mapping[str, object], timeout: float, elastic: ElasticOptions | None = None) -> Joined:
@@ -64,7 +67,7 @@ def meet(world: World, facts: Mapping[str, object], timeout: float, elastic: Ela
         except UsageError:
             if not is_there():  # else another process has just started it, maybe also as rank 0
                 raise
-    return join(host, port, secret, local, remaining)
+    return join(host, port, secret, local, remaining, prepare=elastic.prepare if elastic else None)
 
 
 def coordinator_settings(
@@ -82,6 +85,7 @@ def coordinator_settings(
         elastic=elastic is not None,
         min_processes=elastic.min_processes if elastic else 1,
         join_timeout=elastic.join_timeout if elastic else 0.0,
+        join_after=elastic.join_after if elastic else 0.0,
     )
 
 

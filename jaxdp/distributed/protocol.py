@@ -22,7 +22,6 @@ COMMON = {
     "elastic": "elastic training",
 }
 TIMEOUT = 60.0  # seconds to wait for other ranks
-RESTART = 1.5  # seconds in which a process that its launcher starts again is back, without importing JAX
 WINDOW = 10.0  # seconds that the survivors of a generation have to report to the next one
 LATE = 90.0  # seconds that a survivor has if it sends heartbeats; one that hangs ends before (`supervise.generations`)
 Facts = dict[str, Any]
@@ -31,7 +30,7 @@ FACTS: dict[str, Any] = {
     "config?": str,
     "elastic?": str,
     "problem?": str,  # why the process cannot take part; it joins to tell the others
-    "restarts?": bool,  # whether its launcher starts this process again if it dies
+    "prepares?": bool,  # whether it can build its run before it joins a running job
     "tls?": str,
     "last?": [range(1 << 31)],  # the number of the generation that this process was in before, and its size
     "busy?": bool,  # it will report to this coordinator on another connection
@@ -63,6 +62,7 @@ OPERATIONS: dict[str, dict[str, Any]] = {
     "fault": {"text": str, "code": range(1, 256)},
     "log": {"path": str},
     "leave": {"code": range(256)},
+    "prepared": {},
     "regroup": {"fault": str},
 }
 # The answer to a rank's first message.
@@ -72,6 +72,7 @@ ADMISSION: dict[str, Any] = {
     "rank?": range(1 << 20),  # with a code: the rank that prints the error; without, it is for one process alone
     "generation?": range(1 << 31),
     "jax?": str,
+    "prepare?": bool,  # build the run, answer, and wait
     "error?": str,
     "code?": range(256),
 }
@@ -84,7 +85,8 @@ class Settings:
     address: where to listen; None for all addresses of this host. jax_host: the host of JAX's service as other ranks
     reach it; None to choose one by the facts of the ranks. stderr: the file descriptor of rank 0's standard error.
     elastic: a lost rank ends a generation instead of the job; then min_processes is the smallest number of ranks to
-    continue with, and join_timeout the seconds to wait for that many.
+    continue with, join_timeout the seconds to wait for that many, and join_after those that the ranks train before they
+    stop for others that wait to join.
     """
 
     size: int
@@ -98,6 +100,7 @@ class Settings:
     elastic: bool = False
     min_processes: int = 1
     join_timeout: float = 60.0
+    join_after: float = 0.0
 
 
 def pack(facts: Sequence[Facts]) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Train in an elastic job: with the processes that are left when one is lost, and with those that join."""
 
+import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -10,6 +12,8 @@ import time
 
 import jax
 
+from jaxdp.assemble.components import NOTHING, Objects, set_jax
+from jaxdp.assemble.run import Prepared, prepare
 from jaxdp.config import Config
 from jaxdp.config.check import decides, flatten
 from jaxdp.distributed import membership
@@ -29,14 +33,29 @@ ALL_END = {  # launcher: what it does when one process ends, and the alternative
 RECOVERS = re.compile(r"^--?(enable-recovery|continuous)$|^ft_enable$|ulfm")  # arguments of Open MPI's mpirun
 
 
-def settings(config: Config | None) -> ElasticOptions | None:
-    """Return the argument `elastic` of `jaxdp.init`; None if it is off."""
+def settings(config: Config | None, objects: Objects = NOTHING) -> ElasticOptions | None:
+    """Return the argument `elastic` of `jaxdp.init`; None if it is off. objects: see `make_parts`."""
     if config is None or not config.elastic.enabled:
         return None
     alike = {k: v for k, v in flatten(config).items() if decides(k) == "numbers" or k.startswith("eval.")}
     text = json.dumps({**alike, "run_dir": config.run_dir}, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return ElasticOptions(config.elastic.min_processes, config.elastic.join_timeout, digest)
+    options, build = config.elastic, functools.partial(prepare_in_advance, config, objects)
+    return ElasticOptions(options.min_processes, options.join_timeout, options.join_after, digest, build)
+
+
+in_advance: list[Prepared] = []  # at most one, until this process trains
+
+
+def prepare_in_advance(config: Config, objects: Objects) -> None:
+    """Build what does not depend on the devices, while the job trains without this process.
+
+    An error is not reported: building it again will raise it, for all processes to hear.
+    """
+    with contextlib.suppress(Exception):
+        set_jax(config)
+        jax.devices()  # opened here, so that code of the user cannot join the job
+        in_advance[:] = [prepare(config, objects, several=True)]
 
 
 def wait_for_devices(replicas: int, context: Context, timeout: float) -> None:
@@ -52,6 +71,7 @@ def wait_for_devices(replicas: int, context: Context, timeout: float) -> None:
         safe_print.say(f"jaxdp: elastic: {text}; waiting for another process", error=True)
     member, joins, deadline = membership.joined(), threading.Event(), time.monotonic() + timeout
     member.on("join", lambda rank, name: joins.set())
+    member.announce("waiting", "")
     while not joins.wait(0.2):
         member.check_generation()
         if time.monotonic() > deadline:

@@ -17,7 +17,7 @@ from jaxdp.core.state import TrainState
 from jaxdp.distributed import faults, membership, private_jax
 from jaxdp.distributed.context import SLOW, Context
 from jaxdp.errors import ReportedError, UsageError, one_line
-from jaxdp.job.elastic import collect_records, launcher_problem, wait_for_devices
+from jaxdp.job.elastic import collect_records, in_advance, launcher_problem, wait_for_devices
 from jaxdp.job.resume import lock_run_dir, resume_step
 from jaxdp.job.start import layout_of, start_writer
 from jaxdp.metrics import safe_print
@@ -60,6 +60,7 @@ def train(
         safe_print.say(f"jaxdp: elastic.enabled: {problem}", error=True)
     audited = config.audit.every if config.audit.action == "expel" else None
     snapshots = Snapshots(audited or config.elastic.snapshot_every, bool(audited))
+    snapshots.prepared = in_advance.pop() if in_advance else None
 
     def train_generation(context: Context) -> tuple[Record, TrainState | None]:
         if membership.joined().job.generation:

@@ -23,7 +23,7 @@ steps: 400
 batch_size: 64
 optimizer: {target: adamw, lr: 3.0e-3}
 log: {every: 10}
-elastic: {enabled: true, snapshot_every: 5}
+elastic: {enabled: true, snapshot_every: 5, join_after: 0}
 parallel: {reduction: exact}
 """
 SLOW = """
@@ -551,14 +551,27 @@ def test_the_others_train_the_replicas_of_a_lost_process(tmp_path, replicas, mon
     assert final["params_sha256"] == alone(tmp_path, *outer)["params_sha256"]
 
 
+AFTER_THE_FIRST = """
+import os
+import pathlib
+import time
+
+while (os.environ["JAXDP_RESTARTS"], os.environ["JAXDP_PROCESS_ID"]) == ("0", "2"):
+    if " joins" in pathlib.Path("run/events.jsonl").read_text():
+        break
+    time.sleep(0.1)
+from jaxdp.cli import main
+
+main()
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("lost", [[1], [1, 2]], ids=["one", "two"])
 def test_three_processes_wait_for_the_fourth_of_four_replicas(tmp_path, lost):
     """Of two that were lost, the first that comes back waits too."""
-    late = "import os, time; time.sleep(0 if os.environ['JAXDP_RESTARTS'] == '1' else 5 * int(os.environ['RANK']))"
-    late = late.replace("RANK", "JAXDP_PROCESS_ID")
-    program = [sys.executable, "-c", f"{late}; from jaxdp.cli import main; main()"]
+    program = [sys.executable, "-c", AFTER_THE_FIRST]
     job = started(tmp_path, 4, 1, *OUTER, program=program)
     for rank in lost:
         job.kill(rank)

@@ -47,7 +47,8 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 # taken in silence (weights that are none, metrics that overflow, a state of another byte order or another on each
 # rank) 80; records of an update that failed on rank 0 alone 15; devices that are opened together 5.
 # Then 29: a connection that breaks between live processes of an elastic job 24; one that hangs ends 5.
-BUDGET = {"package": 30_601, "file": 300, "function": 60, "one update": 700}  # lines
+# Then 73: a process builds its run before it joins an elastic job 55, and one interruption for several (join_after) 18.
+BUDGET = {"package": 30_675, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {
@@ -66,7 +67,7 @@ MANY_PARAMETERS = {
     "analysis/hardware.py Hardware": 11,
     "audit/inject.py Fault": 14,
     "core/state.py TrainState": 9,
-    "distributed/protocol.py Settings": 11,
+    "distributed/protocol.py Settings": 12,
     "distributed/world.py Variables": 9,
 }
 

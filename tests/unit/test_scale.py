@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import resource
@@ -25,7 +26,7 @@ from jaxdp.distributed import channel, connection, exchange, hosts, joining, mem
 from jaxdp.distributed.connection import Connection
 from jaxdp.distributed.context import Context
 from jaxdp.distributed.generation import QUIET, Generation, Member
-from jaxdp.errors import PREEMPTED, UsageError
+from jaxdp.errors import PREEMPTED, GenerationEnded, UsageError
 
 
 @pytest.mark.parametrize("size", [1, 2, 9, 100])
@@ -256,18 +257,20 @@ def test_coordinators_that_come_and_go_refuse_nobody():
 
 
 @pytest.fixture
-def enter():
+def enter(request):
     """A function that enters the current generation of an elastic job of three, and exchanges a text there."""
     port, secret, members = hosts.free_port(), secrets.token_hex(16), []
-    settings = protocol.Settings(3, secret, port, "127.0.0.1", None, 60.0, 20.0, elastic=True)
+    options = {"elastic": True, "join_after": getattr(request, "param", 0.0)}
+    settings = protocol.Settings(3, secret, port, "127.0.0.1", None, 60.0, 20.0, **options)
     start = lambda: joining.start_coordinator(
         dataclasses.replace(settings, stderr=os.open(os.devnull, os.O_WRONLY)), "here"
     )
     start()
     sockets.spare(port)
 
-    def enter(rank, **more):
-        job = connection.join("127.0.0.1", port, secret, {**facts(rank, 3), **more}, 60.0)
+    def enter(rank, prepare=None, **more):
+        own = facts(rank, 3) | {"prepares": prepare is not None} | more
+        job = connection.join("127.0.0.1", port, secret, own, 60.0, prepare=prepare)
         member = Client(job, 0, 20.0, None, True)
         members.append(member)
         member.start()
@@ -293,6 +296,11 @@ def leave(member):
         member.connection.socket.shutdown(2)
 
 
+def regroup(member):
+    with contextlib.suppress(GenerationEnded):  # its end may arrive before the answer
+        member.request("regroup", fault="")
+
+
 def test_the_facts_and_exchanges_of_the_next_generation(enter):
     """Its ranks have other numbers, and some of their facts are of one rank only."""
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
@@ -303,6 +311,48 @@ def test_the_facts_and_exchanges_of_the_next_generation(enter):
         assert not first[1][0].report_fault("what another process has caused")
         second = [*pool.map(lambda rank: enter(rank, last=[0, 3]), (1, 2))]
     assert [x[1:] for x in second] == [(1, ["1", "2"], [[0, 3]] * 2)] * 2 and [x[0].rank for x in second] == [0, 1]
+
+
+def test_a_new_process_prepares_before_the_others_stop_for_it(enter):
+    """Nor does a generation that forms meanwhile wait for it."""
+    began, may_end, asked = threading.Event(), threading.Event(), threading.Event()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        first = [*pool.map(enter, range(3))]
+        new = pool.submit(enter, 0, lambda: (began.set(), may_end.wait()), pid=1 << 30)
+        assert began.wait(60)
+        leave(first[0][0])
+        assert first[1][0].has_ended(60.0) and first[2][0].has_ended(60.0)
+        second = [member for member, *_ in pool.map(lambda rank: enter(rank, last=[0, 3]), (1, 2))]
+        assert [(member.rank, member.size) for member in second] == [(0, 2), (1, 2)]
+        assert second[0].announced("join") is None
+        second[0].on("join", lambda rank, title: asked.set())
+        may_end.set()
+        assert asked.wait(60)
+        regroup(second[0])
+        assert all(member.has_ended(60.0) for member in second)
+        third = [*pool.map(lambda rank: enter(rank, last=[1, 2], pid=facts(rank + 1, 3)["pid"]), (0, 1))]
+        assert [x[0].rank for x in [*third, new.result()]] == [0, 1, 2] and new.result()[1] == 2
+
+
+@pytest.mark.parametrize("enter", [math.inf], indirect=True, ids=["join_after"])
+def test_the_others_do_not_stop_for_a_new_process_before_join_after(enter):
+    """A generation that forms for another reason admits it; so does one that cannot train without it."""
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        first = [*pool.map(enter, range(3))]
+        new = pool.submit(enter, 0, pid=1 << 30)
+        silent = first[1][0].silent()  # which takes three heartbeats
+        assert not silent and not new.done() and first[1][0].announced("join") is None
+        leave(first[0][0])
+        assert first[1][0].has_ended(60.0) and first[2][0].has_ended(60.0)
+        second = [*pool.map(lambda rank: enter(rank, last=[0, 3]), (1, 2)), new.result()]
+        assert [x[0].rank for x in second] == [0, 1, 2] and [x[1] for x in second] == [1] * 3
+        asked, late = threading.Event(), pool.submit(enter, 0, pid=1 << 29)
+        second[0][0].on("join", lambda rank, title: asked.set())
+        second[1][0].announce("waiting", "")
+        assert asked.wait(60) and not late.done()
+        regroup(second[0][0])
+        last = [pool.submit(enter, x[0].rank, last=[1, 3], pid=x[0].job.facts[x[0].rank]["pid"]) for x in second]
+        assert [x.result()[0].rank for x in [*last, late]] == [0, 1, 2, 3]
 
 
 @pytest.mark.slow
