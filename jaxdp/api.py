@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from jaxdp import environment
 from jaxdp.config import Config
 from jaxdp.config.reading import from_mapping
-from jaxdp.errors import UsageError
+from jaxdp.errors import PREEMPTED, UsageError
 from jaxdp.job.objects import name_it
 from jaxdp.supervise import signals
 from jaxdp.targets import OBJECT
 
 if TYPE_CHECKING:
+    from jaxdp.distributed.context import Context
     from jaxdp.job.fitted import Fitted
 
 SECTIONS = ("model", "data", "loss", "optimizer")
@@ -86,19 +87,14 @@ def run(config: Config, objects: Mapping[str, Mapping[str, Any]], overwrite: boo
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread:
         signals.listen()
-    import jaxdp
-    from jaxdp.job import elastic
-    from jaxdp.job.fitted import make_fitted, settings
-
-    with settings(config):
-        context = jaxdp.init(elastic=elastic.settings(config, objects))
+    context = join(config, objects)
     context.agree(None)
     if config.run_dir is None:
         config = dataclasses.replace(config, run_dir=context.of_root("run_dir", temporary))
     if ignored_flags and context.is_root:
         print(f"jaxdp: {ignored_flags}", file=sys.stderr)
     from jaxdp.distributed.context import leave
-    from jaxdp.errors import PREEMPTED
+    from jaxdp.job.fitted import make_fitted, settings
     from jaxdp.job.train import train
     from jaxdp.supervise.monitor import Stopped
 
@@ -116,6 +112,24 @@ def run(config: Config, objects: Mapping[str, Mapping[str, Any]], overwrite: boo
     finally:
         if in_main_thread:
             signals.restore()
+
+
+def join(config: Config | None, objects: Mapping[str, Mapping[str, Any]] | None = None) -> "Context":
+    """Join the job. A signal ends this process while it waits for others; a formed job saves and ends."""
+    import jaxdp
+    from jaxdp.distributed import launchers, membership
+    from jaxdp.job.elastic import settings
+
+    def end(signal: str) -> None:
+        if signal != signals.TRACE and launchers.discover().size > 1 and membership.current() is None:
+            os.write(2, f"jaxdp: {signal}: ends before all processes have started\n".encode())
+            os._exit(PREEMPTED)
+
+    signals.subscribe(end)
+    try:
+        return jaxdp.init(elastic=settings(config, objects or {}))
+    finally:
+        signals.unsubscribe(end)
 
 
 def set_threads(config: Config | None, simulated: bool = True, exact: bool = False) -> None:

@@ -10,7 +10,7 @@ import traceback
 from typing import Any, NamedTuple, NoReturn
 
 from jaxdp import __version__, environment
-from jaxdp.api import set_threads
+from jaxdp.api import join, set_threads
 from jaxdp.cli.parse import help_of, load, load_options, split_command
 from jaxdp.cli.table import VERBS
 from jaxdp.config import Config
@@ -128,21 +128,8 @@ def run_in_job(name: str, argv: list[str]) -> None:
     if name == "profile":
         environment.trace_operations()
     left_out = config and environment.use_preset(config.parallel.xla_preset, config.parallel.devices)
-    import jaxdp
-    from jaxdp.distributed import membership
-    from jaxdp.job.elastic import settings
-
     verb = _module(name)  # imported before the job is joined: the others of an elastic job wait for what comes after
-
-    def end(signal: str) -> None:
-        """End this process while it waits for others to start; the training of a formed job saves and ends."""
-        if signal != signals.TRACE and launchers.discover().size > 1 and membership.current() is None:
-            os.write(2, f"jaxdp: {signal}: ends before all processes have started\n".encode())
-            os._exit(PREEMPTED)
-
-    signals.subscribe(end)
-    context = jaxdp.init(elastic=settings(config))
-    signals.unsubscribe(end)
+    context = join(config)
     signals.act()
     context.agree(error)
     if left_out and context.is_root:
@@ -181,9 +168,9 @@ def _refuse(error: ReportedError, code: int | None = None) -> NoReturn:
 def _exit_alone(error: SystemExit) -> NoReturn:
     """End the job after the user's code called sys.exit on this rank: the others would wait for it."""
     context = _context()
-    if context is not None and context.current().size > 1:
+    if context is not None and not context.alone():
         code = error.code if isinstance(error.code, int) and error.code else 1
-        context.fail(DistributedError(f"rank {context.current().rank} called sys.exit({error.code!r})"), code)
+        context.fail(DistributedError(f"rank {context.process().rank} called sys.exit({error.code!r})"), code)
     raise error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import secrets
 import socket
 import threading
@@ -74,6 +75,14 @@ class Connection:
             done.set()
             thread.join()
 
+    def receive_after(self, prepare: Callable[[], None]) -> dict[str, Any]:
+        """Call `prepare`, tell the coordinator that it has returned, and wait for the next message."""
+        os.register_at_fork(after_in_child=self.socket.close)  # a worker may outlive this process
+        prepare()
+        with contextlib.suppress(OSError):  # the coordinator has ended; its last message can still be read
+            self.send(op="prepared", id="")
+        return self.receive()
+
     def _read(self, count: int) -> bytes:
         data = bytearray()
         while len(data) < count:
@@ -133,14 +142,12 @@ def join(
         try:
             connection = Connection(host, port, secret, min(remaining, 5.0), facts=facts)
             greeted = True
-            connection.socket.settimeout(patience)  # the coordinator's deadline comes first
+            connection.socket.settimeout(patience + 10.0)  # the coordinator's deadline comes first
             with connection.beating(beat_interval(facts["size"])):
                 admission = connection.receive()
                 if admission == {"prepare": True} and prepare is not None:
-                    prepare()
-                    facts, began = {**facts, "prepares": False}, time.monotonic()
-                    connection.send(op="prepared", id="")
-                    admission = connection.receive()
+                    facts = {**facts, "prepares": False}
+                    admission = connection.receive_after(prepare)
                 if admission.keys() == {"rank"}:  # admitted: what all ranks receive follows
                     admission |= connection.receive()
             return Joined(connection, **_admitted(admission), address=(host, port), secret=secret)
@@ -149,6 +156,7 @@ def join(
             if greeted:
                 connection.socket.close()
                 refused += 1
+                began = began if "last" in facts else time.monotonic()  # it may have waited for long
             if refused >= 3 and "last" not in facts:
                 raise UsageError(
                     f"{title}: the coordinator at {host}:{port} refused it, or is not of this job ({problem}): every "

@@ -94,16 +94,21 @@ _arguments: dict[str, Any] = {}
 
 
 def current() -> Context:
-    """Return the context that `init` created; before `init`, that of a single process."""
+    """Return the context that `init` created; before `init`, that of a single process.
+
+    Raises UsageError while this process joins its job: its rank is not known yet.
+    """
+    if _current is None and _joining is not None:
+        raise UsageError("jaxdp.current(): this process has not joined its job yet")
     return _current or Context(hosts=(hosts.hostname(),))
 
 
 def alone() -> bool:
     """Return whether this process is the only one of its job."""
-    return _process().size == 1
+    return process().size == 1
 
 
-def _process() -> membership.Membership | Context | World:
+def process() -> membership.Membership | Context | World:
     """Return what has this process's rank and the number of ranks, as far as it has joined its job."""
     return membership.current() or _current or _joining or Context()
 
@@ -193,7 +198,7 @@ def crash(error: BaseException) -> NoReturn:
     member, trace = membership.current(), "".join(traceback.format_exception(error))
     if member is None:
         sys.stderr.write(trace)
-        leave(1, _process().rank)
+        leave(1, process().rank)
     text = f"{member.name(member.rank)} failed: {type(error).__name__}: {one_line(error)[:300]}"
     if faults.is_consequence(error):
         with contextlib.suppress(DistributedError):
@@ -216,7 +221,7 @@ def fail(error: BaseException, code: int | None = None) -> NoReturn:
     speaker = error.rank if isinstance(error, ReportedError) else None
     codes = code, getattr(error, "code", None), 2 if isinstance(error, UsageError) else 1
     code = next(code for code in codes if code is not None)
-    rank, member = _process().rank, membership.current()
+    rank, member = process().rank, membership.current()
     ends_alone = speaker is None or (speaker == rank and membership.is_new(rank))
     if member is not None and ends_alone:
         name, speaker = member.name(rank), None
@@ -228,13 +233,13 @@ def fail(error: BaseException, code: int | None = None) -> NoReturn:
 
 def shutdown() -> None:
     """Leave the job together with the other processes. Does nothing in a single process."""
-    global _current
+    global _current, _joining
     if private_jax.is_connected():
         jax.distributed.shutdown()
     if (member := membership.current()) is not None:
         member.leave()
         membership.forget()
-    _current = None
+    _current = _joining = None
 
 
 def leave(code: int, speaker: int | None = None) -> NoReturn:
@@ -246,7 +251,7 @@ def leave(code: int, speaker: int | None = None) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    rank, size, member = _process().rank, _process().size, membership.current()
+    rank, size, member = process().rank, process().size, membership.current()
     if size > 1 and member is None:  # the ranks never connected
         if speaker is None:
             time.sleep(0.0 if rank else GRACE / 2)

@@ -65,9 +65,10 @@ class ElasticGeneration(Generation):
         return member
 
     def has_enough(self) -> bool:
-        """Return whether the ranks that are left suffice to train."""
+        """Return whether the ranks that are left can train without another process."""
         left = self.members if self.ended_at is None else self.survivors
-        return len(left) >= self.settings.min_processes
+        has_quorum = self.ended_at is None or 2 * len(left) > self.size - self.dead
+        return has_quorum and len(left) >= self.settings.min_processes and "waiting" not in self.announced
 
     def do_prepared(self, member: Member, id: Any) -> None:
         """A new process has built its run."""
@@ -109,6 +110,8 @@ class ElasticGeneration(Generation):
         alive = before.size - before.dead
         has_quorum = 2 * len(self.reachable(before, survivors)) > alive or not alive
         if not has_quorum or len(self.waiting) < self.settings.min_processes:
+            if self.preparing:
+                return
             is_final = before.is_lost and not has_quorum  # who has died, and cannot come, is unknown
             if waited > WINDOW + (0.0 if is_final else self.settings.join_timeout):
                 self.give_up(len(survivors))
@@ -139,7 +142,7 @@ class ElasticGeneration(Generation):
         They are the survivors, and ranks that may be alive on a host from which another process has come: the network
         was healed after they were declared dead.
         """
-        present = {hosts.key(m.facts) for m in self.waiting}
+        present = {hosts.key(m.facts) for m in [*self.waiting, *self.preparing]}
         return {identity(m) for m in [*survivors, *before.members.values()] if hosts.key(m.facts) in present}
 
     def admit(self) -> None:

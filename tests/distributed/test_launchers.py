@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from jaxdp.distributed import gpus, hosts
+from jaxdp.distributed import context, gpus, hosts
 from jaxdp.distributed.gpus import bind
 from jaxdp.distributed.launchers import World, address, discover, first_host, kubernetes, tasks_per_node
 from jaxdp.distributed.protocol import default_timeout, difference, silence
@@ -161,6 +161,15 @@ def test_arguments_that_make_no_sense(arguments, part):
 def test_an_infinite_time_is_one_that_jax_can_count(monkeypatch):
     monkeypatch.setenv("JAXDP_TIMEOUT", "inf")
     assert 1e9 <= round(default_timeout()) < 2**31 > round(default_timeout(float("inf")))
+
+
+def test_the_rank_is_not_known_while_the_job_is_joined(monkeypatch):
+    """A process that joins an elastic job builds its run before: code of the user must not take it for rank 0 of 1."""
+    monkeypatch.setattr(context, "_joining", discover(coordinator="a:1", rank=1, size=2))
+    with pytest.raises(UsageError, match="this process has not joined its job yet"):
+        context.current()
+    monkeypatch.setattr(context, "_current", context.Context(rank=1, size=2))
+    assert context.current().rank == 1
 
 
 def test_silence_is_shorter_in_an_elastic_job(monkeypatch):

@@ -47,8 +47,8 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 # taken in silence (weights that are none, metrics that overflow, a state of another byte order or another on each
 # rank) 80; records of an update that failed on rank 0 alone 15; devices that are opened together 5.
 # Then 29: a connection that breaks between live processes of an elastic job 24; one that hangs ends 5.
-# Then 73: a process builds its run before it joins an elastic job 55, and one interruption for several (join_after) 18.
-BUDGET = {"package": 30_675, "file": 300, "function": 60, "one update": 700}  # lines
+# Then 92: a process builds its run before it joins an elastic job 74, and one interruption for several (join_after) 18.
+BUDGET = {"package": 30_693, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {

@@ -13,6 +13,7 @@ import secrets
 import shutil
 import sys
 import threading
+import time
 import types
 
 import jax
@@ -26,7 +27,7 @@ from jaxdp.distributed import channel, connection, exchange, hosts, joining, mem
 from jaxdp.distributed.connection import Connection
 from jaxdp.distributed.context import Context
 from jaxdp.distributed.generation import QUIET, Generation, Member
-from jaxdp.errors import PREEMPTED, GenerationEnded, UsageError
+from jaxdp.errors import PREEMPTED, DistributedError, GenerationEnded, UsageError
 
 
 @pytest.mark.parametrize("size", [1, 2, 9, 100])
@@ -332,6 +333,39 @@ def test_a_new_process_prepares_before_the_others_stop_for_it(enter):
         assert all(member.has_ended(60.0) for member in second)
         third = [*pool.map(lambda rank: enter(rank, last=[1, 2], pid=facts(rank + 1, 3)["pid"]), (0, 1))]
         assert [x[0].rank for x in [*third, new.result()]] == [0, 1, 2] and new.result()[1] == 2
+
+
+def test_a_process_that_prepares_hears_that_the_job_has_ended(enter):
+    """Although it has sent heartbeats to the coordinator that ended, which resets the connection."""
+    began, may_end = threading.Event(), threading.Event()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        first = [*pool.map(enter, range(3))]
+        new = pool.submit(enter, 0, lambda: (began.set(), may_end.wait()), pid=1 << 30)
+        assert began.wait(60)
+        for member, *_ in first:
+            member.leave()
+            leave(member)
+        joining._children[-1].wait(60)
+        while "heartbeats of a process that joins" in {thread.name for thread in threading.enumerate()}:
+            time.sleep(0.05)
+        may_end.set()
+        with pytest.raises(DistributedError, match="the job ended before this process could join") as error:
+            new.result()
+        assert error.value.code == 0
+
+
+@pytest.mark.slow
+def test_a_process_that_the_others_need_is_not_asked_to_prepare(enter):
+    """One of three cannot continue alone if the others may be alive, until a process comes from the host of one."""
+    prepare = lambda: pytest.fail("this process was asked to prepare")
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        first = [*pool.map(lambda rank: enter(rank, boot=str(rank)), range(3))]
+        for member, *_ in first[1:]:
+            member.ending.set()  # it sends no heartbeats any more
+        assert first[0][0].has_ended(120.0)
+        last = pool.submit(enter, 0, boot="0", last=[0, 3])
+        new = pool.submit(enter, 1, prepare, boot="1", pid=1 << 30)
+        assert last.result()[1] == new.result()[1] == 1 and last.result()[0].rank == 0
 
 
 @pytest.mark.parametrize("enter", [math.inf], indirect=True, ids=["join_after"])
