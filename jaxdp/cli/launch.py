@@ -1,6 +1,7 @@
 """The verb `launch`: start the processes of a job on this host, and restart those that die."""
 
 import contextlib
+import math
 import os
 import secrets
 import signal
@@ -8,15 +9,16 @@ import subprocess
 import sys
 import time
 
-from jaxdp.cli import Call
+from jaxdp.cli import Call, load
 from jaxdp.cli.forked import Forked, preload
 from jaxdp.cli.table import VERBS
 from jaxdp.distributed import hosts
-from jaxdp.errors import PREEMPTED, UsageError
+from jaxdp.errors import INTERRUPTED, PREEMPTED, UsageError
 
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 FINAL = (0, 2, PREEMPTED)  # exit codes after which a process is not started again
 PAUSE = 30.0  # seconds before a restart, at most
+ALONE = 2.0  # seconds that the others of a process run on before its end is reported
 BRIEF = 5.0  # seconds; a process that has run for longer is started again at once
 
 
@@ -92,13 +94,21 @@ def run(call: Call) -> None:
     try:
         for rank in ranks:
             processes.append(Process(command, environment | rank, call.options["restart"]))
-        elastic = command[0] == "train" or call.options["restart"] > 0 or "elastic" in " ".join(command)
-        sys.exit(wait(processes, elastic))
+        sys.exit(wait(processes, is_elastic(command)))
     except OSError as error:
         raise UsageError(f"launch: {command[0]!r} cannot be started: {error.strerror}") from None
     finally:  # if one cannot be started, the others would wait for it
         for process in processes:
             process.child.kill()
+
+
+def is_elastic(command: list[str]) -> bool:
+    """Return whether a job may lose processes and succeed: a script says so in its name or its arguments."""
+    if command[0] == "train":
+        with contextlib.suppress(UsageError):  # the processes report it
+            config = load(command[1:], "train")[0]
+            return config is not None and config.elastic.enabled
+    return "elastic" in " ".join(command)
 
 
 def wait(processes: list[Process], elastic: bool) -> int:
@@ -107,14 +117,19 @@ def wait(processes: list[Process], elastic: bool) -> int:
     The job has succeeded if all processes have. elastic: it may be an elastic job, which may have lost some before the
     first one succeeded; of the others, more than half must have succeeded.
     """
-    last = processes
+    last, ended = processes, dict[int, float]()
     while None in (codes := [process.code() for process in processes]):
         if 0 in codes or PREEMPTED in codes:  # the job has finished, or has saved
             for process in processes:
                 process.stop()
         else:
             last = [process for process, code in zip(processes, codes) if code is None]
+        for rank, code in enumerate(codes):
+            if code not in (None, 0, PREEMPTED) and ended.setdefault(rank, time.monotonic()) < time.monotonic() - ALONE:
+                ended[rank] = math.inf
+                how = f"with code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
+                print(f"jaxdp: launch: rank {rank} has ended {how}; others run", file=sys.stderr)
         time.sleep(0.1)
     if set(codes) == {0} or (elastic and 2 * [process.code() for process in last].count(0) > len(last)):
         return 0
-    return next((code for code in FINAL[1:] if code in codes), 1)
+    return next((code for code in (*FINAL[1:], INTERRUPTED) if code in codes), 1)

@@ -18,7 +18,7 @@ from jaxdp.distributed import enter, faults, hosts, membership, private_jax
 from jaxdp.distributed.joining import ElasticOptions
 from jaxdp.distributed.launchers import discover
 from jaxdp.distributed.world import World
-from jaxdp.errors import DistributedError, ReportedError, UsageError, one_line
+from jaxdp.errors import INTERRUPTED, DistributedError, ReportedError, UsageError, one_line
 
 SLOW = 600.0  # seconds that one process may take longer than another, such as to compile or to read its data
 GRACE, LATE = 2.0, 8.0  # seconds that an ending process waits for the others, and for the one that prints for it
@@ -91,6 +91,7 @@ class Context:
 _current: Context | None = None
 _joining: World | None = None
 _arguments: dict[str, Any] = {}
+_hooked = False
 
 
 def current() -> Context:
@@ -116,6 +117,7 @@ def process() -> membership.Membership | Context | World:
 def joined() -> Context:
     """Return the current context. Raises UsageError if a launcher started several processes and `init` did not run."""
     if _current is None and (size := discover().size) > 1:
+        _hook()
         raise UsageError(f"call jaxdp.init() first: there are {size} processes, and each would train alone")
     return current()
 
@@ -149,6 +151,7 @@ def init(
         if arguments and arguments != _arguments:
             raise UsageError(f"init({arguments}), but this process already joined with init({_arguments})")
         return _current
+    _hook()
     world = discover(**{k: v for k, v in arguments.items() if k not in ("timeout", "elastic")})
     if world.size > 1 and (private_jax.backends_initialized() or private_jax.is_connected()):
         raise UsageError(
@@ -159,7 +162,6 @@ def init(
         context = Context(launcher=world.launcher, hosts=(hosts.hostname(),), pids=(os.getpid(),))
     else:
         _joining = world
-        _hook()
         context = Context(launcher=world.launcher, **enter.join(world, timeout, elastic))
     _current, _arguments = context, arguments
     return context
@@ -178,13 +180,20 @@ def regroup() -> Context:
 
 def _hook() -> None:
     """End this process at once on an uncaught exception: JAX would wait for the others at exit, and they for it."""
-    previous = sys.excepthook
+    global _hooked
+    if _hooked:
+        return
+    previous, _hooked = sys.excepthook, True
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if isinstance(error, KeyboardInterrupt) and not alone():
+            fail(DistributedError("interrupted by Ctrl-C (SIGINT)"), INTERRUPTED)
         if not isinstance(error, ReportedError):
             if membership.current() is not None:
                 crash(error)
             previous(kind, error, trace)
+            if alone():
+                return
         fail(error)
 
     sys.excepthook = excepthook
@@ -202,10 +211,11 @@ def crash(error: BaseException) -> NoReturn:
     text = f"{member.name(member.rank)} failed: {type(error).__name__}: {one_line(error)[:300]}"
     if faults.is_consequence(error):
         with contextlib.suppress(DistributedError):
-            silent = member.silent()  # meanwhile the reader thread ends this process if the coordinator knows the cause
-            if silent:
-                has = "has" if len(silent) == 1 else "have"
-                text, trace = f"{member.name(*silent)} {has} gone: killed, stopped, or cut off", ""
+            reply = member.silent()  # meanwhile the reader thread ends this process if the coordinator knows the cause
+            if ranks := reply["silent"] or reply["left"]:
+                has = "has" if len(ranks) == 1 else "have"
+                how = "gone: killed, stopped, or cut off" if reply["silent"] else "ended before the others"
+                text, trace = f"{member.name(*ranks)} {has} {how}", ""
     if member.report_fault(text) or member.elastic:
         member.ending.set()
         if not trace:

@@ -181,7 +181,7 @@ class Generation:
     def do_silent(self, member: Member, id: Any, seconds: float) -> None:
         def answer() -> None:
             silent = [m.rank for m in self.members.values() if m.silent >= seconds - TICK and m is not member]
-            member.send(id=id, silent=silent)
+            member.send(id=id, silent=silent, left=sorted(self.left))
 
         asyncio.get_running_loop().call_later(min(seconds, 60.0), answer)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import socket
 from collections.abc import Callable
 from dataclasses import replace
+from typing import SupportsIndex
 
 from jaxdp.distributed.world import MPI, Env, Variables, World, address, integer, optional, partners, within
 from jaxdp.errors import UsageError
@@ -139,9 +141,20 @@ def _explicit(rank: int | None, size: int | None, local_rank: int | None, local_
         raise UsageError(f"init(rank={rank}, size={size}): give both, or neither")
     if size < 1 or not 0 <= rank < size:
         raise UsageError(f"init(rank={rank}, size={size}): ranks run from 0 to size - 1")
-    if local_rank is not None and local_size is not None and not 0 <= local_rank < local_size:
-        raise UsageError(f"init(local_rank={local_rank}, local_size={local_size}): they run from 0 to local_size - 1")
     return World(rank, size, local_rank, local_size, "explicit")
+
+
+def _whole(name: str, value: object) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, SupportsIndex)):
+        raise UsageError(f"init({name}={value!r}): not a whole number; give one, such as int({value!r})")
+    return value if value is None else operator.index(value)
+
+
+def _check_local(local_rank: int | None, local_size: int | None, size: int) -> None:
+    most = size if local_size is None else local_size
+    if not 0 < most <= size or not 0 <= (local_rank or 0) < most:
+        text = f"init(local_rank={local_rank}, local_size={local_size})"
+        raise UsageError(f"{text}: local ranks run from 0 to local_size - 1, and local_size to the {size} processes")
 
 
 def discover(
@@ -161,12 +174,17 @@ def discover(
     """
     env = os.environ if env is None else env
     explicit = coordinator and address(coordinator, "coordinator")
+    rank, size = _whole("rank", rank), _whole("size", size)
+    local_rank, local_size = _whole("local_rank", local_rank), _whole("local_size", local_size)
     world = _explicit(rank, size, local_rank, local_size)
     if init_method == "env://":
+        if world is not None and env.get("MASTER_ADDR"):
+            partners(env, "env://", ("MASTER_ADDR", "MASTER_PORT"))
+            explicit = explicit or _elastic(env)
         world = world or TORCHRUN.detect(env)
         if world is None:
             raise UsageError("init_method='env://', but RANK and WORLD_SIZE are not set: start it with torchrun")
-    elif init_method is not None and init_method.startswith("tcp://"):
+    elif isinstance(init_method, str) and init_method.startswith("tcp://"):
         explicit = explicit or address(init_method, "init_method")
     elif init_method is not None:
         raise UsageError(f"init_method={init_method!r} is neither 'tcp://host:port' nor 'env://'")
@@ -182,6 +200,8 @@ def discover(
     if world.size > 1 and not (explicit or world.coordinator or world.launcher in MPI):
         fix = "init(coordinator=...)" if world.launcher == "explicit" else "JAXDP_COORDINATOR"
         raise UsageError(f"{world.size} processes ({world.launcher}) need rank 0's address: set {fix} to its host:port")
+    if local_rank is not None or local_size is not None:
+        _check_local(local_rank, local_size, world.size)
     return replace(
         world,
         coordinator=explicit or world.coordinator,

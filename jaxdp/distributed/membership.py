@@ -134,9 +134,9 @@ class Membership:
         """Return the note of the last heartbeat of every connected rank, or of those whose timeout is suspended."""
         return {int(rank): note for rank, note in self.request("beats", suspended=suspended)["beats"].items()}
 
-    def silent(self) -> list[int]:
-        """Wait for three heartbeats and return the other ranks that sent no message meanwhile."""
-        return list(self.request("silent", TIMEOUT, seconds=3 * self.beat)["silent"])
+    def silent(self) -> dict[str, list[int]]:
+        """Wait for three heartbeats; return the other ranks that were `silent` meanwhile, and those that `left`."""
+        return self.request("silent", TIMEOUT, seconds=3 * self.beat)
 
     # Announcements and faults
 

@@ -61,7 +61,7 @@ def within(rank: int, rank_name: str, size: int, size_name: str) -> None:
 
 def address(text: str, name: str) -> str:
     """Return `text` ("host:port", "tcp://host:port", "[v6]:port") as "host:port". Raises UsageError naming `name`."""
-    plain = text.removeprefix("tcp://").rstrip("/")
+    plain = str(text).removeprefix("tcp://").rstrip("/")
     host, _, port = plain.rpartition(":")
     v6 = host.startswith("[") and host.endswith("]")
     if not host or "/" in plain or (":" in host and not v6):
@@ -104,10 +104,10 @@ def seconds_of(variable: str, default: float, value: float | None = None) -> flo
     """
     text = os.environ.get(variable) or str(default)
     try:
-        seconds = float(text) if value is None else value
+        seconds = float(text if value is None else value)
         if not seconds > 0:
             raise ValueError
-    except ValueError:
-        source = f"{variable}={text!r}" if value is None else f"timeout={value}"
+    except (ValueError, TypeError):
+        source = f"{variable}={text!r}" if value is None else f"timeout={value!r}"
         raise UsageError(f"{source} is not a number of seconds above 0") from None
     return min(seconds, 1e9)

@@ -131,7 +131,7 @@ class Watchdog:
         member = self._member
         if member is not None:
             suspended = member.beats(suspended=True).keys()
-            if suspended and suspended - set(member.silent()):
+            if suspended and suspended - set(member.silent()["silent"]):
                 return
         each = f" for each of {self._updates()} updates" if self._updates() > 1 else ""
         text = f"no progress for {idle:.0f} s (watchdog.step_timeout: {self.timeout:g}{each})"

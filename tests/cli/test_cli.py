@@ -700,6 +700,43 @@ def test_a_job_that_fails_after_a_process_has_ended_has_failed(tmp_path, codes, 
     assert done.returncode == code, done.stderr
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("rank_1", "more", "code", "expected"),
+    [
+        ("sys.exit(1)", ["--restart", "1"], 1, ""),
+        ("os.kill(os.getpid(), 9)", [], 1, "jaxdp: launch: rank 1 has ended by SIGKILL; others run"),
+        ("sys.exit(3)", [], 1, "jaxdp: launch: rank 1 has ended with code 3; others run"),
+    ],
+    ids=["restart", "killed", "code"],
+)
+def test_a_script_that_fails_on_one_rank_has_failed(tmp_path, rank_1, more, code, expected):
+    """The others end when the launcher has named it."""
+    script = tmp_path / "one.py"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        f"if os.environ['JAXDP_PROCESS_ID'] == '1':\n    {rank_1}\n"
+        "while sys.argv[1] and sys.argv[1] not in pathlib.Path('err').read_text():\n    time.sleep(0.05)\n"
+    )
+    words = [sys.executable, "-m", "jaxdp", "launch", "-n", "3", *more, sys.executable, str(script), expected]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    with (tmp_path / "err").open("w") as err:
+        assert subprocess.run(words, cwd=tmp_path, env=env, stderr=err, timeout=60).returncode == code
+
+
+@pytest.mark.parametrize(
+    "call", ["init(init_method='tcp://localhost')", "init(rank=0)", "allreduce(1.0)", "init(rank='0', size=2)"]
+)
+def test_bad_input_of_a_script_is_one_line(call):
+    """allreduce: of two processes, of which none has called init."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    env |= {"JAXDP_PROCESS_ID": "0", "JAXDP_NUM_PROCESSES": "2", "JAXDP_COORDINATOR": "127.0.0.1:1"}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import jaxdp; jaxdp.{call}"], env=env, text=True, capture_output=True, timeout=60
+    )
+    assert done.returncode == 2 and done.stderr.startswith("jaxdp: ") and done.stderr.count("\n") == 1, done.stderr
+
+
 def test_a_signal_ends_a_launch_that_waits_to_start_its_processes_again(tmp_path):
     words = [sys.executable, "-m", "jaxdp", "launch", "-n", "1", "--restart", "1000", "sh", "-c", "echo x; exit 1"]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:

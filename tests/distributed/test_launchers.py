@@ -2,6 +2,7 @@
 
 import socket
 
+import numpy as np
 import pytest
 
 from jaxdp.distributed import context, gpus, hosts
@@ -161,6 +162,35 @@ def test_arguments_that_make_no_sense(arguments, part):
 def test_an_infinite_time_is_one_that_jax_can_count(monkeypatch):
     monkeypatch.setenv("JAXDP_TIMEOUT", "inf")
     assert 1e9 <= round(default_timeout()) < 2**31 > round(default_timeout(float("inf")))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rank": "0", "size": 2}, r"init\(rank='0'\): not a whole number"),
+        ({"rank": 0, "size": 2.0}, r"init\(size=2.0\): not a whole number"),
+        ({"rank": True, "size": 2}, r"init\(rank=True\): not a whole number"),
+        ({"coordinator": 4123}, "coordinator=4123 has no port|coordinator='4123' has no port"),
+        ({"init_method": 4123}, "init_method=4123 is neither"),
+        ({"rank": 0, "size": 2, "local_rank": 5}, r"init\(local_rank=5, local_size=None\): local ranks run from 0"),
+        ({"rank": 0, "size": 2, "local_size": 7}, r"local_size=7\): .* and local_size to the 2 processes"),
+        ({"local_rank": 9, "local_size": 4}, r"init\(local_rank=9, local_size=4\)"),
+    ],
+    ids=str,
+)
+def test_arguments_of_init_that_are_no_numbers_or_ranks(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        discover({"JAXDP_PROCESS_ID": "0", "JAXDP_NUM_PROCESSES": "2"}, **{"coordinator": "a:1", **arguments})
+
+
+def test_numpy_numbers_and_the_address_of_env(monkeypatch):
+    world = discover({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, rank=np.int64(0), size=2, init_method="env://")
+    assert (world.rank, type(world.rank), world.size, world.coordinator) == (0, int, 2, "a:1")
+    with pytest.raises(UsageError, match="MASTER_PORT is not set"):
+        discover({"MASTER_ADDR": "a"}, rank=0, size=2, init_method="env://")
+    with pytest.raises(UsageError, match="timeout='abc' is not a number of seconds above 0"):
+        default_timeout("abc")
+    assert default_timeout(np.float32(6)) == 6
 
 
 def test_the_rank_is_not_known_while_the_job_is_joined(monkeypatch):

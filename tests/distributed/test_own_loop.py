@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import socket
 import sys
 
 import equinox
@@ -417,6 +418,29 @@ def test_the_bytes_of_a_state_do_not_depend_on_its_byte_order():
     for committed in (swapped, own):
         (data,) = elastic.with_checksums(1, [elastic.native(committed)]).parts[WHOLE]
         np.testing.assert_array_equal(elastic.restore(data, elastic.native(swapped), swapped), own)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("ends", "code", "expected"),
+    [
+        ("sys.exit(3)", 1, "jaxdp: rank 1 (host HOST) has ended before the others"),
+        pytest.param("raise KeyboardInterrupt", 130, "interrupted by Ctrl-C (SIGINT)", marks=pytest.mark.slow),
+    ],
+    ids=["exit", "interrupt"],
+)
+def test_a_rank_that_leaves_the_others_in_a_collective_is_named(ends, code, expected):
+    script = f"""
+import sys, jax, numpy, jaxdp
+rank, add = jaxdp.init().rank, jax.pmap(lambda x: jax.lax.psum(x, "data"), axis_name="data")
+for step in range(1000):
+    numpy.asarray(add(numpy.ones((jax.local_device_count(), 4), "float32")))
+    if rank == 1 and step == 3:
+        {ends}
+"""
+    jobs = processes(["-c", script], ranks(2, f"127.0.0.1:{port()}"))
+    assert jobs[0].returncode == code, jobs[0].stderr
+    assert expected.replace("HOST", socket.gethostname()) in jobs[0].stderr and "Traceback" not in jobs[0].stderr
 
 
 @pytest.mark.slow
