@@ -20,7 +20,7 @@ from jaxdp.distributed import hosts, launchers, protocol
 from jaxdp.distributed.world import World
 from jaxdp.doctor import devices, mpi, network, resources, settings, versions
 from jaxdp.doctor.check import LIMIT, OK, Check, Checker, of_text, ok, run_checks
-from jaxdp.errors import UsageError
+from jaxdp.errors import ReportedError, UsageError
 
 
 def main(directory: pathlib.Path, launcher: int) -> None:
@@ -53,7 +53,12 @@ def main(directory: pathlib.Path, launcher: int) -> None:
 
     from jaxdp.distributed import context as contexts
 
-    context = contexts.init(timeout=timeout) if world else contexts.Context()
+    try:
+        context = contexts.init(timeout=timeout) if world else contexts.Context()
+    except ReportedError as error:
+        if world and error.rank not in (None, world.rank):
+            os._exit(2)  # the doctor of that rank prints it; this one has its own findings, and ends soon
+        raise
     names = [*context.hosts] if size > 1 else names
     stage("network", 3 * LIMIT + timeout)
     with socket.create_server(("", 0), backlog=128) as listener:

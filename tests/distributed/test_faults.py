@@ -167,8 +167,9 @@ def test_a_process_may_take_long_at_the_end(config, tmp_path):
 @pytest.mark.slow
 def test_an_exception_in_the_loss_or_the_evaluation_ends_all(config, tmp_path):
     done = job(config, tmp_path / "loss", which="mpich", more=["--loss.target", "faulty.FailsInLoss"])
-    assert done.returncode == 1 and not done.left and done.seconds < 30, done.output
-    assert "the loss fails" in done.stderr and done.output.count("Traceback (most") == 1
+    # It failed while it was traced; MPICH kills the others as soon as one has ended, and may report that.
+    assert done.returncode in (2, 9) and not done.left and done.seconds < 30, done.output
+    assert "jaxdp: loss: it failed at tests/support/mpi/faulty.py" in done.stderr and "Traceback" not in done.output
     more = ["--checkpoint.asynchronous", "false"]  # the save of step 20 is then over
     done = job(config, tmp_path / "eval", "raise", rank=1, at=2, where="test", more=more)
     assert done.returncode == 1 and not done.left and done.seconds < 30, done.output
