@@ -218,7 +218,7 @@ def spoil(context):
                 for field in [*shape, "none"]:
                     good = {{"name": "x", "text": "y", "key": "z", "turn": 0, "members": [0], "timeout": 0.0,
                              "seconds": 0.0, "note": {{}}, "await_responsive": False,
-                             "suspended": False}}
+                             "suspended": False, "fault": "w"}}
                     good = {{name: good[name] for name in shape}}
                     member.connection.send(op=op, id=-1, **{{**good, field: value}})
         for value in values:
