@@ -214,8 +214,8 @@ def crash(error: BaseException) -> NoReturn:
             reply = member.silent()  # meanwhile the reader thread ends this process if the coordinator knows the cause
             if ranks := reply["silent"] or reply["left"]:
                 has = "has" if len(ranks) == 1 else "have"
-                how = "gone: killed, stopped, or cut off" if reply["silent"] else "ended before the others"
-                text, trace = f"{member.name(*ranks)} {has} {how}", ""
+                text, trace = f"{member.name(*ranks)} {has} gone: killed, stopped, or cut off", ""
+                text = text if reply["silent"] else f"{member.name(*ranks)} {has} ended before the others"
     if member.report_fault(text) or member.elastic:
         member.ending.set()
         if not trace:

@@ -195,6 +195,7 @@ def test_numpy_numbers_and_the_address_of_env(monkeypatch):
 
 def test_the_rank_is_not_known_while_the_job_is_joined(monkeypatch):
     """A process that joins an elastic job builds its run before: code of the user must not take it for rank 0 of 1."""
+    monkeypatch.setattr(context, "_current", None)
     monkeypatch.setattr(context, "_joining", discover(coordinator="a:1", rank=1, size=2))
     with pytest.raises(UsageError, match="this process has not joined its job yet"):
         context.current()
