@@ -1,10 +1,11 @@
 """The components that a config names: model, loss, optimizer, step and state; each can be built separately."""
 
+import contextlib
 import functools
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -80,6 +81,18 @@ def set_jax(config: Config, sums: bool = True) -> None:
             raise UsageError(f"{name}: {value!r} makes numbers depend on the devices; set it to {needed!r}")
     if "" not in sys.path:  # a target may be a module in the folder that the command runs in
         sys.path.insert(0, "")
+
+
+@contextlib.contextmanager
+def jax_settings(config: Config) -> Iterator[None]:
+    """Use `set_jax` inside this context, then restore the settings."""
+    before = {name: jax.config.values[name] for name in SETTINGS}
+    try:
+        set_jax(config)
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 @user_errors.reported()

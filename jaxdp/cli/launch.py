@@ -112,7 +112,7 @@ def is_elastic(command: list[str]) -> bool:
 
 
 def wait(processes: list[Process], elastic: bool) -> int:
-    """Wait until no process runs or is to run again; return the code of the job: 0, 2, 75 or 1.
+    """Wait until no process runs or is to run again; return the code of the job: 0, 2, 75, 130 or 1.
 
     The job has succeeded if all processes have. elastic: it may be an elastic job, which may have lost some before the
     first one succeeded; of the others, more than half must have succeeded.

@@ -12,7 +12,7 @@ import time
 
 import jax
 
-from jaxdp.assemble.components import NOTHING, SETTINGS, Objects, set_jax
+from jaxdp.assemble.components import NOTHING, Objects, jax_settings
 from jaxdp.assemble.run import Prepared, prepare
 from jaxdp.config import Config
 from jaxdp.config.check import decides, flatten
@@ -52,13 +52,9 @@ def prepare_in_advance(config: Config, objects: Objects) -> None:
 
     An error is not reported: building it again will raise it, for all processes to hear.
     """
-    before = {name: jax.config.values[name] for name in SETTINGS}
-    with contextlib.suppress(Exception):
-        set_jax(config)
+    with contextlib.suppress(Exception), jax_settings(config):
         jax.devices()  # opened here, so that code of the user cannot join the job
         in_advance[:] = [prepare(config, objects, several=True)]
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 def wait_for_devices(replicas: int, context: Context, timeout: float) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdp import compilation_cache, user_errors
-from jaxdp.assemble.components import SETTINGS, Objects, Parts, make_parts, set_jax
+from jaxdp.assemble.components import Objects, Parts, jax_settings, make_parts
 from jaxdp.assemble.identity import shapes_of
 from jaxdp.assemble.run import make_run
 from jaxdp.checkpoint.digest import params_sha256
@@ -196,14 +196,11 @@ def make_fitted(final: Record, state: TrainState, config: Config, objects: Objec
 def settings(config: Config) -> Iterator[None]:
     """Use the config's settings of JAX inside this context; then restore them, how JAX lowers operations, and the
     settings of the compilation cache."""
-    before, cache = {name: jax.config.values[name] for name in SETTINGS}, compilation_cache.settings()
+    cache = compilation_cache.settings()
     try:
-        set_jax(config)
-        with private_jax.usual_lowerings():
+        with jax_settings(config), private_jax.usual_lowerings():
             yield
     finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
         compilation_cache.leave(cache)
 
 

@@ -48,8 +48,8 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 # rank) 80; records of an update that failed on rank 0 alone 15; devices that are opened together 5.
 # Then 29: a connection that breaks between live processes of an elastic job 24; one that hangs ends 5.
 # Then 92: a process builds its run before it joins an elastic job 74, and one interruption for several (join_after) 18.
-# Then 52: arguments of init and ranks that end early, in a script, are named in a line; launch knows an elastic job.
-BUDGET = {"package": 30_745, "file": 300, "function": 60, "one update": 700}  # lines
+# Then 58: arguments of init and ranks that end early, in a script, are named in a line; launch knows an elastic job.
+BUDGET = {"package": 30_751, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {
