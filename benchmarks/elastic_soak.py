@@ -49,10 +49,14 @@ class Run:
     folder: pathlib.Path
 
     def lines(self, name: str, last: int = 0) -> list[dict]:
-        """The lines of a file; if `last`, as many of the last ones."""
+        """The lines of a file; if `last`, as many of the last ones: reading all would take a core of a long run."""
         file = self.folder / "run" / name
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [json.loads(x) for x in lines[-last:] if x.endswith("}")]
+        if not file.exists():
+            return []
+        with file.open("rb") as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - 1024 * last) if last else 0)
+            lines = stream.read().decode().splitlines()
+        return [json.loads(x) for x in lines[-last:] if x.startswith("{") and x.endswith("}")]
 
     def step(self) -> int:
         """The newest update that is in the log of the run."""

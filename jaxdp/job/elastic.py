@@ -4,6 +4,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -21,7 +22,7 @@ from jaxdp.distributed.context import Context, ElasticOptions
 from jaxdp.errors import PREEMPTED, DistributedError
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.jsonl import read
-from jaxdp.metrics.writer import KEPT, Newest
+from jaxdp.metrics.writer import Newest, Record
 from jaxdp.supervise.monitor import Stopped
 
 ALL_END = {  # launcher: what it does when one process ends, and the alternative
@@ -81,17 +82,16 @@ def wait_for_devices(replicas: int, context: Context, timeout: float) -> None:
     raise Stopped("regroup", "another process joins")
 
 
-def collect_records(newest: Newest, context: Context, file: pathlib.Path) -> None:
-    """Let root take the newest records that are not in its file from another process.
+def missing_records(newest: Newest, context: Context, file: pathlib.Path) -> list[Record]:
+    """Return the newest records of the process that has most of those that are not in root's file.
 
     An update that a lost process has interrupted may have succeeded in some processes, and failed on root.
     """
     key = lambda record: [record.get("step"), record.get("split")]
-    written = context.of_root("written records", lambda: [*map(key, read(file)[-2 * KEPT :])])
+    written = context.of_root("written records", lambda: [*map(key, read(file, math.inf))])
     missing = [record for record in newest.records if key(record) not in written]
     texts = context.exchange("missing records", json.dumps(missing))
-    if context.is_root:
-        newest.records.extend(json.loads(max(texts, key=len)))
+    return json.loads(max(texts, key=len))
 
 
 def launcher_problem(launcher: str) -> str | None:

@@ -17,7 +17,7 @@ from jaxdp.core.state import TrainState
 from jaxdp.distributed import faults, membership, private_jax
 from jaxdp.distributed.context import SLOW, Context
 from jaxdp.errors import ReportedError, UsageError, one_line
-from jaxdp.job.elastic import collect_records, in_advance, launcher_problem, wait_for_devices
+from jaxdp.job.elastic import in_advance, launcher_problem, missing_records, wait_for_devices
 from jaxdp.job.resume import lock_run_dir, resume_step
 from jaxdp.job.start import layout_of, start_writer
 from jaxdp.metrics import safe_print
@@ -175,13 +175,15 @@ def supervised(
     writer = Writer()
     if snapshots is not None:
         snapshots.records.rewind(start, run.origin.evaluated)
-        collect_records(snapshots.records, context, directory / "metrics.jsonl")
+        missing = missing_records(snapshots.records, context, directory / "metrics.jsonl")
         writer = snapshots.records
     if context.is_root:
         layout = layout_of(run, config)
         writer = start_writer(directory, config, context, run, layout)
         if snapshots is not None:
-            snapshots.records.write_to(writer, read(directory / "metrics.jsonl"))
+            snapshots.records.records.clear()
+            for record in missing:
+                writer.write(record)
         if snapshots is None or not snapshots.generations:
             rundir.write_layout(directory, layout)
             run = run.replace(layout=layout)

@@ -1,5 +1,6 @@
 """metrics.jsonl: one JSON object per line, flushed as written; a resumed run continues after its checkpoint's step."""
 
+import collections
 import contextlib
 import json
 import math
@@ -8,7 +9,9 @@ import time
 from typing import IO, Any
 
 from jaxdp import rundir
-from jaxdp.metrics.writer import Record, Writer
+from jaxdp.metrics.writer import KEPT, Record, Writer
+
+ENOUGH = 2 * KEPT  # records of earlier updates, before which there is none of a later one
 
 
 class JsonLines(Writer):
@@ -28,13 +31,13 @@ class JsonLines(Writer):
         self.close()
         self.pending = b""
         last = {"final": 0, "eval": step if evaluated else step - 1}
-        records = read(self.path)
+        earlier, records = divide(self.path, step)
         if evaluated and due:
             without = lambda x: {k: v for k, v in x.items() if k not in ("params_sha256", "goodput")}
             records = [without(x) | {"split": "eval"} if is_evaluation(x, records) else x for x in records]
         steps = [(x.get("step"), last.get(str(x.get("split")), step), x) for x in records]
         valid = [line for number, end, line in steps if isinstance(number, int) and 0 < number <= end]
-        rundir.write(self.path, "".join(map(dump, valid)))  # if the disk is full, the outdated lines stay
+        rundir.write(self.path, "".join([*earlier, *map(dump, valid)]))  # if the disk is full, the outdated lines stay
         self.file = self.path.open("ab", buffering=0)
 
     def write(self, record: Record) -> None:
@@ -57,17 +60,31 @@ def is_evaluation(record: Record, records: list[Record]) -> bool:
     return not any(x.get("split") == "eval" and x.get("step") == record.get("step") for x in records)
 
 
-def read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics file, skipping torn lines; an empty list if there is no file."""
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+def read(path: pathlib.Path, since: float = 0) -> list[dict[str, Any]]:
+    """Return the records of a metrics file, skipping torn lines; an empty list if there is no file.
+
+    since: only those since this update, and at least ENOUGH before it.
+    """
+    return divide(path, since)[1]
+
+
+def divide(path: pathlib.Path, since: float) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return (lines, records) of a metrics file: the earlier lines, and the records of `read`.
+
+    Only the lines of these records are parsed: a long run must not wait for those of its beginning.
+    """
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(True) if path.is_file() else []
+    records, earlier = collections.deque[dict[str, Any]](), 0
+    while lines and earlier < ENOUGH:
         try:
-            record = json.loads(line, parse_constant=str)
+            record = json.loads(lines.pop(), parse_constant=str)
         except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
-            records.append(record)
-    return records
+            records.appendleft(record)
+            step = record.get("step")
+            earlier = earlier + 1 if isinstance(step, int) and step < since else 0
+    return lines, list(records)
 
 
 def as_numbers(record: Record) -> Record:

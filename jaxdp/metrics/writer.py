@@ -49,16 +49,6 @@ class Newest(Writer):
         kept = [record for record in self.records if record["step"] <= last.get(record["split"], 0)]
         self.records = collections.deque(kept, KEPT)
 
-    def write_to(self, writer: Writer, written: Sequence[Record]) -> None:
-        """Write the records that are not in `written`, and forget all."""
-        key = lambda record: (record.get("step"), record.get("split"))
-        lines = set(map(key, written))
-        for record in self.records:
-            if key(record) not in lines:
-                lines.add(key(record))
-                writer.write(record)
-        self.records.clear()
-
 
 class Many(Writer):
     """A writer that forwards to several writers."""

@@ -19,7 +19,7 @@ from jaxdp.checkpoint.digest import params_sha256
 from jaxdp.data.base import Arrays
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
-from jaxdp.metrics.jsonl import JsonLines, read
+from jaxdp.metrics.jsonl import ENOUGH, JsonLines, read
 from jaxdp.supervise.monitor import Monitor, Stopped
 from jaxdp.training import loop
 from jaxdp.training.lookback import BEHIND, EXAMINED
@@ -233,6 +233,16 @@ def test_a_resumed_metrics_file_has_no_torn_or_later_lines(tmp_path):
     file.write_text("".join(f'{{"step": {n}, "split": "{split}"}}\n' for n in (2, 4) for split in ("train", "eval")))
     JsonLines(file, keep_until=4, evaluated=False).close()  # it will be made again
     assert [(r["step"], r["split"]) for r in read(file)] == [(2, "train"), (2, "eval"), (4, "train")]
+
+
+def test_a_long_metrics_file_is_read_from_its_end(tmp_path):
+    file, line = tmp_path / "metrics.jsonl", '{{"step": {}, "split": "train"}}\n'.format
+    begin = "not read, and kept\n" + "".join(map(line, range(1, 9_990)))
+    late = [*range(9_991, 10_100), 9_990, *range(10_100, 10_300)]  # update 9,990 came late, from another process
+    file.write_text(begin + "".join(map(line, late)))
+    assert [r["step"] for r in read(file, 10_200)] == late[-100 - ENOUGH :]
+    JsonLines(file, keep_until=9_995).close()
+    assert file.read_text() == begin + "".join(map(line, [*range(9_991, 9_996), 9_990]))
 
 
 @pytest.mark.parametrize(
