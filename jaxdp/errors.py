@@ -112,7 +112,8 @@ def explained(error: BaseException) -> ReportedError | None:
     callers = [frame.filename for frame in frames if "pathlib" not in frame.filename]
     if isinstance(error, OSError) and error.errno in OF_A_PATH and callers and callers[-1].startswith(PACKAGE):
         return UsageError(f"{str(error.filename)[:300]!r} cannot be used: {error.strerror}; give another path")
-    if isinstance(error, RuntimeError | AssertionError) and frames and frames[-1].filename.endswith("xla_bridge.py"):
+    of_jax = isinstance(error, RuntimeError | AssertionError) and "local topologies" not in text  # of other processes
+    if of_jax and frames and frames[-1].filename.endswith("xla_bridge.py"):
         reason = re.sub(r" *\(set JAX_PLATFORMS.*?\)|^Unable to initialize backend '\w*': ", "", one_line(error))
         setting = os.environ.get("JAX_PLATFORMS", "")
         return UsageError(

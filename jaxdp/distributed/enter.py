@@ -15,7 +15,7 @@ from jaxdp.distributed import caches, connection, gpus, hosts, joining, membersh
 from jaxdp.distributed.connection import Joined
 from jaxdp.distributed.joining import ElasticOptions
 from jaxdp.distributed.world import MPI, World
-from jaxdp.errors import GenerationEnded, UsageError
+from jaxdp.errors import GenerationEnded, UsageError, explained
 
 NO_MPI = (
     "jax_cpu_collectives_implementation: mpi does not work: JAX uses its MPI communicators after MPI_Finalize, so that "
@@ -96,17 +96,18 @@ def enter_until_formed(job: Joined) -> dict[str, Any]:
 
 
 def open_devices(member: membership.Membership) -> None:
-    """Open the devices of all processes together. Raises GenerationEnded if one is lost meanwhile.
+    """Open the devices of all processes together. Raises GenerationEnded if one is lost meanwhile, UsageError if JAX
+    finds none of the platform that JAX_PLATFORMS names.
 
     Opening waits for the others, JAX for 2 minutes: one that opened them later could wait for one that waits for it.
     """
     member.check_generation()
     try:
         jax.local_devices()
-    except RuntimeError:
+    except (RuntimeError, AssertionError) as error:
         if member.elastic and member.has_ended(VERDICT):
             member.check_generation()
-        raise
+        raise explained(error) or error from None
 
 
 def enter(job: Joined) -> dict[str, Any]:

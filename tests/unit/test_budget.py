@@ -49,8 +49,9 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 # Then 29: a connection that breaks between live processes of an elastic job 24; one that hangs ends 5.
 # Then 92: a process builds its run before it joins an elastic job 74, and one interruption for several (join_after) 18.
 # Then 58: arguments of init and ranks that end early, in a script, are named in a line; launch knows an elastic job.
-# Then 9: a long metrics file is read from its end, so that an elastic job does not recover more slowly from day to day.
-BUDGET = {"package": 30_760, "file": 300, "function": 60, "one update": 700}  # lines
+# Then 9: a long metrics file is read from its end: an elastic job recovers as fast after days as at first. Then 2:
+# platforms that JAX cannot open, in `init`.
+BUDGET = {"package": 30_762, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {
