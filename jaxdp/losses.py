@@ -94,8 +94,8 @@ class SoftmaxCrossEntropy:
             labels = jnp.argmax(labels, axis=-1)
         else:
             losses = log_sum - _label_logits(logits, labels)
-        right = (jnp.argmax(logits, axis=-1).astype(labels.dtype) == labels).astype(losses.dtype)
-        terms = {"loss": losses, "accuracy": right}
+        right = (jnp.argmax(logits, axis=-1).astype(labels.dtype) == labels) & ~jnp.isnan(log_sum)
+        terms = {"loss": losses, "accuracy": right.astype(losses.dtype)}
         if self.label_smoothing:
             uniform = log_sum - jnp.mean(logits, axis=-1)
             terms |= {"loss": losses + self.label_smoothing * (uniform - losses), "cross_entropy": losses}
@@ -159,8 +159,9 @@ class Contrastive:
         losses, hits = jnp.zeros_like(mask), jnp.zeros_like(mask)
         for scores in (logits, jnp.where(mask != 0, cosines.T, -jnp.inf)):
             matching = jnp.where(mask != 0, jnp.diagonal(cosines), 0)
-            losses += 0.5 * (jax.nn.logsumexp(scores, axis=-1) - matching)
-            hits += 0.5 * (jnp.argmax(scores, axis=-1) == right)
+            log_sum = jax.nn.logsumexp(scores, axis=-1)
+            losses += 0.5 * (log_sum - matching)
+            hits += 0.5 * ((jnp.argmax(scores, axis=-1) == right) & ~jnp.isnan(log_sum))
         return jnp.sum(losses * mask), jnp.sum(mask), {"accuracy": jnp.sum(hits * mask)}
 
 

@@ -33,6 +33,7 @@ class Audit:
         self.probe, self.every, self.action = probe, every, action
         self.last: int | None = None  # the update after which the last audit was made
         self.named: set[Any] = set()
+        self.failed = False  # then a later audit that passes does not make the state right
         self.measure: Callable[..., np.ndarray] = self._measure  # one object: the monitor knows what it has compiled
         self._titles: list[str] = []
         self._groups: list[Groups] = []
@@ -65,8 +66,9 @@ class Audit:
             )
             self._warn(run, step, "software", text)
         if verdict.devices:
+            self.failed = True
             self._act(run, step, verdict)
-        else:
+        elif not self.failed:
             run.checkpoints.audited = step
 
     def _measure(self, run: Run, state: TrainState, batch: Batch) -> np.ndarray:
@@ -90,14 +92,14 @@ class Audit:
         """Exchange the names and kinds of all devices; warn of leaves that have one copy only."""
         context, devices = run.checkpoints.context, self.probe.strategy.devices
         local = [devices[i] for i in of_this_process(devices)]
-        texts = context.exchange("devices", json.dumps([[kind_of(d), getattr(d, "uuid", None)] for d in local]), SLOW)
-        facts = [fact for text in texts for fact in json.loads(text)]
-        kinds = [kind for kind, _ in facts]
+        own = [[kind_of(d), d.local_hardware_id, getattr(d, "uuid", None)] for d in local]  # unknown to the others
+        facts = [fact for text in context.exchange("devices", json.dumps(own), SLOW) for fact in json.loads(text)]
+        kinds = [kind for kind, *_ in facts]
         self._same_kind = [[i for i, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)]
-        for device, (_, serial) in zip(devices, facts):
+        for device, (_, number, serial) in zip(devices, facts):
             rank = device.process_index
             owner = f"{context.title(rank)}, process {context.pids[rank]}" if context.size > 1 else "this process"
-            name = f"{device.device_kind} {device.local_hardware_id} of {owner}{f', serial {serial}' if serial else ''}"
+            name = f"{device.device_kind} {number} of {owner}{f', serial {serial}' if serial else ''}"
             self._titles.append(f"device {len(self._titles)} ({name})")
         shapes = jax.tree.leaves(self.probe.strategy.abstract(padded=True).replace(carry=None))
         single = 0

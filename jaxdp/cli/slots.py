@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 from jaxdp.cli.forked import Forked, preload
 from jaxdp.config import Config
-from jaxdp.config.check import changed_numbers
+from jaxdp.config.check import as_saved, changed_numbers, flatten
 from jaxdp.distributed import gpus
 from jaxdp.errors import INTERRUPTED, PREEMPTED, UsageError
 from jaxdp.metrics.jsonl import read
@@ -27,7 +28,10 @@ class Trial(NamedTuple):
     config: Config
 
     def is_finished(self) -> bool:
-        """Return True if this run is complete. Raises UsageError if its directory has a run of another config."""
+        """Return True if this run is complete, with the same data and evaluation; else its training continues it.
+
+        Raises UsageError if its directory has a run of another config.
+        """
         try:
             saved = mapping(self.directory / "config.yaml")
         except UsageError:  # its training writes the file again
@@ -39,8 +43,10 @@ class Trial(NamedTuple):
             raise UsageError(
                 f"run_dir: {str(self.directory)!r} was trained with another config ({changed[0]}); choose another"
             )
-        same_end = all(saved.get(key) == getattr(self.config, key) for key in ("steps", "epochs"))
-        return same_end and any(record.get("split") == "final" for record in read(self.directory / "metrics.jsonl"))
+        old, new = map(flatten, as_saved(saved, self.config))
+        keys = [key for key in {**old, **new} if re.match(r"(steps|epochs)$|(data|eval)\.", key)]
+        same = not changed and all(old.get(key) == new.get(key) for key in keys)
+        return same and any(record.get("split") == "final" for record in read(self.directory / "metrics.jsonl"))
 
 
 class Running(NamedTuple):
@@ -67,13 +73,13 @@ def make_slots(jobs: int | None, devices: int | None, count: int) -> list[dict[s
     return [{}] * jobs  # not tied to cores, which other programs may use
 
 
-def run_all(trials: Sequence[Trial], slots: Sequence[dict[str, str]]) -> int:
+def run_all(trials: Sequence[Trial], slots: Sequence[dict[str, str]]) -> tuple[int, list[pathlib.Path]]:
     """Train each in a process, with its output in `output.txt`, and print a line about each.
 
     SIGTERM and SIGUSR1 are sent on to the processes, which save and end. A run that another process trains waits for
-    it. Returns the exit code: 0, 1 if a run failed, 75 or 130 after a signal.
+    it. Returns the exit code (0, 1 if a run failed, 75 or 130 after a signal), and the directories that failed.
     """
-    waiting, running, failed, done = list(trials), dict[int, Running](), 0, 0
+    waiting, running, failed, done = list(trials), dict[int, Running](), list[pathlib.Path](), 0
     received: list[int] = []
 
     def stop(number: int, frame: object) -> None:
@@ -91,7 +97,9 @@ def run_all(trials: Sequence[Trial], slots: Sequence[dict[str, str]]) -> int:
             for i, slot in enumerate(slots):
                 if i in running and running[i].child.poll() is not None:
                     done += 1
-                    failed += not report(running.pop(i), f"{done}/{len(trials)}")
+                    ended = running.pop(i)
+                    if not report(ended, f"{done}/{len(trials)}"):
+                        failed.append(ended.trial.directory)
                 free = i not in running and not received
                 trial = next((t for t in waiting if not is_held(t.directory)), None) if free else None
                 if trial is not None:
@@ -105,8 +113,8 @@ def run_all(trials: Sequence[Trial], slots: Sequence[dict[str, str]]) -> int:
         for process in running.values():
             process.child.kill()
     if received:
-        return INTERRUPTED if received[0] == signal.SIGINT else PREEMPTED
-    return 1 if failed else 0
+        return INTERRUPTED if received[0] == signal.SIGINT else PREEMPTED, failed
+    return 1 if failed else 0, failed
 
 
 def start(trial: Trial, slot: dict[str, str]) -> Running:

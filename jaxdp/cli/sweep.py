@@ -43,9 +43,12 @@ def run(call: Call) -> None:
     rundir.write(directory / table.SWEEP, json.dumps(sweep) + "\n")
     finished = f"; {len(mine) - len(pending)} are finished already" if len(pending) < len(mine) else ""
     print(f"sweep: {len(mine)} runs in {directory}, {len(slots)} at once{finished}", flush=True)
-    code = run_all(pending, slots)
+    code, failed = run_all(pending, slots)
     begun = [trial.directory for trial in trials if (trial.directory / "metrics.jsonl").is_file()]
     runs = [*read_runs(begun).values()] if begun else []
+    for run in runs:
+        if pathlib.Path(run["path"]) in failed and run["state"]["word"] == "finished":  # before this sweep
+            run["state"]["word"] = "failed"
     if any(run["numbers"] for run in runs):
         try:
             print(table.table(table.ranked(runs, options["metric"]), options["metric"]))

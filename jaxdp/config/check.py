@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxdp.config import Config, Init
+from jaxdp.config import Audit, Config, Init
 from jaxdp.config.keys import RENAMED, known_fields
 from jaxdp.errors import UsageError
 
@@ -176,6 +176,8 @@ def check_audit(config: Config) -> None:
             "microbatch depend on the compiled program and the number of threads, so healthy devices may differ; set "
             "parallel.reduction to exact, or audit.every to null"
         )
+    if config.audit.every is None and config.audit.action != Audit().action:
+        raise UsageError(f"audit.action: {config.audit.action}, but audit.every is null; set it, such as 100")
     if config.audit.action == "expel" and not config.elastic.enabled:
         raise UsageError(
             "audit.action: expel, but no process can leave this job; set elastic.enabled to true, or use stop"

@@ -54,6 +54,8 @@ def train(
         keep: return the exported state instead of None.
         overwrite: remove an existing run from the directory first.
     """
+    if config.elastic.enabled and context.size < (least := config.elastic.min_processes):
+        raise UsageError(f"elastic.min_processes: {least}, but the job has {context.size}; start more of them", rank=0)
     if not config.elastic.enabled or membership.current() is None:
         return train_here(config, path, context, objects, keep, overwrite)
     if context.is_root and (problem := launcher_problem(context.launcher)) is not None:

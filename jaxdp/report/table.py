@@ -27,8 +27,9 @@ def ranked(runs: Sequence[Json], metric: str) -> list[Json]:
     sign = 1.0 if numbers.smaller_is_better(metric) else -1.0
 
     def rank(run: Json) -> float:
-        value = run["numbers"].get(metric)
-        return sign * value if isinstance(value, int | float) and math.isfinite(value) else math.inf
+        value, loss = run["numbers"].get(metric), run["numbers"].get("loss", 0.0)
+        finite = all(isinstance(x, int | float) and math.isfinite(x) for x in (value, loss))
+        return sign * value if finite else math.inf
 
     return sorted(runs, key=rank)
 
@@ -42,7 +43,9 @@ def table(runs: Sequence[Json], metric: str) -> str:
     for run in runs:
         shown = [run["numbers"].get(name) for name in (*metrics, "step")]
         values = [json.dumps(run["config"].get(key)).strip('"') for key in differ]
-        word = run["state"]["word"]
-        name = run["name"] if word == "finished" else f"{run['name']} ({word})"
+        marks = [word for word in (run["state"]["word"],) if word != "finished"]
+        if run["config"].get("audit.action") == "warn" and any(e["kind"] == "audit_failed" for e in run["events"]):
+            marks.append("wrong device")
+        name = f"{run['name']} ({', '.join(marks)})" if marks else run["name"]
         rows.append([*(f"{x:.6g}" if isinstance(x, int | float) else str(x or "-") for x in shown), *values, name])
     return "\n".join(numbers.table(rows))

@@ -408,3 +408,9 @@ def test_a_run_directory_that_is_removed_ends_all_ranks(tmp_path, processes, mor
     done = mpirun(processes, argv, during=remove, timeout=100)
     assert done.returncode == 1 and not done.left and not folder.exists(), done.output
     assert done.output.count("was removed or replaced while the run was going on") >= 1
+
+
+def test_an_elastic_job_with_fewer_processes_than_it_needs_is_refused(tmp_path):
+    more = ("--elastic.enabled", "true", "--elastic.min_processes", "4", "--run_dir", tmp_path / "run")
+    refused = ended("train", *DIGITS, *more, code=2).stderr
+    assert "elastic.min_processes: 4, but the job has 1; start more of them" in refused

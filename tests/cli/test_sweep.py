@@ -1,6 +1,7 @@
 """`jaxdp sweep`: a grid or a sample of runs, each made once, whatever ends the command."""
 
 import collections
+import dataclasses
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 import pytest
 
 from cli_runs import DIGITS, ended, records
+from jaxdp import rundir
 from jaxdp.cli.slots import make_slots
 from jaxdp.cli.sweep import array_part, make_trials, name_of, split_arguments, split_values
 from jaxdp.distributed import gpus
@@ -98,6 +100,17 @@ def test_a_run_with_a_damaged_config_is_not_finished(tmp_path):
         assert not trial.is_finished()
 
 
+@pytest.mark.parametrize("changed", [("--data.args.path", "b.npz"), ("--eval.ema", "true")])
+def test_a_run_with_other_data_or_another_evaluation_is_not_finished(tmp_path, changed):
+    fixed = ("--seed", "0,1", "--optimizer.ema", "0.9", "--optimizer.schedule", "constant")
+    [trial, _], [other, _] = trials(*fixed, directory=tmp_path), trials(*fixed, *changed, directory=tmp_path)
+    trial.directory.mkdir()
+    rundir.write_config(trial.directory, dataclasses.asdict(trial.config))
+    assert not trial.is_finished()
+    (trial.directory / "metrics.jsonl").write_text('{"step": 5, "split": "final"}\n')
+    assert trial.is_finished() and not other.is_finished()
+
+
 def test_runs_at_once_share_no_gpu(monkeypatch):
     cores = len(os.sched_getaffinity(0))
     assert make_slots(None, None, 100) == [{}] * cores and make_slots(None, None, 1) == make_slots(1, None, 5) == [{}]
@@ -128,6 +141,10 @@ def test_the_table_is_sorted_by_a_metric(tmp_path):
     head, *rows = table(ranked(runs, "accuracy"), "accuracy").splitlines()
     assert head.split() == ["accuracy", "loss", "step", "optimizer.lr", "run"]
     assert rows[0].split() == ["0.8", "0.5", "5", "0.1", "a"] and rows[2].split()[1] == "nan"
+    unsound = make_run(tmp_path / "wrong" / "d", 0.1, "nan", 1.0)
+    assert [run["name"] for run in ranked([unsound, *runs], "accuracy")] == ["a", "b", "d", "c"]
+    named = {"config": unsound["config"] | {"audit.action": "warn"}, "events": [{"kind": "audit_failed"}]}
+    assert table([unsound | named], "loss").endswith("d (wrong device)")
     with pytest.raises(UsageError, match="no run has 'acuracy'; did you mean 'accuracy'"):
         ranked(runs, "acuracy")
     assert "contains 3 runs" in ended("report", tmp_path, code=2).output

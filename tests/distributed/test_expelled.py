@@ -52,6 +52,7 @@ def test_an_expelled_process_leaves_and_the_parameters_are_those_of_an_undisturb
     assert final["params_sha256"] == undisturbed["params_sha256"] and final["step"] == 60
     failed = [(e["step"], e["rank"]) for e in events if e["kind"] == "audit_failed"]
     assert failed == [(30, rank)] and wrong in out and "this process leaves the job" in out
+    assert f"(cpu 0 of rank {rank} (host " in out and "None" not in out
     assert "checkpoint 25 may be wrong" in out and (tmp_path / "job/run/checkpoints/25.suspect").is_dir()
     resumed = [(e["step"], e["processes"]) for e in events if e["kind"] == "resume"]
     assert resumed == [(20, 2)]  # the last audit that passed

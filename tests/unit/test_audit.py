@@ -120,6 +120,11 @@ def test_a_flipped_bit_is_named_with_its_device(tmp_path, backend, fault, device
     assert len(warnings) == 1 and f"device {device} (cpu {device} of this process)" in warnings[0]
 
 
+def test_an_audit_that_passes_after_one_that_failed_does_not_make_the_state_right(tmp_path):
+    _, run, events = audited(tmp_path, "flip:grads:device=2:step=5:until=6:repeat=true:bit=0:index=5")
+    assert {step for step, *_ in failures(events)} == {4} and run.checkpoints.audited == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["pmap", pytest.param("pjit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("steps_per_call", [1, pytest.param(3, marks=pytest.mark.slow)])
@@ -264,7 +269,11 @@ def test_several_faults():
     [
         (["--audit.every", "100"], r"audit.every: 100 with reduction: auto, .*set parallel.reduction to exact"),
         (["--audit.every", "0", "--parallel.reduction", "exact"], r"audit.every: 0 is too small"),
-        (["--audit.action", "expel"], r"audit.action: expel, .*set elastic.enabled to true, or use stop"),
+        (
+            ["--audit.action", "expel", "--audit.every", "5", "--parallel.reduction", "exact"],
+            r"audit.action: expel, .*set elastic.enabled to true, or use stop",
+        ),
+        (["--audit.action", "stop"], r"audit.action: stop, but audit.every is null; set it, such as 100"),
         (["--watchdog.slow_factor", "1"], r"watchdog.slow_factor: 1.* must be greater than 1, such as 1.2"),
     ],
 )

@@ -52,6 +52,15 @@ def test_equal_logits_are_ranked_as_by_argmax():
     assert [float(metrics[name]) for name in ("accuracy", "top1_accuracy", "top3_accuracy")] == [1, 1, 3]
 
 
+def test_outputs_that_are_no_numbers_are_no_hits():
+    batch = {"labels": np.zeros(2, np.int32), "mask": np.ones(2, np.float32)}
+    scores = jnp.array([[2.0, 1.0, 0.0], [jnp.nan] * 3])
+    loss, _, metrics = SoftmaxCrossEntropy(top_k=[1])(scores, batch)
+    assert np.isnan(loss) and metrics["accuracy"] == metrics["top1_accuracy"] == 1
+    directions = jnp.full((2, 3), jnp.nan)
+    assert Contrastive()((directions, directions), batch)[2]["accuracy"] == 0
+
+
 @pytest.mark.slow
 def test_a_label_that_is_no_class_is_not_finite_and_where_the_mask_is_0_it_is_nothing():
     scores, batch = (
