@@ -16,6 +16,7 @@ INSTALL = "pip install 'jaxdp-trainer[mpi]'"
 # Open MPI 4 and 5 refuse more processes than cores.
 OVERSUBSCRIBE = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
 SECONDS = 10.0
+AS_ROOT = "run it as another user, or set OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
 
 
 def check_mpirun() -> Iterator[Check]:
@@ -37,7 +38,8 @@ def check_mpirun() -> Iterator[Check]:
         yield of_text("mpi4py", f"{message[1]}, or put the mpirun of that library first on PATH")
     elif done.returncode:
         text = " ".join(re.sub(r"[-*]{3,}", "", done.stdout + done.stderr).split())
-        fix = "see that message; for mpi4py's library, set MPI4PY_LIBMPI to the one of this mpirun"
+        library = "see that message; for mpi4py's library, set MPI4PY_LIBMPI to the one of this mpirun"
+        fix = AS_ROOT if "as root" in text else library
         yield failure("mpirun", f"{path} -np 2 ends with code {done.returncode}: {text[:300]}", fix)
     else:
         yield ok("mpirun", f"{path} starts processes that see each other, with {done.stdout.splitlines()[0]}")
