@@ -17,20 +17,13 @@ from jaxdp.report.writer import NAME
 def run(call: Call) -> None:
     """Write the page and print its path. Raises UsageError if a run cannot be read or the file cannot be written."""
     options = call.options
-    paths, metric, default = [pathlib.Path(run) for run in options["run"]], options["metric"], pathlib.Path(NAME)
+    paths = [pathlib.Path(run) for run in options["run"]]
     if not paths:
         raise UsageError("report: no run given; name run directories, e.g. jaxdp report runs/digits")
-    if len(paths) == 1:
-        default = paths[0] / NAME
-        if sweep := sweep_metric(paths[0]):
-            metric, paths = metric or sweep, runs_in(paths[0])
-    for directory in paths:
-        inside = runs_in(directory)
-        if inside and not (directory / "metrics.jsonl").exists():
-            raise UsageError(
-                f"report: {str(directory)!r} contains {len(inside)} run{'s' * (len(inside) > 1)}; name those to show, "
-                f"or {directory}/*"
-            )
+    default = (paths[0] if len(paths) == 1 else pathlib.Path()) / NAME
+    metrics = [sweep_metric(path) for path in paths]
+    metric = options["metric"] or (metrics[0] if len({*metrics}) == 1 else "")
+    paths = [run for path, sweep in zip(paths, metrics) for run in (sweep and runs_in(path)) or [path]]
     run_by_path = read_runs(paths)
     directories, runs = list(run_by_path), list(run_by_path.values())
     for run, name in zip(runs, names(directories)):
@@ -68,6 +61,12 @@ def read_runs(directories: list[pathlib.Path]) -> dict[pathlib.Path, Json]:
     runs: dict[pathlib.Path, Json] = {}
     for directory in directories:
         try:
+            inside = runs_in(directory)
+            if inside and not (directory / "metrics.jsonl").exists():
+                raise UsageError(
+                    f"report: {str(directory)!r} contains {len(inside)} run{'s' * (len(inside) > 1)}; name those to "
+                    f"show, or {directory}/*"
+                )
             runs[directory] = read_run(directory, runs=len(directories))
         except UsageError as error:
             if len(directories) == 1 or not directory.exists():

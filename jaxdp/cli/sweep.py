@@ -45,12 +45,12 @@ def run(call: Call) -> None:
     print(f"sweep: {len(mine)} runs in {directory}, {len(slots)} at once{finished}", flush=True)
     code, failed = run_all(pending, slots)
     begun = [trial.directory for trial in trials if (trial.directory / "metrics.jsonl").is_file()]
-    runs = [*read_runs(begun).values()] if begun else []
-    for run in runs:
-        if pathlib.Path(run["path"]) in failed and run["state"]["word"] == "finished":  # before this sweep
-            run["state"]["word"] = "failed"
-    if any(run["numbers"] for run in runs):
+    if begun:
         try:
+            runs = [*read_runs(begun).values()]
+            for run in runs:
+                if pathlib.Path(run["path"]) in failed and run["state"]["word"] == "finished":  # before this sweep
+                    run["state"]["word"] = "failed"
             print(table.table(table.ranked(runs, options["metric"]), options["metric"]))
         except UsageError as error:  # the runs are trained: `jaxdp report --metric` makes the table
             print(f"jaxdp: {error}", file=sys.stderr)

@@ -15,13 +15,13 @@ METRICS = ("loss", "accuracy", "perplexity")
 
 
 def ranked(runs: Sequence[Json], metric: str) -> list[Json]:
-    """Sort runs of `read_run`, the best first, those without a finite value last. Raises UsageError if none has it."""
+    """Sort runs of `read_run`, the best first. Raises UsageError if they have metrics, but none has this one."""
     of_batch = lambda run: "loss_of" in run["numbers"] or run["numbers"].get("split", "train") == "train"
     if not all(map(of_batch, runs)):  # do not compare the metrics of a training batch with those of an evaluation
         rates = lambda run: {name: x for name, x in run["numbers"].items() if name in ("step", *RATES)}
         runs = [{**run, "numbers": rates(run)} if of_batch(run) else run for run in runs]
     known = sorted({name for run in runs for name in run["numbers"]} - {"step", "split", "time", "params_sha256"})
-    if metric not in known:
+    if known and metric not in known:
         hint = suggest(metric, known, 0.5, f"known: {', '.join(known)}")
         raise UsageError(f"--metric: no run has {metric!r}; {hint}")
     sign = 1.0 if numbers.smaller_is_better(metric) else -1.0

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -153,6 +154,30 @@ def test_the_table_is_sorted_by_a_metric(tmp_path):
     assert [line.split()[-1] for line in done[1:4]] == ["b", "a", "c"] and f"{tmp_path / 'report.html'}  " in done[4]
     page = (tmp_path / "report.html").read_text()
     assert page.index('"name":"b"') < page.index('"name":"a"') < page.index('"name":"c"')
+
+
+def test_each_sweep_among_several_stands_for_its_runs(tmp_path):
+    """As a shell makes of `runs/*`. A directory of runs that is no sweep is left out, as everything that is no run."""
+    for name, loss in (("one/a", 0.3), ("one/b", 0.1), ("two/c", 0.2), ("alone", 0.4), ("group/d", 0.5)):
+        make_run(tmp_path / name, 0.1, loss, 0.9)
+    for name in ("one", "two", "new"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "sweep.json").write_text('{"metric": "loss"}')
+    page, listed = tmp_path / "page.html", lambda: re.findall('"name":"(.)[^"]*","path"', page.read_text())
+    ended("report", tmp_path / "one", tmp_path / "two", "--out", page)
+    assert listed() == ["b", "c", "a"]  # sorted: both sweeps have the same metric
+    done = ended("report", *(tmp_path / name for name in ("alone", "group", "new", "one", "two")), "--out", page)
+    assert listed() == [*"aabc"] and [line.endswith("; left out") for line in done.stderr.splitlines()] == [True] * 2
+
+
+def test_a_sweep_of_which_every_run_failed_has_a_report(tmp_path):
+    for name in ("a", "b"):
+        make_run(tmp_path / name, 0.1, 0.5, 0.8)
+        (tmp_path / name / "metrics.jsonl").write_text("")
+        (tmp_path / name / "events.jsonl").write_text('{"t": 1.0, "kind": "failed", "step": 0, "reason": "nan"}\n')
+    (tmp_path / "sweep.json").write_text('{"metric": "loss"}')
+    _, *rows, last = ended("report", tmp_path).stdout.splitlines()
+    assert [row.split()[-2:] for row in rows] == [["a", "(failed)"], ["b", "(failed)"]] and "2 runs" in last
 
 
 @pytest.mark.parametrize("more", [{"split": "train", "examples_per_s": 7.0}, {"loss_of": "the last batch"}])
