@@ -38,7 +38,10 @@ def run(call: Call) -> None:
     mine, directory = trials[array_part(os.environ)], trials[0].directory.parent
     pending = [trial for trial in mine if not trial.is_finished()]
     slots = make_slots(options["jobs"], trials[0].config.parallel.devices, len(pending))
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(rundir.cannot_write(directory, error)) from None
     sweep = {"metric": options["metric"], "command": sys.argv[1:]}
     rundir.write(directory / table.SWEEP, json.dumps(sweep) + "\n")
     finished = f"; {len(mine) - len(pending)} are finished already" if len(pending) < len(mine) else ""

@@ -77,7 +77,7 @@ def divide(path: pathlib.Path, since: float) -> tuple[list[str], list[dict[str, 
     records, earlier = collections.deque[dict[str, Any]](), 0
     while lines and earlier < ENOUGH:
         try:
-            record = json.loads(lines.pop(), parse_constant=str)
+            record = json.loads(lines.pop(), parse_constant=str, parse_float=finite)
         except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
@@ -85,6 +85,11 @@ def divide(path: pathlib.Path, since: float) -> tuple[list[str], list[dict[str, 
             step = record.get("step")
             earlier = earlier + 1 if isinstance(step, int) and step < since else 0
     return lines, list(records)
+
+
+def finite(text: str) -> float | str:
+    """Return a number of a file; "inf" or "-inf" if it overflows, as `dump` writes it."""
+    return number if math.isfinite(number := float(text)) else str(number)
 
 
 def as_numbers(record: Record) -> Record:

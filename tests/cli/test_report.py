@@ -188,6 +188,20 @@ def test_a_line_of_another_program_is_one_line_of_the_error(tmp_path, name, line
     assert str(run) in str(error.value) and "env.json" in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_number_that_overflows_is_infinite(tmp_path):
+    run = make_run(tmp_path / "run", lines=3)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 40, "split": "final", "loss": 1e999, "accuracy": -1e999, "time": 1700000020.5}\n')
+    with (run / "events.jsonl").open("a") as file:
+        file.write('{"t": 1700000020.5, "kind": "saved", "step": 40, "seconds": 1e400}\n')
+    data = read_run(run)
+    assert data["numbers"]["loss"] == "inf" and data["numbers"]["accuracy"] == "-inf" and html.render([data])
+    with (run / "events.jsonl").open("a") as file:
+        file.write('{"t": 1e400, "kind": "start"}\n')
+    with pytest.raises(UsageError, match="has lines that this version of jaxdp cannot read"):
+        read_run(run)
+
+
 @pytest.mark.parametrize("text", ["a: &x {b: *x}", "2020-01-01: 1", "- 1", "1: {~: .nan}", "a: [", "\0"])
 def test_a_config_that_was_edited_is_shown_or_is_one_line(tmp_path, text):
     run = make_run(tmp_path / "run", lines=3)

@@ -83,6 +83,11 @@ def test_bad_input_is_one_line_before_any_run(argv, words, tmp_path):
     assert not (tmp_path / "s").exists()
 
 
+def test_a_directory_that_cannot_be_made_is_one_line():
+    done = ended("sweep", *SMALL, "--steps", "5", "--run_dir", "/proc/x", "--seed", "0,1", code=2)
+    assert done.stderr.startswith("jaxdp: run_dir: cannot write in '/proc/x': ") and done.stderr.count("\n") == 1
+
+
 def test_the_tasks_of_a_slurm_array_divide_the_runs():
     array = {"SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_STEP": "2", "SLURM_ARRAY_TASK_COUNT": "3"}
     parts = [list(range(8))[array_part({**array, "SLURM_ARRAY_TASK_ID": i})] for i in ("1", "3", "5")]
