@@ -42,6 +42,9 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
     values = space.as_dict()
     put_nested(values, nested)
     chosen = check_least({name: values.pop(name) for name in options}, options)
+    parallel = values["parallel"]
+    if chosen.get("zero", "0") not in ("0", "config") and (parallel["shard_size"] or parallel["rules"]):
+        parallel["zero"] = parallel["zero"] or 1  # `plan` replaces it by its stages, but 0 does not go with these keys
     return resolve(to_dataclass(Config, values)), (files[-1] if files else None), chosen
 
 

@@ -169,6 +169,16 @@ def test_options_are_read():
         read_stages("4", 0)
 
 
+def test_the_stages_of_the_option_decide_what_is_checked():
+    argv = ["--config", "configs/digits.yaml", "--parallel.backend", "pjit", "--parallel.shard_size", "2"]
+    for stages, zero in {"3": "0", "all": "0", "0": "3"}.items():
+        config, _, options = load([*argv, "--zero", stages, "--parallel.zero", zero], "plan")
+        assert config.parallel.shard_size == 2 and options["zero"] == stages
+    for stages in ("0", "config"):
+        with pytest.raises(UsageError, match="shard_size: 2 with zero: 0, which splits nothing"):
+            load([*argv, "--zero", stages], "plan")
+
+
 def run(*argv, config="gpt2_124m"):
     return subprocess.run(
         [sys.executable, "-c", MEASURED, "plan", "--config", f"configs/{config}.yaml", *argv],
