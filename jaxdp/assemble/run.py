@@ -31,7 +31,7 @@ from jaxdp.assemble.identity import facts, has_own_code, shapes_of
 from jaxdp.assemble.preflight import check_examples, check_optimizer, rehearse
 from jaxdp.checkpoint.local import LocalCheckpoints
 from jaxdp.checkpoint.store import Checkpoints
-from jaxdp.config import Config
+from jaxdp.config import Config, Parallel
 from jaxdp.core.step import Step
 from jaxdp.cpu import on_cpu
 from jaxdp.data.base import UNKNOWN, Dataset, fingerprint
@@ -195,12 +195,17 @@ def make_sources(config: Config, parts: Parts, strategy: Strategy, step: Step) -
     return training, {name: source(x, order(x), False) for name, x in parts.eval_sets.items()}
 
 
+def changes_for(parallel: Parallel, zero: int) -> dict[str, Any]:
+    """Return the keys that a run must set to use this ZeRO stage, besides `zero`."""
+    backends = [name for name, stages in STAGES.items() if zero in stages]
+    changes: dict[str, Any] = {} if parallel.backend in backends else {"backend": backends[0]}
+    unused: dict[str, Any] = {} if zero else {"shard_size": None, "rules": {}}
+    return changes | {key: value for key, value in unused.items() if getattr(parallel, key)}
+
+
 def make_case(config: Config, parts: Parts, zero: int, per_device: int, devices: int) -> Case:
     """Build the case that `plan` compiles: a ZeRO stage on `devices` devices with `per_device` microbatches each."""
-    configured, backends = config.parallel, [name for name, stages in STAGES.items() if zero in stages]
-    backend: Any = configured.backend if configured.backend in backends else backends[0]
-    shard_size = configured.shard_size if zero else None
-    parallel = dataclasses.replace(configured, backend=backend, zero=zero, shard_size=shard_size)
+    parallel = dataclasses.replace(config.parallel, zero=zero, **changes_for(config.parallel, zero))
     if devices > config.microbatches:
         config = dataclasses.replace(config, microbatches=per_device * devices)
     config = dataclasses.replace(config, parallel=parallel)

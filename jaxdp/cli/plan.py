@@ -13,7 +13,7 @@ from jaxdp.analysis.plan import Plan, make_plan, predict, recommend
 from jaxdp.analysis.sites import describe, read_network
 from jaxdp.assemble.components import Parts, make_parts, make_the_step, set_jax, state_maker
 from jaxdp.assemble.preflight import rehearse
-from jaxdp.assemble.run import make_case
+from jaxdp.assemble.run import changes_for, make_case
 from jaxdp.cli import Call
 from jaxdp.config import Config
 from jaxdp.errors import UsageError
@@ -41,6 +41,8 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     make_state = state_maker(config, parts)
     rehearse(config, parts, make_the_step(config, parts), make_state)
     per_device = math.ceil(max(config.microbatches, devices) / devices)
+    key = lambda name, value: f"parallel.{name}: {json.dumps(value)}".replace('"', "")
+    needs = {z: ", ".join(key(*change) for change in changes_for(config.parallel, z).items()) for z in stages}
     plans, notes = list[Plan](), list[str]()
     for zero in stages:
         try:
@@ -54,6 +56,7 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     best, tried_all = recommend(plans, limit), len(stages) > 1 or config.outer.replicas > 1
     enough, uneven = devices <= config.microbatches, 0 < config.microbatches % devices < config.microbatches
     examples = config.batch_size if enough else per_device * devices * parts.order.examples_per_microbatch
+    notes += [f"zero {p.zero} needs {needs[p.zero]}" for p in plans if needs[p.zero]]
     notes += remarks(config, plans, hardware, dtype, per_device, devices, examples)
     shapes, outer = jax.eval_shape(make_state), config.outer
     if outer.replicas > 1 or network is not None:
@@ -69,13 +72,14 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     )
     if options["json"]:
         stage_plans = [
-            {**as_dict(p), "seconds": s, "examples_per_s": examples / s["expected"] if s else None}
+            {**as_dict(p), "needs": needs[p.zero], "seconds": s, "examples_per_s": s and examples / s["expected"]}
             for p, s in zip(plans, seconds)
         ]
         setup = {"model": config.model.target, "parameters": count, "devices": devices, "hardware": hardware._asdict()}
         setup |= {"examples": examples, "microbatches_per_device": per_device, "memory": limit, "plans": stage_plans}
         return json.dumps({**setup, "recommended": best.zero if best and tried_all else None, "notes": notes}, indent=1)
     last = verdict(plans, best, limit, tried_all)
+    last += f"; it needs {needs[best.zero]}" if best and needs[best.zero] else ""
     return "\n".join([*title, "", *figures(plans, seconds, examples), "", last, "", *notes])
 
 

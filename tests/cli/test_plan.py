@@ -21,9 +21,10 @@ from jaxdp.analysis.hardware import HARDWARE
 from jaxdp.analysis.hlo import summarize
 from jaxdp.analysis.plan import Case, make_plan, predict, recommend
 from jaxdp.assemble.components import make_parts
-from jaxdp.assemble.run import make_case
+from jaxdp.assemble.run import changes_for, make_case
 from jaxdp.cli import load
 from jaxdp.cli.plan import read_bytes, read_stages
+from jaxdp.config import Parallel
 from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.state import init_state
 from jaxdp.core.step import make_step
@@ -179,6 +180,12 @@ def test_the_stages_of_the_option_decide_what_is_checked():
             load([*argv, "--zero", stages], "plan")
 
 
+def test_what_a_run_must_set_for_a_stage():
+    assert [changes_for(Parallel(), zero) for zero in (0, 1, 2)] == [{}, {}, {"backend": "pjit"}]
+    split = Parallel("pjit", zero=3, shard_size=2, rules={"head": [None, "shard"]})
+    assert changes_for(split, 3) == {} and changes_for(split, 0) == {"shard_size": None, "rules": {}}
+
+
 def run(*argv, config="gpt2_124m"):
     return subprocess.run(
         [sys.executable, "-c", MEASURED, "plan", "--config", f"configs/{config}.yaml", *argv],
@@ -234,7 +241,8 @@ def test_a_site_sends_what_is_trained_in_the_reductions_bytes(more, each):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--zero", "3"], ["\nzero 3 fits 80 GB (peak "]),
+        (["--zero", "3"], ["\nzero 3 fits 80 GB (peak ", "B); it needs parallel.backend: pjit\n"]),
+        (["--zero", "3", "--json"], ['"needs": "parallel.backend: pjit"', '"zero 3 needs parallel.backend: pjit"']),
         (["--memory", "1KB"], ["\nzero 0 does not fit 1 kB: zero 0 needs ", "; try --zero all, more devices, "]),
         (
             ["--zero", "all", "--optimizer.target", "lamb"],
