@@ -74,8 +74,11 @@ def read_set(key: str, target: Target, split: str, x64: bool, sources: Mapping[s
             f"{key}.target: {target.target!r} is {type(source).__name__}, neither examples nor a function that "
             "returns them"
         )
-    dataset = as_dataset(call(key, bind(key, source, target.args, {"split": split})) if callable(source) else source)
-    check_dtypes(dataset, x64)
+    try:
+        made = call(key, bind(key, source, target.args, {"split": split})) if callable(source) else source
+        check_dtypes(dataset := as_dataset(made), x64)
+    except UsageError as error:  # sources name the key of the training data
+        raise UsageError(re.sub(r"^data\b", key, str(error))) from error.__cause__
     if split == "test" and len(dataset) >= UNKNOWN:
         raise UsageError(f"{key}.args.size: a stream needs it to be evaluated; set it to a number of examples")
     return dataset

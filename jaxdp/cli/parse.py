@@ -22,8 +22,6 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
     import argparse
 
     options, parser = VERBS[verb].options, make_parser(verb)
-    if not argv and verb != "eval":
-        raise UsageError(f"--config: no file given; e.g. jaxdp {verb} --config configs/digits.yaml")
     check_arguments(argv, options)
     argv = with_saved_config(argv) if verb == "eval" else argv
     is_file = lambda pair: "--config" in pair or pair[1].startswith("--config=")
@@ -33,7 +31,7 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
         others, nested = take_nested(argv)
         space = parser.parse_args(others)
     except (argparse.ArgumentError, TypeError, ValueError, KeyError) as error:
-        raise UsageError(unnamed(error) or explain(str(error))) from None
+        raise UsageError(unnamed(error) or explain(str(error), options)) from None
     files = [str(file) for file in space.pop("config") or []]
     names = dict(pairs(argv))
     for key, other in (("steps", "epochs"), ("epochs", "steps")):
@@ -41,6 +39,8 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
             space[other] = None
     values = space.as_dict()
     put_nested(values, nested)
+    if not files and values["steps"] is values["epochs"] is None:
+        raise UsageError(f"--config: no file given; e.g. jaxdp {verb} --config configs/digits.yaml")
     chosen = check_least({name: values.pop(name) for name in options}, options)
     parallel = values["parallel"]
     if chosen.get("zero", "0") not in ("0", "config") and (parallel["shard_size"] or parallel["rules"]):

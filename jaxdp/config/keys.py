@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
+import reprlib
 import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jaxdp.config import Config
-from jaxdp.errors import UsageError, nearest, suggest
+from jaxdp.errors import UsageError, nearest, one_line, suggest
 
 WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", dict: "a mapping", list: "a list"}
 RENAMED = {"parallel.accumulator": "parallel.gradient_buffer"}  # former key -> key
@@ -117,6 +118,6 @@ def check_structure(values: dict[str, Any], where: str, prefix: str = "") -> Non
                 if inner(hint)
                 else ""
             )
-            raise UsageError(f"{where}: {key}: {value!r} is not {expected(key)}{keys}")
+            raise UsageError(f"{where}: {key}: {one_line(reprlib.repr(value))} is not {expected(key)}{keys}")
         if inner(hint) is not None:
             check_structure(value, where, f"{key}.")

@@ -2,13 +2,14 @@
 
 import os
 import re
+from collections.abc import Mapping
 from typing import Any, get_type_hints
 
 import yaml
 
 from jaxdp.config import Config
 from jaxdp.config.check import flatten, resolve
-from jaxdp.config.keys import check_structure, expected, inner, known_keys
+from jaxdp.config.keys import WORDS, check_structure, expected, inner, known_keys
 from jaxdp.errors import UsageError, one_line
 
 
@@ -58,12 +59,14 @@ def check_plain(config: Config) -> None:
             ) from None
 
 
-def explain(text: str) -> str:
-    """Rewrite the parser's message as one line: key, value, and the expected type."""
+def explain(text: str, options: Mapping[str, Any] = {}) -> str:
+    """Rewrite the parser's message as one line: key or option, value, and the expected type."""
     key = re.search(r'(?:key|for) "([\w.]+)"', text)
     value = re.search(r"(?:Got|Given) value: *(.+?) *(?:\n|$)", text)
     if key and value and key.group(1) in known_keys():
         return f"{key.group(1)}: {value.group(1)!r} is not {expected(key.group(1))}"
+    if key and value and key.group(1) in options:
+        return f"--{key.group(1)}: {value.group(1)!r} is not {WORDS[options[key.group(1)].kind]}"
     return one_line(text.replace('in "<unicode string>", ', ""))
 
 

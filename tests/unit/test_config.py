@@ -171,9 +171,22 @@ def test_the_number_of_operations_to_list_is_not_negative():
         load([*DIGITS, "--top", "-1"], "profile")
 
 
-def test_no_arguments_at_all_say_what_to_give():
-    with pytest.raises(UsageError, match="no file given"):
-        load([])
+def test_an_option_of_another_type_is_named():
+    for verb, name in (("plan", "devices"), ("verify", "updates")):
+        with pytest.raises(UsageError, match=f"^--{name}: 'x' is not an integer$"):
+            load([*DIGITS, f"--{name}", "x"], verb)
+
+
+@pytest.mark.parametrize(("argv", "verb"), [([], "train"), (["--seed", "0"], "train"), (["--devices", "4"], "plan")])
+def test_without_a_config_it_is_said_what_to_give(argv, verb):
+    with pytest.raises(UsageError, match=f"^--config: no file given; e.g. jaxdp {verb} --config"):
+        load(argv, verb)
+
+
+def test_a_long_value_is_shortened():
+    with pytest.raises(UsageError, match=r"^fit: eval.data: .* is not a mapping") as error:
+        from_mapping({"eval": {"data": (np.zeros((500, 64)), np.zeros(500))}}, "fit")
+    assert len(str(error.value)) < 200 and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

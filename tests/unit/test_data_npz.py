@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import jaxdp
-from jaxdp.data import Npz
+from jaxdp.assemble.data import read_set
+from jaxdp.config.training import Target
+from jaxdp.data import SOURCES, Npz
 from jaxdp.errors import UsageError
 
 RNG = np.random.default_rng(0)
@@ -89,3 +91,12 @@ def test_a_damaged_file_is_one_line(tmp_path):
     for damaged in (path, str(tmp_path / "empty")):
         with pytest.raises(UsageError, match=r"data.args.path: cannot read .*; give a .npz file of numbers"):
             Npz(damaged)
+
+
+@pytest.mark.parametrize("key", ["data", "eval.data", "eval.also.small"])
+def test_an_error_names_the_key_of_its_set(key, tmp_path):
+    path = save(tmp_path, "stored", inputs=X[:0], labels=Y[:0])
+    for fraction, words in {0.0: ": the data set is empty", 2: ".args.test_fraction: 2 is not at least 0"}.items():
+        target = Target("Npz", {"path": path, "split": "train", "test_fraction": fraction})
+        with pytest.raises(UsageError, match=f"^{key}{words}"):
+            read_set(key, target, "test", False, SOURCES)
