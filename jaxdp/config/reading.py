@@ -63,10 +63,9 @@ def explain(text: str, options: Mapping[str, Any] = {}) -> str:
     """Rewrite the parser's message as one line: key or option, value, and the expected type."""
     key = re.search(r'(?:key|for) "([\w.]+)"', text)
     value = re.search(r"(?:Got|Given) value: *(.+?) *(?:\n|$)", text)
-    if key and value and key.group(1) in known_keys():
-        return f"{key.group(1)}: {value.group(1)!r} is not {expected(key.group(1))}"
-    if key and value and key.group(1) in options:
-        return f"--{key.group(1)}: {value.group(1)!r} is not {WORDS[options[key.group(1)].kind]}"
+    if key and value and (name := key.group(1)) in {*known_keys(), *options}:
+        shown, kind = (f"--{name}", WORDS[options[name].kind]) if name in options else (name, expected(name))
+        return f"{shown}: {value.group(1)!r} is not {kind}"
     return one_line(text.replace('in "<unicode string>", ', ""))
 
 
