@@ -21,6 +21,7 @@ from jaxdp.assemble.run import make_run
 from jaxdp.distributed.context import Context
 from jaxdp.errors import RunFailed, UsageError, explained
 from jaxdp.job.start import advice
+from jaxdp.job.train import train
 from jaxdp.metrics.jsonl import JsonLines
 from jaxdp.training.callbacks import Callbacks, EarlyStopping
 from launch import mpirun
@@ -411,6 +412,6 @@ def test_a_run_directory_that_is_removed_ends_all_ranks(tmp_path, processes, mor
 
 
 def test_an_elastic_job_with_fewer_processes_than_it_needs_is_refused(tmp_path):
-    more = ("--elastic.enabled", "true", "--elastic.min_processes", "4", "--run_dir", tmp_path / "run")
-    refused = ended("train", *DIGITS, *more, code=2).stderr
-    assert "elastic.min_processes: 4, but the job has 1; start more of them" in refused
+    config, _, _ = cli.load([*DIGITS, "--elastic.enabled", "true", "--elastic.min_processes", "4"])
+    with pytest.raises(UsageError, match="elastic.min_processes: 4, but the job has 1; start more of them"):
+        train(config, str(tmp_path / "run"), Context())
