@@ -413,5 +413,5 @@ def test_a_run_directory_that_is_removed_ends_all_ranks(tmp_path, processes, mor
 
 def test_an_elastic_job_with_fewer_processes_than_it_needs_is_refused(tmp_path):
     config, _, _ = cli.load([*DIGITS, "--elastic.enabled", "true", "--elastic.min_processes", "4"])
-    with pytest.raises(UsageError, match="elastic.min_processes: 4, but the job has 1; start more of them"):
+    with pytest.raises(UsageError, match=r"elastic.min_processes: 4, but the job has 1; start more of them"):
         train(config, str(tmp_path / "run"), Context())
