@@ -27,7 +27,7 @@ class Process:
 
     def __init__(self, words: list[str], environment: dict[str, str], restarts: int):
         self.words, self.environment, self.restarts = words, environment, restarts
-        self.pause = 0.0  # seconds before the next restart
+        self.pause, self.began = 0.0, time.time()  # seconds before the next restart; since 1970
         self.restart_at: float | None  # when the next restart is due
         self.start()
 
@@ -53,6 +53,7 @@ class Process:
             return code
         if time.monotonic() >= restart_at:
             with contextlib.suppress(OSError):  # not enough memory, for example: this has cost a restart
+                self.environment["JAXDP_BEGAN"] = str(self.began)
                 self.start()
         return None
 

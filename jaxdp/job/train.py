@@ -1,6 +1,8 @@
 """Train a config in a run directory, with writers, a monitor and signals."""
 
 import contextlib
+import math
+import os
 import pathlib
 import time
 from collections.abc import Iterator
@@ -65,9 +67,10 @@ def train(
     snapshots.prepared = in_advance.pop() if in_advance else None
 
     def train_generation(context: Context) -> tuple[Record, TrainState | None]:
-        if membership.joined().job.generation:
+        generation = membership.joined().job.generation
+        if generation:
             wait_for_devices(config.outer.replicas, context, config.elastic.join_timeout)
-        return train_here(config, path, context, objects, keep, overwrite and not snapshots.generations, snapshots)
+        return train_here(config, path, context, objects, keep, overwrite and not generation, snapshots)
 
     return run_generations(train_generation, context, snapshots.end_generation)
 
@@ -84,6 +87,9 @@ def train_here(
     """Train with the processes of `context`; see `train`. snapshots: of an elastic job."""
     began = time.time()
     directory = schema.run_dir(config, path)
+    if overwrite:  # not what this job has written before `jaxdp launch` started its processes again
+        since = float(os.environ.get("JAXDP_BEGAN", math.inf))
+        overwrite = context.of_root("overwrite", lambda: rundir.began(directory) < since)
     use_compilation_cache(config, context)
     prepared = prepare_on_all_ranks(config, context, objects, snapshots.prepared if snapshots is not None else None)
     if snapshots is not None:

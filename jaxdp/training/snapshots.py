@@ -242,14 +242,14 @@ def find(context: Context, kept: Sequence[Snapshot], oldest: int) -> Found | Non
 
     kept: of this process. Prints what is missing.
     """
-    own = {snapshot.key: snapshot.check() for snapshot in kept}
+    own = {snapshot.key: snapshot.check() for snapshot in kept if snapshot.step >= oldest}
     texts = context.exchange("snapshots", json.dumps([(key, [*s.parts]) for key, s in own.items()]))
     ranks: dict[tuple[int, int, int], dict[int, list[int]]] = {}  # {key: {part: ranks}}
     for rank, text in enumerate(texts):
         for key, parts in json.loads(text):
             for part in parts:
                 ranks.setdefault((key[0], key[1], key[2]), {}).setdefault(part, []).append(rank)
-    complete = [key for key, parts in ranks.items() if key[0] >= oldest and len(parts) > key[2]]
+    complete = [key for key, parts in ranks.items() if len(parts) > key[2]]
     if not complete:
         if ranks and context.is_root:
             step, _, count = key = max(ranks)

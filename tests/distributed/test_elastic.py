@@ -532,6 +532,59 @@ def test_too_few_processes_end_with_75(tmp_path):
     assert job.launcher.returncode == 75 and "elastic.min_processes: 3" in out
 
 
+DIES_EARLY = """
+import os, signal
+from jaxdp.data.digits import Digits
+
+
+class DiesEarly(Digits):
+    def __init__(self, split="train", augment=False):
+        if os.environ.get("JAXDP_PROCESS_ID") == "1" and os.environ["JAXDP_RESTARTS"] != "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().__init__(split, augment=augment)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_a_job_that_begins_with_one_process_lets_others_join(tmp_path):
+    (tmp_path / "dies_early.py").write_text(DIES_EARLY)
+    job = Job(tmp_path, 2, 2, "--data.target", "dies_early.DiesEarly")
+    job.until(lambda: job.generations() == [1, 2])
+    final, _ = job.ends()
+    assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
+
+
+OVERWRITES = """
+import os, signal, sys
+import jaxdp
+
+
+class Dies:
+    def on_update(self, step, metrics):
+        if step == 25 and os.environ["JAXDP_RESTARTS"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+elastic = {"enabled": sys.argv[1] == "elastic"}
+more = dict(batch_size=64, checkpoint={"every": 10}, run_dir="run", overwrite=True, elastic=elastic)
+jaxdp.fit("MLP", "Digits", steps=40, callbacks=[Dies()], parallel={"reduction": "exact"}, **more)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["elastic", "restarted"])
+def test_a_run_that_launch_starts_again_overwrites_what_was_there_and_not_itself(tmp_path, kind):
+    (tmp_path / "script.py").write_text(OVERWRITES)
+    job = launched(tmp_path, "-n", 2, "--restart", 1, sys.executable, "script.py", kind)
+    for _ in range(2):  # the second job overwrites the run of the first
+        done = subprocess.run(**job, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = (tmp_path / "run/events.jsonl").read_text().splitlines()
+        events = [e for e in map(json.loads, lines) if e["kind"] in ("start", "resume")]
+        assert [e["kind"] for e in events] == ["start", "resume"] and events[1]["step"] in (10, 20)
+
+
 OUTER = ("--outer.replicas", "4", "--outer.every", "10")
 
 

@@ -53,7 +53,8 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 # platforms that JAX cannot open, in `init`. Then 21: runs of a sweep with other data or another evaluation, and those
 # that an audit has named, are not shown as equal 18; a job with fewer processes than it needs 3; mpirun as root 2. Then
 # 25: what a stage of `plan` needs, sweeps in a report, errors that name the key of an evaluation or an option.
-BUDGET = {"package": 30_810, "file": 300, "function": 60, "one update": 700}  # lines
+# Then 8: `overwrite` in a job that `launch` starts again, and a generation of one process that others join.
+BUDGET = {"package": 30_818, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {
