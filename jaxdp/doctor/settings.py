@@ -10,7 +10,7 @@ from jaxdp.doctor.check import FAILURE, WARNING, Check, ok, warning
 from jaxdp.errors import suggest
 
 NAMES = ["COORDINATOR", "NUM_PROCESSES", "PROCESS_ID", "LOCAL_RANK", "LOCAL_SIZE", "SECRET", "TIMEOUT", "FAULT"]
-NAMES += ["RESTARTS", "SILENCE"]  # which jaxdp sets itself
+NAMES += ["BEGAN", "RESTARTS", "SILENCE"]  # which jaxdp sets itself
 ON = r"\s*(1|true|t|yes|y|on)\s*"
 OFF = rf"(?!{ON}$).+"
 RANDOM = "makes random numbers depend on the devices"

@@ -61,10 +61,7 @@ def is_evaluation(record: Record, records: list[Record]) -> bool:
 
 
 def read(path: pathlib.Path, since: float = 0) -> list[dict[str, Any]]:
-    """Return the records of a metrics file, skipping torn lines; an empty list if there is no file.
-
-    since: only those since this update, and at least ENOUGH before it.
-    """
+    """Return the records of a metrics file since an update, and ENOUGH before it, without torn lines; [] if it is none."""
     return divide(path, since)[1]
 
 

@@ -15,7 +15,10 @@ METRICS = ("loss", "accuracy", "perplexity")
 
 
 def ranked(runs: Sequence[Json], metric: str) -> list[Json]:
-    """Sort runs of `read_run`, the best first. Raises UsageError if they have metrics, but none has this one."""
+    """Sort runs of `read_run`, the best first, those without a finite value or loss last.
+
+    Raises UsageError if they have metrics, but none has this one.
+    """
     of_batch = lambda run: "loss_of" in run["numbers"] or run["numbers"].get("split", "train") == "train"
     if not all(map(of_batch, runs)):  # do not compare the metrics of a training batch with those of an evaluation
         rates = lambda run: {name: x for name, x in run["numbers"].items() if name in ("step", *RATES)}
@@ -43,7 +46,7 @@ def table(runs: Sequence[Json], metric: str) -> str:
     for run in runs:
         shown = [run["numbers"].get(name) for name in (*metrics, "step")]
         values = [json.dumps(run["config"].get(key)).strip('"') for key in differ]
-        marks = [word for word in (run["state"]["word"],) if word != "finished"]
+        marks = [] if run["state"]["word"] == "finished" else [run["state"]["word"]]
         if run["config"].get("audit.action") == "warn" and any(e["kind"] == "audit_failed" for e in run["events"]):
             marks.append("wrong device")
         name = f"{run['name']} ({', '.join(marks)})" if marks else run["name"]
