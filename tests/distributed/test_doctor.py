@@ -325,7 +325,8 @@ def test_variables_that_surprise():
         "JAXDP_TIMEOUT": FAILURE,
         "http_proxy": WARNING,
     }
-    fine = {"http_proxy": "p:1", "JAX_ENABLE_X64": "0", "JAXDP_SILENCE": "120", "JAXDP_RESTARTS": "0"} | {"JAXDP_BEGAN": "1.5"}
+    fine = {"http_proxy": "p:1", "JAX_ENABLE_X64": "0", "JAXDP_SILENCE": "120", "JAXDP_RESTARTS": "0"}
+    fine["JAXDP_BEGAN"] = "1.5"
     assert [c.status for c in settings.check_settings(1, fine)] == [OK]
 
 
