@@ -61,7 +61,7 @@ def is_evaluation(record: Record, records: list[Record]) -> bool:
 
 
 def read(path: pathlib.Path, since: float = 0) -> list[dict[str, Any]]:
-    """Return the records of a metrics file since an update, and ENOUGH before it; skip torn lines, or a missing file."""
+    """Return the records of a metrics file since an update, and ENOUGH before it; no torn lines; [] without a file."""
     return divide(path, since)[1]
 
 
