@@ -37,6 +37,7 @@ from jaxdp.parallel.layout import Sharding
 from jaxdp.parallel.outer import OuterRule, Replicas
 from jaxdp.parallel.padding import can_pad
 from jaxdp.parallel.pjit import group_size
+from jaxdp.parallel.placement import state_shapes
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.precision import LossScaling, policy
 from jaxdp.split import path_string
@@ -173,7 +174,7 @@ def make_strategy(config: Config, parts: Parts, make_state: Partial, devices: Se
     sharding = Sharding(parallel.zero, size, parallel.gradient_buffer, blocks, True, rules)
     if parallel.zero:
         count = group_size(size, number)
-        pad = can_pad(parts.rule.tx, parts.rule.trainable, jax.eval_shape(make_state), sharding, count)
+        pad = can_pad(parts.rule.tx, parts.rule.trainable, state_shapes(make_state), sharding, count)
         sharding = sharding._replace(pad=pad)
     strategy = STRATEGIES[parallel.backend]
     return strategy(make_state, config.microbatches, reduction, reduce_dtype, devices, sharding)

@@ -93,8 +93,6 @@ def prepare_on_all_ranks(
     """
     set_jax(config)
     jax.devices()  # opening them waits for the other processes, so do it outside of `on_all_ranks`
-    if before is not None:
-        jax.eval_shape(before.make_state)  # traced while processes that have just joined prepare; JAX keeps it
     several = context.size > 1 or config.elastic.enabled  # others may join, and compare theirs
     prepared = on_all_ranks(context, lambda: before or prepare(config, objects, several))
     context.check_same("the run", prepared.facts)

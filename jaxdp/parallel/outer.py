@@ -31,7 +31,7 @@ from jaxdp.errors import UsageError
 from jaxdp.parallel.gather import GatherRule, make_gather
 from jaxdp.parallel.layout import ZERO
 from jaxdp.parallel.pjit import PJit
-from jaxdp.parallel.placement import assign_microbatches, of_this_process, ordered_devices, sent_by_call
+from jaxdp.parallel.placement import assign_microbatches, of_this_process, ordered_devices, sent_by_call, state_shapes
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.rounding import opaque_true, scan_unfused
 from jaxdp.parallel.strategy import Program
@@ -100,7 +100,7 @@ class Replicas(PJit):
         self.full, self.split = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, P(ALL.all))
         self.split_steps = NamedSharding(self.mesh, P(None, ALL.all))
         self.make = Partial(lambda make: with_replicas(make(), rule), make)
-        self.shapes = self.stored = jax.eval_shape(self.make)
+        self.shapes = self.stored = jax.eval_shape(lambda state: with_replicas(state, rule), state_shapes(make))
         if self.shapes.carry is not None:
             raise UsageError(
                 "outer.replicas: the model carries state from batch to batch; use ordinary training", rank=0

@@ -51,7 +51,7 @@ class PJit:
         self.split = NamedSharding(self.mesh, P(self.axes.all))
         self.split_steps = NamedSharding(self.mesh, P(None, self.axes.all))
         self.reduction, self.reduce_dtype = reduction, reduce_dtype
-        self.make, self.shapes = make, jax.eval_shape(make)
+        self.make, self.shapes = make, placement.state_shapes(make)
         # Of gradients too, if any state is split.
         self.slices: Any = param_dims(self.shapes.params, sharding, self.parts)
         others = split_dims(self.shapes.opt_state, self.parts, self.blocks)

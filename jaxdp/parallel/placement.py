@@ -30,6 +30,12 @@ def abstract_state(shapes: TrainState, mesh: Mesh, dims: TrainState, axis: str) 
     return jax.tree.map(shard, shapes, dims)
 
 
+@functools.lru_cache(maxsize=1)
+def state_shapes(make: Partial) -> TrainState:
+    """Return the shapes of the initial state. An elastic job, whose traces end with each generation, keeps them."""
+    return jax.eval_shape(make)
+
+
 def make_state(make: Partial, abstract: TrainState, mesh: Mesh, dims: TrainState, axes: Axes, live: Live) -> TrainState:
     """Compute the initial state directly in its shardings, equal on all devices that store the same part.
 

@@ -62,7 +62,7 @@ class PMap:
         self.split_locally = NamedSharding(placement.data_mesh(local), P(DATA))
         self.reduction, self.reduce_dtype = reduction, reduce_dtype
         self.layout, self.blocks, self.parts = ZERO[sharding.zero], sharding.blocks, len(self.devices)
-        self.make, self.shapes = make, jax.eval_shape(make)
+        self.make, self.shapes = make, placement.state_shapes(make)
         # Of gradients too, if any state is split.
         self.slices: Any = param_dims(self.shapes.params, sharding, self.parts)
         others = jax.tree.map(lambda _: WHOLE, self.shapes.opt_state)

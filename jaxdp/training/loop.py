@@ -44,6 +44,7 @@ def fit(run: Run) -> tuple[Record, TrainState]:
     lookback = Lookback(EXAMINED if run.data.train.check else 0)
     run.hooks.callbacks.call("on_start", run)
     initial = run.hooks.callbacks.state()  # raises UsageError for a state that no checkpoint could store
+    gc.freeze()  # what exists stays alive: scanning it again and again takes a sixth of the time to trace the update
     try:
         while True:
             try:
