@@ -3,8 +3,9 @@
     python -m benchmarks.elastic_recovery [--config configs/gpt_3m.yaml] [--processes 4] [--kills 20] [--key value ...]
 
 Prints the seconds from each kill to the next new update (at which the others continue) and until the process trains
-again, with their medians; each kill is of a complete job that has made 10 more updates. The first `--warm` kills fill
-the compilation cache, and are not counted. Other arguments go to the config, such as --parallel.backend pjit
+again, with their medians. Each kill is of a complete job that has made 10 to 30 more updates, a random number: how many
+are lost depends on the moment between two copies of the state. The first `--warm` kills fill the compilation cache, and
+are not counted. Other arguments go to the config, such as --parallel.backend pjit
 --parallel.zero 3.
 """
 
@@ -37,8 +38,8 @@ def until(job: Job, condition) -> float:
 
 def measure(job: Job, processes: int, rng: random.Random) -> dict[str, float]:
     """Kill a process of a complete job; return the seconds until others train, and until all do."""
-    step = job.step()
-    until(job, lambda: job.step() >= step + 10 and job.generations()[-1] == processes)
+    step = job.step() + rng.randint(10, 30)
+    until(job, lambda: job.step() >= step and job.generations()[-1] == processes)
     before, killed, step = len(job.generations()), time.monotonic(), job.step()
     kill(job, rng)
     update = until(job, lambda: job.step() > step and len(job.generations()) > before)
