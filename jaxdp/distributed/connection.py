@@ -171,7 +171,8 @@ def join(
                 f"rank {facts['rank']}: what listens at the coordinator's address {host}:{port} is not rank 0 of this "
                 f"job ({problem}): another program has that port; choose another"
             )
-        time.sleep(max(0.05, facts["size"] / RETRIES) if not foreign else 0.5)
+        is_closing = refused and "last" not in facts  # a coordinator that ends closes what it has accepted
+        time.sleep(0.5 if foreign or is_closing else max(0.05, facts["size"] / RETRIES))
     if greeted:
         raise DistributedError(f"{title} was not admitted by the coordinator at {host}:{port}: {problem}")
     raise DistributedError(

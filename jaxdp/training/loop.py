@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from jaxdp.analysis import memory
 from jaxdp.checkpoint.digest import params_sha256
 from jaxdp.core.state import TrainState
@@ -193,9 +191,8 @@ def finish(run: Run, program: Program, progress: Progress) -> Record:
         final |= evaluate_and_record(run, program, progress)
     elif run.data.eval:
         final |= progress.evaluation | ({} if progress.stopped is None else {"stopped": progress.stopped})
-    elif progress.metrics:
-        final["loss"] = float(np.reshape(progress.metrics["loss"], -1)[-1])
-        final["loss_of"] = "the last batch"
+    else:
+        final |= progress.last_batch()
     wait_for_checkpoint(run)
     with run.hooks.watch.suspend_timeout("makes the digest"):
         final["params_sha256"] = params_sha256(run.strategy.export(progress.state).params)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.core.state import TrainState
@@ -153,6 +154,12 @@ class Progress:
     evaluated: int = -1
     evaluation: Record = dataclasses.field(default_factory=dict)
     stopped: str | None = None
+
+    def last_batch(self) -> Record:
+        """Return the loss of the last batch, which the final record of a run without evaluation data has."""
+        if not self.metrics:
+            return self.evaluation  # of the checkpoint or snapshot
+        return {"loss": float(np.reshape(self.metrics["loss"], -1)[-1]), "loss_of": "the last batch"}
 
 
 def is_due(step: int, every: int | None) -> bool:

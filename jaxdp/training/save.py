@@ -23,12 +23,17 @@ def save(run: Run, progress: Progress) -> None:
 
 
 def metadata(run: Run, progress: Progress) -> Record:
-    """Return what is needed to resume, besides the state: skipped batches, callbacks, the evaluation of this step."""
+    """Return what is needed to resume, besides the state: skipped batches, callbacks, the evaluation of this step.
+
+    That of a run without evaluation data is the loss of the last batch, for the final record.
+    """
     meta: Record = {"offset": run.origin.offset, "rollbacks": run.origin.rollbacks, **run.hooks.callbacks.state()}
     if run.checkpoints.audited is not None:
         meta["audited"] = run.checkpoints.audited
     if progress.evaluated == progress.step:
         meta |= {"metrics": progress.evaluation, "evaluated": True, "stopped": progress.stopped}
+    elif progress.step == run.options.steps and not run.data.eval:
+        meta["metrics"] = progress.last_batch()
     return meta
 
 

@@ -4,9 +4,10 @@ The state has parts (`copies`): its replicated leaves, which every process copie
 each device. A process copies the parts of its devices and those of a neighbour.
 """
 
-import collections
+import itertools
 import json
 import math
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -26,7 +27,8 @@ from jaxdp.training.copies import Copies, assemble
 from jaxdp.training.run import Progress, Run
 from jaxdp.training.save import metadata, save, wait_for_checkpoint
 
-FIRST, COST, MOST = 10, 0.01, 1000  # updates between the first copies; then the share of the time; most updates
+FIRST, COPIES = 10, 6  # updates between the first copies, and their number
+COST, MOST = 0.01, 1000  # after these: the share of the time that copies take; the most updates between two
 
 
 class Snapshot(NamedTuple):
@@ -83,7 +85,7 @@ class Found(NamedTuple):
 class Snapshots:
     """The newest snapshots of this process.
 
-    every: updates between two; "auto" chooses it after the third, so that they take a hundredth of the time. audited:
+    every: updates between two; "auto" chooses it after the sixth, so that they take a hundredth of the time. audited:
     only states that an audit has passed are copied, not the one at which processes regroup.
 
     The copy of update k is read from the device when the next one is taken, so that the loop never waits for it. If a
@@ -93,7 +95,7 @@ class Snapshots:
     def __init__(self, every: int | Literal["auto"], audited: bool = False):
         self.every, self.audited = FIRST if every == "auto" else every, audited
         self._choose, self._measured = every == "auto", False
-        self._taken: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=3)  # step, began, ended
+        self._taken: list[tuple[int, float, float]] = []  # update, began, ended
         self.newest: Snapshot | None = None
         self.previous: Snapshot | None = None  # of a split state: another process may not have read its newest parts
         self.generations = 0  # that have ended
@@ -127,10 +129,11 @@ class Snapshots:
             began = time.perf_counter()
             self.settle()
             self._begin(run, progress)
-            self._taken.append((progress.step, began, time.perf_counter()))
-            if self._choose and not self._measured and len(self._taken) == 3:
+            if self._choose and not self._measured:
+                self._taken.append((progress.step, began, time.perf_counter()))
+            if len(self._taken) == COPIES:
                 texts = run.checkpoints.context.exchange("cost of snapshots", str(affordable(self._taken)))
-                self.every, self._measured = max(map(int, texts)), True
+                self.every, self._measured, self._taken = max(map(int, texts)), True, []
 
     def take_now(self, run: Run, progress: Progress) -> None:
         """Copy the state, and wait for the copy; without memory for it, save a checkpoint."""
@@ -208,10 +211,11 @@ class Snapshots:
 def affordable(taken: Sequence[tuple[int, float, float]]) -> int:
     """Return the updates between two copies with which these take COST of the time.
 
-    taken: (update, when the copy began, when it ended), in seconds, of three copies.
+    taken: (update, when the copy began, when it ended), in seconds, of COPIES copies. The median, since updates during
+    which a process pauses or compiles take longer.
     """
-    _, (step, began, ended), (now, until, done) = taken
-    update, copy = (until - ended) / (now - step), min(ended - began, done - until)
+    between = (((b[1] - a[2]) / max(1, b[0] - a[0])) for a, b in itertools.pairwise(taken))  # less: it was rolled back
+    update, copy = statistics.median(between), min(ended - began for _, began, ended in taken)
     return min(MOST, max(1, math.ceil(copy / (COST * update))))
 
 

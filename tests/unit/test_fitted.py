@@ -176,6 +176,14 @@ def test_a_finished_run_with_a_loss_of_nan_is_returned_again(tmp_path):
     assert all(isinstance(loss, float) and np.isnan(loss) for loss in losses)
 
 
+def test_a_process_that_dies_before_the_final_record_does_not_lose_the_last_loss(tmp_path):
+    first = fit(eval_data=None, steps=2, run_dir=tmp_path)
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(line for line in file.read_text().splitlines(True) if '"final"' not in line))
+    final = fit(eval_data=None, steps=2, run_dir=tmp_path).final
+    assert {**final, "goodput": 0} == {**first.final, "goodput": 0} and '"final"' in file.read_text()
+
+
 @pytest.mark.slow
 def test_a_run_that_is_made_longer_is_that_of_all_its_steps(tmp_path):
     """As docs/notebook.md does it: the learning rates of `schedule_steps` do not depend on the steps."""

@@ -155,18 +155,22 @@ def test_the_parts_of_a_state_that_was_recovered_are_kept():
 def test_snapshots_take_a_hundredth_of_the_time():
     taken = [(10, 0.0, 0.5), (20, 1.5, 1.5495), (30, 2.5495, 2.8)]  # update, began, ended; an update takes 0.1 s
     assert affordable(taken) == 50
+    paused = [(40, 1003.8, 1003.9), (50, 1004.9, 1005.0), (60, 1006.0, 1006.1)]  # for 1,000 s
+    assert affordable([*taken, *paused]) == 50
+    rolled_back = [(25, 3.3, 3.35), (35, 4.35, 4.4), (45, 5.4, 5.45)]
+    assert affordable([*taken, *rolled_back]) == 50
     assert affordable([(10, 0.0, 0.5), (20, 1.5, 1.5001), (30, 101.5, 101.6)]) == 1
 
 
 @pytest.mark.slow
 def test_snapshots_choose_their_interval(tmp_path):
     snapshots = Snapshots("auto")
-    run = guarded_run(tmp_path, [], steps=40).replace(snapshots=snapshots)
+    run = guarded_run(tmp_path, [], steps=70).replace(snapshots=snapshots)
     snapshots.start(run)
     loop.fit(run)
     run.hooks.watch.stop()
     snapshots.settle()
-    assert snapshots.newest.step == 30 + (40 - 30) // snapshots.every * snapshots.every
+    assert snapshots.newest.step == 60 + (70 - 60) // snapshots.every * snapshots.every
 
 
 @pytest.mark.slow
