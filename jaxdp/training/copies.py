@@ -157,10 +157,3 @@ def fill(shards: Mapping[Box, np.ndarray], piece: np.ndarray, dim: int, first: i
             if low >= high:
                 continue
         shard[tuple(target)] = piece[tuple(source)]
-
-
-def checksum(x: np.ndarray) -> int:
-    """Return the sum of an array's bytes in words of 8: each flipped bit changes it."""
-    data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    words, rest = np.split(data, [data.size // 8 * 8])
-    return int(words.view(np.uint64).sum(dtype=np.uint64)) + int(rest.sum(dtype=np.uint64))

@@ -16,7 +16,6 @@ import jax
 import numpy as np
 
 from jaxdp.core.state import TrainState
-from jaxdp.cpu import on_cpu
 from jaxdp.distributed import hosts
 from jaxdp.distributed.collectives import broadcast
 from jaxdp.distributed.context import Context
@@ -24,7 +23,7 @@ from jaxdp.metrics import safe_print
 from jaxdp.metrics.numbers import size as shown
 from jaxdp.metrics.writer import Newest
 from jaxdp.split import WHOLE
-from jaxdp.training.copies import Copies, assemble, checksum
+from jaxdp.training.copies import Copies, assemble
 from jaxdp.training.run import Progress, Run
 from jaxdp.training.save import metadata, save, wait_for_checkpoint
 
@@ -89,9 +88,8 @@ class Snapshots:
     every: updates between two; "auto" chooses it after the sixth, so that they take a hundredth of the time. audited:
     only states that an audit has passed are copied, not the one at which processes regroup.
 
-    A copy is read from the device when the next one is taken, so that the loop never waits for it. On CPU it waits: XLA
-    dispatches a program whose inputs are not ready in a slower way, and so those after it. If a host lacks the memory
-    for copies, none is taken, and the job continues from its checkpoints.
+    The copy of update k is read from the device when the next one is taken, so that the loop never waits for it. If a
+    host lacks the memory for copies, none is taken, and the job continues from its checkpoints.
     """
 
     def __init__(self, every: int | Literal["auto"], audited: bool = False):
@@ -128,13 +126,9 @@ class Snapshots:
         """Copy the state, if `every` updates have passed, or the run was rolled back."""
         last, self.reached = self._pending or self.newest, progress.step
         if self._enough_memory and not 0 <= progress.step - (last.step if last else run.origin.start) < self.every:
-            if on_cpu():
-                jax.block_until_ready(progress.metrics)
             began = time.perf_counter()
             self.settle()
             self._begin(run, progress)
-            if on_cpu():
-                self.settle()
             if self._choose and not self._measured:
                 self._taken.append((progress.step, began, time.perf_counter()))
             if len(self._taken) == COPIES:
@@ -297,3 +291,10 @@ def receive(context: Context, found: Found, shapes: Sequence[Any]) -> Iterator[t
         if lacking := found.lacking[part]:
             arrays = [np.asarray(x) for x in broadcast(arrays, owner, groups=[[owner, *lacking]])]
         yield part, arrays
+
+
+def checksum(x: np.ndarray) -> int:
+    """Return the sum of an array's bytes in words of 8: each flipped bit changes it."""
+    data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    words, rest = np.split(data, [data.size // 8 * 8])
+    return int(words.view(np.uint64).sum(dtype=np.uint64)) + int(rest.sum(dtype=np.uint64))
