@@ -7,7 +7,6 @@ each device. A process copies the parts of its devices and those of a neighbour.
 import itertools
 import json
 import math
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -211,11 +210,11 @@ class Snapshots:
 def affordable(taken: Sequence[tuple[int, float, float]]) -> int:
     """Return the updates between two copies with which these take COST of the time.
 
-    taken: (update, when the copy began, when it ended), in seconds, of COPIES copies. The median, since updates during
-    which a process pauses or compiles take longer.
+    taken: (update, when the copy began, when it ended), in seconds, of COPIES copies. The least time of an update is
+    used, since processes pause and compile during the first ones.
     """
-    between = (((b[1] - a[2]) / max(1, b[0] - a[0])) for a, b in itertools.pairwise(taken))  # less: it was rolled back
-    update, copy = statistics.median(between), min(ended - began for _, began, ended in taken)
+    between = ((b[1] - a[2]) / max(1, b[0] - a[0]) for a, b in itertools.pairwise(taken))  # less: it was rolled back
+    update, copy = min(between), min(ended - began for _, began, ended in taken)
     return min(MOST, max(1, math.ceil(copy / (COST * update))))
 
 
