@@ -210,9 +210,10 @@ class Snapshots:
 def affordable(taken: Sequence[tuple[int, float, float]]) -> int:
     """Return the updates between two copies with which these take COST of the time.
 
-    taken: (update, when the copy began, when it ended), in seconds, of COPIES copies. The least time of an update is
-    used, since processes pause and compile during the first ones.
+    taken: (update, when the copy began, when it ended), in seconds, of COPIES copies, of which the first compiles. The
+    least time of an update is used, since processes pause during the first ones.
     """
+    taken = taken[1:]
     between = ((b[1] - a[2]) / max(1, b[0] - a[0]) for a, b in itertools.pairwise(taken))  # less: it was rolled back
     update, copy = min(between), min(ended - began for _, began, ended in taken)
     return min(MOST, max(1, math.ceil(copy / (COST * update))))

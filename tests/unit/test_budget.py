@@ -54,9 +54,9 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 # that an audit has named, are not shown as equal 18; a job with fewer processes than it needs 3; mpirun as root 2. Then
 # 25: what a stage of `plan` needs, sweeps in a report, errors that name the key of an evaluation or an option.
 # Then 8: `overwrite` in a job that `launch` starts again, and a generation of one process that others join.
-# Then 20: shapes of the state kept over generations 6; the interval of snapshots from more copies, since a pause made
-# it 1 in one of three jobs, 6; the loss of a final record that another process writes 8.
-BUDGET = {"package": 30_838, "file": 300, "function": 60, "one update": 700}  # lines
+# Then 21: shapes of the state kept over generations 6; the interval of snapshots from more copies, since a pause made
+# it 1 in one of three jobs, 7; the loss of a final record that another process writes 8.
+BUDGET = {"package": 30_839, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {

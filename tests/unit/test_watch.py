@@ -157,6 +157,7 @@ def test_snapshots_take_a_hundredth_of_the_time():
     assert affordable(taken) == 50
     paused = [(40, 1003.8, 1003.9), (50, 1004.9, 1005.0), (60, 2006.0, 2006.1)]  # twice for 1,000 s
     assert affordable([*taken, *paused]) == 50
+    assert affordable([(10, 0.0, 0.001), *taken[1:], *paused]) == 50  # the first reads no copy, and compiles
     rolled_back = [(25, 3.3, 3.35), (35, 4.35, 4.4), (45, 5.4, 5.45)]
     assert affordable([*taken, *rolled_back]) == 50
     assert affordable([(10, 0.0, 0.5), (20, 1.5, 1.5001), (30, 2.5001, 2.6)]) == 1
