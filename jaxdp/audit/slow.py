@@ -6,6 +6,7 @@ rank 0 watches it, and asks all processes to measure when it rises, and now and 
 
 import collections
 import contextlib
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from jaxdp.training.run import Progress, Run
 RISE, RECENT, BEFORE = 1.1, 5, 50  # the factor of a rise, from BEFORE updates to RECENT ones
 ENOUGH = 20  # updates before the first rise
 PAUSE = 60.0  # the least seconds from one measurement to the next without a rise
-MOST, SHARE = 10.0, 0.005  # what measurements may take: so many seconds at once, then a share of the time
+MOST, SHARE = 20, 0.005  # what measurements may take: the time of so many updates at once, then a share of the time
 BLOCK, BLOCKS = 0.05, 3  # the least of three means over 50 ms each: longer than a scheduler's pauses
 ROUND = 7  # measurements that name a process, one after each update
 
@@ -34,7 +35,7 @@ class SlowDevices:
         self.probe, self.factor = probe, factor
         self.times: collections.deque[float] = collections.deque(maxlen=BEFORE + RECENT)  # seconds, of updates
         self.before: tuple[int, float] | None = None  # (update, time)
-        self.allowed = MOST  # seconds that measurements may take
+        self.allowed = math.inf  # seconds that measurements may take
         self.next = time.perf_counter() + PAUSE  # when to measure without a rise
         self.round: list[list[float]] = []  # the factors of all ranks, in each of the last measurements
         self.measured: collections.deque[list[float]] = collections.deque(maxlen=ROUND)  # their times
@@ -46,7 +47,7 @@ class SlowDevices:
         if self.before is not None and run.checkpoints.context.is_root:
             passed = now - self.before[1]
             self.add_time(passed / max(1, step - self.before[0]))
-            self.allowed = min(MOST, self.allowed + SHARE * passed)
+            self.earn(passed)
             if not self.round and self.allowed > 0 and (now > self.next or self.has_risen()):
                 self.next = float("inf")
                 run.hooks.watch.request("probe")
@@ -57,6 +58,10 @@ class SlowDevices:
         """Add the time of an update, unless the loop only dispatched it, as it does after each pause."""
         if not self.times or seconds > 0.25 * statistics.median(self.times):
             self.times.append(seconds)
+
+    def earn(self, seconds: float) -> None:
+        """Add a share of the time to what measurements may take, up to the time of MOST updates."""
+        self.allowed = min(MOST * statistics.median(self.times), self.allowed + SHARE * seconds)
 
     def has_risen(self) -> bool:
         """Return whether the last updates took longer than those before."""

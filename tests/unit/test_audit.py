@@ -312,6 +312,21 @@ def test_a_round_of_measurements_names_the_slow_process(measured, named, again):
     assert found[-1] == named and not any(found[:-1]) and bool(probe.round) == again
 
 
+@pytest.mark.parametrize("seconds", [0.003, 0.2])
+def test_measurements_may_take_the_time_of_twenty_updates_then_a_share(seconds):
+    probe = slow.SlowDevices(None, 1.15)
+
+    def train(updates):
+        for _ in range(updates):
+            probe.add_time(seconds)
+            probe.earn(seconds)
+        return round(probe.allowed / seconds, 6)
+
+    assert train(1000) == 20
+    probe.allowed -= 30 * seconds  # a round of measurements
+    assert [train(1000), train(1000), train(8000)] == [-5, 0, 20]
+
+
 def test_cpu_time_counts_for_a_process_that_is_slower_and_for_no_other():
     factors = lambda ms, shares: [round(f, 2) for f in slow.with_shares(ms, shares)]
     assert factors([10.0, 12.0], [1.0, 0.7]) == [0.83, 1.43]  # slower, and it got 0.7 times the CPU time

@@ -55,8 +55,9 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 # 25: what a stage of `plan` needs, sweeps in a report, errors that name the key of an evaluation or an option.
 # Then 8: `overwrite` in a job that `launch` starts again, and a generation of one process that others join.
 # Then 21: shapes of the state kept over generations 6; the interval of snapshots from more copies, since a pause made
-# it 1 in one of three jobs, 7; the loss of a final record that another process writes 8.
-BUDGET = {"package": 30_839, "file": 300, "function": 60, "one update": 700}  # lines
+# it 1 in one of three jobs, 7; the loss of a final record that another process writes 8. Then 5: measurements of slow
+# devices took ten seconds of the start of each job.
+BUDGET = {"package": 30_844, "file": 300, "function": 60, "one update": 700}  # lines
 ONE_UPDATE = ("core/step.py", "parallel/strategy.py", "parallel/pjit.py", "training/loop.py")
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {
