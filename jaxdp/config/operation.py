@@ -95,7 +95,7 @@ class Elastic:
         enabled: a lost process does not end the others
         min_processes: fewer processes wait for others, and end with code 75 after join_timeout
         snapshot_every: updates between two copies of the state in memory, those since the last one being repeated; auto
-            is as many as make the copies take a hundredth of the time
+            is as many as make the copies take a hundredth of the time, and at least those of 0.4 s
         join_timeout: seconds to wait for enough processes
         join_after: seconds of training before the processes stop for others that wait to join them
     """
