@@ -208,7 +208,7 @@ class Snapshots:
 
 
 def affordable(taken: Sequence[tuple[int, float, float]]) -> int:
-    """Return the updates between two copies with which these take COST of the time, or those of LEAST seconds if more.
+    """Return the updates between two copies: so many that copies take COST of the time, and at least LEAST seconds.
 
     taken: (update, when the copy began, when it ended), in seconds, of COPIES copies, of which the first compiles. The
     least time of an update is used, since processes pause during the first ones.
@@ -216,7 +216,7 @@ def affordable(taken: Sequence[tuple[int, float, float]]) -> int:
     taken = taken[1:]
     between = ((b[1] - a[2]) / max(1, b[0] - a[0]) for a, b in itertools.pairwise(taken))  # less: it was rolled back
     update, copy = min(between), min(ended - began for _, began, ended in taken)
-    return min(MOST, max(1, math.ceil(max(copy / COST, LEAST) / update)))
+    return min(MOST, math.ceil(max(copy / COST, LEAST) / update))
 
 
 def enough_memory(run: Run, need: int) -> bool:
