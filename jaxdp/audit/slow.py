@@ -6,7 +6,6 @@ rank 0 watches it, and asks all processes to measure when it rises, and now and 
 
 import collections
 import contextlib
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from jaxdp.training.run import Progress, Run
 RISE, RECENT, BEFORE = 1.1, 5, 50  # the factor of a rise, from BEFORE updates to RECENT ones
 ENOUGH = 20  # updates before the first rise
 PAUSE = 60.0  # the least seconds from one measurement to the next without a rise
-MOST, SHARE = 20, 0.005  # what measurements may take: the time of so many updates at once, then a share of the time
+MOST, SHARE = 40, 0.005  # what measurements may take: the time of so many updates at once, then a share of the time
 BLOCK, BLOCKS = 0.05, 3  # the least of three means over 50 ms each: longer than a scheduler's pauses
 ROUND = 7  # measurements that name a process, one after each update
 
@@ -35,7 +34,7 @@ class SlowDevices:
         self.probe, self.factor = probe, factor
         self.times: collections.deque[float] = collections.deque(maxlen=BEFORE + RECENT)  # seconds, of updates
         self.before: tuple[int, float] | None = None  # (update, time)
-        self.allowed = math.inf  # seconds that measurements may take
+        self.debt = 0.0  # seconds that measurements took beyond their share of the time
         self.next = time.perf_counter() + PAUSE  # when to measure without a rise
         self.round: list[list[float]] = []  # the factors of all ranks, in each of the last measurements
         self.measured: collections.deque[list[float]] = collections.deque(maxlen=ROUND)  # their times
@@ -47,8 +46,8 @@ class SlowDevices:
         if self.before is not None and run.checkpoints.context.is_root:
             passed = now - self.before[1]
             self.add_time(passed / max(1, step - self.before[0]))
-            self.earn(passed)
-            if not self.round and self.allowed > 0 and (now > self.next or self.has_risen()):
+            self.debt = max(0.0, self.debt - SHARE * passed)
+            if not self.round and (now > self.next or self.has_risen()) and self.may_measure():
                 self.next = float("inf")
                 run.hooks.watch.request("probe")
         self.before = (step, now)
@@ -59,9 +58,8 @@ class SlowDevices:
         if not self.times or seconds > 0.25 * statistics.median(self.times):
             self.times.append(seconds)
 
-    def earn(self, seconds: float) -> None:
-        """Add a share of the time to what measurements may take, up to the time of MOST updates."""
-        self.allowed = min(MOST * statistics.median(self.times), self.allowed + SHARE * seconds)
+    def may_measure(self) -> bool:
+        return self.debt < MOST * statistics.median(self.times)
 
     def has_risen(self) -> bool:
         """Return whether the last updates took longer than those before."""
@@ -82,7 +80,7 @@ class SlowDevices:
         now = time.perf_counter()
         if len(self.measured) > 1:  # the first one compiles
             self.spent += now - began
-            self.allowed -= now - began
+            self.debt += now - began
         if not self.round:
             self.next, self.spent = now + max(PAUSE, 2 * self.spent / SHARE), 0.0
             for _ in range(min(RECENT, len(self.times))):  # a rise is one of the updates that follow

@@ -1,5 +1,7 @@
 """The audit (audit.md) on simulated devices of one process: who is named, who is not, and what is refused."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -313,18 +315,31 @@ def test_a_round_of_measurements_names_the_slow_process(measured, named, again):
 
 
 @pytest.mark.parametrize("seconds", [0.003, 0.2])
-def test_measurements_may_take_the_time_of_twenty_updates_then_a_share(seconds):
+def test_measurements_may_take_the_time_of_forty_updates_then_a_share(seconds, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(slow, "time", types.SimpleNamespace(perf_counter=lambda: now))
     probe = slow.SlowDevices(None, 1.15)
+    probe.next = float("inf")
+    watch = types.SimpleNamespace(is_asked=lambda _: False)
+    context = types.SimpleNamespace(is_root=True)
+    run = types.SimpleNamespace(
+        checkpoints=types.SimpleNamespace(context=context), hooks=types.SimpleNamespace(watch=watch)
+    )
 
-    def train(updates):
-        for _ in range(updates):
-            probe.add_time(seconds)
-            probe.earn(seconds)
-        return round(probe.allowed / seconds, 6)
+    def train(updates, seconds):
+        nonlocal now
+        for step in range(updates):
+            now += seconds
+            probe.is_due(run, types.SimpleNamespace(step=step))
+        return probe.may_measure()
 
-    assert train(1000) == 20
-    probe.allowed -= 30 * seconds  # a round of measurements
-    assert [train(1000), train(1000), train(8000)] == [-5, 0, 20]
+    train(3, 0.0005)  # the loop only dispatched the first ones
+    assert train(100, seconds)
+    probe.debt += 39 * seconds
+    assert train(1, seconds)
+    probe.debt = 70 * seconds  # a round of measurements
+    assert [train(5900, seconds), train(200, seconds)] == [False, True]
+    assert train(8000, seconds) and probe.debt == 0
 
 
 def test_cpu_time_counts_for_a_process_that_is_slower_and_for_no_other():
