@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 import math
 import time
 from collections.abc import Iterator
@@ -42,29 +41,25 @@ def fit(run: Run) -> tuple[Record, TrainState]:
     lookback = Lookback(EXAMINED if run.data.train.check else 0)
     run.hooks.callbacks.call("on_start", run)
     initial = run.hooks.callbacks.state()  # raises UsageError for a state that no checkpoint could store
-    gc.freeze()  # what exists stays alive: scanning it again and again takes a sixth of the time to trace the update
-    try:
-        while True:
-            try:
-                if progress.stopped is None:
-                    advance(run, program, progress, lookback)
-                return finish(run, program, progress), progress.state
-            except NotFinite as error:
-                name = f"the batch of update {error.update}"
-                with watch.suspend_timeout(f"examines {name}"):
-                    run.data.train.examine(error.update - 1 + run.origin.offset, name, run.checkpoints.context)
-            except Stopped as stop:
-                if int(progress.state.guard.halted):  # else the halted updates are rolled back already
-                    run, progress = roll_back(run, progress, initial)
-                    lookback.sent.clear()
-                if stop.kind == "preempt":
-                    save_preempted(run, progress, stop)
-                    raise
-                if stop.kind == "regroup":
-                    run.hooks.snapshots.take_now(run, progress)
-                    raise
-    finally:
-        gc.unfreeze()
+    while True:
+        try:
+            if progress.stopped is None:
+                advance(run, program, progress, lookback)
+            return finish(run, program, progress), progress.state
+        except NotFinite as error:
+            name = f"the batch of update {error.update}"
+            with watch.suspend_timeout(f"examines {name}"):
+                run.data.train.examine(error.update - 1 + run.origin.offset, name, run.checkpoints.context)
+        except Stopped as stop:
+            if int(progress.state.guard.halted):  # else the halted updates are rolled back already
+                run, progress = roll_back(run, progress, initial)
+                lookback.sent.clear()
+            if stop.kind == "preempt":
+                save_preempted(run, progress, stop)
+                raise
+            if stop.kind == "regroup":
+                run.hooks.snapshots.take_now(run, progress)
+                raise
 
 
 def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) -> None:
@@ -103,7 +98,6 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
                 log.events.note("first_update", step)
                 if log.layout is not None:
                     memory.record(log.directory, log.layout, run.strategy, program, progress.state, batch, len(updates))
-                gc.freeze()  # startup objects stay alive: scanning them again would pause a rank for 0.1 s
             for check in run.hooks.checks:
                 if check.is_due(run, progress):
                     meter.pause()

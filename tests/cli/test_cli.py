@@ -240,6 +240,15 @@ def test_the_process_of_a_refused_command_ends_with_code_2(tmp_path):
 
 
 @pytest.mark.slow
+def test_garbage_collection_leaves_out_the_modules(tmp_path):
+    program = "import atexit, gc\natexit.register(lambda: print('frozen', gc.get_freeze_count()))\n"
+    program += "from jaxdp.cli import main\nmain()"
+    words = ["train", "--config", write(tmp_path, SMALL), "--run_dir", str(tmp_path / "run"), "--steps", "1"]
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
+    assert int(re.search(r"frozen (\d+)", done.stdout)[1]) > 100_000
+
+
+@pytest.mark.slow
 def test_the_best_checkpoint_is_by_a_number_that_there_is_and_is_kept(tmp_path):
     argv = ["--config", write(tmp_path, SMALL), "--run_dir", tmp_path / "run", "--eval.every", 5]
     refused = ended("train", *argv, "--checkpoint.best", "acuracy", code=2).stderr
