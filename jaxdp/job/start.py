@@ -70,7 +70,7 @@ def start_writer(directory: pathlib.Path, config: Config, context: Context, run:
         [
             JsonLines(directory / "metrics.jsonl", start, run.origin.evaluated, run.evaluation_is_due(start)),
             console,
-            Reports(directory, flat(dataclasses.asdict(Config()))),
+            Reports(directory, flat(dataclasses.asdict(Config())), run.checkpoints.events),
             *make_writers(config.log.writers, directory, start, dataclasses.asdict(config)),
         ]
     )

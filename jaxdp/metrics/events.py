@@ -17,9 +17,10 @@ ENDS = ("finished", "preempted", "failed", "regroup")
 class NoEvents:
     """An event log that writes nothing: for ranks other than root, and for a loop without a run directory.
 
-    tell: a callback that gets the kind and the step of each event.
+    tell: a callback that gets the kind and the step of each event. ended: the newest one of ENDS, or "".
     """
 
+    ended = ""
     tell: Callable[[str, int | None], None] = staticmethod(lambda kind, step: None)
 
     def note(self, kind: str, step: int | None = None, **more: Any) -> None:
@@ -42,6 +43,7 @@ class Events(NoEvents):
     def note(self, kind: str, step: int | None = None, **more: Any) -> None:
         at = {} if step is None else {"step": step}
         self.tell(kind, step)
+        self.ended = kind if kind in ENDS else self.ended
         event = {"t": round(time.time(), 3), "kind": kind, **at, **more}
         with self.lock, contextlib.suppress(OSError):
             self.pending += dump(event).encode()

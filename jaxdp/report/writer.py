@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxdp.errors import one_line
 from jaxdp.metrics import safe_print
+from jaxdp.metrics.events import NoEvents
 from jaxdp.metrics.writer import Record, Writer
 from jaxdp.report import html
 from jaxdp.report.read import read_run
@@ -27,8 +28,10 @@ class Reports(Writer):
     """A writer of `directory`/report.html that prints its path at the end; if writing fails, it warns once and training
     continues. defaults: as for `html.render`."""
 
-    def __init__(self, directory: pathlib.Path, defaults: Mapping[str, Any] | None = None):
-        self.directory, self.defaults = directory, defaults
+    def __init__(
+        self, directory: pathlib.Path, defaults: Mapping[str, Any] | None = None, events: NoEvents | None = None
+    ):
+        self.directory, self.defaults, self.events = directory, defaults, events or NoEvents()
         self.took, self.since = 0.0, time.monotonic()
         self.failed = False
 
@@ -38,7 +41,7 @@ class Reports(Writer):
             self.refresh(alive=True)
 
     def close(self) -> None:
-        if self.refresh(alive=False):
+        if self.events.ended != "regroup" and self.refresh(alive=False):  # else other processes wait for this one
             with contextlib.suppress(OSError):  # stdout is gone; the other writers must still be closed
                 print(location(self.directory), flush=True)
 

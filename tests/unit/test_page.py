@@ -12,6 +12,7 @@ import pytest
 
 from browser import CHROMIUM, Browser
 from jaxdp.config import Config
+from jaxdp.metrics.events import Events
 from jaxdp.metrics.numbers import SMALLER
 from jaxdp.report import html, media
 from jaxdp.report.read import flat, read_run
@@ -37,6 +38,20 @@ def data_of(page):
     """The JSON in a page."""
     text = page.split('<script type="application/json" id="data">')[1].split("</script>")[0]
     return json.loads(text)
+
+
+def test_no_report_is_written_while_the_processes_regroup(tmp_path):
+    """Its time grows with the run, and all processes would wait for rank 0."""
+    run = make_run(tmp_path / "run")
+    events, file = Events(run), run / "report.html"
+    reports = Reports(run, events=events)
+    events.note("regroup", reason="rank 1 joins")
+    events.note("saved", 3)
+    reports.close()
+    assert not file.exists()
+    events.note("finished", 3)
+    reports.close()
+    assert data_of(file.read_text())["runs"][0]["state"]["word"] == "finished"
 
 
 def test_a_report_is_rewritten_during_the_run(tmp_path, monkeypatch):
