@@ -27,7 +27,7 @@ from jaxdp.training.run import Progress, Run
 from jaxdp.training.save import metadata, save, wait_for_checkpoint
 
 FIRST, COPIES = 10, 6  # updates between the first copies, and their number
-COST, LEAST, MOST = 0.01, 0.25, 1000  # after these: the share of the time for copies; seconds, updates between two
+COST, LEAST, MOST = 0.01, 0.4, 1000  # after these: the share of the time for copies; seconds, updates between two
 
 
 class Snapshot(NamedTuple):
