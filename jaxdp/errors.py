@@ -13,6 +13,7 @@ OUT_OF_MEMORY = re.compile(
     r"RESOURCE_EXHAUSTED|out of memory|unable to allocate|cannot allocate memory|failed to allocate|bad_alloc",
     re.IGNORECASE,
 )
+SETTINGS = "jax/_src/config.py"  # reads JAX's environment variables when JAX is imported
 BYTES = re.compile(r"(?:allocat\w+|memory of size) (\d+)(?: bytes)?(?![\d.])")
 PACKAGE = os.path.dirname(__file__) + os.sep
 # Errors of a wrong path.
@@ -120,4 +121,6 @@ def explained(error: BaseException) -> ReportedError | None:
             f"JAX_PLATFORMS: {setting!r} cannot be used{': ' if reason else ''}{reason.rstrip('. ')}; unset it to use "
             "the available devices, set it to cpu, or see what is installed with `jaxdp doctor`"
         )
+    if isinstance(error, ValueError) and any(f.name == "<module>" and f.filename.endswith(SETTINGS) for f in frames):
+        return UsageError(f"{one_line(error)}; give another value to this environment variable, or unset it")
     return None

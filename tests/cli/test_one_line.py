@@ -47,6 +47,17 @@ def made(tmp_path, *more):
     return make_run(config, tmp_path, Context()), config
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION"])
+@pytest.mark.parametrize("launch", [[], ["launch", "-n", "2"]])
+def test_a_variable_that_jax_refuses_is_one_line(tmp_path, name, launch):
+    words = [*launch, "train", *DIGITS, "--run_dir", str(tmp_path / "run")]
+    environment = os.environ | {name: "maybe"}
+    done = subprocess.run([sys.executable, "-m", "jaxdp", *words], capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert name.lower() in done.stderr.lower() and "maybe" in done.stderr and "unset it" in done.stderr
+
+
 @pytest.mark.parametrize("bytes_", [10**15, 10**17])
 def test_memory_that_there_is_not_is_one_line(bytes_):
     for allocate in (lambda: jax.jit(lambda: jnp.zeros(bytes_ // 4))(), lambda: np.ones(bytes_ // 8)):
