@@ -45,6 +45,7 @@ def main(folder: str, updates: int, argv: list[str]) -> None:
 
     from benchmarks.data import pixels
     from jaxdp.assemble.components import make_parts, set_jax, state_maker
+    from jaxdp.assemble.data import facts_of
     from jaxdp.checkpoint.weights import named
     from jaxdp.cli import load
 
@@ -63,6 +64,7 @@ def main(folder: str, updates: int, argv: list[str]) -> None:
     np.save(root / "order.npy", order.astype(np.int32))
     for name in ("inputs", "labels"):
         np.save(root / f"{name}.npy", narrow(everything[name]))
+    facts = facts_of(parts.dataset)
     rate = parts.rule.schedule or (lambda step: config.optimizer.lr)
     rates = jax.vmap(lambda step: jax.numpy.float32(rate(step)))(jax.numpy.arange(updates))
     np.save(root / "rates.npy", np.asarray(rates, np.float64))
@@ -70,8 +72,8 @@ def main(folder: str, updates: int, argv: list[str]) -> None:
     schedule = [opt["schedule"], opt["lr"], opt["schedule_steps"] or updates, opt["warmup_steps"], opt["final_lr"]]
     case = {
         "model": dataclasses.asdict(config.model),
-        "input_shape": parts.facts["input_shape"],
-        "classes": parts.facts["num_classes"],
+        "input_shape": facts["input_shape"],
+        "classes": facts["num_classes"],
         "pixels": pixels(parts.dataset),
         "batch_size": config.batch_size,
         "updates": updates,
