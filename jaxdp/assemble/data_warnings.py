@@ -14,7 +14,7 @@ from jaxdp.config import Config
 from jaxdp.core.carry import split_carry
 from jaxdp.core.options import first_microbatch
 from jaxdp.core.state import TrainState
-from jaxdp.data.base import probes
+from jaxdp.data.base import probes, tokenizer_spec
 from jaxdp.data.example_order import RESET
 from jaxdp.models.base import CARRY
 from jaxdp.precision import cast_floats
@@ -109,37 +109,36 @@ def transformed(parts: Parts, batch: dict[str, Any], mask: Any) -> dict[str, Any
 
 def warnings_of_scale(parts: Parts, state: TrainState) -> list[str]:
     """Warn about pixels from 0 to 255 that the model multiplies by weights as they are."""
+    if tokenizer_spec(parts.dataset) is not None:
+        return []
     index = probes(parts.dataset)
-    first = {k: np.asarray(x) for k, x in parts.dataset.read(index[:1]).items() if k not in NOT_INPUTS}
-    names = [name for name, x in first.items() if is_pixels(x, -1)]
+    examples = {k: np.asarray(x) for k, x in parts.dataset.read(index[:: -(-len(index) // EXAMPLES)]).items()}
+    names = [name for name, x in examples.items() if name not in NOT_INPUTS and is_pixels(x)]
     if names and parts.forward.transform is not None:  # most transforms scale them, which is seen at once
         mask, batch = microbatch(parts)
         program = jax.make_jaxpr(lambda batch: transformed(parts, batch, mask))(batch).jaxpr
         names = [name for name in names if any(follow(program, [key == name for key in sorted(batch)])[0])]
-    if names:
-        examples = parts.dataset.read(index[:: -(-len(index) // EXAMPLES)])
-        names = [name for name in names if is_pixels(np.asarray(examples[name]), BRIGHT)]
     warnings = []
     for name in names:
         program, entries = trace(parts, state, True)
         marks = [False, *(key == name for key in entries)]
         if follow(program, marks + [False] * (len(program.invars) - len(marks)))[1]:
             values = examples[name]
-            fix = "in it" if parts.forward.transform is not None else "as by data.transform: {target: Scale}"
+            fix = "in the transform" if parts.forward.transform else "as with data.transform: {target: Scale}"
             warnings.append(
                 f"data: the model multiplies {name!r} ({values.dtype} up to {values.max():g}) by its weights as it is, "
-                f"which trains poorly; divide it by 255, {fix} (docs: data)"
+                f"which trains poorly; divide it by 255, {fix}"
             )
     return warnings
 
 
-def is_pixels(values: np.ndarray, above: float) -> bool:
-    """Return whether values [example, ...] look like pixels from 0 to 255, the largest greater than `above`."""
+def is_pixels(values: np.ndarray) -> bool:
+    """Return whether values [example, ...] look like pixels from 0 to 255."""
     if values.dtype in (np.uint8, np.int8):
-        return bool(values.size) and int(values.max()) > above
+        return bool(values.size) and values.max() > BRIGHT
     if not jnp.issubdtype(values.dtype, jnp.number) or jnp.iscomplexobj(values) or values[0].size < PIXELS:
         return False
-    return bool(values.min() >= 0 and above < values.max() <= WHITE and (values == np.floor(values)).all())
+    return bool(values.min() >= 0 and BRIGHT < values.max() <= WHITE and (values == np.floor(values)).all())
 
 
 def follow(jaxpr: jex.Jaxpr, marks: list[bool]) -> tuple[list[bool], bool]:
