@@ -41,8 +41,8 @@ def not_finite(run: Run, record: Record) -> tuple[str, bool] | None:
         for name in names:
             cause = run.data.eval[name].find_not_finite()
             causes = context.exchange("the evaluation data", cause, SLOW)  # a process may have read another file
-            ranks = [f"{context.title(rank)}: {text}" if context.size > 1 else text for rank, text in enumerate(causes)]
-            cause = next((text for text, cause in zip(ranks, causes) if cause), "")
+            rank = next((rank for rank, text in enumerate(causes) if text), 0)
+            cause = f"{context.title(rank)}: {causes[rank]}" if len({*causes}) > 1 else causes[rank]
             where = f"the evaluation set {name!r}" if name else "the evaluation data"
             loss = record[f"{name}/loss" if name else "loss"]
             texts.append((f"the loss of {where} is {loss}: {cause or OVERFLOW}", bool(cause)))
