@@ -39,8 +39,13 @@ def make_data(
     for name, target in named_sets(config).items():
         sets[name] = read_set(f"eval.also.{name}", target, "test", x64, SOURCES)
     for name, other in sets.items():
-        check_meaning(f"eval.also.{name}" if name else "eval.data", dataset, other)
+        check_meaning(eval_key(name), dataset, other)
     return dataset, sets
+
+
+def eval_key(name: str) -> str:
+    """Return the key of the config of an evaluation set."""
+    return f"eval.also.{name}" if name else "eval.data"
 
 
 def check_meaning(key: str, dataset: Dataset, other: Dataset) -> None:

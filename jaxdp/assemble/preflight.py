@@ -12,7 +12,7 @@ from jax.tree_util import Partial
 from jaxdp import user_errors
 from jaxdp.analysis.flops import model_flops
 from jaxdp.assemble.components import Parts, check_paths, make_the_step
-from jaxdp.assemble.data import make_order
+from jaxdp.assemble.data import eval_key, make_order
 from jaxdp.assemble.identity import shapes_of
 from jaxdp.config import Config
 from jaxdp.core.options import first_microbatch
@@ -71,8 +71,7 @@ def rehearse(config: Config, parts: Parts, step: Step, make_state: Partial) -> t
     check_examples(parts, state, True, parts.dataset.read(probes(parts.dataset)))
     for name, dataset in parts.eval_sets.items():
         own = parts.evaluating(dataset)
-        key = f"eval.also.{name}" if name else "eval.data"
-        rehearse_evaluation(config, own, state, dataset, key)
+        rehearse_evaluation(config, own, state, dataset, eval_key(name))
         check_examples(own, state, False, dataset.read(probes(dataset)))
     counted = model_flops(grads, lambda: jax.make_jaxpr(step.evaluate)(view_of_one(state), batch, number))
     programs = {"the initial state": first, "the gradients": grads, "the update": update}

@@ -26,7 +26,8 @@ from jaxdp.assemble.components import (
     set_jax,
     state_maker,
 )
-from jaxdp.assemble.data import facts_of, make_order
+from jaxdp.assemble.data import eval_key, facts_of, make_order
+from jaxdp.assemble.data_warnings import data_warnings
 from jaxdp.assemble.identity import facts, has_own_code, shapes_of
 from jaxdp.assemble.preflight import check_examples, check_optimizer, rehearse
 from jaxdp.checkpoint.local import LocalCheckpoints
@@ -34,7 +35,8 @@ from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.config import Config, Parallel
 from jaxdp.core.step import Step
 from jaxdp.cpu import on_cpu
-from jaxdp.data.base import UNKNOWN, Dataset, fingerprint
+from jaxdp.data.base import UNKNOWN
+from jaxdp.data.contents import contents, has_parts
 from jaxdp.data.resident import Resident
 from jaxdp.distributed.context import SLOW, Context
 from jaxdp.errors import UsageError
@@ -54,12 +56,13 @@ T = TypeVar("T")
 class Prepared(NamedTuple):
     """What a run needs on any number of devices.
 
+    contents: of the training set and of the evaluation sets by key, to compare on resume (`jaxdp.data.contents`).
     facts: what all processes must have alike. flops: of an example, forward and backward. programs: digests of those
     that `rehearse` traces, if they are to be compared.
     """
 
     parts: Parts
-    data_fingerprint: str
+    contents: dict[str, dict[str, Any]]
     facts: dict[str, str]
     flops: float
     programs: dict[str, Digest]
@@ -72,16 +75,19 @@ def prepare(config: Config, objects: Objects = NOTHING, several: bool = False) -
     Raises UsageError if the config, the data or the model is wrong, or they do not fit.
     """
     parts = make_parts(config, objects)
-    data = checked_fingerprint(parts.dataset, "data" in objects)
-    eval_sets = parts.eval_sets.values() if several or objects else ()
-    evaluated = " ".join(checked_fingerprint(x, "eval.data" in objects) for x in eval_sets)
-    same = {**facts(config, data), "eval data fingerprint": evaluated, "XLA_FLAGS": environment.flags_of_numbers()}
+    sets = {"data": parts.dataset, **{eval_key(name): x for name, x in parts.eval_sets.items()}}
+    with user_errors.reported():
+        found = {key: contents(x, ("data" if key == "data" else "eval.data") in objects) for key, x in sets.items()}
+    data, *evaluated = [content["probes"] for content in found.values()]
+    same = {**facts(config, data), "eval data fingerprint": " ".join(evaluated)}
+    same |= {f"{key} digest": str(found[key]["all"]) for key, x in sets.items() if has_parts(x)}  # no time decides it
+    same |= {"XLA_FLAGS": environment.flags_of_numbers()}
     same |= {"local devices": str(jax.local_device_count())} if several else {}
     make_state = state_maker(config, parts)
     flops, programs = rehearse(config, parts, make_the_step(config, parts), make_state)
     compared = several or has_own_code(config, objects)
     digests = {name: digest(lines(program)) for name, program in programs.items()} if compared else {}
-    return Prepared(parts, data, same, flops, digests, make_state)
+    return Prepared(parts, found, same, flops, digests, make_state)
 
 
 def prepare_on_all_ranks(
@@ -135,7 +141,9 @@ def make_run(
         context=context,
         facts={
             **describe_config(config, prepared, objects),
-            "data_fingerprint": prepared.data_fingerprint,
+            "data_fingerprint": prepared.contents["data"]["probes"],
+            "data_contents": prepared.contents["data"],
+            "eval_contents": {key: content for key, content in prepared.contents.items() if key != "data"},
             "data": facts_of(parts.dataset),
             "saved_by": {"processes": context.size, "devices": len(devices), "backend": config.parallel.backend},
         },
@@ -152,6 +160,7 @@ def make_run(
     )
     log = Log(
         derive=attribute(parts.forward.loss, "derive", lambda means: {}),
+        advise=functools.partial(data_warnings, config, parts, strategy.shapes, len(devices)),
         speed=speed(config, parts, prepared.flops, devices),
         directory=directory,
     )
@@ -245,11 +254,6 @@ def on_all_ranks(context: Context, make: Callable[[], T]) -> T:
         result, problem = None, str(error)
     context.agree(problem, SLOW)
     return cast(T, result)
-
-
-def checked_fingerprint(dataset: Dataset, whole: bool) -> str:
-    with user_errors.reported():
-        return fingerprint(dataset, whole)
 
 
 def is_padded(config: Config, parts: Parts, assignment: np.ndarray, offset: int = 0) -> bool:

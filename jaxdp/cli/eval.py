@@ -4,17 +4,20 @@ from jaxdp import config as schema
 from jaxdp.assemble.components import NOTHING
 from jaxdp.assemble.run import make_run
 from jaxdp.cli import Call
-from jaxdp.errors import UsageError
+from jaxdp.errors import RunFailed, UsageError
 from jaxdp.job.resume import resume_step
 from jaxdp.job.train import use_compilation_cache
 from jaxdp.metrics.console import Console
 from jaxdp.parallel.placement import open_collectives
-from jaxdp.training.evaluate import evaluate
+from jaxdp.training.evaluate import evaluate, not_finite
 from jaxdp.training.save import restore
 
 
 def run(call: Call) -> None:
-    """Evaluate and print the result on root. Raises UsageError without a checkpoint or evaluation data."""
+    """Evaluate and print the result on root.
+
+    Raises UsageError without a checkpoint or evaluation data, and RunFailed if a loss is not finite.
+    """
     config, context = call.config, call.context
     directory = schema.run_dir(config, call.path)
     use_compilation_cache(config, context)
@@ -28,3 +31,5 @@ def run(call: Call) -> None:
     record = evaluate(prepared, prepared.strategy.compile(prepared.step), restore(prepared, step))
     if context.is_root:
         Console(step, panel=False).write({"step": step, "split": "eval", **record})
+    if (problem := not_finite(prepared, record)) is not None:
+        raise RunFailed(problem[0], rank=0)

@@ -44,7 +44,8 @@ def run(call: Call) -> None:
         raise UsageError(rundir.cannot_write(directory, error)) from None
     sweep = {"metric": options["metric"], "command": sys.argv[1:]}
     rundir.write(directory / table.SWEEP, json.dumps(sweep) + "\n")
-    finished = f"; {len(mine) - len(pending)} are finished already" if len(pending) < len(mine) else ""
+    count = len(mine) - len(pending)
+    finished = f"; {count} are finished already (their data is not compared)" if count else ""
     print(f"sweep: {len(mine)} runs in {directory}, {len(slots)} at once{finished}", flush=True)
     code, failed = run_all(pending, slots)
     begun = [trial.directory for trial in trials if (trial.directory / "metrics.jsonl").is_file()]

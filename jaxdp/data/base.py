@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxdp.data.parts import Part, array_part
 from jaxdp.errors import UsageError, check_one_of
 
 PROBES = 64  # examples in a fingerprint: enough to distinguish two data sets, few enough for slow storage
@@ -27,6 +28,7 @@ class Dataset(Protocol):
     - `example_order(batch_size, microbatches, seed) -> ExampleOrder`: the order of training examples, instead of a
       shuffled one.
     - `require(indices)`: is called before a batch is read, on every process, with the examples of all processes.
+    - `parts() -> {name: Part}`: the arrays and files that the examples are made of; see `jaxdp.data.contents`.
     """
 
     def __len__(self) -> int: ...
@@ -55,6 +57,10 @@ class Arrays:
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         return {key: value[indices] for key, value in self.arrays.items()}
+
+    def parts(self, rows: np.ndarray | None = None) -> dict[str, Part]:
+        """Return the arrays, or some rows of them; see `jaxdp.data.contents`."""
+        return {f"{k} {x.dtype.name} {x.shape[1:]}": array_part(x, rows) for k, x in sorted(self.arrays.items())}
 
 
 class Examples:
@@ -225,11 +231,16 @@ def fingerprint(dataset: Dataset, whole: bool = False) -> str:
     examples = dict(dataset.read(probes(dataset)))
     if whole and isinstance(dataset, Arrays):
         examples |= {key: value for key, value in dataset.arrays.items() if not isinstance(value, np.memmap)}
+    update(digest, examples)
+    return digest.hexdigest()[:16]
+
+
+def update(digest: Any, examples: Mapping[str, Any]) -> None:
+    """Add the names, dtypes, shapes and little-endian bytes of stacked examples to a digest."""
     for key, value in sorted(examples.items()):
         value = np.asarray(value)
         digest.update(f"\n{key} {value.dtype.name} {value.shape}\n".encode())
         digest.update(value.astype(value.dtype.newbyteorder("<")).tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _is_array(part: Any) -> bool:

@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 
 from jaxdp.data.base import check_split
+from jaxdp.data.parts import Part, file_part
 from jaxdp.data.windows import check_fraction
 from jaxdp.errors import UsageError, check_sizes, import_optional, one_line
 
+READ = 4096  # of more files, only the names are compared with those of an earlier start
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"}
 FOLDERS = {"train": ("train",), "test": ("test", "val", "valid", "validation")}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's training pixels in [0, 1], by channel
@@ -55,7 +57,7 @@ class ImageFolder:
         if not files:
             what = f"no image for {split} in its classes" if by_class else "no folder of images"
             raise UsageError(f"data.args.root: {what} in {root!r}; images are in {root}/CLASS or {root}/{split}/CLASS")
-        self.files = [path for path, _ in files]
+        self.files, self.top = [path for path, _ in files], top
         self.labels = np.array([label for _, label in files], np.int32)
         self.classes, self.input_shape = len(self.class_names), (size, size, 3)
         self.size, self.augment, self.mean, self.std = size, augment, tuple(mean), tuple(std)
@@ -68,6 +70,10 @@ class ImageFolder:
         for row, index in enumerate(indices.tolist()):
             inputs[row] = decode(self.files[index], self.size)
         return {"inputs": inputs, "labels": self.labels[indices]}
+
+    def parts(self) -> dict[str, Part]:
+        read = len(self.files) <= READ
+        return {path.relative_to(self.top).as_posix(): file_part(path, read) for path in self.files}
 
     def transform(self, batch: dict[str, Any], key: Any, train: bool) -> dict[str, Any]:
         """Standardize pixels to float32 by the channels' mean and std; see `Dataset`."""

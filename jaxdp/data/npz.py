@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxdp.data.base import Arrays, check_split, fits_int32
+from jaxdp.data.parts import Part
 from jaxdp.errors import UsageError, one_line
 
 FRACTION = 0.1
@@ -69,6 +70,9 @@ class Npz(Arrays):
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         batch = super().read(indices if self.rows is None else self.rows[indices])
         return {key: x.astype(np.int32) if key in self.narrow else x for key, x in batch.items()}
+
+    def parts(self, rows: np.ndarray | None = None) -> dict[str, Part]:
+        return super().parts(self.rows)
 
     def __reduce__(self) -> Any:  # workers open the files again
         return type(self), self.arguments

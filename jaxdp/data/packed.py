@@ -37,6 +37,8 @@ class PackedTokens(TokenFile):
         self.begins = [pack(tokens, length, self.end_of_text) for tokens in self.shards]
         self.starts = np.cumsum([0, *(len(begins) - 1 for begins in self.begins)])
 
+    parts = TokenFile.parts
+
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         indices = np.asarray(indices, np.int64)
         if len(indices) and (indices.min() < 0 or indices.max() >= len(self)):

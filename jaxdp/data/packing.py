@@ -54,6 +54,8 @@ class Documents(Arrays):
         rows = super().read(indices).items()
         return {key: value.astype(np.float32 if key == "mask" else np.int32) for key, value in rows}
 
+    parts = Arrays.parts
+
 
 def read_documents(path: str) -> list[str]:
     """Return the non-empty documents of a file. Raises UsageError if there are none."""

@@ -3,6 +3,7 @@
 import functools
 import glob
 import json
+import math
 import mmap
 import re
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxdp.data.base import check_split
+from jaxdp.data.parts import Part
 from jaxdp.data.tokenizers import Tokenizer, from_spec
 from jaxdp.data.windows import SMALL, Windows, cut
 from jaxdp.errors import UsageError, check_one_of, check_sizes, one_line
@@ -99,6 +101,11 @@ class TokenFile(Windows):
     def tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer, made on first use: training needs neither a tokenizer library nor a network."""
         return None if self.tokenizer_spec is None else from_spec(self.tokenizer_spec)
+
+    def parts(self) -> dict[str, Part]:
+        every = super().parts()  # of a large set only the names: its files are read at random, which is slow in full
+        read = sum(map(len, self.shards)) <= SMALL
+        return {name: part if read else part._replace(size=math.inf) for name, part in every.items()}
 
     def _map(self) -> list[np.ndarray]:
         random = sum(shard.size for shard in self.files) > SMALL  # smaller sets are read in full and in order

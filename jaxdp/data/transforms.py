@@ -54,6 +54,23 @@ class Mixup:
         return {**batch, "inputs": mix(inputs), "labels": mix(shares)}
 
 
+class Scale:
+    """Divide an entry of the examples, such as uint8 pixels, by a number, also in evaluation; the result is floats."""
+
+    batched = True
+
+    def __init__(self, divisor: float = 255.0, name: str = "inputs"):
+        if not divisor > 0:
+            raise UsageError(f"data.transform.args.divisor: {divisor} must be greater than 0, such as 255")
+        self.divisor, self.name = divisor, name
+
+    def __call__(self, batch: Batch, key: jax.Array, train: bool) -> Batch:
+        if (x := batch.get(self.name)) is None:
+            raise UsageError(f"data.transform.args.name: no {self.name!r}; the data has {sorted(batch)}; name another")
+        dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(float)
+        return {**batch, self.name: x.astype(dtype) * (1 / self.divisor)}
+
+
 def as_transform(f: Callable[..., Any]) -> Transform:
     """Map a function of one example over a microbatch; return `f` unchanged if its attribute `batched` is true.
 
@@ -103,4 +120,4 @@ def both(first: Transform | None, second: Transform | None) -> Transform | None:
     return transform
 
 
-TRANSFORMS: dict[str, Any] = {"Mixup": Mixup}
+TRANSFORMS: dict[str, Any] = {"Mixup": Mixup, "Scale": Scale}

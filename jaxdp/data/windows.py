@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxdp.data.parts import Part, array_part
 from jaxdp.errors import UsageError, check_sizes
 
 SMALL = 1 << 24  # up to this many tokens are checked at once in the beginning; otherwise each window when it is read
@@ -57,6 +58,9 @@ class Windows:
             batch["segments"] = np.cumsum(ends, 1, dtype=np.int32) - ends
             batch["mask"] = 1 - ends.astype(np.float32)
         return batch
+
+    def parts(self) -> dict[str, Part]:
+        return {f"{i} {tokens.dtype.name}": array_part(tokens) for i, tokens in enumerate(self.shards)}
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
         """Return the windows at indices[k] as int32 [k, length + 1]."""

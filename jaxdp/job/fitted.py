@@ -31,10 +31,11 @@ from jaxdp.errors import UsageError
 from jaxdp.job.objects import name_it
 from jaxdp.job.train import use_compilation_cache
 from jaxdp.logits import compute_logits
+from jaxdp.metrics import safe_print
 from jaxdp.metrics.jsonl import is_evaluation, read
 from jaxdp.metrics.numbers import number
 from jaxdp.metrics.writer import Record
-from jaxdp.training.evaluate import evaluate
+from jaxdp.training.evaluate import evaluate, not_finite
 
 Tree = Any
 NOT_METRICS = ("step", "split", "time", "goodput", "params_sha256")  # entries of a final record
@@ -155,7 +156,10 @@ class Fitted:
             if state is None or params_sha256(state.params) != self.final["params_sha256"]:
                 where = f"{str(self.run_dir)!r} no longer has this run's checkpoint of step {step}"
                 raise UsageError(f"evaluate: {where}; call fit again", rank=0)
-            return evaluate(run, strategy.compile(run.step), strategy.adopt(state))
+            record = evaluate(run, strategy.compile(run.step), strategy.adopt(state))
+            if (problem := not_finite(run, record)) is not None and context.is_root:
+                safe_print.say(f"warning: {problem[0]}")
+            return record
 
     @functools.cached_property
     def _parts(self) -> Parts:

@@ -10,6 +10,7 @@ from jaxdp.assemble.run import on_all_ranks
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.config import Config
 from jaxdp.config.check import as_saved, changed_numbers
+from jaxdp.data.contents import EARLIER, difference, partly
 from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
 from jaxdp.metrics import safe_print
@@ -37,8 +38,8 @@ def check_same_run(
     JAX traces of it, which another version or platform may trace differently.
     """
     changed = changed_numbers(saved["config"], config)
-    if saved["data_fingerprint"] != now["data_fingerprint"]:
-        changed.append(f"data fingerprint: {saved['data_fingerprint']} -> {now['data_fingerprint']}")
+    if digests := difference(saved_contents(saved), now["data_contents"]):
+        changed.append(f"data fingerprint: {digests}")
     if changed:
         raise UsageError(
             f"{'; '.join(changed[:8])}{f' (and {len(changed) - 8} more)' if changed[8:] else ''}: this run was trained "
@@ -61,6 +62,30 @@ def check_same_run(
         )
 
 
+def saved_contents(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the contents of the training data in the metadata of a checkpoint."""
+    return saved.get("data_contents", {**EARLIER, "probes": saved["data_fingerprint"]})
+
+
+def compare_contents(saved: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[str]:
+    """Return the keys of the evaluation sets that have changed since the checkpoint of `step`; print a line about them,
+    and one about what was not compared."""
+    old, new = saved.get("eval_contents"), now["eval_contents"]
+    pairs = {"data": (saved_contents(saved), now["data_contents"])}
+    pairs |= {key: (old[key], content) for key, content in new.items() if old and key in old}
+    unknown = [f"{key} (none of it)" for key in new if old is None]
+    some = [f"{key} ({text})" for key, pair in pairs.items() if (text := partly(*pair))]
+    if some or unknown:
+        safe_print.say(f"compared only in part with the data of step {step}: {', '.join(some + unknown)}")
+    changed = [key for key, pair in pairs.items() if key != "data" and difference(*pair)]
+    if changed:
+        safe_print.say(
+            f"warning: {' and '.join(changed)}: the examples have changed since step {step} was evaluated; earlier "
+            "metrics are of the old ones, the next evaluation is of the new ones"
+        )
+    return changed
+
+
 def lock_run_dir(directory: pathlib.Path, context: Context, checkpoints: Checkpoints) -> IO[str] | None:
     """Create and lock the run directory on rank 0, and check that every rank can use it; return the lock."""
     file, problem = rundir.make(directory) if context.is_root else (None, None)
@@ -75,7 +100,7 @@ def resume_step(
 ) -> tuple[int, dict[str, Any]]:
     """Return (the step of the checkpoint to resume from, its metadata), or (0, {}) without a checkpoint.
 
-    The metadata has "changed" if `eval` or `callbacks` differ from those that it was saved with.
+    The metadata has "changed" if `eval`, the evaluation data or `callbacks` differ from those that it was saved with.
     Raises UsageError if the config, the data or an object of a script would change the numbers, unless resume.force.
     """
     checkpoints = run.checkpoints
@@ -89,7 +114,8 @@ def resume_step(
             raise UsageError(f"data.order: {text}; set data.order to shuffled, or choose another --run_dir", rank=0)
         compare = lambda: check_same_run(saved, run.checkpoints.facts, config, start, objects)
         on_all_ranks(context, compare if context.is_root else lambda: None)
+    changed = context.of_root("contents", lambda: compare_contents(saved, run.checkpoints.facts, start))
     old, new = as_saved(saved["config"] | saved.get("evaluated_with", {}), config)
-    if old["eval"] != new["eval"] or old["callbacks"] != new["callbacks"]:
+    if changed or old["eval"] != new["eval"] or old["callbacks"] != new["callbacks"]:
         saved |= {"stopped": None, "evaluated": False, "changed": True}  # the callback that stopped it may be gone
     return start, saved

@@ -164,6 +164,7 @@ def advice(run: Run, config: Config) -> list[str]:
         )
     if not reads(run, "segments"):
         warnings.append("data: the model ignores its segments and reads across documents; use one such as GPT instead")
+    warnings += run.log.advise()
     opt, steps = config.optimizer, run.options.steps
     horizon = min(steps, opt.schedule_steps or steps)
     if not opt.target.startswith(f"{OF_SCRIPT} ") and opt.warmup_steps > horizon:

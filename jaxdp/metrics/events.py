@@ -24,7 +24,8 @@ class NoEvents:
     tell: Callable[[str, int | None], None] = staticmethod(lambda kind, step: None)
 
     def note(self, kind: str, step: int | None = None, **more: Any) -> None:
-        """Log `start`, `resume`, `first_update`, `evaluation`, `saved`, `save_failed`, `rolled_back`, or one of ENDS.
+        """Log `start`, `resume`, `first_update`, `evaluation`, `saved`, `save_failed`, `rolled_back`, `stopped_early`,
+        or one of ENDS.
 
         step: the number of completed updates. more: JSON, such as `seconds`, the duration, and `blocked`, the seconds
         of it that blocked the training loop, and `again`, the updates that a resume makes again.

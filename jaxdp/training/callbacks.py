@@ -12,6 +12,7 @@ A callback with `state_dict()` (JSON) and `load_state_dict(state)` resumes with 
 
 import inspect
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -116,27 +117,33 @@ class EarlyStopping:
         patience: the number of evaluations.
         mode: 'min' or 'max'; None: 'min' if its name has loss, perplexity, error, entropy, mse or mae, else 'max'.
         min_delta: the least improvement that counts.
+
+    A value that is not finite, or missing because no example counts for the metric, is no improvement.
     """
 
     def __init__(self, metric: str = "loss", patience: int = 3, mode: str | None = None, min_delta: float = 0.0):
         check_sizes(f"{KEY}.args", patience=patience)
         if mode not in (None, "min", "max"):
             raise UsageError(f"{KEY}.args.mode: {mode!r} is not min, max or null")
+        if not 0 <= min_delta < math.inf:
+            raise UsageError(f"{KEY}.args.min_delta: {min_delta!r} is not a finite number of at least 0")
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
         self.sign = -1.0 if smaller_is_better(metric, mode) else 1.0
         self.best, self.best_step, self.waited = -sys.float_info.max, 0, 0  # finite, to be JSON
         self.measure = {"metric": metric, "mode": "min" if self.sign < 0 else "max"}  # of `best`
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self.metric not in metrics:
+        if self.metric not in metrics and not self.best_step:
             raise KeyError(f"{self.metric!r} is not among {sorted(metrics)}")
-        value = self.sign * metrics[self.metric]
-        if value > self.best + self.min_delta:
-            self.best, self.best_step, self.waited = value, step, 0
+        value = metrics.get(self.metric, math.nan)
+        if math.isfinite(value) and self.sign * value > self.best + self.min_delta:
+            self.best, self.best_step, self.waited = self.sign * value, step, 0
             return
         self.waited += 1
         if self.waited >= self.patience:
-            raise StopTraining(f"{self.metric} has not improved since step {self.best_step}")
+            last = "" if math.isfinite(value) else f" (it is {value} at step {step})"
+            since = f"has not improved since step {self.best_step}" if self.best_step else "was never finite"
+            raise StopTraining(f"{self.metric} {since}{last}")
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "best_step": self.best_step, "waited": self.waited}

@@ -8,11 +8,17 @@ import jax
 import numpy as np
 
 from jaxdp.core.state import TrainState
+from jaxdp.distributed.context import SLOW
 from jaxdp.metrics.sums import divide, make_record
 from jaxdp.metrics.writer import Record
 from jaxdp.parallel.strategy import Program
 from jaxdp.training.run import Run
 from jaxdp.training.source import Source
+
+OVERFLOW = (
+    "its examples are finite, so the model, a transform or the loss computes such a number from some of them: training "
+    "has diverged (lower optimizer.lr, set clip_norm), or precision.compute is too narrow"
+)
 
 
 def evaluate(run: Run, program: Program, state: TrainState) -> Record:
@@ -22,6 +28,25 @@ def evaluate(run: Run, program: Program, state: TrainState) -> Record:
     for name, source in run.data.eval.items():
         record |= {f"{name}/{k}" if name else k: v for k, v in of_set(run, source, program, state).items()}
     return record
+
+
+def not_finite(run: Run, record: Record) -> tuple[str, bool] | None:
+    """Return, on every rank, why a loss of an evaluation is not finite, and whether its examples are the cause; None if
+    all losses are finite. Reads the examples again."""
+    names = [name for name in run.data.eval if not math.isfinite(record[f"{name}/loss" if name else "loss"])]
+    if not names:
+        return None
+    context, texts = run.checkpoints.context, []
+    with run.hooks.watch.suspend_timeout("examines the evaluation data"):
+        for name in names:
+            cause = run.data.eval[name].find_not_finite()
+            causes = context.exchange("the evaluation data", cause, SLOW)  # a process may have read another file
+            rank = next((rank for rank, text in enumerate(causes) if text), 0)
+            cause = f"{context.title(rank)}: {causes[rank]}" if len({*causes}) > 1 else causes[rank]
+            where = f"the evaluation set {name!r}" if name else "the evaluation data"
+            loss = record[f"{name}/loss" if name else "loss"]
+            texts.append((f"the loss of {where} is {loss}: {cause or OVERFLOW}", bool(cause)))
+    return next((text for text in texts if text[1]), texts[0])
 
 
 def of_set(run: Run, source: Source, program: Program, state: TrainState) -> Record:

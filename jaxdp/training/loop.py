@@ -11,12 +11,12 @@ from jaxdp.analysis import memory
 from jaxdp.checkpoint.digest import params_sha256
 from jaxdp.core.state import TrainState
 from jaxdp.data.stream import StreamEnded
-from jaxdp.errors import UsageError
+from jaxdp.errors import RunFailed, UsageError
 from jaxdp.metrics.meter import Meter
 from jaxdp.metrics.writer import Record
 from jaxdp.parallel.strategy import Program
 from jaxdp.supervise.monitor import Stopped
-from jaxdp.training.evaluate import evaluate
+from jaxdp.training.evaluate import evaluate, not_finite
 from jaxdp.training.lookback import BEHIND, EXAMINED, Lookback, NotFinite
 from jaxdp.training.rollback import roll_back
 from jaxdp.training.run import Progress, Run
@@ -157,21 +157,36 @@ def evaluate_and_record(run: Run, program: Program, progress: Progress, split: s
     """Evaluate the state; return the metrics, and add them to this step's checkpoint.
 
     split: the split under which to log the metrics; None: they are those of the final record.
+    Raises RunFailed, after saving the state, if a loss is not finite because of the examples.
     """
     began = time.perf_counter()
     metrics = evaluate(run, program, progress.state)
     run.log.events.note("evaluation", progress.step, seconds=round(time.perf_counter() - began, 4))
     if split is not None:
         run.log.writer.write({"step": progress.step, "split": split, **metrics})
+    say, best = run.log.writer.say, run.checkpoints.best
+    if (problem := not_finite(run, metrics)) is not None:
+        text = f"evaluation after update {progress.step}: {problem[0]}"
+        if problem[1]:
+            save(run, progress)  # without this evaluation, which the next start repeats
+            wait_for_checkpoint(run)
+            raise RunFailed(f"{text}; step {progress.step} is saved: run the same command to resume", rank=0)
+        say(f"warning: {text}")
+    if best is not None and not math.isfinite(value := metrics.get(best, math.nan)):
+        say(f"checkpoint.best: {best} is {value} after update {progress.step}, which is never the best")
     progress.evaluated = progress.step
     progress.evaluation = {name: value for name, value in metrics.items() if math.isfinite(value)}
     stopped = run.hooks.callbacks.on_eval(progress.step, metrics)
     progress.stopped = stopped if run.evaluation_is_due(progress.step) else None
+    if progress.stopped is not None and progress.step < run.options.steps:
+        say(f"training ends after update {progress.step} of {run.options.steps}: {progress.stopped}")
+        run.log.events.note("stopped_early", progress.step, reason=progress.stopped)
     if run.checkpoints.is_best(metrics):
         save(run, progress)
-    config = run.checkpoints.facts.get("config", {})
-    evaluated_with = {name: config.get(name) for name in ("eval", "callbacks")}
-    run.checkpoints.annotate(progress.step, {**metadata(run, progress), "evaluated_with": evaluated_with})
+    facts = run.checkpoints.facts
+    evaluated_with = {name: facts.get("config", {}).get(name) for name in ("eval", "callbacks")}
+    more = {"evaluated_with": evaluated_with, "eval_contents": facts.get("eval_contents")}
+    run.checkpoints.annotate(progress.step, {**metadata(run, progress), **more})
     return metrics
 
 
@@ -188,6 +203,11 @@ def finish(run: Run, program: Program, progress: Progress) -> Record:
     else:
         final |= progress.last_batch()
     wait_for_checkpoint(run)
+    losses = [f"{name}/loss" if name else "loss" for name in run.data.eval]
+    if wrong := [name for name in losses if not math.isfinite(final.get(name, math.nan))]:
+        ended = f" (training ended there: {progress.stopped})" if progress.stopped else ""
+        text = f"the last evaluation, after update {progress.step}, has no finite {' and '.join(wrong)}{ended}"
+        raise RunFailed(f"{text}; the state is saved", rank=0)
     with run.hooks.watch.suspend_timeout("makes the digest"):
         final["params_sha256"] = params_sha256(run.strategy.export(progress.state).params)
     final |= run.log.account()

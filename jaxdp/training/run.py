@@ -83,7 +83,7 @@ class Log:
     """The outputs of a run, besides its checkpoints.
 
     derive: returns metrics computed from the means of a record; speed: from the milliseconds of an update; account:
-    of the full run, at its end.
+    of the full run, at its end. advise: returns warnings about the data, for the start.
     directory: of the files. layout: the content of layout.json before the first update; None: write no file.
     """
 
@@ -93,6 +93,7 @@ class Log:
     derive: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda means: {}
     speed: Callable[[float], Record] = lambda milliseconds: {}
     account: Callable[[], Record] = dict
+    advise: Callable[[], list[str]] = list
     directory: pathlib.Path = pathlib.Path()
     layout: Mapping[str, Any] | None = None
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.core.state import Batch
@@ -16,6 +17,8 @@ from jaxdp.distributed import protocol
 from jaxdp.distributed.context import Context
 from jaxdp.errors import DistributedError, GenerationEnded, UsageError
 from jaxdp.parallel.strategy import Program, Strategy
+
+SHOWN = 8  # indices of examples in a message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +58,26 @@ class Source:
         except UsageError as error:
             problem = f"{error} (in {name})"
         context.agree(problem)
+
+    def find_not_finite(self) -> str:
+        """Return in words which examples have values that are not finite, or that the mask excludes all; else ""."""
+        first = self.dataset.read(np.zeros(1, np.int64))
+        if "mask" not in first and not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in first.values()):
+            return ""  # integers
+        rows, counted = dict[str, list[int]](), False
+        for number in range(self.order.steps_per_epoch):
+            examples = {name: np.asarray(x) for name, x in self.read(number).items()}
+            indices = self.order.batch(number)
+            mask = examples.get("mask", np.ones(len(indices))).reshape(len(indices), -1).any(1)
+            counted |= bool(mask.any())
+            for name, values in examples.items():
+                if jnp.issubdtype(values.dtype, jnp.inexact):
+                    wrong = ~np.isfinite(values).reshape(len(values), -1).all(1) & mask
+                    rows[name] = rows.get(name, []) + indices[wrong].tolist()
+        if not counted:
+            return "its mask is 0 in all examples, so none counts; give it some with a mask of 1"
+        texts = [f"{name} not finite in {numbered(sorted(found))}" for name, found in rows.items() if found]
+        return f"{', '.join(texts)}; correct them, or set their mask to 0" if texts else ""
 
     def batches(
         self, start: int, stop: int, strategy: Strategy, groups: Iterable[range] | None = None
@@ -101,6 +124,12 @@ def until_the_end(
                 f"{error}, but continues on rank {others}; let the source yield the same examples on every rank"
             ) from None
         ended(error)
+
+
+def numbered(indices: list[int]) -> str:
+    """Return "examples 3, 5, ..." with the first indices and the number of the others."""
+    more = f" and {len(indices) - SHOWN} more" if indices[SHOWN:] else ""
+    return f"example{'s' * (len(indices) > 1)} {', '.join(map(str, indices[:SHOWN]))}{more}"
 
 
 def describe(examples: Mapping[str, Any]) -> str:

@@ -1,10 +1,15 @@
 """What is accepted as a data set, and what is said of that which is not."""
 
+import time
+
 import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxdp.data.base import Arrays, Examples, as_dataset, check_dtypes, fingerprint
+from jaxdp.data import Mixture, Npz, Stream, TokenFile
+from jaxdp.data.base import Arrays, Examples, as_dataset, check_dtypes, fingerprint, probes
+from jaxdp.data.contents import contents, difference
+from jaxdp.data.windows import Windows
 from jaxdp.errors import UsageError
 
 X = np.arange(24, dtype=np.float32).reshape(6, 4)
@@ -242,6 +247,83 @@ def test_a_fingerprint_reads_at_most_64_evenly_spread_examples():
     assert len(indices) == 64 and indices[0] == 0 and set(np.diff(indices)) == {15, 16}
     fingerprint(Counting(range(3)))
     assert asked[1].tolist() == [0, 1, 2]
+
+
+class Readable:
+    """A data set without parts. wait: seconds for a read."""
+
+    def __init__(self, labels, wait=0.0):
+        self.labels, self.wait = labels, wait
+
+    def __len__(self):
+        return len(self.labels)
+
+    def read(self, indices):
+        time.sleep(self.wait)
+        return {"labels": self.labels[indices]}
+
+
+class Doubled(Arrays):
+    """Has another `read` than that of its parts."""
+
+    factor = 2
+
+    def read(self, indices):
+        return {"labels": self.factor * self.arrays["labels"][indices]}
+
+
+LABELS = np.arange(450, dtype=np.int32)
+MAKES = {
+    "arrays": lambda labels, folder: Arrays(labels=labels),
+    "a list": lambda labels, folder: as_dataset([{"labels": x} for x in labels]),
+    "an own data set": lambda labels, folder: Readable(labels),
+    "a subclass with another read": lambda labels, folder: Doubled(labels=labels),
+    "a file": lambda labels, folder: npz(folder, labels=labels),
+    "the test rows of a file": lambda labels, folder: npz(folder, "test", 0.5, labels=np.repeat(labels, 2)),
+    "a text": lambda labels, folder: Windows([labels], 3, 1),
+    "tokens": lambda labels, folder: token_file(folder, labels),
+    "a mixture": lambda labels, folder: Mixture({"a": {"labels": labels}, "b": {"labels": labels}}),
+}
+
+
+def npz(folder, split="train", fraction=0.0, **arrays):
+    np.savez(folder / "data.npz", **arrays)
+    return Npz(str(folder / "data.npz"), split, test_fraction=fraction)
+
+
+def token_file(folder, tokens):
+    tokens.astype("<u2").tofile(folder / "train.bin")
+    return TokenFile(str(folder), None, 3, 1)
+
+
+@pytest.mark.parametrize("kind", MAKES)
+def test_contents_are_of_all_examples(tmp_path, kind):
+    """Every example counts, where a fingerprint is of 64; the same data has the same digests."""
+    make = lambda labels: contents(MAKES[kind](labels, tmp_path))
+    first, changed = make(LABELS), LABELS.copy()
+    changed[np.arange(450) % 7 > 0] += 500
+    changed[probes(Readable(LABELS))] = LABELS[probes(Readable(LABELS))]
+    assert difference(first, make(LABELS.copy())) is None and not first["partly"]
+    assert " -> " in difference(first, make(changed))
+
+
+def test_what_contents_leave_out_is_said(tmp_path, monkeypatch):
+    slow, stream = contents(Readable(LABELS, 0.08)), contents(Stream(lambda: iter(LABELS[:, None])))
+    assert (slow["partly"], slow["all"]) == ("64 of 450 examples", None)
+    assert (stream["partly"], stream["all"]) == ("64 examples", None)
+    changed = LABELS.copy()
+    changed[3] += 1
+    assert difference(slow, contents(Readable(changed))) is None, "only what both have is compared"
+    monkeypatch.setattr("jaxdp.data.contents.MOST", 2000)
+    large = lambda labels: contents(Arrays(inputs=np.zeros((450, 8), np.float32), labels=labels))
+    assert large(LABELS)["partly"] == "64 of 450 examples and 1 of 2 files or arrays"
+    assert difference(large(LABELS), large(changed)) is not None
+
+    class Broken(Readable):
+        def read(self, indices):
+            return super().read(indices) if 100 not in indices else 1 / 0
+
+    assert contents(Broken(LABELS))["partly"] == "64 of 450 examples"
 
 
 @pytest.mark.parametrize("classes, known", [(7, True), (["cat", "dog"], False)])

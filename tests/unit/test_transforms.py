@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import toys
-from jaxdp.data.transforms import Mixup, as_transform, both
+from jaxdp.data.transforms import Mixup, Scale, as_transform, both
 from jaxdp.errors import UsageError
 
 KEY = jax.random.key(3)
@@ -122,3 +122,15 @@ def test_a_transform_with_an_argument_train_runs_in_evaluation(f):
     for train in (True, False):
         as_transform(transform)(batch, KEY, train)
     assert seen == [((), {"train": True}), ((), {"train": False})]
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_scale_divides_an_entry_and_leaves_the_others(train):
+    batch = {"inputs": jnp.array([[0, 51, 255]], jnp.uint8), "labels": jnp.array([3])}
+    found = as_transform(Scale())(batch, KEY, train)
+    assert found["inputs"].dtype == np.float32 and found["labels"] is batch["labels"]
+    np.testing.assert_allclose(found["inputs"], [[0, 0.2, 1]], rtol=1e-6)
+    with pytest.raises(UsageError, match=r"data.transform.args.name: no 'image'; the data has \['inputs', 'labels'\]"):
+        Scale(name="image")(batch, KEY, train)
+    with pytest.raises(UsageError, match=r"data.transform.args.divisor: 0 must be greater than 0"):
+        Scale(0)

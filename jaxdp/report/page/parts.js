@@ -1,11 +1,12 @@
 // The sections beside the curves: each fills its element from the runs, and names data that is missing.
 
 const NOTABLE = { resume: "good", failed: "bad", preempted: "note", rolled_back: "bad", skipped: "muted", save_failed: "bad",
-  checkpoint_refused: "bad", stopped: "bad", regroup: "note", audit: "note", audit_failed: "bad", slow: "note" };
+  checkpoint_refused: "bad", stopped: "bad", regroup: "note", audit: "note", audit_failed: "bad", slow: "note",
+  stopped_early: "note" };
 const WORDS = { start: "started", resume: "resumed", first_update: "first update done", evaluation: "evaluated", saved: "saved",
   preempted: "preempted", rolled_back: "rolled back", skipped: "updates skipped", failed: "failed", finished: "finished",
   save_failed: "could not save", checkpoint_refused: "checkpoint refused",
-  regroup: "regrouped", audit: "audit", audit_failed: "wrong device", slow: "slow process",
+  regroup: "regrouped", audit: "audit", audit_failed: "wrong device", slow: "slow process", stopped_early: "stopped early",
   stopped: "ended without a final event" };
 const sorting = { name: "", down: false, metric: "" }; // the column by which runs are sorted, and the metric of the scatter plots
 const several = runs.length > 1;
