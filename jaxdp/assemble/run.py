@@ -126,10 +126,13 @@ def make_run(
     strategy = on_all_ranks(context, lambda: make_strategy(config, parts, make_state, devices))
     on_all_ranks(context, lambda: check_optimizer(config, strategy, parts.rule.tx, step))
     training, evaluation = on_all_ranks(context, lambda: make_sources(config, parts, strategy, step))
+    spike = config.spike
+    rollback_every = spike.every if spike.factor is not None and spike.action == "rollback" else None
     checkpoints = (LocalCheckpoints if config.checkpoint.local else Checkpoints)(
         directory / "checkpoints",
         config.checkpoint.keep,
         keep_every=config.checkpoint.keep_every,
+        return_every=rollback_every,
         best=config.checkpoint.best,
         mode=config.checkpoint.mode,
         context=context,
@@ -147,7 +150,8 @@ def make_run(
         eval_every=config.eval.every,
         save_every=config.checkpoint.every,
         asynchronous=config.checkpoint.asynchronous,
-        max_rollbacks=config.spike.max_rollbacks,
+        max_rollbacks=spike.max_rollbacks,
+        rollback_every=rollback_every,
         outer_every=config.outer.every if config.outer.replicas > 1 else 1,
     )
     log = Log(

@@ -10,7 +10,7 @@ import math
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -35,8 +35,9 @@ Say = Callable[[str], None]
 class Checkpoints:
     """The checkpoints of one run directory, shared by all processes, which must make the same calls.
 
-    keep: the number of last checkpoints to keep; keep_every: also keep multiples of this step; best: also keep the best
-    one by this metric of the evaluation, of which `mode` is best ('min', 'max'; None: see `smaller_is_better`).
+    keep: the number of last checkpoints to keep; keep_every: also keep multiples of this step; return_every: also keep
+    the last multiple of this step; best: also keep the best one by this metric of the evaluation, of which `mode` is
+    best ('min', 'max'; None: see `smaller_is_better`).
     context: the processes, by default the current ones. facts: JSON to store with every state. `events`: a log of the
     saves. `audited`: the last update at which no device was found wrong (`jaxdp.audit`), so that the last checkpoint up
     to it is kept too.
@@ -48,12 +49,14 @@ class Checkpoints:
         keep: int = 3,
         *,
         keep_every: int | None = None,
+        return_every: int | None = None,
         best: str | None = None,
         mode: str | None = None,
         context: Context | None = None,
         facts: Mapping[str, Any] | None = None,
     ):
         self.directory, self.keep, self.keep_every, self.best = directory.resolve(), keep, keep_every, best
+        self.return_every = return_every
         self.sign = 1 if smaller_is_better(str(best), mode) else -1  # of the metric, to look for the smallest
         self.context, self.facts = context or current(), facts or {}
         self.writes = self.context.is_root  # whether this process makes and removes the folders of checkpoints
@@ -169,13 +172,13 @@ class Checkpoints:
         self._thread = None
         return self._failure
 
-    def latest(self, say: Say = print, tidy: bool = True) -> int:
+    def latest(self, say: Say = print, tidy: bool = True, refused: Iterable[int] = ()) -> int:
         """Return the last complete step, after verifying every byte, or 0. All processes share the reading.
 
         Damaged and unfinished checkpoints are renamed, which `say` reports on root; not if tidy is false, since the
-        directory may belong to another run. Raises UsageError if files cannot be read.
+        directory may belong to another run. refused: steps that do not count. Raises UsageError if files cannot be read.
         """
-        refused: set[int] = set()
+        refused = set(refused)
         if self.writes and tidy:
             self._set_unfinished_aside(say)
         while True:
@@ -273,7 +276,12 @@ class Checkpoints:
         steps = [step for step in self.steps() if step <= saved]
         retained = set(steps[-self.keep :]) | {s for s in steps if self.keep_every and s % self.keep_every == 0}
         retained |= {self.best_step() or 0, max((s for s in steps if s <= (self.audited or 0)), default=0)}
+        retained |= {max((s for s in steps if self.return_every and s % self.return_every == 0), default=0)}
         folders.remove(self.directory, set(steps) - retained)
+
+    def remove(self, steps: Iterable[int]) -> None:
+        if self.writes:
+            folders.remove(self.directory, steps)
 
     def _set_unfinished_aside(self, say: Say) -> None:
         with contextlib.suppress(OSError):

@@ -35,6 +35,7 @@ class LoopOptions:
     """The last update, and the updates between two records, evaluations, checkpoints and outer steps (`outer`).
 
     steps_per_call: the number of updates in one compiled call, if nothing is due between them.
+    rollback_every: updates between two checkpoints that a rollback can return to; None: any checkpoint.
     asynchronous: training continues while a checkpoint is written.
     """
 
@@ -45,6 +46,7 @@ class LoopOptions:
     save_every: int | None = None
     asynchronous: bool = True
     max_rollbacks: int = 3
+    rollback_every: int | None = None
     outer_every: int = 1
 
 
@@ -138,7 +140,7 @@ class Run:
         return bool(self.data.eval) and is_due(step, self.options.eval_every)
 
     def checkpoint_is_due(self, step: int) -> bool:
-        return is_due(step, self.options.save_every)
+        return is_due(step, self.options.save_every) or is_due(step, self.options.rollback_every)
 
 
 @dataclasses.dataclass
