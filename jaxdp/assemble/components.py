@@ -120,7 +120,6 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
     order = make_order(config, dataset, sequential)
     steps = config.steps or math.ceil((config.epochs or 0) * order.steps_per_epoch)
     schedule, opt = schedule_of(config, steps), config.optimizer
-    named = opt.target in OPTIMIZERS or "optimizer" not in objects
     remat, scaling = choose_remat(config, model), make_scaling(config, dataset)
     forward = Forward(model, loss, casts, config.seed, remat, scaling, transform)
     rule = UpdateRule(
@@ -128,9 +127,8 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
         opt.clip_norm,
         opt.frozen,
         opt.ema,
-        schedule if named else None,
-        config.nonfinite.max_consecutive,
-        make_spike(config),
+        max_nonfinite=config.nonfinite.max_consecutive,
+        spike=make_spike(config),
     )
     parts = Parts(forward, rule, dataset, eval_sets, order, steps, sequential, named_transform)
     return parts.evaluating(next(iter(eval_sets.values()), dataset))
