@@ -31,6 +31,7 @@ from jaxdp.losses import LOSSES, make_loss
 from jaxdp.models import MODELS, as_model, is_given
 from jaxdp.models.base import Model
 from jaxdp.optim import OPTIMIZERS, checked, make_optimizer, make_schedule
+from jaxdp.optim.evaluation import evaluation_arrays
 from jaxdp.parallel import STRATEGIES, Strategy, make_reduction
 from jaxdp.parallel.integer_sums import COUPLED, remembering
 from jaxdp.parallel.layout import Sharding
@@ -162,6 +163,12 @@ def make_strategy(config: Config, parts: Parts, make_state: Partial, devices: Se
     reduction = make_reduction(parallel.reduction, parallel.bucket_mb, parallel.exact_group)
     reduce_dtype = None if dtypes.reduce == dtypes.params else parts.forward.policy.reduce
     if config.outer.replicas > 1:
+        if evaluation_arrays(state_shapes(make_state).opt_state):
+            raise UsageError(
+                f"outer.replicas: {config.outer.replicas} with optimizer.target: {config.optimizer.target}, which evaluates "
+                "other parameters than it trains, and an outer step moves only the latter; use another optimizer, or set "
+                "outer.replicas to 1"
+            )
         rule, hosts = make_outer(config, parts, reduction), current().hosts
         hosts = hosts if len(hosts) == jax.process_count() else ()  # else a script has connected the processes
         return Replicas(make_state, config.microbatches, reduction, rule, reduce_dtype, devices, hosts)

@@ -19,9 +19,10 @@ import numpy as np
 from jaxdp import rundir
 from jaxdp.checkpoint import folders, manifest
 from jaxdp.checkpoint.commit import Commit, PeerFailed, reason_of
-from jaxdp.checkpoint.leaves import check_same_leaves, copy, fields_of, leaves_of
+from jaxdp.checkpoint.leaves import ADDED, all_fields_of, check_same_leaves, copy, leaves_of
 from jaxdp.checkpoint.manifest import Damaged
 from jaxdp.checkpoint.orbax import TIMEOUT, load, prepare, save, silence_orbax
+from jaxdp.core.average import first_statistics
 from jaxdp.core.state import TrainState
 from jaxdp.distributed import membership
 from jaxdp.distributed.context import Context, current
@@ -144,7 +145,7 @@ class Checkpoints:
         if step <= self.repeated and self.context.of_root("exists", exists):  # Orbax would remove it before it writes
             self.annotate(step, meta)
             return
-        tree = fields_of(state)
+        tree = all_fields_of(state)
         meta = {"step": step, **self.facts, **meta, "state": leaves_of(tree)}
         try:
             response = self._start(self.directory / str(step), tree)
@@ -203,10 +204,14 @@ class Checkpoints:
     def restore(self, step: int, abstract: TrainState, say: Say = print) -> TrainState:
         """Restore the state saved at `step`, with the shardings of `abstract`. Raises UsageError if leaves differ.
 
-        Exponents of exact sums may be missing: the next update determines them.
+        Exponents of exact sums may be missing: the next update determines them. So may the average of the model state,
+        which then starts from the model state.
         """
         saved = self.check_fits(step, abstract)
-        fields, exponents = fields_of(abstract), abstract.exponents
+        fields, exponents = all_fields_of(abstract), abstract.exponents
+        lacks = abstract.ema_state is not None and not any(path.startswith("ema_state") for path in saved)
+        if lacks:
+            fields.pop("ema_state")
         fields.pop("exponents", None)
         if "exponents" in saved:
             dtype, shape = saved["exponents"]
@@ -220,12 +225,19 @@ class Checkpoints:
             )
             if self.context.is_root:
                 say(f"checkpoint {step} has no exponents for exact sums: the next update is computed twice")
+        if lacks:
+            state["ema_state"] = first_statistics(state["model_state"])
+            if self.context.is_root:
+                say(f"checkpoint {step} has no running average of the model state: it starts from the model state")
         return abstract.replace(**state)
 
     def check_fits(self, step: int, abstract: TrainState) -> dict[str, Any]:
         """Return {path: [dtype, shape]} of the state saved at `step`. Raises UsageError if `abstract` differs."""
         saved = self.context.of_root("state", lambda: self.meta(step)["state"])
-        check_same_leaves(step, saved, leaves_of(fields_of(abstract)), self.context.root_rank)
+        ours = leaves_of(all_fields_of(abstract))
+        added = lambda path: path.startswith(ADDED) and path not in saved
+        ours = {path: leaf for path, leaf in ours.items() if not added(path)}
+        check_same_leaves(step, saved, ours, self.context.root_rank)
         return saved
 
     def _finish(self, step: int, response: Any, meta: Mapping[str, Any], say: Say) -> None:

@@ -29,16 +29,23 @@ def name_rate(rate: jax.Array) -> jax.Array:
 def rate_of(tx: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree, new: Tree) -> jax.Array | None:
     """Return the learning rate [] of tx.update(grads, state, params), or None if the optimizer shows none.
 
-    It is the last one that the updates are computed with; without a named one, `optax.inject_hyperparams` has its own
-    in the new state. Only what it depends on, such as a count, is computed once more, and the compiler removes that.
+    new: the state after the update, where `optax.inject_hyperparams` has a rate that comes from no schedule.
+    """
+    named, leaves = scheduled_rate(tx, grads, state, params), jax.tree_util.tree_leaves_with_path(new)
+    injected = [x for path, x in leaves if path_string(path).endswith(f"hyperparams/{NAME}")]
+    return named if named is not None or not injected else jnp.asarray(injected[-1], float)
+
+
+def scheduled_rate(tx: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree) -> jax.Array | None:
+    """Return the last named rate [] that the updates are computed with, or None.
+
+    Only what it depends on, such as a count, is computed once more, and the compiler removes that.
     """
     closed, shapes = jax.make_jaxpr(tx.update, return_shape=True)(grads, state, params)
     jaxpr, inputs = closed.jaxpr, [*closed.consts, *jax.tree.leaves((grads, state, params))]
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
     updates = jaxpr.outvars[: len(jax.tree.leaves(shapes[0]))]
     rates = [*named_rates(jaxpr, updates, lambda variables: [values[x] for x in variables])]
-    leaves = jax.tree_util.tree_leaves_with_path(new)
-    rates = rates or [x for path, x in leaves if path_string(path).endswith(f"hyperparams/{NAME}")]
     return jnp.asarray(rates[-1], float) if rates else None
 
 
@@ -71,4 +78,6 @@ def named_rates(jaxpr: Jaxpr, outputs: Sequence[Any], read: Read) -> Iterator[An
             def read_inside(variables: Sequence[Any], outside: Any = outside, constants: Any = constants) -> list[Any]:
                 return [constants[x] if x in constants else values_of([outside[x]])[0] for x in variables]
 
-            yield from named_rates(inner, [y for x, y in zip(equation.outvars, inner.outvars) if x in used], read_inside)
+            yield from named_rates(
+                inner, [y for x, y in zip(equation.outvars, inner.outvars) if x in used], read_inside
+            )

@@ -84,7 +84,9 @@ def state_to_return_to(run: Run, halted: int) -> int:
             rank=0,
         )
     if step < due:
-        run.log.writer.say(f"warning: no checkpoint of update {due} (spike.every): going back further changes the numbers")
+        run.log.writer.say(
+            f"warning: no checkpoint of update {due} (spike.every): going back further changes the numbers"
+        )
     checkpoints.remove([other for other in steps if other > step])
     return step
 

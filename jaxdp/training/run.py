@@ -86,6 +86,7 @@ class Log:
 
     derive: returns metrics computed from the means of a record; speed: from the milliseconds of an update; account:
     of the full run, at its end.
+    follows_schedule: whether updates are computed with the rate of the config's schedule.
     directory: of the files. layout: the content of layout.json before the first update; None: write no file.
     """
 
@@ -95,6 +96,7 @@ class Log:
     derive: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda means: {}
     speed: Callable[[float], Record] = lambda milliseconds: {}
     account: Callable[[], Record] = dict
+    follows_schedule: Callable[[], bool] = lambda: True
     directory: pathlib.Path = pathlib.Path()
     layout: Mapping[str, Any] | None = None
 

@@ -34,12 +34,18 @@ USERS = {
         {"init_value": LR, "end_value": 0.1, "power": 2, "transition_steps": 13},
         lambda i: (LR - 0.1) * (1 - min(i, 13) / 13) ** 2 + 0.1,
     ),
-    "optax.exponential_decay": ({"init_value": LR, "transition_steps": 7, "decay_rate": 0.3}, lambda i: LR * 0.3 ** (i / 7)),
+    "optax.exponential_decay": (
+        {"init_value": LR, "transition_steps": 7, "decay_rate": 0.3},
+        lambda i: LR * 0.3 ** (i / 7),
+    ),
     "optax.piecewise_constant_schedule": (
         {"init_value": LR, "boundaries_and_scales": {5: 0.3, 9: 0.7}},
         lambda i: LR * 0.3 ** (i >= 5) * 0.7 ** (i >= 9),
     ),
-    "optax.linear_schedule": ({"init_value": LR, "end_value": 0.0, "transition_steps": 7}, lambda i: LR * (1 - min(i, 7) / 7)),
+    "optax.linear_schedule": (
+        {"init_value": LR, "end_value": 0.0, "transition_steps": 7},
+        lambda i: LR * (1 - min(i, 7) / 7),
+    ),
 }
 COUNTS = [0, 1, 2, 3, 4, 5, 8, 9, 13, 19, 20, 25]
 
@@ -91,7 +97,10 @@ CASES = {  # optimizer of a learning rate -> the rates of six updates; None: it 
     "a count that starts at 2": (lambda lr: optax.scale_by_schedule(lambda i: -lr(i + 2)), [2, 3, 4, 5, 6, 7]),
     "jitted": (lambda lr: jitted(optax.adamw(lr)), [0, 1, 2, 3, 4, 5]),
     "schedule-free": (lambda lr: optax.contrib.schedule_free(optax.sgd(lr), lr), [0, 1, 2, 3, 4, 5]),
-    "parts": (lambda lr: optax.partition({"x": optax.sgd(lr), "y": optax.adam(lr)}, {"a": "x", "b": "y"}), [0, 1, 2, 3, 4, 5]),
+    "parts": (
+        lambda lr: optax.partition({"x": optax.sgd(lr), "y": optax.adam(lr)}, {"a": "x", "b": "y"}),
+        [0, 1, 2, 3, 4, 5],
+    ),
     "muon": (lambda lr: OPTIMIZERS["muon"](lr, weight_decay=0.1), [0, 1, 2, 3, 4, 5]),
     "adafactor": (lambda lr: OPTIMIZERS["adafactor"](lr, weight_decay=0.1), [0, 1, 2, 3, 4, 5]),
     "lamb": (OPTIMIZERS["lamb"], [0, 1, 2, 3, 4, 5]),
@@ -102,7 +111,10 @@ CASES = {  # optimizer of a learning rate -> the rates of six updates; None: it 
 
 def counted(schedule):
     """Keeps a rate in its state and changes nothing."""
-    update = lambda updates, state, params=None: (updates, {"count": state["count"] + 1, "rate": schedule(state["count"])})
+    update = lambda updates, state, params=None: (
+        updates,
+        {"count": state["count"] + 1, "rate": schedule(state["count"])},
+    )
     return optax.GradientTransformation(lambda params: {"count": jnp.int32(0), "rate": jnp.float32(0)}, update)
 
 
