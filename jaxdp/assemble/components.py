@@ -165,9 +165,9 @@ def make_strategy(config: Config, parts: Parts, make_state: Partial, devices: Se
     if config.outer.replicas > 1:
         if evaluation_arrays(state_shapes(make_state).opt_state):
             raise UsageError(
-                f"outer.replicas: {config.outer.replicas} with optimizer.target: {config.optimizer.target}, which evaluates "
-                "other parameters than it trains, and an outer step moves only the latter; use another optimizer, or set "
-                "outer.replicas to 1"
+                f"outer.replicas: {config.outer.replicas} with optimizer.target: {config.optimizer.target}, which "
+                "evaluates other parameters than it trains, and an outer step moves only the latter; use another "
+                "optimizer, or set outer.replicas to 1"
             )
         rule, hosts = make_outer(config, parts, reduction), current().hosts
         hosts = hosts if len(hosts) == jax.process_count() else ()  # else a script has connected the processes

@@ -12,7 +12,6 @@ from jaxdp.core.state import TrainState
 from jaxdp.errors import UsageError
 from jaxdp.split import path_string
 
-
 ADDED = ("ema_state",)  # fields that a checkpoint of version 0.1 does not have
 
 

@@ -177,7 +177,8 @@ class Checkpoints:
         """Return the last complete step, after verifying every byte, or 0. All processes share the reading.
 
         Damaged and unfinished checkpoints are renamed, which `say` reports on root; not if tidy is false, since the
-        directory may belong to another run. refused: steps that do not count. Raises UsageError if files cannot be read.
+        directory may belong to another run. refused: steps that do not count. Raises UsageError if files cannot be
+        read.
         """
         refused = set(refused)
         if self.writes and tidy:

@@ -236,8 +236,8 @@ def check_outer(config: Config) -> None:
     spike = config.spike
     if spike.factor is not None and spike.action == "rollback" and spike.every % every:
         raise UsageError(
-            f"spike.every: {spike.every} is no multiple of outer.every: {every}, and a state between two outer steps may "
-            f"have a replica that has halted; set it to {-(-spike.every // every) * every}"
+            f"spike.every: {spike.every} is no multiple of outer.every: {every}, and a state between two outer steps "
+            f"may have a replica that has halted; set it to {-(-spike.every // every) * every}"
         )
     if config.outer.reduction and replicas > (most := summands_of(config.outer.reduction)[1]):
         raise UsageError(

@@ -104,7 +104,8 @@ class Optimizer:
         frozen: parameters whose path matches one of these regular expressions are not updated
         lr_scale: regular expression to factor; the learning rate of a parameter is multiplied by the factor of the
             first one that its path matches
-        ema: decay of a running average of the parameters, such as 0.999; null for no average (see eval.ema)
+        ema: decay of a running average of the parameters and of the floats of the model state (BatchNorm), such as
+            0.999; null for no average (see eval.ema)
         args: more arguments of the target (momentum, b1, b2, eps, ...)
     """
 

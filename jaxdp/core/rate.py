@@ -67,7 +67,7 @@ def named_rates(jaxpr: Jaxpr, outputs: Sequence[Any], read: Read) -> Iterator[An
         params, operands = equation.params, equation.invars
         if equation.primitive.name == "name" and params["name"] == NAME:
             yield values_of(operands)[0]
-        programs = [params.get("jaxpr") or params.get("call_jaxpr")] if equation.primitive.name in CALLS else []
+        programs: Any = [params.get("jaxpr") or params.get("call_jaxpr")] if equation.primitive.name in CALLS else []
         if equation.primitive.name == "cond":
             programs, operands = params["branches"], operands[1:]
         for program in programs:

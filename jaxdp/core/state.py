@@ -30,7 +30,8 @@ class TrainState(struct.PyTreeNode):
     """Everything that an update changes, in logical shapes: step [], trees, and carry[microbatch, example, ...].
 
     ema: the running average of the parameters; ema_state: that of the floats of the model state. `ema`, `ema_state`,
-    `loss_scale`, `carry` and `exponents` (`jaxdp.parallel.fixed_point`) are None when not in use. step: counts all updates; guard: the skipped ones of them.
+    `loss_scale`, `carry` and `exponents` (`jaxdp.parallel.fixed_point`) are None when not in use. step: counts all
+    updates; guard: the skipped ones of them.
     """
 
     step: jax.Array

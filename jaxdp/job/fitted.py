@@ -48,8 +48,8 @@ class Fitted:
 
     final: the last record: loss, metrics, params_sha256. params, model_state, ema: trees of NumPy arrays, the same on
     every rank. params are those to evaluate, if the optimizer trains others (`jaxdp.optim.evaluation`). ema is None
-    without `optimizer.ema`; ema_state: the model state that belongs to it. run_dir: the directory of metrics.jsonl and the checkpoints.
-    config, objects: of the run; data and model are built from them again when first needed.
+    without `optimizer.ema`; ema_state: the model state that belongs to it. run_dir: the directory of metrics.jsonl and
+    the checkpoints. config, objects: of the run; data and model are built from them again when first needed.
     """
 
     final: dict[str, Any]

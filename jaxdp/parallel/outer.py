@@ -177,8 +177,8 @@ class Replicas(PJit):
         sum_over = functools.partial(arithmetic(reduction).sum_rows, reduction, axis=OUTER, rows=number)
 
         def move(state: TrainState, moved: Tree, states: Tree) -> tuple[Tree, ...]:
-            """Return the parameters, the averages of the model, the running averages of both, and the state of the outer
-            optimizer, from sums."""
+            """Return the parameters, the averages of the model, the running averages of both, and the outer optimizer's
+            state, from sums."""
             params, mean = trainable(state.params), lambda x, like: (x / number).astype(like.dtype)
             updates, outer = self.rule.tx.update(jax.tree.map(mean, moved, params), state.opt_state.outer, params)
             params = merge(optax.apply_updates(params, updates), state.params)

@@ -16,7 +16,7 @@ from jaxdp.training.source import describe
 
 
 def roll_back(run: Run, progress: Progress, initial: Record) -> tuple[Run, Progress]:
-    """Restore the last state to return to; return (the run, its progress), set to continue with the data after the spike.
+    """Restore an earlier state; return (the run, its progress), set to continue with the data after the spike.
 
     initial: the state of the callbacks before the first update.
     Raises RunFailed if the run halted for another cause than a spike, or after `max_rollbacks`.

@@ -152,8 +152,7 @@ def masked(tx):
 
 
 def partitioned(tx):
-    label = lambda params: {name: jax.tree.map(lambda _: name, tree) for name, tree in params.items()}
-    return optax.partition({"first": tx, "last": optax.adam(0.1)}, label)
+    return optax.partition({"first": tx, "last": optax.adam(0.1)}, {"first": "first", "last": "last"})
 
 
 FREE = lambda: optax.contrib.schedule_free_sgd(0.2, warmup_steps=2, b1=0.7)

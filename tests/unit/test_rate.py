@@ -1,17 +1,13 @@
 """The learning rate that a run records is the one that its optimizer applies, in the precision of the run."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-import jaxdp
-from covering import first
 from jaxdp.core.rate import rate_of
-from jaxdp.optim import OPTIMIZERS, make_optimizer, make_schedule
+from jaxdp.optim import OPTIMIZERS, make_schedule
 
 LR, STEPS, WARMUP = 0.3, 20, 4
 
