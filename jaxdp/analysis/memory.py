@@ -30,7 +30,8 @@ def bytes_by_tree(strategy: Strategy, step: Step, batch: Mapping[str, Any], spli
         "params": local_bytes(shapes.params, dims.params, n),
         "grads": local_bytes(grads, step.trainable(strategy.slices) if split_grads else None, n),
         "opt_state": local_bytes((shapes.opt_state, shapes.ema), (dims.opt_state, dims.ema), n),
-        "model_state": local_bytes(shapes.model_state, None, n) + local_bytes(shapes.carry, None, n) / devices,
+        "model_state": local_bytes((shapes.model_state, shapes.ema_state), None, n)
+        + local_bytes(shapes.carry, None, n) / devices,
         "batch": sum(math.prod(x.shape) * x.dtype.itemsize for x in batch.values()) / devices,
     }
 

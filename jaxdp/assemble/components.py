@@ -31,6 +31,7 @@ from jaxdp.losses import LOSSES, make_loss
 from jaxdp.models import MODELS, as_model, is_given
 from jaxdp.models.base import Model
 from jaxdp.optim import OPTIMIZERS, checked, make_optimizer, make_schedule
+from jaxdp.optim.evaluation import evaluation_arrays
 from jaxdp.parallel import STRATEGIES, Strategy, make_reduction
 from jaxdp.parallel.integer_sums import COUPLED, remembering
 from jaxdp.parallel.layout import Sharding
@@ -120,7 +121,6 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
     order = make_order(config, dataset, sequential)
     steps = config.steps or math.ceil((config.epochs or 0) * order.steps_per_epoch)
     schedule, opt = schedule_of(config, steps), config.optimizer
-    named = opt.target in OPTIMIZERS or "optimizer" not in objects
     remat, scaling = choose_remat(config, model), make_scaling(config, dataset)
     forward = Forward(model, loss, casts, config.seed, remat, scaling, transform)
     rule = UpdateRule(
@@ -128,9 +128,8 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
         opt.clip_norm,
         opt.frozen,
         opt.ema,
-        schedule if named else None,
-        config.nonfinite.max_consecutive,
-        make_spike(config),
+        max_nonfinite=config.nonfinite.max_consecutive,
+        spike=make_spike(config),
     )
     parts = Parts(forward, rule, dataset, eval_sets, order, steps, sequential, named_transform)
     return parts.evaluating(next(iter(eval_sets.values()), dataset))
@@ -163,6 +162,12 @@ def make_strategy(config: Config, parts: Parts, make_state: Partial, devices: Se
     parallel, reduce_dtype = config.parallel, parts.forward.policy.reduce
     reduction = make_reduction(parallel.reduction, parallel.bucket_mb, parallel.exact_group)
     if config.outer.replicas > 1:
+        if evaluation_arrays(state_shapes(make_state).opt_state):
+            raise UsageError(
+                f"outer.replicas: {config.outer.replicas} with optimizer.target: {config.optimizer.target}, which "
+                "evaluates other parameters than it trains, and an outer step moves only the latter; use another "
+                "optimizer, or set outer.replicas to 1"
+            )
         rule, hosts = make_outer(config, parts, reduction), current().hosts
         hosts = hosts if len(hosts) == jax.process_count() else ()  # else a script has connected the processes
         return Replicas(make_state, config.microbatches, reduction, rule, reduce_dtype, devices, hosts)

@@ -33,6 +33,8 @@ from jaxdp.assemble.preflight import check_examples, check_optimizer, rehearse
 from jaxdp.checkpoint.local import LocalCheckpoints
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.config import Config, Parallel
+from jaxdp.core.rate import scheduled_rate
+from jaxdp.core.state import TrainState
 from jaxdp.core.step import Step
 from jaxdp.cpu import on_cpu
 from jaxdp.data.base import UNKNOWN
@@ -43,7 +45,7 @@ from jaxdp.errors import UsageError
 from jaxdp.metrics.throughput import throughput
 from jaxdp.metrics.writer import Record
 from jaxdp.parallel import STAGES, Strategy
-from jaxdp.parallel.placement import assign_microbatches
+from jaxdp.parallel.placement import assign_microbatches, state_shapes
 from jaxdp.rundir import versions
 from jaxdp.targets import attribute
 from jaxdp.training.profile import Profile, folder
@@ -132,10 +134,13 @@ def make_run(
     strategy = on_all_ranks(context, lambda: make_strategy(config, parts, make_state, devices))
     on_all_ranks(context, lambda: check_optimizer(config, strategy, parts.rule.tx, step))
     training, evaluation = on_all_ranks(context, lambda: make_sources(config, parts, strategy, step))
+    spike = config.spike
+    rollback_every = spike.every if spike.factor is not None and spike.action == "rollback" else None
     checkpoints = (LocalCheckpoints if config.checkpoint.local else Checkpoints)(
         directory / "checkpoints",
         config.checkpoint.keep,
         keep_every=config.checkpoint.keep_every,
+        return_every=rollback_every,
         best=config.checkpoint.best,
         mode=config.checkpoint.mode,
         context=context,
@@ -155,13 +160,15 @@ def make_run(
         eval_every=config.eval.every,
         save_every=config.checkpoint.every,
         asynchronous=config.checkpoint.asynchronous,
-        max_rollbacks=config.spike.max_rollbacks,
+        max_rollbacks=spike.max_rollbacks,
+        rollback_every=rollback_every,
         outer_every=config.outer.every if config.outer.replicas > 1 else 1,
     )
     log = Log(
         derive=attribute(parts.forward.loss, "derive", lambda means: {}),
         advise=functools.partial(data_warnings, config, parts, strategy.shapes, len(devices)),
         speed=speed(config, parts, prepared.flops, devices),
+        follows_schedule=lambda: follows_schedule(parts, state_shapes(make_state)),
         directory=directory,
     )
     return Run(strategy, step, Data(training, evaluation, config.eval.ema), checkpoints, options, log)
@@ -201,6 +208,13 @@ def make_sources(config: Config, parts: Parts, strategy: Strategy, step: Step) -
     training = source(parts.dataset, parts.order, True)
     order = lambda dataset: make_order(config, dataset, parts.sequential, shuffle=False)
     return training, {name: source(x, order(x), False) for name, x in parts.eval_sets.items()}
+
+
+def follows_schedule(parts: Parts, state: TrainState) -> bool:
+    """Return whether the optimizer computes its updates with the rate of the config's schedule. state: shapes."""
+    params = parts.rule.trainable(state.params)
+    rate = functools.partial(scheduled_rate, parts.rule.tx)
+    return jax.eval_shape(rate, params, state.opt_state, params) is not None
 
 
 def changes_for(parallel: Parallel, zero: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxdp.checkpoint.weights import MODEL_STATE, Weights, named
+from jaxdp.core.average import first_statistics
 from jaxdp.core.state import TrainState
 from jaxdp.distributed.hosts import listed
 from jaxdp.errors import UsageError, nearest
@@ -171,7 +172,7 @@ def begin_with(
     beside those of ordinary training.
     """
     abstract, rows = strategy.abstract(), weights.rows
-    state = strategy.export(strategy.init()).replace(opt_state=None, ema=None)
+    state = strategy.export(strategy.init()).replace(opt_state=None, ema=None, ema_state=None)
     initial = named(state.params, state.model_state)
     values = {name: x for name, x in initial.items() if pairs.get(name) in {None, *rows}}
     del initial
@@ -185,16 +186,17 @@ def begin_with(
     )
     state = state.replace(params=fill(abstract.params), model_state=fill(abstract.model_state, MODEL_STATE))
 
-    def derive(state: TrainState) -> tuple[Tree, Tree]:
+    def derive(state: TrainState) -> tuple[Tree, Tree, Tree]:
         state = jax.tree.map(jnp.copy, state)  # an update donates all of the state, so no two arrays may share memory
         params, like = state.params, abstract.ema
         average = None if like is None else jax.tree.map(lambda p, e: p.astype(e.dtype), params, like)
-        state = complete(state.replace(opt_state=tx.init(trainable(params)), ema=average))
-        return state.opt_state, state.ema
+        statistics = None if like is None else first_statistics(state.model_state)
+        state = complete(state.replace(opt_state=tx.init(trainable(params)), ema=average, ema_state=statistics))
+        return state.opt_state, state.ema, state.ema_state
 
-    shardings = jax.tree.map(lambda x: x.sharding, (abstract.opt_state, abstract.ema))
-    opt_state, ema = jax.jit(derive, out_shardings=shardings)(state)
-    return strategy.adopt(state.replace(opt_state=opt_state, ema=ema))
+    shardings = jax.tree.map(lambda x: x.sharding, (abstract.opt_state, abstract.ema, abstract.ema_state))
+    opt_state, ema, ema_state = jax.jit(derive, out_shardings=shardings)(state)
+    return strategy.adopt(state.replace(opt_state=opt_state, ema=ema, ema_state=ema_state))
 
 
 def _merge_rows(rows: int, new: jax.Array, old: jax.Array) -> jax.Array:

@@ -12,8 +12,15 @@ from jaxdp.core.state import TrainState
 from jaxdp.errors import UsageError
 from jaxdp.split import path_string
 
+ADDED = ("ema_state",)  # fields that a checkpoint of version 0.1 does not have
+
 
 def fields_of(state: TrainState) -> dict[str, Any]:
+    """Return {name: tree} of the fields that are in use and that every checkpoint with such a state has."""
+    return {name: tree for name, tree in all_fields_of(state).items() if name not in ADDED}
+
+
+def all_fields_of(state: TrainState) -> dict[str, Any]:
     """Return {name: tree} of the fields that are in use."""
     fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
     return {name: tree for name, tree in fields.items() if tree is not None}

@@ -9,7 +9,7 @@ import contextlib
 import json
 import pathlib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -58,18 +58,18 @@ class LocalCheckpoints(Checkpoints):
             path.unlink(missing_ok=True)
         return None
 
-    def latest(self, say: Say = print, tidy: bool = True) -> int:
+    def latest(self, say: Say = print, tidy: bool = True, refused: Iterable[int] = ()) -> int:
         """Return the newest step that a host has undamaged, once all hosts have it, or 0. Raises UsageError."""
         if self.is_shared:
-            return super().latest(say, tidy)
+            return super().latest(say, tidy, refused)
         title, rank = self.context.title, self.context.rank
         tell = say if self.context.is_root else lambda text: say(f"{title(rank)}: {text}")
-        refused = set(folders.unfinished(self.directory)) if self.writes else set()
+        refused, tried = {*refused, *(folders.unfinished(self.directory) if self.writes else ())}, len({*refused})
         if self.writes:
             self._set_unfinished_aside(tell)
         while True:
             own, content, problem = folders.newest(self.directory, refused) if self.writes else (0, {}, "")
-            offer = [own, not problem, content["meta"].get("job") if content else None, len(refused)]
+            offer = [own, not problem, content["meta"].get("job") if content else None, len(refused) - tried]
             offers = [json.loads(text) for text in self.context.exchange("offers", json.dumps(offer), TIMEOUT)]
             newest, _, job, _ = max(offers, key=lambda offer: offer[:2])  # of equals, that of the lowest rank
             if not newest:

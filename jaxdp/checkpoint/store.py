@@ -10,7 +10,7 @@ import math
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -19,9 +19,10 @@ import numpy as np
 from jaxdp import rundir
 from jaxdp.checkpoint import folders, manifest
 from jaxdp.checkpoint.commit import Commit, PeerFailed, reason_of
-from jaxdp.checkpoint.leaves import check_same_leaves, copy, fields_of, leaves_of
+from jaxdp.checkpoint.leaves import ADDED, all_fields_of, check_same_leaves, copy, leaves_of
 from jaxdp.checkpoint.manifest import Damaged
 from jaxdp.checkpoint.orbax import TIMEOUT, load, prepare, save, silence_orbax
+from jaxdp.core.average import first_statistics
 from jaxdp.core.state import TrainState
 from jaxdp.distributed import membership
 from jaxdp.distributed.context import Context, current
@@ -35,8 +36,9 @@ Say = Callable[[str], None]
 class Checkpoints:
     """The checkpoints of one run directory, shared by all processes, which must make the same calls.
 
-    keep: the number of last checkpoints to keep; keep_every: also keep multiples of this step; best: also keep the best
-    one by this metric of the evaluation, of which `mode` is best ('min', 'max'; None: see `smaller_is_better`).
+    keep: the number of last checkpoints to keep; keep_every: also keep multiples of this step; return_every: also keep
+    the last multiple of this step; best: also keep the best one by this metric of the evaluation, of which `mode` is
+    best ('min', 'max'; None: see `smaller_is_better`).
     context: the processes, by default the current ones. facts: JSON to store with every state. `events`: a log of the
     saves. `audited`: the last update at which no device was found wrong (`jaxdp.audit`), so that the last checkpoint up
     to it is kept too.
@@ -48,12 +50,14 @@ class Checkpoints:
         keep: int = 3,
         *,
         keep_every: int | None = None,
+        return_every: int | None = None,
         best: str | None = None,
         mode: str | None = None,
         context: Context | None = None,
         facts: Mapping[str, Any] | None = None,
     ):
         self.directory, self.keep, self.keep_every, self.best = directory.resolve(), keep, keep_every, best
+        self.return_every = return_every
         self.sign = 1 if smaller_is_better(str(best), mode) else -1  # of the metric, to look for the smallest
         self.context, self.facts = context or current(), facts or {}
         self.writes = self.context.is_root  # whether this process makes and removes the folders of checkpoints
@@ -141,7 +145,7 @@ class Checkpoints:
         if step <= self.repeated and self.context.of_root("exists", exists):  # Orbax would remove it before it writes
             self.annotate(step, meta)
             return
-        tree = fields_of(state)
+        tree = all_fields_of(state)
         meta = {"step": step, **self.facts, **meta, "state": leaves_of(tree)}
         try:
             response = self._start(self.directory / str(step), tree)
@@ -169,13 +173,14 @@ class Checkpoints:
         self._thread = None
         return self._failure
 
-    def latest(self, say: Say = print, tidy: bool = True) -> int:
+    def latest(self, say: Say = print, tidy: bool = True, refused: Iterable[int] = ()) -> int:
         """Return the last complete step, after verifying every byte, or 0. All processes share the reading.
 
         Damaged and unfinished checkpoints are renamed, which `say` reports on root; not if tidy is false, since the
-        directory may belong to another run. Raises UsageError if files cannot be read.
+        directory may belong to another run. refused: steps that do not count. Raises UsageError if files cannot be
+        read.
         """
-        refused: set[int] = set()
+        refused = set(refused)
         if self.writes and tidy:
             self._set_unfinished_aside(say)
         while True:
@@ -200,10 +205,14 @@ class Checkpoints:
     def restore(self, step: int, abstract: TrainState, say: Say = print) -> TrainState:
         """Restore the state saved at `step`, with the shardings of `abstract`. Raises UsageError if leaves differ.
 
-        Exponents of exact sums may be missing: the next update determines them.
+        Exponents of exact sums may be missing: the next update determines them. So may the average of the model state,
+        which then starts from the model state.
         """
         saved = self.check_fits(step, abstract)
-        fields, exponents = fields_of(abstract), abstract.exponents
+        fields, exponents = all_fields_of(abstract), abstract.exponents
+        lacks = abstract.ema_state is not None and not any(path.startswith("ema_state") for path in saved)
+        if lacks:
+            fields.pop("ema_state")
         fields.pop("exponents", None)
         if "exponents" in saved:
             dtype, shape = saved["exponents"]
@@ -217,12 +226,19 @@ class Checkpoints:
             )
             if self.context.is_root:
                 say(f"checkpoint {step} has no exponents for exact sums: the next update is computed twice")
+        if lacks:
+            state["ema_state"] = first_statistics(state["model_state"])
+            if self.context.is_root:
+                say(f"checkpoint {step} has no running average of the model state: it starts from the model state")
         return abstract.replace(**state)
 
     def check_fits(self, step: int, abstract: TrainState) -> dict[str, Any]:
         """Return {path: [dtype, shape]} of the state saved at `step`. Raises UsageError if `abstract` differs."""
         saved = self.context.of_root("state", lambda: self.meta(step)["state"])
-        check_same_leaves(step, saved, leaves_of(fields_of(abstract)), self.context.root_rank)
+        ours = leaves_of(all_fields_of(abstract))
+        added = lambda path: path.startswith(ADDED) and path not in saved
+        ours = {path: leaf for path, leaf in ours.items() if not added(path)}
+        check_same_leaves(step, saved, ours, self.context.root_rank)
         return saved
 
     def _finish(self, step: int, response: Any, meta: Mapping[str, Any], say: Say) -> None:
@@ -273,7 +289,12 @@ class Checkpoints:
         steps = [step for step in self.steps() if step <= saved]
         retained = set(steps[-self.keep :]) | {s for s in steps if self.keep_every and s % self.keep_every == 0}
         retained |= {self.best_step() or 0, max((s for s in steps if s <= (self.audited or 0)), default=0)}
+        retained |= {max((s for s in steps if self.return_every and s % self.return_every == 0), default=0)}
         folders.remove(self.directory, set(steps) - retained)
+
+    def remove(self, steps: Iterable[int]) -> None:
+        if self.writes:
+            folders.remove(self.directory, steps)
 
     def _set_unfinished_aside(self, say: Say) -> None:
         with contextlib.suppress(OSError):

@@ -15,6 +15,7 @@ from jaxdp.checkpoint import manifest, published, safetensors
 from jaxdp.checkpoint.orbax import load, orbax
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.errors import UsageError, one_line
+from jaxdp.optim.evaluation import sources
 from jaxdp.split import path_string
 
 GIVE = "give a run directory, one of its checkpoints (.../checkpoints/STEP) or a .safetensors file"
@@ -90,18 +91,35 @@ def from_checkpoint(path: pathlib.Path, ema: bool, field: str = "init_from", ema
         raise UsageError(
             f"{ema_field}: {str(path)!r} has no running average; leave it out (optimizer.ema computes one)"
         )
-    trees = {"ema" if ema else "params": "", "model_state": MODEL_STATE}
+    stored = {path_string(key): x for key, x in jax.tree_util.tree_leaves_with_path(tree)}
+    of = lambda field: {
+        name[len(field) + 1 :]: name for name in stored if name == field or name.startswith(f"{field}/")
+    }
+    where = of("ema" if ema else "params")  # {our name: path in the checkpoint}
+    where |= {
+        f"{MODEL_STATE}{name}": key for name, key in (of("model_state") | (of("ema_state") if ema else {})).items()
+    }
+    state = of("opt_state")
+    others = (
+        {} if ema else {name: (kind, [state[key] for key in keys]) for name, (kind, keys) in sources(state).items()}
+    )
 
     def read(wanted: Mapping[str, Any]) -> dict[str, Any]:
-        targets = jax.tree.map(lambda _: orbax().PLACEHOLDER, tree)
-        for name in trees.keys() & tree.keys():
-            pick = lambda key, _, prefix=trees[name]: wanted.get(prefix + path_string(key), orbax().PLACEHOLDER)
-            targets[name] = jax.tree_util.tree_map_with_path(pick, tree[name])
-        restored = load(path.resolve(), targets)
-        loaded = named(*(restored.get(name) for name in trees))
-        return {name: loaded[name] for name in wanted}
+        needed = {where[name]: target for name, target in wanted.items()}
+        for name in wanted.keys() & others.keys():
+            counterpart, *scalars = others[name][1]
+            needed |= {counterpart: wanted[name], **{key: np.zeros((), stored[key].dtype) for key in scalars}}
+        pick = lambda key, _: needed.get(path_string(key), orbax().PLACEHOLDER)
+        restored = load(path.resolve(), jax.tree_util.tree_map_with_path(pick, tree))
+        loaded = {path_string(key): x for key, x in jax.tree_util.tree_leaves_with_path(restored)}
+        arrays = {name: loaded[where[name]] for name in wanted}
+        for name in wanted.keys() & others.keys():
+            kind, keys = others[name]
+            evaluated = kind.evaluated(arrays[name], *(loaded[key] for key in keys))
+            arrays[name] = evaluated.astype(arrays[name].dtype)
+        return arrays
 
-    arrays = named(*(tree.get(name) for name in trees))
+    arrays = {name: stored[key] for name, key in where.items()}
     title = f"the running average in {path}" if ema else str(path)
     return Weights(title, arrays, read, facts(arrays))
 

@@ -233,6 +233,12 @@ def check_outer(config: Config) -> None:
             f"outer.every: {every} does not divide steps: {config.steps}, and updates after the last outer step would "
             f"be lost; set steps to {near}{(config.steps // every + 1) * every}"
         )
+    spike = config.spike
+    if spike.factor is not None and spike.action == "rollback" and spike.every % every:
+        raise UsageError(
+            f"spike.every: {spike.every} is no multiple of outer.every: {every}, and a state between two outer steps "
+            f"may have a replica that has halted; set it to {-(-spike.every // every) * every}"
+        )
     if config.outer.reduction and replicas > (most := summands_of(config.outer.reduction)[1]):
         raise UsageError(
             f"outer.replicas: {replicas} with outer.reduction: {config.outer.reduction} leave too few bits for each; "

@@ -104,7 +104,8 @@ class Optimizer:
         frozen: parameters whose path matches one of these regular expressions are not updated
         lr_scale: regular expression to factor; the learning rate of a parameter is multiplied by the factor of the
             first one that its path matches
-        ema: decay of a running average of the parameters, such as 0.999; null for no average (see eval.ema)
+        ema: decay of a running average of the parameters and of the floats of the model state (BatchNorm), such as
+            0.999; null for no average (see eval.ema)
         args: more arguments of the target (momentum, b1, b2, eps, ...)
     """
 
@@ -274,7 +275,9 @@ class Spike:
             Not suitable for losses that pass through zero
         decay: decay of the running mean
         after: good updates before the first loss that can be a spike
-        action: skip skips the update; rollback returns to a checkpoint and skips the batches since then
+        action: skip skips the update; rollback returns to an earlier state and skips the batches since then
+        every: updates between two states that a rollback can return to, each saved as a checkpoint; before the first
+            one it returns to the start
         max_rollbacks: the number of rollbacks allowed; one more ends the run
     """
 
@@ -282,4 +285,5 @@ class Spike:
     decay: float = numbers(0.98, above=0, below=1, example=0.98)
     after: int = numbers(100, least=1, most=2**31 - 1)
     action: Literal["skip", "rollback"] = numbers("skip")
+    every: int = numbers(100, least=1)
     max_rollbacks: int = numbers(3, least=0)

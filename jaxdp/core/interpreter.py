@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 CALLS = {"jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat", "remat2"}
 # (equation, inputs) -> its outputs; None: compute it as it is written, and enter it if it is one of CALLS
@@ -32,6 +32,17 @@ def evaluate(closed: Any, args: Sequence[Any], rule: Rule) -> list[Any]:
             out = bind(equation, inputs)
         values.update(zip(equation.outvars, out, strict=True))
     return [read(x) for x in jaxpr.outvars]
+
+
+def needed(jaxpr: Jaxpr, outputs: Sequence[Any]) -> tuple[list[JaxprEqn], set[Any]]:
+    """Return the operations that decide the outputs, and all values that they read."""
+    is_variable = lambda x: not isinstance(x, Literal)
+    eqns, read = [], set(filter(is_variable, outputs))
+    for eqn in reversed(jaxpr.eqns):
+        if read.intersection(eqn.outvars):
+            eqns.append(eqn)
+            read.update(filter(is_variable, eqn.invars))
+    return eqns[::-1], read
 
 
 def bind(equation: Any, inputs: Sequence[Any]) -> list[Any]:

@@ -63,6 +63,11 @@ def mean_state(old: Tree, sums: Tree, weight: jax.Array) -> tuple[Tree, jax.Arra
     return new, (sum(disagreeing, jnp.zeros((), jnp.int32)) if disagreeing else None)
 
 
+def floats(tree: Tree) -> Tree:
+    """Return the tree with None for integers, such as counters."""
+    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, tree)
+
+
 def _parts(x: jax.Array) -> jax.Array:
     """Return [real, imaginary part] of complex numbers; floats are unchanged."""
     return jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x

@@ -41,7 +41,7 @@ class UpdateRule(NamedTuple):
 
     frozen: expressions; parameters whose path matches one have no gradient and no optimizer state.
     ema_decay: of the running average of the parameters; None: there is none.
-    schedule: the learning rate, reported as `lr` in the metrics.
+    schedule: the learning rate by applied update, to report as `lr` if the optimizer names none (`jaxdp.core.rate`).
     max_nonfinite: halt training after this many consecutive updates with a non-finite loss or gradient; each of them is
     skipped (`jaxdp.core.skip`). spike: how to detect and treat a loss that is too large.
     """

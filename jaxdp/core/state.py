@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxdp.core.average import first_statistics
 from jaxdp.core.carry import split_carry
 from jaxdp.core.options import Batch, Forward, Transform, UpdateRule
 from jaxdp.core.skip import Guard, start_guard
@@ -28,8 +29,9 @@ Total = Callable[[Tree], jax.Array]
 class TrainState(struct.PyTreeNode):
     """Everything that an update changes, in logical shapes: step [], trees, and carry[microbatch, example, ...].
 
-    ema: the running average of the parameters. `ema`, `loss_scale`, `carry` and `exponents`
-    (`jaxdp.parallel.fixed_point`) are None when not in use. step: counts all updates; guard: the skipped ones of them.
+    ema: the running average of the parameters; ema_state: that of the floats of the model state. `ema`, `ema_state`,
+    `loss_scale`, `carry` and `exponents` (`jaxdp.parallel.fixed_point`) are None when not in use. step: counts all
+    updates; guard: the skipped ones of them.
     """
 
     step: jax.Array
@@ -41,6 +43,7 @@ class TrainState(struct.PyTreeNode):
     carry: Tree = None
     guard: Guard = struct.field(default_factory=start_guard)
     exponents: jax.Array | None = None
+    ema_state: Tree = None
 
     def view(self, seed: Any) -> "View":
         scale = None if self.loss_scale is None else self.loss_scale.value
@@ -118,4 +121,5 @@ def init_state(forward: Forward, rule: UpdateRule, microbatches: int, example: B
         loss_scale=forward.loss_scaling.init() if forward.loss_scaling else None,
         carry=carry,
         guard=start_guard(rule.spike),
+        ema_state=None if rule.ema_decay is None else first_statistics(model_state),
     )

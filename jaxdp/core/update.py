@@ -12,6 +12,7 @@ from jaxdp.core.frozen import merge
 from jaxdp.core.model_state import mean_state
 from jaxdp.core.norm import clip, plain_total
 from jaxdp.core.options import UpdateRule
+from jaxdp.core.rate import rate_of
 from jaxdp.core.state import Sums, Total, TrainState
 from jaxdp.metrics.sums import divide
 from jaxdp.precision import LossScale, LossScaling
@@ -51,8 +52,11 @@ def make_apply(rule: UpdateRule, loss_scaling: LossScaling | None) -> Callable[.
         metrics |= {"skipped_updates": guard.skipped, "halted": guard.halted}
         if disagreeing is not None:
             metrics["disagreeing_state"] = disagreeing
-        if rule.schedule is not None:
-            metrics["lr"] = jnp.asarray(rule.schedule(state.step - state.guard.skipped), jnp.float32)
+        rate = rate_of(rule.tx, grads, state.opt_state, params, opt_state)
+        if rate is None and rule.schedule is not None:
+            rate = rule.schedule(state.step - state.guard.skipped)
+        if rate is not None:
+            metrics["lr"] = jnp.asarray(rate, float)
         new = state.replace(
             step=state.step + running.astype(state.step.dtype),
             params=merge(params, state.params),

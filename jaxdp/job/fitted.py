@@ -21,6 +21,7 @@ from jaxdp.assemble.run import make_run
 from jaxdp.checkpoint.digest import params_sha256
 from jaxdp.config import Config
 from jaxdp.config.training import Target
+from jaxdp.core.average import averaged_state
 from jaxdp.core.carry import split_carry
 from jaxdp.core.microbatch import Microbatch
 from jaxdp.core.state import TrainState, View, plain_gather
@@ -35,7 +36,12 @@ from jaxdp.metrics import safe_print
 from jaxdp.metrics.jsonl import is_evaluation, read
 from jaxdp.metrics.numbers import number
 from jaxdp.metrics.writer import Record
+<<<<<<< HEAD
 from jaxdp.training.evaluate import evaluate, not_finite
+=======
+from jaxdp.optim.evaluation import evaluation_arrays, evaluation_params
+from jaxdp.training.evaluate import evaluate
+>>>>>>> wt-b
 
 Tree = Any
 NOT_METRICS = ("step", "split", "time", "goodput", "params_sha256")  # entries of a final record
@@ -46,8 +52,9 @@ class Fitted:
     """The result of a run.
 
     final: the last record: loss, metrics, params_sha256. params, model_state, ema: trees of NumPy arrays, the same on
-    every rank; ema is None without `optimizer.ema`. run_dir: the directory of metrics.jsonl and the checkpoints.
-    config, objects: of the run; data and model are built from them again when first needed.
+    every rank. params are those to evaluate, if the optimizer trains others (`jaxdp.optim.evaluation`). ema is None
+    without `optimizer.ema`; ema_state: the model state that belongs to it. run_dir: the directory of metrics.jsonl and
+    the checkpoints. config, objects: of the run; data and model are built from them again when first needed.
     """
 
     final: dict[str, Any]
@@ -57,6 +64,7 @@ class Fitted:
     ema: Tree
     config: Config
     objects: Objects
+    ema_state: Tree = None
 
     def __repr__(self) -> str:
         metrics = ", ".join(f"{name} {value}" for name, value in self._metrics().items())
@@ -122,7 +130,7 @@ class Fitted:
             rows = fitting(x if isinstance(x, Mapping) else {"inputs": x}, shapes_of(self._parts.dataset))
             count = len(next(iter(rows.values())))
             size, outputs = min(batch_size, count), []
-            trained = self._weights(ema), self.model_state
+            trained = self._weights(ema)
             for start in range(0, count, size):
                 indices = np.minimum(np.arange(start, start + size), count - 1)  # the last batch repeats the last row
                 output = self._forward(*trained, {name: value[indices] for name, value in rows.items()})
@@ -180,20 +188,22 @@ class Fitted:
 
         return run
 
-    def _weights(self, ema: bool | None) -> Tree:
-        """Return the parameters to predict with. Raises UsageError if the run has no running average."""
+    def _weights(self, ema: bool | None) -> tuple[Tree, Tree]:
+        """Return (parameters, model state) to predict with. Raises UsageError if the run has no running average."""
         if not (self.config.eval.ema if ema is None else ema):
-            return self.params
+            return self.params, self.model_state
         if self.ema is None:
             raise UsageError("ema: True, but the run has no running average; train with optimizer={'ema': 0.999, ...}")
-        return jax.tree.map(lambda average, x: average.astype(x.dtype), self.ema, self.params)
+        return jax.tree.map(lambda average, x: average.astype(x.dtype), self.ema, self.params), self.ema_state
 
 
 def make_fitted(final: Record, state: TrainState, config: Config, objects: Objects) -> Fitted:
     """Copy an exported state to the host. Every rank calls it."""
-    kept = jax.tree.map(readable, (state.params, state.model_state, state.ema))
-    params, model_state, ema = jax.device_get(kept)
-    return Fitted(final, params, model_state, pathlib.Path(str(config.run_dir)), ema, config, objects)
+    kept = state.params, evaluation_arrays(state.opt_state), state.model_state, state.ema, averaged_state(state)
+    params, arrays, model_state, ema, ema_state = jax.device_get(jax.tree.map(readable, kept))
+    params = jax.tree.map(np.asarray, evaluation_params(params, arrays))
+    run_dir = pathlib.Path(str(config.run_dir))
+    return Fitted(final, params, model_state, run_dir, ema, config, objects, None if ema is None else ema_state)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,9 +14,11 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jaxdp import rundir
 from jaxdp.analysis import memory
 from jaxdp.analysis import summary as model_summary
+from jaxdp.assemble.components import schedule_of
 from jaxdp.assemble.preflight import view_of_one
 from jaxdp.audit.inject import NAME as FAULT
 from jaxdp.config import Config
+from jaxdp.core.model_state import floats
 from jaxdp.core.options import first_microbatch
 from jaxdp.data.base import UNKNOWN
 from jaxdp.data.example_order import RESET
@@ -27,8 +30,11 @@ from jaxdp.metrics.jsonl import JsonLines
 from jaxdp.metrics.numbers import size
 from jaxdp.metrics.writer import Many, Writer
 from jaxdp.metrics.writers import make_writers
+from jaxdp.optim import SCHEDULES
+from jaxdp.optim.evaluation import evaluation_arrays
 from jaxdp.report.read import flat
 from jaxdp.report.writer import Reports
+from jaxdp.split import path_string
 from jaxdp.targets import OF_SCRIPT
 from jaxdp.training.callbacks import EarlyStopping
 from jaxdp.training.run import Run
@@ -177,6 +183,13 @@ def advice(run: Run, config: Config) -> list[str]:
         warnings.append(f"optimizer.final_lr: {opt.final_lr} has no effect with the schedule {opt.schedule}")
     if opt.warmup_steps and opt.schedule == "one_cycle":
         warnings.append("optimizer.warmup_steps: one_cycle begins with its own warm-up; set it to 0 to have only one")
+    warnings += rate_advice(run, config)
+    shapes = run.strategy.shapes
+    if evaluation_arrays(shapes.opt_state) and jax.tree.leaves(floats(shapes.model_state)):
+        warnings.append(
+            f"optimizer.target: {opt.target} evaluates other parameters than it trains, but the model's statistics, as "
+            "of BatchNorm, belong to the latter; use a norm without statistics"
+        )
     waiting = [type(x).__name__ for x in run.hooks.callbacks.callbacks if isinstance(x, EarlyStopping)]
     waiting += ["checkpoint.best"] * (config.checkpoint.best is not None)
     if steps > 1 and ((every := run.options.eval_every) or steps) >= steps:
@@ -193,6 +206,50 @@ def advice(run: Run, config: Config) -> list[str]:
     if text := os.environ.get(FAULT):
         warnings.append(f"{FAULT}: {text!r} injects faults into this run: its numbers may be wrong")
     return warnings
+
+
+def rate_advice(run: Run, config: Config) -> list[str]:
+    """Return a warning if the optimizer does not use the config's rate, or if the schedule ends before the run."""
+    opt, start, steps = config.optimizer, run.origin.start, run.options.steps
+    if opt.target.startswith(f"{OF_SCRIPT} "):
+        return []
+    if not run.log.follows_schedule():
+        return [
+            f"optimizer.lr: {opt.lr:g} and its schedule have no effect: {opt.target} has a rate of its own; set that "
+            "one in optimizer.args (lr is recorded only if the optimizer's state has it)"
+        ]
+    ended = (opt.schedule_steps or steps) < steps
+    paths = [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(run.strategy.shapes.opt_state)]
+    several = any(path.endswith("mini_step") for path in paths)  # optax.MultiSteps counts fewer updates
+    if not opt.lr or several or (opt.schedule in SCHEDULES and (not ended or opt.schedule == "constant")):
+        return []
+    first, last = constant_from(jax.jit(schedule_of(config, steps)), start, steps)
+    last = last if abs(last) > 1e-6 * opt.lr else 0.0  # a line may end at a rounding error
+    if steps - first < 2 or (last and (first == start or not ended)):
+        return []
+    cause = (
+        f"schedule_steps: {opt.schedule_steps}"
+        if ended
+        else f"schedule: {opt.schedule if isinstance(opt.schedule, str) else opt.schedule.get('target')}"
+    )
+    fix = f"set schedule_steps to {steps}, or final_lr to what the rest needs" if ended else "let it end with the run"
+    nothing = "" if last else ", which changes no parameter"
+    rate = f"the learning rate {last:.3g} ({last / opt.lr:.0%} of lr){nothing}"
+    return [f"optimizer.{cause}: updates {first + 1} to {steps} have {rate}; {fix}"]
+
+
+def constant_from(schedule: Callable[[int], Any], start: int, steps: int) -> tuple[int, float]:
+    """Return (the count, at least `start`, from which a schedule stays at its last value, that value)."""
+    last, count, back = float(schedule(steps - 1)), steps - 1, 1
+    while count > start:
+        earlier = max(start, count - back)
+        if float(schedule(earlier)) == last:
+            count, back = earlier, 2 * back
+        elif back == 1:
+            break
+        else:
+            back = 1
+    return count, last
 
 
 def reads(run: Run, name: str) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from jax.extend import core as jex
 
+from jaxdp.core.interpreter import needed
 from jaxdp.errors import UsageError, one_line
 from jaxdp.split import WHOLE, padded_shape, path_string, split_dims
 
@@ -83,17 +84,6 @@ def trace(tx: optax.GradientTransformation, params: Tree) -> list[Program]:
         more = [y for x, y in zip(old, new, strict=True) if x in read and not any(y is z for z in live)]
         live = [*live, *more]
     return [(init, [y for x, y in zip(old, init.jaxpr.outvars, strict=True) if x in read]), (update, live)]
-
-
-def needed(jaxpr: jex.Jaxpr, outputs: Sequence[Any]) -> tuple[list[jex.JaxprEqn], set[Any]]:
-    """Return the operations that decide the outputs, and all values that they read."""
-    is_variable = lambda x: not isinstance(x, jex.Literal)
-    eqns, read = [], set(filter(is_variable, outputs))
-    for eqn in reversed(jaxpr.eqns):
-        if read.intersection(eqn.outvars):
-            eqns.append(eqn)
-            read.update(filter(is_variable, eqn.invars))
-    return eqns[::-1], read
 
 
 def difference(whole: Program, part: Program, paths: Mapping[Shape, str]) -> str:

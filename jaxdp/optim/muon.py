@@ -4,6 +4,7 @@ Jordan et al. 2024, github.com/KellerJordan/Muon; weight decay as in Liu et al.,
 """
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,6 +54,7 @@ def muon(
 
 def with_decay(tx: Any, learning_rate: Any, weight_decay: float, mask: Any) -> optax.GradientTransformation:
     """Chain `tx` with decoupled weight decay, scaled by the learning rate: Optax's Adafactor would not scale it."""
-    rate = learning_rate if callable(learning_rate) else lambda step: learning_rate
+    # without its name: the rate to report is that of the gradients
+    rate = inspect.unwrap(learning_rate) if callable(learning_rate) else lambda step: learning_rate
     decay = optax.add_decayed_weights(lambda step: -weight_decay * rate(step), mask)
     return optax.chain(tx, decay) if weight_decay else tx

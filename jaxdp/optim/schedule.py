@@ -4,6 +4,7 @@ A shape is a function of any of lr, steps and final_lr: the peak, the number of 
 fraction of lr to end at. It returns an Optax schedule. A config can name any such function by its dotted path.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxdp.core.rate import name_rate
 from jaxdp.errors import UsageError
 from jaxdp.targets import bind, call, locate, require, targets_in
 
@@ -63,6 +65,23 @@ def make_schedule(
     rate = call(KEY, bound, lambda: jax.eval_shape(main, jnp.int32(0))) if callable(main) else None
     if getattr(rate, "shape", None) != ():
         raise UsageError(f"{KEY}: {target!r} must return a function from the number of an update to one learning rate")
-    if not warmup_steps:
-        return main
-    return optax.join_schedules([optax.linear_schedule(0.0, lr, warmup_steps), main], [warmup_steps])
+    if warmup_steps:
+        main = optax.join_schedules([optax.linear_schedule(0.0, lr, warmup_steps), main], [warmup_steps])
+    return named(main)
+
+
+def named(schedule: Schedule) -> Schedule:
+    """Wrap a schedule: an integer count is as wide as JAX allows, and its rate has a name (`jaxdp.core.rate`).
+
+    Optax divides the count, and the quotient of an int32 is a float32 in a float64 program.
+    """
+
+    def unnamed(count: Any) -> Any:
+        count = jnp.asarray(count)
+        return schedule(count.astype(int) if jnp.issubdtype(count.dtype, jnp.integer) else count)
+
+    @functools.wraps(unnamed)
+    def rate(count: Any) -> jax.Array:
+        return name_rate(jnp.asarray(unnamed(count)))
+
+    return rate

@@ -22,9 +22,9 @@ from jax.tree_util import Partial
 
 from jaxdp.axes import DATA, FLAT, OUTER, Axes
 from jaxdp.core import skip
-from jaxdp.core.average import average
+from jaxdp.core.average import average, average_statistics
 from jaxdp.core.frozen import merge
-from jaxdp.core.model_state import mean_state, weighted_state
+from jaxdp.core.model_state import floats, mean_state, weighted_state
 from jaxdp.core.state import Batch, Sums, TrainState, microbatch_key
 from jaxdp.core.step import Step
 from jaxdp.errors import UsageError
@@ -177,13 +177,16 @@ class Replicas(PJit):
         sum_over = functools.partial(arithmetic(reduction).sum_rows, reduction, axis=OUTER, rows=number)
 
         def move(state: TrainState, moved: Tree, states: Tree) -> tuple[Tree, ...]:
-            """Return the parameters, their running average, the state of the outer optimizer and the averages of the
-            model, from sums."""
+            """Return the parameters, the averages of the model, the running averages of both, and the outer optimizer's
+            state, from sums."""
             params, mean = trainable(state.params), lambda x, like: (x / number).astype(like.dtype)
             updates, outer = self.rule.tx.update(jax.tree.map(mean, moved, params), state.opt_state.outer, params)
             params = merge(optax.apply_updates(params, updates), state.params)
-            ema = None if decay is None else average(state.ema, params, decay**self.rule.every)
-            return params, ema, outer, mean_state(floats(state.model_state), states, number * jnp.ones(()))[0]
+            averages = mean_state(floats(state.model_state), states, number * jnp.ones(()))[0]
+            if decay is None:
+                return params, averages, None, None, outer
+            ema = average(state.ema, params, decay**self.rule.every)
+            return params, averages, ema, average_statistics(state.ema_state, averages, decay**self.rule.every), outer
 
         def outer_step(state: TrainState) -> TrainState:
             replicas = state.opt_state.replicas
@@ -193,7 +196,7 @@ class Replicas(PJit):
             weigh = lambda new, _: weighted_state(floats(state.model_state), new, jnp.ones(()), jnp.bool_(True))
             states = jax.vmap(weigh)(floats(replicas.model_state), numbers)  # there may be no floats to map over
             sums = sum_over(differences, keys=keys), sum_over(states, keys=None)
-            params, ema, outer, averages = self.arithmetic.rounded(move, state.step)(state, *sums)
+            params, averages, ema, ema_state, outer = self.arithmetic.rounded(move, state.step)(state, *sums)
             model_state = merge(averages, jax.tree.map(first_of_all, replicas.model_state))
             spread = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (self.per_device, *x.shape)), tree)
             replicas = replicas.replace(params=spread(params), model_state=spread(model_state))
@@ -201,7 +204,7 @@ class Replicas(PJit):
             guard = jax.tree.map(lambda x: jax.lax.pmax(of_halted(x).max(0), OUTER), replicas.guard)
             since = jnp.where(replicas.guard.halted > 0, replicas.guard.since, guard.halted_at).min(0)
             guard = guard.replace(since=jax.lax.pmin(since, OUTER))
-            shared = {"params": params, "model_state": model_state, "ema": ema}
+            shared = {"params": params, "model_state": model_state, "ema": ema, "ema_state": ema_state}
             return state.replace(**shared, guard=guard, opt_state=Local(replicas, outer))
 
         return outer_step
@@ -209,7 +212,9 @@ class Replicas(PJit):
 
 def with_replicas(one: TrainState, rule: OuterRule) -> TrainState:
     """Return the initial state from that of ordinary training: replicas that are equal, and a new outer optimizer."""
-    replicas = jax.tree.map(lambda x: jnp.broadcast_to(x, (rule.replicas, *x.shape)), one.replace(ema=None))
+    replicas = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (rule.replicas, *x.shape)), one.replace(ema=None, ema_state=None)
+    )
     return one.replace(opt_state=Local(replicas, rule.tx.init(rule.trainable(one.params))), exponents=None)
 
 
@@ -240,8 +245,3 @@ def first_of_all(x: jax.Array) -> jax.Array:
     small = jnp.issubdtype(x.dtype, jnp.bool_) or x.dtype.itemsize < 4
     sent = x[0].astype(jnp.int32) if small else x[0]  # a dtype that all backends support
     return jax.lax.all_gather(sent, OUTER)[0].astype(x.dtype)
-
-
-def floats(tree: Tree) -> Tree:
-    """Return the tree with None for integers, such as counters."""
-    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, tree)

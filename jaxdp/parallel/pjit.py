@@ -1,5 +1,6 @@
 """The `pjit` strategy: one `jax.jit` over a mesh of all devices, a ZeRO layout, explicit reductions in `shard_map`."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,11 +11,13 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 
 from jaxdp.axes import FLAT, REPLICA, SHARD, Axes
+from jaxdp.core.average import averaged_state
 from jaxdp.core.frozen import merge
 from jaxdp.core.state import Batch, Sums, TrainState, View
 from jaxdp.core.step import Step
 from jaxdp.errors import UsageError
 from jaxdp.optim import check_elementwise
+from jaxdp.optim.evaluation import evaluation_arrays, evaluation_params
 from jaxdp.parallel import placement
 from jaxdp.parallel.gather import GatherRule, make_gather
 from jaxdp.parallel.layout import UNSHARDED, ZERO, Sharding, Share, param_dims, share, state_dims
@@ -177,7 +180,19 @@ class PJit:
     def averaged(self, state: TrainState) -> TrainState:
         shardings = jax.tree.map(lambda x: x.sharding, state.params)
         ema = resize(placement.like(state.ema, state.params), state.params)
-        return state.replace(params=jax.jit(placement.same, out_shardings=shardings)(ema))
+        params = jax.jit(placement.same, out_shardings=shardings)(ema)
+        return state.replace(params=params, model_state=averaged_state(state))
+
+    def evaluated(self, state: TrainState) -> TrainState:
+        if not (kept := evaluation_arrays(state.opt_state)):
+            return state
+        return state.replace(params=self._evaluation_params(state.step, state.params, kept))
+
+    @functools.cached_property
+    def _evaluation_params(self) -> Callable[..., Any]:
+        compute = lambda step, *arguments: self.arithmetic.rounded(evaluation_params, step)(*arguments)
+        shardings = jax.tree.map(lambda d: NamedSharding(self.mesh, spec(d, self.axes.shard)), self.dims.params)
+        return jax.jit(compute, out_shardings=shardings)
 
     def argument_shapes(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
         count = self.assignment.size

@@ -1,5 +1,6 @@
 """The `pmap` strategy: `jax.pmap` over each process's devices, `psum` over all: the classic data-parallel loop."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,11 +11,13 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 
 from jaxdp.axes import DATA, FLAT
+from jaxdp.core.average import averaged_state
 from jaxdp.core.frozen import merge
 from jaxdp.core.state import Batch, Sums, TrainState
 from jaxdp.core.step import Step
 from jaxdp.errors import UsageError
 from jaxdp.optim import check_elementwise
+from jaxdp.optim.evaluation import evaluation_arrays, evaluation_params
 from jaxdp.parallel import placement
 from jaxdp.parallel.gather import GatherRule, make_gather
 from jaxdp.parallel.layout import UNSHARDED, ZERO, Sharding, Share, param_dims, share, state_dims
@@ -154,8 +157,23 @@ class PMap:
         return apply
 
     def averaged(self, state: TrainState) -> TrainState:
-        ema = self.export(state).ema
-        full = jax.jit(placement.same, out_shardings=self.replicated)(placement.like(ema, state.params))
+        ema = placement.like(self.export(state).ema, state.params)
+        full = jax.jit(placement.same, out_shardings=self.replicated)(ema)
+        return self._with_params(state, full).replace(model_state=averaged_state(state))
+
+    def evaluated(self, state: TrainState) -> TrainState:
+        exported = self.export(state.replace(carry=None), padded=True)
+        if not (kept := evaluation_arrays(exported.opt_state)):
+            return state
+        return self._with_params(state, self._evaluation_params(exported.step, exported.params, kept))
+
+    @functools.cached_property
+    def _evaluation_params(self) -> Callable[..., Any]:
+        compute = lambda step, *arguments: self.arithmetic.rounded(evaluation_params, step)(*arguments)
+        return jax.jit(compute, out_shardings=self.replicated)
+
+    def _with_params(self, state: TrainState, full: Any) -> TrainState:
+        """Return the state with these parameters, global arrays that are replicated."""
         sharding = self.replicated_locally if state.step.is_fully_addressable else self.replicated
         return state.replace(params=jax.tree.map(lambda x: from_buffers(x.shape, sharding, x), full))
 

@@ -83,7 +83,10 @@ class Strategy(Protocol):
         """Return the step's programs over all devices; each is compiled at its first call."""
 
     def averaged(self, state: TrainState) -> TrainState:
-        """Return the state with `ema` as its parameters, for evaluation."""
+        """Return the state with `ema` as its parameters, and the model state that belongs to it, for evaluation."""
+
+    def evaluated(self, state: TrainState) -> TrainState:
+        """Return the state with the parameters to evaluate, if the optimizer has others (`jaxdp.optim.evaluation`)."""
 
     def argument_shapes(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
         """Return the shapes of a program's arguments for microbatches like `example` {name: [example, ...]}."""

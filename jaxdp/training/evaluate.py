@@ -23,7 +23,7 @@ OVERFLOW = (
 
 def evaluate(run: Run, program: Program, state: TrainState) -> Record:
     """Return the loss and metrics over each evaluation set; NAME/loss, ... of a named set."""
-    state = run.strategy.averaged(state) if run.data.averaged else state
+    state = run.strategy.averaged(state) if run.data.averaged else run.strategy.evaluated(state)
     record: Record = {}
     for name, source in run.data.eval.items():
         record |= {f"{name}/{k}" if name else k: v for k, v in of_set(run, source, program, state).items()}

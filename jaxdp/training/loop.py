@@ -130,7 +130,8 @@ def calls(run: Run, start: int) -> Iterator[range]:
     Checkpoints and evaluations fall between two calls, so that only these two programs are compiled.
     """
     options, profile = run.options, run.log.profile
-    ends = [every for every in (options.eval_every if run.data.eval else None, options.save_every) if every]
+    intervals = (options.eval_every if run.data.eval else None, options.save_every, options.rollback_every)
+    ends = [every for every in intervals if every]
     window = [] if profile.start is None else [profile.start, profile.start + profile.steps]
     while start < options.steps:
         limit = min([options.steps, *((start // n + 1) * n for n in ends), *(w for w in window if w > start)])

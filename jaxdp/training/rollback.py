@@ -1,4 +1,4 @@
-"""Rollback after a spike of the loss: restore the last checkpoint and continue with the data after the spike."""
+"""Rollback after a spike of the loss: restore an earlier state and continue with the data after the spike."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from jaxdp.training.source import describe
 
 
 def roll_back(run: Run, progress: Progress, initial: Record) -> tuple[Run, Progress]:
-    """Restore the last checkpoint; return (the run, its progress), set to continue with the data after the spike.
+    """Restore an earlier state; return (the run, its progress), set to continue with the data after the spike.
 
     initial: the state of the callbacks before the first update.
     Raises RunFailed if the run halted for another cause than a spike, or after `max_rollbacks`.
@@ -56,7 +56,7 @@ def roll_back(run: Run, progress: Progress, initial: Record) -> tuple[Run, Progr
             rank=0,
         )
     with watch.suspend_timeout("restores"):
-        step = run.checkpoints.latest(run.log.writer.say)
+        step = state_to_return_to(run, halted)
         state = restore(run, step) if step else run.origin.begin(run)
         meta = run.checkpoints.context.of_root("meta", lambda: run.checkpoints.meta(step) if step else initial)
         run.hooks.callbacks.load(meta)
@@ -65,6 +65,30 @@ def roll_back(run: Run, progress: Progress, initial: Record) -> tuple[Run, Progr
     run.log.writer.say(f"the loss of update {last} is a spike: back to step {step}, continuing with the data after it")
     run = run.replace(start=step, offset=offset + last - step, rollbacks=rollbacks + 1, recovered=None)
     return run, Progress(step, state, evaluated=step)
+
+
+def state_to_return_to(run: Run, halted: int) -> int:
+    """Return the step of the state to return to, 0 for the start; remove the checkpoints after it.
+
+    Checkpoints that are no multiple of `rollback_every` do not count: with others, what else is saved would decide the
+    numbers. Raises RunFailed if there is none, though one was due before update `halted`.
+    """
+    checkpoints, every = run.checkpoints, run.options.rollback_every
+    steps = checkpoints.steps()
+    step = checkpoints.latest(run.log.writer.say, refused=[step for step in steps if every and step % every])
+    due = (halted - 1) // every * every if every else step
+    if due and not step:
+        raise RunFailed(
+            f"the loss of update {halted} is a spike, and the checkpoint of update {due} to return to is not in "
+            f"{str(checkpoints.directory)!r} (spike.every: {every}); set spike.action to skip, with resume.force",
+            rank=0,
+        )
+    if step < due:
+        run.log.writer.say(
+            f"warning: no checkpoint of update {due} (spike.every): going back further changes the numbers"
+        )
+    checkpoints.remove([other for other in steps if other > step])
+    return step
 
 
 def write_batches(run: Run, first: int, last: int) -> pathlib.Path:

@@ -35,6 +35,7 @@ class LoopOptions:
     """The last update, and the updates between two records, evaluations, checkpoints and outer steps (`outer`).
 
     steps_per_call: the number of updates in one compiled call, if nothing is due between them.
+    rollback_every: updates between two checkpoints that a rollback can return to; None: any checkpoint.
     asynchronous: training continues while a checkpoint is written.
     """
 
@@ -45,6 +46,7 @@ class LoopOptions:
     save_every: int | None = None
     asynchronous: bool = True
     max_rollbacks: int = 3
+    rollback_every: int | None = None
     outer_every: int = 1
 
 
@@ -84,6 +86,7 @@ class Log:
 
     derive: returns metrics computed from the means of a record; speed: from the milliseconds of an update; account:
     of the full run, at its end. advise: returns warnings about the data, for the start.
+    follows_schedule: whether updates are computed with the rate of the config's schedule.
     directory: of the files. layout: the content of layout.json before the first update; None: write no file.
     """
 
@@ -94,6 +97,7 @@ class Log:
     speed: Callable[[float], Record] = lambda milliseconds: {}
     account: Callable[[], Record] = dict
     advise: Callable[[], list[str]] = list
+    follows_schedule: Callable[[], bool] = lambda: True
     directory: pathlib.Path = pathlib.Path()
     layout: Mapping[str, Any] | None = None
 
@@ -139,7 +143,7 @@ class Run:
         return bool(self.data.eval) and is_due(step, self.options.eval_every)
 
     def checkpoint_is_due(self, step: int) -> bool:
-        return is_due(step, self.options.save_every)
+        return is_due(step, self.options.save_every) or is_due(step, self.options.rollback_every)
 
 
 @dataclasses.dataclass

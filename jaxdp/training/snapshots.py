@@ -194,13 +194,16 @@ class Snapshots:
         self.newest, self.previous = found and found.snapshot, None
         if found is None:
             return None
+        step, saved = found.snapshot.step, context.of_root("checkpoints", run.checkpoints.steps)
+        if (every := run.options.rollback_every) and step >= every and step // every * every not in saved:
+            self.newest = None  # a rollback could not return to that state: make it again
+            return None
         parts: Any = receive(context, found, shapes)
         if not found.snapshot.slices:  # one part, which this process keeps
             self.newest = found.snapshot._replace(parts=dict(parts)).with_checksums()
             parts = self.newest.parts.items()
         leaves = assemble(shapes, found.snapshot.dims, parts)
-        state, step = run.strategy.adopt(jax.tree.unflatten(structure, leaves)), found.snapshot.step
-        saved = context.of_root("checkpoints", run.checkpoints.steps)
+        state = run.strategy.adopt(jax.tree.unflatten(structure, leaves))
         run.checkpoints.repeated = max(saved, default=0)
         if step in saved:
             run.checkpoints.last = step  # it need not be saved again

@@ -153,7 +153,7 @@ def flatten(trained: Any, curve: dict[str, np.ndarray], start: Tree = None) -> d
     start: the first parameters; of parameters and their average, what changed since is compared: an update may be small
     beside them.
     """
-    names = ("params", "model_state", "opt_state", "ema", "carry")
+    names = ("params", "model_state", "opt_state", "ema", "ema_state", "carry")
     trees = {name: getattr(trained, name) for name in names}
     if start is not None:
         change = lambda x, before: host(x) - host(before) if jnp.issubdtype(x.dtype, jnp.inexact) else x

@@ -45,6 +45,7 @@ class Trained(NamedTuple):
     carry: Tree
     curve: dict[str, np.ndarray]
     grads: list[Tree]
+    ema_state: Tree = None
 
 
 class Oracle(NamedTuple):
@@ -129,7 +130,8 @@ def train(setup: Setup, rule: UpdateRule) -> Trained:
     carry = [first_carry] * trial.microbatches
     trainable, frozen = partition(params, rule.frozen)
     opt_state = rule.tx.init(trainable)
-    ema, curve, history = params, list[dict[str, float]](), list[Tree]()
+    ema, ema_state = params, state
+    curve, history = list[dict[str, float]](), list[Tree]()
     for i in range(len(trial.batches)):
         sums, grads, states, shares = list[tuple[Any, Any]](), list[Tree](), list[Tree](), list[float]()
         batches = [trial.microbatch(i, m) for m in range(trial.microbatches)]
@@ -159,10 +161,11 @@ def train(setup: Setup, rule: UpdateRule) -> Trained:
         if (decay := rule.ema_decay) is not None:
             average_with = lambda e, p, decay=decay: e + (1 - decay) * (np.asarray(p) - np.asarray(e))
             ema = jax.tree.map(average_with, ema, params)
-    ema = None if rule.ema_decay is None else ema
+            ema_state = jax.tree.map(average_with, ema_state, state)
+    ema, ema_state = (None, None) if rule.ema_decay is None else (ema, statistics(ema_state))
     carries = None if first_carry is None else jax.tree.map(lambda *x: np.stack(x), *carry)
     curves = {name: np.array([metrics[name] for metrics in curve]) for name in curve[0]}
-    return Trained(start.params, params, state, opt_state, ema, carries, curves, history)
+    return Trained(start.params, params, state, opt_state, ema, carries, curves, history, ema_state)
 
 
 def mean_of(values: list[Any], weight: float) -> float:
@@ -182,6 +185,12 @@ def average(states: list[Tree], shares: list[float]) -> Tree:
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
     mean = lambda *x: np.asarray(sum(y * share for y, share in zip(x, shares, strict=True)))
     return jax.tree.map(lambda *x: mean(*x) if is_float(x[0]) else x[0], *states)
+
+
+def statistics(state: Tree) -> Tree:
+    """Return the model state with None for integers; None if it has nothing else."""
+    only = jax.tree.map(lambda x: x if jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact) else None, state)
+    return only if jax.tree.leaves(only) else None
 
 
 def partition(params: Tree, patterns: Any) -> tuple[Tree, Tree]:

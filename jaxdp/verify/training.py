@@ -18,7 +18,7 @@ from jaxdp.parallel import Strategy
 from jaxdp.precision import is_key
 from jaxdp.verify.compare import Reference, leaf_errors, worst
 from jaxdp.verify.configurations import Configuration
-from jaxdp.verify.oracle import Setup, Start, partition, without_carry
+from jaxdp.verify.oracle import Setup, Start, partition, statistics, without_carry
 from jaxdp.verify.problem import FAILED, OK, Trial
 from jaxdp.verify.report import Result
 
@@ -86,4 +86,4 @@ def oracle_state(trial: Trial, start: Start, rule: UpdateRule) -> TrainState:
     carry = jax.tree.map(lambda x: np.stack([x] * trial.microbatches), carry)
     opt_state, ema = rule.tx.init(partition(params, rule.frozen)[0]), None if rule.ema_decay is None else params
     state: Any = TrainState(jnp.zeros((), jnp.int32), params, model_state, opt_state, ema=ema, carry=carry)
-    return jax.tree.map(host, state)
+    return jax.tree.map(host, state.replace(ema_state=None if ema is None else statistics(model_state)))

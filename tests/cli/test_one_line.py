@@ -315,6 +315,75 @@ def test_a_key_without_effect_on_the_schedule_is_a_warning(tmp_path, shape, keys
     assert [x[1] for x in found if x] == keys
 
 
+@pytest.mark.quick(3)
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (
+            ["--optimizer.schedule_steps", 12],
+            r"schedule_steps: 12: updates 13 to 20 have .* rate 0 \(0% of lr\), which changes",
+        ),
+        (
+            ["--optimizer.schedule", "sgd_rates.quits"],
+            r"schedule: sgd_rates.quits: updates 6 to 20 have .* rate 0 .* end with the run",
+        ),
+        (
+            ["--optimizer.target", "sgd_rates.own"],
+            r"lr: 0.002 and its schedule have no effect: sgd_rates.own has a rate of its own",
+        ),
+        (
+            ["--optimizer.schedule_steps", 12, "--optimizer.final_lr", 0.25],
+            r"schedule_steps: 12: updates 13 to 20 .* 0.0005 \(25% of lr\); set",
+        ),
+        (
+            ["--optimizer.schedule_steps", 12, "--optimizer.schedule", "linear"],
+            r"schedule_steps: 12: updates 13 to 20 have .* rate 0 ",
+        ),
+        (
+            ["--optimizer.schedule_steps", 12, "--optimizer.schedule", "one_cycle"],
+            r"schedule_steps: 12: updates 13 to 20 have",
+        ),
+        (
+            ["--optimizer.schedule_steps", 12, "--optimizer.warmup_steps", 3],
+            r"schedule_steps: 12: updates 13 to 20 have",
+        ),
+        (
+            ["--optimizer.schedule_steps", 12, "--epochs", 2, "--steps", "null"],
+            r"schedule_steps: 12: updates 13 to 46 have",
+        ),
+        (["--optimizer.schedule_steps", 12, "--optimizer.schedule", "constant"], None),
+        (["--optimizer.schedule_steps", 20], None),
+        (["--optimizer.schedule_steps", 40], None),
+        (["--optimizer.schedule", "optax.exponential_decay", "--optimizer.schedule", "sgd_rates.falls"], None),
+        (["--optimizer.schedule_steps", 5, "--optimizer.target", "sgd_rates.four_to_one"], None),
+    ],
+)
+def test_a_schedule_that_does_not_reach_the_updates_is_a_warning(tmp_path, more, words, monkeypatch):
+    (tmp_path / "sgd_rates.py").write_text(RATES)
+    monkeypatch.syspath_prepend(tmp_path)
+    base = ["--optimizer.lr", 0.002, "--optimizer.warmup_steps", 0, "--steps", 20, "--epochs", "null"]
+    base += ["--optimizer.weight_decay", 0]
+    found = [text for text in advice(*made(tmp_path, *base, *more)) if re.match(r"optimizer\.(schedule|lr)", text)]
+    assert len(found) == (words is not None) and all(re.match(rf"optimizer\.{words}", text) for text in found), found
+
+
+RATES = """
+import jax.numpy as jnp, optax
+
+def quits(lr, steps):
+    return lambda i: jnp.where(i < 5, lr, 0.0)
+
+def falls(lr, steps):
+    return lambda i: lr / (1 + i)
+
+def own(learning_rate):
+    return optax.sgd(0.1)
+
+def four_to_one(learning_rate):
+    return optax.MultiSteps(optax.sgd(learning_rate), 4)
+"""
+
+
 @pytest.mark.parametrize("target, args", [("MLP", "hidden: [0]"), ("CNN", "widths: [8, 0]"), ("ResNet9", "width: 0")])
 def test_a_width_of_0_is_one_line(tmp_path, target, args):
     with pytest.raises(UsageError, match=r"model\.args\.\w+: 0 is too small; it must be at least 1"):

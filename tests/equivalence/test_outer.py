@@ -418,7 +418,7 @@ def test_replicas_that_spike_at_different_updates_are_rolled_back_once(tmp_path)
     text = CONFIG.replace("data: {target: Digits, args: {augment: true}}", data).replace("replicas: 4", "replicas: 2")
     argv = ["--config", write(tmp_path, text), "--run_dir", tmp_path / "run", "--batch_size", "8", *FLOATS]
     argv += ["--outer.every", "4", "--steps", "12", "--checkpoint.every", "3", "--optimizer.clip_norm", "null"]
-    argv += ["--spike", "{factor: 50, after: 2, action: rollback, max_rollbacks: 1}"]
+    argv += ["--spike", "{factor: 50, after: 2, action: rollback, every: 4, max_rollbacks: 1}"]
     done = ended("train", *argv)
-    assert "the loss of update 8 is a spike: back to step 3" in done.stdout, done.output
+    assert "the loss of update 8 is a spike: back to step 4" in done.stdout, done.output
     assert "checkpoint 6 has a replica that halted at update 6; set aside as 6.halted" in done.stdout

@@ -46,7 +46,7 @@ def test_the_contract_of_keys_and_defaults():
         "checkpoint.best": None, "checkpoint.mode": None, "checkpoint.local": False, "resume.force": False,
         "watchdog.step_timeout": 600.0, "watchdog.straggler_factor": 2.0,
         "nonfinite.max_consecutive": 10, "spike.factor": None,
-        "spike.decay": 0.98, "spike.after": 100, "spike.action": "skip", "spike.max_rollbacks": 3,
+        "spike.decay": 0.98, "spike.after": 100, "spike.action": "skip", "spike.every": 100, "spike.max_rollbacks": 3,
     }  # fmt: skip
     assert {k: flat[k] for k in want} == want
 
@@ -239,6 +239,7 @@ def test_every_field_says_what_it_decides():
         "precision.compute": "numbers", "optimizer.lr": "numbers", "eval.every": "speed",
         "eval.data.target": "speed", "eval.data.args.root": "speed", "eval.also.valid.args.root": "speed",
         "nonfinite.max_consecutive": "speed", "spike.factor": "numbers", "spike.max_rollbacks": "numbers",
+        "spike.every": "numbers",
     }.items():  # fmt: skip
         assert check.decides(key) == value, key
     assert {check.decides(k) for k in keys.known_keys()} == {"numbers", "speed"}
