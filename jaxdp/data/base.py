@@ -49,6 +49,8 @@ class Arrays:
             raise UsageError(f"data: arrays differ in their number of examples: {shapes}; give each the same length")
         if not len(self):
             raise UsageError(EMPTY)
+        if not isinstance(self.arrays.get("mask"), np.memmap):
+            check_mask(self.arrays, np.arange(len(self)), "an array")
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
@@ -161,7 +163,8 @@ def as_dataset(source: Any) -> Dataset:
 
 
 def read_examples(dataset: Dataset, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """Return `dataset.read(indices)`. Raises UsageError unless it is a dict of arrays with one entry per index."""
+    """Return `dataset.read(indices)`. Raises UsageError unless it is a dict of arrays with one entry per index, and a
+    mask in it is 0 or more."""
     values, name = dataset.read(indices), type(dataset).__name__
     if not isinstance(values, Mapping) or not values or not all(isinstance(key, str) for key in values):
         keys = f" with the keys {list(values)}" if isinstance(values, Mapping) else ""
@@ -174,7 +177,21 @@ def read_examples(dataset: Dataset, indices: np.ndarray) -> dict[str, np.ndarray
                 f"data: {name}.read gave {key!r} {found} for {len(indices)} indices; return arrays, with one entry an "
                 "index along the first dim"
             )
-    return {key: np.asarray(value) for key, value in values.items()}
+    arrays = {key: np.asarray(value) for key, value in values.items()}
+    check_mask(arrays, indices, f"{name}.read")
+    return arrays
+
+
+def check_mask(arrays: Mapping[str, np.ndarray], indices: np.ndarray, source: str) -> None:
+    """Raise UsageError if the mask of an example is negative or not finite: a sum would subtract the example."""
+    mask = arrays.get("mask", np.zeros(0, bool))
+    if mask.dtype.kind in "bu" or not mask.size or (mask.min() >= 0 and mask.max() < np.inf):
+        return
+    row, *place = np.argwhere(~((mask >= 0) & (mask < np.inf)))[0]
+    raise UsageError(
+        f"data: {source} gave 'mask' {mask[(row, *place)]} for example {indices[row]}; a mask is 0 where nothing counts, "
+        "and 1 or another positive weight elsewhere"
+    )
 
 
 def check_dtypes(dataset: Dataset, x64: bool) -> None:
