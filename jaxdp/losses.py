@@ -51,7 +51,7 @@ class SoftmaxCrossEntropy:
         self.label_smoothing, self.top_k = label_smoothing, tuple(top_k)
 
     def __call__(self, outputs: jax.Array | Logits, batch: dict[str, jax.Array]):
-        labels, shape = _labels(batch), _array(outputs).shape
+        labels, shape = jnp.asarray(_labels(batch)), _array(outputs).shape
         soft = jnp.issubdtype(labels.dtype, jnp.floating) and labels.shape == shape and labels.ndim > 1
         if not soft and shape[:-1] != labels.shape:
             single = ", or the labels drop their last dim" if labels.shape == (*shape[:-1], 1) else ""

@@ -136,6 +136,24 @@ def test_with_an_outer_step_after_each_update_it_is_ordinary_training():
 
 
 @pytest.mark.slow
+def test_an_outer_step_averages_state_element_by_element(monkeypatch):
+    """Squares from 1e-30 to 1e30 in one leaf, and infinities; equal bits on any number of devices."""
+    monkeypatch.setitem(toys.MODELS, "tracking", toys.tracking)
+    states = []
+    for devices, reduction in ((1, "xla"), (1, "exact"), (4, "exact")):
+        strategy, program, batch = build(
+            devices, 1, optax.sgd(0.1), optax.sgd(1.0), toys.data(), reduction=reduction, model="tracking"
+        )
+        states.append(jax.tree.map(np.array, program.update(strategy.init(), batch(0))[0].model_state))
+    want, one, four = states
+    jax.tree.map(np.testing.assert_array_equal, one, four)
+    assert np.isinf(one["least"]).any() and np.isfinite(one["least"]).any()
+    for name, x in want.items():
+        np.testing.assert_allclose(one[name].real, x.real, rtol=1e-6, err_msg=name)
+        np.testing.assert_allclose(one[name].imag, x.imag, rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
 def test_an_outer_step_averages_the_statistics_of_batch_norm():
     strategy, program, batch = build(2, 2, optax.sgd(0.1), optax.sgd(1.0), toys.data(), model="resnet")
     alone, other, _ = build(2, 100, optax.sgd(0.1), optax.sgd(1.0), toys.data(), model="resnet")

@@ -27,6 +27,7 @@ from jaxdp.parallel.layout import Sharding
 from jaxdp.precision import Policy
 
 SHAPE, CLASSES, WIDTH = (4, 4, 2), 3, 24
+SIZES = np.logspace(-30, 30, 32)  # of the squares of `tracking`
 STACK = ("blocks/stack",)
 
 
@@ -161,6 +162,34 @@ def of_all_kinds():
         mean = 0.9 * state["mean"] + 0.1 * wide.mean(0)
         new = {"mean": mean, "calls": state["calls"] + 1, "carry": {"seen": state["carry"]["seen"] + wide}}
         return x @ params["w"] + params["b"], new
+
+    return Model(init, apply)
+
+
+def tracking():
+    """A linear model that tracks squares of all sizes, the extremes of each class, and a phase of its inputs."""
+    features = len(SIZES)
+
+    def init(key, batch):
+        classes = CLASSES + 1  # the last is never seen
+        state = {"squares": jnp.zeros(features), "least": jnp.full(classes, jnp.inf)}
+        state |= {"most": jnp.full(classes, -jnp.inf), "phase": jnp.zeros(2, jnp.complex64), "calls": jnp.int32(0)}
+        return {"w": jnp.zeros((features, CLASSES))}, state
+
+    def apply(params, state, batch, key, train):
+        x, mask = batch["inputs"].reshape(len(batch["mask"]), -1), batch["mask"]
+        own = (batch["labels"] == jnp.arange(CLASSES + 1)[:, None]) & mask
+        first = jnp.broadcast_to(x[:, 0], own.shape)
+        share = mask[:, None] / mask.sum()
+        wave = jax.lax.complex(jnp.cos(x[:, :2]), 1e-6 * jnp.sin(x[:, :2]))
+        new = {
+            "squares": jnp.sum(share * x * x, 0) * jnp.asarray(SIZES, jnp.float32),
+            "least": jnp.minimum(state["least"], jnp.min(first, 1, where=own, initial=jnp.inf)),
+            "most": jnp.maximum(state["most"], jnp.max(first, 1, where=own, initial=-jnp.inf)),
+            "phase": jnp.sum(share * wave, 0),
+            "calls": state["calls"] + 1,
+        }
+        return x @ params["w"], new if train else state
 
     return Model(init, apply)
 
