@@ -61,26 +61,23 @@ def test_what_is_not_finite_concerns_one_element_and_is_that_of_a_sum_of_floats(
 
 def expected(examples, rows):
     """The state after one update, from the real rows of each microbatch, in float64."""
-    x, labels = examples["inputs"][rows].reshape(len(rows), -1).astype(np.float64), examples["labels"][rows]
-    pieces = [(x[m::8], labels[m::8]) for m in range(min(8, len(rows)))]
-    mean = lambda f: sum(len(x) / len(rows) * f(x, y) for x, y in pieces)
-    extreme = lambda f, sign: mean(lambda x, y: np.array([
-        f(x[y == c, 0]) if (y == c).any() else sign * np.inf for c in range(toys.CLASSES + 1)
-    ]))  # fmt: skip
-    squares = mean(lambda x, y: (x * x).mean(0)) * toys.SIZES
-    phase = mean(lambda x, y: (np.cos(x[:, :2]) + 1e-6j * np.sin(x[:, :2])).mean(0))
-    return {"squares": squares, "least": extreme(np.min, 1), "most": extreme(np.max, -1), "phase": phase, "calls": 1}
+    x = examples["inputs"][rows].reshape(len(rows), -1).astype(np.float64)
+    pieces = [x[m::8] for m in range(min(8, len(rows)))]
+    mean = lambda f: sum(len(x) / len(rows) * f(x) for x in pieces)
+    squares = mean(lambda x: (x * x).mean(0)) * toys.SIZES
+    phase = mean(lambda x: (np.cos(x[:, :2]) + 1e-6j * np.sin(x[:, :2])).mean(0))
+    least, most = mean(lambda x: x[:, :3].min(0)), mean(lambda x: x[:, :3].max(0))
+    extremes = {"least": [*least, np.inf], "most": [*most, -np.inf]}
+    return {"squares": squares, **extremes, "phase": phase, "calls": 1}
 
 
 def alike(got, want, rtol=1e-6):
     for name, value in want.items():
-        x, value = np.asarray(got[name]), np.asarray(value)
-        parts = (np.real, np.imag) if np.iscomplexobj(value) else (np.asarray,)
-        for part in parts:
-            np.testing.assert_allclose(part(x), part(value), rtol=rtol, err_msg=name)
+        for part in (np.real, np.imag):
+            np.testing.assert_allclose(part(got[name]), part(value), rtol=rtol, err_msg=name)
 
 
-SETTINGS = [{"devices": 1}, {"devices": 3, "backend": "pjit", "layout": {"zero": 2}}, {"devices": 8, "group": 1}]
+SETTINGS = [{"devices": 1}, {"devices": 3, "backend": "pjit", "layout": {"zero": 2}}]
 
 
 @pytest.mark.quick(1)
@@ -89,12 +86,12 @@ SETTINGS = [{"devices": 1}, {"devices": 3, "backend": "pjit", "layout": {"zero":
 def test_state_of_all_sizes_and_infinities_is_averaged_element_by_element(reduction, size):
     """Squares of sizes from 1e-30 to 1e30 in one leaf."""
     examples, states = toys.data(size), []
-    for settings in SETTINGS[: 2 if reduction == "exact" else 1]:
+    for settings in SETTINGS:
         _, state, metrics, *_ = toys.train(
             toys.tracking(), examples, steps=1, reduction=reduction, optimizer=(optax.sgd(0.1), None), **settings
         )
         assert metrics[0]["skipped"] == 0
         states.append(state.model_state)
         alike(state.model_state, expected(examples, np.arange(min(20, size))))
-    for other in states[1:]:
-        jax.tree.map(np.testing.assert_array_equal, states[0], other)
+    if reduction == "exact":
+        jax.tree.map(np.testing.assert_array_equal, *states)

@@ -167,25 +167,21 @@ def of_all_kinds():
 
 
 def tracking():
-    """A linear model that tracks squares of all sizes, the extremes of each class, and a phase of its inputs."""
-    features = len(SIZES)
+    """A linear model that tracks squares of all sizes, extremes (of the last element nothing is seen) and a phase."""
 
     def init(key, batch):
-        classes = CLASSES + 1  # the last is never seen
-        state = {"squares": jnp.zeros(features), "least": jnp.full(classes, jnp.inf)}
-        state |= {"most": jnp.full(classes, -jnp.inf), "phase": jnp.zeros(2, jnp.complex64), "calls": jnp.int32(0)}
-        return {"w": jnp.zeros((features, CLASSES))}, state
+        state = {"squares": jnp.zeros(len(SIZES)), "least": jnp.full(4, jnp.inf), "most": jnp.full(4, -jnp.inf)}
+        state |= {"phase": jnp.zeros(2, jnp.complex64), "calls": jnp.int32(0)}
+        return {"w": jnp.zeros((len(SIZES), CLASSES))}, state
 
     def apply(params, state, batch, key, train):
-        x, mask = batch["inputs"].reshape(len(batch["mask"]), -1), batch["mask"]
-        own = (batch["labels"] == jnp.arange(CLASSES + 1)[:, None]) & mask
-        first = jnp.broadcast_to(x[:, 0], own.shape)
-        share = mask[:, None] / mask.sum()
+        x, mask = batch["inputs"].reshape(len(batch["mask"]), -1), batch["mask"][:, None]
+        seen, share = mask & (jnp.arange(4) < 3), mask / mask.sum()
         wave = jax.lax.complex(jnp.cos(x[:, :2]), 1e-6 * jnp.sin(x[:, :2]))
         new = {
             "squares": jnp.sum(share * x * x, 0) * jnp.asarray(SIZES, jnp.float32),
-            "least": jnp.minimum(state["least"], jnp.min(first, 1, where=own, initial=jnp.inf)),
-            "most": jnp.maximum(state["most"], jnp.max(first, 1, where=own, initial=-jnp.inf)),
+            "least": jnp.minimum(state["least"], jnp.min(x[:, :4], 0, where=seen, initial=jnp.inf)),
+            "most": jnp.maximum(state["most"], jnp.max(x[:, :4], 0, where=seen, initial=-jnp.inf)),
             "phase": jnp.sum(share * wave, 0),
             "calls": state["calls"] + 1,
         }
