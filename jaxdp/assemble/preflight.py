@@ -73,7 +73,7 @@ def rehearse(config: Config, parts: Parts, step: Step, make_state: Partial) -> t
         own = parts.evaluating(dataset)
         key = f"eval.also.{name}" if name else "eval.data"
         rehearse_evaluation(config, own, state, dataset, key)
-        check_examples(own, state, False, read_examples(dataset, probes(dataset)))
+        check_examples(own, state, False, read_examples(dataset, probes(dataset), key))
     counted = model_flops(grads, lambda: jax.make_jaxpr(step.evaluate)(view_of_one(state), batch, number))
     programs = {"the initial state": first, "the gradients": grads, "the update": update}
     return counted / parts.order.examples_per_microbatch, programs

@@ -3,8 +3,8 @@
 The gradients of each microbatch are quantized (`jaxdp.parallel.fixed_point`) with exponents stored in the state. An
 update that does not fit is recomputed with the exponents that it needs: the maximum over all devices, so that all
 devices decide alike. Losses, weights, metrics and model state are small: they are summed after all slots, each element
-with its own exponent of this update. Equal sums need equal summands, so each microbatch, and `apply`, is computed separately
-(`jaxdp.parallel.rounding`). Microbatches are the logical workers of EasyScale (arXiv 2208.14228).
+with its own exponent of this update. Equal sums need equal summands, so each microbatch, and `apply`, is computed
+separately (`jaxdp.parallel.rounding`). Microbatches are the logical workers of EasyScale (arXiv 2208.14228).
 """
 
 import functools

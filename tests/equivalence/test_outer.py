@@ -148,8 +148,8 @@ def test_an_outer_step_averages_state_element_by_element(monkeypatch):
     assert np.isinf(states[0]["least"]).any() and np.isfinite(states[0]["least"]).any()
     for state in states[1:]:
         for name, x in states[0].items():
-            np.testing.assert_allclose(state[name].real, x.real, rtol=1e-6, err_msg=name)
-            np.testing.assert_allclose(state[name].imag, x.imag, rtol=1e-6, err_msg=name)
+            np.testing.assert_allclose(state[name].real, x.real, rtol=1e-5, err_msg=name)
+            np.testing.assert_allclose(state[name].imag, x.imag, rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.slow

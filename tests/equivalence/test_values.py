@@ -1,4 +1,4 @@
-"""What is summed besides gradients, and what the mask excludes: model state of all sizes, infinities, NaN in padding."""
+"""What is summed besides gradients, and what the mask excludes: state of all sizes, infinities, NaN in padding."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,9 @@ import optax
 import pytest
 
 import toys
+from jaxdp.losses import Contrastive, MeanSquaredError, SoftmaxCrossEntropy
+from jaxdp.models.base import Model
 from jaxdp.parallel.fixed_point import largest_exponent, quantize_values, restore_values
-
 
 # --- values as integers ---------------------------------------------------------------------------------------------
 
@@ -59,11 +60,11 @@ def test_what_is_not_finite_concerns_one_element_and_is_that_of_a_sum_of_floats(
 # --- model state ----------------------------------------------------------------------------------------------------
 
 
-def expected(examples, rows):
+def expected(examples, rows, microbatches=8):
     """The state after one update, from the real rows of each microbatch, in float64."""
-    x = examples["inputs"][rows].reshape(len(rows), -1).astype(np.float64)
-    pieces = [x[m::8] for m in range(min(8, len(rows)))]
-    mean = lambda f: sum(len(x) / len(rows) * f(x) for x in pieces)
+    x = examples["inputs"].reshape(len(examples["inputs"]), -1).astype(np.float64)
+    pieces = [x[m:rows:8] for m in range(min(microbatches, rows))]
+    mean = lambda f: sum(len(x) * f(x) for x in pieces) / sum(map(len, pieces))
     squares = mean(lambda x: (x * x).mean(0)) * toys.SIZES
     phase = mean(lambda x: (np.cos(x[:, :2]) + 1e-6j * np.sin(x[:, :2])).mean(0))
     least, most = mean(lambda x: x[:, :3].min(0)), mean(lambda x: x[:, :3].max(0))
@@ -92,6 +93,103 @@ def test_state_of_all_sizes_and_infinities_is_averaged_element_by_element(reduct
         )
         assert metrics[0]["skipped"] == 0
         states.append(state.model_state)
-        alike(state.model_state, expected(examples, np.arange(min(20, size))))
+        alike(state.model_state, expected(examples, min(20, size)))
     if reduction == "exact":
         jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+def of_last_class(outputs, batch):
+    """A loss of one class alone: some microbatches weigh 0."""
+    return SoftmaxCrossEntropy()(outputs, {**batch, "mask": batch["mask"] * (batch["labels"] == 2)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["bucket", "exact"])
+@pytest.mark.parametrize("accumulate", ["vmap", "scan"])
+def test_the_state_of_a_microbatch_that_weighs_0_does_not_count(reduction, accumulate):
+    examples = toys.data(20) | {"labels": (2 * (np.arange(20) % 8 < 3)).astype(np.int32)}
+    settings = {"reduction": reduction, "accumulate": accumulate, "optimizer": (optax.sgd(0.1), None)}
+    _, state, *_ = toys.train(toys.tracking(), examples, steps=1, loss=of_last_class, **settings)
+    alike(state.model_state, expected(examples, 20, 3))
+
+
+# --- what the mask excludes -----------------------------------------------------------------------------------------
+
+MASKED = [0, 5, 12, 3, 11, 19, 26]  # 3, 11 and 19 are all of a microbatch of the first batch
+
+
+def product(outputs, batch):
+    """A loss of a user, who multiplies by the mask."""
+    mask, losses = batch["mask"], jnp.abs(outputs[:, 0] - batch["heights"])
+    return jnp.sum(losses * mask), jnp.sum(mask), {"worst": jnp.sum((losses > 1) * losses * mask)}
+
+
+def heights(outputs, batch):
+    return MeanSquaredError()(outputs[:, 0], {**batch, "labels": batch["heights"]})
+
+
+def pairs(outputs, batch):
+    return Contrastive()((outputs, jnp.roll(outputs, 1, -1)), batch)
+
+
+pairs.scope = "global"
+
+
+def directions():
+    """A linear model of x / |x|, which is NaN for zeros, and of log(x^2); its second layer is an embedding."""
+
+    def init(key, batch):
+        table = jax.random.normal(key, (5, toys.CLASSES))
+        return {"w": jax.random.normal(key, (len(toys.SIZES), toys.CLASSES)), "table": table}, {}
+
+    def apply(params, state, batch, key, train):
+        x = batch["inputs"].reshape(len(batch["mask"]), -1)
+        x = x / jnp.linalg.norm(x, axis=1, keepdims=True) + 0.1 * jnp.log(x * x)
+        return x @ params["w"] + params["table"].at[batch["kind"]].get(mode="fill", fill_value=jnp.nan), state
+
+    return Model(init, apply)
+
+
+def excluded(inputs, rows=MASKED, label=-100, height=np.nan, kind=-9):
+    """(examples whose excluded rows have these contents, and with those of other examples there)"""
+    examples = toys.data(40)
+    examples |= {"kind": np.arange(40, dtype=np.int32) % 5, "heights": np.linspace(-1, 1, 40, dtype=np.float32)}
+    examples["mask"] = np.ones(40, np.float32)
+    examples["mask"][rows] = 0
+    bad = {name: x.copy() for name, x in examples.items()}
+    for name, value in {"inputs": inputs, "labels": label, "heights": height, "kind": kind}.items():
+        bad[name][rows] = value
+    return bad, examples
+
+
+CASES = [
+    ("mlp", product, excluded(np.nan), {}),
+    ("resnet", SoftmaxCrossEntropy(0.1, top_k=[2]), excluded(np.nan), {"accumulate": "scan"}),
+    ("mlp", heights, excluded(np.inf, height=-np.inf), {"reduction": "exact", "devices": 3}),
+    ("mlp", pairs, excluded(np.nan), {"devices": 2}),
+    ("directions", SoftmaxCrossEntropy(), excluded(0.0, MASKED[:3]), {"accumulate": "scan"}),
+    ("directions", product, excluded(1e38, MASKED[:3]), {"backend": "pjit", "devices": 3}),
+    ("blocks", product, excluded(-np.inf), {"backend": "pjit", "devices": 4, "layout": {"zero": 3}}),
+    ("unmasked", SoftmaxCrossEntropy(), excluded(np.nan), {"devices": 4}),
+]
+UNMASKED = lambda: toys.as_model(lambda rngs: toys.ResNet(rngs, use_mask=False))
+MAKE = {**toys.MODELS, "directions": directions, "unmasked": UNMASKED}
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("model, loss, examples, settings", CASES)
+def test_contents_that_the_mask_excludes_change_nothing(model, loss, examples, settings):
+    """Neither updates and state nor an evaluation."""
+    strategy, step, _ = toys.build(MAKE[model](), examples[1], loss=loss, **settings)
+    program, results = strategy.compile(step), []
+    for contents in examples:
+        *_, batch = toys.build(MAKE[model](), contents, loss=loss, **settings)
+        state = strategy.init()
+        for i in range(2):
+            state, metrics = program.update(state, batch(i))
+            assert int(metrics["skipped"]) == 0 and int(metrics["nonfinite_grads"]) == 0
+        sums = program.evaluate(state, batch(0))._replace(carry=None)
+        exported = strategy.export(state)
+        results.append(jax.tree.map(np.array, (exported.params, exported.model_state, sums, metrics)))
+    for got, want in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
