@@ -27,7 +27,8 @@ class Net(nnx.Module):
 def absolute_error(outputs, batch):
     """Return the sum, the weight and no metrics; the mask is 0 for padding."""
     mask = batch["mask"]
-    return jnp.sum(jnp.abs(outputs - batch["labels"]) * mask), jnp.sum(mask), {}
+    errors = jnp.where(mask != 0, jnp.abs(outputs - batch["labels"]), 0)
+    return jnp.sum(errors * mask), jnp.sum(mask), {}
 
 
 def main() -> None:

@@ -2,8 +2,9 @@
 
     (outputs, batch) -> (loss_sum [], weight [], {metric: sum [] or (sum [], its own weight [])})
 
-`batch["mask"]` is 1.0 for a real example (or token) and 0.0 for padding. A metric that is a sum is divided by the
-loss's weight, a pair by its own: the accuracy of a class is (its hits, its examples). A loss may have attributes:
+`batch["mask"]` is 1.0 for a real example (or token) and 0.0 for padding. 0 times NaN is NaN, so a loss selects before it
+multiplies: jnp.where(mask != 0, losses, 0) * mask. A metric that is a sum is divided by the loss's weight, a pair by its
+own: the accuracy of a class is (its hits, its examples). A loss may have attributes:
 
 - `scope`: "example" (the default), or "global" if an example's loss depends on the other examples. A global loss gets
   the full batch of an update, gathered from all devices, and must use the mask to exclude padding.
@@ -50,7 +51,7 @@ class SoftmaxCrossEntropy:
         self.label_smoothing, self.top_k = label_smoothing, tuple(top_k)
 
     def __call__(self, outputs: jax.Array | Logits, batch: dict[str, jax.Array]):
-        labels, shape = _labels(batch), _array(outputs).shape
+        labels, shape = jnp.asarray(_labels(batch)), _array(outputs).shape
         soft = jnp.issubdtype(labels.dtype, jnp.floating) and labels.shape == shape and labels.ndim > 1
         if not soft and shape[:-1] != labels.shape:
             single = ", or the labels drop their last dim" if labels.shape == (*shape[:-1], 1) else ""
@@ -62,8 +63,11 @@ class SoftmaxCrossEntropy:
             )
         if not soft and not jnp.issubdtype(labels.dtype, jnp.integer):
             raise UsageError(f"loss: labels are {labels.dtype}, not integers; cast them, or use MeanSquaredError")
-        if not soft:
-            counts = fit_mask(batch["mask"] != 0, labels) != 0
+        counts = fit_mask(batch["mask"] != 0, labels[..., 0] if soft else labels) != 0
+        outputs = _where(counts, outputs)
+        if soft:
+            labels = _where(counts, labels)
+        else:
             labels = jnp.where(counts, labels.astype(jnp.int32), 0)
             labels = jnp.where(labels < 0, shape[-1], labels)  # a negative index would count from the end
         if isinstance(outputs, Logits) and not soft:
@@ -126,9 +130,10 @@ class MeanSquaredError:
         labels = _labels(batch).astype(_array(outputs).dtype)
         if outputs.shape != labels.shape:
             raise UsageError(f"loss: outputs {outputs.shape} do not fit labels {labels.shape}")
-        errors, dims = jnp.square(outputs - labels), min(batch["mask"].ndim, outputs.ndim)
-        losses = jnp.mean(errors.reshape(*errors.shape[:dims], -1), axis=-1)
-        mask = fit_mask(batch["mask"], losses)
+        errors, dims = outputs - labels, min(batch["mask"].ndim, outputs.ndim)
+        errors = errors.reshape(*errors.shape[:dims], -1)
+        mask = fit_mask(batch["mask"], errors[..., 0])
+        losses = jnp.mean(jnp.square(_where(mask != 0, errors)), axis=-1)
         return jnp.sum(losses * mask), jnp.sum(mask), {}
 
 
@@ -151,8 +156,8 @@ class Contrastive:
         if not isinstance(outputs, tuple | list) or len(outputs) != 2 or outputs[0].shape != outputs[1].shape:
             shapes = jax.tree.map(jnp.shape, outputs)
             raise UsageError(f"loss: outputs {shapes} are no pair of embeddings [example, dim]; return two such arrays")
-        first, second = map(_direction, outputs)
         mask = batch["mask"]
+        first, second = (_direction(_where(mask != 0, x)) for x in outputs)
         cosines = first @ second.T / self.temperature
         logits = jnp.where(mask != 0, cosines, -jnp.inf)
         right = jnp.arange(len(mask))
@@ -160,7 +165,7 @@ class Contrastive:
         for scores in (logits, jnp.where(mask != 0, cosines.T, -jnp.inf)):
             matching = jnp.where(mask != 0, jnp.diagonal(cosines), 0)
             log_sum = jax.nn.logsumexp(scores, axis=-1)
-            losses += 0.5 * (log_sum - matching)
+            losses += 0.5 * jnp.where(mask != 0, log_sum - matching, 0)  # -inf without any real example
             hits += 0.5 * ((jnp.argmax(scores, axis=-1) == right) & ~jnp.isnan(log_sum))
         return jnp.sum(losses * mask), jnp.sum(mask), {"accuracy": jnp.sum(hits * mask)}
 
@@ -204,7 +209,7 @@ class MultiTask:
                 raise UsageError(f"loss.args.tasks.{name}: no labels {labels!r}; the data has {sorted(batch)}")
             loss_sum, elements, more = apply_loss(loss, outputs[output], {**batch, "labels": batch[labels]})
             share = weight / jnp.where(elements > 0, elements, 1)
-            total += factor * share * loss_sum
+            total += jnp.where(elements != 0, factor * share * loss_sum, 0)
             for key, value in {"loss": loss_sum, **more}.items():
                 metrics[f"{name}_{key}"] = value if isinstance(value, tuple | list) else (value, elements)
         return total, weight, metrics
@@ -243,6 +248,14 @@ def fit_mask(mask: jax.Array, losses: jax.Array) -> jax.Array:
         raise UsageError(f"loss: the data's mask {mask.shape} does not fit the losses {losses.shape}, dim by dim")
     mask = mask.reshape(mask.shape + (1,) * (losses.ndim - mask.ndim))
     return jnp.broadcast_to(mask, losses.shape).astype(losses.dtype)
+
+
+def _where(counts: jax.Array, x: jax.Array | Logits) -> Any:
+    """Return x[..., dim], arrays or lazy `Logits`, with zeros where `counts` [...] is False: neither the loss nor its
+    gradient then depends on what is there."""
+    if isinstance(x, Logits):
+        return x.replace(x=_where(counts, x.x))  # type: ignore[attr-defined]
+    return jnp.where(counts[..., None], x, 0)
 
 
 def _labels(batch: dict[str, jax.Array]) -> jax.Array:

@@ -18,7 +18,7 @@ from jaxdp.config import Config
 from jaxdp.core.options import first_microbatch
 from jaxdp.core.state import Batch, TrainState, View
 from jaxdp.core.step import Step
-from jaxdp.data.base import Dataset, probes
+from jaxdp.data.base import Dataset, probes, read_examples
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError, one_line
 from jaxdp.losses import check
@@ -68,11 +68,11 @@ def rehearse(config: Config, parts: Parts, step: Step, make_state: Partial) -> t
     update, (_, metrics) = jax.make_jaxpr(step.apply, return_shape=True)(state, sums)
     check_paths(config, state.params)
     check_names(config, parts, set(metrics))
-    check_examples(parts, state, True, parts.dataset.read(probes(parts.dataset)))
+    check_examples(parts, state, True, read_examples(parts.dataset, probes(parts.dataset)))
     for name, dataset in parts.eval_sets.items():
         own = parts.evaluating(dataset)
         rehearse_evaluation(config, own, state, dataset, eval_key(name))
-        check_examples(own, state, False, dataset.read(probes(dataset)))
+        check_examples(own, state, False, read_examples(dataset, probes(dataset), eval_key(name)))
     counted = model_flops(grads, lambda: jax.make_jaxpr(step.evaluate)(view_of_one(state), batch, number))
     programs = {"the initial state": first, "the gradients": grads, "the update": update}
     return counted / parts.order.examples_per_microbatch, programs

@@ -14,6 +14,7 @@ from jaxdp.core.model_state import weighted_state
 from jaxdp.core.options import Forward
 from jaxdp.core.state import Batch, Gather, Join, Sums, View, microbatch_key, plain_gather, plain_join
 from jaxdp.data.example_order import RESET
+from jaxdp.data.transforms import NOT_OF_EXAMPLES
 from jaxdp.losses import apply_loss
 from jaxdp.metrics.sums import at_least_float32, check_result
 from jaxdp.models.base import CARRY
@@ -39,10 +40,11 @@ class Microbatch(NamedTuple):
     def forward(self, params: Tree, carry: Tree, batch: Batch, number: jax.Array) -> tuple[Tree, Batch, Tree]:
         """Return (the model's outputs, the batch for the loss, the new model state).
 
-        Padding repeats a real example. A microbatch without examples is computed like any other and has weight 0; if
-        the model saw it masked, BatchNorm would divide 0 by 0.
+        A microbatch without examples is computed like any other and has weight 0; if the model saw it masked, BatchNorm
+        would divide 0 by 0. A mask that is negative or NaN makes the loss NaN.
         """
         options, mask = self.options, batch["mask"]
+        batch = replace_masked(batch)
         key, augment_key = jax.random.split(microbatch_key(self.view.seed, self.view.step, number))
         transform = options.transform if self.train else options.eval_transform
         if transform is not None:
@@ -57,7 +59,9 @@ class Microbatch(NamedTuple):
         apply = rematerialize("none" if options.model.blocks else remat, options.model.apply, static_argnums=(4,))
         with block_hooks(block_gather, remat):
             outputs, new_state = apply(params, state, inputs, key, self.train)
-        return options.policy.outputs(outputs), {**batch, "mask": mask.astype(options.policy.state)}, new_state
+        mask = mask.astype(options.policy.state)
+        loss_batch = {**batch, "mask": jnp.where(mask >= 0, mask, jnp.nan)}
+        return options.policy.outputs(outputs), loss_batch, new_state
 
     def loss_and_sums(
         self, params: Tree, carry: Tree, batch: Batch, number: jax.Array, coupled: Coupled | None
@@ -89,6 +93,25 @@ class Microbatch(NamedTuple):
         if self.options.loss_scaling is not None:
             scaled = scaled * self.options.loss_scaling.factor(self.view.loss_scale).astype(dtype)
         return scaled, sums._replace(carry=new_carry)
+
+
+def replace_masked(batch: Batch) -> Batch:
+    """Return the batch with the first real example in the place of each example whose mask is 0.
+
+    The contents of these may be anything, and 0 times NaN is NaN, in the gradient of a weight too. If no example is
+    real, numbers that are not finite become 0.
+    """
+    mask = batch["mask"]
+    real = jnp.any(mask.reshape(len(mask), -1) != 0, axis=-1)
+
+    def select(x: jax.Array) -> jax.Array:
+        if x.shape[:1] != real.shape:
+            return x
+        finite = jnp.where(jnp.isfinite(x), x, 0) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+        example = jnp.where(jnp.any(real), x[jnp.argmax(real)], finite)
+        return jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, example)
+
+    return {name: x if name in NOT_OF_EXAMPLES else select(x) for name, x in batch.items()}
 
 
 def at_once(loss_and_sums: Loss, pieces: Tree) -> Differentiate:

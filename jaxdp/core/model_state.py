@@ -37,7 +37,8 @@ def weighted_state(old: Tree, new: Tree, weight: jax.Array, real: jax.Array) -> 
 
     def weigh(old: jax.Array, new: jax.Array) -> Average | Change:
         if jnp.issubdtype(old.dtype, jnp.inexact):
-            return Average(_parts(new).astype(weight.dtype) * weight, jnp.any(new != old).astype(weight.dtype))
+            value = jnp.where(weight != 0, _parts(new).astype(weight.dtype), 0)  # 0 times infinity is NaN
+            return Average(value * weight, ((weight != 0) & jnp.any(new != old)).astype(weight.dtype))
         change = jax.lax.bitcast_convert_type(_wide(new) - _wide(old), jnp.uint8).astype(jnp.int32)
         change = jnp.where(real, change, 0)
         return Change(real.astype(jnp.int32), change, change * change)

@@ -51,6 +51,8 @@ class Arrays:
             raise UsageError(f"data: arrays differ in their number of examples: {shapes}; give each the same length")
         if not len(self):
             raise UsageError(EMPTY)
+        if not isinstance(self.arrays.get("mask"), np.memmap):
+            check_mask(self.arrays, np.arange(len(self)), "data: an array")
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
@@ -166,21 +168,36 @@ def as_dataset(source: Any) -> Dataset:
     raise UsageError(f"data: {type(source).__name__} has neither read nor __getitem__; give it one of them")
 
 
-def read_examples(dataset: Dataset, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """Return `dataset.read(indices)`. Raises UsageError unless it is a dict of arrays with one entry per index."""
+def read_examples(dataset: Dataset, indices: np.ndarray, key: str = "data") -> dict[str, np.ndarray]:
+    """Return `dataset.read(indices)`. Raises UsageError unless it is a dict of arrays with one entry per index, and a
+    mask in it is 0 or more."""
     values, name = dataset.read(indices), type(dataset).__name__
-    if not isinstance(values, Mapping) or not values or not all(isinstance(key, str) for key in values):
+    if not isinstance(values, Mapping) or not values or not all(isinstance(entry, str) for entry in values):
         keys = f" with the keys {list(values)}" if isinstance(values, Mapping) else ""
         raise UsageError(f"data: {name}.read gave a {type(values).__name__}{keys}; return a dict of arrays by name")
-    for key, value in values.items():
+    for entry, value in values.items():
         shape = getattr(value, "shape", None)
         if shape is None or shape[:1] != indices.shape:
             found = f"as {type(value).__name__}" if shape is None else f"of shape {shape}"
             raise UsageError(
-                f"data: {name}.read gave {key!r} {found} for {len(indices)} indices; return arrays, with one entry an "
-                "index along the first dim"
+                f"data: {name}.read gave {entry!r} {found} for {len(indices)} indices; return arrays, with one entry "
+                "an index along the first dim"
             )
-    return {key: np.asarray(value) for key, value in values.items()}
+    arrays = {entry: np.asarray(value) for entry, value in values.items()}
+    check_mask(arrays, indices, f"{key}: {type(getattr(dataset, 'source', dataset)).__name__}")
+    return arrays
+
+
+def check_mask(arrays: Mapping[str, np.ndarray], indices: np.ndarray, source: str) -> None:
+    """Raise UsageError if the mask of an example is negative or not finite: a sum would subtract the example."""
+    mask = arrays.get("mask", np.zeros(0, bool))
+    if mask.dtype.kind in "bu" or not mask.size or (mask.min() >= 0 and mask.max() < np.inf):
+        return
+    row, *place = np.argwhere(~((mask >= 0) & (mask < np.inf)))[0]
+    raise UsageError(
+        f"{source} has 'mask' {mask[(row, *place)]} in example {indices[row]}; set it to 0 where nothing counts, and "
+        "to 1 or another positive weight elsewhere"
+    )
 
 
 def check_dtypes(dataset: Dataset, x64: bool) -> None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.data.base import Arrays, Dataset
+from jaxdp.data.base import Arrays, Dataset, read_examples
 from jaxdp.data.example_order import RESET, ExampleOrder
 from jaxdp.data.prefetch import prefetch, read_batches
 from jaxdp.errors import UsageError
@@ -28,7 +28,8 @@ class Resident:
 
     def __init__(self, dataset: Dataset, strategy: Any):
         check_size(dataset, strategy.devices)
-        pieces = [dataset.read(np.arange(i, min(i + PIECE, len(dataset)))) for i in range(0, len(dataset), PIECE)]
+        size = len(dataset)
+        pieces = [read_examples(dataset, np.arange(i, min(i + PIECE, size))) for i in range(0, size, PIECE)]
         self.arrays = strategy.replicate({key: np.concatenate([p[key] for p in pieces]) for key in pieces[0]})
         self.strategy = strategy
         indices: dict[str, Any] = {INDEX: np.arange(len(dataset), dtype=np.int32)}

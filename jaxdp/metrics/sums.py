@@ -34,11 +34,15 @@ def check_result(result: Any) -> tuple[jax.Array, jax.Array, Scalars]:
         got = str(jax.tree.map(kind, result)).replace("'", "")
         raise UsageError(
             f"loss: it returned {got}; a loss returns (sum [], weight [], {{name: sum [] or (sum [], weight [])}}), "
-            "e.g. the losses times batch['mask'] summed, and batch['mask'] summed"
+            "e.g. jnp.sum(jnp.where(mask != 0, losses, 0) * mask) and jnp.sum(mask), with mask = batch['mask']"
         )
     if not jnp.issubdtype(result[0].dtype, jnp.floating):
         raise UsageError(f"loss: its sum is {result[0].dtype}, which has no gradient; return a sum of real numbers")
-    return jax.tree.map(at_least_float32, (result[0], result[1], flat(result[2])))
+    metrics = flat(result[2])
+    for name in metrics:
+        if (own_weight := metrics.get(WEIGHT + name)) is not None:  # what is not finite and was not counted
+            metrics[name] = jnp.where((own_weight != 0) | jnp.isfinite(metrics[name]), metrics[name], 0)
+    return jax.tree.map(at_least_float32, (result[0], result[1], metrics))
 
 
 def at_least_float32(x: Any) -> Any:

@@ -4,7 +4,8 @@
 
 `limit` is the largest integer whose sum over all summands fits the format. Every device must know the exponent
 beforehand: IntSGD (arXiv 2102.08374) adapts one scale, SwitchML (NSDI 2021) stores exponents; we store one exponent
-per leaf. Norms are summed in digits, after Ahrens, Demmel & Nguyen (ACM TOMS 46(3), 2020).
+per leaf of gradients. Values (losses, metrics, model state) are small: each element has an exponent of its own. Norms
+are summed in digits, after Ahrens, Demmel & Nguyen (ACM TOMS 46(3), 2020).
 """
 
 import functools
@@ -39,8 +40,7 @@ class Format(NamedTuple):
         return jnp.dtype(dtype) if self.bits == 32 else jnp.dtype(f"int{self.bits}")
 
 
-WIDE = Format(32, 3, False)
-FORMATS = {"exact": WIDE, "exact16": Format(16, 2, True), "exact8": Format(8, 1, True)}
+FORMATS = {"exact": Format(32, 3, False), "exact16": Format(16, 2, True), "exact8": Format(8, 1, True)}
 
 
 def quantized(tree: Tree, exponents: jax.Array, form: Format, summands: int, key: jax.Array | None = None) -> Tree:
@@ -70,6 +70,34 @@ def restore(x: jax.Array, exponent: jax.Array, form: Format, summands: int) -> j
     return x.astype(dtype) * unit
 
 
+@functools.partial(jax.jit, static_argnums=2)
+def quantize_values(x: jax.Array, exponent: jax.Array, summands: int) -> jax.Array:
+    """Quantize values [row, ...] with the exponent [...] of each element (`largest_exponent`) to int32 or int64.
+
+    An element that is not finite in some row is a count instead: 1 for inf, `summands` + 1 for -inf, both for NaN.
+    """
+    low, high = _halves(limit_of(x.dtype.itemsize * 8, summands)[1] - exponent, x.dtype)
+    counted = lambda sign: ~jnp.isfinite(x) & ~(sign * x < 0)  # NaN has both signs
+    counts = counted(1).astype(jnp.int32) + (summands + 1) * counted(-1).astype(jnp.int32)
+    integers = jnp.round(x * low * high).astype(jnp.int64 if x.dtype == jnp.float64 else jnp.int32)
+    return jnp.where(exponent > jnp.finfo(x.dtype).maxexp, counts.astype(integers.dtype), integers)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def restore_values(x: jax.Array, exponent: jax.Array, summands: int) -> jax.Array:
+    """Convert sums [...] of `quantize_values` back to floats; inf, -inf and NaN are those of a sum of floats."""
+    dtype = jnp.float64 if x.dtype == jnp.int64 else jnp.float32
+    low, high = _halves(exponent - limit_of(x.dtype.itemsize * 8, summands)[1], dtype)
+    positive, negative = x % (summands + 1) > 0, x > summands
+    infinite = jnp.where(positive & negative, jnp.nan, jnp.where(negative, -jnp.inf, jnp.inf))
+    return jnp.where(exponent > jnp.finfo(dtype).maxexp, infinite.astype(dtype), x.astype(dtype) * low * high)
+
+
+def _halves(exponent: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Return two floats whose product is 2^exponent, which may be out of their range."""
+    return power_of_two(exponent // 2, dtype), power_of_two(exponent - exponent // 2, dtype)
+
+
 def limit_of(bits: int, summands: int) -> tuple[float, int]:
     """Return (m, e), 1 <= m < 2: the sum of `summands` integers up to m x 2^e fits into `bits` with a sign. From 32
     bits on, m is 1, so that integers stay exact."""
@@ -83,11 +111,17 @@ def exponent_of(x: jax.Array) -> jax.Array:
     """Return the least exponent, from ZERO, whose power of two exceeds all elements, or NOT_FINITE; 0 for integers."""
     if not is_float(x):
         return jnp.int32(0)
+    exponent = largest_exponent(x)
+    return jnp.where(exponent <= LARGEST, jnp.maximum(exponent - ZERO, 0), NOT_FINITE)
+
+
+def largest_exponent(x: jax.Array, axis: int | None = None) -> jax.Array:
+    """Return the least exponent whose power of two exceeds all elements along the axis; above the `maxexp` of the dtype
+    if one is not finite."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     kind, mantissa, bias = (jnp.int64, 52, 1022) if x.dtype == jnp.float64 else (jnp.int32, 23, 126)
     bits = jax.lax.bitcast_convert_type(x, kind) & jnp.iinfo(kind).max  # of |x|: ordered like the numbers
-    exponent = ((jnp.max(bits, initial=0) >> mantissa) - bias).astype(jnp.int32)
-    return jnp.where(exponent <= LARGEST, jnp.maximum(exponent - ZERO, 0), NOT_FINITE)
+    return ((jnp.max(bits, axis, initial=0) >> mantissa) - bias).astype(jnp.int32)
 
 
 def in_bits(exponents: jax.Array) -> jax.Array:  # from units of 1/PER_BIT, rounded up

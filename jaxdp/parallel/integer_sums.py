@@ -2,12 +2,14 @@
 
 The gradients of each microbatch are quantized (`jaxdp.parallel.fixed_point`) with exponents stored in the state. An
 update that does not fit is recomputed with the exponents that it needs: the maximum over all devices, so that all
-devices decide alike. Losses, weights, metrics and model state are small: they are summed after all slots, with this
-update's exponents. Equal sums need equal summands, so each microbatch, and `apply`, is computed separately
-(`jaxdp.parallel.rounding`). Microbatches are the logical workers of EasyScale (arXiv 2208.14228).
+devices decide alike. Losses, weights, metrics and model state are small: they are summed after all slots, each element
+with its own exponent of this update. Equal sums need equal summands, so each microbatch, and `apply`, is computed
+separately (`jaxdp.parallel.rounding`). Microbatches are the logical workers of EasyScale (arXiv 2208.14228).
 """
 
 import functools
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,17 +23,19 @@ from jaxdp.parallel.fixed_point import (
     LARGEST,
     NOT_FINITE,
     PER_BIT,
-    WIDE,
     Format,
     exponent_of,
     fits,
     in_bits,
     is_float,
+    largest_exponent,
     pack,
     quantize,
+    quantize_values,
     quantized,
     remembered,
     restore,
+    restore_values,
     squares_and_bad,
     unpack,
 )
@@ -129,7 +133,7 @@ def over_slots(
                 return Part(ints, needed, total.nonfinite + part.nonfinite), rest
 
             part, rest = scan_unfused(add, zeros(before.part), pieces, live, like._replace(grads=None))
-            local = [part.needed, *(exponent_of(x)[None] for x in jax.tree.leaves(rest._replace(carry=None)))]
+            local = [part.needed, *map(jnp.ravel, value_exponents(jax.tree.leaves(rest._replace(carry=None))))]
             needed = jax.lax.pmax(jnp.concatenate(local), plan.axes.all)
             grads = needed[: part.needed.size]
             good = fits(before.exponents, grads, form, summands)
@@ -150,7 +154,8 @@ def empty_attempt(like: Sums, exponents: jax.Array, plan: ReductionPlan, form: F
     ints = lambda: scatter_by_slot(plan, quantized(zeros(like.grads), jnp.zeros(leaves, jnp.int32), form, 1), form)
     part = Part(zeros(jax.eval_shape(ints)), jnp.zeros(leaves, jnp.int32), jnp.int32(0))
     rest = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), like._replace(grads=None))
-    needed = jnp.zeros(leaves + len(jax.tree.leaves(rest._replace(carry=None))), jnp.int32)
+    values = jax.eval_shape(value_exponents, jax.tree.leaves(rest._replace(carry=None)))
+    needed = jnp.zeros(leaves + sum(x.size for x in values), jnp.int32)
     return Attempt(exponents, part, rest, needed, jnp.int32(0), jnp.bool_(False))
 
 
@@ -180,12 +185,8 @@ def reduce_attempt(done: Attempt, plan: ReductionPlan, form: Format, summands: i
     """Reduce one device's integers over all devices and return the sums as floats."""
     grad_needed, rest_needed = done.needed[: done.exponents.size], done.needed[done.exponents.size :]
     rest, treedef = jax.tree.flatten(done.rest._replace(carry=None))
-
-    def total(x: jax.Array, exponent: jax.Array) -> jax.Array:
-        ints = quantize(x, exponent, WIDE, summands) if is_float(x) else x
-        return ints.sum(0, dtype=ints.dtype)
-
-    sums: Sums = jax.tree.unflatten(treedef, map(total, rest, rest_needed))
+    exponents_of_rest = split_exponents(rest_needed, rest)
+    sums: Sums = jax.tree.unflatten(treedef, quantized_sums(rest, exponents_of_rest, summands))
     sums = sums._replace(grads=done.part.ints, exponents=done.part.nonfinite)
     sums = reducer(plan._replace(dtype=None if form.bits == 32 else form.wire(jnp.int32)))(sums)
 
@@ -193,12 +194,36 @@ def reduce_attempt(done: Attempt, plan: ReductionPlan, form: Format, summands: i
     bits = jnp.where(grad_needed == NOT_FINITE, grad_needed, in_bits(done.exponents))
     float_grads = [restore(x, e, form, summands) for x, e in zip(grads, bits)]
     totals = jax.tree.leaves(sums._replace(grads=None, exponents=None))
-    floats = [restore(x, e, WIDE, summands) if is_float(y) else x for x, e, y in zip(totals, rest_needed, rest)]
-    result: Sums = jax.tree.unflatten(treedef, floats)
+    result: Sums = jax.tree.unflatten(treedef, restored_sums(totals, exponents_of_rest, rest, summands))
     exponents = remembered(done.exponents, grad_needed, form.headroom)
     info = ExactInfo(exponents, done.times - 1, sums.exponents) if plan.is_update else None
     carry = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), done.rest.carry)
     return result._replace(grads=jax.tree.unflatten(grad_treedef, float_grads), carry=carry, exponents=info)
+
+
+def value_exponents(leaves: list[jax.Array]) -> list[jax.Array]:
+    """Return the exponents [...] of the elements of each leaf [row, ...] of floats, and none for integers."""
+    return [largest_exponent(x, 0) if is_float(x) else jnp.zeros(0, jnp.int32) for x in leaves]
+
+
+def split_exponents(flat: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
+    """Return the exponents of each leaf [row, ...], from those of all leaves one after the other."""
+    shapes = [x.shape[1:] if is_float(x) else (0,) for x in leaves]
+    starts = itertools.accumulate(map(math.prod, shapes), initial=0)
+    return [flat[start : start + math.prod(shape)].reshape(shape) for start, shape in zip(starts, shapes)]
+
+
+def quantized_sums(leaves: list[jax.Array], exponents: list[jax.Array], summands: int) -> list[jax.Array]:
+    """Sum leaves [row, ...] over their rows, floats as integers."""
+    ints = [quantize_values(x, e, summands) if is_float(x) else x for x, e in zip(leaves, exponents)]
+    return [x.sum(0, dtype=x.dtype) for x in ints]
+
+
+def restored_sums(
+    sums: list[jax.Array], exponents: list[jax.Array], leaves: list[jax.Array], summands: int
+) -> list[jax.Array]:
+    """Convert the sums of `quantized_sums` over all devices back to floats, where the leaves were floats."""
+    return [restore_values(x, e, summands) if is_float(y) else x for x, e, y in zip(sums, exponents, leaves)]
 
 
 def sum_rows(reduction: Reduction, tree: Tree, axis: str, rows: int, keys: jax.Array | None, form: Format) -> Tree:
@@ -209,7 +234,11 @@ def sum_rows(reduction: Reduction, tree: Tree, axis: str, rows: int, keys: jax.A
     leaves, treedef = jax.tree.flatten(tree)
     if not leaves:
         return tree
-    form = WIDE if keys is None else form
+    if keys is None:
+        flat = jnp.concatenate([*map(jnp.ravel, value_exponents(leaves))])
+        exponents = split_exponents(jax.lax.pmax(flat, axis), leaves)
+        sums = reduction.reduce(quantized_sums(leaves, exponents, rows), axis)
+        return jax.tree.unflatten(treedef, restored_sums(sums, exponents, leaves, rows))
     needed = jax.lax.pmax(jnp.stack([exponent_of(x) for x in leaves]), axis)
 
     def integers_of(i: int, x: jax.Array, exponent: jax.Array) -> jax.Array:

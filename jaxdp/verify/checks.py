@@ -25,7 +25,7 @@ from jaxdp.metrics.sums import flat
 from jaxdp.models.base import CARRY
 from jaxdp.verify.compare import MARGIN, Worst, flatten, leaf_errors, worst
 from jaxdp.verify.oracle import Setup, key_of, make_setup, train, without_carry
-from jaxdp.verify.problem import FAILED, NOTE, OK, SKIPPED, Check, Problem, Tree
+from jaxdp.verify.problem import FAILED, NOTE, OK, SKIPPED, Check, Problem, Tree, without_masked
 
 COARSE = 1e-6  # what padding may change: here a fault is never as small as rounding
 SPLITS = 3  # random ones, of the examples that the loss is checked on
@@ -164,7 +164,7 @@ def eval_batch(setup: Setup) -> dict[str, Any]:
     for dataset in setup.problem.eval_sets.values():
         sizes = len(dataset), setup.trial.microbatch_size, 1
         order = Streams(*sizes) if setup.problem.order.sequential else EpochOrder(*sizes, shuffle=False)
-        return {k: v[0] for k, v in read_batch(dataset, order, 0, [0]).items()}
+        return {k: v[0] for k, v in without_masked(read_batch(dataset, order, 0, [0])).items()}
     return {}
 
 
@@ -270,14 +270,14 @@ def check_loss(setup: Setup, tolerance: float) -> Check:
         if wrong.max() > tolerance:
             text = (
                 f"the loss has a {names[int(np.argmax(wrong > tolerance))]} that does not add up over parts of a "
-                "batch, as a mean does not; return sums of what belongs to the examples (times batch['mask']), and "
-                "batch['mask'] summed; a loss that couples examples (contrastive) needs an attribute scope = 'global'"
+                "batch, as a mean does not; return sums of what belongs to the examples (of "
+                "jnp.where(mask != 0, losses, 0) * mask) and batch['mask'] summed; a loss that couples examples (contrastive) needs an attribute scope = 'global'"
             )
             return Check("loss", FAILED, text)
     wrong = relative(masked, alone, np.abs(full))
     if wrong.max() > tolerance:
-        text = f"the loss counts examples whose batch['mask'] is 0 (in its {names[int(wrong.argmax())]}); multiply by "
-        return Check("loss", FAILED, f"{text}the mask before summing")
+        text = f"the loss counts examples whose batch['mask'] is 0 (in its {names[int(wrong.argmax())]}); sum "
+        return Check("loss", FAILED, f"{text}jnp.where(mask != 0, losses, 0) * mask")
     if problem.couples:
         return Check("loss", NOTE, "it couples examples (scope: global): it is compared over full batches only")
     return Check("loss", OK, f"sums over parts of {size} examples add up ({max(largest, wrong.max()):.1e})")

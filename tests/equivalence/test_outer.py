@@ -136,6 +136,23 @@ def test_with_an_outer_step_after_each_update_it_is_ordinary_training():
 
 
 @pytest.mark.slow
+def test_an_outer_step_averages_state_element_by_element(monkeypatch):
+    """Squares from 1e-30 to 1e30 in one leaf, and infinities."""
+    monkeypatch.setitem(toys.MODELS, "tracking", toys.tracking)
+    states = []
+    for devices, between in ((1, None), (1, "exact"), (4, "exact"), (4, "exact8")):
+        strategy, program, batch = build(
+            devices, 1, optax.sgd(0.1), optax.sgd(1.0), toys.data(), between=between, model="tracking"
+        )
+        states.append(jax.tree.map(np.array, program.update(strategy.init(), batch(0))[0].model_state))
+    assert np.isinf(states[0]["least"]).any() and np.isfinite(states[0]["least"]).any()
+    for state in states[1:]:
+        for name, x in states[0].items():
+            np.testing.assert_allclose(state[name].real, x.real, rtol=1e-5, err_msg=name)
+            np.testing.assert_allclose(state[name].imag, x.imag, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
 def test_an_outer_step_averages_the_statistics_of_batch_norm():
     strategy, program, batch = build(2, 2, optax.sgd(0.1), optax.sgd(1.0), toys.data(), model="resnet")
     alone, other, _ = build(2, 100, optax.sgd(0.1), optax.sgd(1.0), toys.data(), model="resnet")

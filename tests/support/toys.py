@@ -27,6 +27,7 @@ from jaxdp.parallel.layout import Sharding
 from jaxdp.precision import Policy
 
 SHAPE, CLASSES, WIDTH = (4, 4, 2), 3, 24
+SIZES = np.logspace(-30, 30, 32)  # of the squares of `tracking`
 STACK = ("blocks/stack",)
 
 
@@ -161,6 +162,30 @@ def of_all_kinds():
         mean = 0.9 * state["mean"] + 0.1 * wide.mean(0)
         new = {"mean": mean, "calls": state["calls"] + 1, "carry": {"seen": state["carry"]["seen"] + wide}}
         return x @ params["w"] + params["b"], new
+
+    return Model(init, apply)
+
+
+def tracking():
+    """A linear model that tracks squares of all sizes, extremes (of the last element nothing is seen) and a phase."""
+
+    def init(key, batch):
+        state = {"squares": jnp.zeros(len(SIZES)), "least": jnp.full(4, jnp.inf), "most": jnp.full(4, -jnp.inf)}
+        state |= {"phase": jnp.zeros(2, jnp.complex64), "calls": jnp.int32(0)}
+        return {"w": jnp.zeros((len(SIZES), CLASSES))}, state
+
+    def apply(params, state, batch, key, train):
+        x, mask = batch["inputs"].reshape(len(batch["mask"]), -1), batch["mask"][:, None]
+        seen, share = mask & (jnp.arange(4) < 3), mask / mask.sum()
+        wave = jax.lax.complex(jnp.cos(x[:, :2]), 1e-6 * jnp.sin(x[:, :2]))
+        new = {
+            "squares": jnp.sum(share * x * x, 0) * jnp.asarray(SIZES, jnp.float32),
+            "least": jnp.minimum(state["least"], jnp.min(x[:, :4], 0, where=seen, initial=jnp.inf)),
+            "most": jnp.maximum(state["most"], jnp.max(x[:, :4], 0, where=seen, initial=-jnp.inf)),
+            "phase": jnp.sum(share * wave, 0),
+            "calls": state["calls"] + 1,
+        }
+        return x @ params["w"], new if train else state
 
     return Model(init, apply)
 

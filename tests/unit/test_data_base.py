@@ -9,6 +9,8 @@ import pytest
 from jaxdp.data import Mixture, Npz, Stream, TokenFile
 from jaxdp.data.base import Arrays, Examples, as_dataset, check_dtypes, fingerprint, probes
 from jaxdp.data.contents import contents, difference
+from jaxdp.data.example_order import EpochOrder
+from jaxdp.data.prefetch import read_batch
 from jaxdp.data.windows import Windows
 from jaxdp.errors import UsageError
 
@@ -74,6 +76,32 @@ def test_a_pair_of_arrays_is_inputs_and_labels_in_a_tuple_or_a_list():
         UsageError, match=r"a list of two arrays float32\[.*\] may be a pair or two examples; give a tuple"
     ):
         as_dataset([X, X.copy()])
+
+
+WRONG = "has 'mask' {} in example 4; set it to 0 where nothing counts, and to 1 or another positive weight elsewhere"
+
+
+@pytest.mark.parametrize("value, dtype", [(-1, "float32"), (-1, "int8"), (np.nan, "float16"), (np.inf, "float64")])
+@pytest.mark.parametrize("shape", [(6,), (6, 3)])
+def test_a_mask_that_is_negative_or_not_finite_is_refused(value, dtype, shape, tmp_path):
+    """In memory as soon as it is given; elsewhere as soon as a batch has it."""
+    mask = np.ones(shape, dtype)
+    mask[4] = value
+    with pytest.raises(UsageError, match=f"^data: an array {WRONG.format(mask[4].flat[0])}$"):
+        Arrays(inputs=X, mask=mask)
+    np.save(tmp_path / "mask.npy", mask)
+    mapped = Arrays(inputs=X, mask=np.load(tmp_path / "mask.npy", mmap_mode="r"))
+    listed = as_dataset(MapStyle([{"inputs": x, "mask": m} for x, m in zip(X, mask)]))
+    order = EpochOrder(6, 6, 2, 0, shuffle=False)
+    for dataset, name in ((mapped, "Arrays"), (listed, "MapStyle")):
+        with pytest.raises(UsageError, match=f"^data: {name} {WRONG.format('.*')}$"):
+            read_batch(dataset, order, 0, [0, 1])
+        assert read_batch(dataset, order, 0, [1])["mask"].all()  # without example 4
+
+
+def test_masks_of_weights_booleans_and_integers_are_read():
+    for mask in (np.linspace(0, 2, 6), np.arange(6) > 2, np.arange(6, dtype=np.uint8), np.arange(6) % 2):
+        Arrays(inputs=X, mask=mask)
 
 
 def test_masked_entries_are_not_read_as_numbers():
