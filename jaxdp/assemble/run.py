@@ -20,10 +20,12 @@ from jaxdp.assemble.components import (
     Parts,
     choose_accumulate,
     choose_remat,
+    describe_groups,
     make_parts,
     make_strategy,
     make_the_step,
     set_jax,
+    spared,
     state_maker,
 )
 from jaxdp.assemble.data import facts_of, make_order
@@ -40,6 +42,7 @@ from jaxdp.distributed.context import SLOW, Context
 from jaxdp.errors import UsageError
 from jaxdp.metrics.throughput import throughput
 from jaxdp.metrics.writer import Record
+from jaxdp.optim import OPTIMIZERS
 from jaxdp.parallel import STAGES, Strategy
 from jaxdp.parallel.placement import assign_microbatches
 from jaxdp.rundir import versions
@@ -135,6 +138,7 @@ def make_run(
         context=context,
         facts={
             **describe_config(config, prepared, objects),
+            "spared": spared(config, parts, strategy.shapes.params) if config.optimizer.weight_decay else [],
             "data_fingerprint": prepared.data_fingerprint,
             "data": facts_of(parts.dataset),
             "saved_by": {"processes": context.size, "devices": len(devices), "backend": config.parallel.backend},
@@ -154,6 +158,7 @@ def make_run(
         derive=attribute(parts.forward.loss, "derive", lambda means: {}),
         speed=speed(config, parts, prepared.flops, devices),
         directory=directory,
+        groups=describe_groups(config, parts, strategy.shapes.params, {**OPTIMIZERS, **objects.get("optimizer", {})}),
     )
     return Run(strategy, step, Data(training, evaluation, config.eval.ema), checkpoints, options, log)
 

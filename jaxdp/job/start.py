@@ -97,6 +97,7 @@ def summary(
         if opt.target.startswith(f"{OF_SCRIPT} ")
         else f"{opt.target}, lr {opt.lr:g} {schedule}"
     )
+    groups = {"groups": run.log.groups} if run.log.groups else {}
     return {
         "run": f"{f'resumes after step {start}' if start else 'starts'} in {directory}",
         "model": f"{config.model.target}, {layout['parameters']:,} parameters",
@@ -104,6 +105,7 @@ def summary(
         "batch": f"{config.batch_size:,} examples in {config.microbatches} microbatches of "
         f"{order.examples_per_microbatch:,}",
         "optimizer": f"{rate}, {steps:,} updates{f', {per_call} a call' if per_call > 1 else ''}",
+        **groups,
         "devices": f"{len(devices)} x {devices[0].device_kind} in {context.size} "
         f"process{'es' * (context.size > 1)}{hosts} ({context.launcher})",
         "layout": f"{parallel.backend}, zero {parallel.zero}{sharding(run, config)}; reduction {parallel.reduction}",

@@ -85,6 +85,7 @@ class Log:
     derive: returns metrics computed from the means of a record; speed: from the milliseconds of an update; account:
     of the full run, at its end.
     directory: of the files. layout: the content of layout.json before the first update; None: write no file.
+    groups: what weight decay and Muon apply to, in words.
     """
 
     writer: Writer = Writer()
@@ -95,6 +96,7 @@ class Log:
     account: Callable[[], Record] = dict
     directory: pathlib.Path = pathlib.Path()
     layout: Mapping[str, Any] | None = None
+    groups: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
