@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxdp import rundir
 from jaxdp.analysis.hlo import collectives, summarize
@@ -23,7 +24,8 @@ def bytes_by_tree(strategy: Strategy, step: Step, batch: Mapping[str, Any], spli
     """
     dims, shapes, n = strategy.dims, strategy.shapes, strategy.parts
     devices = strategy.assignment.shape[0]
-    grads = step.trainable(shapes.params)
+    wide = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+    grads = jax.tree.map(wide, step.trainable(shapes.params))  # as they are summed
     return {
         "params": local_bytes(shapes.params, dims.params, n),
         "grads": local_bytes(grads, step.trainable(strategy.slices) if split_grads else None, n),

@@ -122,7 +122,7 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
     model = model._replace(init=jax.jit(model.init))  # traced only once
     transform = both(getattr(dataset, "transform", None), named_transform)
     dtypes = config.precision
-    casts = policy(dtypes.params, dtypes.compute or dtypes.params, dtypes.reduce or dtypes.params)
+    casts = policy(dtypes.params, dtypes.compute or dtypes.params, dtypes.reduce or dtypes.widest)
     sequential = is_sequential(config, model, dataset, transform, casts)
     order = make_order(config, dataset, sequential)
     steps = config.steps or math.ceil((config.epochs or 0) * order.steps_per_epoch)
@@ -217,9 +217,8 @@ def state_maker(config: Config, parts: Parts) -> Partial:
 
 def make_strategy(config: Config, parts: Parts, make_state: Partial, devices: Sequence[jax.Device]) -> Strategy:
     """Build the strategy of the config's `parallel` and `outer`."""
-    parallel, dtypes = config.parallel, config.precision
+    parallel, reduce_dtype = config.parallel, parts.forward.policy.reduce
     reduction = make_reduction(parallel.reduction, parallel.bucket_mb, parallel.exact_group)
-    reduce_dtype = None if dtypes.reduce == dtypes.params else parts.forward.policy.reduce
     if config.outer.replicas > 1:
         rule, hosts = make_outer(config, parts, reduction), current().hosts
         hosts = hosts if len(hosts) == jax.process_count() else ()  # else a script has connected the processes

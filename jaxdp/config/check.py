@@ -84,9 +84,9 @@ def resolve(config: Config) -> Config:
     """Check a config, and fill in the defaults that depend on other values."""
     check(config)
     dtypes = config.precision
-    compute, reduce = dtypes.compute or dtypes.params, dtypes.reduce or dtypes.params
+    compute, reduce = dtypes.compute or dtypes.params, dtypes.reduce or dtypes.widest
     half = "float16" in (compute, reduce)
-    state = dtypes.state or ("float32" if dtypes.params == "bfloat16" else dtypes.params)
+    state = dtypes.state or dtypes.widest
     scale = "dynamic" if half and dtypes.loss_scale is None else dtypes.loss_scale
     dtypes = dataclasses.replace(dtypes, compute=compute, reduce=reduce, state=state, loss_scale=scale)
     run_dir, init_from = expanded("run_dir", config.run_dir), expanded("init_from", config.init_from)
@@ -273,7 +273,7 @@ def check_exact(config: Config) -> None:
             f"parallel.accumulate: vmap with reduction: {parallel.reduction} would compute other microbatches together "
             "on every number of devices; leave it auto, and set exact_group to how many are computed together"
         )
-    if dtypes.reduce not in (None, dtypes.params):
+    if dtypes.reduce not in (None, dtypes.params, dtypes.widest):
         raise UsageError(
             f"precision.reduce: {dtypes.reduce} with reduction: {parallel.reduction}, where gradients travel as "
             "integers; leave it null"

@@ -234,9 +234,10 @@ class Precision:
     Args:
         params: dtype of parameters
         compute: dtype of the forward and backward pass; by default that of params
-        reduce: dtype of the gradient reduction over devices; by default that of params
-        state: dtype of the optimizer's state; by default float32 for bfloat16 parameters, with the lower halves of a
-            float32 copy of them, so that small updates count, else that of params
+        reduce: dtype of the gradient reduction over devices; by default that of params, at least float32; a narrower
+            one rounds by the number of devices
+        state: dtype of the optimizer's state; by default that of params, at least float32: an update too small for
+            bfloat16 parameters is added to the lower halves of a float32 copy, which the state has (docs/models.md)
         matmul: jax_default_matmul_precision
         loss_scale: factor of the mean loss; an update that overflows is skipped. A number stays constant; dynamic is
             halved after an overflow, and grows; by default dynamic if compute or reduce is float16, else none
@@ -250,6 +251,11 @@ class Precision:
     matmul: Literal["default", "high", "highest"] = numbers("default")
     loss_scale: float | Literal["dynamic"] | None = numbers(None, most=2**126, above=0)
     loss_scale_interval: int = numbers(2000, least=1, most=2**31 - 1)
+
+    @property
+    def widest(self) -> str:
+        """The dtype of sums: that of the parameters, at least float32."""
+        return "float64" if self.params == "float64" else "float32"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -92,7 +92,12 @@ class Microbatch(NamedTuple):
 
 
 def at_once(loss_and_sums: Loss, pieces: Tree) -> Differentiate:
-    """Differentiate the total over pieces [local, ...]: one product per weight, not per microbatch."""
+    """Differentiate over all pieces [local, ...] in one pass.
+
+    In float32 or wider, the gradient of the total is one product per weight, not one per microbatch. With narrower
+    floats that product would end in 16 bits, so a sum over microbatches would round and overflow by how many of them a
+    device has. There each microbatch has its own gradient, and their sum is float32.
+    """
     first = jax.tree.map(lambda x: x[0], pieces)
     single = len(jax.tree.leaves(pieces)[0]) == 1
 
@@ -104,13 +109,48 @@ def at_once(loss_and_sums: Loss, pieces: Tree) -> Differentiate:
         summed = jax.tree.map(lambda x: x.sum(0), sums._replace(carry=None))
         return losses.sum(), summed._replace(carry=sums.carry)
 
-    return jax.value_and_grad(total, has_aux=True)
+    def each(params: Tree) -> tuple[tuple[None, Sums], Tree]:
+        def microbatch_sums(piece: Tree) -> Sums:
+            (_, sums), grads = jax.value_and_grad(loss_and_sums, has_aux=True)(params, *piece)
+            return sums._replace(grads=jax.tree.map(at_least_float32, grads))
+
+        sums = map_at_once(microbatch_sums, pieces)
+        summed = jax.tree.map(lambda x: x.sum(0), sums._replace(carry=None))
+        return (None, summed._replace(carry=sums.carry, grads=None)), summed.grads
+
+    def differentiate(params: Tree) -> tuple[tuple[Any, Sums], Tree]:
+        narrow = has_narrow_floats(loss_and_sums, params, *first)
+        return each(params) if narrow else jax.value_and_grad(total, has_aux=True)(params)
+
+    return differentiate
+
+
+def has_narrow_floats(f: Callable, *args: Any) -> bool:
+    """Return whether f(*args) has a float of less than 32 bits anywhere, from its arguments or of its own accord."""
+
+    def is_narrow(value: Any) -> bool:
+        dtype = getattr(value.aval, "dtype", None)
+        return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+
+    def anywhere(jaxpr: Any) -> bool:
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # an open one is its own
+        return any(map(is_narrow, jaxpr.invars)) or any(
+            any(map(is_narrow, eqn.outvars)) or any(map(anywhere, programs_inside(eqn))) for eqn in jaxpr.eqns
+        )
+
+    return anywhere(jax.make_jaxpr(f)(*args))
+
+
+def programs_inside(eqn: Any) -> list[Any]:
+    """Return the programs of loops, branches and calls."""
+    is_program = lambda x: hasattr(x, "eqns")
+    return [x for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program) if is_program(x)]
 
 
 def one_by_one(loss_and_sums: Loss, pieces: Tree) -> Differentiate:
     """Accumulate gradients microbatch by microbatch, with the activations of one microbatch in memory at a time.
 
-    Sums are at least float32 until the end: a sum of bfloat16 stops growing after some 256 microbatches.
+    Sums are at least float32: a sum of bfloat16 stops growing after some 256 microbatches.
     """
 
     def accumulate(params: Tree) -> tuple[tuple[None, Sums], Tree]:
@@ -126,8 +166,7 @@ def one_by_one(loss_and_sums: Loss, pieces: Tree) -> Differentiate:
         shapes = jax.eval_shape(microbatch_sums, jax.tree.map(lambda x: x[0], pieces))._replace(carry=None)
         start = jax.tree.map(lambda x: at_least_float32(jnp.zeros(x.shape, x.dtype)), shapes)
         sums, carry = jax.lax.scan(add, start, pieces)
-        grads = jax.tree.map(lambda x, y: x.astype(y.dtype), sums.grads, shapes.grads)
-        return (None, sums._replace(carry=carry)), grads
+        return (None, sums._replace(carry=carry, grads=None)), sums.grads
 
     return accumulate
 

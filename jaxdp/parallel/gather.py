@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxdp.axes import Axes
 from jaxdp.core.frozen import merge
 from jaxdp.core.state import Gather, plain_gather
+from jaxdp.metrics.sums import at_least_float32
 from jaxdp.models.scan import BlockGather, as_they_are
 from jaxdp.parallel.padding import fit_trees
 from jaxdp.parallel.reduction import Reduction
@@ -88,7 +89,8 @@ def make_gather(params: Tree, dims: Tree, shapes: Tree, rule: GatherRule) -> tup
 
 
 def make_handle(params: Tree, dims: Tree, shapes: Tree, rule: GatherRule) -> Tree:
-    """Return a tree with the shapes of the gradients."""
+    """Return a tree with the shapes of the gradients, in at least float32, in which they are summed over devices."""
+    params = jax.tree.map(at_least_float32, params)
     if rule.shard_params == rule.shard_grads:
         return params
     if rule.shard_grads:

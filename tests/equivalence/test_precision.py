@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import toys
-from covering import first, only
+from covering import cover, first, name, only, product
 from jaxdp.analysis.hlo import collectives, summarize
 from jaxdp.assemble.components import check_paths
 from jaxdp.config import Config, Optimizer
@@ -19,6 +19,7 @@ from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.step import make_step
 from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
+from jaxdp.models.base import Model
 from jaxdp.optim import make_optimizer
 from jaxdp.precision import LossScaling, Policy
 from jaxdp.split import WHOLE, path_string, split_dims
@@ -140,11 +141,91 @@ def test_float16_learns_as_float32_does(layout):
     assert 1e-6 < difference.max() < 5e-3
 
 
+@pytest.mark.parametrize("accumulate", first(1, ["vmap", "scan"]))
+def test_a_sum_of_microbatches_that_is_too_large_for_float16_is_no_overflow(accumulate):
+    """Each of four microbatches has gradients that float16 can hold, and their sum is too large for it."""
+    examples = toys.data(16)
+    examples["inputs"].reshape(16, -1)[:4, 5] = 300.0
+    examples["labels"][:4] = 0
+    settings = {"batch_size": 4, "microbatches": 4, "policy": F16, "scaling": LossScaling(128.0), "steps": 4}
+    one, four = (
+        toys.train(toys.MODELS["mlp"](), examples, devices=n, accumulate=accumulate, optimizer="momentum", **settings)[
+            2
+        ]
+        for n in (1, 4)
+    )
+    for metrics in (one, four):
+        assert [int(m["skipped"]) for m in metrics] == [0] * 4
+        assert [float(m["loss_scale"]) for m in metrics] == [128.0] * 4
+    np.testing.assert_allclose(losses(four)[:3], losses(one)[:3], rtol=1e-6)
+
+
+def self_narrowing(dtype):
+    """An MLP that computes in `dtype` of its own accord, whatever the policy says, as a Flax module with a dtype does."""
+    plain = toys.MODELS["mlp"]()
+
+    def apply(params, model_state, batch, key, train):
+        narrow = jax.tree.map(lambda x: x.astype(dtype), params)
+        x = batch["inputs"].reshape(len(batch["inputs"]), -1).astype(dtype)
+        hidden = jax.nn.relu(x @ narrow["layers"]["0"]["kernel"] + narrow["layers"]["0"]["bias"])
+        return (hidden @ narrow["head"]["kernel"] + narrow["head"]["bias"]).astype(jnp.float32), model_state
+
+    return Model(plain.init, apply)
+
+
+SIXTEEN_BITS = {
+    "bfloat16": lambda: (toys.MODELS["mlp"](), {"policy": Policy(jnp.float32, jnp.bfloat16, jnp.float32)}),
+    "float16": lambda: (toys.MODELS["mlp"](), {"policy": F16, "scaling": LossScaling(interval=4)}),
+    "bfloat16 in the model": lambda: (self_narrowing(jnp.bfloat16), {}),
+    "float16 in the model": lambda: (self_narrowing(jnp.float16), {}),
+    "bfloat16 blocks": lambda: (toys.MODELS["blocks"](), {"policy": Policy(jnp.float32, jnp.bfloat16, jnp.float32)}),
+    "float16 BatchNorm": lambda: (toys.MODELS["resnet"](), {"policy": F16, "scaling": LossScaling(interval=4)}),
+}
+
+
+@functools.cache
+def curve_of(kind, accumulate="vmap", steps=30, **where):
+    model, settings = SIXTEEN_BITS[kind]()
+    stage = {"layout": {"zero": where.pop("zero", 0)}}
+    _, state, metrics, *_ = toys.train(
+        model, toys.data(), accumulate=accumulate, optimizer="momentum", steps=steps, **settings, **stage, **where
+    )
+    return losses(metrics), [(int(m["skipped"]), float(m.get("loss_scale", 0))) for m in metrics], state.params
+
+
+PLACES = [("pmap", n, zero) for n in (8, 2, 4, 1) for zero in (0, 1)]
+PLACES += [("pjit", n, zero) for n in (4, 8, 2, 1) for zero in (3, 2, 1, 0)]
+SETTINGS = {"kind": list(SIXTEEN_BITS), "accumulate": ["vmap", "scan"]}
+COVER = cover(place=[*PLACES[:3], *PLACES[8:11]], **SETTINGS)
+
+
+def check_sixteen_bits(kind, accumulate, place):
+    """The same skips and scales, and the same curve to 1e-6: what rounds to 16 bits is the same microbatch everywhere."""
+    want, decisions, params = curve_of(kind)
+    where = dict(zip(("backend", "devices", "zero"), place))
+    curve, own_decisions, own_params = curve_of(kind, accumulate, **where)
+    assert own_decisions == decisions
+    np.testing.assert_allclose(curve, want, rtol=1e-6)
+    assert toys.relative_error(own_params, params)[0] < 1e-5
+
+
+@pytest.mark.parametrize("row", first(1, COVER), ids=name)
+def test_sixteen_bits_end_at_the_microbatch(row):
+    check_sixteen_bits(**row)
+
+
 @pytest.mark.slow
-def test_what_overflows_does_not_depend_on_the_devices():
-    """Microbatches one after the other, on the verge of overflow. (All at once a device adds its microbatches up in
-    float16, and what is too large for that depends on how many they are.)"""
-    settings = {"optimizer": "momentum", "policy": F16, "scaling": LossScaling(interval=4), "accumulate": "scan"}
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("row", product(place=PLACES, **SETTINGS), ids=name)
+def test_sixteen_bits_end_at_the_microbatch_everywhere(row):
+    check_sixteen_bits(**row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", ["vmap", "scan"])
+def test_what_overflows_does_not_depend_on_the_devices(accumulate):
+    """On the verge of overflow."""
+    settings = {"optimizer": "momentum", "policy": F16, "scaling": LossScaling(interval=4), "accumulate": accumulate}
     one, eight = (
         toys.train(toys.MODELS["blocks"](), toys.data(), **settings, steps=16, **where)[2]
         for where in ({"devices": 1}, {"devices": 8, **LAYOUTS["pjit-3"]})
