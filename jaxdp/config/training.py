@@ -253,7 +253,7 @@ class Precision:
     loss_scale_interval: int = numbers(2000, least=1, most=2**31 - 1)
 
     @property
-    def widest(self) -> str:
+    def widest(self) -> Literal["float32", "float64"]:
         """The dtype of sums: that of the parameters, at least float32."""
         return "float64" if self.params == "float64" else "float32"
 

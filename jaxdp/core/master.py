@@ -53,6 +53,14 @@ def master_copy(params: Tree, opt_state: Any) -> Tree:
     return join(params, opt_state.low) if narrow else params
 
 
+def moving_share(params: Tree, size: float) -> jax.Array:
+    """Return the share [] of bfloat16 elements that an update of this size changes; rounding loses it in the others."""
+    leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(params)]
+    bits = lambda x: jax.lax.bitcast_convert_type(split(x)[0], jnp.int16)
+    moves = [jnp.sum((bits(x + size) != bits(x)) | (bits(x - size) != bits(x)), dtype=jnp.float32) for x in leaves]
+    return sum(moves) / sum(x.size for x in leaves)
+
+
 def join(high: Tree, low: Tree) -> Tree:
     """Return the float32 values of two halves."""
 

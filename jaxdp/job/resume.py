@@ -37,7 +37,7 @@ def check_same_run(
     objects; other code of the user has a dotted path, and a change of it is only a warning. Code is compared by what
     JAX traces of it, which another version or platform may trace differently.
     """
-    spares = config.optimizer.weight_decay and spared_by(saved) != now["spared"]
+    spares = config.optimizer.weight_decay and sorted(spared_by(saved)) != sorted(now["spared"])
     changed = changed_numbers(saved["config"], config, () if spares else ("optimizer.no_decay",))
     if saved["data_fingerprint"] != now["data_fingerprint"]:
         changed.append(f"data fingerprint: {saved['data_fingerprint']} -> {now['data_fingerprint']}")

@@ -16,7 +16,9 @@ from jaxdp.analysis import summary as model_summary
 from jaxdp.assemble.preflight import view_of_one
 from jaxdp.audit.inject import NAME as FAULT
 from jaxdp.config import Config
+from jaxdp.core.master import moving_share
 from jaxdp.core.options import first_microbatch
+from jaxdp.core.state import TrainState
 from jaxdp.data.base import UNKNOWN
 from jaxdp.data.example_order import RESET
 from jaxdp.distributed import gpus
@@ -194,6 +196,24 @@ def advice(run: Run, config: Config) -> list[str]:
     if text := os.environ.get(FAULT):
         warnings.append(f"{FAULT}: {text!r} injects faults into this run: its numbers may be wrong")
     return warnings
+
+
+def warning_of_lost_updates(run: Run, config: Config) -> Run:
+    """Return a run that warns, as soon as it has parameters, if its optimizer rounds small updates away."""
+    lr, begin = config.optimizer.lr, run.origin.begin
+    if config.precision.state != "bfloat16":
+        return run
+
+    def begin_and_warn(run: Run) -> TrainState:
+        state = begin(run)
+        share = jax.jit(moving_share)(run.step.trainable(state.params), lr)
+        run.log.writer.say(
+            f"warning: precision.state: bfloat16: an update of the size of optimizer.lr, {lr:g}, changes {share:.1%} of "
+            "the parameters and is rounded away in the others; leave it null for float32, where every update counts"
+        )
+        return state
+
+    return run.replace(begin=begin_and_warn)
 
 
 def reads(run: Run, name: str) -> bool:

@@ -189,8 +189,7 @@ class Trace:
         if name == "concatenate":
             return [self.combined(eqn, inputs, OTHER)]
         if name == "dot_general":
-            self.multiplied(eqn, inputs, shapes)
-            return [{}]
+            return [self.multiplied(eqn, inputs, shapes)]
         if name == "conv_general_dilated":
             out, *rest = params["dimension_numbers"].rhs_spec
             self.read(OTHER, first)
@@ -253,20 +252,31 @@ class Trace:
         place = dict(zip(numbers.offset_dims, rows))
         return {p: tuple(view[place[d]] if d in place else Dims() for d in range(rank)) for p, view in views.items()}
 
-    def multiplied(self, eqn: Any, inputs: list[Views], shapes: list[tuple[int, ...]]) -> None:
-        """Record the uses in a product. Of two parameters, a vector is not the kernel."""
+    def multiplied(self, eqn: Any, inputs: list[Views], shapes: list[tuple[int, ...]]) -> Views:
+        """Record the uses in a product. Of two parameters, a vector is not the kernel. A product without a sum only
+        moves the dims."""
         contracted, batch = eqn.params["dimension_numbers"]
+        free_of = [[d for d in range(len(shapes[i])) if d not in (*batch[i], *contracted[i])] for i in (0, 1)]
+        if not contracted[0]:
+            others = [(Dims(),) * len(free_of[1]), (Dims(),) * len(free_of[0])]
+            moved = dict[int, View]()
+            for i, views in enumerate(inputs):
+                for p, view in views.items():
+                    of_batch, free = (tuple(view[d] for d in dims) for dims in (batch[i], free_of[i]))
+                    moved[p] = of_batch + (free + others[0] if i == 0 else others[1] + free)
+            return moved
         for side, other in ((0, 1), (1, 0)):
             dims = [d for d in range(len(shapes[side])) if d not in batch[side]]
             large = sum(shapes[side][d] > 1 for d in dims)
             for p, view in inputs[side].items():
                 used = [view[d] for d in dims]
-                free = [view[d] for d in dims if d not in contracted[side]]
+                free = [view[d] for d in free_of[side]]
                 kind = TABLE if ONE_HOT in inputs[other] else KERNEL
                 if not _is_full(used, [shapes[side][d] for d in dims]) or (inputs[other] and large < 2):
                     kind = OTHER
                 reduction = _union(view[d] for d in contracted[side])
                 self.note(p, Use(kind, _union(view), sum(map(bool, used)), reduction, _union(free)))
+        return {}
 
     def read(self, kind: str, views: Views) -> None:
         for p, view in views.items():
