@@ -30,7 +30,7 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
 
 
 class Policy(NamedTuple):
-    """Dtypes of params: parameters and optimizer state; compute: the passes; reduce: the gradient all-reduce."""
+    """Dtypes of params: the parameters; compute: the passes; reduce: the gradient all-reduce."""
 
     params: Any = jnp.float32
     compute: Any = jnp.float32

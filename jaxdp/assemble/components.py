@@ -15,7 +15,8 @@ from jax.tree_util import Partial
 from jaxdp import environment, user_errors
 from jaxdp.assemble.data import facts_of, is_sequential, make_data, make_order, make_transform
 from jaxdp.config import Config
-from jaxdp.config.training import Optimizer, OuterOptimizer
+from jaxdp.config.training import OuterOptimizer
+from jaxdp.core.master import with_master
 from jaxdp.core.options import Forward, UpdateRule, first_microbatch
 from jaxdp.core.skip import Spike
 from jaxdp.core.state import TrainState, Transform, init_state
@@ -27,11 +28,14 @@ from jaxdp.data.transforms import TRANSFORMS, both
 from jaxdp.distributed import membership
 from jaxdp.distributed.context import current
 from jaxdp.errors import UsageError, nearest
+from jaxdp.logits import compute_logits
 from jaxdp.losses import LOSSES, make_loss
 from jaxdp.models import MODELS, as_model, is_given
 from jaxdp.models.base import Model
-from jaxdp.optim import OPTIMIZERS, checked, make_optimizer, make_schedule
+from jaxdp.optim import OPTIMIZERS, checked, decay_mask, find_roles, make_optimizer, make_schedule
 from jaxdp.optim.evaluation import evaluation_arrays
+from jaxdp.optim.roles import AUTO, Role, describe, role_of
+from jaxdp.optim.table import MASKS, taken_by
 from jaxdp.parallel import STRATEGIES, Strategy, make_reduction
 from jaxdp.parallel.integer_sums import COUPLED, remembering
 from jaxdp.parallel.layout import Sharding
@@ -40,19 +44,21 @@ from jaxdp.parallel.padding import can_pad
 from jaxdp.parallel.pjit import group_size
 from jaxdp.parallel.placement import state_shapes
 from jaxdp.parallel.reduction import Reduction
-from jaxdp.precision import LossScaling, policy
+from jaxdp.precision import LossScaling, cast_floats, policy
 from jaxdp.split import path_string
 from jaxdp.targets import attribute, bind, call, locate, parameters, require
 
 Objects = Mapping[str, Mapping[str, Any]]
 NOTHING: Objects = {}
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision")
+FORMER_NO_DECAY = r"(^|/)(bias|scale)$"  # the default of optimizer.no_decay, before it was auto
 
 
 class Parts(NamedTuple):
     """The built components of a config. eval_sets: the evaluation sets by name. order: the order of the training data.
 
-    sequential: all sets are read sequentially. transform: the config's, which follows that of a set.
+    sequential: all sets are read sequentially. transform: the config's, which follows that of a set. roles: of the
+    parameters, if an optimizer asks for them.
     """
 
     forward: Forward
@@ -63,6 +69,7 @@ class Parts(NamedTuple):
     steps: int
     sequential: bool
     transform: Transform | None
+    roles: Mapping[str, Role] = {}
 
     def evaluating(self, dataset: Dataset) -> "Parts":
         """Return the parts that evaluate a set, with its own transform."""
@@ -123,16 +130,66 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
     schedule, opt = schedule_of(config, steps), config.optimizer
     remat, scaling = choose_remat(config, model), make_scaling(config, dataset)
     forward = Forward(model, loss, casts, config.seed, remat, scaling, transform)
+    roles = roles_of(forward, dataset, order) if needs_roles(config) else {}
     rule = UpdateRule(
-        make_tx(config, schedule, model.blocks, optimizers),
+        make_tx(config, schedule, model.blocks, optimizers, roles),
         opt.clip_norm,
         opt.frozen,
         opt.ema,
         max_nonfinite=config.nonfinite.max_consecutive,
         spike=make_spike(config),
     )
-    parts = Parts(forward, rule, dataset, eval_sets, order, steps, sequential, named_transform)
+    parts = Parts(forward, rule, dataset, eval_sets, order, steps, sequential, named_transform, roles)
     return parts.evaluating(next(iter(eval_sets.values()), dataset))
+
+
+def needs_roles(config: Config) -> bool:
+    """Return whether weight decay, or Muon, depends on the roles of the parameters."""
+    opt, outer = config.optimizer, config.outer.optimizer
+    decays = opt.weight_decay or outer.args.get("weight_decay")
+    return "muon" in (opt.target, outer.target) or bool(decays and opt.no_decay == AUTO)
+
+
+def spared(config: Config, parts: Parts, params: Any) -> list[str]:
+    """Return the paths of the parameters without weight decay."""
+    mask = decay_mask(config.optimizer.no_decay, parts.forward.model.blocks, parts.roles)(params)
+    return [path_string(path) for path, decays in jax.tree_util.tree_leaves_with_path(mask) if not decays]
+
+
+def describe_groups(config: Config, parts: Parts, params: Any, table: Mapping[str, Any] = OPTIMIZERS) -> str:
+    """Return in one line what weight decay and Muon apply to; "" if they are not used. params: shapes."""
+    opt, blocks, texts = config.optimizer, parts.forward.model.blocks, list[str]()
+    trained = parts.rule.trainable(params)
+    if opt.weight_decay and {*MASKS} & taken_by(locate("optimizer", opt.target, table)):
+        names = spared(config, parts, trained)
+        decayed, others = describe(trained, lambda path, x: path_string(path) not in names, blocks, parts.roles)
+        texts.append(f"weight decay {opt.weight_decay:g} for {decayed}, not for {others}")
+    if opt.target == "muon":
+        is_matrix = lambda path, x: role_of(path, x, blocks, parts.roles).matrix is not None
+        texts.append("muon for {}, adam for {}".format(*describe(trained, is_matrix, blocks, parts.roles)))
+    return "; ".join(texts)
+
+
+def roles_of(forward: Forward, dataset: Dataset, order: ExampleOrder) -> dict[str, Role]:
+    """Return {path: role} of the parameters in a training call, or {} if the model cannot be traced: the rehearsal
+    (`jaxdp.assemble.preflight`), which follows, reports why."""
+    example, casts = dataset.read(np.zeros(1, np.int64)), forward.policy
+
+    def call(params: Any, model_state: Any) -> Any:
+        batch = casts.inputs(first_microbatch(example, max(order.examples_per_microbatch, 2), forward.transform))
+        params, model_state = cast_floats(params, casts.compute), cast_floats(model_state, casts.state)
+        return compute_logits(forward.model.apply(params, model_state, batch, jax.random.key(0), True)[0])
+
+    def init() -> Any:
+        batch = first_microbatch(example, max(order.examples_per_microbatch, 2), forward.transform)
+        return forward.model.init(jax.random.key(forward.seed), casts.inputs(batch))
+
+    try:
+        params, model_state = jax.eval_shape(init)
+        program = jax.make_jaxpr(call)(params, model_state)
+    except Exception:
+        return {}
+    return find_roles(program, params, forward.model.blocks)
 
 
 def make_the_step(config: Config, parts: Parts, padded: bool = True) -> Step:
@@ -199,8 +256,10 @@ def make_outer(config: Config, parts: Parts, reduction: Reduction) -> OuterRule:
     if "learning_rate" in args:
         raise UsageError("outer.optimizer.args.learning_rate: it is set by outer.optimizer.lr; set that")
     bound, blocks = bind("outer.optimizer", target, args), parts.forward.model.blocks
-    make = lambda: make_optimizer(target, lambda step: outer.optimizer.lr, blocks=blocks, **args)
+    args = {"no_decay": config.optimizer.no_decay, "blocks": blocks, "roles": parts.roles, **args}
+    make = lambda: make_optimizer(target, lambda step: outer.optimizer.lr, **args)
     tx = checked(outer.optimizer.target, call("outer.optimizer", bound, make), "outer.optimizer")
+    tx = in_state_dtype(config, tx)
     reduction = make_reduction(outer.reduction, parallel.bucket_mb) if outer.reduction else reduction
     return OuterRule(outer.replicas, outer.every, tx, reduction, parts.rule.trainable, blocks, parts.rule.ema_decay)
 
@@ -229,7 +288,14 @@ def schedule_of(config: Config, steps: int) -> Callable[[Any], Any]:
     return make_schedule(opt.schedule, opt.lr, opt.schedule_steps or steps, opt.warmup_steps, opt.final_lr)
 
 
-def make_tx(config: Config, schedule: Any, blocks: Sequence[str] = (), table: Mapping[str, Any] = OPTIMIZERS) -> Any:
+def make_tx(
+    config: Config,
+    schedule: Any,
+    blocks: Sequence[str] = (),
+    table: Mapping[str, Any] = OPTIMIZERS,
+    roles: Mapping[str, Role] = {},
+) -> Any:
+    """Build the optimizer. blocks, roles: see `make_optimizer`."""
     opt = config.optimizer
     target = locate("optimizer", opt.target, table)
     bound = bind("optimizer", target, opt.args)
@@ -240,9 +306,15 @@ def make_tx(config: Config, schedule: Any, blocks: Sequence[str] = (), table: Ma
     if target is OPTIMIZERS["muon"] and (rate := args.get("adam_learning_rate")) is not None:
         args["adam_learning_rate"] = lambda step: rate * (schedule(step) / (opt.lr or 1))
     make = lambda: make_optimizer(
-        target, schedule, opt.weight_decay, opt.no_decay, lr_scale=opt.lr_scale, blocks=blocks, **args
+        target, schedule, opt.weight_decay, opt.no_decay, lr_scale=opt.lr_scale, blocks=blocks, roles=roles, **args
     )
-    return checked(opt.target, call("optimizer", bound, make))
+    return in_state_dtype(config, checked(opt.target, call("optimizer", bound, make)))
+
+
+def in_state_dtype(config: Config, tx: Any) -> Any:
+    """Return the optimizer; with a master copy, if its state is to be wider than the parameters."""
+    dtypes = config.precision
+    return with_master(tx) if dtypes.params == "bfloat16" != dtypes.state else tx
 
 
 def make_scaling(config: Config, dataset: Dataset) -> LossScaling | None:
@@ -283,7 +355,8 @@ def check_paths(config: Config, params: Any) -> None:
     if not paths:
         raise UsageError(f"model: {config.model.target!r} has no parameters, so there is nothing to train")
     opt = config.optimizer
-    no_decay = [x for x in opt.no_decay if opt.weight_decay and x not in Optimizer().no_decay]  # not the default
+    named = opt.weight_decay and opt.no_decay != AUTO
+    no_decay = [x for x in opt.no_decay if named and x != FORMER_NO_DECAY]
     for name, patterns in {"frozen": opt.frozen, "lr_scale": opt.lr_scale, "no_decay": no_decay}.items():
         for pattern in patterns:
             if not any(re.search(pattern, path) for path in paths):

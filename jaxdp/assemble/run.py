@@ -20,10 +20,12 @@ from jaxdp.assemble.components import (
     Parts,
     choose_accumulate,
     choose_remat,
+    describe_groups,
     make_parts,
     make_strategy,
     make_the_step,
     set_jax,
+    spared,
     state_maker,
 )
 from jaxdp.assemble.data import eval_key, facts_of, make_order
@@ -44,6 +46,7 @@ from jaxdp.distributed.context import SLOW, Context
 from jaxdp.errors import UsageError
 from jaxdp.metrics.throughput import throughput
 from jaxdp.metrics.writer import Record
+from jaxdp.optim import OPTIMIZERS
 from jaxdp.parallel import STAGES, Strategy
 from jaxdp.parallel.placement import assign_microbatches, state_shapes
 from jaxdp.rundir import versions
@@ -146,6 +149,7 @@ def make_run(
         context=context,
         facts={
             **describe_config(config, prepared, objects),
+            "spared": spared(config, parts, strategy.shapes.params) if config.optimizer.weight_decay else [],
             "data_fingerprint": prepared.contents["data"]["probes"],
             "data_contents": prepared.contents["data"],
             "eval_contents": {key: content for key, content in prepared.contents.items() if key != "data"},
@@ -170,6 +174,7 @@ def make_run(
         speed=speed(config, parts, prepared.flops, devices),
         follows_schedule=lambda: follows_schedule(parts, state_shapes(make_state)),
         directory=directory,
+        groups=describe_groups(config, parts, strategy.shapes.params, {**OPTIMIZERS, **objects.get("optimizer", {})}),
     )
     return Run(strategy, step, Data(training, evaluation, config.eval.ema), checkpoints, options, log)
 

@@ -76,7 +76,7 @@ def make_problem(config: Config, context: Context = ALONE) -> Problem:
             check_paths(config, jax.eval_shape(state_maker(config, parts)).params)
 
     def rule(factor: float) -> UpdateRule:
-        tx = make_tx(config, lambda step: factor * opt.lr, parts.forward.model.blocks)
+        tx = make_tx(config, lambda step: factor * opt.lr, parts.forward.model.blocks, roles=parts.roles)
         return parts.rule._replace(tx=tx, spike=None, schedule=None)
 
     def build(

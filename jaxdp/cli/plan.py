@@ -63,10 +63,11 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
         data = sent(parts.rule.trainable(shapes.params), outer.reduction or config.parallel.reduction)
         sites, every = (min(outer.replicas, devices), outer.every) if outer.replicas > 1 else (devices, 1)
         notes += describe(sites, data, every, seconds[0]["compute"] if seconds[0] else None, network)
-    count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.params))
+    count, dtypes = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.params)), config.precision
     title = (
         f"{config.model.target} {count:,} parameters; {config.data.target}; {config.optimizer.target}; "
-        f"{config.precision.params} state, {config.precision.compute} compute",
+        f"{' parameters, '.join(dict.fromkeys((dtypes.params, dtypes.state or dtypes.widest)))} state, "
+        f"{dtypes.compute} compute",
         f"{devices:,} devices ({hardware.name}), {'up to ' * uneven}{per_device} microbatch{'es' * (per_device > 1)} "
         f"of {parts.order.examples_per_microbatch} on each: {examples:,} examples an update",
     )

@@ -5,17 +5,20 @@ import json
 import jax
 
 from jaxdp.analysis import summary
-from jaxdp.assemble.components import check_paths, make_parts, set_jax, state_maker
+from jaxdp.assemble.components import check_paths, describe_groups, make_parts, set_jax, state_maker
 from jaxdp.cli import Call
 
 
 def run(call: Call) -> None:
     config = call.config
     set_jax(config)
-    shapes = jax.eval_shape(state_maker(config, make_parts(config)))
+    shapes = jax.eval_shape(state_maker(config, parts := make_parts(config)))
     check_paths(config, shapes.params)
     rows = summary.arrays(shapes, config.optimizer.frozen)
+    groups = describe_groups(config, parts, shapes.params)
     if call.options["json"]:
-        print(json.dumps({"model": config.model.target, **summary.totals(rows), "arrays": rows}, indent=1))
+        facts = {"model": config.model.target, **summary.totals(rows), "groups": groups, "arrays": rows}
+        print(json.dumps(facts, indent=1))
     else:
         print(summary.text(config.model.target, rows))
+        print(groups, end="\n" * bool(groups))

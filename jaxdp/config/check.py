@@ -6,10 +6,10 @@ import math
 import operator
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxdp.config import Audit, Config, Init
+from jaxdp.config import Audit, Config, Init, Precision
 from jaxdp.config.keys import RENAMED, known_fields
 from jaxdp.errors import UsageError
 
@@ -41,16 +41,16 @@ def decides(key: str) -> str:
     return fields[key].metadata["decides"] if key else "numbers"
 
 
-def changed_numbers(before: dict[str, Any], after: Config) -> list[str]:
+def changed_numbers(before: dict[str, Any], after: Config, ignored: Iterable[str] = ()) -> list[str]:
     """Return a line `key: before -> after` for each key that differs and changes the numbers.
 
-    The number of steps does not count if the schedule does not depend on it.
+    ignored: keys that do not count. The number of steps does not count if the schedule does not depend on it.
     """
     trees = as_saved(before, after)
     for tree in trees:  # a parameter has the factor of the first expression that it matches
         tree["optimizer"]["lr_scale"] = [*tree["optimizer"]["lr_scale"].items()]
     old, new = map(flatten, trees)
-    ignored = {*PATHS, *RENAMED}
+    ignored = {*PATHS, *RENAMED, *ignored}
     opt = after.optimizer  # the name of a script's Optax transformation, which has its own schedule, has a space
     if opt.schedule == "constant" or opt.schedule_steps is not None or opt.target.startswith("optax "):
         ignored |= {"steps", "epochs"}
@@ -66,7 +66,9 @@ def changed_numbers(before: dict[str, Any], after: Config) -> list[str]:
 def as_saved(before: dict[str, Any], after: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a saved config, with defaults for newer keys, and another as it would be saved, with lists for tuples."""
     now = json.loads(json.dumps(dataclasses.asdict(after), default=str))
-    return filled(before, dataclasses.asdict(Config())), now
+    old = filled(before, dataclasses.asdict(Config()))
+    old["precision"]["state"] = old["precision"]["state"] or old["precision"]["params"]  # a run older than this key
+    return old, now
 
 
 def filled(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -84,8 +86,9 @@ def resolve(config: Config) -> Config:
     dtypes = config.precision
     compute, reduce = dtypes.compute or dtypes.params, dtypes.reduce or dtypes.widest
     half = "float16" in (compute, reduce)
+    state = dtypes.state or dtypes.widest
     scale = "dynamic" if half and dtypes.loss_scale is None else dtypes.loss_scale
-    dtypes = dataclasses.replace(dtypes, compute=compute, reduce=reduce, loss_scale=scale)
+    dtypes = dataclasses.replace(dtypes, compute=compute, reduce=reduce, state=state, loss_scale=scale)
     run_dir, init_from = expanded("run_dir", config.run_dir), expanded("init_from", config.init_from)
     return dataclasses.replace(config, precision=dtypes, run_dir=run_dir, init_from=init_from)
 
@@ -159,6 +162,16 @@ def check(config: Config) -> None:
         )
     if "float64" in (config.precision.compute, config.precision.reduce) and config.precision.params != "float64":
         raise UsageError(f"precision.params: {config.precision.params!r} with float64 elsewhere; set it to float64 too")
+    check_state(config.precision)
+
+
+def check_state(dtypes: Precision) -> None:
+    """Raise `UsageError` for an optimizer state that does not go with the parameters."""
+    if dtypes.state not in (None, dtypes.params) and (dtypes.params, dtypes.state) != ("bfloat16", "float32"):
+        raise UsageError(
+            f"precision.state: {dtypes.state} with precision.params: {dtypes.params}; leave it null, or set it to "
+            f"{dtypes.params}{' or float32' if dtypes.params == 'bfloat16' else ''}"
+        )
 
 
 def check_limits(key: str, value: Any, limits: Mapping[str, float]) -> None:
@@ -187,7 +200,8 @@ def check_audit(config: Config) -> None:
 def check_patterns(config: Config, section: str, *names: str) -> None:
     """Raise `UsageError` for an invalid regular expression in these keys of a section."""
     for name in names:
-        for pattern in getattr(getattr(config, section), name):
+        patterns = getattr(getattr(config, section), name)
+        for pattern in [] if isinstance(patterns, str) else patterns:  # a text stands for a rule
             try:
                 re.compile(pattern)
             except (re.error, TypeError) as error:

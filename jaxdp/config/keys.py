@@ -109,7 +109,7 @@ def check_structure(values: dict[str, Any], where: str, prefix: str = "") -> Non
         hint = known[key]
         if value is None and type(None) in get_args(hint):
             continue
-        if isinstance(value, dict) and any(get_origin(kind) is dict for kind in get_args(hint)):
+        if isinstance(value, dict | list) and any(get_origin(kind) is type(value) for kind in get_args(hint)):
             continue
         mapping, listing = inner(hint) is not None or get_origin(hint) is dict, get_origin(hint) is list
         if value is None or isinstance(value, dict) != mapping or isinstance(value, list) != listing:

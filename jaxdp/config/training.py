@@ -99,7 +99,8 @@ class Optimizer:
         schedule_steps: the update at which the schedule ends; null means the last one
         final_lr: the learning rate at the end of the schedule, as a fraction of lr
         weight_decay: the coefficient of weight decay
-        no_decay: parameters whose path matches one of these regular expressions are not decayed
+        no_decay: parameters whose path matches one of these regular expressions are not decayed; auto: by their role in
+            the model, kernels and tables are, biases, scales, shifts and other vectors are not (docs/models.md)
         clip_norm: gradients are scaled down to this global norm; null disables clipping
         frozen: parameters whose path matches one of these regular expressions are not updated
         lr_scale: regular expression to factor; the learning rate of a parameter is multiplied by the factor of the
@@ -116,7 +117,7 @@ class Optimizer:
     schedule_steps: int | None = numbers(None, least=1, most=2**31 - 1)
     final_lr: float = numbers(0.0, least=0)
     weight_decay: float = numbers(0.0, least=0)
-    no_decay: list[str] = numbers([r"(^|/)(bias|scale)$"])
+    no_decay: list[str] | Literal["auto"] = numbers("auto")
     clip_norm: float | None = numbers(None, above=0)
     frozen: list[str] = numbers([])
     lr_scale: dict[str, float] = numbers({})
@@ -232,10 +233,12 @@ class Precision:
     """Number formats.
 
     Args:
-        params: dtype of parameters and optimizer state
+        params: dtype of parameters
         compute: dtype of the forward and backward pass; by default that of params
         reduce: dtype of the gradient reduction over devices; by default that of params, at least float32; a narrower
             one rounds by the number of devices
+        state: dtype of the optimizer's state; by default that of params, at least float32: an update too small for
+            bfloat16 parameters is added to the lower halves of a float32 copy, which the state has (docs/models.md)
         matmul: jax_default_matmul_precision
         loss_scale: factor of the mean loss; an update that overflows is skipped. A number stays constant; dynamic is
             halved after an overflow, and grows; by default dynamic if compute or reduce is float16, else none
@@ -245,12 +248,13 @@ class Precision:
     params: Literal["float32", "float64", "bfloat16"] = numbers("float32")
     compute: Literal["float32", "float64", "bfloat16", "float16"] | None = numbers(None)
     reduce: Literal["float32", "float64", "bfloat16", "float16"] | None = numbers(None)
+    state: Literal["float32", "float64", "bfloat16"] | None = numbers(None)
     matmul: Literal["default", "high", "highest"] = numbers("default")
     loss_scale: float | Literal["dynamic"] | None = numbers(None, most=2**126, above=0)
     loss_scale_interval: int = numbers(2000, least=1, most=2**31 - 1)
 
     @property
-    def widest(self) -> str:
+    def widest(self) -> Literal["float32", "float64"]:
         """The dtype of sums: that of the parameters, at least float32."""
         return "float64" if self.params == "float64" else "float32"
 

@@ -9,6 +9,7 @@ import optax
 
 from jaxdp.core import skip
 from jaxdp.core.frozen import merge
+from jaxdp.core.master import master_copy
 from jaxdp.core.model_state import mean_state
 from jaxdp.core.norm import clip, plain_total
 from jaxdp.core.options import UpdateRule
@@ -27,7 +28,8 @@ def make_apply(rule: UpdateRule, loss_scaling: LossScaling | None) -> Callable[.
     def apply(state: TrainState, sums: Sums, total: Total = plain_total) -> tuple[TrainState, Metrics]:
         params = rule.trainable(state.params)
         weight = jnp.where(sums.weight > 0, sums.weight, jnp.ones_like(sums.weight))
-        grads = mean_gradients(sums.grads, params, scaled(weight, state.loss_scale, loss_scaling))
+        divisor = scaled(weight, state.loss_scale, loss_scaling)
+        grads = mean_gradients(sums.grads, master_copy(params, state.opt_state), divisor)
         squares, nonfinite = total(grads)
         norm = jnp.sqrt(squares)
         if rule.clip_norm is not None:
@@ -81,7 +83,7 @@ def scaled(weight: jax.Array, scale: LossScale | None, scaling: LossScaling | No
 
 
 def mean_gradients(sums: Tree, params: Tree, divisor: jax.Array) -> Tree:
-    """Divide in at least float32 (bfloat16 would round the weight itself), then cast to the parameters' dtype."""
+    """Divide in at least float32 (bfloat16 would round the weight itself), then cast to the dtypes of `params`."""
 
     def mean(g: jax.Array, p: jax.Array) -> jax.Array:
         wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))

@@ -36,12 +36,8 @@ from jaxdp.metrics import safe_print
 from jaxdp.metrics.jsonl import is_evaluation, read
 from jaxdp.metrics.numbers import number
 from jaxdp.metrics.writer import Record
-<<<<<<< HEAD
-from jaxdp.training.evaluate import evaluate, not_finite
-=======
 from jaxdp.optim.evaluation import evaluation_arrays, evaluation_params
-from jaxdp.training.evaluate import evaluate
->>>>>>> wt-b
+from jaxdp.training.evaluate import evaluate, not_finite
 
 Tree = Any
 NOT_METRICS = ("step", "split", "time", "goodput", "params_sha256")  # entries of a final record

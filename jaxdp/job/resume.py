@@ -1,6 +1,7 @@
 """Find the checkpoint to resume from, and check that config, data and code are unchanged."""
 
 import pathlib
+import re
 from collections.abc import Collection, Mapping
 from typing import IO, Any
 
@@ -37,7 +38,8 @@ def check_same_run(
     objects; other code of the user has a dotted path, and a change of it is only a warning. Code is compared by what
     JAX traces of it, which another version or platform may trace differently.
     """
-    changed = changed_numbers(saved["config"], config)
+    spares = config.optimizer.weight_decay and sorted(spared_by(saved)) != sorted(now["spared"])
+    changed = changed_numbers(saved["config"], config, () if spares else ("optimizer.no_decay",))
     if digests := difference(saved_contents(saved), now["data_contents"]):
         changed.append(f"data fingerprint: {digests}")
     if changed:
@@ -84,6 +86,13 @@ def compare_contents(saved: Mapping[str, Any], now: Mapping[str, Any], step: int
             "metrics are of the old ones, the next evaluation is of the new ones"
         )
     return changed
+
+
+def spared_by(saved: Mapping[str, Any]) -> list[str]:
+    """Return the paths of the parameters without weight decay; a checkpoint older than this fact has expressions."""
+    names = [path.removeprefix("params/") for path in saved["state"] if path.startswith("params/")]
+    matches = lambda name: any(re.search(x, name) for x in saved["config"]["optimizer"]["no_decay"])
+    return saved["spared"] if "spared" in saved else [*filter(matches, names)]
 
 
 def lock_run_dir(directory: pathlib.Path, context: Context, checkpoints: Checkpoints) -> IO[str] | None:

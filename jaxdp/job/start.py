@@ -18,8 +18,10 @@ from jaxdp.assemble.components import schedule_of
 from jaxdp.assemble.preflight import view_of_one
 from jaxdp.audit.inject import NAME as FAULT
 from jaxdp.config import Config
+from jaxdp.core.master import moving_share
 from jaxdp.core.model_state import floats
 from jaxdp.core.options import first_microbatch
+from jaxdp.core.state import TrainState
 from jaxdp.data.base import UNKNOWN
 from jaxdp.data.example_order import RESET
 from jaxdp.distributed import gpus
@@ -103,6 +105,7 @@ def summary(
         if opt.target.startswith(f"{OF_SCRIPT} ")
         else f"{opt.target}, lr {opt.lr:g} {schedule}"
     )
+    groups = {"groups": run.log.groups} if run.log.groups else {}
     return {
         "run": f"{f'resumes after step {start}' if start else 'starts'} in {directory}",
         "model": f"{config.model.target}, {layout['parameters']:,} parameters",
@@ -110,6 +113,7 @@ def summary(
         "batch": f"{config.batch_size:,} examples in {config.microbatches} microbatches of "
         f"{order.examples_per_microbatch:,}",
         "optimizer": f"{rate}, {steps:,} updates{f', {per_call} a call' if per_call > 1 else ''}",
+        **groups,
         "devices": f"{len(devices)} x {devices[0].device_kind} in {context.size} "
         f"process{'es' * (context.size > 1)}{hosts} ({context.launcher})",
         "layout": f"{parallel.backend}, zero {parallel.zero}{sharding(run, config)}; reduction {parallel.reduction}",
@@ -250,6 +254,24 @@ def constant_from(schedule: Callable[[int], Any], start: int, steps: int) -> tup
         else:
             back = 1
     return count, last
+
+
+def warning_of_lost_updates(run: Run, config: Config) -> Run:
+    """Return a run that warns, as soon as it has parameters, if its optimizer rounds small updates away."""
+    lr, begin = config.optimizer.lr, run.origin.begin
+    if config.precision.state != "bfloat16":
+        return run
+
+    def begin_and_warn(run: Run) -> TrainState:
+        state = begin(run)
+        share = jax.jit(moving_share)(run.step.trainable(state.params), lr)
+        run.log.writer.say(
+            f"warning: precision.state: bfloat16: an update of the size of optimizer.lr, {lr:g}, changes {share:.1%} of "
+            "the parameters and is rounded away in the others; leave it null for float32, where every update counts"
+        )
+        return state
+
+    return run.replace(begin=begin_and_warn)
 
 
 def reads(run: Run, name: str) -> bool:

@@ -21,7 +21,7 @@ from jaxdp.distributed.context import SLOW, Context
 from jaxdp.errors import ReportedError, UsageError, one_line
 from jaxdp.job.elastic import in_advance, launcher_problem, missing_records, wait_for_devices
 from jaxdp.job.resume import lock_run_dir, resume_step
-from jaxdp.job.start import layout_of, start_writer
+from jaxdp.job.start import layout_of, start_writer, warning_of_lost_updates
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.events import Events, NoEvents
 from jaxdp.metrics.jsonl import as_numbers, read
@@ -133,7 +133,7 @@ def train_here(
             from jaxdp.assemble.initialize_from import initialize_from
 
             run = initialize_from(run, config, context, prepared.parts.rule.tx)
-        return supervised(run, config, context, began, keep)
+        return supervised(warning_of_lost_updates(run, config), config, context, began, keep)
 
 
 def final_record(run: Run, directory: pathlib.Path, context: Context, start: int, saved: Record) -> Record | None:

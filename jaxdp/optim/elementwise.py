@@ -23,7 +23,7 @@ Program = tuple[jex.ClosedJaxpr, Sequence[Any]]  # with the outputs that count
 
 # Names of operations of `jax.lax`.
 ELEMENTWISE = re.compile(
-    "abs|acosh?|add|add_any|and|asinh?|atan[2h]?|bessel_i[01]e|cbrt|ceil|clamp|clz|complex|conj|convert_element_type|"
+    "abs|acosh?|add|add_any|and|asinh?|atan[2h]?|bessel_i[01]e|bitcast_convert_type|cbrt|ceil|clamp|clz|complex|conj|convert_element_type|"
     "copy(_p)?|cosh?|device_put|digamma|div|eq|erf|erf_inv|erfc|exp2?|expm1|floor|g[et]|imag|integer_pow|is_finite|l[et]|"
     "lgamma|log|log1p|logistic|max|min|mul|ne|neg|nextafter|not|optimization_barrier|or|population_count|pow|real|"
     "reduce_precision|rem|round|rsqrt|select_n|shift_left|shift_right_(arithmetic|logical)|sharding_constraint|sign|"

@@ -1,52 +1,52 @@
-"""Muon: updates each matrix separately, also within stacked blocks; other parameters use its built-in Adam.
+"""Muon: updates the kernels of products and convolutions as matrices, those of stacked blocks one by one; tables and
+vectors use its built-in Adam.
 
 Jordan et al. 2024, github.com/KellerJordan/Muon; weight decay as in Liu et al., arXiv 2502.16982.
 """
 
 import functools
 import inspect
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from jaxdp.split import is_stacked, path_string
-
-TABLE = re.compile("embed|positions", re.IGNORECASE)  # of rows, though it has two dims
+from jaxdp.optim.roles import Role, role_of
 
 
-def matrices(blocks: Sequence[str] = ()) -> Callable[[Any], Any]:
+def matrices(blocks: Sequence[str] = (), roles: Mapping[str, Role] = {}) -> Callable[[Any], Any]:
     """Return a function from params to a tree of MuonDimensionNumbers for kernels, and None for other leaves.
 
-    blocks: paths (a/b) below which kernels are stacked [block, in, out]; others are [in, out]. Optax treats the
-    unnamed block dim as a batch: it orthogonalizes the blocks of a stack one by one.
+    Optax treats the dims that they do not name, such as that of stacked blocks, as a batch of matrices. blocks, roles:
+    see `role_of`.
     """
 
     def dims(path: Any, x: Any) -> MuonDimensionNumbers | None:
-        stacked = is_stacked(path, blocks)
-        if x.ndim != 2 + stacked or TABLE.search(path_string(path)):
-            return None
-        return MuonDimensionNumbers(reduction_axis=0 + stacked, output_axis=1 + stacked)
+        return role_of(path, x, blocks, roles).matrix
 
     return lambda params: jax.tree_util.tree_map_with_path(dims, params)
 
 
 @functools.wraps(optax.contrib.muon)
 def muon(
-    learning_rate: Any, weight_decay: float = 0.0, mask: Any = None, blocks: Sequence[str] = (), **args: Any
+    learning_rate: Any,
+    weight_decay: float = 0.0,
+    mask: Any = None,
+    blocks: Sequence[str] = (),
+    roles: Mapping[str, Role] = {},
+    **args: Any,
 ) -> optax.GradientTransformation:
     """Return Optax's Muon with one masked weight decay for both parts: Optax's decay for the Adam part has no mask.
 
     With consistent_rms=0.2 both parts share a learning rate that suits AdamW; without it, Muon's is some 30 times
     larger: a config's adam_learning_rate is the peak of the other part's schedule. Each part decays by its own rate.
     """
-    tx = optax.contrib.muon(learning_rate, **{"muon_weight_dimension_numbers": matrices(blocks), **args})
+    tx = optax.contrib.muon(learning_rate, **{"muon_weight_dimension_numbers": matrices(blocks, roles), **args})
     if (adam := args.get("adam_learning_rate")) is None:
         return with_decay(tx, learning_rate, weight_decay, mask)
-    trees = lambda params: (params, matrices(blocks)(params), *([mask(params)] if mask else []))
+    trees = lambda params: (params, matrices(blocks, roles)(params), *([mask(params)] if mask else []))
     part = lambda decays: lambda params: jax.tree.map(decays, *trees(params))
     tx = with_decay(tx, learning_rate, weight_decay, part(lambda x, dims, decayed=True: decayed and dims is not None))
     return with_decay(tx, adam, weight_decay, part(lambda x, dims, decayed=True: decayed and dims is None))

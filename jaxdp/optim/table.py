@@ -16,8 +16,11 @@ import optax
 from jaxdp import user_errors
 from jaxdp.errors import ReportedError, UsageError
 from jaxdp.optim.muon import muon, with_decay
+from jaxdp.optim.roles import AUTO, Role, role_of
 from jaxdp.optim.schedule import Schedule
 from jaxdp.split import path_string
+
+MASKS = ("mask", "weight_decay_mask")  # names of the argument that selects what decays
 
 
 def _decay_first(tx: Callable) -> Callable:
@@ -45,7 +48,7 @@ OPTIMIZERS: dict[str, Callable] = {
     "adafactor": _adafactor,
     "muon": muon,
 }
-"""make(learning_rate, weight_decay, mask, [blocks], ...) -> transformation.
+"""make(learning_rate, weight_decay, mask, [blocks, roles], ...) -> transformation.
 
 On a stack of blocks [block, ...], muon works block by block. lamb uses one trust ratio for the full stack, and
 adafactor one clipping factor and one parameter scale, as Optax does for any leaf.
@@ -60,24 +63,25 @@ def make_optimizer(
     *,
     lr_scale: Mapping[str, float] = {},
     blocks: Sequence[str] = (),
+    roles: Mapping[str, Role] = {},
     **args: Any,
 ) -> optax.GradientTransformation:
-    """Return make(learning_rate, weight_decay=, mask=, ...) with a weight-decay mask by path.
+    """Return make(learning_rate, weight_decay=, mask=, ...) with a weight-decay mask; see `decay_mask`.
 
     lr_scale: learning-rate factors by path; see `scale_by_path`.
-    blocks: paths (a/b) below which leaves are stacked [block, ...], for a `make` that takes `blocks`.
+    blocks: paths (a/b) below which leaves are stacked [block, ...]. roles: of the parameters, see `find_roles`. A
+    `make` that takes `blocks` or `roles` gets them.
     Raises UsageError if weight decay is requested and `make` does not support it.
     """
     names = inspect.signature(make).parameters
-    takes = {*names, *inspect.signature(make, follow_wrapped=False).parameters}  # a wrapper adds parameters
+    takes = taken_by(make)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in names.values())
-    if "blocks" in takes:
-        args["blocks"] = blocks
+    args |= {name: value for name, value in (("blocks", blocks), ("roles", roles)) if name in takes}
     if "weight_decay" in takes:
         args["weight_decay"] = weight_decay
-        mask_name = next((name for name in ("mask", "weight_decay_mask") if name in takes), None)
-        if mask_name is not None:
-            args[mask_name] = decay_mask(no_decay)
+        masks = [name for name in MASKS if name in takes]
+        if masks:
+            args[masks[0]] = decay_mask(no_decay, blocks, roles)
         elif weight_decay and no_decay:
             raise UsageError(
                 f"optimizer.no_decay: {make.__name__} takes no mask and would decay all parameters; set no_decay to [] "
@@ -92,6 +96,11 @@ def make_optimizer(
     else:
         tx = make(schedule, **args)
     return optax.chain(tx, scale_by_path(lr_scale)) if lr_scale else tx
+
+
+def taken_by(make: Callable) -> set[str]:
+    """Return the names of a function's parameters."""
+    return {*inspect.signature(make).parameters, *inspect.signature(make, follow_wrapped=False).parameters}
 
 
 def checked(name: str, tx: Any, key: str = "optimizer") -> optax.GradientTransformation:
@@ -126,9 +135,19 @@ def checked(name: str, tx: Any, key: str = "optimizer") -> optax.GradientTransfo
     return kind(with_usage_errors(init), with_usage_errors(tx.update))
 
 
-def decay_mask(no_decay: Sequence[str]) -> Callable[[Any], Any]:
-    """Return a function from params to a tree of booleans, False for leaves whose path matches an expression."""
-    decays = lambda path, _: not any(re.search(pattern, path_string(path)) for pattern in no_decay)
+def decay_mask(
+    no_decay: Sequence[str], blocks: Sequence[str] = (), roles: Mapping[str, Role] = {}
+) -> Callable[[Any], Any]:
+    """Return a function from params to a tree of booleans, False for leaves without weight decay.
+
+    no_decay: expressions that match their paths; or AUTO: decay follows from `role_of` (see there for the others).
+    """
+
+    def decays(path: Any, x: Any) -> bool:
+        if no_decay == AUTO:
+            return role_of(path, x, blocks, roles).decays
+        return not any(re.search(pattern, path_string(path)) for pattern in no_decay)
+
     return lambda params: jax.tree_util.tree_map_with_path(decays, params)
 
 

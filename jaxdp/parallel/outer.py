@@ -24,6 +24,7 @@ from jaxdp.axes import DATA, FLAT, OUTER, Axes
 from jaxdp.core import skip
 from jaxdp.core.average import average, average_statistics
 from jaxdp.core.frozen import merge
+from jaxdp.core.master import Master, master_copy
 from jaxdp.core.model_state import floats, mean_state, weighted_state
 from jaxdp.core.state import Batch, Sums, TrainState, microbatch_key
 from jaxdp.core.step import Step
@@ -180,7 +181,8 @@ class Replicas(PJit):
             """Return the parameters, the averages of the model, the running averages of both, and the outer optimizer's
             state, from sums."""
             params, mean = trainable(state.params), lambda x, like: (x / number).astype(like.dtype)
-            updates, outer = self.rule.tx.update(jax.tree.map(mean, moved, params), state.opt_state.outer, params)
+            like = master_copy(params, state.opt_state.outer)
+            updates, outer = self.rule.tx.update(jax.tree.map(mean, moved, like), state.opt_state.outer, params)
             params = merge(optax.apply_updates(params, updates), state.params)
             averages = mean_state(floats(state.model_state), states, number * jnp.ones(()))[0]
             if decay is None:
@@ -190,7 +192,9 @@ class Replicas(PJit):
 
         def outer_step(state: TrainState) -> TrainState:
             replicas = state.opt_state.replicas
-            differences = jax.tree.map(lambda x, y: y[None] - x, trainable(replicas.params), trainable(state.params))
+            own = master_copy(trainable(replicas.params), replicas.opt_state)
+            shared = master_copy(trainable(state.params), state.opt_state.outer)
+            differences = jax.tree.map(lambda x, y: y[None] - x, own, shared)
             numbers = jax.lax.axis_index(OUTER) * self.per_device + jnp.arange(self.per_device)
             keys = jax.vmap(lambda n: jax.random.fold_in(microbatch_key(seed, state.step, n), OUTER_KEY))(numbers)
             weigh = lambda new, _: weighted_state(floats(state.model_state), new, jnp.ones(()), jnp.bool_(True))
@@ -200,6 +204,8 @@ class Replicas(PJit):
             model_state = merge(averages, jax.tree.map(first_of_all, replicas.model_state))
             spread = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (self.per_device, *x.shape)), tree)
             replicas = replicas.replace(params=spread(params), model_state=spread(model_state))
+            if isinstance(outer, Master):
+                replicas = replicas.replace(opt_state=replicas.opt_state._replace(low=spread(outer.low)))
             of_halted = lambda x: jnp.where(replicas.guard.halted > 0, x, jnp.zeros_like(x))
             guard = jax.tree.map(lambda x: jax.lax.pmax(of_halted(x).max(0), OUTER), replicas.guard)
             since = jnp.where(replicas.guard.halted > 0, replicas.guard.since, guard.halted_at).min(0)

@@ -88,6 +88,7 @@ class Log:
     of the full run, at its end. advise: returns warnings about the data, for the start.
     follows_schedule: whether updates are computed with the rate of the config's schedule.
     directory: of the files. layout: the content of layout.json before the first update; None: write no file.
+    groups: what weight decay and Muon apply to, in words.
     """
 
     writer: Writer = Writer()
@@ -100,6 +101,7 @@ class Log:
     follows_schedule: Callable[[], bool] = lambda: True
     directory: pathlib.Path = pathlib.Path()
     layout: Mapping[str, Any] | None = None
+    groups: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

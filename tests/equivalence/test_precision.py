@@ -149,9 +149,9 @@ def test_a_sum_of_microbatches_that_is_too_large_for_float16_is_no_overflow(accu
     examples["labels"][:4] = 0
     settings = {"batch_size": 4, "microbatches": 4, "policy": F16, "scaling": LossScaling(128.0), "steps": 4}
     one, four = (
-        toys.train(
-            toys.MODELS["mlp"](), examples, devices=n, accumulate=accumulate, optimizer="momentum", **settings
-        )[2]
+        toys.train(toys.MODELS["mlp"](), examples, devices=n, accumulate=accumulate, optimizer="momentum", **settings)[
+            2
+        ]
         for n in (1, 4)
     )
     for metrics in (one, four):
@@ -161,7 +161,7 @@ def test_a_sum_of_microbatches_that_is_too_large_for_float16_is_no_overflow(accu
 
 
 def self_narrowing(dtype):
-    """An MLP that computes in `dtype` of its own accord, whatever the policy says, as a Flax module with a dtype does."""
+    """An MLP that computes in `dtype` whatever the policy says, as a Flax module with a dtype does."""
     plain = toys.MODELS["mlp"]()
 
     def apply(params, model_state, batch, key, train):
@@ -200,7 +200,7 @@ COVER = cover(place=[*PLACES[:3], *PLACES[8:11]], **SETTINGS)
 
 
 def check_sixteen_bits(kind, accumulate, place):
-    """The same skips and scales, and the same curve to 1e-6: what rounds to 16 bits is the same microbatch everywhere."""
+    """The same skips and scales, and the same curve to 1e-6: what is rounded to 16 bits is a microbatch everywhere."""
     want, decisions, params = curve_of(kind)
     where = dict(zip(("backend", "devices", "zero"), place))
     curve, own_decisions, own_params = curve_of(kind, accumulate, **where)

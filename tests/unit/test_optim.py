@@ -16,6 +16,7 @@ from jaxdp.config.training import Optimizer
 from jaxdp.errors import UsageError
 from jaxdp.optim import OPTIMIZERS, SCHEDULES, decay_mask, make_optimizer, make_schedule, scale_by_path
 from jaxdp.optim.muon import matrices
+from jaxdp.optim.roles import Role
 
 PARAMS = {"layer": {"kernel": jnp.full((4, 4), 2.0), "bias": jnp.full(4, 2.0)}, "norm": {"scale": jnp.ones(4) * 2}}
 RNG = np.random.default_rng(0)
@@ -165,8 +166,12 @@ STACKED = {
 }
 
 
+ROLES = {"embed/embedding": Role("table", True)}
+
+
 def train_muon(params, blocks, **args):
-    tx = make_optimizer(OPTIMIZERS["muon"], optax.constant_schedule(0.1), 0.1, NO_DECAY, blocks=blocks, **args)
+    schedule = optax.constant_schedule(0.1)
+    tx = make_optimizer(OPTIMIZERS["muon"], schedule, 0.1, NO_DECAY, blocks=blocks, roles=ROLES, **args)
 
     @jax.jit
     def update(params, state):
@@ -180,12 +185,11 @@ def train_muon(params, blocks, **args):
 
 
 def test_muon_takes_matrices_stacked_or_not():
-    found = matrices(["blocks"])(STACKED)
+    found = matrices(["blocks"], ROLES)(STACKED)
     assert found["blocks"] == {"kernel": (1, 2), "scale": None}
     assert found["head"] == {"kernel": (0, 1), "bias": None}
-    assert found["embed"]["embedding"] is found["conv"] is None
-    assert matrices()({"positions": jnp.ones((4, 2))}) == {"positions": None}
-    assert matrices()(STACKED)["blocks"] == {"kernel": None, "scale": (0, 1)}  # it has to be told
+    assert found["embed"]["embedding"] is None and found["conv"] == ((0, 1, 2), 3)
+    assert matrices()(STACKED)["blocks"] == {"kernel": ((0, 1), 2), "scale": (0, 1)}  # it has to be told
 
 
 @pytest.mark.slow
@@ -203,9 +207,12 @@ def test_muons_matrices_are_optaxs_and_the_rest_is_adamw(adam):
     got = train_muon(STACKED, ["blocks"], adam_learning_rate=adam)
     decay = decay_mask(NO_DECAY)
     head = {"head": {"kernel": STACKED["head"]["kernel"]}}
-    rest = {"embed": STACKED["embed"], "conv": STACKED["conv"], "head": {"bias": np.zeros(10, np.float32)}}
+    conv = {"conv": STACKED["conv"]}
+    dims = {"conv": optax.contrib.MuonDimensionNumbers((0, 1, 2), 3)}
+    rest = {"embed": STACKED["embed"], "head": {"bias": np.zeros(10, np.float32)}}
     for params, tx in (
         (head, optax.contrib.muon(0.1, weight_decay=0.1, weight_decay_mask=decay)),
+        (conv, optax.contrib.muon(0.1, weight_decay=0.1, muon_weight_dimension_numbers=dims)),
         (rest, optax.adamw(adam or 0.1, weight_decay=0.1, mask=decay, nesterov=True)),
     ):
         state, update = tx.init(params), jax.jit(tx.update)
@@ -238,4 +245,4 @@ def test_muons_other_part_has_its_own_rate_with_the_same_schedule_and_decay(no_d
 def test_arguments_reach_muon():
     a, b = train_muon(STACKED, ["blocks"]), train_muon(STACKED, ["blocks"], consistent_rms=0.2)
     assert float(jnp.abs(a["head"]["kernel"] - b["head"]["kernel"]).max()) > 1e-3
-    np.testing.assert_array_equal(a["conv"], b["conv"])
+    np.testing.assert_array_equal(a["embed"]["embedding"], b["embed"]["embedding"])
