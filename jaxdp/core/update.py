@@ -24,6 +24,7 @@ Metrics = dict[str, jax.Array]
 
 def make_apply(rule: UpdateRule, loss_scaling: LossScaling | None) -> Callable[..., tuple[TrainState, Metrics]]:
     """Build `Step.apply`: apply(state, sums, total) -> (state, metrics)."""
+    tx = rule.tx._replace(update=jax.jit(rule.tx.update, inline=True))  # traced once, for the update and its rate
 
     def apply(state: TrainState, sums: Sums, total: Total = plain_total) -> tuple[TrainState, Metrics]:
         params = rule.trainable(state.params)
@@ -46,7 +47,7 @@ def make_apply(rule: UpdateRule, loss_scaling: LossScaling | None) -> Callable[.
         if disagreeing is not None:
             apply_update, guard = skip.halt_if_disagreeing(guard, number, apply_update, disagreeing)
         grads = skip.where(apply_update, grads, jax.tree.map(jnp.zeros_like, grads))
-        updates, opt_state = skip.update(rule.tx, apply_update, grads, state.opt_state, params)
+        updates, opt_state = skip.update(tx, apply_update, grads, state.opt_state, params)
         params = skip.where(apply_update, optax.apply_updates(params, updates), params)
         running = state.guard.halted == 0
         metrics = {"loss": loss, **divide(sums.metrics, real_weight), "grad_norm": norm, "nonfinite_grads": nonfinite}
@@ -54,7 +55,7 @@ def make_apply(rule: UpdateRule, loss_scaling: LossScaling | None) -> Callable[.
         metrics |= {"skipped_updates": guard.skipped, "halted": guard.halted}
         if disagreeing is not None:
             metrics["disagreeing_state"] = disagreeing
-        rate = rate_of(rule.tx, grads, state.opt_state, params, opt_state)
+        rate = rate_of(tx, grads, state.opt_state, params, opt_state)
         if rate is None and rule.schedule is not None:
             rate = rule.schedule(state.step - state.guard.skipped)
         if rate is not None:
