@@ -13,6 +13,7 @@ import argparse
 import json
 import pathlib
 import statistics
+import sys
 import tempfile
 import time
 
@@ -127,12 +128,12 @@ def measure(millions: int, adam: bool, repeats: int, directory: pathlib.Path) ->
     }
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--millions", type=int, default=50, help="parameters")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--directory", type=pathlib.Path, default=None, help="where to; left out, a temporary folder")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     jaxdp.init()
     found = {}
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
@@ -143,4 +144,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,13 +1,13 @@
 """Training while processes are killed: the share of the updates that are made without faults in the same time.
 
     python -m benchmarks.elastic_soak [--processes 4] [--minutes 5] [--every 10] [--ways elastic,restart,torchrun]
-        [--faults kill,coordinator,...|all] [--seed 0] [--key value ...]
+        [--faults kill,coordinator,...|all] [--seed 0] [--healthy 15] [--updates N] [--key value ...]
 
 A small MLP, 20 ms of waiting in each update. `elastic`: jaxdp launch with elastic training. `restart`: jaxdp launch in
 a loop, which starts again from the last checkpoint. `torchrun`: PyTorch's DistributedDataParallel, restarted by its
 agent from its last checkpoint. A checkpoint is written every 100 updates. Faults: those of `elastic_faults`, of which
 `restart` and `torchrun` know kill, first, pair and stop. Prints the goodput: the updates per second with faults
-relative to those before the first fault. The elastic run is then finished without faults, and compared with one device
+relative to those before the first fault, in `--healthy` seconds. The elastic run is then finished without faults, and compared with one device
 that ran alone. Other arguments go to jaxdp's config.
 """
 
@@ -25,11 +25,11 @@ import tempfile
 import threading
 import time
 
-from benchmarks.elastic_faults import FAULTS, WAIT, send
+from benchmarks.elastic_faults import FAULTS, send
 from benchmarks.job import ROOT
 
 HUNG = 60.0  # seconds without an update
-HEALTHY = 15.0  # seconds without faults, from which the normal speed is measured
+FIRST = 100  # updates before anything is measured; fewer in a run of fewer than ten times as many
 CONFIG = """
 model: {target: MLP, args: {hidden: [64], dropout: 0.1}}
 data: {target: Digits, args: {augment: true}}
@@ -38,7 +38,7 @@ optimizer: {target: adam, lr: 1.0e-3}
 log: {every: 10}
 checkpoint: {every: 100}
 eval: {every: 50}
-callbacks: [{target: waiting.Wait}]
+callbacks: [{target: benchmarks.waiting.Wait}]
 parallel: {reduction: exact}
 """
 
@@ -134,18 +134,19 @@ class Progress(threading.Thread):
         return longest
 
 
-def soak(job: Job, minutes: float, every: float, faults: list[str], seed: int) -> dict:
+def soak(job: Job, minutes: float, every: float, faults: list[str], seed: int, healthy: float, updates: int) -> dict:
     """Train with faults; return the updates per second before the first fault, and the share that faults leave.
 
     faults: each is chosen at random. longest: of each kind, the longest time without a new update until the next fault.
     """
-    rng, longest = random.Random(seed), {}
-    while job.step() < 100:
+    rng = random.Random(seed)
+    longest: dict[str, list[float | None]] = {}
+    while job.step() < min(FIRST, updates // 10):
         if job.launcher.poll() == 2:
             raise SystemExit(f"the job was refused: see {job.folder}/log")
         time.sleep(0.1)
     first, began = job.step(), time.monotonic()
-    time.sleep(HEALTHY)
+    time.sleep(healthy)
     base, start = job.step(), time.monotonic()
     normal, count = (base - first) / (start - began), 0
     progress = Progress(job)
@@ -211,19 +212,19 @@ def finish(job: Job, folder: pathlib.Path, steps: int, more: list[str]) -> dict:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser()
-    for name, default in (("processes", 4), ("minutes", 5.0), ("every", 10.0), ("seed", 0)):
+    for name, default in (("processes", 4), ("minutes", 5.0), ("every", 10.0), ("seed", 0), ("healthy", 15.0)):
         parser.add_argument(f"--{name}", type=type(default), default=default)
+    parser.add_argument("--updates", type=int, help="of the run, a multiple of 10; left out, as many as fit in the minutes")
     parser.add_argument("--faults", type=lambda text: [*FAULTS] if text == "all" else text.split(","), default=["kill"])
     parser.add_argument("--ways", type=lambda text: text.split(","), default=["elastic", "restart", "torchrun"])
     args, more = parser.parse_known_args(argv)
-    steps = round(60 * args.minutes / 0.02)
+    steps = args.updates or round(60 * args.minutes / 0.02)
     for way in args.ways:
         folder = pathlib.Path(tempfile.mkdtemp())
         (folder / "config.yaml").write_text(CONFIG)
-        (folder / "waiting.py").write_text(WAIT)
         job = Job(commands(way, args.processes, steps, more), folder, again=way == "restart")
         try:
-            result = soak(job, args.minutes, args.every, args.faults, args.seed)
+            result = soak(job, args.minutes, args.every, args.faults, args.seed, args.healthy, steps)
             if way == "elastic":
                 result |= finish(job, folder, steps, more)
         finally:

@@ -1,6 +1,6 @@
 """How the time of an update grows: with parameters, batch, microbatches and simulated devices.
 
-    python -m benchmarks.scaling [--repeats 5] [--updates 4] [--tiny] [--out benchmarks/results]
+    python -m benchmarks.scaling [--repeats 5] [--updates 4] [--tiny] [--curves batch ...] [--out benchmarks/results]
 
 A GPT on bytes of the Python source; the points of a curve are measured interleaved, as contenders. Writes scaling.json.
 """
@@ -33,11 +33,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--updates", type=int, default=4)
     parser.add_argument("--tiny", action="store_true", help="the first two points of each curve, of a small model")
     parser.add_argument("--out", type=pathlib.Path, default=job.ROOT / "benchmarks" / "results")
+    parser.add_argument("--curves", nargs="+", choices=[*CURVES], default=[*CURVES])
     options = parser.parse_args(argv)
-    curves = {name: curve(name, points, options) for name, points in CURVES.items()}
+    curves = {name: curve(name, CURVES[name], options) for name in options.curves}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "scaling.json").write_text(json.dumps({"curves": curves, **harness.machine()}, indent=1) + "\n")
-    points = sum(len(points[: 2 if options.tiny else None]) for points in CURVES.values())
+    points = sum(len(points[: 2 if options.tiny else None]) for points in map(CURVES.__getitem__, options.curves))
     return 0 if sum(map(len, curves.values())) == points else 1
 
 

@@ -1,6 +1,7 @@
 """One run, killed again and again at random moments, against the same run left alone: the same bits, nothing lost.
 
-    python -m benchmarks.soak [--kills 100] [--launcher openmpi|mpich|hand] [--seed 0] [--json FILE] [--work FOLDER]
+    python -m benchmarks.soak [--kills 100] [--launcher openmpi|mpich|hand] [--processes 2] [--seed 0]
+        [--json FILE] [--work FOLDER]
 
 A life is: start the command, wait for a random moment, kill -9 one rank or all processes, wait until every process of
 the job is gone. Moments are of three kinds: in the middle of training (most), while it starts, while it saves. How long
@@ -13,11 +14,9 @@ import collections
 import contextlib
 import dataclasses
 import json
-import os
 import pathlib
 import random
 import re
-import shutil
 import signal
 import statistics
 import sys
@@ -25,28 +24,13 @@ import tempfile
 import time
 from importlib import metadata
 
-from benchmarks.soak_job import PROCESSES, Job, Wrong
+from benchmarks.job import mpirun
+from benchmarks.soak_job import Job, Wrong
 
 MOMENTS = {"training": 0.7, "starting": 0.15, "saving": 0.15}  # shares of the kills
 VICTIMS = {"rank 0": 0.4, "rank 1": 0.4, "all": 0.2}
-SLOW_DATA = '''"""Digits that take their time, so that a run of a small model lasts."""
-
-import time
-
-from jaxdp.data.digits import Digits
-
-
-class SlowDigits(Digits):
-    def __init__(self, split="train", sleep=0.0):
-        super().__init__(split)
-        self.sleep = sleep if split == "train" else 0.0
-
-    def read(self, indices):
-        time.sleep(self.sleep)
-        return super().read(indices)
-'''
 CONFIG = """model: {{target: MLP, args: {{hidden: [64], dropout: 0.1}}}}
-data: {{target: slow_digits.SlowDigits, args: {{sleep: {sleep}}}}}
+data: {{target: benchmarks.data.SlowDigits, args: {{sleep: {sleep}}}}}
 steps: {steps}
 batch_size: 64
 optimizer: {{target: adam, lr: 1.0e-3, ema: 0.99}}
@@ -76,7 +60,6 @@ class Kill:
 class Soak:
     def __init__(self, args, folder):
         self.args, self.folder, self.random = args, folder, random.Random(args.seed)
-        (folder / "slow_digits.py").write_text(SLOW_DATA)
         text = CONFIG.format(
             sleep=args.sleep_ms / 1e3,
             eval_every=5 * args.save_every,
@@ -91,13 +74,10 @@ class Soak:
     def start(self, name):
         train = [sys.executable, "train.py", "--config", str(self.folder / "soak.yaml")]
         train += ["--run_dir", str(self.folder / name)]
-        mpirun = self.args.mpirun or shutil.which("mpirun", path=f"{pathlib.Path(sys.executable).parent}:{os.defpath}")
-        before = {
-            "openmpi": [mpirun, "--bind-to", "none", "--oversubscribe", "-np", str(PROCESSES)],
-            "mpich": [mpirun, "-np", str(PROCESSES)],
-            "hand": [],
-        }[self.args.launcher]
-        self.job = Job([*before, *train], self.folder, self.args.launcher)
+        program, *options = mpirun(self.args.processes)
+        program = self.args.mpirun or program
+        before = {"openmpi": [program, *options], "mpich": [program, *options[:2]], "hand": []}[self.args.launcher]
+        self.job = Job([*before, *train], self.folder, self.args.launcher, self.args.processes)
         return self.job
 
     def left_alone(self):
@@ -261,7 +241,7 @@ def show(text):
     print(text, flush=True)
 
 
-def main():
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--steps", type=int, default=None, help="of the run; left out, 120 a kill")
@@ -270,10 +250,11 @@ def main():
     parser.add_argument("--sleep_ms", type=float, default=8.0, help="that reading a batch takes")
     parser.add_argument("--launcher", choices=["openmpi", "mpich", "hand"], default="openmpi")
     parser.add_argument("--mpirun", default=None, help="its path; left out, the one beside this Python")
+    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=pathlib.Path, default=None, help="file for the result")
     parser.add_argument("--work", type=pathlib.Path, default=None, help="folder to keep; left out, a temporary one")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.steps = args.steps or 120 * args.kills
     with contextlib.ExitStack() as stack:
         folder = args.work or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -297,4 +278,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

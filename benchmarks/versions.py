@@ -9,7 +9,6 @@ milliseconds of an update, and of the seconds of a start (all of a run of one up
 
 import argparse
 import json
-import os
 import pathlib
 import statistics
 import subprocess
@@ -17,22 +16,22 @@ import sys
 import tempfile
 import time
 
-from benchmarks.job import ROOT
+from benchmarks import job
 
 CASES = {"digits": 3000, "gpt_3m": 40, "cifar10_resnet9": 390}  # updates
 
 
 def train(tree: pathlib.Path, processes: int, words: list[str], cache: str) -> tuple[float, float]:
     """Return (milliseconds of an update, seconds of the whole command)."""
-    launch = ["mpirun", "--bind-to", "none", "-np", str(processes)] if processes > 1 else []
-    env = os.environ | {"PYTHONPATH": str(tree), "JAX_COMPILATION_CACHE_DIR": cache}
+    launch = job.mpirun(processes) if processes > 1 else []
+    env = job.environment() | {"PYTHONPATH": str(tree), "JAX_COMPILATION_CACHE_DIR": cache}
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         command = [*launch, sys.executable, f"{tree}/train.py", *words, "--run_dir", f"{folder}/run"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=env, cwd=tree)
         took = time.perf_counter() - began
-        lines = pathlib.Path(folder, "run/metrics.jsonl").read_text().splitlines()
-    times = [r["step_time_ms"] for r in map(json.loads, lines) if r["split"] == "train" and "step_time_ms" in r]
+        records = job.records(pathlib.Path(folder) / "run")
+    times = [r["step_time_ms"] for r in records if r["split"] == "train" and "step_time_ms" in r]
     return statistics.median(times[1:] or times or [float("nan")]), took
 
 
@@ -43,7 +42,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--processes", type=lambda text: [int(x) for x in text.split(",")], default=[1, 2])
     args = parser.parse_args(argv)
-    trees = (pathlib.Path(ROOT), args.other.resolve())
+    trees = (job.ROOT, args.other.resolve())
     cases = {name: updates for name, updates in CASES.items() if args.root or "cifar10" not in name}
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
         for name, updates in cases.items():
