@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.core.state import TrainState
 
 WIDTH = 1000
-META = {"config": {}}
+META: dict[str, Any] = {"config": {}}
 NAMES = ("sync", "call", "first update", "until durable", "alone", "beside a save")
 
 
@@ -81,7 +82,7 @@ def measure(millions: int, adam: bool, repeats: int, directory: pathlib.Path) ->
     def save_and_wait() -> None:
         save()
         if failure := checkpoints.wait():
-            raise SystemExit(failure.reason)
+            raise SystemExit(failure)
 
     def make_one() -> float:
         nonlocal state
@@ -105,7 +106,7 @@ def measure(millions: int, adam: bool, repeats: int, directory: pathlib.Path) ->
             while checkpoints._thread is not None and checkpoints._thread.is_alive():
                 during.append(make_one())
             if failure := checkpoints.wait():
-                raise SystemExit(failure.reason)
+                raise SystemExit(failure)
             times["until durable"].append(time.perf_counter() - began)
             times["first update"].append(during[0])
             times["beside a save"] += during[1:]

@@ -3,7 +3,8 @@
     python -m benchmarks.clients [64 256 1024 4096] [--workers 4] [--idle 10]
 
 Starts the coordinator as rank 0 does, and clients with the package's own code, three threads each, in `--workers`
-processes, with facts as of hosts with 8. Left out: networks, hosts (the clients use most of this machine's cores), JAX's service.
+processes, with facts as of hosts with 8. Left out: networks, hosts (the clients use most of this machine's cores),
+JAX's service.
 `s`, `first_s`: until the last client, and the first, is done; `cpu_s`, `mb`: of the coordinator.
 """
 
@@ -60,8 +61,11 @@ class Clients:
         self.members: list[Client] = []
 
     def each(self, work: Callable[[Any], None], items: Sequence[Any]) -> list[float]:
-        began = time.monotonic()
-        return [began, *self.pool.map(lambda item: (work(item), time.monotonic())[1], items)]
+        def timed(item: Any) -> float:
+            work(item)
+            return time.monotonic()
+
+        return [time.monotonic(), *self.pool.map(timed, items)]
 
     def join(self) -> list[float]:
         def work(rank: int) -> None:
@@ -135,7 +139,8 @@ def measure(size: int, workers: int, idle: float) -> None:
         print(json.dumps(result | more), flush=True)
 
     call("messages")  # all have started
-    for what, *of in [("join",), *(("exchange", n) for n in BYTES if n * size**2 < LIMIT)]:
+    calls: list[tuple[str, list[int]]] = [("join", []), *(("exchange", [n]) for n in BYTES if n * size**2 < LIMIT)]
+    for what, of in calls:
         cpu, times = usage(pid)[0], call(what, *of)
         first, *_, last = sorted(times)[workers:]
         report(" ".join(map(str, [what, *of])), last - min(times), cpu, first_s=round(first - min(times), 3))

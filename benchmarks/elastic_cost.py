@@ -3,8 +3,8 @@
     python -m benchmarks.elastic_cost [--config configs/gpt_3m.yaml] [--processes 2] [--repeats 3] [--key value ...]
 
 Two jobs in turn, `repeats` times; of each, the median `step_time_ms` of its records. Prints the medians over the jobs,
-their ratio, and the mean difference of the two jobs of a turn, in microseconds, with its standard error (of one turn, none). Other
-arguments go to the config.
+their ratio, and the mean difference of the two jobs of a turn, in us, with its standard error (null for one turn).
+Other arguments go to the config.
 """
 
 import argparse

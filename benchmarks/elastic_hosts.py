@@ -42,7 +42,8 @@ class Job(Run):
     """A job on these hosts. A process starts again 2 s after its end, until it ends with 0."""
 
     def __init__(self, hosts: Hosts, processes: int, folder: pathlib.Path, words: list[str]):
-        self.hosts, self.folder, self.codes, self.closed = hosts, folder, [], False
+        self.hosts, self.folder, self.closed = hosts, folder, False
+        self.codes: list[int] = []
         self.up = [threading.Event() for _ in hosts.names]
         self.env = os.environ | {
             "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{folder}",
@@ -140,7 +141,7 @@ def main(argv: list[str]) -> None:
         try:
             hosts = stack.enter_context(Hosts(args.hosts))
         except OSError as error:
-            raise SystemExit(f"elastic_hosts: no network namespaces here: {error}; run it as root, with iproute2") from None
+            raise SystemExit(f"no network namespaces here ({error}): run it as root, with iproute2") from None
         job = Job(hosts, args.processes, folder, [*words, "--elastic.enabled", "true"])
         try:
             faults = [kind for kind in args.faults if kind != "halves" or args.hosts % 2 == 0]

@@ -7,8 +7,8 @@ A small MLP, 20 ms of waiting in each update. `elastic`: jaxdp launch with elast
 a loop, which starts again from the last checkpoint. `torchrun`: PyTorch's DistributedDataParallel, restarted by its
 agent from its last checkpoint. A checkpoint is written every 100 updates. Faults: those of `elastic_faults`, of which
 `restart` and `torchrun` know kill, first, pair and stop. Prints the goodput: the updates per second with faults
-relative to those before the first fault, in `--healthy` seconds. The elastic run is then finished without faults, and compared with one device
-that ran alone. Other arguments go to jaxdp's config.
+relative to those before the first fault, in `--healthy` seconds. The elastic run is then finished without faults, and
+compared with one device that ran alone. Other arguments go to jaxdp's config.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import threading
 import time
 
 from benchmarks.elastic_faults import FAULTS, send
-from benchmarks.job import ROOT
+from benchmarks.job import ROOT, call, environment
 
 HUNG = 60.0  # seconds without an update
 FIRST = 100  # updates before anything is measured; fewer in a run of fewer than ten times as many
@@ -79,8 +79,9 @@ class Job(Run):
         threading.Thread(target=self._restart, daemon=True).start()
 
     def _start(self) -> subprocess.Popen:
-        out = {"stdout": self.log, "stderr": self.log}
-        return subprocess.Popen(self.command, cwd=self.folder, env=self.env, start_new_session=True, **out)
+        return subprocess.Popen(
+            self.command, cwd=self.folder, env=self.env, start_new_session=True, stdout=self.log, stderr=self.log
+        )
 
     def _restart(self) -> None:
         while self.launcher.wait() != 0 and self.again:
@@ -117,7 +118,7 @@ def parent(process: pathlib.Path) -> int | None:
 class Progress(threading.Thread):
     """Watches a job: the newest update, and the longest time without a new one since `clear`."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: Run):
         super().__init__(daemon=True)
         self.job, self.newest, self.at, self.longest = job, 0, time.monotonic(), 0.0
 
@@ -188,8 +189,7 @@ def commands(way: str, processes: int, steps: int, more: list[str]) -> list[str]
 def alone(folder: pathlib.Path, steps: int, more: list[str]) -> str:
     """The digest of the parameters after the same run on one device."""
     command = [sys.executable, f"{ROOT}/train.py", "--config", f"{folder}/config.yaml", "--steps", str(steps), *more]
-    env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": f"{ROOT}:{folder}"}
-    subprocess.run([*command, "--run_dir", f"{folder}/alone"], cwd=folder, env=env, check=True, capture_output=True)
+    call([*command, "--run_dir", f"{folder}/alone"], environment(XLA_FLAGS=""), folder)
     return final(folder / "alone")["params_sha256"]
 
 
@@ -214,7 +214,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser()
     for name, default in (("processes", 4), ("minutes", 5.0), ("every", 10.0), ("seed", 0), ("healthy", 15.0)):
         parser.add_argument(f"--{name}", type=type(default), default=default)
-    parser.add_argument("--updates", type=int, help="of the run, a multiple of 10; left out, as many as fit in the minutes")
+    parser.add_argument("--updates", type=int, help="of the run; left out, what the minutes suffice for")
     parser.add_argument("--faults", type=lambda text: [*FAULTS] if text == "all" else text.split(","), default=["kill"])
     parser.add_argument("--ways", type=lambda text: text.split(","), default=["elastic", "restart", "torchrun"])
     args, more = parser.parse_known_args(argv)

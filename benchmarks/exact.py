@@ -16,9 +16,16 @@ import statistics
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, Literal
 
-WAYS = {"bucket": "vmap", "bucket loop": "scan", "exact": "auto", "exact16": "auto", "exact8": "auto", "xla": "vmap"}
+WAYS: dict[str, Literal["auto", "vmap", "scan"]] = {
+    "bucket": "vmap",
+    "bucket loop": "scan",
+    "exact": "auto",
+    "exact16": "auto",
+    "exact8": "auto",
+    "xla": "vmap",
+}
 DEFAULT = [way for way in WAYS if way != "xla"]
 UPDATES = 4
 

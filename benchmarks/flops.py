@@ -1,6 +1,6 @@
 """Print the FLOPs of the products of an update, as the traced program has them; nothing is compiled.
 
-    python -m benchmarks.flops --config configs/gpt_3m.yaml [--key value ...]
+python -m benchmarks.flops --config configs/gpt_3m.yaml [--key value ...]
 """
 
 import sys

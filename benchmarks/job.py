@@ -162,7 +162,9 @@ class Job:
 
     def end(self) -> None:
         """End all processes of the job."""
-        for line in (*self.answers.values(), *self.lines.values()):
+        for answers in self.answers.values():
+            answers.close()
+        for line in self.lines.values():
             line.close()
         for process in self.processes:
             process.terminate() if process.poll() is None else None
@@ -235,13 +237,15 @@ def mpirun(processes: int) -> list[str]:
     return [program, "-np", str(processes), "--bind-to", "none", "--oversubscribe"]
 
 
-def train(
-    words: Sequence[str], folder: pathlib.Path, launcher: Sequence[str] = (), **env: str
-) -> list[dict[str, Any]]:
+def train(words: Sequence[str], folder: pathlib.Path, launcher: Sequence[str] = (), **env: str) -> list[dict[str, Any]]:
     """Run `train.py WORDS` in a job of its own; return the records of its metrics file. Raises CalledProcessError."""
-    command = [*launcher, sys.executable, str(ROOT / "train.py"), *words, "--run_dir", str(folder)]
-    subprocess.run(command, check=True, stdout=sys.stderr, env=environment(**env))
+    call([*launcher, sys.executable, str(ROOT / "train.py"), *words, "--run_dir", str(folder)], environment(**env))
     return records(folder)
+
+
+def call(command: Sequence[str], env: dict[str, str], cwd: pathlib.Path | None = None) -> None:
+    """Run a command to its end; what it prints goes to stderr. Raises CalledProcessError."""
+    subprocess.run(command, check=True, stdout=sys.stderr, env=env, cwd=cwd)
 
 
 def records(run_dir: pathlib.Path) -> list[dict[str, Any]]:

@@ -95,7 +95,8 @@ def fit(runs: Sequence[Run]) -> tuple[dict[str, float], float, float]:
     best: tuple[float, dict[str, float], float, float] = (math.inf, {}, 1.0, 0.0)
     for n, o in itertools.product(range(6, 21), range(21)):
         network, overlap = n / 20, o / 20
-        total, efficiency = 0.0, {}
+        total = 0.0
+        efficiency: dict[str, float] = {}
         for name, group in groups.items():
             tried = [None] if group[0].alone else shares
             loss, e = min(((loss_of(group, e, network, overlap), e) for e in tried), key=lambda pair: pair[0])

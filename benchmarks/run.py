@@ -212,7 +212,8 @@ def table(case: Case, found: dict[str, Any]) -> str:
 
 def markdown(results: Sequence[tuple[Case | Script, dict[str, Any]]]) -> str:
     """Return date, machine and versions, and one table: a row for each contender, each claim and each failure."""
-    machine, versions = harness.machine(), {}
+    machine = harness.machine()
+    versions: dict[str, str] = {}
     for _, found in results:
         for own in found.get("contenders", {}).values():
             versions |= own["versions"]
@@ -233,7 +234,9 @@ def markdown(results: Sequence[tuple[Case | Script, dict[str, Any]]]) -> str:
             rows.append((name, f"{median} ms", f"{low} to {high}", rate, first, ""))
         for claim in found.get("claims", ()):
             if isinstance(case, Script):
-                rows.append((claim["name"], f"{claim['number']:.3f}", "", "", "", asked(claim["asked"], claim["holds"])))
+                rows.append(
+                    (claim["name"], f"{claim['number']:.3f}", "", "", "", asked(claim["asked"], claim["holds"]))
+                )
             else:
                 low, high = claim["speed"]["quartiles"]
                 of_repeats = f"{low:.3f} to {high:.3f}x"

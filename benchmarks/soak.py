@@ -54,7 +54,7 @@ class Kill:
     reached: int
     gone: float
     trained: float
-    on_disk: int | None = None
+    on_disk: int = 0
 
 
 class Soak:
@@ -88,7 +88,8 @@ class Soak:
         job.wait_end()
         updates = [when for when, line in job.lines if line.startswith("train ")]
         seconds = (updates[-1] - updates[0]) / (len(updates) - 1)
-        lags, made = [], 0
+        lags: list[int] = []
+        made = 0
         for _, line in job.lines:
             if found := re.match(r"(train|saved step) +(\d+)", line):
                 made, lags = (int(found[2]), lags) if found[1] == "train" else (made, [*lags, made - int(found[2])])
@@ -123,8 +124,8 @@ class Soak:
         if begun is not None and begun != on:
             raise Wrong(f"step {on} is the last that is whole, but the run went on after {begun}")
         for _, line in list(job.lines):
-            if found := re.match(r"saved step (\d+)", line):
-                self.said = int(found[1])
+            if saved := re.match(r"saved step (\d+)", line):
+                self.said = int(saved[1])
         steps = [line["step"] for line in records(self.folder / "killed") if line["split"] == "train"]
         reached = max(steps, default=0) if begun is not None else on
         found = "starting" if reached == on else "saving" if self.saves() else "training"
@@ -156,7 +157,8 @@ class Soak:
     def run(self):
         starting, update, alone, lags = self.left_alone()
         show(f"left alone: {alone:.1f} s, {starting:.1f} s to the first update, {1e3 * update:.1f} ms an update")
-        began, kills = time.monotonic(), []
+        began = time.monotonic()
+        kills: list[Kill] = []
         while len(kills) < self.args.kills:
             kill = self.life(self.args.kills - len(kills), starting, update)
             self.check(kill)

@@ -42,8 +42,10 @@ class Job:
         self.parts = [self._start(command, env) for env in envs]
 
     def _start(self, command, env):
-        both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-        part = subprocess.Popen(command, cwd=ROOT, env=env, text=True, start_new_session=True, **both)
+        part = subprocess.Popen(
+            command, cwd=ROOT, env=env, text=True, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
         threading.Thread(target=self._read, args=(part.stdout,), daemon=True).start()
         return part
 

@@ -9,27 +9,31 @@ arguments go to the config.
 import argparse
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 import time
 
-ROOT = pathlib.Path(__file__).parents[1]
+from benchmarks import job
 
 
 def seconds(jobs: int | None, runs: int, folder: pathlib.Path, more: list[str]) -> float:
     """Return the wall time of all runs; jobs: at once in a sweep; None: a loop. Raises CalledProcessError."""
     seeds = [*map(str, range(runs))]
-    common = ["--config", str(ROOT / "configs" / "digits.yaml"), "--compilation_cache", str(folder / f"cache{jobs}")]
+    common = [
+        "--config",
+        str(job.ROOT / "configs" / "digits.yaml"),
+        "--compilation_cache",
+        str(folder / f"cache{jobs}"),
+    ]
     common += more
     sweep = [sys.executable, "-m", "jaxdp", "sweep", *common, "--jobs", str(jobs), "--run_dir", str(folder / f"{jobs}")]
-    train = [sys.executable, str(ROOT / "train.py"), *common]
+    train = [sys.executable, str(job.ROOT / "train.py"), *common]
     commands = [[*sweep, "--seed", ",".join(seeds)]]
     if jobs is None:
         commands = [[*train, "--seed", seed, "--run_dir", str(folder / f"loop{seed}")] for seed in seeds]
     began = time.perf_counter()
     for command in commands:
-        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
+        job.call(command, job.environment())
     return time.perf_counter() - began
 
 

@@ -1,6 +1,7 @@
 """Random windows of a 20 GB file of tokens, against plain copies of memory beside them.
 
-    python benchmarks/token_file.py [--gb 20] [--length 1024] [--batch 64] [--windows 4096] [--repeats 15] [--folder DIR]
+    python benchmarks/token_file.py [--gb 20] [--length 1024] [--batch 64] [--windows 4096] [--repeats 15]
+        [--folder DIR]
     python benchmarks/token_file.py --file train.bin        # a file on a disk; its pages are dropped before each repeat
 
 The file is sparse and in a temporary folder: it takes no room, and its pages are zeros that the kernel makes when they
