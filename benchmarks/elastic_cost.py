@@ -20,9 +20,10 @@ from benchmarks import job
 def step_time(args: argparse.Namespace, elastic: bool, more: list[str]) -> float:
     """The milliseconds of an update in a job: the median over its records."""
     with tempfile.TemporaryDirectory() as folder:
-        launcher = [sys.executable, "-m", "jaxdp", "launch", "-n", str(args.processes)]
-        words = ["--config", args.config, "--elastic.enabled", str(elastic).lower(), *more]
-        records = job.train(words, pathlib.Path(folder) / "run", launcher, XLA_FLAGS="")
+        command = [sys.executable, "-m", "jaxdp", "launch", "-n", str(args.processes), "train", "--config", args.config]
+        command += ["--run_dir", f"{folder}/run", "--elastic.enabled", str(elastic).lower(), *more]
+        job.call(command, job.environment(XLA_FLAGS=""), job.ROOT)
+        records = job.records(pathlib.Path(folder) / "run")
     return statistics.median(record["step_time_ms"] for record in records if "step_time_ms" in record)
 
 

@@ -1,7 +1,7 @@
 """Training while processes are killed: the share of the updates that are made without faults in the same time.
 
     python -m benchmarks.elastic_soak [--processes 4] [--minutes 5] [--every 10] [--ways elastic,restart,torchrun]
-        [--faults kill,coordinator,...|all] [--seed 0] [--healthy 15] [--updates N] [--key value ...]
+        [--faults kill,coordinator,...|all] [--seed 0] [--healthy 15] [--steps N] [--key value ...]
 
 A small MLP, 20 ms of waiting in each update. `elastic`: jaxdp launch with elastic training. `restart`: jaxdp launch in
 a loop, which starts again from the last checkpoint. `torchrun`: PyTorch's DistributedDataParallel, restarted by its
@@ -25,8 +25,9 @@ import tempfile
 import threading
 import time
 
+from benchmarks import job
 from benchmarks.elastic_faults import FAULTS, send
-from benchmarks.job import ROOT, call, environment
+from benchmarks.job import ROOT
 
 HUNG = 60.0  # seconds without an update
 FIRST = 100  # updates before anything is measured; fewer in a run of fewer than ten times as many
@@ -79,9 +80,7 @@ class Job(Run):
         threading.Thread(target=self._restart, daemon=True).start()
 
     def _start(self) -> subprocess.Popen:
-        return subprocess.Popen(
-            self.command, cwd=self.folder, env=self.env, start_new_session=True, stdout=self.log, stderr=self.log
-        )
+        return job.start(self.command, self.env, self.folder, stdout=self.log, stderr=self.log)
 
     def _restart(self) -> None:
         while self.launcher.wait() != 0 and self.again:
@@ -189,7 +188,7 @@ def commands(way: str, processes: int, steps: int, more: list[str]) -> list[str]
 def alone(folder: pathlib.Path, steps: int, more: list[str]) -> str:
     """The digest of the parameters after the same run on one device."""
     command = [sys.executable, f"{ROOT}/train.py", "--config", f"{folder}/config.yaml", "--steps", str(steps), *more]
-    call([*command, "--run_dir", f"{folder}/alone"], environment(XLA_FLAGS=""), folder)
+    job.call([*command, "--run_dir", f"{folder}/alone"], job.environment(XLA_FLAGS=""), folder)
     return final(folder / "alone")["params_sha256"]
 
 
@@ -214,11 +213,11 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser()
     for name, default in (("processes", 4), ("minutes", 5.0), ("every", 10.0), ("seed", 0), ("healthy", 15.0)):
         parser.add_argument(f"--{name}", type=type(default), default=default)
-    parser.add_argument("--updates", type=int, help="of the run; left out, what the minutes suffice for")
+    parser.add_argument("--steps", type=int, help="of the run; left out, what the minutes suffice for")
     parser.add_argument("--faults", type=lambda text: [*FAULTS] if text == "all" else text.split(","), default=["kill"])
     parser.add_argument("--ways", type=lambda text: text.split(","), default=["elastic", "restart", "torchrun"])
     args, more = parser.parse_known_args(argv)
-    steps = args.updates or round(60 * args.minutes / 0.02)
+    steps = args.steps or round(60 * args.minutes / 0.02)
     for way in args.ways:
         folder = pathlib.Path(tempfile.mkdtemp())
         (folder / "config.yaml").write_text(CONFIG)

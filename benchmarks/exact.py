@@ -110,7 +110,7 @@ def main(argv: list[str]) -> None:
     for process in jobs.values():
         tell(process, "stop")
     for process in jobs.values():
-        process.wait()
+        process.communicate()
     median = {way: statistics.median(t) for way, t in times.items()}
     result = {
         "arguments": " ".join(argv),

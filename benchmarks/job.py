@@ -194,9 +194,11 @@ def first_line(text: str) -> str:
     return text.partition("\n")[0].removesuffix("; the end of its log:").removesuffix(":")
 
 
-def start(command: Sequence[str], env: dict[str, str], **more: Any) -> "subprocess.Popen[Any]":
+def start(
+    command: Sequence[str], env: dict[str, str], cwd: pathlib.Path = ROOT, **files: Any
+) -> "subprocess.Popen[Any]":
     """Start a command in a session of its own, so that `kill` reaches what it starts."""
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=ROOT, env=env, start_new_session=True, **more)
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=cwd, env=env, start_new_session=True, **files)
 
 
 def kill(pids: Sequence[int]) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import harness, job
-from benchmarks.cases import CPU, SCRIPTS, Case, Claim, Entry, Script
+from benchmarks.cases import CPU, SCRIPTS, SMALLEST, Case, Claim, Entry, Script
 from jaxdp.environment import tunables
 
 ROOT = job.ROOT
@@ -30,6 +30,7 @@ SCRIPT_SECONDS = 40.0  # that a script takes, to share out the time; at most ten
 def main(argv: list[str], cases: tuple[Case | Script, ...] = (*CPU, *SCRIPTS)) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[case.name for case in cases])
+    parser.add_argument("--smallest", action="store_true", help="instead, in seconds: does everything run?")
     parser.add_argument("--repeats", type=int, default=7, help="at most; at least 3")
     parser.add_argument("--minutes", type=float, default=12.0, help="repeats are left out as this time runs out")
     parser.add_argument("--root", default="random", help="of CIFAR-10; left out, random images")
@@ -39,7 +40,9 @@ def main(argv: list[str], cases: tuple[Case | Script, ...] = (*CPU, *SCRIPTS)) -
     options.out.mkdir(parents=True, exist_ok=True)
     end, missing = time.monotonic() + 60 * options.minutes, []
     results: list[tuple[Case | Script, dict[str, Any]]] = []
-    cases = tuple(case for case in cases if not options.only or case.name in options.only)
+    cases = (
+        SMALLEST if options.smallest else tuple(case for case in cases if not options.only or case.name in options.only)
+    )
     for i, case in enumerate(cases):
         began = time.monotonic()
         scripts = sum(isinstance(later, Script) for later in cases[i:])

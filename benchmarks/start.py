@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 
-from benchmarks.job import ROOT, environment, mpirun
+from benchmarks import job
 
 CONFIGS = {
     "digits": ["configs/digits.yaml"],
@@ -29,13 +29,13 @@ CONFIGS = {
 
 def first_update(config: list[str], folder: pathlib.Path, cache: pathlib.Path, processes: int = 1) -> float:
     """Seconds to the first update. Raises CalledProcessError where the run fails."""
-    env = environment(XDG_CACHE_HOME=str(cache))  # as a user has it: below it is the cache that is on by default
+    env = job.environment(XDG_CACHE_HOME=str(cache))  # as a user has it: below it is the cache that is on by default
     env.pop("JAX_COMPILATION_CACHE_DIR", None)
-    launch = mpirun(processes) if processes > 1 else []
+    launch = job.mpirun(processes) if processes > 1 else []
     command = [*launch, sys.executable, "train.py", "--config", *config, "--steps", "1", "--run_dir", str(folder)]
     metrics, began = folder / "metrics.jsonl", time.perf_counter()
     with (folder.parent / f"{folder.name}.log").open("w+") as log:
-        run = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
+        run = job.start(command, env, stdout=log, stderr=log)
         while run.poll() is None and not (metrics.exists() and '"train"' in metrics.read_text()):
             time.sleep(0.005)
         seconds = time.perf_counter() - began
