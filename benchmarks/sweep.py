@@ -42,8 +42,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("runs", type=int, nargs="?", default=12)
     options, more = parser.parse_known_args(argv)
     runs, cores = options.runs, len(os.sched_getaffinity(0))
+    if runs < 2:
+        parser.error(f"RUNS: {runs}, but a sweep has at least 2")
     with tempfile.TemporaryDirectory() as folder:
-        times = {jobs: seconds(jobs, runs, pathlib.Path(folder), more) for jobs in (None, cores, 1)}
+        times = {jobs: seconds(jobs, runs, pathlib.Path(folder), more) for jobs in dict.fromkeys((None, cores, 1))}
     print(f"{runs} runs on {cores} cores: train.py in a loop {times[None]:.1f} s, a sweep with one at a time "
           f"{times[1]:.1f} s, with {cores} at once {times[cores]:.1f} s: {times[None] / times[cores]:.2f} times faster "
           f"than the loop, {times[1] / times[cores]:.2f} times faster than one at a time")  # fmt: skip

@@ -2,8 +2,8 @@
 
     python forked_scripts.py    # reads JSON lines {"words", "env", "cwd", "out"}, answers each with an exit code
 
-words: what follows `python`. out: the file for stdout; stderr goes to OUT.errors. An import takes more than a second of a
-core, so the commands of Python that a script starts by `benchmarks.job` are forked as well.
+words: what follows `python`. out: the file for stdout; stderr goes to OUT.errors. An import takes more than a second of
+a core, so the commands of Python that a script starts by `benchmarks.job` are forked as well.
 """
 
 import atexit
@@ -24,7 +24,7 @@ popen = job.start
 
 
 class Forked:
-    """A script in a forked process, in a session of its own; it has the methods of `subprocess.Popen` that jobs need."""
+    """A script in a forked process, in its own session; it has the methods of `subprocess.Popen` that jobs need."""
 
     def __init__(self, words, env, cwd, stdout, stderr):
         sys.stdout.flush()
