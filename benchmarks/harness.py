@@ -148,13 +148,15 @@ def meet(server: socket.socket, contest: Contest, timeout: float) -> None:
                 hello = None
             name = hello.get("name") if isinstance(hello, dict) else None
             job = next((job for job in contest.jobs if job.name == name), None)
-            if job is None:  # of one that was left out, or that ended meanwhile; or a stranger
-                line.close()
-                continue
             try:
-                job.connect(hello, line, file)
+                if job is not None:  # else one that was left out, or that ended meanwhile; or a stranger
+                    job.connect(hello, line, file)
             except Failed as error:
                 contest.leave_out(job, str(error))
+                job = None
+            if job is None:
+                file.close()
+                line.close()
         for job in [job for job in contest.jobs if not job.is_connected]:
             try:
                 job.check_start()

@@ -2,8 +2,8 @@
 
     python -m benchmarks.scaling [--repeats 5] [--updates 4] [--tiny] [--curves batch ...] [--out benchmarks/results]
 
-A GPT on bytes of the Python source; the points of a curve are measured interleaved, as contenders. Writes scaling.json. Other
-arguments go to the config.
+A GPT on bytes of the Python source; the points of a curve are measured interleaved, as contenders. Writes scaling.json.
+Other arguments go to the config.
 """
 
 import argparse

@@ -13,6 +13,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 
@@ -28,7 +29,7 @@ class Forked:
 
     def __init__(self, words, env, cwd, stdout, stderr):
         sys.stdout.flush()
-        self.returncode = None
+        self.returncode, self.lock = None, threading.Lock()
         self.pid = os.fork()
         if self.pid:
             return
@@ -54,16 +55,15 @@ class Forked:
             sys.stderr.flush()
             os._exit(code)
 
-    def poll(self, options=os.WNOHANG):
-        if self.returncode is None:
-            child, status = os.waitpid(self.pid, options)
-            self.returncode = os.waitstatus_to_exitcode(status) if child else None
+    def poll(self):
+        with self.lock:  # threads may wait for one process
+            if self.returncode is None:
+                child, status = os.waitpid(self.pid, os.WNOHANG)
+                self.returncode = os.waitstatus_to_exitcode(status) if child else None
         return self.returncode
 
     def wait(self, timeout=None):
-        if timeout is None:
-            return self.poll(0)
-        end = time.monotonic() + timeout
+        end = time.monotonic() + (timeout or float("inf"))
         while self.poll() is None:
             if time.monotonic() > end:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout)
