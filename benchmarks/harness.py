@@ -148,15 +148,12 @@ def meet(server: socket.socket, contest: Contest, timeout: float) -> None:
                 hello = None
             name = hello.get("name") if isinstance(hello, dict) else None
             job = next((job for job in contest.jobs if job.name == name), None)
-            try:
-                if job is not None:  # else one that was left out, or that ended meanwhile; or a stranger
-                    job.connect(hello, line, file)
-            except Failed as error:
-                contest.leave_out(job, str(error))
-                job = None
-            if job is None:
+            why = job.connect(hello, line, file) if job else "a stranger, or of a job that was left out"
+            if why:
                 file.close()
                 line.close()
+            if why and job:
+                contest.leave_out(job, why)
         for job in [job for job in contest.jobs if not job.is_connected]:
             try:
                 job.check_start()

@@ -82,13 +82,14 @@ class Job:
     def is_connected(self) -> bool:
         return len(self.lines) == self.contender.processes
 
-    def connect(self, hello: dict[str, Any], line: socket.socket, file: TextIO) -> None:
-        """Accept the connection of a rank. Raises Failed."""
+    def connect(self, hello: Any, line: socket.socket, file: TextIO) -> str:
+        """Accept the connection of a rank; return why not, if its first line is wrong."""
         if not has(hello, HELLO):
-            raise self.failed(f"it began with {str(hello)[:80]}")
+            return f"it began with {str(hello)[:80]}"
         self.lines[hello["rank"]], self.answers[hello["rank"]] = line, file
         self.pids.append(hello["pid"])
         self.facts |= {"start_s": time.perf_counter() - self.began} | {k: hello[k] for k in ("versions", "cores")}
+        return ""
 
     def failed(self, why: str) -> Failed:
         """Return the exception to raise: the reason, and the end of the log."""
