@@ -3,12 +3,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-ifeq ($(shell id -u),0)  # mpirun refuses root unless told
-export OMPI_ALLOW_RUN_AS_ROOT := 1
-export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
-export PRTE_ALLOW_RUN_AS_ROOT := 1
-export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM := 1
-endif
 export PYTHONDONTWRITEBYTECODE :=  # where it is set, each process of a test would compile the whole package
 
 .PHONY: train test test-all lint format docs clean bench bench-growth bench-gpu

@@ -17,7 +17,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import os
 import pathlib
 import random
 import statistics
@@ -25,8 +24,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
-from benchmarks.job import ROOT
+from benchmarks import job
 
 SLOW = [
     "--model.args.hidden",
@@ -91,10 +91,11 @@ def params_of(run, progress) -> str:
 class Restored:
     """Restores the state of the first update, one update after each audit: a fault that repeats ends before."""
 
-    saved = None
+    saved: Any = None  # a TrainState, once there is one
 
     def __init__(self, every: int):
-        self.every, self.digests = every, []
+        self.every = every
+        self.digests: list[str] = []
 
     def is_due(self, run, progress, last=False) -> bool:
         return progress.step % self.every < 2 and self.saved is not None
@@ -184,7 +185,7 @@ def measured(args: argparse.Namespace, more: list[str], devices: int) -> dict:
             words += [f"--{name}", str(getattr(args, name))]
         launch = [sys.executable, "-m", "jaxdp", "launch", "-n", str(args.processes)] if args.processes > 1 else []
         flags = f"--xla_force_host_platform_device_count={devices}"
-        subprocess.run([*launch, *words, *more], cwd=ROOT, env=os.environ | {"XLA_FLAGS": flags}, check=True)
+        job.call([*launch, *words, *more], job.environment(XLA_FLAGS=flags), job.ROOT)
         return json.loads((pathlib.Path(folder) / "result.json").read_text())
 
 
@@ -236,18 +237,18 @@ def slow(args: argparse.Namespace, more: list[str]) -> dict:
         with tempfile.TemporaryDirectory() as folder:
             pinned = ["sh", "-c", 'exec taskset -c $JAXDP_PROCESS_ID "$0" "$@"', sys.executable, "-m", "jaxdp", "train"]
             words = ["--config", args.config, "--steps", str(args.updates), "--run_dir", f"{folder}/run", *SLOW, *more]
-            env = os.environ | {"XLA_FLAGS": "", "JAXDP_FAULT": fault}
-            job = subprocess.Popen(
+            env = job.environment(XLA_FLAGS="", JAXDP_FAULT=fault)
+            training = subprocess.Popen(
                 [sys.executable, "-m", "jaxdp", "launch", "-n", "2", *pinned, *words],
-                cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                cwd=job.ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
             metrics = pathlib.Path(folder) / "run/metrics.jsonl"
             if args.cause == "load":
-                while job.poll() is None and steps_of(metrics) < at:
+                while training.poll() is None and steps_of(metrics) < at:
                     time.sleep(0.05)
                 at_load = steps_of(metrics)
                 load = subprocess.Popen(["taskset", "-c", "1", sys.executable, "-c", "while True: pass"])
-            assert job.wait() == 0
+            assert training.wait() == 0
             if args.cause == "load":
                 load.kill()
                 load.wait()

@@ -1,9 +1,10 @@
 """pmap against pjit without ZeRO: the same updates in one process, turn by turn.
 
-    python -m benchmarks.backends [--repeats 16] [--tiny]
+    python -m benchmarks.backends [--repeats 16] [--tiny] [--key value ...]
 
 Each turn is some updates of the real loop's program on one batch, ABBA; a ratio is that of neighbouring turns. Prints
-JSON: the median ratio of each config with its quartiles, and the largest difference from 1.
+JSON: the median ratio of each config with its quartiles, and the largest difference from 1. Other arguments
+go to the config.
 """
 
 import argparse
@@ -56,13 +57,14 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=16)
     parser.add_argument("--tiny", action="store_true", help="the first config, and few updates")
-    options = parser.parse_args(argv)
+    options, words = parser.parse_known_args(argv)
     environment.malloc()
     found: dict[str, dict[str, Any]] = {}
     for config, (updates, more) in list(CASES.items())[: 1 if options.tiny else None]:
         with tempfile.TemporaryDirectory() as folder:
             turns = {
-                name: turn_of(config, name, more, 2 if options.tiny else updates, folder) for name in ("pmap", "pjit")
+                name: turn_of(config, name, [*more, *words], 2 if options.tiny else updates, folder)
+                for name in ("pmap", "pjit")
             }
             for turn in turns.values():  # compiles
                 turn()

@@ -183,3 +183,22 @@ SCRIPTS: tuple[Script, ...] = (
     ),
     Script("start", ("-m", "benchmarks.start"), (("share", "at most", 0.50),)),
 )
+
+# Every loop and a job of two processes, in seconds: they run, and train the same thing.
+SMALLEST: tuple[Case | Script, ...] = (
+    Case(
+        "smallest",
+        "benchmarks/configs/digits_mlp.yaml",
+        (OURS, PLAIN, FLAX, LEAVES, EAGER),
+        (Claim("speed", "jaxdp", "plain jit"), Claim("overhead", "jaxdp", "torch", 10.0)),
+        updates=2,
+        check=3,
+        args=("--model.args.hidden", "[8]", "--data.args.examples", "128"),
+    ),
+    Script(
+        "smallest_processes",
+        ("-m", "benchmarks.collectives", "--repeats", "1", "--bytes", "64"),
+        (("ratio", "at least", 0.0),),
+        processes=2,
+    ),
+)

@@ -45,7 +45,8 @@ def attention(heads: int, tokens: int) -> str:
     return "cudnn"
 
 
-def main(tiny: bool) -> None:
+def main(argv: list[str]) -> None:
+    tiny = "--tiny" in argv
     size, length, turns = (256, 1 << 20, 2) if tiny else (8192, 1 << 30, 20)
 
     a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16) / size**0.5
@@ -75,4 +76,4 @@ def main(tiny: bool) -> None:
 
 
 if __name__ == "__main__":
-    main("--tiny" in sys.argv[1:])
+    main(sys.argv[1:])

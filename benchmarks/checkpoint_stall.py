@@ -1,6 +1,6 @@
 """How long an asynchronous save holds up the loop, against a synchronous one, which ends when the state is durable.
 
-    python benchmarks/checkpoint_stall.py [--millions 50] [--repeats 5] [--directory FOLDER]
+    python benchmarks/checkpoint_stall.py [--millions 50] [--repeats 5] [--width 1000] [--directory FOLDER]
 
 Two states: the parameters alone, and with Adam's two averages, three times as many numbers. In one process, in turn:
 `save` and wait until it is durable; `save`, and updates meanwhile, which are donated the arrays that are being written,
@@ -13,8 +13,10 @@ import argparse
 import json
 import pathlib
 import statistics
+import sys
 import tempfile
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,16 +26,15 @@ import jaxdp
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.core.state import TrainState
 
-WIDTH = 1000
-META = {"config": {}}
+META: dict[str, Any] = {"config": {}}
 NAMES = ("sync", "call", "first update", "until durable", "alone", "beside a save")
 
 
-def make_state(millions: int, adam: bool) -> TrainState:
-    """Random numbers, which do not compress, in arrays of 5 million."""
+def make_state(millions: int, adam: bool, width: int) -> TrainState:
+    """Random numbers, which do not compress, in arrays of 5 million for the width of 1,000."""
 
     def numbers(seed: int) -> dict[str, jax.Array]:
-        shape = (5 * WIDTH, WIDTH)
+        shape = (5 * width, width)
         return {f"w{i}": jax.random.normal(jax.random.key(100 * seed + i), shape) for i in range(max(1, millions // 5))}
 
     params = numbers(0)
@@ -66,8 +67,8 @@ def timed(f, *args) -> float:
     return time.perf_counter() - began
 
 
-def measure(millions: int, adam: bool, repeats: int, directory: pathlib.Path) -> dict:
-    state, update, x = make_state(millions, adam), make_update(), jnp.ones((WIDTH, WIDTH))
+def measure(millions: int, adam: bool, repeats: int, directory: pathlib.Path, width: int) -> dict:
+    state, update, x = make_state(millions, adam, width), make_update(), jnp.ones((width, width))
     checkpoints = Checkpoints(directory, keep=1)
     times: dict[str, list[float]] = {name: [] for name in NAMES}
     step = 0
@@ -80,7 +81,7 @@ def measure(millions: int, adam: bool, repeats: int, directory: pathlib.Path) ->
     def save_and_wait() -> None:
         save()
         if failure := checkpoints.wait():
-            raise SystemExit(failure.reason)
+            raise SystemExit(failure)
 
     def make_one() -> float:
         nonlocal state
@@ -104,7 +105,7 @@ def measure(millions: int, adam: bool, repeats: int, directory: pathlib.Path) ->
             while checkpoints._thread is not None and checkpoints._thread.is_alive():
                 during.append(make_one())
             if failure := checkpoints.wait():
-                raise SystemExit(failure.reason)
+                raise SystemExit(failure)
             times["until durable"].append(time.perf_counter() - began)
             times["first update"].append(during[0])
             times["beside a save"] += during[1:]
@@ -118,7 +119,7 @@ def measure(millions: int, adam: bool, repeats: int, directory: pathlib.Path) ->
     alone, sync = statistics.median(times["alone"]), statistics.median(times["sync"])
     stall = statistics.median(a + max(0.0, b - alone) for a, b in zip(times["call"], times["first update"]))
     return {
-        "megabytes": round(size / 1e6),
+        "megabytes": round(size / 1e6, 1),
         "repeats": repeats,
         "ms": {name: of(name) for name in times},
         "stall_ms": round(1e3 * stall),
@@ -127,20 +128,21 @@ def measure(millions: int, adam: bool, repeats: int, directory: pathlib.Path) ->
     }
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--millions", type=int, default=50, help="parameters")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--width", type=int, default=1000, help="of the arrays, and of the products of an update")
     parser.add_argument("--directory", type=pathlib.Path, default=None, help="where to; left out, a temporary folder")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     jaxdp.init()
     found = {}
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
         for name, adam in (("parameters", False), ("parameters and Adam's averages", True)):
-            found[name] = measure(args.millions, adam, args.repeats, pathlib.Path(folder) / f"{adam}")
+            found[name] = measure(args.millions, adam, args.repeats, pathlib.Path(folder) / f"{adam}", args.width)
     device = jax.devices()[0].device_kind
     print(json.dumps({"device": device, "jax": jax.__version__, "millions": args.millions, "states": found}))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

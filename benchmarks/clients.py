@@ -1,12 +1,14 @@
 """The coordinator with thousands of clients: how long they take to join, to exchange texts and to hear of a death.
 
-    python -m benchmarks.clients [64 256 1024 4096]
+    python -m benchmarks.clients [64 256 1024 4096] [--workers 4] [--idle 10]
 
-Starts the coordinator as rank 0 does, and clients with the package's own code, three threads each, in four processes,
-with facts as of hosts with 8. Left out: networks, hosts (the clients use most of this machine's cores), JAX's service.
+Starts the coordinator as rank 0 does, and clients with the package's own code, three threads each, in `--workers`
+processes, with facts as of hosts with 8. Left out: networks, hosts (the clients use most of this machine's cores),
+JAX's service.
 `s`, `first_s`: until the last client, and the first, is done; `cpu_s`, `mb`: of the coordinator.
 """
 
+import argparse
 import concurrent.futures
 import json
 import multiprocessing
@@ -22,8 +24,8 @@ from typing import Any
 from jaxdp.distributed import connection, hosts, joining, membership
 from jaxdp.distributed.protocol import Facts, Settings
 
-IDLE, TIMEOUT = 10.0, 250.0  # seconds: in which heartbeats are counted; of all calls
-BYTES, LIMIT, WORKERS = (0, 8, 1024), 4e9, 4  # of exchanged texts; of all answers together; processes for clients
+TIMEOUT = 250.0  # seconds of all calls
+BYTES, LIMIT = (0, 8, 1024), 4e9  # of exchanged texts; of all answers together
 
 
 class Client(membership.Membership):
@@ -59,8 +61,11 @@ class Clients:
         self.members: list[Client] = []
 
     def each(self, work: Callable[[Any], None], items: Sequence[Any]) -> list[float]:
-        began = time.monotonic()
-        return [began, *self.pool.map(lambda item: (work(item), time.monotonic())[1], items)]
+        def timed(item: Any) -> float:
+            work(item)
+            return time.monotonic()
+
+        return [time.monotonic(), *self.pool.map(timed, items)]
 
     def join(self) -> list[float]:
         def work(rank: int) -> None:
@@ -115,12 +120,13 @@ def usage(pid: int) -> tuple[float, int]:
     ) >> 10
 
 
-def measure(size: int) -> None:
+def measure(size: int, workers: int, idle: float) -> None:
+    """workers: processes for clients. idle: seconds in which heartbeats are counted."""
     port, secret, spawn = hosts.free_port(), secrets.token_hex(16), multiprocessing.get_context("spawn")
     settings = Settings(size, secret, port, "127.0.0.1", None, TIMEOUT, TIMEOUT)
-    pid, pipes = joining.start_coordinator(settings, hosts.hostname()), [spawn.Pipe() for _ in range(WORKERS)]
+    pid, pipes = joining.start_coordinator(settings, hosts.hostname()), [spawn.Pipe() for _ in range(workers)]
     for i, (_, pipe) in enumerate(pipes):
-        spawn.Process(target=serve, args=(pipe, port, secret, range(size)[i::WORKERS], size), daemon=True).start()
+        spawn.Process(target=serve, args=(pipe, port, secret, range(size)[i::workers], size), daemon=True).start()
 
     def call(name: str, *more: int, of: slice = slice(None)) -> list[float]:
         for pipe, _ in pipes[of]:
@@ -133,19 +139,29 @@ def measure(size: int) -> None:
         print(json.dumps(result | more), flush=True)
 
     call("messages")  # all have started
-    for what, *of in [("join",), *(("exchange", n) for n in BYTES if n * size**2 < LIMIT)]:
+    calls: list[tuple[str, list[int]]] = [("join", []), *(("exchange", [n]) for n in BYTES if n * size**2 < LIMIT)]
+    for what, of in calls:
         cpu, times = usage(pid)[0], call(what, *of)
-        first, *_, last = sorted(times)[WORKERS:]
+        first, *_, last = sorted(times)[workers:]
         report(" ".join(map(str, [what, *of])), last - min(times), cpu, first_s=round(first - min(times), 3))
     cpu, before = usage(pid)[0], sum(call("messages"))
-    time.sleep(IDLE)
-    report("heartbeats", IDLE, cpu, per_s=(sum(call("messages")) - before) / IDLE)
+    time.sleep(idle)
+    report("heartbeats", idle, cpu, per_s=(sum(call("messages")) - before) / idle)
     cpu, died = usage(pid)[0], call("kill", of=slice(1))[0]
     report("death", max(heard := call("heard")) - died, cpu, first_s=round(min(heard) - died, 3))
     for process in multiprocessing.active_children():
         process.kill()
 
 
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("clients", type=int, nargs="*", default=[64, 256, 1024, 4096])
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--idle", type=float, default=10.0)
+    options = parser.parse_args(argv)
+    for size in options.clients:
+        measure(size, options.workers, options.idle)
+
+
 if __name__ == "__main__":
-    for clients in map(int, sys.argv[1:] or (64, 256, 1024, 4096)):
-        measure(clients)
+    main(sys.argv[1:])

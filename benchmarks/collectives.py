@@ -1,6 +1,6 @@
 """The collectives between processes, beside those of mpi4py on NumPy arrays: milliseconds of a call, by bytes.
 
-    mpirun --bind-to none -np 2 python -m benchmarks.collectives [--repeats 15]
+    mpirun --bind-to none -np 2 python -m benchmarks.collectives [--repeats 15] [--bytes 4096 1048576 16777216]
 
 Every call gets the same float32 values and ends with the result in each process; the two take turns. jaxdp compares
 the ranks' arguments before each call. Prints medians, of rank 0.
@@ -18,8 +18,6 @@ import numpy as np
 from mpi4py import MPI
 
 import jaxdp
-
-SIZES = (4 << 10, 1 << 20, 16 << 20)  # bytes of the argument, of one rank
 
 
 def ours(x: jax.Array, rank: int) -> dict[str, Callable[[], object]]:
@@ -60,9 +58,11 @@ def seconds(call: Callable[[], object], comm: MPI.Comm) -> float:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=15)
+    sizes = [4 << 10, 1 << 20, 16 << 20]
+    parser.add_argument("--bytes", type=int, nargs="+", default=sizes, help="of the argument, of one rank")
     args = parser.parse_args(argv)
     context, comm = jaxdp.init(), MPI.COMM_WORLD
-    for size in SIZES:
+    for size in args.bytes:
         values = np.random.default_rng(comm.rank).normal(size=size // 4).astype(np.float32)
         calls = ours(jax.device_put(values), comm.rank), mpis(values, comm)
         for name in calls[0]:

@@ -1,5 +1,6 @@
 """Data sets of a whole number of batches, so that no opponent has to think about the last one of an epoch."""
 
+import time
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,18 @@ class WholeDigits(Digits):
     def __init__(self, examples: int = 1408):
         super().__init__()
         self.arrays = {name: array[:examples] for name, array in self.arrays.items()}
+
+
+class SlowDigits(Digits):
+    """Digits that take `sleep` seconds a batch to read, so that a run of a small model lasts."""
+
+    def __init__(self, split: str = "train", sleep: float = 0.0):
+        super().__init__(split)
+        self.sleep = sleep if split == "train" else 0.0
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        time.sleep(self.sleep)
+        return super().read(indices)
 
 
 class Images(CIFAR10):

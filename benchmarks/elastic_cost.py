@@ -3,31 +3,28 @@
     python -m benchmarks.elastic_cost [--config configs/gpt_3m.yaml] [--processes 2] [--repeats 3] [--key value ...]
 
 Two jobs in turn, `repeats` times; of each, the median `step_time_ms` of its records. Prints the medians over the jobs,
-their ratio, and the mean difference of the two jobs of a turn, in microseconds, with its standard error. Other
-arguments go to the config.
+their ratio, and the mean difference of the two jobs of a turn, in us, with its standard error (null for one turn).
+Other arguments go to the config.
 """
 
 import argparse
 import json
-import os
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 
-from benchmarks.job import ROOT
+from benchmarks import job
 
 
 def step_time(args: argparse.Namespace, elastic: bool, more: list[str]) -> float:
     """The milliseconds of an update in a job: the median over its records."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "jaxdp", "launch", "-n", str(args.processes), "train", "--config", args.config]
-        command += ["--run_dir", folder + "/run", "--elastic.enabled", str(elastic).lower(), *more]
-        env = os.environ | {"XLA_FLAGS": ""}
-        subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True)
-        lines = (pathlib.Path(folder) / "run/metrics.jsonl").read_text().splitlines()
-    return statistics.median(record["step_time_ms"] for record in map(json.loads, lines) if "step_time_ms" in record)
+        command += ["--run_dir", f"{folder}/run", "--elastic.enabled", str(elastic).lower(), *more]
+        job.call(command, job.environment(XLA_FLAGS=""), job.ROOT)
+        records = job.records(pathlib.Path(folder) / "run")
+    return statistics.median(record["step_time_ms"] for record in records if "step_time_ms" in record)
 
 
 def main(argv: list[str]) -> None:
@@ -35,8 +32,6 @@ def main(argv: list[str]) -> None:
     for name, default in (("config", "configs/gpt_3m.yaml"), ("processes", 2), ("repeats", 3)):
         parser.add_argument(f"--{name}", type=type(default), default=default)
     args, more = parser.parse_known_args(argv)
-    if args.repeats < 2:
-        parser.error(f"--repeats: {args.repeats}, but a standard error needs 2")
     found: dict[bool, list[float]] = {False: [], True: []}
     for repeat in range(args.repeats):
         for elastic in (False, True) if repeat % 2 else (True, False):
@@ -49,7 +44,7 @@ def main(argv: list[str]) -> None:
         "with_ms": round(with_it, 2),
         "ratio": round(with_it / without, 4),
         "difference_us": round(statistics.mean(costs)),
-        "standard_error_us": round(statistics.stdev(costs) / len(costs) ** 0.5),
+        "standard_error_us": round(statistics.stdev(costs) / len(costs) ** 0.5) if args.repeats > 1 else None,
     }
     print(json.dumps(result))
 

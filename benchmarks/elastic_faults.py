@@ -14,37 +14,6 @@ from typing import Any
 
 PATIENCE = 20.0  # seconds that a fault waits for its moment
 
-# The callback of the run: it waits `pause` seconds in each update, tells before a save or an evaluation, and damages a
-# snapshot.
-WAIT = """
-import os
-import pathlib
-import time
-
-import numpy as np
-
-
-class Wait:
-    def __init__(self, pause=0.02, save=100, evaluation=50):
-        self.pause, self.every = pause, {"save": save, "evaluation": evaluation}
-
-    def on_start(self, run):
-        self.run = run
-
-    def on_update(self, step, metrics):
-        time.sleep(0 if os.path.exists("finish") else self.pause)
-        for name, every in self.every.items():
-            if step % every == 0:
-                pathlib.Path(name).touch()
-        file = pathlib.Path(f"damage.{os.getpid()}")
-        newest = self.run.hooks.snapshots and self.run.hooks.snapshots.newest
-        if newest and file.exists():
-            file.unlink()
-            for arrays in newest.parts.values():
-                arrays[0] = np.array(arrays[0])
-                arrays[0].reshape(-1).view("uint8")[0] ^= 8
-"""
-
 
 def send(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):

@@ -1,6 +1,7 @@
 """Elastic training on several hosts whose network is cut, and which are lost: does it end as one device does alone?
 
-    python -m benchmarks.elastic_hosts [--hosts 3] [--processes 1] [--minutes 2] [--seed 1] [--faults a,b] [--key v]
+    python -m benchmarks.elastic_hosts [--hosts 3] [--processes 1] [--minutes 2] [--seed 1] [--faults a,b]
+        [--pause 0.2] [--key v]
 
 Each host is a network namespace of this machine (needs root), with a loop that starts its processes again. Faults are
 chosen at random, each in a complete job. Prints for each the seconds from its end (the cable is plugged in, the host
@@ -10,6 +11,7 @@ missing or logged twice, the parameters are not those of one device, or a proces
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -21,7 +23,7 @@ import tempfile
 import threading
 import time
 
-from benchmarks.elastic_faults import OF_HOSTS, WAIT, of_hosts
+from benchmarks.elastic_faults import OF_HOSTS, of_hosts
 from benchmarks.elastic_soak import CONFIG, Progress, Run, alone, final
 from benchmarks.job import ROOT
 
@@ -29,10 +31,9 @@ sys.path.insert(0, str(ROOT / "tests/support"))
 from netns import Hosts
 
 LIMIT = 300.0  # seconds from the end of a fault until all processes train: 90 as documented, and a slow machine
-PAUSE = 0.2  # seconds in an update
 FEW = 10  # updates whose metrics may be written later
 CHANGES = {
-    "waiting.Wait": f"waiting.Wait, args: {{pause: {PAUSE}, save: 40, evaluation: 20}}",
+    "waiting.Wait": "waiting.Wait, args: {pause: {pause}, save: 40, evaluation: 20}",
     "every: 100}": "every: 40}", "every: 50}": "every: 20}", "every: 10}": "every: 1}",
 }  # fmt: skip
 
@@ -41,7 +42,8 @@ class Job(Run):
     """A job on these hosts. A process starts again 2 s after its end, until it ends with 0."""
 
     def __init__(self, hosts: Hosts, processes: int, folder: pathlib.Path, words: list[str]):
-        self.hosts, self.folder, self.codes, self.closed = hosts, folder, [], False
+        self.hosts, self.folder, self.closed = hosts, folder, False
+        self.codes: list[int] = []
         self.up = [threading.Event() for _ in hosts.names]
         self.env = os.environ | {
             "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{folder}",
@@ -125,18 +127,21 @@ def soak(job: Job, minutes: float, faults: list[str], rng: random.Random) -> Non
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser()
-    for name, default in (("hosts", 3), ("processes", 1), ("minutes", 2.0), ("seed", 1)):
+    for name, default in (("hosts", 3), ("processes", 1), ("minutes", 2.0), ("seed", 1), ("pause", 0.2)):
         parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--faults", type=lambda text: text.split(","), default=OF_HOSTS)
     args, more = parser.parse_known_args(argv)
-    steps, config = round(60 * args.minutes / PAUSE / 10) * 10, CONFIG
+    steps, config = round(60 * args.minutes / args.pause / 10) * 10, CONFIG
     for old, new in CHANGES.items():
-        config = config.replace(old, new)
+        config = config.replace(old, new.replace("{pause}", str(args.pause)))
     folder = pathlib.Path(tempfile.mkdtemp())
     (folder / "config.yaml").write_text(config)
-    (folder / "waiting.py").write_text(WAIT)
     words = ["--steps", str(steps), *more]
-    with Hosts(args.hosts) as hosts:
+    with contextlib.ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(Hosts(args.hosts))
+        except OSError as error:
+            raise SystemExit(f"no network namespaces here ({error}): run it as root, with iproute2") from None
         job = Job(hosts, args.processes, folder, [*words, "--elastic.enabled", "true"])
         try:
             faults = [kind for kind in args.faults if kind != "halves" or args.hosts % 2 == 0]

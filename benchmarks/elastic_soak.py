@@ -1,14 +1,14 @@
 """Training while processes are killed: the share of the updates that are made without faults in the same time.
 
     python -m benchmarks.elastic_soak [--processes 4] [--minutes 5] [--every 10] [--ways elastic,restart,torchrun]
-        [--faults kill,coordinator,...|all] [--seed 0] [--key value ...]
+        [--faults kill,coordinator,...|all] [--seed 0] [--healthy 15] [--steps N] [--key value ...]
 
 A small MLP, 20 ms of waiting in each update. `elastic`: jaxdp launch with elastic training. `restart`: jaxdp launch in
 a loop, which starts again from the last checkpoint. `torchrun`: PyTorch's DistributedDataParallel, restarted by its
 agent from its last checkpoint. A checkpoint is written every 100 updates. Faults: those of `elastic_faults`, of which
 `restart` and `torchrun` know kill, first, pair and stop. Prints the goodput: the updates per second with faults
-relative to those before the first fault. The elastic run is then finished without faults, and compared with one device
-that ran alone. Other arguments go to jaxdp's config.
+relative to those before the first fault, in `--healthy` seconds. The elastic run is then finished without faults, and
+compared with one device that ran alone. Other arguments go to jaxdp's config.
 """
 
 import argparse
@@ -25,11 +25,12 @@ import tempfile
 import threading
 import time
 
-from benchmarks.elastic_faults import FAULTS, WAIT, send
+from benchmarks import job
+from benchmarks.elastic_faults import FAULTS, send
 from benchmarks.job import ROOT
 
 HUNG = 60.0  # seconds without an update
-HEALTHY = 15.0  # seconds without faults, from which the normal speed is measured
+FIRST = 100  # updates before anything is measured; fewer in a run of fewer than ten times as many
 CONFIG = """
 model: {target: MLP, args: {hidden: [64], dropout: 0.1}}
 data: {target: Digits, args: {augment: true}}
@@ -38,7 +39,7 @@ optimizer: {target: adam, lr: 1.0e-3}
 log: {every: 10}
 checkpoint: {every: 100}
 eval: {every: 50}
-callbacks: [{target: waiting.Wait}]
+callbacks: [{target: benchmarks.waiting.Wait}]
 parallel: {reduction: exact}
 """
 
@@ -79,8 +80,7 @@ class Job(Run):
         threading.Thread(target=self._restart, daemon=True).start()
 
     def _start(self) -> subprocess.Popen:
-        out = {"stdout": self.log, "stderr": self.log}
-        return subprocess.Popen(self.command, cwd=self.folder, env=self.env, start_new_session=True, **out)
+        return job.start(self.command, self.env, self.folder, stdout=self.log, stderr=self.log)
 
     def _restart(self) -> None:
         while self.launcher.wait() != 0 and self.again:
@@ -117,7 +117,7 @@ def parent(process: pathlib.Path) -> int | None:
 class Progress(threading.Thread):
     """Watches a job: the newest update, and the longest time without a new one since `clear`."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: Run):
         super().__init__(daemon=True)
         self.job, self.newest, self.at, self.longest = job, 0, time.monotonic(), 0.0
 
@@ -134,18 +134,19 @@ class Progress(threading.Thread):
         return longest
 
 
-def soak(job: Job, minutes: float, every: float, faults: list[str], seed: int) -> dict:
+def soak(job: Job, minutes: float, every: float, faults: list[str], seed: int, healthy: float, updates: int) -> dict:
     """Train with faults; return the updates per second before the first fault, and the share that faults leave.
 
     faults: each is chosen at random. longest: of each kind, the longest time without a new update until the next fault.
     """
-    rng, longest = random.Random(seed), {}
-    while job.step() < 100:
+    rng = random.Random(seed)
+    longest: dict[str, list[float | None]] = {}
+    while job.step() < min(FIRST, updates // 10):
         if job.launcher.poll() == 2:
             raise SystemExit(f"the job was refused: see {job.folder}/log")
         time.sleep(0.1)
     first, began = job.step(), time.monotonic()
-    time.sleep(HEALTHY)
+    time.sleep(healthy)
     base, start = job.step(), time.monotonic()
     normal, count = (base - first) / (start - began), 0
     progress = Progress(job)
@@ -187,8 +188,7 @@ def commands(way: str, processes: int, steps: int, more: list[str]) -> list[str]
 def alone(folder: pathlib.Path, steps: int, more: list[str]) -> str:
     """The digest of the parameters after the same run on one device."""
     command = [sys.executable, f"{ROOT}/train.py", "--config", f"{folder}/config.yaml", "--steps", str(steps), *more]
-    env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": f"{ROOT}:{folder}"}
-    subprocess.run([*command, "--run_dir", f"{folder}/alone"], cwd=folder, env=env, check=True, capture_output=True)
+    job.call([*command, "--run_dir", f"{folder}/alone"], job.environment(XLA_FLAGS=""), folder)
     return final(folder / "alone")["params_sha256"]
 
 
@@ -211,19 +211,19 @@ def finish(job: Job, folder: pathlib.Path, steps: int, more: list[str]) -> dict:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser()
-    for name, default in (("processes", 4), ("minutes", 5.0), ("every", 10.0), ("seed", 0)):
+    for name, default in (("processes", 4), ("minutes", 5.0), ("every", 10.0), ("seed", 0), ("healthy", 15.0)):
         parser.add_argument(f"--{name}", type=type(default), default=default)
+    parser.add_argument("--steps", type=int, help="of the run; left out, what the minutes suffice for")
     parser.add_argument("--faults", type=lambda text: [*FAULTS] if text == "all" else text.split(","), default=["kill"])
     parser.add_argument("--ways", type=lambda text: text.split(","), default=["elastic", "restart", "torchrun"])
     args, more = parser.parse_known_args(argv)
-    steps = round(60 * args.minutes / 0.02)
+    steps = args.steps or round(60 * args.minutes / 0.02)
     for way in args.ways:
         folder = pathlib.Path(tempfile.mkdtemp())
         (folder / "config.yaml").write_text(CONFIG)
-        (folder / "waiting.py").write_text(WAIT)
         job = Job(commands(way, args.processes, steps, more), folder, again=way == "restart")
         try:
-            result = soak(job, args.minutes, args.every, args.faults, args.seed)
+            result = soak(job, args.minutes, args.every, args.faults, args.seed, args.healthy, steps)
             if way == "elastic":
                 result |= finish(job, folder, steps, more)
         finally:

@@ -1,6 +1,6 @@
 """What the same bits on any number of devices cost: the exact reductions against bucket, side by side.
 
-    python benchmarks/exact.py --config configs/gpt_3m.yaml [--processes 2] [--devices 1] [--group 1] [--key value ...]
+    python -m benchmarks.exact --config configs/gpt_3m.yaml [--processes 2] [--devices 1] [--group 1] [--key value ...]
 
 Each way to train is a job of its own, since exact mode sets JAX's environment; all wait while one of them makes a few
 updates, in turn. Prints the medians and, of one process, the bytes that a device sends per update, as the compiled
@@ -11,13 +11,21 @@ some of `WAYS`, separated by commas (by default without xla). Other arguments go
 import dataclasses
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, Literal
 
-WAYS = {"bucket": "vmap", "bucket loop": "scan", "exact": "auto", "exact16": "auto", "exact8": "auto", "xla": "vmap"}
+WAYS: dict[str, Literal["auto", "vmap", "scan"]] = {
+    "bucket": "vmap",
+    "bucket loop": "scan",
+    "exact": "auto",
+    "exact16": "auto",
+    "exact8": "auto",
+    "xla": "vmap",
+}
 DEFAULT = [way for way in WAYS if way != "xla"]
 UPDATES = 4
 
@@ -79,12 +87,15 @@ def take(argv: list[str], name: str, default: Any) -> Any:
 
 
 def main(argv: list[str]) -> None:
+    from benchmarks import job  # `work` runs without it, on whatever host
+
     processes, devices, group = take(argv, "processes", 1), take(argv, "devices", 1), take(argv, "group", 1)
-    launcher = take(argv, "launcher", f"mpirun -np {processes} --bind-to none --oversubscribe").split()
+    launcher = shlex.split(take(argv, "launcher", shlex.join(job.mpirun(processes))))
     ways, repeats = take(argv, "ways", ",".join(DEFAULT)).split(","), take(argv, "repeats", 9)
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
-    env = {**os.environ, "XLA_FLAGS": flags, "JAXDP_TIMEOUT": "3600"}
-    jobs, found = {}, {}
+    env = job.environment(XLA_FLAGS=flags, JAXDP_TIMEOUT="3600")
+    jobs: dict[str, subprocess.Popen] = {}
+    found = {}
     for way in ways:
         launch = launcher if processes > 1 else []
         more = ["--parallel.reduction", "exact", "--parallel.exact_group", str(group)]
@@ -96,10 +107,10 @@ def main(argv: list[str]) -> None:
         for way in ways[:: 1 if repeat % 2 else -1]:
             tell(jobs[way], "go")
             times[way].append(answer(jobs[way]))
-    for job in jobs.values():
-        tell(job, "stop")
-    for job in jobs.values():
-        job.wait()
+    for process in jobs.values():
+        tell(process, "stop")
+    for process in jobs.values():
+        process.communicate()
     median = {way: statistics.median(t) for way, t in times.items()}
     result = {
         "arguments": " ".join(argv),

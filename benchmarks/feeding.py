@@ -1,8 +1,9 @@
 """Whether input keeps up: what CIFAR-10's pipeline gives without a step, what the step takes, how long the loop waits.
 
-    python -m benchmarks.feeding [--root FOLDER_OF_CIFAR10] [--updates 300]
+    python -m benchmarks.feeding [--root FOLDER_OF_CIFAR10] [--updates 300] [--repeats 5] [--key value ...]
 
-The pipeline: batches read and put on the device by the loop's own source, and augmented there. Prints JSON.
+The pipeline: batches read and put on the device by the loop's own source, and augmented there. Prints JSON. Other
+arguments go to the config.
 """
 
 import argparse
@@ -43,12 +44,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--root", default="random")
     parser.add_argument("--updates", type=int, default=300)
     parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args(argv)
+    options, more = parser.parse_known_args(argv)
     config, *_ = load(
         [
             *("--config", str(ROOT / "configs/cifar10_resnet9.yaml"), "--data.target", "benchmarks.data.Images"),
             *("--data.args.root", options.root, "--data.args.augment", "true", "--microbatches", "1"),
-            *("--epochs", "null", "--steps", "100000"),
+            *("--epochs", "null", "--steps", "100000", *more),
         ]
     )
     n, examples = options.updates, config.batch_size * options.updates

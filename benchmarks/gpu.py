@@ -214,23 +214,7 @@ def torch_python(tiny: bool) -> tuple[str | None, str]:
 
 def counted(bench: Bench, words: list[str]) -> int:
     """FLOPs of an update's products, as the traced program has them; on CPU, since the device may be in use."""
-    program = """
-import sys
-import jax
-import numpy as np
-from jaxdp.assemble.components import make_parts, make_the_step, set_jax, state_maker
-from jaxdp.cli import load
-from jaxdp.data.prefetch import read_batch
-from jaxdp.analysis.flops import count_flops
-config, *_ = load(sys.argv[1:])
-set_jax(config)
-parts = make_parts(config)
-step, state = make_the_step(config, parts), jax.eval_shape(state_maker(config, parts))
-batch = read_batch(parts.dataset, parts.order, 0, np.arange(config.microbatches))
-grads = lambda s, b: step.grads(s.view(step.seed), b, np.arange(config.microbatches))
-print(count_flops(jax.make_jaxpr(grads)(state, batch)))
-"""
-    command = [sys.executable, "-c", program, "--config", str(ROOT / words[0]), *words[1:]]
+    command = [sys.executable, "-m", "benchmarks.flops", "--config", str(ROOT / words[0]), *words[1:]]
     return int(printed(bench, command, {"JAX_PLATFORMS": "cpu"}).split()[-1])
 
 

@@ -8,7 +8,6 @@ A contender that fails, hangs or trains something else is left out, with the rea
 """
 
 import datetime
-import json
 import os
 import pathlib
 import platform
@@ -20,9 +19,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from benchmarks.job import Contender, Failed, Job
+from benchmarks.job import Contender, Failed, Job, first_line, read
 
 IDLE = 0.10  # of a core, that all contenders together may use while they wait
+HELLO_SECONDS = 5.0  # for the first line of a connection
 TURN = 2.0  # seconds; a contender that needs longer for `updates` updates makes fewer in a turn
 LEAST_UPDATES = 2  # in a turn
 LEAST_REPEATS = 3  # also where the time is over
@@ -55,8 +55,9 @@ class Contest:
     def check(self) -> None:
         """Raise Failed if no job is left."""
         if not self.jobs:
-            reasons = (f"{name}: {why}" for name, why in self.left_out.items())
-            raise Failed("\n".join(["no contender is left", *reasons]))
+            first = "; ".join(f"{name}: {first_line(why)}" for name, why in self.left_out.items())
+            logs = (f"{name}: {why}" for name, why in self.left_out.items() if "\n" in why)
+            raise Failed("\n".join([f"no contender is left: {first}", *logs]))
 
     def each(self, call: Callable[[Job], T], order: int = 1) -> dict[str, T]:
         """Return {name: call(job)}; a job that fails is left out. order: 1, or -1 for the last job first."""
@@ -139,14 +140,20 @@ def meet(server: socket.socket, contest: Contest, timeout: float) -> None:
         if ready:
             line, _ = server.accept()
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            file = line.makefile()
-            text = file.readline()
-            hello = json.loads(text) if text else {}
-            job = next((job for job in contest.jobs if job.name == hello.get("name")), None)
-            if job is None:  # of one that was left out, or that ended meanwhile
+            line.settimeout(HELLO_SECONDS)
+            file = line.makefile(errors="replace")
+            try:
+                hello = read(file.readline())
+            except OSError:
+                hello = None
+            name = hello.get("name") if isinstance(hello, dict) else None
+            job = next((job for job in contest.jobs if job.name == name), None)
+            why = job.connect(hello, line, file) if job else "a stranger, or of a job that was left out"
+            if why:
+                file.close()
                 line.close()
-            else:
-                job.connect(hello, line, file)
+            if why and job:
+                contest.leave_out(job, why)
         for job in [job for job in contest.jobs if not job.is_connected]:
             try:
                 job.check_start()
@@ -162,6 +169,9 @@ def train(job: Job, updates: int, timeout: float) -> list[float]:
     more = job.ask(timeout, do="losses", updates=updates - 1)
     job.facts["first_update_s"] = max(answer["seconds"] for answer in first)
     ranks = [a["losses"] + b["losses"] for a, b in zip(first, more, strict=True)]
+    for losses in ranks:
+        if len(losses) != updates:
+            raise job.failed(f"it has {len(losses)} losses of {updates} updates")
     return [statistics.fmean(values) for values in zip(*ranks, strict=True)]
 
 
@@ -185,8 +195,6 @@ def difference(losses: Sequence[float], others: Sequence[float], name: str, tole
     """Return a sentence about how losses differ from those of the contender `name`."""
     if losses is others:
         return f"its losses are not finite: {', '.join(f'{x:.6g}' for x in losses)}"
-    if len(losses) != len(others):
-        return f"it has {len(losses)} losses, and {name} has {len(others)}"
     i = next(i for i, (a, b) in enumerate(zip(losses, others)) if not abs(a - b) <= tolerance * abs(b))
     return (
         f"its losses differ from those of {name} by {worst(losses, others):.1e} (at most {tolerance:.1e}); "

@@ -8,9 +8,11 @@ import json
 import os
 import pathlib
 import select
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, TextIO
@@ -19,6 +21,15 @@ from benchmarks import contender
 
 ROOT = pathlib.Path(__file__).parent.parent
 LOG_LINES = 6  # of a failed job's log, shown with the reason
+# Open MPI 4 and 5 refuse root without these.
+AS_ROOT = {f"{p}_ALLOW_RUN_AS_ROOT{s}": "1" for p in ("OMPI", "PRTE") for s in ("", "_CONFIRM") if os.geteuid() == 0}
+# What the answer to each command contains; lists are of numbers.
+ANSWERS: dict[str, dict[str, Any]] = {
+    "losses": {"losses": list, "seconds": (int, float)},
+    "run": {"seconds": (int, float)},
+    "memory": {},
+}
+HELLO = {"rank": int, "pid": int, "versions": dict, "cores": list}
 
 
 class Failed(Exception):
@@ -59,7 +70,7 @@ class Job:
         }
         command, ranks = list(contender_.command), 1
         if contender_.launcher == "mpirun":
-            command = ["mpirun", "-np", str(contender_.processes), "--bind-to", "none", "--oversubscribe", *command]
+            command = [*mpirun(contender_.processes), *command]
         elif contender_.launcher == "ranks":
             ranks = contender_.processes
         with self.log.open("w") as log:
@@ -71,11 +82,14 @@ class Job:
     def is_connected(self) -> bool:
         return len(self.lines) == self.contender.processes
 
-    def connect(self, hello: dict[str, Any], line: socket.socket, file: TextIO) -> None:
-        """Accept the connection of a rank."""
+    def connect(self, hello: Any, line: socket.socket, file: TextIO) -> str:
+        """Accept the connection of a rank; return why not, if its first line is wrong."""
+        if not has(hello, HELLO):
+            return f"it began with {str(hello)[:80]}"
         self.lines[hello["rank"]], self.answers[hello["rank"]] = line, file
         self.pids.append(hello["pid"])
         self.facts |= {"start_s": time.perf_counter() - self.began} | {k: hello[k] for k in ("versions", "cores")}
+        return ""
 
     def failed(self, why: str) -> Failed:
         """Return the exception to raise: the reason, and the end of the log."""
@@ -106,21 +120,29 @@ class Job:
             ready, *_ = select.select(list(waiting.values()), [], [], 1.0)
             for rank in [rank for rank, line in waiting.items() if line in ready]:
                 del waiting[rank]
+                self.lines[rank].settimeout(timeout)
                 try:
                     text = self.answers[rank].readline()
+                except TimeoutError:  # of a line that has begun
+                    raise self.failed(f"no answer to `{command['do']}` within {timeout:.0f} s") from None
                 except OSError:
                     text = ""
                 if not text:
                     self.wait(2.0)
                     raise self.failed(f"a process ended during `{command['do']}`")
-                answers[rank] = json.loads(text)
+                answers[rank] = answer = read(text)
+                if not has(answer, ANSWERS[command["do"]]):
+                    raise self.failed(f"it answered {text.strip()[:80]!r} to `{command['do']}`")
             if not ready and time.monotonic() > deadline:
                 raise self.failed(f"no answer to `{command['do']}` within {timeout:.0f} s")
         return [answers[rank] for rank in sorted(answers)]
 
     def run(self, updates: int, timeout: float) -> float:
         """Make updates and return the seconds of the slowest rank. Raises Failed."""
-        return max(answer["seconds"] for answer in self.ask(timeout, do="run", updates=updates))
+        seconds = max(answer["seconds"] for answer in self.ask(timeout, do="run", updates=updates))
+        if not 0 < seconds < float("inf"):
+            raise self.failed(f"it took {seconds} s for {updates} updates")
+        return seconds
 
     def cpu_seconds(self) -> float:
         """Return the CPU time of all ranks since they started. Raises Failed if one is gone."""
@@ -141,7 +163,9 @@ class Job:
 
     def end(self) -> None:
         """End all processes of the job."""
-        for line in (*self.answers.values(), *self.lines.values()):
+        for answers in self.answers.values():
+            answers.close()
+        for line in self.lines.values():
             line.close()
         for process in self.processes:
             process.terminate() if process.poll() is None else None
@@ -151,9 +175,31 @@ class Job:
             process.wait()
 
 
-def start(command: Sequence[str], env: dict[str, str], **more: Any) -> "subprocess.Popen[Any]":
+def read(text: str) -> Any:
+    """Return the JSON of a line; None if it is something else."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def has(message: Any, fields: dict[str, Any]) -> bool:
+    """Return whether a message has these fields, of these types; the elements of a list must be numbers."""
+    if not isinstance(message, dict) or any(not isinstance(message.get(name), kind) for name, kind in fields.items()):
+        return False
+    numbers = (x for name, kind in fields.items() if kind is list for x in message[name])
+    return all(isinstance(x, (int, float)) for x in numbers)
+
+
+def first_line(text: str) -> str:
+    return text.partition("\n")[0].removesuffix("; the end of its log:").removesuffix(":")
+
+
+def start(
+    command: Sequence[str], env: dict[str, str], cwd: pathlib.Path = ROOT, **files: Any
+) -> "subprocess.Popen[Any]":
     """Start a command in a session of its own, so that `kill` reaches what it starts."""
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=ROOT, env=env, start_new_session=True, **more)
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=cwd, env=env, start_new_session=True, **files)
 
 
 def kill(pids: Sequence[int]) -> None:
@@ -182,9 +228,31 @@ def output(command: Sequence[str], timeout: float, env: dict[str, str] | None = 
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return this process's environment, in which `benchmarks` can be imported, and `more`."""
+    """Return this process's environment, in which `benchmarks` can be imported and mpirun starts, and `more`."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path, **more}
+    return {**os.environ, **AS_ROOT, "PYTHONPATH": path, **more}
+
+
+def mpirun(processes: int) -> list[str]:
+    """Return the words that start a command in so many processes: of the mpirun beside this Python, or on PATH."""
+    beside = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    program = shutil.which("mpirun", path=beside) or "mpirun"
+    return [program, "-np", str(processes), "--bind-to", "none", "--oversubscribe"]
+
+
+def train(words: Sequence[str], folder: pathlib.Path, launcher: Sequence[str] = (), **env: str) -> list[dict[str, Any]]:
+    """Run `train.py WORDS` in a job of its own; return the records of its metrics file. Raises CalledProcessError."""
+    call([*launcher, sys.executable, str(ROOT / "train.py"), *words, "--run_dir", str(folder)], environment(**env))
+    return records(folder)
+
+
+def call(command: Sequence[str], env: dict[str, str], cwd: pathlib.Path | None = None) -> None:
+    """Run a command to its end; what it prints goes to stderr. Raises CalledProcessError."""
+    subprocess.run(command, check=True, stdout=sys.stderr, env=env, cwd=cwd)
+
+
+def records(run_dir: pathlib.Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def free_port() -> int:

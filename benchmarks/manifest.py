@@ -63,11 +63,11 @@ def calls(folder: pathlib.Path, processes: int, phase: str) -> int:
     return count[1] - count[0]
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="+", default=[64, 1024, 4096])
     parser.add_argument("--phase", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.phase:
         phase, folder, processes = options.phase
         PHASES.get(phase, lambda *_: None)(pathlib.Path(folder), int(processes))
@@ -90,4 +90,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

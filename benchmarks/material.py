@@ -65,7 +65,7 @@ def main(folder: str, updates: int, argv: list[str]) -> None:
     for name in ("inputs", "labels"):
         np.save(root / f"{name}.npy", narrow(everything[name]))
     facts = facts_of(parts.dataset)
-    rate = parts.rule.schedule or (lambda step: config.optimizer.lr)
+    rate = parts.rule.schedule or (lambda step: jax.numpy.float32(config.optimizer.lr))
     rates = jax.vmap(lambda step: jax.numpy.float32(rate(step)))(jax.numpy.arange(updates))
     np.save(root / "rates.npy", np.asarray(rates, np.float64))
     opt = dataclasses.asdict(config.optimizer)

@@ -15,18 +15,15 @@ import json
 import pathlib
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 
-from benchmarks.job import ROOT
+from benchmarks import job
 
 
 def train(launcher: list[str], argv: list[str], folder: pathlib.Path) -> dict:
-    """Train once; return the median milliseconds of an update and the final record."""
-    command = [*launcher, sys.executable, f"{ROOT}/train.py", *argv, "--run_dir", str(folder)]
-    subprocess.run(command, check=True, stdout=sys.stderr)
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """Train once; return the median milliseconds of an update and the final loss."""
+    records = job.train(argv, folder, launcher)
     times = [r["step_time_ms"] for r in records if r["split"] == "train"][1:]
     return {"ms": round(statistics.median(times), 1), "loss": records[-1]["loss"]}
 
@@ -39,7 +36,7 @@ def few(every: int, outer_steps: int) -> list[str]:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--launcher", default="mpirun --bind-to none -np 2")
+    parser.add_argument("--launcher", default=shlex.join(job.mpirun(2)))
     parser.add_argument("--every", type=lambda text: [int(x) for x in text.split(",")], default=[1, 5, 20, 100])
     parser.add_argument("--speed", type=int)
     parser.add_argument("--bucket_ms", type=float, help="of an earlier run; leaves it out")

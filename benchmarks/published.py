@@ -8,6 +8,7 @@ first, third, ... run is judged, the second, fourth, ... is fitted; a source wit
     python -m benchmarks.published --fit    # the constants of jaxdp/analysis/hardware.py, from the fitted half
 """
 
+import argparse
 import functools
 import itertools
 import math
@@ -85,17 +86,19 @@ def loss_of(runs: Sequence[Run], efficiency: float | None, network: float, overl
     return sum(math.log(predict(r, efficiency, network, overlap) / r.published) ** 2 for r in runs)
 
 
-def fit(runs: Sequence[Run]) -> tuple[dict[str, float], float, float]:
-    """Return EFFICIENCY, NETWORK and OVERLAP: the least squares of log(predicted/published) on a grid.
+def fit(runs: Sequence[Run], coarse: int = 1) -> tuple[dict[str, float], float, float]:
+    """Return EFFICIENCY, NETWORK and OVERLAP: the least squares of log(predicted/published) on a grid,
+    or on every `coarse`th of its values.
 
     Runs with published seconds have no efficiency to fit.
     """
-    shares = [round(0.2 + 0.005 * i, 3) for i in range(160)]
+    shares = [round(0.2 + 0.005 * i, 3) for i in range(0, 160, coarse)]
     groups = {name: [r for r in runs if r.family == name] for name in sorted({r.family for r in runs})}
     best: tuple[float, dict[str, float], float, float] = (math.inf, {}, 1.0, 0.0)
-    for n, o in itertools.product(range(6, 21), range(21)):
+    for n, o in itertools.product(range(6, 21, coarse), range(0, 21, coarse)):
         network, overlap = n / 20, o / 20
-        total, efficiency = 0.0, {}
+        total = 0.0
+        efficiency: dict[str, float] = {}
         for name, group in groups.items():
             tried = [None] if group[0].alone else shares
             loss, e = min(((loss_of(group, e, network, overlap), e) for e in tried), key=lambda pair: pair[0])
@@ -155,19 +158,28 @@ def summary() -> str:
     )
 
 
-def left_out() -> str:
+def left_out(coarse: int = 1) -> str:
     """Return each source's error with constants fitted to all runs of the other sources."""
     lines = ["| source left out of the fit | runs | median error |", "|---" * 3 + "|"]
     for source in SOURCES:
         runs = [r for r in RUNS if r.source == source]
-        efficiency, *links = fit([r for r in RUNS if r.source != source])
+        efficiency, *links = fit([r for r in RUNS if r.source != source], coarse)
         errors = [abs(error(r, efficiency.get(r.family), *links)) for r in runs]
         lines.append(f"| {source} | {len(runs)} | {100 * statistics.median(errors):.1f} % |")
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
-    if sys.argv[1:] == ["--fit"]:
-        print("EFFICIENCY = {}\nNETWORK = {}\nOVERLAP = {}".format(*fit(halves()[0])), left_out(), sep="\n\n")
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--coarse", type=int, default=1, help="fit on every Nth value of the grid")
+    options = parser.parse_args(argv)
+    if options.fit:
+        constants = fit(halves()[0], options.coarse)
+        print("EFFICIENCY = {}\nNETWORK = {}\nOVERLAP = {}".format(*constants), left_out(options.coarse), sep="\n\n")
     else:
         print(report())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

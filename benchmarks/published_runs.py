@@ -1,6 +1,6 @@
 """Published training runs, with the addresses of what was read: sizes, hardware, layouts and rates, as data."""
 
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 BF16, F32 = 2, 4  # bytes
 SOURCES = {  # all read in November 2026
@@ -54,9 +54,18 @@ class Run(NamedTuple):
         return self.hardware.split("-")[0]
 
 
+class Shape(TypedDict):
+    """Fields of `Run` that all runs of a model share."""
+
+    layers: int
+    width: int
+    length: int
+    outside: float
+
+
 H100, A100 = "h100-nvlink-ib400", "a100-nvlink-ib200"
-LLAMA3_8B = {"layers": 32, "width": 4096, "length": 8192, "outside": 128256 * 4096}  # [vocabulary, width]
-LLAMA2_7B = {"layers": 32, "width": 4096, "length": 4096, "outside": 32000 * 4096}
+LLAMA3_8B: Shape = {"layers": 32, "width": 4096, "length": 8192, "outside": 128256 * 4096}  # [vocabulary, width]
+LLAMA2_7B: Shape = {"layers": 32, "width": 4096, "length": 4096, "outside": 32000 * 4096}
 MPT = {  # parameters, layers, width; layers and width follow from the table's FLOPs and parameters
     "1b": (1315950592, 24, 2048), "3b": (2651837440, 32, 2560), "7b": (6658859008, 32, 4096),
     "13b": (12853954560, 40, 5120), "30b": (29975214080, 48, 7168), "70b": (64862437376, 80, 8192),

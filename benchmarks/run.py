@@ -1,6 +1,6 @@
 """Run the cases, print what was measured beside what is claimed, and write all samples as JSON.
 
-    python -m benchmarks.run [--only NAME ...] [--repeats 7] [--minutes 12] [--root FOLDER_OF_CIFAR10]
+    python -m benchmarks.run [--only NAME ...] [--repeats 7] [--minutes 12] [--root FOLDER_OF_CIFAR10] [--markdown FILE]
 
 PyTorch is taken from the Python that JAXDP_BENCH_TORCH names, else from .venv-torch. A contender or a case that fails
 is left out, with the reason; claims about it are not judged, all else is measured. Exit codes: 0 all was measured, 1
@@ -9,15 +9,17 @@ something is missing.
 
 import argparse
 import json
+import math
 import os
 import pathlib
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import harness, job
-from benchmarks.cases import CPU, SCRIPTS, Case, Claim, Entry, Script
+from benchmarks.cases import CPU, SCRIPTS, SMALLEST, Case, Claim, Entry, Script
 from jaxdp.environment import tunables
 
 ROOT = job.ROOT
@@ -28,14 +30,19 @@ SCRIPT_SECONDS = 40.0  # that a script takes, to share out the time; at most ten
 def main(argv: list[str], cases: tuple[Case | Script, ...] = (*CPU, *SCRIPTS)) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[case.name for case in cases])
+    parser.add_argument("--smallest", action="store_true", help="instead, in seconds: does everything run?")
     parser.add_argument("--repeats", type=int, default=7, help="at most; at least 3")
     parser.add_argument("--minutes", type=float, default=12.0, help="repeats are left out as this time runs out")
     parser.add_argument("--root", default="random", help="of CIFAR-10; left out, random images")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--markdown", type=pathlib.Path, metavar="FILE", help="write the results as one table")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     end, missing = time.monotonic() + 60 * options.minutes, []
-    cases = tuple(case for case in cases if not options.only or case.name in options.only)
+    results: list[tuple[Case | Script, dict[str, Any]]] = []
+    cases = (
+        SMALLEST if options.smallest else tuple(case for case in cases if not options.only or case.name in options.only)
+    )
     for i, case in enumerate(cases):
         began = time.monotonic()
         scripts = sum(isinstance(later, Script) for later in cases[i:])
@@ -49,17 +56,16 @@ def main(argv: list[str], cases: tuple[Case | Script, ...] = (*CPU, *SCRIPTS)) -
         except Exception as error:  # whatever it is, the other cases are measured
             found = {"failed": str(error) if isinstance(error, job.Failed) else f"{type(error).__name__}: {error}"}
             text = f"\n{case.name}: not measured: {found['failed']}"
-            missing.append(f"{case.name}: not measured")
-        missing += [f"{case.name}: {name}: {first_line(why)}" for name, why in found.get("left_out", {}).items()]
+            missing.append(f"{case.name}: not measured: {job.first_line(found['failed'])}")
+        missing += [f"{case.name}: {name}: {job.first_line(why)}" for name, why in found.get("left_out", {}).items()]
         found |= {"case": case.name, "took_s": time.monotonic() - began}
+        results.append((case, found))
         (options.out / f"{case.name}.json").write_text(json.dumps(found, indent=1) + "\n")
+        if options.markdown:
+            options.markdown.write_text(markdown(results))
         print(text, flush=True)
     print("\n" + "\n  ".join(["missing:", *missing] if missing else [f"all of {len(cases)} cases were measured"]))
     return 1 if missing else 0
-
-
-def first_line(text: str) -> str:
-    return text.partition("\n")[0].removesuffix("; the end of its log:")
 
 
 def measure(case: Case, repeats: int, root: str, seconds: float = float("inf")) -> dict[str, Any]:
@@ -125,16 +131,23 @@ def torch_python() -> str | None:
 
 def run_script(case: Script, root: str) -> tuple[dict[str, Any], str]:
     """Return what a script printed as JSON, and the same as text with a verdict on its claims. Raises Failed."""
-    launch = ["mpirun", "-np", str(case.processes), "--bind-to", "none", "--oversubscribe"] * (case.processes > 1)
+    launch = job.mpirun(case.processes) if case.processes > 1 else []
     command = [*launch, sys.executable, *case.command, *(["--root", root] if case.root else [])]
     lines = [x for x in job.output(command, 10 * SCRIPT_SECONDS).splitlines() if x.startswith("{")]
     if not lines:
         raise job.Failed("it printed no result")
-    found = {**json.loads(lines[-1]), **harness.machine()}
+    printed = job.read(lines[-1])
+    if not isinstance(printed, dict):
+        raise job.Failed(f"its result is no JSON: {lines[-1][:80]!r}")
+    found = {**printed, **harness.machine(), "claims": []}
     text = [f"\n{case.name}: {' '.join(case.command)}, {found['date']}"]
     for name, word, bound in case.claims:
-        holds = found[name] >= bound if word == "at least" else found[name] <= bound
-        text.append(f"  {name}: {found[name]:.3f}; asked: {word} {bound}: {VERDICT[holds]}")
+        number = printed.get(name)
+        if not isinstance(number, (int, float)) or not math.isfinite(number):
+            raise job.Failed(f"it printed no number `{name}`: {number!r}")
+        holds = number >= bound if word == "at least" else number <= bound
+        found["claims"].append({"name": name, "number": number, "asked": f"{word} {bound}", "holds": holds})
+        text.append(f"  {name}: {number:.3f}; {asked(f'{word} {bound}', holds)}")
     return found, "\n".join(text)
 
 
@@ -162,6 +175,19 @@ SHOWN = {
 VERDICT = {True: "holds", False: "DOES NOT HOLD"}
 
 
+def shown(claim: dict[str, Any]) -> str:
+    return SHOWN[claim["kind"]][0].format(**claim)
+
+
+def verdict(claim: dict[str, Any]) -> str:
+    """Return what is asked and whether it holds; nothing for a claim without a bound."""
+    return "" if claim["holds"] is None else asked(SHOWN[claim["kind"]][1].format(**claim), claim["holds"])
+
+
+def asked(bound: str, holds: bool) -> str:
+    return f"asked: {bound}: {VERDICT[holds]}"
+
+
 def table(case: Case, found: dict[str, Any]) -> str:
     """Return a line for each contender, one for each claim, and one for each contender that was left out."""
     units, unit = case.per_update
@@ -176,17 +202,52 @@ def table(case: Case, found: dict[str, Any]) -> str:
             f"{own['first_update_s']:6.1f} s {own['relative_loss_error']:11.1e}"
         )
     for claim in found["claims"]:
-        shown, asked = SHOWN[claim["kind"]]
-        verdict = "" if claim["holds"] is None else f"; asked: {asked.format(**claim)}: {VERDICT[claim['holds']]}"
         low, high = claim["speed"]["quartiles"]
         each = f"each repeat {claim['speed']['median']:.3f}x, quartiles {low:.3f} to {high:.3f}"
-        lines.append(f"  {shown.format(**claim)} ({each}){verdict}")
+        lines.append("; ".join([f"  {shown(claim)} ({each})", *filter(None, [verdict(claim)])]))
     lines += [f"  left out: {name}: {why}".replace("\n", "\n  ") for name, why in found["left_out"].items()]
     if found["not_judged"]:
         lines.append(
             f"  not judged, because a contender is left out: {found['not_judged']} of {len(case.claims)} claims"
         )
     return "\n".join(lines)
+
+
+def markdown(results: Sequence[tuple[Case | Script, dict[str, Any]]]) -> str:
+    """Return date, machine and versions, and one table: a row for each contender, each claim and each failure."""
+    machine = harness.machine()
+    versions: dict[str, str] = {}
+    for _, found in results:
+        for own in found.get("contenders", {}).values():
+            versions |= own["versions"]
+    where, packages = machine["machine"], ", ".join(f"{name} {version}" for name, version in versions.items())
+    lines = [
+        f"{machine['date']}; {where['cpu']}, {where['cores']} cores, {where['system']}; "
+        + (packages or f"python {machine['python']}"),
+        "",
+        "| case | | median | quartiles | per second | first update | verdict |",
+        "|---" * 7 + "|",
+    ]
+    for case, found in results:
+        rows: list[tuple[str, ...]] = []
+        units, unit = case.per_update if isinstance(case, Case) else (1, "")
+        for name, own in found.get("contenders", {}).items():
+            median, low, high = (f"{1e3 * x:.3f}" for x in (own["median"], *own["quartiles"]))
+            rate, first = f"{units / own['median']:,.0f} {unit}", f"{own['first_update_s']:.1f} s"
+            rows.append((name, f"{median} ms", f"{low} to {high}", rate, first, ""))
+        for claim in found.get("claims", ()):
+            if isinstance(case, Script):
+                rows.append(
+                    (claim["name"], f"{claim['number']:.3f}", "", "", "", asked(claim["asked"], claim["holds"]))
+                )
+            else:
+                low, high = claim["speed"]["quartiles"]
+                of_repeats = f"{low:.3f} to {high:.3f}x"
+                rows.append((shown(claim), f"{claim['speed']['of_medians']:.3f}x", of_repeats, "", "", verdict(claim)))
+        left_out = {**found.get("left_out", {}), **({"": found["failed"]} if "failed" in found else {})}
+        rows += [(name, "", "", "", "", f"not measured: {job.first_line(why)}") for name, why in left_out.items()]
+        lines += [f"| {' | '.join(cell.replace('|', '/') for cell in (case.name, *row))} |" for row in rows]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """How the time of an update grows: with parameters, batch, microbatches and simulated devices.
 
-    python -m benchmarks.scaling [--repeats 5] [--updates 4] [--tiny] [--out benchmarks/results]
+    python -m benchmarks.scaling [--repeats 5] [--updates 4] [--tiny] [--curves batch ...] [--out benchmarks/results]
 
 A GPT on bytes of the Python source; the points of a curve are measured interleaved, as contenders. Writes scaling.json.
+Other arguments go to the config.
 """
 
 import argparse
@@ -33,15 +34,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--updates", type=int, default=4)
     parser.add_argument("--tiny", action="store_true", help="the first two points of each curve, of a small model")
     parser.add_argument("--out", type=pathlib.Path, default=job.ROOT / "benchmarks" / "results")
-    options = parser.parse_args(argv)
-    curves = {name: curve(name, points, options) for name, points in CURVES.items()}
+    parser.add_argument("--curves", nargs="+", choices=[*CURVES], default=[*CURVES])
+    options, more = parser.parse_known_args(argv)
+    curves = {name: curve(name, CURVES[name], options, more) for name in options.curves}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "scaling.json").write_text(json.dumps({"curves": curves, **harness.machine()}, indent=1) + "\n")
-    points = sum(len(points[: 2 if options.tiny else None]) for points in CURVES.values())
+    points = sum(len(points[: 2 if options.tiny else None]) for points in map(CURVES.__getitem__, options.curves))
     return 0 if sum(map(len, curves.values())) == points else 1
 
 
-def curve(name: str, points: list[tuple[int, dict[str, str], int]], options: argparse.Namespace) -> dict[str, Any]:
+def curve(
+    name: str, points: list[tuple[int, dict[str, str], int]], options: argparse.Namespace, more: list[str]
+) -> dict[str, Any]:
     total = 4 + (options.repeats + 1) * (options.updates + 1)
     with tempfile.TemporaryDirectory() as folder:
         contenders = []
@@ -51,7 +55,7 @@ def curve(name: str, points: list[tuple[int, dict[str, str], int]], options: arg
             words = [word for pair in keys.items() for word in pair]
             command = [
                 *(sys.executable, "-m", "benchmarks.contender", "benchmarks.jaxdp_loop", f"{folder}/{x}"),
-                *("--config", str(job.ROOT / "configs/gpt_3m.yaml"), "--steps", str(total), *words),
+                *("--config", str(job.ROOT / "configs/gpt_3m.yaml"), "--steps", str(total), *words, *more),
             ]
             contenders.append(job.Contender(str(x), command, env={"XLA_FLAGS": flags}))
         found = harness.measure(

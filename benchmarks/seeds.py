@@ -12,11 +12,10 @@ import argparse
 import json
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 
-from benchmarks.job import ROOT
+from benchmarks import job
 
 MODELS = {"resnet9": ("cifar10_resnet9", "accuracy", 128), "lstm": ("ptb_lstm", "perplexity", 20)}
 
@@ -34,13 +33,9 @@ def batches(model: str, root: str, batch_size: int) -> int:
 
 def train(processes: int, config: str, argv: list[str]) -> list[dict]:
     """Train once; return the records of metrics.jsonl."""
-    launch = (
-        ["mpirun", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", "-np", str(processes)] if processes > 1 else []
-    )
+    launcher = job.mpirun(processes) if processes > 1 else []
     with tempfile.TemporaryDirectory() as folder:
-        command = [*launch, sys.executable, f"{ROOT}/train.py", "--config", config, *argv, "--run_dir", f"{folder}/run"]
-        subprocess.run(command, check=True, stdout=sys.stderr)
-        return [json.loads(line) for line in pathlib.Path(folder, "run/metrics.jsonl").read_text().splitlines()]
+        return job.train(["--config", config, *argv], pathlib.Path(folder) / "run", launcher)
 
 
 def main(argv: list[str]) -> None:
@@ -55,7 +50,7 @@ def main(argv: list[str]) -> None:
     options = ["--data.args.root", args.root, "--epochs", str(args.epochs)]
     options += ["--eval.every", str(updates), "--log.every", str(updates), *more]
     for processes in args.processes:
-        records = train(processes, f"{ROOT}/configs/{name}.yaml", options)
+        records = train(processes, f"{job.ROOT}/configs/{name}.yaml", options)
         times = [r["step_time_ms"] for r in records if r["split"] == "train" and "step_time_ms" in r]
         final = next(r for r in reversed(records) if r["split"] == "final")
         result = {

@@ -1,14 +1,16 @@
 """400 gradient tensors of 1,000 floats summed over two processes: packed into a bucket against `lax.psum` of the tree.
 
-    mpirun -np 2 python benchmarks/small_tensors.py
+    mpirun -np 2 python benchmarks/small_tensors.py [--tensors 400] [--repeats 15]
 
 Both are the same jitted program but for the reduction. Prints the operands of each program's all-reduces and the
 medians of interleaved repeats.
 """
 
+import argparse
 import json
 import re
 import statistics
+import sys
 import time
 
 import jax
@@ -22,10 +24,14 @@ from jaxdp.axes import DATA
 from jaxdp.parallel import REDUCTIONS
 from jaxdp.parallel.placement import data_mesh, ordered_devices
 
-TENSORS, SIZE, REPEATS = 400, 1000, 15
+SIZE = 1000
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tensors", type=int, default=400)
+    parser.add_argument("--repeats", type=int, default=15)
+    options = parser.parse_args(argv)
     context = jaxdp.init()
     mesh = data_mesh(ordered_devices(None))
     split = NamedSharding(mesh, P(DATA))
@@ -33,7 +39,7 @@ def main() -> None:
     local = jax.local_device_count()
     tree = [
         jax.make_array_from_process_local_data(split, rng.normal(size=(local, SIZE)).astype(np.float32))
-        for _ in range(TENSORS)
+        for _ in range(options.tensors)
     ]
 
     def program(name: str):
@@ -51,7 +57,7 @@ def main() -> None:
         np.testing.assert_allclose(a.addressable_data(0), b.addressable_data(0), rtol=1e-5, atol=1e-5)
 
     times: dict[str, list[float]] = {name: [] for name in programs}
-    for repeat in range(REPEATS):
+    for repeat in range(options.repeats):
         for name in list(programs)[:: 1 if repeat % 2 else -1]:
             context.barrier("repeat")
             began = time.perf_counter()
@@ -76,4 +82,4 @@ def operands(text: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,6 +1,7 @@
 """One run, killed again and again at random moments, against the same run left alone: the same bits, nothing lost.
 
-    python -m benchmarks.soak [--kills 100] [--launcher openmpi|mpich|hand] [--seed 0] [--json FILE] [--work FOLDER]
+    python -m benchmarks.soak [--kills 100] [--launcher openmpi|mpich|hand] [--processes 2] [--seed 0]
+        [--json FILE] [--work FOLDER]
 
 A life is: start the command, wait for a random moment, kill -9 one rank or all processes, wait until every process of
 the job is gone. Moments are of three kinds: in the middle of training (most), while it starts, while it saves. How long
@@ -13,11 +14,9 @@ import collections
 import contextlib
 import dataclasses
 import json
-import os
 import pathlib
 import random
 import re
-import shutil
 import signal
 import statistics
 import sys
@@ -25,28 +24,13 @@ import tempfile
 import time
 from importlib import metadata
 
-from benchmarks.soak_job import PROCESSES, Job, Wrong
+from benchmarks.job import mpirun
+from benchmarks.soak_job import Job, Wrong
 
 MOMENTS = {"training": 0.7, "starting": 0.15, "saving": 0.15}  # shares of the kills
 VICTIMS = {"rank 0": 0.4, "rank 1": 0.4, "all": 0.2}
-SLOW_DATA = '''"""Digits that take their time, so that a run of a small model lasts."""
-
-import time
-
-from jaxdp.data.digits import Digits
-
-
-class SlowDigits(Digits):
-    def __init__(self, split="train", sleep=0.0):
-        super().__init__(split)
-        self.sleep = sleep if split == "train" else 0.0
-
-    def read(self, indices):
-        time.sleep(self.sleep)
-        return super().read(indices)
-'''
 CONFIG = """model: {{target: MLP, args: {{hidden: [64], dropout: 0.1}}}}
-data: {{target: slow_digits.SlowDigits, args: {{sleep: {sleep}}}}}
+data: {{target: benchmarks.data.SlowDigits, args: {{sleep: {sleep}}}}}
 steps: {steps}
 batch_size: 64
 optimizer: {{target: adam, lr: 1.0e-3, ema: 0.99}}
@@ -70,13 +54,12 @@ class Kill:
     reached: int
     gone: float
     trained: float
-    on_disk: int | None = None
+    on_disk: int = 0
 
 
 class Soak:
     def __init__(self, args, folder):
         self.args, self.folder, self.random = args, folder, random.Random(args.seed)
-        (folder / "slow_digits.py").write_text(SLOW_DATA)
         text = CONFIG.format(
             sleep=args.sleep_ms / 1e3,
             eval_every=5 * args.save_every,
@@ -91,13 +74,10 @@ class Soak:
     def start(self, name):
         train = [sys.executable, "train.py", "--config", str(self.folder / "soak.yaml")]
         train += ["--run_dir", str(self.folder / name)]
-        mpirun = self.args.mpirun or shutil.which("mpirun", path=f"{pathlib.Path(sys.executable).parent}:{os.defpath}")
-        before = {
-            "openmpi": [mpirun, "--bind-to", "none", "--oversubscribe", "-np", str(PROCESSES)],
-            "mpich": [mpirun, "-np", str(PROCESSES)],
-            "hand": [],
-        }[self.args.launcher]
-        self.job = Job([*before, *train], self.folder, self.args.launcher)
+        program, *options = mpirun(self.args.processes)
+        program = self.args.mpirun or program
+        before = {"openmpi": [program, *options], "mpich": [program, *options[:2]], "hand": []}[self.args.launcher]
+        self.job = Job([*before, *train], self.folder, self.args.launcher, self.args.processes)
         return self.job
 
     def left_alone(self):
@@ -108,7 +88,8 @@ class Soak:
         job.wait_end()
         updates = [when for when, line in job.lines if line.startswith("train ")]
         seconds = (updates[-1] - updates[0]) / (len(updates) - 1)
-        lags, made = [], 0
+        lags: list[int] = []
+        made = 0
         for _, line in job.lines:
             if found := re.match(r"(train|saved step) +(\d+)", line):
                 made, lags = (int(found[2]), lags) if found[1] == "train" else (made, [*lags, made - int(found[2])])
@@ -143,8 +124,8 @@ class Soak:
         if begun is not None and begun != on:
             raise Wrong(f"step {on} is the last that is whole, but the run went on after {begun}")
         for _, line in list(job.lines):
-            if found := re.match(r"saved step (\d+)", line):
-                self.said = int(found[1])
+            if saved := re.match(r"saved step (\d+)", line):
+                self.said = int(saved[1])
         steps = [line["step"] for line in records(self.folder / "killed") if line["split"] == "train"]
         reached = max(steps, default=0) if begun is not None else on
         found = "starting" if reached == on else "saving" if self.saves() else "training"
@@ -176,7 +157,8 @@ class Soak:
     def run(self):
         starting, update, alone, lags = self.left_alone()
         show(f"left alone: {alone:.1f} s, {starting:.1f} s to the first update, {1e3 * update:.1f} ms an update")
-        began, kills = time.monotonic(), []
+        began = time.monotonic()
+        kills: list[Kill] = []
         while len(kills) < self.args.kills:
             kill = self.life(self.args.kills - len(kills), starting, update)
             self.check(kill)
@@ -261,7 +243,7 @@ def show(text):
     print(text, flush=True)
 
 
-def main():
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--steps", type=int, default=None, help="of the run; left out, 120 a kill")
@@ -270,10 +252,11 @@ def main():
     parser.add_argument("--sleep_ms", type=float, default=8.0, help="that reading a batch takes")
     parser.add_argument("--launcher", choices=["openmpi", "mpich", "hand"], default="openmpi")
     parser.add_argument("--mpirun", default=None, help="its path; left out, the one beside this Python")
+    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=pathlib.Path, default=None, help="file for the result")
     parser.add_argument("--work", type=pathlib.Path, default=None, help="folder to keep; left out, a temporary one")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.steps = args.steps or 120 * args.kills
     with contextlib.ExitStack() as stack:
         folder = args.work or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -297,4 +280,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -11,12 +11,11 @@ import threading
 import time
 import uuid
 
-ROOT = pathlib.Path(__file__).parent.parent
-PROCESSES = 2
+from benchmarks.job import AS_ROOT, ROOT
+
 GONE = 60.0  # seconds that a job may live on after a kill
 STILL = 300.0  # seconds without a line, after which a life counts as stuck
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "JAXDP_PROCESS_ID")
-AS_ROOT = [f"{p}_ALLOW_RUN_AS_ROOT{s}" for p in ("OMPI", "PRTE") for s in ("", "_CONFIRM")]
 
 
 class Wrong(Exception):
@@ -26,11 +25,11 @@ class Wrong(Exception):
 class Job:
     """A life of the run: its processes, found by a mark in their environment, and what they have printed, and when."""
 
-    def __init__(self, command, folder, launcher):
+    def __init__(self, command, folder, launcher, processes):
         self.mark, self.began = uuid.uuid4().hex, time.monotonic()
         self.lines: list[tuple[float, str]] = []
         env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "PRTE_", "JAXDP_", "SLURM_"))}
-        env |= dict.fromkeys(AS_ROOT, "1")
+        env |= AS_ROOT
         env |= {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", "SOAK_JOB": self.mark}
         env["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
         envs = [env]
@@ -38,13 +37,15 @@ class Job:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 address = f"127.0.0.1:{free.getsockname()[1]}"
-            by_hand = {"JAXDP_COORDINATOR": address, "JAXDP_NUM_PROCESSES": str(PROCESSES)}
-            envs = [env | by_hand | {"JAXDP_PROCESS_ID": str(rank)} for rank in range(PROCESSES)]
+            by_hand = {"JAXDP_COORDINATOR": address, "JAXDP_NUM_PROCESSES": str(processes)}
+            envs = [env | by_hand | {"JAXDP_PROCESS_ID": str(rank)} for rank in range(processes)]
         self.parts = [self._start(command, env) for env in envs]
 
     def _start(self, command, env):
-        both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-        part = subprocess.Popen(command, cwd=ROOT, env=env, text=True, start_new_session=True, **both)
+        part = subprocess.Popen(
+            command, cwd=ROOT, env=env, text=True, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
         threading.Thread(target=self._read, args=(part.stdout,), daemon=True).start()
         return part
 

@@ -1,6 +1,7 @@
 """Random windows of a 20 GB file of tokens, against plain copies of memory beside them.
 
-    python benchmarks/token_file.py [--gb 20] [--length 1024] [--batch 64] [--folder DIR]
+    python benchmarks/token_file.py [--gb 20] [--length 1024] [--batch 64] [--windows 4096] [--repeats 15]
+        [--folder DIR]
     python benchmarks/token_file.py --file train.bin        # a file on a disk; its pages are dropped before each repeat
 
 The file is sparse and in a temporary folder: it takes no room, and its pages are zeros that the kernel makes when they
@@ -15,6 +16,7 @@ import json
 import os
 import pathlib
 import statistics
+import sys
 import tempfile
 import time
 
@@ -23,40 +25,43 @@ import numpy as np
 from jaxdp.data.base import fingerprint
 from jaxdp.data.token_file import TokenFile
 
-REPEATS, WINDOWS, MEMORY = 15, 4096, 1 << 29  # windows a repeat; bytes of which a part is copied
+MEMORY = 1 << 29  # bytes, of which a part is copied
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gb", type=float, default=20)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--windows", type=int, default=4096, help="in a repeat")
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--folder", help="where the file is made; left out, a temporary folder")
     parser.add_argument("--file", type=pathlib.Path, help="a raw file of uint16 to read instead")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.file:
-        print(json.dumps(measure(options.file, options.length, options.batch, drop=True)))
+        print(json.dumps(measure(options.file, options, drop=True)))
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         path = pathlib.Path(folder) / "train.bin"
         with path.open("wb") as file:
             file.truncate(int(options.gb * 1e9) // 2 * 2)
-        print(json.dumps(measure(path, options.length, options.batch)))
+        print(json.dumps(measure(path, options)))
 
 
-def measure(path: pathlib.Path, length: int, batch: int, drop: bool = False) -> dict:
+def measure(path: pathlib.Path, options: argparse.Namespace, drop: bool = False) -> dict:
+    length, batch = options.length, options.batch
     drop_pages(path, drop)
     began = time.perf_counter()
     tokens = TokenFile(str(path), length=length, vocabulary=50257)
     fingerprint(tokens)
     start = time.perf_counter() - began
     rng = np.random.default_rng(None if drop else 0)
-    batches = max(1, WINDOWS // batch)
+    batches = max(1, options.windows // batch)
     counted = {"read": 2 * batches * batch * length, "delivered": 8 * batches * batch * length}
     source, target = np.ones(MEMORY, np.uint8), np.zeros(max(counted.values()), np.uint8)
     names = ("cold", "again", "warm")
     took: dict[str, list[float]] = {name: [] for name in (*counted, *names)}
-    for _ in range(REPEATS):
+    for _ in range(options.repeats):
         indices = rng.integers(0, len(tokens), (batches, batch))
         for kind, size in counted.items():
             at = rng.integers(0, MEMORY - size)
@@ -100,4 +105,4 @@ def seconds(work) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

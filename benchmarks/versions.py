@@ -1,38 +1,38 @@
 """Two versions of the project side by side: the time of an update and of a start, in turns.
 
     python -m benchmarks.versions --other FOLDER [--root FOLDER_OF_CIFAR10] [--repeats 3] [--processes 1,2]
+        [--cases digits gpt_3m cifar10_resnet9] [--updates N] [--key value ...]
 
 FOLDER is a checkout of the other version (`git worktree add FOLDER COMMIT`). Each trains with its own configs and an
 empty compilation cache at first. Prints medians, this version's relative to the other's: of the last records'
 milliseconds of an update, and of the seconds of a start (all of a run of one update) with what an earlier run cached.
+Other arguments go to the config.
 """
 
 import argparse
 import json
-import os
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 
-from benchmarks.job import ROOT
+from benchmarks import job
 
 CASES = {"digits": 3000, "gpt_3m": 40, "cifar10_resnet9": 390}  # updates
 
 
 def train(tree: pathlib.Path, processes: int, words: list[str], cache: str) -> tuple[float, float]:
     """Return (milliseconds of an update, seconds of the whole command)."""
-    launch = ["mpirun", "--bind-to", "none", "-np", str(processes)] if processes > 1 else []
-    env = os.environ | {"PYTHONPATH": str(tree), "JAX_COMPILATION_CACHE_DIR": cache}
+    launch = job.mpirun(processes) if processes > 1 else []
+    env = job.environment() | {"PYTHONPATH": str(tree), "JAX_COMPILATION_CACHE_DIR": cache}
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         command = [*launch, sys.executable, f"{tree}/train.py", *words, "--run_dir", f"{folder}/run"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=env, cwd=tree)
+        job.call(command, env, tree)
         took = time.perf_counter() - began
-        lines = pathlib.Path(folder, "run/metrics.jsonl").read_text().splitlines()
-    times = [r["step_time_ms"] for r in map(json.loads, lines) if r["split"] == "train" and "step_time_ms" in r]
+        records = job.records(pathlib.Path(folder) / "run")
+    times = [r["step_time_ms"] for r in records if r["split"] == "train" and "step_time_ms" in r]
     return statistics.median(times[1:] or times or [float("nan")]), took
 
 
@@ -42,22 +42,32 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--root")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--processes", type=lambda text: [int(x) for x in text.split(",")], default=[1, 2])
-    args = parser.parse_args(argv)
-    trees = (pathlib.Path(ROOT), args.other.resolve())
-    cases = {name: updates for name, updates in CASES.items() if args.root or "cifar10" not in name}
+    parser.add_argument("--cases", nargs="+", choices=[*CASES], default=[*CASES])
+    parser.add_argument("--updates", type=int, help="of a run; left out, as many as its case needs")
+    args, more = parser.parse_known_args(argv)
+    trees = (job.ROOT, args.other.resolve())
+    cases = {name: args.updates or CASES[name] for name in args.cases if args.root or "cifar10" not in name}
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
         for name, updates in cases.items():
             for processes in args.processes:
                 words = ["--config", f"configs/{name}.yaml", *(["--data.args.root", args.root] if args.root else [])]
-                words = words if "cifar10" in name else words[:2]
-                long = [*words, "--epochs", "null", "--steps", str(updates), "--log.every", str(max(10, updates // 10))]
+                words = [*(words if "cifar10" in name else words[:2]), *more]
+                long = [
+                    *words,
+                    "--epochs",
+                    "null",
+                    "--steps",
+                    str(updates),
+                    "--log.every",
+                    str(min(updates, max(10, updates // 10))),
+                ]
                 long += ["--eval.every", "null", "--checkpoint.every", "null"]
                 short = [*words, "--epochs", "null", "--steps", "1", "--optimizer.warmup_steps", "0"]
                 times: tuple[list, list] = ([], [])
                 for repeat in range(args.repeats + 1):
                     for i, cache in ((0, first), (1, second)) if repeat % 2 else ((1, second), (0, first)):
                         _, start = train(trees[i], processes, short, cache)
-                        update, _ = train(trees[i], processes, long, cache)
+                        update = train(trees[i], processes, long, cache)[0] if repeat else 0.0
                         times[i].append((update, start))
                 rows = [[statistics.median(column) for column in zip(*t[1:])] for t in times]
                 row = {"case": name, "processes": processes, "update_ms": [round(r[0], 3) for r in rows]}

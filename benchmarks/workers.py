@@ -1,6 +1,6 @@
 """JPEG images decoded by worker processes against the reading thread, and what a pipe carries.
 
-    python benchmarks/workers.py [--workers 2] [--images 512] [--batch 32]
+    python benchmarks/workers.py [--workers 2] [--images 512] [--batch 32] [--repeats 7]
 
 Makes images of noise, 400 x 300, in a temporary folder. Prints medians of interleaved repeats: images a second by
 thread and by workers, each from the second batch on, and their ratio; and GB a second of ready batches that one worker
@@ -11,6 +11,7 @@ import argparse
 import json
 import pathlib
 import statistics
+import sys
 import tempfile
 import time
 
@@ -22,21 +23,22 @@ from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.image_folder import ImageFolder
 from jaxdp.data.workers import prefetch_in_workers
 
-REPEATS, SKIPPED = 7, 4  # batches that are not timed: the first of each worker, with its start
+SKIPPED = 4  # batches that are not timed: the first of each worker, with its start
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--batch", type=int, default=32)
-    options = parser.parse_args()
+    parser.add_argument("--repeats", type=int, default=7)
+    options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         write(pathlib.Path(folder) / "noise", options.images)
         images = ImageFolder(folder, test_fraction=1e-9)
         sent = Arrays(inputs=np.zeros((options.batch, 3, 512, 512), np.float32))
         rates: dict[str, list[float]] = {"thread": [], "workers": [], "pipe": []}
-        for _ in range(REPEATS):
+        for _ in range(options.repeats):
             rates["thread"].append(options.batch * batches_per_s(images, options.batch, 0))
             rates["workers"].append(options.batch * batches_per_s(images, options.batch, options.workers))
             rates["pipe"].append(sent.arrays["inputs"].nbytes * batches_per_s(sent, options.batch, 1))
@@ -70,4 +72,4 @@ def batches_per_s(dataset, batch: int, workers: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -18,7 +18,8 @@ def main(folder: str) -> None:
     material = Material(folder)
     case, tx = material.case, common.make_optimizer(material)
     prepare, judge = common.make_inputs(case), common.make_loss(case)
-    graph, params, rest = nnx.split(common.make_model(material), nnx.Param, ...)
+    graph, *states = nnx.split(common.make_model(material), nnx.Param, ...)
+    params, rest = states
 
     @functools.partial(jax.jit, donate_argnums=(0,))
     def step(state, inputs, labels):

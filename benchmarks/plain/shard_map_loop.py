@@ -45,7 +45,8 @@ def main() -> None:
     prepare, judge = common.make_inputs(case), common.make_loss(case)
     mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     reduce = {"leaves": leaves, "packed": packed}[options.reduce]
-    graph, params, rng, rest = nnx.split(common.make_model(material), nnx.Param, nnx.RngState, ...)
+    graph, *states = nnx.split(common.make_model(material), nnx.Param, nnx.RngState, ...)
+    params, rng, rest = states
 
     @functools.partial(jax.jit, donate_argnums=(0,))
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)

@@ -21,6 +21,7 @@ from unittest import mock
 import jax
 import pytest
 
+from benchmarks.job import AS_ROOT
 from jaxdp import cli, rundir
 from jaxdp.assemble.components import SETTINGS
 from jaxdp.supervise import signals
@@ -30,10 +31,6 @@ ROOT = SUPPORT.parent.parent
 # What a launcher around the tests themselves may have set, and would be taken for the job's own.
 LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "MPI4PY_", "SLURM_", "JAXDP_", "TORCHELASTIC_")
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX")
-AS_ROOT = dict.fromkeys(
-    [f"{p}_ALLOW_RUN_AS_ROOT{s}" for p in ("OMPI", "PRTE") for s in ("", "_CONFIRM")],
-    "1",
-)
 
 
 @dataclass

@@ -61,7 +61,21 @@ FAULTS = {  # of tests/support/faulty_contender.py: the reason that is reported
     "crash": r"a process ended during `run`",
     "busy": r"it uses \d+% of a core while it waits",
 }
-SLOW_FAULTS = {"begins late": r"it did not begin within 8 s", "hang": r"no answer to `run` within 8 s"}
+QUICK_FAULTS = {
+    "exits": r"it ended with code 5 before it began",
+    "half a hello": r"it began with \{'name': 'half a hello'\}",
+    "few losses": r"it has 11 losses of 12 updates",
+    "killed": r"a process ended during `run`",
+    "garbage": r"it answered '.* what\?' to `run`",
+    "no seconds": r"it answered '\{\"seconds\": \"soon\"\}' to `run`",
+    "no time": r"it took 0 s for \d+ updates",
+}
+SLOW_FAULTS = {
+    "begins late": r"it did not begin within 8 s",
+    "no hello": r"it did not begin within 8 s",
+    "hang": r"no answer to `run` within 8 s",
+    "half": r"no answer to `run` within 8 s",
+}
 
 
 def faulty(fault, name=None):
@@ -85,6 +99,18 @@ def test_a_contender_that_fails_is_left_out_with_its_reason_and_the_others_are_m
     assert found["left_out"].keys() == FAULTS.keys()
     for name, reason in FAULTS.items():
         assert re.match(reason, found["left_out"][name]), found["left_out"][name]
+
+
+def test_whatever_a_contender_does_it_is_left_out_and_the_others_are_measured(tmp_path):
+    found = measured([*map(faulty, QUICK_FAULTS), faulty("none", "good")], tmp_path, idle=1.0)
+    assert list(found["contenders"]) == ["good"] and found["left_out"].keys() == QUICK_FAULTS.keys()
+    for name, reason in QUICK_FAULTS.items():
+        assert re.match(reason, found["left_out"][name]), found["left_out"][name]
+
+
+def test_a_contender_alone_with_too_few_losses_is_left_out(tmp_path):
+    with pytest.raises(Failed, match="no contender is left: few losses: it has 11 losses of 12 updates"):
+        measured([faulty("few losses")], tmp_path)
 
 
 @pytest.mark.slow
@@ -122,16 +148,27 @@ def test_a_case_that_fails_leaves_the_others_and_the_exit_code_says_so(tmp_path,
         Script("broken", ("-c", "raise SystemExit('no disk')"), (("share", "at most", 0.5),)),
         Script("silent", ("-c", "pass"), ()),
         Script("other", ("-c", "print('{}')"), (("share", "at most", 0.5),)),
+        Script("text", ("-c", "print('{oops')"), (("share", "at most", 0.5),)),
+        Script("nan", ("-c", "print('{\"share\": NaN}')"), (("share", "at most", 0.5),)),
         Script("good", ("-c", "print('{\"share\": 0.2}')"), (("share", "at most", 0.5),)),
     )
-    assert run.main(["--out", str(tmp_path)], cases) == 1
+    table = tmp_path / "table.md"
+    assert run.main(["--out", str(tmp_path), "--markdown", str(table)], cases) == 1
+    assert "| broken |  |  |  |  |  | not measured: -c raise SystemExit('no disk')" in table.read_text()
+    assert table.read_text().endswith("| good | share | 0.200 |  |  |  | asked: at most 0.5: holds |\n")
     text = capsys.readouterr().out
     assert "broken: not measured" in text and "no disk" in text and "it printed no result" in text
-    assert "other: not measured: KeyError: 'share'" in text and "share: 0.200; asked: at most 0.5: holds" in text
-    assert text.endswith("missing:\n  broken: not measured\n  silent: not measured\n  other: not measured\n")
+    assert "share: 0.200; asked: at most 0.5: holds" in text
+    assert text.partition("missing:\n")[2].splitlines() == [
+        "  broken: not measured: -c raise SystemExit('no disk') ended with code 1",
+        "  silent: not measured: it printed no result",
+        "  other: not measured: it printed no number `share`: None",
+        "  text: not measured: its result is no JSON: '{oops'",
+        "  nan: not measured: it printed no number `share`: nan",
+    ]
     assert json.loads((tmp_path / "good.json").read_text())["share"] == 0.2
     assert "no disk" in json.loads((tmp_path / "broken.json").read_text())["failed"]
-    assert run.main(["--out", str(tmp_path)], cases[3:]) == 0
+    assert run.main(["--out", str(tmp_path)], cases[5:]) == 0
     assert capsys.readouterr().out.endswith("all of 1 cases were measured\n")
 
 

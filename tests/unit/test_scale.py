@@ -10,8 +10,6 @@ import os
 import pathlib
 import resource
 import secrets
-import shutil
-import sys
 import threading
 import time
 import types
@@ -19,7 +17,6 @@ import types
 import jax
 import pytest
 
-import benchmarks.manifest
 from benchmarks.clients import Client, Clients, facts
 from jaxdp import compilation_cache
 from jaxdp.checkpoint.commit import Commit, PeerFailed
@@ -166,14 +163,6 @@ def test_the_compilation_cache_of_a_large_job_has_no_lock(tmp_path, monkeypatch,
         assert jax.config.values["jax_compilation_cache_max_size"] == limit
     finally:
         compilation_cache.leave(before)
-
-
-def test_the_manifest_of_a_few_processes(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["benchmarks.manifest", "--processes", "4"])
-    monkeypatch.setattr(shutil, "which", lambda name: None)  # tracing takes seconds
-    benchmarks.manifest.main()
-    *phases, last = map(json.loads, capsys.readouterr().out.splitlines())
-    assert [phase["what"] for phase in phases] == [*benchmarks.manifest.PHASES] and last["files"] == 3 * 4 + 4
 
 
 @pytest.fixture

@@ -1,0 +1,29 @@
+"""Print the FLOPs of the products of an update, as the traced program has them; nothing is compiled.
+
+python -m benchmarks.flops --config configs/gpt_3m.yaml [--key value ...]
+"""
+
+import sys
+
+import jax
+import numpy as np
+
+from jaxdp.analysis.flops import count_flops
+from jaxdp.assemble.components import make_parts, make_the_step, set_jax, state_maker
+from jaxdp.cli import load
+from jaxdp.data.prefetch import read_batch
+
+
+def main(argv: list[str]) -> None:
+    config, *_ = load(argv)
+    set_jax(config)
+    parts = make_parts(config)
+    step, state = make_the_step(config, parts), jax.eval_shape(state_maker(config, parts))
+    microbatches = np.arange(config.microbatches)
+    batch = read_batch(parts.dataset, parts.order, 0, microbatches)
+    grads = lambda s, b: step.grads(s.view(step.seed), b, microbatches)
+    print(count_flops(jax.make_jaxpr(grads)(state, batch)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
