@@ -243,7 +243,7 @@ def test_a_run_that_is_resumed_is_that_of_one_piece(tmp_path):
 
 
 def test_replicas_with_such_an_optimizer_are_refused():
-    with pytest.raises(UsageError, match="outer.replicas: 2 .* which evaluates other parameters than it trains"):
+    with pytest.raises(UsageError, match=r"outer.replicas: 2 .* which evaluates other parameters than it trains"):
         fit(Plain, FREE(), outer={"replicas": 2, "every": 2})
 
 
