@@ -2,9 +2,9 @@
 
     (outputs, batch) -> (loss_sum [], weight [], {metric: sum [] or (sum [], its own weight [])})
 
-`batch["mask"]` is 1.0 for a real example (or token) and 0.0 for padding. 0 times NaN is NaN, so a loss selects before it
-multiplies: jnp.where(mask != 0, losses, 0) * mask. A metric that is a sum is divided by the loss's weight, a pair by its
-own: the accuracy of a class is (its hits, its examples). A loss may have attributes:
+`batch["mask"]` is 1.0 for a real example (or token) and 0.0 for padding. 0 times NaN is NaN, so a loss selects before
+it multiplies: jnp.where(mask != 0, losses, 0) * mask. A metric that is a sum is divided by the loss's weight, a pair by
+its own: the accuracy of a class is (its hits, its examples). A loss may have attributes:
 
 - `scope`: "example" (the default), or "global" if an example's loss depends on the other examples. A global loss gets
   the full batch of an update, gathered from all devices, and must use the mask to exclude padding.
@@ -254,7 +254,7 @@ def _where(counts: jax.Array, x: jax.Array | Logits) -> Any:
     """Return x[..., dim], arrays or lazy `Logits`, with zeros where `counts` [...] is False: neither the loss nor its
     gradient then depends on what is there."""
     if isinstance(x, Logits):
-        return x.replace(x=_where(counts, x.x))  # type: ignore[attr-defined]
+        return x.replace(x=_where(counts, x.x))
     return jnp.where(counts[..., None], x, 0)
 
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxdp.data.example_order import RESET
 from jaxdp.data.parts import Part, array_part
 from jaxdp.errors import UsageError, check_one_of
 
@@ -51,7 +52,7 @@ class Arrays:
             raise UsageError(f"data: arrays differ in their number of examples: {shapes}; give each the same length")
         if not len(self):
             raise UsageError(EMPTY)
-        if not isinstance(self.arrays.get("mask"), np.memmap):
+        if not isinstance(arrays.get("mask"), np.memmap):
             check_mask(self.arrays, np.arange(len(self)), "data: an array")
 
     def __len__(self) -> int:
@@ -198,6 +199,17 @@ def check_mask(arrays: Mapping[str, np.ndarray], indices: np.ndarray, source: st
         f"{source} has 'mask' {mask[(row, *place)]} in example {indices[row]}; set it to 0 where nothing counts, and "
         "to 1 or another positive weight elsewhere"
     )
+
+
+def replace_masked(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return arrays [row, ...] with the first real example in the place of each whose mask is 0: its contents may be
+    anything, and a microbatch of nothing else is still computed, with weight 0."""
+    mask = arrays.get("mask", np.ones(1))
+    real = (mask != 0).reshape(len(mask), -1).any(1)
+    if real.all() or not real.any():
+        return arrays
+    rows = np.where(real, np.arange(len(real)), real.argmax())
+    return {name: x if name in ("mask", RESET) else x[rows] for name, x in arrays.items()}
 
 
 def check_dtypes(dataset: Dataset, x64: bool) -> None:

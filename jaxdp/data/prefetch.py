@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxdp.data.base import Dataset, read_examples
+from jaxdp.data.base import Dataset, read_examples, replace_masked
 from jaxdp.data.example_order import RESET, ExampleOrder
 
 S = TypeVar("S")
@@ -75,11 +75,11 @@ def read_batches(
     """Return several steps' local microbatches, {name: [step, local, E, ...]}, from one `dataset.read`; of a stream,
     from one for each step.
 
-    "mask"[step, local, E] is float32, 1 for a real row and 0 for padding; a "mask" from the dataset
-    (of tokens, say) is multiplied by it and keeps its own shape. "reset"[step, local, E] is bool, True where the
-    model's carried state is reset: a sequential order resets at the start of an epoch and where the dataset's "reset"
-    is nonzero; any other order has the entry only if the dataset has one, and also resets at step 0. Raises UsageError
-    if `read` does not return a dict of arrays with one entry per index.
+    "mask"[step, local, E] is float32, 1 for a real row and 0 for padding; a "mask" from the dataset (of tokens, say) is
+    multiplied by it and keeps its own shape; an example that it excludes is replaced. "reset"[step, local, E] is bool,
+    True where the model's carried state is reset: a sequential order resets at the start of an epoch and where the
+    dataset's "reset" is nonzero; any other order has the entry only if the dataset has one, and also resets at step 0.
+    Raises UsageError if `read` does not return a dict of arrays with one entry per index.
     """
     if hasattr(dataset, "require"):  # a stream, whose window would grow to an epoch in one read over the end of it
         if len(steps) > 1:
@@ -88,10 +88,11 @@ def read_batches(
         dataset.require(order.batch(steps[0]))
     indices, rows = (np.stack(part) for part in zip(*(order.rows(step, numbers) for step in steps)))
     if rows.all():
-        values = read_examples(dataset, indices.reshape(-1))
+        values = replace_masked(read_examples(dataset, indices.reshape(-1)))
     else:  # read the example that padding repeats only once
         distinct, inverse = np.unique(indices.reshape(-1), return_inverse=True)
-        values = {key: value[inverse] for key, value in read_examples(dataset, distinct).items()}
+        distinct_values = replace_masked(read_examples(dataset, distinct))
+        values = {key: value[inverse] for key, value in distinct_values.items()}
     batch = {key: value.reshape(*rows.shape, *value.shape[1:]) for key, value in values.items()}
     mask = rows.astype(np.float32)
     data_mask = batch.get("mask")

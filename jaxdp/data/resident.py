@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.data.base import Arrays, Dataset, read_examples
+from jaxdp.data.base import Arrays, Dataset, read_examples, replace_masked
 from jaxdp.data.example_order import RESET, ExampleOrder
 from jaxdp.data.prefetch import prefetch, read_batches
 from jaxdp.errors import UsageError
@@ -30,7 +30,8 @@ class Resident:
         check_size(dataset, strategy.devices)
         size = len(dataset)
         pieces = [read_examples(dataset, np.arange(i, min(i + PIECE, size))) for i in range(0, size, PIECE)]
-        self.arrays = strategy.replicate({key: np.concatenate([p[key] for p in pieces]) for key in pieces[0]})
+        arrays = replace_masked({key: np.concatenate([p[key] for p in pieces]) for key in pieces[0]})
+        self.arrays = strategy.replicate(arrays)
         self.strategy = strategy
         indices: dict[str, Any] = {INDEX: np.arange(len(dataset), dtype=np.int32)}
         if RESET in self.arrays and self.arrays[RESET].size == len(dataset):  # its values are gathered

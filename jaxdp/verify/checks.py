@@ -25,7 +25,7 @@ from jaxdp.metrics.sums import flat
 from jaxdp.models.base import CARRY
 from jaxdp.verify.compare import MARGIN, Worst, flatten, leaf_errors, worst
 from jaxdp.verify.oracle import Setup, key_of, make_setup, train, without_carry
-from jaxdp.verify.problem import FAILED, NOTE, OK, SKIPPED, Check, Problem, Tree, without_masked
+from jaxdp.verify.problem import FAILED, NOTE, OK, SKIPPED, Check, Problem, Tree
 
 COARSE = 1e-6  # what padding may change: here a fault is never as small as rounding
 SPLITS = 3  # random ones, of the examples that the loss is checked on
@@ -164,7 +164,7 @@ def eval_batch(setup: Setup) -> dict[str, Any]:
     for dataset in setup.problem.eval_sets.values():
         sizes = len(dataset), setup.trial.microbatch_size, 1
         order = Streams(*sizes) if setup.problem.order.sequential else EpochOrder(*sizes, shuffle=False)
-        return {k: v[0] for k, v in without_masked(read_batch(dataset, order, 0, [0])).items()}
+        return {k: v[0] for k, v in read_batch(dataset, order, 0, [0]).items()}
     return {}
 
 
@@ -271,7 +271,8 @@ def check_loss(setup: Setup, tolerance: float) -> Check:
             text = (
                 f"the loss has a {names[int(np.argmax(wrong > tolerance))]} that does not add up over parts of a "
                 "batch, as a mean does not; return sums of what belongs to the examples (of "
-                "jnp.where(mask != 0, losses, 0) * mask) and batch['mask'] summed; a loss that couples examples (contrastive) needs an attribute scope = 'global'"
+                "jnp.where(mask != 0, losses, 0) * mask) and batch['mask'] summed; a loss that couples examples "
+                "(contrastive) needs an attribute scope = 'global'"
             )
             return Check("loss", FAILED, text)
     wrong = relative(masked, alone, np.abs(full))

@@ -12,7 +12,7 @@ import numpy as np
 from jaxdp.core.options import Forward, UpdateRule, first_microbatch
 from jaxdp.core.step import Step
 from jaxdp.data.base import Dataset
-from jaxdp.data.example_order import RESET, ExampleOrder
+from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.distributed import hosts
 from jaxdp.errors import UsageError
@@ -94,24 +94,11 @@ def make_trial(problem: Problem, devices: int, updates: int) -> Trial:
     batch_size = microbatches * examples
     full = size - size % batch_size
     order = dataclasses.replace(order, size=full, batch_size=batch_size, microbatches=microbatches)
-    batches = [without_masked(read_batch(problem.dataset, order, i, np.arange(microbatches))) for i in range(updates)]
+    batches = [read_batch(problem.dataset, order, i, np.arange(microbatches)) for i in range(updates)]
     if not all((batch["mask"] != 0).any() for batch in batches):
         raise UsageError("data: the mask is 0 in all examples of a batch; give verify data with other examples first")
     first = problem.dataset.read(np.zeros(1, np.int64))
     return Trial(batches, first_microbatch(first, examples, problem.forward.transform), order)
-
-
-def without_masked(batch: Arrays) -> Arrays:
-    """Return a batch [microbatch, example, ...] with a real example, of the same microbatch if it has one, in the place
-    of each whose mask is 0: its contents may be NaN."""
-    batch = {name: x.copy() for name, x in batch.items()}
-    mask = batch["mask"]
-    real = (mask != 0).reshape(*mask.shape[:2], -1).any(-1)
-    for m, i in np.argwhere(~real):
-        source = (m, real[m].argmax()) if real[m].any() else np.unravel_index(real.argmax(), real.shape)
-        for name in batch.keys() - {"mask", RESET}:
-            batch[name][m, i] = batch[name][source]
-    return batch
 
 
 def in_traceable_precision(problem: Problem, trial: Trial) -> Problem:

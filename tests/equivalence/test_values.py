@@ -7,6 +7,9 @@ import optax
 import pytest
 
 import toys
+from jaxdp.core.options import Forward, UpdateRule
+from jaxdp.core.state import init_state
+from jaxdp.core.step import make_step
 from jaxdp.losses import Contrastive, MeanSquaredError, SoftmaxCrossEntropy
 from jaxdp.models.base import Model
 from jaxdp.parallel.fixed_point import largest_exponent, quantize_values, restore_values
@@ -193,3 +196,32 @@ def test_contents_that_the_mask_excludes_change_nothing(model, loss, examples, s
         results.append(jax.tree.map(np.array, (exported.params, exported.model_state, sums, metrics)))
     for got, want in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("accumulate", ["vmap", "scan"])
+def test_a_step_selects_before_the_transform_the_model_and_the_loss(accumulate):
+    """Whoever reads the batch: excluded rows beside real ones, and microbatches of nothing else."""
+    examples = toys.data(24)
+
+    def whiten(batch, key, train):
+        x = batch["inputs"]
+        return {**batch, "inputs": (x - x.mean(0)) / (x.std(0) + 1e-6)}
+
+    forward = Forward(toys.MODELS["mlp"](), product, transform=whiten, eval_transform=whiten)
+    rule = UpdateRule(optax.sgd(0.1))
+    step = make_step(forward, rule, accumulate)
+    batch = {k: v.reshape(6, 4, *v.shape[1:]) for k, v in examples.items()}
+    batch |= {"heights": np.ones((6, 4), np.float32), "mask": np.ones((6, 4), np.float32)}
+    excluded = [(0, 0), (0, 2), (3, 3), *((5, i) for i in range(4))]
+    state, results = init_state(forward, rule, 6, {k: v[0] for k, v in batch.items()}), []
+    for bad in (np.nan, -np.inf, 0.0):
+        for where in excluded:
+            batch["mask"][where], batch["inputs"][where], batch["heights"][where] = 0, bad, bad
+        run = lambda f: jax.jit(f)(state.view(0), batch, jnp.arange(6))
+        results.append(jax.tree.map(np.array, (run(step.grads), run(step.evaluate))))
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(results[-1]))
+        jax.tree.map(np.testing.assert_array_equal, results[0], results[-1])
+    assert results[0][0].weight == 17
+    for wrong in (-1, np.nan):
+        batch["mask"][1, 1] = wrong
+        assert np.isnan(run(step.grads).loss) and np.isnan(run(step.evaluate).loss)

@@ -146,6 +146,52 @@ def test_tasks_add_up_by_their_weights():
     assert metrics["class_accuracy"] == (accuracy["accuracy"], ROWS)
 
 
+SOFT = np.full((2, 4, CLASSES), 1 / CLASSES, np.float32)
+TASKS = {"a": {"target": "SoftmaxCrossEntropy"}, "b": {"target": "MeanSquaredError", "labels": "heights"}}
+EXCLUDED = {  # name: (the loss, outputs [example, token, ...] -> its outputs, labels)
+    "tokens": (CausalLM(0.1, top_k=[1, 3]), lambda x: x, np.ones((2, 4), np.int32)),
+    "lazy": (CausalLM(), lambda x: Logits(x, jnp.ones((8, CLASSES)), 7), np.ones((2, 4), np.int32)),
+    "soft": (SoftmaxCrossEntropy(0.1, top_k=[2]), lambda x: x, SOFT),
+    "lazy soft": (SoftmaxCrossEntropy(), lambda x: Logits(x, jnp.ones((8, CLASSES)), 7), SOFT),
+    "squares": (MeanSquaredError(), lambda x: x, 2 * SOFT),
+    "squares of tokens": (MeanSquaredError(), lambda x: x[..., 0], SOFT[..., 0]),
+    "pairs": (Contrastive(), lambda x: (x[0], x[1]), SOFT[..., 0]),
+    "tasks": (MultiTask(TASKS), lambda x: {"a": x, "b": x}, np.ones((2, 4), np.int32)),
+}
+
+
+@pytest.mark.quick(5)
+@pytest.mark.parametrize("name", EXCLUDED)
+def test_outputs_and_labels_that_the_mask_excludes_are_not_read(name):
+    """Neither by the loss and its metrics nor by its gradient, which is 0 there; of some, and of all."""
+    loss, form, labels = EXCLUDED[name]
+    x = np.random.default_rng(0).normal(size=(2, 4, CLASSES)).astype(np.float32)
+
+    @jax.jit
+    @jax.grad
+    def of_outputs(outputs, batch):
+        return loss(outputs, batch)[0]
+
+    @jax.jit
+    def run(x, batch, excluded, bad):
+        outputs = lambda x: form(jnp.where(excluded[..., None], bad, x))
+        summed = lambda x: (lambda total, *more: (total, more))(*loss(outputs(x), batch))
+        return jax.value_and_grad(summed, has_aux=True)(x), of_outputs(outputs(x), batch)
+
+    for mask in (np.array([[1, 0, 0.5, 1], [0, 1, 1, 0]], np.float32), np.zeros((2, 4), np.float32)):
+        mask = mask[0] if name == "pairs" else mask
+        excluded, results = np.broadcast_to(mask == 0, (2, 4)), []
+        for bad in np.array([0.1, np.nan, np.inf, -np.inf, 1e38], np.float32):
+            wrong = np.int32(-100) if labels.dtype == np.int32 else bad
+            wide = excluded.reshape(*excluded.shape, *[1] * (labels.ndim - 2))
+            heights = np.where(excluded[..., None], bad, 2 * SOFT)
+            batch = {"labels": np.where(wide, wrong, labels), "heights": heights, "mask": mask}
+            results.append(run(x, batch | {"a": batch["labels"]}, excluded, bad))
+            assert all(np.isfinite(g).all() for g in jax.tree.leaves(results[-1]))
+            jax.tree.map(np.testing.assert_array_equal, results[0], results[-1])
+        assert not np.asarray(results[0][0][1])[excluded].any()
+
+
 @pytest.mark.parametrize(
     "make, words",
     [
