@@ -266,8 +266,8 @@ def warning_of_lost_updates(run: Run, config: Config) -> Run:
         state = begin(run)
         share = jax.jit(moving_share)(run.step.trainable(state.params), lr)
         run.log.writer.say(
-            f"warning: precision.state: bfloat16: an update of the size of optimizer.lr, {lr:g}, changes {share:.1%} of "
-            "the parameters and is rounded away in the others; leave it null for float32, where every update counts"
+            f"warning: precision.state: bfloat16: an update of the size of optimizer.lr, {lr:g}, changes {share:.1%} "
+            "of the parameters and is rounded away in the others; leave it null for float32, where every update counts"
         )
         return state
 

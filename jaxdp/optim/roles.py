@@ -270,12 +270,12 @@ class Trace:
             large = sum(shapes[side][d] > 1 for d in dims)
             for p, view in inputs[side].items():
                 used = [view[d] for d in dims]
-                free = [view[d] for d in free_of[side]]
+                outside = [view[d] for d in free_of[side]]
                 kind = TABLE if ONE_HOT in inputs[other] else KERNEL
                 if not _is_full(used, [shapes[side][d] for d in dims]) or (inputs[other] and large < 2):
                     kind = OTHER
                 reduction = _union(view[d] for d in contracted[side])
-                self.note(p, Use(kind, _union(view), sum(map(bool, used)), reduction, _union(free)))
+                self.note(p, Use(kind, _union(view), sum(map(bool, used)), reduction, _union(outside)))
         return {}
 
     def read(self, kind: str, views: Views) -> None:

@@ -25,10 +25,12 @@ from jaxdp.cli.parse import split_command
 from jaxdp.cli.table import VERBS
 from jaxdp.config.keys import known_keys
 from jaxdp.errors import UsageError
+from jaxdp.job.resume import spared_by
 from launch import mpirun, port, processes, together
 from two_hosts import TwoHosts
 
 ROOT = pathlib.Path(__file__).parents[2]
+MLP = ["--model", "{target: MLP, args: {hidden: [8]}}"]
 CNN = ["--model", "{target: CNN, args: {widths: [4, 8], dropout: 0.1}}"]
 
 
@@ -223,6 +225,38 @@ def test_the_default_of_no_decay_and_one_without_decay_may_match_nothing():
     for more in (["--optimizer.weight_decay", "0.1"], ["--optimizer.no_decay", "[embedding]"]):
         config = cli.load(["--model.target", "MLP", "--data.target", "Digits", "--steps", "1", *more])[0]
         check_paths(config, paths)
+
+
+def test_what_weight_decay_spares_is_printed_and_decides_whether_a_run_resumes(tmp_path):
+    """An older run, whose config has the expressions that were the default, resumes if these spare the same arrays."""
+    argv = ["--config", write(tmp_path, SMALL), "--run_dir", tmp_path / "run", "--optimizer.schedule", "constant", *MLP]
+    said = ended("train", *argv, "--steps", "2").stdout
+    line = r"groups +weight decay 0\.1 for 2 kernels \(592 parameters\), not for 2 vectors \(18 parameters\)\n"
+    assert re.search(line, said)
+    same = ["--optimizer.no_decay", r"['(^|/)(bias|scale)$']"]
+    assert "resumes after step 2" in ended("train", *argv, "--steps", "3", *same).stdout
+    refused = ended("train", *argv, "--steps", "4", "--optimizer.no_decay", "[bias$]", code=2).stderr
+    assert "optimizer.no_decay: ['(^|/)(bias|scale)$'] -> ['bias$']: this run was trained to step 3" in refused
+
+
+def test_a_checkpoint_older_than_the_list_of_spared_arrays_has_expressions():
+    paths = ["params/a/bias", "params/a/kernel", "opt_state/a/bias"]
+    saved = {"config": {"optimizer": {"no_decay": ["bias$"]}}, "state": dict.fromkeys(paths)}
+    assert spared_by(saved) == ["a/bias"] and spared_by({**saved, "spared": ["x"]}) == ["x"]
+
+
+def test_optimizer_state_in_bfloat16_warns_and_is_another_run(tmp_path):
+    argv = ["--config", write(tmp_path, SMALL), "--run_dir", tmp_path / "run", "--optimizer.schedule", "constant", *MLP]
+    argv += ["--precision.params", "bfloat16", "--optimizer.lr", "1e-5"]
+    said = ended("train", *argv, "--steps", "1", "--precision.state", "bfloat16").stdout
+    share = re.search(
+        r"warning: precision.state: bfloat16: an update of the size of .*1e-05, changes ([\d.]+)% of", said
+    )
+    assert 0 < float(share[1]) < 20
+    refused = ended("train", *argv, "--steps", "2", code=2).stderr
+    assert refused.startswith("jaxdp: precision.state: 'bfloat16' -> 'float32': this run was trained to step 1")
+    narrow = ended("train", *argv, "--steps", "1", "--precision.state", "float64", code=2).stderr
+    assert "precision.state: float64 with precision.params: bfloat16; leave it null, or set it to bfloat16 or" in narrow
 
 
 def test_files_of_others_are_not_replaced(tmp_path):

@@ -17,6 +17,7 @@ import toys
 from cli_runs import ended, jaxdp, records, write
 from jaxdp.assemble.components import make_outer, make_parts
 from jaxdp.cli import load
+from jaxdp.core.master import master_copy, with_master
 from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.state import init_state
 from jaxdp.core.step import make_step
@@ -57,6 +58,27 @@ def build(
     dataset = Arrays(**examples)
     batch = lambda i: strategy.shard_batch(read_batch(dataset, order, i, strategy.local_microbatches))
     return strategy, strategy.compile(step), batch
+
+
+@pytest.mark.slow
+def test_bfloat16_parameters_have_a_master_copy_that_all_replicas_start_from():
+    """The shared copy moves as float32 parameters do, whose replicas compute in bfloat16 of their own."""
+    examples, inner, outer = toys.data(), optax.sgd(1e-3, 0.9), optax.sgd(0.7, 0.9, nesterov=True)
+    ends = []
+    for devices in (1, 4):
+        strategy, program, batch = build(devices, 2, with_master(inner), with_master(outer), examples, dtype="bfloat16")
+        state = strategy.init()
+        first = strategy.export(state)
+        for i in range(6):
+            state, _ = program.update(state, batch(i))
+        last, replicas = strategy.export(state), strategy.export(state).opt_state.replicas
+        copies = master_copy(replicas.params, replicas.opt_state)
+        shared = master_copy(last.params, last.opt_state.outer)
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, np.broadcast_to(y, x.shape)), copies, shared)
+        moved = jax.tree.map(lambda x, y: float((x != y.astype(np.float32)).mean()), shared, first.params)
+        assert min(jax.tree.leaves(moved)) > 0.6  # not of a hidden unit that is always 0
+        ends.append(shared)
+    assert toys.relative_error(ends[1], ends[0])[0] < 1e-6
 
 
 def oracle(params, examples, every, outer_steps, inner, outer, replicas=4):

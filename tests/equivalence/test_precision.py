@@ -15,6 +15,8 @@ from covering import cover, first, name, only, product
 from jaxdp.analysis.hlo import collectives, summarize
 from jaxdp.assemble.components import check_paths
 from jaxdp.config import Config, Optimizer
+from jaxdp.core.master import master_copy, with_master
+from jaxdp.core.master import split as halves
 from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.step import make_step
 from jaxdp.errors import UsageError
@@ -161,7 +163,7 @@ def test_a_sum_of_microbatches_that_is_too_large_for_float16_is_no_overflow(accu
 
 
 def self_narrowing(dtype):
-    """An MLP that computes in `dtype` whatever the policy says, as a Flax module with a dtype does."""
+    """An MLP that computes in `dtype` of its own accord, whatever the policy says, as a Flax module may."""
     plain = toys.MODELS["mlp"]()
 
     def apply(params, model_state, batch, key, train):
@@ -200,7 +202,7 @@ COVER = cover(place=[*PLACES[:3], *PLACES[8:11]], **SETTINGS)
 
 
 def check_sixteen_bits(kind, accumulate, place):
-    """The same skips and scales, and the same curve to 1e-6: what is rounded to 16 bits is a microbatch everywhere."""
+    """The same skips and scales, and the same curve to 1e-6: what is rounded is the same microbatch everywhere."""
     want, decisions, params = curve_of(kind)
     where = dict(zip(("backend", "devices", "zero"), place))
     curve, own_decisions, own_params = curve_of(kind, accumulate, **where)
@@ -441,6 +443,53 @@ def test_parameters_may_be_bfloat16(layout):
     assert toys.relative_error(states[-1].params, one.params)[0] < 2**-5
     np.testing.assert_allclose(losses(metrics), losses(want), rtol=1e-2)
     assert losses(metrics)[3] < losses(metrics)[0]
+
+
+@functools.cache
+def master_on_one_device(model):
+    return with_master_copy(model, devices=1)
+
+
+def with_master_copy(model, lr=1e-4, **where):
+    """(losses, the float32 master copy, the exported state) of bfloat16 parameters"""
+    tx = (with_master(optax.adamw(lr, weight_decay=0.1)), 1.0)
+    settings = {"policy": toys.uniform("bfloat16"), "optimizer": tx, "steps": 10, **where}
+    _, state, metrics, *_ = toys.train(toys.MODELS[model](), toys.data(), **settings)
+    return losses(metrics), master_copy(state.params, state.opt_state), state
+
+
+LEARNING = [("mlp", "pmap-1"), ("blocks", "pjit-3"), ("blocks", "pmap-1"), ("resnet", "pjit-2"), ("mlp", "pmap-0")]
+LEARNING += [("blocks", "hybrid-3")]
+
+
+@pytest.mark.parametrize("case", first(1, LEARNING), ids=str)
+def test_bfloat16_parameters_learn_and_alike_in_every_layout(case):
+    model, layout = case
+    want, copy, _ = master_on_one_device(model)
+    got, own_copy, state = with_master_copy(model, devices=8, **LAYOUTS[layout])
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert toys.relative_error(own_copy, copy)[0] < 1e-6
+    assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"bfloat16"}
+    jax.tree.map(np.testing.assert_array_equal, halves(own_copy)[0], state.params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["exact", "exact16"])
+def test_the_master_copy_has_equal_bits_in_exact_mode(reduction):
+    one, four = (with_master_copy("blocks", reduction=reduction, devices=n, **LAYOUTS["pjit-3"])[2] for n in (1, 4))
+    assert_same_bits(contents(four), contents(one))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mlp", "blocks"])
+def test_bfloat16_parameters_learn_as_float32_ones_that_compute_in_bfloat16(model):
+    """The forward pass reads the same bfloat16 values, but for ties."""
+    tx, mixed = (optax.adamw(1e-4, weight_decay=0.1), 1.0), Policy(jnp.float32, jnp.bfloat16, jnp.float32)
+    wide = toys.train(toys.MODELS[model](), toys.data(), policy=mixed, optimizer=tx, steps=60)[2]
+    narrow, few = (with_master_copy(model, steps=60)[0], with_master_copy(model, steps=60, optimizer=tx)[0])
+    change = 1 - losses(wide)[-1] / losses(wide)[0]
+    np.testing.assert_allclose(narrow, losses(wide), rtol=0.2 * change)
+    assert few[-1] > narrow[-1] + 0.3 * (narrow[0] - narrow[-1])  # without a master copy most of it is lost
 
 
 MATCHLESS = {
