@@ -3,10 +3,14 @@ configurations; with --exact, the config's own run."""
 
 import contextlib
 import dataclasses
+import functools
+import itertools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxdp.assemble.components import (
     Parts,
@@ -20,6 +24,7 @@ from jaxdp.assemble.components import (
     set_jax,
     state_maker,
 )
+from jaxdp.assemble.elsewhere import other_count, process
 from jaxdp.assemble.preflight import check_optimizer
 from jaxdp.assemble.run import prepare_on_all_ranks
 from jaxdp.config import Config, Precision
@@ -31,12 +36,17 @@ from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
 from jaxdp.parallel import Strategy
 from jaxdp.precision import policy
-from jaxdp.verify import Configuration, Problem, Report
-from jaxdp.verify.configurations import clip, devices_of
+from jaxdp.verify import Configuration, Problem, Report, settings
+from jaxdp.verify.configurations import ONE_DEVICE, clip, devices_of
 from jaxdp.verify.exact import compare_bits
-from jaxdp.verify.problem import Trial
+from jaxdp.verify.facts import Facts, find_facts
+from jaxdp.verify.oracle import make_setup
+from jaxdp.verify.problem import Other, Trial, in_traceable_precision, make_trial
+from jaxdp.verify.training import run_updates
 
 ALONE, FLOAT64 = Context(), Precision("float64", "float64", "float64")
+QUICK_COMPILATION = "--xla_backend_optimization_level=1"
+OWN_UPDATES = 8  # in the run's own precision, at least
 
 
 def smaller(config: Config) -> Config:
@@ -66,6 +76,7 @@ def make_problem(config: Config, context: Context = ALONE) -> Problem:
 
     Raises UsageError on every rank, as a run does, if their programs or data differ.
     """
+    whole = config
     if config.outer.replicas > 1:
         raise UsageError("outer.replicas: verify compares with ordinary training; compare bits instead, with --exact")
     config = smaller(config)
@@ -102,7 +113,64 @@ def make_problem(config: Config, context: Context = ALONE) -> Problem:
         order=parts.order,
         build=build,
         configuration=own._replace(reduction="exact") if config.parallel.exact else own,
+        steps=parts.steps,
+        tx=parts.rule.tx,
+        elsewhere=functools.partial(start_elsewhere, whole),
+        own_precision=functools.partial(start_in_own_precision, whole) if is_narrow(config) else None,
     )
+
+
+def start_elsewhere(config: Config, devices: int, updates: int, changed: bool) -> Other:
+    """Start a process that finds the facts about a config's problem. changed: with other surroundings."""
+    count = other_count(jax.device_count()) if changed else jax.device_count()
+    return process(facts_of_config, config, devices, updates, devices=count, elsewhere=changed)
+
+
+def facts_of_config(config: Config, devices: int, updates: int) -> Facts:
+    """Find the facts about a config's problem, in a process of one. devices: of the process that compares them."""
+    set_jax(config, sums=False)
+    problem = make_problem(config)
+    with settings(jax.local_devices()[0]):
+        trial = make_trial(problem, devices, updates)
+        return find_facts(make_setup(in_traceable_precision(problem, trial), trial))
+
+
+def is_narrow(config: Config) -> bool:
+    """Return whether float64 may hide how a run rounds: it computes or sums in 16 bits, or scales its loss. In exact
+    mode the sums are exact."""
+    dtypes = config.precision
+    used = {dtypes.params, dtypes.compute, dtypes.reduce} - {None, "float32", "float64"}
+    return not config.parallel.exact and (bool(used) or dtypes.loss_scale is not None)
+
+
+def start_in_own_precision(config: Config, devices: int, updates: int) -> Other:
+    return process(curves_in_own_precision, config, devices, max(updates, OWN_UPDATES), devices=devices)
+
+
+def curves_in_own_precision(config: Config, devices: int, updates: int) -> dict[str, dict[str, np.ndarray]]:
+    """Train a config's first batches as the run does, on one device and on several, with `scan` and `vmap`.
+
+    Returns {configuration: {metric: [update]}}. A configuration that is refused is left out.
+    """
+    os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(QUICK_COMPILATION, "")
+    config = smaller(config)
+    set_jax(config)
+    parts, used, curves = make_parts(config), jax.devices(), dict[str, dict[str, np.ndarray]]()
+    own = clip(configuration_of(config), used)
+    for number, accumulate in itertools.product((1, len(used)), ("scan", "vmap")):
+        configuration = (ONE_DEVICE if number == 1 else own)._replace(accumulate=accumulate)
+        try:
+            strategy, step = make_variant(config, parts, configuration, used)
+            read = lambda i, strategy=strategy: strategy.shard_batch(
+                read_batch(parts.dataset, parts.order, i, strategy.local_microbatches)
+            )
+            curves[configuration.title] = run_updates(strategy, step, strategy.init(), map(read, range(updates)))[1]
+        except UsageError:
+            continue
+        except NotImplementedError:
+            if accumulate == "scan":
+                raise
+    return curves
 
 
 def configuration_of(config: Config) -> Configuration:

@@ -114,6 +114,14 @@ def connect(
         backend.clear_backends()
 
 
+def number_process(rank: int, size: int) -> None:
+    """Let JAX open its devices as process `rank` of `size`, without a connection to others: `verify` asks how numbers
+    depend on it. Programs of one device work as usual."""
+    from jax._src.distributed import global_state
+
+    global_state.process_id, global_state.num_processes = rank, size
+
+
 def is_connected() -> bool:
     """Return whether this process is a client of a coordination service, started by jaxdp or by the program."""
     from jax._src.distributed import global_state

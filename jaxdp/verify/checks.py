@@ -1,14 +1,8 @@
 """Check the parts of a run: data and updates can be repeated, padding changes nothing, the loss adds up."""
 
-import contextlib
-import dataclasses
 import json
-import os
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.extend.core as jex
@@ -17,29 +11,35 @@ import numpy as np
 
 from jaxdp.analysis.programs import inside, needed
 from jaxdp.data.base import probes
-from jaxdp.data.example_order import EpochOrder, Streams
-from jaxdp.data.prefetch import read_batch
-from jaxdp.distributed.context import SLOW, Context, current
+from jaxdp.distributed.context import SLOW, Context
 from jaxdp.errors import one_line
 from jaxdp.metrics.sums import flat
 from jaxdp.models.base import CARRY
-from jaxdp.verify.compare import MARGIN, Worst, flatten, leaf_errors, worst
-from jaxdp.verify.oracle import Setup, key_of, make_setup, train, without_carry
+from jaxdp.verify.compare import leaf_errors, worst
+from jaxdp.verify.facts import (
+    COARSE,
+    NOT_BY_INDEX,
+    Facts,
+    eval_batch,
+    evaluate,
+    find_difference,
+    named_sets,
+    trace_again,
+)
+from jaxdp.verify.oracle import Setup, key_of, without_carry
 from jaxdp.verify.problem import FAILED, NOTE, OK, SKIPPED, Check, Problem, Tree
 
-COARSE = 1e-6  # what padding may change: here a fault is never as small as rounding
 SPLITS = 3  # random ones, of the examples that the loss is checked on
 ROWS = 8  # of these examples
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}  # by the dtype of the computation
 DRAWS = {"random_bits", "threefry2x32", "rng_uniform", "rng_bit_generator"}
-VARIABLES = (  # of launchers: the rank, and the number of processes
-    ("RANK", "WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS"),
-    ("JAXDP_PROCESS_ID", "JAXDP_NUM_PROCESSES"),
+OWN = 1e-5  # relative error of a loss in the run's own precision, on several devices or microbatch by microbatch
+ELSEWHERE = "in another process, which has other devices, launcher variables and another date"
+CAUSES = (
+    "model, data, loss, optimizer or schedule depend on the number of devices or processes (as jax.device_count), on a "
+    "variable of a launcher (as RANK), on the date, the time or the host, or on a random generator of their own; use "
+    "the config, and the key that is passed in"
 )
-COUNTS = ("device_count", "local_device_count", "devices", "local_devices", "process_index", "process_count")
 
 
 def any_failed(context: Context, checks: list[Check]) -> bool:
@@ -51,30 +51,22 @@ def any_failed(context: Context, checks: list[Check]) -> bool:
 
 
 def check_data(problem: Problem) -> Check:
-    """Check that all sets return the same example for the same index: in another order, among others, and where JAX
-    reports other devices and processes."""
+    """Check that all sets return the same example for the same index, in another order and among others."""
     number = 0
-    others = [(f"evaluation set {k!r}" if k else "evaluation data", x) for k, x in problem.eval_sets.items()]
-    for which, dataset in [("data", problem.dataset), *others]:
+    for which, dataset in named_sets(problem).items():
         index = probes(dataset)
         number, one = number + len(index), dataset.read(index)
-        with other_counts():
-            other = dataset.read(index[::-2])
+        other = dataset.read(index[::-2])
         for name in {**one, **other}:
             x, y = (np.asarray(examples.get(name, ())) for examples in (one, other))
             if (x.shape[1:], x.dtype, x[::-2].tobytes()) != (y.shape[1:], y.dtype, y.tobytes()):
-                text = (
-                    f"the {which} is not a function of the index: {name!r} of an example changes "
-                    "when it is read again, with others, or for another number of devices; move what is random into "
-                    "its transform(batch, key, train), and compute what depends on several examples before"
-                )
-                return Check("data", FAILED, text)
+                return Check("data", FAILED, NOT_BY_INDEX.format(which, name))
     return Check("data", OK, f"{number} examples are the same when they are read again")
 
 
-def traits_of(setup: Setup) -> tuple[np.dtype, bool]:
+def traits_of(setup: Setup) -> tuple[np.dtype, bool, bool]:
     """Trace the gradient of a microbatch. Return (the dtype of its least precise floats, whether it draws random
-    numbers). Raises UsageError if the loss returns something else than sums."""
+    numbers, whether `jax.vmap` can map it). Raises UsageError if the loss returns something else than sums."""
     problem, trial, start, oracle = setup
     params, frozen = start.params, jax.tree.map(lambda x: None, start.params)
     arguments = params, frozen, [start.model_state], [trial.microbatch(0, 0)], [key_of(problem, 0, 0)]
@@ -85,7 +77,16 @@ def traits_of(setup: Setup) -> tuple[np.dtype, bool]:
             before, after = (jnp.dtype(v.aval.dtype) for v in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
             if before == np.float64 and jnp.issubdtype(after, jnp.floating):
                 dtype = max(dtype, after, key=lambda x: float(jnp.finfo(x).eps))
-    return dtype, bool(names & DRAWS)
+    mappable = True
+    if any(name.endswith("callback") for name in names):
+        lists = lambda tree: jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
+        try:
+            jax.eval_shape(
+                jax.vmap(oracle.value, in_axes=(None, None, None, 0, 0)), *arguments[:3], *map(lists, arguments[3:])
+            )
+        except NotImplementedError:
+            mappable = False
+    return dtype, bool(names & DRAWS), mappable
 
 
 def operations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
@@ -96,84 +97,45 @@ def operations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
             yield from operations(inner.jaxpr if isinstance(inner, jex.ClosedJaxpr) else inner)
 
 
-@contextlib.contextmanager
-def other_counts() -> Iterator[None]:
-    """Let JAX, jaxdp and the variables of launchers tell all modules another rank and other numbers of devices and
-    processes, and the clock another time."""
-
-    def told(real: Any) -> Any:
-        other = lambda value: 2 * value if isinstance(value, list) else value + 3
-        return lambda *args, **kwargs: other(real(*args, **kwargs))
-
-    context, value = current(), lambda name, least: int(text) if (text := os.getenv(name, "")).isdigit() else least
-    variables = {name: str(value(name, least) + 3) for pair in VARIABLES for least, name in enumerate(pair)}
-    elsewhere = dataclasses.replace(context, rank=context.rank + 3, size=context.size + 3)
-    others = {id(real): told(real) for real in (*(getattr(jax, name) for name in COUNTS), time.time)}
-    others[id(current)] = lambda: elsewhere
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, variables))
-        for module in [m for name, m in sys.modules.items() if not name.startswith(("jax.", "jaxlib"))]:
-            replaced = {k: others[id(x)] for k, x in getattr(module, "__dict__", {}).items() if id(x) in others}
-            if replaced:
-                stack.enter_context(mock.patch.multiple(module, **replaced))
-        yield
+def check_repeat(facts: Facts, setup: Setup, tolerance: float) -> Check:
+    """Check that updates, learning rates and an evaluation are the same when they are computed and traced again."""
+    difference = find_difference(facts, trace_again(setup), tolerance, "in the same process")
+    if difference:
+        return Check("repeat", FAILED, f"{difference}; {CAUSES}")
+    return Check("repeat", OK, "an update is the same when it is computed again; not compared with another process")
 
 
-def change(compute: Callable[[], Tree], tolerance: float) -> Worst:
-    """Return how much a result changes where other devices and processes are reported; 0 if computing it again alone
-    changes it as much, as on a GPU."""
-
-    def again() -> Tree:
-        jax.clear_caches()
-        return compute()
-
-    one = again()
-    with other_counts():
-        largest = worst(leaf_errors(again(), one))
-    if largest.error <= min(COARSE, tolerance):
-        return Worst(0.0, "")
-    noise = worst(leaf_errors(again(), one)).error
-    return Worst(0.0, "") if largest.error <= MARGIN * noise and noise <= tolerance else largest
+def check_elsewhere(facts: Facts | str, found: Facts | str, tolerance: float) -> Check:
+    """Check that the facts are the same in a process with other surroundings. They are a text if a process failed."""
+    for one in (facts, found):
+        if isinstance(one, str):
+            return Check("repeat", FAILED, f"it fails {ELSEWHERE}: {one}; {CAUSES}")
+    assert not isinstance(facts, str) and not isinstance(found, str)
+    if difference := find_difference(facts, found, tolerance, ELSEWHERE):
+        return Check("repeat", FAILED, f"{difference}; {CAUSES}")
+    return Check("repeat", OK, f"data, order, rates, updates and programs are the same {ELSEWHERE}")
 
 
-def check_repeat(setup: Setup, tolerance: float) -> Check:
-    """Check that an update, the learning rates and an evaluation are the same when all is traced again, where other
-    devices and processes are reported."""
-    problem, trial = setup.problem, setup.trial._replace(batches=setup.trial.batches[:1])
+def check_own_precision(curves: dict[str, dict[str, np.ndarray]] | str) -> Check:
+    """Check that losses, skipped updates and loss scales are those of the first configuration, in the run's precision.
 
-    def update() -> Tree:
-        setup, schedule = make_setup(problem, trial), problem.schedule()
-        trained = train(setup, problem.rule(1.0))
-        rates = {"learning rate": jax.jit(lambda steps: jax.lax.map(schedule, steps))(jnp.arange(0, 100, 9, jnp.int32))}
-        leaves = flatten(trained, trained.curve, trained.start)
-        return {**leaves, "gradient": trained.grads, **rates, "evaluation": evaluate(setup, eval_batch(setup))}
-
-    largest = change(update, tolerance)
-    text = (
-        f"an update computed twice gives another {largest.leaf} (by {largest.error:.1e}): model, loss, optimizer or "
-        "schedule depend on the rank, on the number of devices or processes (as jax.device_count), on the time, or on "
-        "a random generator of their own; use the config, and the key that is passed in"
-    )
-    if not largest.leaf:
-        return Check("repeat", OK, "an update is the same when it is computed again, for another number of devices")
-    return Check("repeat", FAILED, text)
-
-
-def eval_batch(setup: Setup) -> dict[str, Any]:
-    """Return a microbatch of the first evaluation set; empty if there is none."""
-    for dataset in setup.problem.eval_sets.values():
-        sizes = len(dataset), setup.trial.microbatch_size, 1
-        order = Streams(*sizes) if setup.problem.order.sequential else EpochOrder(*sizes, shuffle=False)
-        return {k: v[0] for k, v in read_batch(dataset, order, 0, [0]).items()}
-    return {}
-
-
-def evaluate(setup: Setup, batch: dict[str, Any]) -> Tree:
-    """Return {loss, weight, metrics} of the evaluation of a microbatch, or nothing of an empty one."""
-    if not batch:
-        return {}
-    outputs, seen, _ = setup.oracle.forward(*setup.start, batch, key_of(setup.problem, 0, 0), False)
-    return dict(zip(("loss", "weight", "metrics"), setup.oracle.loss(outputs, seen), strict=True))
+    curves: {configuration: {metric: [update]}}, or why there are none.
+    """
+    if isinstance(curves, str):
+        return Check("own precision", FAILED, f"nothing was compared in the run's own precision: {curves}")
+    (first, want), *others = curves.items()
+    for title, got in others:
+        for name, tolerance in (("skipped", 0.0), ("loss_scale", 0.0), ("loss", OWN)):
+            x, y = (curve.get(name, np.zeros(1)) for curve in (got, want))
+            apart = ~np.isclose(x, y, tolerance, 0.0, equal_nan=True)
+            if apart.any():
+                i = int(apart.argmax())
+                text = (
+                    f"in the run's own precision, {name} of update {i + 1} is {x[i]:.6g} with {title}, but {y[i]:.6g} "
+                    f"with {first}"
+                )
+                return Check("own precision", FAILED, text)
+    return Check("own precision", OK, f"{len(curves)} configurations have the same losses, to {OWN:g}, and loss scales")
 
 
 def compute(setup: Setup, batch: dict[str, Any], state: Tree) -> Tree:
