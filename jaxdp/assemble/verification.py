@@ -30,13 +30,16 @@ from jaxdp.assemble.run import prepare_on_all_ranks
 from jaxdp.config import Config, Precision
 from jaxdp.config.check import check_exact
 from jaxdp.core.options import UpdateRule
+from jaxdp.core.state import Batch, TrainState
 from jaxdp.core.step import Step
 from jaxdp.data.prefetch import read_batch
 from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
 from jaxdp.parallel import Strategy
 from jaxdp.precision import policy
+from jaxdp.targets import attribute
 from jaxdp.verify import Configuration, Problem, Report, settings
+from jaxdp.verify.checks import Curve, OwnPrecision
 from jaxdp.verify.configurations import ONE_DEVICE, clip, devices_of
 from jaxdp.verify.exact import compare_bits
 from jaxdp.verify.facts import Facts, find_facts
@@ -47,6 +50,7 @@ from jaxdp.verify.training import run_updates
 ALONE, FLOAT64 = Context(), Precision("float64", "float64", "float64")
 QUICK_COMPILATION = "--xla_backend_optimization_level=1"
 OWN_UPDATES = 8  # in the run's own precision, at least
+SUMMED = 8  # microbatches whose gradients are added, at most
 
 
 def smaller(config: Config) -> Config:
@@ -116,8 +120,16 @@ def make_problem(config: Config, context: Context = ALONE) -> Problem:
         steps=parts.steps,
         tx=parts.rule.tx,
         elsewhere=functools.partial(start_elsewhere, whole),
-        own_precision=functools.partial(start_in_own_precision, whole) if is_narrow(config) else None,
+        own_precision=None if config.parallel.exact else functools.partial(start_in_own_precision, whole),
+        narrowest=narrowest(config),
     )
+
+
+def narrowest(config: Config) -> np.dtype:
+    """Return the least precise dtype that a run rounds its passes and gradients to."""
+    dtypes = config.precision
+    used = [jax.numpy.dtype(name) for name in (dtypes.params, dtypes.compute, dtypes.reduce) if name]
+    return max(used, key=lambda dtype: float(jax.numpy.finfo(dtype).eps))
 
 
 def start_elsewhere(config: Config, devices: int, updates: int, changed: bool) -> Other:
@@ -135,42 +147,65 @@ def facts_of_config(config: Config, devices: int, updates: int) -> Facts:
         return find_facts(make_setup(in_traceable_precision(problem, trial), trial))
 
 
-def is_narrow(config: Config) -> bool:
-    """Return whether float64 may hide how a run rounds: it computes or sums in 16 bits, or scales its loss. In exact
-    mode the sums are exact."""
-    dtypes = config.precision
-    used = {dtypes.params, dtypes.compute, dtypes.reduce} - {None, "float32", "float64"}
-    return not config.parallel.exact and (bool(used) or dtypes.loss_scale is not None)
-
-
 def start_in_own_precision(config: Config, devices: int, updates: int) -> Other:
-    return process(curves_in_own_precision, config, devices, max(updates, OWN_UPDATES), devices=devices)
+    return process(train_in_own_precision, config, devices, max(updates, OWN_UPDATES), devices=devices)
 
 
-def curves_in_own_precision(config: Config, devices: int, updates: int) -> dict[str, dict[str, np.ndarray]]:
+def train_in_own_precision(config: Config, devices: int, updates: int) -> OwnPrecision:
     """Train a config's first batches as the run does, on one device and on several, with `scan` and `vmap`.
 
-    Returns {configuration: {metric: [update]}}. A configuration that is refused is left out.
+    A configuration that is refused, or cannot be mapped, is left out.
     """
     os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(QUICK_COMPILATION, "")
     config = smaller(config)
     set_jax(config)
-    parts, used, curves = make_parts(config), jax.devices(), dict[str, dict[str, np.ndarray]]()
+    parts, used, curves, sums = make_parts(config), jax.devices(), dict[str, Curve](), dict[str, float]()
     own = clip(configuration_of(config), used)
-    for number, accumulate in itertools.product((1, len(used)), ("scan", "vmap")):
+    for number, accumulate in itertools.product(sorted({1, devices}), ("scan", "vmap")):
         configuration = (ONE_DEVICE if number == 1 else own)._replace(accumulate=accumulate)
         try:
             strategy, step = make_variant(config, parts, configuration, used)
-            read = lambda i, strategy=strategy: strategy.shard_batch(
-                read_batch(parts.dataset, parts.order, i, strategy.local_microbatches)
-            )
-            curves[configuration.title] = run_updates(strategy, step, strategy.init(), map(read, range(updates)))[1]
+            state = strategy.init()
+            if number == 1 and attribute(parts.forward.loss, "scope", "example") != "global":
+                sums[accumulate] = error_of_sum(parts, step, strategy.export(state))
+            read = functools.partial(read_local, parts, strategy)
+            curves[configuration.title] = run_updates(strategy, step, state, map(read, range(updates)))[1]
         except UsageError:
             continue
         except NotImplementedError:
             if accumulate == "scan":
                 raise
-    return curves
+    return OwnPrecision(curves, sums)
+
+
+def read_local(parts: Parts, strategy: Strategy, step: int) -> Batch:
+    return strategy.shard_batch(read_batch(parts.dataset, parts.order, step, strategy.local_microbatches))
+
+
+def error_of_sum(parts: Parts, step: Step, state: TrainState) -> float:
+    """Return how much a device rounds where it adds the gradients of its microbatches, relative to these.
+
+    A microbatch's own gradient is that of the same program with the masks of all others set to zero. So it does not
+    matter how the model rounds.
+    """
+    numbers = np.arange(min(parts.order.microbatches, SUMMED))
+    batch = read_batch(parts.dataset, parts.order, 0, numbers)
+    view = state.view(step.seed)
+    view = view._replace(carry=jax.tree.map(lambda x: x[: len(numbers)], view.carry))
+    grads = jax.jit(step.grads)
+
+    def gradient(mask: np.ndarray) -> np.ndarray:
+        tree = jax.device_get(grads(view, {**batch, "mask": mask}, numbers).grads)
+        return np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(tree)])
+
+    only = lambda i: (numbers == i).reshape(-1, *[1] * (batch["mask"].ndim - 1)).astype(batch["mask"].dtype)
+    each = np.stack([gradient(batch["mask"] * only(i)) for i in numbers])
+    if not np.isfinite(each).all():
+        return 0.0  # the loss scale is too large for one: all configurations skip this update
+    total = gradient(batch["mask"])
+    if not np.isfinite(total).all():
+        return np.inf
+    return float(np.linalg.norm(total - each.sum(0)) / (np.linalg.norm(each) or 1.0))
 
 
 def configuration_of(config: Config) -> Configuration:
@@ -208,8 +243,7 @@ def verify_exactly(config: Config, devices: int, updates: int, progress: Callabl
     def make(configuration: Configuration) -> Any:
         strategy, step = make_variant(config, parts, configuration, used)
         check_optimizer(config, strategy, parts.rule.tx, step)
-        read = lambda i: read_batch(parts.dataset, parts.order, i, strategy.local_microbatches)
-        return strategy, step, lambda i: strategy.shard_batch(read(i))
+        return strategy, step, functools.partial(read_local, parts, strategy)
 
     last = parts.order.steps_per_epoch - 1
     batches = [min(i, last) if i < updates - 1 else last for i in range(updates)]

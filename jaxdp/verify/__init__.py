@@ -78,9 +78,10 @@ def verify(
         elsewhere = start(problem.elsewhere, True) if context.is_root else None
         on_cpu = jax.default_backend() == "cpu"
         near = elsewhere and (None if on_cpu else start(problem.elsewhere, False))  # compare CPU with CPU
-        own = start(problem.own_precision) if context.is_root and len(devices) > 1 else None
         setup = make_setup(problem, trial)
-        dtype, random, mappable = checks.traits_of(setup)
+        (dtype, random), mappable = checks.traits_of(setup), checks.is_mappable(setup)
+        narrowest = max(dtype, problem.narrowest, key=lambda x: float(jax.numpy.finfo(x).eps))
+        own = start(problem.own_precision) if context.is_root and narrowest.itemsize < 4 else None
         limit = tolerance or checks.TOLERANCE[dtype.name]
         report = Report(describe_setting(setup, devices), f"error (allowed {limit:g})", [checks.check_data(problem)])
         if dtype != np.float64:
@@ -105,7 +106,7 @@ def verify(
         run = lambda configuration: run_configuration(setup, reference, configuration, devices, limit)
         report.run(run, chosen, progress)
         if own is not None:
-            report.checks.append(checks.check_own_precision(own()))
+            report.checks.append(checks.check_own_precision(own(), narrowest))
         report.causes = [*failures(report), *find_causes(report, reference, first)]
         if not mappable and first.accumulate == "vmap":
             report.causes.insert(0, NOT_MAPPABLE)
@@ -174,7 +175,7 @@ def check_parts(
     elsewhere: the process with other surroundings; near: one with the same, if this one computes on no CPU.
     """
     facts, exactness = find_facts(setup), min(COARSE, tolerance)
-    report.checks.append(checks.check_repeat(facts, setup, math.inf if near else exactness))
+    report.checks.append(checks.check_repeat(setup, math.inf if near else exactness, facts))
     if checks.any_failed(context, report.checks):
         return False
     others = [checks.check_loss(setup, tolerance)]  # while the other process computes

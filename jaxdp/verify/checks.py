@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -33,13 +33,22 @@ SPLITS = 3  # random ones, of the examples that the loss is checked on
 ROWS = 8  # of these examples
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}  # by the dtype of the computation
 DRAWS = {"random_bits", "threefry2x32", "rng_uniform", "rng_bit_generator"}
-OWN = 1e-5  # relative error of a loss in the run's own precision, on several devices or microbatch by microbatch
+SUM = 1e-5  # relative error of a sum of gradients: 1e-7 in float32, 1e-3 in bfloat16
 ELSEWHERE = "in another process, which has other devices, launcher variables and another date"
 CAUSES = (
     "model, data, loss, optimizer or schedule depend on the number of devices or processes (as jax.device_count), on a "
     "variable of a launcher (as RANK), on the date, the time or the host, or on a random generator of their own; use "
     "the config, and the key that is passed in"
 )
+Curve = dict[str, np.ndarray]  # {metric: [update]}
+
+
+class OwnPrecision(NamedTuple):
+    """What training in the run's own precision gives: curves by configuration, one device with `scan` first. sums: the
+    error of one device's sum of gradients, by `accumulate`."""
+
+    curves: dict[str, Curve]
+    sums: dict[str, float]
 
 
 def any_failed(context: Context, checks: list[Check]) -> bool:
@@ -64,29 +73,38 @@ def check_data(problem: Problem) -> Check:
     return Check("data", OK, f"{number} examples are the same when they are read again")
 
 
-def traits_of(setup: Setup) -> tuple[np.dtype, bool, bool]:
+def traits_of(setup: Setup) -> tuple[np.dtype, bool]:
     """Trace the gradient of a microbatch. Return (the dtype of its least precise floats, whether it draws random
-    numbers, whether `jax.vmap` can map it). Raises UsageError if the loss returns something else than sums."""
-    problem, trial, start, oracle = setup
-    params, frozen = start.params, jax.tree.map(lambda x: None, start.params)
-    arguments = params, frozen, [start.model_state], [trial.microbatch(0, 0)], [key_of(problem, 0, 0)]
+    numbers). Raises UsageError if the loss returns something else than sums."""
     names, dtype = set[str](), np.dtype(np.float64)
-    for eqn in operations(jax.make_jaxpr(oracle.value)(*arguments).jaxpr):
+    for eqn in operations(jax.make_jaxpr(setup.oracle.value)(*arguments_of(setup)).jaxpr):
         names.add(name := eqn.primitive.name)
         if name == "convert_element_type":
             before, after = (jnp.dtype(v.aval.dtype) for v in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
             if before == np.float64 and jnp.issubdtype(after, jnp.floating):
                 dtype = max(dtype, after, key=lambda x: float(jnp.finfo(x).eps))
-    mappable = True
-    if any(name.endswith("callback") for name in names):
-        lists = lambda tree: jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
-        try:
-            jax.eval_shape(
-                jax.vmap(oracle.value, in_axes=(None, None, None, 0, 0)), *arguments[:3], *map(lists, arguments[3:])
-            )
-        except NotImplementedError:
-            mappable = False
-    return dtype, bool(names & DRAWS), mappable
+    return dtype, bool(names & DRAWS)
+
+
+def is_mappable(setup: Setup) -> bool:
+    """Return whether `jax.vmap` can map the gradient of a microbatch; a callback needs a vmap_method for that."""
+    arguments, axes = arguments_of(setup), (None, None, None, 0, 0)
+    names = {eqn.primitive.name for eqn in operations(jax.make_jaxpr(setup.oracle.value)(*arguments).jaxpr)}
+    if not any(name.endswith("callback") for name in names):
+        return True
+    batch = jax.tree.map(lambda x: jnp.asarray(x)[None], arguments[3:])
+    try:
+        jax.eval_shape(jax.vmap(setup.oracle.value, in_axes=axes), *arguments[:3], *batch)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def arguments_of(setup: Setup) -> tuple[Any, ...]:
+    """Return arguments of `Oracle.value`: one microbatch, all parameters trainable."""
+    problem, trial, start, _ = setup
+    frozen = jax.tree.map(lambda x: None, start.params)
+    return start.params, frozen, [start.model_state], [trial.microbatch(0, 0)], [key_of(problem, 0, 0)]
 
 
 def operations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
@@ -97,9 +115,9 @@ def operations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
             yield from operations(inner.jaxpr if isinstance(inner, jex.ClosedJaxpr) else inner)
 
 
-def check_repeat(facts: Facts, setup: Setup, tolerance: float) -> Check:
+def check_repeat(setup: Setup, tolerance: float, facts: Facts | None = None) -> Check:
     """Check that updates, learning rates and an evaluation are the same when they are computed and traced again."""
-    difference = find_difference(facts, trace_again(setup), tolerance, "in the same process")
+    difference = find_difference(facts or find_facts(setup), trace_again(setup), tolerance, "in the same process")
     if difference:
         return Check("repeat", FAILED, f"{difference}; {CAUSES}")
     return Check("repeat", OK, "an update is the same when it is computed again; not compared with another process")
@@ -116,26 +134,31 @@ def check_elsewhere(facts: Facts | str, found: Facts | str, tolerance: float) ->
     return Check("repeat", OK, f"data, order, rates, updates and programs are the same {ELSEWHERE}")
 
 
-def check_own_precision(curves: dict[str, dict[str, np.ndarray]] | str) -> Check:
-    """Check that losses, skipped updates and loss scales are those of the first configuration, in the run's precision.
-
-    curves: {configuration: {metric: [update]}}, or why there are none.
-    """
-    if isinstance(curves, str):
-        return Check("own precision", FAILED, f"nothing was compared in the run's own precision: {curves}")
-    (first, want), *others = curves.items()
+def check_own_precision(found: OwnPrecision | str, dtype: np.dtype) -> Check:
+    """Check that the gradients of microbatches are added without rounding to 16 bits, and that skipped updates, loss
+    scales and losses do not depend on the devices. found: a text if the process failed. dtype: the least precise."""
+    name, tolerance = f"in {dtype.name}", TOLERANCE[dtype.name]
+    if isinstance(found, str):
+        return Check(name, FAILED, f"nothing was compared in the run's own precision: {found}")
+    for accumulate, error in found.sums.items():
+        if not error <= SUM:
+            text = (
+                f"with parallel.accumulate: {accumulate} a device rounds the sum of its microbatches' gradients (by "
+                f"{error:.1e}) where several devices do not, so their number changes the numbers"
+            )
+            return Check(name, FAILED, text)
+    (first, want), *others = found.curves.items()
     for title, got in others:
-        for name, tolerance in (("skipped", 0.0), ("loss_scale", 0.0), ("loss", OWN)):
-            x, y = (curve.get(name, np.zeros(1)) for curve in (got, want))
-            apart = ~np.isclose(x, y, tolerance, 0.0, equal_nan=True)
+        for metric, allowed in (("skipped", 0.0), ("loss_scale", 0.0), ("loss", tolerance)):
+            x, y = (curve.get(metric, np.zeros(1)) for curve in (got, want))
+            apart = ~np.isclose(x, y, allowed, 0.0, equal_nan=True)
             if apart.any():
                 i = int(apart.argmax())
-                text = (
-                    f"in the run's own precision, {name} of update {i + 1} is {x[i]:.6g} with {title}, but {y[i]:.6g} "
-                    f"with {first}"
-                )
-                return Check("own precision", FAILED, text)
-    return Check("own precision", OK, f"{len(curves)} configurations have the same losses, to {OWN:g}, and loss scales")
+                text = f"{metric} of update {i + 1} is {x[i]:.6g} with {title}, but {y[i]:.6g} with {first}"
+                return Check(name, FAILED, text)
+    rounded = max(found.sums.values(), default=0.0)
+    text = f"{len(found.curves)} configurations skip the same updates, with losses alike to {tolerance:g}"
+    return Check(name, OK, f"{text}; microbatches' gradients are added to {rounded:.0e}")
 
 
 def compute(setup: Setup, batch: dict[str, Any], state: Tree) -> Tree:

@@ -53,8 +53,8 @@ class Problem:
         steps: the number of updates of the run. tx: its optimizer, with its schedule.
         elsewhere: (devices, updates, with other surroundings) -> a process that finds the facts; None for objects that
             only this process has.
-        own_precision: (devices, updates) -> a process that trains in the run's own precision; None for one that float64
-            shows as well.
+        own_precision: (devices, updates) -> a process that trains in the run's own precision; narrowest: the least
+            precise dtype of that, apart from what the model chooses.
     """
 
     forward: Forward
@@ -69,6 +69,7 @@ class Problem:
     tx: optax.GradientTransformation | None = None
     elsewhere: Callable[[int, int, bool], Other] | None = None
     own_precision: Callable[[int, int], Other] | None = None
+    narrowest: np.dtype = np.dtype(np.float32)
 
     @property
     def couples(self) -> bool:

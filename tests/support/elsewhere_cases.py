@@ -1,5 +1,5 @@
-"""Configs that depend on their surroundings (devices, ranks, variables of launchers, dates, chance), and configs that only
-look so, for `jaxdp verify`. As a command: verify cases by name with this process's devices, and print JSON lines."""
+"""Configs that depend on their surroundings (devices, ranks, variables of launchers, dates, chance), and others that
+only look so, for `jaxdp verify`. As a command: verify cases with the devices of this process, and print JSON lines."""
 
 import collections
 import datetime
