@@ -23,6 +23,7 @@ from jaxdp.verify.facts import (
     eval_batch,
     evaluate,
     find_difference,
+    find_facts,
     named_sets,
     trace_again,
 )

@@ -184,7 +184,7 @@ class Rows(Data):
         self.of, self.what = of, what
 
     def __len__(self):
-        return 24 - int(number(self.of) * 997) % 5 if self.what == "length" else 24
+        return 18 + int(number(self.of) * 9973) % 7 if self.what == "length" else 24
 
     def __getitem__(self, i):
         row = super().__getitem__(i)
@@ -195,6 +195,9 @@ class Ordered(Data):
     def __init__(self, of=None):
         super().__init__()
         self.of = of
+
+    def read(self, indices):
+        return {"inputs": self.inputs[indices], "labels": self.labels[indices]}
 
     def example_order(self, batch_size, microbatches, seed):
         return EpochOrder(24, batch_size, microbatches, seed + int(number(self.of) * 1e6) if self.of else seed)
