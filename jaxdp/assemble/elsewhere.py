@@ -113,7 +113,7 @@ def surroundings() -> dict[str, str]:
     changed = {name: other(name, least) for least, names in enumerate((RANKS, SIZES)) for name in names.split()}
     hashes = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     names = dict.fromkeys(("HOSTNAME", "HOST", "SLURMD_NODENAME"), "elsewhere")
-    return {**changed, **names, "PYTHONHASHSEED": hashes, "TZ": "OTHER-24"}  # a day ahead of UTC: another local date
+    return {**changed, **names, "PYTHONHASHSEED": hashes, "TZ": "OTHER-23:59"}  # ahead of UTC: another local date
 
 
 def main() -> None:

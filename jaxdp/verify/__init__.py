@@ -185,5 +185,8 @@ def check_parts(
         report.checks[-1] = checks.check_elsewhere(near() if near else facts, elsewhere(), exactness)
     if checks.any_failed(context, report.checks):
         return False
-    report.checks += others
-    return not checks.any_failed(context, others[:1])
+    report.checks += others[:1]
+    if checks.any_failed(context, report.checks):
+        return False
+    report.checks += others[1:]
+    return True

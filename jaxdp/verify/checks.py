@@ -128,7 +128,7 @@ def check_elsewhere(facts: Facts | str, found: Facts | str, tolerance: float) ->
     """Check that the facts are the same in a process with other surroundings. They are a text if a process failed."""
     for one in (facts, found):
         if isinstance(one, str):
-            return Check("repeat", FAILED, f"it fails {ELSEWHERE}: {one}; {CAUSES}")
+            return Check("repeat", FAILED, f"{ELSEWHERE}: {one}; {CAUSES}")
     assert not isinstance(facts, str) and not isinstance(found, str)
     if difference := find_difference(facts, found, tolerance, ELSEWHERE):
         return Check("repeat", FAILED, f"{difference}; {CAUSES}")
