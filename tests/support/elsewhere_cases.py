@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
 
 import jaxdp
@@ -356,7 +357,7 @@ BETWEEN = {
     "same for all dates": lambda x: x * (1.0 if datetime.datetime.now() > datetime.datetime(2001, 1, 1) else 0.0),
     "seeded": lambda x: x * float(np.random.default_rng(3).random() + random.Random(5).random()),
     "a label": lambda x: (f"{uuid.uuid4()} {os.getpid()} {time.time()}", x)[1],
-    "checkpoint name": lambda x: jax.ad_checkpoint.checkpoint_name(x * 2, f"x{id(x)}"),
+    "checkpoint name": lambda x: checkpoint_name(x * 2, f"x{id(x)}"),
     "dates are dates": lambda x: x * (1.0 if isinstance(datetime.datetime.now(), datetime.datetime) else 3.0),
 }
 
