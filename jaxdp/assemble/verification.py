@@ -186,7 +186,7 @@ def error_of_sum(parts: Parts, step: Step, state: TrainState) -> float:
     """Return how much a device rounds where it adds the gradients of its microbatches, relative to these.
 
     A microbatch's own gradient is that of the same program with the masks of all others set to zero. So it does not
-    matter how the model rounds.
+    matter how the model rounds. NaN if a microbatch's own gradient is not finite.
     """
     numbers = np.arange(min(parts.order.microbatches, SUMMED))
     batch = read_batch(parts.dataset, parts.order, 0, numbers)
@@ -194,16 +194,19 @@ def error_of_sum(parts: Parts, step: Step, state: TrainState) -> float:
     view = view._replace(carry=jax.tree.map(lambda x: x[: len(numbers)], view.carry))
     grads = jax.jit(step.grads)
 
-    def gradient(mask: np.ndarray) -> np.ndarray:
-        tree = jax.device_get(grads(view, {**batch, "mask": mask}, numbers).grads)
-        return np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(tree)])
+    def gradient(mask: np.ndarray, scale: Any) -> np.ndarray:
+        sums = grads(view._replace(loss_scale=scale), {**batch, "mask": mask}, numbers)
+        return np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(jax.device_get(sums.grads))])
 
     only = lambda i: (numbers == i).reshape(-1, *[1] * (batch["mask"].ndim - 1)).astype(batch["mask"].dtype)
-    each = np.stack([gradient(batch["mask"] * only(i)) for i in numbers])
-    if not np.isfinite(each).all():
-        return 0.0  # the loss scale is too large for one: all configurations skip this update
-    total = gradient(batch["mask"])
-    if not np.isfinite(total).all():
+    scale = view.loss_scale
+    while True:
+        each = np.stack([gradient(batch["mask"] * only(i), scale) for i in numbers])
+        if np.isfinite(each).all() or scale is None or scale < 1:
+            break
+        scale = scale / 2  # too large for a single microbatch
+    total = gradient(batch["mask"], scale)
+    if np.isfinite(each).all() and not np.isfinite(total).all():
         return np.inf
     return float(np.linalg.norm(total - each.sum(0)) / (np.linalg.norm(each) or 1.0))
 

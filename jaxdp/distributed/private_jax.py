@@ -3,7 +3,7 @@
 - `_jax.get_distributed_runtime_service`: JAX starts its coordination service inside rank 0, whose death then aborts
   all other ranks. jaxdp runs it in the coordinator's process.
 - `_jax.get_distributed_runtime_client`, `distributed.global_state`: `jax.distributed.initialize` on rank 0 starts that
-  service too, so the client is created here.
+  service too, so the client is created here. `verify` sets the number of a process that is not connected at all.
 - `_jax.make_gloo_tcp_collectives`: Gloo listens on the address that the host's name resolves to, and JAX has no option
   for another one. Without this, a job on one host could be reached from the network.
 - `lax._dot_general_lower`: exact sums change how products are lowered for CPU, then call this.

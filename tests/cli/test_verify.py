@@ -359,7 +359,12 @@ def test_a_device_adds_the_gradients_of_its_microbatches_in_float32(tmp_path, dt
     config = load(["--config", str(tmp_path / "config.yaml"), *NARROW[dtype]], "verify")[0]
     parts = make_parts(config)
     strategy, step = make_variant(config, parts, ONE_DEVICE._replace(accumulate=accumulate), jax.devices()[:1])
-    assert error_of_sum(parts, step, strategy.export(strategy.init())) < 1e-6
+    state = strategy.export(strategy.init())
+    assert error_of_sum(parts, step, state) < 1e-6
+    if dtype == "float16":  # some overflow alone, some only as a sum
+        for power in range(16, 20):
+            scale = state.loss_scale.replace(value=jnp.float32(2.0**power))
+            assert error_of_sum(parts, step, state.replace(loss_scale=scale)) < 1e-6
 
 
 @pytest.mark.slow
@@ -378,7 +383,6 @@ def test_what_one_precision_alone_shows_is_reported():
     assert judge(one, scan=1e-7).verdict == "ok" and judge({**one, "loss": one["loss"] * 1.001}).verdict == "ok"
     for check, text in {
         judge(one, vmap=np.inf): "parallel.accumulate: vmap a device rounds the sum",
-        judge(one, vmap=np.nan): "parallel.accumulate: vmap a device rounds the sum",
         judge(other): "skipped of update 2 is 1 with b, but 0 with a",
         judge({**one, "loss_scale": np.array([8.0, 4.0])}): "loss_scale of update 2 is 4 with b, but 8 with a",
         judge({**one, "loss": np.array([2.0, np.nan])}): "loss of update 2 is nan with b",
