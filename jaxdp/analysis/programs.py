@@ -22,6 +22,7 @@ from jaxdp.user_errors import PACKAGE, is_own, relative
 
 CALLERS = (PACKAGE / "verify", PACKAGE / "precision.py")  # call or cast the traced code
 LOGS = ("debug_callback", "debug_print")  # operations that change no number
+WRITES = ("DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect")  # of operations that write for people
 Digest = tuple[str, Mapping[str, str]]  # of a program, and of each line of code in it
 PLAIN = (str, int, float, complex, type(None), np.dtype, enum.Enum, slice)
 
@@ -55,10 +56,10 @@ def lines(program: jex.Jaxpr | jex.ClosedJaxpr, outer: str = "") -> Iterator[Lin
 
 
 def needed(jaxpr: jex.Jaxpr) -> list[jex.JaxprEqn]:
-    """Return the operations that the results depend on, or that have an effect other than a log line."""
+    """Return the operations that the results depend on, or that have an effect other than to write a log."""
     used, eqns = {v for v in jaxpr.outvars if not isinstance(v, jex.Literal)}, []
     for eqn in reversed(jaxpr.eqns):
-        effect = any("Debug" not in type(e).__name__ for e in eqn.effects)
+        effect = any(type(e).__name__ not in WRITES for e in eqn.effects)
         if eqn.primitive.name not in LOGS and (effect or not used.isdisjoint(eqn.outvars)):
             eqns.append(eqn)
             used |= {v for v in eqn.invars if not isinstance(v, jex.Literal)}

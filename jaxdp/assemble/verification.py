@@ -3,10 +3,14 @@ configurations; with --exact, the config's own run."""
 
 import contextlib
 import dataclasses
+import functools
+import itertools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxdp.assemble.components import (
     Parts,
@@ -20,23 +24,33 @@ from jaxdp.assemble.components import (
     set_jax,
     state_maker,
 )
+from jaxdp.assemble.elsewhere import other_count, process
 from jaxdp.assemble.preflight import check_optimizer
 from jaxdp.assemble.run import prepare_on_all_ranks
 from jaxdp.config import Config, Precision
 from jaxdp.config.check import check_exact
 from jaxdp.core.options import UpdateRule
+from jaxdp.core.state import Batch, TrainState
 from jaxdp.core.step import Step
 from jaxdp.data.prefetch import read_batch
 from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
 from jaxdp.parallel import Strategy
 from jaxdp.precision import policy
-from jaxdp.verify import Configuration, Problem, Report
-from jaxdp.verify.configurations import clip, devices_of
+from jaxdp.targets import attribute
+from jaxdp.verify import Configuration, Problem, Report, settings
+from jaxdp.verify.checks import Curve, OwnPrecision
+from jaxdp.verify.configurations import ONE_DEVICE, clip, devices_of
 from jaxdp.verify.exact import compare_bits
-from jaxdp.verify.problem import Trial
+from jaxdp.verify.facts import Facts, find_facts
+from jaxdp.verify.oracle import make_setup
+from jaxdp.verify.problem import Other, Trial, in_traceable_precision, make_trial
+from jaxdp.verify.training import run_updates
 
 ALONE, FLOAT64 = Context(), Precision("float64", "float64", "float64")
+QUICK_COMPILATION = "--xla_backend_optimization_level=1"
+OWN_UPDATES = 8  # in the run's own precision, at least
+SUMMED = 8  # microbatches whose gradients are added, at most
 
 
 def smaller(config: Config) -> Config:
@@ -66,6 +80,7 @@ def make_problem(config: Config, context: Context = ALONE) -> Problem:
 
     Raises UsageError on every rank, as a run does, if their programs or data differ.
     """
+    whole = config
     if config.outer.replicas > 1:
         raise UsageError("outer.replicas: verify compares with ordinary training; compare bits instead, with --exact")
     config = smaller(config)
@@ -102,7 +117,98 @@ def make_problem(config: Config, context: Context = ALONE) -> Problem:
         order=parts.order,
         build=build,
         configuration=own._replace(reduction="exact") if config.parallel.exact else own,
+        steps=parts.steps,
+        tx=parts.rule.tx,
+        elsewhere=functools.partial(start_elsewhere, whole),
+        own_precision=None if config.parallel.exact else functools.partial(start_in_own_precision, whole),
+        narrowest=narrowest(config),
     )
+
+
+def narrowest(config: Config) -> np.dtype:
+    """Return the least precise dtype that a run rounds its passes and gradients to."""
+    dtypes = config.precision
+    used = [jax.numpy.dtype(name) for name in (dtypes.params, dtypes.compute, dtypes.reduce) if name]
+    return max(used, key=lambda dtype: float(jax.numpy.finfo(dtype).eps))
+
+
+def start_elsewhere(config: Config, devices: int, updates: int, changed: bool) -> Other:
+    """Start a process that finds the facts about a config's problem. changed: with other surroundings."""
+    count = other_count(jax.device_count()) if changed else jax.device_count()
+    return process(facts_of_config, config, devices, updates, devices=count, elsewhere=changed)
+
+
+def facts_of_config(config: Config, devices: int, updates: int) -> Facts:
+    """Find the facts about a config's problem, in a process of one. devices: of the process that compares them."""
+    set_jax(config, sums=False)
+    problem = make_problem(config)
+    with settings(jax.local_devices()[0]):
+        trial = make_trial(problem, devices, updates)
+        return find_facts(make_setup(in_traceable_precision(problem, trial), trial))
+
+
+def start_in_own_precision(config: Config, devices: int, updates: int) -> Other:
+    return process(train_in_own_precision, config, devices, max(updates, OWN_UPDATES), devices=devices)
+
+
+def train_in_own_precision(config: Config, devices: int, updates: int) -> OwnPrecision:
+    """Train a config's first batches as the run does, on one device and on several, with `scan` and `vmap`.
+
+    A configuration that is refused, or cannot be mapped, is left out.
+    """
+    os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(QUICK_COMPILATION, "")
+    config = smaller(config)
+    set_jax(config)
+    parts, used, curves, sums = make_parts(config), jax.devices(), dict[str, Curve](), dict[str, float]()
+    own = clip(configuration_of(config), used)
+    for number, accumulate in itertools.product(sorted({1, devices}), ("scan", "vmap")):
+        configuration = (ONE_DEVICE if number == 1 else own)._replace(accumulate=accumulate)
+        try:
+            strategy, step = make_variant(config, parts, configuration, used)
+            state = strategy.init()
+            if number == 1 and attribute(parts.forward.loss, "scope", "example") != "global":
+                sums[accumulate] = error_of_sum(parts, step, strategy.export(state))
+            read = functools.partial(read_local, parts, strategy)
+            curves[configuration.title] = run_updates(strategy, step, state, map(read, range(updates)))[1]
+        except UsageError:
+            continue
+        except NotImplementedError:
+            if accumulate == "scan":
+                raise
+    return OwnPrecision(curves, sums)
+
+
+def read_local(parts: Parts, strategy: Strategy, step: int) -> Batch:
+    return strategy.shard_batch(read_batch(parts.dataset, parts.order, step, strategy.local_microbatches))
+
+
+def error_of_sum(parts: Parts, step: Step, state: TrainState) -> float:
+    """Return how much a device rounds where it adds the gradients of its microbatches, relative to these.
+
+    A microbatch's own gradient is that of the same program with the masks of all others set to zero. So it does not
+    matter how the model rounds. NaN if a microbatch's own gradient is not finite.
+    """
+    numbers = np.arange(min(parts.order.microbatches, SUMMED))
+    batch = read_batch(parts.dataset, parts.order, 0, numbers)
+    view = state.view(step.seed)
+    view = view._replace(carry=jax.tree.map(lambda x: x[: len(numbers)], view.carry))
+    grads = jax.jit(step.grads)
+
+    def gradient(mask: np.ndarray, scale: Any) -> np.ndarray:
+        sums = grads(view._replace(loss_scale=scale), {**batch, "mask": mask}, numbers)
+        return np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(jax.device_get(sums.grads))])
+
+    only = lambda i: (numbers == i).reshape(-1, *[1] * (batch["mask"].ndim - 1)).astype(batch["mask"].dtype)
+    scale = view.loss_scale
+    while True:
+        each = np.stack([gradient(batch["mask"] * only(i), scale) for i in numbers])
+        if np.isfinite(each).all() or scale is None or scale < 1:
+            break
+        scale = scale / 2  # too large for a single microbatch
+    total = gradient(batch["mask"], scale)
+    if np.isfinite(each).all() and not np.isfinite(total).all():
+        return np.inf
+    return float(np.linalg.norm(total - each.sum(0)) / (np.linalg.norm(each) or 1.0))
 
 
 def configuration_of(config: Config) -> Configuration:
@@ -140,8 +246,7 @@ def verify_exactly(config: Config, devices: int, updates: int, progress: Callabl
     def make(configuration: Configuration) -> Any:
         strategy, step = make_variant(config, parts, configuration, used)
         check_optimizer(config, strategy, parts.rule.tx, step)
-        read = lambda i: read_batch(parts.dataset, parts.order, i, strategy.local_microbatches)
-        return strategy, step, lambda i: strategy.shard_batch(read(i))
+        return strategy, step, functools.partial(read_local, parts, strategy)
 
     last = parts.order.steps_per_epoch - 1
     batches = [min(i, last) if i < updates - 1 else last for i in range(updates)]

@@ -7,7 +7,7 @@ import jax
 
 from jaxdp import user_errors
 from jaxdp.assemble.components import set_jax
-from jaxdp.assemble.verification import ALONE, exactly, make_problem, verify_exactly
+from jaxdp.assemble.verification import ALONE, QUICK_COMPILATION, exactly, make_problem, verify_exactly
 from jaxdp.cli import Call
 from jaxdp.distributed.context import SLOW
 from jaxdp.environment import add_flag
@@ -24,7 +24,7 @@ def run(call: Call) -> None:
         else:
             # A verification compiles much and computes little. Processor time with level 1, all and no optimizations:
             # 33, 42 and 27 s for a GPT, 27, 38 and 61 s for a CNN.
-            add_flag("--xla_backend_optimization_level=1")
+            add_flag(QUICK_COMPILATION)
             set_jax(config)
             report = verify(
                 make_problem(config, context),

@@ -3,7 +3,7 @@
 - `_jax.get_distributed_runtime_service`: JAX starts its coordination service inside rank 0, whose death then aborts
   all other ranks. jaxdp runs it in the coordinator's process.
 - `_jax.get_distributed_runtime_client`, `distributed.global_state`: `jax.distributed.initialize` on rank 0 starts that
-  service too, so the client is created here.
+  service too, so the client is created here. `verify` sets the number of a process that is not connected at all.
 - `_jax.make_gloo_tcp_collectives`: Gloo listens on the address that the host's name resolves to, and JAX has no option
   for another one. Without this, a job on one host could be reached from the network.
 - `lax._dot_general_lower`: exact sums change how products are lowered for CPU, then call this.
@@ -112,6 +112,14 @@ def connect(
     global_state.process_id, global_state.num_processes = rank, size
     if elastic:
         backend.clear_backends()
+
+
+def number_process(rank: int, size: int) -> None:
+    """Let JAX open its devices as process `rank` of `size`, without a connection to others: `verify` asks how numbers
+    depend on it. Programs of one device work as usual."""
+    from jax._src.distributed import global_state
+
+    global_state.process_id, global_state.num_processes = rank, size
 
 
 def is_connected() -> bool:

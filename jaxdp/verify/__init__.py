@@ -6,7 +6,9 @@ shares no code with the step, and the same updates in many configurations.
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,12 +18,18 @@ from jaxdp.errors import UsageError
 from jaxdp.verify import checks
 from jaxdp.verify.compare import Reference, find_reference, list_leaves
 from jaxdp.verify.configurations import Configuration, choose_configurations, clip
+from jaxdp.verify.facts import COARSE, find_facts
 from jaxdp.verify.oracle import Setup, make_setup, train
 from jaxdp.verify.problem import FAILED, NOTE, Check, Problem, check_memory, in_traceable_precision, make_trial
 from jaxdp.verify.report import Report, as_json, as_text, describe
 from jaxdp.verify.training import run_configuration
 
 __all__ = ["Configuration", "Problem", "Report", "as_json", "as_text", "settings", "verify"]
+
+NOT_MAPPABLE = (
+    "parallel.accumulate: jax.vmap cannot map the model's callback, and a device with several microbatches maps it; "
+    "set it to scan, or give the callback a vmap_method"
+)
 
 
 @contextlib.contextmanager
@@ -61,19 +69,25 @@ def verify(
     if tolerance is not None and not 0 < tolerance < 1:
         raise UsageError(f"tolerance: {tolerance} is not between 0 and 1; to compare bits, use --exact")
     local = [device for device in devices if device.process_index == jax.process_index()]
-    with settings(local[0]):
+    with settings(local[0]), contextlib.ExitStack() as others:
         first = clip(problem.configuration, devices)
         trial = make_trial(problem, len(devices), updates)
         problem = in_traceable_precision(dataclasses.replace(problem, configuration=first), trial)
         check_memory(problem, trial, local)
+        start = lambda make, *args: others.enter_context(make(len(devices), updates, *args)) if make else None
+        elsewhere = start(problem.elsewhere, True) if context.is_root else None
+        on_cpu = jax.default_backend() == "cpu"
+        near = elsewhere and (None if on_cpu else start(problem.elsewhere, False))  # compare CPU with CPU
         setup = make_setup(problem, trial)
-        dtype, random = checks.traits_of(setup)
+        (dtype, random), mappable = checks.traits_of(setup), checks.is_mappable(setup)
+        narrowest = max(dtype, problem.narrowest, key=lambda x: float(jax.numpy.finfo(x).eps))
+        own = start(problem.own_precision) if context.is_root and narrowest.itemsize < 4 else None
         limit = tolerance or checks.TOLERANCE[dtype.name]
         report = Report(describe_setting(setup, devices), f"error (allowed {limit:g})", [checks.check_data(problem)])
         if dtype != np.float64:
             text = f"the model or the loss computes in {dtype.name}, also from float64 arguments"
             report.checks.append(Check("precision", NOTE, text))
-        if not check_parts(report, setup, random, limit, context):
+        if not check_parts(report, setup, random, limit, context, elsewhere, near):
             report.causes = failures(report)
             return report
         report.reference = reference = find_reference(
@@ -87,9 +101,15 @@ def verify(
         for check in report.checks:
             progress(f"{check.name}: {check.verdict}")
         chosen = choose_configurations(first, devices)[: None if most is None else most + 1]
+        if not mappable:
+            chosen = list(dict.fromkeys(one._replace(accumulate="scan") for one in chosen))
         run = lambda configuration: run_configuration(setup, reference, configuration, devices, limit)
         report.run(run, chosen, progress)
+        if own is not None:
+            report.checks.append(checks.check_own_precision(own(), narrowest))
         report.causes = [*failures(report), *find_causes(report, reference, first)]
+        if not mappable and first.accumulate == "vmap":
+            report.causes.insert(0, NOT_MAPPABLE)
         report.agreement = find_agreement(report, reference, limit)
         return report
 
@@ -141,11 +161,32 @@ def find_causes(report: Report, reference: Reference, own: Configuration) -> lis
     return causes
 
 
-def check_parts(report: Report, setup: Setup, random: bool, tolerance: float, context: Context) -> bool:
-    """Check the parts alone. Return False if one failed that the others use, on which its fault would be blamed."""
-    for check in (checks.check_repeat, checks.check_loss):
-        report.checks.append(check(setup, tolerance))
-        if checks.any_failed(context, report.checks):
-            return False
-    report.checks.append(checks.check_padding(setup, random, tolerance))
+def check_parts(
+    report: Report,
+    setup: Setup,
+    random: bool,
+    tolerance: float,
+    context: Context,
+    elsewhere: Callable[[], Any] | None,
+    near: Callable[[], Any] | None,
+) -> bool:
+    """Check the parts alone. Return False if one failed that the others use, on which its fault would be blamed.
+
+    elsewhere: the process with other surroundings; near: one with the same, if this one computes on no CPU.
+    """
+    facts, exactness = find_facts(setup), min(COARSE, tolerance)
+    report.checks.append(checks.check_repeat(setup, math.inf if near else exactness, facts))
+    if checks.any_failed(context, report.checks):
+        return False
+    others = [checks.check_loss(setup, tolerance)]  # while the other process computes
+    if others[0].verdict != FAILED:
+        others.append(checks.check_padding(setup, random, tolerance))
+    if elsewhere is not None:
+        report.checks[-1] = checks.check_elsewhere(near() if near else facts, elsewhere(), exactness)
+    if checks.any_failed(context, report.checks):
+        return False
+    report.checks += others[:1]
+    if checks.any_failed(context, report.checks):
+        return False
+    report.checks += others[1:]
     return True

@@ -1,14 +1,8 @@
 """Check the parts of a run: data and updates can be repeated, padding changes nothing, the loss adds up."""
 
-import contextlib
-import dataclasses
 import json
-import os
-import sys
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
-from unittest import mock
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -17,29 +11,45 @@ import numpy as np
 
 from jaxdp.analysis.programs import inside, needed
 from jaxdp.data.base import probes
-from jaxdp.data.example_order import EpochOrder, Streams
-from jaxdp.data.prefetch import read_batch
-from jaxdp.distributed.context import SLOW, Context, current
+from jaxdp.distributed.context import SLOW, Context
 from jaxdp.errors import one_line
 from jaxdp.metrics.sums import flat
 from jaxdp.models.base import CARRY
-from jaxdp.verify.compare import MARGIN, Worst, flatten, leaf_errors, worst
-from jaxdp.verify.oracle import Setup, key_of, make_setup, train, without_carry
+from jaxdp.verify.compare import leaf_errors, worst
+from jaxdp.verify.facts import (
+    COARSE,
+    NOT_BY_INDEX,
+    Facts,
+    eval_batch,
+    evaluate,
+    find_difference,
+    find_facts,
+    named_sets,
+    trace_again,
+)
+from jaxdp.verify.oracle import Setup, key_of, without_carry
 from jaxdp.verify.problem import FAILED, NOTE, OK, SKIPPED, Check, Problem, Tree
 
-COARSE = 1e-6  # what padding may change: here a fault is never as small as rounding
 SPLITS = 3  # random ones, of the examples that the loss is checked on
 ROWS = 8  # of these examples
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}  # by the dtype of the computation
 DRAWS = {"random_bits", "threefry2x32", "rng_uniform", "rng_bit_generator"}
-VARIABLES = (  # of launchers: the rank, and the number of processes
-    ("RANK", "WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS"),
-    ("JAXDP_PROCESS_ID", "JAXDP_NUM_PROCESSES"),
+SUM = 1e-5  # relative error of a sum of gradients: 1e-7 in float32, 1e-3 in bfloat16
+ELSEWHERE = "in another process, which has other devices, launcher variables and another date"
+CAUSES = (
+    "model, data, loss, optimizer or schedule depend on the number of devices or processes (as jax.device_count), on a "
+    "variable of a launcher (as RANK), on the date, the time or the host, or on a random generator of their own; use "
+    "the config, and the key that is passed in"
 )
-COUNTS = ("device_count", "local_device_count", "devices", "local_devices", "process_index", "process_count")
+Curve = dict[str, np.ndarray]  # {metric: [update]}
+
+
+class OwnPrecision(NamedTuple):
+    """What training in the run's own precision gives: curves by configuration, one device with `scan` first. sums: the
+    error of one device's sum of gradients, by `accumulate`."""
+
+    curves: dict[str, Curve]
+    sums: dict[str, float]
 
 
 def any_failed(context: Context, checks: list[Check]) -> bool:
@@ -51,41 +61,51 @@ def any_failed(context: Context, checks: list[Check]) -> bool:
 
 
 def check_data(problem: Problem) -> Check:
-    """Check that all sets return the same example for the same index: in another order, among others, and where JAX
-    reports other devices and processes."""
+    """Check that all sets return the same example for the same index, in another order and among others."""
     number = 0
-    others = [(f"evaluation set {k!r}" if k else "evaluation data", x) for k, x in problem.eval_sets.items()]
-    for which, dataset in [("data", problem.dataset), *others]:
+    for which, dataset in named_sets(problem).items():
         index = probes(dataset)
         number, one = number + len(index), dataset.read(index)
-        with other_counts():
-            other = dataset.read(index[::-2])
+        other = dataset.read(index[::-2])
         for name in {**one, **other}:
             x, y = (np.asarray(examples.get(name, ())) for examples in (one, other))
             if (x.shape[1:], x.dtype, x[::-2].tobytes()) != (y.shape[1:], y.dtype, y.tobytes()):
-                text = (
-                    f"the {which} is not a function of the index: {name!r} of an example changes "
-                    "when it is read again, with others, or for another number of devices; move what is random into "
-                    "its transform(batch, key, train), and compute what depends on several examples before"
-                )
-                return Check("data", FAILED, text)
+                return Check("data", FAILED, NOT_BY_INDEX.format(which, name))
     return Check("data", OK, f"{number} examples are the same when they are read again")
 
 
 def traits_of(setup: Setup) -> tuple[np.dtype, bool]:
     """Trace the gradient of a microbatch. Return (the dtype of its least precise floats, whether it draws random
     numbers). Raises UsageError if the loss returns something else than sums."""
-    problem, trial, start, oracle = setup
-    params, frozen = start.params, jax.tree.map(lambda x: None, start.params)
-    arguments = params, frozen, [start.model_state], [trial.microbatch(0, 0)], [key_of(problem, 0, 0)]
     names, dtype = set[str](), np.dtype(np.float64)
-    for eqn in operations(jax.make_jaxpr(oracle.value)(*arguments).jaxpr):
+    for eqn in operations(jax.make_jaxpr(setup.oracle.value)(*arguments_of(setup)).jaxpr):
         names.add(name := eqn.primitive.name)
         if name == "convert_element_type":
             before, after = (jnp.dtype(v.aval.dtype) for v in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
             if before == np.float64 and jnp.issubdtype(after, jnp.floating):
                 dtype = max(dtype, after, key=lambda x: float(jnp.finfo(x).eps))
     return dtype, bool(names & DRAWS)
+
+
+def is_mappable(setup: Setup) -> bool:
+    """Return whether `jax.vmap` can map the gradient of a microbatch; a callback needs a vmap_method for that."""
+    arguments, axes = arguments_of(setup), (None, None, None, 0, 0)
+    names = {eqn.primitive.name for eqn in operations(jax.make_jaxpr(setup.oracle.value)(*arguments).jaxpr)}
+    if not any(name.endswith("callback") for name in names):
+        return True
+    batch = jax.tree.map(lambda x: jnp.asarray(x)[None], arguments[3:])
+    try:
+        jax.eval_shape(jax.vmap(setup.oracle.value, in_axes=axes), *arguments[:3], *batch)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def arguments_of(setup: Setup) -> tuple[Any, ...]:
+    """Return arguments of `Oracle.value`: one microbatch, all parameters trainable."""
+    problem, trial, start, _ = setup
+    frozen = jax.tree.map(lambda x: None, start.params)
+    return start.params, frozen, [start.model_state], [trial.microbatch(0, 0)], [key_of(problem, 0, 0)]
 
 
 def operations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
@@ -96,84 +116,50 @@ def operations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
             yield from operations(inner.jaxpr if isinstance(inner, jex.ClosedJaxpr) else inner)
 
 
-@contextlib.contextmanager
-def other_counts() -> Iterator[None]:
-    """Let JAX, jaxdp and the variables of launchers tell all modules another rank and other numbers of devices and
-    processes, and the clock another time."""
-
-    def told(real: Any) -> Any:
-        other = lambda value: 2 * value if isinstance(value, list) else value + 3
-        return lambda *args, **kwargs: other(real(*args, **kwargs))
-
-    context, value = current(), lambda name, least: int(text) if (text := os.getenv(name, "")).isdigit() else least
-    variables = {name: str(value(name, least) + 3) for pair in VARIABLES for least, name in enumerate(pair)}
-    elsewhere = dataclasses.replace(context, rank=context.rank + 3, size=context.size + 3)
-    others = {id(real): told(real) for real in (*(getattr(jax, name) for name in COUNTS), time.time)}
-    others[id(current)] = lambda: elsewhere
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, variables))
-        for module in [m for name, m in sys.modules.items() if not name.startswith(("jax.", "jaxlib"))]:
-            replaced = {k: others[id(x)] for k, x in getattr(module, "__dict__", {}).items() if id(x) in others}
-            if replaced:
-                stack.enter_context(mock.patch.multiple(module, **replaced))
-        yield
+def check_repeat(setup: Setup, tolerance: float, facts: Facts | None = None) -> Check:
+    """Check that updates, learning rates and an evaluation are the same when they are computed and traced again."""
+    difference = find_difference(facts or find_facts(setup), trace_again(setup), tolerance, "in the same process")
+    if difference:
+        return Check("repeat", FAILED, f"{difference}; {CAUSES}")
+    return Check("repeat", OK, "an update is the same when it is computed again; not compared with another process")
 
 
-def change(compute: Callable[[], Tree], tolerance: float) -> Worst:
-    """Return how much a result changes where other devices and processes are reported; 0 if computing it again alone
-    changes it as much, as on a GPU."""
-
-    def again() -> Tree:
-        jax.clear_caches()
-        return compute()
-
-    one = again()
-    with other_counts():
-        largest = worst(leaf_errors(again(), one))
-    if largest.error <= min(COARSE, tolerance):
-        return Worst(0.0, "")
-    noise = worst(leaf_errors(again(), one)).error
-    return Worst(0.0, "") if largest.error <= MARGIN * noise and noise <= tolerance else largest
+def check_elsewhere(facts: Facts | str, found: Facts | str, tolerance: float) -> Check:
+    """Check that the facts are the same in a process with other surroundings. They are a text if a process failed."""
+    for one in (facts, found):
+        if isinstance(one, str):
+            return Check("repeat", FAILED, f"{ELSEWHERE}: {one}; {CAUSES}")
+    assert not isinstance(facts, str) and not isinstance(found, str)
+    if difference := find_difference(facts, found, tolerance, ELSEWHERE):
+        return Check("repeat", FAILED, f"{difference}; {CAUSES}")
+    return Check("repeat", OK, f"data, order, rates, updates and programs are the same {ELSEWHERE}")
 
 
-def check_repeat(setup: Setup, tolerance: float) -> Check:
-    """Check that an update, the learning rates and an evaluation are the same when all is traced again, where other
-    devices and processes are reported."""
-    problem, trial = setup.problem, setup.trial._replace(batches=setup.trial.batches[:1])
-
-    def update() -> Tree:
-        setup, schedule = make_setup(problem, trial), problem.schedule()
-        trained = train(setup, problem.rule(1.0))
-        rates = {"learning rate": jax.jit(lambda steps: jax.lax.map(schedule, steps))(jnp.arange(0, 100, 9, jnp.int32))}
-        leaves = flatten(trained, trained.curve, trained.start)
-        return {**leaves, "gradient": trained.grads, **rates, "evaluation": evaluate(setup, eval_batch(setup))}
-
-    largest = change(update, tolerance)
-    text = (
-        f"an update computed twice gives another {largest.leaf} (by {largest.error:.1e}): model, loss, optimizer or "
-        "schedule depend on the rank, on the number of devices or processes (as jax.device_count), on the time, or on "
-        "a random generator of their own; use the config, and the key that is passed in"
-    )
-    if not largest.leaf:
-        return Check("repeat", OK, "an update is the same when it is computed again, for another number of devices")
-    return Check("repeat", FAILED, text)
-
-
-def eval_batch(setup: Setup) -> dict[str, Any]:
-    """Return a microbatch of the first evaluation set; empty if there is none."""
-    for dataset in setup.problem.eval_sets.values():
-        sizes = len(dataset), setup.trial.microbatch_size, 1
-        order = Streams(*sizes) if setup.problem.order.sequential else EpochOrder(*sizes, shuffle=False)
-        return {k: v[0] for k, v in read_batch(dataset, order, 0, [0]).items()}
-    return {}
-
-
-def evaluate(setup: Setup, batch: dict[str, Any]) -> Tree:
-    """Return {loss, weight, metrics} of the evaluation of a microbatch, or nothing of an empty one."""
-    if not batch:
-        return {}
-    outputs, seen, _ = setup.oracle.forward(*setup.start, batch, key_of(setup.problem, 0, 0), False)
-    return dict(zip(("loss", "weight", "metrics"), setup.oracle.loss(outputs, seen), strict=True))
+def check_own_precision(found: OwnPrecision | str, dtype: np.dtype) -> Check:
+    """Check that the gradients of microbatches are added without rounding to 16 bits, and that skipped updates, loss
+    scales and losses do not depend on the devices. found: a text if the process failed. dtype: the least precise."""
+    name, tolerance = f"in {dtype.name}", TOLERANCE[dtype.name]
+    if isinstance(found, str):
+        return Check(name, FAILED, f"nothing was compared in the run's own precision: {found}")
+    for accumulate, error in found.sums.items():
+        if error > SUM:
+            text = (
+                f"with parallel.accumulate: {accumulate} a device rounds the sum of its microbatches' gradients (by "
+                f"{error:.1e}) where several devices do not, so their number changes the numbers"
+            )
+            return Check(name, FAILED, text)
+    (first, want), *others = found.curves.items()
+    for title, got in others:
+        for metric, allowed in (("skipped", 0.0), ("loss_scale", 0.0), ("loss", tolerance)):
+            x, y = (curve.get(metric, np.zeros(1)) for curve in (got, want))
+            apart = ~np.isclose(x, y, allowed, 0.0, equal_nan=True)
+            if apart.any():
+                i = int(apart.argmax())
+                text = f"{metric} of update {i + 1} is {x[i]:.6g} with {title}, but {y[i]:.6g} with {first}"
+                return Check(name, FAILED, text)
+    text = f"{len(found.curves)} configurations skip the same updates, with losses alike to {tolerance:g}"
+    errors = [f"{accumulate} adds gradients to {error:.0e}" for accumulate, error in found.sums.items()]
+    return Check(name, OK, "; ".join([text, *errors]))
 
 
 def compute(setup: Setup, batch: dict[str, Any], state: Tree) -> Tree:

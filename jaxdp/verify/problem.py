@@ -3,11 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxdp.core.options import Forward, UpdateRule, first_microbatch
 from jaxdp.core.step import Step
@@ -24,6 +26,8 @@ from jaxdp.verify.configurations import Configuration
 OK, FAILED, NOTE, SKIPPED, REFUSED = "ok", "FAILED", "note", "skipped", "refused"
 Tree = Any
 Arrays = dict[str, np.ndarray]
+# a process that computes something: () -> the result, or a text that tells why it failed
+Other = AbstractContextManager[Callable[[], Any]]
 MOST_EXAMPLES = 4  # per microbatch; with two, a BatchNorm without pixels to average over has no gradient to compare
 
 
@@ -46,6 +50,11 @@ class Problem:
         order: in which the run reads its data.
         configuration: the configuration of the run itself.
         build: (problem, trial, rule, configuration, devices, MB of a bucket) -> a run's strategy and step.
+        steps: the number of updates of the run. tx: its optimizer, with its schedule.
+        elsewhere: (devices, updates, with other surroundings) -> a process that finds the facts; None for objects that
+            only this process has.
+        own_precision: (devices, updates) -> a process that trains in the run's own precision; narrowest: the least
+            precise dtype of that, apart from what the model chooses.
     """
 
     forward: Forward
@@ -56,6 +65,11 @@ class Problem:
     order: ExampleOrder
     configuration: Configuration
     build: Callable[..., tuple[Strategy, Step]]
+    steps: int = 100
+    tx: optax.GradientTransformation | None = None
+    elsewhere: Callable[[int, int, bool], Other] | None = None
+    own_precision: Callable[[int, int], Other] | None = None
+    narrowest: np.dtype = np.dtype(np.float32)
 
     @property
     def couples(self) -> bool:

@@ -1,5 +1,6 @@
 """`jaxdp verify` passes what is right, and names the cause of what is not."""
 
+import json
 import os
 import pathlib
 import re
@@ -12,13 +13,15 @@ import numpy as np
 import optax
 import pytest
 
+import elsewhere_cases
 import launch
 import oracle as plain_oracle
 import toys
 import verify_cases
 from cli_runs import ended
 from covering import only
-from jaxdp.assemble.verification import make_problem
+from jaxdp.assemble.components import make_parts
+from jaxdp.assemble.verification import error_of_sum, make_problem, make_variant
 from jaxdp.cli import load
 from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.data.base import Arrays
@@ -30,12 +33,13 @@ from jaxdp.models.base import Model
 from jaxdp.parallel import REDUCTIONS, STAGES
 from jaxdp.parallel.fixed_point import FORMATS
 from jaxdp.parallel.reduction import xla
-from jaxdp.verify import Configuration, Problem, as_text, settings, verify
-from jaxdp.verify.checks import check_repeat, traits_of
+from jaxdp.verify import NOT_MAPPABLE, Configuration, Problem, as_text, settings, verify
+from jaxdp.verify.checks import OwnPrecision, check_own_precision, check_repeat, traits_of
 from jaxdp.verify.compare import difference, find_reference
-from jaxdp.verify.configurations import choose_configurations, is_meaningful, pairs
+from jaxdp.verify.configurations import ONE_DEVICE, choose_configurations, is_meaningful, pairs
 from jaxdp.verify.oracle import Setup, Start, Trained, make_oracle, make_setup, train
 from jaxdp.verify.problem import Trial, check_memory, in_traceable_precision, make_trial
+from verify_cases import named
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
@@ -302,6 +306,88 @@ def test_what_depends_on_devices_time_or_chance_is_found(tmp_path, case):
     report = verified(tmp_path, argv)
     assert not report.verified and re.search(cause, report.causes[0]), report.causes
     assert not any(check.name == "padding" for check in report.checks)  # noise is not blamed on a mask
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("case", ["optimizer from update 50, device_count", "order, today", "length, WORLD_SIZE"])
+def test_what_depends_on_the_surroundings_is_found(case):
+    """What three updates on these devices do not show; all cases: `test_no_fault_is_missed_and_no_innocent_accused`."""
+    report = elsewhere_cases.verified(elsewhere_cases.FAULTS[case], devices=2)
+    expected = {
+        "optimizer from update 50, device_count": r"another program in .*: the optimizer at .*cases\.py:\d+",
+        "order, today": "the examples of update 1 .* are others in another process",
+        "length, WORLD_SIZE": r"the number of examples of the data is \d+, but \d+ in another process",
+    }
+    assert not report.verified and re.search(expected[case], report.causes[0]), report.causes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 4])
+def test_no_fault_is_missed_and_no_innocent_accused(devices):
+    """In a process with this number of devices."""
+    env = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(launch.SUPPORT)])
+    argv = [sys.executable, str(launch.SUPPORT / "elsewhere_cases.py")]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=3000)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]  # some cases print
+    reports = {row["case"]: row for row in map(json.loads, lines)}
+    assert len(elsewhere_cases.FAULTS) >= 40 <= len(elsewhere_cases.INNOCENT), done.stderr
+    assert [case for case in elsewhere_cases.FAULTS if not reports[case]["failed"]] == []
+    assert {case: reports[case] for case in elsewhere_cases.INNOCENT if reports[case]["failed"]} == {}
+    alone = "nothing was compared on several devices"
+    for case in elsewhere_cases.INNOCENT:
+        assert [cause[: len(alone)] for cause in reports[case]["causes"]] == [alone] * (devices == 1), case
+
+
+@pytest.mark.slow
+def test_a_callback_that_cannot_be_mapped_needs_scan():
+    argv = named("model", "elsewhere_cases.between", what="callback, no method")
+    report = elsewhere_cases.verified(argv, devices=2)
+    assert report.causes == [NOT_MAPPABLE] and "scan" in report.causes[0] and not report.failed
+    assert {r.configuration.accumulate for r in report.passed} == {"scan"}
+    assert elsewhere_cases.verified([*argv, "--parallel.accumulate", "scan"], devices=2).verified
+
+
+NARROW = {"bfloat16": ["--precision.compute", "bfloat16"]}
+NARROW["float16"] = ["--precision.compute", "float16", "--precision.loss_scale", "dynamic"]
+
+
+@pytest.mark.parametrize("accumulate", ["scan", "vmap"])
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_device_adds_the_gradients_of_its_microbatches_in_float32(tmp_path, dtype, accumulate):
+    (tmp_path / "config.yaml").write_text(elsewhere_cases.CONFIG)
+    config = load(["--config", str(tmp_path / "config.yaml"), *NARROW[dtype]], "verify")[0]
+    parts = make_parts(config)
+    strategy, step = make_variant(config, parts, ONE_DEVICE._replace(accumulate=accumulate), jax.devices()[:1])
+    state = strategy.export(strategy.init())
+    assert error_of_sum(parts, step, state) < 1e-6
+    if dtype == "float16":  # some overflow alone, some only as a sum
+        for power in range(16, 20):
+            scale = state.loss_scale.replace(value=jnp.float32(2.0**power))
+            assert error_of_sum(parts, step, state.replace(loss_scale=scale)) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_run_is_verified_in_its_own_precision_too(dtype):
+    report = elsewhere_cases.verified(NARROW[dtype], devices=4)
+    [check] = [check for check in report.checks if check.name == f"in {dtype}"]
+    assert check.verdict == "ok" and "4 configurations skip the same updates" in check.text and report.verified
+
+
+def test_what_one_precision_alone_shows_is_reported():
+    """Sums that are rounded or overflow, skipped updates and losses that differ."""
+    one = {"loss": np.array([2.0, 1.0]), "skipped": np.array([0, 0]), "loss_scale": np.array([8.0, 8.0])}
+    other = {**one, "skipped": np.array([0, 1])}
+    judge = lambda other, **sums: check_own_precision(OwnPrecision({"a": one, "b": other}, sums), np.dtype(np.float16))
+    assert judge(one, scan=1e-7).verdict == "ok" and judge({**one, "loss": one["loss"] * 1.001}).verdict == "ok"
+    for check, text in {
+        judge(one, vmap=np.inf): "parallel.accumulate: vmap a device rounds the sum",
+        judge(other): "skipped of update 2 is 1 with b, but 0 with a",
+        judge({**one, "loss_scale": np.array([8.0, 4.0])}): "loss_scale of update 2 is 4 with b, but 8 with a",
+        judge({**one, "loss": np.array([2.0, np.nan])}): "loss of update 2 is nan with b",
+    }.items():
+        assert check.verdict == "FAILED" and text in check.text
 
 
 @pytest.mark.slow

@@ -363,7 +363,7 @@ AGAIN = "an update computed twice gives another"
 
 def named(section, name, **args):
     """Command-line arguments that set a section to something of this file, or built in."""
-    place = name if name in BUILT_IN else f"verify_cases.{name}"
+    place = name if name in BUILT_IN or "." in name else f"verify_cases.{name}"
     return [f"--{section}.target", place, *(x for k, v in args.items() for x in (f"--{section}.args.{k}", str(v)))]
 
 
