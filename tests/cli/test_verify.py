@@ -308,7 +308,7 @@ def test_what_depends_on_devices_time_or_chance_is_found(tmp_path, case):
     assert not any(check.name == "padding" for check in report.checks)  # noise is not blamed on a mask
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("case", ["optimizer from update 50, device_count", "order, today", "length, WORLD_SIZE"])
 def test_what_depends_on_the_surroundings_is_found(case):
     """What three updates on these devices do not show; all cases: `test_no_fault_is_missed_and_no_innocent_accused`."""
@@ -352,8 +352,9 @@ NARROW = {"bfloat16": ["--precision.compute", "bfloat16"]}
 NARROW["float16"] = ["--precision.compute", "float16", "--precision.loss_scale", "dynamic"]
 
 
-@pytest.mark.parametrize("accumulate", ["scan", "vmap"])
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("accumulate", ["vmap", "scan"])
+@pytest.mark.parametrize("dtype", sorted(NARROW, reverse=True))
 def test_a_device_adds_the_gradients_of_its_microbatches_in_float32(tmp_path, dtype, accumulate):
     (tmp_path / "config.yaml").write_text(elsewhere_cases.CONFIG)
     config = load(["--config", str(tmp_path / "config.yaml"), *NARROW[dtype]], "verify")[0]
