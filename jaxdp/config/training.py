@@ -166,7 +166,8 @@ class Parallel:
             those with weights (dots_no_batch); auto is none, or dots_no_batch if stage 3 gathers blocks or the
             reduction is exact and there are blocks
         accumulate: compute a device's microbatches all at once (vmap) or one after the other (scan, with the memory of
-            one); auto is vmap. The exact reductions compute exact_group of them at once
+            one); auto is vmap. The exact reductions compute exact_group of them at once, and computations in 16 bits
+            always one after the other
         devices: use only this many devices of a single process; null uses all
         xla_preset: overlap sets XLA flags that let collectives overlap with the backward pass on several GPUs; default
             leaves XLA_FLAGS unchanged (docs/performance.md)

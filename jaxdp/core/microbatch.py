@@ -115,11 +115,10 @@ def replace_masked(batch: Batch) -> Batch:
 
 
 def at_once(loss_and_sums: Loss, pieces: Tree) -> Differentiate:
-    """Differentiate over all pieces [local, ...] in one pass.
+    """Differentiate the total over pieces [local, ...]: one product per weight, not per microbatch.
 
-    In float32 or wider, the gradient of the total is one product per weight, not one per microbatch. With narrower
-    floats that product would end in 16 bits, so a sum over microbatches would round and overflow by how many of them a
-    device has. There each microbatch has its own gradient, and their sum is float32.
+    Floats of 16 bits are left to `one_by_one`. Their products for several microbatches round, and overflow, by how many
+    microbatches a device has, and XLA rounds a mapped convolution in other places than a single one.
     """
     first = jax.tree.map(lambda x: x[0], pieces)
     single = len(jax.tree.leaves(pieces)[0]) == 1
@@ -132,18 +131,9 @@ def at_once(loss_and_sums: Loss, pieces: Tree) -> Differentiate:
         summed = jax.tree.map(lambda x: x.sum(0), sums._replace(carry=None))
         return losses.sum(), summed._replace(carry=sums.carry)
 
-    def each(params: Tree) -> tuple[tuple[None, Sums], Tree]:
-        def microbatch_sums(piece: Tree) -> Sums:
-            (_, sums), grads = jax.value_and_grad(loss_and_sums, has_aux=True)(params, *piece)
-            return sums._replace(grads=jax.tree.map(at_least_float32, grads))
-
-        sums = map_at_once(microbatch_sums, pieces)
-        summed = jax.tree.map(lambda x: x.sum(0), sums._replace(carry=None))
-        return (None, summed._replace(carry=sums.carry, grads=None)), summed.grads
-
     def differentiate(params: Tree) -> tuple[tuple[Any, Sums], Tree]:
         narrow = has_narrow_floats(loss_and_sums, params, *first)
-        return each(params) if narrow else jax.value_and_grad(total, has_aux=True)(params)
+        return (one_by_one(loss_and_sums, pieces) if narrow else jax.value_and_grad(total, has_aux=True))(params)
 
     return differentiate
 
@@ -195,10 +185,12 @@ def one_by_one(loss_and_sums: Loss, pieces: Tree) -> Differentiate:
 
 
 def map_at_once(f: Callable, pieces: Tree) -> Tree:
-    """Return f of all pieces [local, ...] at once; a single one is not mapped, since a model may not support it."""
-    if len(jax.tree.leaves(pieces)[0]) > 1:
-        return jax.vmap(f)(pieces)
-    return jax.tree.map(lambda x: x[None], f(jax.tree.map(lambda x: x[0], pieces)))
+    """Return f of all pieces [local, ...] at once, in 16 bits one after the other (see `at_once`); a single one is not
+    mapped, since a model may not support it."""
+    first = jax.tree.map(lambda x: x[0], pieces)
+    if len(jax.tree.leaves(pieces)[0]) == 1:
+        return jax.tree.map(lambda x: x[None], f(first))
+    return jax.lax.map(f, pieces) if has_narrow_floats(f, first) else jax.vmap(f)(pieces)
 
 
 ACCUMULATE: dict[str, Callable[[Loss, Tree], Differentiate]] = {"vmap": at_once, "scan": one_by_one}

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.data.base import Arrays, Dataset, read_examples, replace_masked
+from jaxdp.data.base import Arrays, Dataset, read_examples
 from jaxdp.data.example_order import RESET, ExampleOrder
 from jaxdp.data.prefetch import prefetch, read_batches
 from jaxdp.errors import UsageError
@@ -30,12 +30,14 @@ class Resident:
         check_size(dataset, strategy.devices)
         size = len(dataset)
         pieces = [read_examples(dataset, np.arange(i, min(i + PIECE, size))) for i in range(0, size, PIECE)]
-        arrays = replace_masked({key: np.concatenate([p[key] for p in pieces]) for key in pieces[0]})
+        arrays = {key: np.concatenate([p[key] for p in pieces]) for key in pieces[0]}
         self.arrays = strategy.replicate(arrays)
         self.strategy = strategy
-        indices: dict[str, Any] = {INDEX: np.arange(len(dataset), dtype=np.int32)}
-        if RESET in self.arrays and self.arrays[RESET].size == len(dataset):  # its values are gathered
-            indices[RESET] = np.zeros(len(dataset), bool)
+        indices: dict[str, Any] = {INDEX: np.arange(size, dtype=np.int32)}
+        if RESET in arrays and arrays[RESET].size == size:
+            indices[RESET] = arrays[RESET].reshape(size)
+        if "mask" in arrays:  # of whole examples: those that it excludes are replaced
+            indices["mask"] = (arrays["mask"] != 0).reshape(size, -1).any(1)
         self.indices = Arrays(**indices)
         self.gather = functools.cache(lambda to: jax.jit(gather, out_shardings=to) if to else jax.jit(gather))
 
@@ -61,7 +63,7 @@ def gather(arrays: dict[str, jax.Array], at: dict[str, jax.Array]) -> dict[str, 
         dtype = data_mask.dtype if jnp.issubdtype(data_mask.dtype, jnp.floating) else jnp.float32
         mask = data_mask.astype(dtype) * mask.reshape(*mask.shape, *[1] * (data_mask.ndim - mask.ndim)).astype(dtype)
     if RESET in at:
-        batch[RESET] = at[RESET] | (batch[RESET].reshape(at[RESET].shape) != 0) if RESET in batch else at[RESET]
+        batch[RESET] = at[RESET]
     return {**batch, "mask": mask}
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxdp.core.state import TrainState
 from jaxdp.distributed.context import SLOW
+from jaxdp.errors import UsageError
 from jaxdp.metrics.sums import divide, make_record
 from jaxdp.metrics.writer import Record
 from jaxdp.parallel.strategy import Program
@@ -26,7 +27,14 @@ def evaluate(run: Run, program: Program, state: TrainState) -> Record:
     state = run.strategy.averaged(state) if run.data.averaged else run.strategy.evaluated(state)
     record: Record = {}
     for name, source in run.data.eval.items():
-        record |= {f"{name}/{k}" if name else k: v for k, v in of_set(run, source, program, state).items()}
+        try:
+            record |= {f"{name}/{k}" if name else k: v for k, v in of_set(run, source, program, state).items()}
+        except UsageError as error:
+            if type(error) is not UsageError:
+                raise
+            # the message of a read names no set
+            key = f"eval.also.{name}: " if name else "eval.data: "
+            raise UsageError(str(error).replace("data: ", key, 1), rank=error.rank) from None
     return record
 
 

@@ -48,8 +48,9 @@ def dtype_of(dtype, value):
     return np.dtype(dtype).type(value)
 
 
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("rows", [8, 2, 1000])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("rows", [2, 8, 1000])
 def test_what_is_not_finite_concerns_one_element_and_is_that_of_a_sum_of_floats(dtype, rows):
     inf, nan = np.inf, np.nan
     pairs = [(inf, 1), (1, inf), (inf, inf), (-inf, 3), (-inf, -inf), (inf, -inf), (-inf, inf)]
@@ -198,6 +199,7 @@ def test_contents_that_the_mask_excludes_change_nothing(model, loss, examples, s
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("accumulate", ["vmap", "scan"])
 def test_a_step_selects_before_the_transform_the_model_and_the_loss(accumulate):
     """Whoever reads the batch: excluded rows beside real ones, and microbatches of nothing else."""

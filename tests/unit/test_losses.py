@@ -160,7 +160,7 @@ EXCLUDED = {  # name: (the loss, outputs [example, token, ...] -> its outputs, l
 }
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", EXCLUDED)
 def test_outputs_and_labels_that_the_mask_excludes_are_not_read(name):
     """Neither by the loss and its metrics nor by its gradient, which is 0 there; of some, and of all."""
