@@ -458,7 +458,7 @@ def with_master_copy(model, lr=1e-4, **where):
     return losses(metrics), master_copy(state.params, state.opt_state), state
 
 
-LEARNING = [("mlp", "pmap-1"), ("blocks", "pjit-3"), ("blocks", "pmap-1"), ("resnet", "pjit-2"), ("mlp", "pmap-0")]
+LEARNING = [("mlp", "pmap-1"), ("blocks", "pjit-3"), ("blocks", "pmap-1"), ("mlp", "pjit-2"), ("mlp", "pmap-0")]
 LEARNING += [("blocks", "hybrid-3")]
 
 
@@ -485,11 +485,11 @@ def test_the_master_copy_has_equal_bits_in_exact_mode(reduction):
 def test_bfloat16_parameters_learn_as_float32_ones_that_compute_in_bfloat16(model):
     """The forward pass reads the same bfloat16 values, but for ties."""
     tx, mixed = (optax.adamw(1e-4, weight_decay=0.1), 1.0), Policy(jnp.float32, jnp.bfloat16, jnp.float32)
-    wide = toys.train(toys.MODELS[model](), toys.data(), policy=mixed, optimizer=tx, steps=60)[2]
-    narrow, few = (with_master_copy(model, steps=60)[0], with_master_copy(model, steps=60, optimizer=tx)[0])
-    change = 1 - losses(wide)[-1] / losses(wide)[0]
-    np.testing.assert_allclose(narrow, losses(wide), rtol=0.2 * change)
-    assert few[-1] > narrow[-1] + 0.3 * (narrow[0] - narrow[-1])  # without a master copy most of it is lost
+    wide = losses(toys.train(toys.MODELS[model](), toys.data(), policy=mixed, optimizer=tx, steps=58)[2])
+    narrow, few = (with_master_copy(model, steps=58)[0], with_master_copy(model, steps=58, optimizer=tx)[0])
+    fall = lambda curve: curve[0] - curve[57]  # of the same batch, of 3 in an epoch
+    assert fall(wide) > 0.05 and abs(fall(narrow) / fall(wide) - 1) < 0.05
+    assert fall(few) < 0.4 * fall(wide)  # without a master copy most of it is lost
 
 
 MATCHLESS = {

@@ -27,7 +27,8 @@ def test_the_halves_are_all_bits_and_the_upper_one_is_the_nearest():
 
 
 def gradients(steps, scale=lambda i: 1.0):
-    draw = lambda x: jnp.asarray(RNG.normal(size=x.shape), jnp.bfloat16)
+    rng = np.random.default_rng(1)
+    draw = lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.bfloat16)
     return [jax.tree.map(lambda x, i=i: draw(x) * jnp.bfloat16(scale(i)), PARAMS) for i in range(steps)]
 
 
@@ -60,7 +61,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_are_those_of_float32_parameters(name):
     """To a few roundings of float32; and parameters are the master copy, rounded."""
-    grads = gradients(10)
+    grads = gradients(9)  # odd: steps of one size do not cancel out
     _, want, *_ = descend(OPTIMIZERS[name](), jnp.float32, grads)
     first, got, params, state = descend(with_master(OPTIMIZERS[name]()), jnp.bfloat16, grads)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), got, want)
