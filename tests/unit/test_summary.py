@@ -33,9 +33,10 @@ def test_seven_billion_parameters_are_counted_and_not_one_is_allocated(capsys):
 
 def test_frozen_parameters_are_marked(capsys):
     lines = listed(capsys, "digits", "--optimizer.frozen", "[layers/1/]").splitlines()
-    kinds = {line.split()[0]: line.split()[1] for line in lines[1:-2]}
+    kinds = {line.split()[0]: line.split()[1] for line in lines[1:-3]}
     assert kinds["layers/1/kernel"] == "frozen" and kinds["layers/0/kernel"] == "trainable" and len(kinds) == 6
-    assert lines[-1] == "MLP: 85,002 parameters (19,210 trainable, 65,792 frozen), 340 kB"
+    assert lines[-2] == "MLP: 85,002 parameters (19,210 trainable, 65,792 frozen), 340 kB"
+    assert lines[-1] == "weight decay 0.01 for 2 kernels (18,944 parameters), not for 2 vectors (266 parameters)"
     with pytest.raises(UsageError, match=r"optimizer.frozen: 'nothing' matches no parameter"):
         listed(capsys, "digits", "--optimizer.frozen", "[nothing]")
 
