@@ -163,7 +163,7 @@ def describe_groups(config: Config, parts: Parts, params: Any, table: Mapping[st
     if opt.weight_decay and {*MASKS} & taken_by(locate("optimizer", opt.target, table)):
         names = spared(config, parts, trained)
         decayed, others = describe(trained, lambda path, x: path_string(path) not in names, blocks, parts.roles)
-        texts.append(f"weight decay {opt.weight_decay:g} for {decayed}, not for {others}")
+        texts.append(f"weight decay {opt.weight_decay:g} for {decayed}" + f", not for {others}" * (others != "none"))
     if opt.target == "muon":
         is_matrix = lambda path, x: role_of(path, x, blocks, parts.roles).matrix is not None
         texts.append("muon for {}, adam for {}".format(*describe(trained, is_matrix, blocks, parts.roles)))

@@ -99,7 +99,7 @@ def replace_masked(batch: Batch) -> Batch:
     """Return the batch with the first real example in the place of each example whose mask is 0.
 
     The contents of these may be anything, and 0 times NaN is NaN, in the gradient of a weight too. If no example is
-    real, numbers that are not finite become 0.
+    real, numbers that are not finite become 0, and so they do where a mask of tokens excludes them.
     """
     mask = batch["mask"]
     real = jnp.any(mask.reshape(len(mask), -1) != 0, axis=-1)
@@ -108,6 +108,8 @@ def replace_masked(batch: Batch) -> Batch:
         if x.shape[:1] != real.shape:
             return x
         finite = jnp.where(jnp.isfinite(x), x, 0) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+        if mask.ndim > 1 and x.shape[: mask.ndim] == mask.shape:
+            x = jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)) != 0, x, finite)
         example = jnp.where(jnp.any(real), x[jnp.argmax(real)], finite)
         return jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, example)
 

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import toys
+from jaxdp.core.microbatch import replace_masked
 from jaxdp.core.options import Forward, UpdateRule
 from jaxdp.core.state import init_state
 from jaxdp.core.step import make_step
@@ -227,3 +228,16 @@ def test_a_step_selects_before_the_transform_the_model_and_the_loss(accumulate):
     for wrong in (-1, np.nan):
         batch["mask"][1, 1] = wrong
         assert np.isnan(run(step.grads).loss) and np.isnan(run(step.evaluate).loss)
+
+
+def test_tokens_that_a_mask_excludes_may_hold_anything():
+    """Finite numbers stay, since a model may read them as context; an example without tokens is replaced."""
+    x = np.arange(12, dtype=np.float32).reshape(3, 2, 2)
+    x[0, 1, 0], x[2, 0, 1] = np.nan, np.inf
+    mask, tokens = np.array([[1.0, 0.0], [0.5, 1.0], [0.0, 0.0]]), np.arange(6).reshape(3, 2)
+    new = replace_masked({"inputs": jnp.asarray(x), "ids": jnp.asarray(tokens), "mask": jnp.asarray(mask)})
+    first = [[0, 1], [0, 3]]
+    np.testing.assert_array_equal(new["inputs"], [first, x[1], first])
+    np.testing.assert_array_equal(new["ids"], tokens[[0, 1, 0]])
+    x[1, 0, 0] = np.nan  # of a token that counts
+    assert np.isnan(replace_masked({"inputs": jnp.asarray(x), "mask": jnp.asarray(mask)})["inputs"][1, 0, 0])
