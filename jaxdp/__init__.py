@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 # Public names load on first use, so that `jaxdp --help` and a config error need no jax.
 _HOME = {
