@@ -39,7 +39,7 @@ CHANGES = {
 
 
 class Job(Run):
-    """A job on these hosts. A process starts again 2 s after its end, until it ends with 0."""
+    """A job on these hosts. A process starts again 2 s after its end, until one has ended with 0."""
 
     def __init__(self, hosts: Hosts, processes: int, folder: pathlib.Path, words: list[str]):
         self.hosts, self.folder, self.closed = hosts, folder, False
@@ -63,7 +63,7 @@ class Job(Run):
             while not self.closed:
                 self.up[host].wait()
                 self.codes.append(subprocess.run(command, cwd=self.folder, env=env, stdout=log, stderr=log).returncode)
-                if self.codes[-1] == 0:
+                if 0 in self.codes:  # this process has finished, or the job has while it was away
                     return
                 time.sleep(2.0)
 

@@ -207,7 +207,8 @@ def test_elastic_hosts(script):
     words = ["--hosts", 2, "--minutes", 0.06, "--pause", 0.1, "--faults", "kill"]
     *faults, result = script("elastic_hosts", *words, *model)
     assert all(result["checks"].values()) and {fault["fault"] for fault in faults} == {"kill"}
-    assert result["codes"]["0"] == 2 and result["generations"][0] == 2 and len(result["generations"]) >= 2
+    assert result["codes"]["0"] >= 1  # a process that comes back after the last update finds no job
+    assert result["generations"][0] == 2 and len(result["generations"]) >= 2
 
 
 @runs("gpu")
