@@ -193,7 +193,10 @@ SMALLEST: tuple[Case | Script, ...] = (
         (Claim("speed", "jaxdp", "plain jit"), Claim("overhead", "jaxdp", "torch", 10.0)),
         updates=2,
         check=3,
-        args=("--model.args.hidden", "[8]", "--data.args.examples", "128"),
+        args=(
+            *("--model.args.hidden", "[8]", "--data.args.examples", "128"),
+            *("--optimizer.schedule", "cosine", "--optimizer.warmup_steps", "2"),  # every contender follows it
+        ),
     ),
     Script(
         "smallest_processes",

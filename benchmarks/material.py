@@ -44,7 +44,7 @@ def main(folder: str, updates: int, argv: list[str]) -> None:
     import jax
 
     from benchmarks.data import pixels
-    from jaxdp.assemble.components import make_parts, set_jax, state_maker
+    from jaxdp.assemble.components import make_parts, schedule_of, set_jax, state_maker
     from jaxdp.assemble.data import facts_of
     from jaxdp.checkpoint.weights import named
     from jaxdp.cli import load
@@ -65,7 +65,7 @@ def main(folder: str, updates: int, argv: list[str]) -> None:
     for name in ("inputs", "labels"):
         np.save(root / f"{name}.npy", narrow(everything[name]))
     facts = facts_of(parts.dataset)
-    rate = parts.rule.schedule or (lambda step: jax.numpy.float32(config.optimizer.lr))
+    rate = schedule_of(config, parts.steps)
     rates = jax.vmap(lambda step: jax.numpy.float32(rate(step)))(jax.numpy.arange(updates))
     np.save(root / "rates.npy", np.asarray(rates, np.float64))
     opt = dataclasses.asdict(config.optimizer)
