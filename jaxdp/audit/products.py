@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdp.core.interpreter import Rule, bind, evaluate, interpret
+from jaxdp.core.interpreter import Rule, bind, evaluate, interpret, scan_counts
 
 Visit = Callable[[int, jax.Array], tuple[jax.Array, jax.Array]]
 PRODUCTS = ("dot_general", "conv_general_dilated")
@@ -50,7 +50,7 @@ def _rule(visit: Visit, results: list[jax.Array]) -> Rule:
             return out
         if name != "scan":
             return None
-        consts, carries = _scan_counts(params)
+        consts, carries = scan_counts(params)
 
         def body(carry: Any, pieces: Any) -> tuple[list[Any], tuple[list[Any], list[jax.Array]]]:
             more: list[jax.Array] = []
@@ -65,11 +65,3 @@ def _rule(visit: Visit, results: list[jax.Array]) -> Rule:
         return [*carry, *stacked]
 
     return rule
-
-
-def _scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Return how many of a scan's inputs are constants, and how many are carried."""
-    if "num_consts" in params:  # JAX before 0.12
-        return params["num_consts"], params["num_carry"]
-    consts, carried, _ = params["ft_in"].unpack()
-    return len(consts), len(carried)

@@ -49,3 +49,11 @@ def bind(equation: Any, inputs: Sequence[Any]) -> list[Any]:
     """Return the outputs of an equation as it is written."""
     result = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
     return list(result) if equation.primitive.multiple_results else [result]
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """Return how many of a scan's inputs are constants, and how many are carried."""
+    if "num_consts" in params:  # JAX before 0.12
+        return params["num_consts"], params["num_carry"]
+    consts, carried, _ = params["ft_in"].unpack()
+    return len(consts), len(carried)

@@ -17,6 +17,7 @@ import jax
 from jax.extend import core as jex
 from optax.contrib import MuonDimensionNumbers
 
+from jaxdp.core.interpreter import scan_counts
 from jaxdp.optim.elementwise import ELEMENTWISE
 from jaxdp.split import is_stacked, path_string
 
@@ -207,11 +208,12 @@ class Trace:
         """Return the views of the outputs of a call, a loop or a conditional; any other operation ends all views."""
         name, params = eqn.primitive.name, eqn.params
         if name == "scan":
-            split = params["num_consts"] + params["num_carry"]
+            consts, carried = scan_counts(params)
+            split = consts + carried
             rows = [{p: view[1:] for p, view in x.items()} for x in inputs[split:]]
             results = self.run(params["jaxpr"], [*inputs[:split], *rows])
-            stacked = [{p: (Dims(), *view) for p, view in x.items()} for x in results[params["num_carry"] :]]
-            return [*results[: params["num_carry"]], *stacked]
+            stacked = [{p: (Dims(), *view) for p, view in x.items()} for x in results[carried:]]
+            return [*results[:carried], *stacked]
         if name == "while":
             return self.run(params["body_jaxpr"], inputs[params["cond_nconsts"] :])
         if name == "cond":
