@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from jaxdp.analysis.programs import inside
+from jaxdp.core.interpreter import inside
 
 # Products of cuDNN's attention, query[example, token, head, width]; backward does not count the scores again.
 FUSED_ATTENTION = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 4}

@@ -15,6 +15,7 @@ import jax
 import jax.extend.core as jex
 import numpy as np
 
+from jaxdp.core.interpreter import inside
 from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
 from jaxdp.precision import is_key
@@ -64,14 +65,6 @@ def needed(jaxpr: jex.Jaxpr) -> list[jex.JaxprEqn]:
             eqns.append(eqn)
             used |= {v for v in eqn.invars if not isinstance(v, jex.Literal)}
     return eqns[::-1]
-
-
-def inside(eqn: jex.JaxprEqn) -> Iterator[Any]:
-    """Yield the jaxprs inside an operation: those of loops and calls, but no rules for derivatives."""
-    for value in eqn.params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, jex.Jaxpr | jex.ClosedJaxpr):
-                yield item
 
 
 def describe(value: Any) -> str:

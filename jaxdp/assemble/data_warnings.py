@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jaxdp.analysis.programs import inside
 from jaxdp.assemble.components import Parts
 from jaxdp.config import Config
 from jaxdp.core.carry import split_carry
+from jaxdp.core.interpreter import inside
 from jaxdp.core.options import first_microbatch
 from jaxdp.core.state import TrainState
 from jaxdp.data.base import probes, tokenizer_spec

@@ -1,10 +1,10 @@
 """Evaluate a function operation by operation, some of them by a rule ("Writing custom interpreters in JAX")."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 CALLS = {"jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat", "remat2"}
 # (equation, inputs) -> its outputs; None: compute it as it is written, and enter it if it is one of CALLS
@@ -49,6 +49,14 @@ def bind(equation: Any, inputs: Sequence[Any]) -> list[Any]:
     """Return the outputs of an equation as it is written."""
     result = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
     return list(result) if equation.primitive.multiple_results else [result]
+
+
+def inside(eqn: JaxprEqn) -> Iterator[Any]:
+    """Yield the jaxprs inside an operation: those of loops and calls, but no rules for derivatives."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, Jaxpr | ClosedJaxpr):
+                yield item
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxdp.core.carry import Carried, carry_of_examples, reset_carry, split_carry
 from jaxdp.core.coupled import Coupled, couple, surrogate_loss
 from jaxdp.core.frozen import merge
+from jaxdp.core.interpreter import inside
 from jaxdp.core.model_state import weighted_state
 from jaxdp.core.options import Forward
 from jaxdp.core.state import Batch, Gather, Join, Sums, View, microbatch_key, plain_gather, plain_join
@@ -150,16 +151,10 @@ def has_narrow_floats(f: Callable, *args: Any) -> bool:
     def anywhere(jaxpr: Any) -> bool:
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # an open one is its own
         return any(map(is_narrow, jaxpr.invars)) or any(
-            any(map(is_narrow, eqn.outvars)) or any(map(anywhere, programs_inside(eqn))) for eqn in jaxpr.eqns
+            any(map(is_narrow, eqn.outvars)) or any(map(anywhere, inside(eqn))) for eqn in jaxpr.eqns
         )
 
     return anywhere(jax.make_jaxpr(f)(*args))
-
-
-def programs_inside(eqn: Any) -> list[Any]:
-    """Return the programs of loops, branches and calls."""
-    is_program = lambda x: hasattr(x, "eqns")
-    return [x for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program) if is_program(x)]
 
 
 def one_by_one(loss_and_sums: Loss, pieces: Tree) -> Differentiate:

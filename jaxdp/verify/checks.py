@@ -9,7 +9,8 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.analysis.programs import inside, needed
+from jaxdp.analysis.programs import needed
+from jaxdp.core.interpreter import inside
 from jaxdp.data.base import probes
 from jaxdp.distributed.context import SLOW, Context
 from jaxdp.errors import one_line
