@@ -133,7 +133,10 @@ def measure(
 
 
 def meet(server: socket.socket, contest: Contest, timeout: float) -> None:
-    """Wait until all ranks of all jobs have connected; leave out the jobs that end before, or are too late."""
+    """Wait until all ranks of all jobs have connected; leave out the jobs that end before, or are too late.
+
+    The jobs start at once and share the cores, so that the time limit begins again with each rank that connects.
+    """
     deadline = time.monotonic() + timeout
     while any(not job.is_connected for job in contest.jobs):
         ready, *_ = select.select([server], [], [], 0.2)
@@ -149,6 +152,8 @@ def meet(server: socket.socket, contest: Contest, timeout: float) -> None:
             name = hello.get("name") if isinstance(hello, dict) else None
             job = next((job for job in contest.jobs if job.name == name), None)
             why = job.connect(hello, line, file) if job else "a stranger, or of a job that was left out"
+            if not why:
+                deadline = time.monotonic() + timeout
             if why:
                 file.close()
                 line.close()
@@ -158,7 +163,7 @@ def meet(server: socket.socket, contest: Contest, timeout: float) -> None:
             try:
                 job.check_start()
                 if time.monotonic() > deadline:
-                    raise job.failed(f"it did not begin within {timeout:.0f} s")
+                    raise job.failed(f"it did not begin, and no other did for {timeout:.0f} s")
             except Failed as error:
                 contest.leave_out(job, str(error))
 

@@ -4,7 +4,7 @@ import signal
 import sys
 from typing import NoReturn
 
-HELD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # until `jaxdp.supervise.signals` takes them
+HELD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)  # until `jaxdp.supervise.signals` takes them
 COMPUTING = ("train", "eval", "profile", "launch", "sweep")  # verbs whose time is that of the programs
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from jaxdp import environment
 from jaxdp.config import Config
 from jaxdp.config.reading import from_mapping
-from jaxdp.errors import PREEMPTED, UsageError
+from jaxdp.distributed import launchers
+from jaxdp.errors import PREEMPTED, DistributedError, UsageError
 from jaxdp.job.objects import name_it
 from jaxdp.supervise import signals
 from jaxdp.targets import OBJECT
@@ -59,8 +60,8 @@ def fit(
 
     Returns a `jaxdp.job.fitted.Fitted`: predict, evaluate, model, history, params. Under mpirun every process calls
     `fit`. Raises UsageError for arguments that do not fit, before training starts.
-    SIGTERM and SIGUSR1 end the script with exit code 75, after a save; so does SIGINT, which in a single process raises
-    KeyboardInterrupt instead.
+    SIGTERM, SIGUSR1 and SIGHUP end the script with exit code 75, after a save; so does SIGINT, which in a single
+    process raises KeyboardInterrupt instead.
     """
     objects: dict[str, dict[str, Any]] = {}
     values = dict(config)
@@ -86,7 +87,7 @@ def run(config: Config, objects: Mapping[str, Mapping[str, Any]], overwrite: boo
     ignored_flags = environment.use_preset(config.parallel.xla_preset, config.parallel.devices)
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread:
-        signals.listen()
+        signals.listen(end_start, interrupts=launchers.discover().size == 1)
     context = join(config, objects)
     context.agree(None)
     if config.run_dir is None:
@@ -115,21 +116,23 @@ def run(config: Config, objects: Mapping[str, Mapping[str, Any]], overwrite: boo
 
 
 def join(config: Config | None, objects: Mapping[str, Mapping[str, Any]] | None = None) -> "Context":
-    """Join the job. A signal ends this process while it waits for others; a formed job saves and ends."""
+    """Join the job."""
     import jaxdp
-    from jaxdp.distributed import launchers, membership
     from jaxdp.job.elastic import settings
 
-    def end(signal: str) -> None:
-        if signal != signals.TRACE and launchers.discover().size > 1 and membership.current() is None:
-            os.write(2, f"jaxdp: {signal}: ends before all processes have started\n".encode())
-            os._exit(PREEMPTED)
+    return jaxdp.init(elastic=settings(config, objects or {}))
 
-    signals.subscribe(end)
-    try:
-        return jaxdp.init(elastic=settings(config, objects or {}))
-    finally:
-        signals.unsubscribe(end)
+
+def end_start(name: str) -> None:
+    """End this process, and its job, after a signal before the first update: there is nothing to save.
+
+    Runs in a thread, since the main thread may wait for something that never comes.
+    """
+    text = f"{name} before the first update: nothing to save; run the same command to start again"
+    if (context := sys.modules.get("jaxdp.distributed.context")) is None:
+        os.write(2, f"jaxdp: {text}\n".encode())
+        os._exit(PREEMPTED)
+    context.fail(DistributedError(text), PREEMPTED)
 
 
 def set_threads(config: Config | None, simulated: bool = True, exact: bool = False) -> None:

@@ -104,6 +104,12 @@ def explained(error: BaseException) -> ReportedError | None:
     if isinstance(error, MemoryError) or (libraries and OUT_OF_MEMORY.search(text)):
         size = BYTES.search(text)
         cause = f"{int(size[1]):,} bytes could not be allocated" if size else text[:200].rstrip(". ")
+        if notes := [
+            note for note in getattr(error, "__notes__", ()) if "\n" not in note
+        ]:  # of the data set, on a host
+            return RunFailed(
+                f"out of memory: {cause}, {notes[0]}; read less at once: fewer data.workers, or a smaller batch"
+            )
         return RunFailed(
             f"out of memory: {cause}; more microbatches with parallel.accumulate: scan, or parallel.remat: full, need "
             "less memory for activations; parallel.zero splits the state over devices; `jaxdp plan` predicts the "

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import importlib.metadata
 import json
@@ -49,14 +50,25 @@ def make(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
         (directory / "checkpoints").mkdir(exist_ok=True)
         file, problem = lock(directory)
         if not problem and not _is_of_this_job(directory):
-            (directory / ".nonce").write_text(secrets.token_hex(16))
+            with replaced(directory / ".nonce") as new:
+                new.write_text(secrets.token_hex(16))
     except OSError as error:
         return None, cannot_write(error.filename or directory, error)
     return file, problem
 
 
 def cannot_write(path: pathlib.Path | str, error: OSError) -> str:
+    if error.errno == errno.ELOOP and os.path.islink(path):
+        return f"run_dir: {str(path)!r} is a link, through which a run does not write; remove it, or choose another"
     return f"run_dir: cannot write in {str(path)!r}: {error.strerror}; choose another with --run_dir"
+
+
+def no_link(path: str, flags: int) -> int:
+    """Open a file, but not through a link, which another user of a shared folder may have made: an `opener` of `open`.
+
+    Raises OSError (ELOOP) for a link.
+    """
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def nonce(directory: pathlib.Path) -> str:
@@ -98,7 +110,7 @@ def lock(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
     global _owner
     path, deadline, reported = directory / ".lock", time.monotonic() + WAIT, False
     while True:
-        file = path.open("a+", errors="replace")
+        file = open(path, "a+", errors="replace", opener=no_link)  # noqa: SIM115
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(path.stat(), os.fstat(file.fileno())):
@@ -263,13 +275,16 @@ def installed(package: str) -> str | None:
 
 
 @contextlib.contextmanager
-def replaced(file: pathlib.Path, durable: bool = False) -> Iterator[pathlib.Path]:
+def replaced(file: pathlib.Path, durable: bool = False, private: bool = False) -> Iterator[pathlib.Path]:
     """Replace a file atomically: yield a path to write to, which then gets its name; remove it if writing fails.
 
-    durable: flush the new file to disk first.
+    A link is replaced too, and not followed. durable: flush the new file to disk first. private: only this user may
+    read it.
     """
     new = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     try:
+        new.unlink(missing_ok=True)
+        os.close(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if private else 0o666))
         yield new
         if durable:
             flush(new)

@@ -108,15 +108,9 @@ class SlowDevices:
         context, factor = run.checkpoints.context, self.named[rank]
         facts = context.exchange("state of the devices", condition() if context.rank == rank else "")[rank]
         share = 1 / relative([1 / s for s in shares])[rank]
-        if on_cpu() and share < 0.9:
-            facts = f"; it got {share:.2f} times their CPU time: it was stopped, or other programs use its cores"
         times = [1e3 * statistics.median(of_rank) for of_rank in zip(*self.measured)]
-        others = statistics.median(t for r, t in enumerate(times) if r != rank)
-        text = (
-            f"{context.title(rank)}, process {context.pids[rank]}, computes slowly, by a factor of {factor:.2f}: a "
-            f"microbatch takes {times[rank]:.3g} ms, in the others {others:.3g} ms (medians of {ROUND} "
-            f"measurements){facts}"
-        )
+        name = f"{context.title(rank)}, process {context.pids[rank]}"
+        text = f"{name}, computes slowly, by a factor of {factor:.2f}{cause(times, rank, factor, share)}{facts}"
         run.log.events.note("slow", step, rank=rank, factor=round(factor, 3), reason=text)
         run.log.writer.say(f"warning: {text}")
 
@@ -131,6 +125,19 @@ class SlowDevices:
         share = (time.process_time() - used) / (time.perf_counter() - began)
         texts = run.checkpoints.context.exchange("measurement", f"{seconds!r} {max(share, 1e-3)!r}", SLOW)
         return tuple([float(text.split()[i]) for text in texts] for i in range(2))  # type: ignore[return-value]
+
+
+def cause(times: Sequence[float], rank: int, factor: float, share: float) -> str:
+    """Return what was measured of a slow process: the times if they show it, and its CPU time if that does.
+
+    times: milliseconds, of each rank. share: of the CPU time that the others got.
+    """
+    others, text = statistics.median([*times[:rank], *times[rank + 1 :]]), ""
+    if times[rank] >= 0.5 * (1.0 + factor) * others:
+        text = f": a microbatch takes {times[rank]:.3g} ms, in the others {others:.3g} ms (medians of {ROUND} measurements)"
+    if on_cpu() and (share < 0.9 or not text):
+        text += f"; it got {share:.2f} times their CPU time: it was stopped, or other programs use its cores"
+    return text
 
 
 def mean_time(f: Callable[[], Any]) -> float:

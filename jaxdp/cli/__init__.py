@@ -1,6 +1,8 @@
 """The command line: `jaxdp VERB --config FILE [--key value ...]`. JAX is imported only after the config is checked."""
 
 import atexit
+import contextlib
+import faulthandler
 import gc
 import importlib
 import os
@@ -10,7 +12,7 @@ import traceback
 from typing import Any, NamedTuple, NoReturn
 
 from jaxdp import __version__, environment
-from jaxdp.api import join, set_threads
+from jaxdp.api import end_start, join, set_threads
 from jaxdp.cli.parse import help_of, load, load_options, split_command
 from jaxdp.cli.table import VERBS
 from jaxdp.config import Config
@@ -44,6 +46,8 @@ class Call(NamedTuple):
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run a command and exit: 0 done, 2 bad usage or config, 75 preempted and saved, 130 interrupted, 1 otherwise."""
     argv = sys.argv[1:] if argv is None else argv
+    with contextlib.suppress(OSError, RuntimeError):  # no stderr
+        faulthandler.enable()  # a signal that kills the process, such as SIGBUS, shows where
     gc.set_threshold(BETWEEN_COLLECTIONS, *gc.get_threshold()[1:])
     atexit.register(safe_print.drain)
     if not argv or argv[0] in ("-h", "--help"):
@@ -56,6 +60,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
         hint = suggest(argv[0], VERBS, otherwise=f"known: {', '.join(VERBS)}")
         _refuse(UsageError(f"unknown verb {argv[0]!r}; {hint}"))
     try:
+        if argv[0] in ("launch", "sweep"):  # until they send signals on to the processes that they start
+            signals.end_at_once(PREEMPTED)
         if argv[0] != "train":  # `train` saves its state on a signal
             signals.deliver()
         own = split_command(argv[1:], VERBS[argv[0]].options)[0] if VERBS[argv[0]].command else argv[1:]
@@ -117,7 +123,7 @@ def run_in_job(name: str, argv: list[str]) -> None:
     config: Config | None = None
     path, error, options = None, None, dict[str, Any]()
     if name == "train":
-        signals.listen()
+        signals.listen(end_start)
     try:
         config, path, options = load(argv, name)
     except UsageError as problem:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from jaxdp.cli import main
-from jaxdp.supervise.signals import NUMBERS
+from jaxdp.supervise.signals import NUMBERS, handled
 
 
 def preload() -> None:
@@ -63,7 +63,7 @@ def _run(
 ) -> None:
     with contextlib.suppress(OSError):  # not on Linux
         pathlib.Path("/proc/self/comm").write_text(name)
-    for number in NUMBERS:
+    for number in handled():
         signal.signal(number, signal.SIG_DFL)
     multiprocessing.set_start_method(None, force=True)  # "fork" here; data of the user may choose, or use the default
     if "numpy" in sys.modules:

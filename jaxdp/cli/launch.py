@@ -14,8 +14,8 @@ from jaxdp.cli.forked import Forked, preload
 from jaxdp.cli.table import VERBS
 from jaxdp.distributed import hosts
 from jaxdp.errors import INTERRUPTED, PREEMPTED, UsageError
+from jaxdp.supervise.signals import handled
 
-FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 FINAL = (0, 2, PREEMPTED)  # exit codes after which a process is not started again
 PAUSE = 30.0  # seconds before a restart, at most
 ALONE = 2.0  # seconds that the others of a process run on before its end is reported
@@ -81,21 +81,32 @@ def run(call: Call) -> None:
         "JAXDP_SECRET": os.environ.get("JAXDP_SECRET") or secrets.token_hex(32),
     }
     ranks = [{"JAXDP_PROCESS_ID": str(rank), "JAXDP_LOCAL_RANK": str(rank)} for rank in range(count)]
-    processes = list[Process]()
+    processes, asked = list[Process](), list[int]()
+
+    def send(process: Process, number: int) -> None:
+        if number != signal.SIGUSR2:
+            process.stop()
+        if number != signal.SIGINT:  # a terminal sends it to the processes too, which save
+            process.child.send_signal(number)
 
     def forward(number: int, frame: object) -> None:
+        asked.append(number)
         for process in processes:
-            if number != signal.SIGUSR2:
-                process.stop()
-            if number != signal.SIGINT:  # a terminal sends it to the processes too, which save
-                process.child.send_signal(number)
+            send(process, number)
 
-    for number in (*FORWARDED, signal.SIGINT):
+    for number in handled():
         signal.signal(number, forward)
     try:
         for rank in ranks:
-            processes.append(Process(command, environment | rank, call.options["restart"]))
-        sys.exit(wait(processes, is_elastic(command)))
+            count = len(asked)
+            if not {*asked} - {signal.SIGUSR2}:
+                processes.append(Process(command, environment | rank, call.options["restart"]))
+                for number in asked[count:]:  # that came while it was started
+                    send(processes[-1], number)
+        code = wait(processes, is_elastic(command))
+        # A script that has not called jaxdp yet ends by the signal itself.
+        stopped = not processes or any(-number in [p.code() for p in processes] for number in asked)
+        sys.exit(PREEMPTED if stopped and code not in FINAL else code)
     except OSError as error:
         raise UsageError(f"launch: {command[0]!r} cannot be started: {error.strerror}") from None
     finally:  # if one cannot be started, the others would wait for it

@@ -8,14 +8,16 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jaxdp import rundir
 from jaxdp.cli.forked import Forked, preload
 from jaxdp.config import Config
 from jaxdp.config.check import as_saved, changed_numbers, flatten
-from jaxdp.distributed import gpus
+from jaxdp.distributed import gpus, hosts
 from jaxdp.errors import INTERRUPTED, PREEMPTED, UsageError
 from jaxdp.metrics.jsonl import read
 from jaxdp.report.read import is_held, mapping
 from jaxdp.report.table import METRICS
+from jaxdp.supervise.signals import handled
 
 OUTPUT = "output.txt"
 
@@ -61,7 +63,8 @@ def make_slots(jobs: int | None, devices: int | None, count: int) -> list[dict[s
     jobs: runs at once; None: one for each GPU, or for `devices` of them, and without GPUs one for each core. devices:
     GPUs of a run (`parallel.devices`). Raises UsageError if there are too few GPUs.
     """
-    cores, visible = len(os.sched_getaffinity(0)), os.environ.get("CUDA_VISIBLE_DEVICES")
+    cores = max(1, int(min(len(os.sched_getaffinity(0)), hosts.core_quota())))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = gpus.listed(visible) if visible and gpus.count() else [str(i) for i in range(gpus.count())]
     each = devices or (max(1, len(names) // jobs) if jobs else 1)
     jobs = jobs or max(1, len(names) // each if names else cores)
@@ -76,8 +79,9 @@ def make_slots(jobs: int | None, devices: int | None, count: int) -> list[dict[s
 def run_all(trials: Sequence[Trial], slots: Sequence[dict[str, str]]) -> tuple[int, list[pathlib.Path]]:
     """Train each in a process, with its output in `output.txt`, and print a line about each.
 
-    SIGTERM and SIGUSR1 are sent on to the processes, which save and end. A run that another process trains waits for
-    it. Returns the exit code (0, 1 if a run failed, 75 or 130 after a signal), and the directories that failed.
+    SIGTERM, SIGUSR1 and SIGHUP are sent on to the processes, which save and end. A run that another process trains
+    waits for it. Returns the exit code (0, 1 if a run failed, 75 or 130 after a signal), and the directories that
+    failed.
     """
     waiting, running, failed, done = list(trials), dict[int, Running](), list[pathlib.Path](), 0
     received: list[int] = []
@@ -88,8 +92,9 @@ def run_all(trials: Sequence[Trial], slots: Sequence[dict[str, str]]) -> tuple[i
             for process in running.values():
                 process.child.send_signal(number)
 
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, stop)
+    for number in handled():
+        if number != signal.SIGUSR2:
+            signal.signal(number, stop)
     if trials:
         preload()
     try:
@@ -119,7 +124,7 @@ def run_all(trials: Sequence[Trial], slots: Sequence[dict[str, str]]) -> tuple[i
 
 def start(trial: Trial, slot: dict[str, str]) -> Running:
     trial.directory.mkdir(parents=True, exist_ok=True)
-    with (trial.directory / OUTPUT).open("ab") as output:
+    with open(trial.directory / OUTPUT, "ab", opener=rundir.no_link) as output:
         child = Forked(["train", *trial.arguments], os.environ | slot, "jaxdp trial", output.fileno())
     return Running(trial, child, time.monotonic())
 

@@ -1,14 +1,16 @@
 """The data set protocol: a length, and a read of any rows in any order as stacked arrays."""
 
+import contextlib
 import hashlib
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxdp.data.example_order import RESET
 from jaxdp.data.parts import Part, array_part
-from jaxdp.errors import UsageError, check_one_of
+from jaxdp.errors import RunFailed, UsageError, check_one_of
 
 PROBES = 64  # examples in a fingerprint: enough to distinguish two data sets, few enough for slow storage
 UNKNOWN = 1 << 62  # the length of a stream whose end is unknown
@@ -40,6 +42,29 @@ class Dataset(Protocol):
         ...
 
 
+class MappedFiles:
+    """Files that are mapped into memory: to read one beyond its end kills the process (SIGBUS).
+
+    The sizes of many files are not compared: that would take longer than to read a batch.
+    """
+
+    MOST = 64
+
+    def __init__(self, paths: Iterable[Any]):
+        self.opened = {str(path): os.stat(path) for path in paths if path is not None}
+
+    def check(self) -> None:
+        """Raise RunFailed if a file is smaller than at its opening."""
+        for path, old in self.opened.items() if len(self.opened) <= self.MOST else ():
+            with contextlib.suppress(OSError):  # removed: the map still has the file
+                now = os.stat(path)
+                if os.path.samestat(now, old) and now.st_size < old.st_size:
+                    raise RunFailed(
+                        f"data: {path!r} had {old.st_size:,} bytes and now has {now.st_size:,}; write it again, and "
+                        "leave it alone during a run"
+                    )
+
+
 class Arrays:
     """Examples in memory: `Arrays(inputs=x, labels=y)`. Raises UsageError unless the arrays have one length, not 0."""
 
@@ -52,6 +77,7 @@ class Arrays:
             raise UsageError(f"data: arrays differ in their number of examples: {shapes}; give each the same length")
         if not len(self):
             raise UsageError(EMPTY)
+        self.files = MappedFiles(value.filename for value in arrays.values() if isinstance(value, np.memmap))
         if not isinstance(arrays.get("mask"), np.memmap):
             check_mask(self.arrays, np.arange(len(self)), "data: an array")
 
@@ -59,6 +85,7 @@ class Arrays:
         return len(next(iter(self.arrays.values())))
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        self.files.check()
         return {key: value[indices] for key, value in self.arrays.items()}
 
     def parts(self, rows: np.ndarray | None = None) -> dict[str, Part]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxdp.data.base import check_split
+from jaxdp.data.base import MappedFiles, check_split
 from jaxdp.data.parts import Part
 from jaxdp.data.tokenizers import Tokenizer, from_spec
 from jaxdp.data.windows import SMALL, Windows, cut
@@ -107,9 +107,14 @@ class TokenFile(Windows):
         read = sum(map(len, self.shards)) <= SMALL
         return {name: part if read else part._replace(size=math.inf) for name, part in every.items()}
 
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        self.mapped.check()
+        return super().read(indices)
+
     def _map(self) -> list[np.ndarray]:
         random = sum(shard.size for shard in self.files) > SMALL  # smaller sets are read in full and in order
         shards = [map_tokens(shard, random) for shard in self.files]
+        self.mapped = MappedFiles(shard.path for shard in self.files)
         return shards if self.part is None else cut(shards, *self.part)
 
     def __getstate__(self) -> dict[str, Any]:

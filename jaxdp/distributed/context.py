@@ -228,16 +228,18 @@ def crash(error: BaseException) -> NoReturn:
 
 def fail(error: BaseException, code: int | None = None) -> NoReturn:
     """Print `error` on its rank and end this process with `code`, or with 2 for UsageError and 1 otherwise."""
-    speaker = error.rank if isinstance(error, ReportedError) else None
+    speaker, text = error.rank if isinstance(error, ReportedError) else None, str(error)
     codes = code, getattr(error, "code", None), 2 if isinstance(error, UsageError) else 1
     code = next(code for code in codes if code is not None)
     rank, member = process().rank, membership.current()
     ends_alone = speaker is None or (speaker == rank and membership.is_new(rank))
     if member is not None and ends_alone:
         name, speaker = member.name(rank), None
-        member.report_fault(f"{name}: {str(error).removeprefix(f'{name}: ')}", code)
+        text = f"{name}: {text.removeprefix(f'{name}: ')}"
+        if not member.report_fault(text, code) and not member.elastic:
+            time.sleep(2.0)  # the reader thread prints the cause, that of another rank, and ends this process
     if isinstance(error, ReportedError) and speaker in (None, rank):
-        sys.stderr.write(f"jaxdp: {error}\n")  # in one piece, among what other ranks write
+        sys.stderr.write(f"jaxdp: {text}\n")  # in one piece, among what other ranks write
     leave(code, speaker)
 
 

@@ -10,14 +10,13 @@ import asyncio
 import contextlib
 import json
 import os
-import resource
 import signal
 import socket
 import sys
 import threading
 
 from jaxdp.distributed.coordinator import Coordinator
-from jaxdp.distributed.hosts import BACKLOG, listen
+from jaxdp.distributed.hosts import BACKLOG, listen, raise_open_files
 from jaxdp.distributed.protocol import Settings
 
 
@@ -37,8 +36,7 @@ async def run(settings: Settings, server: socket.socket) -> None:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # launchers send them to all their processes, but mean the ranks
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 1 << 16) if most > 0 else 1 << 16, most))
+    raise_open_files()
     settings = Settings(**json.loads(sys.stdin.readline()))
     try:
         server = listen(settings.address or ("::" if socket.has_dualstack_ipv6() else "0.0.0.0"), settings.port)

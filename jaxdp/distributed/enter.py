@@ -39,6 +39,7 @@ _entered: Entered | None = None
 def join(world: World, timeout: float | None, elastic: ElasticOptions | None) -> dict[str, Any]:
     """Join the job of `world`, and return the fields of this process's `Context`. timeout: see `default_timeout`."""
     global _entered
+    hosts.raise_open_files()
     problem = ""
     try:
         timeout = protocol.default_timeout(timeout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pathlib
 import threading
 import time
@@ -47,7 +48,7 @@ def append_event(log: str, text: str) -> None:
         if text in lines.rstrip("\n").rpartition("\n")[2]:
             return
         line = json.dumps({"t": round(time.time(), 3), "kind": "failed", "reason": text})
-        with open(log, "a") as file:
+        with open(log, "a", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)) as file:
             file.write(f"{line}\n" if lines.endswith("\n") or not lines else f"\n{line}\n")  # end a torn line
 
 

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import resource
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -188,12 +189,55 @@ def local_ranks(ranks: Sequence[dict[str, Any]], rank: int) -> tuple[int, int]:
     return local.index(rank), len(local)
 
 
+def raise_open_files() -> None:
+    """Let this process open as many files as its hard limit allows, up to 65,536.
+
+    The coordinator has a connection to each process, and Gloo keeps one for each pair of devices and each clique.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(hard, 1 << 16) if hard != resource.RLIM_INFINITY else 1 << 16
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def free_memory() -> float:
-    """Return the bytes that this process can still allocate on its host or in its control group; inf if unknown."""
-    read = lambda file: Path("/sys/fs/cgroup", file).read_text()
+    """Return the bytes that this process can still allocate on its host or in its control groups; inf if unknown."""
     free = [math.inf]
     with contextlib.suppress(OSError):
-        free += [1024.0 * int(n) for n in re.findall(r"MemAvailable:\s*(\d+) kB", read("/proc/meminfo"))]
-    with contextlib.suppress(OSError, ValueError):  # ValueError: no limit
-        free.append(int(read("memory.max")) - int(read("memory.current")))
+        free += [1024.0 * int(n) for n in re.findall(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())]
+    for folder in control_groups("memory"):
+        for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            with contextlib.suppress(OSError, ValueError):  # ValueError: "max", which is no limit
+                free.append(int((folder / most).read_text()) - int((folder / used).read_text()))
     return min(free)
+
+
+def core_quota() -> float:
+    """Return the CPU time, in cores, that this process's control groups allow; inf without a limit."""
+    quotas = [math.inf]
+    for folder in control_groups("cpu"):
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = map(int, (folder / "cpu.max").read_text().split())
+            quotas.append(quota / period)
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+            quotas += [quota / period] if quota > 0 else []
+    return min(quotas)
+
+
+def control_groups(controller: str, root: Path = Path("/")) -> list[Path]:
+    """Return the folders of this process's control group and of those around it, of version 2 and of version 1.
+
+    Inside a container the group's path may be that of the host, which is not mounted: then only the top is there.
+    root: see cgroups(7) for the files below it.
+    """
+    mount = root / "sys/fs/cgroup"
+    folders = [mount, mount / controller]
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, names, path = line.split(":", 2)
+            if not names or controller in names.split(","):
+                top = mount / controller if names else mount
+                inside = top / path.lstrip("/")
+                folders += [folder for folder in (inside, *inside.parents) if top in folder.parents]
+    return folders

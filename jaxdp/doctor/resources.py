@@ -94,9 +94,8 @@ def read_cores(launcher: int) -> dict[str, Any]:
     facts: dict[str, Any] = {"cores": sorted(affinity(0)), "launcher_cores": 0, "limit": None}
     with contextlib.suppress(OSError):
         facts["launcher_cores"] = len(affinity(launcher))
-    with contextlib.suppress(OSError, ValueError):  # ValueError: "max", which is no limit
-        quota, period = map(int, pathlib.Path("/sys/fs/cgroup/cpu.max").read_text().split())
-        facts["limit"] = quota / period
+    if (quota := hosts.core_quota()) < math.inf:
+        facts["limit"] = quota
     return facts
 
 

@@ -47,8 +47,9 @@ def record(directory: pathlib.Path) -> dict[str, Any]:
     for process in processes:
         process.kill()  # if it has not ended
     with contextlib.suppress(OSError):  # a full disk
-        (directory / NAME).unlink(missing_ok=True)
-        if diff:
-            with rundir.replaced(directory / NAME) as new:
+        if not diff:
+            (directory / NAME).unlink(missing_ok=True)
+        else:
+            with rundir.replaced(directory / NAME, private=True) as new:  # a diff may contain passwords
                 new.write_bytes(diff if len(diff) <= LIMIT else diff[: diff.rfind(b"\n", 0, LIMIT) + 1] + b"[cut]\n")
     return {"git": {"commit": commit.decode().strip(), "changed": bool(diff)}} if commit else {}

@@ -203,7 +203,13 @@ def supervised(
     watch = RunMonitor(context, directory, *limits, last_save=snapshots and snapshots.last_save)
     account = lambda: context.of_root("goodput", lambda: goodput(directory / "metrics.jsonl", rundir.began(directory)))
     run = run.replace(writer=writer, watch=watch, account=account)
-    on_signal = lambda name: run.log.profile.ask() if name == signals.TRACE else None
+
+    def on_signal(name: str) -> None:
+        if name == signals.TRACE:
+            run.log.profile.ask()
+        elif signals.is_starting():  # this process ends after its listeners have returned
+            events.note("preempted", start, reason=f"{name} on rank {context.rank}")
+
     signals.subscribe(on_signal)
     try:
         open_collectives(context)

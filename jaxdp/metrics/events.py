@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from jaxdp import rundir
 from jaxdp.metrics.jsonl import dump
 
 NAME = "events.jsonl"
@@ -48,6 +49,6 @@ class Events(NoEvents):
         event = {"t": round(time.time(), 3), "kind": kind, **at, **more}
         with self.lock, contextlib.suppress(OSError):
             self.pending += dump(event).encode()
-            with self.path.open("ab", buffering=0) as file:
+            with open(self.path, "ab", buffering=0, opener=rundir.no_link) as file:
                 while self.pending:
                     self.pending = self.pending[file.write(self.pending) :]

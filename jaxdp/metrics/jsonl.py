@@ -5,12 +5,14 @@ import contextlib
 import json
 import math
 import pathlib
+import re
 import time
 from typing import IO, Any
 
 from jaxdp import rundir
 from jaxdp.metrics.writer import KEPT, Record, Writer
 
+SPLIT = re.compile(rb'"split": *"(\w*)"')
 ENOUGH = 2 * KEPT  # records of earlier updates, before which there is none of a later one
 
 
@@ -38,7 +40,7 @@ class JsonLines(Writer):
         steps = [(x.get("step"), last.get(str(x.get("split")), step), x) for x in records]
         valid = [line for number, end, line in steps if isinstance(number, int) and 0 < number <= end]
         rundir.write(self.path, "".join([*earlier, *map(dump, valid)]))  # if the disk is full, the outdated lines stay
-        self.file = self.path.open("ab", buffering=0)
+        self.file = open(self.path, "ab", buffering=0, opener=rundir.no_link)  # noqa: SIM115
 
     def write(self, record: Record) -> None:
         self.pending += dump({**record, "time": round(time.time(), 3)}).encode()
@@ -73,15 +75,46 @@ def divide(path: pathlib.Path, since: float) -> tuple[list[str], list[dict[str, 
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(True) if path.is_file() else []
     records, earlier = collections.deque[dict[str, Any]](), 0
     while lines and earlier < ENOUGH:
-        try:
-            record = json.loads(lines.pop(), parse_constant=str, parse_float=finite)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
+        if (record := parse(lines.pop())) is not None:
             records.appendleft(record)
             step = record.get("step")
             earlier = earlier + 1 if isinstance(step, int) and step < since else 0
     return lines, list(records)
+
+
+def sample(path: pathlib.Path, most: int) -> tuple[list[dict[str, Any]], int]:
+    """Return (records of a metrics file, the number of its lines): all, or evenly spaced ones of each split.
+
+    most: up to twice as many lines of a split are returned, and the last one. Memory is bounded by them, and only they
+    are parsed.
+    """
+    lines: dict[bytes, list[tuple[int, bytes]]] = {}  # of each split, with their numbers
+    last: dict[bytes, tuple[int, bytes]] = {}
+    steps, counts = collections.Counter[bytes](), collections.Counter[bytes]()
+    total = 0
+    with path.open("rb") if path.is_file() else contextlib.nullcontext(()) as file:
+        for total, line in enumerate(file, 1):
+            split = match[1] if (match := SPLIT.search(line)) else b""
+            kept = lines.setdefault(split, [])
+            last[split] = (total, line)
+            if counts[split] % max(1, steps[split]) == 0:
+                kept.append((total, line))
+            counts[split] += 1
+            if len(kept) > 2 * most:
+                del kept[1::2]
+                steps[split] = 2 * max(1, steps[split])
+    chosen = dict(sorted([*last.values(), *(line for kept in lines.values() for line in kept)]))
+    records = [parse(line.decode("utf-8", "replace")) for line in chosen.values()]
+    return [record for record in records if record is not None], total
+
+
+def parse(line: str) -> dict[str, Any] | None:
+    """Return the record in a line; None for a torn one."""
+    try:
+        record = json.loads(line, parse_constant=str, parse_float=finite)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def finite(text: str) -> float | str:

@@ -2,8 +2,10 @@
 
 import html
 import json
+import os
 import pathlib
 import re
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -41,5 +43,9 @@ def write(file: pathlib.Path, text: str) -> None:
     if file.exists() and not file.is_file():  # do not replace /dev/stdout or a pipe
         file.write_text(text, encoding="utf-8", errors="surrogateescape")
         return
-    with rundir.replaced(file.resolve()) as new:  # keep a symbolic link
+    if file.is_symlink() and file.lstat().st_uid == os.getuid():  # keep a link, but not that of another user
+        file = file.resolve()
+    with rundir.replaced(file, private=True) as new:  # it contains git.diff
+        if file.exists():
+            new.chmod(stat.S_IMODE(file.stat().st_mode))
         new.write_text(text, encoding="utf-8", errors="surrogateescape")

@@ -11,12 +11,13 @@ import yaml
 
 from jaxdp.errors import UsageError, one_line
 from jaxdp.metrics import events as kinds
-from jaxdp.metrics.jsonl import read
+from jaxdp.metrics.jsonl import read, sample
 from jaxdp.report import histograms, media, spent
 
 Json = dict[str, Any]
 DIGITS = 6  # significant digits of a number in the page
 RATES = ("examples_per_s", "tokens_per_s", "mfu", "goodput")
+LINES = 2000  # of metrics.jsonl that are read, up to twice as many of each split
 SPLITS = ("train", "eval", "final")
 
 
@@ -31,11 +32,12 @@ def read_run(directory: pathlib.Path, alive: bool | None = None, runs: int = 1) 
     lines in it that cannot be read.
     """
     check(directory)
-    records, events = read(directory / "metrics.jsonl"), read(directory / kinds.NAME)
+    records, lines = sample(directory / "metrics.jsonl", LINES // runs)
+    events = read(directory / kinds.NAME)
     if not records and not events:
         raise UsageError(f"report: {str(directory)!r} has no metrics yet; wait for the first line of metrics.jsonl")
     try:
-        return tables(directory, records, events, alive, runs)
+        page = tables(directory, records, events, alive, runs)
     except UsageError:
         raise
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError, yaml.YAMLError) as error:
@@ -43,6 +45,9 @@ def read_run(directory: pathlib.Path, alive: bool | None = None, runs: int = 1) 
             f"report: {str(directory)!r} has lines that this version of jaxdp cannot read "
             f"({type(error).__name__}: {one_line(error)}); use the version that its env.json names"
         ) from None
+    if len(records) < lines:
+        page["environment"]["records"] = f"{len(records):,} of {lines:,} lines of metrics.jsonl, evenly spaced"
+    return page
 
 
 def tables(directory: pathlib.Path, records: list[Json], events: list[Json], alive: bool | None, runs: int) -> Json:

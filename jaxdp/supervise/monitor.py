@@ -82,6 +82,10 @@ class RunMonitor(Watchdog, Monitor):
         super().__init__(context, directory, timeout, straggler_factor)
         signals.subscribe(self._preempt)
 
+    def sent(self, metrics: dict[str, Any]) -> None:
+        signals.has_started()
+        super().sent(metrics)
+
     def run_step(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
         while (request := self.agreement.point()) is not None:
             if request["kind"] not in ("save", "probe"):

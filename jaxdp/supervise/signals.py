@@ -1,6 +1,7 @@
-"""Handle signals: SIGTERM, SIGUSR1 and SIGINT ask a run to save and end, SIGUSR2 to profile its next updates.
+"""Handle signals: SIGTERM, SIGUSR1, SIGHUP and SIGINT ask a run to save and end, SIGUSR2 to profile its next updates.
 
-They take effect at once, even during a compilation or a collective.
+They take effect at once, even during a compilation or a collective. Before the first update there is nothing to save,
+and whatever the start waits for may never come: then a signal ends the process.
 
 Python runs a signal handler between two instructions of the main thread, which may be inside XLA for minutes. So the
 interpreter writes each signal number to a socket (`signal.set_wakeup_fd`), from which a thread reads it.
@@ -9,36 +10,58 @@ interpreter writes each signal number to a socket (`signal.set_wakeup_fd`), from
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 TRACE = "SIGUSR2"
-NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGUSR2)
+NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGUSR2)
 
 _received: list[str] = []
 _listeners: list[Callable[[str], None]] = []
 _lock = threading.Lock()
 _socket: socket.socket | None = None
 _previous: dict[int, Any] = {}  # signal number -> handler before `listen`
+_end_start: Callable[[str], None] | None = None  # ends this process, until the first update
+_interrupts = False  # whether SIGINT until then raises KeyboardInterrupt instead
 
 
-def listen() -> None:
-    """Start to handle the signals: only a second SIGINT ends the process. Call it in the main thread.
+def handled() -> list[int]:
+    """Return the signals to handle: all but SIGHUP where `nohup` has this process ignore it."""
+    return [n for n in NUMBERS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
-    Pending signals are handled now.
+
+def listen(end_start: Callable[[str], None], interrupts: bool = False) -> None:
+    """Start to handle the signals. Call it in the main thread. Pending signals are handled now.
+
+    Args:
+        end_start: called in a thread, after the listeners, with the name of a signal before `has_started`.
+        interrupts: SIGINT raises KeyboardInterrupt instead, before `has_started`: a notebook must not end.
     """
-    global _socket
+    global _socket, _end_start, _interrupts
     if _socket is not None:
         return
     reader, _socket = socket.socketpair()
     _socket.setblocking(False)
-    _previous.update({number: signal.getsignal(number) for number in NUMBERS})
+    _end_start, _interrupts = end_start, interrupts
+    _previous.update({number: signal.getsignal(number) for number in handled()})
     act()
     signal.set_wakeup_fd(_socket.fileno(), warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=_forget)
     threading.Thread(target=_read, args=(reader,), name="signals", daemon=True).start()
     deliver()
+
+
+def has_started() -> None:
+    """From now on there is an update to save: a signal no longer ends the process at once."""
+    global _end_start
+    _end_start = None
+
+
+def is_starting() -> bool:
+    """Return whether a signal ends this process at once, since no update has been made."""
+    return _end_start is not None
 
 
 def deliver() -> None:
@@ -49,8 +72,25 @@ def deliver() -> None:
 def act() -> None:
     """Install the handlers again after `listen`, in case a library replaced one: MPICH takes SIGUSR1 at its start."""
     if _socket is not None:
-        for number in NUMBERS:
-            signal.signal(number, lambda number, frame: None)
+        for number in _previous:
+            signal.signal(number, _interrupt)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    """Handle a signal in the main thread, which may be inside XLA for minutes; `_report` does all that cannot wait."""
+    if number == signal.SIGINT and _interrupts and is_starting():
+        raise KeyboardInterrupt
+
+
+def end_at_once(code: int) -> None:
+    """Exit with `code` on a signal, as long as this command has started no process. Call it in the main thread."""
+
+    def end(number: int, frame: Any) -> None:
+        sys.exit(code)
+
+    for number in handled():
+        if number != signal.SIGUSR2:
+            signal.signal(number, end)
 
 
 def restore() -> None:
@@ -61,8 +101,10 @@ def restore() -> None:
     signal.set_wakeup_fd(-1)
     for number, handler in _previous.items():
         signal.signal(number, handler)
+    _previous.clear()
     _socket.close()
     _socket = None
+    has_started()
     with _lock:
         _received.clear()
 
@@ -70,7 +112,7 @@ def restore() -> None:
 def _forget() -> None:
     """Restore the default handlers in a forked child, such as a data worker, so that signals end it."""
     signal.set_wakeup_fd(-1)
-    for number in NUMBERS:
+    for number in handled():
         signal.signal(number, signal.SIG_DFL)
 
 
@@ -105,5 +147,7 @@ def _report(name: str) -> None:
         listeners = list(_listeners)
     for listener in listeners:
         listener(name)
-    if name == "SIGINT":
+    if _end_start is not None and name != TRACE and not (name == "SIGINT" and _interrupts):
+        _end_start(name)
+    elif name == "SIGINT":
         os.write(2, b"jaxdp: SIGINT: saves, then ends; a second one ends at once\n")

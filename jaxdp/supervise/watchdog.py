@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from jaxdp import rundir
 from jaxdp.distributed import faults, hosts, membership
 from jaxdp.distributed.context import Context, leave
 from jaxdp.distributed.messages import parse
@@ -173,7 +174,8 @@ class Watchdog:
     def _write_stacks(self) -> None:
         with contextlib.suppress(OSError):
             (self.directory / "stacks").mkdir(exist_ok=True)
-            with (self.directory / "stacks" / f"rank_{self.context.rank}.txt").open("w") as file:
+            path = self.directory / "stacks" / f"rank_{self.context.rank}.txt"
+            with open(path, "w", opener=rundir.no_link) as file:
                 file.write(f"rank {self.context.rank} on {self.context.hosts[self.context.rank]}: {self.where}\n\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)

@@ -7,6 +7,7 @@ import pathlib
 import jax
 import numpy as np
 
+from jaxdp import rundir
 from jaxdp.core.skip import DISAGREEING, NONFINITE
 from jaxdp.errors import RunFailed
 from jaxdp.metrics.writer import Record
@@ -97,6 +98,6 @@ def write_batches(run: Run, first: int, last: int) -> pathlib.Path:
     examples = lambda update: np.sort(run.data.train.order.batch(update - 1 + run.origin.offset)).tolist()
     batches = {update: examples(update) for update in range(first, last + 1)}
     if run.checkpoints.context.is_root:
-        with contextlib.suppress(OSError):
-            file.write_text(json.dumps({"updates": batches}) + "\n")
+        with contextlib.suppress(OSError), rundir.replaced(file) as new:
+            new.write_text(json.dumps({"updates": batches}) + "\n")
     return file

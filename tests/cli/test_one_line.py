@@ -181,10 +181,10 @@ def test_ctrl_c_in_the_imports_is_one_line(verb):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT"])
 def test_a_signal_in_the_imports_preempts(tmp_path, name):
     said = interrupted([*TRAIN, "--run_dir", str(tmp_path)], getattr(signal, name), 75)
-    assert f"preempted by {name} on rank 0, after update 0: nothing to save yet" in said
+    assert f"jaxdp: {name} before the first update: nothing to save; run the same command to start again\n" in said
 
 
 PYTHON = ["--data.target", "PythonSource", "--data.args", "{length: 8, max_mb: 0.1}"]

@@ -4,9 +4,11 @@ import json
 import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -485,3 +487,19 @@ def test_the_page_loads_nothing(tmp_path):
     text = html.render([read_run(make_run(tmp_path / "run"))])
     rest = text.replace("http://www.w3.org/2000/svg", "")  # a name
     assert "http" not in rest and "<link" not in rest and "src=" not in rest
+
+
+def test_a_long_run_is_read_in_part_and_the_page_says_so(tmp_path):
+    """Evenly spaced records, all evaluations and the last record; memory does not grow with the file."""
+    run = make_run(tmp_path / "run", lines=20_000)
+    page = read_run(run)
+    steps = page["series"]["train"]["step"]
+    assert 2000 <= len(steps) <= 4001 and steps[0] == 10 and steps[-1] == 200_000
+    assert {*np.diff(steps[:-1])} == {80}
+    assert len(page["series"]["eval"]["step"]) == 400 and page["numbers"]["accuracy"] == 0.875
+    assert re.fullmatch(r"2,\d+ of 20,401 lines of metrics.jsonl, evenly spaced", page["environment"]["records"])
+    assert "records" not in read_run(make_run(tmp_path / "short"))["environment"]
+    tracemalloc.start()
+    read_run(run)
+    assert tracemalloc.get_traced_memory()[1] < 12e6
+    tracemalloc.stop()

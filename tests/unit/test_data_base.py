@@ -1,5 +1,6 @@
 """What is accepted as a data set, and what is said of that which is not."""
 
+import os
 import time
 
 import ml_dtypes
@@ -12,7 +13,7 @@ from jaxdp.data.contents import contents, difference
 from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.data.windows import Windows
-from jaxdp.errors import UsageError
+from jaxdp.errors import RunFailed, UsageError
 
 X = np.arange(24, dtype=np.float32).reshape(6, 4)
 Y = np.arange(6, dtype=np.int32)
@@ -367,3 +368,23 @@ def test_the_number_of_classes_of_a_sequence_is_known(classes, known):
 def test_an_array_without_a_name():
     with pytest.raises(UsageError, match="data: the key 0 is not a name; give each array one"):
         as_dataset({0: X, 1: Y})
+
+
+@pytest.mark.parametrize("kind", ["npy", "tokens"])
+def test_a_mapped_file_that_shrinks_is_named(tmp_path, kind):
+    """To read it would kill the process by SIGBUS."""
+    if kind == "npy":
+        for name in ("inputs", "labels"):
+            np.save(tmp_path / f"{name}.npy", np.zeros((50_000,), np.int32))
+        dataset, file = (
+            Arrays(**{n: np.load(tmp_path / f"{n}.npy", mmap_mode="r") for n in ("inputs", "labels")}),
+            "inputs.npy",
+        )
+    else:
+        np.zeros(100_000, np.uint16).tofile(tmp_path / "tokens.bin")
+        dataset, file = TokenFile(str(tmp_path / "tokens.bin"), length=16), "tokens.bin"
+    last = np.array([len(dataset) - 1])
+    assert len(dataset.read(last)["inputs"]) == 1
+    os.truncate(tmp_path / file, 5000)
+    with pytest.raises(RunFailed, match=rf"data: '.*{file}' had 200,\d+ bytes and now has 5,000"):
+        dataset.read(last)

@@ -1,5 +1,6 @@
 """The commit and the changes that a run starts with: recorded if it costs nothing, and never in its way."""
 
+import stat
 import subprocess
 import time
 
@@ -25,11 +26,13 @@ def repository(tmp_path, monkeypatch):
 def test_the_commit_and_the_changes_of_a_repository(repository):
     run, code = repository / "run", repository / "repository/code.py"
     (run / "git.diff").write_text("of the start before")
+    (run / "git.diff").chmod(0o644)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     assert git.record(run) == {"git": {"commit": commit, "changed": False}} and not (run / "git.diff").exists()
     code.write_text("a = 2\n")
     assert git.record(run) == {"git": {"commit": commit, "changed": True}}
     assert (run / "git.diff").read_text().endswith("-a = 1\n+a = 2\n")
+    assert stat.S_IMODE((run / "git.diff").stat().st_mode) == 0o600, "it may contain passwords"
     code.write_text("a = 3\n" * 100_000)
     assert git.record(run)["git"]["changed"]
     diff = (run / "git.diff").read_text()

@@ -9,7 +9,13 @@ import time
 import pytest
 
 from jaxdp import rundir
+from jaxdp.distributed import faults
+from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
+from jaxdp.metrics.events import Events
+from jaxdp.metrics.jsonl import JsonLines
+from jaxdp.report import html
+from jaxdp.supervise.watchdog import Watchdog
 
 HOLDER = """
 import pathlib, sys, time
@@ -117,3 +123,60 @@ def test_a_full_disk_keeps_the_files_of_an_earlier_start(tmp_path, monkeypatch):
             rundir.write_env(tmp_path, {})
     assert (tmp_path / "config.yaml").read_text() == "steps: 1\n"
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def append(directory):
+    with contextlib.suppress(OSError):
+        JsonLines(directory / "metrics.jsonl").write({"step": 1, "split": "train"})
+
+
+def write_stacks(directory):
+    watchdog = Watchdog(Context(hosts=("a",)), directory, None)
+    watchdog.stop()
+    (directory / "stacks").mkdir(exist_ok=True)
+    watchdog._write_stacks()
+
+
+WRITERS = {
+    ".lock": rundir.make,
+    ".nonce": rundir.make,
+    "metrics.jsonl": append,
+    "events.jsonl": lambda directory: Events(directory).note("start"),
+    "events.jsonl of a coordinator": lambda directory: faults.append_event(str(directory / "events.jsonl"), "lost"),
+    "config.yaml": lambda directory: rundir.write_config(directory, {"steps": 1}),
+    f"config.yaml.{os.getpid()}.tmp": lambda directory: rundir.write_config(directory, {"steps": 1}),
+    "stacks/rank_0.txt": write_stacks,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_no_file_of_a_run_is_written_through_a_link(tmp_path, name):
+    """Another user may have prepared it in a shared folder, to any file that this user may write."""
+    directory, other = tmp_path / "run", tmp_path / "other"
+    (directory / "stacks").mkdir(parents=True)
+    other.write_text("of somebody\n")
+    (directory / name.partition(" ")[0]).symlink_to(other)
+    WRITERS[name](directory)
+    assert other.read_text() == "of somebody\n"
+
+
+def test_a_lock_that_is_a_link_is_refused(tmp_path):
+    (tmp_path / ".lock").symlink_to(tmp_path / "other")
+    file, problem = rundir.make(tmp_path)
+    assert file is None and problem.endswith(
+        ".lock' is a link, through which a run does not write; remove it, or choose another"
+    )
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_report_is_private_until_its_owner_shows_it(tmp_path):
+    html.write(tmp_path / "report.html", "page")
+    assert (tmp_path / "report.html").stat().st_mode & 0o777 == 0o600, "it contains git.diff"
+    (tmp_path / "report.html").chmod(0o644)
+    html.write(tmp_path / "report.html", "page 2")
+    assert (tmp_path / "report.html").stat().st_mode & 0o777 == 0o644
+    if os.getuid() == 0:
+        (tmp_path / "link.html").symlink_to(tmp_path / "other.html")
+        os.chown(tmp_path / "link.html", 1000, 1000, follow_symlinks=False)
+        html.write(tmp_path / "link.html", "page 3")
+        assert not (tmp_path / "other.html").exists() and not (tmp_path / "link.html").is_symlink()
