@@ -10,7 +10,6 @@ interpreter writes each signal number to a socket (`signal.set_wakeup_fd`), from
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -86,7 +85,7 @@ def end_at_once(code: int) -> None:
     """Exit with `code` on a signal, as long as this command has started no process. Call it in the main thread."""
 
     def end(number: int, frame: Any) -> None:
-        sys.exit(code)
+        os._exit(code)  # an exception may be lost, such as in a callback of the garbage collector
 
     for number in handled():
         if number != signal.SIGUSR2:

@@ -16,14 +16,14 @@ DIGITS = ["--config", str(ROOT / "configs" / "digits.yaml")]
 HUNG = """
 import pathlib, time
 class Hung:
-    def __init__(self):
+    def __init__(self, **args):
         pathlib.Path("hangs").touch()
         time.sleep(600)
 """
 
 
 def start(argv, folder, **more):
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}"}
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}", "XLA_FLAGS": ""}
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, *argv], cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True, **more)
 
@@ -133,7 +133,7 @@ def status(process, number):
 def test_a_run_saves_where_its_terminal_is_closed(tmp_path, launcher):
     """The terminal sends SIGHUP to all its processes, and nothing can be printed any more."""
     ours, theirs = pty.openpty()
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     words = [*launcher, "train", *DIGITS, "--steps", "1000000", "--run_dir", "run"]
     leads = [
         "import fcntl, os, sys, termios",
