@@ -152,7 +152,7 @@ CPU: tuple[Case, ...] = (
             Claim("speed", "jaxdp", "plain shard_map, leaves"),
         ),
         updates=60,
-        check=10,
+        check=8,
         args=IMAGES,
         processes=2,
         per_update=(128, "images"),
