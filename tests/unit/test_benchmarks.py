@@ -71,8 +71,8 @@ QUICK_FAULTS = {
     "no time": r"it took 0 s for \d+ updates",
 }
 SLOW_FAULTS = {
-    "begins late": r"it did not begin within 8 s",
-    "no hello": r"it did not begin within 8 s",
+    "begins late": r"it did not begin, and no other did for 8 s",
+    "no hello": r"it did not begin, and no other did for 8 s",
     "hang": r"no answer to `run` within 8 s",
     "half": r"no answer to `run` within 8 s",
 }
