@@ -88,6 +88,7 @@ def test_a_checkpoint_of_an_earlier_version_is_compared_as_it_was(files, tmp_pat
 WRONG = "inputs not finite in examples 17, 150; correct them, or set their mask to 0"
 
 
+@pytest.mark.slow
 def test_numbers_that_are_not_finite_in_evaluation_data_are_named(files, tmp_path):
     """The state is saved, from which a run on corrected data resumes, with the evaluation that failed."""
     arguments, sets = files

@@ -227,6 +227,7 @@ def test_the_default_of_no_decay_and_one_without_decay_may_match_nothing():
         check_paths(config, paths)
 
 
+@pytest.mark.slow
 def test_what_weight_decay_spares_is_printed_and_decides_whether_a_run_resumes(tmp_path):
     """An older run, whose config has the expressions that were the default, resumes if these spare the same arrays."""
     argv = ["--config", write(tmp_path, SMALL), "--run_dir", tmp_path / "run", "--optimizer.schedule", "constant", *MLP]
@@ -245,6 +246,7 @@ def test_a_checkpoint_older_than_the_list_of_spared_arrays_has_expressions():
     assert spared_by(saved) == ["a/bias"] and spared_by({**saved, "spared": ["x"]}) == ["x"]
 
 
+@pytest.mark.slow
 def test_optimizer_state_in_bfloat16_warns_and_is_another_run(tmp_path):
     argv = ["--config", write(tmp_path, SMALL), "--run_dir", tmp_path / "run", "--optimizer.schedule", "constant", *MLP]
     argv += ["--precision.params", "bfloat16", "--optimizer.lr", "1e-5"]

@@ -91,6 +91,7 @@ def test_the_average_is_used_with_the_average_of_the_statistics(averaged, tmp_pa
     )
 
 
+@pytest.mark.slow
 def test_it_is_exported_and_loaded_with_them(averaged, tmp_path):
     file = tmp_path / "a.safetensors"
     export({"run_dir": str(averaged.run_dir), "step": None, "output": str(file), "ema": True, "layout": "jaxdp"})

@@ -224,7 +224,7 @@ def test_muons_matrices_are_optaxs_and_the_rest_is_adamw(adam):
             np.testing.assert_allclose(own, want, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize("no_decay", [[], ["bias"]])
+@pytest.mark.parametrize("no_decay", [["bias"], pytest.param([], marks=pytest.mark.slow)])
 def test_muons_other_part_has_its_own_rate_with_the_same_schedule_and_decay(no_decay):
     def history(lr, **args):
         config = Config(optimizer=Optimizer("muon", lr, "linear", weight_decay=0.5, no_decay=no_decay, args=args))
