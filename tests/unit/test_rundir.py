@@ -126,8 +126,15 @@ def test_a_full_disk_keeps_the_files_of_an_earlier_start(tmp_path, monkeypatch):
 
 
 def append(directory):
-    with contextlib.suppress(OSError):
-        JsonLines(directory / "metrics.jsonl").write({"step": 1, "split": "train"})
+    writer = JsonLines(directory / "metrics.jsonl")
+    writer.write({"step": 1, "split": "train"})
+    writer.close()
+
+
+def lock(directory):
+    file, _ = rundir.make(directory)
+    if file is not None:
+        file.close()
 
 
 def write_stacks(directory):
@@ -138,8 +145,8 @@ def write_stacks(directory):
 
 
 WRITERS = {
-    ".lock": rundir.make,
-    ".nonce": rundir.make,
+    ".lock": lock,
+    ".nonce": lock,
     "metrics.jsonl": append,
     "events.jsonl": lambda directory: Events(directory).note("start"),
     "events.jsonl of a coordinator": lambda directory: faults.append_event(str(directory / "events.jsonl"), "lost"),
